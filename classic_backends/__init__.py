@@ -1,0 +1,1 @@
+"""Models that are not language models, behind dynamic batching."""

@@ -1,0 +1,61 @@
+"""Errors that reach a client. Each carries a protocol-neutral code; the doors map it to HTTP and gRPC."""
+
+from enum import StrEnum
+
+
+class Code(StrEnum):
+    """Triton's internal status codes, and RESOURCE_EXHAUSTED for an LLM's full queue."""
+
+    UNKNOWN = "UNKNOWN"
+    INTERNAL = "INTERNAL"
+    NOT_FOUND = "NOT_FOUND"
+    INVALID_ARGUMENT = "INVALID_ARGUMENT"
+    UNAVAILABLE = "UNAVAILABLE"
+    UNSUPPORTED = "UNSUPPORTED"
+    ALREADY_EXISTS = "ALREADY_EXISTS"
+    CANCELLED = "CANCELLED"
+    RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
+
+
+class CharoniaError(Exception):
+    """An error meant for the client: `message` is shown to him verbatim.
+
+    `field` names the offending request field (OpenAI's `param`), if there is one.
+    """
+
+    code: Code = Code.UNKNOWN
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+
+
+class InvalidArgument(CharoniaError):
+    code = Code.INVALID_ARGUMENT
+
+
+class NotFound(CharoniaError):
+    code = Code.NOT_FOUND
+
+
+class Unavailable(CharoniaError):
+    code = Code.UNAVAILABLE
+
+
+class Unsupported(CharoniaError):
+    code = Code.UNSUPPORTED
+
+
+class Internal(CharoniaError):
+    code = Code.INTERNAL
+
+
+class QueueFull(CharoniaError):
+    """Refused before any work was done; worth another try after `retry_after` seconds."""
+
+    code = Code.RESOURCE_EXHAUSTED
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after

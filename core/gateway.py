@@ -1,0 +1,29 @@
+"""The only thing a door knows. Whatever exists once per server lives behind it."""
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from .model import ModelConfig
+from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse
+
+
+class Gateway(Protocol):
+    """Lookup, admission and dispatch.
+
+    An empty `version` means the latest. Every lookup raises `NotFound` for an unknown model or version and
+    `Unavailable` for one that is not ready; a full queue raises `QueueFull`. All raise before the first item.
+    """
+
+    def ready(self) -> bool:
+        """Every known model is ready, and the server is not shutting down."""
+
+    def models(self) -> list[ModelConfig]: ...
+
+    def model(self, name: str, version: str = "") -> ModelConfig: ...
+
+    def model_ready(self, name: str, version: str = "") -> bool: ...
+
+    def infer(self, name: str, version: str, request: InferRequest) -> AsyncIterator[InferResponse]: ...
+
+    def generate(self, name: str, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        """Raises `InvalidArgument` for a model that does not write text."""

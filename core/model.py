@@ -1,0 +1,66 @@
+"""The contract: a request goes into a Model, a stream of responses comes out."""
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
+from .tensor import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What a model tells the world of itself, after completion. `created`: seconds since the epoch."""
+
+    name: str
+    version: str
+    backend: str
+    platform: str = ""
+    max_batch_size: int = 0
+    decoupled: bool = False
+    inputs: tuple[TensorSpec, ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    created: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStats:
+    """Counters since load."""
+
+    ready: bool
+    success: int = 0
+    failure: int = 0
+    cancelled: int = 0
+
+
+class Model(Protocol):
+    """Anything that answers requests.
+
+    Cancelling is cancelling the task that consumes `infer`'s stream: the iterator's `finally` frees everything.
+    Consumers wrap it in `contextlib.aclosing`.
+    """
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    async def load(self) -> None:
+        """Return when the model is warm and ready."""
+
+    async def unload(self) -> None:
+        """Free everything; called after draining."""
+
+    def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]: ...
+
+    def stats(self) -> ModelStats: ...
+
+
+@runtime_checkable
+class TextModel(Model, Protocol):
+    """A model that writes text."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]: ...
+
+    async def tokenize(self, request: TokenizeRequest) -> list[int]: ...
+
+    async def detokenize(self, ids: list[int]) -> str: ...

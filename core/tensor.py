@@ -1,0 +1,59 @@
+"""Tensors as the KServe v2 protocol names and types them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+NUMPY_TYPES: dict[str, DTypeLike] = {
+    "BOOL": np.bool_,
+    "UINT8": np.uint8,
+    "UINT16": np.uint16,
+    "UINT32": np.uint32,
+    "UINT64": np.uint64,
+    "INT8": np.int8,
+    "INT16": np.int16,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "FP16": np.float16,
+    "FP32": np.float32,
+    "FP64": np.float64,
+    "BYTES": np.object_,
+}
+"""v2 datatype -> numpy dtype. BF16 has no numpy type; BYTES elements are `bytes`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A named array. `data` has the numpy dtype of `datatype` and any shape of `shape`'s size."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: NDArray[Any]
+
+    @classmethod
+    def of(cls, name: str, datatype: str, values: Any) -> "Tensor":
+        """Build from nested Python values or an array; the shape is theirs."""
+        data = np.asarray(values, dtype=NUMPY_TYPES[datatype])
+        return cls(name, datatype, data.shape, data)
+
+    @property
+    def scalar(self) -> Any:
+        """The one element of a one-element tensor, as a Python value.
+
+        Raises:
+            ValueError: the tensor does not hold exactly one element.
+        """
+        return self.data.item()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a model says of one of its inputs or outputs; -1 in `dims` is a free dimension."""
+
+    name: str
+    datatype: str
+    dims: tuple[int, ...]
+    optional: bool = False

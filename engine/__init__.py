@@ -1,0 +1,1 @@
+"""Language models: checkpoints, layers, executors, the engine core process and its client."""

@@ -1,0 +1,1 @@
+"""Attention backends: each alone allocates, writes, reads and copies its cache tensors."""

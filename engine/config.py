@@ -1,0 +1,35 @@
+"""How one engine is set up: small frozen values, parsed once at the edge."""
+
+import msgspec
+
+from ..scheduler.config import SchedulerConfig
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`memory_fraction` of the memory left after the weights, unless `bytes` or `blocks` says exactly."""
+
+    block_size: int = 16
+    memory_fraction: float = 0.5
+    bytes: int | None = None
+    blocks: int | None = None
+    prefix_caching: bool = True
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`model`: checkpoint directory or hub id. `dtype`: auto, bfloat16, float16 or float32.
+    `max_model_len` None is the checkpoint's own, and overrides the scheduler's number once it is known.
+
+    `executor`: "inline" computes in the core process; "fake" counts (next token = last + 1) and is for
+    measuring everything around the engine. `threads` 0 means every usable core.
+    """
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    attention: str = "auto"
+    executor: str = "inline"
+    threads: int = 0
+    max_model_len: int | None = None
+    max_queued_requests: int = 512
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()

@@ -1,0 +1,36 @@
+"""The seam between the step loop and whatever computes a step."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import NamedTuple, Protocol
+
+from ...scheduler.plan import StepPlan, StepResult
+
+Progress = Callable[[str, float], None]
+"""Called with (phase, fraction done from 0 to 1) while loading."""
+
+
+class Capacity(NamedTuple):
+    """What an executor found when it had loaded its model."""
+
+    vocab_size: int
+    max_model_len: int
+    block_bytes: int
+    """Bytes one cache block takes, over all layers."""
+    free_bytes: int
+    """Memory left for the cache on the tightest device."""
+
+
+class Executor(Protocol):
+    """Computes step plans, strictly in order. Calls may come before earlier results are there."""
+
+    def load(self, progress: Progress) -> Capacity:
+        """Load weights and report what is left for the cache."""
+
+    def allocate(self, blocks: int) -> None:
+        """Allocate the cache: `blocks` blocks."""
+
+    def execute(self, plan: StepPlan) -> Future[StepResult]: ...
+
+    def close(self) -> None:
+        """Stop and free everything; pending futures are cancelled."""

@@ -1,0 +1,1 @@
+"""Column- and row-parallel layers that every architecture shares."""

@@ -1,0 +1,105 @@
+"""What the frontend and an engine core say to each other: msgpack arrays over ZeroMQ.
+
+The core sends at most one message per step and client, never one per token.
+"""
+
+from typing import TypeAlias
+
+import msgspec
+
+
+class Add(msgspec.Struct, array_like=True, tag="add", kw_only=True, frozen=True):
+    """A new sequence. `key` is the client's own, unique among its live requests.
+
+    `stop_token_ids` ends the sequence, model eos included (unless ignored); `max_tokens` is already clipped to
+    the model's length. `grammar`, `adapter`, `pooling` and `embeds` are reserved.
+    """
+
+    client: int
+    key: int
+    prompt: list[int]
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    choice: int = 0
+    stop_token_ids: list[int] = []
+    priority: int = 0
+    tenant: str = ""
+    salt: str = ""
+    adapter: str = ""
+    grammar: str = ""
+    pooling: str = ""
+    embeds: bytes = b""
+
+
+class Abort(msgspec.Struct, array_like=True, tag="abort", frozen=True):
+    """The client no longer wants these; unknown keys are ignored."""
+
+    client: int
+    keys: list[int]
+
+
+class Shutdown(msgspec.Struct, array_like=True, tag="shutdown", frozen=True):
+    """Stop the loop and exit."""
+
+
+ToCore: TypeAlias = Add | Abort | Shutdown
+
+
+class Loading(msgspec.Struct, array_like=True, tag="loading", frozen=True):
+    """A start-up phase goes on: `fraction` of it is done; at 1 it took `seconds`."""
+
+    phase: str
+    fraction: float
+    seconds: float
+    detail: str = ""
+
+
+class Ready(msgspec.Struct, array_like=True, tag="ready", frozen=True):
+    """Warm-up generated a token; requests are served from here on."""
+
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    blocks: int
+
+
+class Load(msgspec.Struct, array_like=True, frozen=True):
+    """The engine's state after a turn of its loop."""
+
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    step_seconds: float = 0.0
+    """Recent step time (moving average); 0 before the first step."""
+
+
+class Updates(msgspec.Struct, array_like=True, tag="updates", frozen=True):
+    """What one step meant to one client; see `scheduler.plan.StepUpdates`. Empty ones are the heartbeat."""
+
+    step: int
+    keys: list[int]
+    counts: list[int]
+    tokens: list[int]
+    started: list[tuple[int, int]]
+    finished: list[tuple[int, str]]
+    load: Load
+
+
+class Refused(msgspec.Struct, array_like=True, tag="refused", frozen=True):
+    """A request that can never be satisfied; nothing was done for it."""
+
+    key: int
+    message: str
+    field: str = ""
+
+
+class Failed(msgspec.Struct, array_like=True, tag="failed", frozen=True):
+    """The core could not start, or its loop broke; it exits after this."""
+
+    message: str
+
+
+FromCore: TypeAlias = Loading | Ready | Updates | Refused | Failed

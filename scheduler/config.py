@@ -1,0 +1,21 @@
+"""The few numbers that shape a step."""
+
+from typing import Literal
+
+import msgspec
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`ahead`: plans scheduled beyond the oldest unapplied one. `in_flight_per_sequence` None means ahead + 1.
+
+    `admission`: "optimistic" admits what fits now and preempts when it must; "no_evict" admits only what fits
+    to its last token. A waiting sequence gains one priority class every `ageing_steps` steps.
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_model_len: int = 2048
+    ahead: int = 0
+    in_flight_per_sequence: int | None = None
+    admission: Literal["optimistic", "no_evict"] = "optimistic"
+    ageing_steps: int = 256

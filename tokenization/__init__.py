@@ -1,0 +1,1 @@
+"""Words to ids and back, chat templates included. Imports neither torch nor transformers."""
