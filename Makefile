@@ -1,0 +1,65 @@
+# The manual: serve, test, lint. Each works on a machine where nothing was installed, and at once where everything is.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# The one place that names an exact torch: any other spec pulls gigabytes of CUDA where a CPU build would do.
+TORCH  ?= torch==2.13.0
+MODELS ?= examples/model_repository
+ARGS   ?=
+
+PACKAGES := $(sort $(patsubst %/__init__.py,%,$(wildcard */__init__.py */*/__init__.py)))
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve test lint format proof gpu clean
+
+help:  ## show the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(VENV)/torch.stamp:
+	@echo "making $(VENV) and installing $(TORCH)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) "setuptools>=77" wheel $(TORCH)
+	@touch $@
+
+$(VENV)/run.stamp: pyproject.toml $(VENV)/torch.stamp
+	@echo "installing charonia"
+	@$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/run.stamp
+	@echo "installing the development tools"
+	@$(PIP) --no-build-isolation --editable ".[dev]"
+	@touch $@
+
+install: $(VENV)/run.stamp  ## make the virtual environment and install charonia into it, editable
+
+serve: $(VENV)/run.stamp  ## serve the demo model (ARGS="--http-port 9000" for more)
+	@exec $(BIN)/charonia serve --model-repository $(MODELS) $(ARGS)
+
+test: $(VENV)/dev.stamp  ## run the tests (ARGS="-k scheduler" for some)
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+# mypy takes the checkout's folder name for the package's, hence the link that is always called charonia.
+lint: $(VENV)/dev.stamp  ## ruff, and mypy --strict on the shipped code
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@mkdir -p build/lint && ln -sfn ../.. build/lint/charonia
+	@cd build/lint && MYPYPATH=. $(abspath $(BIN))/mypy --config-file charonia/pyproject.toml \
+		-m charonia -m charonia.__main__ $(foreach p,$(PACKAGES),-p charonia.$(subst /,.,$(p)))
+
+format: $(VENV)/dev.stamp  ## let ruff rewrite what it can
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+proof: $(VENV)/dev.stamp  ## the long proofs, with progress
+	@for proof in $(basename $(notdir $(wildcard bench/proof_*.py))); do $(BIN)/python -m charonia.bench.$$proof || exit 1; done
+
+gpu:  ## on a machine with a CUDA torch: the engine on the device
+	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(PYTHON) -m pytest -q tests/gpu
+	$(PYTHON) -m charonia.bench.gpu
+
+clean:  ## remove everything that make made
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,107 @@
+"""The house rules: which floor may lean on which, and that the package ships what the tree holds."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+MAY_IMPORT = {
+    "core": set(),
+    "kvcache": {"core"},
+    "tokenization": {"core"},
+    "scheduler": {"core", "kvcache"},
+    "engine": {"core", "kvcache", "scheduler", "tokenization"},
+    "classic_backends": {"core", "tokenization"},
+    "ensembles": {"core"},
+    "repository": {"core"},
+    "api": {"core", "repository"},
+    "bench": {"core", "kvcache", "scheduler", "engine"},
+}
+FOREIGN_BANS = {
+    "core": {"torch", "transformers", "fastapi", "starlette", "uvicorn", "grpc", "zmq"},
+    "kvcache": {"torch", "transformers"},
+    "tokenization": {"torch", "transformers"},
+    "scheduler": {"torch", "transformers"},
+    "api": {"torch", "transformers", "zmq"},
+    "repository": {"torch", "transformers"},
+}
+NOT_PACKAGES = {"tests", "examples", "docs", "deploy", "build"}
+
+
+def shipped(root: Path) -> Iterator[Path]:
+    for floor in MAY_IMPORT:
+        yield from sorted((root / floor).rglob("*.py"))
+
+
+def packages(root: Path) -> set[str]:
+    found = (
+        path.parent.relative_to(root) for deep in ("*", "*/*", "*/*/*") for path in root.glob(deep + "/__init__.py")
+    )
+    return {
+        folder.as_posix() for folder in found if folder.parts[0].isidentifier() and folder.parts[0] not in NOT_PACKAGES
+    }
+
+
+def imports(path: Path, root: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted target) of every import; one of ours starts with `charonia.`."""
+    here = ("charonia", *path.relative_to(root).with_suffix("").parts)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            base = here[: len(here) - node.level]
+            targets = [node.module] if node.module else [alias.name for alias in node.names]
+            yield from ((node.lineno, ".".join((*base, target))) for target in targets)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.lineno, node.module or ""
+
+
+def complaint(floor: str, target: str, relative_root: str) -> str | None:
+    head, *rest = target.split(".")
+    if head != relative_root:
+        return f"{floor} imports {head}" if head in FOREIGN_BANS.get(floor, set()) else None
+    other = rest[0] if rest else ""
+    if other and other not in MAY_IMPORT:
+        return None
+    return None if other in MAY_IMPORT[floor] | {floor, ""} else f"{floor} leans on {other}"
+
+
+def test_no_floor_leans_on_one_above(root: Path) -> None:
+    wrong = [
+        f"{path.relative_to(root)}:{line}: {said}"
+        for path in shipped(root)
+        for line, target in imports(path, root)
+        if (said := complaint(path.relative_to(root).parts[0], target, "charonia"))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_rule_bites() -> None:
+    assert complaint("core", "charonia.engine.core", "charonia") == "core leans on engine"
+    assert complaint("scheduler", "torch.nn", "charonia") == "scheduler imports torch"
+    assert complaint("scheduler", "charonia.kvcache.manager", "charonia") is None
+
+
+def test_the_package_list_is_the_tree(root: Path) -> None:
+    listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted(["charonia", *("charonia." + p.replace("/", ".") for p in packages(root))])
+
+
+def test_folders_are_at_most_two_deep(root: Path) -> None:
+    assert not [package for package in packages(root) if package.count("/") > 1]
+
+
+def test_only_the_two_faces_stand_at_the_root(root: Path) -> None:
+    assert {path.name for path in root.glob("*.py")} == {"__init__.py", "__main__.py"}
+
+
+@pytest.mark.parametrize(
+    "module", ["charonia.api", "charonia.api.app", "charonia.repository.gateway", "charonia.engine.llm"]
+)
+def test_the_frontend_is_free_of_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

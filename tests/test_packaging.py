@@ -1,0 +1,66 @@
+"""The wheel holds everything: it runs where the tree is not."""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+
+def files_that_ship(root: Path) -> list[str]:
+    """Tracked and new files, as a build elsewhere would find them; a build in the tree would leave its own behind."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=root,
+    )
+    return [n for n in listed.stdout.split() if not n.startswith(("tests/", "examples/")) and (root / n).is_file()]
+
+
+def copy_of_what_ships(root: Path, source: Path) -> Path:
+    for name in files_that_ship(root):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(root / name, source / name)
+    return source
+
+
+@pytest.fixture(scope="module")
+def installed(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin folder of a fresh environment that holds the wheel, and sees our dependencies through a .pth."""
+    scratch = tmp_path_factory.mktemp("wheel")
+    source = copy_of_what_ships(root, scratch / "source")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", scratch, source], check=True
+    )
+    venv.create(scratch / "venv", with_pip=False, symlinks=True)
+    [site] = (scratch / "venv" / "lib").glob("python*/site-packages")
+    [wheel] = scratch.glob("charonia-*.whl")
+    subprocess.run(
+        [*pip, "--python", scratch / "venv" / "bin" / "python", "install", "--no-deps", "--no-index", wheel], check=True
+    )
+    (site / "development.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return scratch / "venv" / "bin"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["serve", "--help"]])
+def test_the_command_runs_from_the_wheel(installed: Path, words: list[str]) -> None:
+    run = subprocess.run([installed / "charonia", *words], capture_output=True, text=True, check=False, cwd=installed)
+    assert run.returncode == 0, run.stderr
+    assert "serve" in run.stdout
+
+
+def test_every_package_imports_from_the_wheel(installed: Path, root: Path) -> None:
+    code = (
+        "import importlib, pathlib, charonia, sys\n"
+        "home = pathlib.Path(charonia.__file__).parent\n"
+        "assert home.is_relative_to(sys.prefix), home\n"
+        "print(*sorted(str(p.relative_to(home)) for p in home.rglob('*.py')))\n"
+    )
+    run = subprocess.run([installed / "python", "-c", code], capture_output=True, text=True, check=True, cwd=installed)
+    assert {name for name in files_that_ship(root) if name.endswith(".py")} <= set(run.stdout.split())
