@@ -9,7 +9,7 @@ TORCH  ?= torch==2.13.0
 MODELS ?= examples/model_repository
 ARGS   ?=
 
-PACKAGES := $(sort $(patsubst %/__init__.py,%,$(wildcard */__init__.py */*/__init__.py)))
+PACKAGES := $(sort $(patsubst %/__init__.py,%,$(wildcard */__init__.py)))
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test lint format proof gpu clean
@@ -46,8 +46,8 @@ lint: $(VENV)/dev.stamp  ## ruff, and mypy --strict on the shipped code
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@mkdir -p build/lint && ln -sfn ../.. build/lint/charonia
-	@cd build/lint && MYPYPATH=. $(abspath $(BIN))/mypy --config-file charonia/pyproject.toml \
-		-m charonia -m charonia.__main__ $(foreach p,$(PACKAGES),-p charonia.$(subst /,.,$(p)))
+	@cd build/lint && $(abspath $(BIN))/mypy --config-file charonia/pyproject.toml \
+		-m charonia -m charonia.__main__ $(foreach p,$(PACKAGES),-p charonia.$(p))
 
 format: $(VENV)/dev.stamp  ## let ruff rewrite what it can
 	@$(BIN)/ruff check --fix .

@@ -91,7 +91,7 @@ Prompt: TypeAlias = str | tuple[int, ...] | Conversation
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One text generation. `priority`: 0 is the most urgent class. `tenant` and `cache_salt` isolate the prefix cache."""
+    """One text generation. `priority` 0 is the most urgent class; `tenant` and `cache_salt` part the prefix cache."""
 
     id: str
     prompt: Prompt

@@ -1,0 +1,40 @@
+"""Requests refuse what makes no sense, and say which field it was."""
+
+import msgspec
+import pytest
+
+from charonia.core.errors import Code, InvalidArgument
+from charonia.core.request import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", -5),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("top_k", -2),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_p", float("nan")),
+        ("seed", 2**64),
+        ("stop_token_ids", (3, -1)),
+    ],
+)
+def test_a_value_out_of_range_is_named(field: str, value: object) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.field == field
+    assert field in caught.value.message
+    assert caught.value.code is Code.INVALID_ARGUMENT
+
+
+def test_the_edges_are_allowed() -> None:
+    SamplingParams(max_tokens=1, temperature=0, top_k=-1, top_p=1, seed=2**64 - 1, stop_token_ids=(0,))
+
+
+def test_an_unknown_field_is_not_ignored() -> None:
+    with pytest.raises(msgspec.ValidationError, match="beam_width"):
+        msgspec.convert({"beam_width": 4}, SamplingParams)
