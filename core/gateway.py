@@ -1,6 +1,6 @@
 """The only thing a door knows. Whatever exists once per server lives behind it."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from .model import ModelConfig
@@ -12,10 +12,14 @@ class Gateway(Protocol):
 
     An empty `version` means the latest. Every lookup raises `NotFound` for an unknown model or version and
     `Unavailable` for one that is not ready; a full queue raises `QueueFull`. All raise before the first item.
+    Streams are generators, so that doors can close them (`contextlib.aclosing`).
     """
 
     def ready(self) -> bool:
         """Every known model is ready, and the server is not shutting down."""
+
+    def exiting(self) -> bool:
+        """The server shuts down: it finishes what runs and refuses what is new."""
 
     def models(self) -> list[ModelConfig]: ...
 
@@ -23,7 +27,7 @@ class Gateway(Protocol):
 
     def model_ready(self, name: str, version: str = "") -> bool: ...
 
-    def infer(self, name: str, version: str, request: InferRequest) -> AsyncIterator[InferResponse]: ...
+    def infer(self, name: str, version: str, request: InferRequest) -> AsyncGenerator[InferResponse, None]: ...
 
-    def generate(self, name: str, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+    def generate(self, name: str, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         """Raises `InvalidArgument` for a model that does not write text."""
