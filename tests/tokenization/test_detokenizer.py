@@ -1,0 +1,65 @@
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models
+
+from charonia.tokenization.detokenizer import Detokenizer
+from charonia.tokenization.tokenizer import Tokenizer
+
+TEXT = "the été 🦊👩‍👩‍👧 日本語</s>fox\ufffd!"
+SPLITS = st.lists(st.integers(1, 4), max_size=200)
+ONE_FIXTURE_IS_FINE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+
+
+def pieces(tokenizer: Tokenizer, ids: list[int], sizes: list[int], prompt: tuple[int, ...] = ()) -> list[str]:
+    detokenizer, out, rest = Detokenizer(tokenizer, prompt), [], list(ids)
+    for size in [*sizes, *[1] * len(ids)]:
+        out.append(detokenizer.push(rest[:size]))
+        rest = rest[size:]
+    return [*out, detokenizer.finish()]
+
+
+@ONE_FIXTURE_IS_FINE
+@given(sizes=SPLITS)
+def test_pieces_join_to_the_text_and_are_whole_characters(checkpoint: Path, sizes: list[int]) -> None:
+    tokenizer = Tokenizer.load(checkpoint)
+    got = pieces(tokenizer, tokenizer.encode(TEXT), sizes)
+    assert "".join(got) == TEXT.replace("</s>", "")
+    assert not any(piece.replace("\ufffd!", "").count("\ufffd") for piece in got)
+
+
+@ONE_FIXTURE_IS_FINE
+@given(ids=st.lists(st.integers(0, 399), max_size=40), sizes=SPLITS)
+def test_garbage_joins_to_what_decoding_at_once_gives(checkpoint: Path, ids: list[int], sizes: list[int]) -> None:
+    tokenizer = Tokenizer.load(checkpoint)
+    assert "".join(pieces(tokenizer, ids, sizes)) == tokenizer.decode(ids)
+
+
+def test_a_character_begun_by_the_prompt_comes_whole(checkpoint: Path) -> None:
+    tokenizer = Tokenizer.load(checkpoint)
+    ids = tokenizer.encode("x🦊y")
+    cut = next(at for at in range(len(ids)) if tokenizer.decode(ids[:at]).endswith("\ufffd"))
+    assert "".join(pieces(tokenizer, ids[cut:], [], prompt=tuple(ids[:cut]))) == "🦊y"
+
+
+@pytest.fixture
+def spaced() -> Tokenizer:
+    """Marks spaces as Llama 2 and Mistral do: decoding strips the first one."""
+    vocabulary = {"<s>": 0, "▁the": 1, "▁dog": 2, "▁": 3, "s": 4}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<s>"))
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    backend.add_special_tokens(["<s>"])
+    return Tokenizer(backend, {}, None)
+
+
+def test_spaces_between_pieces_survive(spaced: Tokenizer) -> None:
+    ids = [1, 2, 0, 2, 3, 3, 4, 1]
+    assert pieces(spaced, ids, [])[:2] == ["the", " dog"]
+    assert "".join(pieces(spaced, ids, [])) == spaced.decode(ids) == "the dog dog  s the"
+
+
+def test_a_continuation_keeps_its_leading_space(spaced: Tokenizer) -> None:
+    assert "".join(pieces(spaced, [2, 4], [], prompt=(0, 1))) == " dogs"

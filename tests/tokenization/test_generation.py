@@ -1,0 +1,37 @@
+import json
+from pathlib import Path
+
+from charonia.core.request import SamplingParams
+from charonia.tokenization.generation import GenerationDefaults, read_defaults, resolve
+from charonia.tokenization.tokenizer import Tokenizer
+
+
+def defaults(checkpoint: Path, **files: object) -> GenerationDefaults:
+    for name, content in files.items():
+        (checkpoint / f"{name}.json").write_text(json.dumps(content))
+    return read_defaults(checkpoint, Tokenizer.load(checkpoint))
+
+
+def test_eos_comes_from_the_first_file_that_names_it(checkpoint: Path) -> None:
+    assert defaults(checkpoint).eos == (1,)
+    assert defaults(checkpoint, config={"eos_token_id": 7}).eos == (7,)
+    assert defaults(checkpoint, generation_config={"eos_token_id": [7, 9]}).eos == (7, 9)
+
+
+def test_sampling_defaults_come_from_the_model(checkpoint: Path) -> None:
+    assert defaults(checkpoint)[1:] == (1.0, 0, 1.0)
+    wanted = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9}
+    assert defaults(checkpoint, generation_config=wanted)[1:] == (0.6, 20, 0.9)
+    assert defaults(checkpoint, generation_config={"do_sample": False}).temperature == 0.0
+
+
+def test_the_request_wins() -> None:
+    model = GenerationDefaults((1,), 0.6, 20, 0.9)
+    assert resolve(SamplingParams(), model) == (0.6, 20, 0.9, [1])
+    assert resolve(SamplingParams(temperature=0.0, top_k=-1, top_p=1.0), model)[:3] == (0.0, 0, 1.0)
+
+
+def test_stop_tokens_join_eos_unless_it_is_ignored() -> None:
+    model = GenerationDefaults((1, 2))
+    assert resolve(SamplingParams(stop_token_ids=(9, 2)), model).stop_token_ids == [1, 2, 9]
+    assert resolve(SamplingParams(stop_token_ids=(9,), ignore_eos=True), model).stop_token_ids == [9]

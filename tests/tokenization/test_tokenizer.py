@@ -1,0 +1,112 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+
+from charonia.core.errors import InvalidArgument, NotFound
+from charonia.core.request import Conversation, Message
+from charonia.tokenization.files import locate
+from charonia.tokenization.tokenizer import Tokenizer
+
+TEXTS = ["the lazy dog", " leading and trailing ", "", "été 🦊 日本語 👩‍👩‍👧", "a</s>b<|user|>", "\n\n\t x"]
+
+
+def reference(directory: Path) -> transformers.PreTrainedTokenizerBase:
+    return transformers.AutoTokenizer.from_pretrained(directory)
+
+
+def configure(directory: Path, **changes: object) -> None:
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_encodes_and_decodes_as_transformers_does(checkpoint: Path, text: str) -> None:
+    ours, theirs = Tokenizer.load(checkpoint), reference(checkpoint)
+    ids = ours.encode(text)
+    assert ids == theirs(text)["input_ids"]
+    assert ours.encode(text, special=False) == theirs(text, add_special_tokens=False)["input_ids"]
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("flags", [{}, {"add_bos_token": False}, {"add_eos_token": True}, {"add_bos_token": True}])
+def test_adds_special_tokens_as_the_configuration_says(checkpoint: Path, flags: dict[str, bool]) -> None:
+    configure(checkpoint, **flags)
+    assert Tokenizer.load(checkpoint).encode("the dog") == reference(checkpoint)("the dog")["input_ids"]
+
+
+def test_learns_special_tokens_that_tokenizer_json_does_not_know(checkpoint: Path) -> None:
+    configure(checkpoint, pad_token="<pad>", extra_special_tokens=["<tool>"])
+    text = "the<pad>quick<tool>dog"
+    ids = Tokenizer.load(checkpoint).encode(text)
+    assert ids == reference(checkpoint)(text)["input_ids"]
+    assert Tokenizer.load(checkpoint).decode(ids) == "thequickdog"
+
+
+def test_never_truncates(checkpoint: Path) -> None:
+    path = checkpoint / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    path.write_text(json.dumps(content))
+    assert len(Tokenizer.load(checkpoint).encode("the quick brown fox jumps over the lazy dog")) > 4
+
+
+CHATS = [
+    [("user", "hello <b>&</b> 🦊")],
+    [("system", "be brief"), ("user", " spaced "), ("assistant", "ok"), ("user", "été")],
+]
+
+
+@pytest.mark.parametrize("turns", CHATS)
+def test_renders_a_conversation_as_transformers_does(checkpoint: Path, turns: list[tuple[str, str]]) -> None:
+    prompt = Conversation(tuple(Message(role, content) for role, content in turns))
+    messages = [{"role": role, "content": content} for role, content in turns]
+    theirs = reference(checkpoint).apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert Tokenizer.load(checkpoint).prompt_ids(prompt) == theirs
+
+
+def test_other_prompts(checkpoint: Path) -> None:
+    tokenizer = Tokenizer.load(checkpoint)
+    assert tokenizer.prompt_ids((5, 6, 7)) == [5, 6, 7]
+    assert tokenizer.prompt_ids("the dog") == tokenizer.encode("the dog")
+
+
+def test_a_model_without_template_refuses_a_conversation(checkpoint: Path) -> None:
+    configure(checkpoint, chat_template=None)
+    with pytest.raises(InvalidArgument, match="no chat template") as refusal:
+        Tokenizer.load(checkpoint).prompt_ids(Conversation((Message("user", "hello"),)))
+    assert refusal.value.field == "messages"
+
+
+def test_text_that_is_not_unicode_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(InvalidArgument, match="Unicode"):
+        Tokenizer.load(checkpoint).encode("\ud800")
+
+
+def test_a_directory_without_tokenizer_says_so(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"no tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+
+
+def test_broken_files_are_named(checkpoint: Path) -> None:
+    (checkpoint / "tokenizer_config.json").write_text("{")
+    with pytest.raises(InvalidArgument, match=r"tokenizer_config\.json"):
+        Tokenizer.load(checkpoint)
+    (checkpoint / "tokenizer.json").write_text("{}")
+    with pytest.raises(InvalidArgument, match=r"tokenizer\.json"):
+        Tokenizer.load(checkpoint)
+
+
+def test_an_unknown_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="no/such-model-anywhere"):
+        locate("no/such-model-anywhere")
+    assert locate(str(tmp_path)) == tmp_path
+
+
+def test_leaves_torch_alone() -> None:
+    check = "import charonia.tokenization.tokenizer, charonia.tokenization.generation, sys; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "transformers"} & set(loaded)

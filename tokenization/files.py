@@ -1,0 +1,47 @@
+"""Where a checkpoint's small files are. Knows nothing of weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import InvalidArgument, NotFound
+
+_SMALL_FILES = ["*.json", "*.jinja"]
+
+
+def locate(model: str) -> Path:
+    """The directory of a checkpoint; of a hub id, its small files are fetched first.
+
+    Raises:
+        NotFound: neither a directory nor a model of the hub.
+    """
+    directory = Path(model).expanduser()
+    if directory.is_dir():
+        return directory
+    return _fetch(model)
+
+
+def _fetch(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=_SMALL_FILES))
+    except (OSError, ValueError) as error:
+        raise NotFound(f"{hub_id!r} is neither a directory nor a model that the hub would give: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty when there is no such file.
+
+    Raises:
+        InvalidArgument: the file does not hold a JSON object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidArgument(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise InvalidArgument(f"{path} holds no JSON object")
+    return content

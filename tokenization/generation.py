@@ -1,0 +1,69 @@
+"""What a checkpoint says of how to generate from it: where to stop, and how to sample when nobody says."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..core.request import SamplingParams
+from .files import read_json
+from .tokenizer import Tokenizer
+
+
+class GenerationDefaults(NamedTuple):
+    """The model's own choices: `eos` ends a text; the others stand in for sampling parameters that are None."""
+
+    eos: tuple[int, ...]
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+class Sampling(NamedTuple):
+    """Sampling parameters with every default resolved."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    stop_token_ids: list[int]
+
+
+def read_defaults(directory: Path, tokenizer: Tokenizer) -> GenerationDefaults:
+    """Read generation_config.json; eos is looked for there, then in config.json, then with the tokenizer."""
+    generation = read_json(directory / "generation_config.json")
+    eos = generation.get("eos_token_id")
+    if eos is None:
+        eos = read_json(directory / "config.json").get("eos_token_id")
+    if eos is None:
+        eos = tokenizer.token_id("eos_token")
+    return GenerationDefaults(
+        eos=_ids(eos),
+        temperature=_temperature(generation),
+        top_k=_or(generation.get("top_k"), 0),
+        top_p=_or(generation.get("top_p"), 1.0),
+    )
+
+
+def resolve(asked: SamplingParams, defaults: GenerationDefaults) -> Sampling:
+    """Fill what the request leaves open."""
+    stops = asked.stop_token_ids if asked.ignore_eos else (*asked.stop_token_ids, *defaults.eos)
+    return Sampling(
+        temperature=_or(asked.temperature, defaults.temperature),
+        top_k=max(0, _or(asked.top_k, defaults.top_k)),
+        top_p=_or(asked.top_p, defaults.top_p),
+        stop_token_ids=sorted(set(stops)),
+    )
+
+
+def _temperature(generation: dict[str, Any]) -> float:
+    if generation.get("do_sample") is False:
+        return 0.0
+    return float(_or(generation.get("temperature"), 1.0))
+
+
+def _ids(eos: int | list[int] | None) -> tuple[int, ...]:
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value

@@ -1,0 +1,84 @@
+"""Words to token ids and back, over the `tokenizers` library alone.
+
+Knows nothing of requests or engines; never imports transformers or torch. Thread-safe once loaded.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from ..core.errors import InvalidArgument, NotFound
+from ..core.request import Conversation, Prompt
+from .chat import ChatTemplate, find_template
+from .files import read_json
+from .special import complete, named_tokens
+
+
+class Tokenizer:
+    """What a checkpoint's tokenizer.json, tokenizer_config.json and chat template say, as transformers reads them."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, named: dict[str, str], chat: ChatTemplate | None) -> None:
+        self._backend = backend
+        self._named = named
+        self._chat = chat
+
+    @classmethod
+    def load(cls, directory: Path) -> "Tokenizer":
+        """Read a checkpoint directory.
+
+        Raises:
+            NotFound: no tokenizer.json in it.
+            InvalidArgument: a file there cannot be read.
+        """
+        backend = _read_backend(directory / "tokenizer.json")
+        named = named_tokens(directory)
+        complete(backend, read_json(directory / "tokenizer_config.json"), named)
+        backend.no_truncation()
+        backend.no_padding()
+        source = find_template(directory)
+        return cls(backend, named, None if source is None else ChatTemplate(source, named))
+
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """The token ids of any kind of prompt.
+
+        Raises:
+            InvalidArgument: a conversation that the model cannot render, or text that is not Unicode.
+        """
+        if isinstance(prompt, str):
+            return self.encode(prompt)
+        if isinstance(prompt, Conversation):
+            return self.encode(self._render(prompt), special=False)
+        return list(prompt)
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of `text`; `special` adds what the model wants around a prompt (such as bos)."""
+        try:
+            return self._backend.encode(text, add_special_tokens=special).ids
+        except (UnicodeEncodeError, TypeError) as error:  # lone surrogates
+            raise InvalidArgument("the prompt is not valid Unicode", field="prompt") from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens left out."""
+        return self._backend.decode(ids, skip_special_tokens=True)
+
+    def token_id(self, name: str) -> int | None:
+        """The id of a named special token, such as `eos_token`."""
+        text = self._named.get(name)
+        return None if text is None else self._backend.token_to_id(text)
+
+    def _render(self, conversation: Conversation) -> str:
+        if self._chat is None:
+            raise InvalidArgument("this model has no chat template; send a plain prompt instead", field="messages")
+        if not conversation.messages:
+            raise InvalidArgument("messages must not be empty", field="messages")
+        return self._chat.render(conversation.messages)
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    if not path.is_file():
+        raise NotFound(f"{path.parent} has no tokenizer.json, the only tokenizer format supported")
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise InvalidArgument(f"{path} cannot be read: {error}") from error
