@@ -1,0 +1,151 @@
+"""Tensors out of a checkpoint's safetensors, slice by slice. Knows nothing of architectures."""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .layers.group import Group
+from .spec import CheckpointError
+
+STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+"""safetensors' name of a dtype -> torch's; no other is supported."""
+
+WHOLE = slice(None)
+
+
+class Piece(NamedTuple):
+    """A part of the named tensor, which has `shape` in the checkpoint: these rows and, of a matrix, columns."""
+
+    name: str
+    shape: tuple[int, ...]
+    rows: slice = WHOLE
+    columns: slice = WHOLE
+
+
+class Weights:
+    """The safetensors of one directory: a single file, or shards under an index.
+
+    Files are memory-mapped: what `read` returns are views, and nothing is copied before it is used.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Raises CheckpointError: no safetensors, a missing shard, a truncated file."""
+        self._files = _files(directory)
+        self._where = directory
+        self._open: dict[Path, Any] = {path: _open(path) for path in sorted(set(self._files.values()))}
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files together."""
+        return sum(path.stat().st_size for path in self._open)
+
+    def read(self, piece: Piece) -> Tensor:
+        """A mapped view of `piece`, in the dtype it is stored in.
+
+        Raises:
+            CheckpointError: the tensor is missing, or its shape or dtype is not what is expected.
+        """
+        path = self._files.get(piece.name)
+        if path is None:
+            raise CheckpointError(f"{self._where}: tensor {piece.name} is missing from the safetensors")
+        found = _slice(self._open[path], path, piece.name)
+        _check(found, piece, path)
+        view: Tensor = found[piece.rows] if len(piece.shape) == 1 else found[piece.rows, piece.columns]
+        return view
+
+
+def _files(directory: Path) -> dict[str, Path]:
+    """Tensor name -> file."""
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if index.exists():
+        return {name: directory / file for name, file in _weight_map(index).items()}
+    if not single.exists():
+        raise CheckpointError(f"{directory}: no model.safetensors and no {index.name}; only safetensors are supported")
+    return dict.fromkeys(_open(single).keys(), single)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(index.read_bytes())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index}: not a safetensors index: {error!r}") from error
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: this shard is missing") from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: truncated or not a safetensors file: {error}") from error
+
+
+def _slice(file: Any, path: Path, name: str) -> Any:
+    try:
+        return file.get_slice(name)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: tensor {name} is missing, though the index puts it here") from error
+
+
+def _check(found: Any, piece: Piece, path: Path) -> None:
+    dtype, shape = found.get_dtype(), tuple(found.get_shape())
+    if dtype not in STORED:
+        supported = ", ".join(STORED)
+        raise CheckpointError(
+            f"{path}: tensor {piece.name} has dtype {dtype}, which is not supported ({supported} are)"
+        )
+    if shape != piece.shape:
+        raise CheckpointError(
+            f"{path}: tensor {piece.name} has shape {list(shape)}, but config.json means {list(piece.shape)}"
+        )
+
+
+class Loader:
+    """Hands layers their weights: this rank's pieces, in the dtype and on the device the model computes in."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: Group,
+        progress: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        """`progress` is told the fraction of the rank's bytes read so far."""
+        self.dtype, self.device, self.group = dtype, device, group
+        self._weights, self._progress = weights, progress
+        self._read, self._total = 0, weights.bytes / group.size
+        self._shared: WeakValueDictionary[tuple[str, int, int], Tensor] = WeakValueDictionary()
+
+    def vector(self, name: str, size: int) -> Tensor:
+        """A whole one-dimensional tensor [size]."""
+        return self.stack([Piece(name, (size,))])
+
+    def mapped(self, piece: Piece) -> Tensor:
+        """One piece; a mapped view of the file where dtype and device allow it, else a copy that all who ask share."""
+        key = (piece.name, piece.rows.start, piece.rows.stop)
+        tensor = self._shared.get(key)
+        if tensor is None:
+            tensor = self._shared[key] = self._view(piece).to(self.device, self.dtype)
+        return tensor
+
+    def stack(self, pieces: Iterable[Piece]) -> Tensor:
+        """The pieces one below the other, in memory of their own."""
+        views = [self._view(piece) for piece in pieces]
+        shape = (sum(len(view) for view in views), *views[0].shape[1:])
+        whole = torch.empty(shape, dtype=self.dtype, device=self.device)
+        for target, view in zip(torch.split(whole, [len(view) for view in views]), views, strict=True):
+            target.copy_(view)
+        return whole
+
+    def _view(self, piece: Piece) -> Tensor:
+        view = self._weights.read(piece)
+        self._read += view.numel() * view.element_size()
+        self._progress(min(self._read / self._total, 1.0))
+        return view
