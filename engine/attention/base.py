@@ -1,0 +1,78 @@
+"""The seam in front of the cache: only a backend allocates, writes, reads and copies cache tensors."""
+
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class CacheSpec(NamedTuple):
+    """One rank's cache: what it holds, in blocks of `block_size` tokens. `heads` are the query heads."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of keys and values in one block, over all layers, without padding."""
+        return 2 * self.layers * self.block_size * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class Batch(NamedTuple):
+    """The tokens of one step, packed: R rows of `counts` tokens each, N in all.
+
+    `starts` and `counts` [R] are host numbers; `tables` [R, B] holds block ids (anything after a row's last),
+    `positions` and `owners` [N] each token's position in its sequence and its index among the rows.
+    """
+
+    starts: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    tables: Tensor
+    positions: Tensor
+    owners: Tensor
+
+    def slots(self, block_size: int) -> Tensor:
+        """[N] where each token's keys and values go: block id * block size + offset."""
+        block = torch.div(self.positions, block_size, rounding_mode="floor")
+        return self.tables[self.owners, block] * block_size + self.positions % block_size
+
+
+Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, queries [N, heads, head_dim], keys, values [N, kv_heads, head_dim]) -> [N, heads * head_dim].
+
+Stores keys and values, then lets every token attend to its sequence's tokens up to itself."""
+
+
+class Support(NamedTuple):
+    """What a backend can do."""
+
+    devices: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    block_sizes: range
+
+
+class Attention(Protocol):
+    """One attention backend with its cache."""
+
+    supports: ClassVar[Support]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes one block takes, over all layers."""
+
+    def allocate(self, blocks: int) -> None:
+        """Make a cache of `blocks` blocks; an earlier one is dropped."""
+
+    def copy(self, moves: Tensor) -> None:
+        """Copy whole blocks; `moves` [K, 2] are (from, to) block ids."""
+
+    def begin(self, batch: Batch) -> Attend:
+        """Prepare a step: what is the same in all layers is computed here, once."""

@@ -1,0 +1,66 @@
+"""Attention as the formula says, in plain torch: the oracle for every other backend, on any device."""
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .base import Attend, Batch, CacheSpec, Support
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class ReferenceAttention:
+    """Cache [layers, 2, slots, kv_heads, head_dim]; scores and sums in float32, one sequence at a time."""
+
+    supports: ClassVar[Support] = Support(("cpu", "cuda"), DTYPES, range(1, 4097))
+
+    def __init__(self, spec: CacheSpec) -> None:
+        self._spec = spec
+        self._cache = torch.empty(0)
+
+    @property
+    def block_bytes(self) -> int:
+        return self._spec.block_bytes
+
+    def allocate(self, blocks: int) -> None:
+        spec = self._spec
+        shape = (spec.layers, 2, blocks * spec.block_size, spec.kv_heads, spec.head_dim)
+        self._cache = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+
+    def copy(self, moves: Tensor) -> None:
+        spec = self._spec
+        blocks = self._cache.view(spec.layers, 2, -1, spec.block_size, spec.kv_heads, spec.head_dim)
+        blocks[:, :, moves[:, 1]] = blocks[:, :, moves[:, 0]]
+
+    def begin(self, batch: Batch) -> Attend:
+        slots = batch.slots(self._spec.block_size)
+        known = [self._known(batch, row) for row in range(len(batch.starts))]
+        counts, starts = batch.counts.tolist(), batch.starts.tolist()
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = self._cache[layer]
+            keys[slots], values[slots] = k, v
+            rows = zip(torch.split(q, counts), known, starts, strict=True)
+            return torch.cat([attention(some, keys[at], values[at], start) for some, at, start in rows])
+
+        return attend
+
+    def _known(self, batch: Batch, row: int) -> Tensor:
+        """[T] slots of all tokens of a row, this step's included."""
+        size = self._spec.block_size
+        positions = torch.arange(int(batch.starts[row] + batch.counts[row]), device=self._spec.device)
+        return batch.tables[row, positions // size] * size + positions % size
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    """Causal grouped-query attention of one sequence: q [n, heads, d] at positions from `start`, k and v
+    [T, kv_heads, d] at positions from 0; [n, heads * d] in q's dtype. (arXiv 1706.03762, 2305.13245.)"""
+    count, heads, head_dim = q.shape
+    group = heads // k.shape[1]
+    keys, values = k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
+    scores = torch.einsum("nhd,thd->hnt", q.float(), keys) / math.sqrt(head_dim)
+    future = torch.arange(len(k), device=q.device) > torch.arange(start, start + count, device=q.device).unsqueeze(-1)
+    weights = scores.masked_fill(future, -math.inf).softmax(-1)
+    return torch.einsum("hnt,thd->nhd", weights, values).to(q.dtype).reshape(count, heads * head_dim)

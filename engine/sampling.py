@@ -1,0 +1,117 @@
+"""Choosing tokens from logits: greedy, temperature, top-k and top-p, every row by its own numbers.
+
+One uniform number a row, never one a logit: on a CPU those would cost more than the model. Knows nothing of
+sequences: a row's number is a function of its seed, choice and position (`random.py`).
+"""
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .random import uniform
+
+GREEDY_BELOW = 1e-5
+"""A temperature below this is greedy: ties aside, it cannot choose anything else."""
+
+CANDIDATES = 256
+"""Tokens looked at first for top-k and top-p; a row that needs more of them is sorted whole."""
+
+
+Choices: TypeAlias = NDArray[np.void]
+"""How S rows choose: an array [S] of CHOICE, on the host."""
+
+CHOICE = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_k", np.int64),
+        ("top_p", np.float32),
+        ("seed", np.int64),
+        ("choice", np.int64),
+        ("position", np.int64),
+    ]
+)
+"""`position` is that of the token to be chosen; the rest is RowSampling's, the seed as a signed number."""
+
+
+def sample(logits: Tensor, choices: Choices) -> Tensor:
+    """Token ids int64 [S] for logits [S, vocabulary]."""
+    greedy = (choices["temperature"] < GREEDY_BELOW) | (choices["top_k"] == 1)
+    if greedy.all():
+        return logits.float().argmax(-1)
+    filtered = ~greedy & ((choices["top_k"] > 0) | (choices["top_p"] < 1))
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    for kind, choose in ((greedy, _greedy), (~greedy & ~filtered, _plain), (filtered, _filtered)):
+        rows = np.flatnonzero(kind)
+        if len(rows):
+            at = _to(rows, logits.device)
+            tokens[at] = choose(logits[at].float(), choices[rows])
+    return tokens
+
+
+def _greedy(logits: Tensor, choices: Choices) -> Tensor:
+    return logits.argmax(-1)
+
+
+def _plain(logits: Tensor, choices: Choices) -> Tensor:
+    """Temperature alone: the inverse of the cumulative distribution."""
+    probabilities = _scale(logits, choices).softmax(-1)
+    return _invert(probabilities, _uniform(choices, logits.device))
+
+
+def _filtered(logits: Tensor, choices: Choices) -> Tensor:
+    """Top-k, then top-p of what is left: among CANDIDATES where they suffice, else among all."""
+    scaled = _scale(logits, choices)
+    tokens, enough = _among(scaled, choices, min(CANDIDATES, logits.shape[-1]))
+    missed = (~enough).nonzero().squeeze(-1)  # the one wait for the device, and only in steps that filter
+    if len(missed):
+        rest = choices[missed.cpu().numpy()]
+        tokens[missed] = _among(scaled[missed], rest, logits.shape[-1])[0]
+    return tokens
+
+
+def _among(scaled: Tensor, choices: Choices, candidates: int) -> tuple[Tensor, Tensor]:
+    """A token for each row out of its most likely `candidates`, and whether those were enough to be exact."""
+    top_k, top_p = (
+        _to(choices["top_k"], scaled.device).unsqueeze(-1),
+        _to(choices["top_p"], scaled.device).unsqueeze(-1),
+    )
+    values, ids = scaled.topk(candidates)
+    probabilities = (values - scaled.logsumexp(-1, keepdim=True)).exp()
+    beyond = torch.arange(candidates, device=scaled.device) >= torch.where(top_k > 0, top_k, scaled.shape[-1])
+    probabilities.masked_fill_(beyond, 0)
+    cumulative = probabilities.cumsum(-1)
+    mass = torch.where(top_k > 0, cumulative[:, -1:], 1.0)
+    # A token stays while the tokens before it do not reach top_p; so the first one always does.
+    chosen = probabilities.masked_fill(cumulative - probabilities >= top_p * mass, 0)
+    enough = torch.where(top_k > 0, top_k <= candidates, cumulative[:, -1:] >= top_p)
+    index = _invert(chosen, _uniform(choices, scaled.device))
+    return ids.gather(-1, index.unsqueeze(-1)).squeeze(-1), enough.squeeze(-1)
+
+
+def _scale(logits: Tensor, choices: Choices) -> Tensor:
+    """Logits over temperature, the largest moved to 0 first so that a small temperature cannot overflow."""
+    temperature = _to(choices["temperature"], logits.device).unsqueeze(-1)
+    return (logits - logits.amax(-1, keepdim=True)) / temperature
+
+
+def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The index at which the cumulative sum of `weights` [S, n] reaches the share `uniform` [S] of the whole.
+
+    The first index that reaches a positive share has a weight above 0.
+    """
+    cumulative = weights.cumsum(-1)
+    share = (uniform.unsqueeze(-1) * cumulative[:, -1:]).to(cumulative.dtype)
+    share.clamp_(min=torch.finfo(share.dtype).tiny)
+    return torch.searchsorted(cumulative, share).squeeze(-1)
+
+
+def _uniform(choices: Choices, device: torch.device) -> Tensor:
+    """float64 [S] between 0 and 1"""
+    return uniform(*(_to(choices[name], device) for name in ("seed", "choice", "position")))
+
+
+def _to(column: NDArray[Any], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(column)).to(device)
