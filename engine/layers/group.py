@@ -1,0 +1,52 @@
+"""The ranks that share one layer's weights, as layers see them. One rank is the plain case."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Group(Protocol):
+    """Ranks that each hold a slice of every split layer."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """The sum of every rank's `partial`, on every rank."""
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Every rank's `part` side by side along the last axis, on every rank."""
+
+
+class Alone:
+    """A group of one."""
+
+    rank = 0
+    size = 1
+
+    def sum(self, partial: Tensor) -> Tensor:
+        return partial
+
+    def gather(self, part: Tensor) -> Tensor:
+        return part
+
+
+def part(total: int, group: Group) -> slice:
+    """This rank's share of `total` things: contiguous, and equal up to one."""
+    return slice(total * group.rank // group.size, total * (group.rank + 1) // group.size)
+
+
+def kv_part(heads: int, group: Group) -> slice:
+    """This rank's share of `heads` key/value heads: with more ranks than heads, several ranks hold the same one."""
+    if group.size <= heads:
+        return part(heads, group)
+    head = group.rank * heads // group.size
+    return slice(head, head + 1)
+
+
+def times(heads: slice, head_dim: int) -> slice:
+    """The features of a range of heads."""
+    return slice(heads.start * head_dim, heads.stop * head_dim)

@@ -1,0 +1,57 @@
+"""Linear layers split over a group of ranks; one rank is the plain case."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..weights import Loader, Piece
+from .group import part
+from .matmul import prepare
+
+
+class Output(NamedTuple):
+    """One of the checkpoint's matrices, of which this rank computes the output features `part` of `size`."""
+
+    name: str
+    size: int
+    part: slice
+
+
+class ColumnLinear:
+    """x [N, in] -> this rank's output features [N, sum of parts]; several matrices computed as one."""
+
+    def __init__(self, load: Loader, outputs: Sequence[Output], inputs: int, *, bias: bool) -> None:
+        weight = load.stack(Piece(f"{o.name}.weight", (o.size, inputs), o.part) for o in outputs)
+        self._matmul = prepare(
+            weight, load.stack(Piece(f"{o.name}.bias", (o.size,), o.part) for o in outputs) if bias else None
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._matmul(x)
+
+
+class RowLinear:
+    """This rank's input features [N, in / ranks] -> the whole output [N, out], summed over the group."""
+
+    def __init__(self, load: Loader, name: str, inputs: int, columns: slice, outputs: int, *, bias: bool) -> None:
+        weight = load.stack([Piece(f"{name}.weight", (outputs, inputs), columns=columns)])
+        # The sum over ranks must contain the bias once.
+        mine = bias and load.group.rank == 0
+        self._matmul = prepare(weight, load.vector(f"{name}.bias", outputs) if mine else None)
+        self._group = load.group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._group.sum(self._matmul(x))
+
+
+class Head:
+    """Hidden states [S, hidden] -> logits [S, vocabulary], the vocabulary split over the group."""
+
+    def __init__(self, load: Loader, name: str, vocab: int, hidden: int) -> None:
+        rows = part(vocab, load.group)
+        self._matmul = prepare(load.mapped(Piece(name, (vocab, hidden), rows)), None)
+        self._group = load.group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._group.gather(self._matmul(x))
