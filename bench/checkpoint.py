@@ -1,0 +1,49 @@
+"""Checkpoints with random weights, written by transformers: shapes to measure and to compare with, not models."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+QWEN2_HALF_BILLION: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+"""Qwen2.5-0.5B's config.json, as far as it shapes the computation."""
+
+
+def write_random(directory: Path, config: Mapping[str, Any], *, seed: int = 0, shard: str = "5GB") -> None:
+    """Write config.json and safetensors of a causal language model.
+
+    `config` is an AutoConfig's fields with `model_type` among them; its `dtype` is the one the weights are stored
+    in. Every parameter is random, norms and biases included, and large enough for attention to matter. `shard` is
+    the largest size of one file.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    parsed = AutoConfig.for_model(**config)
+    model = AutoModelForCausalLM.from_config(parsed, dtype=parsed.dtype)
+    for name, parameter in model.named_parameters():
+        _randomise(name, parameter.data)
+    model.save_pretrained(directory, max_shard_size=shard)
+
+
+def _randomise(name: str, parameter: Any) -> None:
+    """Norms around 1, small biases, and matrices that double what goes through: then no token is an easy favourite."""
+    if "norm" in name:
+        parameter.normal_(1.0, 0.1)
+    elif parameter.dim() == 1:
+        parameter.normal_(0.0, 0.1)
+    else:
+        parameter.normal_(0.0, 2 / math.sqrt(parameter.shape[-1]))

@@ -1,0 +1,143 @@
+"""Computes in this process, on one thread of its own."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import torch
+
+from ...core.errors import InvalidArgument
+from ...scheduler.plan import StepPlan, StepResult
+from ..attention.base import Attention, CacheSpec
+from ..attention.registry import attention_backend
+from ..checkpoint import Checkpoint, open_checkpoint
+from ..config import EngineConfig
+from ..host import available_memory, keep_freed_memory, usable_cores
+from ..layers.group import Alone
+from ..models.registry import builder
+from ..rows import Rows
+from ..runner import Runner
+from ..spec import DTYPES, ModelSpec
+from ..weights import Loader, Weights
+from .base import Capacity, Progress
+
+
+class InlineExecutor:
+    """One rank in this process.
+
+    Everything that touches torch runs on one worker thread, in order: torch's thread pool and its settings belong
+    to the thread that uses them. What a step raises is raised by its future.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._engine: _Engine | None = None
+
+    def load(self, progress: Progress) -> Capacity:
+        """Load the weights; `progress` is called on the caller's thread.
+
+        Raises:
+            CheckpointError: the checkpoint is broken or not supported.
+            InvalidArgument: the configuration does not fit it or the machine.
+        """
+        reports: SimpleQueue[tuple[str, float] | None] = SimpleQueue()
+        loading = self._worker.submit(self._load, lambda fraction: reports.put(("weights", fraction)))
+        loading.add_done_callback(lambda _: reports.put(None))
+        while report := reports.get():
+            progress(*report)
+        return loading.result()
+
+    def allocate(self, blocks: int) -> None:
+        self._worker.submit(self._loaded.attention.allocate, blocks).result()
+
+    def execute(self, plan: StepPlan) -> Future[StepResult]:
+        return self._worker.submit(self._loaded.runner.step, plan)
+
+    def close(self) -> None:
+        self._worker.shutdown(cancel_futures=True)
+        self._engine = None
+
+    @property
+    def _loaded(self) -> "_Engine":
+        if self._engine is None:
+            raise RuntimeError("the executor is not loaded")
+        return self._engine
+
+    def _load(self, progress: Callable[[float], None]) -> Capacity:
+        torch.set_num_threads(self._config.threads or usable_cores())
+        device = _device(self._config.device)
+        if device.type == "cpu":
+            keep_freed_memory()
+        self._engine = _build(self._config, device, progress)
+        free = _free_memory(device) - _working_memory(self._engine.spec, self._config)
+        return Capacity(
+            self._engine.spec.vocab_size, self._engine.max_tokens, self._engine.attention.block_bytes, max(free, 0)
+        )
+
+
+class _Engine(NamedTuple):
+    """What loading makes."""
+
+    spec: ModelSpec
+    max_tokens: int
+    attention: Attention
+    runner: Runner
+
+
+def _build(config: EngineConfig, device: torch.device, progress: Callable[[float], None]) -> _Engine:
+    checkpoint = open_checkpoint(config.model)
+    spec = checkpoint.spec
+    build = builder(spec.architecture, config.model)
+    dtype, max_tokens = _dtype(config.dtype, spec), _max_tokens(config, checkpoint)
+    attention = attention_backend(config.attention, _cache(spec, config.cache.block_size, dtype, device))
+    model = build(spec, Loader(Weights(checkpoint.directory), dtype, device, Alone(), progress), max_tokens)
+    progress(1.0)
+    rows = Rows(max_tokens, config.cache.block_size, device)
+    return _Engine(spec, max_tokens, attention, Runner(model, attention, rows, device))
+
+
+def _cache(spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device) -> CacheSpec:
+    return CacheSpec(spec.layers, spec.heads, spec.kv_heads, spec.head_dim, block_size, dtype, device)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidArgument(f"device {name!r} is unknown: auto, cpu and cuda are not", field="device") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise InvalidArgument(f"device {name!r} is not on this machine; supported: auto, cpu, cuda", field="device")
+    return device
+
+
+def _dtype(name: str, spec: ModelSpec) -> torch.dtype:
+    name = spec.dtype if name == "auto" else name
+    if name not in DTYPES:
+        raise InvalidArgument(f"dtype must be auto, {', '.join(DTYPES)}, got {name!r}", field="dtype")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _max_tokens(config: EngineConfig, checkpoint: Checkpoint) -> int:
+    wanted, own = config.max_model_len, checkpoint.spec.max_position
+    if wanted is not None and not 1 <= wanted <= own:
+        raise InvalidArgument(
+            f"max_model_len must be between 1 and the checkpoint's {own}, got {wanted}", field="max_model_len"
+        )
+    return wanted or own
+
+
+def _free_memory(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+
+
+def _working_memory(spec: ModelSpec, config: EngineConfig) -> int:
+    """Bytes a step may take beside weights and cache: activations of its tokens, logits of its rows (float32,
+    three times: logits, probabilities, their sums)."""
+    scheduler = config.scheduler
+    activations = scheduler.max_num_batched_tokens * (8 * spec.hidden_size + 4 * spec.intermediate_size) * 4
+    return activations + scheduler.max_num_seqs * spec.vocab_size * 12

@@ -1,0 +1,115 @@
+"""What an executor remembers of each row between steps: token ids, block table, sampling numbers.
+
+Plans are differences; this is what they are differences to. Token ids and tables live on the device, so that a
+token sampled there can be computed on in the next step before the host has heard of it.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..scheduler.plan import NewSequence, StepPlan
+from .attention.base import Batch
+from .random import signed
+from .sampling import CHOICE, Choices
+
+LongArray = NDArray[np.int64]
+
+
+class Inputs(NamedTuple):
+    """One step, packed: ids [N] on the device, what attention needs, and where the samples are taken.
+
+    `last` [S] are the packed places whose hidden states give the next token, `rows` [S] the rows they belong to.
+    """
+
+    tokens: Tensor
+    batch: Batch
+    last: Tensor
+    rows: LongArray
+    choices: Choices
+
+
+class Rows:
+    """Persistent rows, as many as the scheduler uses."""
+
+    def __init__(self, max_tokens: int, block_size: int, device: torch.device) -> None:
+        """`max_tokens`: the longest sequence; one more fits, sampled at the very end and never computed."""
+        self._device, self._block_size = device, block_size
+        self._width = (max_tokens + 1, -(-max_tokens // block_size))
+        self._tokens = torch.empty((0, self._width[0]), dtype=torch.int64, device=device)
+        self._tables = torch.empty((0, self._width[1]), dtype=torch.int64, device=device)
+        self._blocks: LongArray = np.zeros(0, dtype=np.int64)
+        self._sampling: Choices = np.zeros(0, dtype=CHOICE)
+
+    def update(self, plan: StepPlan) -> None:
+        """Apply what changed since the last plan; `plan.copies` is the cache's business."""
+        self._blocks[plan.closed] = 0
+        for sequence in plan.new:
+            self._enter(sequence)
+        if len(plan.appended):
+            self._append(plan.appended.astype(np.int64))
+
+    def inputs(self, plan: StepPlan) -> Inputs:
+        """Gather the step's tokens and numbers out of the rows."""
+        rows, starts, counts = (column.astype(np.int64) for column in (plan.rows, plan.starts, plan.counts))
+        ends = counts.cumsum()
+        owners = np.repeat(np.arange(len(rows)), counts)
+        positions = np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)
+        samples = np.flatnonzero(plan.samples)
+        device_positions = self._to(positions)
+        blocks = -(-int((starts + counts).max()) // self._block_size)
+        return Inputs(
+            self._tokens[self._to(rows[owners]), device_positions],
+            Batch(starts, counts, self._tables[self._to(rows), :blocks], device_positions, self._to(owners)),
+            self._to(ends[samples] - 1),
+            rows[samples],
+            self._choices(rows[samples], (starts + counts)[samples]),
+        )
+
+    def write(self, inputs: Inputs, tokens: Tensor) -> None:
+        """Store the sampled `tokens` [S] behind what their rows know."""
+        self._tokens[self._to(inputs.rows), self._to(inputs.choices["position"])] = tokens
+
+    def _enter(self, sequence: NewSequence) -> None:
+        row = sequence.row
+        self._grow(row + 1)
+        self._blocks[row] = 0
+        self._tokens[row, : len(sequence.tokens)] = self._to(sequence.tokens.astype(np.int64))
+        temperature, top_k, top_p, seed, choice = sequence.sampling
+        self._sampling[row] = (temperature, max(top_k, 0), top_p, signed(seed), choice, 0)
+
+    def _append(self, appended: LongArray) -> None:
+        rows, blocks = appended[:, 0], appended[:, 1]
+        places = self._blocks[rows] + _occurrence(rows)
+        self._tables[self._to(rows), self._to(places)] = self._to(blocks)
+        np.add.at(self._blocks, rows, 1)
+
+    def _choices(self, rows: LongArray, positions: LongArray) -> Choices:
+        choices = self._sampling[rows]
+        choices["position"] = positions
+        return choices
+
+    def _grow(self, rows: int) -> None:
+        have = len(self._blocks)
+        if rows <= have:
+            return
+        more = max(rows, 2 * have) - have
+        self._blocks = np.concatenate([self._blocks, np.zeros(more, dtype=np.int64)])
+        self._sampling = np.concatenate([self._sampling, np.zeros(more, dtype=CHOICE)])
+        self._tokens = torch.cat([self._tokens, self._tokens.new_zeros((more, self._width[0]))])
+        self._tables = torch.cat([self._tables, self._tables.new_zeros((more, self._width[1]))])
+
+    def _to(self, column: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(column)).to(self._device)
+
+
+def _occurrence(rows: LongArray) -> LongArray:
+    """How many equal entries stand before each one."""
+    order = np.argsort(rows, kind="stable")
+    ordered = rows[order]
+    seen = np.empty_like(rows)
+    seen[order] = np.arange(len(rows)) - np.searchsorted(ordered, ordered)
+    return seen

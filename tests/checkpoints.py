@@ -1,0 +1,85 @@
+"""Tiny checkpoints that behave like real ones: random weights by transformers, a trained tokenizer beside them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from charonia.bench.checkpoint import write_random
+
+VOCAB = 384
+EOS = 0
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "dtype": "float32",
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "llama-llama3-tied": LLAMA | {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE},
+    "llama-linear-biased": LLAMA
+    | {
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        "attention_bias": True,
+        "mlp_bias": True,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+    },
+    "qwen2": LLAMA | {"model_type": "qwen2", "num_key_value_heads": 1, "num_hidden_layers": 3},
+}
+"""What the engine must compute exactly as transformers does."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+LINES = (
+    "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n",
+    "The quick brown fox jumps over the lazy dog.\n",
+    "Charon ferries tokens across the river, one obol each.\n",
+    "Grüße aus München, naïve café, 東京, 🚣.\n",
+)
+
+
+def write_checkpoint(directory: Path, config: dict[str, Any] = LLAMA, *, seed: int = 0, shard: str = "5GB") -> Path:
+    """A whole checkpoint in `directory`: weights, config, generation_config, tokenizer and chat template."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_random(directory, config, seed=seed, shard=shard)
+    write_tokenizer(directory)
+    return directory
+
+
+def write_tokenizer(directory: Path) -> None:
+    """A byte-level BPE of at most VOCAB tokens; id EOS ends a text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(LINES, trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
