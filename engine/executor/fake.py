@@ -1,0 +1,164 @@
+"""An executor that computes nothing: the next token is the last one plus one.
+
+It believes no plan: rows, positions, block tables and the contents of every block are checked as a real executor
+would depend on them, and a plan that breaks the contract fails its future. Ships with the package: tests, benches
+and a server without weights run on it.
+"""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+
+from ...scheduler.plan import StepPlan, StepResult
+from .base import Capacity, Progress
+
+EMPTY = -1
+SMALL = Capacity(vocab_size=32_000, max_model_len=2048, block_bytes=1 << 16, free_bytes=1 << 28)
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How the fake behaves. A step takes `step_seconds` and `token_seconds` for each of its tokens.
+
+    `burst` (least, most): tokens a sampling row yields, drawn from `seed`; above 1 it is a speculation that always
+    knows better, 0 is one that sampled in vain.
+    """
+
+    step_seconds: float = 0.0
+    token_seconds: float = 0.0
+    burst: tuple[int, int] = (1, 1)
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class FakeRow:
+    """What an executor keeps for a row: token ids, its block table, and how far it is computed."""
+
+    tokens: list[int]
+    computed: int
+    blocks: list[int] = field(default_factory=list)
+
+
+class FakeExecutor:
+    """Reports `capacity`, in cache blocks of `block_size` tokens.
+
+    `threaded`: results come from one worker thread, otherwise before `execute` returns. `check_contents`: also keep
+    which token sits in which slot, and verify everything a row attends to.
+    """
+
+    def __init__(
+        self,
+        capacity: Capacity = SMALL,
+        *,
+        block_size: int = 16,
+        manner: Manner = Manner(),  # noqa: B008 (frozen)
+        threaded: bool = True,
+        check_contents: bool = True,
+    ) -> None:
+        self._capacity = capacity
+        self._block_size = block_size
+        self._manner = manner
+        self._random = Random(manner.seed)
+        self._check_contents = check_contents
+        self._worker = ThreadPoolExecutor(1, "fake-executor") if threaded else None
+        self._rows: dict[int, FakeRow] = {}
+        self._slots = np.full(0, EMPTY, np.int64)
+        self._holders: list[int] = []
+        self._next_step: int | None = None
+
+    def load(self, progress: Progress) -> Capacity:
+        progress("weights", 1.0)
+        return self._capacity
+
+    def allocate(self, blocks: int) -> None:
+        self._slots = np.full(blocks * self._block_size, EMPTY, np.int64)
+        self._holders = [0] * blocks
+
+    def execute(self, plan: StepPlan) -> Future[StepResult]:
+        if self._worker is not None:
+            return self._worker.submit(self._step, plan)
+        done: Future[StepResult] = Future()
+        try:
+            done.set_result(self._step(plan))
+        except AssertionError as broken:
+            done.set_exception(broken)
+        return done
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown(wait=True, cancel_futures=True)
+
+    def _step(self, plan: StepPlan) -> StepResult:
+        assert self._next_step in (None, plan.step), f"step {plan.step} came instead of {self._next_step}"
+        self._next_step = plan.step + 1
+        self._change_rows(plan)
+        result = self._run_rows(plan)
+        pause = self._manner.step_seconds + self._manner.token_seconds * plan.tokens
+        if pause:
+            time.sleep(pause)
+        return result
+
+    def _change_rows(self, plan: StepPlan) -> None:
+        for row in plan.closed.tolist():
+            for block in self._rows.pop(row).blocks:
+                self._holders[block] -= 1
+        for new in plan.new:
+            assert new.row not in self._rows, f"row {new.row} is occupied"
+            assert 0 <= new.computed < len(new.tokens), "nothing to compute for a new row"
+            self._rows[new.row] = FakeRow(new.tokens.tolist(), new.computed)
+        assert not len(plan.copies), "block moves are not known here"
+        for row, block in plan.appended.tolist():
+            assert block not in self._rows[row].blocks, f"row {row} has block {block} already"
+            self._rows[row].blocks.append(block)
+            self._holders[block] += 1
+
+    def _run_rows(self, plan: StepPlan) -> StepResult:
+        assert len(set(plan.rows.tolist())) == len(plan.rows), "a row twice in one step"
+        ran = list(zip(*(array.tolist() for array in (plan.rows, plan.starts, plan.counts, plan.samples)), strict=True))
+        for row, start, count, _ in ran:
+            self._compute(self._rows[row], start, count)
+        sampled = [row for row, start, count, samples in ran if samples and self._is_newest(row, start + count)]
+        offsets = [len(self._rows[row].tokens) for row in sampled]
+        drawn = [self._sample(self._rows[row]) for row in sampled]
+        counts = [len(tokens) for tokens in drawn]
+        tokens = [token for tokens in drawn for token in tokens]
+        return StepResult(plan.step, *(np.array(values, np.int32) for values in (sampled, offsets, counts, tokens)))
+
+    def _compute(self, row: FakeRow, start: int, count: int) -> None:
+        """Compute up to `count` tokens: a plan made ahead may count on tokens that an earlier step did not bring."""
+        assert count >= 1, "a row without work"
+        end = min(start + count, len(row.tokens))
+        if end <= start:
+            return
+        assert start <= row.computed, "a gap between what is computed and what is to be"
+        assert end <= len(row.blocks) * self._block_size, "no block for the last token"
+        for block in set(row.blocks[start // self._block_size : (end - 1) // self._block_size + 1]):
+            assert self._holders[block] == 1, f"block {block} is written and has {self._holders[block]} holders"
+        if self._check_contents:
+            self._attend(row, start, end)
+        row.computed = end
+
+    def _attend(self, row: FakeRow, start: int, end: int) -> None:
+        """Write the new positions, then read all of them."""
+        blocks = np.array(row.blocks)
+        slots = (blocks[:, None] * self._block_size + np.arange(self._block_size)).ravel()[:end]
+        known = np.array(row.tokens[:end])
+        self._slots[slots[start:]] = known[start:]
+        assert (self._slots[slots] == known).all(), "a block holds another sequence's tokens"
+
+    def _is_newest(self, row: int, end: int) -> bool:
+        return end == len(self._rows[row].tokens)
+
+    def _sample(self, row: FakeRow) -> list[int]:
+        tokens = list(self._successors(row.tokens[-1], self._random.randint(*self._manner.burst)))
+        row.tokens.extend(tokens)
+        return tokens
+
+    def _successors(self, token: int, count: int) -> Iterator[int]:
+        for _ in range(count):
+            token = (token + 1) % self._capacity.vocab_size
+            yield token

@@ -1,0 +1,89 @@
+"""A step plan in the making: what the budget went to so far. Takes no blocks and decides nothing."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .plan import IntArray, NewSequence, StepPlan
+from .rows import BoolArray, Rows
+
+NO_COPIES: IntArray = np.zeros((0, 2), np.int32)
+
+
+class Flight(NamedTuple):
+    """A plan on its way: what to settle when its result arrives. `ends` [R]: scheduled after it."""
+
+    step: int
+    rows: IntArray
+    ends: IntArray
+    samples: BoolArray
+
+
+class Draft:
+    """`counts` [rows]: tokens each row computes in this step, 0 for those outside; `left`: budget not spent.
+
+    `grown`: rows whose tables grew. `short_of_blocks`: somebody waits for blocks, so nobody new comes in.
+    """
+
+    def __init__(self, rows: Rows, budget: int) -> None:
+        self._rows = rows
+        self.counts: IntArray = np.zeros(rows.size, np.int32)
+        self.left = budget
+        self.grown: list[int] = []
+        self.new: list[int] = []
+        self.short_of_blocks = False
+
+    def add(self, rows: NDArray[np.int64] | int, counts: IntArray | int) -> None:
+        self.counts[rows] = counts
+        self.left -= int(np.sum(counts))
+
+    def drop(self, row: int) -> None:
+        """The row is not in this step after all."""
+        self.left += int(self.counts[row])
+        self.counts[row] = 0
+
+    def end(self, row: int) -> int:
+        """Tokens of the row scheduled after this step."""
+        return int(self._rows.scheduled[row] + self.counts[row])
+
+    def launch(self, step: int, closed: list[int]) -> tuple[StepPlan, Flight] | None:
+        """Write the step into the rows' counters; None when nothing runs (`closed` then waits for a plan that
+        does)."""
+        chosen = np.flatnonzero(self.counts).astype(np.int32)
+        if not len(chosen):
+            return None
+        rows, counts = self._rows, self.counts[chosen]
+        starts = rows.scheduled[chosen]
+        ends = starts + counts
+        samples = ends == rows.known[chosen] + rows.pending[chosen]
+        new, appended = self._newcomers(), self._appended()
+        self._schedule(chosen, ends, samples)
+        leavers = np.array(closed, np.int32)
+        plan = StepPlan(step, chosen, starts, counts, samples, appended, new, leavers, NO_COPIES)
+        return plan, Flight(step, chosen, ends, samples)
+
+    def _schedule(self, chosen: IntArray, ends: IntArray, samples: BoolArray) -> None:
+        rows = self._rows
+        rows.scheduled[chosen] = ends
+        rows.pending[chosen] += samples
+        rows.in_flight[chosen] += 1
+        rows.caught_up[chosen] |= samples
+
+    def _newcomers(self) -> tuple[NewSequence, ...]:
+        return tuple(self._newcomer(row) for row in self.new if self.counts[row])
+
+    def _newcomer(self, row: int) -> NewSequence:
+        sequence = self._rows.sequences[row]
+        return NewSequence(row, sequence.tokens(), int(self._rows.scheduled[row]), sequence.request.sampling)
+
+    def _appended(self) -> IntArray:
+        owners: list[int] = []
+        blocks: list[int] = []
+        for row in self.grown:
+            if self.counts[row]:
+                fresh = self._rows.tables[row].blocks[self._rows.announced[row] :]
+                self._rows.announced[row] += len(fresh)
+                owners.extend([row] * len(fresh))
+                blocks.extend(fresh)
+        return np.array([owners, blocks], np.int32).T.copy()

@@ -1,0 +1,90 @@
+"""What a step's result means for the rows that ran: which tokens count, who ends, how far each row is computed."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .draft import Flight
+from .plan import IntArray, StepResult
+from .rows import Rows
+
+
+class Harvest(NamedTuple):
+    """`counts[i]` new tokens for `rows[i]`, `tokens` their concatenation; rows without one are left out.
+    `finished`: (row, finish reason)."""
+
+    rows: list[int]
+    counts: list[int]
+    tokens: list[int]
+    finished: list[tuple[int, str]]
+
+
+def harvest(rows: Rows, flight: Flight, result: StepResult) -> Harvest:
+    """Take the tokens of `flight`'s result into the rows and settle their counters.
+
+    Raises:
+        RuntimeError: the result does not continue what is known.
+    """
+    heard = ~rows.ended[result.rows]
+    if (result.offsets != rows.known[result.rows])[heard].any():
+        raise RuntimeError(f"step {flight.step}: a row's tokens do not begin where the known ones end")
+    before = rows.known[flight.rows]
+    kept, stopped = _cut(rows, result)
+    gathered = _gather(rows, result, kept, stopped)
+    _settle(rows, flight, result, before)
+    return gathered
+
+
+def _cut(rows: Rows, result: StepResult) -> tuple[IntArray, set[int]]:
+    """Tokens of each result row that count, and the places of those that end with a stop token."""
+    kept = np.minimum(result.counts, rows.limit[result.rows] - rows.known[result.rows])
+    kept[rows.ended[result.rows]] = 0
+    places = np.repeat(np.arange(len(result.rows)), result.counts)
+    begins = np.cumsum(result.counts) - result.counts
+    sequences, stopped = rows.sequences, set[int]()
+    for index, (row, token) in enumerate(zip(result.rows[places].tolist(), result.tokens.tolist(), strict=True)):
+        if token in sequences[row].stops:
+            place = int(places[index])
+            length = index - int(begins[place]) + 1
+            if length <= kept[place]:
+                kept[place] = length
+                stopped.add(place)
+    return kept, stopped
+
+
+def _gather(rows: Rows, result: StepResult, kept: IntArray, stopped: set[int]) -> Harvest:
+    """Append the kept tokens to their sequences."""
+    tokens = _kept_tokens(result, kept).tolist()
+    for row, token in zip(np.repeat(result.rows, kept).tolist(), tokens, strict=True):
+        rows.sequences[row].outputs.append(token)
+    rows.known[result.rows] += kept
+    full = (rows.known[result.rows] == rows.limit[result.rows]) & (kept > 0)
+    finished = [(int(result.rows[place]), "stop") for place in sorted(stopped)]
+    finished += [(int(result.rows[place]), "length") for place in np.flatnonzero(full) if place not in stopped]
+    got = kept > 0
+    return Harvest(result.rows[got].tolist(), kept[got].tolist(), tokens, finished)
+
+
+def _kept_tokens(result: StepResult, kept: IntArray) -> NDArray[np.int32]:
+    """The first `kept[i]` of each row's tokens."""
+    within = np.arange(len(result.tokens)) - np.repeat(np.cumsum(result.counts) - result.counts, result.counts)
+    return result.tokens[within < np.repeat(kept, result.counts)]
+
+
+def _settle(rows: Rows, flight: Flight, result: StepResult, before: IntArray) -> None:
+    """Move the counters of all rows that ran.
+
+    A device computes no token it does not have, so `computed` stops at what was known `before`; and a newest token
+    that brought no successor has to run again. Plans made ahead expect one token a sample: a row that got another
+    number is held until all of them are back, and continues from what is computed.
+    """
+    ran = flight.rows
+    got = np.zeros(rows.size, np.int32)
+    got[result.rows] = result.counts
+    rows.in_flight[ran] -= 1
+    rows.pending[ran] -= flight.samples
+    rows.computed[ran] = np.minimum(np.minimum(flight.ends, before), rows.known[ran] - 1)
+    landed = rows.in_flight[ran] == 0
+    rows.held[ran] = (rows.held[ran] | (got[ran] != flight.samples)) & ~landed
+    rows.scheduled[ran[landed]] = rows.computed[ran[landed]]

@@ -1,0 +1,70 @@
+"""What asks to be run, and what the scheduler remembers of it while it waits or runs. No counters: see rows.py."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .plan import IntArray, RowSampling
+
+GREEDY = RowSampling()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceRequest:
+    """One sequence to run. `key` is unique among the live ones; `hashes` come from `KVCacheManager.digest(prompt)`.
+
+    `max_tokens` counts new tokens. `stop_token_ids` end the sequence, the stop token being its last.
+    `priority` 0 is the most urgent class. `extras` are those the hashes were made with: generated blocks need them.
+    """
+
+    key: int
+    prompt: IntArray
+    max_tokens: int
+    hashes: tuple[bytes, ...] | list[bytes] = ()
+    sampling: RowSampling = GREEDY
+    stop_token_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    tenant: str = ""
+    extras: tuple[str, ...] = ()
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A request and what became of it so far; outlives its stays in the running set.
+
+    `seniority`: the step it arrived in, later by `ageing_steps` for each class below the most urgent one.
+    `number` counts arrivals and breaks ties. `rank`: its place in the line, see `Scheduler.add`.
+    `row`: where it runs, if it does. `awaited`: the hash of the block it is parked for.
+    """
+
+    request: SequenceRequest
+    number: int
+    seniority: int
+    rank: int
+    hashes: list[bytes]
+    stops: frozenset[int]
+    outputs: list[int] = field(default_factory=list)
+    row: int | None = None
+    awaited: bytes | None = None
+    admitted: bool = False
+
+    @property
+    def key(self) -> int:
+        return self.request.key
+
+    @property
+    def known(self) -> int:
+        """Tokens the host knows: prompt and outputs."""
+        return len(self.request.prompt) + len(self.outputs)
+
+    @property
+    def limit(self) -> int:
+        """Tokens at which it ends."""
+        return len(self.request.prompt) + self.request.max_tokens
+
+    def tokens(self, start: int = 0, end: int | None = None) -> IntArray:
+        """Known tokens from position `start` on, up to but not including `end`."""
+        end = self.known if end is None else end
+        prompt = len(self.request.prompt)
+        generated = self.outputs[max(start - prompt, 0) : max(end - prompt, 0)]
+        return np.concatenate([self.request.prompt[start:end], generated]).astype(np.int32)
