@@ -1,5 +1,6 @@
 """Prefix identity: a SHA-256 chain over (parent, packed tokens, extras). Knows no blocks, only their size."""
 
+from array import array
 from collections.abc import Iterable
 from hashlib import sha256
 
@@ -17,7 +18,7 @@ def root(extras: Extras) -> bytes:
 
 def chain(parent: bytes, tokens: NDArray[np.int32] | Iterable[int], block_size: int) -> list[bytes]:
     """Hashes of the full blocks of `tokens`, which begin right after the block hashed `parent`."""
-    packed = np.asarray(tokens, dtype="<i4").tobytes()
+    packed = tokens.astype(np.int32).tobytes() if isinstance(tokens, np.ndarray) else array("i", tokens).tobytes()
     width = 4 * block_size
     hashes = []
     for start in range(0, len(packed) - width + 1, width):

@@ -42,22 +42,22 @@ def _cut(rows: Rows, result: StepResult) -> tuple[IntArray, set[int]]:
     kept[rows.ended[result.rows]] = 0
     places = np.repeat(np.arange(len(result.rows)), result.counts)
     begins = np.cumsum(result.counts) - result.counts
-    sequences, stopped = rows.sequences, set[int]()
-    for index, (row, token) in enumerate(zip(result.rows[places].tolist(), result.tokens.tolist(), strict=True)):
-        if token in sequences[row].stops:
-            place = int(places[index])
-            length = index - int(begins[place]) + 1
-            if length <= kept[place]:
-                kept[place] = length
-                stopped.add(place)
+    stops, stopped = rows.stops, set[int]()
+    ran = enumerate(zip(result.rows[places].tolist(), result.tokens.tolist(), strict=True))
+    for index in [index for index, (row, token) in ran if token in stops[row]]:
+        place = int(places[index])
+        length = index - int(begins[place]) + 1
+        if length <= kept[place]:
+            kept[place] = length
+            stopped.add(place)
     return kept, stopped
 
 
 def _gather(rows: Rows, result: StepResult, kept: IntArray, stopped: set[int]) -> Harvest:
     """Append the kept tokens to their sequences."""
-    tokens = _kept_tokens(result, kept).tolist()
+    outputs, tokens = rows.outputs, _kept_tokens(result, kept).tolist()
     for row, token in zip(np.repeat(result.rows, kept).tolist(), tokens, strict=True):
-        rows.sequences[row].outputs.append(token)
+        outputs[row].append(token)
     rows.known[result.rows] += kept
     full = (rows.known[result.rows] == rows.limit[result.rows]) & (kept > 0)
     finished = [(int(result.rows[place]), "stop") for place in sorted(stopped)]

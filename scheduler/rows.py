@@ -23,8 +23,9 @@ class Rows:
         | by others | for itself only  | by plans in     | next             | by the device    | there
         |           |                  | flight          |                  | only             |
 
-    `committed <= computed <= scheduled <= known + pending` and `computed < known`: the newest token's own turn is
-    what samples its successor. `scheduled` exceeds `known` only while tokens are pending.
+    `committed <= computed <= scheduled <= known + pending` and `computed < known`: computing the newest token is
+    what samples its successor. (Until plans in flight are back, `scheduled` of an ended or held row counts on tokens
+    that will not come.)
     """
 
     def __init__(self, size: int) -> None:
@@ -51,6 +52,9 @@ class Rows:
         self.held = flag()  # a result was not what later plans built on: not scheduled until they are back
         self.seniority = np.zeros(size, np.int64)
         self.number = np.zeros(size, np.int64)
+        self.keys = [0] * size
+        self.stops: list[frozenset[int]] = [frozenset()] * size
+        self.outputs: list[list[int]] = [[] for _ in range(size)]  # each is its sequence's own list
         self.sequences: dict[int, Sequence] = {}
         self.tables: dict[int, BlockTable] = {}
         self._free = list(range(size))
@@ -76,6 +80,8 @@ class Rows:
         """Give the sequence a row, everything its table shares being computed."""
         row = heappop(self._free)
         self.sequences[row], self.tables[row] = sequence, table
+        self.keys[row], self.stops[row] = sequence.key, sequence.request.stop_token_ids
+        self.outputs[row] = sequence.outputs
         self.known[row], self.limit[row] = sequence.known, sequence.limit
         self.scheduled[row] = self.computed[row] = self.committed[row] = self.capacity[row] = table.cached
         self.pending[row] = self.in_flight[row] = self.announced[row] = 0
@@ -120,12 +126,19 @@ class Rows:
         assert self.tables.keys() == self.sequences.keys()
         assert set(np.flatnonzero(self.running).tolist()) <= set(occupied)
         for row in occupied:
-            sequence, table = self.sequences[row], self.tables[row]
-            assert self.known[row] == sequence.known
-            assert 0 <= self.committed[row] <= self.computed[row] <= self.scheduled[row] <= self.capacity[row]
-            assert self.computed[row] < self.known[row] <= self.limit[row]
-            assert self.scheduled[row] <= self.known[row] + self.pending[row]
-            assert 0 <= self.pending[row] <= self.in_flight[row]
-            assert self.capacity[row] == len(table.blocks) * block_size
-            assert self.committed[row] == table.committed * block_size
-            assert self.in_flight[row] or self.running[row], "a row that left stays occupied"
+            self._check_row(row, block_size)
+
+    def _check_row(self, row: int, block_size: int) -> None:
+        sequence, table = self.sequences[row], self.tables[row]
+        known, pending, scheduled = int(self.known[row]), int(self.pending[row]), int(self.scheduled[row])
+        computed, committed, capacity = int(self.computed[row]), int(self.committed[row]), int(self.capacity[row])
+        assert sequence.row == row
+        assert 0 <= committed <= computed <= scheduled <= capacity
+        assert computed < known <= sequence.limit == self.limit[row]
+        assert known == sequence.known
+        assert scheduled <= known + pending or self.ended[row] or self.held[row]
+        assert 0 <= pending <= self.in_flight[row]
+        assert capacity == len(table.blocks) * block_size
+        assert committed == table.committed * block_size
+        assert self.running[row] or self.in_flight[row], "a row that left stays occupied"
+        assert not (self.running[row] and self.ended[row])

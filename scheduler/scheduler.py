@@ -83,8 +83,7 @@ class Scheduler:
         priority = min(max(request.priority, 0), CLASSES - 1)
         seniority = self._step + priority * self._config.ageing_steps
         rank = seniority + len(request.prompt) // self._config.max_num_batched_tokens
-        hashes, stops = list(request.hashes), request.stop_token_ids
-        sequence = Sequence(request, self._arrivals, seniority, rank, hashes, stops)
+        sequence = Sequence(request, self._arrivals, seniority, rank, list(request.hashes))
         self._arrivals += 1
         self._live[request.key] = sequence
         self._line.join(sequence)
@@ -295,11 +294,10 @@ class Scheduler:
         return updates
 
     def _updates(self, gathered: Harvest) -> StepUpdates:
-        sequences = self._rows.sequences
-        keys = [sequences[row].key for row in gathered.rows]
-        finished = [(sequences[row].key, reason) for row, reason in gathered.finished]
+        keys = self._rows.keys
+        finished = [(keys[row], reason) for row, reason in gathered.finished]
         started, self._started = self._started, []
-        return StepUpdates(keys, gathered.counts, gathered.tokens, started, finished)
+        return StepUpdates([keys[row] for row in gathered.rows], gathered.counts, gathered.tokens, started, finished)
 
     def _release_landed(self, flight: Flight) -> None:
         rows = self._rows
@@ -325,7 +323,7 @@ class Scheduler:
         """Let the sequence have the hashes of its first `blocks` blocks."""
         size, hashes = self._cache.block_size, sequence.hashes
         if len(hashes) < blocks:
-            tokens = sequence.tokens(len(hashes) * size, blocks * size)
+            tokens = sequence.window(len(hashes) * size, blocks * size)
             parent = hashes[-1] if hashes else None
             hashes.extend(self._cache.digest(tokens, sequence.request.extras, parent))
 

@@ -42,7 +42,6 @@ class Sequence:
     seniority: int
     rank: int
     hashes: list[bytes]
-    stops: frozenset[int]
     outputs: list[int] = field(default_factory=list)
     row: int | None = None
     awaited: bytes | None = None
@@ -62,9 +61,12 @@ class Sequence:
         """Tokens at which it ends."""
         return len(self.request.prompt) + self.request.max_tokens
 
-    def tokens(self, start: int = 0, end: int | None = None) -> IntArray:
-        """Known tokens from position `start` on, up to but not including `end`."""
-        end = self.known if end is None else end
+    def tokens(self) -> IntArray:
+        """All known tokens."""
+        return np.concatenate([self.request.prompt, np.array(self.outputs, np.int32)])
+
+    def window(self, start: int, end: int) -> list[int]:
+        """Known tokens from position `start` up to but not including `end`."""
         prompt = len(self.request.prompt)
-        generated = self.outputs[max(start - prompt, 0) : max(end - prompt, 0)]
-        return np.concatenate([self.request.prompt[start:end], generated]).astype(np.int32)
+        given: list[int] = self.request.prompt[start:end].tolist() if start < prompt else []
+        return given + self.outputs[max(start - prompt, 0) : max(end - prompt, 0)]

@@ -55,7 +55,7 @@ class FakeExecutor:
         capacity: Capacity = SMALL,
         *,
         block_size: int = 16,
-        manner: Manner = Manner(),  # noqa: B008 (frozen)
+        manner: Manner = Manner(),
         threaded: bool = True,
         check_contents: bool = True,
     ) -> None:

@@ -1,0 +1,226 @@
+"""A scheduler, its cache and the fake executor put through any interleaving, everything checked after every call.
+
+Shared by the tests (random and under hypothesis) and by `bench.proof_scheduler`. Knows what each sequence must give:
+the fake's next token is the last one plus one, so every token of every sequence is known beforehand.
+"""
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+
+from ..engine.executor.base import Capacity
+from ..engine.executor.fake import FakeExecutor, Manner
+from ..kvcache.manager import KVCacheManager
+from ..scheduler.config import SchedulerConfig
+from ..scheduler.plan import StepPlan, StepResult, StepUpdates
+from ..scheduler.scheduler import Scheduler
+from ..scheduler.sequence import SequenceRequest
+
+VOCABULARY = 1000
+FAMILY = 250  # a family's prompts are prefixes of one stream, so they share blocks, generated ones too
+SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """What a trial runs in. `live`: sequences it lets in at once."""
+
+    blocks: int = 24
+    block_size: int = 4
+    prefix_caching: bool = True
+    burst: tuple[int, int] = (1, 1)
+    live: int = 16
+    scheduler: SchedulerConfig = SMALL
+
+    @classmethod
+    def drawn(cls, random: Random) -> "World":
+        rows = random.choice((1, 2, 4, 8))
+        ahead = random.choice((0, 1, 2))
+        return cls(
+            blocks=random.choice((6, 12, 24, 64)),
+            block_size=random.choice((1, 2, 4, 8)),
+            prefix_caching=random.random() < 0.8,
+            burst=random.choice(((1, 1), (1, 1), (0, 1), (1, 3), (0, 3))),
+            live=4 * rows,
+            scheduler=SchedulerConfig(
+                max_num_seqs=rows,
+                max_num_batched_tokens=rows + random.choice((0, 1, 4, 16)),
+                max_model_len=random.choice((16, 48, 96)),
+                ahead=ahead,
+                in_flight_per_sequence=random.choice((None, None, 1)),
+                admission=random.choice(("optimistic", "optimistic", "no_evict")),
+                ageing_steps=random.choice((1, 4, 16)),
+            ),
+        )
+
+
+@dataclass(slots=True)
+class Expected:
+    """What a sequence has yet to give, and when it must have been admitted (in plans)."""
+
+    tokens: deque[int]
+    reason: str
+    deadline: int
+    started: bool = False
+
+
+class Trial:
+    """Each verb is one call of the scheduler or the cache, then a check of everything; `operations` counts them.
+
+    A verb raises AssertionError when anything is not as it must be.
+    """
+
+    def __init__(self, world: World, seed: int = 0) -> None:
+        self.world = world
+        self.cache = KVCacheManager(world.blocks, world.block_size, world.prefix_caching)
+        self.scheduler = Scheduler(world.scheduler, self.cache)
+        self.executor = FakeExecutor(
+            Capacity(VOCABULARY, world.scheduler.max_model_len, 1, world.blocks),
+            block_size=world.block_size,
+            manner=Manner(burst=world.burst, seed=seed),
+            threaded=False,
+        )
+        self.executor.allocate(world.blocks)
+        self.operations = 0
+        self.plans = 0
+        self.longest_wait = 0
+        self.expected: dict[int, Expected] = {}
+        self._flights: deque[tuple[StepPlan, StepResult]] = deque()
+        self._arrivals = 0
+
+    @property
+    def crowded(self) -> bool:
+        return len(self.expected) >= self.world.live
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._flights)
+
+    def longest(self) -> int:
+        """Tokens, prompt and new ones, that a sequence may have here."""
+        return min(self.world.scheduler.max_model_len, self.world.blocks * self.world.block_size)
+
+    def arrive(self, *, family: int, prompt: int, new: int, priority: int = 0, stop: int | None = None) -> int:
+        """A sequence of `prompt` tokens of a family; `stop`: which of its new tokens is a stop token, from 1."""
+        key, self._arrivals = self._arrivals, self._arrivals + 1
+        first = FAMILY * family
+        tokens = np.arange(first, first + prompt, dtype=np.int32)
+        ends = new if stop is None else min(stop, new)
+        outputs = [(first + prompt + n) % VOCABULARY for n in range(ends)]
+        reason = "stop" if stop is not None and stop <= new else "length"
+        self.expected[key] = Expected(deque(outputs), reason, self.plans + self._patience(prompt, priority))
+        stops = frozenset() if stop is None else frozenset([(first + prompt + stop - 1) % VOCABULARY])
+        hashes = self.cache.digest(tokens)
+        self.scheduler.add(
+            SequenceRequest(
+                key=key, prompt=tokens, max_tokens=new, hashes=hashes, stop_token_ids=stops, priority=priority
+            )
+        )
+        self._check()
+        return key
+
+    def _patience(self, prompt: int, priority: int) -> int:
+        """Plans after which a newcomer must have been admitted: those in which somebody may still overtake it, and
+        then everybody present, one after the other, a token every `ahead` + 1 plans."""
+        config = self.world.scheduler
+        overtaking = priority * config.ageing_steps + prompt // config.max_num_batched_tokens
+        chances = 1 if self.world.burst[0] else 4
+        return overtaking + (self.world.live + 1) * self.longest() * (config.ahead + 1) * chances
+
+    def leave(self, key: int) -> None:
+        """Abort; from here on nothing may be heard of it."""
+        del self.expected[key]
+        self.scheduler.abort([key])
+        self._check()
+
+    def schedule(self) -> StepPlan | None:
+        """Plan a step; the executor computes it at once, the result stays in flight until `apply`."""
+        plan = self.scheduler.schedule()
+        if plan is None:
+            config = self.world.scheduler
+            assert self._flights or not self.scheduler.has_work, "work, and nothing to run"
+            assert len(self._flights) <= config.ahead + 1
+        else:
+            self.plans += 1
+            self._check_plan(plan)
+            self._flights.append((plan, self.executor.execute(plan).result()))
+        self._check()
+        return plan
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        config = self.world.scheduler
+        assert plan.tokens <= config.max_num_batched_tokens, "over the budget"
+        assert len(self._flights) <= config.ahead, "too many plans ahead"
+        cap = config.in_flight_per_sequence or config.ahead + 1
+        in_flight = Counter(row for flight, _ in self._flights for row in flight.rows.tolist())
+        assert all(in_flight[row] < cap for row in plan.rows.tolist()), "a row is in too many plans"
+
+    def apply(self) -> StepUpdates | None:
+        """The oldest result arrives, if there is one."""
+        if not self._flights:
+            return None
+        updates = self.scheduler.apply(self._flights.popleft()[1])
+        self._take_started(updates)
+        self._take_tokens(updates)
+        for key, reason in updates.finished:
+            expected = self.expected.pop(key)
+            assert (reason, len(expected.tokens)) == (expected.reason, 0), f"{key} ended early or for another reason"
+        self._check()
+        return updates
+
+    def _take_started(self, updates: StepUpdates) -> None:
+        for key, _ in updates.started:
+            if key in self.expected:  # aborted before anything was heard of it
+                assert not self.expected[key].started, "started twice"
+                self.expected[key].started = True
+
+    def _take_tokens(self, updates: StepUpdates) -> None:
+        assert len(set(updates.keys)) == len(updates.keys)
+        assert sum(updates.counts) == len(updates.tokens)
+        tokens = iter(updates.tokens)
+        for key, count in zip(updates.keys, updates.counts, strict=True):
+            expected = self.expected[key]
+            assert expected.started, "tokens before the start"
+            for _ in range(count):
+                assert next(tokens) == expected.tokens.popleft(), f"{key} got another token than last + 1"
+
+    def drain(self) -> None:
+        """Run until nothing is left, then nothing may be held."""
+        while self.scheduler.has_work:
+            self.schedule()
+            self.apply()
+        assert not self.expected, "a sequence was forgotten"
+        assert self.cache.free_blocks == self.world.blocks, "a block leaked"
+
+    def _check(self) -> None:
+        self.operations += 1
+        self.scheduler.check_integrity()
+        for key, expected in self.expected.items():
+            assert expected.started or self.plans <= expected.deadline, f"{key} is never admitted"
+
+
+def ramble(trial: Trial, random: Random, operations: int) -> None:
+    """Random calls until there were `operations` of them, then drain. Busy phases alternate with quiet ones."""
+    longest = trial.longest()
+    while trial.operations < operations:
+        rush = 0.6 if trial.operations // 200 % 2 else 0.1
+        dice = random.random()
+        if dice < rush and not trial.crowded:
+            _arrive(trial, random, longest)
+        elif dice < rush + 0.03 and trial.expected:
+            trial.leave(random.choice(list(trial.expected)))
+        elif random.random() < 0.5:
+            trial.schedule()
+        else:
+            trial.apply()
+    trial.drain()
+
+
+def _arrive(trial: Trial, random: Random, longest: int) -> None:
+    prompt = random.randint(1, longest - 1) if random.random() < 0.3 else random.randint(1, min(12, longest - 1))
+    new = random.randint(1, min(longest - prompt, 20))
+    stop = random.randint(1, new + 2) if random.random() < 0.3 else None
+    family, priority = random.randrange(3), random.choice((0, 0, 1, 2))
+    trial.arrive(family=family, prompt=prompt, new=new, priority=priority, stop=stop)
