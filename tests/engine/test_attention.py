@@ -1,0 +1,142 @@
+"""Every backend against attention in float64 over the whole sequence."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from charonia.core.errors import InvalidArgument
+from charonia.engine.attention.base import Attention, Batch, CacheSpec
+from charonia.engine.attention.registry import BACKENDS, attention_backend
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def spec(**changes: object) -> CacheSpec:
+    return CacheSpec(2, 6, 2, 16, 4, torch.float32, CPU)._replace(**changes)
+
+
+class Story:
+    """Sequences that grow step by step: what attention says at each against what it should say."""
+
+    def __init__(self, attention: Attention, spec: CacheSpec, blocks: int = 200, seed: int = 0) -> None:
+        self.attention, self.spec = attention, spec
+        self.generator = torch.Generator().manual_seed(seed)
+        self.free = torch.randperm(blocks, generator=self.generator).tolist()
+        self.tables: dict[int, list[int]] = {}
+        self.history: dict[tuple[int, int], list[torch.Tensor]] = {}
+        attention.allocate(blocks)
+
+    def random(self, tokens: int, heads: int) -> torch.Tensor:
+        return torch.randn(tokens, heads, self.spec.head_dim, generator=self.generator).to(self.spec.dtype)
+
+    def length(self, row: int) -> int:
+        return sum(len(k) for k in self.history.get((row, 0), [])[::2])
+
+    def step(self, rows: dict[int, int]) -> float:
+        """Compute `rows`: counts by row; returns the largest error over all layers and rows."""
+        starts = [self.length(row) for row in rows]
+        attend = self.attention.begin(self.batch(rows, starts))
+        return max(self.layer(attend, layer, rows, starts) for layer in range(self.spec.layers))
+
+    def batch(self, rows: dict[int, int], starts: list[int]) -> Batch:
+        for (row, count), start in zip(rows.items(), starts, strict=True):
+            table = self.tables.setdefault(row, [])
+            while len(table) * self.spec.block_size < start + count:
+                table.append(self.free.pop())
+        width = max(len(self.tables[row]) for row in rows)
+        tables = torch.tensor([self.tables[row] + [0] * (width - len(self.tables[row])) for row in rows])
+        counts = np.array(list(rows.values()))
+        positions = np.concatenate([np.arange(count) + start for count, start in zip(counts, starts, strict=True)])
+        owners = np.repeat(np.arange(len(rows)), counts)
+        return Batch(np.array(starts), counts, tables, torch.from_numpy(positions), torch.from_numpy(owners))
+
+    def layer(self, attend: object, layer: int, rows: dict[int, int], starts: list[int]) -> float:
+        total = sum(rows.values())
+        q, k, v = self.random(total, self.spec.heads), *(self.random(total, self.spec.kv_heads) for _ in "kv")
+        found = attend(layer, q, k, v)
+        counts = list(rows.values())
+        errors = [
+            self.error(found_row, layer, row, start, *mine)
+            for row, start, found_row, *mine in zip(
+                rows, starts, found.split(counts), q.split(counts), k.split(counts), v.split(counts), strict=True
+            )
+        ]
+        return max(errors)
+
+    def error(self, found: torch.Tensor, layer: int, row: int, start: int, *qkv: torch.Tensor) -> float:
+        q, k, v = qkv
+        seen = self.history.setdefault((row, layer), [])
+        seen += [k, v]
+        right = exact(q, torch.cat(seen[::2]), torch.cat(seen[1::2]), start)
+        return (found.double() - right).abs().max().item()
+
+
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
+    """Head by head, in float64."""
+    group = q.shape[1] // k.shape[1]
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    unseen = torch.ones(len(q), len(k), dtype=torch.bool).triu(start + 1)
+    for head in range(q.shape[1]):
+        mine, keys, values = (t.double() for t in (q[:, head], k[:, head // group], v[:, head // group]))
+        scores = (mine @ keys.T / math.sqrt(q.shape[-1])).masked_fill(unseen, -math.inf)
+        out[:, head] = scores.softmax(-1) @ values
+    return out.reshape(len(q), -1)
+
+
+STEPS = [
+    {0: 9, 1: 1, 2: 30},
+    {0: 1, 1: 1, 2: 1},
+    {0: 1, 1: 7, 3: 2, 2: 1},
+    {3: 1, 1: 1, 0: 5, 2: 1, 4: 1},
+    {0: 1, 1: 1, 2: 1, 3: 1, 4: 1},
+    {2: 1},
+]
+"""Prefills, chunks on top of context, decodes of lengths near and far, mixed and in changing order."""
+
+
+@pytest.fixture(params=sorted(BACKENDS))
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (7, 1)])
+def test_a_whole_story(name: str, dtype: torch.dtype, heads: int, kv_heads: int) -> None:
+    shape = spec(dtype=dtype, heads=heads, kv_heads=kv_heads)
+    story = Story(attention_backend(name, shape), shape)
+    assert max(story.step(rows) for rows in STEPS) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
+def test_block_sizes(name: str, block_size: int) -> None:
+    shape = spec(block_size=block_size)
+    story = Story(attention_backend(name, shape), shape)
+    assert max(story.step(rows) for rows in STEPS) < TOLERANCE[torch.float32]
+
+
+def test_copied_blocks_hold_the_same(name: str) -> None:
+    shape = spec()
+    attention = attention_backend(name, shape)
+    story = Story(attention, shape)
+    story.step({0: 7})
+    old = story.tables[0]
+    story.tables[0] = [story.free.pop() for _ in old]
+    attention.copy(torch.tensor(list(zip(old, story.tables[0], strict=True))))
+    assert story.step({0: 1}) < TOLERANCE[torch.float32]
+
+
+def test_block_bytes_count_keys_and_values_of_all_layers(name: str) -> None:
+    assert attention_backend(name, spec()).block_bytes == 2 * 2 * 4 * 2 * 16 * 4
+
+
+def test_what_a_backend_cannot_do_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="auto or one of cpu, reference"):
+        attention_backend("flash", spec())
+    with pytest.raises(InvalidArgument, match="float64") as refusal:
+        attention_backend("reference", spec(dtype=torch.float64))
+    assert refusal.value.field == "dtype"
+    with pytest.raises(InvalidArgument, match="block_size"):
+        attention_backend("cpu", spec(block_size=0))

@@ -1,0 +1,200 @@
+"""Opening checkpoints, and what is said of broken ones."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from charonia.core.errors import InvalidArgument
+from charonia.engine.checkpoint import open_checkpoint
+from charonia.engine.layers.group import Alone
+from charonia.engine.models.registry import builder
+from charonia.engine.spec import CheckpointError, Rope, read_spec
+from charonia.engine.weights import Loader, Piece, Weights
+
+WEIGHTS = "model.safetensors"
+Edit = Callable[[Path], None]
+
+
+@pytest.fixture
+def copy(checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
+    """A checkpoint of one's own to break."""
+    return Path(shutil.copytree(checkpoint("llama"), tmp_path / "copy"))
+
+
+def edit_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
+
+
+def edit_tensors(directory: Path, **changes: Any) -> None:
+    tensors = load_file(directory / WEIGHTS) | changes
+    save_file({name: value for name, value in tensors.items() if value is not ...}, directory / WEIGHTS)
+
+
+def build(directory: Path, dtype: torch.dtype = torch.float32, weights: Weights | None = None) -> Any:
+    checkpoint = open_checkpoint(directory)
+    load = Loader(weights or Weights(directory), dtype, torch.device("cpu"), Alone())
+    return builder(checkpoint.spec.architecture, str(directory))(checkpoint.spec, load, 64)
+
+
+def test_a_checkpoint_says_what_it_is(checkpoint: Callable[..., Path]) -> None:
+    opened = open_checkpoint(checkpoint("llama-llama3-tied"))
+    assert opened.spec.architecture == "LlamaForCausalLM"
+    assert (opened.spec.heads, opened.spec.kv_heads, opened.spec.head_dim) == (4, 2, 16)
+    assert opened.spec.rope == Rope("llama3", 10000.0, 8.0, 1.0, 4.0, 64)
+    assert opened.spec.tied_embeddings
+    assert opened.generation.eos_token_ids == (0,)
+
+
+def test_older_field_names_mean_the_same() -> None:
+    common = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 10,
+        "max_position_embeddings": 128,
+    }
+    rope = {"factor": 2.0, "rope_type": "linear"}
+    new = read_spec(common | {"dtype": "bfloat16", "rope_parameters": rope | {"rope_theta": 5e5}}, "new")
+    old = read_spec(
+        common | {"torch_dtype": "bfloat16", "rope_scaling": {"factor": 2.0, "type": "linear"}, "rope_theta": 5e5},
+        "old",
+    )
+    assert new == old
+    assert new.rope.theta == 5e5
+    assert new.kv_heads == 4
+
+
+def test_generation_config_wins_over_config(copy: Path) -> None:
+    (copy / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [3, 5], "temperature": 0.7, "top_k": 20, "top_p": 0.8})
+    )
+    assert open_checkpoint(copy).generation == ((3, 5), 0.7, 20, 0.8)
+
+
+def test_eos_falls_back_to_config(copy: Path) -> None:
+    (copy / "generation_config.json").unlink()
+    assert open_checkpoint(copy).generation == ((0,), None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2ForCausalLM"]),
+        ({"architectures": ...}, ["architectures"]),
+        ({"hidden_size": ...}, ["config.json", "hidden_size"]),
+        ({"hidden_size": "many"}, ["hidden_size", "'many'"]),
+        ({"hidden_act": "gelu"}, ["gelu", "silu"]),
+        ({"rope_parameters": {"rope_type": "yarn"}}, ["yarn", "llama3"]),
+        ({"use_sliding_window": True}, ["sliding"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["fp8", "bfloat16"]),
+        ({"dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "float32"]),
+        ({"intermediate_size": 97}, [WEIGHTS, "gate_proj", "[96, 64]", "[97, 64]"]),
+        ({"num_hidden_layers": 3}, ["model.layers.2", "missing"]),
+        ({"attention_bias": True}, ["q_proj.bias", "missing"]),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(copy: Path, changes: dict[str, Any], says: list[str]) -> None:
+    edit_config(copy, **changes)
+    with pytest.raises(CheckpointError) as refusal:
+        build(copy)
+    assert all(word in refusal.value.message for word in says)
+    assert str(copy) in refusal.value.message
+
+
+def truncate(directory: Path) -> None:
+    path = directory / WEIGHTS
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def garble(directory: Path) -> None:
+    (directory / WEIGHTS).write_bytes(b"not safetensors at all")
+
+
+def quantise(directory: Path) -> None:
+    edit_tensors(directory, **{"model.norm.weight": torch.ones(64, dtype=torch.int8)})
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (truncate, [WEIGHTS, "truncated"]),
+        (garble, [WEIGHTS, "not a safetensors file"]),
+        (quantise, [WEIGHTS, "model.norm.weight", "I8", "BF16"]),
+        (lambda copy: (copy / WEIGHTS).unlink(), ["no model.safetensors"]),
+        (lambda copy: (copy / "config.json").unlink(), ["config.json", "missing"]),
+        (lambda copy: (copy / "config.json").write_text("{"), ["config.json", "not JSON"]),
+        (lambda copy: edit_tensors(copy, **{"lm_head.weight": ...}), ["lm_head.weight", "missing"]),
+    ],
+)
+def test_damage_is_named(copy: Path, damage: Edit, says: list[str]) -> None:
+    damage(copy)
+    with pytest.raises(CheckpointError) as refusal:
+        build(copy)
+    assert all(word in refusal.value.message for word in says)
+
+
+def test_shards_read_like_one_file(making: Any, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
+    sharded = making.write_checkpoint(tmp_path / "sharded", shard="50KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    piece = Piece("model.layers.1.mlp.down_proj.weight", (64, 96), columns=slice(10, 20))
+    whole = Weights(checkpoint("llama")).read(piece)
+    assert torch.equal(Weights(sharded).read(piece), whole)
+    assert whole.shape == (64, 10)
+    assert build(sharded)
+
+
+def test_a_missing_shard_is_named(making: Any, tmp_path: Path) -> None:
+    sharded = making.write_checkpoint(tmp_path / "sharded", shard="50KB")
+    gone = sorted(sharded.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(CheckpointError, match=gone.name):
+        Weights(sharded)
+
+
+def test_what_is_neither_directory_nor_hub_id_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="no such directory"):
+        open_checkpoint(tmp_path / "nowhere")
+
+
+def test_a_hub_id_without_network_says_so() -> None:
+    with pytest.raises(CheckpointError, match="nobody/nothing"):
+        open_checkpoint("nobody/nothing")
+
+
+def test_progress_ends_at_one(checkpoint: Callable[..., Path]) -> None:
+    directory, seen = checkpoint("llama"), []
+    spec = open_checkpoint(directory).spec
+    load = Loader(Weights(directory), torch.float32, torch.device("cpu"), Alone(), seen.append)
+    builder(spec.architecture, "")(spec, load, 64)
+    assert seen == sorted(seen)
+    assert seen[-1] == pytest.approx(1, abs=0.05)
+
+
+def test_a_mapped_table_takes_no_memory_of_its_own(checkpoint: Callable[..., Path]) -> None:
+    directory = checkpoint("llama")
+    load = Loader(Weights(directory), torch.float32, torch.device("cpu"), Alone())
+    piece = Piece("model.embed_tokens.weight", (384, 64))
+    assert load.mapped(piece) is load.mapped(piece)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    address = load.mapped(piece).data_ptr()
+    homes = [line for line in maps if WEIGHTS in line]
+    spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in homes]
+    assert any(low <= address < high for low, high in spans)
+
+
+def test_reading_a_config_imports_no_torch(root: Path) -> None:
+    import subprocess
+    import sys
+
+    code = "import charonia.engine.checkpoint, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

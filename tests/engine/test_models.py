@@ -1,0 +1,146 @@
+"""Logits against transformers, packed against alone, one rank against two."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from charonia.engine.attention.base import Batch, CacheSpec
+from charonia.engine.attention.registry import attention_backend
+from charonia.engine.checkpoint import open_checkpoint
+from charonia.engine.layers.group import Alone, Group, kv_part, part
+from charonia.engine.layers.matmul import packing_works, prepare
+from charonia.engine.models.registry import builder
+from charonia.engine.weights import Loader, Weights
+
+CPU = torch.device("cpu")
+NAMES = ["llama", "llama-llama3-tied", "llama-linear-biased", "qwen2"]
+LENGTHS = (40, 1, 23, 100)
+
+
+def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(1, 384, (length,), generator=generator) for length in lengths]
+
+
+def batch(lengths: list[int], block_size: int) -> Batch:
+    """Whole prompts, one after the other, in blocks one after the other."""
+    counts = np.array(lengths)
+    width = -(-max(lengths) // block_size)
+    tables = torch.arange(len(lengths) * width).view(len(lengths), width)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return Batch(
+        np.zeros_like(counts), counts, tables, positions, torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
+    )
+
+
+@torch.inference_mode()
+def logits(
+    directory: Path, sequences: list[torch.Tensor], dtype: torch.dtype, backend: str = "cpu", group: Group | None = None
+) -> torch.Tensor:
+    """[all tokens, vocabulary] of the sequences in one packed step."""
+    group = group or Alone()
+    spec = open_checkpoint(directory).spec
+    load = Loader(Weights(directory), dtype, CPU, group)
+    model = builder(spec.architecture, "")(spec, load, spec.max_position)
+    heads, kv_heads = part(spec.heads, group), kv_part(spec.kv_heads, group)
+    cache = CacheSpec(
+        spec.layers, heads.stop - heads.start, kv_heads.stop - kv_heads.start, spec.head_dim, 16, dtype, CPU
+    )
+    attention = attention_backend(backend, cache)
+    attention.allocate(40)
+    step = batch([len(tokens) for tokens in sequences], 16)
+    return model.logits(model.hidden(torch.cat(sequences), step.positions, attention.begin(step))).float()
+
+
+@torch.inference_mode()
+def right_logits(directory: Path, sequences: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    return torch.cat([model(tokens[None]).logits[0] for tokens in sequences]).float()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("name", NAMES)
+def test_float32_logits_are_transformers(checkpoint: Callable[..., Path], name: str, backend: str) -> None:
+    right = right_logits(checkpoint(name), prompts(), torch.float32)
+    found = logits(checkpoint(name), prompts(), torch.float32, backend)
+    assert (found - right).abs().max() < 1e-4 * right.abs().max()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_half_precision_is_as_near_as_transformers(
+    checkpoint: Callable[..., Path], name: str, dtype: torch.dtype, backend: str
+) -> None:
+    """Both round; ours may be off by what theirs is, with a little room for luck."""
+    right = right_logits(checkpoint(name), prompts(), torch.float32)
+    theirs = (right_logits(checkpoint(name), prompts(), dtype) - right).pow(2).mean().sqrt()
+    ours = (logits(checkpoint(name), prompts(), dtype, backend) - right).pow(2).mean().sqrt()
+    assert ours < 1.25 * theirs
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_packed_is_one_by_one(checkpoint: Callable[..., Path], backend: str) -> None:
+    packed = logits(checkpoint("llama"), prompts(), torch.float32, backend)
+    alone = torch.cat([logits(checkpoint("llama"), [tokens], torch.float32, backend) for tokens in prompts()])
+    assert torch.allclose(packed, alone, atol=1e-4)
+
+
+class Threads:
+    """A group whose ranks are threads of this process."""
+
+    def __init__(self, rank: int, parts: list[torch.Tensor], barrier: threading.Barrier) -> None:
+        self.rank, self.size = rank, len(parts)
+        self._parts, self._barrier = parts, barrier
+
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._exchange(partial)).sum(0)
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._exchange(part), -1)
+
+    def _exchange(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        self._parts[self.rank] = mine
+        self._barrier.wait(timeout=30)
+        everyone = list(self._parts)
+        self._barrier.wait(timeout=30)
+        return everyone
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_that_share_the_weights_agree_with_one(checkpoint: Callable[..., Path], name: str, ranks: int) -> None:
+    """Four ranks are more than some of these have key/value heads: those are held twice."""
+    directory = checkpoint(name)
+    parts, barrier = [torch.empty(0)] * ranks, threading.Barrier(ranks)
+    with ThreadPoolExecutor(ranks) as pool:
+        groups = [Threads(rank, parts, barrier) for rank in range(ranks)]
+        shared = list(pool.map(lambda group: logits(directory, prompts(), torch.float32, "cpu", group), groups))
+    whole = logits(directory, prompts(), torch.float32)
+    for found in shared:
+        assert torch.allclose(found, whole, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_packed_product_is_the_plain_one(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(200, 64).to(dtype), torch.randn(200).to(dtype)
+    product = prepare(weight, bias)
+    for rows in (1, 2, 17, 300):
+        x = torch.randn(rows, 64).to(dtype)
+        right = x.double() @ weight.double().T + bias.double()
+        assert (product(x).double() - right).abs().max() < 256 * torch.finfo(dtype).eps
+
+
+def test_without_onednn_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("charonia.engine.layers.matmul._packed", lambda *_: lambda x: torch.zeros(len(x), 80))
+    packing_works.cache_clear()
+    assert not packing_works(torch.float32)
+    monkeypatch.undo()
+    packing_works.cache_clear()
