@@ -48,7 +48,7 @@ class Scheduler:
         self._started: list[tuple[int, int]] = []
         self._step = 0
         self._arrivals = 0
-        self._blocked: tuple[Sequence, int] | None = None
+        self._blocked: tuple[Sequence | None, int] = None, 0
 
     @property
     def running(self) -> int:
@@ -156,35 +156,36 @@ class Scheduler:
 
     def _close_gaps(self, draft: Draft) -> None:
         """What remains of the budget goes to half-computed and waiting sequences alike, by rank."""
-        chunks = self._half_computed(draft)
+        chunks = self._half_computed()
         while draft.left:
             waiting = self._admissible(draft)
             if chunks and (waiting is None or chunks[-1] < (waiting.rank, waiting.number)):
-                self._chunk(draft, chunks.pop()[2])
+                self._chunk(draft, *chunks.pop()[2:])
             elif waiting is None:
                 return
             else:
                 self._admit(draft, waiting)
 
-    def _half_computed(self, draft: Draft) -> list[tuple[int, int, int]]:
-        """(rank, arrival, row) of running sequences that never caught up; the first in rank is last in the list."""
+    def _half_computed(self) -> list[tuple[int, int, int, int]]:
+        """(rank, arrival, row, gap) of running sequences that never caught up; the first in rank is the last here."""
         rows, budget = self._rows, self._config.max_num_batched_tokens
         gaps = rows.gaps(self._in_flight_cap)
         behind = np.flatnonzero(~rows.caught_up & (gaps > 0))
         ranks = rows.seniority[behind] + gaps[behind] // budget
-        return sorted(zip(ranks.tolist(), rows.number[behind].tolist(), behind.tolist(), strict=True), reverse=True)
+        columns = (ranks, rows.number[behind], behind, gaps[behind])
+        return sorted(zip(*(column.tolist() for column in columns), strict=True), reverse=True)
 
     def _admissible(self, draft: Draft) -> Sequence | None:
         """Who is to be admitted next, unless rows or blocks are short. Nobody overtakes who waits for blocks."""
         first = self._line.first
         if first is None or draft.short_of_blocks or self._rows.full:
             return None
-        if self._blocked is not None and self._blocked[0] is first and self._unclaimed() <= self._blocked[1]:
-            return None
-        return first
+        return None if self._still_blocked(first) else first
 
-    def _unclaimed(self) -> int:
-        return self._cache.free_blocks - self._spare()
+    def _still_blocked(self, sequence: Sequence) -> bool:
+        """No more blocks are to be had than when it last did not fit."""
+        blocked, available = self._blocked
+        return sequence is blocked and self._cache.free_blocks - self._spare() <= available
 
     def _spare(self) -> int:
         """Blocks a newcomer must leave: what others were promised, and optimistically one for each to grow."""
@@ -198,18 +199,18 @@ class Scheduler:
         if awaited is not None:
             self._line.park(sequence, awaited)
             return
-        unclaimed = self._unclaimed()
+        spare, free = self._spare(), self._cache.free_blocks
         table = self._cache.open(sequence.hashes, sequence.known)
         reserve = sequence.limit - 1 if self._config.admission == "no_evict" else sequence.known
-        if not self._cache.room_for(table, reserve, self._spare()):
+        if not self._cache.room_for(table, reserve, spare):
             self._cache.close(table)
-            self._blocked = (sequence, unclaimed)
+            self._blocked = (sequence, free - spare)
             return
         self._line.leave(sequence)
         row = self._rows.occupy(sequence, table, reserve)
         draft.new.append(row)
         draft.grown.append(row)
-        self._chunk(draft, row)
+        self._chunk(draft, row, sequence.known - table.cached)
         self._tell_started(sequence, table)
 
     def _tell_started(self, sequence: Sequence, table: BlockTable) -> None:
@@ -217,9 +218,8 @@ class Scheduler:
             sequence.admitted = True
             self._started.append((sequence.key, table.cached))
 
-    def _chunk(self, draft: Draft, row: int) -> None:
-        gap = int(self._rows.gaps(self._in_flight_cap)[row])  # 0 if it was preempted a moment ago
-        if gap:
+    def _chunk(self, draft: Draft, row: int, gap: int) -> None:
+        if self._rows.running[row]:  # it may have been preempted a moment ago
             draft.add(row, min(gap, draft.left))
             self._grow(draft, row)
 
@@ -337,18 +337,25 @@ class Scheduler:
         self._cache.check_integrity()
         rows.check_integrity(size)
         assert self._cache.open_tables == len(rows.tables), "a table without a row"
-        in_flight = np.zeros(rows.size, np.int32)
-        pending = np.zeros(rows.size, np.int32)
+        assert all(self._cache.being_computed(block_hash) for block_hash in self._line.awaited)
+        assert self._config.admission == "optimistic" or rows.claims(size) <= self._cache.free_blocks
+        self._check_flights()
+        self._check_places()
+
+    def _check_flights(self) -> None:
+        """Plans in flight and pending tokens are those of the flights."""
+        rows = self._rows
+        in_flight, pending = np.zeros_like(rows.in_flight), np.zeros_like(rows.pending)
         for flight in self._flights:
             in_flight[flight.rows] += 1
             pending[flight.rows] += flight.samples
-        assert (in_flight == rows.in_flight).all()
         occupied = sorted(rows.sequences)
-        assert (pending[occupied] == rows.pending[occupied]).all()
-        waiting = {sequence.key for sequence in self._line}
-        placed = {sequence.key for row, sequence in rows.sequences.items() if not rows.ended[row]}
-        assert not waiting & placed
-        assert waiting | placed == self._live.keys()
-        assert all(self._cache.being_computed(block_hash) for block_hash in self._line.awaited)
-        if self._config.admission == "no_evict":
-            assert rows.claims(size) <= self._cache.free_blocks, "a promise that cannot be kept"
+        assert (in_flight == rows.in_flight).all()
+        assert (pending == rows.pending)[occupied].all()
+
+    def _check_places(self) -> None:
+        """Every live sequence waits or has a row, and not both."""
+        waiting = [sequence.key for sequence in self._line]
+        placed = [sequence.key for row, sequence in self._rows.sequences.items() if not self._rows.ended[row]]
+        assert sorted(waiting + placed) == sorted(self._live)
+        assert len(self._line) == len(waiting)

@@ -1,0 +1,75 @@
+"""Any interleaving hypothesis can think of, and many that chance draws, with everything checked after each call."""
+
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from charonia.bench.scheduler_trial import Trial, World, ramble
+
+DRIVERS = 20
+OPERATIONS = 5_000
+
+
+@pytest.mark.parametrize("seed", range(DRIVERS))
+def test_random_interleavings(seed: int) -> None:
+    """100,000 calls in all, in random worlds of at most 64 blocks."""
+    assert DRIVERS * OPERATIONS >= 100_000
+    random, operations = Random(seed), 0
+    while operations < OPERATIONS:
+        trial = Trial(World.drawn(random), seed)
+        ramble(trial, random, 500)
+        operations += trial.operations
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """The same calls in an order that hypothesis chooses, and shrinks when something breaks."""
+
+    @initialize(seed=st.integers(0, 2**16))
+    def begin(self, seed: int) -> None:
+        self.trial = Trial(World.drawn(Random(seed)), seed)
+
+    @precondition(lambda self: not self.trial.crowded)
+    @rule(
+        data=st.data(),
+        family=st.integers(0, 2),
+        priority=st.integers(0, 2),
+        stop=st.none() | st.integers(1, 12),
+    )
+    def arrive(self, data: st.DataObject, family: int, priority: int, stop: int | None) -> None:
+        longest = self.trial.longest()
+        prompt = data.draw(st.integers(1, min(longest - 1, 24)))
+        new = data.draw(st.integers(1, min(longest - prompt, 12)))
+        self.trial.arrive(family=family, prompt=prompt, new=new, priority=priority, stop=stop)
+
+    @precondition(lambda self: self.trial.expected)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        self.trial.leave(data.draw(st.sampled_from(sorted(self.trial.expected))))
+
+    @rule()
+    def schedule(self) -> None:
+        self.trial.schedule()
+
+    @precondition(lambda self: self.trial.in_flight)
+    @rule()
+    def apply(self) -> None:
+        self.trial.apply()
+
+    @rule(steps=st.integers(1, 5))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.trial.schedule()
+            self.trial.apply()
+
+    def teardown(self) -> None:
+        if hasattr(self, "trial"):
+            self.trial.drain()
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestSchedulerMachine = SchedulerMachine.TestCase
