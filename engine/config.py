@@ -15,6 +15,15 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
 
 
+class FakeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the fake executor pretends to be: a step takes `step_seconds`, and each token in it `token_seconds`."""
+
+    vocab_size: int = 32_000
+    max_model_len: int = 2048
+    step_seconds: float = 0.0
+    token_seconds: float = 0.0
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`model`: checkpoint directory or hub id. `dtype`: auto, bfloat16, float16 or float32.
     `max_model_len` None is the checkpoint's own, and overrides the scheduler's number once it is known.
@@ -33,3 +42,4 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_requests: int = 512
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    fake: FakeConfig = FakeConfig()

@@ -9,10 +9,10 @@ import msgspec
 
 
 class Add(msgspec.Struct, array_like=True, tag="add", kw_only=True, frozen=True):
-    """A new sequence. `key` is the client's own, unique among its live requests.
+    """A new sequence. `key` is the client's own, unique among its live requests and below 2**48.
 
-    `stop_token_ids` ends the sequence, model eos included (unless ignored); `max_tokens` is already clipped to
-    the model's length. `grammar`, `adapter`, `pooling` and `embeds` are reserved.
+    `stop_token_ids` ends the sequence, model eos included (unless ignored). Prompt and `max_tokens` together must
+    fit the model's length. `grammar`, `adapter`, `pooling` and `embeds` are reserved.
     """
 
     client: int
@@ -97,9 +97,10 @@ class Refused(msgspec.Struct, array_like=True, tag="refused", frozen=True):
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed", frozen=True):
-    """The core could not start, or its loop broke; it exits after this."""
+    """The core could not start, or its loop broke; it exits after this. `code`: see `core.errors.Code`."""
 
     message: str
+    code: str = "INTERNAL"
 
 
 FromCore: TypeAlias = Loading | Ready | Updates | Refused | Failed

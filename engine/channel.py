@@ -1,0 +1,64 @@
+"""What the engine has said of one request and its reader has not read yet.
+
+Knows nothing of sockets or text. The writer never waits: unread tokens merge into one item.
+"""
+
+import asyncio
+from typing import NamedTuple
+
+from ..core.errors import CharoniaError
+from ..core.request import FinishReason
+
+
+class Delta(NamedTuple):
+    """Tokens since the last one; `cached_tokens` of the prompt came out of the prefix cache."""
+
+    token_ids: tuple[int, ...]
+    cached_tokens: int
+    finish_reason: FinishReason | None
+
+
+class Channel:
+    """One writer, one reader, both in the same event loop. Ends with a finish reason or an error."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._cached = 0
+        self._finish: FinishReason | None = None
+        self._error: CharoniaError | None = None
+        self._news = asyncio.Event()
+        self.started = False
+
+    @property
+    def ended(self) -> bool:
+        """The engine has nothing more to say."""
+        return self._finish is not None or self._error is not None
+
+    def start(self, cached: int) -> None:
+        self.started = True
+        self._cached = cached
+
+    def push(self, tokens: list[int]) -> None:
+        self._tokens += tokens
+        self._news.set()
+
+    def finish(self, reason: FinishReason) -> None:
+        self._finish = reason
+        self._news.set()
+
+    def fail(self, error: CharoniaError) -> None:
+        self._error = error
+        self._news.set()
+
+    async def read(self) -> Delta:
+        """Wait for news and take all of it.
+
+        Raises:
+            CharoniaError: the stream broke; tokens unread by then are lost.
+        """
+        await self._news.wait()
+        self._news.clear()
+        if self._error is not None:
+            raise self._error
+        tokens, self._tokens = tuple(self._tokens), []
+        return Delta(tokens, self._cached, self._finish)

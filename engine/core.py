@@ -1,0 +1,180 @@
+"""The step loop: receive, schedule, execute, apply, send.
+
+Knows nothing of text, of tensors, or of how messages travel.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from ..core.errors import InvalidArgument
+from ..kvcache.manager import KVCacheManager
+from ..scheduler.plan import StepResult, StepUpdates
+from ..scheduler.scheduler import Scheduler
+from ..scheduler.sequence import SequenceRequest
+from .clients import client_key, scheduler_key, split
+from .executor.base import Executor
+from .intake import sequence
+from .messages import Abort, Add, FromCore, Load, Refused, Shutdown, ToCore
+
+IDLE_SECONDS = 1.0
+"""An idle loop turns, and tells so, at least this often."""
+
+_RECENT = 0.1
+"""Weight of the last step in the moving average of step times."""
+
+
+class Outbox(Protocol):
+    """Where messages leave; clients are numbered from 0. Never waits for a reader."""
+
+    @property
+    def clients(self) -> int: ...
+
+    def send(self, client: int, message: FromCore) -> None: ...
+
+
+class Refusal(NamedTuple):
+    client: int
+    message: Refused
+
+
+Arrival: TypeAlias = SequenceRequest | Abort | Shutdown | Refusal | BaseException
+
+
+class EngineCore:
+    """One scheduler and one executor, turned for all clients by one thread; `accept` and `fail` are for any thread."""
+
+    def __init__(self, scheduler: Scheduler, cache: KVCacheManager, executor: Executor, vocab_size: int) -> None:
+        self._scheduler = scheduler
+        self._cache = cache
+        self._executor = executor
+        self._vocab_size = vocab_size
+        self._arrivals: SimpleQueue[Arrival] = SimpleQueue()
+        self._in_flight: deque[Future[StepResult]] = deque()
+        self._step = -1
+        self._step_seconds = 0.0
+        self._checked = True
+        self._running = True
+
+    def accept(self, message: ToCore) -> None:
+        """Take a message; what costs time happens here, in the caller's thread, and not in the step."""
+        self._arrivals.put(self._prepare(message) if isinstance(message, Add) else message)
+
+    def fail(self, error: BaseException) -> None:
+        """Let the loop end with this error."""
+        self._arrivals.put(error)
+
+    def warm_up(self) -> None:
+        """Generate one token the way every request does."""
+        self._scheduler.add(SequenceRequest(key=scheduler_key(0, -1), prompt=np.zeros(1, np.int32), max_tokens=1))
+        while self._scheduler.has_work:
+            self._launch()
+            self._land()
+
+    def run(self, outbox: Outbox) -> None:
+        """Turn until a Shutdown comes. What the executor raises ends the loop too."""
+        while self._running:
+            self._receive(outbox)
+            began = time.perf_counter()
+            self._launch()
+            if self._in_flight:
+                updates = self._land()
+                self._time_step(time.perf_counter() - began)
+            else:
+                updates = NOTHING
+            self._send(updates, outbox)
+
+    # Receive
+
+    def _prepare(self, add: Add) -> SequenceRequest | Refusal:
+        try:
+            return sequence(add, self._vocab_size, self._cache)
+        except InvalidArgument as error:
+            return _refusal(add.client, add.key, error)
+
+    def _receive(self, outbox: Outbox) -> None:
+        for arrival in self._arrived():
+            match arrival:
+                case SequenceRequest():
+                    self._add(arrival, outbox)
+                case Abort(client, keys):
+                    self._scheduler.abort(scheduler_key(client, key) for key in keys)
+                case Refusal(client, message):
+                    outbox.send(client, message)
+                case Shutdown():
+                    self._running = False
+                case BaseException():
+                    raise arrival
+
+    def _arrived(self) -> Iterator[Arrival]:
+        """Everything that has come; waits for it while there is nothing else to do."""
+        try:
+            if self._scheduler.has_work:
+                yield self._arrivals.get_nowait()
+            else:
+                yield self._wait()
+            while True:
+                yield self._arrivals.get_nowait()
+        except Empty:
+            return
+
+    def _wait(self) -> Arrival:
+        try:
+            return self._arrivals.get(timeout=IDLE_SECONDS)
+        except Empty:
+            self._check_once()
+            raise
+
+    def _check_once(self) -> None:
+        """Having been busy, and now idle for long enough to afford it: look for leaks."""
+        if not self._checked:
+            self._scheduler.check_integrity()
+            self._checked = True
+
+    def _add(self, request: SequenceRequest, outbox: Outbox) -> None:
+        try:
+            self._scheduler.add(request)
+        except InvalidArgument as error:
+            client, key = client_key(request.key)
+            outbox.send(client, _refusal(client, key, error).message)
+
+    # Schedule and execute, apply
+
+    def _launch(self) -> None:
+        """Have everything computed that may be scheduled before the next result is known."""
+        while (plan := self._scheduler.schedule()) is not None:
+            self._in_flight.append(self._executor.execute(plan))
+            self._checked = False
+
+    def _land(self) -> StepUpdates:
+        """Wait for the oldest step and apply it."""
+        result = self._in_flight.popleft().result()
+        self._step = result.step
+        return self._scheduler.apply(result)
+
+    # Send
+
+    def _send(self, updates: StepUpdates, outbox: Outbox) -> None:
+        messages = split(updates, self._step, self._load(), outbox.clients)
+        for client, message in enumerate(messages):
+            outbox.send(client, message)
+
+    def _load(self) -> Load:
+        scheduler = self._scheduler
+        return Load(scheduler.running, scheduler.waiting, self._cache.free_blocks, self._step_seconds)
+
+    def _time_step(self, seconds: float) -> None:
+        last = self._step_seconds or seconds
+        self._step_seconds = last + _RECENT * (seconds - last)
+
+
+NOTHING = StepUpdates([], [], [], [], [])
+
+
+def _refusal(client: int, key: int, error: InvalidArgument) -> Refusal:
+    return Refusal(client, Refused(key, error.message, error.field or ""))

@@ -1,0 +1,43 @@
+"""What becomes of a request before the step loop sees it: checked, hashed, its key made unique.
+
+Runs outside the step. Knows nothing of sockets or of what is running.
+"""
+
+import numpy as np
+
+from ..core.errors import InvalidArgument
+from ..kvcache.manager import KVCacheManager
+from ..scheduler.plan import RowSampling
+from ..scheduler.sequence import SequenceRequest
+from .clients import scheduler_key
+from .messages import Add
+
+
+def sequence(add: Add, vocab_size: int, cache: KVCacheManager) -> SequenceRequest:
+    """What the scheduler takes, block hashes included; lengths are the scheduler's to judge.
+
+    Raises:
+        InvalidArgument: a prompt token is outside the vocabulary.
+    """
+    _check_vocabulary(add.prompt, vocab_size)
+    prompt = np.array(add.prompt, dtype=np.int32)
+    extras = (add.adapter, add.tenant, add.salt)
+    return SequenceRequest(
+        key=scheduler_key(add.client, add.key),
+        prompt=prompt,
+        max_tokens=add.max_tokens,
+        hashes=cache.digest(prompt, extras),
+        sampling=RowSampling(add.temperature, add.top_k, add.top_p, add.seed, add.choice),
+        stop_token_ids=frozenset(add.stop_token_ids),
+        priority=add.priority,
+        tenant=add.tenant,
+        extras=extras,
+    )
+
+
+def _check_vocabulary(prompt: list[int], vocab_size: int) -> None:
+    outside = next((token for token in prompt if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        raise InvalidArgument(
+            f"prompt: token id {outside} is outside the vocabulary of {vocab_size} tokens", field="prompt"
+        )

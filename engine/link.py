@@ -1,0 +1,125 @@
+"""One engine core process, seen from the frontend's event loop: spawned, heard, and buried with all it leaves.
+
+Knows nothing of requests. Used once; a restart makes a new link, so no message of a dead core is ever read.
+"""
+
+import asyncio
+import atexit
+import multiprocessing
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from .config import EngineConfig
+from .messages import FromCore, Shutdown, ToCore
+from .process import main
+from .wire import Address
+
+_LAST_WORDS_SECONDS = 0.1
+"""After a death, how long the sockets may still take to deliver what was said."""
+
+_TERM_SECONDS = 2.0
+"""What a core gets between SIGTERM and SIGKILL."""
+
+
+class CoreLink:
+    """Hands everything the core says to `on_message`; `ended` gets its exit code when it is gone and buried.
+
+    Owns the process and a private directory with two sockets. Belongs to the running event loop.
+    """
+
+    def __init__(self, config: EngineConfig, on_message: Callable[[FromCore], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_message = on_message
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder[FromCore](FromCore).decode
+        self.ended: asyncio.Future[int] = self._loop.create_future()
+        self._directory = tempfile.mkdtemp(prefix="charonia-")
+        self._context = zmq.Context()
+        self._outbox = self._bound(zmq.PUSH, Address.under(self._directory).to_core)
+        self._inbox = self._bound(zmq.PULL, Address.under(self._directory).from_core)
+        spawn = multiprocessing.get_context("spawn")
+        self._process = spawn.Process(target=main, args=(config, self._directory), name="charonia-core")
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def start(self) -> None:
+        """Spawn the process and listen to it."""
+        atexit.register(self._abandon)
+        # A core begins deaf to Ctrl-C: the signal reaches the whole group, and the frontend decides.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._loop.add_reader(self._inbox.FD, self._hear)
+        self._loop.add_reader(self._process.sentinel, self._on_death)
+        self._hear()
+
+    def send(self, message: ToCore) -> None:
+        """Never waits. What a dying core no longer takes is dropped: its streams end when it is buried."""
+        try:
+            self._outbox.send(self._encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return
+
+    def kill(self) -> None:
+        """End it as kill -9 would; it is buried soon after."""
+        if not self.ended.done():
+            self._process.kill()
+
+    async def stop(self, patience: float) -> None:
+        """Ask, after `patience` seconds insist, at last kill. Returns when it is buried."""
+        self.send(Shutdown())
+        await asyncio.wait({self.ended}, timeout=patience)
+        if not self.ended.done():
+            self._process.terminate()
+            await asyncio.wait({self.ended}, timeout=_TERM_SECONDS)
+        self.kill()
+        await self.ended
+
+    def _bound(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(endpoint)
+        return socket
+
+    def _hear(self) -> None:
+        # The descriptor tells of changes only: everything must be read each time.
+        try:
+            while True:
+                self._on_message(self._decode(self._inbox.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            return
+
+    def _on_death(self) -> None:
+        self._loop.remove_reader(self._process.sentinel)
+        self._loop.call_later(_LAST_WORDS_SECONDS, self._bury)
+
+    def _bury(self) -> None:
+        self._hear()
+        self._loop.remove_reader(self._inbox.FD)
+        self._process.join()
+        exit_code = self._process.exitcode
+        self._process.close()
+        self._clear()
+        self.ended.set_result(-1 if exit_code is None else exit_code)
+
+    def _clear(self) -> None:
+        atexit.unregister(self._abandon)
+        self._outbox.close()
+        self._inbox.close()
+        self._context.term()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _abandon(self) -> None:
+        """The interpreter exits and nobody stopped this core."""
+        self._process.kill()
+        shutil.rmtree(self._directory, ignore_errors=True)

@@ -1,0 +1,219 @@
+"""A language model as the contract wants it: text goes in, text streams out, an engine core computes between.
+
+Knows nothing of protocols, and of the engine only its client. Leaves torch to the core's process.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ..core.errors import Unavailable
+from ..core.model import ModelConfig, ModelStats
+from ..core.request import (
+    FinishReason,
+    GenerateChunk,
+    GenerateRequest,
+    InferRequest,
+    InferResponse,
+    Prompt,
+    TokenizeRequest,
+    Usage,
+)
+from ..tokenization.detokenizer import Detokenizer
+from ..tokenization.files import locate
+from ..tokenization.generation import GenerationDefaults, read_defaults, resolve
+from ..tokenization.tokenizer import Tokenizer
+from .channel import Delta
+from .client import EngineClient
+from .config import EngineConfig
+from .infer import INPUTS, OUTPUTS, answers, read_question
+from .messages import Add, Loading
+
+OnProgress: TypeAlias = Callable[[str, float, float, str], None]
+"""Called while loading: phase, fraction done, seconds so far, detail."""
+
+_TOKENIZER_THREADS = 2
+
+
+def silent(phase: str, fraction: float, seconds: float, detail: str) -> None:
+    """An `OnProgress` that tells nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Language:
+    """What the frontend reads of a checkpoint."""
+
+    tokenizer: Tokenizer
+    defaults: GenerationDefaults
+
+    @classmethod
+    def load(cls, model: str) -> "Language":
+        """Read a checkpoint directory or hub id; `Tokenizer.load` says what may be wrong with it."""
+        directory = locate(model)
+        tokenizer = Tokenizer.load(directory)
+        return cls(tokenizer, read_defaults(directory, tokenizer))
+
+
+class LlmModel:
+    """One checkpoint served by one engine: a `TextModel`.
+
+    `generate` and `infer` raise what `EngineClient.stream` raises, and `InvalidArgument` for a prompt that cannot
+    be tokenized.
+    """
+
+    def __init__(self, name: str, version: str, engine: EngineConfig, on_progress: OnProgress = silent) -> None:
+        created = int(time.time())
+        self._config = ModelConfig(
+            name, version, "charonia", decoupled=True, inputs=INPUTS, outputs=OUTPUTS, created=created
+        )
+        self._checkpoint = engine.model
+        self._on_progress = on_progress
+        self._client = EngineClient(engine, self._report)
+        self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, "tokenizer")
+        self._loaded: Language | None = None
+        self._tally = Tally()
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._config
+
+    @property
+    def client(self) -> EngineClient:
+        """The engine behind it."""
+        return self._client
+
+    def stats(self) -> ModelStats:
+        tally = self._tally
+        return ModelStats(self._client.ready, tally.success, tally.failure, tally.cancelled)
+
+    async def load(self) -> None:
+        """Return when a token was generated.
+
+        Raises:
+            CharoniaError: the checkpoint or the configuration is wrong; nothing is left running.
+        """
+        try:
+            self._loaded = await asyncio.to_thread(Language.load, self._checkpoint)
+            await self._client.start()
+        except BaseException:
+            await self.unload()
+            raise
+
+    async def unload(self) -> None:
+        await self._client.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+        with self._tally.request() as outcome:
+            language, engine = self._language, self._client.admit()
+            prompt = await self._prompt_ids(request.prompt)
+            writer = Writer(language.tokenizer, prompt)
+            add = _add(request, prompt, language.defaults, engine.max_model_len)
+            async with aclosing(self._client.stream(add)) as deltas:
+                async for delta in deltas:
+                    outcome.finished = delta.finish_reason is not None
+                    yield writer.chunk(delta)
+
+    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        question = read_question(request)
+        async with (
+            aclosing(self.generate(question.request)) as chunks,
+            aclosing(answers(question, chunks, self.detokenize)) as responses,
+        ):
+            async for response in responses:
+                yield response
+
+    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+        return await self._prompt_ids(request.prompt)
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        return self._language.tokenizer.decode(ids)
+
+    @property
+    def _language(self) -> Language:
+        if self._loaded is None:
+            raise Unavailable(f"model '{self._config.name}' is not loaded")
+        return self._loaded
+
+    async def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._language.tokenizer.prompt_ids, prompt)
+
+    def _report(self, loading: Loading) -> None:
+        self._on_progress(loading.phase, loading.fraction, loading.seconds, loading.detail)
+
+
+class Writer:
+    """Turns what the engine says of one request into chunks of text."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
+        self._prompt_tokens = len(prompt)
+        self._completion_tokens = 0
+        self._text = Detokenizer(tokenizer, prompt)
+
+    def chunk(self, delta: Delta) -> GenerateChunk:
+        self._completion_tokens += len(delta.token_ids)
+        usage = Usage(self._prompt_tokens, self._completion_tokens, delta.cached_tokens)
+        return GenerateChunk(
+            text=self._write(delta), token_ids=delta.token_ids, usage=usage, finish_reason=delta.finish_reason
+        )
+
+    def _write(self, delta: Delta) -> str:
+        if delta.finish_reason is None:
+            return self._text.push(delta.token_ids)
+        # The token that stopped it ends the text and is no part of it.
+        written = delta.token_ids[:-1] if delta.finish_reason is FinishReason.STOP else delta.token_ids
+        return self._text.push(written) + self._text.finish()
+
+
+class Outcome:
+    """Whether a request has come to its end."""
+
+    finished = False
+
+
+class Tally:
+    """Counts how requests ended."""
+
+    def __init__(self) -> None:
+        self.success = self.failure = self.cancelled = 0
+
+    @contextmanager
+    def request(self) -> Iterator[Outcome]:
+        """One request; a reader that leaves before it is finished has cancelled it."""
+        outcome = Outcome()
+        try:
+            yield outcome
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancelled += not outcome.finished
+            raise
+        except Exception:
+            self.failure += 1
+            raise
+        finally:
+            self.success += outcome.finished
+
+
+def _add(request: GenerateRequest, prompt: list[int], defaults: GenerationDefaults, max_model_len: int) -> Add:
+    asked = request.sampling
+    sampling = resolve(asked, defaults)
+    rest = max(1, max_model_len - len(prompt))
+    return Add(
+        client=0,
+        key=0,
+        prompt=prompt,
+        max_tokens=rest if asked.max_tokens is None else asked.max_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        seed=secrets.randbits(63) if asked.seed is None else asked.seed,
+        stop_token_ids=sampling.stop_token_ids,
+        priority=request.priority,
+        tenant=request.tenant,
+        salt=request.cache_salt,
+    )

@@ -1,0 +1,157 @@
+"""The engine core's process: build, load, warm up, turn, leave nothing behind.
+
+Knows nothing of the frontend but its sockets, their directory, and that it must not outlive it.
+"""
+
+import gc
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing import connection, parent_process
+from types import FrameType
+
+import msgspec
+
+from ..core.errors import CharoniaError, Code, InvalidArgument
+from ..kvcache.manager import KVCacheManager
+from ..scheduler.scheduler import Scheduler
+from .config import CacheConfig, EngineConfig
+from .core import EngineCore
+from .executor.base import Capacity, Executor
+from .executor.registry import build_executor
+from .messages import Failed, Loading, Ready, Shutdown
+from .wire import Address, Wire
+
+_USEFUL_TIMES = 4
+"""A cache sized by share of memory stops at this many times what all rows could fill at full length."""
+
+
+def main(config: EngineConfig, directory: str) -> None:
+    """Serve the client whose sockets lie in `directory` until it says so, SIGTERM comes, or the client dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the frontend decides
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    _die_with_parent(directory)
+    wire = Wire([Address.under(directory)])
+    try:
+        _serve(config, wire)
+    except Exception as error:
+        wire.broadcast(_last_words(error))
+        sys.exit(1)
+    finally:
+        wire.close()
+
+
+def _serve(config: EngineConfig, wire: Wire) -> None:
+    executor = build_executor(config)
+    try:
+        core, ready = start(config, executor, Phases(wire))
+        _obey_sigterm(core)
+        threading.excepthook = lambda thread: core.fail(thread.exc_value or RuntimeError("a thread died"))
+        wire.listen(core.accept)
+        wire.broadcast(ready)
+        core.run(wire)
+    finally:
+        executor.close()
+
+
+class Phases:
+    """Tells all clients how far start-up is."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._phase = ""
+        self._began = 0.0
+
+    def report(self, phase: str, fraction: float, detail: str = "") -> None:
+        """`fraction` of `phase` is done; the first report of a phase starts its clock."""
+        if phase != self._phase:
+            self._phase, self._began = phase, time.perf_counter()
+        self._wire.broadcast(Loading(phase, fraction, time.perf_counter() - self._began, detail))
+
+
+def start(config: EngineConfig, executor: Executor, phases: Phases) -> tuple[EngineCore, Ready]:
+    """Load everything and generate a token."""
+    phases.report("weights", 0.0)
+    capacity = executor.load(phases.report)
+    length = model_length(config.max_model_len, capacity)
+    blocks = cache_blocks(config.cache, capacity, config.scheduler.max_num_seqs * length)
+    phases.report("cache", 0.0)
+    executor.allocate(blocks)
+    phases.report("cache", 1.0, f"{blocks} blocks of {config.cache.block_size} tokens")
+    cache = KVCacheManager(blocks, config.cache.block_size, config.cache.prefix_caching)
+    scheduler = Scheduler(msgspec.structs.replace(config.scheduler, max_model_len=length), cache)
+    core = EngineCore(scheduler, cache, executor, capacity.vocab_size)
+    phases.report("warm-up", 0.0)
+    core.warm_up()
+    _settle_garbage()
+    phases.report("warm-up", 1.0)
+    return core, Ready(capacity.vocab_size, length, config.cache.block_size, blocks)
+
+
+def model_length(wanted: int | None, capacity: Capacity) -> int:
+    """Tokens a sequence may have.
+
+    Raises:
+        InvalidArgument: more are wanted than the model can attend to.
+    """
+    if wanted is not None and wanted > capacity.max_model_len:
+        raise InvalidArgument(f"max_model_len {wanted} exceeds the model's own {capacity.max_model_len}")
+    return wanted or capacity.max_model_len
+
+
+def cache_blocks(cache: CacheConfig, capacity: Capacity, useful_tokens: int) -> int:
+    """How many blocks to allocate, when all rows at full length hold `useful_tokens`.
+
+    Raises:
+        InvalidArgument: not even one fits.
+    """
+    if cache.blocks is not None:
+        blocks = cache.blocks
+    elif cache.bytes is not None:
+        blocks = cache.bytes // capacity.block_bytes
+    else:
+        share = int(capacity.free_bytes * cache.memory_fraction) // capacity.block_bytes
+        blocks = min(share, _USEFUL_TIMES * useful_tokens // cache.block_size + 1)
+    if blocks < 1:
+        raise InvalidArgument(
+            f"no room for the cache: a block takes {capacity.block_bytes} bytes, {capacity.free_bytes} are free,"
+            f" and the configuration is {cache}"
+        )
+    return blocks
+
+
+def _settle_garbage() -> None:
+    # What start-up made lives as long as the process; the collector need not look at it in every step.
+    gc.collect()
+    gc.freeze()
+
+
+def _obey_sigterm(core: EngineCore) -> None:
+    def leave(signum: int, frame: FrameType | None) -> None:
+        core.accept(Shutdown())
+
+    signal.signal(signal.SIGTERM, leave)
+
+
+def _die_with_parent(directory: str) -> None:
+    """However the frontend ends, kill -9 included, this process ends too, and so do their sockets."""
+    parent = parent_process()
+    if parent is not None:
+        threading.Thread(target=_outlive, args=(parent.sentinel, directory), name="parent", daemon=True).start()
+
+
+def _outlive(parent: int, directory: str) -> None:
+    connection.wait([parent])
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(1)
+
+
+def _last_words(error: Exception) -> Failed:
+    if isinstance(error, CharoniaError):
+        return Failed(error.message, error.code)
+    traceback.print_exc()
+    return Failed(f"{type(error).__name__}: {error}", Code.INTERNAL)

@@ -1,0 +1,185 @@
+"""What the parameters of a v2 request may say to a language model, under every name clients know it by.
+
+A name nobody knows, a value of the wrong type and a wish that cannot be granted yet are refused; none is ignored.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from ..core.errors import InvalidArgument
+from ..core.request import SamplingParams, Scalar
+from ..core.tensor import Tensor
+
+T = TypeVar("T")
+
+
+class Manner(msgspec.Struct, frozen=True, kw_only=True):
+    """How to answer: everything a request may set that does not choose tokens."""
+
+    stream: bool = False
+    exclude_input_in_output: bool = True
+    return_finish_reason: bool = False
+    return_num_input_tokens: bool = False
+    return_num_output_tokens: bool = False
+    return_output_ids: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class Settings(NamedTuple):
+    """A request's parameters, understood."""
+
+    sampling: SamplingParams
+    manner: Manner
+
+
+_SAMPLING = set(SamplingParams.__struct_fields__)
+_MANNER = set(Manner.__struct_fields__)
+_ALIASES = {
+    "end_id": "stop_token_ids",
+    "random_seed": "seed",
+    "request_output_len": "max_tokens",
+    "runtime_top_k": "top_k",
+    "runtime_top_p": "top_p",
+    "streaming": "stream",
+    "exclude_input_from_output": "exclude_input_in_output",
+}
+_LLMAPI_PREFIX = "sampling_param_"
+
+_OF_THE_PROTOCOL = {"id", "pad_id", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"}
+"""Parameters that reach a model by the way it was asked and mean nothing to it; padding we never do."""
+
+_NOT_YET: dict[str, tuple[Any, ...]] = {
+    "bad_words": (),
+    "stop_words": (),
+    "stop": (False,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "n": (1,),
+    "best_of": (1,),
+    "num_return_sequences": (1,),
+    "beam_width": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "len_penalty": (1,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "early_stopping": (False,),
+    "logprobs": (False,),
+    "prompt_logprobs": (False,),
+    "logit_bias": ({},),
+    "return_logprobs": (False,),
+    "return_log_probs": (False,),
+    "return_cumulative_logprob": (False,),
+    "return_context_logits": (False,),
+    "return_generation_logits": (False,),
+    "return_perf_metrics": (False,),
+    "return_stop_reason": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "detokenize": (True,),
+    "truncate_prompt_tokens": (),
+    "guided_decoding": (),
+    "guided_decoding_guide_type": (),
+    "guided_decoding_guide": (),
+    "structured_outputs": (),
+    "response_format": (),
+    "lora_name": (),
+    "lora_id": (),
+    "lora_task_id": (),
+    "logits_post_processor_name": (),
+    "embedding_bias_words": (),
+    "embedding_bias_weights": (),
+    "timeout": (0,),
+}
+"""Known wishes that are not granted yet, with the values that wish for nothing (so do "", [] and null)."""
+
+
+def read_settings(parameters: Mapping[str, Scalar], replacement: Tensor | None) -> Settings:
+    """Understand a request's parameters; a `sampling_parameters` tensor replaces those that choose tokens.
+
+    Raises:
+        InvalidArgument: see above; `field` names the parameter.
+    """
+    given = _renamed(parameters)
+    if replacement is not None:
+        manner = {name: value for name, value in given.items() if name in _MANNER}
+        given = manner | _renamed(_json_object(replacement))
+    return Settings(_convert(given, _SAMPLING, SamplingParams), _convert(given, _MANNER, Manner))
+
+
+def one_element(tensor: Tensor) -> Any:
+    """The only element of a tensor.
+
+    Raises:
+        InvalidArgument: it has none or several.
+    """
+    if tensor.data.size != 1:
+        raise InvalidArgument(f"{tensor.name} must hold one element, got {tensor.data.size}", field=tensor.name)
+    return tensor.scalar
+
+
+def text_of(tensor: Tensor) -> str:
+    """The only element of a BYTES tensor, as text.
+
+    Raises:
+        InvalidArgument: it is not one, or not UTF-8.
+    """
+    element = one_element(tensor)
+    try:
+        return element if isinstance(element, str) else bytes(element).decode()
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"{tensor.name} is not UTF-8: {error}", field=tensor.name) from error
+
+
+def _json_object(tensor: Tensor) -> dict[str, Any]:
+    try:
+        content = json.loads(text_of(tensor))
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{tensor.name} is not JSON: {error}", field=tensor.name) from error
+    if not isinstance(content, dict):
+        raise InvalidArgument(f"{tensor.name} must be a JSON object", field=tensor.name)
+    return content
+
+
+def _renamed(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that say something, by our own names."""
+    renamed: dict[str, Any] = {}
+    for given, value in parameters.items():
+        name = given.removeprefix(_LLMAPI_PREFIX)
+        name = _ALIASES.get(name, name)
+        if _says_nothing(given, name, value):
+            continue
+        if name in renamed:
+            raise InvalidArgument(f"parameter '{given}' says again what another one says", field=given)
+        renamed[name] = value
+    return renamed
+
+
+def _says_nothing(given: str, name: str, value: Any) -> bool:
+    if name in _SAMPLING or name in _MANNER:
+        return value is None
+    if name in _OF_THE_PROTOCOL or name.startswith("triton_"):
+        return True
+    if name not in _NOT_YET:
+        raise InvalidArgument(f"unknown parameter '{given}'", field=given)
+    if value in (None, "", []) or value in _NOT_YET[name]:
+        return True
+    raise InvalidArgument(f"parameter '{given}' is not supported yet", field=given)
+
+
+def _convert(given: Mapping[str, Any], names: set[str], kind: type[T]) -> T:
+    wanted = {name: value for name, value in given.items() if name in names}
+    if isinstance(wanted.get("stop_token_ids"), int | str):
+        wanted["stop_token_ids"] = [wanted["stop_token_ids"]]
+    try:
+        # Not strict: some clients can send numbers only as text.
+        return msgspec.convert(wanted, kind, strict=False)
+    except msgspec.ValidationError as error:
+        reason, _, path = str(error).partition(" - at `$.")
+        field = path.rstrip("`").split("[")[0]
+        raise InvalidArgument(f"parameter '{field}': {reason}", field=field) from error
