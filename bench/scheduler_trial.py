@@ -25,13 +25,16 @@ SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What a trial runs in. `live`: sequences it lets in at once."""
+    """What a trial runs in. `live`: sequences it lets in at once. Of a rambling trial's prompts, `long_prompts` may be
+    of any length; `outputs`: the most new tokens it asks for."""
 
     blocks: int = 24
     block_size: int = 4
     prefix_caching: bool = True
     burst: tuple[int, int] = (1, 1)
     live: int = 16
+    long_prompts: float = 0.3
+    outputs: int = 20
     scheduler: SchedulerConfig = SMALL
 
     @classmethod
@@ -39,11 +42,13 @@ class World:
         rows = random.choice((1, 2, 4, 8))
         ahead = random.choice((0, 1, 2))
         return cls(
-            blocks=random.choice((6, 12, 24, 64)),
-            block_size=random.choice((1, 2, 4, 8)),
+            blocks=random.choice((8, 12, 24, 64)),
+            block_size=random.choice((1, 2, 4)),
             prefix_caching=random.random() < 0.8,
             burst=random.choice(((1, 1), (1, 1), (0, 1), (1, 3), (0, 3))),
             live=4 * rows,
+            long_prompts=random.choice((0.0, 0.1, 0.4)),
+            outputs=random.choice((4, 20, 60)),
             scheduler=SchedulerConfig(
                 max_num_seqs=rows,
                 max_num_batched_tokens=rows + random.choice((0, 1, 4, 16)),
@@ -62,6 +67,7 @@ class Expected:
 
     tokens: deque[int]
     reason: str
+    arrived: int
     deadline: int
     started: bool = False
 
@@ -85,7 +91,7 @@ class Trial:
         self.executor.allocate(world.blocks)
         self.operations = 0
         self.plans = 0
-        self.longest_wait = 0
+        self.longest_wait = 0.0  # of the patience a sequence had
         self.expected: dict[int, Expected] = {}
         self._flights: deque[tuple[StepPlan, StepResult]] = deque()
         self._arrivals = 0
@@ -110,7 +116,8 @@ class Trial:
         ends = new if stop is None else min(stop, new)
         outputs = [(first + prompt + n) % VOCABULARY for n in range(ends)]
         reason = "stop" if stop is not None and stop <= new else "length"
-        self.expected[key] = Expected(deque(outputs), reason, self.plans + self._patience(prompt, priority))
+        deadline = self.plans + self._patience(prompt, priority)
+        self.expected[key] = Expected(deque(outputs), reason, self.plans, deadline)
         stops = frozenset() if stop is None else frozenset([(first + prompt + stop - 1) % VOCABULARY])
         hashes = self.cache.digest(tokens)
         self.scheduler.add(
@@ -172,9 +179,12 @@ class Trial:
 
     def _take_started(self, updates: StepUpdates) -> None:
         for key, _ in updates.started:
-            if key in self.expected:  # aborted before anything was heard of it
-                assert not self.expected[key].started, "started twice"
-                self.expected[key].started = True
+            if key in self.expected:  # else it was aborted before anything was heard of it
+                expected = self.expected[key]
+                assert not expected.started, "started twice"
+                expected.started = True
+                waited = (self.plans - expected.arrived) / (expected.deadline - expected.arrived)
+                self.longest_wait = max(self.longest_wait, waited)
 
     def _take_tokens(self, updates: StepUpdates) -> None:
         assert len(set(updates.keys)) == len(updates.keys)
@@ -205,11 +215,11 @@ def ramble(trial: Trial, random: Random, operations: int) -> None:
     """Random calls until there were `operations` of them, then drain. Busy phases alternate with quiet ones."""
     longest = trial.longest()
     while trial.operations < operations:
-        rush = 0.6 if trial.operations // 200 % 2 else 0.1
+        rush = 0.4 if trial.operations // 200 % 2 else 0.05
         dice = random.random()
         if dice < rush and not trial.crowded:
             _arrive(trial, random, longest)
-        elif dice < rush + 0.03 and trial.expected:
+        elif dice > 0.98 and trial.expected:
             trial.leave(random.choice(list(trial.expected)))
         elif random.random() < 0.5:
             trial.schedule()
@@ -219,8 +229,9 @@ def ramble(trial: Trial, random: Random, operations: int) -> None:
 
 
 def _arrive(trial: Trial, random: Random, longest: int) -> None:
-    prompt = random.randint(1, longest - 1) if random.random() < 0.3 else random.randint(1, min(12, longest - 1))
-    new = random.randint(1, min(longest - prompt, 20))
+    long = random.random() < trial.world.long_prompts
+    prompt = random.randint(1, longest - 1 if long else min(12, longest - 1))
+    new = random.randint(1, min(longest - prompt, trial.world.outputs))
     stop = random.randint(1, new + 2) if random.random() < 0.3 else None
     family, priority = random.randrange(3), random.choice((0, 0, 1, 2))
     trial.arrive(family=family, prompt=prompt, new=new, priority=priority, stop=stop)
