@@ -1,0 +1,217 @@
+"""The composition root: read the command line, build, run, stop.
+
+Heavy imports wait until they are needed: `charonia --help` is for people.
+"""
+
+import asyncio
+import logging
+import shlex
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import App, Parameter
+from cyclopts.validators import Number
+
+from . import __version__
+from .core.errors import CharoniaError, InvalidArgument
+from .engine.options import EngineOptions
+
+if TYPE_CHECKING:
+    import socket
+
+    from .api.server import HttpServer, StopSignals
+    from .repository.gateway import Hub
+    from .repository.source import BrokenSource, ModelSource
+
+log = logging.getLogger("charonia.main")
+
+_Port = Annotated[int, Parameter(validator=Number(gte=0, lte=65535))]
+_Switch = Parameter(negative=())
+
+app = App(name="charonia", version=__version__, help="A streaming, LLM-centric inference server.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """Settings of the server, under tritonserver's names."""
+
+    model_repository: Annotated[tuple[Path, ...], Parameter(negative=())] = ()
+    """Directory of models; may be given several times."""
+    served_model_name: str = ""
+    """Name of a single checkpoint, instead of its directory's."""
+    id: str = "triton"
+    """Name of the server in its metadata."""
+    http_address: str = "0.0.0.0"
+    """Address to listen on."""
+    http_port: _Port = 8000
+    """Port of the v2 and OpenAI protocols over HTTP."""
+    grpc_port: _Port = 8001
+    """Accepted; gRPC opens with a later release."""
+    metrics_port: _Port = 8002
+    """Accepted; metrics open with a later release."""
+    http_max_input_size: Annotated[int, Parameter(validator=Number(gte=1))] = 64 * 1024 * 1024
+    """Largest request body in bytes."""
+    strict_readiness: Annotated[bool, _Switch] = True
+    """Ready only when every known model is."""
+    exit_timeout_secs: Annotated[float, Parameter(validator=Number(gte=0))] = 30
+    """How long running requests may take to finish on SIGTERM or SIGINT."""
+    log_verbose: Annotated[int, Parameter(validator=Number(gte=0))] = 0
+    """Above 0: every request and every decision."""
+    log_format: Literal["default", "ISO8601"] = "default"
+    """Format of times in the log."""
+
+
+@app.command
+def serve(
+    model: str | None = None,
+    /,
+    *,
+    server: Annotated[ServerOptions, Parameter("*")] = ServerOptions(),
+    engine: Annotated[EngineOptions, Parameter("*")] = EngineOptions(),  # noqa: B008
+) -> int:
+    """Serve models until SIGTERM or SIGINT; a second one forces.
+
+    Parameters
+    ----------
+    model
+        A checkpoint directory, a hub id, or a model repository.
+    """
+    import uvloop
+
+    _set_up_logging(server)
+    try:
+        plan = _plan(model, server, engine)
+        return uvloop.run(_run(plan))
+    except CharoniaError as error:
+        print(f"charonia: {error.message}", file=sys.stderr)
+        return 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What to serve and how. `single`: one checkpoint was asked for, without it there is nothing to do."""
+
+    sources: "tuple[ModelSource | BrokenSource, ...]"
+    single: bool
+    server: ServerOptions
+
+
+def _plan(model: str | None, server: ServerOptions, engine: EngineOptions) -> _Plan:
+    from .repository.source import checkpoint_source, is_repository
+
+    repositories = list(server.model_repository)
+    if model is not None and Path(model).is_dir() and is_repository(Path(model)):
+        repositories.append(Path(model))
+        model = None
+    if model is None:
+        _refuse_for_repository(server, engine, repositories)
+        return _Plan(_read(repositories), False, server)
+    parameters = {name: str(value) for name, value in engine.given().items()}
+    source = replace(checkpoint_source(model, server.served_model_name), parameters=parameters)
+    return _Plan((source, *_read(repositories)), not repositories, server)
+
+
+def _refuse_for_repository(server: ServerOptions, engine: EngineOptions, repositories: list[Path]) -> None:
+    if not repositories:
+        raise InvalidArgument("nothing to serve: name a checkpoint or give --model-repository")
+    flags = [*engine.given(), *(["served_model_name"] if server.served_model_name else [])]
+    if flags:
+        flag = f"--{flags[0].replace('_', '-')}"
+        raise InvalidArgument(f"{flag} is for a single checkpoint; in a repository, set it in config.pbtxt")
+
+
+def _read(repositories: Iterable[Path]) -> "tuple[ModelSource | BrokenSource, ...]":
+    from .repository.source import read_repository
+
+    return tuple(source for repository in repositories for source in read_repository(repository))
+
+
+async def _run(plan: _Plan) -> int:
+    from .api.server import StopSignals, bind
+    from .repository.gateway import Hub
+
+    options = plan.server
+    hub = Hub(strict=options.strict_readiness)
+    with bind(options.http_address, options.http_port, "--http-port") as sock, StopSignals() as stop:
+        try:
+            if not await _load(plan, hub, stop):
+                return 0 if stop.asked.is_set() else 1
+            await _serve(options, hub, sock, stop)
+            return 0
+        finally:
+            hub.exit()
+            await hub.unload()
+
+
+async def _load(plan: _Plan, hub: "Hub", stop: "StopSignals") -> bool:
+    """Whether there is something to serve, and still someone who wants it."""
+    from .api.server import first_of
+    from .repository.display import Display
+    from .repository.startup import load_all
+
+    with Display() as display:
+        loading = asyncio.create_task(load_all(hub, plan.sources, display))
+        await first_of(loading, stop.asked.wait())
+    return not stop.asked.is_set() and (loading.result() or not plan.single)
+
+
+async def _serve(options: ServerOptions, hub: "Hub", sock: "socket.socket", stop: "StopSignals") -> None:
+    from .api.app import build_app
+    from .api.server import HttpServer, first_of
+    from .api.v2 import ServerInfo
+
+    info = ServerInfo(options.id, __version__, options.http_max_input_size)
+    server = HttpServer(build_app(hub, info), sock, access_log=options.log_verbose > 0)
+    await server.start()
+    _say_ready(hub, options.http_address, sock.getsockname()[1])
+    await first_of(stop.asked.wait(), server.ended())
+    await _drain(hub, server, stop, options.exit_timeout_secs)
+
+
+async def _drain(hub: "Hub", server: "HttpServer", stop: "StopSignals", seconds: float) -> None:
+    """Refuse what is new, let finish what runs; then, or when someone insists, stop."""
+    from .api.server import first_of
+
+    hub.exit()
+    log.info("shutting down: up to %g s for running requests; another signal forces", seconds)
+    await first_of(hub.drained(), stop.insisted.wait(), timeout=seconds)
+    await server.stop(force=hub.running > 0)
+
+
+def _say_ready(hub: "Hub", address: str, port: int) -> None:
+    """The URL, and a line to paste."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(address, address)
+    url = f"http://{host}:{port}"
+    print("gRPC (--grpc-port) and metrics (--metrics-port) open with a later release.")
+    print(f"Serving on {url}")
+    for config in hub.models():
+        if any(spec.name == "text_input" for spec in config.inputs):
+            body = shlex.quote('{"text_input": "def fibonacci(n):", "max_tokens": 64}')
+            print(f"Try: curl -N {url}/v2/models/{config.name}/generate_stream -d {body}")
+            break
+    sys.stdout.flush()
+
+
+def _set_up_logging(options: ServerOptions) -> None:
+    from .api.server import QuietCancel
+
+    form = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
+    date_format = "%Y-%m-%dT%H:%M:%S%z" if options.log_format == "ISO8601" else "%m%d %H:%M:%S"
+    level = logging.DEBUG if options.log_verbose else logging.INFO
+    logging.basicConfig(level=logging.WARNING, format=form, datefmt=date_format, stream=sys.stderr)
+    logging.getLogger("charonia").setLevel(level)
+    # uvicorn tells of every connection and of its own start and stop, which are told here.
+    logging.getLogger("uvicorn").setLevel(logging.INFO if options.log_verbose else logging.WARNING)
+    logging.getLogger("uvicorn.error").addFilter(QuietCancel())
+
+
+def main() -> None:
+    """The `charonia` command."""
+    sys.exit(app())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""The HTTP application: both doors over one gateway, and what they say when something is wrong.
+
+Hot routes are plain Starlette routes inside FastAPI's application: no dependency solving, no response models.
+"""
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..core.errors import CharoniaError
+from ..core.gateway import Gateway
+from .connection import ClientLeft
+from .faults import UNEXPECTED, error_response, json_response
+from .openai import OpenAI
+from .v2 import V2, ServerInfo
+
+_CLIENT_LEFT = 499
+"""What nginx logs for it; nobody receives it."""
+
+
+def build_app(gateway: Gateway, info: ServerInfo) -> FastAPI:
+    """Every HTTP route of port 8000."""
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
+    app.router.routes.extend(V2(gateway, info).routes())
+    app.router.routes.extend(OpenAI(gateway, info.max_input_size).routes())
+    app.add_exception_handler(CharoniaError, _charonia_error)
+    app.add_exception_handler(HTTPException, _no_route)
+    app.add_exception_handler(ClientLeft, _client_left)
+    app.add_exception_handler(Exception, _unexpected)
+    return app
+
+
+async def _charonia_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, CharoniaError)
+    return error_response(error, request.url.path)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if not request.url.path.startswith("/v1/"):
+        return json_response({"error": error.detail}, error.status_code)
+    body = {"message": f"{error.detail}: {request.method} {request.url.path}", "type": "invalid_request_error"}
+    return json_response({"error": {**body, "param": None, "code": None}}, error.status_code)
+
+
+async def _client_left(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_LEFT)
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    # Starlette raises the error again once this is sent, and the server logs its traceback.
+    return error_response(UNEXPECTED, request.url.path)

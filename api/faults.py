@@ -1,0 +1,60 @@
+"""How an error looks on each door: its HTTP status, its JSON, its headers.
+
+Knows the codes of core and the shapes of the protocols; not where an error came from.
+"""
+
+import math
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from ..core.errors import CharoniaError, Code, Internal, QueueFull
+
+_STATUS = {
+    Code.UNKNOWN: 400,
+    Code.INTERNAL: 500,
+    Code.NOT_FOUND: 404,
+    Code.INVALID_ARGUMENT: 400,
+    Code.UNAVAILABLE: 503,
+    Code.UNSUPPORTED: 501,
+    Code.ALREADY_EXISTS: 400,
+    Code.CANCELLED: 400,
+    Code.RESOURCE_EXHAUSTED: 429,
+}
+_OPENAI_TYPE = {404: "not_found_error", 429: "rate_limit_error"}
+_OPENAI_CODE = {404: "model_not_found", 429: "rate_limit_exceeded"}
+
+UNEXPECTED = Internal("Internal Server Error")
+
+
+def status_of(error: CharoniaError) -> int:
+    """The HTTP status; of OpenAI's door too, which differs only in the body."""
+    return _STATUS[error.code]
+
+
+def v2_body(error: CharoniaError) -> dict[str, Any]:
+    return {"error": error.message}
+
+
+def openai_body(error: CharoniaError) -> dict[str, Any]:
+    status = status_of(error)
+    kind = _OPENAI_TYPE.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    code = _OPENAI_CODE.get(status)
+    return {"error": {"message": error.message, "type": kind, "param": error.field, "code": code}}
+
+
+def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(body), status, headers, "application/json")
+
+
+def error_response(error: CharoniaError, path: str) -> Response:
+    """The error in the shape of the door that `path` belongs to."""
+    body = openai_body(error) if path.startswith("/v1/") else v2_body(error)
+    return json_response(body, status_of(error), _headers(error))
+
+
+def _headers(error: CharoniaError) -> dict[str, str] | None:
+    if isinstance(error, QueueFull):
+        return {"retry-after": str(max(1, math.ceil(error.retry_after)))}
+    return None

@@ -1,0 +1,239 @@
+"""The generate extension: a JSON body becomes an InferRequest, an InferResponse becomes a JSON object.
+
+Knows nothing of HTTP and of how a model computes; v2's section 8 in code.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import orjson
+
+from ..core.errors import InvalidArgument
+from ..core.model import ModelConfig
+from ..core.request import InferRequest, InferResponse, Scalar
+from ..core.tensor import NUMPY_TYPES, Tensor, TensorSpec
+
+Pairs = list[tuple[str, Any]]
+"""A JSON object as it was written: order and repeated keys included."""
+
+_SAMPLING = "sampling_parameters"
+
+
+def parse_generate(body: bytes, config: ModelConfig, stream: bool) -> InferRequest:
+    """Translate a generate body for the model that `config` describes; `stream` fills an absent `stream` input.
+
+    Raises:
+        InvalidArgument: malformed JSON, or a member of the wrong type.
+    """
+    mapping = _Mapping(config)
+    for key, value in _members(_load(body) if body else _Object()):
+        mapping.take(key, value)
+    mapping.default_stream(stream)
+    mapping.move_lists()
+    return InferRequest(mapping.id, mapping.tensors, None, mapping.parameters)
+
+
+def encode_response(config: ModelConfig, request_id: str, response: InferResponse) -> bytes:
+    """One model response as one JSON object with sorted keys."""
+    members: dict[str, Any] = {"model_name": config.name, "model_version": config.version, **response.parameters}
+    if request_id:
+        members["id"] = request_id
+    for tensor in response.outputs:
+        members[tensor.name] = _plain(tensor)
+    return orjson.dumps(members, option=orjson.OPT_SORT_KEYS)
+
+
+def _plain(tensor: Tensor) -> Any:
+    values = tensor.data.ravel().tolist()
+    if tensor.datatype == "BYTES":
+        values = [value.decode(errors="replace") for value in values]
+    return values[0] if len(values) == 1 else values
+
+
+class _Object(Pairs):
+    """A JSON object, told apart from a JSON array."""
+
+
+def _load(body: bytes) -> Any:
+    # The standard library's parser, because it shows repeated keys and reads NaN, as Triton's does.
+    try:
+        return json.loads(body.decode(), object_pairs_hook=_Object)
+    except json.JSONDecodeError as error:
+        raise InvalidArgument(f"failed to parse the request JSON buffer: {error.msg} at {error.pos}") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"failed to parse the request JSON buffer: {error} at 0") from None
+
+
+def _members(document: Any) -> Pairs:
+    if not isinstance(document, _Object):
+        raise InvalidArgument("failed to parse the request JSON buffer: the body must be a JSON object at 0")
+    return document
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, _Object):
+        return {key: _as_json(member) for key, member in value}
+    return [_as_json(element) for element in value] if isinstance(value, list) else value
+
+
+class _Mapping:
+    """Sorts the members of a body into tensors and parameters."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._specs = {spec.name: spec for spec in config.inputs}
+        self._lists: dict[str, list[Any]] = {}
+        self.id = ""
+        self.tensors: dict[str, Tensor] = {}
+        self.parameters: dict[str, Scalar] = {}
+
+    def take(self, key: str, value: Any) -> None:
+        """A top-level member: `parameters` is flattened, `id` is the request's and a member like any other."""
+        if key == "parameters":
+            return self._take_nested(value)
+        if key == "id":
+            self.id = _string("id", value)
+        return self._take_member(key, value)
+
+    def _take_nested(self, value: Any) -> None:
+        if "parameters" in self._specs:
+            raise InvalidArgument("Keyword 'parameters' for nested schema also given as input tensor name")
+        if not isinstance(value, _Object):
+            raise InvalidArgument("Expected JSON object for keyword: 'parameters'", field="parameters")
+        try:
+            for key, member in value:
+                self._take_member(key, member)
+        except InvalidArgument as error:
+            message = f"Converting keyword: 'parameters': {error.message}"
+            raise InvalidArgument(message, field=error.field) from None
+
+    def _take_member(self, key: str, value: Any) -> None:
+        if key in self.tensors:
+            raise InvalidArgument(f"input '{key}' already exists in request", field=key)
+        if key in self._specs:
+            self.tensors[key] = _tensor(self._specs[key], value, self._config.max_batch_size > 0)
+        elif isinstance(value, list) and not isinstance(value, _Object) and self._has(_SAMPLING, "BYTES"):
+            self._lists[key] = _as_json(value)
+        else:
+            self.parameters[key] = _parameter(key, value)
+
+    def _has(self, name: str, datatype: str) -> bool:
+        spec = self._specs.get(name)
+        return spec is not None and spec.datatype == datatype
+
+    def default_stream(self, stream: bool) -> None:
+        if self._has("stream", "BOOL") and "stream" not in self.tensors:
+            self.tensors["stream"] = _tensor(self._specs["stream"], stream, self._config.max_batch_size > 0)
+
+    def move_lists(self) -> None:
+        """A v2 parameter cannot be a list: lists travel as JSON in the input made for it, scalars along with them."""
+        if not self._lists:
+            return
+        sampling: dict[str, Any] = {key: value for key, value in self.parameters.items() if key != "id"}
+        sampling |= self._lists
+        if _SAMPLING in self.tensors:
+            sampling |= _sampling_object(self.tensors[_SAMPLING])
+        self.tensors[_SAMPLING] = _tensor(self._specs[_SAMPLING], json.dumps(sampling), False)
+
+
+def _sampling_object(tensor: Tensor) -> Mapping[str, Any]:
+    try:
+        members = json.loads(tensor.scalar)
+    except ValueError as error:
+        raise InvalidArgument(f"Unable to parse '{_SAMPLING}': {error}", field=_SAMPLING) from None
+    if not isinstance(members, dict):
+        raise InvalidArgument(f"Unable to parse '{_SAMPLING}': it must be a JSON object", field=_SAMPLING)
+    return members
+
+
+def _parameter(key: str, value: Any) -> Scalar:
+    if isinstance(value, str):
+        return _string(key, value)
+    if isinstance(value, bool | float) or (isinstance(value, int) and -(2**63) <= value < 2**64):
+        return value
+    message = f"parameter '{key}' has invalid type. It should be either 'int', 'bool', or 'string'."
+    raise InvalidArgument(message, field=key)
+
+
+def _tensor(spec: TensorSpec, value: Any, batched: bool) -> Tensor:
+    values = value if isinstance(value, list) and not isinstance(value, _Object) else [value]
+    if spec.datatype not in _READERS:
+        raise InvalidArgument(
+            f"receiving {spec.datatype} data via JSON is not supported. "
+            f"Please use the binary data format for input {spec.name}",
+            field=spec.name,
+        )
+    read = _READERS[spec.datatype]
+    elements = [read(spec.name, element) for element in values]
+    shape = _shape(spec, len(elements), (-1, *spec.dims) if batched else spec.dims)
+    with np.errstate(over="ignore"):  # a double too large for FP32 becomes infinity
+        data = Tensor.of(spec.name, spec.datatype, elements).data
+    return Tensor(spec.name, spec.datatype, shape, data.reshape(shape))
+
+
+def _shape(spec: TensorSpec, count: int, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Fixed dims as they are, the innermost free one takes what remains, other free ones are 1."""
+    free = [axis for axis, dim in enumerate(dims) if dim < 0]
+    fixed = math.prod(dim for dim in dims if dim >= 0)
+    rest, odd = divmod(count, fixed) if fixed else (0, count)
+    if odd or (not free and rest != 1):
+        message = f"The schema can not convert input '{spec.name}' to tensor with proper shape"
+        raise InvalidArgument(message, field=spec.name)
+    return tuple(dim if dim >= 0 else rest if axis == free[-1] else 1 for axis, dim in enumerate(dims))
+
+
+def _mismatch(name: str, texts: str) -> InvalidArgument:
+    return InvalidArgument(f"Unable to parse '{name}': attempt to access JSON {texts}", field=name)
+
+
+def _string(name: str, value: Any) -> str:
+    return _bytes(name, value).decode()
+
+
+def _bytes(name: str, value: Any) -> bytes:
+    if not isinstance(value, str):
+        raise _mismatch(name, "non-string as string")
+    try:
+        return value.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"Unable to parse '{name}': a lone surrogate is not text", field=name) from None
+
+
+def _bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _mismatch(name, "non-boolean as boolean")
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise _mismatch(name, "non-number as double")
+    try:
+        return float(value)
+    except OverflowError:
+        raise _mismatch(name, "non-number as double") from None
+
+
+def _integer(low: int, high: int, texts: str) -> Callable[[str, Any], int]:
+    def read(name: str, value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise _mismatch(name, texts)
+        return value
+
+    return read
+
+
+def _readers() -> dict[str, Callable[[str, Any], Any]]:
+    readers: dict[str, Callable[[str, Any], Any]] = {"BOOL": _bool, "BYTES": _bytes, "FP32": _number, "FP64": _number}
+    for bits in (8, 16, 32, 64):
+        top = 2 ** (bits - 1)
+        readers[f"INT{bits}"] = _integer(-top, top - 1, "non-signed-integer as signed-integer")
+        readers[f"UINT{bits}"] = _integer(0, 2**bits - 1, "non-unsigned-integer as unsigned-integer")
+    assert readers.keys() <= NUMPY_TYPES.keys()
+    return readers
+
+
+_READERS = _readers()

@@ -1,0 +1,99 @@
+"""OpenAI's door: /v1/models, /v1/completions, /v1/chat/completions.
+
+Translates between the protocol and the gateway; decides nothing.
+"""
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
+
+from ..core.errors import CharoniaError, NotFound
+from ..core.gateway import Gateway
+from ..core.model import ModelConfig
+from ..core.request import FinishReason, GenerateChunk
+from .connection import EventStream, WhileConnected, event, read_body
+from .faults import json_response, openai_body
+from .merge import merged
+from .openai_requests import Asked, parse_chat, parse_completion
+from .openai_responses import ChatShape, CompletionShape, Shape, Writer, model_object
+
+_DONE = event(b"[DONE]")
+
+
+class OpenAI:
+    """The door's handlers."""
+
+    def __init__(self, gateway: Gateway, max_input_size: int) -> None:
+        self._gateway = gateway
+        self._max_input_size = max_input_size
+
+    def routes(self) -> list[BaseRoute]:
+        return [
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{model:path}", self.model, methods=["GET"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+        ]
+
+    async def models(self, request: Request) -> Response:
+        data = [model_object(config) for config in self._gateway.models()]
+        return json_response({"object": "list", "data": data})
+
+    async def model(self, request: Request) -> Response:
+        return json_response(model_object(self._lookup(request.path_params["model"])))
+
+    async def completions(self, request: Request) -> ASGIApp:
+        return await self._answer(request, parse_completion, CompletionShape())
+
+    async def chat(self, request: Request) -> ASGIApp:
+        return await self._answer(request, parse_chat, ChatShape())
+
+    async def _answer(self, request: Request, parse: Callable[[bytes], Asked], shape: Shape) -> ASGIApp:
+        asked = parse(await read_body(request, self._max_input_size))
+        self._lookup(asked.model)
+        writer = Writer(shape, asked.id, asked.model, asked.include_usage)
+        chunks = merged([self._gateway.generate(asked.model, each) for each in asked.requests])
+        if asked.stream:
+            return EventStream(_events(writer, chunks), _fault)
+        async with WhileConnected(request.receive), aclosing(chunks):
+            return json_response(await _whole(writer, chunks, len(asked.requests)))
+
+    def _lookup(self, name: str) -> ModelConfig:
+        try:
+            return self._gateway.model(name)
+        except NotFound as error:
+            raise NotFound(error.message, field="model") from None
+
+
+async def _whole(
+    writer: Writer, chunks: AsyncGenerator[tuple[int, GenerateChunk], None], count: int
+) -> dict[str, object]:
+    texts: list[list[str]] = [[] for _ in range(count)]
+    reasons: list[FinishReason | None] = [None] * count
+    async for index, chunk in chunks:
+        writer.count(index, chunk)
+        texts[index].append(chunk.text)
+        reasons[index] = chunk.finish_reason
+    return writer.whole(["".join(pieces) for pieces in texts], reasons)
+
+
+async def _events(
+    writer: Writer, chunks: AsyncGenerator[tuple[int, GenerateChunk], None]
+) -> AsyncGenerator[bytes, None]:
+    async with aclosing(chunks):
+        async for index, chunk in chunks:
+            for each in writer.chunks(index, chunk):
+                yield event(orjson.dumps(each))
+    closing = writer.closing()
+    if closing is not None:
+        yield event(orjson.dumps(closing))
+    yield _DONE
+
+
+def _fault(error: CharoniaError) -> bytes:
+    return event(orjson.dumps(openai_body(error))) + _DONE

@@ -1,0 +1,133 @@
+"""Runs an application on a socket: bind early, serve, drain, stop.
+
+Knows nothing of doors and models; who drains says so through an awaitable.
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from ..core.errors import Unavailable
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_FLUSH_SECONDS = 2
+"""How long responses that are written may take to reach their clients' sockets at the very end."""
+
+
+def bind(address: str, port: int, flag: str) -> socket.socket:
+    """The port, reserved but not listening: clients are turned away until there is something to serve.
+
+    Raises:
+        Unavailable: the port is taken, or the address is not ours; the message names `flag`.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((address, port))
+    except OSError as error:
+        sock.close()
+        raise Unavailable(f"cannot open port {port} on {address}: {error.strerror} ({flag})") from None
+    return sock
+
+
+class StopSignals:
+    """SIGINT and SIGTERM as two events: the first asks to stop, the second insists."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.insisted = asyncio.Event()
+
+    def __enter__(self) -> "StopSignals":
+        for number in _SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in _SIGNALS:
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    def _receive(self) -> None:
+        (self.insisted if self.asked.is_set() else self.asked).set()
+
+
+class HttpServer:
+    """One application on one bound socket, until `stop`."""
+
+    def __init__(self, app: Any, sock: socket.socket, access_log: bool) -> None:
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=access_log,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=_FLUSH_SECONDS,
+        )
+        self._server = _Uvicorn(config)
+        self._socket = sock
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Return when it listens."""
+        self._serving = asyncio.create_task(self._server.serve([self._socket]))
+        await first_of(self._server.listening.wait(), self.ended())
+
+    async def ended(self) -> None:
+        """Return, or raise, when serving ends."""
+        if self._serving is not None:
+            await asyncio.shield(self._serving)
+
+    async def stop(self, force: bool = False) -> None:
+        """Close the socket and every connection; with `force`, cancel what still runs."""
+        if self._serving is None:
+            return
+        if force:
+            self._server.force_exit = True
+            for task in self._server.server_state.tasks:
+                task.cancel()
+        self._server.should_exit = True
+        await self._serving
+
+
+class _Uvicorn(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the composition root's."""
+        yield
+
+
+async def first_of(*waits: Awaitable[Any], timeout: float | None = None) -> None:
+    """Return when one of them is over, or after `timeout` seconds; the others are cancelled."""
+    tasks = [asyncio.ensure_future(each) for each in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class QuietCancel(logging.Filter):
+    """Drops uvicorn's traceback for a request that was cancelled on purpose, at a forced stop."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))

@@ -1,0 +1,146 @@
+"""Triton's v2 door over HTTP: health, metadata, generate.
+
+Translates between the protocol and the gateway; decides nothing.
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
+
+from ..core.errors import CharoniaError, InvalidArgument, Unavailable
+from ..core.gateway import Gateway
+from ..core.model import ModelConfig
+from ..core.request import InferRequest, InferResponse
+from ..core.tensor import TensorSpec
+from .connection import EventStream, WhileConnected, event, read_body
+from .faults import json_response, v2_body
+from .generate import encode_response, parse_generate
+
+EXTENSIONS: tuple[str, ...] = ()
+"""Of Triton's extension names, those served in full. The generate extension has none."""
+
+_NOT_ONE = (
+    "generate expects model to produce exactly 1 response, "
+    "use generate stream for model that generates various number of responses"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What the server says of itself, and the largest body it reads."""
+
+    name: str = "triton"
+    version: str = ""
+    max_input_size: int = 64 * 1024 * 1024
+
+
+class V2:
+    """The door's handlers."""
+
+    def __init__(self, gateway: Gateway, info: ServerInfo) -> None:
+        self._gateway = gateway
+        self._info = info
+
+    def routes(self) -> list[BaseRoute]:
+        models = "/v2/models/{model}", "/v2/models/{model}/versions/{version:int}"
+        routes: list[BaseRoute] = [
+            Route("/v2", self.server, methods=["GET"]),
+            Route("/v2/health/live", self.live, methods=["GET"]),
+            Route("/v2/health/ready", self.ready, methods=["GET"]),
+        ]
+        for path in models:
+            routes += [
+                Route(path, self.metadata, methods=["GET"]),
+                Route(f"{path}/ready", self.model_ready, methods=["GET"]),
+                Route(f"{path}/generate", self.generate, methods=["POST"]),
+                Route(f"{path}/generate_stream", self.generate_stream, methods=["POST"]),
+            ]
+        return routes
+
+    async def server(self, request: Request) -> Response:
+        return json_response({"name": self._info.name, "version": self._info.version, "extensions": list(EXTENSIONS)})
+
+    async def live(self, request: Request) -> Response:
+        return Response()
+
+    async def ready(self, request: Request) -> Response:
+        if self._gateway.exiting():
+            raise Unavailable("Server exiting")
+        return Response(status_code=200 if self._gateway.ready() else 400)
+
+    async def metadata(self, request: Request) -> Response:
+        return json_response(_metadata(self._gateway.model(*_asked_for(request))))
+
+    async def model_ready(self, request: Request) -> Response:
+        if self._gateway.model_ready(*_asked_for(request)):
+            return Response()
+        return json_response({"error": "Model version not ready"}, 400)
+
+    async def generate(self, request: Request) -> Response:
+        config, wanted = await self._read(request, stream=False)
+        async with WhileConnected(request.receive), aclosing(self._infer(config, wanted)) as responses:
+            answers = await _at_most_two(responses)
+        if len(answers) != 1:
+            return json_response({"error": _NOT_ONE})
+        return Response(encode_response(config, wanted.id, answers[0]), media_type="application/json")
+
+    async def generate_stream(self, request: Request) -> ASGIApp:
+        config, wanted = await self._read(request, stream=True)
+        return EventStream(_events(config, wanted.id, self._infer(config, wanted)), _fault)
+
+    async def _read(self, request: Request, stream: bool) -> tuple[ModelConfig, InferRequest]:
+        config = self._gateway.model(*_asked_for(request))
+        if request.headers.get("content-encoding", "identity") not in ("identity", ""):
+            raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
+        body = await read_body(request, self._info.max_input_size)
+        return config, parse_generate(body, config, stream)
+
+    def _infer(self, config: ModelConfig, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        return self._gateway.infer(config.name, config.version, request)
+
+
+def _asked_for(request: Request) -> tuple[str, str]:
+    return request.path_params["model"], str(request.path_params.get("version", ""))
+
+
+def _metadata(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "name": config.name,
+        "versions": [config.version],
+        "platform": config.platform or config.backend,
+        "inputs": [_tensor_metadata(spec, config) for spec in config.inputs],
+        "outputs": [_tensor_metadata(spec, config) for spec in config.outputs],
+    }
+
+
+def _tensor_metadata(spec: TensorSpec, config: ModelConfig) -> dict[str, Any]:
+    batch = [-1] if config.max_batch_size > 0 else []
+    return {"name": spec.name, "datatype": spec.datatype, "shape": [*batch, *spec.dims]}
+
+
+async def _at_most_two(responses: AsyncGenerator[InferResponse, None]) -> list[InferResponse]:
+    answers: list[InferResponse] = []
+    async for response in responses:
+        answers.append(response)
+        if len(answers) == 2:
+            break
+    return answers
+
+
+async def _events(
+    config: ModelConfig, request_id: str, responses: AsyncGenerator[InferResponse, None]
+) -> AsyncGenerator[bytes, None]:
+    async with aclosing(responses):
+        async for response in responses:
+            yield event(encode_response(config, request_id, response))
+
+
+def _fault(error: CharoniaError) -> bytes:
+    return event(orjson.dumps(v2_body(error)))

@@ -1,0 +1,107 @@
+"""How an engine may be set up from outside: config.pbtxt parameters and command-line flags, one vocabulary.
+
+Knows the names and their ranges; not what the engine does with them. None leaves a choice to the engine.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+
+from ..core.errors import InvalidArgument
+from ..scheduler.config import SchedulerConfig
+from .config import CacheConfig, EngineConfig
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Bytes: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+Fraction: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Settings of an LLM's engine."""
+
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] | None = None
+    """Type of weights and cache."""
+    device: str | None = None
+    """Where it computes: auto, cpu, cuda, ..."""
+    attention: str | None = None
+    """Attention backend."""
+    executor: Literal["inline", "fake"] | None = None
+    """Who computes; fake counts instead, to measure everything around the engine."""
+    threads: Count | None = None
+    """CPU threads; 0 means every usable core."""
+    max_model_len: AtLeastOne | None = None
+    """Longest sequence, prompt included."""
+    max_queued_requests: AtLeastOne | None = None
+    """Requests that may wait; more are refused with 429."""
+    max_num_seqs: AtLeastOne | None = None
+    """Sequences that run at once."""
+    max_num_batched_tokens: AtLeastOne | None = None
+    """Tokens computed in one step."""
+    ahead: Annotated[int, msgspec.Meta(ge=0, le=8)] | None = None
+    """Steps scheduled before the last result is there."""
+    admission: Literal["optimistic", "no_evict"] | None = None
+    """Admit what fits now, or only what fits to its last token."""
+    block_size: AtLeastOne | None = None
+    """Tokens in one block of the KV cache."""
+    kv_cache_memory_fraction: Fraction | None = None
+    """Share of the memory left after the weights."""
+    kv_cache_bytes: Bytes | None = None
+    """Size of the KV cache in bytes, instead of a share."""
+    kv_cache_blocks: AtLeastOne | None = None
+    """Size of the KV cache in blocks, instead of a share."""
+    prefix_caching: bool | None = None
+    """Share the cache of equal prompt beginnings."""
+
+    def given(self) -> dict[str, Any]:
+        """The options that were set."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+_CACHE_FIELDS = {
+    "block_size": "block_size",
+    "prefix_caching": "prefix_caching",
+    "kv_cache_memory_fraction": "memory_fraction",
+    "kv_cache_bytes": "bytes",
+    "kv_cache_blocks": "blocks",
+}
+_SCHEDULER_FIELDS = {name: name for name in ("max_num_seqs", "max_num_batched_tokens", "ahead", "admission")}
+_FIELDS = {field.name: field.type for field in fields(EngineOptions)}
+
+
+def parse_options(parameters: Mapping[str, Any]) -> EngineOptions:
+    """Options from their names; values may be text, as config.pbtxt has them.
+
+    Raises:
+        InvalidArgument: an unknown name, or a value of the wrong type or out of range; it names the parameter.
+    """
+    return EngineOptions(**{name: _value(name, text) for name, text in parameters.items()})
+
+
+def engine_config(model: str, options: EngineOptions) -> EngineConfig:
+    """The engine's own configuration for a checkpoint directory or hub id."""
+    given = options.given()
+    cache = _take(given, _CACHE_FIELDS)
+    scheduler = _take(given, _SCHEDULER_FIELDS)
+    return EngineConfig(model=model, cache=CacheConfig(**cache), scheduler=SchedulerConfig(**scheduler), **given)
+
+
+def _take(options: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {field: options.pop(name) for name, field in names.items() if name in options}
+
+
+def _value(name: str, text: Any) -> Any:
+    if name not in _FIELDS:
+        known = ", ".join(_FIELDS)
+        raise InvalidArgument(f"unknown parameter '{name}'; known are {known}", field=name)
+    try:
+        return msgspec.convert(text, _FIELDS[name], strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidArgument(f"parameter '{name}': {_reason(error)}, got {text!r}", field=name) from None
+
+
+def _reason(error: msgspec.ValidationError) -> str:
+    return str(error).partition(",")[0].replace(" | null", "").replace("Expected", "expected")

@@ -1,0 +1,169 @@
+"""The hub: the gateway in process. Knows which models are loaded, and hands each request to its model.
+
+Knows nothing of protocols, and of models only the contract.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+from ..core.errors import CharoniaError, InvalidArgument, NotFound, Unavailable
+from ..core.model import Model, ModelConfig, TextModel
+from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse
+from .validation import check
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Entry:
+    """A known model. `model` is there once it was loaded; `reason` says why it is not."""
+
+    name: str
+    version: str = ""
+    model: Model | None = None
+    text: TextModel | None = None
+    reason: str = ""
+
+    @property
+    def ready(self) -> bool:
+        return self.model is not None and self.model.stats().ready
+
+
+class Hub:
+    """Registry and dispatch. With `strict`, the server is ready only when every known model is."""
+
+    def __init__(self, strict: bool = True) -> None:
+        self._strict = strict
+        self._entries: dict[str, Entry] = {}
+        self._exiting = False
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # What doors ask
+
+    def ready(self) -> bool:
+        if self._exiting:
+            return False
+        return not self._strict or all(entry.ready for entry in self._entries.values())
+
+    def exiting(self) -> bool:
+        return self._exiting
+
+    def models(self) -> list[ModelConfig]:
+        return [entry.model.config for entry in self._entries.values() if entry.model is not None]
+
+    def model(self, name: str, version: str = "") -> ModelConfig:
+        return self._loaded(name, version)[0].config
+
+    def model_ready(self, name: str, version: str = "") -> bool:
+        return not self._exiting and self._known(name, version).ready
+
+    async def infer(self, name: str, version: str, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        self._refuse_when_exiting()
+        model, _ = self._loaded(name, version)
+        check(model.config, request)
+        async with aclosing(self._counted(model.infer(request))) as responses:
+            async for response in responses:
+                yield response
+
+    async def generate(self, name: str, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+        self._refuse_when_exiting()
+        _, text = self._loaded(name, "")
+        if text is None:
+            raise InvalidArgument(f"model '{name}' does not generate text", field="model")
+        async with aclosing(self._counted(text.generate(request))) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    # What the composition root does
+
+    async def load(self, name: str, version: str, build: Callable[[], Model]) -> CharoniaError | Exception | None:
+        """Build and load one model; what goes wrong is this model's trouble alone, and is returned."""
+        if name in self._entries:
+            return self.refuse(InvalidArgument(f"model '{name}' appears in two places; the first is served"), name)
+        entry = self._entries[name] = Entry(name, version)
+        try:
+            model = build()
+            await model.load()
+        except Exception as error:
+            entry.reason = str(error)
+            if not isinstance(error, CharoniaError):
+                log.exception("model '%s' failed to load", name)
+            return error
+        entry.model, entry.text = model, model if isinstance(model, TextModel) else None
+        return None
+
+    def refuse(self, error: CharoniaError, name: str) -> CharoniaError:
+        """Note a model that cannot even be read."""
+        self._entries.setdefault(name, Entry(name, reason=error.message))
+        return error
+
+    def exit(self) -> None:
+        """Refuse what is new from here on."""
+        self._exiting = True
+
+    @property
+    def running(self) -> int:
+        """Requests that are being answered."""
+        return self._running
+
+    async def drained(self) -> None:
+        """Return when no request runs."""
+        await self._idle.wait()
+
+    async def unload(self) -> None:
+        """Unload every model, whatever one of them says."""
+        entries = [entry for entry in self._entries.values() if entry.model is not None]
+        models = [entry.model for entry in entries if entry.model is not None]
+        for entry in entries:
+            entry.model = entry.text = None
+        for result in await asyncio.gather(*(model.unload() for model in models), return_exceptions=True):
+            if isinstance(result, BaseException):
+                log.error("a model did not unload", exc_info=result)
+
+    # Inside
+
+    def _known(self, name: str, version: str) -> Entry:
+        entry = self._entries.get(name)
+        if entry is None:
+            raise NotFound(f"Request for unknown model: '{name}' is not found")
+        if version and version != entry.version:
+            raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
+        return entry
+
+    def _loaded(self, name: str, version: str) -> tuple[Model, TextModel | None]:
+        entry = self._known(name, version)
+        if entry.model is not None:
+            return entry.model, entry.text
+        if version:
+            raise Unavailable(f"Request for unknown model: '{name}' version {version} is not at ready state")
+        raise NotFound(f"Request for unknown model: '{name}' has no available versions")
+
+    def _refuse_when_exiting(self) -> None:
+        if self._exiting:
+            raise Unavailable("Server exiting")
+
+    async def _counted(self, stream: AsyncIterator[T]) -> AsyncGenerator[T, None]:
+        # Models promise an AsyncIterator and write generators; only those can be closed.
+        with self._one_more():
+            async with aclosing(cast(AsyncGenerator[T, None], stream)) as items:
+                async for item in items:
+                    yield item
+
+    @contextmanager
+    def _one_more(self) -> Iterator[None]:
+        self._running += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
