@@ -86,7 +86,7 @@ class EngineCore:
                 updates = self._land()
                 self._time_step(time.perf_counter() - began)
             else:
-                updates = NOTHING
+                updates = _NOTHING
             self._send(updates, outbox)
 
     # Receive
@@ -173,8 +173,10 @@ class EngineCore:
         self._step_seconds = last + _RECENT * (seconds - last)
 
 
-NOTHING = StepUpdates([], [], [], [], [])
+_NOTHING = StepUpdates([], [], [], [], [])
 
 
 def _refusal(client: int, key: int, error: InvalidArgument) -> Refusal:
-    return Refusal(client, Refused(key, error.message, error.field or ""))
+    field = error.field or ""
+    message = error.message if field in error.message else f"{field}: {error.message}"
+    return Refusal(client, Refused(key, message, field))
