@@ -23,6 +23,7 @@ class Outcome:
     cached: dict[int, int] = field(default_factory=dict)
     finished: dict[int, str] = field(default_factory=dict)
     steps: int = 0
+    most_in_flight: int = 0
     seconds: float = 0.0
 
     @property
@@ -42,21 +43,18 @@ def run(
     executor: Executor,
     requests: Iterable[SequenceRequest],
     *,
-    ahead: int = 0,
     observe: Observe = lambda plan: None,
 ) -> Outcome:
-    """Run the requests, all submitted at once, to their ends; up to `ahead` plans are scheduled beyond the oldest
-    unapplied one. `observe` sees every plan."""
-    outcome, flying = Outcome(), deque[Future[StepResult]]()
-    waiting = {request.key for request in requests if scheduler.add(request) is None}
-    begun = perf_counter()
-    while len(outcome.finished) < len(waiting):
-        while len(flying) <= ahead and (plan := scheduler.schedule()):
+    """Run the requests, all submitted at once, to their ends. `observe` sees every plan."""
+    outcome, flying, begun = Outcome(), deque[Future[StepResult]](), perf_counter()
+    for request in requests:
+        scheduler.add(request)
+    while scheduler.has_work:
+        while plan := scheduler.schedule():
             observe(plan)
             flying.append(executor.execute(plan))
         outcome.steps += 1
-        outcome.add(scheduler.apply(flying.popleft().result()))
-    while flying:
+        outcome.most_in_flight = max(outcome.most_in_flight, len(flying))
         outcome.add(scheduler.apply(flying.popleft().result()))
     outcome.seconds = perf_counter() - begun
     return outcome

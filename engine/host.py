@@ -1,13 +1,10 @@
-"""What this machine gives a process: cores, memory, an allocator. Knows nothing of models."""
+"""What this machine and its cgroup give a process: cores and memory. Knows nothing of models."""
 
-import ctypes
 import math
 import os
-import sys
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _UNLIMITED = 1 << 60
 """cgroup v1 writes a number near 2**63 where v2 writes "max"."""
 
@@ -21,22 +18,6 @@ def usable_cores() -> int:
 def available_memory() -> int:
     """Bytes this process may still take: what the kernel calls available, and what the cgroup leaves."""
     return max(0, int(min(_mem_available(), _cgroup_left(_CGROUP), _UNLIMITED)))
-
-
-def keep_freed_memory() -> None:
-    """Let malloc keep what is freed instead of returning it to the kernel.
-
-    A step allocates and frees the same megabytes over and over; with glibc's defaults each time is paid in page
-    faults, up to ten times the arithmetic of an elementwise operation. Call before threads allocate.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        # 32 MiB is glibc's upper bound for the first; the arenas of other threads would ignore the second.
-        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-        libc.mallopt(_M_TRIM_THRESHOLD, 512 << 20)
-        libc.mallopt(_M_ARENA_MAX, 1)
 
 
 def _cpu_quota(root: Path) -> float:

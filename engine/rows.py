@@ -39,8 +39,12 @@ class Rows:
         """`max_tokens`: the longest sequence; one more fits, sampled at the very end and never computed."""
         self._device, self._block_size = device, block_size
         self._width = (max_tokens + 1, -(-max_tokens // block_size))
-        self._tokens = torch.empty((0, self._width[0]), dtype=torch.int64, device=device)
-        self._tables = torch.empty((0, self._width[1]), dtype=torch.int64, device=device)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every row."""
+        self._tokens = torch.empty((0, self._width[0]), dtype=torch.int64, device=self._device)
+        self._tables = torch.empty((0, self._width[1]), dtype=torch.int64, device=self._device)
         self._blocks: LongArray = np.zeros(0, dtype=np.int64)
         self._sampling: Choices = np.zeros(0, dtype=CHOICE)
 

@@ -16,6 +16,11 @@ class Runner:
     def __init__(self, model: Decoder, attention: Attention, rows: Rows, device: torch.device) -> None:
         self._model, self._attention, self._rows, self._device = model, attention, rows, device
 
+    def allocate(self, blocks: int) -> None:
+        """Make a cache of `blocks` blocks and begin anew: rows refer to the cache they were filled with."""
+        self._rows.clear()
+        self._attention.allocate(blocks)
+
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult:
         """Compute `plan`'s tokens, sample where it says so, and keep the samples in their rows."""

@@ -13,7 +13,7 @@ from ..attention.base import Attention, CacheSpec
 from ..attention.registry import attention_backend
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..config import EngineConfig
-from ..host import available_memory, keep_freed_memory, usable_cores
+from ..host import available_memory, usable_cores
 from ..layers.group import Alone
 from ..models.registry import builder
 from ..rows import Rows
@@ -50,7 +50,7 @@ class InlineExecutor:
         return loading.result()
 
     def allocate(self, blocks: int) -> None:
-        self._worker.submit(self._loaded.attention.allocate, blocks).result()
+        self._worker.submit(self._loaded.runner.allocate, blocks).result()
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         return self._worker.submit(self._loaded.runner.step, plan)
@@ -68,8 +68,6 @@ class InlineExecutor:
     def _load(self, progress: Callable[[float], None]) -> Capacity:
         torch.set_num_threads(self._config.threads or usable_cores())
         device = _device(self._config.device)
-        if device.type == "cpu":
-            keep_freed_memory()
         self._engine = _build(self._config, device, progress)
         free = _free_memory(device) - _working_memory(self._engine.spec, self._config)
         return Capacity(

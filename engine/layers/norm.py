@@ -11,7 +11,6 @@ class RMSNorm:
         self._weight, self._eps, self._scale = weight, eps, len(weight) ** -0.5
 
     def __call__(self, x: Tensor) -> Tensor:
-        # In place, because a fresh large tensor costs more in page faults than the arithmetic does.
         wide = x.to(torch.float32, copy=True)
         rms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).mul_(self._scale)
         scale = rms.square_().add_(self._eps).rsqrt_()
