@@ -1,0 +1,94 @@
+"""The core's process: how it sizes its cache, and that it dies with its frontend."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from charonia.core.errors import InvalidArgument
+from charonia.engine.config import CacheConfig
+from charonia.engine.executor.base import Capacity
+from charonia.engine.process import cache_blocks, model_length
+
+CAPACITY = Capacity(vocab_size=100, max_model_len=1024, block_bytes=1000, free_bytes=100_000)
+FRONTEND = """
+import asyncio, sys, tempfile
+from charonia.engine.client import EngineClient
+from charonia.engine.config import EngineConfig
+from charonia.engine.messages import Add
+
+async def main():
+    client = EngineClient(EngineConfig(model="", executor="fake"))
+    await client.start()
+    print(client.pid, flush=True)
+    {then}
+
+tempfile.tempdir = sys.argv[1]
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("cache", "blocks"),
+    [
+        (CacheConfig(memory_fraction=0.5), 50),
+        (CacheConfig(memory_fraction=1.0), 100),
+        (CacheConfig(bytes=7999), 7),
+        (CacheConfig(blocks=3, bytes=7999), 3),
+    ],
+)
+def test_the_cache_is_as_large_as_configured(cache: CacheConfig, blocks: int) -> None:
+    assert cache_blocks(cache, CAPACITY, useful_tokens=10_000) == blocks
+
+
+def test_a_share_of_memory_stops_at_what_is_useful() -> None:
+    assert cache_blocks(CacheConfig(), CAPACITY, useful_tokens=64) == 4 * 64 // 16 + 1
+    assert cache_blocks(CacheConfig(blocks=90), CAPACITY, useful_tokens=64) == 90
+
+
+def test_a_cache_without_room_for_a_block_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="a block takes 1000 bytes"):
+        cache_blocks(CacheConfig(bytes=999), CAPACITY, useful_tokens=64)
+
+
+def test_the_length_is_the_models_or_less() -> None:
+    assert model_length(None, CAPACITY) == 1024
+    assert model_length(100, CAPACITY) == 100
+    with pytest.raises(InvalidArgument, match="2000"):
+        model_length(2000, CAPACITY)
+
+
+def gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+def until_nothing_is_left(core: int, sockets: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not gone(core) or list(sockets.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_core_dies_with_its_frontend(tmp_path_factory: pytest.TempPathFactory, sign: signal.Signals) -> None:
+    sockets, script = tmp_path_factory.mktemp("s"), tmp_path_factory.mktemp("frontend") / "frontend.py"
+    script.write_text(FRONTEND.format(then="await asyncio.sleep(600)"))
+    with subprocess.Popen(
+        [sys.executable, script, sockets], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as frontend:
+        assert frontend.stdout is not None
+        core = int(frontend.stdout.readline())
+        frontend.send_signal(sign)
+        frontend.wait(60)
+    until_nothing_is_left(core, sockets)
+
+
+def test_a_frontend_that_forgets_to_close_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
+    sockets, script = tmp_path_factory.mktemp("s"), tmp_path_factory.mktemp("frontend") / "frontend.py"
+    script.write_text(FRONTEND.format(then="return"))
+    frontend = subprocess.run([sys.executable, script, sockets], capture_output=True, timeout=60, check=True)
+    until_nothing_is_left(int(frontend.stdout), sockets)

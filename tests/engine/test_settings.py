@@ -1,0 +1,79 @@
+import json
+from typing import Any
+
+import pytest
+
+from charonia.core.errors import InvalidArgument
+from charonia.core.request import SamplingParams
+from charonia.core.tensor import Tensor
+from charonia.engine.settings import Manner, read_settings
+
+
+def sampling(**parameters: Any) -> SamplingParams:
+    return read_settings(parameters, None).sampling
+
+
+def replacing(text: str) -> Tensor:
+    return Tensor.of("sampling_parameters", "BYTES", [text.encode()])
+
+
+def test_names_of_every_generation_mean_the_same() -> None:
+    expected = SamplingParams(max_tokens=5, temperature=0.5, top_k=3, top_p=0.9, seed=7, stop_token_ids=(2,))
+    assert sampling(max_tokens=5, temperature=0.5, top_k=3, top_p=0.9, seed=7, end_id=2) == expected
+    tensorrt = {"request_output_len": 5, "runtime_top_k": 3, "runtime_top_p": 0.9, "random_seed": 7, "end_id": 2}
+    assert sampling(temperature=0.5, **tensorrt) == expected
+    plain = {"max_tokens": 5, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "seed": 7, "stop_token_ids": 2}
+    assert sampling(**{f"sampling_param_{name}": value for name, value in plain.items()}) == expected
+
+
+def test_numbers_may_come_as_text() -> None:
+    assert sampling(max_tokens="5", temperature="0.5", ignore_eos="true") == SamplingParams(
+        max_tokens=5, temperature=0.5, ignore_eos=True
+    )
+
+
+def test_a_tensor_replaces_what_chooses_tokens_and_nothing_else() -> None:
+    tensor = replacing(json.dumps({"temperature": 0, "stop_token_ids": [1, 2], "return_finish_reason": True}))
+    settings = read_settings({"max_tokens": 5, "return_output_ids": True}, tensor)
+    assert settings.sampling == SamplingParams(temperature=0, stop_token_ids=(1, 2))
+    assert settings.manner == Manner(return_output_ids=True, return_finish_reason=True)
+
+
+def test_wishes_for_nothing_and_words_of_the_protocol_pass() -> None:
+    assert sampling(bad_words="", stop_words="", beam_width=1, repetition_penalty=1.0, n=1) == SamplingParams()
+    assert (
+        sampling(id="x", sequence_id=4, triton_enable_empty_final_response=True, temperature=None) == SamplingParams()
+    )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "field", "message"),
+    [
+        ({"max_token": 5}, "max_token", "unknown parameter 'max_token'"),
+        ({"min_p": 0.1}, "min_p", "'min_p' is not supported yet"),
+        ({"stop_words": "x"}, "stop_words", "'stop_words' is not supported yet"),
+        ({"sampling_param_stop": "x"}, "sampling_param_stop", "'sampling_param_stop' is not supported yet"),
+        ({"logprobs": 5}, "logprobs", "'logprobs' is not supported yet"),
+        ({"max_tokens": "many"}, "max_tokens", "'max_tokens': Expected `int | null`"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1"),
+        ({"stream": "maybe"}, "stream", "'stream': Expected `bool`"),
+        ({"max_tokens": 1, "request_output_len": 2}, "request_output_len", "says again"),
+    ],
+)
+def test_everything_else_is_refused_by_name(parameters: dict[str, Any], field: str, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message.replace("|", r"\|")) as refusal:
+        read_settings(parameters, None)
+    assert refusal.value.field == field
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "nan", "[" * 100_000])
+def test_a_tensor_that_is_no_json_object_is_refused(text: str) -> None:
+    with pytest.raises(InvalidArgument) as refusal:
+        read_settings({}, replacing(text))
+    assert refusal.value.field == "sampling_parameters"
+
+
+def test_a_tensor_names_its_own_fields() -> None:
+    with pytest.raises(InvalidArgument) as refusal:
+        read_settings({}, replacing('{"stop_token_ids": [1, "x"]}'))
+    assert refusal.value.field == "stop_token_ids"
