@@ -11,11 +11,12 @@ import msgspec
 
 from ..core.errors import InvalidArgument
 from ..scheduler.config import SchedulerConfig
-from .config import CacheConfig, EngineConfig
+from .config import CacheConfig, EngineConfig, FakeConfig
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Bytes: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 Fraction: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
@@ -55,6 +56,14 @@ class EngineOptions:
     """Size of the KV cache in blocks, instead of a share."""
     prefix_caching: bool | None = None
     """Share the cache of equal prompt beginnings."""
+    fake_step_seconds: Seconds | None = None
+    """How long a step of the fake executor takes."""
+    fake_token_seconds: Seconds | None = None
+    """How much longer each token of a step makes it."""
+    fake_vocab_size: AtLeastOne | None = None
+    """Vocabulary of the fake executor."""
+    fake_max_model_len: AtLeastOne | None = None
+    """Longest sequence of the fake executor."""
 
     def given(self) -> dict[str, Any]:
         """The options that were set."""
@@ -69,6 +78,7 @@ _CACHE_FIELDS = {
     "kv_cache_blocks": "blocks",
 }
 _SCHEDULER_FIELDS = {name: name for name in ("max_num_seqs", "max_num_batched_tokens", "ahead", "admission")}
+_FAKE_FIELDS = {f"fake_{name}": name for name in ("step_seconds", "token_seconds", "vocab_size", "max_model_len")}
 _FIELDS = {field.name: field.type for field in fields(EngineOptions)}
 
 
@@ -84,9 +94,10 @@ def parse_options(parameters: Mapping[str, Any]) -> EngineOptions:
 def engine_config(model: str, options: EngineOptions) -> EngineConfig:
     """The engine's own configuration for a checkpoint directory or hub id."""
     given = options.given()
-    cache = _take(given, _CACHE_FIELDS)
-    scheduler = _take(given, _SCHEDULER_FIELDS)
-    return EngineConfig(model=model, cache=CacheConfig(**cache), scheduler=SchedulerConfig(**scheduler), **given)
+    cache = CacheConfig(**_take(given, _CACHE_FIELDS))
+    scheduler = SchedulerConfig(**_take(given, _SCHEDULER_FIELDS))
+    fake = FakeConfig(**_take(given, _FAKE_FIELDS))
+    return EngineConfig(model=model, cache=cache, scheduler=scheduler, fake=fake, **given)
 
 
 def _take(options: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
