@@ -63,12 +63,15 @@ class World:
 
 @dataclass(slots=True)
 class Expected:
-    """What a sequence has yet to give, and when it must have been admitted (in plans)."""
+    """What a sequence has yet to give. In plans: when it arrived, until when newcomers may overtake it, and when it
+    must have been admitted. `work`: plans it needs for itself."""
 
     tokens: deque[int]
     reason: str
     arrived: int
+    overtaken_until: int
     deadline: int
+    work: int
     started: bool = False
 
 
@@ -116,8 +119,10 @@ class Trial:
         ends = new if stop is None else min(stop, new)
         outputs = [(first + prompt + n) % VOCABULARY for n in range(ends)]
         reason = "stop" if stop is not None and stop <= new else "length"
-        deadline = self.plans + self._patience(prompt, priority)
-        self.expected[key] = Expected(deque(outputs), reason, self.plans, deadline)
+        overtaken_until, deadline = self._patience(prompt, priority)
+        work = self._work(prompt, new)
+        self._burden_others(work)
+        self.expected[key] = Expected(deque(outputs), reason, self.plans, overtaken_until, deadline, work)
         stops = frozenset() if stop is None else frozenset([(first + prompt + stop - 1) % VOCABULARY])
         hashes = self.cache.digest(tokens)
         self.scheduler.add(
@@ -128,13 +133,29 @@ class Trial:
         self._check()
         return key
 
-    def _patience(self, prompt: int, priority: int) -> int:
-        """Plans after which a newcomer must have been admitted: those in which somebody may still overtake it, and
-        then everybody present, one after the other, a token every `ahead` + 1 plans."""
+    def _work(self, prompt: int, new: int) -> int:
+        """Plans a sequence needs that nobody keeps from running: the others decode beside it, each result may be
+        late, and some bring nothing."""
         config = self.world.scheduler
-        overtaking = priority * config.ageing_steps + prompt // config.max_num_batched_tokens
-        chances = 1 if self.world.burst[0] else 4
-        return overtaking + (self.world.live + 1) * self.longest() * (config.ahead + 1) * chances
+        chunk = config.max_num_batched_tokens - config.max_num_seqs + 1
+        chances = 1 if self.world.burst[0] else 8
+        return (-(-prompt // chunk) + new) * (config.ahead + 1) * chances
+
+    def _patience(self, prompt: int, priority: int) -> tuple[int, int]:
+        """Until when newcomers may overtake, and when it must be admitted if none does: the most senior sequence
+        always gets on, so everybody before it runs in turn at worst; then those that took the rows while it stood
+        aside for a block it can share, twice for good measure."""
+        config = self.world.scheduler
+        overtaken = priority * config.ageing_steps + prompt // config.max_num_batched_tokens
+        before = sum(expected.work for expected in self.expected.values())
+        aside = 2 * config.max_num_seqs * self._work(self.longest(), min(self.world.outputs, self.longest()))
+        return self.plans + overtaken, self.plans + overtaken + before + aside
+
+    def _burden_others(self, work: int) -> None:
+        """Whoever a newcomer may overtake has to wait for it as well."""
+        for expected in self.expected.values():
+            if self.plans <= expected.overtaken_until:
+                expected.deadline += work
 
     def leave(self, key: int) -> None:
         """Abort; from here on nothing may be heard of it."""

@@ -23,7 +23,8 @@ class Flight(NamedTuple):
 class Draft:
     """`counts` [rows]: tokens each row computes in this step, 0 for those outside; `left`: budget not spent.
 
-    `grown`: rows whose tables grew. `short_of_blocks`: somebody waits for blocks, so nobody new comes in.
+    `grown`: rows whose tables grew. `short_of_blocks`: somebody waits for blocks, so nobody new comes in; and who
+    is `new` left enough blocks for the others, so it is never preempted in the same step.
     """
 
     def __init__(self, rows: Rows, budget: int) -> None:
@@ -71,7 +72,7 @@ class Draft:
         rows.caught_up[chosen] |= samples
 
     def _newcomers(self) -> tuple[NewSequence, ...]:
-        return tuple(self._newcomer(row) for row in self.new if self.counts[row])
+        return tuple(self._newcomer(row) for row in self.new)
 
     def _newcomer(self, row: int) -> NewSequence:
         sequence = self._rows.sequences[row]

@@ -29,10 +29,9 @@ def harvest(rows: Rows, flight: Flight, result: StepResult) -> Harvest:
     heard = ~rows.ended[result.rows]
     if (result.offsets != rows.known[result.rows])[heard].any():
         raise RuntimeError(f"step {flight.step}: a row's tokens do not begin where the known ones end")
-    before = rows.known[flight.rows]
     kept, stopped = _cut(rows, result)
     gathered = _gather(rows, result, kept, stopped)
-    _settle(rows, flight, result, before)
+    _settle(rows, flight, result)
     return gathered
 
 
@@ -72,19 +71,19 @@ def _kept_tokens(result: StepResult, kept: IntArray) -> NDArray[np.int32]:
     return result.tokens[within < np.repeat(kept, result.counts)]
 
 
-def _settle(rows: Rows, flight: Flight, result: StepResult, before: IntArray) -> None:
+def _settle(rows: Rows, flight: Flight, result: StepResult) -> None:
     """Move the counters of all rows that ran.
 
-    A device computes no token it does not have, so `computed` stops at what was known `before`; and a newest token
-    that brought no successor has to run again. Plans made ahead expect one token a sample: a row that got another
-    number is held until all of them are back, and continues from what is computed.
+    Plans made ahead expect one token a sample. A row that got another number is held until all of them are back, and
+    continues from what is computed: less than planned where tokens did not come (a rejected draft, say), and in any
+    case without the newest known token, which has to run, again if it brought no successor.
     """
     ran = flight.rows
     got = np.zeros(rows.size, np.int32)
     got[result.rows] = result.counts
     rows.in_flight[ran] -= 1
     rows.pending[ran] -= flight.samples
-    rows.computed[ran] = np.minimum(np.minimum(flight.ends, before), rows.known[ran] - 1)
+    rows.computed[ran] = np.minimum(flight.ends, rows.known[ran] - 1)
     landed = rows.in_flight[ran] == 0
     rows.held[ran] = (rows.held[ran] | (got[ran] != flight.samples)) & ~landed
     rows.scheduled[ran[landed]] = rows.computed[ran[landed]]

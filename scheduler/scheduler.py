@@ -264,8 +264,7 @@ class Scheduler:
 
     def _release(self, row: int) -> None:
         """Free row and blocks; a preempted sequence lines up again with all tokens it knows."""
-        if self._rows.announced[row]:
-            self._closed.append(row)
+        self._closed.append(row)
         ended = self._rows.ended[row]
         sequence, table = self._rows.vacate(row)
         self._cache.close(table)

@@ -1,0 +1,171 @@
+"""Who gets blocks, who gives them up, and when they come back."""
+
+import numpy as np
+import pytest
+
+from charonia.bench.scheduler_trial import Trial, World
+from charonia.kvcache.manager import KVCacheManager
+from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.scheduler import Scheduler
+from charonia.scheduler.sequence import SequenceRequest
+
+
+def trial(
+    blocks: int, *, admission: str = "optimistic", ahead: int = 0, budget: int = 32, caching: bool = True
+) -> Trial:
+    config = SchedulerConfig(
+        max_num_seqs=4, max_num_batched_tokens=budget, max_model_len=200, ahead=ahead, admission=admission
+    )
+    return Trial(World(blocks=blocks, block_size=4, live=100, prefix_caching=caching, scheduler=config))
+
+
+def turn(trial: Trial) -> None:
+    """Fill the pipeline, take one result."""
+    while trial.schedule() is not None:
+        pass
+    trial.apply()
+
+
+def first_closed(trial: Trial) -> list[int]:
+    """Run until the executor is told of rows that left; which ones."""
+    while True:
+        while (plan := trial.schedule()) is not None:
+            if len(plan.closed):
+                rows: list[int] = plan.closed.tolist()
+                return rows
+        trial.apply()
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_the_youngest_of_the_lowest_class_is_preempted_alone_and_comes_back(ahead: int) -> None:
+    """Rows are given in the order of admission: the urgent sequence has 0, the old one 1, the young one 2."""
+    one = trial(blocks=9, ahead=ahead)
+    one.arrive(family=0, prompt=4, new=20, priority=1)
+    one.arrive(family=1, prompt=4, new=20, priority=0)
+    one.arrive(family=2, prompt=4, new=20, priority=1)
+    assert first_closed(one) == [2]
+    assert len(one.expected) == 3, "nobody has ended"
+    assert (one.scheduler.running, one.scheduler.waiting) == (2, 1)
+    one.drain()
+
+
+def test_a_preempted_sequence_finds_what_is_left_of_it_in_the_cache() -> None:
+    one = trial(blocks=10, budget=64)
+    one.arrive(family=0, prompt=20, new=12)
+    one.arrive(family=1, prompt=16, new=8)
+    computed = 0
+    while one.scheduler.has_work:
+        plan = one.schedule()
+        assert plan is not None
+        computed += plan.tokens
+        one.apply()
+    recomputed = computed - (20 + 11) - (16 + 7)
+    assert recomputed == 8, "of its four blocks two were taken meanwhile, the last ones first"
+
+
+def test_no_evict_admits_only_what_fits_to_its_last_token() -> None:
+    one = trial(blocks=9, admission="no_evict")
+    for family in range(3):
+        one.arrive(family=family, prompt=4, new=13)
+    turn(one)
+    assert (one.scheduler.running, one.scheduler.waiting) == (2, 1)
+    while one.scheduler.has_work:
+        turn(one)
+        assert one.scheduler.running + one.scheduler.waiting == len(one.expected), "nobody is preempted"
+
+
+def test_a_small_one_does_not_overtake_who_waits_for_blocks() -> None:
+    one = trial(blocks=8, admission="no_evict")
+    one.arrive(family=0, prompt=4, new=17)
+    turn(one)
+    one.arrive(family=1, prompt=4, new=17)
+    one.arrive(family=2, prompt=4, new=1)
+    turn(one)
+    assert (one.scheduler.running, one.scheduler.waiting) == (1, 2)
+
+
+def test_simultaneous_requests_compute_a_shared_prefix_once() -> None:
+    one = trial(blocks=64, budget=16)
+    one.arrive(family=0, prompt=40, new=2)
+    one.arrive(family=0, prompt=50, new=2)
+    computed, started = 0, {}
+    while one.scheduler.has_work:
+        plan = one.schedule()
+        assert plan is not None
+        computed += plan.tokens
+        updates = one.apply()
+        assert updates is not None
+        started.update(updates.started)
+    assert started == {0: 0, 1: 40}, "the second waited for the whole blocks that it shares with the first"
+    assert computed == (40 + 1) + (10 + 1)
+
+
+def test_whoever_waits_for_a_block_goes_on_when_its_computation_is_given_up() -> None:
+    one = trial(blocks=64, budget=16)
+    computing = one.arrive(family=0, prompt=40, new=2)
+    one.arrive(family=0, prompt=50, new=2)
+    turn(one)
+    assert (one.scheduler.running, one.scheduler.waiting) == (1, 1)
+    one.leave(computing)
+    turn(one)
+    assert (one.scheduler.running, one.scheduler.waiting) == (1, 0)
+    one.drain()
+
+
+def test_generated_blocks_are_found_by_a_prompt_that_repeats_them() -> None:
+    one = trial(blocks=64)
+    one.arrive(family=0, prompt=6, new=10)
+    one.drain()
+    one.arrive(family=0, prompt=17, new=1)
+    one.schedule()
+    updates = one.apply()
+    assert updates is not None
+    assert updates.started == [(1, 12)], "15 tokens were computed: three full blocks"
+
+
+def test_equal_prompts_of_other_salt_share_nothing() -> None:
+    cache = KVCacheManager(32, 4)
+    scheduler = Scheduler(SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64), cache)
+    prompt = np.arange(9, dtype=np.int32)
+    for key, salt in enumerate("ab"):
+        hashes = cache.digest(prompt, (salt,))
+        scheduler.add(SequenceRequest(key=key, prompt=prompt, max_tokens=1, hashes=hashes, extras=(salt,)))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert [new.computed for new in plan.new] == [0, 0]
+    assert plan.tokens == 18
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_an_aborted_sequence_is_free_within_ahead_plus_one_steps(ahead: int) -> None:
+    one = trial(blocks=16, ahead=ahead)
+    key = one.arrive(family=0, prompt=4, new=40)
+    for _ in range(5):
+        turn(one)
+    while one.schedule() is not None:
+        pass
+    one.leave(key)
+    steps = 0
+    while one.cache.free_blocks < 16:
+        one.apply()
+        steps += 1
+    assert steps <= ahead + 1
+    assert not one.scheduler.has_work
+
+
+def test_a_waiting_sequence_is_aborted_at_once() -> None:
+    one = trial(blocks=16)
+    one.leave(one.arrive(family=0, prompt=4, new=40))
+    assert not one.scheduler.has_work
+    one.scheduler.abort([0, 12345])
+
+
+def test_every_kind_of_end_returns_every_block() -> None:
+    one = trial(blocks=16, ahead=1)
+    one.arrive(family=0, prompt=5, new=3)
+    one.arrive(family=1, prompt=5, new=9, stop=4)
+    aborted = one.arrive(family=2, prompt=5, new=9)
+    for _ in range(3):
+        turn(one)
+    one.leave(aborted)
+    one.drain()
