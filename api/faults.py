@@ -34,14 +34,19 @@ def status_of(error: CharoniaError) -> int:
 
 
 def v2_body(error: CharoniaError) -> dict[str, Any]:
-    return {"error": error.message}
+    return {"error": _printable(error.message)}
 
 
 def openai_body(error: CharoniaError) -> dict[str, Any]:
     status = status_of(error)
     kind = _OPENAI_TYPE.get(status, "server_error" if status >= 500 else "invalid_request_error")
     code = _OPENAI_CODE.get(status)
-    return {"error": {"message": error.message, "type": kind, "param": error.field, "code": code}}
+    return {"error": {"message": _printable(error.message), "type": kind, "param": error.field, "code": code}}
+
+
+def _printable(message: str) -> str:
+    """What a client sent may be quoted in it, lone surrogates included."""
+    return message.encode(errors="backslashreplace").decode()
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -111,6 +111,7 @@ class _Mapping:
             raise InvalidArgument(message, field=error.field) from None
 
     def _take_member(self, key: str, value: Any) -> None:
+        _bytes(key, key)
         if key in self.tensors:
             raise InvalidArgument(f"input '{key}' already exists in request", field=key)
         if key in self._specs:

@@ -5,7 +5,7 @@ Knows the names and their ranges; not what the engine does with them. None leave
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -111,8 +111,11 @@ def _value(name: str, text: Any) -> Any:
     try:
         return msgspec.convert(text, _FIELDS[name], strict=False)
     except msgspec.ValidationError as error:
-        raise InvalidArgument(f"parameter '{name}': {_reason(error)}, got {text!r}", field=name) from None
+        raise InvalidArgument(f"parameter '{name}': {_reason(name, error)}, got {text!r}", field=name) from None
 
 
-def _reason(error: msgspec.ValidationError) -> str:
+def _reason(name: str, error: msgspec.ValidationError) -> str:
+    choices = [choice for kind in get_args(_FIELDS[name]) for choice in get_args(kind) if isinstance(choice, str)]
+    if choices:
+        return f"expected one of {', '.join(choices)}"
     return str(error).partition(",")[0].replace(" | null", "").replace("Expected", "expected")

@@ -1,0 +1,127 @@
+"""A gateway that needs no model: what it answers, each test says."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+
+from charonia.api.app import build_app
+from charonia.api.v2 import ServerInfo
+from charonia.core.errors import NotFound
+from charonia.core.model import ModelConfig
+from charonia.core.request import (
+    FinishReason,
+    GenerateChunk,
+    GenerateRequest,
+    InferRequest,
+    InferResponse,
+    Usage,
+)
+from charonia.core.tensor import Tensor, TensorSpec
+
+LLM = ModelConfig(
+    "llm",
+    "1",
+    "charonia",
+    decoupled=True,
+    inputs=(
+        TensorSpec("text_input", "BYTES", (1,), optional=True),
+        TensorSpec("stream", "BOOL", (1,), optional=True),
+        TensorSpec("sampling_parameters", "BYTES", (1,), optional=True),
+    ),
+    outputs=(TensorSpec("text_output", "BYTES", (-1,)),),
+    created=1700000000,
+)
+NUMBERS = ModelConfig(
+    "numbers",
+    "3",
+    "identity",
+    platform="identity_platform",
+    max_batch_size=4,
+    inputs=(
+        TensorSpec("MATRIX", "FP32", (2, -1)),
+        TensorSpec("COUNT", "UINT8", (1,), optional=True),
+        TensorSpec("SIGNED", "INT64", (-1,), optional=True),
+        TensorSpec("HALF", "FP16", (1,), optional=True),
+    ),
+    outputs=(TensorSpec("OUT", "FP32", (2, -1)),),
+)
+
+
+@dataclass
+class FakeGateway:
+    """Answers with `texts`, then raises `error`, then waits if `hang`. Remembers what it was asked."""
+
+    texts: tuple[str, ...] = ("one", " two")
+    error: Exception | None = None
+    hang: bool = False
+    is_ready: bool = True
+    is_exiting: bool = False
+    asked: list[InferRequest | GenerateRequest] = field(default_factory=list)
+    open_streams: int = 0
+    waiting: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    def exiting(self) -> bool:
+        return self.is_exiting
+
+    def models(self) -> list[ModelConfig]:
+        return [LLM, NUMBERS]
+
+    def model(self, name: str, version: str = "") -> ModelConfig:
+        for config in self.models():
+            if config.name == name:
+                if version in ("", config.version):
+                    return config
+                raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
+        raise NotFound(f"Request for unknown model: '{name}' is not found")
+
+    def model_ready(self, name: str, version: str = "") -> bool:
+        self.model(name, version)
+        return self.is_ready
+
+    async def infer(self, name: str, version: str, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        self.asked.append(request)
+        async with aclosing(self._answers()) as texts:
+            async for text in texts:
+                yield InferResponse((Tensor.of("text_output", "BYTES", [text.encode()]),))
+
+    async def generate(self, name: str, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+        self.asked.append(request)
+        count = 0
+        async with aclosing(self._answers()) as texts:
+            async for text in texts:
+                count += 1
+                reason = FinishReason.STOP if count == len(self.texts) and not self.error else None
+                yield GenerateChunk(text=text, token_ids=(count,), usage=Usage(5, count, 2), finish_reason=reason)
+
+    async def _answers(self) -> AsyncGenerator[str, None]:
+        self.open_streams += 1
+        try:
+            for text in self.texts:
+                yield text
+            if self.error is not None:
+                raise self.error
+            if self.hang:
+                self.waiting.set()
+                await asyncio.Event().wait()
+        finally:
+            self.open_streams -= 1
+
+
+@pytest.fixture
+def gateway() -> FakeGateway:
+    return FakeGateway()
+
+
+@pytest.fixture
+async def client(gateway: FakeGateway) -> AsyncIterator[httpx.AsyncClient]:
+    app = build_app(gateway, ServerInfo("triton", "9.9", max_input_size=2000))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://charonia") as connected:
+        yield connected

@@ -1,0 +1,308 @@
+"""OpenAI's door: shapes, usage, and refusals that name the field."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from charonia.core.errors import Internal, InvalidArgument, QueueFull
+from charonia.core.request import Conversation, GenerateRequest, Message
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+HI = {"model": "llm", "messages": [{"role": "user", "content": "hi"}]}
+PROMPT = {"model": "llm", "prompt": "hi"}
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The JSON of every event but the last, which must be [DONE]."""
+    *events, done, rest = response.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+async def test_models(client: httpx.AsyncClient) -> None:
+    listed = (await client.get("/v1/models")).json()
+    llm = {"id": "llm", "object": "model", "created": 1700000000, "owned_by": "charonia"}
+    assert listed["object"] == "list"
+    assert listed["data"][0] == llm
+    assert (await client.get("/v1/models/llm")).json() == llm
+
+
+async def test_unknown_model(client: httpx.AsyncClient) -> None:
+    error = {
+        "message": "Request for unknown model: 'a/b' is not found",
+        "type": "not_found_error",
+        "param": "model",
+        "code": "model_not_found",
+    }
+    for response in (await client.get("/v1/models/a/b"), await client.post(TEXT, json=PROMPT | {"model": "a/b"})):
+        assert (response.status_code, response.json()) == (404, {"error": error})
+
+
+async def test_no_route(client: httpx.AsyncClient) -> None:
+    response = await client.get("/v1/assistants")
+    assert response.status_code == 404
+    assert response.json()["error"]["message"] == "Not Found: GET /v1/assistants"
+    assert (await client.get(CHAT)).status_code == 405
+
+
+async def test_completion(client: httpx.AsyncClient) -> None:
+    body = (await client.post(TEXT, json=PROMPT)).json()
+    assert body.pop("id").startswith("cmpl-")
+    assert isinstance(body.pop("created"), int)
+    assert body == {
+        "object": "text_completion",
+        "model": "llm",
+        "choices": [{"text": "one two", "index": 0, "logprobs": None, "finish_reason": "stop"}],
+        "usage": {
+            "prompt_tokens": 5,
+            "completion_tokens": 2,
+            "total_tokens": 7,
+            "prompt_tokens_details": {"cached_tokens": 2},
+        },
+    }
+
+
+async def test_chat(client: httpx.AsyncClient) -> None:
+    body = (await client.post(CHAT, json=HI)).json()
+    assert body["id"].startswith("chatcmpl-")
+    assert body["object"] == "chat.completion"
+    message = {"role": "assistant", "content": "one two", "refusal": None}
+    assert body["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}]
+    assert body["usage"]["total_tokens"] == 7
+
+
+async def test_chat_streams(client: httpx.AsyncClient, gateway: Any) -> None:
+    gateway.texts = ("one", "", " two")
+    response = await client.post(CHAT, json=HI | {"stream": True})
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    chunks = events(response)
+    assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
+        {"role": "assistant", "content": ""},
+        {"content": "one"},
+        {"content": " two"},
+    ]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, "stop"]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert not any("usage" in chunk for chunk in chunks)
+
+
+async def test_usage_closes_the_stream_when_asked_for(client: httpx.AsyncClient) -> None:
+    *chunks, last = events(await client.post(TEXT, json=PROMPT | {"stream": True, "stream_options": USAGE}))
+    assert [chunk["usage"] for chunk in chunks] == [None, None]
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 2
+
+
+USAGE = {"include_usage": True}
+
+
+async def test_several_prompts_are_several_choices(client: httpx.AsyncClient, gateway: Any) -> None:
+    body = (await client.post(TEXT, json=PROMPT | {"prompt": ["a", "b", "c"]})).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    assert {choice["text"] for choice in body["choices"]} == {"one two"}
+    assert body["usage"]["prompt_tokens"] == 15
+    chunks = events(await client.post(TEXT, json=PROMPT | {"prompt": [[1], [2]], "stream": True}))
+    for index in (0, 1):
+        texts = [chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert texts == ["one", " two"]
+    assert gateway.open_streams == 0
+
+
+async def test_one_prompt_of_several_fails(client: httpx.AsyncClient, gateway: Any) -> None:
+    gateway.error = InvalidArgument("too long", field="prompt")
+    response = await client.post(TEXT, json=PROMPT | {"prompt": ["a", "b"]})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+    assert gateway.open_streams == 0
+
+
+async def test_what_reaches_the_gateway(client: httpx.AsyncClient, gateway: Any) -> None:
+    sampling = {
+        "max_tokens": 7,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 3,
+        "seed": 11,
+        "ignore_eos": True,
+        "stop_token_ids": [4, 5],
+    }
+    await client.post(TEXT, json=PROMPT | sampling | {"cache_salt": "s", "priority": 2, "user": "me"})
+    request: GenerateRequest = gateway.asked[0]
+    assert (request.prompt, request.priority, request.cache_salt) == ("hi", 2, "s")
+    got = {name: getattr(request.sampling, name) for name in sampling}
+    assert got == sampling | {"stop_token_ids": (4, 5)}
+
+
+async def test_limits_differ_between_the_doors(client: httpx.AsyncClient, gateway: Any) -> None:
+    for path, body in (
+        (TEXT, PROMPT),
+        (CHAT, HI),
+        (CHAT, HI | {"max_completion_tokens": 3}),
+        (CHAT, HI | {"max_tokens": 4, "max_completion_tokens": 4}),
+    ):
+        await client.post(path, json=body)
+    assert [request.sampling.max_tokens for request in gateway.asked] == [16, None, 3, 4]
+
+
+async def test_contents_of_messages(client: httpx.AsyncClient, gateway: Any) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None},
+    ]
+    await client.post(CHAT, json=HI | {"messages": messages})
+    expected = Conversation((Message("system", "be brief"), Message("user", "ab"), Message("assistant", "c")))
+    assert gateway.asked[0].prompt == expected
+
+
+NEUTRAL = {
+    "n": 1,
+    "stop": None,
+    "presence_penalty": 0,
+    "frequency_penalty": 0.0,
+    "logit_bias": {},
+    "logprobs": False,
+    "tools": [],
+    "response_format": {"type": "text"},
+    "temperature": None,
+    "stream": None,
+    "stream_options": None,
+}
+
+
+async def test_neutral_values_are_accepted(client: httpx.AsyncClient) -> None:
+    assert (await client.post(CHAT, json=HI | NEUTRAL)).status_code == 200
+
+
+REFUSED = [
+    ({"n": 2}, "n"),
+    ({"stop": ["x"]}, "stop"),
+    ({"logprobs": True}, "logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logit_bias": {"1": 2}}, "logit_bias"),
+    ({"presence_penalty": 0.1}, "presence_penalty"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"bogus": None}, "bogus"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": 2**70}, "max_tokens"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"seed": "x"}, "seed"),
+    ({"seed": 2**65}, "seed"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": 3}, "stop_token_ids"),
+    ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
+    ({"priority": -1}, "priority"),
+    ({"cache_salt": 5}, "cache_salt"),
+    ({"model": 5}, "model"),
+]
+
+
+@pytest.mark.parametrize(("path", "base"), [(CHAT, HI), (TEXT, PROMPT)])
+@pytest.mark.parametrize(("change", "param"), REFUSED)
+async def test_refused_by_name(
+    client: httpx.AsyncClient, gateway: Any, path: str, base: dict[str, Any], change: dict[str, Any], param: str
+) -> None:
+    response = await client.post(path, content=json.dumps(base | change).encode())
+    error = response.json()["error"]
+    assert response.status_code == 400, error
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert param.split("[")[0] in error["message"]
+    assert not gateway.asked
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (TEXT, b"", None),
+        (TEXT, b"{", None),
+        (TEXT, b"[]", None),
+        (TEXT, b"\xff", None),
+        (TEXT, b'{"a\\ud800": 1}', None),
+        (TEXT, {"prompt": "x"}, "model"),
+        (TEXT, {"model": "llm"}, "prompt"),
+        (TEXT, {"model": "llm", "prompt": []}, "prompt"),
+        (TEXT, {"model": "llm", "prompt": 5}, "prompt"),
+        (TEXT, {"model": "llm", "prompt": ["a", 1]}, "prompt"),
+        (TEXT, {"model": "llm", "prompt": [-1]}, "prompt"),
+        (TEXT, {"model": "llm", "prompt": [2**40]}, "prompt"),
+        (TEXT, {"model": "llm", "prompt": [True]}, "prompt"),
+        (TEXT, PROMPT | {"max_completion_tokens": 3}, "max_completion_tokens"),
+        (TEXT, PROMPT | {"echo": True}, "echo"),
+        (TEXT, PROMPT | {"best_of": 2}, "best_of"),
+        (TEXT, PROMPT | {"suffix": "x"}, "suffix"),
+        (CHAT, {"model": "llm"}, "messages"),
+        (CHAT, {"model": "llm", "messages": []}, "messages"),
+        (CHAT, {"model": "llm", "messages": "hi"}, "messages"),
+        (CHAT, {"model": "llm", "messages": ["hi"]}, "messages[0]"),
+        (CHAT, HI | {"messages": [{"content": "x"}]}, "messages[0].role"),
+        (CHAT, HI | {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        (CHAT, HI | {"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
+        (CHAT, HI | {"messages": [{"role": "user"}]}, "messages[0].content"),
+        (CHAT, HI | {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        (CHAT, HI | {"messages": [{"role": "user", "content": "x", "bogus": 1}]}, "messages[0].bogus"),
+        (CHAT, HI | {"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0].name"),
+        (CHAT, HI | {"messages": [{"role": "user", "content": [5]}]}, "messages[0].content[0]"),
+        (
+            CHAT,
+            HI | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0].type",
+        ),
+        (
+            CHAT,
+            HI | {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0].text",
+        ),
+        (CHAT, HI | {"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+    ],
+)
+async def test_malformed_bodies(
+    client: httpx.AsyncClient, gateway: Any, path: str, body: Any, param: str | None
+) -> None:
+    response = await client.post(path, content=body if isinstance(body, bytes) else json.dumps(body))
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert param is None or param in error["message"]
+    assert not gateway.asked
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_full_queue(client: httpx.AsyncClient, gateway: Any, stream: bool) -> None:
+    gateway.texts, gateway.error = (), QueueFull("2 requests are waiting already", retry_after=0.3)
+    response = await client.post(CHAT, json=HI | {"stream": stream})
+    assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+    assert response.json()["error"] == {
+        "message": "2 requests are waiting already",
+        "type": "rate_limit_error",
+        "param": None,
+        "code": "rate_limit_exceeded",
+    }
+
+
+async def test_error_within_a_stream(client: httpx.AsyncClient, gateway: Any) -> None:
+    gateway.texts, gateway.error = ("one",), Internal("the core died")
+    chunks = events(await client.post(TEXT, json=PROMPT | {"stream": True}))
+    assert chunks[0]["choices"][0]["text"] == "one"
+    assert chunks[-1]["error"]["message"] == "the core died"
+    assert chunks[-1]["error"]["type"] == "server_error"
+
+
+async def test_an_unexpected_error(client: httpx.AsyncClient, gateway: Any) -> None:
+    gateway.texts, gateway.error = (), RuntimeError("a secret")
+    response = await client.post(CHAT, json=HI)
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "Internal Server Error"

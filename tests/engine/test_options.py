@@ -1,0 +1,72 @@
+"""Flat names from config.pbtxt and the command line become an engine's configuration."""
+
+import pytest
+
+from charonia.core.errors import InvalidArgument
+from charonia.engine.config import CacheConfig, EngineConfig, FakeConfig
+from charonia.engine.options import EngineOptions, engine_config, parse_options
+from charonia.scheduler.config import SchedulerConfig
+
+ALL = {
+    "dtype": "float32",
+    "device": "cpu",
+    "attention": "reference",
+    "executor": "fake",
+    "threads": "2",
+    "max_model_len": "128",
+    "max_queued_requests": "9",
+    "max_num_seqs": "3",
+    "max_num_batched_tokens": "64",
+    "ahead": "1",
+    "admission": "no_evict",
+    "block_size": "8",
+    "kv_cache_memory_fraction": "0.25",
+    "kv_cache_bytes": "1000000",
+    "kv_cache_blocks": "77",
+    "prefix_caching": "false",
+    "fake_step_seconds": "0.5",
+    "fake_token_seconds": "0",
+    "fake_vocab_size": "384",
+    "fake_max_model_len": "256",
+}
+
+
+def test_every_name_arrives() -> None:
+    assert engine_config("somewhere", parse_options(ALL)) == EngineConfig(
+        model="somewhere",
+        dtype="float32",
+        device="cpu",
+        attention="reference",
+        executor="fake",
+        threads=2,
+        max_model_len=128,
+        max_queued_requests=9,
+        cache=CacheConfig(block_size=8, memory_fraction=0.25, bytes=1_000_000, blocks=77, prefix_caching=False),
+        scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=64, ahead=1, admission="no_evict"),
+        fake=FakeConfig(vocab_size=384, max_model_len=256, step_seconds=0.5),
+    )
+    assert set(ALL) == set(EngineOptions.__dataclass_fields__)
+
+
+def test_nothing_given_is_the_engines_choice() -> None:
+    assert engine_config("x", EngineOptions()) == EngineConfig(model="x")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("aheda", "1", "unknown parameter 'aheda'; known are dtype, device, "),
+        ("ahead", "one", "parameter 'ahead': expected `int`, got 'one'"),
+        ("ahead", "-1", "parameter 'ahead': expected `int` >= 0, got '-1'"),
+        ("max_num_seqs", "0", "parameter 'max_num_seqs': expected `int` >= 1, got '0'"),
+        ("max_num_seqs", "1.5", "parameter 'max_num_seqs': expected `int`, got '1.5'"),
+        ("kv_cache_memory_fraction", "1.5", "parameter 'kv_cache_memory_fraction': expected `float` <= 1"),
+        ("prefix_caching", "ja", "parameter 'prefix_caching': expected `bool`, got 'ja'"),
+        ("dtype", "int8", "parameter 'dtype': expected one of auto, bfloat16, float16, float32, got 'int8'"),
+    ],
+)
+def test_what_is_wrong_is_named(name: str, text: str, says: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        parse_options({name: text})
+    assert caught.value.message.startswith(says)
+    assert caught.value.field == name

@@ -1,0 +1,247 @@
+"""The hub: lookup, validation, dispatch, readiness and the way out, over models of a few lines."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import pytest
+
+from charonia.core.errors import CharoniaError, Internal, InvalidArgument, NotFound, Unavailable
+from charonia.core.model import ModelConfig, ModelStats
+from charonia.core.request import (
+    GenerateChunk,
+    GenerateRequest,
+    InferRequest,
+    InferResponse,
+    TokenizeRequest,
+    Usage,
+)
+from charonia.core.tensor import Tensor, TensorSpec
+from charonia.repository.gateway import Hub
+from charonia.repository.kinds import build
+from charonia.repository.source import BrokenSource, ModelSource
+from charonia.repository.startup import load_all
+
+
+class Echo:
+    """Answers twice with its first input, then waits if the request says so."""
+
+    def __init__(self, name: str = "echo", failure: Exception | None = None, max_batch_size: int = 0) -> None:
+        inputs = (TensorSpec("A", "INT32", (-1,)), TensorSpec("B", "FP32", (2,), optional=True))
+        outputs = (TensorSpec("A", "INT32", (-1,)),)
+        self.config = ModelConfig(name, "2", "echo", max_batch_size=max_batch_size, inputs=inputs, outputs=outputs)
+        self.failure = failure
+        self.is_ready = True
+        self.open = 0
+        self.unloaded = False
+        self.waiting = asyncio.Event()
+
+    async def load(self) -> None:
+        if self.failure:
+            raise self.failure
+
+    async def unload(self) -> None:
+        self.unloaded = True
+
+    def stats(self) -> ModelStats:
+        return ModelStats(self.is_ready)
+
+    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        self.open += 1
+        try:
+            yield InferResponse((request.inputs["A"],))
+            if request.parameters.get("wait"):
+                self.waiting.set()
+                await asyncio.Event().wait()
+            yield InferResponse((request.inputs["A"],))
+        finally:
+            self.open -= 1
+
+
+class Writer(Echo):
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+        yield GenerateChunk(text=str(request.prompt), token_ids=(1,), usage=Usage(1, 1))
+
+    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+        return []
+
+    async def detokenize(self, ids: list[int]) -> str:
+        return ""
+
+
+A = Tensor.of("A", "INT32", [1, 2])
+
+
+async def hub_of(*models: Echo, strict: bool = True) -> Hub:
+    hub = Hub(strict)
+    for model in models:
+        await hub.load(model.config.name, "2", lambda model=model: model)
+    return hub
+
+
+async def collect(hub: Hub, name: str, version: str = "", **request: object) -> list[InferResponse]:
+    async with aclosing(hub.infer(name, version, InferRequest(**{"inputs": {"A": A}} | request))) as responses:
+        return [response async for response in responses]
+
+
+async def test_dispatch() -> None:
+    hub = await hub_of(Echo())
+    for version in ("", "2"):
+        assert [response.outputs for response in await collect(hub, "echo", version)] == [(A,), (A,)]
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "kind", "text"),
+    [
+        ("no", "", NotFound, "Request for unknown model: 'no' is not found"),
+        ("echo", "1", NotFound, "Request for unknown model: 'echo' version 1 is not found"),
+        ("broken", "", NotFound, "Request for unknown model: 'broken' has no available versions"),
+        ("broken", "2", Unavailable, "Request for unknown model: 'broken' version 2 is not at ready state"),
+    ],
+)
+async def test_lookup_errors(name: str, version: str, kind: type[CharoniaError], text: str) -> None:
+    hub = await hub_of(Echo(), Echo("broken", Internal("no weights")))
+    with pytest.raises(kind) as lookup:
+        hub.model(name, version)
+    with pytest.raises(kind) as inference:
+        await collect(hub, name, version)
+    assert lookup.value.message == inference.value.message == text
+
+
+async def test_text_and_no_text() -> None:
+    hub = await hub_of(Echo(), Writer("writer"))
+    request = GenerateRequest(id="1", prompt="hi")
+    async with aclosing(hub.generate("writer", request)) as chunks:
+        assert [chunk.text async for chunk in chunks] == ["hi"]
+    with pytest.raises(InvalidArgument, match="model 'echo' does not generate text"):
+        await anext(hub.generate("echo", request))
+
+
+@pytest.mark.parametrize(
+    ("request_", "text"),
+    [
+        (
+            {"inputs": {}},
+            "[request id: <id_unknown>] expected number of inputs between 1 and 2 but got 0 inputs for model 'echo'. "
+            "Got input(s) [], but missing required input(s) ['A']. Please provide all required input(s).",
+        ),
+        (
+            {"inputs": {"B": Tensor.of("B", "FP32", [1, 2])}, "id": "7"},
+            "[request id: 7] expected number of inputs between 1 and 2 but got 1 inputs for model 'echo'. "
+            "Got input(s) ['B'], but missing required input(s) ['A']. Please provide all required input(s).",
+        ),
+        ({"inputs": {"A": A, "C": A}}, "unexpected inference input 'C' for model 'echo'"),
+        ({"outputs": ("Z",)}, "unexpected inference output 'Z' for model 'echo'"),
+        (
+            {"inputs": {"A": Tensor.of("A", "FP32", [1])}},
+            "[request id: <id_unknown>] inference input 'A' data-type is 'FP32', but model 'echo' expects 'INT32'",
+        ),
+        (
+            {"inputs": {"A": A, "B": Tensor.of("B", "FP32", [1, 2, 3])}},
+            "[request id: <id_unknown>] unexpected shape for input 'B' for model 'echo'. Expected [2], got [3]. ",
+        ),
+    ],
+)
+async def test_validation(request_: dict[str, object], text: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        await collect(await hub_of(Echo()), "echo", **request_)
+    assert caught.value.message == text
+
+
+async def test_validation_counts_the_batch() -> None:
+    hub = await hub_of(Echo(max_batch_size=4))
+    with pytest.raises(InvalidArgument, match=r"Expected \[-1,-1\], got \[2\]"):
+        await collect(hub, "echo")
+    assert await collect(hub, "echo", inputs={"A": Tensor.of("A", "INT32", [[1, 2]])})
+
+
+async def test_readiness() -> None:
+    good, bad = Echo("good"), Echo("bad", Internal("no"))
+    strict, lenient = await hub_of(good, bad), await hub_of(good, bad, strict=False)
+    assert (strict.ready(), lenient.ready()) == (False, True)
+    hub = await hub_of(good)
+    assert hub.ready()
+    assert hub.model_ready("good")
+    good.is_ready = False
+    assert not hub.ready()
+    assert not hub.model_ready("good")
+    assert not strict.model_ready("bad")
+
+
+async def test_on_the_way_out() -> None:
+    model = Echo()
+    hub = await hub_of(model)
+    running = hub.infer("echo", "", InferRequest(inputs={"A": A}))
+    await anext(running)
+    assert hub.running == 1
+    hub.exit()
+    assert (hub.ready(), hub.exiting()) == (False, True)
+    with pytest.raises(Unavailable, match="Server exiting"):
+        await collect(hub, "echo")
+    drained = asyncio.create_task(hub.drained())
+    assert [response.outputs async for response in running] == [(A,)]
+    await drained
+    await hub.unload()
+    assert model.unloaded
+
+
+async def test_cancelling_the_reader_closes_the_model() -> None:
+    model = Echo()
+    hub = await hub_of(model)
+    reader = asyncio.create_task(collect(hub, "echo", parameters={"wait": True}))
+    await model.waiting.wait()
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert (model.open, hub.running) == (0, 0)
+
+
+async def test_models_unload_whatever_one_of_them_says(caplog: pytest.LogCaptureFixture) -> None:
+    class Sticky(Echo):
+        async def unload(self) -> None:
+            raise RuntimeError("stuck")
+
+    model = Echo()
+    await (await hub_of(Sticky("sticky"), model)).unload()
+    assert model.unloaded
+    assert "did not unload" in caplog.text
+
+
+class Seen:
+    """A watcher that remembers."""
+
+    def __init__(self) -> None:
+        self.failures: dict[str, str] = {}
+
+    def loading(self, name: str) -> object:
+        return lambda *phase: None
+
+    def loaded(self, name: str, seconds: float) -> None:
+        raise AssertionError("nothing here can load")
+
+    def failed(self, name: str, reason: str) -> None:
+        self.failures[name] = reason
+
+
+async def test_what_fails_to_load_is_told(tmp_path: object) -> None:
+    seen, hub = Seen(), Hub()
+    sources = [
+        BrokenSource("broken", InvalidArgument("line 3")),
+        ModelSource("strange", "tensorflow", "/nowhere"),
+        ModelSource("mistaken", "charonia", "/nowhere", parameters={"aheda": "1"}),
+        ModelSource("missing", "charonia", "/nowhere"),
+        ModelSource("missing", "charonia", "/elsewhere"),
+    ]
+    assert not await load_all(hub, sources, seen)
+    assert seen.failures["broken"] == "line 3"
+    assert seen.failures["strange"] == "model 'strange': unknown backend 'tensorflow'; known are charonia"
+    assert seen.failures["mistaken"].startswith("unknown parameter 'aheda'; known are ")
+    assert "appears in two places" in seen.failures["missing"]
+    assert hub.models() == []
+    assert not hub.ready()
+
+
+def test_the_kinds_build() -> None:
+    source = ModelSource("m", "charonia", "/nowhere", "4", {"executor": "fake", "max_num_seqs": "3"})
+    model = build(source, lambda *phase: None)
+    assert (model.config.name, model.config.version) == ("m", "4")
