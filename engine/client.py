@@ -24,7 +24,7 @@ _RETRY_SECONDS = (1.0, 60.0)
 
 
 class EngineClient:
-    """Requests to one engine core, which is spawned by `start()` and restarted when it dies."""
+    """Requests to one engine core, which is spawned by `start()`, restarted when it dies, and gone after `close()`."""
 
     def __init__(
         self,

@@ -36,8 +36,8 @@ def sequence(add: Add, vocab_size: int, cache: KVCacheManager) -> SequenceReques
 
 
 def _check_vocabulary(prompt: list[int], vocab_size: int) -> None:
-    outside = next((token for token in prompt if not 0 <= token < vocab_size), None)
-    if outside is not None:
-        raise InvalidArgument(
-            f"prompt: token id {outside} is outside the vocabulary of {vocab_size} tokens", field="prompt"
-        )
+    for token in (min(prompt, default=0), max(prompt, default=0)):
+        if not 0 <= token < vocab_size:
+            raise InvalidArgument(
+                f"prompt: token id {token} is outside the vocabulary of {vocab_size} tokens", field="prompt"
+            )

@@ -6,10 +6,10 @@ Knows nothing of requests. Used once; a restart makes a new link, so no message 
 import asyncio
 import atexit
 import multiprocessing
-import shutil
 import signal
-import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
+from tempfile import TemporaryDirectory
 
 import msgspec
 import zmq
@@ -30,6 +30,9 @@ class CoreLink:
     """Hands everything the core says to `on_message`; `ended` gets its exit code when it is gone and buried.
 
     Owns the process and a private directory with two sockets. Belongs to the running event loop.
+
+    Raises:
+        OSError, zmq.ZMQError: directory, sockets or process cannot be made; nothing is left of them.
     """
 
     def __init__(self, config: EngineConfig, on_message: Callable[[FromCore], None]) -> None:
@@ -38,29 +41,23 @@ class CoreLink:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder[FromCore](FromCore).decode
         self.ended: asyncio.Future[int] = self._loop.create_future()
-        self._directory = tempfile.mkdtemp(prefix="charonia-")
-        self._context = zmq.Context()
-        self._outbox = self._bound(zmq.PUSH, Address.under(self._directory).to_core)
-        self._inbox = self._bound(zmq.PULL, Address.under(self._directory).from_core)
-        spawn = multiprocessing.get_context("spawn")
-        self._process = spawn.Process(target=main, args=(config, self._directory), name="charonia-core")
+        self.dying = False
+        with ExitStack() as belongings:
+            directory = belongings.enter_context(TemporaryDirectory(prefix="charonia-", ignore_cleanup_errors=True))
+            self._context = belongings.enter_context(zmq.Context())
+            self._outbox = belongings.enter_context(self._bound(zmq.PUSH, Address.under(directory).to_core))
+            self._inbox = belongings.enter_context(self._bound(zmq.PULL, Address.under(directory).from_core))
+            self._process = multiprocessing.get_context("spawn").Process(
+                target=main, args=(config, directory), name="charonia-core"
+            )
+            self._spawn()
+            self._belongings = belongings.pop_all()
+        atexit.register(self._abandon)
+        self._listen()
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid
-
-    def start(self) -> None:
-        """Spawn the process and listen to it."""
-        atexit.register(self._abandon)
-        # A core begins deaf to Ctrl-C: the signal reaches the whole group, and the frontend decides.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._loop.add_reader(self._inbox.FD, self._hear)
-        self._loop.add_reader(self._process.sentinel, self._on_death)
-        self._hear()
+        return None if self.ended.done() else self._process.pid
 
     def send(self, message: ToCore) -> None:
         """Never waits. What a dying core no longer takes is dropped: its streams end when it is buried."""
@@ -88,8 +85,25 @@ class CoreLink:
         socket = self._context.socket(kind)
         socket.set_hwm(0)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.bind(endpoint)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError:
+            socket.close()
+            raise
         return socket
+
+    def _spawn(self) -> None:
+        # A core begins deaf to Ctrl-C: the signal reaches the whole group, and the frontend decides.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _listen(self) -> None:
+        self._loop.add_reader(self._inbox.FD, self._hear)
+        self._loop.add_reader(self._process.sentinel, self._on_death)
+        self._hear()
 
     def _hear(self) -> None:
         # The descriptor tells of changes only: everything must be read each time.
@@ -100,6 +114,7 @@ class CoreLink:
             return
 
     def _on_death(self) -> None:
+        self.dying = True
         self._loop.remove_reader(self._process.sentinel)
         self._loop.call_later(_LAST_WORDS_SECONDS, self._bury)
 
@@ -109,17 +124,11 @@ class CoreLink:
         self._process.join()
         exit_code = self._process.exitcode
         self._process.close()
-        self._clear()
+        self._belongings.close()
+        atexit.unregister(self._abandon)
         self.ended.set_result(-1 if exit_code is None else exit_code)
 
-    def _clear(self) -> None:
-        atexit.unregister(self._abandon)
-        self._outbox.close()
-        self._inbox.close()
-        self._context.term()
-        shutil.rmtree(self._directory, ignore_errors=True)
-
     def _abandon(self) -> None:
-        """The interpreter exits and nobody stopped this core."""
+        """The interpreter exits and nobody has stopped this core."""
         self._process.kill()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._belongings.close()

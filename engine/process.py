@@ -141,10 +141,10 @@ def _die_with_parent(directory: str) -> None:
     """However the frontend ends, kill -9 included, this process ends too, and so do their sockets."""
     parent = parent_process()
     if parent is not None:
-        threading.Thread(target=_outlive, args=(parent.sentinel, directory), name="parent", daemon=True).start()
+        threading.Thread(target=_die_after, args=(parent.sentinel, directory), name="parent", daemon=True).start()
 
 
-def _outlive(parent: int, directory: str) -> None:
+def _die_after(parent: int, directory: str) -> None:
     connection.wait([parent])
     shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)

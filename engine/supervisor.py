@@ -8,6 +8,8 @@ import logging
 import time
 from typing import NamedTuple, Protocol
 
+import zmq
+
 from ..core.errors import CharoniaError, Code, Internal, InvalidArgument, NotFound, Unavailable, Unsupported
 from .config import EngineConfig
 from .link import CoreLink
@@ -58,7 +60,10 @@ class Listener(Protocol):
 
 
 class CoreSupervisor:
-    """`info` says what the engine is while one serves, otherwise None; `load` is its last turn's."""
+    """`info` says what the engine is while one serves, otherwise None; `load` is its last turn's.
+
+    Once closed, it is not started again.
+    """
 
     def __init__(self, config: EngineConfig, listener: Listener, patience: Patience) -> None:
         self._config = config
@@ -77,7 +82,8 @@ class CoreSupervisor:
     @property
     def ready(self) -> bool:
         """Warm-up generated a token, and the loop turned not long ago."""
-        return self.info is not None and self._silence() < self._overdue()
+        alive = self._link is not None and not self._link.dying
+        return alive and self.info is not None and self._silence() < self._overdue()
 
     @property
     def pid(self) -> int | None:
@@ -112,16 +118,19 @@ class CoreSupervisor:
     async def _keep_alive(self, first: asyncio.Future[Ready]) -> None:
         while True:
             self._failure = None
-            await self._live()
+            try:
+                self._mourn(await self._live())
+            except (OSError, zmq.ZMQError) as error:
+                self._failure = Unavailable(f"the engine core cannot be spawned: {error}")
+                self._mourn(-1)
             if not first.done() and (hopeless := self._hopeless()):
                 first.set_exception(hopeless)
                 return
             await asyncio.sleep(self._backoff())
 
-    async def _live(self) -> None:
-        """Spawn a core and see it to its end."""
+    async def _live(self) -> int:
+        """Spawn a core and see it to its end; its exit code."""
         link = self._link = CoreLink(self._config, self._on_message)
-        link.start()
         looks = 0
         while not (await asyncio.wait({link.ended}, timeout=self._patience.watch))[0]:
             # Twice in a row: the first time, it may be this loop that was stuck and has messages to read.
@@ -129,7 +138,7 @@ class CoreSupervisor:
             if looks > 1:
                 log.error("the engine core does not turn any more; killing it")
                 link.kill()
-        self._mourn(link.ended.result())
+        return link.ended.result()
 
     def _mourn(self, exit_code: int) -> None:
         why = self._failure.message if self._failure else f"the engine core died (exit code {exit_code})"

@@ -77,4 +77,6 @@ class Wire:
             while True:
                 receive(decode(self._inbox.recv()))
         except zmq.ContextTerminated:
+            return
+        finally:
             self._inbox.close(linger=0)

@@ -234,6 +234,17 @@ async def test_cores_that_die_without_a_word_fail_the_load(sockets: Path, monkey
     assert left_in(sockets) == []
 
 
+async def test_sockets_that_cannot_be_made_fail_the_load(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = sockets / ("d" * 120)  # longer than the path of a socket may be
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    client = EngineClient(config())
+    with pytest.raises(Unavailable, match="cannot be spawned"):
+        await client.start()
+    await client.close()
+    assert left_in(deep) == []
+
+
 async def test_closing_ends_streams_and_may_be_repeated(start: Start) -> None:
     client = await start(step_seconds=0.01)
     reader = asyncio.create_task(read_all(client, [1], max_tokens=400))
