@@ -33,7 +33,7 @@ def write_random(directory: Path, config: Mapping[str, Any], *, seed: int = 0, s
 
     torch.manual_seed(seed)
     parsed = AutoConfig.for_model(**config)
-    model = AutoModelForCausalLM.from_config(parsed, dtype=parsed.dtype)
+    model: Any = AutoModelForCausalLM.from_config(parsed, dtype=parsed.dtype)  # type: ignore[no-untyped-call]
     for name, parameter in model.named_parameters():
         _randomise(name, parameter.data)
     model.save_pretrained(directory, max_shard_size=shard)
