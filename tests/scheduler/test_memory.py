@@ -1,5 +1,7 @@
 """Who gets blocks, who gives them up, and when they come back."""
 
+from typing import Literal
+
 import numpy as np
 import pytest
 
@@ -11,12 +13,12 @@ from charonia.scheduler.sequence import SequenceRequest
 
 
 def trial(
-    blocks: int, *, admission: str = "optimistic", ahead: int = 0, budget: int = 32, caching: bool = True
+    blocks: int, *, admission: Literal["optimistic", "no_evict"] = "optimistic", ahead: int = 0, budget: int = 32
 ) -> Trial:
     config = SchedulerConfig(
         max_num_seqs=4, max_num_batched_tokens=budget, max_model_len=200, ahead=ahead, admission=admission
     )
-    return Trial(World(blocks=blocks, block_size=4, live=100, prefix_caching=caching, scheduler=config))
+    return Trial(World(blocks=blocks, block_size=4, live=100, scheduler=config))
 
 
 def turn(trial: Trial) -> None:
@@ -88,7 +90,7 @@ def test_simultaneous_requests_compute_a_shared_prefix_once() -> None:
     one = trial(blocks=64, budget=16)
     one.arrive(family=0, prompt=40, new=2)
     one.arrive(family=0, prompt=50, new=2)
-    computed, started = 0, {}
+    computed, started = 0, dict[int, int]()
     while one.scheduler.has_work:
         plan = one.schedule()
         assert plan is not None
