@@ -19,7 +19,7 @@ def sequence(add: Add, vocab_size: int, cache: KVCacheManager) -> SequenceReques
     Raises:
         InvalidArgument: a prompt token is outside the vocabulary.
     """
-    _check_vocabulary(add.prompt, vocab_size)
+    check_vocabulary(add.prompt, vocab_size)
     prompt = np.array(add.prompt, dtype=np.int32)
     extras = (add.adapter, add.tenant, add.salt)
     return SequenceRequest(
@@ -35,7 +35,8 @@ def sequence(add: Add, vocab_size: int, cache: KVCacheManager) -> SequenceReques
     )
 
 
-def _check_vocabulary(prompt: list[int], vocab_size: int) -> None:
+def check_vocabulary(prompt: list[int], vocab_size: int) -> None:
+    """Raises `InvalidArgument` for a token that the model does not know."""
     for token in (min(prompt, default=0), max(prompt, default=0)):
         if not 0 <= token < vocab_size:
             raise InvalidArgument(

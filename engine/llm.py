@@ -12,7 +12,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..core.errors import Unavailable
+from ..core.errors import InvalidArgument, Unavailable
 from ..core.model import ModelConfig, ModelStats
 from ..core.request import (
     FinishReason,
@@ -32,12 +32,14 @@ from .channel import Delta
 from .client import EngineClient
 from .config import EngineConfig
 from .infer import INPUTS, OUTPUTS, answers, read_question
-from .messages import Add, Loading
+from .intake import check_vocabulary
+from .messages import Add, Loading, Ready
 
 OnProgress: TypeAlias = Callable[[str, float, float, str], None]
 """Called while loading: phase, fraction done, seconds so far, detail."""
 
 _TOKENIZER_THREADS = 2
+_LEAST_URGENT = 2**16
 
 
 def silent(phase: str, fraction: float, seconds: float, detail: str) -> None:
@@ -112,8 +114,8 @@ class LlmModel:
         with self._tally.request() as outcome:
             language, engine = self._language, self._client.admit()
             prompt = await self._prompt_ids(request.prompt)
+            add = addition(request, prompt, language.defaults, engine)
             writer = Writer(language.tokenizer, prompt)
-            add = _add(request, prompt, language.defaults, engine.max_model_len)
             async with aclosing(self._client.stream(add)) as deltas:
                 async for delta in deltas:
                     outcome.finished = delta.finish_reason is not None
@@ -199,21 +201,42 @@ class Tally:
             self.success += outcome.finished
 
 
-def _add(request: GenerateRequest, prompt: list[int], defaults: GenerationDefaults, max_model_len: int) -> Add:
-    asked = request.sampling
-    sampling = resolve(asked, defaults)
-    rest = max(1, max_model_len - len(prompt))
+def addition(request: GenerateRequest, prompt: list[int], defaults: GenerationDefaults, engine: Ready) -> Add:
+    """What the engine is asked, every default resolved and every number one that it can hold.
+
+    Raises:
+        InvalidArgument: it asks for what this engine never has.
+    """
+    check_vocabulary(prompt, engine.vocab_size)
+    sampling = resolve(request.sampling, defaults)
+    seed = request.sampling.seed
     return Add(
         client=0,
         key=0,
         prompt=prompt,
-        max_tokens=rest if asked.max_tokens is None else asked.max_tokens,
+        max_tokens=_max_tokens(request.sampling.max_tokens, len(prompt), engine.max_model_len),
         temperature=sampling.temperature,
-        top_k=sampling.top_k,
+        top_k=min(sampling.top_k, engine.vocab_size),
         top_p=sampling.top_p,
-        seed=secrets.randbits(63) if asked.seed is None else asked.seed,
-        stop_token_ids=sampling.stop_token_ids,
-        priority=request.priority,
-        tenant=request.tenant,
-        salt=request.cache_salt,
+        seed=secrets.randbits(63) if seed is None else seed,
+        stop_token_ids=[token for token in sampling.stop_token_ids if token < engine.vocab_size],
+        priority=min(max(0, request.priority), _LEAST_URGENT),
+        tenant=_unicode(request.tenant, "tenant"),
+        salt=_unicode(request.cache_salt, "cache_salt"),
     )
+
+
+def _max_tokens(asked: int | None, prompt: int, length: int) -> int:
+    if asked is None:
+        return max(1, length - prompt)
+    if asked > length:
+        raise InvalidArgument(f"max_tokens {asked} exceeds the model's length of {length} tokens", field="max_tokens")
+    return asked
+
+
+def _unicode(text: str, field: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"{field} is not valid Unicode", field=field) from error
+    return text

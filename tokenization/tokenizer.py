@@ -59,8 +59,11 @@ class Tokenizer:
             raise InvalidArgument("the prompt is not valid Unicode", field="prompt") from error
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, special tokens left out."""
-        return self._backend.decode(ids, skip_special_tokens=True)
+        """Text of `ids`, special tokens left out, and those the tokenizer does not know."""
+        try:
+            return self._backend.decode(ids, skip_special_tokens=True)
+        except OverflowError as error:
+            raise InvalidArgument("token ids must be between 0 and 2**32 - 1", field="tokens") from error
 
     def token_id(self, name: str) -> int | None:
         """The id of a named special token, such as `eos_token`."""

@@ -33,6 +33,7 @@ from charonia.engine.llm import LlmModel
 
 LENGTH = 64
 EOS = 90
+HUGE = SamplingParams(max_tokens=1, top_k=2**70, stop_token_ids=(2**70,), seed=2**64 - 1)
 Load = Callable[..., Awaitable[LlmModel]]
 
 
@@ -137,16 +138,22 @@ async def test_refusals_name_the_field(load: Load) -> None:
     too_long = "w1 " * LENGTH
     for request, field in [
         (ask((500,)), "prompt"),
+        (ask((-1,)), "prompt"),
+        (ask((2**70,)), "prompt"),
         (ask(too_long), "prompt"),
         (ask(too_long, max_tokens=None), "prompt"),
         (ask(""), "prompt"),
         (ask("w1", max_tokens=LENGTH), "max_tokens"),
+        (ask("w1", max_tokens=2**70), "max_tokens"),
+        (GenerateRequest(id="", prompt="w1", cache_salt="\ud800"), "cache_salt"),
         (ask(Conversation(())), "messages"),
     ]:
         with pytest.raises(InvalidArgument, match=field) as refusal:
             await generate(model, request)
         assert refusal.value.field == field
-    assert model.stats().failure == 6
+    assert model.stats().failure == 10
+    huge = GenerateRequest(id="", prompt="w1", priority=2**70, sampling=HUGE)
+    assert text(await generate(model, huge)) == " w2"
 
 
 async def test_requests_are_counted_by_how_they_ended(load: Load) -> None:

@@ -81,6 +81,14 @@ def test_a_model_without_template_refuses_a_conversation(checkpoint: Path) -> No
     assert refusal.value.field == "messages"
 
 
+def test_what_cannot_be_a_token_has_no_text(checkpoint: Path) -> None:
+    tokenizer = Tokenizer.load(checkpoint)
+    assert tokenizer.decode([10**6]) == ""
+    for token in (-1, 2**70):
+        with pytest.raises(InvalidArgument, match="token ids"):
+            tokenizer.decode([token])
+
+
 def test_text_that_is_not_unicode_is_refused(checkpoint: Path) -> None:
     with pytest.raises(InvalidArgument, match="Unicode"):
         Tokenizer.load(checkpoint).encode("\ud800")
