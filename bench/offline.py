@@ -10,7 +10,8 @@ figures of a shared machine mean little without them.
 import argparse
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -38,12 +39,13 @@ Prompts = NDArray[np.int32]
 
 
 class Work(NamedTuple):
-    """`prompt` and `new` tokens for each sequence, `chunk` tokens a step at most, computed in `dtype`."""
+    """`prompt` and `new` tokens for each sequence, `chunk` tokens a step at most, computed in `dtype` on `device`."""
 
     prompt: int
     new: int
     chunk: int
     dtype: str
+    device: str
 
 
 class Machine(NamedTuple):
@@ -77,18 +79,19 @@ class Engine:
 
     def __init__(self, checkpoint: Path, work: Work, sequences: int) -> None:
         self._work, length = work, work.prompt + work.new
-        self._executor = InlineExecutor(
-            EngineConfig(
-                model=str(checkpoint), dtype=work.dtype, max_model_len=length, cache=CacheConfig(block_size=BLOCK)
-            )
+        config = EngineConfig(
+            model=str(checkpoint),
+            dtype=work.dtype,
+            device=work.device,
+            max_model_len=length,
+            cache=CacheConfig(block_size=BLOCK),
         )
+        self._executor = InlineExecutor(config)
         self.vocab = self._executor.load(lambda phase, fraction: None).vocab_size
         blocks = sequences * -(-length // BLOCK)
         self._executor.allocate(blocks)
-        config = SchedulerConfig(
-            max_num_seqs=sequences, max_num_batched_tokens=work.chunk, max_model_len=length, ahead=1
-        )
-        self._scheduler = Scheduler(config, KVCacheManager(blocks, BLOCK, prefix_caching=False))
+        rule = SchedulerConfig(max_num_seqs=sequences, max_num_batched_tokens=work.chunk, max_model_len=length, ahead=1)
+        self._scheduler = Scheduler(rule, KVCacheManager(blocks, BLOCK, prefix_caching=False))
 
     def generate(self, prompts: Prompts) -> int:
         requests = [
@@ -106,12 +109,13 @@ class Transformers:
     def __init__(self, checkpoint: Path, work: Work) -> None:
         from transformers import AutoModelForCausalLM
 
-        self._new = work.new
-        self._model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, work.dtype))
+        self._work = work
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, work.dtype))
+        self._model = model.to(work.device)
 
     def generate(self, prompts: Prompts) -> int:
-        ids = torch.from_numpy(prompts).long()
-        options = {"max_new_tokens": self._new, "min_new_tokens": self._new, "do_sample": False, "pad_token_id": 0}
+        ids, new = torch.from_numpy(prompts).long().to(self._work.device), self._work.new
+        options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
         with torch.inference_mode():
             out = self._model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         return int(out.shape[0] * (out.shape[1] - ids.shape[1]))
@@ -153,16 +157,28 @@ def _prompts(sequences: int, tokens: int, vocab: int, seed: int) -> Prompts:
     return np.random.default_rng(seed).integers(0, vocab, (sequences, tokens), dtype=np.int32)
 
 
-def machine(dtype: str) -> Machine:
+def machine(work: Work) -> Machine:
     """The best of several short tries: what the machine can do when its neighbours let it."""
     torch.set_num_threads(usable_cores())
-    kind: torch.dtype = getattr(torch, dtype)
-    big = torch.ones(1 << 27)
-    side = 2048
-    left, right = torch.randn(side, side).to(kind), torch.randn(side, side).to(kind)
-    read = _best(lambda: big.sum(), 8)
-    gemm = _best(lambda: left @ right, 12)
+    side = 2048 if work.device == "cpu" else 8192
+    big = torch.ones(1 << 27, device=work.device)
+    left, right = (torch.randn(side, side).to(work.device, getattr(torch, work.dtype)) for _ in "lr")
+    # Asking for a number waits for the device.
+    read = _best(lambda: big.sum().item(), 8)
+    gemm = _best(lambda: (left @ right)[0, 0].item(), 12)
     return Machine(big.nbytes / read / 1e9, 2 * side**3 / gemm / 1e9, torch.get_num_threads())
+
+
+@contextmanager
+def at_hand(checkpoint: Path | None, console: Console) -> Iterator[Path]:
+    """The checkpoint, or one with random weights that is gone afterwards."""
+    if checkpoint:
+        yield checkpoint
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        console.print("writing a checkpoint with random weights ...")
+        write_random(Path(scratch), QWEN2_HALF_BILLION)
+        yield Path(scratch)
 
 
 def _best(action: Callable[[], object], tries: int) -> float:
@@ -201,6 +217,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=64, help="new tokens of each sequence")
     parser.add_argument("--chunk", type=int, default=512, help="most tokens in a step")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--device", default="cpu", help="cpu or cuda, for both contenders")
     parser.add_argument("--repeats", type=int, default=2, help="turns of each contender")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     return parser.parse_args()
@@ -208,13 +225,9 @@ def _arguments() -> argparse.Namespace:
 
 def main() -> None:
     asked, console = _arguments(), Console()
-    work = Work(asked.prompt, asked.new, asked.chunk, asked.dtype)
-    limits = machine(work.dtype)
-    with tempfile.TemporaryDirectory() as scratch:
-        checkpoint = asked.checkpoint or Path(scratch)
-        if not asked.checkpoint:
-            console.print("writing a checkpoint with random weights ...")
-            write_random(checkpoint, QWEN2_HALF_BILLION)
+    work = Work(asked.prompt, asked.new, asked.chunk, asked.dtype, asked.device)
+    limits = machine(work)
+    with at_hand(asked.checkpoint, console) as checkpoint:
         figures = measure(checkpoint, work, asked.sequences, asked.repeats, console.print)
     show(console, work, limits, figures)
     if asked.json:
