@@ -40,6 +40,10 @@ OnProgress: TypeAlias = Callable[[str, float, float, str], None]
 
 _TOKENIZER_THREADS = 2
 _LEAST_URGENT = 2**16
+_FLAT = 1e6
+"""A temperature at which every token is as likely as the next; more overflows single precision."""
+_ONE_TOKEN = 1e-6
+"""A top_p that leaves the likeliest token alone; less may vanish in single precision."""
 
 
 def silent(phase: str, fraction: float, seconds: float, detail: str) -> None:
@@ -215,9 +219,9 @@ def addition(request: GenerateRequest, prompt: list[int], defaults: GenerationDe
         key=0,
         prompt=prompt,
         max_tokens=_max_tokens(request.sampling.max_tokens, len(prompt), engine.max_model_len),
-        temperature=sampling.temperature,
+        temperature=min(sampling.temperature, _FLAT),
         top_k=min(sampling.top_k, engine.vocab_size),
-        top_p=sampling.top_p,
+        top_p=max(sampling.top_p, _ONE_TOKEN),
         seed=secrets.randbits(63) if seed is None else seed,
         stop_token_ids=[token for token in sampling.stop_token_ids if token < engine.vocab_size],
         priority=min(max(0, request.priority), _LEAST_URGENT),

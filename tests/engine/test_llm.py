@@ -29,11 +29,15 @@ from charonia.core.request import (
 )
 from charonia.core.tensor import Tensor
 from charonia.engine.config import EngineConfig, FakeConfig
-from charonia.engine.llm import LlmModel
+from charonia.engine.llm import LlmModel, addition
+from charonia.engine.messages import Ready
+from charonia.tokenization.generation import GenerationDefaults
 
 LENGTH = 64
 EOS = 90
-HUGE = SamplingParams(max_tokens=1, top_k=2**70, stop_token_ids=(2**70,), seed=2**64 - 1)
+HUGE = SamplingParams(
+    max_tokens=1, temperature=1e300, top_k=2**70, top_p=1e-300, stop_token_ids=(2**70,), seed=2**64 - 1
+)
 Load = Callable[..., Awaitable[LlmModel]]
 
 
@@ -154,6 +158,21 @@ async def test_refusals_name_the_field(load: Load) -> None:
     assert model.stats().failure == 10
     huge = GenerateRequest(id="", prompt="w1", priority=2**70, sampling=HUGE)
     assert text(await generate(model, huge)) == " w2"
+
+
+def test_numbers_that_no_device_can_hold_are_clipped_to_what_they_mean() -> None:
+    request = GenerateRequest(id="", prompt="", priority=-5, sampling=HUGE)
+    asked = addition(
+        request, [1], GenerationDefaults((7,)), Ready(vocab_size=100, max_model_len=8, block_size=4, blocks=2)
+    )
+    assert (asked.temperature, asked.top_k, asked.top_p, asked.stop_token_ids) == (1e6, 100, 1e-6, [7])
+    assert asked.priority == 0
+
+
+def test_an_unseeded_request_draws_its_own_seed() -> None:
+    ready = Ready(vocab_size=100, max_model_len=8, block_size=4, blocks=2)
+    seeds = {addition(ask("", max_tokens=1), [1], GenerationDefaults(()), ready).seed for _ in range(9)}
+    assert len(seeds) == 9
 
 
 async def test_requests_are_counted_by_how_they_ended(load: Load) -> None:
