@@ -4,7 +4,7 @@ Plans are differences; this is what they are differences to. Token ids and table
 token sampled there can be computed on in the next step before the host has heard of it.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ class Rows:
 
     def clear(self) -> None:
         """Forget every row."""
-        self._tokens = torch.empty((0, self._width[0]), dtype=torch.int64, device=self._device)
+        self._tokens = torch.empty((0, self._width[0]), dtype=torch.int32, device=self._device)
         self._tables = torch.empty((0, self._width[1]), dtype=torch.int64, device=self._device)
         self._blocks: LongArray = np.zeros(0, dtype=np.int64)
         self._sampling: Choices = np.zeros(0, dtype=CHOICE)
@@ -75,13 +75,13 @@ class Rows:
 
     def write(self, inputs: Inputs, tokens: Tensor) -> None:
         """Store the sampled `tokens` [S] behind what their rows know."""
-        self._tokens[self._to(inputs.rows), self._to(inputs.choices["position"])] = tokens
+        self._tokens[self._to(inputs.rows), self._to(inputs.choices["position"])] = tokens.to(torch.int32)
 
     def _enter(self, sequence: NewSequence) -> None:
         row = sequence.row
         self._grow(row + 1)
         self._blocks[row] = 0
-        self._tokens[row, : len(sequence.tokens)] = self._to(sequence.tokens.astype(np.int64))
+        self._tokens[row, : len(sequence.tokens)] = self._to(sequence.tokens.astype(np.int32))
         temperature, top_k, top_p, seed, choice = sequence.sampling
         self._sampling[row] = (temperature, max(top_k, 0), top_p, signed(seed), choice, 0)
 
@@ -106,7 +106,7 @@ class Rows:
         self._tokens = torch.cat([self._tokens, self._tokens.new_zeros((more, self._width[0]))])
         self._tables = torch.cat([self._tables, self._tables.new_zeros((more, self._width[1]))])
 
-    def _to(self, column: NDArray[np.int64]) -> Tensor:
+    def _to(self, column: NDArray[np.signedinteger[Any]]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(column)).to(self._device)
 
 
