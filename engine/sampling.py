@@ -84,8 +84,10 @@ def _among(scaled: Tensor, choices: Choices, candidates: int) -> tuple[Tensor, T
     probabilities.masked_fill_(beyond, 0)
     cumulative = probabilities.cumsum(-1)
     mass = torch.where(top_k > 0, cumulative[:, -1:], 1.0)
-    # A token stays while the tokens before it do not reach top_p; so the first one always does.
-    chosen = probabilities.masked_fill(cumulative - probabilities >= top_p * mass, 0)
+    # A token stays while the tokens before it do not reach top_p.
+    left_out = cumulative - probabilities >= top_p * mass
+    left_out[:, 0] = False
+    chosen = probabilities.masked_fill(left_out, 0)
     enough = torch.where(top_k > 0, top_k <= candidates, cumulative[:, -1:] >= top_p)
     index = _invert(chosen, _uniform(choices, scaled.device))
     return ids.gather(-1, index.unsqueeze(-1)).squeeze(-1), enough.squeeze(-1)
@@ -100,12 +102,13 @@ def _scale(logits: Tensor, choices: Choices) -> Tensor:
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
     """The index at which the cumulative sum of `weights` [S, n] reaches the share `uniform` [S] of the whole.
 
-    The first index that reaches a positive share has a weight above 0.
+    The first index that reaches a positive share has a weight above 0. Weights that are no numbers (a model that
+    overflows its dtype) still give an index that exists.
     """
     cumulative = weights.cumsum(-1)
     share = (uniform.unsqueeze(-1) * cumulative[:, -1:]).to(cumulative.dtype)
     share.clamp_(min=torch.finfo(share.dtype).tiny)
-    return torch.searchsorted(cumulative, share).squeeze(-1)
+    return torch.searchsorted(cumulative, share).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
 
 
 def _uniform(choices: Choices, device: torch.device) -> Tensor:

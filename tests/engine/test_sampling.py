@@ -100,6 +100,18 @@ def test_impossible_tokens_are_never_chosen() -> None:
         assert set(sample(row.expand(1000, -1), choices(1000, **asked)).tolist()) == {3, 8}
 
 
+@pytest.mark.parametrize("asked", [{}, {"top_k": 4}, {"top_p": 0.5}, {"temperature": 0}], ids=str)
+def test_a_model_that_overflows_still_gives_tokens(asked: dict[str, Any]) -> None:
+    tokens = sample(torch.full((3, 50), torch.nan), choices(3, **asked))
+    assert ((tokens >= 0) & (tokens < 50)).all()
+
+
+@pytest.mark.parametrize("asked", [{"temperature": np.inf}, {"top_p": 0}, {"top_p": 1e-45}], ids=str)
+def test_numbers_at_the_edge_of_single_precision(asked: dict[str, Any]) -> None:
+    tokens = sample(logits(50, 1.0).expand(100, -1), choices(100, **asked))
+    assert ((tokens >= 0) & (tokens < 50)).all()
+
+
 def test_numbers_are_uniform_and_repeat() -> None:
     positions = torch.arange(100_000)
     seeds, zeros = torch.full_like(positions, 42), torch.zeros_like(positions)
