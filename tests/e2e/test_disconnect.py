@@ -1,0 +1,110 @@
+"""A client that disconnects frees its blocks within `ahead` + 1 steps, counted at the engine's own reports."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from charonia.api.app import build_app
+from charonia.api.server import HttpServer, bind
+from charonia.api.v2 import ServerInfo
+from charonia.engine.config import EngineConfig, FakeConfig
+from charonia.engine.llm import LlmModel
+from charonia.engine.messages import Updates
+from charonia.repository.gateway import Hub
+from charonia.scheduler.config import SchedulerConfig
+
+
+class Steps:
+    """What the engine reported, and where in it the abort was sent."""
+
+    def __init__(self, model: LlmModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reports: list[Updates] = []
+        self.aborted_after: int | None = None
+        self._more = asyncio.Event()
+        self._hear, self._send = model.client.on_updates, model.client._core.send
+        monkeypatch.setattr(model.client, "on_updates", self._on_updates)
+        monkeypatch.setattr(model.client._core, "send", self._on_send)
+
+    def _on_updates(self, updates: Updates) -> None:
+        self.reports.append(updates)
+        self._more.set()
+        self._hear(updates)
+
+    def _on_send(self, message: Any) -> None:
+        if type(message).__name__ == "Abort":
+            self.aborted_after = len(self.reports)
+        self._send(message)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Look again at every report."""
+        async with asyncio.timeout(60):
+            while not holds():
+                self._more.clear()
+                await self._more.wait()
+
+    def holding(self, blocks: int) -> int:
+        """Reports that fewer than `blocks` are free."""
+        return sum(report.load.free_blocks < blocks for report in self.reports)
+
+    def holding_after_abort(self, blocks: int) -> int:
+        """Steps after the abort was sent that still held blocks."""
+        assert self.aborted_after is not None
+        later = self.reports[self.aborted_after :]
+        return len({report.step for report in later if report.load.free_blocks < blocks})
+
+
+@asynccontextmanager
+async def served(model: LlmModel) -> AsyncIterator[int]:
+    """The model behind real sockets in this process; the port."""
+    hub = Hub()
+    sock = bind("127.0.0.1", 0, "--http-port")
+    assert await hub.load("m", "1", lambda: model) is None
+    server = HttpServer(build_app(hub, ServerInfo()), sock, access_log=False)
+    await server.start()
+    try:
+        yield sock.getsockname()[1]
+    finally:
+        await server.stop()
+        await hub.unload()
+        sock.close()
+
+
+PROMPT = {"input_ids": list(range(1, 40)), "max_tokens": 2000}
+DOORS = [
+    ("/v2/models/m/generate_stream", PROMPT),
+    ("/v2/models/m/generate", PROMPT),
+    ("/v1/completions", {"model": "m", "prompt": PROMPT["input_ids"], "max_tokens": 2000}),
+]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+async def test_blocks_are_free_soon_after(tokenizer_only: Path, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
+    fake = FakeConfig(vocab_size=384, step_seconds=0.05)
+    engine = EngineConfig(model=str(tokenizer_only), executor="fake", fake=fake, scheduler=SchedulerConfig(ahead=ahead))
+    model = LlmModel("m", "1", engine)
+    async with served(model) as port:
+        info = model.client.info
+        assert info
+        for path, body in DOORS:
+            steps = Steps(model, monkeypatch)
+            await visit_and_leave(port, path, body, steps, info.blocks)
+            await steps.until(lambda steps=steps: steps.aborted_after is not None)
+            await steps.until(lambda steps=steps: steps.reports[-1].load.free_blocks == info.blocks)
+            # One more report may have been under way, already made when the abort was sent.
+            assert steps.holding_after_abort(info.blocks) <= ahead + 1 + 1, path
+            assert model.client.load.running == 0
+
+
+async def visit_and_leave(port: int, path: str, body: Any, steps: Steps, blocks: int) -> None:
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(head.encode() + content)
+    await steps.until(lambda: steps.holding(blocks) >= 5)
+    writer.close()
+    await writer.wait_closed()

@@ -1,0 +1,196 @@
+"""A server's life: full queues, lost cores, ports in use, and the way out."""
+
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+FLAGS = ["--executor", "fake", "--fake-vocab-size", "384", "--served-model-name", "m"]
+LONG = {"input_ids": [1], "max_tokens": 300}
+
+
+@contextmanager
+def stream(server: Any, model: str = "m", body: Any = LONG) -> Iterator[Iterator[str]]:
+    """The lines of a stream that has begun."""
+    url = f"{server.url}/v2/models/{model}/generate_stream"
+    with httpx.stream("POST", url, json=body, timeout=60) as response:
+        assert response.status_code == 200
+        lines = (line for line in response.iter_lines() if line)
+        yield lines
+
+
+def generate(server: Any) -> int:
+    body = {"input_ids": [1], "max_tokens": 2}
+    return httpx.post(f"{server.url}/v2/models/m/generate", json=body, timeout=60).status_code
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v2/models/slow/generate", {"text_input": "x"}),
+        ("/v2/models/slow/generate_stream", {"text_input": "x"}),
+        ("/v1/completions", {"model": "slow", "prompt": "x"}),
+        ("/v1/chat/completions", {"model": "slow", "messages": [{"role": "user", "content": "x"}], "stream": True}),
+    ],
+)
+def test_a_full_queue_says_when_to_come_back(server: Any, path: str, body: Any) -> None:
+    with stream(server, "slow") as lines:
+        next(lines)
+        waiting = threading.Thread(target=_one_that_waits, args=(server, done := threading.Event()))
+        waiting.start()
+        try:
+            answer = _refusal(server, path, body)
+        finally:
+            done.set()
+            waiting.join()
+    assert answer.status_code == 429
+    assert int(answer.headers["retry-after"]) >= 1
+    assert "1 requests are waiting already" in answer.text
+
+
+def _one_that_waits(server: Any, done: threading.Event) -> None:
+    """Take the only place in the queue, and leave it."""
+    with socket.create_connection(server.address) as connection:
+        body = json.dumps(LONG).encode()
+        head = f"POST /v2/models/slow/generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        done.wait(60)
+
+
+def _refusal(server: Any, path: str, body: Any) -> httpx.Response:
+    """Ask until the queue is full: those that find it empty are left to wait, and leave."""
+    while True:
+        try:
+            answer = httpx.post(server.url + path, json=body, timeout=0.5)
+        except httpx.TimeoutException:
+            continue
+        return answer
+
+
+def test_a_killed_core_ends_its_streams_and_comes_back(serve: Any, tokenizer_only: Path) -> None:
+    with serve(str(tokenizer_only), *FLAGS, "--fake-step-seconds", "0.02") as server, stream(server) as lines:
+        next(lines)
+        [core] = server.cores()
+        os.kill(core, signal.SIGKILL)
+        *_, last = lines
+        assert "error" in json.loads(last.removeprefix("data: "))
+        server.until(lambda: server.status("/v2/health/ready") == 200 and server.cores() not in ([], [core]))
+        assert generate(server) == 200
+        assert server.stop() == 0
+
+
+def test_unready_while_the_core_is_away(serve: Any, tokenizer_only: Path) -> None:
+    with serve(str(tokenizer_only), *FLAGS) as server:
+        assert server.status("/v2/models/m/ready") == 200
+        [core] = server.cores()
+        os.kill(core, signal.SIGSTOP)  # it does not turn any more, which is noticed after five seconds
+        server.until(lambda: server.status("/v2/models/m/ready") == 400)
+        assert server.status("/v2/health/ready") == 400
+        assert server.status("/v2/health/live") == 200
+        os.kill(core, signal.SIGCONT)
+        server.until(lambda: server.status("/v2/health/ready") == 200)
+        assert generate(server) == 200
+
+
+def test_sigterm_lets_running_requests_finish(serve: Any, tokenizer_only: Path) -> None:
+    with serve(str(tokenizer_only), *FLAGS, "--fake-step-seconds", "0.01") as server, stream(server) as lines:
+        next(lines)
+        cores = server.cores()
+        server.process.send_signal(signal.SIGTERM)
+        server.until(lambda: server.status("/v2/health/ready") == 503)
+        assert httpx.get(f"{server.url}/v2/health/ready").json() == {"error": "Server exiting"}
+        assert generate(server) == 503
+        assert sum('"text_output"' in line for line in lines) > 100
+        assert server.process.wait(60) == 0
+        assert_nothing_left(server, cores)
+
+
+def test_a_second_signal_forces(serve: Any, tokenizer_only: Path) -> None:
+    with serve(str(tokenizer_only), *FLAGS, "--fake-step-seconds", "1") as server, ExitStack() as stack:
+        lines = stack.enter_context(stream(server))
+        next(lines)
+        cores = server.cores()
+        server.process.send_signal(signal.SIGTERM)
+        server.until(lambda: server.status("/v2/health/ready") == 503)
+        assert server.stop(signal.SIGINT) == 0
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(lines)
+        assert_nothing_left(server, cores)
+
+
+def test_the_exit_timeout_forces_too(serve: Any, tokenizer_only: Path) -> None:
+    flags = [*FLAGS, "--fake-step-seconds", "1", "--exit-timeout-secs", "0.3"]
+    with serve(str(tokenizer_only), *flags) as server, ExitStack() as stack:
+        next(stack.enter_context(stream(server)))
+        cores = server.cores()
+        assert server.stop() == 0
+        assert "Traceback" not in server.said
+        assert_nothing_left(server, cores)
+
+
+def test_sigterm_while_loading(serve: Any, checkpoint: Path) -> None:
+    with serve(str(checkpoint)) as server:
+        server.until(lambda: bool(server.cores()))
+        cores = server.cores()
+        assert server.stop() == 0
+        assert "Traceback" not in server.said
+        assert_nothing_left(server, cores)
+
+
+def assert_nothing_left(server: Any, cores: list[int]) -> None:
+    assert cores
+    assert not [core for core in cores if Path(f"/proc/{core}").exists()]
+    assert list(server.scratch.iterdir()) == []
+
+
+def test_a_port_in_use(serve: Any, tokenizer_only: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with serve(str(tokenizer_only), *FLAGS, "--http-port", str(port)) as server:
+            assert server.process.wait(60) == 1
+            expected = f"charonia: cannot open port {port} on 127.0.0.1: Address already in use (--http-port)\n"
+            assert server.said == expected
+
+
+def test_a_single_checkpoint_that_fails(serve: Any, tokenizer_only: Path) -> None:
+    with serve(str(tokenizer_only), "--executor", "inline", "--served-model-name", "m") as server:
+        assert server.process.wait(60) == 1
+        assert "m: FAILED: " in server.said
+        assert "Serving" not in server.said
+        assert "Traceback" not in server.said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "charonia: nothing to serve: name a checkpoint or give --model-repository"),
+        (["/no/where"], "charonia: '/no/where' is neither a checkpoint"),
+        (["--model-repository", "/no/where"], "charonia: model repository '/no/where' is not a directory"),
+        (["--model-repository", "/", "--ahead", "1"], "charonia: --ahead is for a single checkpoint"),
+        (["x/y", "--http-port", "70000"], "--http-port"),
+        (["x/y", "--max-num-seqs", "0"], "parameter 'max_num_seqs': expected `int` >= 1"),
+        (["x/y", "--bogus"], "--bogus"),
+    ],
+)
+def test_wrong_commands(serve: Any, arguments: list[str], says: str) -> None:
+    with serve(*arguments) as server:
+        assert server.process.wait(60) in (1, 2)
+        assert says in server.said
+        assert "Traceback" not in server.said
+
+
+def test_lenient_readiness_and_another_name(serve: Any, tmp_path: Path, tokenizer_only: Path) -> None:
+    (tmp_path / "r" / "broken" / "1").mkdir(parents=True)
+    flags = ["--strict-readiness=false", "--id", "ferry"]
+    with serve("--model-repository", str(tmp_path / "r"), *flags) as server:
+        assert server.status("/v2/health/ready") == 200
+        assert httpx.get(f"{server.url}/v2").json()["name"] == "ferry"
+        assert "broken: FAILED: " in server.said
