@@ -63,7 +63,11 @@ def test_the_length_is_the_models_or_less() -> None:
 
 
 def gone(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists()
+    """Dead; an orphan may stay a zombie where nobody reaps."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
 
 
 def until_nothing_is_left(core: int, sockets: Path) -> None:
