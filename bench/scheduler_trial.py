@@ -200,12 +200,11 @@ class Trial:
 
     def _take_started(self, updates: StepUpdates) -> None:
         for key, _ in updates.started:
-            if key in self.expected:  # else it was aborted before anything was heard of it
-                expected = self.expected[key]
-                assert not expected.started, "started twice"
-                expected.started = True
-                waited = (self.plans - expected.arrived) / (expected.deadline - expected.arrived)
-                self.longest_wait = max(self.longest_wait, waited)
+            expected = self.expected[key]
+            assert not expected.started, "started twice"
+            expected.started = True
+            waited = (self.plans - expected.arrived) / (expected.deadline - expected.arrived)
+            self.longest_wait = max(self.longest_wait, waited)
 
     def _take_tokens(self, updates: StepUpdates) -> None:
         assert len(set(updates.keys)) == len(updates.keys)

@@ -108,7 +108,7 @@ class Scheduler:
             )
 
     def abort(self, keys: Iterable[int]) -> None:
-        """Forget these sequences: no token and no finish is reported any more. Unknown keys are ignored.
+        """Forget these sequences: nothing of them is reported any more. Unknown keys are ignored.
 
         Blocks in use by plans in flight are free when the last of those is applied.
         """
@@ -121,6 +121,7 @@ class Scheduler:
             else:
                 del self._live[key]
                 self._line.leave(sequence)
+        self._started = [(key, cached) for key, cached in self._started if key in self._live]
 
     # One step
 
@@ -193,8 +194,8 @@ class Scheduler:
         return claims if self._config.admission == "no_evict" else claims + int(self._rows.running.sum())
 
     def _admit(self, draft: Draft, sequence: Sequence) -> None:
-        """Give it a row and its first chunk; or set it aside until a block it can share is computed; or note that
-        it does not fit."""
+        """Give it a row and its first chunk; or set it aside until a block it can share is computed; or note that it
+        does not fit, whereupon nobody is admissible until more blocks are free."""
         awaited = self._cache.awaits(sequence.hashes, sequence.known)
         if awaited is not None:
             self._line.park(sequence, awaited)

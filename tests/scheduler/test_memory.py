@@ -155,6 +155,16 @@ def test_an_aborted_sequence_is_free_within_ahead_plus_one_steps(ahead: int) -> 
     assert not one.scheduler.has_work
 
 
+def test_nothing_is_heard_of_an_aborted_sequence() -> None:
+    one = trial(blocks=16)
+    key = one.arrive(family=0, prompt=4, new=40)
+    one.schedule()
+    one.leave(key)
+    updates = one.apply()
+    assert updates is not None
+    assert not any(updates)
+
+
 def test_a_waiting_sequence_is_aborted_at_once() -> None:
     one = trial(blocks=16)
     one.leave(one.arrive(family=0, prompt=4, new=40))
