@@ -35,7 +35,7 @@ class Patience(NamedTuple):
 
     turn: float = 5.0
     turn_steps: float = 10.0
-    hung: float = 12.0
+    hung: float = 60.0
     watch: float = 1.0
     first_retry: float = 0.1
     last_retry: float = 30.0
