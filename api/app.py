@@ -3,10 +3,13 @@
 Hot routes are plain Starlette routes inside FastAPI's application: no dependency solving, no response models.
 """
 
+import logging
+
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..core.errors import CharoniaError
 from ..core.gateway import Gateway
@@ -14,6 +17,8 @@ from .connection import ClientLeft
 from .faults import UNEXPECTED, error_response, json_response
 from .openai import OpenAI
 from .v2 import V2, ServerInfo
+
+log = logging.getLogger(__name__)
 
 _CLIENT_LEFT = 499
 """What nginx logs for it; nobody receives it."""
@@ -27,8 +32,23 @@ def build_app(gateway: Gateway, info: ServerInfo) -> FastAPI:
     app.add_exception_handler(CharoniaError, _charonia_error)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(ClientLeft, _client_left)
-    app.add_exception_handler(Exception, _unexpected)
+    app.add_middleware(LastResort)
     return app
+
+
+class LastResort:
+    """Answers what nobody expected, once, and keeps the connection: the traceback is for the log."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except Exception:
+            # Streams answer for themselves once they have begun (`EventStream`), so nothing was sent yet.
+            log.exception("%s %s failed", scope.get("method"), scope.get("path"))
+            await error_response(UNEXPECTED, scope["path"])(scope, receive, send)
 
 
 async def _charonia_error(request: Request, error: Exception) -> Response:
@@ -46,8 +66,3 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 async def _client_left(request: Request, error: Exception) -> Response:
     return Response(status_code=_CLIENT_LEFT)
-
-
-async def _unexpected(request: Request, error: Exception) -> Response:
-    # Starlette raises the error again once this is sent, and the server logs its traceback.
-    return error_response(UNEXPECTED, request.url.path)

@@ -73,10 +73,12 @@ def _members(document: Any) -> Pairs:
     return document
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(key: str, value: Any) -> Any:
     if isinstance(value, _Object):
-        return {key: _as_json(member) for key, member in value}
-    return [_as_json(element) for element in value] if isinstance(value, list) else value
+        return {_string(key, name): _as_json(key, member) for name, member in value}
+    if isinstance(value, list):
+        return [_as_json(key, element) for element in value]
+    return _string(key, value) if isinstance(value, str) else value
 
 
 class _Mapping:
@@ -117,7 +119,7 @@ class _Mapping:
         if key in self._specs:
             self.tensors[key] = _tensor(self._specs[key], value, self._config.max_batch_size > 0)
         elif isinstance(value, list) and not isinstance(value, _Object) and self._has(_SAMPLING, "BYTES"):
-            self._lists[key] = _as_json(value)
+            self._lists[key] = _as_json(key, value)
         else:
             self.parameters[key] = _parameter(key, value)
 

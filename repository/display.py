@@ -36,7 +36,10 @@ class Display:
         sys.stdout.flush()
 
     def loading(self, name: str) -> OnProgress:
+        self._show(f"{name}: starting", 0)
+
         def on_progress(phase: str, fraction: float, seconds: float, detail: str) -> None:
+            self._hide(f"{name}: starting")
             title = f"{name}: {phase}"
             self._show(title, fraction)
             if fraction >= 1:
@@ -59,7 +62,8 @@ class Display:
         self._bars.update(self._phases[title], completed=fraction)
 
     def _hide(self, title: str) -> None:
-        self._bars.remove_task(self._phases.pop(title))
+        if title in self._phases:
+            self._bars.remove_task(self._phases.pop(title))
 
     def _hide_all(self) -> None:
         for title in list(self._phases):

@@ -301,8 +301,9 @@ async def test_error_within_a_stream(client: httpx.AsyncClient, gateway: Any) ->
     assert chunks[-1]["error"]["type"] == "server_error"
 
 
-async def test_an_unexpected_error(client: httpx.AsyncClient, gateway: Any) -> None:
+async def test_an_unexpected_error(client: httpx.AsyncClient, gateway: Any, caplog: pytest.LogCaptureFixture) -> None:
     gateway.texts, gateway.error = (), RuntimeError("a secret")
     response = await client.post(CHAT, json=HI)
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "Internal Server Error"
+    assert "RuntimeError: a secret" in caplog.text
