@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("charonia.main")
 
 _Port = Annotated[int, Parameter(validator=Number(gte=0, lte=65535))]
-_Switch = Parameter(negative=())
+_Boolean: TypeAlias = Literal["true", "false", "1", "0"]
+"""As tritonserver takes them: `--flag=false` and `--flag false` alike."""
 
 app = App(name="charonia", version=__version__, help="A streaming, LLM-centric inference server.")
 
@@ -54,7 +55,7 @@ class ServerOptions:
     """Accepted; metrics open with a later release."""
     http_max_input_size: Annotated[int, Parameter(validator=Number(gte=1))] = 64 * 1024 * 1024
     """Largest request body in bytes."""
-    strict_readiness: Annotated[bool, _Switch] = True
+    strict_readiness: _Boolean = "true"
     """Ready only when every known model is."""
     exit_timeout_secs: Annotated[float, Parameter(validator=Number(gte=0))] = 30
     """How long running requests may take to finish on SIGTERM or SIGINT."""
@@ -134,7 +135,7 @@ async def _run(plan: _Plan) -> int:
     from .repository.gateway import Hub
 
     options = plan.server
-    hub = Hub(strict=options.strict_readiness)
+    hub = Hub(strict=options.strict_readiness in ("true", "1"))
     with bind(options.http_address, options.http_port, "--http-port") as sock, StopSignals() as stop:
         try:
             if not await _load(plan, hub, stop):

@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from charonia.api.server import HttpServer, bind
 from charonia.api.v2 import ServerInfo
 from charonia.engine.config import EngineConfig, FakeConfig
 from charonia.engine.llm import LlmModel
-from charonia.engine.messages import Updates
+from charonia.engine.messages import Load, Updates
 from charonia.repository.gateway import Hub
 from charonia.scheduler.config import SchedulerConfig
 
@@ -100,11 +101,46 @@ async def test_blocks_are_free_soon_after(tokenizer_only: Path, monkeypatch: pyt
             assert model.client.load.running == 0
 
 
-async def visit_and_leave(port: int, path: str, body: Any, steps: Steps, blocks: int) -> None:
+async def test_nothing_stays_of_those_who_left(tokenizer_only: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeConfig(vocab_size=384, step_seconds=0.002)
+    model = LlmModel("m", "1", EngineConfig(model=str(tokenizer_only), executor="fake", fake=fake))
+    async with served(model) as port:
+        tasks, info, steps = asyncio.all_tasks(), model.client.info, Steps(model, monkeypatch)
+        assert info
+        moments = Random(7)
+        await asyncio.gather(*(hurried(port, *DOORS[n % len(DOORS)], moments.uniform(0, 0.2)) for n in range(90)))
+        await steps.until(
+            lambda: steps.reports[-1].load == Load(0, 0, info.blocks, steps.reports[-1].load.step_seconds)
+        )
+        await asyncio.wait_for(asyncio.gather(*(asyncio.all_tasks() - tasks - {asyncio.current_task()})), 60)
+        assert model.client.queued == 0
+        assert b'"text_output"' in await whole_answer(port)
+
+
+async def hurried(port: int, path: str, body: Any, patience: float) -> None:
+    """Leave after `patience` seconds, wherever the exchange is by then."""
+    _, writer = await ask(port, path, body)
+    await asyncio.sleep(patience)
+    writer.transport.abort()
+
+
+async def whole_answer(port: int) -> bytes:
+    reader, writer = await ask(port, DOORS[1][0], {"input_ids": [1], "max_tokens": 2})
+    answer = await reader.readuntil(b"}")
+    writer.close()
+    return answer
+
+
+async def ask(port: int, path: str, body: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     content = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
-    _, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(head.encode() + content)
+    return reader, writer
+
+
+async def visit_and_leave(port: int, path: str, body: Any, steps: Steps, blocks: int) -> None:
+    _, writer = await ask(port, path, body)
     await steps.until(lambda: steps.holding(blocks) >= 5)
     writer.close()
     await writer.wait_closed()

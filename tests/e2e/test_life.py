@@ -178,6 +178,7 @@ def test_a_single_checkpoint_that_fails(serve: Any, tokenizer_only: Path) -> Non
         (["x/y", "--http-port", "70000"], "--http-port"),
         (["x/y", "--max-num-seqs", "0"], "parameter 'max_num_seqs': expected `int` >= 1"),
         (["x/y", "--bogus"], "--bogus"),
+        (["x/y", "--strict-readiness=maybe"], "--strict-readiness"),
     ],
 )
 def test_wrong_commands(serve: Any, arguments: list[str], says: str) -> None:
@@ -189,7 +190,7 @@ def test_wrong_commands(serve: Any, arguments: list[str], says: str) -> None:
 
 def test_lenient_readiness_and_another_name(serve: Any, tmp_path: Path, tokenizer_only: Path) -> None:
     (tmp_path / "r" / "broken" / "1").mkdir(parents=True)
-    flags = ["--strict-readiness=false", "--id", "ferry"]
+    flags = ["--strict-readiness", "false", "--id", "ferry"]
     with serve("--model-repository", str(tmp_path / "r"), *flags) as server:
         assert server.status("/v2/health/ready") == 200
         assert httpx.get(f"{server.url}/v2").json()["name"] == "ferry"
