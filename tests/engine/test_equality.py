@@ -47,7 +47,6 @@ class Setting:
 
 SETTINGS = {
     "plain": Setting(),
-    "one by one": Setting(rows=1),
     "chunked": Setting(chunk=29),
     "prefix": Setting(prefix=True),
     "preempted": Setting(tight=True),
@@ -150,6 +149,14 @@ def test_greedy_tokens_are_transformers(
     assert [outcome.tokens[key] for key in range(len(LENGTHS))] == generated(name)
     assert set(outcome.finished.values()) == {"length"}
     assert_it_happened(setting, outcome, events)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_one_row_at_a_time_says_the_same(
+    backend: str, bench: Callable[[str, str], Bench], generated: Callable[[str], list[list[int]]]
+) -> None:
+    outcome, _ = bench("llama", backend).run(Setting(rows=1))
+    assert [outcome.tokens[key] for key in range(len(LENGTHS))] == generated("llama")
 
 
 def assert_it_happened(setting: Setting, outcome: Outcome, events: Events) -> None:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -58,16 +59,18 @@ def logits(
     return model.logits(model.hidden(torch.cat(sequences), step.positions, attention.begin(step))).float()
 
 
+@cache
 @torch.inference_mode()
-def right_logits(directory: Path, sequences: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def right_logits(directory: Path, dtype: torch.dtype) -> torch.Tensor:
+    """What transformers says, prompt by prompt."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
-    return torch.cat([model(tokens[None]).logits[0] for tokens in sequences]).float()
+    return torch.cat([model(tokens[None]).logits[0] for tokens in prompts()]).float()
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("name", NAMES)
 def test_float32_logits_are_transformers(checkpoint: Callable[..., Path], name: str, backend: str) -> None:
-    right = right_logits(checkpoint(name), prompts(), torch.float32)
+    right = right_logits(checkpoint(name), torch.float32)
     found = logits(checkpoint(name), prompts(), torch.float32, backend)
     assert (found - right).abs().max() < 1e-4 * right.abs().max()
 
@@ -79,8 +82,8 @@ def test_half_precision_is_as_near_as_transformers(
     checkpoint: Callable[..., Path], name: str, dtype: torch.dtype, backend: str
 ) -> None:
     """Both round; ours may be off by what theirs is, with a little room for luck."""
-    right = right_logits(checkpoint(name), prompts(), torch.float32)
-    theirs = (right_logits(checkpoint(name), prompts(), dtype) - right).pow(2).mean().sqrt()
+    right = right_logits(checkpoint(name), torch.float32)
+    theirs = (right_logits(checkpoint(name), dtype) - right).pow(2).mean().sqrt()
     ours = (logits(checkpoint(name), prompts(), dtype, backend) - right).pow(2).mean().sqrt()
     assert ours < 1.25 * theirs
 
