@@ -3,11 +3,11 @@
 A name nobody knows, a value of the wrong type and a wish that cannot be granted yet are refused; none is ignored.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+import orjson
 
 from ..core.errors import InvalidArgument
 from ..core.request import SamplingParams, Scalar
@@ -138,8 +138,8 @@ def text_of(tensor: Tensor) -> str:
 
 def _json_object(tensor: Tensor) -> dict[str, Any]:
     try:
-        content = json.loads(text_of(tensor))
-    except (ValueError, RecursionError) as error:
+        content = orjson.loads(text_of(tensor))
+    except ValueError as error:
         raise InvalidArgument(f"{tensor.name} is not JSON: {error}", field=tensor.name) from error
     if not isinstance(content, dict):
         raise InvalidArgument(f"{tensor.name} must be a JSON object", field=tensor.name)

@@ -66,7 +66,7 @@ def test_everything_else_is_refused_by_name(parameters: dict[str, Any], field: s
     assert refusal.value.field == field
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "nan", "[" * 100_000])
+@pytest.mark.parametrize("text", ["{", "[1]", "nan", "[" * 100_000, r'{"max_tokens": "\ud800"}'])
 def test_a_tensor_that_is_no_json_object_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument) as refusal:
         read_settings({}, replacing(text))
