@@ -1,0 +1,327 @@
+"""Load for a server: open or closed loop, over every door that streams; and what its frontend costs.
+
+    python -m charonia.bench.serve http://localhost:8000 --concurrency 8 --requests 64
+    python -m charonia.bench.serve --checkpoint DIR --rate 2 --requests 100 --slo-ttft-ms 500 --json result.json
+    python -m charonia.bench.serve --model-repository DIR --trace trace.csv --speedup 10 --duration 60
+    python -m charonia.bench.serve frontend --streams 256
+
+A server of our own listens on free loopback ports and is gone afterwards.
+"""
+
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import msgspec
+from cyclopts import App, Parameter
+from cyclopts.validators import Number
+from rich.console import Console
+from rich.progress import Progress as Bar
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from ..core.errors import CharoniaError, InvalidArgument
+from . import serve_frontend
+from .load_doors import DoorName, Manner
+from .load_drive import Pace
+from .load_figures import Slo, figures
+from .load_plan import Form, Job, Prompts, poisson, read_trace, uniform_jobs, until
+from .load_report import Cpu, Result, require_matplotlib, show, write_json, write_plot
+from .load_worker import Load, Outcome, Progress, Target, run
+from .serve_server import (
+    GRPC_PORT,
+    CpuSeconds,
+    Place,
+    cpu_seconds,
+    first_model,
+    own_server,
+    parse_place,
+    require_open,
+)
+
+_ENDLESS = 1_000_000
+"""Requests of a closed loop that only its duration ends."""
+
+_Positive = Parameter(validator=Number(gt=0))
+_Switch = Parameter(negative=())
+
+app = App(name="python -m charonia.bench.serve", help=__doc__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """Whom to ask, and where."""
+
+    model_repository: Path | None = None
+    """Start a server of our own over this repository."""
+    checkpoint: Path | None = None
+    """Start a server of our own over this checkpoint."""
+    server_args: str = ""
+    """More arguments of `charonia serve` for a server of our own."""
+    model: str = ""
+    """The model to ask; by default the server's first."""
+    door: DoorName = "completions"
+    """The protocol: OpenAI's completions or chat, v2's generate_stream, or gRPC's ModelStreamInfer."""
+    grpc_port: int = GRPC_PORT
+    """The gRPC door's port, of a server given by its URL."""
+    allow_remote: Annotated[bool, _Switch] = False
+    """Allow a server that is not this machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What to ask. Give one of rate, trace and concurrency."""
+
+    rate: Annotated[float | None, _Positive] = None
+    """Open loop: requests per second on average, arriving at random (Poisson)."""
+    trace: Path | None = None
+    """Open loop: a CSV with arrived_at, num_prefill_tokens, num_decode_tokens."""
+    concurrency: Annotated[int | None, _Positive] = None
+    """Closed loop: requests at a time."""
+    speedup: Annotated[float, _Positive] = 1.0
+    """How much faster than recorded a trace is played."""
+    limit: Annotated[int | None, _Positive] = None
+    """Only the first rows of a trace."""
+    longest: Annotated[int | None, Parameter(validator=Number(gte=2))] = None
+    """Cut a trace's prompts so that no request exceeds this many tokens."""
+    requests: Annotated[int | None, _Positive] = None
+    """How many requests."""
+    duration: Annotated[float | None, _Positive] = None
+    """Seconds after which no request begins."""
+    prompt: Annotated[int, _Positive] = 128
+    """Tokens of each prompt."""
+    new: Annotated[int, _Positive] = 64
+    """New tokens of each request."""
+    form: Form | None = None
+    """Prompts as token ids or as text; chat is always text."""
+    vocab: Annotated[int, _Positive] = 256
+    """Token ids of prompts are below this."""
+    shared_prefix: int = 0
+    """Tokens at the beginning that all prompts share."""
+    temperature: float = 0.0
+    """Sampling temperature."""
+    stop_at_eos: Annotated[bool, _Switch] = False
+    """Let the model end before all new tokens are there."""
+    seed: int = 0
+    """Of arrivals and prompts."""
+    timeout: Annotated[float, _Positive] = 600.0
+    """Seconds a request may take."""
+    warmup: int = 1
+    """Requests of each generator process before the start, in no figure."""
+    processes: Annotated[int, _Positive] = 1
+    """Generator processes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """What to tell, and where."""
+
+    slo_ttft_ms: float | None = None
+    """A good request has its first token within this time."""
+    slo_itl_ms: float | None = None
+    """A good request's tokens are this far apart at most, on average."""
+    json: Path | None = None
+    """Write figures, settings and every request to this file."""
+    plot: Path | None = None
+    """Draw distributions and output over time into this PNG."""
+
+
+@app.default
+def load(
+    url: str | None = None,
+    /,
+    *,
+    server: Annotated[Server, Parameter("*")] = Server(),
+    work: Annotated[Work, Parameter("*")] = Work(),
+    output: Annotated[Output, Parameter("*")] = Output(),
+) -> int:
+    """Put a load to a server.
+
+    Parameters
+    ----------
+    url
+        http://host:port of a server that runs; otherwise give --model-repository or --checkpoint.
+    """
+    console = Console()
+    with _told():
+        if output.plot:
+            require_matplotlib()
+        with _place(url, server, console) as place:
+            result = _measure(place, server, work, output, console)
+        show(console, result)
+        if output.json:
+            write_json(output.json, result)
+        if output.plot:
+            write_plot(output.plot, result)
+        return 0 if result.figures.succeeded else 1
+
+
+@app.command
+def frontend(
+    *,
+    door: DoorName = "completions",
+    streams: Annotated[int, _Positive] = 256,
+    requests: Annotated[int, _Positive] = 1024,
+    prompt: Annotated[int, _Positive] = 16,
+    new: Annotated[int, _Positive] = 64,
+    repeats: Annotated[int, _Positive] = 2,
+    step_ms: Annotated[float, Parameter(validator=Number(gte=0))] = 0.0,
+    json: Path | None = None,
+) -> int:
+    """Measure the frontend over a fake engine, beside a bare handler that sends the same frames.
+
+    Parameters
+    ----------
+    door
+        The protocol.
+    streams
+        Requests at a time.
+    requests
+        Requests of one turn.
+    prompt
+        Tokens of each prompt.
+    new
+        New tokens of each request.
+    repeats
+        Turns of each contender.
+    step_ms
+        Milliseconds a step of the fake engine takes.
+    json
+        Write the turns to this file.
+    """
+    console = Console()
+    trial = serve_frontend.Trial(
+        door=door,
+        streams=streams,
+        requests=requests,
+        prompt=prompt,
+        new=new,
+        repeats=repeats,
+        step_seconds=step_ms / 1e3,
+    )
+    with _told():
+        comparison = serve_frontend.compare(trial, lambda line: console.print(line, highlight=False))
+        serve_frontend.show(console, comparison)
+        if json:
+            json.write_bytes(msgspec.json.encode(comparison))
+    return 0
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Errors that say what is wrong end the command with that, and nothing more."""
+    try:
+        yield
+    except CharoniaError as error:
+        print(f"charonia: {error.message}", file=sys.stderr)
+        sys.exit(1)
+
+
+@contextmanager
+def _place(url: str | None, server: Server, console: Console) -> Iterator[Place]:
+    if sum(each is not None for each in (url, server.model_repository, server.checkpoint)) != 1:
+        raise InvalidArgument("give one of a server's URL, --model-repository and --checkpoint")
+    if url is not None:
+        place = parse_place(url, server.grpc_port, server.allow_remote)
+        require_open(place, place.http_port, "the server")
+        yield place
+        return
+    repository = server.model_repository
+    what = [str(server.checkpoint)] if repository is None else ["--model-repository", str(repository)]
+    console.print("starting a server ...")
+    with own_server(*what, *shlex.split(server.server_args)) as place:
+        yield place
+
+
+def _measure(place: Place, server: Server, work: Work, output: Output, console: Console) -> Result:
+    wanted = _load(place, server, work)
+    before = cpu_seconds(place.pid)
+    begun = perf_counter()
+    with _progress(console, len(wanted.jobs)) as bar:
+        outcomes = run(wanted, work.processes, bar)
+    cpu = _cpu(outcomes, before, cpu_seconds(place.pid), perf_counter() - begun)
+    slo = Slo(output.slo_ttft_ms, output.slo_itl_ms)
+    records = [record for outcome in outcomes for record in outcome.records]
+    return Result(_asked(server, work), figures(records, slo), slo, cpu, records)
+
+
+def _load(place: Place, server: Server, work: Work) -> Load:
+    grpc = server.door == "grpc"
+    if grpc:
+        require_open(place, place.grpc_port, "the gRPC door")
+    manner = Manner(server.model or first_model(place), work.temperature, not work.stop_at_eos)
+    port = place.grpc_port if grpc else place.http_port
+    return Load(
+        target=Target(host=place.host, port=port, door=server.door, manner=manner),
+        jobs=jobs_of(work),
+        prompts=Prompts(form=_form(server, work), vocab=work.vocab, shared=work.shared_prefix, seed=work.seed),
+        pace=Pace(concurrency=work.concurrency or 0, duration=work.duration, timeout=work.timeout),
+        warm_up=work.warmup,
+    )
+
+
+def jobs_of(work: Work) -> list[Job]:
+    """The requests of a load.
+
+    Raises:
+        InvalidArgument: it has no pace, or several, or no end; or the trace cannot be read.
+    """
+    if sum(each is not None for each in (work.rate, work.trace, work.concurrency)) != 1:
+        raise InvalidArgument("give one of --rate, --trace and --concurrency")
+    if work.trace is not None:
+        limit = min(filter(None, (work.limit, work.requests)), default=None)
+        jobs = read_trace(work.trace, speedup=work.speedup, limit=limit, longest=work.longest)
+        return until(jobs, work.duration)
+    if work.requests is None and work.duration is None:
+        raise InvalidArgument("give --requests or --duration, or both: else it never ends")
+    if work.rate is None:
+        return uniform_jobs([0.0] * (work.requests or _ENDLESS), work.prompt, work.new)
+    count = work.requests or round(2 * work.rate * (work.duration or 0)) + 100
+    return until(uniform_jobs(poisson(work.rate, count, work.seed), work.prompt, work.new), work.duration)
+
+
+def _form(server: Server, work: Work) -> Form:
+    if server.door == "chat" and work.form == "ids":
+        raise InvalidArgument("a chat takes no token ids")
+    return work.form or ("text" if server.door == "chat" else "ids")
+
+
+def _cpu(outcomes: list[Outcome], before: CpuSeconds | None, after: CpuSeconds | None, seconds: float) -> Cpu:
+    generator = [outcome.cpu / outcome.seconds for outcome in outcomes]
+    if before is None or after is None:
+        return Cpu(generator=generator)
+    spent = after - before
+    return Cpu(generator=generator, frontend=spent.frontend / seconds, engine=spent.engine / seconds)
+
+
+def _asked(server: Server, work: Work) -> dict[str, Any]:
+    return {**msgspec.to_builtins(server, enc_hook=str), **msgspec.to_builtins(work, enc_hook=str)}
+
+
+@contextmanager
+def _progress(console: Console, requests: int) -> "Iterator[Any]":
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Bar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("warming up")
+
+        def tell(seen: Progress) -> None:
+            of = f" of {requests}" if requests < _ENDLESS else ""
+            failed = f", {seen.failed} failed" if seen.failed else ""
+            running = seen.sent - seen.done
+            text = f"{seen.done}{of} requests done, {running} running{failed}, {seen.tokens} tokens"
+            bar.update(task, description=text)
+
+        yield tell
+
+
+def main() -> None:
+    """The command."""
+    sys.exit(app())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""The least a server can do: frames of a given size, as many as asked for, straight into uvicorn or grpc.aio.
+
+    python -m charonia.bench.serve_bare HTTP_PORT GRPC_PORT
+
+What any server of this language on these libraries is measured against. The prompt says what to send: its token ids
+are (frames, bytes of each, 1 to give other streams a turn between two frames). Knows nothing of Charonia.
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+import orjson
+import uvicorn
+
+from .serve_server import LOOPBACK
+
+_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
+_EVENT = b'data: {"choices":[{"text":"%s"}]}\n\n'
+"""A completions event, so that the door's own reader counts it."""
+
+
+class Frames(NamedTuple):
+    """What to send: `number` frames of `size` bytes; with `turns`, the loop serves others in between."""
+
+    number: int
+    size: int
+    turns: bool
+
+    def prompt(self) -> list[int]:
+        return [int(each) for each in self]
+
+    @classmethod
+    def asked(cls, prompt: list[int]) -> "Frames":
+        number, size, turns = prompt
+        return cls(number, size, bool(turns))
+
+
+def event_of(size: int) -> bytes:
+    """An event of `size` bytes, or the smallest there is."""
+    return _EVENT % (b"x" * max(1, size - len(_EVENT % b"")))
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    """The ASGI handler."""
+    frames = Frames.asked(orjson.loads(await _body(receive))["prompt"])
+    frame = event_of(frames.size)
+    await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+    for _ in range(frames.number):
+        await send({"type": "http.response.body", "body": frame, "more_body": True})
+        if frames.turns:
+            await asyncio.sleep(0)
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _body(receive: Any) -> bytes:
+    pieces: list[bytes] = []
+    more = True
+    while more:
+        message = await receive()
+        pieces.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(pieces)
+
+
+def response_of(size: int) -> bytes:
+    """A ModelStreamInferResponse of about `size` bytes, encoded."""
+    from tritonclient.grpc import service_pb2
+
+    response = service_pb2.ModelStreamInferResponse()
+    answer = response.infer_response
+    answer.outputs.add(name="text_output", datatype="BYTES", shape=[1])
+    text = max(1, size - answer.ByteSize() - 6)
+    answer.raw_output_contents.append(text.to_bytes(4, "little") + b"x" * text)
+    encoded: bytes = response.SerializeToString()
+    return encoded
+
+
+async def _stream_infer(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[bytes]:
+    async for request in requests:
+        ids = [int.from_bytes(request.raw_input_contents[0][at : at + 4], "little") for at in (0, 4, 8)]
+        frames = Frames.asked(ids)
+        frame = response_of(frames.size)
+        for _ in range(frames.number):
+            yield frame
+            if frames.turns:
+                await asyncio.sleep(0)
+
+
+async def _serve(http_port: int, grpc_port: int) -> None:
+    import grpc  # type: ignore[import-untyped,unused-ignore]
+    from tritonclient.grpc import service_pb2
+
+    method = grpc.stream_stream_rpc_method_handler(
+        _stream_infer, request_deserializer=service_pb2.ModelInferRequest.FromString, response_serializer=None
+    )
+    server = grpc.aio.server()
+    service = {"ModelStreamInfer": method}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("inference.GRPCInferenceService", service)])
+    server.add_insecure_port(f"{LOOPBACK}:{grpc_port}")
+    await server.start()
+    config = uvicorn.Config(
+        app, host=LOOPBACK, port=http_port, http="httptools", ws="none", lifespan="off", log_config=None,
+        access_log=False, server_header=False,
+    )  # fmt: skip
+    await uvicorn.Server(config).serve()
+    await server.stop(0)
+
+
+def main() -> None:
+    import uvloop
+
+    uvloop.run(_serve(int(sys.argv[1]), int(sys.argv[2])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""What the frontend costs: its doors with a model that only counts, beside a bare handler that sends as many frames
+of the same size. Both take turns in one run, for the machine is shared and its speed is not constant.
+
+Frames per second say what one frontend carries here, with generator and engine core on the same machine; frames per
+second of frontend CPU leave those out.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from ..core.errors import Unavailable
+from .load_doors import DoorName, Manner
+from .load_drive import Pace
+from .load_figures import Figures, figures
+from .load_plan import Form, Prompts, uniform_jobs
+from .load_worker import Load, Outcome, Target, run
+from .serve_bare import Frames
+from .serve_fake import NAME, write_repository
+from .serve_server import LOOPBACK, Place, cpu_seconds, free_ports, own_server, process, require_open, until_open
+
+_LEGS = ("charonia", "bare", "bare, in turns")
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """`streams` at a time until `requests` are done, each of `new` tokens after `prompt`; a step of the fake engine
+    takes `step_seconds`."""
+
+    door: DoorName = "completions"
+    streams: int = 256
+    requests: int = 1024
+    prompt: int = 16
+    new: int = 64
+    repeats: int = 2
+    step_seconds: float = 0.0
+
+
+class Leg(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of one contender."""
+
+    name: str
+    frames: int
+    tokens_per_frame: float
+    bytes_per_frame: float
+    frames_per_s: float
+    frames_per_frontend_s: float | None
+    generator_cpu: float
+    errors: dict[str, int]
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """All turns, and the medians' ratios to charonia's."""
+
+    trial: Trial
+    legs: list[Leg]
+
+    def frames_per_s(self, name: str) -> float:
+        return median(leg.frames_per_s for leg in self.legs if leg.name == name)
+
+    def frames_per_frontend_s(self, name: str) -> float:
+        return median(leg.frames_per_frontend_s or 0.0 for leg in self.legs if leg.name == name)
+
+    def ratio(self, name: str) -> float:
+        """Charonia's frames per second, in those of contender `name`."""
+        return self.frames_per_s(_LEGS[0]) / self.frames_per_s(name)
+
+    def cpu_ratio(self, name: str) -> float:
+        """The same per second of frontend CPU."""
+        other = self.frames_per_frontend_s(name)
+        return self.frames_per_frontend_s(_LEGS[0]) / other if other else 0.0
+
+
+def compare(trial: Trial, log: Callable[[str], None]) -> Comparison:
+    """Run the contenders in turns.
+
+    Raises:
+        Unavailable: a server cannot be started, or its door is closed.
+    """
+    with _servers(trial) as (ours, bare):
+        legs: list[Leg] = []
+        for _ in range(trial.repeats):
+            first = _leg(_LEGS[0], trial, ours, None)
+            legs.append(first)
+            log(_line(first))
+            for name in _LEGS[1:]:
+                legs.append(_leg(name, trial, bare, _frames(first, trial, turns="turns" in name)))
+                log(_line(legs[-1]))
+        return Comparison(trial, legs)
+
+
+def _frames(leg: Leg, trial: Trial, turns: bool) -> Frames:
+    return Frames(max(1, round(leg.frames / trial.requests)), round(leg.bytes_per_frame), turns)
+
+
+@contextmanager
+def _servers(trial: Trial) -> Iterator[tuple[Place, Place]]:
+    parameters = {
+        "max_num_seqs": trial.streams,
+        "max_num_batched_tokens": 4 * trial.streams,
+        "max_queued_requests": 2 * trial.streams,
+        "fake_step_seconds": trial.step_seconds,
+    }
+    with ExitStack() as stack:
+        scratch = stack.enter_context(TemporaryDirectory(prefix="charonia-bench-"))
+        repository = write_repository(Path(scratch) / "models", parameters)
+        ours = stack.enter_context(own_server("--model-repository", str(repository)))
+        if trial.door == "grpc":
+            require_open(ours, ours.grpc_port, "the gRPC door")
+        yield ours, stack.enter_context(_bare_server())
+
+
+@contextmanager
+def _bare_server() -> Iterator[Place]:
+    http_port, grpc_port = free_ports(2)
+    command = [sys.executable, "-m", "charonia.bench.serve_bare", str(http_port), str(grpc_port)]
+    with process(command) as (pid, alive):
+        place = Place(LOOPBACK, http_port, grpc_port, pid)
+        until_open(place, alive)
+        yield place
+
+
+def _leg(name: str, trial: Trial, place: Place, frames: Frames | None) -> Leg:
+    before = cpu_seconds(place.pid)
+    (outcome,) = run(_load(trial, place, frames))
+    after = cpu_seconds(place.pid)
+    spent = (after - before).frontend if before and after else None
+    return _measured(name, figures(outcome.records), outcome, spent)
+
+
+def _load(trial: Trial, place: Place, frames: Frames | None) -> Load:
+    grpc = trial.door == "grpc"
+    # Whatever our door is called: the bare handler's events are those of completions.
+    door: DoorName = trial.door if grpc or frames is None else "completions"
+    form: Form = "text" if door == "chat" else "ids"
+    target = Target(
+        host=place.host,
+        port=place.grpc_port if grpc else place.http_port,
+        door=door,
+        manner=Manner(NAME, counted=False),
+    )
+    fixed = None if frames is None else frames.prompt()
+    return Load(
+        target=target,
+        jobs=uniform_jobs([0.0] * trial.requests, trial.prompt, trial.new),
+        prompts=Prompts(form=form, fixed=fixed),
+        pace=Pace(concurrency=trial.streams),
+        warm_up=0,
+    )
+
+
+def _measured(name: str, seen: Figures, outcome: Outcome, spent: float | None) -> Leg:
+    if not seen.frames:
+        raise Unavailable(f"{name} sent nothing: {seen.errors}")
+    return Leg(
+        name=name,
+        frames=seen.frames,
+        tokens_per_frame=seen.output_tokens / seen.frames,
+        bytes_per_frame=seen.size / seen.frames,
+        frames_per_s=seen.per_second(seen.frames),
+        frames_per_frontend_s=seen.frames / spent if spent else None,
+        generator_cpu=outcome.cpu / outcome.seconds,
+        errors=seen.errors,
+    )
+
+
+def _line(leg: Leg) -> str:
+    return f"{leg.name}: {leg.frames_per_s:,.0f} frames/s" + (f", errors {leg.errors}" if leg.errors else "")
+
+
+def show(console: Console, comparison: Comparison) -> None:
+    """Print the turns and the ratios."""
+    trial = comparison.trial
+    table = Table(title=f"{trial.door}: {trial.streams} streams, {trial.requests} requests of {trial.new} tokens")
+    for column in ("", "frames", "tokens/frame", "bytes/frame", "frames/s", "frames/CPU s", "generator CPU"):
+        table.add_column(column, justify="right" if column else "left")
+    for leg in comparison.legs:
+        per_cpu = "-" if leg.frames_per_frontend_s is None else f"{leg.frames_per_frontend_s:,.0f}"
+        table.add_row(
+            leg.name,
+            f"{leg.frames:,}",
+            f"{leg.tokens_per_frame:.2f}",
+            f"{leg.bytes_per_frame:.0f}",
+            f"{leg.frames_per_s:,.0f}",
+            per_cpu,
+            f"{leg.generator_cpu:.0%}",
+        )
+    console.print(table)
+    for name in _LEGS[1:]:
+        by_cpu = comparison.cpu_ratio(name)
+        console.print(f"charonia / {name}: {comparison.ratio(name):.2f} in frames/s, {by_cpu:.2f} per frontend CPU")

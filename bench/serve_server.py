@@ -1,0 +1,211 @@
+"""The server under load: one that runs already, or one of our own on free loopback ports, gone when we are.
+
+Knows where its doors are and what its processes cost; nothing of what is asked there.
+"""
+
+import ipaddress
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import ProxyHandler, build_opener
+
+from ..core.errors import InvalidArgument, NotFound, Unavailable
+
+LOOPBACK = "127.0.0.1"
+GRPC_PORT = 8001
+_STOP_SECONDS = 30.0
+_LOAD_SECONDS = 600.0
+_POLL_SECONDS = 0.05
+_TAIL = 2000
+"""Characters of what a server said that are shown when it ends."""
+
+# No proxy stands between us and a server we measure.
+_http = build_opener(ProxyHandler({}))
+
+
+class Place(NamedTuple):
+    """Where a server's doors are. `pid`: its process, where it is ours."""
+
+    host: str
+    http_port: int
+    grpc_port: int
+    pid: int | None = None
+
+
+class CpuSeconds(NamedTuple):
+    """CPU time spent so far: by the server's own process, and by its children, which are engine cores."""
+
+    frontend: float
+    engine: float
+
+    def __sub__(self, other: "CpuSeconds") -> "CpuSeconds":
+        return CpuSeconds(self.frontend - other.frontend, self.engine - other.engine)
+
+
+def parse_place(url: str, grpc_port: int, allow_remote: bool) -> Place:
+    """Where `url` (http://host:port) points.
+
+    Raises:
+        InvalidArgument: not such a URL, or not this machine and `allow_remote` is false.
+    """
+    parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
+    if parts.scheme != "http" or not parts.hostname:
+        raise InvalidArgument(f"give the server as http://host:port, not {url}")
+    if not allow_remote and not is_loopback(parts.hostname):
+        raise InvalidArgument(f"{parts.hostname} is not this machine; if its owner agrees, add --allow-remote")
+    return Place(parts.hostname, parts.port or 8000, grpc_port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address is this machine's own, decided without asking anybody."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def require_open(place: Place, port: int, what: str) -> None:
+    """Raises `Unavailable` where nothing listens on the port."""
+    try:
+        socket.create_connection((place.host, port), timeout=5).close()
+    except OSError as error:
+        raise Unavailable(f"{what} is closed: nothing listens on {place.host}:{port} ({error.strerror})") from None
+
+
+def first_model(place: Place) -> str:
+    """The name of the first model the server offers.
+
+    Raises:
+        NotFound, Unavailable: there is none, or no such server.
+    """
+    try:
+        with _http.open(f"http://{_netloc(place)}/v1/models", timeout=30) as answer:
+            models: list[dict[str, Any]] = json.load(answer)["data"]
+    except (OSError, ValueError, LookupError) as error:
+        raise Unavailable(f"{_netloc(place)} does not list its models: {error}; name one with --model") from None
+    if not models:
+        raise NotFound(f"{_netloc(place)} has no language model")
+    return str(models[0]["id"])
+
+
+@contextmanager
+def own_server(*what: str) -> Iterator[Place]:
+    """A server over `what` (arguments of `charonia serve`) on free loopback ports; stopped in the end.
+
+    Raises:
+        Unavailable: it ended before it was ready; the message holds its last words.
+    """
+    ports = free_ports(3)
+    flags = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), ports, strict=True)]
+    command = [sys.executable, "-m", "charonia", "serve", *what, "--http-address", LOOPBACK, *flags]
+    with process(command) as (pid, alive):
+        place = Place(LOOPBACK, ports[0], ports[1], pid)
+        _until_ready(place, alive)
+        yield place
+
+
+class Alive:
+    """Asks a process whether it still runs."""
+
+    def __init__(self, running: "subprocess.Popen[bytes]", output: Path) -> None:
+        self._running, self._output = running, output
+
+    def check(self) -> None:
+        """Raises `Unavailable` with its last words when it has ended."""
+        if self._running.poll() is not None:
+            raise Unavailable(f"the server ended:\n{self._output.read_text(errors='replace')[-_TAIL:]}")
+
+
+@contextmanager
+def process(command: Sequence[str]) -> Iterator[tuple[int, Alive]]:
+    """A process of ours, its output kept for when it fails; ended in the end, by its pid."""
+    with ExitStack() as stack:
+        output = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="charonia-bench-"))) / "output"
+        file = stack.enter_context(output.open("wb"))
+        running = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        stack.callback(_end, running)
+        yield running.pid, Alive(running, output)
+
+
+def _end(running: "subprocess.Popen[bytes]") -> None:
+    with suppress(ProcessLookupError):
+        running.send_signal(signal.SIGTERM)
+    try:
+        running.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        running.kill()
+        running.wait()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((LOOPBACK, 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def until_open(place: Place, alive: Alive) -> None:
+    """Return when the HTTP port takes connections."""
+    while True:
+        alive.check()
+        with suppress(Unavailable):
+            return require_open(place, place.http_port, "the server")
+        time.sleep(_POLL_SECONDS)
+
+
+def _until_ready(place: Place, alive: Alive) -> None:
+    deadline = time.monotonic() + _LOAD_SECONDS
+    while not _is_ready(place):
+        alive.check()
+        if time.monotonic() > deadline:
+            raise Unavailable(f"the server was not ready after {_LOAD_SECONDS:g} s")
+        time.sleep(_POLL_SECONDS)
+
+
+def _is_ready(place: Place) -> bool:
+    try:
+        with _http.open(f"http://{_netloc(place)}/v2/health/ready", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except HTTPError as error:
+        error.close()
+        return False
+    except (URLError, OSError):
+        return False
+
+
+def _netloc(place: Place) -> str:
+    return f"[{place.host}]:{place.http_port}" if ":" in place.host else f"{place.host}:{place.http_port}"
+
+
+def cpu_seconds(pid: int | None) -> CpuSeconds | None:
+    """What a server's processes have cost by now; None where it is not ours, or the system does not tell."""
+    if pid is None:
+        return None
+    try:
+        return CpuSeconds(_cpu(pid), sum(_cpu(child) for child in _children(pid)))
+    except OSError:
+        return None
+
+
+def _children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task")
+    return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+
+
+def _cpu(pid: int) -> float:
+    # The second field is a name in parentheses, which may hold anything.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,175 @@
+"""The load generator against a real server that counts instead of computing."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from charonia.bench import serve
+from charonia.bench.load_doors import DoorName, Manner
+from charonia.bench.load_drive import Pace
+from charonia.bench.load_figures import figures
+from charonia.bench.load_plan import Form, Prompts, uniform_jobs
+from charonia.bench.load_worker import Load, Progress, Target, run
+from charonia.bench.serve_bare import Frames, event_of, response_of
+from charonia.bench.serve_fake import write_repository
+from charonia.bench.serve_server import Place, first_model, is_loopback, own_server, parse_place
+from charonia.core.errors import InvalidArgument, Unavailable
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_repository(tmp_path_factory.mktemp("fake") / "models", {"max_queued_requests": 4})
+
+
+@pytest.fixture(scope="module")
+def place(repository: Path) -> Iterator[Place]:
+    with own_server("--model-repository", str(repository)) as place:
+        yield place
+
+
+def load(place: Place, door: DoorName, **fields: Any) -> Load:
+    form: Form = "text" if door == "chat" else "ids"
+    target = Target(host=place.host, port=place.http_port, door=door, manner=Manner(first_model(place)))
+    asked = {"jobs": uniform_jobs([0.0] * 12, 8, 10), "prompts": Prompts(form=form), "pace": Pace(concurrency=3)}
+    return Load(target=target, **(asked | fields))
+
+
+@pytest.mark.parametrize("door", ["completions", "chat", "generate"])
+def test_a_closed_loop_hears_every_token(place: Place, door: DoorName) -> None:
+    (outcome,) = run(load(place, door))
+    seen = figures(outcome.records)
+    assert seen.statuses == {"ok": 12}
+    assert seen.output_tokens == 12 * 10
+    assert sorted(record.index for record in outcome.records) == list(range(12))
+    assert all(record.due <= record.sent <= record.times[0] <= record.ended for record in outcome.records)
+    if door != "chat":
+        assert seen.prompt_tokens == 12 * 8
+
+
+def test_an_open_loop_in_two_processes_sends_each_when_due(place: Place) -> None:
+    jobs = uniform_jobs([0.01 * number for number in range(10)], 4, 3)
+    seen: list[Progress] = []
+    outcomes = run(load(place, "completions", jobs=jobs, pace=Pace()), 2, seen.append)
+    records = [record for outcome in outcomes for record in outcome.records]
+    assert len(outcomes) == 2
+    assert {record.index: record.due for record in records} == {job.index: job.due for job in jobs}
+    assert all(record.sent >= record.due for record in records)
+    assert figures(records).output_tokens == 10 * 3
+    assert seen[-1] == Progress(sent=10, done=10, failed=0, tokens=30)
+
+
+def test_a_closed_loop_ends_with_its_duration(place: Place) -> None:
+    (outcome,) = run(load(place, "generate", pace=Pace(concurrency=2, duration=1e-9)))
+    assert outcome.records == []
+
+
+def test_refusals_are_counted_by_status(place: Place) -> None:
+    jobs = uniform_jobs([0.0], 8, 10_000)
+    (outcome,) = run(load(place, "completions", jobs=jobs, warm_up=0))
+    assert figures(outcome.records).statuses == {"HTTP 400": 1}
+
+
+def test_a_load_that_cannot_begin_says_so(place: Place) -> None:
+    jobs = uniform_jobs([0.0], 8, 10_000)
+    with pytest.raises(Unavailable, match="the first request failed: HTTP 400"):
+        run(load(place, "completions", jobs=jobs))
+
+
+def test_shares_are_all_jobs_and_all_slots(place: Place) -> None:
+    shares = load(place, "completions").shares(8)
+    assert [share.pace.concurrency for share in shares] == [1, 1, 1]
+    assert sorted(job.index for share in shares for job in share.jobs) == list(range(12))
+
+
+def command(*arguments: object) -> "subprocess.CompletedProcess[str]":
+    line = [sys.executable, "-m", "charonia.bench.serve", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, check=False)
+
+
+def test_the_command_starts_a_server_and_writes_json(repository: Path, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    ran = command("--model-repository", repository, "--concurrency", 2, "--requests", 4, "--new", 5, "--json", path)
+    assert ran.returncode == 0, ran.stderr
+    assert "between tokens" in ran.stdout
+    result = json.loads(path.read_text())
+    assert result["figures"]["statuses"] == {"ok": 4}
+    assert result["figures"]["output_tokens"] == 20
+    assert [len(request["times"]) for request in result["requests"]] == [5, 5, 5, 5]
+    assert result["asked"]["concurrency"] == 2
+    assert result["cpu"]["frontend"] >= 0
+
+
+def test_the_command_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
+    for arguments, names in [
+        ((), "give one of a server's URL"),
+        (("http://192.0.2.1:8000",), "--allow-remote"),
+        (("http://127.0.0.1:1",), "nothing listens on 127.0.0.1:1"),
+        (("--model-repository", tmp_path / "none"), "the server ended"),
+    ]:
+        ran = command(*arguments, "--concurrency", 1, "--requests", 1)
+        assert ran.returncode == 1
+        assert names in ran.stderr
+        assert "Traceback" not in ran.stderr
+
+
+def test_the_frontend_is_measured_beside_a_bare_handler(tmp_path: Path) -> None:
+    path = tmp_path / "frontend.json"
+    ran = command("frontend", "--streams", 8, "--requests", 16, "--new", 12, "--repeats", 1, "--json", path)
+    assert ran.returncode == 0, ran.stderr
+    legs = json.loads(path.read_text())["legs"]
+    assert [leg["name"] for leg in legs] == ["charonia", "bare", "bare, in turns"]
+    assert not any(leg["errors"] for leg in legs)
+    sizes = [leg["bytes_per_frame"] for leg in legs]
+    assert sizes[1:] == pytest.approx([sizes[0]] * 2, abs=1)
+
+
+def test_closed_grpc_doors_are_named() -> None:
+    with pytest.raises(Unavailable, match=r"the gRPC door is closed: nothing listens on 127\.0\.0\.1:1 "):
+        serve._load(Place("127.0.0.1", 1, 1), serve.Server(door="grpc"), serve.Work())
+
+
+def test_only_this_machine_unless_allowed() -> None:
+    assert parse_place("http://localhost:9000", 8001, False) == Place("localhost", 9000, 8001)
+    assert parse_place("[::1]:9000", 8001, False) == Place("::1", 9000, 8001)
+    assert parse_place("127.0.0.1", 8001, False) == Place("127.0.0.1", 8000, 8001)
+    assert parse_place("http://192.0.2.1", 8001, True).host == "192.0.2.1"
+    for url in (
+        "http://192.0.2.1:8000",
+        "http://0.0.0.0",
+        "http://localhost.example.com",
+        "https://localhost",
+        "http://",
+    ):
+        with pytest.raises(InvalidArgument):
+            parse_place(url, 8001, False)
+    assert not is_loopback("example.com")
+
+
+def test_the_pace_is_one_and_has_an_end() -> None:
+    for work in (
+        serve.Work(requests=1),
+        serve.Work(rate=1, concurrency=1, requests=1),
+        serve.Work(rate=1),
+        serve.Work(concurrency=1),
+    ):
+        with pytest.raises(InvalidArgument, match="give"):
+            serve.jobs_of(work)
+
+
+def test_arrivals_end_with_the_duration_and_follow_the_seed() -> None:
+    jobs = serve.jobs_of(serve.Work(rate=50, duration=4))
+    assert len(jobs) == pytest.approx(200, rel=0.5)
+    assert jobs[-1].due < 4
+    assert jobs == serve.jobs_of(serve.Work(rate=50, duration=4))
+    assert jobs != serve.jobs_of(serve.Work(rate=50, duration=4, seed=1))
+
+
+def test_bare_frames_have_the_size_that_was_asked() -> None:
+    assert len(event_of(190)) == 190
+    assert len(response_of(190)) == pytest.approx(190, abs=4)
+    assert Frames.asked(Frames(3, 190, True).prompt()) == Frames(3, 190, True)
