@@ -117,7 +117,7 @@ class Driver:
 
     async def _until(self, due: float) -> None:
         # A loop's timers may go off a little early.
-        while (left := due - self._now()) > 0:
+        while (left := due - self._now()) > 0:  # noqa: ASYNC110 - time is no event
             await asyncio.sleep(left)
 
     def _now(self) -> float:
