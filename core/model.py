@@ -26,12 +26,14 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelStats:
-    """Counters since load."""
+    """Counters since load; for a language model, tokens that its cache holds for running requests, and could hold."""
 
     ready: bool
     success: int = 0
     failure: int = 0
     cancelled: int = 0
+    kv_tokens: int = 0
+    kv_token_capacity: int = 0
 
 
 class Model(Protocol):

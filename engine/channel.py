@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ..core.errors import CharoniaError
 from ..core.request import FinishReason
+from .account import Account
 
 
 class Delta(NamedTuple):
@@ -19,9 +20,14 @@ class Delta(NamedTuple):
 
 
 class Channel:
-    """One writer, one reader, both in the same event loop. Ends with a finish reason or an error."""
+    """One writer, one reader, both in the same event loop. Ends with a finish reason or an error.
 
-    def __init__(self) -> None:
+    `account` learns of everything when it is written, however late it is read. `priority`: the class it waits in.
+    """
+
+    def __init__(self, account: Account, priority: int = 0) -> None:
+        self.account = account
+        self.priority = priority
         self._tokens: list[int] = []
         self._cached = 0
         self._finish: FinishReason | None = None
@@ -34,12 +40,14 @@ class Channel:
         """The engine has nothing more to say."""
         return self._finish is not None or self._error is not None
 
-    def start(self, cached: int) -> None:
+    def start(self, cached: int, at: float) -> None:
         self.started = True
         self._cached = cached
+        self.account.begin(cached, at)
 
-    def push(self, tokens: list[int]) -> None:
+    def push(self, tokens: list[int], at: float) -> None:
         self._tokens += tokens
+        self.account.receive(len(tokens), at)
         self._news.set()
 
     def finish(self, reason: FinishReason) -> None:

@@ -4,20 +4,25 @@ Knows nothing of text: token ids in, token ids out. Lives in one event loop.
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable
 
 import msgspec
 
 from ..core.errors import CharoniaError, InvalidArgument, QueueFull, Unavailable
+from ..core.metrics import EngineState, LlmMetrics
 from ..core.request import FinishReason
+from .account import Account
 from .channel import Channel, Delta
 from .config import EngineConfig
-from .messages import Abort, Add, Load, Loading, Ready, Refused, Updates
+from .messages import NO_TOTALS, Abort, Add, Load, Loading, Ready, Refused, Totals, Turn, Updates
 from .supervisor import PATIENCE, CoreSupervisor, Patience
 
 _CLIENT = 0
 """This client's number; the core has no other yet."""
+
+_LOWEST_CLASS = 9
+"""Classes below are shown as this one: requests name their class, and every name would be a series forever."""
 
 _RETRY_SECONDS = (1.0, 60.0)
 """Shortest and longest wait advised to a request that found the queue full."""
@@ -31,7 +36,12 @@ class EngineClient:
         config: EngineConfig,
         on_progress: Callable[[Loading], None] = lambda loading: None,
         patience: Patience = PATIENCE,
+        metrics: LlmMetrics | None = None,
     ) -> None:
+        self._metrics = metrics or LlmMetrics()
+        self._totals = Lifelong()
+        self._losses = 0
+        self._closing = False
         self._core = CoreSupervisor(config, self, patience)
         self._max_queued = config.max_queued_requests
         self.on_progress = on_progress
@@ -64,6 +74,30 @@ class EngineClient:
         """Requests that the engine has not begun yet."""
         return sum(not channel.started for channel in self._channels.values())
 
+    @property
+    def kv_tokens(self) -> tuple[int, int]:
+        """Tokens that the cache blocks in use hold, and that all of them would."""
+        info = self._core.info
+        if info is None:
+            return 0, 0
+        return (info.blocks - self.load.free_blocks) * info.block_size, info.blocks * info.block_size
+
+    def state(self) -> EngineState:
+        """The engine at this moment, as a scrape sees it."""
+        totals = self._totals.sums
+        used, capacity = self.kv_tokens
+        waiting = [channel for channel in self._channels.values() if not channel.started]
+        return EngineState(
+            running=self.load.running,
+            waiting=Counter(str(min(channel.priority, _LOWEST_CLASS)) for channel in waiting),
+            queue_age=max((channel.account.waited for channel in waiting), default=0.0),
+            kv_usage=used / capacity if capacity else 0.0,
+            prefix_queries=totals.prefix_queries,
+            prefix_hits=totals.prefix_hits,
+            preemptions=totals.preemptions,
+            core_restarts=self._losses,
+        )
+
     async def start(self) -> Ready:
         """Return when the engine serves.
 
@@ -74,6 +108,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """Stop the core; streams still open end with `Unavailable`. May be called again."""
+        self._closing = True
         await self._core.close()
 
     def admit(self) -> Ready:
@@ -89,15 +124,16 @@ class EngineClient:
             raise QueueFull(f"{self._max_queued} requests are waiting already", retry_after=self._retry_after())
         return self._core.info
 
-    async def stream(self, add: Add) -> AsyncGenerator[Delta, None]:
-        """Tokens as they come; the last item has a finish reason. `client` and `key` of `add` are filled in here.
+    async def stream(self, add: Add, account: Account | None = None) -> AsyncGenerator[Delta, None]:
+        """Tokens as they come; the last item has a finish reason. `client` and `key` of `add` are filled in here,
+        what happens is written into `account`.
 
         Raises:
             InvalidArgument: the engine can never satisfy this request; `field` names the culprit.
             QueueFull, Unavailable: see `admit`; Unavailable also when the core dies on the way.
         """
         self.admit()
-        key, channel = self._open()
+        key, channel = self._open(add, account or Account(self._metrics))
         try:
             self._core.send(msgspec.structs.replace(add, client=_CLIENT, key=key))
             finish = None
@@ -110,9 +146,10 @@ class EngineClient:
             if not channel.ended:
                 self._core.send(Abort(_CLIENT, [key]))
 
-    def _open(self) -> tuple[int, Channel]:
+    def _open(self, add: Add, account: Account) -> tuple[int, Channel]:
+        account.submit(len(add.prompt))
         self._last_key += 1
-        channel = self._channels[self._last_key] = Channel()
+        channel = self._channels[self._last_key] = Channel(account, add.priority)
         return self._last_key, channel
 
     def _retry_after(self) -> float:
@@ -126,15 +163,17 @@ class EngineClient:
     # What the core says
 
     def on_updates(self, updates: Updates) -> None:
-        channels = self._channels
+        channels, now = self._channels, time.monotonic()
+        self._measure(updates.turn)
+        self._totals.see(updates.totals)
         for key, cached in updates.started:
-            self._starts.append(time.monotonic())
+            self._starts.append(now)
             if key in channels:
-                channels[key].start(cached)
+                channels[key].start(cached, now - updates.turn.seconds)
         at = 0
         for key, count in zip(updates.keys, updates.counts, strict=True):
             if key in channels:
-                channels[key].push(updates.tokens[at : at + count])
+                channels[key].push(updates.tokens[at : at + count], now)
             at += count
         for key, reason in updates.finished:
             if key in channels:
@@ -145,5 +184,37 @@ class EngineClient:
             self._channels[refused.key].fail(InvalidArgument(refused.message, field=refused.field or None))
 
     def on_loss(self, error: CharoniaError) -> None:
+        self._losses += not self._closing
+        self._totals.start_over()
         for channel in self._channels.values():
             channel.fail(error)
+
+    def _measure(self, turn: Turn) -> None:
+        if turn.tokens:
+            self._metrics.step.observe(turn.seconds)
+            self._metrics.step_tokens.observe(turn.tokens)
+            self._metrics.step_sequences.observe(turn.sequences)
+
+
+class Lifelong:
+    """Totals of a core and all cores before it."""
+
+    def __init__(self) -> None:
+        self._before = self._seen = NO_TOTALS
+
+    def see(self, totals: Totals) -> None:
+        """What the core of now has counted so far."""
+        self._seen = totals
+
+    def start_over(self) -> None:
+        """The core is gone; the next one counts from zero."""
+        self._before, self._seen = self.sums, NO_TOTALS
+
+    @property
+    def sums(self) -> Totals:
+        before, seen = self._before, self._seen
+        return Totals(
+            before.preemptions + seen.preemptions,
+            before.prefix_queries + seen.prefix_queries,
+            before.prefix_hits + seen.prefix_hits,
+        )

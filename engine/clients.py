@@ -1,7 +1,7 @@
 """Whose sequence is whose: one key space for the scheduler, one message per client on the way out."""
 
 from ..scheduler.plan import StepUpdates
-from .messages import Load, Updates
+from .messages import IDLE, NO_TOTALS, Load, Totals, Turn, Updates
 
 _CLIENT_BITS = 8
 MAX_CLIENTS = 1 << _CLIENT_BITS
@@ -18,9 +18,11 @@ def client_key(key: int) -> tuple[int, int]:
     return key & (MAX_CLIENTS - 1), key >> _CLIENT_BITS
 
 
-def split(updates: StepUpdates, step: int, load: Load, clients: int) -> list[Updates]:
+def split(
+    updates: StepUpdates, step: int, load: Load, clients: int, turn: Turn = IDLE, totals: Totals = NO_TOTALS
+) -> list[Updates]:
     """What a step means to each client, in their order; those it does not touch get an empty message."""
-    messages = [Updates(step, [], [], [], [], [], load) for _ in range(clients)]
+    messages = [Updates(step, [], [], [], [], [], load, turn, totals) for _ in range(clients)]
     at = 0
     for key, count in zip(updates.keys, updates.counts, strict=True):
         client, own = client_key(key)

@@ -20,7 +20,7 @@ from ..scheduler.sequence import SequenceRequest
 from .clients import client_key, scheduler_key, split
 from .executor.base import Executor
 from .intake import sequence
-from .messages import Abort, Add, FromCore, Load, Refused, Shutdown, ToCore
+from .messages import IDLE, Abort, Add, FromCore, Load, Refused, Shutdown, ToCore, Totals, Turn
 
 IDLE_SECONDS = 1.0
 """An idle loop turns, and tells so, at least this often."""
@@ -43,6 +43,14 @@ class Refusal(NamedTuple):
     message: Refused
 
 
+class Launched(NamedTuple):
+    """A step on its way, and how much it computes."""
+
+    result: Future[StepResult]
+    tokens: int
+    sequences: int
+
+
 Arrival: TypeAlias = SequenceRequest | Abort | Shutdown | Refusal | BaseException
 
 
@@ -55,7 +63,7 @@ class EngineCore:
         self._executor = executor
         self._vocab_size = vocab_size
         self._arrivals: SimpleQueue[Arrival] = SimpleQueue()
-        self._in_flight: deque[Future[StepResult]] = deque()
+        self._in_flight: deque[Launched] = deque()
         self._step = -1
         self._step_seconds = 0.0
         self._checked = True
@@ -75,6 +83,7 @@ class EngineCore:
         while self._scheduler.has_work:
             self._launch()
             self._land()
+        self._scheduler.forget_totals()
 
     def run(self, outbox: Outbox) -> None:
         """Turn until a Shutdown comes. What the executor raises ends the loop too."""
@@ -83,11 +92,13 @@ class EngineCore:
             began = time.perf_counter()
             self._launch()
             if self._in_flight:
+                landing = self._in_flight[0]
                 updates = self._land()
-                self._time_step(time.perf_counter() - began)
+                turn = Turn(time.perf_counter() - began, landing.tokens, landing.sequences)
+                self._time_step(turn.seconds)
             else:
-                updates = _NOTHING
-            self._send(updates, outbox)
+                updates, turn = _NOTHING, IDLE
+            self._send(updates, turn, outbox)
 
     # Receive
 
@@ -148,25 +159,29 @@ class EngineCore:
     def _launch(self) -> None:
         """Have everything computed that may be scheduled before the next result is known."""
         while (plan := self._scheduler.schedule()) is not None:
-            self._in_flight.append(self._executor.execute(plan))
+            self._in_flight.append(Launched(self._executor.execute(plan), plan.tokens, len(plan.rows)))
             self._checked = False
 
     def _land(self) -> StepUpdates:
         """Wait for the oldest step and apply it."""
-        result = self._in_flight.popleft().result()
+        result = self._in_flight.popleft().result.result()
         self._step = result.step
         return self._scheduler.apply(result)
 
     # Send
 
-    def _send(self, updates: StepUpdates, outbox: Outbox) -> None:
-        messages = split(updates, self._step, self._load(), outbox.clients)
+    def _send(self, updates: StepUpdates, turn: Turn, outbox: Outbox) -> None:
+        messages = split(updates, self._step, self._load(), outbox.clients, turn, self._totals())
         for client, message in enumerate(messages):
             outbox.send(client, message)
 
     def _load(self) -> Load:
         scheduler = self._scheduler
         return Load(scheduler.running, scheduler.waiting, self._cache.free_blocks, self._step_seconds)
+
+    def _totals(self) -> Totals:
+        scheduler = self._scheduler
+        return Totals(scheduler.preemptions, scheduler.prefix_queries, scheduler.prefix_hits)
 
     def _time_step(self, seconds: float) -> None:
         last = self._step_seconds or seconds

@@ -8,11 +8,12 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..core.errors import InvalidArgument, Unavailable
+from ..core.metrics import LlmMetrics, Outcome, Reading
 from ..core.model import ModelConfig, ModelStats
 from ..core.request import (
     FinishReason,
@@ -28,6 +29,7 @@ from ..tokenization.detokenizer import Detokenizer
 from ..tokenization.files import locate
 from ..tokenization.generation import GenerationDefaults, read_defaults, resolve
 from ..tokenization.tokenizer import Tokenizer
+from .account import Account, Accounts
 from .channel import Delta
 from .client import EngineClient
 from .config import EngineConfig
@@ -79,10 +81,11 @@ class LlmModel:
         )
         self._checkpoint = engine.model
         self._on_progress = on_progress
-        self._client = EngineClient(engine, self._report)
+        self._metrics = LlmMetrics()
+        self._accounts = Accounts(name, version, self._metrics)
+        self._client = EngineClient(engine, self._report, metrics=self._metrics)
         self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, "tokenizer")
         self._loaded: Language | None = None
-        self._tally = Tally()
 
     @property
     def config(self) -> ModelConfig:
@@ -94,8 +97,19 @@ class LlmModel:
         return self._client
 
     def stats(self) -> ModelStats:
-        tally = self._tally
-        return ModelStats(self._client.ready, tally.success, tally.failure, tally.cancelled)
+        total, (used, capacity) = self._metrics.total, self._client.kv_tokens
+        return ModelStats(
+            self._client.ready,
+            success=self._metrics.answered,
+            failure=total(Outcome.ERROR, Outcome.REJECTED, Outcome.TIMEOUT),
+            cancelled=total(Outcome.CANCELLED),
+            kv_tokens=used,
+            kv_token_capacity=capacity,
+        )
+
+    def readings(self) -> Iterator[Reading]:
+        """Everything measured, for a scrape."""
+        return self._metrics.readings(self._client.state())
 
     async def load(self) -> None:
         """Return when a token was generated.
@@ -115,24 +129,33 @@ class LlmModel:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
-        with self._tally.request() as outcome:
-            language, engine = self._language, self._client.admit()
-            prompt = await self._prompt_ids(request.prompt)
-            add = addition(request, prompt, language.defaults, engine)
-            writer = Writer(language.tokenizer, prompt)
-            async with aclosing(self._client.stream(add)) as deltas:
-                async for delta in deltas:
-                    outcome.finished = delta.finish_reason is not None
-                    yield writer.chunk(delta)
+        with self._accounts.open(request.id) as account:
+            async with aclosing(self._generate(request, account)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
-        question = read_question(request)
-        async with (
-            aclosing(self.generate(question.request)) as chunks,
-            aclosing(answers(question, chunks, self.detokenize)) as responses,
-        ):
-            async for response in responses:
-                yield response
+        with self._accounts.open(request.id) as account:
+            question = read_question(request)
+            async with (
+                aclosing(self._generate(question.request, account)) as chunks,
+                aclosing(answers(question, chunks, self.detokenize)) as responses,
+            ):
+                async for response in responses:
+                    yield response
+
+    async def _generate(self, request: GenerateRequest, account: Account) -> AsyncGenerator[GenerateChunk, None]:
+        account.name_tenant(request.tenant)
+        language, engine = self._language, self._client.admit()
+        prompt = await self._prompt_ids(request.prompt)
+        add = addition(request, prompt, language.defaults, engine)
+        writer = Writer(language.tokenizer, prompt)
+        async with aclosing(self._client.stream(add, account)) as deltas:
+            async for delta in deltas:
+                chunk = writer.chunk(delta)
+                if delta.finish_reason is not None:
+                    account.finish(delta.finish_reason)
+                yield chunk
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
         return await self._prompt_ids(request.prompt)
@@ -175,34 +198,6 @@ class Writer:
         # The token that stopped it ends the text and is no part of it.
         written = delta.token_ids[:-1] if delta.finish_reason is FinishReason.STOP else delta.token_ids
         return self._text.push(written) + self._text.finish()
-
-
-class Outcome:
-    """Whether a request has come to its end."""
-
-    finished = False
-
-
-class Tally:
-    """Counts how requests ended."""
-
-    def __init__(self) -> None:
-        self.success = self.failure = self.cancelled = 0
-
-    @contextmanager
-    def request(self) -> Iterator[Outcome]:
-        """One request; a reader that leaves before it is finished has cancelled it."""
-        outcome = Outcome()
-        try:
-            yield outcome
-        except (asyncio.CancelledError, GeneratorExit):
-            self.cancelled += not outcome.finished
-            raise
-        except Exception:
-            self.failure += 1
-            raise
-        finally:
-            self.success += outcome.finished
 
 
 def addition(request: GenerateRequest, prompt: list[int], defaults: GenerationDefaults, engine: Ready) -> Add:

@@ -76,6 +76,27 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     """Recent step time (moving average); 0 before the first step."""
 
 
+class Turn(msgspec.Struct, array_like=True, frozen=True):
+    """The step that a turn of the loop waited for; all zero if there was none. `seconds`: how long the turn took."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    sequences: int = 0
+
+
+class Totals(msgspec.Struct, array_like=True, frozen=True):
+    """What was counted since the core was born, warm-up left out: sequences preempted, prompt tokens looked up in
+    the prefix cache, and found there."""
+
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+
+IDLE = Turn()
+NO_TOTALS = Totals()
+
+
 class Updates(msgspec.Struct, array_like=True, tag="updates", frozen=True):
     """What one step meant to one client; see `scheduler.plan.StepUpdates`. Empty ones are the heartbeat."""
 
@@ -86,6 +107,8 @@ class Updates(msgspec.Struct, array_like=True, tag="updates", frozen=True):
     started: list[tuple[int, int]]
     finished: list[tuple[int, str]]
     load: Load
+    turn: Turn = IDLE
+    totals: Totals = NO_TOTALS
 
 
 class Refused(msgspec.Struct, array_like=True, tag="refused", frozen=True):

@@ -49,6 +49,11 @@ class Scheduler:
         self._step = 0
         self._arrivals = 0
         self._blocked: tuple[Sequence | None, int] = None, 0
+        self.forget_totals()
+
+    def forget_totals(self) -> None:
+        """Count from zero again: sequences preempted, prompt tokens looked up in the prefix cache, and found there."""
+        self.preemptions = self.prefix_queries = self.prefix_hits = 0
 
     @property
     def running(self) -> int:
@@ -217,6 +222,8 @@ class Scheduler:
     def _tell_started(self, sequence: Sequence, table: BlockTable) -> None:
         if not sequence.admitted:
             sequence.admitted = True
+            self.prefix_queries += len(sequence.request.prompt) if self._cache.prefix_caching else 0
+            self.prefix_hits += table.cached
             self._started.append((sequence.key, table.cached))
 
     def _chunk(self, draft: Draft, row: int, gap: int) -> None:
@@ -249,6 +256,7 @@ class Scheduler:
             return False
         victim = self._rows.junior()
         draft.drop(victim)
+        self.preemptions += 1
         self._leave(victim)
         return victim != row and victim not in self._rows.sequences
 

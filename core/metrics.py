@@ -1,0 +1,228 @@
+"""What a language model counts and times, and how that reads at a scrape.
+
+Instruments are plain numbers of one event loop: recording takes no lock and about a tenth of a microsecond. Knows no
+text format; the families' names, types and help stand in metric_families.py.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_GAPS = _SECONDS[:11]
+_STEPS = (0.0005, *_SECONDS[:10])
+_SIZES = tuple(2**power for power in range(15))
+_LENGTHS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+
+
+class Histogram:
+    """Observations by upper bound: `counts[i]` of them were at most `bounds[i]`, the last ones above all bounds."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+
+Labels: TypeAlias = Mapping[str, str]
+
+
+class Reading(NamedTuple):
+    """One series at a scrape; `labels` beyond those of its model."""
+
+    family: str
+    value: "float | Histogram"
+    labels: Labels = {}
+
+
+class Measurement(NamedTuple):
+    """Readings of one model, or of the server; `labels` are common to all of them."""
+
+    labels: Labels
+    readings: Sequence[Reading]
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """A model that has something to show at a scrape."""
+
+    def readings(self) -> Iterator[Reading]: ...
+
+
+class Outcome(StrEnum):
+    """How a request ended. `REJECTED`: no work was done for it; `ERROR`: some was, and the fault is ours."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+    REJECTED = "rejected"
+
+    @property
+    def answered(self) -> bool:
+        """The client got what was asked for."""
+        return self in (Outcome.STOP, Outcome.LENGTH)
+
+
+class End(NamedTuple):
+    """An outcome, and for a refusal or an error why."""
+
+    outcome: Outcome
+    reason: str = ""
+
+
+QUEUE_FULL = End(Outcome.REJECTED, "queue_full")
+"""The refusal that sheds load; all others are about the request or the server's state."""
+
+_FROM_THE_START = (*(End(outcome) for outcome in Outcome if outcome is not Outcome.REJECTED), QUEUE_FULL)
+
+
+@dataclass(slots=True)
+class TenantTokens:
+    """Tokens of one tenant; the nameless one is everybody without a key."""
+
+    prompt: int = 0
+    generated: int = 0
+
+
+@dataclass(slots=True)
+class Microseconds:
+    """Triton's sums over successful requests: the whole, and what it was made of."""
+
+    request: int = 0
+    queue: int = 0
+    compute_input: int = 0
+    compute_infer: int = 0
+    compute_output: int = 0
+
+
+class EngineState(NamedTuple):
+    """An engine at a scrape. `waiting`: requests not begun, by class. Counters outlive the core that counted."""
+
+    running: int = 0
+    waiting: Mapping[str, int] = {}
+    queue_age: float = 0.0
+    kv_usage: float = 0.0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    core_restarts: int = 0
+
+
+def _seconds() -> Histogram:
+    return Histogram(_SECONDS)
+
+
+def _sizes() -> Histogram:
+    return Histogram(_SIZES)
+
+
+def _lengths() -> Histogram:
+    return Histogram(_LENGTHS)
+
+
+@dataclass(frozen=True, slots=True)
+class LlmMetrics:
+    """The instruments of one language model, from its load to its unload. Seconds and tokens throughout."""
+
+    ended: Counter[End] = field(default_factory=lambda: Counter(dict.fromkeys(_FROM_THE_START, 0)))
+    tenants: dict[str, TenantTokens] = field(default_factory=lambda: {"": TenantTokens()})
+    durations: Microseconds = field(default_factory=Microseconds)
+    first_token: Histogram = field(default_factory=_seconds)
+    inter_token: Histogram = field(default_factory=lambda: Histogram(_GAPS))
+    request: Histogram = field(default_factory=_seconds)
+    queue: Histogram = field(default_factory=_seconds)
+    prefill: Histogram = field(default_factory=_seconds)
+    decode: Histogram = field(default_factory=_seconds)
+    step: Histogram = field(default_factory=lambda: Histogram(_STEPS))
+    step_tokens: Histogram = field(default_factory=_sizes)
+    step_sequences: Histogram = field(default_factory=_sizes)
+    prompt_length: Histogram = field(default_factory=_lengths)
+    generation_length: Histogram = field(default_factory=_lengths)
+
+    def tenant(self, name: str) -> TenantTokens:
+        return self.tenants.setdefault(name, TenantTokens())
+
+    def total(self, *outcomes: Outcome) -> int:
+        """Requests that ended in one of these ways."""
+        return sum(count for end, count in self.ended.items() if end.outcome in outcomes)
+
+    @property
+    def answered(self) -> int:
+        return self.total(Outcome.STOP, Outcome.LENGTH)
+
+    def readings(self, engine: EngineState) -> Iterator[Reading]:
+        """Every series of the model, Triton's included."""
+        yield from self._requests()
+        yield from self._tokens()
+        yield from self._histograms()
+        yield from _engine(engine)
+        yield from self._triton(sum(engine.waiting.values()))
+
+    def _requests(self) -> Iterator[Reading]:
+        for (outcome, reason), count in self.ended.items():
+            yield Reading("charonia_requests_total", count, {"outcome": outcome.value, "reason": reason})
+
+    def _tokens(self) -> Iterator[Reading]:
+        for tenant, tokens in self.tenants.items():
+            yield Reading("charonia_prompt_tokens_total", tokens.prompt, {"tenant": tenant})
+            yield Reading("charonia_generation_tokens_total", tokens.generated, {"tenant": tenant})
+
+    def _histograms(self) -> Iterator[Reading]:
+        yield Reading("charonia_time_to_first_token_seconds", self.first_token)
+        yield Reading("charonia_inter_token_latency_seconds", self.inter_token)
+        yield Reading("charonia_request_seconds", self.request)
+        yield Reading("charonia_queue_seconds", self.queue)
+        yield Reading("charonia_prefill_seconds", self.prefill)
+        yield Reading("charonia_decode_seconds", self.decode)
+        yield Reading("charonia_step_seconds", self.step)
+        yield Reading("charonia_step_tokens", self.step_tokens)
+        yield Reading("charonia_step_sequences", self.step_sequences)
+        yield Reading("vllm:request_prompt_tokens", self.prompt_length)
+        yield Reading("vllm:request_generation_tokens", self.generation_length)
+
+    def _triton(self, pending: int) -> Iterator[Reading]:
+        answered, spent = self.answered, self.durations
+        yield Reading("nv_inference_request_success", answered)
+        for reason, count in self._failures().items():
+            yield Reading("nv_inference_request_failure", count, {"reason": reason})
+        # A sequence joins steps by itself: as in Triton's own decoupled back ends, one request is one execution.
+        yield Reading("nv_inference_count", answered)
+        yield Reading("nv_inference_exec_count", answered)
+        yield Reading("nv_inference_request_duration_us", spent.request)
+        yield Reading("nv_inference_queue_duration_us", spent.queue)
+        yield Reading("nv_inference_compute_input_duration_us", spent.compute_input)
+        yield Reading("nv_inference_compute_infer_duration_us", spent.compute_infer)
+        yield Reading("nv_inference_compute_output_duration_us", spent.compute_output)
+        yield Reading("nv_inference_pending_request_count", pending)
+
+    def _failures(self) -> dict[str, int]:
+        shed = self.ended[QUEUE_FULL] + self.total(Outcome.TIMEOUT)
+        return {
+            "REJECTED": shed,
+            "CANCELED": self.total(Outcome.CANCELLED),
+            "BACKEND": self.total(Outcome.ERROR),
+            "OTHER": self.total(Outcome.REJECTED) - self.ended[QUEUE_FULL],
+        }
+
+
+def _engine(state: EngineState) -> Iterator[Reading]:
+    yield Reading("charonia_requests_running", state.running)
+    for name, count in ({"0": 0} | dict(state.waiting)).items():
+        yield Reading("charonia_requests_waiting", count, {"class": name})
+    yield Reading("charonia_queue_age_seconds", state.queue_age)
+    yield Reading("charonia_kv_cache_usage_ratio", state.kv_usage)
+    yield Reading("charonia_prefix_cache_queries_total", state.prefix_queries)
+    yield Reading("charonia_prefix_cache_hits_total", state.prefix_hits)
+    yield Reading("charonia_preemptions_total", state.preemptions)
+    yield Reading("charonia_core_restarts_total", state.core_restarts)
