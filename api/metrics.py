@@ -1,0 +1,113 @@
+"""The metrics door: what models measured, as Prometheus text on a port of its own (v2-protocol section 17).
+
+Knows families and readings; not what is measured, and not how a scrape is stored.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ..core.metric_families import CHARONIA, TRITON, VLLM, vllm_readings
+from ..core.metrics import Histogram, Labels, Measurement, Reading
+
+_CONTENT_TYPE = "text/plain; charset=utf-8"
+
+Source = Callable[[], Iterable[Measurement]]
+"""Who measures; asked at each scrape."""
+
+
+def build_registry(sources: Iterable[Source], vllm: bool = False) -> CollectorRegistry:
+    """A registry of its own; `vllm`: vLLM's names beside ours."""
+    registry = CollectorRegistry()
+    registry.register(Readings(tuple(sources), vllm))
+    return registry
+
+
+class Readings(Collector):
+    """Every family is there at every scrape, its series as long as their model is."""
+
+    def __init__(self, sources: tuple[Source, ...], vllm: bool) -> None:
+        self._sources = sources
+        self._vllm = vllm
+
+    def collect(self) -> Iterator[Metric]:
+        ours, theirs = _families(CHARONIA + TRITON), _families(VLLM if self._vllm else ())
+        for source in self._sources:
+            for labels, readings in source():
+                _fill(ours, labels, readings)
+                _fill(theirs, {**labels, "model_name": labels.get("model", "")}, vllm_readings(readings))
+        yield from ours.values()
+        yield from theirs.values()
+
+
+def _families(families: Iterable[tuple[str, str, str]]) -> dict[str, Metric]:
+    return {name: Metric(name, text, kind) for name, kind, text in families}
+
+
+def _fill(metrics: Mapping[str, Metric], labels: Labels, readings: Iterable[Reading]) -> None:
+    for reading in readings:
+        metric = metrics.get(reading.family)
+        if metric is not None:
+            _add(metric, {**labels, **reading.labels}, reading.value)
+
+
+def _add(metric: Metric, labels: dict[str, str], value: float | Histogram) -> None:
+    # To Prometheus an empty label is no label.
+    labels = {name: text for name, text in labels.items() if text}
+    if not isinstance(value, Histogram):
+        metric.add_sample(metric.name, labels, value)
+        return
+    count = 0
+    for bound, within in zip((*value.bounds, float("inf")), value.counts, strict=True):
+        count += within
+        metric.add_sample(f"{metric.name}_bucket", {**labels, "le": _number(float(bound))}, count)
+    metric.add_sample(f"{metric.name}_sum", labels, value.sum)
+    metric.add_sample(f"{metric.name}_count", labels, count)
+
+
+def render(metrics: Iterable[Metric]) -> bytes:
+    """Prometheus text, names exactly as the families have them: Triton's counters lack the `_total` that
+    prometheus_client's own writer puts on each."""
+    lines: list[str] = []
+    for metric in metrics:
+        lines.append(f"# HELP {metric.name} {_escaped(metric.documentation)}")
+        lines.append(f"# TYPE {metric.name} {metric.type}")
+        lines += (f"{sample.name}{_braced(sample.labels)} {_number(sample.value)}" for sample in metric.samples)
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _braced(labels: Mapping[str, str]) -> str:
+    pairs = ",".join(f'{name}="{_escaped(text, quoted=True)}"' for name, text in labels.items())
+    return f"{{{pairs}}}" if pairs else ""
+
+
+def _escaped(text: str, quoted: bool = False) -> str:
+    text = text.replace("\\", r"\\").replace("\n", r"\n")
+    return text.replace('"', r"\"") if quoted else text
+
+
+def _number(value: float) -> str:
+    """Counts stay whole numbers, however large."""
+    return "+Inf" if value == float("inf") else repr(value)
+
+
+class MetricsApp:
+    """The whole port: `/metrics`; anything else is there and empty, as on Triton's."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._answer(Request(scope))(scope, receive, send)
+
+    def _answer(self, request: Request) -> Response:
+        if request.method != "GET":
+            return Response(status_code=405, headers={"allow": "GET"})
+        wanted = request.url.path in ("/metrics", "/metrics/")
+        body = render(self._registry.collect()) if wanted else b""
+        return Response(body, headers={"content-type": _CONTENT_TYPE})
