@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from multiprocessing import connection, parent_process
+from pathlib import Path
 from types import FrameType
 
 import msgspec
@@ -34,6 +36,7 @@ def main(config: EngineConfig, directory: str) -> None:
     """Serve the client whose sockets lie in `directory` until it says so, SIGTERM comes, or the client dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the frontend decides
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    _show_name()
     _die_with_parent(directory)
     wire = Wire([Address.under(directory)])
     try:
@@ -46,9 +49,12 @@ def main(config: EngineConfig, directory: str) -> None:
 
 
 def _serve(config: EngineConfig, wire: Wire) -> None:
-    executor = build_executor(config)
+    phases = Phases(wire)
+    phases.report("libraries", 0.0)
+    executor = build_executor(config)  # imports torch where it needs it
+    phases.report("libraries", 1.0)
     try:
-        core, ready = start(config, executor, Phases(wire))
+        core, ready = start(config, executor, phases)
         _obey_sigterm(core)
         threading.excepthook = lambda thread: core.fail(thread.exc_value or RuntimeError("a thread died"))
         wire.listen(core.accept)
@@ -135,6 +141,12 @@ def _obey_sigterm(core: EngineCore) -> None:
         core.accept(Shutdown())
 
     signal.signal(signal.SIGTERM, leave)
+
+
+def _show_name() -> None:
+    """Be `charonia-core` to ps, top and pkill."""
+    with suppress(OSError):  # Linux alone has it
+        Path("/proc/self/comm").write_text("charonia-core")
 
 
 def _die_with_parent(directory: str) -> None:

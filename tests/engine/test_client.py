@@ -213,7 +213,7 @@ async def test_loading_tells_its_phases(sockets: Path) -> None:
     client = EngineClient(config(), heard.append)
     ready = await client.start()
     await client.close()
-    assert list(dict.fromkeys(loading.phase for loading in heard)) == ["weights", "cache", "warm-up"]
+    assert list(dict.fromkeys(loading.phase for loading in heard)) == ["libraries", "weights", "cache", "warm-up"]
     assert (ready.blocks, ready.vocab_size, ready.max_model_len) == (BLOCKS, 1000, 512)
 
 
