@@ -165,10 +165,11 @@ def frontend(
     *,
     door: DoorName = "completions",
     streams: Annotated[int, _Positive] = 256,
-    requests: Annotated[int, _Positive] = 1024,
+    requests: Annotated[int, _Positive] = 512,
     prompt: Annotated[int, _Positive] = 16,
-    new: Annotated[int, _Positive] = 64,
+    new: Annotated[int, _Positive] = 128,
     repeats: Annotated[int, _Positive] = 2,
+    processes: Annotated[int, _Positive] = 1,
     step_ms: Annotated[float, Parameter(validator=Number(gte=0))] = 0.0,
     json: Path | None = None,
 ) -> int:
@@ -188,6 +189,8 @@ def frontend(
         New tokens of each request.
     repeats
         Turns of each contender.
+    processes
+        Generator processes.
     step_ms
         Milliseconds a step of the fake engine takes.
     json
@@ -201,6 +204,7 @@ def frontend(
         prompt=prompt,
         new=new,
         repeats=repeats,
+        processes=processes,
         step_seconds=step_ms / 1e3,
     )
     with _told():

@@ -3,7 +3,8 @@
     python -m charonia.bench.serve_bare HTTP_PORT GRPC_PORT
 
 What any server of this language on these libraries is measured against. The prompt says what to send: its token ids
-are (frames, bytes of each, 1 to give other streams a turn between two frames). Knows nothing of Charonia.
+are the frames, the bytes of each, and the pause between two (0: none; 1: other streams have a turn; else one more
+than its milliseconds). Knows nothing of Charonia.
 """
 
 import asyncio
@@ -22,19 +23,20 @@ _EVENT = b'data: {"choices":[{"text":"%s"}]}\n\n'
 
 
 class Frames(NamedTuple):
-    """What to send: `number` frames of `size` bytes; with `turns`, the loop serves others in between."""
+    """What to send: `number` frames of `size` bytes. Between two of them `pause` seconds pass, in which others have
+    their turn; None pauses not at all."""
 
     number: int
     size: int
-    turns: bool
+    pause: float | None
 
     def prompt(self) -> list[int]:
-        return [int(each) for each in self]
+        return [self.number, self.size, 0 if self.pause is None else 1 + round(self.pause * 1e3)]
 
     @classmethod
     def asked(cls, prompt: list[int]) -> "Frames":
-        number, size, turns = prompt
-        return cls(number, size, bool(turns))
+        number, size, pause = prompt
+        return cls(number, size, (pause - 1) / 1e3 if pause else None)
 
 
 def event_of(size: int) -> bytes:
@@ -49,8 +51,8 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
     for _ in range(frames.number):
         await send({"type": "http.response.body", "body": frame, "more_body": True})
-        if frames.turns:
-            await asyncio.sleep(0)
+        if frames.pause is not None:
+            await asyncio.sleep(frames.pause)
     await send({"type": "http.response.body", "body": b""})
 
 
@@ -84,8 +86,8 @@ async def _stream_infer(requests: AsyncIterator[Any], context: Any) -> AsyncIter
         frame = response_of(frames.size)
         for _ in range(frames.number):
             yield frame
-            if frames.turns:
-                await asyncio.sleep(0)
+            if frames.pause is not None:
+                await asyncio.sleep(frames.pause)
 
 
 async def _serve(http_port: int, grpc_port: int) -> None:

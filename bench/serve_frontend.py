@@ -1,12 +1,17 @@
 """What the frontend costs: its doors with a model that only counts, beside a bare handler that sends as many frames
 of the same size. Both take turns in one run, for the machine is shared and its speed is not constant.
 
-Frames per second say what one frontend carries here, with generator and engine core on the same machine; frames per
-second of frontend CPU leave those out.
+Frames per second say what one frontend carries here, with generator and engine core on the same machine, and mean
+something where the frontend was busy all the time. CPU time per frame leaves the others out. A frame may hold several
+tokens: what a busy frontend has not sent yet merges.
+
+The bare handler runs each stream to its end in one go, and once more giving the others a turn after each frame, as
+streams of one engine must. With a step time it also waits that long between frames: then every frame wakes its reader
+up, which makes the same system call several times dearer. Paced, only CPU time per frame compares.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
@@ -19,44 +24,50 @@ from rich.table import Table
 from ..core.errors import Unavailable
 from .load_doors import DoorName, Manner
 from .load_drive import Pace
-from .load_figures import Figures, figures
+from .load_figures import figures
 from .load_plan import Form, Prompts, uniform_jobs
 from .load_worker import Load, Outcome, Target, run
 from .serve_bare import Frames
 from .serve_fake import NAME, write_repository
 from .serve_server import LOOPBACK, Place, cpu_seconds, free_ports, own_server, process, require_open, until_open
 
-_LEGS = ("charonia", "bare", "bare, in turns")
+_BLOCK = 16
+_OURS = "charonia"
+_TURNS = "bare, in turns"
+_STEPS = "bare, in steps"
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """`streams` at a time until `requests` are done, each of `new` tokens after `prompt`; a step of the fake engine
-    takes `step_seconds`."""
+    takes `step_seconds`. `processes` generate."""
 
     door: DoorName = "completions"
     streams: int = 256
-    requests: int = 1024
+    requests: int = 512
     prompt: int = 16
-    new: int = 64
+    new: int = 128
     repeats: int = 2
     step_seconds: float = 0.0
+    processes: int = 1
 
 
 class Leg(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn of one contender."""
+    """One turn of one contender. `frontend_cpu` and `generator_cpu` are cores used on average, the latter by the
+    busiest generator; `microseconds_per_frame` are of frontend CPU, a request's own cost spread over its frames."""
 
     name: str
     frames: int
     tokens_per_frame: float
     bytes_per_frame: float
     frames_per_s: float
-    frames_per_frontend_s: float | None
+    microseconds_per_frame: float
+    frontend_cpu: float
     generator_cpu: float
     errors: dict[str, int]
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """All turns, and the medians' ratios to charonia's."""
+    """All turns, and the medians' ratios."""
 
     trial: Trial
     legs: list[Leg]
@@ -64,17 +75,20 @@ class Comparison(msgspec.Struct, frozen=True):
     def frames_per_s(self, name: str) -> float:
         return median(leg.frames_per_s for leg in self.legs if leg.name == name)
 
-    def frames_per_frontend_s(self, name: str) -> float:
-        return median(leg.frames_per_frontend_s or 0.0 for leg in self.legs if leg.name == name)
+    def microseconds_per_frame(self, name: str) -> float:
+        return median(leg.microseconds_per_frame for leg in self.legs if leg.name == name)
+
+    def others(self) -> list[str]:
+        """The contenders beside charonia."""
+        return [name for name in dict.fromkeys(leg.name for leg in self.legs) if name != _OURS]
 
     def ratio(self, name: str) -> float:
         """Charonia's frames per second, in those of contender `name`."""
-        return self.frames_per_s(_LEGS[0]) / self.frames_per_s(name)
+        return self.frames_per_s(_OURS) / self.frames_per_s(name)
 
     def cpu_ratio(self, name: str) -> float:
         """The same per second of frontend CPU."""
-        other = self.frames_per_frontend_s(name)
-        return self.frames_per_frontend_s(_LEGS[0]) / other if other else 0.0
+        return self.microseconds_per_frame(name) / self.microseconds_per_frame(_OURS)
 
 
 def compare(trial: Trial, log: Callable[[str], None]) -> Comparison:
@@ -86,17 +100,22 @@ def compare(trial: Trial, log: Callable[[str], None]) -> Comparison:
     with _servers(trial) as (ours, bare):
         legs: list[Leg] = []
         for _ in range(trial.repeats):
-            first = _leg(_LEGS[0], trial, ours, None)
+            first = _leg(_OURS, trial, ours, None)
             legs.append(first)
             log(_line(first))
-            for name in _LEGS[1:]:
-                legs.append(_leg(name, trial, bare, _frames(first, trial, turns="turns" in name)))
+            for name, pause in _bare_ways(trial).items():
+                legs.append(_leg(name, trial, bare, _frames(first, trial, pause)))
                 log(_line(legs[-1]))
         return Comparison(trial, legs)
 
 
-def _frames(leg: Leg, trial: Trial, turns: bool) -> Frames:
-    return Frames(max(1, round(leg.frames / trial.requests)), round(leg.bytes_per_frame), turns)
+def _bare_ways(trial: Trial) -> dict[str, float | None]:
+    steps = {_STEPS: trial.step_seconds} if trial.step_seconds else {}
+    return {"bare": None, _TURNS: 0.0, **steps}
+
+
+def _frames(leg: Leg, trial: Trial, pause: float | None) -> Frames:
+    return Frames(max(1, round(leg.frames / trial.requests)), round(leg.bytes_per_frame), pause)
 
 
 @contextmanager
@@ -106,6 +125,9 @@ def _servers(trial: Trial) -> Iterator[tuple[Place, Place]]:
         "max_num_batched_tokens": 4 * trial.streams,
         "max_queued_requests": 2 * trial.streams,
         "fake_step_seconds": trial.step_seconds,
+        "fake_max_model_len": _length(trial),
+        # Room for all: preemption is no business of the frontend's.
+        "kv_cache_blocks": trial.streams * (_length(trial) // _BLOCK + 1),
     }
     with ExitStack() as stack:
         scratch = stack.enter_context(TemporaryDirectory(prefix="charonia-bench-"))
@@ -114,6 +136,10 @@ def _servers(trial: Trial) -> Iterator[tuple[Place, Place]]:
         if trial.door == "grpc":
             require_open(ours, ours.grpc_port, "the gRPC door")
         yield ours, stack.enter_context(_bare_server())
+
+
+def _length(trial: Trial) -> int:
+    return trial.prompt + trial.new + _BLOCK
 
 
 @contextmanager
@@ -128,10 +154,10 @@ def _bare_server() -> Iterator[Place]:
 
 def _leg(name: str, trial: Trial, place: Place, frames: Frames | None) -> Leg:
     before = cpu_seconds(place.pid)
-    (outcome,) = run(_load(trial, place, frames))
+    outcomes = run(_load(trial, place, frames), trial.processes)
     after = cpu_seconds(place.pid)
-    spent = (after - before).frontend if before and after else None
-    return _measured(name, figures(outcome.records), outcome, spent)
+    spent = (after - before).frontend if before and after else float("nan")
+    return _measured(name, outcomes, spent)
 
 
 def _load(trial: Trial, place: Place, frames: Frames | None) -> Load:
@@ -155,7 +181,8 @@ def _load(trial: Trial, place: Place, frames: Frames | None) -> Load:
     )
 
 
-def _measured(name: str, seen: Figures, outcome: Outcome, spent: float | None) -> Leg:
+def _measured(name: str, outcomes: Sequence[Outcome], spent: float) -> Leg:
+    seen = figures([record for outcome in outcomes for record in outcome.records])
     if not seen.frames:
         raise Unavailable(f"{name} sent nothing: {seen.errors}")
     return Leg(
@@ -164,8 +191,9 @@ def _measured(name: str, seen: Figures, outcome: Outcome, spent: float | None) -
         tokens_per_frame=seen.output_tokens / seen.frames,
         bytes_per_frame=seen.size / seen.frames,
         frames_per_s=seen.per_second(seen.frames),
-        frames_per_frontend_s=seen.frames / spent if spent else None,
-        generator_cpu=outcome.cpu / outcome.seconds,
+        microseconds_per_frame=spent / seen.frames * 1e6,
+        frontend_cpu=spent / seen.seconds,
+        generator_cpu=max(outcome.cpu / outcome.seconds for outcome in outcomes),
         errors=seen.errors,
     )
 
@@ -174,24 +202,28 @@ def _line(leg: Leg) -> str:
     return f"{leg.name}: {leg.frames_per_s:,.0f} frames/s" + (f", errors {leg.errors}" if leg.errors else "")
 
 
+def _cells(leg: Leg) -> list[str]:
+    return [
+        f"{leg.frames:,}",
+        f"{leg.tokens_per_frame:.2f}",
+        f"{leg.bytes_per_frame:.0f}",
+        f"{leg.frames_per_s:,.0f}",
+        f"{leg.microseconds_per_frame:.1f}",
+        f"{leg.frontend_cpu:.0%}",
+        f"{leg.generator_cpu:.0%}",
+    ]
+
+
 def show(console: Console, comparison: Comparison) -> None:
     """Print the turns and the ratios."""
     trial = comparison.trial
     table = Table(title=f"{trial.door}: {trial.streams} streams, {trial.requests} requests of {trial.new} tokens")
-    for column in ("", "frames", "tokens/frame", "bytes/frame", "frames/s", "frames/CPU s", "generator CPU"):
+    columns = ("", "frames", "tokens each", "bytes each", "per s", "CPU µs each", "frontend CPU", "generator CPU")
+    for column in columns:
         table.add_column(column, justify="right" if column else "left")
     for leg in comparison.legs:
-        per_cpu = "-" if leg.frames_per_frontend_s is None else f"{leg.frames_per_frontend_s:,.0f}"
-        table.add_row(
-            leg.name,
-            f"{leg.frames:,}",
-            f"{leg.tokens_per_frame:.2f}",
-            f"{leg.bytes_per_frame:.0f}",
-            f"{leg.frames_per_s:,.0f}",
-            per_cpu,
-            f"{leg.generator_cpu:.0%}",
-        )
+        table.add_row(leg.name, *_cells(leg))
     console.print(table)
-    for name in _LEGS[1:]:
+    for name in comparison.others():
         by_cpu = comparison.cpu_ratio(name)
         console.print(f"charonia / {name}: {comparison.ratio(name):.2f} in frames/s, {by_cpu:.2f} per frontend CPU")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from charonia.bench import serve
+from charonia.bench import serve, serve_frontend
 from charonia.bench.load_doors import DoorName, Manner
 from charonia.bench.load_drive import Pace
 from charonia.bench.load_figures import figures
@@ -99,7 +99,8 @@ def test_the_command_starts_a_server_and_writes_json(repository: Path, tmp_path:
     result = json.loads(path.read_text())
     assert result["figures"]["statuses"] == {"ok": 4}
     assert result["figures"]["output_tokens"] == 20
-    assert [len(request["times"]) for request in result["requests"]] == [5, 5, 5, 5]
+    assert [request["tokens"] for request in result["requests"]] == [5, 5, 5, 5]
+    assert all(1 <= len(request["times"]) <= 5 for request in result["requests"]), "unread tokens merge"
     assert result["asked"]["concurrency"] == 2
     assert result["cpu"]["frontend"] >= 0
 
@@ -172,4 +173,15 @@ def test_arrivals_end_with_the_duration_and_follow_the_seed() -> None:
 def test_bare_frames_have_the_size_that_was_asked() -> None:
     assert len(event_of(190)) == 190
     assert len(response_of(190)) == pytest.approx(190, abs=4)
-    assert Frames.asked(Frames(3, 190, True).prompt()) == Frames(3, 190, True)
+    for pause in (None, 0.0, 0.015):
+        assert Frames.asked(Frames(3, 190, pause).prompt()) == Frames(3, 190, pause)
+
+
+def test_the_grpc_client_hears_what_a_bare_stream_sends() -> None:
+    with serve_frontend._bare_server() as bare:
+        trial = serve_frontend.Trial(door="grpc", streams=3, requests=6)
+        (outcome,) = run(serve_frontend._load(trial, bare, Frames(5, 120, 0.0)))
+    seen = figures(outcome.records)
+    assert seen.statuses == {"ok": 6}
+    assert seen.frames == 6 * 5
+    assert seen.size == pytest.approx(30 * 120, rel=0.05)
