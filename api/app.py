@@ -15,8 +15,9 @@ from ..core.errors import CharoniaError
 from ..core.gateway import Gateway
 from .connection import ClientLeft
 from .faults import UNEXPECTED, error_response, json_response
+from .metadata import ServerInfo
 from .openai import OpenAI
-from .v2 import V2, ServerInfo
+from .v2 import V2
 
 log = logging.getLogger(__name__)
 

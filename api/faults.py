@@ -34,17 +34,17 @@ def status_of(error: CharoniaError) -> int:
 
 
 def v2_body(error: CharoniaError) -> dict[str, Any]:
-    return {"error": _printable(error.message)}
+    return {"error": printable(error.message)}
 
 
 def openai_body(error: CharoniaError) -> dict[str, Any]:
     status = status_of(error)
     kind = _OPENAI_TYPE.get(status, "server_error" if status >= 500 else "invalid_request_error")
     code = _OPENAI_CODE.get(status)
-    return {"error": {"message": _printable(error.message), "type": kind, "param": error.field, "code": code}}
+    return {"error": {"message": printable(error.message), "type": kind, "param": error.field, "code": code}}
 
 
-def _printable(message: str) -> str:
+def printable(message: str) -> str:
     """What a client sent may be quoted in it, lone surrogates included."""
     return message.encode(errors="backslashreplace").decode()
 

@@ -5,8 +5,6 @@ Translates between the protocol and the gateway; decides nothing.
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any
 
 import orjson
 from starlette.requests import Request
@@ -18,27 +16,16 @@ from ..core.errors import CharoniaError, InvalidArgument, Unavailable
 from ..core.gateway import Gateway
 from ..core.model import ModelConfig
 from ..core.request import InferRequest, InferResponse
-from ..core.tensor import TensorSpec
 from .connection import EventStream, WhileConnected, event, read_body
 from .faults import json_response, v2_body
 from .generate import encode_response, parse_generate
-
-EXTENSIONS: tuple[str, ...] = ()
-"""Of Triton's extension names, those served in full. The generate extension has none."""
+from .metadata import ServerInfo, model_metadata, server_metadata
+from .unary import at_most_two
 
 _NOT_ONE = (
     "generate expects model to produce exactly 1 response, "
     "use generate stream for model that generates various number of responses"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
-    """What the server says of itself, and the largest body it reads."""
-
-    name: str = "triton"
-    version: str = ""
-    max_input_size: int = 64 * 1024 * 1024
 
 
 class V2:
@@ -65,7 +52,7 @@ class V2:
         return routes
 
     async def server(self, request: Request) -> Response:
-        return json_response({"name": self._info.name, "version": self._info.version, "extensions": list(EXTENSIONS)})
+        return json_response(server_metadata(self._info))
 
     async def live(self, request: Request) -> Response:
         return Response()
@@ -76,7 +63,7 @@ class V2:
         return Response(status_code=200 if self._gateway.ready() else 400)
 
     async def metadata(self, request: Request) -> Response:
-        return json_response(_metadata(self._gateway.model(*_asked_for(request))))
+        return json_response(model_metadata(self._gateway.model(*_asked_for(request))))
 
     async def model_ready(self, request: Request) -> Response:
         if self._gateway.model_ready(*_asked_for(request)):
@@ -86,7 +73,7 @@ class V2:
     async def generate(self, request: Request) -> Response:
         config, wanted = await self._read(request, stream=False)
         async with WhileConnected(request.receive), aclosing(self._infer(config, wanted)) as responses:
-            answers = await _at_most_two(responses)
+            answers = await at_most_two(responses)
         if len(answers) != 1:
             return json_response({"error": _NOT_ONE})
         return Response(encode_response(config, wanted.id, answers[0]), media_type="application/json")
@@ -108,30 +95,6 @@ class V2:
 
 def _asked_for(request: Request) -> tuple[str, str]:
     return request.path_params["model"], str(request.path_params.get("version", ""))
-
-
-def _metadata(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "name": config.name,
-        "versions": [config.version],
-        "platform": config.platform or config.backend,
-        "inputs": [_tensor_metadata(spec, config) for spec in config.inputs],
-        "outputs": [_tensor_metadata(spec, config) for spec in config.outputs],
-    }
-
-
-def _tensor_metadata(spec: TensorSpec, config: ModelConfig) -> dict[str, Any]:
-    batch = [-1] if config.max_batch_size > 0 else []
-    return {"name": spec.name, "datatype": spec.datatype, "shape": [*batch, *spec.dims]}
-
-
-async def _at_most_two(responses: AsyncGenerator[InferResponse, None]) -> list[InferResponse]:
-    answers: list[InferResponse] = []
-    async for response in responses:
-        answers.append(response)
-        if len(answers) == 2:
-            break
-    return answers
 
 
 async def _events(

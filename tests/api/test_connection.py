@@ -7,7 +7,7 @@ import pytest
 from starlette.types import Message
 
 from charonia.api.app import build_app
-from charonia.api.v2 import ServerInfo
+from charonia.api.metadata import ServerInfo
 
 PATHS = [
     ("/v2/models/llm/generate", b'{"text_input": "x"}'),

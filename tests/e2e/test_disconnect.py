@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from charonia.api.app import build_app
+from charonia.api.metadata import ServerInfo
 from charonia.api.server import HttpServer, bind
-from charonia.api.v2 import ServerInfo
 from charonia.engine.config import EngineConfig, FakeConfig
 from charonia.engine.llm import LlmModel
 from charonia.engine.messages import Load, Updates

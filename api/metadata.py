@@ -1,0 +1,38 @@
+"""What the server and its models say of themselves, in the words of v2's messages: the same over HTTP and gRPC."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.model import ModelConfig
+from ..core.tensor import TensorSpec
+
+EXTENSIONS: tuple[str, ...] = ()
+"""Of Triton's extension names, those served in full. The generate extension has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What the server says of itself, and the largest body it reads over HTTP."""
+
+    name: str = "triton"
+    version: str = ""
+    max_input_size: int = 64 * 1024 * 1024
+
+
+def server_metadata(info: ServerInfo) -> dict[str, Any]:
+    return {"name": info.name, "version": info.version, "extensions": list(EXTENSIONS)}
+
+
+def model_metadata(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "name": config.name,
+        "versions": [config.version],
+        "platform": config.platform or config.backend,
+        "inputs": [_tensor_metadata(spec, config) for spec in config.inputs],
+        "outputs": [_tensor_metadata(spec, config) for spec in config.outputs],
+    }
+
+
+def _tensor_metadata(spec: TensorSpec, config: ModelConfig) -> dict[str, Any]:
+    batch = [-1] if config.max_batch_size > 0 else []
+    return {"name": spec.name, "datatype": spec.datatype, "shape": [*batch, *spec.dims]}

@@ -1,0 +1,15 @@
+"""What a door that answers once takes of a model's stream."""
+
+from collections.abc import AsyncGenerator
+
+from ..core.request import InferResponse
+
+
+async def at_most_two(responses: AsyncGenerator[InferResponse, None]) -> list[InferResponse]:
+    """Enough of the stream to know whether it holds exactly one; the caller closes it."""
+    answers: list[InferResponse] = []
+    async for response in responses:
+        answers.append(response)
+        if len(answers) == 2:
+            break
+    return answers
