@@ -25,10 +25,14 @@ class InferRequest:
 
 @dataclass(frozen=True, slots=True)
 class InferResponse:
-    """One response of the stream that answers an `InferRequest`."""
+    """One response of the stream that answers an `InferRequest`.
+
+    `final` says that it is the last one; a stream may also end without having said so.
+    """
 
     outputs: tuple[Tensor, ...]
     parameters: Mapping[str, Scalar] = field(default_factory=dict)
+    final: bool = False
 
 
 class FinishReason(StrEnum):

@@ -97,7 +97,8 @@ def _response(chunk: GenerateChunk, outputs: Sequence[str]) -> InferResponse:
         "num_output_tokens": [len(chunk.token_ids)],
         "output_ids": list(chunk.token_ids),
     }
-    return InferResponse(tuple(Tensor.of(name, _DATATYPES[name], values[name]) for name in outputs))
+    tensors = tuple(Tensor.of(name, _DATATYPES[name], values[name]) for name in outputs)
+    return InferResponse(tensors, final=chunk.finish_reason is not None)
 
 
 _DATATYPES = {spec.name: spec.datatype for spec in OUTPUTS}
