@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from charonia.api.app import build_app
-from charonia.api.v2 import ServerInfo
+from charonia.api.metadata import ServerInfo
 from charonia.core.errors import NotFound
 from charonia.core.model import ModelConfig
 from charonia.core.request import (
@@ -53,11 +53,15 @@ NUMBERS = ModelConfig(
 
 @dataclass
 class FakeGateway:
-    """Answers with `texts`, then raises `error`, then waits if `hang`. Remembers what it was asked."""
+    """Answers with `texts` (the last of them `final`), then raises `error`, then waits if `hang`.
+
+    Remembers what it was asked.
+    """
 
     texts: tuple[str, ...] = ("one", " two")
     error: Exception | None = None
     hang: bool = False
+    final: bool = False
     is_ready: bool = True
     is_exiting: bool = False
     asked: list[InferRequest | GenerateRequest] = field(default_factory=list)
@@ -88,8 +92,11 @@ class FakeGateway:
     async def infer(self, name: str, version: str, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         self.asked.append(request)
         async with aclosing(self._answers()) as texts:
+            count = 0
             async for text in texts:
-                yield InferResponse((Tensor.of("text_output", "BYTES", [text.encode()]),))
+                count += 1
+                final = self.final and count == len(self.texts)
+                yield InferResponse((Tensor.of("text_output", "BYTES", [text.encode()]),), final=final)
 
     async def generate(self, name: str, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         self.asked.append(request)

@@ -1,0 +1,139 @@
+"""Triton's v2 door over gRPC: the handlers of GRPCInferenceService and of the health service.
+
+Translates between the protocol and the gateway; decides nothing.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from functools import wraps
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2 as pb
+
+from ..core.errors import CharoniaError, Unavailable, Unsupported
+from ..core.gateway import Gateway
+from ..core.model import ModelConfig
+from ..core.request import InferRequest
+from .faults import UNEXPECTED
+from .grpc_faults import STOPPING, Context, refuse
+from .grpc_messages import Message, read_request, read_version, write_response
+from .grpc_stream import InferStream
+from .metadata import ServerInfo, model_metadata, server_metadata
+from .unary import at_most_two
+
+log = logging.getLogger(__name__)
+
+_DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
+_TRUE = (True, "true", "True", "TRUE", "1")
+
+Handler = Callable[["GrpcDoor", Message, Context], Awaitable[Any]]
+
+
+def _answering(handler: Handler) -> Handler:
+    """A handler whose errors become the call's status."""
+
+    @wraps(handler)
+    async def answer(door: "GrpcDoor", request: Message, context: Context) -> Any:
+        try:
+            return await handler(door, request, context)
+        except CharoniaError as error:
+            await refuse(context, error)
+        except grpc.aio.BaseError:  # the client is gone
+            raise
+        except Exception:
+            log.exception("%s failed", handler.__name__)
+            await refuse(context, UNEXPECTED)
+
+    return answer
+
+
+class GrpcDoor:
+    """The service's methods, by their names on the wire. `closing` ends the reading of streams."""
+
+    def __init__(self, gateway: Gateway, info: ServerInfo, closing: asyncio.Event) -> None:
+        self._gateway = gateway
+        self._info = info
+        self._closing = closing
+
+    async def ServerLive(self, request: Message, context: Context) -> Message:
+        return pb.ServerLiveResponse(live=True)
+
+    @_answering
+    async def ServerReady(self, request: Message, context: Context) -> Message:
+        if self._gateway.exiting():
+            raise Unavailable("Server exiting")
+        return pb.ServerReadyResponse(ready=self._gateway.ready())
+
+    @_answering
+    async def ModelReady(self, request: Message, context: Context) -> Message:
+        return pb.ModelReadyResponse(ready=self._gateway.model_ready(request.name, read_version(request.version)))
+
+    @_answering
+    async def ServerMetadata(self, request: Message, context: Context) -> Message:
+        return pb.ServerMetadataResponse(**server_metadata(self._info))
+
+    @_answering
+    async def ModelMetadata(self, request: Message, context: Context) -> Message:
+        config = self._gateway.model(request.name, read_version(request.version))
+        return pb.ModelMetadataResponse(**model_metadata(config))
+
+    @_answering
+    async def ModelInfer(self, request: Message, context: Context) -> Message:
+        if self._gateway.exiting():
+            raise Unavailable(STOPPING)
+        config = self._gateway.model(request.model_name, read_version(request.model_version))
+        asked = read_request(request)
+        _refuse_streaming(config, asked)
+        async with aclosing(self._gateway.infer(config.name, config.version, asked)) as responses:
+            answers = await at_most_two(responses)
+        if len(answers) != 1:
+            raise Unsupported(_DECOUPLED)
+        return write_response(config, asked.id, answers[0])
+
+    @_answering
+    async def ModelStreamInfer(self, requests: object, context: Context) -> None:
+        await InferStream(self._gateway, context, self._closing).run()
+
+    @_answering
+    async def _later(self, request: Message, context: Context) -> Message:
+        raise Unsupported("this RPC is not served yet")
+
+    ModelConfig = ModelStatistics = _later
+    RepositoryIndex = RepositoryModelLoad = RepositoryModelUnload = _later
+    SystemSharedMemoryStatus = SystemSharedMemoryRegister = SystemSharedMemoryUnregister = _later
+    CudaSharedMemoryStatus = CudaSharedMemoryRegister = CudaSharedMemoryUnregister = _later
+    TraceSetting = LogSettings = _later
+
+
+def _refuse_streaming(config: ModelConfig, asked: InferRequest) -> None:
+    """A decoupled model answers here only if it can be asked for one response, and is."""
+    if not config.decoupled:
+        return
+    if not any(spec.name == "stream" and spec.datatype == "BOOL" for spec in config.inputs):
+        raise Unsupported(_DECOUPLED)
+    stream, parameters = asked.inputs.get("stream"), asked.parameters
+    said = parameters.get("stream", parameters.get("streaming", False)) in _TRUE
+    if said if stream is None else bool(stream.data.any()):
+        raise Unsupported(f"{_DECOUPLED}: set stream to false, or use ModelStreamInfer", field="stream")
+
+
+class Health:
+    """grpc.health.v1.Health/Check, which tells only whether the server is ready.
+
+    Its two messages are two bytes: written here, they save a dependency.
+    """
+
+    _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def check(self, request: bytes, context: Context) -> bytes:
+        return self._SERVING if self._gateway.ready() else self._NOT_SERVING
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        method = grpc.unary_unary_rpc_method_handler(self.check)
+        return grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": method})

@@ -1,0 +1,42 @@
+"""How an error looks over gRPC: its status code, its text, its trailing metadata."""
+
+import math
+from typing import Any, TypeAlias
+
+import grpc
+
+from ..core.errors import CharoniaError, Code, QueueFull
+from .faults import printable
+
+Context: TypeAlias = Any
+"""A `grpc.aio.ServicerContext`; grpc ships no types."""
+
+STOPPING = "GRPC server is shutting down and has stopped accepting new requests."
+_LONGEST = 2000
+"""Bytes of text that fit a client's default limit on metadata, even when each has to be percent-encoded."""
+
+_STATUS = {
+    Code.UNKNOWN: grpc.StatusCode.UNKNOWN,
+    Code.INTERNAL: grpc.StatusCode.INTERNAL,
+    Code.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    Code.INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
+    Code.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    Code.UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
+    Code.ALREADY_EXISTS: grpc.StatusCode.ALREADY_EXISTS,
+    Code.CANCELLED: grpc.StatusCode.CANCELLED,
+    Code.RESOURCE_EXHAUSTED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+
+
+def text_of(error: CharoniaError) -> str:
+    """The message, cut where it quotes too much of what the client sent."""
+    # A text that cannot be encoded would leave the client without any answer.
+    text = printable(error.message)
+    encoded = text.encode()
+    return text if len(encoded) <= _LONGEST else encoded[:_LONGEST].decode(errors="ignore") + " ..."
+
+
+async def refuse(context: Context, error: CharoniaError) -> None:
+    """End the call with this error; raises what the server's runtime takes for an end."""
+    wait = (("retry-after", str(max(1, math.ceil(error.retry_after)))),) if isinstance(error, QueueFull) else ()
+    await context.abort(_STATUS[error.code], text_of(error), wait)

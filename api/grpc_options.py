@@ -1,0 +1,56 @@
+"""Settings of the gRPC door, under tritonserver's names. Free of grpc: the command line reads it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+_Port = Annotated[int, Parameter(validator=Number(gte=0, lte=65535))]
+_Count = Annotated[int, Parameter(validator=Number(gte=0, lte=2**31 - 1))]
+_Boolean: TypeAlias = Literal["true", "false", "1", "0"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpcOptions:
+    """Settings of the gRPC door; times in milliseconds."""
+
+    grpc_address: str = "0.0.0.0"
+    """Address to listen on for gRPC."""
+    grpc_port: _Port = 8001
+    """Port of the v2 protocol over gRPC."""
+    grpc_use_ssl: _Boolean = "false"
+    """Encrypt gRPC."""
+    grpc_use_ssl_mutual: _Boolean = "false"
+    """Encrypt gRPC and let in only clients with a certificate of --grpc-root-cert."""
+    grpc_server_cert: Path | None = None
+    """The server's certificate, PEM."""
+    grpc_server_key: Path | None = None
+    """The certificate's private key, PEM."""
+    grpc_root_cert: Path | None = None
+    """Certificates of those who may sign a client's, PEM."""
+    grpc_keepalive_time: _Count = 7_200_000
+    """Silence after which a client is pinged."""
+    grpc_keepalive_timeout: _Count = 20_000
+    """How long a pinged client may take to answer."""
+    grpc_keepalive_permit_without_calls: _Boolean = "false"
+    """Ping clients that have no call open."""
+    grpc_http2_max_pings_without_data: _Count = 2
+    """Pings in a row without data in between."""
+    grpc_http2_min_recv_ping_interval_without_data: _Count = 300_000
+    """Least time between pings of a client that sends no data."""
+    grpc_http2_max_ping_strikes: _Count = 2
+    """Pings that come too early before the connection is closed; 0 never closes it."""
+    grpc_max_connection_age: _Count = 0
+    """Close connections at this age; 0 never does."""
+    grpc_max_connection_age_grace: _Count = 0
+    """How much longer the calls of a closed connection may take; 0 is no limit."""
+
+    @property
+    def mutual(self) -> bool:
+        return self.grpc_use_ssl_mutual in ("true", "1")
+
+    @property
+    def encrypted(self) -> bool:
+        return self.mutual or self.grpc_use_ssl in ("true", "1")

@@ -1,0 +1,137 @@
+"""Runs the gRPC door on a port: bind early, serve, stop. Knows its options; not what the door answers."""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2_grpc
+
+from ..core.errors import InvalidArgument, Unavailable
+from ..core.gateway import Gateway
+from .grpc_door import GrpcDoor, Health
+from .grpc_options import GrpcOptions
+from .metadata import ServerInfo
+
+_LARGEST_MESSAGE = 2**31 - 1
+_FLUSH_SECONDS = 2
+"""How long responses that are written may take to reach their clients at the very end."""
+
+
+class GrpcServer:
+    """The door on the port that `sock` reserves, until `stop`.
+
+    Raises:
+        InvalidArgument: the TLS options do not fit together, or a file of theirs is no good.
+    """
+
+    def __init__(self, gateway: Gateway, info: ServerInfo, options: GrpcOptions, sock: socket.socket) -> None:
+        self._address = _joined(options.grpc_address, sock.getsockname()[1])
+        self._credentials = credentials(options)
+        self._gateway, self._info, self._options = gateway, info, options
+        self._closing = asyncio.Event()
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> None:
+        """Return when it listens.
+
+        Raises:
+            Unavailable: someone else took the port.
+        """
+        self._server = server = grpc.aio.server(options=_channel_options(self._options))
+        door = GrpcDoor(self._gateway, self._info, self._closing)
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(door, server)
+        server.add_generic_rpc_handlers((Health(self._gateway).handler(),))
+        try:
+            self._open(server)
+        except RuntimeError as error:
+            raise Unavailable(f"cannot open {self._address}: {error} (--grpc-port)") from None
+        await server.start()
+
+    def _open(self, server: grpc.aio.Server) -> None:
+        if self._credentials is None:
+            server.add_insecure_port(self._address)
+        else:
+            server.add_secure_port(self._address, self._credentials)
+
+    async def stop(self, force: bool = False) -> None:
+        """Refuse new calls and end idle streams; with `force`, cancel what still runs."""
+        self._closing.set()
+        if self._server is not None:
+            await self._server.stop(None if force else _FLUSH_SECONDS)
+
+
+def _joined(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _channel_options(options: GrpcOptions) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.so_reuseport", 0),  # two servers on one port would share its clients
+        ("grpc.max_send_message_length", _LARGEST_MESSAGE),
+        ("grpc.max_receive_message_length", _LARGEST_MESSAGE),
+        ("grpc.keepalive_time_ms", options.grpc_keepalive_time),
+        ("grpc.keepalive_timeout_ms", options.grpc_keepalive_timeout),
+        ("grpc.keepalive_permit_without_calls", int(options.grpc_keepalive_permit_without_calls in ("true", "1"))),
+        ("grpc.http2.max_pings_without_data", options.grpc_http2_max_pings_without_data),
+        ("grpc.http2.min_ping_interval_without_data_ms", options.grpc_http2_min_recv_ping_interval_without_data),
+        ("grpc.http2.max_ping_strikes", options.grpc_http2_max_ping_strikes),
+        *_ages(options),
+    ]
+
+
+def _ages(options: GrpcOptions) -> Iterator[tuple[str, int]]:
+    if options.grpc_max_connection_age:
+        yield "grpc.max_connection_age_ms", options.grpc_max_connection_age
+    if options.grpc_max_connection_age_grace:
+        yield "grpc.max_connection_age_grace_ms", options.grpc_max_connection_age_grace
+
+
+def credentials(options: GrpcOptions) -> grpc.ServerCredentials | None:
+    """What TLS needs; None without it.
+
+    Raises:
+        InvalidArgument: a file is missing, unreadable or not what it should be; the message names the flag.
+    """
+    if not options.encrypted:
+        return None
+    certificate = _read(options.grpc_server_cert, "--grpc-server-cert")
+    key = _read(options.grpc_server_key, "--grpc-server-key")
+    _check_pair(options)
+    root = None
+    if options.mutual or options.grpc_root_cert is not None:
+        root = _read(options.grpc_root_cert, "--grpc-root-cert")
+        _check_root(options)
+    return grpc.ssl_server_credentials([(key, certificate)], root, options.mutual)
+
+
+def _read(path: Path | None, flag: str) -> bytes:
+    if path is None:
+        raise InvalidArgument(f"TLS on gRPC needs {flag}")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidArgument(f"cannot read {flag} {path}: {error.strerror}") from None
+
+
+def _check_pair(options: GrpcOptions) -> None:
+    # grpc would only log that it cannot use them, and refuse every client.
+    assert options.grpc_server_cert
+    try:
+        # A password that is needed and not there must be an error, not a question on the terminal.
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            options.grpc_server_cert, options.grpc_server_key, password=""
+        )
+    except (ssl.SSLError, OSError) as error:
+        text = f"--grpc-server-cert and --grpc-server-key are not a certificate and its key: {error}"
+        raise InvalidArgument(text) from None
+
+
+def _check_root(options: GrpcOptions) -> None:
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=options.grpc_root_cert)
+    except (ssl.SSLError, OSError) as error:
+        raise InvalidArgument(f"--grpc-root-cert holds no certificate: {error}") from None

@@ -1,0 +1,138 @@
+"""Tensors as raw bytes: little-endian and row-major, BYTES elements behind their lengths.
+
+Knows section 5 of v2 and its error texts; not which protocol carries the bytes.
+"""
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.errors import InvalidArgument
+from ..core.tensor import NUMPY_TYPES, Tensor
+
+_LENGTH = struct.Struct("<I")
+_MOST_ELEMENTS = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which input of which request: what an error says of where it happened."""
+
+    request_id: str
+    model: str
+    input: str
+
+    def refuse(self, text: str) -> InvalidArgument:
+        return InvalidArgument(f"[request id: {self.request_id or '<id_unknown>'}] {text}", field=self.input)
+
+    @property
+    def text(self) -> str:
+        return f"input '{self.input}' for model '{self.model}'"
+
+
+def element_count(shape: tuple[int, ...], place: Place) -> int:
+    """How many elements a tensor of this shape has.
+
+    Raises:
+        InvalidArgument: no tensor can have this shape.
+    """
+    dims, count = f"[{','.join(map(str, shape))}]", math.prod(shape)
+    start = f"invalid shape for input '{place.input}': shape {dims}"
+    if any(dim < 0 for dim in shape):
+        raise InvalidArgument(f"{start} contains one or more invalid dimensions", field=place.input)
+    if count > _MOST_ELEMENTS:
+        text = f"{start} causes total element count to exceed maximum size of {_MOST_ELEMENTS}"
+        raise InvalidArgument(text, field=place.input)
+    return count
+
+
+def decode(datatype: str, shape: tuple[int, ...], raw: bytes, place: Place) -> Tensor:
+    """A view of the bytes as a tensor. What a datatype nobody knows holds is left alone: no model has such an input.
+
+    Raises:
+        InvalidArgument: there are more or fewer bytes than the shape needs.
+    """
+    count = element_count(shape, place)
+    if datatype == "BYTES":
+        data = _objects(_elements(raw, count, place))
+    elif datatype in NUMPY_TYPES:
+        data = _numbers(datatype, count, raw, place)
+    else:
+        data = np.frombuffer(raw, np.uint8)
+    return Tensor(place.input, datatype, shape, data)
+
+
+def check_byte_size(expected: int, got: int, place: Place) -> None:
+    """Raises `InvalidArgument` if they differ."""
+    if expected != got:
+        raise place.refuse(f"input byte size mismatch for {place.text}. Expected {expected}, got {got}")
+
+
+def check_string_count(expected: int, got: int, place: Place) -> None:
+    """Raises `InvalidArgument` if they differ."""
+    whose = f"inference {place.text}"
+    if got > expected:
+        raise place.refuse(f"unexpected number of string elements {got} for {whose}, expecting {expected}")
+    if got < expected:
+        raise place.refuse(f"expected {expected} string elements for {whose}, got {got}")
+
+
+def strings(elements: list[bytes], count: int, place: Place) -> NDArray[Any]:
+    """The data of a BYTES tensor of `count` elements.
+
+    Raises:
+        InvalidArgument: there are more or fewer.
+    """
+    check_string_count(count, len(elements), place)
+    return _objects(elements)
+
+
+def encode(tensor: Tensor) -> bytes:
+    """The tensor's raw bytes."""
+    if tensor.datatype == "BYTES":
+        return b"".join(_LENGTH.pack(len(element)) + element for element in tensor.data.ravel())
+    return tensor.data.tobytes()
+
+
+def _numbers(datatype: str, count: int, raw: bytes, place: Place) -> NDArray[Any]:
+    dtype = np.dtype(NUMPY_TYPES[datatype])
+    check_byte_size(count * dtype.itemsize, len(raw), place)
+    if datatype == "BOOL":  # a byte may say true in 255 ways
+        return np.frombuffer(raw, np.uint8).astype(np.bool_)
+    return np.frombuffer(raw, dtype)
+
+
+def _elements(raw: bytes, count: int, place: Place) -> list[bytes]:
+    elements: list[bytes] = []
+    offset = 0
+    while offset < len(raw):
+        end = offset + _LENGTH.size + _length(raw, offset, place)
+        if end > len(raw):
+            raise place.refuse(f"incomplete string data for inference {place.text}, the last element is cut off")
+        elements.append(raw[offset + _LENGTH.size : end])
+        offset = end
+        if len(elements) > count:
+            break
+    check_string_count(count, len(elements), place)
+    return elements
+
+
+def _length(raw: bytes, offset: int, place: Place) -> int:
+    rest = len(raw) - offset
+    if rest < _LENGTH.size:
+        raise place.refuse(
+            f"incomplete string length indicator for inference {place.text}, expecting {_LENGTH.size} bytes "
+            f"but only {rest} bytes available. Please make sure the string length indicator is in one buffer."
+        )
+    length: int = _LENGTH.unpack_from(raw, offset)[0]
+    return length
+
+
+def _objects(elements: list[bytes]) -> NDArray[Any]:
+    data = np.empty(len(elements), np.object_)
+    data[:] = elements
+    return data
