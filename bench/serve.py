@@ -9,6 +9,7 @@ A server of our own listens on free loopback ports and is gone afterwards.
 """
 
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,8 +44,8 @@ from .serve_server import (
     require_open,
 )
 
-_ENDLESS = 1_000_000
-"""Requests of a closed loop that only its duration ends."""
+_ENDLESS = 100_000
+"""Requests of a closed loop that only its duration is to end."""
 
 _Positive = Parameter(validator=Number(gt=0))
 _Switch = Parameter(negative=())
@@ -323,7 +324,8 @@ def _progress(console: Console, requests: int) -> "Iterator[Any]":
 
 
 def main() -> None:
-    """The command."""
+    """The command. Asked to end, it leaves by the way that ends its server too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(app())
 
 
