@@ -5,7 +5,7 @@ Knows nothing of models and of what the bytes say.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Self
@@ -93,15 +93,21 @@ class EventStream:
     it becomes the event that `fault` makes of it.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], fault: Callable[[CharoniaError], bytes]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        fault: Callable[[CharoniaError], bytes],
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self._events = events
         self._fault = fault
+        self._headers = _SSE_HEADERS + [(name.encode(), text.encode()) for name, text in (headers or {}).items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(ClientLeft):
             async with aclosing(self._events), WhileConnected(receive):
                 first = await anext(self._events, b"")
-                await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+                await send({"type": "http.response.start", "status": 200, "headers": self._headers})
                 await _send_body(send, first)
                 await self._send_rest(send)
 

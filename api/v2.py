@@ -16,6 +16,7 @@ from ..core.errors import CharoniaError, InvalidArgument, Unavailable
 from ..core.gateway import Gateway
 from ..core.model import ModelConfig
 from ..core.request import InferRequest, InferResponse
+from . import orca
 from .connection import EventStream, WhileConnected, event, read_body
 from .faults import json_response, v2_body
 from .generate import encode_response, parse_generate
@@ -76,11 +77,13 @@ class V2:
             answers = await at_most_two(responses)
         if len(answers) != 1:
             return json_response({"error": _NOT_ONE})
-        return Response(encode_response(config, wanted.id, answers[0]), media_type="application/json")
+        body, headers = encode_response(config, wanted.id, answers[0]), self._load_header(request, config)
+        return Response(body, headers=headers, media_type="application/json")
 
     async def generate_stream(self, request: Request) -> ASGIApp:
         config, wanted = await self._read(request, stream=True)
-        return EventStream(_events(config, wanted.id, self._infer(config, wanted)), _fault)
+        headers = self._load_header(request, config)
+        return EventStream(_events(config, wanted.id, self._infer(config, wanted)), _fault, headers)
 
     async def _read(self, request: Request, stream: bool) -> tuple[ModelConfig, InferRequest]:
         config = self._gateway.model(*_asked_for(request))
@@ -88,6 +91,10 @@ class V2:
             raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
         body = await read_body(request, self._info.max_input_size)
         return config, parse_generate(body, config, stream)
+
+    def _load_header(self, request: Request, config: ModelConfig) -> dict[str, str]:
+        form = request.headers.get(orca.ASKED)
+        return {} if form is None else orca.load_header(form, self._gateway.stats(config.name, config.version))
 
     def _infer(self, config: ModelConfig, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         return self._gateway.infer(config.name, config.version, request)

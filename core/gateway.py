@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from .model import ModelConfig
+from .model import ModelConfig, ModelStats
 from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse
 
 
@@ -24,6 +24,8 @@ class Gateway(Protocol):
     def models(self) -> list[ModelConfig]: ...
 
     def model(self, name: str, version: str = "") -> ModelConfig: ...
+
+    def stats(self, name: str, version: str = "") -> ModelStats: ...
 
     def model_ready(self, name: str, version: str = "") -> bool: ...
 

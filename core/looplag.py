@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from typing import Self
 
 from .metrics import Measurement, Reading
 
@@ -14,7 +15,7 @@ _WINDOW = 10.0
 
 
 class LoopLag:
-    """Watches the running loop between `start` and `stop`; `bound`: seconds of delay that can only mean it is stuck."""
+    """Watches the running loop inside a `with` block; `bound`: seconds of delay that can only mean that it is stuck."""
 
     def __init__(self, bound: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._bound = bound
@@ -24,14 +25,18 @@ class LoopLag:
         self._window = clock()
         self._longest = self._longest_before = 0.0
 
-    def start(self) -> None:
-        self._due = self._clock() + _INTERVAL
-        self._timer = asyncio.get_running_loop().call_later(_INTERVAL, self._turn)
+    def __enter__(self) -> Self:
+        self._look()
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._due = None
         if self._timer is not None:
             self._timer.cancel()
+
+    def _look(self) -> None:
+        self._due = self._clock() + _INTERVAL
+        self._timer = asyncio.get_running_loop().call_later(_INTERVAL, self._turn)
 
     @property
     def seconds(self) -> float:
@@ -51,7 +56,7 @@ class LoopLag:
             self._window = now
             self._longest, self._longest_before = 0.0, self._longest
         self._longest = max(self._longest, self._late())
-        self.start()
+        self._look()
 
     def _late(self) -> float:
         return 0.0 if self._due is None else max(0.0, self._clock() - self._due)

@@ -107,6 +107,8 @@ def vllm_readings(readings: Iterable[Reading]) -> Iterator[Reading]:
 
 
 def _renamed(family: str, value: Histogram) -> Iterator[Reading]:
+    if family.startswith("vllm:"):
+        yield Reading(family, value)
     for names in (_VLLM_NAMES, _FORMER_VLLM_NAMES):
         if family in names:
             yield Reading(names[family], value)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import NamedTuple, TypeAlias
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _GAPS = _SECONDS[:11]
@@ -49,13 +49,6 @@ class Measurement(NamedTuple):
 
     labels: Labels
     readings: Sequence[Reading]
-
-
-@runtime_checkable
-class Measured(Protocol):
-    """A model that has something to show at a scrape."""
-
-    def readings(self) -> Iterator[Reading]: ...
 
 
 class Outcome(StrEnum):

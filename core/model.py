@@ -1,9 +1,10 @@
 """The contract: a request goes into a Model, a stream of responses comes out."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from .metrics import Reading
 from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
 from .tensor import TensorSpec
 
@@ -66,3 +67,10 @@ class TextModel(Model, Protocol):
     async def tokenize(self, request: TokenizeRequest) -> list[int]: ...
 
     async def detokenize(self, ids: list[int]) -> str: ...
+
+
+@runtime_checkable
+class MeasuredModel(Model, Protocol):
+    """A model that has something to show at a scrape."""
+
+    def readings(self) -> Iterator[Reading]: ...

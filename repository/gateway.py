@@ -5,13 +5,15 @@ Knows nothing of protocols, and of models only the contract.
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from ..core.errors import CharoniaError, InvalidArgument, NotFound, Unavailable
-from ..core.model import Model, ModelConfig, TextModel
+from ..core.metrics import Measurement, Reading
+from ..core.model import MeasuredModel, Model, ModelConfig, ModelStats, TextModel
 from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse
 from .validation import check
 
@@ -22,24 +24,42 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Entry:
-    """A known model. `model` is there once it was loaded; `reason` says why it is not."""
+    """A known model. `model` is there once it was loaded, which took `load_seconds`; `reason` says why it is not."""
 
     name: str
     version: str = ""
     model: Model | None = None
     text: TextModel | None = None
     reason: str = ""
+    load_seconds: float = 0.0
+    load_failures: int = 0
 
     @property
     def ready(self) -> bool:
         return self.model is not None and self.model.stats().ready
 
+    def readings(self) -> Iterator[Reading]:
+        """Of a model that is not loaded, only that it is not."""
+        yield Reading("charonia_model_ready", int(self.ready))
+        yield Reading("charonia_model_load_failures_total", self.load_failures)
+        if self.model is not None:
+            yield Reading("nv_model_load_duration_secs", self.load_seconds)
+        if isinstance(self.model, MeasuredModel):
+            yield from self.model.readings()
+
+    def fail(self, reason: str) -> None:
+        self.load_failures += 1
+        if self.model is None:
+            self.reason = reason
+
 
 class Hub:
-    """Registry and dispatch. With `strict`, the server is ready only when every known model is."""
+    """Registry and dispatch. With `strict`, the server is ready only when every known model is; and nothing is ready
+    while the process that answers is not `healthy`."""
 
-    def __init__(self, strict: bool = True) -> None:
+    def __init__(self, strict: bool = True, healthy: Callable[[], bool] = lambda: True) -> None:
         self._strict = strict
+        self._healthy = healthy
         self._entries: dict[str, Entry] = {}
         self._exiting = False
         self._running = 0
@@ -49,7 +69,7 @@ class Hub:
     # What doors ask
 
     def ready(self) -> bool:
-        if self._exiting:
+        if self._exiting or not self._healthy():
             return False
         return not self._strict or all(entry.ready for entry in self._entries.values())
 
@@ -63,7 +83,11 @@ class Hub:
         return self._loaded(name, version)[0].config
 
     def model_ready(self, name: str, version: str = "") -> bool:
-        return not self._exiting and self._known(name, version).ready
+        entry = self._known(name, version)
+        return not self._exiting and self._healthy() and entry.ready
+
+    def stats(self, name: str, version: str = "") -> ModelStats:
+        return self._loaded(name, version)[0].stats()
 
     async def infer(self, name: str, version: str, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         self._refuse_when_exiting()
@@ -90,20 +114,27 @@ class Hub:
             return self.refuse(InvalidArgument(f"model '{name}' appears in two places; the first is served"), name)
         entry = self._entries[name] = Entry(name, version)
         try:
+            started = time.monotonic()
             model = build()
             await model.load()
         except Exception as error:
-            entry.reason = str(error)
+            entry.fail(str(error))
             if not isinstance(error, CharoniaError):
                 log.exception("model '%s' failed to load", name)
             return error
+        entry.load_seconds = time.monotonic() - started
         entry.model, entry.text = model, model if isinstance(model, TextModel) else None
         return None
 
     def refuse(self, error: CharoniaError, name: str) -> CharoniaError:
         """Note a model that cannot even be read."""
-        self._entries.setdefault(name, Entry(name, reason=error.message))
+        self._entries.setdefault(name, Entry(name)).fail(error.message)
         return error
+
+    def measure(self) -> Iterator[Measurement]:
+        """What there is to know of each model at a scrape."""
+        for entry in self._entries.values():
+            yield Measurement({"model": entry.name, "version": entry.version}, tuple(entry.readings()))
 
     def exit(self) -> None:
         """Refuse what is new from here on."""
