@@ -7,7 +7,8 @@ import asyncio
 import logging
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
@@ -22,6 +23,7 @@ from .engine.options import EngineOptions
 if TYPE_CHECKING:
     import socket
 
+    from .api.metrics import Source
     from .api.server import HttpServer, StopSignals
     from .repository.gateway import Hub
     from .repository.source import BrokenSource, ModelSource
@@ -51,8 +53,16 @@ class ServerOptions:
     """Port of the v2 and OpenAI protocols over HTTP."""
     grpc_port: _Port = 8001
     """Accepted; gRPC opens with a later release."""
+    allow_metrics: _Boolean = "true"
+    """Serve metrics."""
+    metrics_address: str = ""
+    """Address to serve metrics on, when it is not --http-address."""
     metrics_port: _Port = 8002
-    """Accepted; metrics open with a later release."""
+    """Port of Prometheus metrics."""
+    metrics_names: Literal["charonia", "vllm"] = "charonia"
+    """Names of what Triton has no name for; vllm: vLLM's names beside ours."""
+    max_loop_lag_secs: Annotated[float, Parameter(validator=Number(gt=0))] = 10
+    """Delay of the frontend's event loop from which on nothing is ready."""
     http_max_input_size: Annotated[int, Parameter(validator=Number(gte=1))] = 64 * 1024 * 1024
     """Largest request body in bytes."""
     strict_readiness: _Boolean = "true"
@@ -61,8 +71,8 @@ class ServerOptions:
     """How long running requests may take to finish on SIGTERM or SIGINT."""
     log_verbose: Annotated[int, Parameter(validator=Number(gte=0))] = 0
     """Above 0: every request and every decision."""
-    log_format: Literal["default", "ISO8601"] = "default"
-    """Format of times in the log."""
+    log_format: Literal["default", "ISO8601", "json"] = "default"
+    """Format of times in the log; json: every record is a line of JSON."""
 
 
 @app.command
@@ -82,13 +92,13 @@ def serve(
     """
     import uvloop
 
-    _set_up_logging(server)
-    try:
-        plan = _plan(model, server, engine)
-        return uvloop.run(_run(plan))
-    except CharoniaError as error:
-        print(f"charonia: {error.message}", file=sys.stderr)
-        return 1
+    with _logging(server):
+        try:
+            plan = _plan(model, server, engine)
+            return uvloop.run(_run(plan))
+        except CharoniaError as error:
+            print(f"charonia: {error.message}", file=sys.stderr)
+            return 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,19 +142,56 @@ def _read(repositories: Iterable[Path]) -> "tuple[ModelSource | BrokenSource, ..
 
 async def _run(plan: _Plan) -> int:
     from .api.server import StopSignals, bind
+    from .core.looplag import LoopLag
     from .repository.gateway import Hub
 
     options = plan.server
-    hub = Hub(strict=options.strict_readiness in ("true", "1"))
-    with bind(options.http_address, options.http_port, "--http-port") as sock, StopSignals() as stop:
+    lag = LoopLag(options.max_loop_lag_secs)
+    hub = Hub(strict=_true(options.strict_readiness), healthy=lambda: not lag.stuck)
+    with (
+        bind(options.http_address, options.http_port, "--http-port") as sock,
+        _metrics_socket(options) as metrics,
+        StopSignals() as stop,
+        lag,
+    ):
         try:
             if not await _load(plan, hub, stop):
                 return 0 if stop.asked.is_set() else 1
-            await _serve(options, hub, sock, stop)
+            async with _metrics(options, metrics, (hub.measure, lag.measure)):
+                await _serve(options, hub, sock, stop)
             return 0
         finally:
             hub.exit()
             await hub.unload()
+
+
+def _metrics_socket(options: ServerOptions) -> "AbstractContextManager[socket.socket | None]":
+    from .api.server import bind
+
+    if not _true(options.allow_metrics):
+        return nullcontext()
+    return bind(options.metrics_address or options.http_address, options.metrics_port, "--metrics-port")
+
+
+@asynccontextmanager
+async def _metrics(
+    options: ServerOptions, sock: "socket.socket | None", sources: "Iterable[Source]"
+) -> AsyncIterator[None]:
+    """Serve metrics meanwhile, if somebody wants them."""
+    from .api.metrics import MetricsApp, build_registry
+    from .api.server import HttpServer
+
+    if sock is None:
+        yield
+        return
+    registry = build_registry(sources, vllm=options.metrics_names == "vllm")
+    server = HttpServer(MetricsApp(registry), sock, access_log=False)
+    await server.start()
+    print(f"Metrics on {_url(*sock.getsockname()[:2])}/metrics")
+    try:
+        yield
+    finally:
+        await server.stop(force=True)
 
 
 async def _load(plan: _Plan, hub: "Hub", stop: "StopSignals") -> bool:
@@ -182,11 +229,19 @@ async def _drain(hub: "Hub", server: "HttpServer", stop: "StopSignals", seconds:
     await server.stop(force=hub.running > 0)
 
 
+def _true(flag: str) -> bool:
+    return flag in ("true", "1")
+
+
+def _url(address: str, port: int) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(address, address)
+    return f"http://{host}:{port}"
+
+
 def _say_ready(hub: "Hub", address: str, port: int) -> None:
     """The URL, and a line to paste."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(address, address)
-    url = f"http://{host}:{port}"
-    print("gRPC (--grpc-port) and metrics (--metrics-port) open with a later release.")
+    url = _url(address, port)
+    print("gRPC (--grpc-port) opens with a later release.")
     print(f"Serving on {url}")
     for config in hub.models():
         if any(spec.name == "text_input" for spec in config.inputs):
@@ -196,17 +251,27 @@ def _say_ready(hub: "Hub", address: str, port: int) -> None:
     sys.stdout.flush()
 
 
-def _set_up_logging(options: ServerOptions) -> None:
+@contextmanager
+def _logging(options: ServerOptions) -> Iterator[None]:
+    """Set it up; the record that ends a request is written by a thread, those still in line at the end."""
     from .api.server import QuietCancel
+    from .core.logs import JsonFormatter, write_in_thread
 
     form = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
     date_format = "%Y-%m-%dT%H:%M:%S%z" if options.log_format == "ISO8601" else "%m%d %H:%M:%S"
     level = logging.DEBUG if options.log_verbose else logging.INFO
     logging.basicConfig(level=logging.WARNING, format=form, datefmt=date_format, stream=sys.stderr)
+    if options.log_format == "json":
+        logging.getLogger().handlers[0].setFormatter(JsonFormatter())
     logging.getLogger("charonia").setLevel(level)
     # uvicorn tells of every connection and of its own start and stop, which are told here.
     logging.getLogger("uvicorn").setLevel(logging.INFO if options.log_verbose else logging.WARNING)
     logging.getLogger("uvicorn.error").addFilter(QuietCancel())
+    listener = write_in_thread(logging.getLogger("charonia.requests"))
+    try:
+        yield
+    finally:
+        listener.stop()
 
 
 def main() -> None:

@@ -44,6 +44,13 @@ class Server:
         return found[1]
 
     @property
+    def metrics_url(self) -> str:
+        """Where it serves metrics; waits until it serves."""
+        found = re.search(r"Metrics on (\S+)", self.said if self.url else "")
+        assert found
+        return found[1]
+
+    @property
     def address(self) -> tuple[str, int]:
         url = httpx.URL(self.url)
         assert url.port
@@ -89,8 +96,9 @@ def serving(scratch: Path, *arguments: str) -> Iterator[Server]:
     scratch.mkdir(parents=True, exist_ok=True)
     output = scratch.with_suffix(".log")
     command = [sys.executable, "-m", "charonia", "serve", *arguments, "--http-address", "127.0.0.1"]
-    if not any(argument.startswith("--http-port") for argument in arguments):
-        command += ["--http-port", "0"]
+    for flag in ("--http-port", "--metrics-port"):
+        if not any(argument.startswith(flag) for argument in arguments):
+            command += [flag, "0"]
     with output.open("wb") as file:
         environment = os.environ | {"TMPDIR": str(scratch)}
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)

@@ -93,7 +93,7 @@ def test_start_up_tells_its_phases(server: Any) -> None:
     assert re.search(r"tiny: cache \d+\.\d\d s  \d+ blocks of 16 tokens\n", said)
     assert re.search(r"tiny: warm-up \d+\.\d\d? s\n", said)
     assert re.search(r"Try: curl -N http://127.0.0.1:\d+/v2/models/fake/generate_stream -d '\{", said)
-    assert "open with a later release" in said
+    assert re.search(r"Metrics on http://127.0.0.1:\d+/metrics", said)
 
 
 V2_BODIES: list[tuple[Any, str]] = [
