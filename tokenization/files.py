@@ -1,16 +1,17 @@
-"""Where a checkpoint's small files are. Knows nothing of weights."""
+"""Where a checkpoint's files are, and what its JSON says. Knows nothing of weights."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import InvalidArgument, NotFound
 
-_SMALL_FILES = ["*.json", "*.jinja"]
+SMALL_FILES = ("*.json", "*.jinja")
 
 
-def locate(model: str) -> Path:
-    """The directory of a checkpoint; of a hub id, its small files are fetched first.
+def locate(model: str, files: Sequence[str] = SMALL_FILES) -> Path:
+    """The directory of a checkpoint; of a hub id, the `files` (patterns) that are not there yet are fetched first.
 
     Raises:
         NotFound: neither a directory nor a model of the hub.
@@ -18,14 +19,14 @@ def locate(model: str) -> Path:
     directory = Path(model).expanduser()
     if directory.is_dir():
         return directory
-    return _fetch(model)
+    return _fetch(model, files)
 
 
-def _fetch(hub_id: str) -> Path:
+def _fetch(hub_id: str, files: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=_SMALL_FILES))
+        return Path(snapshot_download(hub_id, allow_patterns=list(files)))
     except (OSError, ValueError) as error:
         raise NotFound(f"{hub_id!r} is neither a directory nor a model that the hub would give: {error}") from error
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from charonia.core.errors import InvalidArgument
+from charonia.core.errors import InvalidArgument, NotFound
 from charonia.engine.checkpoint import open_checkpoint
 from charonia.engine.layers.group import Alone
 from charonia.engine.models.registry import builder
@@ -50,7 +50,6 @@ def test_a_checkpoint_says_what_it_is(checkpoint: Callable[..., Path]) -> None:
     assert (opened.spec.heads, opened.spec.kv_heads, opened.spec.head_dim) == (4, 2, 16)
     assert opened.spec.rope == Rope("llama3", 10000.0, 8.0, 1.0, 4.0, 64)
     assert opened.spec.tied_embeddings
-    assert opened.generation.eos_token_ids == (0,)
 
 
 def test_older_field_names_mean_the_same() -> None:
@@ -72,18 +71,6 @@ def test_older_field_names_mean_the_same() -> None:
     assert new == old
     assert new.rope.theta == 5e5
     assert new.kv_heads == 4
-
-
-def test_generation_config_wins_over_config(copy: Path) -> None:
-    (copy / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [3, 5], "temperature": 0.7, "top_k": 20, "top_p": 0.8})
-    )
-    assert open_checkpoint(copy).generation == ((3, 5), 0.7, 20, 0.8)
-
-
-def test_eos_falls_back_to_config(copy: Path) -> None:
-    (copy / "generation_config.json").unlink()
-    assert open_checkpoint(copy).generation == ((0,), None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +125,7 @@ def quantise(directory: Path) -> None:
 )
 def test_damage_is_named(copy: Path, damage: Edit, says: list[str]) -> None:
     damage(copy)
-    with pytest.raises(CheckpointError) as refusal:
+    with pytest.raises(InvalidArgument) as refusal:
         build(copy)
     assert all(word in refusal.value.message for word in says)
 
@@ -162,12 +149,12 @@ def test_a_missing_shard_is_named(making: Any, tmp_path: Path) -> None:
 
 
 def test_what_is_neither_directory_nor_hub_id_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="no such directory"):
+    with pytest.raises(NotFound, match="neither a directory"):
         open_checkpoint(tmp_path / "nowhere")
 
 
 def test_a_hub_id_without_network_says_so() -> None:
-    with pytest.raises(CheckpointError, match="nobody/nothing"):
+    with pytest.raises(NotFound, match="nobody/nothing"):
         open_checkpoint("nobody/nothing")
 
 
