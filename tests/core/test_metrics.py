@@ -1,0 +1,127 @@
+"""Instruments, how they read, and the loop's lag by a clock that the test turns."""
+
+import json
+import logging
+import sys
+
+import pytest
+
+from charonia.core.logs import JsonFormatter, write_in_thread
+from charonia.core.looplag import LoopLag
+from charonia.core.metric_families import CHARONIA, TRITON, VLLM, vllm_readings
+from charonia.core.metrics import QUEUE_FULL, End, EngineState, Histogram, LlmMetrics, Outcome, Reading
+
+IDLE = EngineState()
+
+
+def read(metrics: LlmMetrics, family: str, engine: EngineState = IDLE) -> dict[tuple[str, ...], float]:
+    """The numbers of a family by their label values."""
+    found = [reading for reading in metrics.readings(engine) if reading.family == family]
+    return {tuple(reading.labels.values()): reading.value for reading in found}
+
+
+def test_a_histogram_counts_up_to_and_including_its_bounds() -> None:
+    histogram = Histogram((1, 2, 5))
+    for value in (0.5, 1, 1.5, 5, 5.1):
+        histogram.observe(value)
+    histogram.observe(2, times=3)
+    assert histogram.counts == [2, 4, 1, 1]
+    assert histogram.sum == pytest.approx(0.5 + 1 + 1.5 + 5 + 5.1 + 6)
+
+
+def test_every_reading_has_a_family() -> None:
+    known = {family.name for family in (*CHARONIA, *TRITON, *VLLM)}
+    readings = list(LlmMetrics().readings(EngineState()))
+    assert {reading.family for reading in readings} <= known
+    assert {reading.family for reading in vllm_readings(readings)} == {family.name for family in VLLM}
+    assert len(known) == len(CHARONIA) + len(TRITON) + len(VLLM)
+
+
+def test_every_outcome_is_there_from_the_start() -> None:
+    counts = read(LlmMetrics(), "charonia_requests_total")
+    assert set(counts.values()) == {0}
+    assert {outcome for outcome, _ in counts} == {outcome.value for outcome in Outcome}
+
+
+def test_triton_has_its_own_words_for_ends() -> None:
+    metrics = LlmMetrics()
+    ends = [End(Outcome.STOP), End(Outcome.LENGTH), End(Outcome.CANCELLED), End(Outcome.TIMEOUT), QUEUE_FULL]
+    metrics.ended.update([*ends, End(Outcome.ERROR, "internal"), End(Outcome.REJECTED, "invalid_argument")])
+    assert read(metrics, "nv_inference_request_success") == {(): 2}
+    failures = read(metrics, "nv_inference_request_failure")
+    assert failures == {("REJECTED",): 2, ("CANCELED",): 1, ("BACKEND",): 1, ("OTHER",): 1}
+
+
+def test_vllm_sums_what_it_does_not_tell_apart() -> None:
+    metrics = LlmMetrics()
+    metrics.tenant("a").generated, metrics.tenant("b").generated = 3, 4
+    metrics.ended.update([End(Outcome.ERROR, "internal"), End(Outcome.ERROR, "unavailable"), QUEUE_FULL])
+    metrics.first_token.observe(0.2)
+    readings = list(vllm_readings(metrics.readings(EngineState(waiting={"0": 2, "4": 1}))))
+    numbers = {(r.family, r.labels.get("finished_reason")): r.value for r in readings if not _is_histogram(r)}
+    assert numbers["vllm:generation_tokens_total", ""] == 7
+    assert numbers["vllm:num_requests_waiting", ""] == 3
+    assert numbers["vllm:request_success_total", "error"] == 2
+    assert Reading("vllm:time_to_first_token_seconds", metrics.first_token) in readings
+
+
+def _is_histogram(reading: Reading) -> bool:
+    return isinstance(reading.value, Histogram)
+
+
+def test_nobody_waiting_is_a_zero() -> None:
+    engine = EngineState(waiting={"3": 2})
+    assert read(LlmMetrics(), "charonia_requests_waiting", engine) == {("0",): 0, ("3",): 2}
+    assert read(LlmMetrics(), "nv_inference_pending_request_count", engine) == {(): 2}
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def test_a_stuck_loop_is_noticed_and_forgotten() -> None:
+    clock = Clock()
+    with LoopLag(bound=5, clock=clock) as lag:
+        assert (lag.seconds, lag.stuck) == (0, False)
+        clock.now += 7.25  # the timer was due after a quarter of a second
+        assert (lag.seconds, lag.stuck) == (7.0, True)
+        turn_on_time(lag, clock, seconds=9)
+        assert lag.stuck
+        turn_on_time(lag, clock, seconds=20)
+        assert (lag.seconds, lag.stuck) == (0, False)
+        [(labels, [reading])] = lag.measure()
+    assert (labels, reading.family) == ({}, "charonia_event_loop_lag_seconds")
+
+
+def turn_on_time(lag: LoopLag, clock: Clock, seconds: int) -> None:
+    lag._turn()
+    for _ in range(4 * seconds):
+        clock.now += 0.25
+        lag._turn()
+
+
+def test_a_record_is_one_line_of_json() -> None:
+    try:
+        raise ValueError("why")
+    except ValueError:
+        info = sys.exc_info()
+    record = logging.LogRecord("charonia.x", logging.INFO, __file__, 1, "a %s\nb", ("word",), info)
+    record.tokens = 3
+    line = JsonFormatter().format(record)
+    told = json.loads(line)
+    assert "\n" not in line
+    assert (told["level"], told["logger"], told["message"], told["tokens"]) == ("INFO", "charonia.x", "a word\nb", 3)
+    assert "ValueError: why" in told["traceback"]
+
+
+def test_a_thread_writes_everything_before_it_stops(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("tests.handed.over")
+    logger.setLevel(logging.INFO)
+    listener = write_in_thread(logger)
+    for number in range(100):
+        logger.info("record %d", number, extra={"number": number})
+    listener.stop()
+    assert [record.number for record in caplog.records] == list(range(100))
