@@ -25,7 +25,7 @@ class GrpcCaller:
         self._manner = manner
 
     async def ask(self, prompt: Prompt, new: int) -> Heard:
-        import grpc  # type: ignore[import-untyped,unused-ignore]
+        import grpc
 
         heard = Heard(status=OK)
         stream = self._client.stream_infer(_once(_request(prompt, new, self._manner)))

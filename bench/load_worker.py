@@ -93,8 +93,14 @@ Watch: TypeAlias = Callable[[Progress], None]
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-def run(load: Load, processes: int = 1, watch: Watch = lambda progress: None) -> list[Outcome]:
-    """Run a load in processes of its own; `watch` hears of progress a few times a second.
+def run(
+    load: Load,
+    processes: int = 1,
+    watch: Watch = lambda progress: None,
+    on_start: Callable[[], None] = lambda: None,
+) -> list[Outcome]:
+    """Run a load in processes of its own; `watch` hears of progress a few times a second. `on_start` is called when
+    all of them are warm.
 
     Raises:
         Unavailable: a process died, or could not even warm up.
@@ -102,6 +108,7 @@ def run(load: Load, processes: int = 1, watch: Watch = lambda progress: None) ->
     with _spawned(load.shares(processes)) as pipes:
         for pipe in pipes:
             _receive(pipe)
+        on_start()
         start = perf_counter() + _HEAD_START_SECONDS
         for pipe in pipes:
             pipe.send(start)

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Annotated, Any
 
 import msgspec
@@ -35,9 +34,9 @@ from .load_report import Cpu, Result, require_matplotlib, show, write_json, writ
 from .load_worker import Load, Outcome, Progress, Target, run
 from .serve_server import (
     GRPC_PORT,
+    CpuMeter,
     CpuSeconds,
     Place,
-    cpu_seconds,
     first_model,
     own_server,
     parse_place,
@@ -164,50 +163,17 @@ def load(
 @app.command
 def frontend(
     *,
-    door: DoorName = "completions",
-    streams: Annotated[int, _Positive] = 256,
-    requests: Annotated[int, _Positive] = 512,
-    prompt: Annotated[int, _Positive] = 16,
-    new: Annotated[int, _Positive] = 128,
-    repeats: Annotated[int, _Positive] = 2,
-    processes: Annotated[int, _Positive] = 1,
-    step_ms: Annotated[float, Parameter(validator=Number(gte=0))] = 0.0,
+    trial: Annotated[serve_frontend.Trial, Parameter("*")] = serve_frontend.Trial(),  # noqa: B008
     json: Path | None = None,
 ) -> int:
     """Measure the frontend over a fake engine, beside a bare handler that sends the same frames.
 
     Parameters
     ----------
-    door
-        The protocol.
-    streams
-        Requests at a time.
-    requests
-        Requests of one turn.
-    prompt
-        Tokens of each prompt.
-    new
-        New tokens of each request.
-    repeats
-        Turns of each contender.
-    processes
-        Generator processes.
-    step_ms
-        Milliseconds a step of the fake engine takes.
     json
         Write the turns to this file.
     """
     console = Console()
-    trial = serve_frontend.Trial(
-        door=door,
-        streams=streams,
-        requests=requests,
-        prompt=prompt,
-        new=new,
-        repeats=repeats,
-        processes=processes,
-        step_seconds=step_ms / 1e3,
-    )
     with _told():
         comparison = serve_frontend.compare(trial, lambda line: console.print(line, highlight=False))
         serve_frontend.show(console, comparison)
@@ -244,11 +210,10 @@ def _place(url: str | None, server: Server, console: Console) -> Iterator[Place]
 
 def _measure(place: Place, server: Server, work: Work, output: Output, console: Console) -> Result:
     wanted = _load(place, server, work)
-    before = cpu_seconds(place.pid)
-    begun = perf_counter()
+    meter = CpuMeter(place.pid)
     with _progress(console, len(wanted.jobs)) as bar:
-        outcomes = run(wanted, work.processes, bar)
-    cpu = _cpu(outcomes, before, cpu_seconds(place.pid), perf_counter() - begun)
+        outcomes = run(wanted, work.processes, bar, meter.start)
+    cpu = _cpu(outcomes, meter.cores())
     slo = Slo(output.slo_ttft_ms, output.slo_itl_ms)
     records = [record for outcome in outcomes for record in outcome.records]
     return Result(_asked(server, work), figures(records, slo), slo, cpu, records)
@@ -295,12 +260,11 @@ def _form(server: Server, work: Work) -> Form:
     return work.form or ("text" if server.door == "chat" else "ids")
 
 
-def _cpu(outcomes: list[Outcome], before: CpuSeconds | None, after: CpuSeconds | None, seconds: float) -> Cpu:
+def _cpu(outcomes: list[Outcome], server: CpuSeconds | None) -> Cpu:
     generator = [outcome.cpu / outcome.seconds for outcome in outcomes]
-    if before is None or after is None:
+    if server is None:
         return Cpu(generator=generator)
-    spent = after - before
-    return Cpu(generator=generator, frontend=spent.frontend / seconds, engine=spent.engine / seconds)
+    return Cpu(generator=generator, frontend=server.frontend, engine=server.engine)
 
 
 def _asked(server: Server, work: Work) -> dict[str, Any]:

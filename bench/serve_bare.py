@@ -91,7 +91,7 @@ async def _stream_infer(requests: AsyncIterator[Any], context: Any) -> AsyncIter
 
 
 async def _serve(http_port: int, grpc_port: int) -> None:
-    import grpc  # type: ignore[import-untyped,unused-ignore]
+    import grpc
     from tritonclient.grpc import service_pb2
 
     method = grpc.stream_stream_rpc_method_handler(

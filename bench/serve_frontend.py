@@ -13,11 +13,15 @@ up, which makes the same system call several times dearer. Paced, only CPU time 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Annotated
 
 import msgspec
+from cyclopts import Parameter
+from cyclopts.validators import Number
 from rich.console import Console
 from rich.table import Table
 
@@ -29,26 +33,35 @@ from .load_plan import Form, Prompts, uniform_jobs
 from .load_worker import Load, Outcome, Target, run
 from .serve_bare import Frames
 from .serve_fake import NAME, write_repository
-from .serve_server import LOOPBACK, Place, cpu_seconds, free_ports, own_server, process, require_open, until_open
+from .serve_server import LOOPBACK, CpuMeter, Place, free_ports, own_server, process, require_open, until_open
 
 _BLOCK = 16
 _OURS = "charonia"
 _TURNS = "bare, in turns"
 _STEPS = "bare, in steps"
+_Count = Annotated[int, Parameter(validator=Number(gt=0))]
 
 
-class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """`streams` at a time until `requests` are done, each of `new` tokens after `prompt`; a step of the fake engine
-    takes `step_seconds`. `processes` generate."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What every turn of every contender does."""
 
     door: DoorName = "completions"
-    streams: int = 256
-    requests: int = 512
-    prompt: int = 16
-    new: int = 128
-    repeats: int = 2
-    step_seconds: float = 0.0
-    processes: int = 1
+    """The protocol."""
+    streams: _Count = 256
+    """Requests at a time."""
+    requests: _Count = 512
+    """Requests of one turn."""
+    prompt: _Count = 16
+    """Tokens of each prompt."""
+    new: _Count = 128
+    """New tokens of each request."""
+    repeats: _Count = 2
+    """Turns of each contender."""
+    step_ms: Annotated[float, Parameter(validator=Number(gte=0))] = 15.0
+    """Milliseconds that a step of the fake engine takes, besides what it costs; at 0 most frames hold many tokens."""
+    processes: _Count = 1
+    """Generator processes."""
 
 
 class Leg(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +123,7 @@ def compare(trial: Trial, log: Callable[[str], None]) -> Comparison:
 
 
 def _bare_ways(trial: Trial) -> dict[str, float | None]:
-    steps = {_STEPS: trial.step_seconds} if trial.step_seconds else {}
+    steps = {_STEPS: trial.step_ms / 1e3} if trial.step_ms else {}
     return {"bare": None, _TURNS: 0.0, **steps}
 
 
@@ -124,7 +137,7 @@ def _servers(trial: Trial) -> Iterator[tuple[Place, Place]]:
         "max_num_seqs": trial.streams,
         "max_num_batched_tokens": 4 * trial.streams,
         "max_queued_requests": 2 * trial.streams,
-        "fake_step_seconds": trial.step_seconds,
+        "fake_step_seconds": trial.step_ms / 1e3,
         "fake_max_model_len": _length(trial),
         # Room for all: preemption is no business of the frontend's.
         "kv_cache_blocks": trial.streams * (_length(trial) // _BLOCK + 1),
@@ -153,11 +166,10 @@ def _bare_server() -> Iterator[Place]:
 
 
 def _leg(name: str, trial: Trial, place: Place, frames: Frames | None) -> Leg:
-    before = cpu_seconds(place.pid)
-    outcomes = run(_load(trial, place, frames), trial.processes)
-    after = cpu_seconds(place.pid)
-    spent = (after - before).frontend if before and after else float("nan")
-    return _measured(name, outcomes, spent)
+    meter = CpuMeter(place.pid)
+    outcomes = run(_load(trial, place, frames), trial.processes, on_start=meter.start)
+    spent = meter.spent()
+    return _measured(name, outcomes, spent.frontend if spent else float("nan"))
 
 
 def _load(trial: Trial, place: Place, frames: Frames | None) -> Load:

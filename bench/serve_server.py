@@ -44,13 +44,34 @@ class Place(NamedTuple):
 
 
 class CpuSeconds(NamedTuple):
-    """CPU time spent so far: by the server's own process, and by its children, which are engine cores."""
+    """CPU time: by the server's own process, and by its children, which are engine cores."""
 
     frontend: float
     engine: float
 
-    def __sub__(self, other: "CpuSeconds") -> "CpuSeconds":
-        return CpuSeconds(self.frontend - other.frontend, self.engine - other.engine)
+
+class CpuMeter:
+    """CPU time of a server of ours from `start` on; nothing where the server is not ours."""
+
+    def __init__(self, pid: int | None) -> None:
+        self._pid = pid
+        self._before: CpuSeconds | None = None
+        self._begun = 0.0
+
+    def start(self) -> None:
+        self._before, self._begun = cpu_seconds(self._pid), time.perf_counter()
+
+    def spent(self) -> CpuSeconds | None:
+        """CPU seconds since."""
+        before, after = self._before, cpu_seconds(self._pid)
+        if before is None or after is None:
+            return None
+        return CpuSeconds(after.frontend - before.frontend, after.engine - before.engine)
+
+    def cores(self) -> CpuSeconds | None:
+        """Cores used since, on average."""
+        spent, seconds = self.spent(), time.perf_counter() - self._begun
+        return None if spent is None else CpuSeconds(spent.frontend / seconds, spent.engine / seconds)
 
 
 def parse_place(url: str, grpc_port: int, allow_remote: bool) -> Place:

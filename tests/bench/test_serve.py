@@ -34,12 +34,13 @@ def place(repository: Path) -> Iterator[Place]:
 
 def load(place: Place, door: DoorName, **fields: Any) -> Load:
     form: Form = "text" if door == "chat" else "ids"
-    target = Target(host=place.host, port=place.http_port, door=door, manner=Manner(first_model(place)))
+    port = place.grpc_port if door == "grpc" else place.http_port
+    target = Target(host=place.host, port=port, door=door, manner=Manner(first_model(place)))
     asked = {"jobs": uniform_jobs([0.0] * 12, 8, 10), "prompts": Prompts(form=form), "pace": Pace(concurrency=3)}
     return Load(target=target, **(asked | fields))
 
 
-@pytest.mark.parametrize("door", ["completions", "chat", "generate"])
+@pytest.mark.parametrize("door", ["completions", "chat", "generate", "grpc"])
 def test_a_closed_loop_hears_every_token(place: Place, door: DoorName) -> None:
     (outcome,) = run(load(place, door))
     seen = figures(outcome.records)
@@ -123,10 +124,10 @@ def test_the_frontend_is_measured_beside_a_bare_handler(tmp_path: Path) -> None:
     ran = command("frontend", "--streams", 8, "--requests", 16, "--new", 12, "--repeats", 1, "--json", path)
     assert ran.returncode == 0, ran.stderr
     legs = json.loads(path.read_text())["legs"]
-    assert [leg["name"] for leg in legs] == ["charonia", "bare", "bare, in turns"]
+    assert [leg["name"] for leg in legs] == ["charonia", "bare", "bare, in turns", "bare, in steps"]
     assert not any(leg["errors"] for leg in legs)
     sizes = [leg["bytes_per_frame"] for leg in legs]
-    assert sizes[1:] == pytest.approx([sizes[0]] * 2, abs=1)
+    assert sizes[1:] == pytest.approx([sizes[0]] * 3, abs=1)
 
 
 def test_closed_grpc_doors_are_named() -> None:
