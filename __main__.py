@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
@@ -17,14 +17,17 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from . import __version__
+from .api.grpc_options import GrpcOptions
 from .core.errors import CharoniaError, InvalidArgument
 from .engine.options import EngineOptions
 
 if TYPE_CHECKING:
     import socket
 
+    from .api.grpc_server import GrpcServer
+    from .api.metadata import ServerInfo
     from .api.metrics import Source
-    from .api.server import HttpServer, StopSignals
+    from .api.server import Servers, StopSignals
     from .repository.gateway import Hub
     from .repository.source import BrokenSource, ModelSource
 
@@ -51,8 +54,6 @@ class ServerOptions:
     """Address to listen on."""
     http_port: _Port = 8000
     """Port of the v2 and OpenAI protocols over HTTP."""
-    grpc_port: _Port = 8001
-    """Accepted; gRPC opens with a later release."""
     allow_metrics: _Boolean = "true"
     """Serve metrics."""
     metrics_address: str = ""
@@ -81,6 +82,7 @@ def serve(
     /,
     *,
     server: Annotated[ServerOptions, Parameter("*")] = ServerOptions(),
+    grpc: Annotated[GrpcOptions, Parameter("*")] = GrpcOptions(),  # noqa: B008
     engine: Annotated[EngineOptions, Parameter("*")] = EngineOptions(),  # noqa: B008
 ) -> int:
     """Serve models until SIGTERM or SIGINT; a second one forces.
@@ -94,7 +96,7 @@ def serve(
 
     with _logging(server):
         try:
-            plan = _plan(model, server, engine)
+            plan = replace(_plan(model, server, engine), grpc=grpc)
             return uvloop.run(_run(plan))
         except CharoniaError as error:
             print(f"charonia: {error.message}", file=sys.stderr)
@@ -108,6 +110,7 @@ class _Plan:
     sources: "tuple[ModelSource | BrokenSource, ...]"
     single: bool
     server: ServerOptions
+    grpc: GrpcOptions = field(default_factory=GrpcOptions)
 
 
 def _plan(model: str | None, server: ServerOptions, engine: EngineOptions) -> _Plan:
@@ -141,6 +144,7 @@ def _read(repositories: Iterable[Path]) -> "tuple[ModelSource | BrokenSource, ..
 
 
 async def _run(plan: _Plan) -> int:
+    from .api.grpc_server import GrpcServer
     from .api.server import StopSignals, bind
     from .core.looplag import LoopLag
     from .repository.gateway import Hub
@@ -150,15 +154,17 @@ async def _run(plan: _Plan) -> int:
     hub = Hub(strict=_true(options.strict_readiness), healthy=lambda: not lag.stuck)
     with (
         bind(options.http_address, options.http_port, "--http-port") as sock,
+        bind(plan.grpc.grpc_address, plan.grpc.grpc_port, "--grpc-port") as rpc,
         _metrics_socket(options) as metrics,
         StopSignals() as stop,
         lag,
     ):
+        grpc = GrpcServer(hub, _info(options), plan.grpc, rpc)
         try:
             if not await _load(plan, hub, stop):
                 return 0 if stop.asked.is_set() else 1
             async with _metrics(options, metrics, (hub.measure, lag.measure)):
-                await _serve(options, hub, sock, stop)
+                await _serve(options, hub, sock, grpc, stop)
             return 0
         finally:
             hub.exit()
@@ -206,20 +212,22 @@ async def _load(plan: _Plan, hub: "Hub", stop: "StopSignals") -> bool:
     return not stop.asked.is_set() and (loading.result() or not plan.single)
 
 
-async def _serve(options: ServerOptions, hub: "Hub", sock: "socket.socket", stop: "StopSignals") -> None:
+async def _serve(
+    options: ServerOptions, hub: "Hub", sock: "socket.socket", grpc: "GrpcServer", stop: "StopSignals"
+) -> None:
     from .api.app import build_app
-    from .api.server import HttpServer, first_of
-    from .api.v2 import ServerInfo
+    from .api.server import HttpServer, Servers, first_of
 
-    info = ServerInfo(options.id, __version__, options.http_max_input_size)
-    server = HttpServer(build_app(hub, info), sock, access_log=options.log_verbose > 0)
+    http = HttpServer(build_app(hub, _info(options)), sock, access_log=options.log_verbose > 0)
+    server = Servers(http, grpc)
     await server.start()
+    print(f"gRPC on {grpc.address}")
     _say_ready(hub, options.http_address, sock.getsockname()[1])
     await first_of(stop.asked.wait(), server.ended())
     await _drain(hub, server, stop, options.exit_timeout_secs)
 
 
-async def _drain(hub: "Hub", server: "HttpServer", stop: "StopSignals", seconds: float) -> None:
+async def _drain(hub: "Hub", server: "Servers", stop: "StopSignals", seconds: float) -> None:
     """Refuse what is new, let finish what runs; then, or when someone insists, stop."""
     from .api.server import first_of
 
@@ -227,6 +235,12 @@ async def _drain(hub: "Hub", server: "HttpServer", stop: "StopSignals", seconds:
     log.info("shutting down: up to %g s for running requests; another signal forces", seconds)
     await first_of(hub.drained(), stop.insisted.wait(), timeout=seconds)
     await server.stop(force=hub.running > 0)
+
+
+def _info(options: ServerOptions) -> "ServerInfo":
+    from .api.metadata import ServerInfo
+
+    return ServerInfo(options.id, __version__, options.http_max_input_size)
 
 
 def _true(flag: str) -> bool:
@@ -241,7 +255,6 @@ def _url(address: str, port: int) -> str:
 def _say_ready(hub: "Hub", address: str, port: int) -> None:
     """The URL, and a line to paste."""
     url = _url(address, port)
-    print("gRPC (--grpc-port) opens with a later release.")
     print(f"Serving on {url}")
     for config in hub.models():
         if any(spec.name == "text_input" for spec in config.inputs):

@@ -29,7 +29,7 @@ class GrpcServer:
     """
 
     def __init__(self, gateway: Gateway, info: ServerInfo, options: GrpcOptions, sock: socket.socket) -> None:
-        self._address = _joined(options.grpc_address, sock.getsockname()[1])
+        self.address = _joined(options.grpc_address, sock.getsockname()[1])
         self._credentials = credentials(options)
         self._gateway, self._info, self._options = gateway, info, options
         self._closing = asyncio.Event()
@@ -48,14 +48,18 @@ class GrpcServer:
         try:
             self._open(server)
         except RuntimeError as error:
-            raise Unavailable(f"cannot open {self._address}: {error} (--grpc-port)") from None
+            raise Unavailable(f"cannot open {self.address}: {error} (--grpc-port)") from None
         await server.start()
 
     def _open(self, server: grpc.aio.Server) -> None:
         if self._credentials is None:
-            server.add_insecure_port(self._address)
+            server.add_insecure_port(self.address)
         else:
-            server.add_secure_port(self._address, self._credentials)
+            server.add_secure_port(self.address, self._credentials)
+
+    async def ended(self) -> None:
+        """Return when it was told to stop: of itself it never does."""
+        await self._closing.wait()
 
     async def stop(self, force: bool = False) -> None:
         """Refuse new calls and end idle streams; with `force`, cancel what still runs."""

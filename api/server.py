@@ -9,7 +9,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 
@@ -35,6 +35,36 @@ def bind(address: str, port: int, flag: str) -> socket.socket:
         sock.close()
         raise Unavailable(f"cannot open port {port} on {address}: {error.strerror} ({flag})") from None
     return sock
+
+
+class Server(Protocol):
+    """Something that listens."""
+
+    async def start(self) -> None:
+        """Return when it listens."""
+
+    async def ended(self) -> None:
+        """Return, or raise, when serving ends."""
+
+    async def stop(self, force: bool = False) -> None:
+        """Let nobody in any more; with `force`, cancel what still runs."""
+
+
+class Servers:
+    """Several servers that start, end and stop together."""
+
+    def __init__(self, *servers: Server) -> None:
+        self._servers = servers
+
+    async def start(self) -> None:
+        for server in self._servers:
+            await server.start()
+
+    async def ended(self) -> None:
+        await first_of(*(server.ended() for server in self._servers))
+
+    async def stop(self, force: bool = False) -> None:
+        await asyncio.gather(*(server.stop(force) for server in self._servers))
 
 
 class StopSignals:

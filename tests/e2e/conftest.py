@@ -51,6 +51,13 @@ class Server:
         return found[1]
 
     @property
+    def grpc_address(self) -> str:
+        """Where it serves gRPC; waits until it does."""
+        found = re.search(r"gRPC on (\S+)", self.said if self.url else "")
+        assert found
+        return found[1]
+
+    @property
     def address(self) -> tuple[str, int]:
         url = httpx.URL(self.url)
         assert url.port
@@ -96,7 +103,8 @@ def serving(scratch: Path, *arguments: str) -> Iterator[Server]:
     scratch.mkdir(parents=True, exist_ok=True)
     output = scratch.with_suffix(".log")
     command = [sys.executable, "-m", "charonia", "serve", *arguments, "--http-address", "127.0.0.1"]
-    for flag in ("--http-port", "--metrics-port"):
+    command += ["--grpc-address", "127.0.0.1"]
+    for flag in ("--http-port", "--grpc-port", "--metrics-port"):
         if not any(argument.startswith(flag) for argument in arguments):
             command += [flag, "0"]
     with output.open("wb") as file:
