@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from ..core.errors import CharoniaError, Code, QueueFull
 from ..core.metrics import QUEUE_FULL, End, LlmMetrics, Outcome
@@ -23,8 +23,7 @@ _OUTCOMES = {FinishReason.ABORT.value: Outcome.CANCELLED}
 """Finish reasons whose outcome is called otherwise."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRecord:
+class RequestRecord(NamedTuple):
     """What is logged of a request, once, when it ended: each field is an attribute of the `logging` record too.
 
     Times that never came, and what was never counted, are None.
@@ -45,7 +44,7 @@ class RequestRecord:
     e2e_ms: float
 
     def __str__(self) -> str:
-        said = ((name, value) for name, value in asdict(self).items() if value not in (None, ""))
+        said = ((name, value) for name, value in self._asdict().items() if value not in (None, ""))
         return " ".join(f"{name}={value}" for name, value in said)
 
 
@@ -181,7 +180,7 @@ class Accounts:
             self._measure(account)
         if log.isEnabledFor(logging.INFO):
             record = self._record(account, account.end)
-            log.info("%s", record, extra=asdict(record))
+            log.info("%s", record, extra=record._asdict())
 
     def _measure(self, account: Account) -> None:
         """An answered request: its phases, and Triton's sums of them."""

@@ -10,7 +10,7 @@ import pytest
 from charonia.engine.clients import client_key, scheduler_key, split
 from charonia.engine.core import EngineCore
 from charonia.engine.executor.fake import FakeExecutor
-from charonia.engine.messages import Abort, Add, FromCore, Load, Refused, Shutdown, Updates
+from charonia.engine.messages import Abort, Add, FromCore, Load, Refused, Shutdown, Totals, Updates
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import StepPlan, StepResult, StepUpdates
@@ -224,3 +224,20 @@ def test_a_step_is_split_by_client() -> None:
         Updates(9, [5], [1], [3], [(5, 16)], [], load),
         Updates(9, [5, 6], [2, 1], [1, 2, 4], [], [(5, "stop")], load),
     ]
+
+
+def test_every_turn_tells_its_step_and_what_was_counted() -> None:
+    with Running(Spy()) as loop:
+        loop.add(1, list(range(9)), max_tokens=1)
+        loop.wait(lambda: 1 in loop.outbox.finished(0))
+        loop.add(2, list(range(9)), max_tokens=1)
+        loop.wait(lambda: 2 in loop.outbox.finished(0))
+        told = loop.outbox.updates()
+        steps = [(update.turn.tokens, update.turn.sequences) for update in told if update.turn.tokens]
+        assert steps == [(9, 1), (1, 1)]
+        assert all(update.turn.seconds > 0 for update in told if update.turn.tokens)
+        assert told[-1].totals == Totals(preemptions=0, prefix_queries=18, prefix_hits=8)
+        for key in range(3, 7):
+            loop.add(key, [key], max_tokens=30)
+        loop.wait(lambda: len(loop.outbox.finished(0)) == 6)
+        assert loop.outbox.updates()[-1].totals.preemptions > 0
