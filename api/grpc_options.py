@@ -14,7 +14,7 @@ _Boolean: TypeAlias = Literal["true", "false", "1", "0"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpcOptions:
-    """Settings of the gRPC door; times in milliseconds."""
+    """Settings of the gRPC door."""
 
     grpc_address: str = "0.0.0.0"
     """Address to listen on for gRPC."""
@@ -31,21 +31,21 @@ class GrpcOptions:
     grpc_root_cert: Path | None = None
     """Certificates of those who may sign a client's, PEM."""
     grpc_keepalive_time: _Count = 7_200_000
-    """Silence after which a client is pinged."""
+    """Milliseconds of silence after which a client is pinged."""
     grpc_keepalive_timeout: _Count = 20_000
-    """How long a pinged client may take to answer."""
+    """Milliseconds a pinged client may take to answer."""
     grpc_keepalive_permit_without_calls: _Boolean = "false"
     """Ping clients that have no call open."""
     grpc_http2_max_pings_without_data: _Count = 2
     """Pings in a row without data in between."""
     grpc_http2_min_recv_ping_interval_without_data: _Count = 300_000
-    """Least time between pings of a client that sends no data."""
+    """Least milliseconds between pings of a client that sends no data."""
     grpc_http2_max_ping_strikes: _Count = 2
     """Pings that come too early before the connection is closed; 0 never closes it."""
     grpc_max_connection_age: _Count = 0
-    """Close connections at this age; 0 never does."""
+    """Milliseconds after which a connection is closed; 0 never does."""
     grpc_max_connection_age_grace: _Count = 0
-    """How much longer the calls of a closed connection may take; 0 is no limit."""
+    """Milliseconds more that its calls may take then; 0 is no limit."""
 
     @property
     def mutual(self) -> bool:

@@ -10,9 +10,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import grpc
+from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
-from ..core.errors import CharoniaError, Unavailable
+from ..core.errors import CharoniaError, InvalidArgument, Unavailable
 from ..core.gateway import Gateway
 from ..core.request import InferResponse
 from .faults import UNEXPECTED
@@ -81,6 +82,8 @@ class InferStream:
                 if closed.done() or coming.result() is grpc.aio.EOF:
                     return
                 yield coming.result()
+        except DecodeError as error:
+            raise InvalidArgument(str(error)) from None
         finally:
             for task in (closed, coming):
                 if task is not None:

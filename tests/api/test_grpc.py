@@ -419,7 +419,8 @@ async def test_garbage_is_refused_and_the_server_lives(served: Served) -> None:
     stream = served.channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
     for garbage in (b"\xff\xff\xff", b"\x0a\x05ab", b"\x0a\x02\xff\xff"):
         await refused(infer(garbage))
-        await refused(stream(iter([garbage])).read())
+        code, _ = await refused(stream(iter([garbage])).read())
+        assert code is StatusCode.INVALID_ARGUMENT
     assert (await served.stub.ServerLive(pb.ServerLiveRequest())).live
 
 
