@@ -3,8 +3,9 @@
 import json
 import os
 import signal
-from collections.abc import Callable
-from contextlib import ExitStack
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,36 @@ def assert_one_record_each(said: str) -> None:
     for told in ("model=m version=1", "finish_reason=stop", "prompt_tokens=3 cached_tokens=0 generated_tokens=3"):
         assert told in stopped
     assert "ttft_ms=" in stopped
+
+
+def test_a_full_queue_shows(serve: Any, tokenizer_only: Path) -> None:
+    flags = [*FLAGS, "--fake-step-seconds", "0.05", "--max-num-seqs", "1", "--max-queued-requests", "1"]
+    with serve(str(tokenizer_only), *flags) as server, ExitStack() as stack:
+        stack.enter_context(asking(server))
+        scrape_when(server, lambda seen: seen("charonia_requests_running") == 1)
+        stack.enter_context(asking(server))
+        seen = scrape_when(server, lambda seen: seen("charonia_requests_waiting", **{"class": "0"}) == 1)
+        assert seen("nv_inference_pending_request_count") == 1
+        assert seen("charonia_queue_age_seconds") > 0
+        assert seen("charonia_kv_cache_usage_ratio") > 0
+        assert generate(server, 1, prompt=1, max_tokens=1).status_code == 429
+        seen = scrape(server)
+        assert seen("charonia_requests_total", outcome="rejected", reason="queue_full") == 1
+        assert seen("nv_inference_request_failure", reason="REJECTED") == 1
+        stack.close()
+        seen = scrape_when(server, lambda seen: requests(seen, "cancelled") == 2)
+        assert seen("charonia_prompt_tokens_total") == 1
+        scrape_when(server, lambda seen: seen("charonia_kv_cache_usage_ratio") == 0)
+
+
+@contextmanager
+def asking(server: Any) -> Iterator[None]:
+    """A request that takes long, given up at the end; whether it runs or waits."""
+    body = json.dumps({"input_ids": [1], "max_tokens": 500}).encode()
+    head = f"POST /v2/models/m/generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(server.address) as connection:
+        connection.sendall(head.encode() + body)
+        yield
 
 
 def test_a_restart_keeps_counters_and_takes_none_back(serve: Any, tokenizer_only: Path) -> None:

@@ -98,6 +98,14 @@ def test_a_refusal_has_no_times(caplog: pytest.LogCaptureFixture) -> None:
     assert record.getMessage().startswith("model=m version=1 outcome=rejected reason=queue_full generated_tokens=0")
 
 
+@pytest.mark.parametrize("reason", FinishReason)
+def test_every_finish_reason_is_an_outcome(reason: FinishReason) -> None:
+    account = Account(LlmMetrics())
+    account.finish(reason)
+    assert account.end is not None
+    assert account.end.outcome is (Outcome.CANCELLED if reason is FinishReason.ABORT else Outcome(reason.value))
+
+
 def test_totals_outlive_their_core() -> None:
     lifelong = Lifelong()
     lifelong.see(Totals(1, 10, 5))

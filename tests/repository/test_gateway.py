@@ -168,6 +168,33 @@ async def test_readiness() -> None:
     assert not strict.model_ready("bad")
 
 
+async def test_nothing_is_ready_in_a_process_that_is_not() -> None:
+    healthy = True
+    hub = Hub(healthy=lambda: healthy)
+    await hub.load("echo", "2", Echo)
+    assert (hub.ready(), hub.model_ready("echo")) == (True, True)
+    healthy = False
+    assert (hub.ready(), hub.model_ready("echo")) == (False, False)
+
+
+async def test_what_is_measured_of_models() -> None:
+    hub = await hub_of(Echo(), Echo("broken", Internal("no weights")))
+    hub.refuse(InvalidArgument("line 3"), "strange")
+    seen = {
+        (labels["model"], reading.family): reading.value for labels, readings in hub.measure() for reading in readings
+    }
+    assert seen.pop(("echo", "nv_model_load_duration_secs")) >= 0
+    assert seen == {
+        ("echo", "charonia_model_ready"): 1,
+        ("echo", "charonia_model_load_failures_total"): 0,
+        ("broken", "charonia_model_ready"): 0,
+        ("broken", "charonia_model_load_failures_total"): 1,
+        ("strange", "charonia_model_ready"): 0,
+        ("strange", "charonia_model_load_failures_total"): 1,
+    }
+    assert hub.stats("echo").ready
+
+
 async def test_on_the_way_out() -> None:
     model = Echo()
     hub = await hub_of(model)
