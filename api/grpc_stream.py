@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2 as pb
 
 from ..core.errors import CharoniaError, InvalidArgument, Unavailable
@@ -53,7 +53,7 @@ class InferStream:
                 async for request in requests:
                     await self._places.acquire()
                     self._start(request, answering)
-        except* CharoniaError as errors:
+        except ExceptionGroup as errors:
             raise _first(errors) from None
         if self._closing.is_set():
             raise Unavailable(STOPPING)
@@ -125,6 +125,6 @@ async def _responses(gateway: Gateway, request: Message) -> AsyncGenerator[Messa
         yield mark_final(write(config, asked.id, InferResponse(())), True)
 
 
-def _first(errors: BaseExceptionGroup[CharoniaError]) -> CharoniaError:
-    error = errors.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+def _first(error: Exception) -> Exception:
+    """The error that ended a group; those of the tasks that it cancelled came after."""
+    return _first(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error
