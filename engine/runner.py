@@ -30,13 +30,14 @@ class Runner:
         if not len(plan.rows):
             return _result(plan, np.zeros(0, np.int32))
         inputs = self._rows.inputs(plan)
-        hidden = self._model.hidden(inputs.tokens, inputs.batch.positions, self._attention.begin(inputs.batch))
+        positions, attend = inputs.batch.positions, self._attention.begin(inputs.batch)
+        logits = self._model.logits(inputs.tokens, positions, attend, inputs.last)
         if not len(inputs.rows):
             return _result(plan, np.zeros(0, np.int32))
-        return _result(plan, self._sample(inputs, hidden))
+        return _result(plan, self._sample(inputs, logits))
 
-    def _sample(self, inputs: Inputs, hidden: torch.Tensor) -> IntArray:
-        tokens = sample(self._model.logits(hidden[inputs.last]), inputs.choices)
+    def _sample(self, inputs: Inputs, logits: torch.Tensor) -> IntArray:
+        tokens = sample(logits, inputs.choices)
         self._rows.write(inputs, tokens)
         return tokens.to(torch.int32).cpu().numpy()
 

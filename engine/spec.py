@@ -1,13 +1,14 @@
 """What a checkpoint's config.json says of its model, as one frozen value. Knows nothing of tensors or files."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from ..core.errors import InvalidArgument
 
 DTYPES = ("bfloat16", "float16", "float32")
 ROPE_TYPES = ("default", "linear", "llama3")
+ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh")
 
 
 class CheckpointError(InvalidArgument):
@@ -25,25 +26,63 @@ class Rope(NamedTuple):
     original_max_position: int = 8192
 
 
+class View(NamedTuple):
+    """What a layer says of how it attends; the plain one sees everything before it.
+
+    A token sees the last `window` tokens, itself included. Scores are multiplied by `scale` (None: head_dim ** -0.5)
+    and softly capped: cap * tanh(score / cap).
+    """
+
+    window: int | None = None
+    scale: float | None = None
+    cap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts: each token goes to `chosen` of `count`, with weights that may be `normalised` to sum 1.
+
+    `layers` says which layers have one; the others are dense.
+    """
+
+    count: int
+    chosen: int
+    intermediate_size: int
+    normalised: bool
+    layers: tuple[bool, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder's numbers. `dtype` is what the weights are stored in, one of DTYPES."""
+    """A decoder's numbers. `views` has one entry a layer; `dtype` is what the weights are stored in, one of DTYPES.
+
+    `local_rope` is for layers with a window where those turn at a pace of their own; `logit_cap` bounds the logits
+    as View.cap does the scores.
+    """
 
     architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    layers: int
     heads: int
     kv_heads: int
     head_dim: int
+    views: tuple[View, ...]
     norm_eps: float
     rope: Rope
+    local_rope: Rope
     max_position: int
     tied_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
+    activation: str
+    logit_cap: float | None
+    experts: Experts | None
     dtype: str
+
+    @property
+    def layers(self) -> int:
+        return len(self.views)
 
 
 def read_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
@@ -55,7 +94,8 @@ def read_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
     Raises:
         CheckpointError: a field is missing or has a value that is not supported.
     """
-    fields = _Fields(config, where)
+    dialect = _DIALECTS.get(str((config.get("architectures") or [""])[0]), _PLAIN)
+    fields = _Fields({**dialect.absent, **config}, where)
     fields.refuse_unsupported()
     heads, hidden = fields.number("num_attention_heads"), fields.number("hidden_size")
     return ModelSpec(
@@ -63,16 +103,20 @@ def read_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
         vocab_size=fields.number("vocab_size"),
         hidden_size=hidden,
         intermediate_size=fields.number("intermediate_size"),
-        layers=fields.number("num_hidden_layers"),
         heads=heads,
         kv_heads=fields.number("num_key_value_heads", heads),
         head_dim=fields.number("head_dim", hidden // heads),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope=fields.rope(),
+        views=fields.views(dialect.slides),
+        norm_eps=fields.real("rms_norm_eps") or 1e-6,
+        rope=fields.rope("full_attention"),
+        local_rope=fields.rope("sliding_attention"),
         max_position=fields.number("max_position_embeddings", 2048),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        attention_bias=bool(config.get("attention_bias", False)),
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        tied_embeddings=fields.flag("tie_word_embeddings"),
+        attention_bias=fields.flag("attention_bias"),
+        mlp_bias=fields.flag("mlp_bias"),
+        activation=fields.activation(),
+        logit_cap=fields.real("final_logit_softcapping"),
+        experts=fields.experts(),
         dtype=fields.dtype(),
     )
 
@@ -93,6 +137,18 @@ class _Fields(NamedTuple):
             raise self.error(f"{name} must be a positive whole number, got {value!r}")
         return value
 
+    def real(self, name: str) -> float | None:
+        """A positive number, or None where the field is absent or null."""
+        value = self.config.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, int | float) or not value > 0:
+            raise self.error(f"{name} must be a positive number, got {value!r}")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        return bool(self.config.get(name, False))
+
     def architecture(self) -> str:
         names = self.config.get("architectures")
         if not isinstance(names, list) or len(names) != 1:
@@ -105,19 +161,62 @@ class _Fields(NamedTuple):
             raise self.error(f"dtype {name} is not supported; supported: {', '.join(DTYPES)}")
         return name
 
-    def rope(self) -> Rope:
+    def activation(self) -> str:
+        name = str(self.config.get("hidden_activation") or self.config.get("hidden_act") or "silu")
+        if name not in ACTIVATIONS:
+            raise self.error(f"hidden_act {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+        return name
+
+    def views(self, slides: "Slides") -> tuple[View, ...]:
+        scalar = self.real("query_pre_attn_scalar")
+        far = View(None, scalar and scalar**-0.5, self.real("attn_logit_softcapping"))
+        layers = range(self.number("num_hidden_layers"))
+        if self.config.get("sliding_window") is None:
+            return (far,) * len(layers)
+        near = far._replace(window=self.number("sliding_window"))
+        return tuple(near if slides(self.config, layer) else far for layer in layers)
+
+    def rope(self, layer_type: str) -> Rope:
+        """The rotation of layers of this type, where types differ."""
         values = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        theta = self.config.get("rope_theta")
+        if "full_attention" in values:
+            values = values.get(layer_type) or {}
+        elif layer_type == "sliding_attention" and "rope_local_base_freq" in self.config:
+            values, theta = {}, self.config["rope_local_base_freq"]
+        return self._rope(values, float(values.get("rope_theta") or theta or 10000.0))
+
+    def _rope(self, values: Mapping[str, Any], theta: float) -> Rope:
         kind = values.get("rope_type") or values.get("type") or "default"
         if kind not in ROPE_TYPES:
             raise self.error(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+        part = values.get("partial_rotary_factor", self.config.get("partial_rotary_factor", 1.0))
+        if part != 1.0:
+            raise self.error(f"partial_rotary_factor {part} is not supported; only 1 is")
         original = values.get("original_max_position_embeddings") or self.config.get("max_position_embeddings")
         return Rope(
             kind,
-            float(values.get("rope_theta") or self.config.get("rope_theta") or 10000.0),
+            theta,
             float(values.get("factor") or 1.0),
             float(values.get("low_freq_factor") or 1.0),
             float(values.get("high_freq_factor") or 4.0),
             int(original or 8192),
+        )
+
+    def experts(self) -> Experts | None:
+        if "num_experts_per_tok" not in self.config:
+            return None
+        count = self.number("num_experts" if "num_experts" in self.config else "num_local_experts")
+        chosen, every = self.number("num_experts_per_tok"), self.number("decoder_sparse_step", 1)
+        if chosen > count:
+            raise self.error(f"num_experts_per_tok is {chosen}, but there are {count} experts")
+        dense = self.config.get("mlp_only_layers") or []
+        return Experts(
+            count,
+            chosen,
+            self.number("moe_intermediate_size", self.number("intermediate_size")),
+            bool(self.config.get("norm_topk_prob", True)),
+            tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(self.number("num_hidden_layers"))),
         )
 
     def refuse_unsupported(self) -> None:
@@ -125,8 +224,68 @@ class _Fields(NamedTuple):
         if quantization:
             method = quantization.get("quant_method", "unknown method")
             raise self.error(f"quantised weights ({method}) are not supported; supported dtypes: {', '.join(DTYPES)}")
-        if self.config.get("use_sliding_window"):
-            raise self.error("use_sliding_window is not supported; only full attention is")
-        activation = self.config.get("hidden_act", "silu")
-        if activation not in ("silu", "swish"):
-            raise self.error(f"hidden_act {activation!r} is not supported; supported: silu")
+        if self.config.get("use_bidirectional_attention"):
+            raise self.error("use_bidirectional_attention is not supported; only causal attention is")
+
+
+Slides: TypeAlias = Callable[[Mapping[str, Any], int], bool]
+"""(config, layer) -> whether the layer looks through the window, if the config has one."""
+
+
+class _Dialect(NamedTuple):
+    """What an architecture's config.json leaves unsaid: which layers `slides`, and what `absent` fields mean."""
+
+    slides: Slides = lambda config, layer: False
+    absent: Mapping[str, Any] = {}
+
+
+def _listed(otherwise: Slides) -> Slides:
+    """What `layer_types` says, where it is there."""
+
+    def slides(config: Mapping[str, Any], layer: int) -> bool:
+        types = config.get("layer_types")
+        return types[layer] == "sliding_attention" if types else otherwise(config, layer)
+
+    return slides
+
+
+def _always(config: Mapping[str, Any], layer: int) -> bool:
+    return True
+
+
+def _if_used(config: Mapping[str, Any], layer: int) -> bool:
+    return bool(config.get("use_sliding_window"))
+
+
+def _qwen(config: Mapping[str, Any], layer: int) -> bool:
+    return _if_used(config, layer) and layer >= int(config.get("max_window_layers", 28))
+
+
+def _gemma3(config: Mapping[str, Any], layer: int) -> bool:
+    return (layer + 1) % int(config.get("sliding_window_pattern") or 6) != 0
+
+
+_PLAIN = _Dialect()
+_GEMMA = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+_DIALECTS: dict[str, _Dialect] = {
+    "MistralForCausalLM": _Dialect(_always, {"sliding_window": 4096}),
+    "Qwen2ForCausalLM": _Dialect(_listed(_qwen), {"sliding_window": 4096}),
+    "Qwen3ForCausalLM": _Dialect(_listed(_qwen), {"sliding_window": 4096, "head_dim": 128}),
+    "Qwen3MoeForCausalLM": _Dialect(_if_used, {"sliding_window": 4096, "norm_topk_prob": False}),
+    "MixtralForCausalLM": _Dialect(_always, {"rms_norm_eps": 1e-5}),
+    "Phi3ForCausalLM": _Dialect(_always, {"rms_norm_eps": 1e-5}),
+    "Gemma2ForCausalLM": _Dialect(
+        _listed(lambda config, layer: layer % 2 == 0),
+        _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "Gemma3ForCausalLM": _Dialect(
+        _listed(_gemma3), _GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "max_position_embeddings": 131072}
+    ),
+}
+"""Where an architecture is not here, no layer slides and absent fields mean what they mean for Llama."""

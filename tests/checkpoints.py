@@ -10,6 +10,8 @@ from charonia.bench.checkpoint import write_random
 
 VOCAB = 384
 EOS = 0
+WINDOW = 19
+"""Shorter than most prompts, and no multiple of a block."""
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -45,6 +47,43 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 32,
     },
     "qwen2": LLAMA | {"model_type": "qwen2", "num_key_value_heads": 1, "num_hidden_layers": 3},
+    "qwen2-window": LLAMA
+    | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    "mistral": LLAMA | {"model_type": "mistral", "sliding_window": WINDOW, "head_dim": 16},
+    "qwen3": LLAMA | {"model_type": "qwen3", "head_dim": 32},
+    "qwen3-moe": LLAMA
+    | {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    },
+    "mixtral": LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "phi3": LLAMA | {"model_type": "phi3", "sliding_window": WINDOW, "pad_token_id": None},
+    "gemma2": LLAMA
+    | {
+        "model_type": "gemma2",
+        "num_hidden_layers": 3,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": WINDOW,
+        "attn_logit_softcapping": 5.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma3": LLAMA
+    | {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 3,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "tie_word_embeddings": True,
+    },
 }
 """What the engine must compute exactly as transformers does."""
 

@@ -8,17 +8,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..spec import View
+
 
 class CacheSpec(NamedTuple):
-    """One rank's cache: what it holds, in blocks of `block_size` tokens. `heads` are the query heads."""
+    """One rank's cache: what it holds, in blocks of `block_size` tokens. `heads` are the query heads.
 
-    layers: int
+    `views` says of each layer how it attends; layers with a window keep everything too.
+    """
+
+    views: tuple[View, ...]
     heads: int
     kv_heads: int
     head_dim: int
     block_size: int
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def layers(self) -> int:
+        return len(self.views)
 
     @property
     def block_bytes(self) -> int:
@@ -48,7 +57,8 @@ class Batch(NamedTuple):
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, queries [N, heads, head_dim], keys, values [N, kv_heads, head_dim]) -> [N, heads * head_dim].
 
-Stores keys and values, then lets every token attend to its sequence's tokens up to itself."""
+Stores keys and values, then lets every token attend to its sequence's tokens up to itself, as far back as the
+layer's view goes."""
 
 
 class Support(NamedTuple):

@@ -1,12 +1,14 @@
 """A fast CPU path in torch alone: keys and values gathered block by block, then torch's flash attention.
 
 Rows that compute one token are batched by length; longer chunks go one sequence at a time. The query heads that
-share a key/value head are always spread over an axis of their own: SDPA's `enable_gqa` expands the keys.
+share a key/value head are always spread over an axis of their own: SDPA's `enable_gqa` expands the keys. Behind a
+window only the blocks that some token still sees are gathered.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..spec import View
 from .base import Attend, Batch, CacheSpec, Support
 
 WASTE = 1.25
@@ -46,7 +49,8 @@ class CpuAttention:
 
     def begin(self, batch: Batch) -> Attend:
         slots = batch.slots(self._spec.block_size)
-        parts = [*self._decoding(batch), *self._chunks(batch)]
+        parts = {view: self._parts(batch, view) for view in set(self._spec.views)}
+        parts_of = [parts[view] for view in self._spec.views]
         token = (-1, self._spec.kv_heads * self._spec.head_dim)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -54,47 +58,65 @@ class CpuAttention:
             cache.keys.view(token).index_copy_(0, slots, k.reshape(token))
             cache.values.view(token).index_copy_(0, slots, v.reshape(token))
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            for part in parts:
+            for part in parts_of[layer]:
                 part(cache, q, out)
             return out.view(len(q), -1)
 
         return attend
 
-    def _decoding(self, batch: Batch) -> Iterator["_Part"]:
+    def _parts(self, batch: Batch, view: View) -> list["_Part"]:
+        """What is computed in every layer that attends like this."""
+        return [*self._decoding(batch, view), *self._chunks(batch, view)]
+
+    def _decoding(self, batch: Batch, view: View) -> Iterator["_Part"]:
         """Rows of one token, in groups of nearly equal length."""
         first = np.cumsum(batch.counts) - batch.counts
         single = np.flatnonzero(batch.counts == 1)
-        lengths = batch.starts[single] + 1
+        skipped = self._skipped(batch.starts[single], view)
+        lengths = batch.starts[single] + 1 - skipped * self._spec.block_size
         for members in _groups(lengths):
             rows = single[members]
             longest = int(lengths[members].max())
             yield _Decoding(
                 self._spec,
+                _mixer(view, causal=False),
                 torch.from_numpy(first[rows]),
-                self._blocks(batch, torch.from_numpy(rows), longest),
+                self._blocks(batch, rows, skipped[members], longest),
                 longest,
-                self._padding(lengths[members], longest),
+                self._padding(lengths[members], longest, view.window),
             )
 
-    def _chunks(self, batch: Batch) -> Iterator["_Part"]:
+    def _chunks(self, batch: Batch, view: View) -> Iterator["_Part"]:
         """Rows of several tokens, each by itself."""
         first = np.cumsum(batch.counts) - batch.counts
-        for row in np.flatnonzero(batch.counts > 1).tolist():
-            start, count = int(batch.starts[row]), int(batch.counts[row])
-            blocks = self._blocks(batch, torch.tensor([row]), start + count)
+        skipped = self._skipped(batch.starts, view)
+        for row in np.flatnonzero(batch.counts > 1):
+            start, count = int(batch.starts[row] - skipped[row] * self._spec.block_size), int(batch.counts[row])
+            blocks = self._blocks(batch, np.array([row]), skipped[[row]], start + count)
             tokens = slice(int(first[row]), int(first[row]) + count)
-            yield _Chunk(self._spec, tokens, blocks, start + count, _causal(start, count, self._spec.dtype))
+            mask = _causal(start, count, view, self._spec.dtype)
+            yield _Chunk(self._spec, _mixer(view, causal=mask is None), tokens, blocks, start + count, mask)
 
-    def _blocks(self, batch: Batch, rows: Tensor, tokens: int) -> Tensor:
-        """[rows * blocks] ids of the blocks that hold the first `tokens` tokens of each row."""
-        return batch.tables[rows, : -(-tokens // self._spec.block_size)].reshape(-1)
+    def _skipped(self, starts: NDArray[np.int64], view: View) -> NDArray[np.int64]:
+        """Whole blocks that no token from `starts` on sees any more."""
+        if view.window is None:
+            return np.zeros_like(starts)
+        return np.maximum(starts + 1 - view.window, 0) // self._spec.block_size
 
-    def _padding(self, lengths: NDArray[np.int64], longest: int) -> Tensor | None:
-        """[rows, 1, 1, longest] minus infinity after each row's end; None where all are equally long."""
-        if int(lengths.min()) == longest:
+    def _blocks(self, batch: Batch, rows: NDArray[np.int64], skipped: NDArray[np.int64], tokens: int) -> Tensor:
+        """[rows * blocks] ids of the blocks that hold each row's first `tokens` tokens after the skipped blocks."""
+        blocks = np.arange(-(-tokens // self._spec.block_size)) + skipped[:, None]
+        # A row shorter than its group may have no block there; what it gets instead is masked.
+        places = np.minimum(blocks, batch.tables.shape[1] - 1)
+        return batch.tables[torch.from_numpy(rows[:, None]), torch.from_numpy(places)].reshape(-1)
+
+    def _padding(self, lengths: NDArray[np.int64], longest: int, window: int | None) -> Tensor | None:
+        """[rows, 1, 1, longest] minus infinity outside of what each row sees; None where all see everything."""
+        if int(lengths.min()) == longest and (window is None or longest <= window):
             return None
-        after = torch.arange(longest) >= torch.from_numpy(lengths).unsqueeze(-1)
-        return _masked(after, self._spec.dtype).view(len(lengths), 1, 1, longest)
+        ends, places = torch.from_numpy(lengths).unsqueeze(-1), torch.arange(longest)
+        hidden = places >= ends if window is None else (places >= ends) | (places < ends - window)
+        return _masked(hidden, self._spec.dtype).view(len(lengths), 1, 1, longest)
 
 
 class _Layer(NamedTuple):
@@ -105,12 +127,16 @@ class _Layer(NamedTuple):
 _Part = Callable[[_Layer, Tensor, Tensor], None]
 """(layer's cache, queries of all tokens, output of all tokens to fill in part)."""
 
+_Mixer = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""(queries [..., n, head_dim], keys, values [..., T, head_dim], mask) -> [..., n, head_dim]."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Decoding:
     """R rows of one token over at most `length` known ones; `tokens` [R] are their places in the packed batch."""
 
     spec: CacheSpec
+    mix: _Mixer
     tokens: Tensor
     blocks: Tensor
     length: int
@@ -120,7 +146,7 @@ class _Decoding:
         spec, rows = self.spec, len(self.tokens)
         folded = q[self.tokens].view(rows, spec.kv_heads, -1, spec.head_dim)
         keys, values = (self._gather(part, rows) for part in cache)
-        mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=self.mask)
+        mixed = self.mix(folded, keys, values, self.mask)
         out[self.tokens] = mixed.reshape(rows, spec.heads, spec.head_dim)
 
     def _gather(self, cache: Tensor, rows: int) -> Tensor:
@@ -134,6 +160,7 @@ class _Chunk:
     """Several tokens of one sequence over `length` known ones; without a mask they are the first of it."""
 
     spec: CacheSpec
+    mix: _Mixer
     tokens: slice
     blocks: Tensor
     length: int
@@ -144,7 +171,7 @@ class _Chunk:
         shape = (-1, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
         folded = q[self.tokens].view(shape).permute(1, 2, 0, 3)
         keys, values = (self._gather(part, folded.shape[1]) for part in cache)
-        mixed = F.scaled_dot_product_attention(folded, keys, values, self.mask, is_causal=self.mask is None)
+        mixed = self.mix(folded, keys, values, self.mask)
         out[self.tokens].view(shape).copy_(mixed.permute(2, 0, 1, 3))
 
     def _gather(self, cache: Tensor, group: int) -> Tensor:
@@ -164,12 +191,28 @@ def _groups(lengths: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
         begin = end
 
 
-def _causal(start: int, count: int, dtype: torch.dtype) -> Tensor | None:
-    """[count, start + count] minus infinity where a token would see a later one; None from the start of a sequence."""
-    if start == 0:
+def _mixer(view: View, causal: bool) -> _Mixer:
+    """How a layer that attends like this weighs values; `causal`: without a mask, later tokens are hidden."""
+    if view.cap is not None:
+        return partial(_capped, scale=view.scale, cap=view.cap)
+    return partial(F.scaled_dot_product_attention, is_causal=causal, scale=view.scale)
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, cap: float) -> Tensor:
+    """The formula, which torch's kernels do not know with a cap."""
+    scores = torch.matmul(q * (scale or q.shape[-1] ** -0.5), k.transpose(-2, -1)).div_(cap).tanh_().mul_(cap)
+    return torch.matmul((scores if mask is None else scores + mask).softmax(-1), v)
+
+
+def _causal(start: int, count: int, view: View, dtype: torch.dtype) -> Tensor | None:
+    """[count, start + count] minus infinity where a token would see a later one, or one before its window.
+
+    None from the start of a sequence, if the mixer can do without."""
+    whole = start == 0 and (view.window is None or count <= view.window)
+    if whole and view.cap is None:
         return None
-    future = torch.arange(start + count) > torch.arange(start, start + count).unsqueeze(-1)
-    return _masked(future, dtype)
+    back = torch.arange(start, start + count).unsqueeze(-1) - torch.arange(start + count)
+    return _masked(back < 0 if view.window is None else (back < 0) | (back >= view.window), dtype)
 
 
 def _masked(hidden: Tensor, dtype: torch.dtype) -> Tensor:

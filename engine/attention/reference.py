@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..spec import View
 from .base import Attend, Batch, CacheSpec, Support
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -43,7 +44,8 @@ class ReferenceAttention:
             keys, values = self._cache[layer]
             keys[slots], values[slots] = k, v
             rows = zip(torch.split(q, counts), known, starts, strict=True)
-            return torch.cat([attention(some, keys[at], values[at], start) for some, at, start in rows])
+            view = self._spec.views[layer]
+            return torch.cat([attention(some, keys[at], values[at], start, view) for some, at, start in rows])
 
         return attend
 
@@ -54,13 +56,17 @@ class ReferenceAttention:
         return batch.tables[row, positions // size] * size + positions % size
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, start: int, view: View) -> Tensor:
     """Causal grouped-query attention of one sequence: q [n, heads, d] at positions from `start`, k and v
-    [T, kv_heads, d] at positions from 0; [n, heads * d] in q's dtype. (arXiv 1706.03762, 2305.13245.)"""
+    [T, kv_heads, d] at positions from 0; [n, heads * d] in q's dtype. (arXiv 1706.03762, 2305.13245; the window
+    2310.06825, the cap 2408.00118.)"""
     count, heads, head_dim = q.shape
     group = heads // k.shape[1]
     keys, values = k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
-    scores = torch.einsum("nhd,thd->hnt", q.float(), keys) / math.sqrt(head_dim)
-    future = torch.arange(len(k), device=q.device) > torch.arange(start, start + count, device=q.device).unsqueeze(-1)
-    weights = scores.masked_fill(future, -math.inf).softmax(-1)
+    scores = torch.einsum("nhd,thd->hnt", q.float(), keys) * (view.scale or head_dim**-0.5)
+    if view.cap is not None:
+        scores = view.cap * torch.tanh(scores / view.cap)
+    back = torch.arange(start, start + count, device=q.device).unsqueeze(-1) - torch.arange(len(k), device=q.device)
+    hidden = back < 0 if view.window is None else (back < 0) | (back >= view.window)
+    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
     return torch.einsum("hnt,thd->nhd", weights, values).to(q.dtype).reshape(count, heads * head_dim)

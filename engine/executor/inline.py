@@ -97,7 +97,7 @@ def _build(config: EngineConfig, device: torch.device, progress: Callable[[float
 
 
 def _cache(spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device) -> CacheSpec:
-    return CacheSpec(spec.layers, spec.heads, spec.kv_heads, spec.head_dim, block_size, dtype, device)
+    return CacheSpec(spec.views, spec.heads, spec.kv_heads, spec.head_dim, block_size, dtype, device)
 
 
 def _device(name: str) -> torch.device:

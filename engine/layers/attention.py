@@ -1,5 +1,8 @@
 """Grouped-query self-attention: projections and rotation here, the cache behind `Attend`."""
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
 from ..attention.base import Attend
@@ -7,29 +10,63 @@ from ..spec import ModelSpec
 from ..weights import Loader
 from .group import kv_part, part, times
 from .linear import ColumnLinear, Output, RowLinear
+from .norm import Norm, NormMaker
 from .rotary import Angles
+
+
+class Projections(NamedTuple):
+    """What a checkpoint has around attention: biases, one matrix `fused` of queries, keys and values or three, and a
+    `norm` of every query and key head before it is turned (arXiv 2302.05442)."""
+
+    qkv_bias: bool = False
+    out_bias: bool = False
+    fused: bool = False
+    norm: NormMaker | None = None
 
 
 class SelfAttention:
     """x [N, hidden] -> [N, hidden], this rank's heads of layer `index`."""
 
-    def __init__(self, load: Loader, spec: ModelSpec, index: int, *, qkv_bias: bool, out_bias: bool) -> None:
+    def __init__(self, load: Loader, spec: ModelSpec, index: int, has: Projections) -> None:
         name, size = f"model.layers.{index}.self_attn", spec.head_dim
         heads, kv_heads = part(spec.heads, load.group), kv_part(spec.kv_heads, load.group)
         self._index, self._head_dim = index, size
         self._heads, self._kv_heads = heads.stop - heads.start, kv_heads.stop - kv_heads.start
-        outputs = [
-            Output(f"{name}.q_proj", spec.heads * size, times(heads, size)),
-            Output(f"{name}.k_proj", spec.kv_heads * size, times(kv_heads, size)),
-            Output(f"{name}.v_proj", spec.kv_heads * size, times(kv_heads, size)),
-        ]
-        self._qkv = ColumnLinear(load, outputs, spec.hidden_size, bias=qkv_bias)
+        outputs = (_fused if has.fused else _separate)(name, spec, times(heads, size), times(kv_heads, size))
+        self._qkv = ColumnLinear(load, outputs, spec.hidden_size, bias=has.qkv_bias)
+        self._norm = has.norm and self._head_norm(load, name, spec, has.norm)
         columns = times(heads, size)
-        self._out = RowLinear(load, f"{name}.o_proj", spec.heads * size, columns, spec.hidden_size, bias=out_bias)
+        self._out = RowLinear(load, f"{name}.o_proj", spec.heads * size, columns, spec.hidden_size, bias=has.out_bias)
 
     def __call__(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
         heads = self._qkv(x).view(len(x), -1, self._head_dim)
         turning = self._heads + self._kv_heads
-        turned = angles.rotate(heads[:, :turning])
+        turned = angles.rotate(self._norm(heads[:, :turning]) if self._norm else heads[:, :turning])
         mixed = attend(self._index, turned[:, : self._heads], turned[:, self._heads :], heads[:, turning:])
         return self._out(mixed)
+
+    def _head_norm(self, load: Loader, name: str, spec: ModelSpec, norm: NormMaker) -> Norm:
+        """One norm for the heads of queries and keys together, each with its own weight."""
+        queries, keys = (load.vector(f"{name}.{one}_norm.weight", spec.head_dim) for one in "qk")
+        weight = torch.cat((queries.expand(self._heads, -1), keys.expand(self._kv_heads, -1)))
+        return norm(weight, spec.norm_eps)
+
+
+def _separate(name: str, spec: ModelSpec, queries: slice, keys: slice) -> list[Output]:
+    kv_size = spec.kv_heads * spec.head_dim
+    return [
+        Output(f"{name}.q_proj", spec.heads * spec.head_dim, queries),
+        Output(f"{name}.k_proj", kv_size, keys),
+        Output(f"{name}.v_proj", kv_size, keys),
+    ]
+
+
+def _fused(name: str, spec: ModelSpec, queries: slice, keys: slice) -> list[Output]:
+    """Queries, keys and values one below the other."""
+    q_size, kv_size = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    matrix = Output(f"{name}.qkv_proj", q_size + 2 * kv_size, queries)
+    return [matrix, *(matrix._replace(part=_shifted(keys, by)) for by in (q_size, q_size + kv_size))]
+
+
+def _shifted(features: slice, by: int) -> slice:
+    return slice(features.start + by, features.stop + by)

@@ -38,11 +38,12 @@ class RowLinear:
         weight = load.stack([Piece(f"{name}.weight", (outputs, inputs), columns=columns)])
         # The sum over ranks must contain the bias once.
         mine = bias and load.group.rank == 0
-        self._matmul = prepare(weight, load.vector(f"{name}.bias", outputs) if mine else None)
+        self.partial = prepare(weight, load.vector(f"{name}.bias", outputs) if mine else None)
+        """This rank's share of the sum."""
         self._group = load.group
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._group.sum(self._matmul(x))
+        return self._group.sum(self.partial(x))
 
 
 class Head:

@@ -1,4 +1,8 @@
-"""The gated feed-forward layer (SwiGLU, arXiv 2002.05202), gate and up projection computed as one."""
+"""The gated feed-forward layer (arXiv 2002.05202), gate and up projection computed as one."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,16 +11,52 @@ from ..weights import Loader
 from .group import part
 from .linear import ColumnLinear, Output, RowLinear
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""config.json's name -> the function; spec.ACTIVATIONS are the same names."""
+
+
+class Gated(NamedTuple):
+    """Names, sizes and manner of one gated layer; `fused` is the name of gate and up in one matrix."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    bias: bool = False
+    activation: str = "silu"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    fused: str | None = None
+
+    def outputs(self, mine: slice) -> list[Output]:
+        """Gate and up, the features `mine` of each."""
+        if self.fused is None:
+            return [Output(f"{self.name}.{one}", self.intermediate, mine) for one in (self.gate, self.up)]
+        matrix = Output(f"{self.name}.{self.fused}", 2 * self.intermediate, mine)
+        return [matrix, matrix._replace(part=slice(mine.start + self.intermediate, mine.stop + self.intermediate))]
+
 
 class GatedMLP:
-    """x [N, hidden] -> down(silu(gate(x)) * up(x)) [N, hidden]."""
+    """x [N, hidden] -> down(activation(gate(x)) * up(x)) [N, hidden]."""
 
-    def __init__(self, load: Loader, name: str, hidden: int, intermediate: int, *, bias: bool) -> None:
-        mine = part(intermediate, load.group)
-        outputs = [Output(f"{name}.{projection}", intermediate, mine) for projection in ("gate_proj", "up_proj")]
-        self._gate_up = ColumnLinear(load, outputs, hidden, bias=bias)
-        self._down = RowLinear(load, f"{name}.down_proj", intermediate, mine, hidden, bias=bias)
+    def __init__(self, load: Loader, what: Gated) -> None:
+        mine = part(what.intermediate, load.group)
+        self._gate_up = ColumnLinear(load, what.outputs(mine), what.hidden, bias=what.bias)
+        down = f"{what.name}.{what.down}"
+        self._down = RowLinear(load, down, what.intermediate, mine, what.hidden, bias=what.bias)
+        self._activation = ACTIVATIONS[what.activation]
 
     def __call__(self, x: Tensor) -> Tensor:
+        return self._down(self._inner(x))
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's share of the sum that the whole output is."""
+        return self._down.partial(self._inner(x))
+
+    def _inner(self, x: Tensor) -> Tensor:
         gate, up = self._gate_up(x).chunk(2, -1)
-        return self._down(F.silu(gate).mul_(up))
+        return self._activation(gate).mul_(up)

@@ -13,11 +13,11 @@ from ..weights import Loader
 class Decoder(Protocol):
     """A causal language model over packed sequences."""
 
-    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Ids and positions [N] -> hidden states [N, hidden]; keys and values go through `attend`."""
+    def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, chosen: Tensor) -> Tensor:
+        """Compute ids and positions [N]; keys and values go through `attend`.
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] -> [S, vocabulary], in the model's dtype."""
+        Returns the logits [S, vocabulary] of the packed places `chosen` [S], maybe none, in the model's dtype.
+        """
 
 
 Builder: TypeAlias = Callable[[ModelSpec, Loader, int], Decoder]

@@ -1,62 +1,71 @@
 """Llama 1 to 3.x (arXiv 2302.13971, 2407.21783), and the shape of its kin: pre-norm, RoPE, grouped queries, SwiGLU."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from ..attention.base import Attend
-from ..layers.attention import SelfAttention
+from ..layers.attention import Projections, SelfAttention
 from ..layers.embedding import Embedding
 from ..layers.linear import Head
-from ..layers.mlp import GatedMLP
+from ..layers.mlp import Gated, GatedMLP
 from ..layers.norm import RMSNorm
 from ..layers.rotary import Angles, Rotary
 from ..spec import ModelSpec
 from ..weights import Loader
 
+FeedForward: TypeAlias = Callable[[Tensor], Tensor]
+"""x [N, hidden] -> [N, hidden]."""
 
-class Biases(NamedTuple):
-    """Which linear layers have one."""
 
-    qkv: bool
-    out: bool
-    mlp: bool
+def gated(spec: ModelSpec, load: Loader, index: int) -> FeedForward:
+    """The dense feed-forward part of layer `index`."""
+    return GatedMLP(load, mlp(spec, index))
+
+
+def mlp(spec: ModelSpec, index: int) -> Gated:
+    name = f"model.layers.{index}.mlp"
+    return Gated(name, spec.hidden_size, spec.intermediate_size, spec.mlp_bias, spec.activation)
+
+
+class Kin(NamedTuple):
+    """What tells Llama's relatives from it."""
+
+    attention: Projections = Projections()
+    feed_forward: Callable[[ModelSpec, Loader, int], FeedForward] = gated
 
 
 class Llama:
-    """Token ids and positions [N] of packed sequences -> hidden states [N, hidden] -> logits of chosen rows."""
+    """Token ids and positions [N] of packed sequences -> hidden states [N, hidden] -> logits of chosen places."""
 
-    def __init__(self, spec: ModelSpec, load: Loader, positions: int, biases: Biases) -> None:
+    def __init__(self, spec: ModelSpec, load: Loader, positions: int, kin: Kin) -> None:
         """Build from the checkpoint; `positions` is the longest sequence to be served, in tokens."""
         self._embed = Embedding(load, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         self._rotary = Rotary(spec.rope, spec.head_dim, positions, load.dtype, load.device)
-        self._layers = [Layer(spec, load, index, biases) for index in range(spec.layers)]
+        self._layers = [Layer(spec, load, index, kin) for index in range(spec.layers)]
         self._norm = RMSNorm(load.vector("model.norm.weight", spec.hidden_size), spec.norm_eps)
         head = "model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight"
         self._head = Head(load, head, spec.vocab_size, spec.hidden_size)
 
-    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, chosen: Tensor) -> Tensor:
         x = self._embed(tokens)
         angles = self._rotary(positions)
         for layer in self._layers:
             layer(x, angles, attend)
-        return x
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] -> [S, vocabulary], in the model's dtype."""
-        return self._head(self._norm(hidden))
+        return self._head(self._norm(x[chosen]))
 
 
 class Layer:
     """One decoder layer; adds to the residual stream in place."""
 
-    def __init__(self, spec: ModelSpec, load: Loader, index: int, biases: Biases) -> None:
+    def __init__(self, spec: ModelSpec, load: Loader, index: int, kin: Kin) -> None:
         name = f"model.layers.{index}"
         hidden, eps = spec.hidden_size, spec.norm_eps
         self._before_attention = RMSNorm(load.vector(f"{name}.input_layernorm.weight", hidden), eps)
-        self._attention = SelfAttention(load, spec, index, qkv_bias=biases.qkv, out_bias=biases.out)
+        self._attention = SelfAttention(load, spec, index, kin.attention)
         self._before_mlp = RMSNorm(load.vector(f"{name}.post_attention_layernorm.weight", hidden), eps)
-        self._mlp = GatedMLP(load, f"{name}.mlp", hidden, spec.intermediate_size, bias=biases.mlp)
+        self._mlp = kin.feed_forward(spec, load, index)
 
     def __call__(self, x: Tensor, angles: Angles, attend: Attend) -> None:
         x += self._attention(self._before_attention(x), angles, attend)
@@ -64,4 +73,5 @@ class Layer:
 
 
 def llama(spec: ModelSpec, load: Loader, positions: int) -> Llama:
-    return Llama(spec, load, positions, Biases(spec.attention_bias, spec.attention_bias, spec.mlp_bias))
+    bias = spec.attention_bias
+    return Llama(spec, load, positions, Kin(Projections(qkv_bias=bias, out_bias=bias)))

@@ -1,9 +1,10 @@
 """Qwen 2 and 2.5 (arXiv 2407.10671): Llama's shape with biases on queries, keys and values only."""
 
+from ..layers.attention import Projections
 from ..spec import ModelSpec
 from ..weights import Loader
-from .llama import Biases, Llama
+from .llama import Kin, Llama
 
 
 def qwen2(spec: ModelSpec, load: Loader, positions: int) -> Llama:
-    return Llama(spec, load, positions, Biases(qkv=True, out=False, mlp=False))
+    return Llama(spec, load, positions, Kin(Projections(qkv_bias=True)))

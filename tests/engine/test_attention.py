@@ -9,13 +9,15 @@ import torch
 from charonia.core.errors import InvalidArgument
 from charonia.engine.attention.base import Attention, Batch, CacheSpec
 from charonia.engine.attention.registry import BACKENDS, attention_backend
+from charonia.engine.spec import View
 
 CPU = torch.device("cpu")
+PLAIN = View()
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def spec(**changes: object) -> CacheSpec:
-    return CacheSpec(2, 6, 2, 16, 4, torch.float32, CPU)._replace(**changes)
+    return CacheSpec((PLAIN, PLAIN), 6, 2, 16, 4, torch.float32, CPU)._replace(**changes)
 
 
 class Story:
@@ -70,19 +72,22 @@ class Story:
         q, k, v = qkv
         seen = self.history.setdefault((row, layer), [])
         seen += [k, v]
-        right = exact(q, torch.cat(seen[::2]), torch.cat(seen[1::2]), start)
+        right = exact(q, torch.cat(seen[::2]), torch.cat(seen[1::2]), start, self.spec.views[layer])
         return (found.double() - right).abs().max().item()
 
 
-def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, view: View) -> torch.Tensor:
     """Head by head, in float64."""
     group = q.shape[1] // k.shape[1]
     out = torch.zeros(q.shape, dtype=torch.float64)
-    unseen = torch.ones(len(q), len(k), dtype=torch.bool).triu(start + 1)
+    seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(start)
+    if view.window is not None:
+        seen = seen.triu(start + 1 - view.window)
     for head in range(q.shape[1]):
         mine, keys, values = (t.double() for t in (q[:, head], k[:, head // group], v[:, head // group]))
-        scores = (mine @ keys.T / math.sqrt(q.shape[-1])).masked_fill(unseen, -math.inf)
-        out[:, head] = scores.softmax(-1) @ values
+        scores = mine @ keys.T * (view.scale or 1 / math.sqrt(q.shape[-1]))
+        scores = scores if view.cap is None else view.cap * (scores / view.cap).tanh()
+        out[:, head] = scores.masked_fill(~seen, -math.inf).softmax(-1) @ values
     return out.reshape(len(q), -1)
 
 
@@ -106,6 +111,16 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (7, 1)])
 def test_a_whole_story(name: str, dtype: torch.dtype, heads: int, kv_heads: int) -> None:
     shape = spec(dtype=dtype, heads=heads, kv_heads=kv_heads)
+    story = Story(attention_backend(name, shape), shape)
+    assert max(story.step(rows) for rows in STEPS) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize("window", [1, 4, 6, 100])
+def test_layers_with_views_of_their_own(name: str, window: int, cap: float | None, dtype: torch.dtype) -> None:
+    """A window as long as a block, one that is not, one that is longer than everything."""
+    shape = spec(views=(PLAIN, View(window, 0.3, cap), View(window), View(scale=0.1, cap=cap)), dtype=dtype)
     story = Story(attention_backend(name, shape), shape)
     assert max(story.step(rows) for rows in STEPS) < TOLERANCE[dtype]
 

@@ -82,7 +82,6 @@ def test_older_field_names_mean_the_same() -> None:
         ({"hidden_size": "many"}, ["hidden_size", "'many'"]),
         ({"hidden_act": "gelu"}, ["gelu", "silu"]),
         ({"rope_parameters": {"rope_type": "yarn"}}, ["yarn", "llama3"]),
-        ({"use_sliding_window": True}, ["sliding"]),
         ({"quantization_config": {"quant_method": "fp8"}}, ["fp8", "bfloat16"]),
         ({"dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "float32"]),
         ({"intermediate_size": 97}, [WEIGHTS, "gate_proj", "[96, 64]", "[97, 64]"]),

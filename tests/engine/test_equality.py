@@ -151,6 +151,20 @@ def test_greedy_tokens_are_transformers(
     assert_it_happened(setting, outcome, events)
 
 
+@pytest.mark.parametrize("setting", ["plain", "everything, ahead 1"])
+@pytest.mark.parametrize(
+    "name", ["qwen2-window", "mistral", "qwen3", "qwen3-moe", "mixtral", "phi3", "gemma2", "gemma3"]
+)
+def test_other_architectures_are_transformers(
+    name: str,
+    setting: str,
+    bench: Callable[[str, str], Bench],
+    generated: Callable[[str], list[list[int]]],
+) -> None:
+    """Windows here are shorter than most prompts."""
+    test_greedy_tokens_are_transformers(name, "cpu", SETTINGS[setting], bench, generated)
+
+
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_one_row_at_a_time_says_the_same(
     backend: str, bench: Callable[[str, str], Bench], generated: Callable[[str], list[list[int]]]

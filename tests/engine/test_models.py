@@ -20,7 +20,21 @@ from charonia.engine.models.registry import builder
 from charonia.engine.weights import Loader, Weights
 
 CPU = torch.device("cpu")
-NAMES = ["llama", "llama-llama3-tied", "llama-linear-biased", "qwen2"]
+NAMES = [
+    "llama",
+    "llama-llama3-tied",
+    "llama-linear-biased",
+    "qwen2",
+    "qwen2-window",
+    "mistral",
+    "qwen3",
+    "qwen3-moe",
+    "mixtral",
+    "phi3",
+    "gemma2",
+    "gemma3",
+]
+SPARSE = ("qwen3-moe", "mixtral")
 LENGTHS = (40, 1, 23, 100)
 
 
@@ -51,12 +65,13 @@ def logits(
     model = builder(spec.architecture, "")(spec, load, spec.max_position)
     heads, kv_heads = part(spec.heads, group), kv_part(spec.kv_heads, group)
     cache = CacheSpec(
-        spec.layers, heads.stop - heads.start, kv_heads.stop - kv_heads.start, spec.head_dim, 16, dtype, CPU
+        spec.views, heads.stop - heads.start, kv_heads.stop - kv_heads.start, spec.head_dim, 16, dtype, CPU
     )
     attention = attention_backend(backend, cache)
     attention.allocate(40)
     step = batch([len(tokens) for tokens in sequences], 16)
-    return model.logits(model.hidden(torch.cat(sequences), step.positions, attention.begin(step))).float()
+    tokens = torch.cat(sequences)
+    return model.logits(tokens, step.positions, attention.begin(step), torch.arange(len(tokens))).float()
 
 
 @cache
@@ -83,9 +98,15 @@ def test_half_precision_is_as_near_as_transformers(
 ) -> None:
     """Both round; ours may be off by what theirs is, with a little room for luck."""
     right = right_logits(checkpoint(name), torch.float32)
-    theirs = (right_logits(checkpoint(name), dtype) - right).pow(2).mean().sqrt()
-    ours = (logits(checkpoint(name), prompts(), dtype, backend) - right).pow(2).mean().sqrt()
+    theirs = typical_error(right_logits(checkpoint(name), dtype), right, name)
+    ours = typical_error(logits(checkpoint(name), prompts(), dtype, backend), right, name)
     assert ours < 1.25 * theirs
+
+
+def typical_error(found: torch.Tensor, right: torch.Tensor, name: str) -> torch.Tensor:
+    """Over tokens; with experts the middle one's, for a rounding may send a token to another expert."""
+    squares = (found - right).pow(2).mean(-1)
+    return (squares.median() if name in SPARSE else squares.mean()).sqrt()
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

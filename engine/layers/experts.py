@@ -1,0 +1,59 @@
+"""A mixture of experts (arXiv 1701.06538, 2101.03961): a router sends each token through a few of many MLPs."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..spec import Experts
+from ..weights import Loader, Piece
+from .mlp import Gated, GatedMLP
+
+
+class Routed(NamedTuple):
+    """Where each token goes: experts and their weights, both [N, chosen]."""
+
+    experts: Tensor
+    weights: Tensor
+
+
+class Router:
+    """x [N, hidden] -> the likeliest experts of each token by a softmax in float32, their weights in x's dtype.
+
+    Every rank has all of it, and so decides the same."""
+
+    def __init__(self, load: Loader, name: str, hidden: int, experts: Experts) -> None:
+        self._weight = load.stack([Piece(f"{name}.weight", (experts.count, hidden))])
+        self._experts = experts
+
+    def __call__(self, x: Tensor) -> Routed:
+        likely = F.linear(x, self._weight).softmax(-1, dtype=torch.float32)
+        weights, chosen = likely.topk(self._experts.chosen, -1)
+        if self._experts.normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return Routed(chosen, weights.to(x.dtype))
+
+
+class MixtureOfExperts:
+    """x [N, hidden] -> the weighted sum of its experts' outputs [N, hidden].
+
+    Every rank holds a slice of every expert. Experts go one by one, each over its tokens."""
+
+    def __init__(self, load: Loader, router: Router, experts: list[Gated]) -> None:
+        self._router, self._group = router, load.group
+        self._experts = [GatedMLP(load, expert) for expert in experts]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        routed = self._router(x)
+        order = routed.experts.flatten().argsort(stable=True)
+        tokens = torch.div(order, routed.experts.shape[1], rounding_mode="floor")
+        weights = routed.weights.flatten()[order].unsqueeze(-1)
+        counts = torch.bincount(routed.experts.flatten(), minlength=len(self._experts)).tolist()
+        total = torch.zeros_like(x)
+        for expert, mine, weight in zip(
+            self._experts, torch.split(tokens, counts), torch.split(weights, counts), strict=True
+        ):
+            if len(mine):
+                total.index_add_(0, mine, expert.partial(x[mine]).mul_(weight))
+        return self._group.sum(total)

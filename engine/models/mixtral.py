@@ -1,0 +1,22 @@
+"""Mixtral (arXiv 2401.04088): Mistral's shape with a mixture of experts in every layer."""
+
+from ..layers.experts import MixtureOfExperts, Router
+from ..layers.mlp import Gated
+from ..spec import CheckpointError, ModelSpec
+from ..weights import Loader
+from .llama import FeedForward, Kin, Llama
+
+
+def mixtral(spec: ModelSpec, load: Loader, positions: int) -> Llama:
+    return Llama(spec, load, positions, Kin(feed_forward=_sparse))
+
+
+def _sparse(spec: ModelSpec, load: Loader, index: int) -> FeedForward:
+    if spec.experts is None:
+        raise CheckpointError("a Mixtral without num_experts_per_tok in its config.json")
+    name, hidden, inner = f"model.layers.{index}.block_sparse_moe", spec.hidden_size, spec.experts.intermediate_size
+    experts = [
+        Gated(f"{name}.experts.{number}", hidden, inner, gate="w1", up="w3", down="w2")
+        for number in range(spec.experts.count)
+    ]
+    return MixtureOfExperts(load, Router(load, f"{name}.gate", hidden, spec.experts), experts)

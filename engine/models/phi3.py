@@ -1,0 +1,15 @@
+"""Phi-3 and 4 (arXiv 2404.14219): Llama's shape, its projections fused in the checkpoint."""
+
+from ..layers.attention import Projections
+from ..layers.mlp import GatedMLP
+from ..spec import ModelSpec
+from ..weights import Loader
+from .llama import FeedForward, Kin, Llama, mlp
+
+
+def phi3(spec: ModelSpec, load: Loader, positions: int) -> Llama:
+    return Llama(spec, load, positions, Kin(Projections(fused=True), _fused))
+
+
+def _fused(spec: ModelSpec, load: Loader, index: int) -> FeedForward:
+    return GatedMLP(load, mlp(spec, index)._replace(fused="gate_up_proj", bias=False))

@@ -1,0 +1,29 @@
+"""Qwen 3 (arXiv 2505.09388): Llama's shape, queries and keys normalised head by head; also its mixture of experts."""
+
+from ..layers.attention import Projections
+from ..layers.experts import MixtureOfExperts, Router
+from ..layers.norm import RMSNorm
+from ..spec import ModelSpec
+from ..weights import Loader
+from .llama import FeedForward, Kin, Llama, gated, mlp
+
+
+def qwen3(spec: ModelSpec, load: Loader, positions: int) -> Llama:
+    return Llama(spec, load, positions, Kin(_projections(spec)))
+
+
+def qwen3_moe(spec: ModelSpec, load: Loader, positions: int) -> Llama:
+    return Llama(spec, load, positions, Kin(_projections(spec), _sparse))
+
+
+def _projections(spec: ModelSpec) -> Projections:
+    return Projections(qkv_bias=spec.attention_bias, out_bias=spec.attention_bias, norm=RMSNorm)
+
+
+def _sparse(spec: ModelSpec, load: Loader, index: int) -> FeedForward:
+    if spec.experts is None or not spec.experts.layers[index]:
+        return gated(spec, load, index)
+    dense = mlp(spec, index)
+    expert = dense._replace(intermediate=spec.experts.intermediate_size)
+    experts = [expert._replace(name=f"{dense.name}.experts.{number}") for number in range(spec.experts.count)]
+    return MixtureOfExperts(load, Router(load, f"{dense.name}.gate", spec.hidden_size, spec.experts), experts)
