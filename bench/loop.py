@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TypeAlias
 
+from ..core.request import Logprobs
 from ..engine.executor.base import Executor
 from ..scheduler.plan import StepPlan, StepResult, StepUpdates
 from ..scheduler.scheduler import Scheduler
@@ -17,11 +18,13 @@ Observe: TypeAlias = Callable[[StepPlan], None]
 
 @dataclass
 class Outcome:
-    """What a run brought, by sequence key: new tokens, prompt tokens out of the prefix cache, finish reason."""
+    """What a run brought, by sequence key: new tokens, prompt tokens out of the prefix cache, finish reason, and
+    logprobs of the tokens where they were asked for."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
     finished: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
     steps: int = 0
     most_in_flight: int = 0
     seconds: float = 0.0
@@ -36,6 +39,13 @@ class Outcome:
         stream = iter(updates.tokens)
         for key, count in zip(updates.keys, updates.counts, strict=True):
             self.tokens.setdefault(key, []).extend(next(stream) for _ in range(count))
+        self._add_logprobs(updates)
+
+    def _add_logprobs(self, updates: StepUpdates) -> None:
+        owners = [key for key, count in zip(updates.keys, updates.counts, strict=True) for _ in range(count)]
+        for key, logprobs in zip(owners, updates.logprobs, strict=False):
+            if logprobs is not None:
+                self.logprobs.setdefault(key, []).append(logprobs)
 
 
 def run(

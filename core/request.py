@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -88,6 +88,17 @@ class Conversation(msgspec.Struct, frozen=True):
     """A prompt that the model's chat template still has to render."""
 
     messages: tuple[Message, ...]
+
+
+class Logprobs(NamedTuple):
+    """What the model itself gave one token, before penalties and temperature: natural logarithms of probabilities.
+
+    `chosen` is the token's own; `ids` are the likeliest tokens, the likeliest first, and `values` theirs.
+    """
+
+    chosen: float
+    ids: list[int]
+    values: list[float]
 
 
 Prompt: TypeAlias = str | tuple[int, ...] | Conversation

@@ -1,9 +1,10 @@
-"""What an executor remembers of each row between steps: token ids, block table, sampling numbers.
+"""What an executor remembers of each row between steps: token ids, block table, what it asked of the sampler.
 
 Plans are differences; this is what they are differences to. Token ids and tables live on the device, so that a
 token sampled there can be computed on in the next step before the host has heard of it.
 """
 
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from ..scheduler.plan import NewSequence, StepPlan
 from .attention.base import Batch
 from .random import signed
 from .sampling import CHOICE, Choices
+from .shaping import Shapes
 
 LongArray = NDArray[np.int64]
 
@@ -23,6 +25,7 @@ class Inputs(NamedTuple):
     """One step, packed: ids [N] on the device, what attention needs, and where the samples are taken.
 
     `last` [S] are the packed places whose hidden states give the next token, `rows` [S] the rows they belong to.
+    `shaped`: the places in `rows` whose logits are to be changed; `logprobs`: those that want some, and how many.
     """
 
     tokens: Tensor
@@ -30,6 +33,8 @@ class Inputs(NamedTuple):
     last: Tensor
     rows: LongArray
     choices: Choices
+    shaped: LongArray
+    logprobs: Mapping[int, int]
 
 
 class Rows:
@@ -47,10 +52,13 @@ class Rows:
         self._tables = torch.empty((0, self._width[1]), dtype=torch.int64, device=self._device)
         self._blocks: LongArray = np.zeros(0, dtype=np.int64)
         self._sampling: Choices = np.zeros(0, dtype=CHOICE)
+        self._shapes = Shapes(self._device)
+        self._logprobs: dict[int, int] = {}
 
     def update(self, plan: StepPlan) -> None:
         """Apply what changed since the last plan; `plan.copies` is the cache's business."""
         self._blocks[plan.closed] = 0
+        self._forget(plan.closed.tolist())
         for sequence in plan.new:
             self._enter(sequence)
         if len(plan.appended):
@@ -71,7 +79,14 @@ class Rows:
             self._to(ends[samples] - 1),
             rows[samples],
             self._choices(rows[samples], (starts + counts)[samples]),
+            self._shapes.places(rows[samples]),
+            self._wanted(rows[samples]),
         )
+
+    def shape(self, inputs: Inputs, logits: Tensor) -> None:
+        """Change the float32 `logits` of `inputs.shaped` in place, as their rows ask."""
+        places = inputs.shaped
+        self._shapes.apply(logits, inputs.rows[places], inputs.choices["position"][places], self._tokens)
 
     def write(self, inputs: Inputs, tokens: Tensor) -> None:
         """Store the sampled `tokens` [S] behind what their rows know."""
@@ -81,9 +96,21 @@ class Rows:
         row = sequence.row
         self._grow(row + 1)
         self._blocks[row] = 0
+        self._forget([row])
         self._tokens[row, : len(sequence.tokens)] = self._to(sequence.tokens.astype(np.int32))
-        temperature, top_k, top_p, seed, choice = sequence.sampling
-        self._sampling[row] = (temperature, max(top_k, 0), top_p, signed(seed), choice, 0)
+        asked = sequence.sampling
+        top_k, seed = max(asked.top_k, 0), signed(asked.seed)
+        self._sampling[row] = (asked.temperature, top_k, asked.top_p, asked.min_p, seed, asked.choice, 0)
+        if asked.shaping is not None:
+            self._shapes.enter(row, sequence.prompt, asked.shaping)
+        if asked.logprobs is not None:
+            self._logprobs[row] = asked.logprobs
+
+    def _forget(self, rows: Iterable[int]) -> None:
+        """What left asks for nothing more: a step without wishes looks for none."""
+        for row in rows:
+            self._logprobs.pop(row, None)
+            self._shapes.leave(row)
 
     def _append(self, appended: LongArray) -> None:
         rows, blocks = appended[:, 0], appended[:, 1]
@@ -95,6 +122,11 @@ class Rows:
         choices = self._sampling[rows]
         choices["position"] = positions
         return choices
+
+    def _wanted(self, rows: LongArray) -> Mapping[int, int]:
+        if not self._logprobs:
+            return {}
+        return {place: self._logprobs[row] for place, row in enumerate(rows.tolist()) if row in self._logprobs}
 
     def _grow(self, rows: int) -> None:
         have = len(self._blocks)

@@ -3,8 +3,10 @@
 import numpy as np
 import torch
 
+from ..core.request import Logprobs
 from ..scheduler.plan import IntArray, StepPlan, StepResult
 from .attention.base import Attention
+from .logprobs import top_logprobs
 from .models.base import Decoder
 from .rows import Inputs, Rows
 from .sampling import sample
@@ -34,15 +36,25 @@ class Runner:
         logits = self._model.logits(inputs.tokens, positions, attend, inputs.last)
         if not len(inputs.rows):
             return _result(plan, np.zeros(0, np.int32))
-        return _result(plan, self._sample(inputs, logits))
-
-    def _sample(self, inputs: Inputs, logits: torch.Tensor) -> IntArray:
-        tokens = sample(logits, inputs.choices)
+        tokens = self._choose(inputs, logits)
         self._rows.write(inputs, tokens)
-        return tokens.to(torch.int32).cpu().numpy()
+        logprobs = top_logprobs(logits, tokens, inputs.logprobs)
+        return _result(plan, tokens.to(torch.int32).cpu().numpy(), logprobs)
+
+    def _choose(self, inputs: Inputs, logits: torch.Tensor) -> torch.Tensor:
+        """Token ids [S]. Logits that rows want changed are changed in a copy: the others pay nothing for them."""
+        if not len(inputs.shaped):
+            return sample(logits, inputs.choices)
+        at = torch.from_numpy(inputs.shaped).to(self._device)
+        changed = logits[at].float()
+        self._rows.shape(inputs, changed)
+        theirs = sample(changed, inputs.choices[inputs.shaped])
+        if len(inputs.shaped) == len(logits):
+            return theirs
+        return sample(logits, inputs.choices).index_copy(0, at, theirs)
 
 
-def _result(plan: StepPlan, tokens: IntArray) -> StepResult:
+def _result(plan: StepPlan, tokens: IntArray, logprobs: tuple[Logprobs | None, ...] = ()) -> StepResult:
     sampled = plan.samples
     rows = plan.rows[sampled]
-    return StepResult(plan.step, rows, (plan.starts + plan.counts)[sampled], np.ones_like(rows), tokens)
+    return StepResult(plan.step, rows, (plan.starts + plan.counts)[sampled], np.ones_like(rows), tokens, logprobs)

@@ -1,4 +1,4 @@
-"""Choosing tokens from logits: greedy, temperature, top-k and top-p, every row by its own numbers.
+"""Choosing tokens from logits: greedy, temperature, then top-k, top-p and min-p, every row by its own numbers.
 
 One uniform number a row, never one a logit: on a CPU those would cost more than the model. Knows nothing of
 sequences: a row's number is a function of its seed, choice and position (`random.py`).
@@ -17,7 +17,7 @@ GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: ties aside, it cannot choose anything else."""
 
 CANDIDATES = 256
-"""Tokens looked at first for top-k and top-p; a row that needs more of them is sorted whole."""
+"""Tokens looked at first for top-k, top-p and min-p; a row that needs more of them is sorted whole."""
 
 
 Choices: TypeAlias = NDArray[np.void]
@@ -28,10 +28,12 @@ CHOICE = np.dtype(
         ("temperature", np.float32),
         ("top_k", np.int64),
         ("top_p", np.float32),
+        ("min_p", np.float32),
         ("seed", np.int64),
         ("choice", np.int64),
         ("position", np.int64),
-    ]
+    ],
+    align=True,  # torch takes no column whose stride is not a multiple of its elements
 )
 """`position` is that of the token to be chosen; the rest is RowSampling's, the seed as a signed number."""
 
@@ -41,7 +43,7 @@ def sample(logits: Tensor, choices: Choices) -> Tensor:
     greedy = (choices["temperature"] < GREEDY_BELOW) | (choices["top_k"] == 1)
     if greedy.all():
         return logits.float().argmax(-1)
-    filtered = ~greedy & ((choices["top_k"] > 0) | (choices["top_p"] < 1))
+    filtered = ~greedy & ((choices["top_k"] > 0) | (choices["top_p"] < 1) | (choices["min_p"] > 0))
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     for kind, choose in ((greedy, _greedy), (~greedy & ~filtered, _plain), (filtered, _filtered)):
         rows = np.flatnonzero(kind)
@@ -62,7 +64,7 @@ def _plain(logits: Tensor, choices: Choices) -> Tensor:
 
 
 def _filtered(logits: Tensor, choices: Choices) -> Tensor:
-    """Top-k, then top-p of what is left: among CANDIDATES where they suffice, else among all."""
+    """Top-k, then top-p of what is left, then min-p: among CANDIDATES where they suffice, else among all."""
     scaled = _scale(logits, choices)
     tokens, enough = _among(scaled, choices, min(CANDIDATES, logits.shape[-1]))
     missed = (~enough).nonzero().squeeze(-1)  # the one wait for the device, and only in steps that filter
@@ -74,10 +76,7 @@ def _filtered(logits: Tensor, choices: Choices) -> Tensor:
 
 def _among(scaled: Tensor, choices: Choices, candidates: int) -> tuple[Tensor, Tensor]:
     """A token for each row out of its most likely `candidates`, and whether those were enough to be exact."""
-    top_k, top_p = (
-        _to(choices["top_k"], scaled.device).unsqueeze(-1),
-        _to(choices["top_p"], scaled.device).unsqueeze(-1),
-    )
+    top_k, top_p, min_p = (_to(choices[name], scaled.device).unsqueeze(-1) for name in ("top_k", "top_p", "min_p"))
     values, ids = scaled.topk(candidates)
     probabilities = (values - scaled.logsumexp(-1, keepdim=True)).exp()
     beyond = torch.arange(candidates, device=scaled.device) >= torch.where(top_k > 0, top_k, scaled.shape[-1])
@@ -85,10 +84,12 @@ def _among(scaled: Tensor, choices: Choices, candidates: int) -> tuple[Tensor, T
     cumulative = probabilities.cumsum(-1)
     mass = torch.where(top_k > 0, cumulative[:, -1:], 1.0)
     # A token stays while the tokens before it do not reach top_p.
-    left_out = cumulative - probabilities >= top_p * mass
+    least = min_p * probabilities[:, :1]
+    left_out = (cumulative - probabilities >= top_p * mass) | (probabilities < least)
     left_out[:, 0] = False
     chosen = probabilities.masked_fill(left_out, 0)
     enough = torch.where(top_k > 0, top_k <= candidates, cumulative[:, -1:] >= top_p)
+    enough |= (probabilities[:, -1:] < least) & ((top_k == 0) | (top_p >= 1))
     index = _invert(chosen, _uniform(choices, scaled.device))
     return ids.gather(-1, index.unsqueeze(-1)).squeeze(-1), enough.squeeze(-1)
 

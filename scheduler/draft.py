@@ -76,7 +76,8 @@ class Draft:
 
     def _newcomer(self, row: int) -> NewSequence:
         sequence = self._rows.sequences[row]
-        return NewSequence(row, sequence.tokens(), int(self._rows.scheduled[row]), sequence.request.sampling)
+        request, computed = sequence.request, int(self._rows.scheduled[row])
+        return NewSequence(row, sequence.tokens(), computed, request.sampling, len(request.prompt))
 
     def _appended(self) -> IntArray:
         owners: list[int] = []

@@ -1,23 +1,26 @@
 """What a step's result means for the rows that ran: which tokens count, who ends, how far each row is computed."""
 
+from collections.abc import Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..core.request import Logprobs
 from .draft import Flight
 from .plan import IntArray, StepResult
-from .rows import Rows
+from .rows import BoolArray, Rows
 
 
 class Harvest(NamedTuple):
     """`counts[i]` new tokens for `rows[i]`, `tokens` their concatenation; rows without one are left out.
-    `finished`: (row, finish reason)."""
+    `finished`: (row, finish reason). `logprobs`: as in StepResult."""
 
     rows: list[int]
     counts: list[int]
     tokens: list[int]
     finished: list[tuple[int, str]]
+    logprobs: Sequence[Logprobs | None]
 
 
 def harvest(rows: Rows, flight: Flight, result: StepResult) -> Harvest:
@@ -54,7 +57,8 @@ def _cut(rows: Rows, result: StepResult) -> tuple[IntArray, set[int]]:
 
 def _gather(rows: Rows, result: StepResult, kept: IntArray, stopped: set[int]) -> Harvest:
     """Append the kept tokens to their sequences."""
-    outputs, tokens = rows.outputs, _kept_tokens(result, kept).tolist()
+    keeps = _keeps(result, kept)
+    outputs, tokens = rows.outputs, result.tokens[keeps].tolist()
     for row, token in zip(np.repeat(result.rows, kept).tolist(), tokens, strict=True):
         outputs[row].append(token)
     rows.known[result.rows] += kept
@@ -62,13 +66,15 @@ def _gather(rows: Rows, result: StepResult, kept: IntArray, stopped: set[int]) -
     finished = [(int(result.rows[place]), "stop") for place in sorted(stopped)]
     finished += [(int(result.rows[place]), "length") for place in np.flatnonzero(full) if place not in stopped]
     got = kept > 0
-    return Harvest(result.rows[got].tolist(), kept[got].tolist(), tokens, finished)
+    logprobs = list(compress(result.logprobs, keeps))
+    return Harvest(result.rows[got].tolist(), kept[got].tolist(), tokens, finished, logprobs)
 
 
-def _kept_tokens(result: StepResult, kept: IntArray) -> NDArray[np.int32]:
-    """The first `kept[i]` of each row's tokens."""
+def _keeps(result: StepResult, kept: IntArray) -> BoolArray:
+    """Which tokens are among the first `kept[i]` of their row's."""
     within = np.arange(len(result.tokens)) - np.repeat(np.cumsum(result.counts) - result.counts, result.counts)
-    return result.tokens[within < np.repeat(kept, result.counts)]
+    keeps: BoolArray = within < np.repeat(kept, result.counts)
+    return keeps
 
 
 def _settle(rows: Rows, flight: Flight, result: StepResult) -> None:

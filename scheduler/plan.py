@@ -1,18 +1,39 @@
 """What the scheduler tells an executor to do in one step, and what comes back. Both are diffs."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.request import Logprobs
+
 IntArray = NDArray[np.int32]
+
+
+class Shaping(NamedTuple):
+    """How a row's logits are changed before a token is chosen; the defaults change nothing. Few rows have one.
+
+    `repetition_penalty` counts prompt and output, `presence_penalty` and `frequency_penalty` the output alone.
+    `bias`: (token, added) pairs. `bad_words`: token sequences never to be completed; they may begin in the prompt.
+    `stops` cannot be chosen until there are `min_tokens` new tokens.
+    """
+
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    stops: tuple[int, ...] = ()
 
 
 class RowSampling(NamedTuple):
     """How one row's tokens are chosen, every default resolved.
 
-    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off. The token at absolute position p of choice c
-    depends on the logits and on (seed, c, p) alone.
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off. The token at absolute position p of choice
+    c depends on the logits and on (seed, c, p) alone. `logprobs`: how many of the likeliest tokens to report beside
+    each chosen one; None reports nothing.
     """
 
     temperature: float = 0.0
@@ -20,15 +41,20 @@ class RowSampling(NamedTuple):
     top_p: float = 1.0
     seed: int = 0
     choice: int = 0
+    min_p: float = 0.0
+    shaping: Shaping | None = None
+    logprobs: int | None = None
 
 
 class NewSequence(NamedTuple):
-    """A sequence that enters a row: all tokens known so far, of which the first `computed` are in its blocks."""
+    """A sequence that enters a row: all tokens known so far, of which the first `computed` are in its blocks and the
+    first `prompt` are its prompt."""
 
     row: int
     tokens: IntArray
     computed: int
     sampling: RowSampling
+    prompt: int = 0
 
 
 class StepPlan(NamedTuple):
@@ -64,13 +90,15 @@ class StepPlan(NamedTuple):
 
 class StepResult(NamedTuple):
     """The tokens a step sampled, ragged: `counts[i]` tokens (0 to k) for `rows[i]`, which begin at position
-    `offsets[i]` of the sequence; `tokens` is their concatenation."""
+    `offsets[i]` of the sequence; `tokens` is their concatenation. `logprobs` is empty if no row wants any, else one
+    for each token, None where the row does not want it."""
 
     step: int
     rows: IntArray
     offsets: IntArray
     counts: IntArray
     tokens: IntArray
+    logprobs: Sequence[Logprobs | None] = ()
 
 
 class StepUpdates(NamedTuple):
@@ -78,6 +106,7 @@ class StepUpdates(NamedTuple):
 
     `started`: (key, prompt tokens found in the prefix cache) of sequences first admitted since the last
     updates. `keys[i]` got `counts[i]` of the concatenated `tokens`. `finished`: (key, finish reason).
+    `logprobs`: as in StepResult.
     """
 
     keys: list[int]
@@ -85,3 +114,4 @@ class StepUpdates(NamedTuple):
     tokens: list[int]
     started: list[tuple[int, int]]
     finished: list[tuple[int, str]]
+    logprobs: Sequence[Logprobs | None] = ()

@@ -305,7 +305,8 @@ class Scheduler:
         keys = self._rows.keys
         finished = [(keys[row], reason) for row, reason in gathered.finished]
         started, self._started = self._started, []
-        return StepUpdates([keys[row] for row in gathered.rows], gathered.counts, gathered.tokens, started, finished)
+        owners = [keys[row] for row in gathered.rows]
+        return StepUpdates(owners, gathered.counts, gathered.tokens, started, finished, gathered.logprobs)
 
     def _release_landed(self, flight: Flight) -> None:
         rows = self._rows

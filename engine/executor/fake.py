@@ -126,7 +126,8 @@ class FakeExecutor:
         drawn = [self._sample(self._rows[row]) for row in sampled]
         counts = [len(tokens) for tokens in drawn]
         tokens = [token for tokens in drawn for token in tokens]
-        return StepResult(plan.step, *(np.array(values, np.int32) for values in (sampled, offsets, counts, tokens)))
+        columns = [np.array(values, np.int32) for values in (sampled, offsets, counts, tokens)]
+        return StepResult(plan.step, columns[0], columns[1], columns[2], columns[3])
 
     def _compute(self, row: FakeRow, start: int, count: int) -> None:
         """Compute up to `count` tokens: a plan made ahead may count on tokens that an earlier step did not bring."""

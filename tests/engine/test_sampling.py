@@ -22,13 +22,16 @@ def choices(rows: int, **values: Any) -> np.ndarray:
     return made
 
 
-def expected(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
-    """The distribution by the book: temperature, the top_k likeliest, then the fewest that reach top_p of those."""
+def expected(
+    logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> torch.Tensor:
+    """The distribution by the book: temperature, the top_k likeliest, the fewest of those that reach top_p, min-p."""
     probabilities, ids = (logits.double() / temperature).softmax(-1).sort(descending=True)
     if top_k:
         probabilities[top_k:] = 0
     probabilities /= probabilities.sum()
     probabilities[probabilities.cumsum(-1) - probabilities >= top_p] = 0
+    probabilities[probabilities < min_p * probabilities[0]] = 0
     return torch.zeros_like(probabilities).scatter(-1, ids, probabilities / probabilities.sum())
 
 
@@ -59,6 +62,9 @@ def logits(vocab: int, spread: float, seed: int = 0) -> torch.Tensor:
         {"top_k": 20, "top_p": 0.8, "temperature": 1.5},
         {"top_k": 300},
         {"top_k": 300, "top_p": 0.9},
+        {"min_p": 0.1},
+        {"min_p": 0.02, "temperature": 2.0},
+        {"min_p": 0.3, "top_k": 300, "top_p": 0.9},
     ],
     ids=str,
 )
