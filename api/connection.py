@@ -10,6 +10,7 @@ from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Self
 
+from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
@@ -18,7 +19,11 @@ from .faults import UNEXPECTED
 
 log = logging.getLogger(__name__)
 
-_SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
+_SSE_TYPE = "text/event-stream; charset=utf-8"
+_NO_PINGS = 0
+
+# A server that drains lets its streams finish; the composition root knows when that is over.
+AppStatus.disable_automatic_graceful_drain()
 
 
 class ClientLeft(Exception):
@@ -87,7 +92,7 @@ class WhileConnected:
 
 
 class EventStream:
-    """An ASGI response of ready-made server-sent events: LF only, no pings, nothing added.
+    """A response of ready-made server-sent events: LF only, no pings.
 
     The status goes out with the first event: an error before it is raised and becomes a plain answer, one after
     it becomes the event that `fault` makes of it.
@@ -101,30 +106,30 @@ class EventStream:
     ) -> None:
         self._events = events
         self._fault = fault
-        self._headers = _SSE_HEADERS + [(name.encode(), text.encode()) for name, text in (headers or {}).items()]
+        self._headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(ClientLeft):
-            async with aclosing(self._events), WhileConnected(receive):
-                first = await anext(self._events, b"")
-                await send({"type": "http.response.start", "status": 200, "headers": self._headers})
-                await _send_body(send, first)
-                await self._send_rest(send)
+        async with aclosing(self._events):
+            with suppress(ClientLeft):
+                async with WhileConnected(receive):
+                    first = await anext(self._events, b"")
+                await self._response(first)(scope, receive, send)
 
-    async def _send_rest(self, send: Send) -> None:
+    def _response(self, first: bytes) -> EventSourceResponse:
+        return EventSourceResponse(
+            self._all(first), headers=self._headers, media_type=_SSE_TYPE, sep="\n", ping=_NO_PINGS
+        )
+
+    async def _all(self, first: bytes) -> AsyncGenerator[bytes, None]:
+        yield first
         try:
-            async for event in self._events:
-                await _send_body(send, event)
+            async for each in self._events:
+                yield each
         except CharoniaError as error:
-            await _send_body(send, self._fault(error))
+            yield self._fault(error)
         except Exception:
             log.exception("a stream broke off")
-            await _send_body(send, self._fault(UNEXPECTED))
-        await _send_body(send, b"", more=False)
-
-
-async def _send_body(send: Send, body: bytes, more: bool = True) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": more})
+            yield self._fault(UNEXPECTED)
 
 
 def event(data: bytes) -> bytes:
