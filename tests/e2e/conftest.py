@@ -76,7 +76,7 @@ class Server:
 
     def cores(self) -> list[int]:
         """The engine core processes of this server."""
-        return [pid for pid in children(self.process.pid) if b"resource_tracker" not in command_line(pid)]
+        return [pid for pid in children(self.process.pid) if name(pid) == "charonia-core"]
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Send a signal, and return the exit code."""
@@ -90,11 +90,12 @@ def children(pid: int) -> list[int]:
     return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
 
 
-def command_line(pid: int) -> bytes:
+def name(pid: int) -> str:
+    """What a process calls itself; "" when it is gone."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except FileNotFoundError:
+        return ""
 
 
 @contextmanager
