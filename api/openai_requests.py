@@ -81,6 +81,7 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    timeout: float | None = None
 
 
 class CompletionBody(_Common, frozen=True, kw_only=True):
@@ -232,10 +233,15 @@ def _asked(request_id: str, fields: _Common, prompts: list[Prompt], max_tokens: 
     priority = fields.priority or 0
     if not 0 <= priority < 2**31:
         raise InvalidArgument(f"priority must be a number of at least 0, got {priority}", field="priority")
+    timeout = fields.timeout or 0.0
+    if timeout < 0:
+        raise InvalidArgument(f"timeout must be a number of seconds of at least 0, got {timeout}", field="timeout")
     sampling = _sampling(fields, max_tokens)
     salt = fields.cache_salt or ""
     requests = tuple(
-        GenerateRequest(id=request_id, prompt=prompt, sampling=sampling, priority=priority, cache_salt=salt)
+        GenerateRequest(
+            id=request_id, prompt=prompt, sampling=sampling, priority=priority, cache_salt=salt, timeout=timeout
+        )
         for prompt in prompts
     )
     include_usage = options is not None and bool(options.include_usage)

@@ -51,6 +51,13 @@ class Internal(CharoniaError):
     code = Code.INTERNAL
 
 
+class RequestTimeout(Unavailable):
+    """The request's own time ran out before anything was generated for it; Triton's words."""
+
+    def __init__(self) -> None:
+        super().__init__("Request timeout expired")
+
+
 class QueueFull(CharoniaError):
     """Refused before any work was done; worth another try after `retry_after` seconds."""
 

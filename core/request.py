@@ -15,12 +15,15 @@ Scalar: TypeAlias = str | int | float | bool
 
 @dataclass(frozen=True, slots=True)
 class InferRequest:
-    """One v2 inference request. `outputs` names the wanted outputs; None means all of them."""
+    """One v2 inference request. `outputs` names the wanted outputs; None means all of them. `tenant` and `weight` are
+    as in `GenerateRequest`."""
 
     id: str = ""
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     outputs: tuple[str, ...] | None = None
     parameters: Mapping[str, Scalar] = field(default_factory=dict)
+    tenant: str = ""
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +39,11 @@ class InferResponse:
 
 
 class FinishReason(StrEnum):
-    """Why a generation ended: an end or stop token; a length limit; the client; a fault of ours."""
+    """Why a generation ended: an end or stop token; a length limit; its time; the client; a fault of ours."""
 
     STOP = "stop"
     LENGTH = "length"
+    TIMEOUT = "timeout"
     ABORT = "abort"
     ERROR = "error"
 
@@ -106,7 +110,11 @@ Prompt: TypeAlias = str | tuple[int, ...] | Conversation
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One text generation. `priority` 0 is the most urgent class; `tenant` and `cache_salt` part the prefix cache."""
+    """One text generation. `priority` 0 is the most urgent class; `tenant` and `cache_salt` part the prefix cache.
+
+    `weight`: the tenant's share beside the other tenants of a class. `timeout`: seconds it may take, from its arrival
+    to its last token; 0 leaves it to the model.
+    """
 
     id: str
     prompt: Prompt
@@ -114,6 +122,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
+    weight: float = 1.0
+    timeout: float = 0.0
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from ..core.errors import CharoniaError, Code, QueueFull
+from ..core.errors import CharoniaError, Code, QueueFull, RequestTimeout
 from ..core.metrics import QUEUE_FULL, End, LlmMetrics, Outcome
 from ..core.request import FinishReason
 
@@ -143,6 +143,8 @@ class Account:
     def _failure(self, error: Exception) -> End:
         if isinstance(error, QueueFull):
             return QUEUE_FULL
+        if isinstance(error, RequestTimeout):
+            return End(Outcome.TIMEOUT)
         code = error.code if isinstance(error, CharoniaError) else Code.INTERNAL
         refused = code in _REFUSALS or (code is Code.UNAVAILABLE and self.submitted is None)
         return End(Outcome.REJECTED if refused else Outcome.ERROR, code.value.lower())

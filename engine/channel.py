@@ -6,7 +6,7 @@ Knows nothing of sockets or text. The writer never waits: unread tokens merge in
 import asyncio
 from typing import NamedTuple
 
-from ..core.errors import CharoniaError
+from ..core.errors import CharoniaError, RequestTimeout
 from ..core.request import FinishReason
 from .account import Account
 
@@ -22,12 +22,15 @@ class Delta(NamedTuple):
 class Channel:
     """One writer, one reader, both in the same event loop. Ends with a finish reason or an error.
 
-    `account` learns of everything when it is written, however late it is read. `priority`: the class it waits in.
+    `account` learns of everything when it is written, however late it is read. `priority`: the class it waits in;
+    `prompt`: tokens.
     """
 
-    def __init__(self, account: Account, priority: int = 0) -> None:
+    def __init__(self, account: Account, priority: int = 0, prompt: int = 0) -> None:
         self.account = account
         self.priority = priority
+        self.prompt = prompt
+        self._written = False
         self._tokens: list[int] = []
         self._cached = 0
         self._finish: FinishReason | None = None
@@ -46,12 +49,17 @@ class Channel:
         self.account.begin(cached, at)
 
     def push(self, tokens: list[int], at: float) -> None:
+        self._written = True
         self._tokens += tokens
         self.account.receive(len(tokens), at)
         self._news.set()
 
     def finish(self, reason: FinishReason) -> None:
-        self._finish = reason
+        """There will be no more; time that ran out before the first token is an error."""
+        if reason is FinishReason.TIMEOUT and not self._written:
+            self._error = RequestTimeout()
+        else:
+            self._finish = reason
         self._news.set()
 
     def fail(self, error: CharoniaError) -> None:

@@ -4,15 +4,17 @@ Knows nothing of text: token ids in, token ids out. Lives in one event loop.
 """
 
 import time
-from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 
-from ..core.errors import CharoniaError, InvalidArgument, QueueFull, Unavailable
+from ..core.errors import CharoniaError, InvalidArgument, RequestTimeout, Unavailable
 from ..core.metrics import EngineState, LlmMetrics
 from ..core.request import FinishReason
 from .account import Account
+from .admission import Admission, QueueLimits
 from .channel import Channel, Delta
 from .config import EngineConfig
 from .messages import NO_TOTALS, Abort, Add, Load, Loading, Ready, Refused, Totals, Turn, Updates
@@ -23,9 +25,6 @@ _CLIENT = 0
 
 _LOWEST_CLASS = 9
 """Classes below are shown as this one: requests name their class, and every name would be a series forever."""
-
-_RETRY_SECONDS = (1.0, 60.0)
-"""Shortest and longest wait advised to a request that found the queue full."""
 
 
 class EngineClient:
@@ -43,11 +42,11 @@ class EngineClient:
         self._losses = 0
         self._closing = False
         self._core = CoreSupervisor(config, self, patience)
-        self._max_queued = config.max_queued_requests
+        self._admission = Admission(QueueLimits(config.max_queued_requests, config.max_queued_tokens))
+        self._default_timeout = config.default_request_timeout
         self.on_progress = on_progress
         self._channels: dict[int, Channel] = {}
         self._last_key = 0
-        self._starts: deque[float] = deque(maxlen=64)
 
     @property
     def info(self) -> Ready | None:
@@ -71,8 +70,8 @@ class EngineClient:
 
     @property
     def queued(self) -> int:
-        """Requests that the engine has not begun yet."""
-        return sum(not channel.started for channel in self._channels.values())
+        """Requests that the engine has not begun yet, those being prepared for it included."""
+        return self._admission.requests
 
     @property
     def kv_tokens(self) -> tuple[int, int]:
@@ -111,18 +110,31 @@ class EngineClient:
         self._closing = True
         await self._core.close()
 
-    def admit(self) -> Ready:
-        """What the engine is, if it takes another request now.
+    def admit(self, prompt: int = 0) -> Ready:
+        """What the engine is, if it takes another request now, with so many prompt tokens.
 
         Raises:
             Unavailable: no core serves.
-            QueueFull: too many requests wait already.
+            QueueFull: too many requests, or prompt tokens, wait already.
         """
         if self._core.info is None:
             raise Unavailable("the engine is not ready")
-        if self.queued >= self._max_queued:
-            raise QueueFull(f"{self._max_queued} requests are waiting already", retry_after=self._retry_after())
+        self._admission.check(prompt)
         return self._core.info
+
+    @contextmanager
+    def place(self) -> Iterator[Ready]:
+        """A place in line while a request is prepared: what is refused has cost nothing, however long that takes.
+
+        Raises:
+            QueueFull, Unavailable: see `admit`.
+        """
+        engine = self.admit()
+        self._admission.enter(0)
+        try:
+            yield engine
+        finally:
+            self._admission.leave(0)
 
     async def stream(self, add: Add, account: Account | None = None) -> AsyncGenerator[Delta, None]:
         """Tokens as they come; the last item has a finish reason. `client` and `key` of `add` are filled in here,
@@ -131,11 +143,14 @@ class EngineClient:
         Raises:
             InvalidArgument: the engine can never satisfy this request; `field` names the culprit.
             QueueFull, Unavailable: see `admit`; Unavailable also when the core dies on the way.
+            RequestTimeout: its time was over before the first token.
         """
-        self.admit()
-        key, channel = self._open(add, account or Account(self._metrics))
+        self.admit(len(add.prompt))
+        account = account or Account(self._metrics)
+        timeout = self._time_left(add, account)
+        key, channel = self._open(add, account)
         try:
-            self._core.send(msgspec.structs.replace(add, client=_CLIENT, key=key))
+            self._core.send(msgspec.structs.replace(add, client=_CLIENT, key=key, timeout=timeout))
             finish = None
             while finish is None:
                 delta = await channel.read()
@@ -143,22 +158,26 @@ class EngineClient:
                 yield delta
         finally:
             del self._channels[key]
+            if not channel.started:
+                self._admission.leave(channel.prompt)
             if not channel.ended:
                 self._core.send(Abort(_CLIENT, [key]))
 
     def _open(self, add: Add, account: Account) -> tuple[int, Channel]:
-        account.submit(len(add.prompt))
+        prompt = len(add.prompt)
+        account.submit(prompt)
+        self._admission.enter(prompt)
         self._last_key += 1
-        channel = self._channels[self._last_key] = Channel(account, add.priority)
+        channel = self._channels[self._last_key] = Channel(account, add.priority, prompt)
         return self._last_key, channel
 
-    def _retry_after(self) -> float:
-        """By then, at the recent pace, everything that waits now has started."""
-        shortest, longest = _RETRY_SECONDS
-        if len(self._starts) < 2:
-            return shortest
-        pace = (time.monotonic() - self._starts[0]) / len(self._starts)
-        return min(longest, max(shortest, self.queued * pace))
+    def _time_left(self, add: Add, account: Account) -> float:
+        """Seconds until the request's time is over; 0 is no limit."""
+        limit = add.timeout or self._default_timeout
+        left = limit - (time.monotonic() - account.arrived)
+        if limit and left <= 0:
+            raise RequestTimeout
+        return left if limit else 0.0
 
     # What the core says
 
@@ -167,8 +186,9 @@ class EngineClient:
         self._measure(updates.turn)
         self._totals.see(updates.totals)
         for key, cached in updates.started:
-            self._starts.append(now)
+            self._admission.note_start()
             if key in channels:
+                self._admission.leave(channels[key].prompt)
                 channels[key].start(cached, now - updates.turn.seconds)
         at = 0
         for key, count in zip(updates.keys, updates.counts, strict=True):

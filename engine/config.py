@@ -28,6 +28,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`model`: checkpoint directory or hub id. `dtype`: auto, bfloat16, float16 or float32.
     `max_model_len` None is the checkpoint's own, and overrides the scheduler's number once it is known.
 
+    `max_queued_requests`, `max_queued_tokens`: what may wait, prompt tokens in the latter. `default_request_timeout`:
+    seconds a request may take that says nothing else; 0 is no limit.
+
     `executor`: "inline" computes in the core process; "fake" counts (next token = last + 1) and is for
     measuring everything around the engine. `threads` 0 means every usable core.
     """
@@ -40,6 +43,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 0
     max_model_len: int | None = None
     max_queued_requests: int = 512
+    max_queued_tokens: int = 1_048_576
+    default_request_timeout: float = 0.0
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     fake: FakeConfig = FakeConfig()

@@ -5,7 +5,7 @@ Knows nothing of text, of tensors, or of how messages travel.
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol, TypeAlias
@@ -18,6 +18,7 @@ from ..scheduler.plan import StepResult, StepUpdates
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceRequest
 from .clients import client_key, scheduler_key, split
+from .deadlines import Deadlines
 from .executor.base import Executor
 from .intake import sequence
 from .messages import IDLE, Abort, Add, FromCore, Load, Refused, Shutdown, ToCore, Totals, Turn
@@ -43,6 +44,13 @@ class Refusal(NamedTuple):
     message: Refused
 
 
+class Newcomer(NamedTuple):
+    """A sequence to run, and until when; None is no limit."""
+
+    request: SequenceRequest
+    deadline: float | None
+
+
 class Launched(NamedTuple):
     """A step on its way, and how much it computes."""
 
@@ -51,17 +59,29 @@ class Launched(NamedTuple):
     sequences: int
 
 
-Arrival: TypeAlias = SequenceRequest | Abort | Shutdown | Refusal | BaseException
+Arrival: TypeAlias = Newcomer | Abort | Shutdown | Refusal | BaseException
 
 
 class EngineCore:
-    """One scheduler and one executor, turned for all clients by one thread; `accept` and `fail` are for any thread."""
+    """One scheduler and one executor, turned for all clients by one thread; `accept` and `fail` are for any thread.
 
-    def __init__(self, scheduler: Scheduler, cache: KVCacheManager, executor: Executor, vocab_size: int) -> None:
+    `clock`: what timeouts are measured by, in seconds.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        cache: KVCacheManager,
+        executor: Executor,
+        vocab_size: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._scheduler = scheduler
         self._cache = cache
         self._executor = executor
         self._vocab_size = vocab_size
+        self._clock = clock
+        self._deadlines = Deadlines()
         self._arrivals: SimpleQueue[Arrival] = SimpleQueue()
         self._in_flight: deque[Launched] = deque()
         self._step = -1
@@ -89,6 +109,7 @@ class EngineCore:
         """Turn until a Shutdown comes. What the executor raises ends the loop too."""
         while self._running:
             self._receive(outbox)
+            late = self._expire()
             began = time.perf_counter()
             self._launch()
             if self._in_flight:
@@ -98,23 +119,24 @@ class EngineCore:
                 self._time_step(turn.seconds)
             else:
                 updates, turn = _NOTHING, IDLE
-            self._send(updates, turn, outbox)
+            self._send(_with_late(updates, late), turn, outbox)
 
     # Receive
 
-    def _prepare(self, add: Add) -> SequenceRequest | Refusal:
+    def _prepare(self, add: Add) -> Newcomer | Refusal:
+        deadline = self._clock() + add.timeout if add.timeout > 0 else None
         try:
-            return sequence(add, self._vocab_size, self._cache)
+            return Newcomer(sequence(add, self._vocab_size, self._cache), deadline)
         except InvalidArgument as error:
             return _refusal(add.client, add.key, error)
 
     def _receive(self, outbox: Outbox) -> None:
         for arrival in self._arrived():
             match arrival:
-                case SequenceRequest():
-                    self._add(arrival, outbox)
+                case Newcomer(request, deadline):
+                    self._add(request, deadline, outbox)
                 case Abort(client, keys):
-                    self._scheduler.abort(scheduler_key(client, key) for key in keys)
+                    self._abort([scheduler_key(client, key) for key in keys])
                 case Refusal(client, message):
                     outbox.send(client, message)
                 case Shutdown():
@@ -147,9 +169,22 @@ class EngineCore:
             self._scheduler.check_integrity()
             self._checked = True
 
-    def _add(self, request: SequenceRequest, outbox: Outbox) -> None:
+    def _abort(self, keys: list[int]) -> None:
+        self._scheduler.abort(keys)
+        for key in keys:
+            self._deadlines.drop(key)
+
+    def _expire(self) -> list[int]:
+        """End every sequence whose time is over; their keys."""
+        late = self._deadlines.passed(self._clock()) if self._deadlines else []
+        self._scheduler.abort(late)
+        return late
+
+    def _add(self, request: SequenceRequest, deadline: float | None, outbox: Outbox) -> None:
         try:
             self._scheduler.add(request)
+            if deadline is not None:
+                self._deadlines.set(request.key, deadline)
         except InvalidArgument as error:
             client, key = client_key(request.key)
             outbox.send(client, _refusal(client, key, error).message)
@@ -166,7 +201,10 @@ class EngineCore:
         """Wait for the oldest step and apply it."""
         result = self._in_flight.popleft().result.result()
         self._step = result.step
-        return self._scheduler.apply(result)
+        updates = self._scheduler.apply(result)
+        for key, _ in updates.finished:
+            self._deadlines.drop(key)
+        return updates
 
     # Send
 
@@ -189,6 +227,11 @@ class EngineCore:
 
 
 _NOTHING = StepUpdates([], [], [], [], [])
+
+
+def _with_late(updates: StepUpdates, late: list[int]) -> StepUpdates:
+    """The updates, and the end of those whose time was over before the step."""
+    return updates._replace(finished=updates.finished + [(key, "timeout") for key in late]) if late else updates
 
 
 def _refusal(client: int, key: int, error: InvalidArgument) -> Refusal:

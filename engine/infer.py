@@ -60,6 +60,9 @@ def read_question(request: InferRequest) -> Question:
         sampling=settings.sampling,
         priority=manner.priority,
         cache_salt=manner.cache_salt,
+        tenant=request.tenant,
+        weight=request.weight,
+        timeout=manner.timeout / 1e6,
     )
     return Question(generate, manner, _wanted(request, manner))
 

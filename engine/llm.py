@@ -146,9 +146,10 @@ class LlmModel:
 
     async def _generate(self, request: GenerateRequest, account: Account) -> AsyncGenerator[GenerateChunk, None]:
         account.name_tenant(request.tenant)
-        language, engine = self._language, self._client.admit()
-        prompt = await self._prompt_ids(request.prompt)
-        add = addition(request, prompt, language.defaults, engine)
+        language = self._language
+        with self._client.place() as engine:
+            prompt = await self._prompt_ids(request.prompt)
+            add = addition(request, prompt, language.defaults, engine)
         writer = Writer(language.tokenizer, prompt)
         async with aclosing(self._client.stream(add, account)) as deltas:
             async for delta in deltas:
@@ -222,6 +223,8 @@ def addition(request: GenerateRequest, prompt: list[int], defaults: GenerationDe
         priority=min(max(0, request.priority), _LEAST_URGENT),
         tenant=_unicode(request.tenant, "tenant"),
         salt=_unicode(request.cache_salt, "cache_salt"),
+        weight=request.weight,
+        timeout=request.timeout,
     )
 
 

@@ -12,7 +12,8 @@ class Add(msgspec.Struct, array_like=True, tag="add", kw_only=True, frozen=True)
     """A new sequence. `key` is the client's own, unique among its live requests and below 2**48.
 
     `stop_token_ids` ends the sequence, model eos included (unless ignored). Prompt and `max_tokens` together must
-    fit the model's length. `grammar`, `adapter`, `pooling` and `embeds` are reserved.
+    fit the model's length. `weight`: the tenant's share. `timeout`: seconds left to it; 0 is no limit.
+    `grammar`, `adapter`, `pooling` and `embeds` are reserved.
     """
 
     client: int
@@ -32,6 +33,8 @@ class Add(msgspec.Struct, array_like=True, tag="add", kw_only=True, frozen=True)
     grammar: str = ""
     pooling: str = ""
     embeds: bytes = b""
+    weight: float = 1.0
+    timeout: float = 0.0
 
 
 class Abort(msgspec.Struct, array_like=True, tag="abort", frozen=True):

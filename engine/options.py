@@ -38,6 +38,10 @@ class EngineOptions:
     """Longest sequence, prompt included."""
     max_queued_requests: AtLeastOne | None = None
     """Requests that may wait; more are refused with 429."""
+    max_queued_tokens: AtLeastOne | None = None
+    """Prompt tokens that may wait, over all requests; more are refused with 429."""
+    default_request_timeout: Seconds | None = None
+    """Seconds a request may take that has no timeout of its own; 0 is no limit."""
     max_num_seqs: AtLeastOne | None = None
     """Sequences that run at once."""
     max_num_batched_tokens: AtLeastOne | None = None

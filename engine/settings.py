@@ -4,7 +4,7 @@ A name nobody knows, a value of the wrong type and a wish that cannot be granted
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import orjson
@@ -14,10 +14,12 @@ from ..core.request import SamplingParams, Scalar
 from ..core.tensor import Tensor
 
 T = TypeVar("T")
+Microseconds: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Manner(msgspec.Struct, frozen=True, kw_only=True):
-    """How to answer: everything a request may set that does not choose tokens."""
+    """How to answer: everything a request may set that does not choose tokens. `timeout` in microseconds, as Triton
+    has it; 0 is the model's."""
 
     stream: bool = False
     exclude_input_in_output: bool = True
@@ -27,6 +29,7 @@ class Manner(msgspec.Struct, frozen=True, kw_only=True):
     return_output_ids: bool = False
     priority: int = 0
     cache_salt: str = ""
+    timeout: Microseconds = 0
 
 
 class Settings(NamedTuple):
@@ -94,7 +97,6 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "logits_post_processor_name": (),
     "embedding_bias_words": (),
     "embedding_bias_weights": (),
-    "timeout": (0,),
 }
 """Known wishes that are not granted yet, with the values that wish for nothing (so do "", [] and null)."""
 

@@ -129,9 +129,9 @@ async def test_what_reaches_the_gateway(client: httpx.AsyncClient, gateway: Any)
         "ignore_eos": True,
         "stop_token_ids": [4, 5],
     }
-    await client.post(TEXT, json=PROMPT | sampling | {"cache_salt": "s", "priority": 2, "user": "me"})
+    await client.post(TEXT, json=PROMPT | sampling | {"cache_salt": "s", "priority": 2, "timeout": 1.5, "user": "me"})
     request: GenerateRequest = gateway.asked[0]
-    assert (request.prompt, request.priority, request.cache_salt) == ("hi", 2, "s")
+    assert (request.prompt, request.priority, request.cache_salt, request.timeout) == ("hi", 2, "s", 1.5)
     got = {name: getattr(request.sampling, name) for name in sampling}
     assert got == sampling | {"stop_token_ids": (4, 5)}
 
@@ -207,6 +207,7 @@ REFUSED = [
     ({"stop_token_ids": 3}, "stop_token_ids"),
     ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
     ({"priority": -1}, "priority"),
+    ({"timeout": -0.5}, "timeout"),
     ({"cache_salt": 5}, "cache_salt"),
     ({"model": 5}, "model"),
 ]

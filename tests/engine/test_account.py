@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from charonia.core.errors import CharoniaError, InvalidArgument, QueueFull, Unavailable
+from charonia.core.errors import CharoniaError, InvalidArgument, QueueFull, RequestTimeout, Unavailable
 from charonia.core.metrics import End, LlmMetrics, Outcome
 from charonia.core.request import FinishReason
 from charonia.engine.account import Account, Accounts
@@ -47,6 +47,7 @@ def test_a_step_cannot_begin_before_its_request_came() -> None:
         (InvalidArgument("no"), True, End(Outcome.REJECTED, "invalid_argument")),
         (Unavailable("not yet"), False, End(Outcome.REJECTED, "unavailable")),
         (Unavailable("no longer"), True, End(Outcome.ERROR, "unavailable")),
+        (RequestTimeout(), True, End(Outcome.TIMEOUT)),
         (CharoniaError("what"), True, End(Outcome.ERROR, "unknown")),
         (ZeroDivisionError(), False, End(Outcome.ERROR, "internal")),
         (asyncio.CancelledError(), True, End(Outcome.CANCELLED)),

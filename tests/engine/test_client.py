@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from charonia.core.errors import InvalidArgument, QueueFull, Unavailable
+from charonia.core.errors import InvalidArgument, QueueFull, RequestTimeout, Unavailable
 from charonia.core.request import FinishReason
 from charonia.engine import link
 from charonia.engine.channel import Delta
@@ -71,12 +71,12 @@ def left_in(directory: Path) -> list[Path]:
     return list(directory.iterdir())
 
 
-def add(prompt: list[int], max_tokens: int = 8) -> Add:
-    return Add(client=0, key=0, prompt=prompt, max_tokens=max_tokens)
+def add(prompt: list[int], max_tokens: int = 8, timeout: float = 0.0) -> Add:
+    return Add(client=0, key=0, prompt=prompt, max_tokens=max_tokens, timeout=timeout)
 
 
-async def read_all(client: EngineClient, prompt: list[int], max_tokens: int = 8) -> list[Delta]:
-    async with aclosing(client.stream(add(prompt, max_tokens))) as deltas:
+async def read_all(client: EngineClient, prompt: list[int], max_tokens: int = 8, timeout: float = 0.0) -> list[Delta]:
+    async with aclosing(client.stream(add(prompt, max_tokens, timeout))) as deltas:
         return [delta async for delta in deltas]
 
 
@@ -156,6 +156,47 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back(start: Start) -> 
     assert refusal.value.retry_after >= 1
     await asyncio.gather(*tasks)
     assert tokens(await read_all(client, [4], max_tokens=1)) == [5]
+
+
+async def test_a_queue_full_of_tokens_refuses_too(start: Start) -> None:
+    client = await start(step_seconds=0.01, max_num_seqs=1, max_queued_tokens=50)
+    tasks = [asyncio.create_task(read_all(client, [1], max_tokens=30))]
+    await until(lambda: client.load.running == 1)
+    tasks.append(asyncio.create_task(read_all(client, [2] * 40, max_tokens=2)))
+    await until(lambda: client.queued == 1)
+    with pytest.raises(QueueFull, match="40 prompt tokens"):
+        await read_all(client, [4] * 11)
+    tasks.append(asyncio.create_task(read_all(client, [3] * 10, max_tokens=2)))
+    await asyncio.gather(*tasks)
+    assert client.queued == 0
+
+
+async def test_a_request_that_is_being_prepared_has_its_place(start: Start) -> None:
+    client = await start(max_queued_requests=1)
+    with client.place() as engine:
+        assert engine.vocab_size == 1000
+        with pytest.raises(QueueFull), client.place():
+            pass
+    assert tokens(await read_all(client, [4], max_tokens=1)) == [5]
+    assert client.queued == 0
+
+
+async def test_time_that_runs_out_is_a_finish_reason_or_before_the_first_token_an_error(start: Start) -> None:
+    client = await start(step_seconds=0.02, max_num_seqs=1)
+    running = asyncio.create_task(read_all(client, [1], max_tokens=400, timeout=2.0))
+    await until(lambda: client.load.running == 1)
+    with pytest.raises(RequestTimeout, match="Request timeout expired"):
+        await read_all(client, [2], timeout=0.1)
+    deltas = await running
+    assert deltas[-1].finish_reason is FinishReason.TIMEOUT
+    assert tokens(deltas) == list(range(2, 2 + len(tokens(deltas))))
+    assert client.queued == 0
+    await until(lambda: client.load.free_blocks == BLOCKS)
+
+
+async def test_a_request_without_a_timeout_has_the_models(start: Start) -> None:
+    client = await start(step_seconds=0.02, default_request_timeout=0.3)
+    assert (await read_all(client, [1], max_tokens=400))[-1].finish_reason is FinishReason.TIMEOUT
 
 
 async def test_a_killed_core_ends_its_streams_and_comes_back(start: Start, sockets: Path) -> None:

@@ -66,12 +66,14 @@ class Spy(FakeExecutor):
 class Running:
     """A core that turns in a thread."""
 
-    def __init__(self, executor: FakeExecutor, ahead: int = 0) -> None:
-        config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=40, ahead=ahead)
+    def __init__(
+        self, executor: FakeExecutor, ahead: int = 0, clock: Callable[[], float] = time.monotonic, rows: int = 4
+    ) -> None:
+        config = SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=16, max_model_len=40, ahead=ahead)
         self.cache = cache = KVCacheManager(BLOCKS, BLOCK_SIZE)
         self.executor = executor
         self.executor.allocate(BLOCKS)
-        self.core = EngineCore(Scheduler(config, cache), cache, executor, vocab_size=1000)
+        self.core = EngineCore(Scheduler(config, cache), cache, executor, vocab_size=1000, clock=clock)
         self.outbox = Memory()
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run)
@@ -93,9 +95,17 @@ class Running:
         except RuntimeError as error:
             self.error = error
 
-    def add(self, key: int, prompt: list[int], max_tokens: int = 4, client: int = 0, stop: int = -1) -> None:
+    def add(
+        self,
+        key: int,
+        prompt: list[int],
+        max_tokens: int = 4,
+        client: int = 0,
+        stop: int = -1,
+        timeout: float = 0.0,
+    ) -> None:
         stops = [stop] if stop >= 0 else []
-        add = Add(client=client, key=key, prompt=prompt, max_tokens=max_tokens, stop_token_ids=stops)
+        add = Add(client=client, key=key, prompt=prompt, max_tokens=max_tokens, stop_token_ids=stops, timeout=timeout)
         self.core.accept(add)
 
     def wait(self, holds: Callable[[], object]) -> None:
@@ -241,3 +251,50 @@ def test_every_turn_tells_its_step_and_what_was_counted() -> None:
             loop.add(key, [key], max_tokens=30)
         loop.wait(lambda: len(loop.outbox.finished(0)) == 6)
         assert loop.outbox.updates()[-1].totals.preemptions > 0
+
+
+class StepClock:
+    """A clock that stands still but for the steps: each plan is a second."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def tick(self, plan: StepPlan) -> None:
+        self.now += 1
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_time_that_runs_out_ends_a_running_sequence(ahead: int) -> None:
+    clock = StepClock()
+    with Running(Spy(clock.tick), ahead, clock) as loop:
+        loop.add(1, [1], max_tokens=30, timeout=10)
+        loop.add(2, [2], max_tokens=30, timeout=1000)
+        loop.add(3, [3], max_tokens=3, timeout=10)
+        loop.wait(lambda: len(loop.outbox.finished(0)) == 3)
+    assert loop.outbox.finished(0) == {1: "timeout", 2: "length", 3: "length"}
+    assert 10 - ahead - 1 <= len(loop.outbox.tokens(0, 1)) <= 10
+    assert loop.cache.free_blocks == BLOCKS
+
+
+def test_time_runs_out_in_the_line_too() -> None:
+    clock = StepClock()
+    with Running(Spy(clock.tick), clock=clock, rows=1) as loop:
+        loop.add(1, [1], max_tokens=30)
+        loop.wait(lambda: loop.outbox.tokens(0, 1))
+        loop.add(2, [2], max_tokens=30, timeout=0.5)
+        loop.wait(lambda: 1 in loop.outbox.finished(0))
+    assert loop.outbox.finished(0) == {1: "length", 2: "timeout"}
+    assert loop.outbox.tokens(0, 2) == []
+
+
+def test_an_aborted_sequence_is_not_late() -> None:
+    clock = StepClock()
+    with Running(Spy(clock.tick), clock=clock, rows=1) as loop:
+        loop.add(1, [1], max_tokens=30, timeout=5)
+        loop.core.accept(Abort(0, [1]))
+        loop.add(2, [2], max_tokens=20)
+        loop.wait(lambda: 2 in loop.outbox.finished(0))
+    assert loop.outbox.finished(0) == {2: "length"}

@@ -4,9 +4,12 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.request import SamplingParams
+from charonia.core.request import InferRequest, SamplingParams
 from charonia.core.tensor import Tensor
+from charonia.engine.infer import read_question
 from charonia.engine.settings import Manner, read_settings
+
+PROMPT = {"text_input": Tensor.of("text_input", "BYTES", [b"x"])}
 
 
 def sampling(**parameters: Any) -> SamplingParams:
@@ -77,3 +80,15 @@ def test_a_tensor_names_its_own_fields() -> None:
     with pytest.raises(InvalidArgument) as refusal:
         read_settings({}, replacing('{"stop_token_ids": [1, "x"]}'))
     assert refusal.value.field == "stop_token_ids"
+
+
+def test_a_timeout_is_in_microseconds_and_not_negative() -> None:
+    assert read_settings({"timeout": 1_500_000}, None).manner.timeout == 1_500_000
+    assert read_question(InferRequest(inputs=PROMPT, parameters={"timeout": 1_500_000})).request.timeout == 1.5
+    with pytest.raises(InvalidArgument, match="timeout"):
+        read_settings({"timeout": -1}, None)
+
+
+def test_a_question_is_its_tenants() -> None:
+    asked = read_question(InferRequest(inputs=PROMPT, tenant="a", weight=2.0)).request
+    assert (asked.tenant, asked.weight) == ("a", 2.0)
