@@ -10,7 +10,7 @@ from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Self
 
-from sse_starlette.sse import AppStatus, EventSourceResponse
+from sse_starlette.sse import EventSourceResponse
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
@@ -18,12 +18,6 @@ from ..core.errors import CharoniaError, InvalidArgument
 from .faults import UNEXPECTED
 
 log = logging.getLogger(__name__)
-
-_SSE_TYPE = "text/event-stream; charset=utf-8"
-_NO_PINGS = 0
-
-# A server that drains lets its streams finish; the composition root knows when that is over.
-AppStatus.disable_automatic_graceful_drain()
 
 
 class ClientLeft(Exception):
@@ -91,11 +85,12 @@ class WhileConnected:
         self._task.cancel()
 
 
-class EventStream:
+class EventStream(EventSourceResponse):
     """A response of ready-made server-sent events: LF only, no pings.
 
-    The status goes out with the first event: an error before it is raised and becomes a plain answer, one after
-    it becomes the event that `fault` makes of it.
+    The headers are sse-starlette's, the sending is not: the library's doubles what a frame costs, ends streams when
+    the server begins to drain, and sends the status before it is known whether there is a first event. Here an error
+    before the first event is raised and becomes a plain answer, one after it the event that `fault` makes of it.
     """
 
     def __init__(
@@ -104,32 +99,32 @@ class EventStream:
         fault: Callable[[CharoniaError], bytes],
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        super().__init__(events, headers=headers)
         self._events = events
         self._fault = fault
-        self._headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events):
-            with suppress(ClientLeft):
-                async with WhileConnected(receive):
-                    first = await anext(self._events, b"")
-                await self._response(first)(scope, receive, send)
+        with suppress(ClientLeft):
+            async with aclosing(self._events), WhileConnected(receive):
+                first = await anext(self._events, b"")
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await _send_body(send, first)
+                await self._send_rest(send)
 
-    def _response(self, first: bytes) -> EventSourceResponse:
-        return EventSourceResponse(
-            self._all(first), headers=self._headers, media_type=_SSE_TYPE, sep="\n", ping=_NO_PINGS
-        )
-
-    async def _all(self, first: bytes) -> AsyncGenerator[bytes, None]:
-        yield first
+    async def _send_rest(self, send: Send) -> None:
         try:
-            async for each in self._events:
-                yield each
+            async for event in self._events:
+                await _send_body(send, event)
         except CharoniaError as error:
-            yield self._fault(error)
+            await _send_body(send, self._fault(error))
         except Exception:
             log.exception("a stream broke off")
-            yield self._fault(UNEXPECTED)
+            await _send_body(send, self._fault(UNEXPECTED))
+        await _send_body(send, b"", more=False)
+
+
+async def _send_body(send: Send, body: bytes, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 def event(data: bytes) -> bytes:

@@ -112,14 +112,9 @@ async def test_nothing_stays_of_those_who_left(tokenizer_only: Path, monkeypatch
         await steps.until(
             lambda: steps.reports[-1].load == Load(0, 0, info.blocks, steps.reports[-1].load.step_seconds)
         )
-        await asyncio.wait_for(asyncio.gather(*(each for each in asyncio.all_tasks() - tasks if is_ours(each))), 60)
+        await asyncio.wait_for(asyncio.gather(*(asyncio.all_tasks() - tasks - {asyncio.current_task()})), 60)
         assert model.client.queued == 0
         assert b'"text_output"' in await whole_answer(port)
-
-
-def is_ours(task: "asyncio.Task[Any]") -> bool:
-    """Neither the test itself nor the one watcher that sse-starlette keeps in a loop."""
-    return task is not asyncio.current_task() and task.get_coro().__qualname__ != "_shutdown_watcher"
 
 
 async def hurried(port: int, path: str, body: Any, patience: float) -> None:
