@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from .model import ModelConfig, ModelStats
-from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse
+from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
 
 
 class Gateway(Protocol):
@@ -33,3 +33,9 @@ class Gateway(Protocol):
 
     def generate(self, name: str, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         """Raises `InvalidArgument` for a model that does not write text."""
+
+    async def tokenize(self, name: str, request: TokenizeRequest) -> list[int]:
+        """Raises as `generate` does."""
+
+    async def detokenize(self, name: str, ids: list[int]) -> str:
+        """Raises as `generate` does."""

@@ -1,6 +1,6 @@
 """What goes into a model and what streams out of it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeAlias
@@ -48,11 +48,23 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+MAX_LOGPROBS = 20
+"""Likeliest tokens that may be asked for beside each chosen one."""
+
+_MAX_WORDS = 64
+_MAX_WORD = 256
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to choose tokens. None leaves the choice to the model's generation_config.
 
-    `temperature` 0 is greedy; `top_k` 0 or -1 and `top_p` 1 are off. `max_tokens` None means up to the
+    `temperature` 0 is greedy; `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `max_tokens` None means up to the
     model's length. Without a `seed` the engine draws one.
+
+    `repetition_penalty` counts prompt and output, `presence_penalty` and `frequency_penalty` the output alone.
+    `logit_bias`: token id -> number added to its logit. `bad_words` are never written. Neither stop tokens nor `stop`
+    strings end a text of less than `min_tokens` tokens, nor do those that begin in it; a stop string is cut off unless
+    `include_stop_str_in_output`. `logprobs`: how many of the likeliest tokens to name beside each chosen one.
 
     Raises:
         InvalidArgument: a value is out of range; `field` names it.
@@ -65,6 +77,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    bad_words: tuple[str, ...] = ()
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _check("max_tokens", self.max_tokens, "at least 1", lambda v: v >= 1)
@@ -74,11 +96,32 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check("seed", self.seed, "between -2**63 and 2**64 - 1", lambda v: -(2**63) <= v < 2**64)
         for token in self.stop_token_ids:
             _check("stop_token_ids", token, "made of numbers of at least 0", lambda v: v >= 0)
+        self._check_shaping()
+        _check_words("stop", self.stop)
+        _check_words("bad_words", self.bad_words)
+
+    def _check_shaping(self) -> None:
+        _check("min_p", self.min_p, "between 0 and 1", lambda v: 0 <= v <= 1)
+        _check("repetition_penalty", self.repetition_penalty, "a finite number above 0", lambda v: 0 < v < float("inf"))
+        _check("presence_penalty", self.presence_penalty, "between -2 and 2", lambda v: -2 <= v <= 2)
+        _check("frequency_penalty", self.frequency_penalty, "between -2 and 2", lambda v: -2 <= v <= 2)
+        for token, bias in self.logit_bias.items():
+            _check("logit_bias", token, "given for token ids of at least 0", lambda v: v >= 0)
+            _check("logit_bias", bias, "between -100 and 100", lambda v: -100 <= v <= 100)
+        most = float("inf") if self.max_tokens is None else self.max_tokens
+        _check("min_tokens", self.min_tokens, "between 0 and max_tokens", lambda v: 0 <= v <= most)
+        _check("logprobs", self.logprobs, f"between 0 and {MAX_LOGPROBS}", lambda v: 0 <= v <= MAX_LOGPROBS)
 
 
 def _check(name: str, value: Any, must_be: str, holds: Any) -> None:
     if value is not None and not holds(value):
         raise InvalidArgument(f"{name} must be {must_be}, got {value!r}", field=name)
+
+
+def _check_words(name: str, words: tuple[str, ...]) -> None:
+    if len(words) > _MAX_WORDS or not all(0 < len(word) <= _MAX_WORD for word in words):
+        message = f"{name} must be at most {_MAX_WORDS} strings of 1 to {_MAX_WORD} characters"
+        raise InvalidArgument(message, field=name)
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -113,7 +156,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One text generation. `priority` 0 is the most urgent class; `tenant` and `cache_salt` part the prefix cache.
 
     `weight`: the tenant's share beside the other tenants of a class. `timeout`: seconds it may take, from its arrival
-    to its last token; 0 leaves it to the model.
+    to its last token; 0 leaves it to the model. `choice` numbers several answers to one prompt: with the same seed,
+    each has random numbers of its own.
     """
 
     id: str
@@ -124,12 +168,18 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     weight: float = 1.0
     timeout: float = 0.0
+    choice: int = 0
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt to turn into token ids exactly as `generate` would."""
+    """A prompt to turn into token ids, by default exactly as `generate` would.
+
+    `special`: add the tokens a text begins with. `invite`: let a conversation end with the assistant's turn opened.
+    """
 
     prompt: Prompt
+    special: bool = True
+    invite: bool = True
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -140,13 +190,39 @@ class Usage(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
 
 
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """A token, and the natural logarithm of the probability that the model itself gave it.
+
+    `text` is its own, where half a character shows as U+FFFD; `data` are its bytes. `top`: the likeliest tokens in its
+    place, which have no `top`.
+    """
+
+    id: int
+    text: str
+    data: bytes
+    logprob: float
+    top: tuple["TokenLogprob", ...] = ()
+
+
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     """What was generated since the last chunk: unread tokens of a slow reader arrive merged.
 
-    `text` may be empty while a character is incomplete. The last chunk, and only it, has a `finish_reason`.
+    `text` may be empty while a character is incomplete, or a stop string may have begun. The last chunk, and only it,
+    has a `finish_reason`. `logprobs`: one for each of `token_ids` if they were asked for.
     """
 
     text: str
     token_ids: tuple[int, ...]
     usage: Usage
     finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+def joined(chunks: Sequence[GenerateChunk]) -> GenerateChunk:
+    """The one chunk that says what all of a stream's chunks say."""
+    return msgspec.structs.replace(
+        chunks[-1],
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+        logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
+    )

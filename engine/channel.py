@@ -4,19 +4,22 @@ Knows nothing of sockets or text. The writer never waits: unread tokens merge in
 """
 
 import asyncio
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..core.errors import CharoniaError, RequestTimeout
-from ..core.request import FinishReason
+from ..core.request import FinishReason, Logprobs
 from .account import Account
 
 
 class Delta(NamedTuple):
-    """Tokens since the last one; `cached_tokens` of the prompt came out of the prefix cache."""
+    """Tokens since the last one; `cached_tokens` of the prompt came out of the prefix cache. `logprobs`: one for each
+    token if the request wants them."""
 
     token_ids: tuple[int, ...]
     cached_tokens: int
     finish_reason: FinishReason | None
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 class Channel:
@@ -32,6 +35,7 @@ class Channel:
         self.prompt = prompt
         self._written = False
         self._tokens: list[int] = []
+        self._logprobs: list[Logprobs] = []
         self._cached = 0
         self._finish: FinishReason | None = None
         self._error: CharoniaError | None = None
@@ -48,9 +52,10 @@ class Channel:
         self._cached = cached
         self.account.begin(cached, at)
 
-    def push(self, tokens: list[int], at: float) -> None:
+    def push(self, tokens: list[int], at: float, logprobs: Sequence[Logprobs | None] = ()) -> None:
         self._written = True
         self._tokens += tokens
+        self._logprobs += [each for each in logprobs if each is not None]
         self.account.receive(len(tokens), at)
         self._news.set()
 
@@ -77,4 +82,5 @@ class Channel:
         if self._error is not None:
             raise self._error
         tokens, self._tokens = tuple(self._tokens), []
-        return Delta(tokens, self._cached, self._finish)
+        logprobs, self._logprobs = tuple(self._logprobs), []
+        return Delta(tokens, self._cached, self._finish, logprobs)

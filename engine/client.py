@@ -193,7 +193,7 @@ class EngineClient:
         at = 0
         for key, count in zip(updates.keys, updates.counts, strict=True):
             if key in channels:
-                channels[key].push(updates.tokens[at : at + count], now)
+                channels[key].push(updates.tokens[at : at + count], now, updates.logprobs[at : at + count])
             at += count
         for key, reason in updates.finished:
             if key in channels:

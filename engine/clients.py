@@ -30,6 +30,7 @@ def split(
         message.keys.append(own)
         message.counts.append(count)
         message.tokens.extend(updates.tokens[at : at + count])
+        message.logprobs.extend(updates.logprobs[at : at + count])
         at += count
     for key, cached in updates.started:
         client, own = client_key(key)

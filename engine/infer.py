@@ -3,13 +3,23 @@
 Names are those that Triton's TensorRT-LLM and vLLM back ends made known. Knows nothing of engines or tokenizers.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, NamedTuple
 
 import msgspec
 
 from ..core.errors import InvalidArgument
-from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, Prompt
+from ..core.request import (
+    GenerateChunk,
+    GenerateRequest,
+    InferRequest,
+    InferResponse,
+    Prompt,
+    SamplingParams,
+    joined,
+)
 from ..core.tensor import Tensor, TensorSpec
 from .settings import Manner, one_element, read_settings, text_of
 
@@ -24,18 +34,27 @@ OUTPUTS = (
     TensorSpec("text_output", "BYTES", (-1,)),
     TensorSpec("finish_reason", "BYTES", (-1,)),
     TensorSpec("num_input_tokens", "INT32", (1,)),
-    TensorSpec("num_output_tokens", "INT32", (1,)),
+    TensorSpec("num_output_tokens", "INT32", (-1,)),
     TensorSpec("output_ids", "INT32", (-1,)),
+    TensorSpec("cum_log_probs", "FP32", (-1,)),
+    TensorSpec("output_log_probs", "FP32", (-1, -1)),
+    TensorSpec("cumulative_logprob", "FP32", (-1,)),
 )
-"""All but the first come when asked for: by a parameter `return_...`, or by name."""
+"""All but the first come when asked for: by a parameter `return_...`, or by name. A free first dimension counts the
+answers, but `output_ids` stand one after the other and rows of `output_log_probs` are filled up with 0."""
+
+_LOG_PROBS = ("cum_log_probs", "output_log_probs")
+_LOGPROBS = {*_LOG_PROBS, "cumulative_logprob"}
 
 Detokenize = Callable[[Sequence[int]], Awaitable[str]]
+Chunks = AsyncGenerator[GenerateChunk, None]
 
 
 class Question(NamedTuple):
-    """What a v2 request asks of a language model. `outputs`: the names to answer with, in order."""
+    """What a v2 request asks of a language model: one answer or several to the same prompt. `outputs`: the names to
+    answer with, in order."""
 
-    request: GenerateRequest
+    requests: tuple[GenerateRequest, ...]
     manner: Manner
     outputs: tuple[str, ...]
 
@@ -54,54 +73,96 @@ def read_question(request: InferRequest) -> Question:
         raise InvalidArgument(
             "When streaming, `exclude_input_in_output` = False is not allowed.", field="exclude_input_in_output"
         )
+    if manner.stream and manner.n > 1:
+        raise InvalidArgument(f"When streaming, n must be 1, got {manner.n}.", field="n")
+    outputs = _wanted(request, manner)
     generate = GenerateRequest(
         id=request.id,
         prompt=_prompt(request.inputs),
-        sampling=settings.sampling,
+        sampling=_watched(settings.sampling, outputs),
         priority=manner.priority,
         cache_salt=manner.cache_salt,
         tenant=request.tenant,
         weight=request.weight,
         timeout=manner.timeout / 1e6,
     )
-    return Question(generate, manner, _wanted(request, manner))
+    requests = (msgspec.structs.replace(generate, choice=choice) for choice in range(manner.n))
+    return Question(tuple(requests), manner, outputs)
+
+
+def _watched(sampling: SamplingParams, outputs: Sequence[str]) -> SamplingParams:
+    return msgspec.structs.replace(sampling, logprobs=0) if _LOGPROBS & set(outputs) else sampling
 
 
 async def answers(
-    question: Question, chunks: AsyncIterator[GenerateChunk], detokenize: Detokenize
+    question: Question, streams: Sequence[Chunks], detokenize: Detokenize
 ) -> AsyncGenerator[InferResponse, None]:
-    """The responses that these chunks make: as they come, or all in exactly one."""
+    """The responses that the chunks of the question's requests make: as they come, or all in exactly one."""
     if question.manner.stream:
+        async with aclosing(_each(question, streams[0])) as responses:
+            async for response in responses:
+                yield response
+        return
+    wholes = await _wholes(streams)
+    if not question.manner.exclude_input_in_output:
+        prompt = await _text(question.requests[0].prompt, detokenize)
+        wholes = [msgspec.structs.replace(whole, text=prompt + whole.text) for whole in wholes]
+    yield _response(wholes, question.outputs, [_sum(whole) for whole in wholes])
+
+
+async def _each(question: Question, stream: Chunks) -> AsyncGenerator[InferResponse, None]:
+    by_token, total = not {"output_ids", "output_log_probs"}.isdisjoint(question.outputs), 0.0
+    async with aclosing(stream) as chunks:
         async for chunk in chunks:
-            if chunk.text or chunk.finish_reason is not None or "output_ids" in question.outputs:
-                yield _response(chunk, question.outputs)
-    else:
-        whole = _join([chunk async for chunk in chunks])
-        if not question.manner.exclude_input_in_output:
-            whole = msgspec.structs.replace(whole, text=await _text(question.request.prompt, detokenize) + whole.text)
-        yield _response(whole, question.outputs)
+            total += _sum(chunk)
+            if chunk.text or chunk.finish_reason is not None or by_token:
+                yield _response([chunk], question.outputs, [total])
+
+
+async def _wholes(streams: Sequence[Chunks]) -> list[GenerateChunk]:
+    """What each stream says, read side by side; the first error ends all of them."""
+    if len(streams) == 1:
+        return [await _whole(streams[0])]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_whole(stream)) for stream in streams]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def _whole(stream: Chunks) -> GenerateChunk:
+    async with aclosing(stream) as chunks:
+        return joined([chunk async for chunk in chunks])
 
 
 async def _text(prompt: Prompt, detokenize: Detokenize) -> str:
     return prompt if isinstance(prompt, str) else await detokenize(prompt if isinstance(prompt, tuple) else ())
 
 
-def _join(chunks: Sequence[GenerateChunk]) -> GenerateChunk:
-    text = "".join(chunk.text for chunk in chunks)
-    ids = tuple(token for chunk in chunks for token in chunk.token_ids)
-    return msgspec.structs.replace(chunks[-1], text=text, token_ids=ids)
+def _sum(chunk: GenerateChunk) -> float:
+    return sum(each.logprob for each in chunk.logprobs)
 
 
-def _response(chunk: GenerateChunk, outputs: Sequence[str]) -> InferResponse:
-    values: dict[str, list[Any]] = {
-        "text_output": [chunk.text.encode()],
-        "finish_reason": [(chunk.finish_reason or "").encode()],
-        "num_input_tokens": [chunk.usage.prompt_tokens],
-        "num_output_tokens": [len(chunk.token_ids)],
-        "output_ids": list(chunk.token_ids),
+def _response(chunks: Sequence[GenerateChunk], outputs: Sequence[str], sums: Sequence[float]) -> InferResponse:
+    """One answer, or several. `sums`: the logprobs of all their tokens so far."""
+    values: dict[str, Any] = {
+        "text_output": [chunk.text.encode() for chunk in chunks],
+        "finish_reason": [(chunk.finish_reason or "").encode() for chunk in chunks],
+        "num_input_tokens": [chunks[0].usage.prompt_tokens],
+        "num_output_tokens": [len(chunk.token_ids) for chunk in chunks],
+        "output_ids": [token for chunk in chunks for token in chunk.token_ids],
+        "cum_log_probs": sums,
+        "output_log_probs": _padded([[each.logprob for each in chunk.logprobs] for chunk in chunks]),
+        "cumulative_logprob": sums,
     }
     tensors = tuple(Tensor.of(name, _DATATYPES[name], values[name]) for name in outputs)
-    return InferResponse(tensors, final=chunk.finish_reason is not None)
+    return InferResponse(tensors, final=chunks[0].finish_reason is not None)
+
+
+def _padded(rows: Sequence[list[float]]) -> list[list[float]]:
+    width = max(map(len, rows))
+    return [row + [0.0] * (width - len(row)) for row in rows]
 
 
 _DATATYPES = {spec.name: spec.datatype for spec in OUTPUTS}
@@ -111,7 +172,7 @@ def _wanted(request: InferRequest, manner: Manner) -> tuple[str, ...]:
     if request.outputs is not None:
         return request.outputs
     asked = (name for name in _DATATYPES if getattr(manner, f"return_{name}", False))
-    return ("text_output", *asked)
+    return ("text_output", *asked, *(_LOG_PROBS if manner.return_log_probs else ()))
 
 
 def _prompt(inputs: Mapping[str, Tensor]) -> Prompt:

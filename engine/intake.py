@@ -27,7 +27,9 @@ def sequence(add: Add, vocab_size: int, cache: KVCacheManager) -> SequenceReques
         prompt=prompt,
         max_tokens=add.max_tokens,
         hashes=cache.digest(prompt, extras),
-        sampling=RowSampling(add.temperature, add.top_k, add.top_p, add.seed, add.choice),
+        sampling=RowSampling(
+            add.temperature, add.top_k, add.top_p, add.seed, add.choice, add.min_p, add.shaping, add.logprobs
+        ),
         stop_token_ids=frozenset(add.stop_token_ids),
         priority=add.priority,
         tenant=add.tenant,

@@ -4,48 +4,39 @@ Knows nothing of protocols, and of the engine only its client. Leaves torch to t
 """
 
 import asyncio
-import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from ..core.errors import InvalidArgument, Unavailable
+from ..core.errors import Unavailable
 from ..core.metrics import LlmMetrics, Outcome, Reading
 from ..core.model import ModelConfig, ModelStats
 from ..core.request import (
-    FinishReason,
     GenerateChunk,
     GenerateRequest,
     InferRequest,
     InferResponse,
     Prompt,
     TokenizeRequest,
-    Usage,
 )
-from ..tokenization.detokenizer import Detokenizer
 from ..tokenization.files import locate
-from ..tokenization.generation import GenerationDefaults, read_defaults, resolve
+from ..tokenization.generation import GenerationDefaults, read_defaults
 from ..tokenization.tokenizer import Tokenizer
 from .account import Account, Accounts
-from .channel import Delta
+from .addition import addition
 from .client import EngineClient
 from .config import EngineConfig
 from .infer import INPUTS, OUTPUTS, answers, read_question
-from .intake import check_vocabulary
-from .messages import Add, Loading, Ready
+from .messages import Loading
+from .writer import Writer
 
 OnProgress: TypeAlias = Callable[[str, float, float, str], None]
 """Called while loading: phase, fraction done, seconds so far, detail."""
 
 _TOKENIZER_THREADS = 2
-_LEAST_URGENT = 2**16
-_FLAT = 1e6
-"""A temperature at which every token is as likely as the next; more overflows single precision."""
-_ONE_TOKEN = 1e-6
-"""A top_p that leaves the likeliest token alone; less may vanish in single precision."""
 
 
 def silent(phase: str, fraction: float, seconds: float, detail: str) -> None:
@@ -119,7 +110,9 @@ class LlmModel:
         """
         try:
             self._loaded = await asyncio.to_thread(Language.load, self._checkpoint)
-            await self._client.start()
+            info = await self._client.start()
+            parameters = {"max_model_len": str(info.max_model_len)}
+            self._config = replace(self._config, parameters=parameters)
         except BaseException:
             await self.unload()
             raise
@@ -137,10 +130,9 @@ class LlmModel:
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         with self._accounts.open(request.id) as account:
             question = read_question(request)
-            async with (
-                aclosing(self._generate(question.request, account)) as chunks,
-                aclosing(answers(question, chunks, self.detokenize)) as responses,
-            ):
+            first, *others = question.requests
+            streams = [self._generate(first, account), *(self.generate(other) for other in others)]
+            async with aclosing(answers(question, streams, self.detokenize)) as responses:
                 async for response in responses:
                     yield response
 
@@ -149,17 +141,18 @@ class LlmModel:
         language = self._language
         with self._client.place() as engine:
             prompt = await self._prompt_ids(request.prompt)
-            add = addition(request, prompt, language.defaults, engine)
-        writer = Writer(language.tokenizer, prompt)
+            banned = language.tokenizer.word_ids(request.sampling.bad_words)
+            add = addition(request, prompt, language.defaults, engine, banned)
+        writer = Writer(language.tokenizer, prompt, request.sampling)
         async with aclosing(self._client.stream(add, account)) as deltas:
-            async for delta in deltas:
-                chunk = writer.chunk(delta)
-                if delta.finish_reason is not None:
-                    account.finish(delta.finish_reason)
+            while (chunk := writer.chunk(await anext(deltas))).finish_reason is None:
                 yield chunk
+        # By now the engine was told, if it does not know: a stop string may end a text long before its last token.
+        account.finish(chunk.finish_reason)
+        yield chunk
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
-        return await self._prompt_ids(request.prompt)
+        return await self._prompt_ids(request.prompt, request.special, request.invite)
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         return self._language.tokenizer.decode(ids)
@@ -170,75 +163,9 @@ class LlmModel:
             raise Unavailable(f"model '{self._config.name}' is not loaded")
         return self._loaded
 
-    async def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._language.tokenizer.prompt_ids, prompt)
+    async def _prompt_ids(self, prompt: Prompt, special: bool = True, invite: bool = True) -> list[int]:
+        loop, read = asyncio.get_running_loop(), self._language.tokenizer.prompt_ids
+        return await loop.run_in_executor(self._threads, read, prompt, special, invite)
 
     def _report(self, loading: Loading) -> None:
         self._on_progress(loading.phase, loading.fraction, loading.seconds, loading.detail)
-
-
-class Writer:
-    """Turns what the engine says of one request into chunks of text."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
-        self._prompt_tokens = len(prompt)
-        self._completion_tokens = 0
-        self._text = Detokenizer(tokenizer, prompt)
-
-    def chunk(self, delta: Delta) -> GenerateChunk:
-        self._completion_tokens += len(delta.token_ids)
-        usage = Usage(self._prompt_tokens, self._completion_tokens, delta.cached_tokens)
-        return GenerateChunk(
-            text=self._write(delta), token_ids=delta.token_ids, usage=usage, finish_reason=delta.finish_reason
-        )
-
-    def _write(self, delta: Delta) -> str:
-        if delta.finish_reason is None:
-            return self._text.push(delta.token_ids)
-        # The token that stopped it ends the text and is no part of it.
-        written = delta.token_ids[:-1] if delta.finish_reason is FinishReason.STOP else delta.token_ids
-        return self._text.push(written) + self._text.finish()
-
-
-def addition(request: GenerateRequest, prompt: list[int], defaults: GenerationDefaults, engine: Ready) -> Add:
-    """What the engine is asked, every default resolved and every number one that it can hold.
-
-    Raises:
-        InvalidArgument: it asks for what this engine never has.
-    """
-    check_vocabulary(prompt, engine.vocab_size)
-    sampling = resolve(request.sampling, defaults)
-    seed = request.sampling.seed
-    return Add(
-        client=0,
-        key=0,
-        prompt=prompt,
-        max_tokens=_max_tokens(request.sampling.max_tokens, len(prompt), engine.max_model_len),
-        temperature=min(sampling.temperature, _FLAT),
-        top_k=min(sampling.top_k, engine.vocab_size),
-        top_p=max(sampling.top_p, _ONE_TOKEN),
-        seed=secrets.randbits(63) if seed is None else seed,
-        stop_token_ids=[token for token in sampling.stop_token_ids if token < engine.vocab_size],
-        priority=min(max(0, request.priority), _LEAST_URGENT),
-        tenant=_unicode(request.tenant, "tenant"),
-        salt=_unicode(request.cache_salt, "cache_salt"),
-        weight=request.weight,
-        timeout=request.timeout,
-    )
-
-
-def _max_tokens(asked: int | None, prompt: int, length: int) -> int:
-    if asked is None:
-        return max(1, length - prompt)
-    if asked > length:
-        raise InvalidArgument(f"max_tokens {asked} exceeds the model's length of {length} tokens", field="max_tokens")
-    return asked
-
-
-def _unicode(text: str, field: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgument(f"{field} is not valid Unicode", field=field) from error
-    return text

@@ -7,13 +7,17 @@ from typing import TypeAlias
 
 import msgspec
 
+from ..core.request import Logprobs
+from ..scheduler.plan import Shaping
+
 
 class Add(msgspec.Struct, array_like=True, tag="add", kw_only=True, frozen=True):
     """A new sequence. `key` is the client's own, unique among its live requests and below 2**48.
 
     `stop_token_ids` ends the sequence, model eos included (unless ignored). Prompt and `max_tokens` together must
-    fit the model's length. `weight`: the tenant's share. `timeout`: seconds left to it; 0 is no limit.
-    `grammar`, `adapter`, `pooling` and `embeds` are reserved.
+    fit the model's length. `weight`: the tenant's share. `timeout`: seconds left to it; 0 is no limit. `min_p`,
+    `shaping` and `logprobs`: see `scheduler.plan.RowSampling`. `grammar`, `adapter`, `pooling` and `embeds` are
+    reserved.
     """
 
     client: int
@@ -35,6 +39,9 @@ class Add(msgspec.Struct, array_like=True, tag="add", kw_only=True, frozen=True)
     embeds: bytes = b""
     weight: float = 1.0
     timeout: float = 0.0
+    min_p: float = 0.0
+    shaping: Shaping | None = None
+    logprobs: int | None = None
 
 
 class Abort(msgspec.Struct, array_like=True, tag="abort", frozen=True):
@@ -112,6 +119,7 @@ class Updates(msgspec.Struct, array_like=True, tag="updates", frozen=True):
     load: Load
     turn: Turn = IDLE
     totals: Totals = NO_TOTALS
+    logprobs: list[Logprobs | None] = []
 
 
 class Refused(msgspec.Struct, array_like=True, tag="refused", frozen=True):

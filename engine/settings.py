@@ -16,17 +16,23 @@ from ..core.tensor import Tensor
 T = TypeVar("T")
 Microseconds: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
+MAX_CHOICES = 128
+"""Answers to one prompt that may be asked for at once."""
+
 
 class Manner(msgspec.Struct, frozen=True, kw_only=True):
-    """How to answer: everything a request may set that does not choose tokens. `timeout` in microseconds, as Triton
-    has it; 0 is the model's."""
+    """How to answer: everything a request may set that does not choose tokens. `n`: how many answers. `timeout` in
+    microseconds, as Triton has it; 0 is the model's."""
 
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] = 1
     stream: bool = False
     exclude_input_in_output: bool = True
     return_finish_reason: bool = False
     return_num_input_tokens: bool = False
     return_num_output_tokens: bool = False
     return_output_ids: bool = False
+    return_log_probs: bool = False
+    return_cumulative_logprob: bool = False
     priority: int = 0
     cache_salt: str = ""
     timeout: Microseconds = 0
@@ -39,7 +45,7 @@ class Settings(NamedTuple):
     manner: Manner
 
 
-_SAMPLING = set(SamplingParams.__struct_fields__)
+_SAMPLING = set(SamplingParams.__struct_fields__) - {"logprobs"}
 _MANNER = set(Manner.__struct_fields__)
 _ALIASES = {
     "end_id": "stop_token_ids",
@@ -49,40 +55,31 @@ _ALIASES = {
     "runtime_top_p": "top_p",
     "streaming": "stream",
     "exclude_input_from_output": "exclude_input_in_output",
+    "stop_words": "stop",
+    "min_length": "min_tokens",
+    "num_return_sequences": "n",
 }
+_LISTS = {"stop_token_ids", "stop", "bad_words"}
+"""Fields of which one element may come alone."""
 _LLMAPI_PREFIX = "sampling_param_"
 
 _OF_THE_PROTOCOL = {"id", "pad_id", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"}
 """Parameters that reach a model by the way it was asked and mean nothing to it; padding we never do."""
 
 _NOT_YET: dict[str, tuple[Any, ...]] = {
-    "bad_words": (),
-    "stop_words": (),
-    "stop": (False,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "n": (1,),
     "best_of": (1,),
-    "num_return_sequences": (1,),
     "beam_width": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "len_penalty": (1,),
-    "repetition_penalty": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
     "early_stopping": (False,),
     "logprobs": (False,),
     "prompt_logprobs": (False,),
-    "logit_bias": ({},),
     "return_logprobs": (False,),
-    "return_log_probs": (False,),
-    "return_cumulative_logprob": (False,),
     "return_context_logits": (False,),
     "return_generation_logits": (False,),
     "return_perf_metrics": (False,),
     "return_stop_reason": (False,),
-    "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "detokenize": (True,),
     "truncate_prompt_tokens": (),
@@ -163,6 +160,9 @@ def _renamed(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _says_nothing(given: str, name: str, value: Any) -> bool:
+    if name in _LISTS or name == "logit_bias":
+        # TensorRT-LLM has a boolean that is called stop, too.
+        return value is None or value is False or value in ("", [], {})
     if name in _SAMPLING or name in _MANNER:
         return value is None
     if name in _OF_THE_PROTOCOL or name.startswith("triton_"):
@@ -176,12 +176,13 @@ def _says_nothing(given: str, name: str, value: Any) -> bool:
 
 def _convert(given: Mapping[str, Any], names: set[str], kind: type[T]) -> T:
     wanted = {name: value for name, value in given.items() if name in names}
-    if isinstance(wanted.get("stop_token_ids"), int | str):
-        wanted["stop_token_ids"] = [wanted["stop_token_ids"]]
+    for name in _LISTS & wanted.keys():
+        if isinstance(wanted[name], int | str):
+            wanted[name] = [wanted[name]]
     try:
         # Not strict: some clients can send numbers only as text.
         return msgspec.convert(wanted, kind, strict=False)
     except msgspec.ValidationError as error:
-        reason, _, path = str(error).partition(" - at `$.")
-        field = path.rstrip("`").split("[")[0]
+        reason, _, path = str(error).partition(" - at ")
+        field = path.partition("`$.")[2].rstrip("`").split("[")[0]
         raise InvalidArgument(f"parameter '{field}': {reason}", field=field) from error

@@ -90,14 +90,14 @@ class _History:
     def __init__(self, tokens: Tensor, rows: LongArray, positions: LongArray, device: torch.device) -> None:
         self._tokens, self._rows, self._positions, self.device = tokens, rows, positions, device
 
-    def counts(self, places: LongArray, begins: LongArray, vocabulary: int) -> Tensor:
-        """float32 [places, vocabulary]: how often each token stands at position `begins` or later."""
-        ends = self._positions[places]
-        first, last = int(begins.min()), int(ends.max())
-        ids = self._tokens[self.to(self._rows[places]), first:last].long()
-        at = torch.arange(first, last, device=self.device)
-        within = (at >= self.to(begins).unsqueeze(-1)) & (at < self.to(ends).unsqueeze(-1))
-        return torch.zeros(len(places), vocabulary, device=self.device).scatter_add_(1, ids, within.float())
+    def since(self, places: LongArray, begins: LongArray) -> tuple[Tensor, Tensor]:
+        """Ids [places, longest] from position `begins` on, and which of them are there: what is not, repeats the id
+        at `begins`."""
+        ends, first = self._positions[places], self.to(begins).unsqueeze(-1)
+        at = first + torch.arange(int((ends - begins).max()), device=self.device)
+        there = at < self.to(ends).unsqueeze(-1)
+        rows = self.to(self._rows[places]).unsqueeze(-1)
+        return self._tokens[rows, torch.where(there, at, first)].long(), there
 
     def end_with(self, places: LongArray, heads: LongArray) -> Tensor:
         """bool [W]: whether row `places[i]` ends with `heads[i]`; heads is [W, H]."""
@@ -161,22 +161,24 @@ def _penalise_repetition(logits: Tensor, shapes: Sequence[Shape], history: _Hist
     places = np.flatnonzero(penalties != 1)
     if not len(places):
         return
-    at, penalty = history.to(places), history.to(penalties[places]).unsqueeze(-1)
-    before = logits[at]
-    occurred = history.counts(places, np.zeros_like(places), logits.shape[-1]) > 0
-    logits[at] = torch.where(occurred, torch.where(before > 0, before / penalty, before * penalty), before)
+    ids, _ = history.since(places, np.zeros_like(places))
+    at, penalty = history.to(places).unsqueeze(-1), history.to(penalties[places]).unsqueeze(-1)
+    before = logits[at, ids]
+    # A token that occurred twice is written twice, the same both times.
+    logits[at, ids] = torch.where(before > 0, before / penalty, before * penalty)
 
 
 def _penalise_output(logits: Tensor, shapes: Sequence[Shape], history: _History) -> None:
     """Subtract for each time a token was generated, and once for having been."""
-    penalties = np.array([shape.asked[1:3] for shape in shapes], np.float32)
+    asked = [(shape.asked.presence_penalty, shape.asked.frequency_penalty) for shape in shapes]
+    penalties = np.array(asked, np.float32)
     places = np.flatnonzero((penalties != 0).any(-1))
     if not len(places):
         return
-    presence, frequency = history.to(penalties[places].T).unsqueeze(-1)
-    prompts = np.array([shapes[place].prompt for place in places.tolist()])
-    counts = history.counts(places, prompts, logits.shape[-1])
-    logits[history.to(places)] -= counts * frequency + (counts > 0) * presence
+    at, (presence, frequency) = history.to(places).unsqueeze(-1), history.to(penalties[places].T).unsqueeze(-1)
+    ids, there = history.since(places, np.array([shapes[place].prompt for place in places.tolist()]))
+    logits.index_put_((at, ids), -frequency * there, accumulate=True)
+    logits[at, ids] = logits[at, ids] - presence * there.any(-1, keepdim=True)
 
 
 def _add(logits: Tensor, places: LongArray, ids: NDArray[Any], values: Tensor) -> None:

@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 from ..core.errors import CharoniaError, InvalidArgument, NotFound, Unavailable
 from ..core.metrics import Measurement, Reading
 from ..core.model import MeasuredModel, Model, ModelConfig, ModelStats, TextModel
-from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse
+from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
 from .validation import check
 
 log = logging.getLogger(__name__)
@@ -98,13 +98,16 @@ class Hub:
                 yield response
 
     async def generate(self, name: str, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
-        self._refuse_when_exiting()
-        _, text = self._loaded(name, "")
-        if text is None:
-            raise InvalidArgument(f"model '{name}' does not generate text", field="model")
+        text = self._writing(name)
         async with aclosing(self._counted(text.generate(request))) as chunks:
             async for chunk in chunks:
                 yield chunk
+
+    async def tokenize(self, name: str, request: TokenizeRequest) -> list[int]:
+        return await self._writing(name).tokenize(request)
+
+    async def detokenize(self, name: str, ids: list[int]) -> str:
+        return await self._writing(name).detokenize(ids)
 
     # What the composition root does
 
@@ -176,6 +179,13 @@ class Hub:
         if version:
             raise Unavailable(f"Request for unknown model: '{name}' version {version} is not at ready state")
         raise NotFound(f"Request for unknown model: '{name}' has no available versions")
+
+    def _writing(self, name: str) -> TextModel:
+        self._refuse_when_exiting()
+        _, text = self._loaded(name, "")
+        if text is None:
+            raise InvalidArgument(f"model '{name}' does not generate text", field="model")
+        return text
 
     def _refuse_when_exiting(self) -> None:
         if self._exiting:

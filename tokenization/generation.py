@@ -15,6 +15,8 @@ class GenerationDefaults(NamedTuple):
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 class Sampling(NamedTuple):
@@ -24,6 +26,8 @@ class Sampling(NamedTuple):
     top_k: int
     top_p: float
     stop_token_ids: list[int]
+    min_p: float
+    repetition_penalty: float
 
 
 def read_defaults(directory: Path, tokenizer: Tokenizer) -> GenerationDefaults:
@@ -39,6 +43,8 @@ def read_defaults(directory: Path, tokenizer: Tokenizer) -> GenerationDefaults:
         temperature=_temperature(generation),
         top_k=_or(generation.get("top_k"), 0),
         top_p=_or(generation.get("top_p"), 1.0),
+        min_p=_or(generation.get("min_p"), 0.0),
+        repetition_penalty=_or(generation.get("repetition_penalty"), 1.0),
     )
 
 
@@ -50,6 +56,8 @@ def resolve(asked: SamplingParams, defaults: GenerationDefaults) -> Sampling:
         top_k=max(0, _or(asked.top_k, defaults.top_k)),
         top_p=_or(asked.top_p, defaults.top_p),
         stop_token_ids=sorted(set(stops)),
+        min_p=_or(asked.min_p, defaults.min_p),
+        repetition_penalty=_or(asked.repetition_penalty, defaults.repetition_penalty),
     )
 
 

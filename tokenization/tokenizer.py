@@ -12,6 +12,7 @@ from ..core.errors import InvalidArgument, NotFound
 from ..core.request import Conversation, Prompt
 from .chat import ChatTemplate, find_template
 from .files import read_json
+from .pieces import Piece, read_piece
 from .special import complete, named_tokens
 
 
@@ -22,6 +23,7 @@ class Tokenizer:
         self._backend = backend
         self._named = named
         self._chat = chat
+        self._pieces: dict[int, Piece] = {}
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
@@ -39,16 +41,16 @@ class Tokenizer:
         source = find_template(directory)
         return cls(backend, named, None if source is None else ChatTemplate(source, named))
 
-    def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """The token ids of any kind of prompt.
+    def prompt_ids(self, prompt: Prompt, special: bool = True, invite: bool = True) -> list[int]:
+        """The token ids of any kind of prompt; see `TokenizeRequest`.
 
         Raises:
             InvalidArgument: a conversation that the model cannot render, or text that is not Unicode.
         """
         if isinstance(prompt, str):
-            return self.encode(prompt)
+            return self.encode(prompt, special)
         if isinstance(prompt, Conversation):
-            return self.encode(self._render(prompt), special=False)
+            return self.encode(self._render(prompt, invite), special=False)
         return list(prompt)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
@@ -70,12 +72,25 @@ class Tokenizer:
         text = self._named.get(name)
         return None if text is None else self._backend.token_to_id(text)
 
-    def _render(self, conversation: Conversation) -> str:
+    def word_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Token ids of each word as it would begin a text, and as it would follow a space."""
+        forms = (form for word in words for form in (word, f" {word.lstrip()}"))
+        ids = (tuple(self.encode(form, special=False)) for form in forms)
+        return list(dict.fromkeys(word for word in ids if word))
+
+    def piece(self, token: int) -> Piece:
+        """What a token writes by itself, a leading space and special tokens included."""
+        piece = self._pieces.get(token)
+        if piece is None:
+            piece = self._pieces[token] = read_piece(self._backend, token)
+        return piece
+
+    def _render(self, conversation: Conversation, invite: bool) -> str:
         if self._chat is None:
             raise InvalidArgument("this model has no chat template; send a plain prompt instead", field="messages")
         if not conversation.messages:
             raise InvalidArgument("messages must not be empty", field="messages")
-        return self._chat.render(conversation.messages)
+        return self._chat.render(conversation.messages, invite)
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:

@@ -21,6 +21,19 @@ from charonia.core.request import SamplingParams
         ("top_p", float("nan")),
         ("seed", 2**64),
         ("stop_token_ids", (3, -1)),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", float("inf")),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", float("nan")),
+        ("logit_bias", {3: 101.0}),
+        ("logit_bias", {-1: 1.0}),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("logprobs", 21),
+        ("stop", ("",)),
+        ("stop", ("x" * 257,)),
+        ("bad_words", ("x",) * 65),
     ],
 )
 def test_a_value_out_of_range_is_named(field: str, value: object) -> None:
@@ -33,6 +46,8 @@ def test_a_value_out_of_range_is_named(field: str, value: object) -> None:
 
 def test_the_edges_are_allowed() -> None:
     SamplingParams(max_tokens=1, temperature=0, top_k=-1, top_p=1, seed=2**64 - 1, stop_token_ids=(0,))
+    SamplingParams(min_p=1, presence_penalty=-2, frequency_penalty=2, logit_bias={0: -100}, logprobs=0)
+    SamplingParams(max_tokens=None, min_tokens=10**6, stop=("x" * 256,), bad_words=("y",) * 64)
 
 
 def test_an_unknown_field_is_not_ignored() -> None:

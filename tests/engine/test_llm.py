@@ -28,8 +28,9 @@ from charonia.core.request import (
     Usage,
 )
 from charonia.core.tensor import Tensor
+from charonia.engine.addition import addition
 from charonia.engine.config import EngineConfig, FakeConfig
-from charonia.engine.llm import LlmModel, addition
+from charonia.engine.llm import LlmModel
 from charonia.engine.messages import Ready
 from charonia.tokenization.generation import GenerationDefaults
 
@@ -135,6 +136,40 @@ async def test_where_a_text_ends(load: Load) -> None:
     assert (text(ignored), ignored[-1].finish_reason) == (" w89 w90 w91", FinishReason.LENGTH)
     whole = await generate(model, ask("w1", max_tokens=None))
     assert whole[-1].usage == Usage(1, LENGTH - 1)
+
+
+async def test_a_stop_string_ends_the_text_and_the_sequence(load: Load) -> None:
+    model = await load(step_seconds=0.01)
+    chunks = await generate(model, ask("w1", max_tokens=60, stop=("w5 w6", "w50")))
+    assert (text(chunks), chunks[-1].finish_reason) == (" w2 w3 w4 ", FinishReason.STOP)
+    assert chunks[-1].usage == Usage(1, 5)
+    async with asyncio.timeout(10):
+        while model.client.load.running or model.client.kv_tokens[0]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert (model.stats().success, model.stats().cancelled) == (1, 0)
+
+
+async def test_the_last_chunk_comes_when_the_engine_was_told(load: Load) -> None:
+    model = await load(step_seconds=0.01)
+    async with aclosing(model.generate(ask("w1", max_tokens=60, stop=("w3",)))) as chunks:
+        while (await anext(chunks)).finish_reason is None:
+            pass
+        async with asyncio.timeout(10):
+            while model.client.load.running:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    assert model.stats().success == 1
+
+
+async def test_several_answers_to_one_question(load: Load) -> None:
+    model = await load()
+    wanted = {"n": 2, "max_tokens": 2, "return_finish_reason": True, "exclude_input_in_output": False}
+    [answer] = await infer(model, question(wanted, text_input=[b"w1"]))
+    assert answer == {"text_output": [b"w1 w2 w3"] * 2, "finish_reason": [b"length"] * 2}
+    with pytest.raises(InvalidArgument) as refusal:
+        await infer(model, question(wanted | {"exclude_input_in_output": True}, text_input=[b"w1"], stream=[True]))
+    assert refusal.value.field == "n"
+    with pytest.raises(InvalidArgument, match="vocabulary"):
+        await infer(model, question({"n": 3}, input_ids=[500]))
 
 
 async def test_refusals_name_the_field(load: Load) -> None:

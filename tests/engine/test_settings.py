@@ -29,6 +29,18 @@ def test_names_of_every_generation_mean_the_same() -> None:
     assert sampling(**{f"sampling_param_{name}": value for name, value in plain.items()}) == expected
 
 
+def test_what_shapes_a_text_has_its_names_too() -> None:
+    lists = replacing(json.dumps({"stop_words": ["a", "b"], "bad_words": "c", "logit_bias": {"7": -1}, "n": 3}))
+    settings = read_settings({}, lists)
+    assert settings.sampling == SamplingParams(stop=("a", "b"), bad_words=("c",), logit_bias={7: -1.0})
+    assert settings.manner.n == 3
+    plain = {"stop_words": "a", "min_length": 2, "min_p": 0.1, "repetition_penalty": 1.2, "num_return_sequences": 2}
+    assert sampling(**plain) == SamplingParams(stop=("a",), min_tokens=2, min_p=0.1, repetition_penalty=1.2)
+    assert read_settings(plain, None).manner == Manner(n=2)
+    penalties = {"sampling_param_presence_penalty": "1", "frequency_penalty": -1}
+    assert sampling(**penalties) == SamplingParams(presence_penalty=1, frequency_penalty=-1)
+
+
 def test_numbers_may_come_as_text() -> None:
     assert sampling(max_tokens="5", temperature="0.5", ignore_eos="true") == SamplingParams(
         max_tokens=5, temperature=0.5, ignore_eos=True
@@ -43,7 +55,7 @@ def test_a_tensor_replaces_what_chooses_tokens_and_nothing_else() -> None:
 
 
 def test_wishes_for_nothing_and_words_of_the_protocol_pass() -> None:
-    assert sampling(bad_words="", stop_words="", beam_width=1, repetition_penalty=1.0, n=1) == SamplingParams()
+    assert sampling(bad_words="", stop_words="", beam_width=1, stop=False, logprobs=False, n=1) == SamplingParams()
     assert (
         sampling(id="x", sequence_id=4, triton_enable_empty_final_response=True, temperature=None) == SamplingParams()
     )
@@ -53,10 +65,14 @@ def test_wishes_for_nothing_and_words_of_the_protocol_pass() -> None:
     ("parameters", "field", "message"),
     [
         ({"max_token": 5}, "max_token", "unknown parameter 'max_token'"),
-        ({"min_p": 0.1}, "min_p", "'min_p' is not supported yet"),
-        ({"stop_words": "x"}, "stop_words", "'stop_words' is not supported yet"),
-        ({"sampling_param_stop": "x"}, "sampling_param_stop", "'sampling_param_stop' is not supported yet"),
+        ({"beam_width": 2}, "beam_width", "'beam_width' is not supported yet"),
+        ({"sampling_param_best_of": 2}, "sampling_param_best_of", "'sampling_param_best_of' is not supported yet"),
         ({"logprobs": 5}, "logprobs", "'logprobs' is not supported yet"),
+        ({"stop": True}, "stop", "'stop': Expected `str`"),
+        ({"n": 0}, "n", "'n': Expected `int` >= 1"),
+        ({"num_return_sequences": 129}, "n", "'n': Expected `int` <= 128"),
+        ({"presence_penalty": 3}, "presence_penalty", "between -2 and 2"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "'logit_bias'"),
         ({"max_tokens": "many"}, "max_tokens", "'max_tokens': Expected `int | null`"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1"),
         ({"stream": "maybe"}, "stream", "'stream': Expected `bool`"),
@@ -84,11 +100,11 @@ def test_a_tensor_names_its_own_fields() -> None:
 
 def test_a_timeout_is_in_microseconds_and_not_negative() -> None:
     assert read_settings({"timeout": 1_500_000}, None).manner.timeout == 1_500_000
-    assert read_question(InferRequest(inputs=PROMPT, parameters={"timeout": 1_500_000})).request.timeout == 1.5
+    assert read_question(InferRequest(inputs=PROMPT, parameters={"timeout": 1_500_000})).requests[0].timeout == 1.5
     with pytest.raises(InvalidArgument, match="timeout"):
         read_settings({"timeout": -1}, None)
 
 
 def test_a_question_is_its_tenants() -> None:
-    asked = read_question(InferRequest(inputs=PROMPT, tenant="a", weight=2.0)).request
+    asked = read_question(InferRequest(inputs=PROMPT, tenant="a", weight=2.0)).requests[0]
     assert (asked.tenant, asked.weight) == ("a", 2.0)

@@ -19,15 +19,16 @@ def test_eos_comes_from_the_first_file_that_names_it(checkpoint: Path) -> None:
 
 
 def test_sampling_defaults_come_from_the_model(checkpoint: Path) -> None:
-    assert defaults(checkpoint)[1:] == (1.0, 0, 1.0)
-    wanted = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9}
-    assert defaults(checkpoint, generation_config=wanted)[1:] == (0.6, 20, 0.9)
+    assert defaults(checkpoint)[1:] == (1.0, 0, 1.0, 0.0, 1.0)
+    wanted = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}
+    assert defaults(checkpoint, generation_config=wanted)[1:] == (0.6, 20, 0.9, 0.1, 1.1)
     assert defaults(checkpoint, generation_config={"do_sample": False}).temperature == 0.0
 
 
 def test_the_request_wins() -> None:
-    model = GenerationDefaults((1,), 0.6, 20, 0.9)
-    assert resolve(SamplingParams(), model) == (0.6, 20, 0.9, [1])
+    model = GenerationDefaults((1,), 0.6, 20, 0.9, 0.1, 1.1)
+    assert resolve(SamplingParams(), model) == (0.6, 20, 0.9, [1], 0.1, 1.1)
+    assert resolve(SamplingParams(min_p=0.0, repetition_penalty=1.0), model)[4:] == (0.0, 1.0)
     assert resolve(SamplingParams(temperature=0.0, top_k=-1, top_p=1.0), model)[:3] == (0.0, 0, 1.0)
 
 

@@ -1,0 +1,106 @@
+"""What an engine is asked for a request: every default resolved, every number one that it can hold.
+
+Knows nothing of sockets and text.
+"""
+
+import secrets
+from collections.abc import Sequence
+
+from ..core.errors import InvalidArgument
+from ..core.request import GenerateRequest, SamplingParams
+from ..scheduler.plan import Shaping
+from ..tokenization.generation import GenerationDefaults, Sampling, resolve
+from .intake import check_vocabulary
+from .messages import Add, Ready
+
+_LEAST_URGENT = 2**16
+_FLAT = 1e6
+"""A temperature at which every token is as likely as the next; more overflows single precision."""
+_ONE_TOKEN = 1e-6
+"""A top_p that leaves the likeliest token alone; less may vanish in single precision."""
+_PENALTIES = (1e-4, 1e4)
+"""Repetition penalties beyond which nothing changes any more, save overflows."""
+
+NO_SHAPING = Shaping()
+
+
+def addition(
+    request: GenerateRequest,
+    prompt: list[int],
+    defaults: GenerationDefaults,
+    engine: Ready,
+    bad_words: Sequence[tuple[int, ...]] = (),
+) -> Add:
+    """`bad_words` are the request's, as token ids.
+
+    Raises:
+        InvalidArgument: it asks for what this engine never has.
+    """
+    check_vocabulary(prompt, engine.vocab_size)
+    asked, sampling = request.sampling, resolve(request.sampling, defaults)
+    stops = [token for token in sampling.stop_token_ids if token < engine.vocab_size]
+    return Add(
+        client=0,
+        key=0,
+        prompt=prompt,
+        max_tokens=_max_tokens(asked.max_tokens, len(prompt), engine.max_model_len),
+        temperature=min(sampling.temperature, _FLAT),
+        top_k=min(sampling.top_k, engine.vocab_size),
+        top_p=max(sampling.top_p, _ONE_TOKEN),
+        seed=secrets.randbits(63) if asked.seed is None else asked.seed,
+        choice=request.choice,
+        stop_token_ids=stops,
+        priority=min(max(0, request.priority), _LEAST_URGENT),
+        tenant=_unicode(request.tenant, "tenant"),
+        salt=_unicode(request.cache_salt, "cache_salt"),
+        weight=request.weight,
+        timeout=request.timeout,
+        min_p=sampling.min_p,
+        shaping=_shaping(asked, sampling, stops, bad_words, engine.vocab_size),
+        logprobs=asked.logprobs,
+    )
+
+
+def _shaping(
+    asked: SamplingParams,
+    sampling: Sampling,
+    stops: Sequence[int],
+    bad_words: Sequence[tuple[int, ...]],
+    vocab_size: int,
+) -> Shaping | None:
+    least, most = _PENALTIES
+    shaping = Shaping(
+        repetition_penalty=min(max(sampling.repetition_penalty, least), most),
+        presence_penalty=asked.presence_penalty,
+        frequency_penalty=asked.frequency_penalty,
+        bias=_bias(asked.logit_bias, vocab_size),
+        # A word with a token that the model does not have is never written anyway.
+        bad_words=tuple(word for word in bad_words if max(word) < vocab_size),
+        min_tokens=asked.min_tokens if stops else 0,
+        stops=tuple(stops) if asked.min_tokens else (),
+    )
+    return None if shaping == NO_SHAPING else shaping
+
+
+def _bias(bias: dict[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    for token in bias:
+        if token >= vocab_size:
+            message = f"logit_bias: token id {token} is outside the vocabulary of {vocab_size} tokens"
+            raise InvalidArgument(message, field="logit_bias")
+    return tuple(bias.items())
+
+
+def _max_tokens(asked: int | None, prompt: int, length: int) -> int:
+    if asked is None:
+        return max(1, length - prompt)
+    if asked > length:
+        raise InvalidArgument(f"max_tokens {asked} exceeds the model's length of {length} tokens", field="max_tokens")
+    return asked
+
+
+def _unicode(text: str, field: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"{field} is not valid Unicode", field=field) from error
+    return text

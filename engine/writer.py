@@ -1,0 +1,76 @@
+"""What an engine says of one request, turned into chunks of text.
+
+Knows nothing of where tokens come from; decides nothing but where a stop string ends the text.
+"""
+
+from collections.abc import Sequence
+
+from ..core.request import FinishReason, GenerateChunk, Logprobs, SamplingParams, TokenLogprob, Usage
+from ..tokenization.detokenizer import Detokenizer
+from ..tokenization.stops import StopStrings
+from ..tokenization.tokenizer import Tokenizer
+from .channel import Delta
+
+_LEAST_LOGPROB = -9999.0
+"""Stands for impossible: JSON has no infinity."""
+
+
+class Writer:
+    """Writes the text of one request. The chunk with a finish reason is the last one, though the engine may go on."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int], asked: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._prompt_tokens = len(prompt)
+        self._completion_tokens = 0
+        self._min_tokens = asked.min_tokens
+        self._text = Detokenizer(tokenizer, prompt)
+        self._stops = StopStrings(asked.stop, asked.include_stop_str_in_output)
+
+    def chunk(self, delta: Delta) -> GenerateChunk:
+        """What these tokens write. Those behind a stop string do not count."""
+        text, taken = self._write(delta)
+        self._completion_tokens += taken
+        return GenerateChunk(
+            text=text,
+            token_ids=delta.token_ids[:taken],
+            usage=Usage(self._prompt_tokens, self._completion_tokens, delta.cached_tokens),
+            finish_reason=delta.finish_reason if self._stops.found is None else FinishReason.STOP,
+            logprobs=self._logprobs(delta.token_ids[:taken], delta.logprobs),
+        )
+
+    def _write(self, delta: Delta) -> tuple[str, int]:
+        """The text of the delta, and how many of its tokens it took."""
+        # The token that stopped it ends the text and is no part of it.
+        written = delta.token_ids[:-1] if delta.finish_reason is FinishReason.STOP else delta.token_ids
+        text, taken = self._show_all(written)
+        if self._stops.found is not None:
+            return text, taken
+        if delta.finish_reason is not None:
+            text += self._show(self._text.finish(), len(written)) + self._stops.finish()
+        return text, len(delta.token_ids)
+
+    def _show_all(self, tokens: tuple[int, ...]) -> tuple[str, int]:
+        if not self._stops:
+            return self._text.push(tokens), len(tokens)
+        shown = ""
+        # One by one: which token completed a stop string must not depend on how many came at once.
+        for taken, token in enumerate(tokens, start=1):
+            shown += self._show(self._text.push((token,)), taken)
+            if self._stops.found is not None:
+                return shown, taken
+        return shown, len(tokens)
+
+    def _show(self, piece: str, taken: int) -> str:
+        too_early = self._completion_tokens + taken < self._min_tokens
+        return piece if too_early else self._stops.push(piece)
+
+    def _logprobs(self, tokens: tuple[int, ...], logprobs: Sequence[Logprobs]) -> tuple[TokenLogprob, ...]:
+        return tuple(self._logprob(token, each) for token, each in zip(tokens, logprobs, strict=False))
+
+    def _logprob(self, token: int, logprobs: Logprobs) -> TokenLogprob:
+        top = tuple(self._named(*pair) for pair in zip(logprobs.ids, logprobs.values, strict=True))
+        return self._named(token, logprobs.chosen, top)
+
+    def _named(self, token: int, value: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        text, data = self._tokenizer.piece(token)
+        return TokenLogprob(token, text, data, value if value > _LEAST_LOGPROB else _LEAST_LOGPROB, top)

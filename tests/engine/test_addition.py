@@ -1,0 +1,47 @@
+"""What an engine is asked: defaults resolved, numbers it can hold, nothing where nothing is wanted."""
+
+import msgspec
+import pytest
+
+from charonia.core.errors import InvalidArgument
+from charonia.core.request import GenerateRequest, SamplingParams
+from charonia.engine.addition import addition
+from charonia.engine.messages import Add, Ready
+from charonia.scheduler.plan import Shaping
+from charonia.tokenization.generation import GenerationDefaults
+
+READY = Ready(vocab_size=100, max_model_len=64, block_size=4, blocks=32)
+MODEL = GenerationDefaults((7,))
+
+
+def add(model: GenerationDefaults = MODEL, bad_words: tuple[tuple[int, ...], ...] = (), **asked: object) -> Add:
+    request = GenerateRequest(id="", prompt="", sampling=SamplingParams(**asked), choice=3)
+    return addition(request, [1], model, READY, bad_words)
+
+
+def test_who_asks_for_nothing_gets_no_shaping() -> None:
+    assert add().shaping is None
+    assert add(min_tokens=3, ignore_eos=True).shaping is None
+    assert add(repetition_penalty=1.0, presence_penalty=0.0, stop=("x",)).shaping is None
+    assert (add().choice, add().logprobs, add(logprobs=0).logprobs) == (3, None, 0)
+
+
+def test_shaping_crosses_the_wire_as_it_is() -> None:
+    wishes = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {3: -100.0}, "min_tokens": 2}
+    asked = add(bad_words=((1, 2), (5, 100), (4,)), min_p=0.1, repetition_penalty=1e-300, **wishes)
+    expected = Shaping(1e-4, 0.5, -0.5, ((3, -100.0),), ((1, 2), (4,)), 2, (7,))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(asked), type=Add) == asked
+    assert asked.shaping == expected
+    assert asked.min_p == 0.1
+
+
+def test_the_models_own_penalty_counts() -> None:
+    model = MODEL._replace(min_p=0.2, repetition_penalty=1.1)
+    assert (add(model).min_p, add(model).shaping) == (0.2, Shaping(repetition_penalty=1.1))
+    assert add(model, repetition_penalty=1.0, min_p=0.0).shaping is None
+
+
+def test_a_bias_for_a_token_that_is_none_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="100") as refusal:
+        add(logit_bias={100: 1.0})
+    assert refusal.value.field == "logit_bias"

@@ -1,0 +1,82 @@
+"""Text of one request: what a stop string cuts, and what is counted then."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+
+from charonia.core.request import FinishReason, GenerateChunk, Logprobs, SamplingParams, Usage
+from charonia.core.request import joined as join
+from charonia.engine.channel import Delta
+from charonia.engine.writer import Writer
+from charonia.tokenization.tokenizer import Tokenizer
+
+LETTERS = {chr(ord("a") + token): token for token in range(26)}
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+
+
+def alphabet() -> Tokenizer:
+    """Token 0 writes a, token 1 writes b."""
+    backend = Backend(models.WordLevel(LETTERS, unk_token="a"))
+    backend.decoder = decoders.Fuse()
+    return Tokenizer(backend, {}, None)
+
+
+ALPHABET = alphabet()
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(LETTERS[letter] for letter in text)
+
+
+def write(pieces: list[str], finish: FinishReason = LENGTH, **asked: object) -> list[GenerateChunk]:
+    """Chunks up to the last one the writer wants."""
+    writer = Writer(ALPHABET, [0], SamplingParams(**asked))
+    chunks = []
+    for place, piece in enumerate(pieces, start=1):
+        delta = Delta(ids(piece), 0, finish if place == len(pieces) else None)
+        chunks.append(writer.chunk(delta))
+        if chunks[-1].finish_reason is not None:
+            break
+    return chunks
+
+
+@pytest.mark.parametrize("pieces", [["xabcdy"], ["x", "ab", "cdy"], list("xabcdy")], ids=len)
+def test_tokens_behind_a_stop_string_do_not_count(pieces: list[str]) -> None:
+    whole = join(write(pieces, stop=("bc",)))
+    assert (whole.text, whole.token_ids, whole.finish_reason) == ("xa", ids("xabc"), STOP)
+    assert whole.usage == Usage(1, 4)
+    assert join(write(pieces, stop=("bc",), include_stop_str_in_output=True)).text == "xabc"
+
+
+def test_a_text_that_ends_shows_what_was_held_back() -> None:
+    assert [chunk.text for chunk in write(["xab", "ab"], stop=("abc",))] == ["x", "abab"]
+    ended = join(write(["xab", "e"], STOP, stop=("abc",)))
+    assert (ended.text, ended.finish_reason, ended.usage.completion_tokens) == ("xab", STOP, 4)
+
+
+def test_a_stop_string_waits_for_the_minimum() -> None:
+    assert join(write(["abab"], stop=("ab",), min_tokens=3)).text == "ab"
+    assert join(write(["abab"], stop=("ab",), min_tokens=1)).text == ""
+    assert join(write(["abcd"], stop=("ab",), min_tokens=3)).finish_reason is LENGTH
+
+
+@given(text=st.text("abc", max_size=20), sizes=st.lists(st.integers(1, 5), max_size=20), least=st.integers(0, 5))
+def test_it_does_not_matter_how_many_tokens_come_at_once(text: str, sizes: list[int], least: int) -> None:
+    asked = {"stop": ("ab", "ca"), "min_tokens": least}
+    pieces, rest = [], text
+    for size in sizes:
+        pieces.append(rest[:size])
+        rest = rest[size:]
+    assert join(write([*pieces, rest], **asked)) == join(write([text], **asked))
+
+
+def test_logprobs_are_named_and_finite() -> None:
+    writer = Writer(ALPHABET, [0], SamplingParams(stop=("b",)))
+    logprobs = (Logprobs(-0.5, [0, 1], [-0.5, -1.0]), Logprobs(float("-inf"), [], []), Logprobs(-1.0, [], []))
+    chunk = writer.chunk(Delta(ids("abc"), 0, None, logprobs))
+    first, second = chunk.logprobs
+    assert (first.text, first.data, first.logprob) == ("a", b"a", -0.5)
+    assert [(other.text, other.logprob) for other in first.top] == [("a", -0.5), ("b", -1.0)]
+    assert second.logprob == -9999.0
