@@ -17,6 +17,7 @@ from .connection import ClientLeft
 from .faults import UNEXPECTED, error_response, json_response
 from .metadata import ServerInfo
 from .openai import OpenAI
+from .tokenization import Tokenization
 from .v2 import V2
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ def build_app(gateway: Gateway, info: ServerInfo) -> FastAPI:
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     app.router.routes.extend(V2(gateway, info).routes())
     app.router.routes.extend(OpenAI(gateway, info.max_input_size).routes())
+    app.router.routes.extend(Tokenization(gateway, info.max_input_size).routes())
     app.add_exception_handler(CharoniaError, _charonia_error)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(ClientLeft, _client_left)

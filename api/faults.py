@@ -25,6 +25,8 @@ _STATUS = {
 _OPENAI_TYPE = {404: "not_found_error", 429: "rate_limit_error"}
 _OPENAI_CODE = {404: "model_not_found", 429: "rate_limit_exceeded"}
 
+_OPENAI_PATHS = ("/v1/", "/tokenize", "/detokenize")
+
 UNEXPECTED = Internal("Internal Server Error")
 
 
@@ -55,7 +57,7 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
 
 def error_response(error: CharoniaError, path: str) -> Response:
     """The error in the shape of the door that `path` belongs to."""
-    body = openai_body(error) if path.startswith("/v1/") else v2_body(error)
+    body = openai_body(error) if path.startswith(_OPENAI_PATHS) else v2_body(error)
     return json_response(body, status_of(error), _headers(error))
 
 

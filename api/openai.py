@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from ..core.errors import CharoniaError, NotFound
 from ..core.gateway import Gateway
 from ..core.model import ModelConfig
-from ..core.request import FinishReason, GenerateChunk
+from ..core.request import GenerateChunk, joined
 from .connection import EventStream, WhileConnected, event, read_body
 from .faults import json_response, openai_body
 from .merge import merged
@@ -56,7 +56,7 @@ class OpenAI:
     async def _answer(self, request: Request, parse: Callable[[bytes], Asked], shape: Shape) -> ASGIApp:
         asked = parse(await read_body(request, self._max_input_size))
         self._lookup(asked.model)
-        writer = Writer(shape, asked.id, asked.model, asked.include_usage)
+        writer = Writer(shape, asked.id, asked.model, asked.include_usage, asked.choices)
         chunks = merged([self._gateway.generate(asked.model, each) for each in asked.requests])
         if asked.stream:
             return EventStream(_events(writer, chunks), _fault)
@@ -73,13 +73,10 @@ class OpenAI:
 async def _whole(
     writer: Writer, chunks: AsyncGenerator[tuple[int, GenerateChunk], None], count: int
 ) -> dict[str, object]:
-    texts: list[list[str]] = [[] for _ in range(count)]
-    reasons: list[FinishReason | None] = [None] * count
+    said: list[list[GenerateChunk]] = [[] for _ in range(count)]
     async for index, chunk in chunks:
-        writer.count(index, chunk)
-        texts[index].append(chunk.text)
-        reasons[index] = chunk.finish_reason
-    return writer.whole(["".join(pieces) for pieces in texts], reasons)
+        said[index].append(chunk)
+    return writer.whole([joined(each) for each in said])
 
 
 async def _events(

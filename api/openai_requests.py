@@ -5,33 +5,24 @@ Knows nothing of HTTP.
 """
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any, TypeAlias, TypeVar
 from uuid import uuid4
 
 import msgspec
 import orjson
 
 from ..core.errors import InvalidArgument
-from ..core.request import Conversation, GenerateRequest, Message, Prompt, SamplingParams
+from ..core.request import MAX_LOGPROBS, Conversation, GenerateRequest, Message, Prompt, SamplingParams
 
 HARMLESS = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"})
 """Fields that change nothing about the answer."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
-    "stop": ([], ""),
-    "logprobs": (False,),
     "top_logprobs": (0,),
     "prompt_logprobs": (),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "length_penalty": (1,),
-    "bad_words": ([],),
     "echo": (False,),
     "suffix": ("",),
     "tools": ([],),
@@ -60,12 +51,17 @@ _MESSAGE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "reasoning_content": (),
 }
 _MESSAGE_FIELDS = frozenset({"role", "content"})
+_MAX_CHOICES = 128
 _ROLES = ("system", "developer", "user", "assistant")
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+
+
+_Words: TypeAlias = str | tuple[str, ...] | None
+"""One string, or several."""
 
 
 class _Common(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,20 +78,46 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     priority: int | None = None
     timeout: float | None = None
+    n: int | None = None
+    stop: _Words = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: _Words = None
+    min_tokens: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to name beside each chosen one; None names none and no logprob at all."""
+        raise NotImplementedError
 
 
 class CompletionBody(_Common, frozen=True, kw_only=True):
     prompt: Any
+    logprobs: int | None = None
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 class ChatBody(_Common, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
-
-_SUPPORTED: Mapping[type[_Common], frozenset[str]] = {
-    kind: frozenset(field.name for field in msgspec.structs.fields(kind)) for kind in (CompletionBody, ChatBody)
-}
+    @property
+    def wanted_logprobs(self) -> int | None:
+        top = self.top_logprobs or 0
+        if not 0 <= top <= MAX_LOGPROBS:
+            raise InvalidArgument(f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {top}", field="top_logprobs")
+        if top and not self.logprobs:
+            raise InvalidArgument("top_logprobs needs logprobs to be true", field="top_logprobs")
+        return top if self.logprobs else None
 
 
 class _Text(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,46 +125,61 @@ class _Text(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     text: str
 
 
-_Body = TypeVar("_Body", CompletionBody, ChatBody)
+_Body = TypeVar("_Body", bound=msgspec.Struct)
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """One request of the door: what goes to the gateway, one per prompt, and how to answer."""
+    """One request of the door: what goes to the gateway, `choices` for each prompt, and how to answer."""
 
     id: str
     model: str
     requests: tuple[GenerateRequest, ...]
+    choices: int
     stream: bool
     include_usage: bool
 
 
 def parse_completion(body: bytes) -> Asked:
     """Raises `InvalidArgument`, whose `field` names the culprit."""
-    fields = _decode(body, CompletionBody)
+    fields = decode(body, CompletionBody, NEUTRAL)
     max_tokens = 16 if fields.max_tokens is None else fields.max_tokens
     return _asked(f"cmpl-{uuid4().hex}", fields, _prompts(fields.prompt), max_tokens)
 
 
 def parse_chat(body: bytes) -> Asked:
     """Raises `InvalidArgument`, whose `field` names the culprit."""
-    fields = _decode(body, ChatBody)
-    if not fields.messages:
+    fields = decode(body, ChatBody, NEUTRAL)
+    return _asked(f"chatcmpl-{uuid4().hex}", fields, [read_messages(fields.messages)], _chat_limit(fields))
+
+
+def read_messages(messages: list[dict[str, Any]]) -> Conversation:
+    """Raises `InvalidArgument`, whose `field` names the culprit."""
+    if not messages:
         raise InvalidArgument("messages must not be empty", field="messages")
-    messages = tuple(_message(f"messages[{index}]", message) for index, message in enumerate(fields.messages))
-    return _asked(f"chatcmpl-{uuid4().hex}", fields, [Conversation(messages)], _chat_limit(fields))
+    return Conversation(tuple(_message(f"messages[{index}]", message) for index, message in enumerate(messages)))
 
 
-def _decode(body: bytes, kind: type[_Body]) -> _Body:
+def decode(body: bytes, kind: type[_Body], neutral: Mapping[str, tuple[Any, ...]]) -> _Body:
+    """A JSON object with the fields of `kind`, harmless ones, and those of `neutral` at a value that asks for nothing.
+
+    Raises:
+        InvalidArgument: it is not; `field` names the culprit.
+    """
     try:
         members = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise InvalidArgument(f"the body is not valid JSON: {error.msg} at {error.pos}") from None
     if not isinstance(members, dict):
         raise InvalidArgument("the body must be a JSON object")
-    names = _SUPPORTED[kind]
-    _refuse_others(members, names | HARMLESS, NEUTRAL, "")
+    names = _names(kind)
+    _refuse_others(members, names | HARMLESS, neutral, "")
     supported = {key: value for key, value in members.items() if key in names}
     return _convert(supported, kind)
+
+
+@lru_cache
+def _names(kind: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(kind.__struct_fields__)
 
 
 def _refuse_others(
@@ -238,14 +275,28 @@ def _asked(request_id: str, fields: _Common, prompts: list[Prompt], max_tokens: 
         raise InvalidArgument(f"timeout must be a number of seconds of at least 0, got {timeout}", field="timeout")
     sampling = _sampling(fields, max_tokens)
     salt = fields.cache_salt or ""
+    choices = _choices(fields.n)
     requests = tuple(
         GenerateRequest(
-            id=request_id, prompt=prompt, sampling=sampling, priority=priority, cache_salt=salt, timeout=timeout
+            id=request_id,
+            prompt=prompt,
+            sampling=sampling,
+            priority=priority,
+            cache_salt=salt,
+            timeout=timeout,
+            choice=choice,
         )
         for prompt in prompts
+        for choice in range(choices)
     )
     include_usage = options is not None and bool(options.include_usage)
-    return Asked(request_id, fields.model, requests, bool(fields.stream), include_usage)
+    return Asked(request_id, fields.model, requests, choices, bool(fields.stream), include_usage)
+
+
+def _choices(n: int | None) -> int:
+    if n is not None and not 1 <= n <= _MAX_CHOICES:
+        raise InvalidArgument(f"n must be between 1 and {_MAX_CHOICES}, got {n}", field="n")
+    return n or 1
 
 
 def _sampling(fields: _Common, max_tokens: int | None) -> SamplingParams:
@@ -257,4 +308,27 @@ def _sampling(fields: _Common, max_tokens: int | None) -> SamplingParams:
         seed=fields.seed,
         stop_token_ids=fields.stop_token_ids or (),
         ignore_eos=bool(fields.ignore_eos),
+        min_p=fields.min_p,
+        repetition_penalty=fields.repetition_penalty,
+        presence_penalty=fields.presence_penalty or 0,
+        frequency_penalty=fields.frequency_penalty or 0,
+        logit_bias=_bias(fields.logit_bias or {}),
+        bad_words=_words(fields.bad_words),
+        min_tokens=fields.min_tokens or 0,
+        stop=_words(fields.stop),
+        include_stop_str_in_output=bool(fields.include_stop_str_in_output),
+        logprobs=fields.wanted_logprobs,
     )
+
+
+def _words(words: _Words) -> tuple[str, ...]:
+    if isinstance(words, str):
+        return (words,) if words else ()
+    return words or ()
+
+
+def _bias(bias: Mapping[str, float]) -> dict[int, float]:
+    for token in bias:
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise InvalidArgument(f"logit_bias must name tokens by their ids, got {_short(token)}", field="logit_bias")
+    return {int(token): value for token, value in bias.items()}

@@ -4,11 +4,15 @@ Knows the two shapes and nothing of where the text comes from.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 from ..core.model import ModelConfig
-from ..core.request import FinishReason, GenerateChunk, Usage
+from ..core.request import FinishReason, GenerateChunk, TokenLogprob, Usage
+
+Object = dict[str, Any]
+"""A JSON object."""
 
 
 class Shape(Protocol):
@@ -17,94 +21,134 @@ class Shape(Protocol):
     object: str
     chunk_object: str
 
-    def choice(self, index: int, text: str, reason: FinishReason | None) -> dict[str, Any]: ...
+    def choice(self, index: int, text: str, reason: FinishReason | None, logprobs: Object | None) -> Object: ...
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int) -> Object | None:
         """A choice that goes out before the first text."""
 
-    def delta(self, index: int, text: str, reason: FinishReason | None) -> dict[str, Any]: ...
+    def delta(self, index: int, text: str, reason: FinishReason | None, logprobs: Object | None) -> Object: ...
+
+    def logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> Object:
+        """`offset`: characters that the tokens before wrote."""
 
 
 class CompletionShape:
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def choice(self, index: int, text: str, reason: FinishReason | None) -> dict[str, Any]:
-        return {"text": text, "index": index, "logprobs": None, "finish_reason": reason}
+    def choice(self, index: int, text: str, reason: FinishReason | None, logprobs: Object | None) -> Object:
+        return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int) -> Object | None:
         return None
 
     delta = choice
+
+    def logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> Object:
+        ends = accumulate((len(each.text) for each in tokens), initial=offset)
+        return {
+            "tokens": [each.text for each in tokens],
+            "token_logprobs": [each.logprob for each in tokens],
+            "top_logprobs": [_by_text(each) for each in tokens],
+            "text_offset": list(ends)[:-1],
+        }
 
 
 class ChatShape:
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def choice(self, index: int, text: str, reason: FinishReason | None) -> dict[str, Any]:
+    def choice(self, index: int, text: str, reason: FinishReason | None, logprobs: Object | None) -> Object:
         message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int) -> Object | None:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def delta(self, index: int, text: str, reason: FinishReason | None) -> dict[str, Any]:
+    def delta(self, index: int, text: str, reason: FinishReason | None, logprobs: Object | None) -> Object:
         delta = {"content": text} if text else {}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+    def logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> Object:
+        content = [_entry(each) | {"top_logprobs": [_entry(other) for other in each.top]} for each in tokens]
+        return {"content": content, "refusal": None}
+
+
+def _entry(token: TokenLogprob) -> Object:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.data)}
+
+
+def _by_text(token: TokenLogprob) -> dict[str, float]:
+    """The likeliest tokens and the chosen one; of several that read the same, the likeliest."""
+    named: dict[str, float] = {}
+    for each in (*token.top, token):
+        named.setdefault(each.text, each.logprob)
+    return named
 
 
 class Writer:
-    """Writes one answer: the members that all its objects share, and the usage counted so far."""
+    """Writes one answer: the members that all its objects share, and what was counted so far.
 
-    def __init__(self, shape: Shape, request_id: str, model: str, include_usage: bool) -> None:
+    Choices stand in the order of the prompts, `choices` for each.
+    """
+
+    def __init__(self, shape: Shape, request_id: str, model: str, include_usage: bool, choices: int = 1) -> None:
         self._shape = shape
         self._head = {"id": request_id, "created": int(time.time()), "model": model}
         self._include_usage = include_usage
+        self._choices = choices
         self._usage: dict[int, Usage] = {}
+        self._offsets: dict[int, int] = {}
 
-    def whole(self, texts: list[str], reasons: list[FinishReason | None]) -> dict[str, Any]:
-        pairs = enumerate(zip(texts, reasons, strict=True))
-        choices = [self._shape.choice(index, text, reason) for index, (text, reason) in pairs]
-        return {**self._head, "object": self._shape.object, "choices": choices, "usage": _total(self._usage.values())}
+    def whole(self, answers: Sequence[GenerateChunk]) -> Object:
+        """All in one; `answers[i]` is everything that choice i says."""
+        self._usage = {index: answer.usage for index, answer in enumerate(answers)}
+        choices = [
+            self._shape.choice(index, answer.text, answer.finish_reason, self._logprobs(index, answer))
+            for index, answer in enumerate(answers)
+        ]
+        return {**self._head, "object": self._shape.object, "choices": choices, "usage": self._total()}
 
-    def count(self, index: int, chunk: GenerateChunk) -> bool:
-        """Note the usage; whether this was the choice's first chunk."""
-        first = index not in self._usage
-        self._usage[index] = chunk.usage
-        return first
-
-    def chunks(self, index: int, chunk: GenerateChunk) -> Iterable[dict[str, Any]]:
+    def chunks(self, index: int, chunk: GenerateChunk) -> Iterable[Object]:
         """The objects to send for one chunk: none while a character is incomplete."""
-        opening = self._shape.opening(index) if self.count(index, chunk) else None
+        opening = None if index in self._usage else self._shape.opening(index)
+        self._usage[index] = chunk.usage
         if opening is not None:
             yield self._chunk([opening])
-        if chunk.text or chunk.finish_reason:
-            yield self._chunk([self._shape.delta(index, chunk.text, chunk.finish_reason)])
+        if chunk.text or chunk.finish_reason or chunk.logprobs:
+            logprobs = self._logprobs(index, chunk)
+            yield self._chunk([self._shape.delta(index, chunk.text, chunk.finish_reason, logprobs)])
 
-    def closing(self) -> dict[str, Any] | None:
+    def closing(self) -> Object | None:
         """The usage of a stream, if it was asked for."""
         if not self._include_usage:
             return None
-        return self._chunk([]) | {"usage": _total(self._usage.values())}
+        return self._chunk([]) | {"usage": self._total()}
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _chunk(self, choices: list[Object]) -> Object:
         chunk = {**self._head, "object": self._shape.chunk_object, "choices": choices}
         return {**chunk, "usage": None} if self._include_usage else chunk
+
+    def _logprobs(self, index: int, chunk: GenerateChunk) -> Object | None:
+        if not chunk.logprobs:
+            return None
+        offset = self._offsets.get(index, 0)
+        self._offsets[index] = offset + sum(len(each.text) for each in chunk.logprobs)
+        return self._shape.logprobs(chunk.logprobs, offset)
+
+    def _total(self) -> Object:
+        """A prompt counts once, however many choices it has."""
+        prompts = [usage for index, usage in self._usage.items() if index % self._choices == 0]
+        prompt = sum(usage.prompt_tokens for usage in prompts)
+        completion = sum(usage.completion_tokens for usage in self._usage.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
+        }
 
 
 def model_object(config: ModelConfig) -> dict[str, Any]:
     return {"id": config.name, "object": "model", "created": config.created, "owned_by": "charonia"}
-
-
-def _total(usages: Iterable[Usage]) -> dict[str, Any]:
-    counted = list(usages)
-    prompt = sum(usage.prompt_tokens for usage in counted)
-    completion = sum(usage.completion_tokens for usage in counted)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in counted)},
-    }

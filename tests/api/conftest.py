@@ -18,6 +18,8 @@ from charonia.core.request import (
     GenerateRequest,
     InferRequest,
     InferResponse,
+    TokenizeRequest,
+    TokenLogprob,
     Usage,
 )
 from charonia.core.tensor import Tensor, TensorSpec
@@ -65,6 +67,7 @@ class FakeGateway:
     is_ready: bool = True
     is_exiting: bool = False
     asked: list[InferRequest | GenerateRequest] = field(default_factory=list)
+    tokenized: list[TokenizeRequest] = field(default_factory=list)
     open_streams: int = 0
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -105,7 +108,20 @@ class FakeGateway:
             async for text in texts:
                 count += 1
                 reason = FinishReason.STOP if count == len(self.texts) and not self.error else None
-                yield GenerateChunk(text=text, token_ids=(count,), usage=Usage(5, count, 2), finish_reason=reason)
+                yield GenerateChunk(
+                    text=text,
+                    token_ids=(count,),
+                    usage=Usage(5, count, 2),
+                    finish_reason=reason,
+                    logprobs=_logprobs(count, text, request.sampling.logprobs),
+                )
+
+    async def tokenize(self, name: str, request: TokenizeRequest) -> list[int]:
+        self.tokenized.append(request)
+        return [1, 2, 3]
+
+    async def detokenize(self, name: str, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
 
     async def _answers(self) -> AsyncGenerator[str, None]:
         self.open_streams += 1
@@ -119,6 +135,15 @@ class FakeGateway:
                 await asyncio.Event().wait()
         finally:
             self.open_streams -= 1
+
+
+def _logprobs(token: int, text: str, top: int | None) -> tuple[TokenLogprob, ...]:
+    """The chosen token is the second likeliest."""
+    if top is None:
+        return ()
+    own = TokenLogprob(token, text, text.encode(), -1.0)
+    likelier = TokenLogprob(0, "?", b"?", -0.5)
+    return (TokenLogprob(token, text, text.encode(), -1.0, (likelier, own)[:top]),)
 
 
 @pytest.fixture

@@ -128,12 +128,67 @@ async def test_what_reaches_the_gateway(client: httpx.AsyncClient, gateway: Any)
         "seed": 11,
         "ignore_eos": True,
         "stop_token_ids": [4, 5],
+        "stop": ["a", "b"],
+        "include_stop_str_in_output": True,
+        "bad_words": ["c"],
+        "min_tokens": 3,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "presence_penalty": -1.0,
+        "frequency_penalty": 0.5,
+        "logit_bias": {"7": -100},
+        "logprobs": 2,
     }
     await client.post(TEXT, json=PROMPT | sampling | {"cache_salt": "s", "priority": 2, "timeout": 1.5, "user": "me"})
     request: GenerateRequest = gateway.asked[0]
     assert (request.prompt, request.priority, request.cache_salt, request.timeout) == ("hi", 2, "s", 1.5)
     got = {name: getattr(request.sampling, name) for name in sampling}
-    assert got == sampling | {"stop_token_ids": (4, 5)}
+    lists = {"stop_token_ids": (4, 5), "stop": ("a", "b"), "bad_words": ("c",), "logit_bias": {7: -100.0}}
+    assert got == sampling | lists
+
+
+async def test_one_stop_string_may_come_alone(client: httpx.AsyncClient, gateway: Any) -> None:
+    for stop in ("x", "", [], None):
+        await client.post(CHAT, json=HI | {"stop": stop})
+    assert [request.sampling.stop for request in gateway.asked] == [("x",), (), (), ()]
+
+
+async def test_several_choices_of_each_prompt(client: httpx.AsyncClient, gateway: Any) -> None:
+    body = (await client.post(TEXT, json=PROMPT | {"prompt": ["a", "b"], "n": 2})).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert [(request.prompt, request.choice) for request in gateway.asked] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert body["usage"]["prompt_tokens"] == 10
+    assert body["usage"]["completion_tokens"] == 8
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 4
+    *chunks, last = events(await client.post(CHAT, json=HI | {"n": 3, "stream": True, "stream_options": USAGE}))
+    assert {chunk["choices"][0]["index"] for chunk in chunks} == {0, 1, 2}
+    assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (5, 6)
+
+
+QUESTION = {"token": "?", "logprob": -0.5, "bytes": [63]}
+
+
+async def test_logprobs_of_a_chat(client: httpx.AsyncClient) -> None:
+    [choice] = (await client.post(CHAT, json=HI | {"logprobs": True, "top_logprobs": 1})).json()["choices"]
+    one = {"token": "one", "logprob": -1.0, "bytes": [111, 110, 101], "top_logprobs": [QUESTION]}
+    assert choice["logprobs"]["content"][0] == one
+    assert [each["token"] for each in choice["logprobs"]["content"]] == ["one", " two"]
+    chunks = events(await client.post(CHAT, json=HI | {"logprobs": True, "stream": True}))
+    told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert told == [None, {"content": [one | {"top_logprobs": []}], "refusal": None}, told[2]]
+
+
+async def test_logprobs_of_a_text(client: httpx.AsyncClient) -> None:
+    [choice] = (await client.post(TEXT, json=PROMPT | {"logprobs": 2})).json()["choices"]
+    assert choice["logprobs"] == {
+        "tokens": ["one", " two"],
+        "token_logprobs": [-1.0, -1.0],
+        "top_logprobs": [{"?": -0.5, "one": -1.0}, {"?": -0.5, " two": -1.0}],
+        "text_offset": [0, 3],
+    }
+    chunks = events(await client.post(TEXT, json=PROMPT | {"logprobs": 0, "stream": True}))
+    assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0], [3]]
+    assert chunks[1]["choices"][0]["logprobs"]["top_logprobs"] == [{" two": -1.0}]
 
 
 async def test_limits_differ_between_the_doors(client: httpx.AsyncClient, gateway: Any) -> None:
@@ -179,12 +234,23 @@ async def test_neutral_values_are_accepted(client: httpx.AsyncClient) -> None:
 
 
 REFUSED = [
-    ({"n": 2}, "n"),
-    ({"stop": ["x"]}, "stop"),
-    ({"logprobs": True}, "logprobs"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": ["x"] * 65}, "stop"),
+    ({"stop": 5}, "stop"),
+    ({"stop": [5]}, "stop[0]"),
+    ({"bad_words": ["x" * 300]}, "bad_words"),
+    ({"logprobs": "yes"}, "logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),
-    ({"logit_bias": {"1": 2}}, "logit_bias"),
-    ({"presence_penalty": 0.1}, "presence_penalty"),
+    ({"logit_bias": {"1": 200}}, "logit_bias"),
+    ({"logit_bias": {"one": 2}}, "logit_bias"),
+    ({"presence_penalty": 2.1}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"min_p": 2}, "min_p"),
+    ({"max_tokens": 2, "min_tokens": 3}, "min_tokens"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
@@ -244,6 +310,8 @@ async def test_refused_by_name(
         (TEXT, {"model": "llm", "prompt": [True]}, "prompt"),
         (TEXT, PROMPT | {"max_completion_tokens": 3}, "max_completion_tokens"),
         (TEXT, PROMPT | {"echo": True}, "echo"),
+        (TEXT, PROMPT | {"logprobs": 21}, "logprobs"),
+        (CHAT, HI | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (TEXT, PROMPT | {"best_of": 2}, "best_of"),
         (TEXT, PROMPT | {"suffix": "x"}, "suffix"),
         (CHAT, {"model": "llm"}, "messages"),

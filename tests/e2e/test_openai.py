@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -56,10 +57,81 @@ def test_the_prefix_cache_shows_in_the_usage(server: Any) -> None:
     assert again.usage.prompt_tokens_details.cached_tokens % 16 == 0
 
 
+def test_stop_strings_end_the_text_where_they_begin(server: Any) -> None:
+    with openai.OpenAI(**options(server)) as client:
+        whole = client.completions.create(model="tiny", prompt="def fib", **PLAIN).choices[0].text
+        stop = whole[3:5]
+        asked: dict[str, Any] = {"model": "tiny", "prompt": "def fib", "stop": [stop, "never"], **PLAIN}
+        cut = client.completions.create(**asked)
+        pieces = [piece.choices[0] for piece in client.completions.create(stream=True, **asked)]
+    expected = whole[: whole.index(stop)]
+    assert (cut.choices[0].text, cut.choices[0].finish_reason) == (expected, "stop")
+    assert "".join(piece.text for piece in pieces) == expected
+    assert pieces[-1].finish_reason == "stop"
+    assert cut.usage
+    assert cut.usage.completion_tokens < 12
+
+
+def test_choices_differ_and_repeat(server: Any) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 8, "n": 3, "seed": 5}
+    with openai.OpenAI(**options(server)) as client:
+        once, again = (client.chat.completions.create(**asked) for _ in range(2))
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, **asked)]
+    texts = [choice.message.content for choice in once.choices]
+    assert texts == [choice.message.content for choice in again.choices]
+    assert len(set(texts)) == 3
+    for index, text in enumerate(texts):
+        assert "".join(chunk.delta.content or "" for chunk in chunks if chunk.index == index) == text
+    assert once.usage
+    assert once.usage.prompt_tokens < 60
+
+
+def test_logprobs_add_up(server: Any) -> None:
+    with openai.OpenAI(**options(server)) as client:
+        chat = client.chat.completions.create(
+            model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=5, **PLAIN
+        ).choices[0]
+        text = client.completions.create(model="tiny", prompt="def fib", logprobs=2, **PLAIN).choices[0]
+    assert chat.logprobs
+    assert chat.logprobs.content
+    for token in chat.logprobs.content:
+        assert (token.token, token.logprob) == (token.top_logprobs[0].token, token.top_logprobs[0].logprob)
+        assert len(token.top_logprobs) == 5
+    assert text.logprobs
+    assert text.logprobs.tokens
+    assert len(text.logprobs.tokens) == len(text.logprobs.text_offset or []) == 12
+
+
+def test_biases_and_bans(server: Any) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "def fib", "max_tokens": 12, "temperature": 0}
+    with openai.OpenAI(**options(server)) as client:
+        forced = client.completions.create(logit_bias={"72": 100}, **asked).choices[0].text
+        words = {"bad_words": [forced[:1]], "min_tokens": 12}
+        banned = client.completions.create(logit_bias={"72": 100}, logprobs=0, extra_body=words, **asked)
+        spread = client.completions.create(presence_penalty=2, logit_bias={"72": 2}, **asked)
+    assert forced == forced[:1] * 12
+    assert banned.choices[0].logprobs
+    assert forced[:1] not in (banned.choices[0].logprobs.tokens or [])
+    assert spread.choices[0].text != forced
+    assert banned.usage
+    assert banned.usage.completion_tokens == 12
+
+
+def test_there_and_back_again(server: Any) -> None:
+    text = "def fib(n): # caf\u00e9"
+    asked = {"model": "tiny", "prompt": text}
+    tokens = httpx.post(f"{server.url}/tokenize", json=asked).json()
+    assert (tokens["count"], tokens["max_model_len"]) == (len(tokens["tokens"]), 256)
+    back = httpx.post(f"{server.url}/detokenize", json={"model": "tiny", "tokens": tokens["tokens"]})
+    assert back.json() == {"prompt": text}
+    chat = httpx.post(f"{server.url}/tokenize", json={"model": "tiny", "messages": MESSAGES}).json()
+    assert chat["count"] > 5
+
+
 def test_errors_carry_the_field(server: Any) -> None:
     with openai.OpenAI(**options(server)) as client:
         with pytest.raises(openai.BadRequestError) as refused:
-            client.chat.completions.create(model="tiny", messages=MESSAGES, n=2)
+            client.chat.completions.create(model="tiny", messages=MESSAGES, n=200)
         with pytest.raises(openai.BadRequestError) as too_long:
             client.completions.create(model="tiny", prompt="x", max_tokens=10**6)
         with pytest.raises(openai.NotFoundError) as unknown:

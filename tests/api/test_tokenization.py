@@ -1,0 +1,48 @@
+"""/tokenize and /detokenize, in vLLM's shapes."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from charonia.core.request import Conversation, Message, TokenizeRequest
+
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+HI = [{"role": "user", "content": "hi"}]
+
+
+async def test_tokenize(client: httpx.AsyncClient, gateway: Any) -> None:
+    answer = await client.post(TOKENIZE, json={"model": "llm", "prompt": "hi"})
+    assert answer.json() == {"count": 3, "max_model_len": None, "tokens": [1, 2, 3], "token_strs": None}
+    await client.post(TOKENIZE, json={"model": "llm", "prompt": "", "add_special_tokens": False})
+    await client.post(TOKENIZE, json={"model": "llm", "messages": HI, "add_generation_prompt": False})
+    chat = Conversation((Message("user", "hi"),))
+    assert gateway.tokenized == [
+        TokenizeRequest(prompt="hi"),
+        TokenizeRequest(prompt="", special=False),
+        TokenizeRequest(prompt=chat, invite=False),
+    ]
+
+
+async def test_detokenize(client: httpx.AsyncClient) -> None:
+    assert (await client.post(DETOKENIZE, json={"model": "llm", "tokens": [7, 8]})).json() == {"prompt": "7 8"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (TOKENIZE, {"prompt": "hi"}, "model"),
+        (TOKENIZE, {"model": "llm"}, "prompt"),
+        (TOKENIZE, {"model": "llm", "prompt": "x", "messages": HI}, "prompt"),
+        (TOKENIZE, {"model": "llm", "messages": []}, "messages"),
+        (TOKENIZE, {"model": "llm", "messages": HI, "add_special_tokens": True}, "add_special_tokens"),
+        (TOKENIZE, {"model": "llm", "prompt": "x", "return_token_strs": True}, "return_token_strs"),
+        (TOKENIZE, {"model": "llm", "prompt": 5}, "prompt"),
+        (DETOKENIZE, {"model": "llm"}, "tokens"),
+        (DETOKENIZE, {"model": "llm", "tokens": ["x"]}, "tokens[0]"),
+        (DETOKENIZE, {"model": "llm", "tokens": [], "bogus": 1}, "bogus"),
+    ],
+)
+async def test_refusals_name_the_field(client: httpx.AsyncClient, path: str, body: dict[str, Any], param: str) -> None:
+    answer = await client.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
