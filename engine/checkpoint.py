@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..tokenization.files import SMALL_FILES, locate, read_json
-from .spec import CheckpointError, ModelSpec, read_spec
+from .dialects import read_spec
+from .spec import CheckpointError, ModelSpec
 
 FILES = (*SMALL_FILES, "*.safetensors")
 

@@ -85,7 +85,31 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""What the engine must compute exactly as transformers does."""
+"""What the engine must compute exactly as transformers does, by files of its own."""
+
+FOREIGN: dict[str, dict[str, Any]] = {
+    "gpt-neox": LLAMA | {"model_type": "gpt_neox", "num_key_value_heads": 4},
+    "granite": LLAMA
+    | {
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 2.0,
+    },
+    "starcoder2": LLAMA | {"model_type": "starcoder2", "sliding_window": WINDOW},
+    "cohere2": LLAMA
+    | {
+        "model_type": "cohere2",
+        "num_hidden_layers": 3,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "pad_token_id": None,
+    },
+}
+"""The same through transformers' modules: rotations of half a head, scales, windows, layers without positions."""
+
+CONFIGS |= FOREIGN
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}\n{% endfor %}"

@@ -31,6 +31,8 @@ class CpuAttention:
 
     def __init__(self, spec: CacheSpec) -> None:
         self._spec = spec
+        self._views = list(dict.fromkeys(spec.views))
+        self._view_of = [self._views.index(view) for view in spec.views]
         self._layers: list[_Layer] = []
 
     @property
@@ -49,8 +51,7 @@ class CpuAttention:
 
     def begin(self, batch: Batch) -> Attend:
         slots = batch.slots(self._spec.block_size)
-        parts = {view: self._parts(batch, view) for view in set(self._spec.views)}
-        parts_of = [parts[view] for view in self._spec.views]
+        parts = [self._parts(batch, view) for view in self._views]
         token = (-1, self._spec.kv_heads * self._spec.head_dim)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -58,7 +59,7 @@ class CpuAttention:
             cache.keys.view(token).index_copy_(0, slots, k.reshape(token))
             cache.values.view(token).index_copy_(0, slots, v.reshape(token))
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            for part in parts_of[layer]:
+            for part in parts[self._view_of[layer]]:
                 part(cache, q, out)
             return out.view(len(q), -1)
 

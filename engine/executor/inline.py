@@ -10,16 +10,16 @@ import torch
 from ...core.errors import InvalidArgument
 from ...scheduler.plan import StepPlan, StepResult
 from ..attention.base import Attention, CacheSpec
-from ..attention.registry import attention_backend
-from ..checkpoint import Checkpoint, open_checkpoint
+from ..attention.registry import backend_for
+from ..checkpoint import open_checkpoint
 from ..config import EngineConfig
 from ..host import available_memory, usable_cores
 from ..layers.group import Alone
-from ..models.registry import builder
+from ..models.base import Place
+from ..models.registry import recipe
 from ..rows import Rows
 from ..runner import Runner
-from ..spec import DTYPES, ModelSpec
-from ..weights import Loader, Weights
+from ..spec import DTYPES, Shape
 from .base import Capacity, Progress
 
 
@@ -69,35 +69,34 @@ class InlineExecutor:
         torch.set_num_threads(self._config.threads or usable_cores())
         device = _device(self._config.device)
         self._engine = _build(self._config, device, progress)
-        free = _free_memory(device) - _working_memory(self._engine.spec, self._config)
+        free = _free_memory(device) - _working_memory(self._engine.shape, self._config)
         return Capacity(
-            self._engine.spec.vocab_size, self._engine.max_tokens, self._engine.attention.block_bytes, max(free, 0)
+            self._engine.shape.vocab_size, self._engine.max_tokens, self._engine.attention.block_bytes, max(free, 0)
         )
 
 
 class _Engine(NamedTuple):
     """What loading makes."""
 
-    spec: ModelSpec
+    shape: Shape
     max_tokens: int
     attention: Attention
     runner: Runner
 
 
 def _build(config: EngineConfig, device: torch.device, progress: Callable[[float], None]) -> _Engine:
-    checkpoint = open_checkpoint(config.model)
-    spec = checkpoint.spec
-    build = builder(spec.architecture, config.model)
-    dtype, max_tokens = _dtype(config.dtype, spec), _max_tokens(config, checkpoint)
-    attention = attention_backend(config.attention, _cache(spec, config.cache.block_size, dtype, device))
-    model = build(spec, Loader(Weights(checkpoint.directory), dtype, device, Alone(), progress), max_tokens)
+    found, block_size = recipe(open_checkpoint(config.model)), config.cache.block_size
+    dtype, max_tokens = _dtype(config.dtype, found.dtype), _max_tokens(config.max_model_len, found.max_position)
+    backend = backend_for(config.attention, device, dtype, block_size)
+    decoder, shape = found.build(Place(dtype, device, Alone(), max_tokens, progress))
     progress(1.0)
-    rows = Rows(max_tokens, config.cache.block_size, device)
-    return _Engine(spec, max_tokens, attention, Runner(model, attention, rows, device))
+    attention = backend(_cache(shape, block_size, dtype, device))
+    rows = Rows(max_tokens, block_size, device)
+    return _Engine(shape, max_tokens, attention, Runner(decoder, attention, rows, device))
 
 
-def _cache(spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device) -> CacheSpec:
-    return CacheSpec(spec.views, spec.heads, spec.kv_heads, spec.head_dim, block_size, dtype, device)
+def _cache(shape: Shape, block_size: int, dtype: torch.dtype, device: torch.device) -> CacheSpec:
+    return CacheSpec(shape.views, shape.heads, shape.kv_heads, shape.head_dim, block_size, dtype, device)
 
 
 def _device(name: str) -> torch.device:
@@ -112,16 +111,15 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(name: str, spec: ModelSpec) -> torch.dtype:
-    name = spec.dtype if name == "auto" else name
+def _dtype(name: str, stored: str) -> torch.dtype:
+    name = stored if name == "auto" else name
     if name not in DTYPES:
         raise InvalidArgument(f"dtype must be auto, {', '.join(DTYPES)}, got {name!r}", field="dtype")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
-def _max_tokens(config: EngineConfig, checkpoint: Checkpoint) -> int:
-    wanted, own = config.max_model_len, checkpoint.spec.max_position
+def _max_tokens(wanted: int | None, own: int) -> int:
     if wanted is not None and not 1 <= wanted <= own:
         raise InvalidArgument(
             f"max_model_len must be between 1 and the checkpoint's {own}, got {wanted}", field="max_model_len"
@@ -133,9 +131,9 @@ def _free_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
 
 
-def _working_memory(spec: ModelSpec, config: EngineConfig) -> int:
+def _working_memory(shape: Shape, config: EngineConfig) -> int:
     """Bytes a step may take beside weights and cache: activations of its tokens, logits of its rows (float32,
     three times: logits, probabilities, their sums)."""
     scheduler = config.scheduler
-    activations = scheduler.max_num_batched_tokens * (8 * spec.hidden_size + 4 * spec.intermediate_size) * 4
-    return activations + scheduler.max_num_seqs * spec.vocab_size * 12
+    activations = scheduler.max_num_batched_tokens * (8 * shape.hidden_size + 4 * shape.intermediate_size) * 4
+    return activations + scheduler.max_num_seqs * shape.vocab_size * 12

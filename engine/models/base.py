@@ -1,12 +1,14 @@
-"""What the runner needs of an architecture."""
+"""What the executor needs of an architecture."""
 
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from ..attention.base import Attend
-from ..spec import ModelSpec
+from ..layers.group import Group
+from ..spec import ModelSpec, Shape
 from ..weights import Loader
 
 
@@ -22,3 +24,35 @@ class Decoder(Protocol):
 
 Builder: TypeAlias = Callable[[ModelSpec, Loader, int], Decoder]
 """Builds a decoder from its spec and weights, for sequences of at most so many tokens."""
+
+
+class Place(NamedTuple):
+    """What a decoder is built for: this rank's device, and sequences of at most `positions` tokens.
+
+    `progress` is told the fraction of the rank's bytes read so far."""
+
+    dtype: torch.dtype
+    device: torch.device
+    group: Group
+    positions: int
+    progress: Callable[[float], None] = lambda _: None
+
+
+class Built(NamedTuple):
+    decoder: Decoder
+    shape: Shape
+
+
+class Recipe(Protocol):
+    """A checkpoint that can be served: what is known before its weights are read, and how to build it."""
+
+    @property
+    def dtype(self) -> str:
+        """What the weights are stored in."""
+
+    @property
+    def max_position(self) -> int:
+        """Tokens of the longest sequence."""
+
+    def build(self, place: Place) -> Built:
+        """Raises CheckpointError: the weights are broken, or not what config.json says."""

@@ -1,7 +1,12 @@
-"""The architectures we serve."""
+"""The architectures we serve: those with a file of their own, and the way to all others."""
 
-from ..spec import CheckpointError
-from .base import Builder
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..checkpoint import Checkpoint
+from ..spec import ModelSpec
+from ..weights import Loader, Weights
+from .base import Builder, Built, Place, Recipe
 from .gemma import gemma2, gemma3
 from .llama import llama
 from .mistral import mistral
@@ -24,9 +29,37 @@ ARCHITECTURES: dict[str, Builder] = {
 """config.json's `architectures` entry -> what builds the model."""
 
 
-def builder(architecture: str, where: str) -> Builder:
-    """Raises CheckpointError: the architecture is not in the table; `where` names the checkpoint."""
-    if architecture not in ARCHITECTURES:
-        supported = ", ".join(ARCHITECTURES)
-        raise CheckpointError(f"{where}: architecture {architecture} is not supported; supported: {supported}")
-    return ARCHITECTURES[architecture]
+@dataclass(frozen=True, slots=True)
+class Native:
+    """A checkpoint of an architecture in the table."""
+
+    directory: Path
+    spec: ModelSpec
+    builder: Builder
+
+    @property
+    def dtype(self) -> str:
+        return self.spec.dtype
+
+    @property
+    def max_position(self) -> int:
+        return self.spec.max_position
+
+    def build(self, place: Place) -> Built:
+        load = Loader(Weights(self.directory), place.dtype, place.device, place.group, place.progress)
+        return Built(self.builder(self.spec, load, place.positions), self.spec)
+
+
+def recipe(checkpoint: Checkpoint) -> Recipe:
+    """How to build the checkpoint's model: by our own file if there is one, else through transformers.
+
+    Raises:
+        CheckpointError: its config.json is broken, or it can't be served; says why.
+    """
+    names = checkpoint.config.get("architectures")
+    if isinstance(names, list) and len(names) == 1 and names[0] not in ARCHITECTURES:
+        from .foreign import foreign  # transformers takes seconds to import
+
+        return foreign(checkpoint)
+    spec = checkpoint.spec
+    return Native(checkpoint.directory, spec, ARCHITECTURES[spec.architecture])

@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from charonia.core.errors import InvalidArgument, NotFound
 from charonia.engine.checkpoint import open_checkpoint
+from charonia.engine.dialects import read_spec
 from charonia.engine.layers.group import Alone
-from charonia.engine.models.registry import builder
-from charonia.engine.spec import CheckpointError, Rope, read_spec
+from charonia.engine.models.base import Place
+from charonia.engine.models.registry import recipe
+from charonia.engine.spec import CheckpointError, Rope, View
 from charonia.engine.weights import Loader, Piece, Weights
 
 WEIGHTS = "model.safetensors"
@@ -38,10 +40,8 @@ def edit_tensors(directory: Path, **changes: Any) -> None:
     save_file({name: value for name, value in tensors.items() if value is not ...}, directory / WEIGHTS)
 
 
-def build(directory: Path, dtype: torch.dtype = torch.float32, weights: Weights | None = None) -> Any:
-    checkpoint = open_checkpoint(directory)
-    load = Loader(weights or Weights(directory), dtype, torch.device("cpu"), Alone())
-    return builder(checkpoint.spec.architecture, str(directory))(checkpoint.spec, load, 64)
+def build(directory: Path, progress: Callable[[float], None] = lambda _: None) -> Any:
+    return recipe(open_checkpoint(directory)).build(Place(torch.float32, torch.device("cpu"), Alone(), 64, progress))
 
 
 def test_a_checkpoint_says_what_it_is(checkpoint: Callable[..., Path]) -> None:
@@ -73,15 +73,74 @@ def test_older_field_names_mean_the_same() -> None:
     assert new.kv_heads == 4
 
 
+GEMMA3_OLD = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "vocab_size": 10,
+    "sliding_window": 512,
+    "sliding_window_pattern": 3,
+    "rope_theta": 1000000,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+}
+
+
+def test_what_gemma_leaves_unsaid() -> None:
+    spec = read_spec(GEMMA3_OLD, "here")
+    near, far = View(512, 256**-0.5), View(None, 256**-0.5)
+    assert spec.views == (near, near, far, near, near, far)
+    assert (spec.rope.kind, spec.rope.theta, spec.rope.factor) == ("linear", 1e6, 8.0)
+    assert (spec.local_rope.kind, spec.local_rope.theta) == ("default", 1e4)
+    assert spec.tied_embeddings
+    assert spec.head_dim == 256
+    assert spec.activation == "gelu_pytorch_tanh"
+    two = read_spec(GEMMA3_OLD | {"architectures": ["Gemma2ForCausalLM"]}, "here")
+    assert [view.window for view in two.views] == [512, None] * 3
+    assert (two.views[0].cap, two.logit_cap) == (50.0, 30.0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "windows"),
+    [
+        ("MistralForCausalLM", {}, [4096] * 4),
+        ("MistralForCausalLM", {"sliding_window": None}, [None] * 4),
+        ("LlamaForCausalLM", {"sliding_window": 7}, [None] * 4),
+        ("Qwen2ForCausalLM", {"sliding_window": 7}, [None] * 4),
+        (
+            "Qwen2ForCausalLM",
+            {"sliding_window": 7, "max_window_layers": 3, "use_sliding_window": True},
+            [None] * 3 + [7],
+        ),
+        ("Qwen3MoeForCausalLM", {"sliding_window": 7, "use_sliding_window": True}, [7] * 4),
+        ("Phi3ForCausalLM", {"sliding_window": 2047}, [2047] * 4),
+    ],
+)
+def test_which_layers_look_through_a_window(
+    architecture: str, changes: dict[str, Any], windows: list[int | None]
+) -> None:
+    config = GEMMA3_OLD | {"architectures": [architecture], "num_hidden_layers": 4}
+    del config["sliding_window"]
+    assert [view.window for view in read_spec(config | changes, "here").views] == windows
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2ForCausalLM"]),
+        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "LlamaForCausalLM"]),
         ({"architectures": ...}, ["architectures"]),
         ({"hidden_size": ...}, ["config.json", "hidden_size"]),
         ({"hidden_size": "many"}, ["hidden_size", "'many'"]),
         ({"hidden_act": "gelu"}, ["gelu", "silu"]),
         ({"rope_parameters": {"rope_type": "yarn"}}, ["yarn", "llama3"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        ({"num_experts_per_tok": 3, "num_experts": 2}, ["num_experts_per_tok", "3", "2"]),
+        ({"final_logit_softcapping": -1}, ["final_logit_softcapping", "-1"]),
+        ({"use_bidirectional_attention": True}, ["causal"]),
+        ({"layer_types": ["full_attention"]}, ["layer_types"]),
+        ({"layer_types": ["full_attention", "linear_attention"]}, ["linear_attention"]),
         ({"quantization_config": {"quant_method": "fp8"}}, ["fp8", "bfloat16"]),
         ({"dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "float32"]),
         ({"intermediate_size": 97}, [WEIGHTS, "gate_proj", "[96, 64]", "[97, 64]"]),
@@ -158,10 +217,8 @@ def test_a_hub_id_without_network_says_so() -> None:
 
 
 def test_progress_ends_at_one(checkpoint: Callable[..., Path]) -> None:
-    directory, seen = checkpoint("llama"), []
-    spec = open_checkpoint(directory).spec
-    load = Loader(Weights(directory), torch.float32, torch.device("cpu"), Alone(), seen.append)
-    builder(spec.architecture, "")(spec, load, 64)
+    seen: list[float] = []
+    build(checkpoint("llama"), seen.append)
     assert seen == sorted(seen)
     assert seen[-1] == pytest.approx(1, abs=0.05)
 

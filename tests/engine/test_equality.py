@@ -151,10 +151,12 @@ def test_greedy_tokens_are_transformers(
     assert_it_happened(setting, outcome, events)
 
 
+OTHERS = ("qwen2-window", "mistral", "qwen3", "qwen3-moe", "mixtral", "phi3", "gemma2", "gemma3")
+FOREIGN = ("gpt-neox", "granite", "starcoder2", "cohere2")
+
+
 @pytest.mark.parametrize("setting", ["plain", "everything, ahead 1"])
-@pytest.mark.parametrize(
-    "name", ["qwen2-window", "mistral", "qwen3", "qwen3-moe", "mixtral", "phi3", "gemma2", "gemma3"]
-)
+@pytest.mark.parametrize("name", [*OTHERS, *FOREIGN])
 def test_other_architectures_are_transformers(
     name: str,
     setting: str,

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +17,12 @@ from charonia.engine.attention.registry import attention_backend
 from charonia.engine.checkpoint import open_checkpoint
 from charonia.engine.layers.group import Alone, Group, kv_part, part
 from charonia.engine.layers.matmul import packing_works, prepare
-from charonia.engine.models.registry import builder
-from charonia.engine.weights import Loader, Weights
+from charonia.engine.models.base import Place
+from charonia.engine.models.registry import recipe
 
 CPU = torch.device("cpu")
-NAMES = [
-    "llama",
-    "llama-llama3-tied",
-    "llama-linear-biased",
-    "qwen2",
+NAMES = ["llama", "llama-llama3-tied", "llama-linear-biased", "qwen2"]
+KIN = [
     "qwen2-window",
     "mistral",
     "qwen3",
@@ -59,13 +57,11 @@ def logits(
     directory: Path, sequences: list[torch.Tensor], dtype: torch.dtype, backend: str = "cpu", group: Group | None = None
 ) -> torch.Tensor:
     """[all tokens, vocabulary] of the sequences in one packed step."""
-    group = group or Alone()
-    spec = open_checkpoint(directory).spec
-    load = Loader(Weights(directory), dtype, CPU, group)
-    model = builder(spec.architecture, "")(spec, load, spec.max_position)
-    heads, kv_heads = part(spec.heads, group), kv_part(spec.kv_heads, group)
+    group, found = group or Alone(), recipe(open_checkpoint(directory))
+    model, shape = found.build(Place(dtype, CPU, group, found.max_position))
+    heads, kv_heads = part(shape.heads, group), kv_part(shape.kv_heads, group)
     cache = CacheSpec(
-        spec.views, heads.stop - heads.start, kv_heads.stop - kv_heads.start, spec.head_dim, 16, dtype, CPU
+        shape.views, heads.stop - heads.start, kv_heads.stop - kv_heads.start, shape.head_dim, 16, dtype, CPU
     )
     attention = attention_backend(backend, cache)
     attention.allocate(40)
@@ -83,16 +79,21 @@ def right_logits(directory: Path, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *KIN])
 def test_float32_logits_are_transformers(checkpoint: Callable[..., Path], name: str, backend: str) -> None:
     right = right_logits(checkpoint(name), torch.float32)
     found = logits(checkpoint(name), prompts(), torch.float32, backend)
     assert (found - right).abs().max() < 1e-4 * right.abs().max()
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "dtype", "backend"),
+    [
+        *product(NAMES, [torch.bfloat16, torch.float16], ["cpu", "reference"]),
+        *product(KIN, [torch.bfloat16], ["cpu"]),
+    ],
+    ids=str,
+)
 def test_half_precision_is_as_near_as_transformers(
     checkpoint: Callable[..., Path], name: str, dtype: torch.dtype, backend: str
 ) -> None:
@@ -138,7 +139,7 @@ class Threads:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "qwen3", "qwen3-moe", "mixtral", "phi3", "gemma3"])
 def test_ranks_that_share_the_weights_agree_with_one(checkpoint: Callable[..., Path], name: str, ranks: int) -> None:
     """Four ranks are more than some of these have key/value heads: those are held twice."""
     directory = checkpoint(name)

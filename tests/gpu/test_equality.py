@@ -76,7 +76,9 @@ def right_tokens(checkpoint: Path, device: str) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-llama3-tied", "llama-linear-biased", "qwen2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-llama3-tied", "llama-linear-biased", "qwen2", "qwen3-moe", "gemma2", "granite"]
+)
 def test_greedy_tokens_are_transformers(checkpoint: Callable[..., Path], name: str, device: str) -> None:
     assert engine_tokens(checkpoint(name), device) == right_tokens(checkpoint(name), device)
 

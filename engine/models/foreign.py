@@ -1,0 +1,183 @@
+"""Any other decoder: transformers' module on top, our paged attention underneath.
+
+For architectures without a file of their own. Slower: the module's Python runs layer by layer as transformers wrote
+it. Imports transformers, so only for such checkpoints.
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..attention.base import Attend
+from ..checkpoint import Checkpoint
+from ..spec import DTYPES, LAYER_TYPES, CheckpointError, View
+from .base import Built, Place
+from .foreign_attention import NAME, Call, register
+from .foreign_trial import Heard, listen, try_out
+
+log = logging.getLogger(__name__)
+
+_LONGEST = {"dynamic", "longrope"}
+"""Rotations that follow the longest sequence of a batch; ours are packed from many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignShape:
+    """What the executor needs of a model, as spec.Shape says."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    views: tuple[View, ...]
+
+
+class Foreign:
+    """A transformers model as a Decoder: packed tokens are its one sequence, told apart by our attention alone."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, chosen: Tensor) -> Tensor:
+        def listen(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(call.module.layer_idx, q, k, v)
+
+        out = self._model(
+            input_ids=tokens.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=chosen,
+            attend=listen,
+        )
+        logits: Tensor = out.logits[0]
+        return logits
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignRecipe:
+    """A checkpoint that transformers can open and whose config.json forbids nothing."""
+
+    directory: Path
+    architecture: str
+    config: Any
+
+    @property
+    def dtype(self) -> str:
+        return str(self.config.dtype or "float32").removeprefix("torch.")
+
+    @property
+    def max_position(self) -> int:
+        return int(getattr(self.config, "max_position_embeddings", None) or 2048)
+
+    def build(self, place: Place) -> Built:
+        """Load, listen to the layers, try it out.
+
+        Raises:
+            CheckpointError: the weights are broken, or the model does not work over our cache; says why.
+        """
+        try:
+            if place.group.size > 1:
+                raise CheckpointError("its layers can't be split over ranks")
+            model = _load(self.directory, place)
+            heard = listen(model)
+            decoder = Foreign(model)
+            try_out(model, decoder, heard, place.dtype)
+        except CheckpointError as error:
+            raise _refusal(str(self.directory), self.architecture, error.message) from error
+        log.warning("%s has no file of its own: transformers computes it over our cache, slower", self.architecture)
+        return Built(decoder, self._shape(heard))
+
+    def _shape(self, heard: list[Heard]) -> ForeignShape:
+        hidden, any_layer = int(self.config.hidden_size), heard[0]
+        return ForeignShape(
+            vocab_size=int(self.config.vocab_size),
+            hidden_size=hidden,
+            intermediate_size=int(getattr(self.config, "intermediate_size", None) or 4 * hidden),
+            heads=any_layer.heads,
+            kv_heads=any_layer.kv_heads,
+            head_dim=any_layer.head_dim,
+            views=tuple(each.view for each in heard),
+        )
+
+
+def foreign(checkpoint: Checkpoint) -> ForeignRecipe:
+    """A recipe for what transformers calls a causal language model with exchangeable attention.
+
+    Raises:
+        CheckpointError: it is none, or something in its config.json rules it out; says what.
+    """
+    architecture = str((checkpoint.config.get("architectures") or ["without a name"])[0])
+    try:
+        config = _config(checkpoint.directory)
+        _check_class(config, architecture)
+        _check_config(config)
+    except CheckpointError as error:
+        raise _refusal(checkpoint.where, architecture, error.message) from error
+    return ForeignRecipe(checkpoint.directory, architecture, config)
+
+
+def _refusal(where: str, architecture: str, reason: str) -> CheckpointError:
+    return CheckpointError(f"{where}: architecture {architecture} is not supported: {reason}")
+
+
+def _config(directory: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        raise CheckpointError(f"transformers does not know it either ({str(error).splitlines()[0]})") from error
+
+
+def _check_class(config: Any, architecture: str) -> None:
+    """The class must be the causal language model of its configuration, a decoder alone, its attention exchangeable."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise CheckpointError("it is an encoder and a decoder")
+    if config.get_text_config() is not config:
+        raise CheckpointError("it takes more than text")
+    if found is None:
+        raise CheckpointError(f"transformers has no causal language model of type {config.model_type}")
+    if found.__name__ != architecture:
+        raise CheckpointError(f"the causal language model of type {config.model_type} is {found.__name__}")
+    if not found._supports_attention_backend:
+        raise CheckpointError("it does not support transformers' attention interface")
+
+
+def _check_config(config: Any) -> None:
+    if getattr(config, "quantization_config", None):
+        raise CheckpointError(f"its weights are quantised; supported dtypes: {', '.join(DTYPES)}")
+    strange = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
+    if strange:
+        raise CheckpointError(f"it has layers of type {', '.join(sorted(strange))}")
+    ropes = getattr(config, "rope_parameters", None) or {}
+    nested = [each for each in ropes.values() if isinstance(each, dict)] or [ropes]
+    longest = _LONGEST & {each.get("rope_type") for each in nested}
+    if longest:
+        raise CheckpointError(f"rope type {', '.join(longest)} depends on the other sequences of a batch")
+
+
+def _load(directory: Path, place: Place) -> Any:
+    """The model with our attention in it, every tensor from the checkpoint."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    auto: Any = AutoModelForCausalLM
+    register()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model, found = auto.from_pretrained(
+            directory, dtype=place.dtype, attn_implementation=NAME, output_loading_info=True, local_files_only=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"transformers could not load it: {str(error).splitlines()[0]}") from error
+    if found["missing_keys"]:
+        raise CheckpointError(f"tensor {min(found['missing_keys'])} is missing from the safetensors")
+    return model.to(place.device)

@@ -1,0 +1,128 @@
+"""Decoders of transformers over our cache: what is refused, by name and reason. Equality is in test_equality.py."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from charonia.engine.attention.base import Attend
+from charonia.engine.checkpoint import open_checkpoint
+from charonia.engine.layers.group import Alone
+from charonia.engine.models.base import Built, Place
+from charonia.engine.models.foreign import Foreign
+from charonia.engine.models.registry import recipe
+from charonia.engine.spec import CheckpointError, View
+
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 384,
+    "max_position_embeddings": 256,
+}
+
+
+def build(directory: Path, dtype: torch.dtype = torch.float32) -> Built:
+    return recipe(open_checkpoint(directory)).build(Place(dtype, torch.device("cpu"), Alone(), 256))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "changes", "says"),
+    [
+        ("t5", "T5ForConditionalGeneration", {}, "an encoder and a decoder"),
+        ("gemma3", "Gemma3ForConditionalGeneration", {}, "more than text"),
+        ("bert", "BertForMaskedLM", {}, "of type bert is BertLMHeadModel"),
+        ("vit", "ViTForImageClassification", {}, "no causal language model of type vit"),
+        ("gpt_neox", "GPTNeoXForSequenceClassification", {}, "is GPTNeoXForCausalLM"),
+        ("mamba", "MambaForCausalLM", {}, "attention interface"),
+        ("bloom", "BloomForCausalLM", {}, "attention interface"),
+        ("llama4_text", "Llama4ForCausalLM", SIZES, "chunked_attention"),
+        (
+            "gpt_neox",
+            "GPTNeoXForCausalLM",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "dynamic",
+        ),
+        ("gpt_neox", "GPTNeoXForCausalLM", {"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+    ],
+)
+def test_what_config_json_rules_out(
+    model_type: str, architecture: str, changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    config = AutoConfig.for_model(model_type, **changes).to_dict() | {"architectures": [architecture]}
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    refused(tmp_path, architecture, says)
+
+
+def test_what_transformers_does_not_know_either(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Nobody"], "model_type": "nobody"}))
+    refused(tmp_path, "Nobody", "does not know it either")
+
+
+def refused(directory: Path, architecture: str, says: str) -> None:
+    with pytest.raises(CheckpointError) as refusal:
+        build(directory)
+    assert str(directory) in refusal.value.message
+    assert f"architecture {architecture} is not supported" in refusal.value.message
+    assert says in refusal.value.message
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "says"),
+    [
+        ("deepseek_v3", {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}, "[4, 192]"),
+        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}, "s_aux"),
+    ],
+)
+def test_what_the_layers_rule_out(
+    model_type: str, changes: dict[str, Any], says: str, making: Any, tmp_path: Path
+) -> None:
+    """Keys and values of different sizes (multi-head latent attention), sinks."""
+    making.write_random(tmp_path, {"model_type": model_type, "dtype": "float32", **SIZES, **changes})
+    refused(tmp_path, json.loads((tmp_path / "config.json").read_text())["architectures"][0], says)
+
+
+def test_a_module_that_computes_something_else_is_found_out(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Foreign.logits
+
+    def without_positions(
+        self: Foreign, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, chosen: torch.Tensor
+    ) -> torch.Tensor:
+        return honest(self, tokens, positions * 0, attend, chosen)
+
+    monkeypatch.setattr(Foreign, "logits", without_positions)
+    refused(checkpoint("granite"), "GraniteForCausalLM", "differ from its own")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["gpt-neox", "granite", "starcoder2", "cohere2"])
+def test_what_works_is_served(checkpoint: Callable[..., Path], name: str, dtype: torch.dtype) -> None:
+    assert build(checkpoint(name), dtype).shape.vocab_size == 384
+
+
+def test_the_layers_say_how_they_attend(checkpoint: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        shape = build(checkpoint("cohere2")).shape
+    assert shape.views == (View(19, 0.25), View(None, 0.25), View(19, 0.25))
+    assert (shape.heads, shape.kv_heads, shape.head_dim) == (4, 2, 16)
+    assert "Cohere2ForCausalLM" in caplog.text
+    assert "slower" in caplog.text
+
+
+def test_a_missing_tensor_is_named(making: Any, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    making.write_random(tmp_path, making.FOREIGN["granite"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    refused(tmp_path, "GraniteForCausalLM", "model.norm.weight is missing")
