@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..core.errors import QueueFull
@@ -18,37 +19,72 @@ class QueueLimits(NamedTuple):
     tokens: int
 
 
+class Place(NamedTuple):
+    """One place in line, to be given back when the request begins or is given up."""
+
+    tenant: str
+    tokens: int
+
+
+@dataclass(slots=True)
+class Waiting:
+    """What was let in and has not begun."""
+
+    requests: int = 0
+    tokens: int = 0
+
+    def add(self, requests: int, tokens: int) -> None:
+        self.requests += requests
+        self.tokens += tokens
+
+
 class Admission:
-    """Counts what was let in and has not begun yet; every verb is O(1)."""
+    """Counts what waits, of all tenants and of each; every verb is O(1).
+
+    The limits are for all tenants together. A full queue still lets in a tenant who has less in it than his even share,
+    or a flood would keep everybody out: with that, never twice the limits wait.
+    """
 
     def __init__(self, limits: QueueLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._clock = clock
         self._starts: deque[float] = deque(maxlen=64)
-        self.requests = 0
-        self.tokens = 0
+        self._all = Waiting()
+        self._tenants: dict[str, Waiting] = {}
 
-    def check(self, tokens: int = 0) -> None:
+    @property
+    def requests(self) -> int:
+        return self._all.requests
+
+    @property
+    def tokens(self) -> int:
+        return self._all.tokens
+
+    def check(self, tenant: str = "", tokens: int = 0) -> None:
         """Whether one more may wait, with so many prompt tokens. A prompt longer than the limit may wait alone.
 
         Raises:
             QueueFull: no; the message says which limit.
         """
-        requests, limit = self._limits
-        if self.requests >= requests:
-            raise self._full(f"{requests} requests are waiting already (max_queued_requests)")
-        if self.tokens and self.tokens + tokens > limit:
-            waiting = f"{self.tokens} prompt tokens are waiting already and this prompt has {tokens}"
+        own, everybody, (requests, limit) = self._tenants.get(tenant, Waiting()), self._all, self._limits
+        tenants = len(self._tenants) + (tenant not in self._tenants)
+        if everybody.requests >= requests and own.requests >= max(1, requests // tenants):
+            raise self._full(f"{everybody.requests} requests are waiting already (max_queued_requests)")
+        if own.tokens and everybody.tokens + tokens > limit and own.tokens + tokens > limit // tenants:
+            waiting = f"{everybody.tokens} prompt tokens are waiting already and this prompt has {tokens}"
             raise self._full(f"{waiting}: more than {limit} (max_queued_tokens)")
 
-    def enter(self, tokens: int) -> None:
-        self.requests += 1
-        self.tokens += tokens
+    def enter(self, tenant: str = "", tokens: int = 0) -> Place:
+        self._all.add(1, tokens)
+        self._tenants.setdefault(tenant, Waiting()).add(1, tokens)
+        return Place(tenant, tokens)
 
-    def leave(self, tokens: int) -> None:
-        """It began, or was given up."""
-        self.requests -= 1
-        self.tokens -= tokens
+    def leave(self, place: Place) -> None:
+        self._all.add(-1, -place.tokens)
+        own = self._tenants[place.tenant]
+        own.add(-1, -place.tokens)
+        if not own.requests:
+            del self._tenants[place.tenant]
 
     def note_start(self) -> None:
         """One that waited has begun now: the pace that `retry_after` builds on."""

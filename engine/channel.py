@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ..core.errors import CharoniaError, RequestTimeout
 from ..core.request import FinishReason, Logprobs
 from .account import Account
+from .admission import Place
 
 
 class Delta(NamedTuple):
@@ -25,14 +26,14 @@ class Delta(NamedTuple):
 class Channel:
     """One writer, one reader, both in the same event loop. Ends with a finish reason or an error.
 
-    `account` learns of everything when it is written, however late it is read. `priority`: the class it waits in;
-    `prompt`: tokens.
+    `account` learns of everything when it is written, however late it is read. `place`: what it has in line, in the
+    class `priority`, until it starts.
     """
 
-    def __init__(self, account: Account, priority: int = 0, prompt: int = 0) -> None:
+    def __init__(self, account: Account, place: Place, priority: int = 0) -> None:
         self.account = account
+        self.place = place
         self.priority = priority
-        self.prompt = prompt
         self._written = False
         self._tokens: list[int] = []
         self._logprobs: list[Logprobs] = []

@@ -110,8 +110,8 @@ class EngineClient:
         self._closing = True
         await self._core.close()
 
-    def admit(self, prompt: int = 0) -> Ready:
-        """What the engine is, if it takes another request now, with so many prompt tokens.
+    def admit(self, tenant: str = "", prompt: int = 0) -> Ready:
+        """What the engine is, if it takes another request of this tenant now, with so many prompt tokens.
 
         Raises:
             Unavailable: no core serves.
@@ -119,22 +119,22 @@ class EngineClient:
         """
         if self._core.info is None:
             raise Unavailable("the engine is not ready")
-        self._admission.check(prompt)
+        self._admission.check(tenant, prompt)
         return self._core.info
 
     @contextmanager
-    def place(self) -> Iterator[Ready]:
+    def place(self, tenant: str = "") -> Iterator[Ready]:
         """A place in line while a request is prepared: what is refused has cost nothing, however long that takes.
 
         Raises:
             QueueFull, Unavailable: see `admit`.
         """
-        engine = self.admit()
-        self._admission.enter(0)
+        engine = self.admit(tenant)
+        place = self._admission.enter(tenant)
         try:
             yield engine
         finally:
-            self._admission.leave(0)
+            self._admission.leave(place)
 
     async def stream(self, add: Add, account: Account | None = None) -> AsyncGenerator[Delta, None]:
         """Tokens as they come; the last item has a finish reason. `client` and `key` of `add` are filled in here,
@@ -145,7 +145,7 @@ class EngineClient:
             QueueFull, Unavailable: see `admit`; Unavailable also when the core dies on the way.
             RequestTimeout: its time was over before the first token.
         """
-        self.admit(len(add.prompt))
+        self.admit(add.tenant, len(add.prompt))
         account = account or Account(self._metrics)
         timeout = self._time_left(add, account)
         key, channel = self._open(add, account)
@@ -159,16 +159,15 @@ class EngineClient:
         finally:
             del self._channels[key]
             if not channel.started:
-                self._admission.leave(channel.prompt)
+                self._admission.leave(channel.place)
             if not channel.ended:
                 self._core.send(Abort(_CLIENT, [key]))
 
     def _open(self, add: Add, account: Account) -> tuple[int, Channel]:
-        prompt = len(add.prompt)
-        account.submit(prompt)
-        self._admission.enter(prompt)
+        account.submit(len(add.prompt))
+        place = self._admission.enter(add.tenant, len(add.prompt))
         self._last_key += 1
-        channel = self._channels[self._last_key] = Channel(account, add.priority, prompt)
+        channel = self._channels[self._last_key] = Channel(account, place, add.priority)
         return self._last_key, channel
 
     def _time_left(self, add: Add, account: Account) -> float:
@@ -188,7 +187,7 @@ class EngineClient:
         for key, cached in updates.started:
             self._admission.note_start()
             if key in channels:
-                self._admission.leave(channels[key].prompt)
+                self._admission.leave(channels[key].place)
                 channels[key].start(cached, now - updates.turn.seconds)
         at = 0
         for key, count in zip(updates.keys, updates.counts, strict=True):

@@ -139,7 +139,7 @@ class LlmModel:
     async def _generate(self, request: GenerateRequest, account: Account) -> AsyncGenerator[GenerateChunk, None]:
         account.name_tenant(request.tenant)
         language = self._language
-        with self._client.place() as engine:
+        with self._client.place(request.tenant) as engine:
             prompt = await self._prompt_ids(request.prompt)
             banned = language.tokenizer.word_ids(request.sampling.bad_words)
             add = addition(request, prompt, language.defaults, engine, banned)
