@@ -18,6 +18,8 @@ from cyclopts.validators import Number
 
 from . import __version__
 from .api.grpc_options import GrpcOptions
+from .api.keys import KeyOptions, Keyring, read_keys
+from .api.tls import KeyPair, key_pair
 from .core.errors import CharoniaError, InvalidArgument
 from .engine.options import EngineOptions
 
@@ -54,6 +56,10 @@ class ServerOptions:
     """Address to listen on."""
     http_port: _Port = 8000
     """Port of the v2 and OpenAI protocols over HTTP."""
+    http_server_cert: Path | None = None
+    """Certificate to encrypt HTTP with, PEM."""
+    http_server_key: Path | None = None
+    """The certificate's private key, PEM."""
     allow_metrics: _Boolean = "true"
     """Serve metrics."""
     metrics_address: str = ""
@@ -82,6 +88,7 @@ def serve(
     /,
     *,
     server: Annotated[ServerOptions, Parameter("*")] = ServerOptions(),
+    access: Annotated[KeyOptions, Parameter("*")] = KeyOptions(),  # noqa: B008
     grpc: Annotated[GrpcOptions, Parameter("*")] = GrpcOptions(),  # noqa: B008
     engine: Annotated[EngineOptions, Parameter("*")] = EngineOptions(),  # noqa: B008
 ) -> int:
@@ -96,7 +103,7 @@ def serve(
 
     with _logging(server):
         try:
-            plan = replace(_plan(model, server, engine), grpc=grpc)
+            plan = replace(_plan(model, server, engine), grpc=grpc, keys=read_keys(access), tls=_tls(server))
             return uvloop.run(_run(plan))
         except CharoniaError as error:
             print(f"charonia: {error.message}", file=sys.stderr)
@@ -111,6 +118,8 @@ class _Plan:
     single: bool
     server: ServerOptions
     grpc: GrpcOptions = field(default_factory=GrpcOptions)
+    keys: Keyring = field(default_factory=Keyring)
+    tls: KeyPair | None = None
 
 
 def _plan(model: str | None, server: ServerOptions, engine: EngineOptions) -> _Plan:
@@ -159,12 +168,12 @@ async def _run(plan: _Plan) -> int:
         StopSignals() as stop,
         lag,
     ):
-        grpc = GrpcServer(hub, _info(options), plan.grpc, rpc)
+        grpc = GrpcServer(hub, _info(options), plan.grpc, rpc, plan.keys)
         try:
             if not await _load(plan, hub, stop):
                 return 0 if stop.asked.is_set() else 1
             async with _metrics(options, metrics, (hub.measure, lag.measure)):
-                await _serve(options, hub, sock, grpc, stop)
+                await _serve(plan, hub, sock, grpc, stop)
             return 0
         finally:
             hub.exit()
@@ -212,17 +221,16 @@ async def _load(plan: _Plan, hub: "Hub", stop: "StopSignals") -> bool:
     return not stop.asked.is_set() and (loading.result() or not plan.single)
 
 
-async def _serve(
-    options: ServerOptions, hub: "Hub", sock: "socket.socket", grpc: "GrpcServer", stop: "StopSignals"
-) -> None:
+async def _serve(plan: _Plan, hub: "Hub", sock: "socket.socket", grpc: "GrpcServer", stop: "StopSignals") -> None:
     from .api.app import build_app
     from .api.server import HttpServer, Servers, first_of
 
-    http = HttpServer(build_app(hub, _info(options)), sock, access_log=options.log_verbose > 0)
+    options = plan.server
+    http = HttpServer(build_app(hub, _info(options), plan.keys), sock, options.log_verbose > 0, plan.tls)
     server = Servers(http, grpc)
     await server.start()
     print(f"gRPC on {grpc.address}")
-    _say_ready(hub, options.http_address, sock.getsockname()[1])
+    _say_ready(hub, _url(options.http_address, sock.getsockname()[1], plan.tls), bool(plan.keys))
     await first_of(stop.asked.wait(), server.ended())
     await _drain(hub, server, stop, options.exit_timeout_secs)
 
@@ -247,19 +255,24 @@ def _true(flag: str) -> bool:
     return flag in ("true", "1")
 
 
-def _url(address: str, port: int) -> str:
+def _tls(options: ServerOptions) -> KeyPair | None:
+    return key_pair(options.http_server_cert, options.http_server_key, "--http-server")
+
+
+def _url(address: str, port: int, tls: KeyPair | None = None) -> str:
+    scheme = "http" if tls is None else "https"
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(address, address)
-    return f"http://{host}:{port}"
+    return f"{scheme}://{host}:{port}"
 
 
-def _say_ready(hub: "Hub", address: str, port: int) -> None:
+def _say_ready(hub: "Hub", url: str, guarded: bool) -> None:
     """The URL, and a line to paste."""
-    url = _url(address, port)
+    key = "-H 'Authorization: Bearer <key>' " if guarded else ""
     print(f"Serving on {url}")
     for config in hub.models():
         if any(spec.name == "text_input" for spec in config.inputs):
             body = shlex.quote('{"text_input": "def fibonacci(n):", "max_tokens": 64}')
-            print(f"Try: curl -N {url}/v2/models/{config.name}/generate_stream -d {body}")
+            print(f"Try: curl -N {key}{url}/v2/models/{config.name}/generate_stream -d {body}")
             break
     sys.stdout.flush()
 

@@ -15,6 +15,8 @@ from ..core.errors import CharoniaError
 from ..core.gateway import Gateway
 from .connection import ClientLeft
 from .faults import UNEXPECTED, error_response, json_response
+from .guard import Guard
+from .keys import Keyring
 from .metadata import ServerInfo
 from .openai import OpenAI
 from .tokenization import Tokenization
@@ -26,8 +28,8 @@ _CLIENT_LEFT = 499
 """What nginx logs for it; nobody receives it."""
 
 
-def build_app(gateway: Gateway, info: ServerInfo) -> FastAPI:
-    """Every HTTP route of port 8000."""
+def build_app(gateway: Gateway, info: ServerInfo, keys: Keyring | None = None) -> FastAPI:
+    """Every HTTP route of port 8000; with `keys`, only health is for everybody."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     app.router.routes.extend(V2(gateway, info).routes())
     app.router.routes.extend(OpenAI(gateway, info.max_input_size).routes())
@@ -35,6 +37,8 @@ def build_app(gateway: Gateway, info: ServerInfo) -> FastAPI:
     app.add_exception_handler(CharoniaError, _charonia_error)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(ClientLeft, _client_left)
+    if keys:
+        app.add_middleware(Guard, keys=keys)
     app.add_middleware(LastResort)
     return app
 

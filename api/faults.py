@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from ..core.errors import CharoniaError, Code, Internal, QueueFull
+from ..core.errors import CharoniaError, Code, Internal, QueueFull, Unauthenticated
 
 _STATUS = {
     Code.UNKNOWN: 400,
@@ -21,9 +21,10 @@ _STATUS = {
     Code.ALREADY_EXISTS: 400,
     Code.CANCELLED: 400,
     Code.RESOURCE_EXHAUSTED: 429,
+    Code.UNAUTHENTICATED: 401,
 }
 _OPENAI_TYPE = {404: "not_found_error", 429: "rate_limit_error"}
-_OPENAI_CODE = {404: "model_not_found", 429: "rate_limit_exceeded"}
+_OPENAI_CODE = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 
 _OPENAI_PATHS = ("/v1/", "/tokenize", "/detokenize")
 
@@ -64,4 +65,6 @@ def error_response(error: CharoniaError, path: str) -> Response:
 def _headers(error: CharoniaError) -> dict[str, str] | None:
     if isinstance(error, QueueFull):
         return {"retry-after": str(max(1, math.ceil(error.retry_after)))}
+    if isinstance(error, Unauthenticated):
+        return {"www-authenticate": "Bearer"}
     return None

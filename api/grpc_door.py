@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -21,6 +22,7 @@ from .faults import UNEXPECTED
 from .grpc_faults import STOPPING, Context, refuse
 from .grpc_messages import Message, read_request, read_version, write_response
 from .grpc_stream import InferStream
+from .keys import Keyring, Tenant
 from .metadata import ServerInfo, model_metadata, server_metadata
 from .unary import at_most_two
 
@@ -29,15 +31,20 @@ log = logging.getLogger(__name__)
 _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 _TRUE = (True, "true", "True", "TRUE", "1")
 
+_OPEN = ("ServerReady", "ModelReady")
+"""What needs no key, beside ServerLive."""
+
 Handler = Callable[["GrpcDoor", Message, Context], Awaitable[Any]]
 
 
 def _answering(handler: Handler) -> Handler:
-    """A handler whose errors become the call's status."""
+    """A handler for those who show a key, whose errors become the call's status."""
 
     @wraps(handler)
     async def answer(door: "GrpcDoor", request: Message, context: Context) -> Any:
         try:
+            if handler.__name__ not in _OPEN:
+                door.tenant_of(context)
             return await handler(door, request, context)
         except CharoniaError as error:
             await refuse(context, error)
@@ -53,10 +60,19 @@ def _answering(handler: Handler) -> Handler:
 class GrpcDoor:
     """The service's methods, by their names on the wire. `closing` ends the reading of streams."""
 
-    def __init__(self, gateway: Gateway, info: ServerInfo, closing: asyncio.Event) -> None:
+    def __init__(self, gateway: Gateway, info: ServerInfo, closing: asyncio.Event, keys: Keyring) -> None:
         self._gateway = gateway
         self._info = info
         self._closing = closing
+        self._keys = keys
+
+    def tenant_of(self, context: Context) -> Tenant:
+        """Who calls.
+
+        Raises:
+            Unauthenticated: his key is missing or wrong.
+        """
+        return self._keys.tenant(dict(context.invocation_metadata() or ()).get("authorization"))
 
     async def ServerLive(self, request: Message, context: Context) -> Message:
         return pb.ServerLiveResponse(live=True)
@@ -85,7 +101,8 @@ class GrpcDoor:
         if self._gateway.exiting():
             raise Unavailable(STOPPING)
         config = self._gateway.model(request.model_name, read_version(request.model_version))
-        asked = read_request(request)
+        name, weight = self.tenant_of(context)
+        asked = replace(read_request(request), tenant=name, weight=weight)
         _refuse_streaming(config, asked)
         async with aclosing(self._gateway.infer(config.name, config.version, asked)) as responses:
             answers = await at_most_two(responses)
@@ -95,7 +112,7 @@ class GrpcDoor:
 
     @_answering
     async def ModelStreamInfer(self, requests: object, context: Context) -> None:
-        await InferStream(self._gateway, context, self._closing).run()
+        await InferStream(self._gateway, context, self._closing, self.tenant_of(context)).run()
 
     @_answering
     async def _later(self, request: Message, context: Context) -> Message:

@@ -25,6 +25,7 @@ _STATUS = {
     Code.ALREADY_EXISTS: grpc.StatusCode.ALREADY_EXISTS,
     Code.CANCELLED: grpc.StatusCode.CANCELLED,
     Code.RESOURCE_EXHAUSTED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Code.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
 }
 
 

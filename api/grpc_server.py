@@ -14,7 +14,9 @@ from ..core.errors import InvalidArgument, Unavailable
 from ..core.gateway import Gateway
 from .grpc_door import GrpcDoor, Health
 from .grpc_options import GrpcOptions
+from .keys import Keyring
 from .metadata import ServerInfo
+from .tls import KeyPair, check_pair
 
 _LARGEST_MESSAGE = 2**31 - 1
 _FLUSH_SECONDS = 2
@@ -22,17 +24,25 @@ _FLUSH_SECONDS = 2
 
 
 class GrpcServer:
-    """The door on the port that `sock` reserves, until `stop`.
+    """The door on the port that `sock` reserves, until `stop`; with `keys`, only health is for everybody.
 
     Raises:
         InvalidArgument: the TLS options do not fit together, or a file of theirs is no good.
     """
 
-    def __init__(self, gateway: Gateway, info: ServerInfo, options: GrpcOptions, sock: socket.socket) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        info: ServerInfo,
+        options: GrpcOptions,
+        sock: socket.socket,
+        keys: Keyring | None = None,
+    ) -> None:
         self.address = _joined(options.grpc_address, sock.getsockname()[1])
         self._credentials = credentials(options)
         self._gateway, self._info, self._options = gateway, info, options
         self._closing = asyncio.Event()
+        self._keys = keys or Keyring()
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
@@ -42,7 +52,7 @@ class GrpcServer:
             Unavailable: someone else took the port.
         """
         self._server = server = grpc.aio.server(options=_channel_options(self._options))
-        door = GrpcDoor(self._gateway, self._info, self._closing)
+        door = GrpcDoor(self._gateway, self._info, self._closing, self._keys)
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(door, server)
         server.add_generic_rpc_handlers((Health(self._gateway).handler(),))
         try:
@@ -104,7 +114,10 @@ def credentials(options: GrpcOptions) -> grpc.ServerCredentials | None:
         return None
     certificate = _read(options.grpc_server_cert, "--grpc-server-cert")
     key = _read(options.grpc_server_key, "--grpc-server-key")
-    _check_pair(options)
+    assert options.grpc_server_cert
+    assert options.grpc_server_key
+    # grpc would only log that it cannot use them, and refuse every client.
+    check_pair(KeyPair(options.grpc_server_cert, options.grpc_server_key), "--grpc-server")
     root = None
     if options.mutual or options.grpc_root_cert is not None:
         root = _read(options.grpc_root_cert, "--grpc-root-cert")
@@ -119,19 +132,6 @@ def _read(path: Path | None, flag: str) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise InvalidArgument(f"cannot read {flag} {path}: {error.strerror}") from None
-
-
-def _check_pair(options: GrpcOptions) -> None:
-    # grpc would only log that it cannot use them, and refuse every client.
-    assert options.grpc_server_cert
-    try:
-        # A password that is needed and not there must be an error, not a question on the terminal.
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
-            options.grpc_server_cert, options.grpc_server_key, password=""
-        )
-    except (ssl.SSLError, OSError) as error:
-        text = f"--grpc-server-cert and --grpc-server-key are not a certificate and its key: {error}"
-        raise InvalidArgument(text) from None
 
 
 def _check_root(options: GrpcOptions) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
 import grpc
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
@@ -20,6 +21,7 @@ from .faults import UNEXPECTED
 from .grpc_faults import STOPPING, Context, text_of
 from .grpc_messages import Message, mark_final, read_request, read_version, wants_empty_final, write_fault
 from .grpc_messages import write_response as write
+from .keys import Tenant
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +35,11 @@ class InferStream:
     With the call's metadata `triton_grpc_error: true` the first error of a request ends the whole stream.
     """
 
-    def __init__(self, gateway: Gateway, context: Context, closing: asyncio.Event) -> None:
+    def __init__(self, gateway: Gateway, context: Context, closing: asyncio.Event, tenant: Tenant) -> None:
         self._gateway = gateway
         self._context = context
         self._closing = closing
+        self._tenant = tenant
         self._strict = ("triton_grpc_error", "true") in (context.invocation_metadata() or ())
         self._places = asyncio.Semaphore(_AT_ONCE)
         self._writing = asyncio.Lock()
@@ -91,7 +94,7 @@ class InferStream:
 
     async def _answer(self, request: Message, after: asyncio.Task[None] | None) -> None:
         try:
-            async with aclosing(_responses(self._gateway, request)) as responses:
+            async with aclosing(_responses(self._gateway, request, self._tenant)) as responses:
                 async for response in responses:
                     await self._send(pb.ModelStreamInferResponse(infer_response=response), after)
         except CharoniaError as error:
@@ -111,12 +114,12 @@ class InferStream:
             await self._context.write(message)
 
 
-async def _responses(gateway: Gateway, request: Message) -> AsyncGenerator[Message, None]:
+async def _responses(gateway: Gateway, request: Message, tenant: Tenant) -> AsyncGenerator[Message, None]:
     """The answers to one request, each saying whether it is the last."""
     if gateway.exiting():
         raise Unavailable(STOPPING)
     config = gateway.model(request.model_name, read_version(request.model_version))
-    asked, final = read_request(request), False
+    asked, final = replace(read_request(request), tenant=tenant.name, weight=tenant.weight), False
     async with aclosing(gateway.infer(config.name, config.version, asked)) as responses:
         async for response in responses:
             final = response.final or not config.decoupled

@@ -6,6 +6,7 @@ Translates between the protocol and the gateway; decides nothing.
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
+import msgspec
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,6 +19,7 @@ from ..core.model import ModelConfig
 from ..core.request import GenerateChunk, joined
 from .connection import EventStream, WhileConnected, event, read_body
 from .faults import json_response, openai_body
+from .guard import tenant_of
 from .merge import merged
 from .openai_requests import Asked, parse_chat, parse_completion
 from .openai_responses import ChatShape, CompletionShape, Shape, Writer, model_object
@@ -57,7 +59,9 @@ class OpenAI:
         asked = parse(await read_body(request, self._max_input_size))
         self._lookup(asked.model)
         writer = Writer(shape, asked.id, asked.model, asked.include_usage, asked.choices)
-        chunks = merged([self._gateway.generate(asked.model, each) for each in asked.requests])
+        name, weight = tenant_of(request)
+        requests = [msgspec.structs.replace(each, tenant=name, weight=weight) for each in asked.requests]
+        chunks = merged([self._gateway.generate(asked.model, each) for each in requests])
         if asked.stream:
             return EventStream(_events(writer, chunks), _fault)
         async with WhileConnected(request.receive), aclosing(chunks):

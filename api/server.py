@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import uvicorn
 
 from ..core.errors import Unavailable
+from .tls import KeyPair
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _FLUSH_SECONDS = 2
@@ -88,9 +89,9 @@ class StopSignals:
 
 
 class HttpServer:
-    """One application on one bound socket, until `stop`."""
+    """One application on one bound socket, encrypted with `tls`, until `stop`."""
 
-    def __init__(self, app: Any, sock: socket.socket, access_log: bool) -> None:
+    def __init__(self, app: Any, sock: socket.socket, access_log: bool, tls: KeyPair | None = None) -> None:
         config = uvicorn.Config(
             app,
             http="httptools",
@@ -101,6 +102,8 @@ class HttpServer:
             server_header=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=_FLUSH_SECONDS,
+            ssl_certfile=None if tls is None else tls.certificate,
+            ssl_keyfile=None if tls is None else tls.key,
         )
         self._server = _Uvicorn(config)
         self._socket = sock

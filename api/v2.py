@@ -5,6 +5,7 @@ Translates between the protocol and the gateway; decides nothing.
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
 import orjson
 from starlette.requests import Request
@@ -20,6 +21,7 @@ from . import orca
 from .connection import EventStream, WhileConnected, event, read_body
 from .faults import json_response, v2_body
 from .generate import encode_response, parse_generate
+from .guard import tenant_of
 from .metadata import ServerInfo, model_metadata, server_metadata
 from .unary import at_most_two
 
@@ -90,7 +92,8 @@ class V2:
         if request.headers.get("content-encoding", "identity") not in ("identity", ""):
             raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
         body = await read_body(request, self._info.max_input_size)
-        return config, parse_generate(body, config, stream)
+        name, weight = tenant_of(request)
+        return config, replace(parse_generate(body, config, stream), tenant=name, weight=weight)
 
     def _load_header(self, request: Request, config: ModelConfig) -> dict[str, str]:
         form = request.headers.get(orca.ASKED)

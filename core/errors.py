@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class Code(StrEnum):
-    """Triton's internal status codes, and RESOURCE_EXHAUSTED for an LLM's full queue."""
+    """Triton's internal status codes, RESOURCE_EXHAUSTED for an LLM's full queue, UNAUTHENTICATED for a missing key."""
 
     UNKNOWN = "UNKNOWN"
     INTERNAL = "INTERNAL"
@@ -15,6 +15,7 @@ class Code(StrEnum):
     ALREADY_EXISTS = "ALREADY_EXISTS"
     CANCELLED = "CANCELLED"
     RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
+    UNAUTHENTICATED = "UNAUTHENTICATED"
 
 
 class CharoniaError(Exception):
@@ -37,6 +38,12 @@ class InvalidArgument(CharoniaError):
 
 class NotFound(CharoniaError):
     code = Code.NOT_FOUND
+
+
+class Unauthenticated(CharoniaError):
+    """No key was shown, or a wrong one."""
+
+    code = Code.UNAUTHENTICATED
 
 
 class Unavailable(CharoniaError):

@@ -1,0 +1,138 @@
+"""Who may ask: API keys and the tenants they stand for.
+
+Knows nothing of HTTP and gRPC but the `authorization` text they carry. Keeps digests only: no key can be logged.
+"""
+
+import hmac
+import math
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+from cyclopts import Parameter
+
+from ..core.errors import InvalidArgument, Unauthenticated
+
+ENVIRONMENT = "CHARONIA_API_KEYS"
+_SCHEME = "bearer "
+
+
+class Tenant(NamedTuple):
+    """Who asks: what cache, metrics and fair share go by. `weight`: his share beside the others."""
+
+    name: str = ""
+    weight: float = 1.0
+
+
+NOBODY = Tenant()
+"""Everybody, where no keys are set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyOptions:
+    """Who may ask. Without any key everybody may."""
+
+    api_key: Annotated[tuple[str, ...], Parameter(negative=())] = field(default=(), repr=False)
+    """A key clients must show, as `key`, `name:key` or `name:key:weight`; may be given several times. Other users of
+    the machine can see it: prefer --api-key-file, or CHARONIA_API_KEYS with keys apart by commas or spaces."""
+    api_key_file: Path | None = None
+    """File of such keys, one a line."""
+
+
+class Keyring:
+    """Every key there is; without any, everybody is `NOBODY`."""
+
+    def __init__(self, keys: Iterable[tuple[str, Tenant]] = ()) -> None:
+        self._tenants = tuple((_digest(key), tenant) for key, tenant in keys)
+
+    def __bool__(self) -> bool:
+        return bool(self._tenants)
+
+    def tenant(self, authorization: str | None) -> Tenant:
+        """Whose key an `authorization` header or metadata shows; takes as long for a wrong key as for any right one.
+
+        Raises:
+            Unauthenticated: none is shown, or one that nobody has.
+        """
+        if not self._tenants:
+            return NOBODY
+        if authorization is None or not authorization.lower().startswith(_SCHEME):
+            raise Unauthenticated("no API key: send it as 'Authorization: Bearer <key>'")
+        shown, found = _digest(authorization[len(_SCHEME) :].strip()), None
+        for digest, tenant in self._tenants:
+            if hmac.compare_digest(digest, shown):
+                found = tenant
+        if found is None:
+            raise Unauthenticated("incorrect API key")
+        return found
+
+
+def read_keys(options: KeyOptions) -> Keyring:
+    """The keys of the command line, the file and the environment.
+
+    Raises:
+        InvalidArgument: one is malformed (its place is named, never itself), given twice, or two disagree on a tenant.
+    """
+    keys: dict[str, Tenant] = {}
+    weights: dict[str, float] = {}
+    for place, text in _texts(options):
+        key, tenant = _parse(text, place)
+        if key in keys:
+            raise InvalidArgument(f"{place} repeats another key")
+        if weights.setdefault(tenant.name, tenant.weight) != tenant.weight:
+            raise InvalidArgument(f"{place} gives tenant '{tenant.name}' another weight")
+        keys[key] = tenant
+    return Keyring(keys.items())
+
+
+def _texts(options: KeyOptions) -> Iterator[tuple[str, str]]:
+    """(where it stands, text) of each key."""
+    for number, text in enumerate(options.api_key, 1):
+        yield f"--api-key {number}", text
+    if options.api_key_file is not None:
+        yield from _lines(options.api_key_file)
+    for number, text in enumerate(os.environ.get(ENVIRONMENT, "").replace(",", " ").split(), 1):
+        yield f"{ENVIRONMENT} {number}", text
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Its lines but empty ones and comments."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"cannot read --api-key-file {path}: {error.__class__.__name__}") from None
+    for number, line in enumerate(lines, 1):
+        if text := line.partition("#")[0].strip():
+            yield f"{path}:{number}", text
+
+
+def _parse(text: str, place: str) -> tuple[str, Tenant]:
+    parts = text.split(":")
+    if len(parts) > 3:
+        raise InvalidArgument(f"{place} must be key, name:key or name:key:weight, without further colons")
+    key = parts[0] if len(parts) == 1 else parts[1]
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise InvalidArgument(f"{place} must have a key of printable ASCII characters without spaces")
+    # A key without a name is a tenant all the same; what it is called tells nothing of the key.
+    name = parts[0] if len(parts) > 1 else f"key-{_digest(key).hex()[:8]}"
+    if not name:
+        raise InvalidArgument(f"{place} has an empty name")
+    return key, Tenant(name, _weight(parts[2], place) if len(parts) == 3 else 1.0)
+
+
+def _weight(text: str, place: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    if not 0 < weight < math.inf:
+        raise InvalidArgument(f"{place} must have a weight that is a number above 0")
+    return weight
+
+
+def _digest(key: str) -> bytes:
+    # Equal lengths: comparing them tells not even how long a key is.
+    return sha256(key.encode(errors="surrogatepass")).digest()

@@ -1,0 +1,104 @@
+"""Keys and TLS over a real server: who is let in, whose cache it is, and how long a request may take."""
+
+import shutil
+import ssl
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+FLAGS = ["--executor", "fake", "--fake-vocab-size", "384", "--served-model-name", "m"]
+BODY = {"input_ids": list(range(1, 41)), "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`server.pem` and `server.key`, signed by itself."""
+    if shutil.which("openssl") is None:
+        pytest.skip("certificates are made by the openssl command")
+    directory = tmp_path_factory.mktemp("certificate")
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    files = ["-keyout", "server.key", "-out", "server.pem", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*make, *files], cwd=directory, check=True, capture_output=True)
+    return directory
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def test_keys_over_tls(serve: Any, tokenizer_only: Path, certificate: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alpha:k-alpha\nbeta:k-beta:2\n")
+    flags = ["--http-server-cert", f"{certificate}/server.pem", "--http-server-key", f"{certificate}/server.key"]
+    with serve(str(tokenizer_only), *FLAGS, *flags, "--api-key-file", str(keys)) as server:
+        assert server.url.startswith("https://")
+        trusting = ssl.create_default_context(cafile=f"{certificate}/server.pem")
+        with httpx.Client(base_url=server.url, verify=trusting, timeout=60) as client:
+            _only_with_a_key(client)
+            cached = [_cached(client, key) for key in ("k-alpha", "k-alpha", "k-beta")]
+            _the_sdk_understands(server.url, client)
+        assert cached == [0, 32, 0], "a tenant's cache is his own"
+        assert "k-alpha" not in server.said
+        scrape = httpx.get(server.metrics_url).text
+        assert 'charonia_prompt_tokens_total{model="m",version="1",tenant="alpha"}' in scrape
+
+
+def _only_with_a_key(client: httpx.Client) -> None:
+    assert client.get("/v2/health/ready").status_code == 200
+    assert client.post("/v2/models/m/generate", json=BODY).status_code == 401
+    assert client.post("/v2/models/m/generate", json=BODY, headers=bearer("k-beta")).status_code == 200
+
+
+def _cached(client: httpx.Client, key: str) -> int:
+    body = {"model": "m", "prompt": list(range(100, 140)), "max_tokens": 2}
+    answer = client.post("/v1/completions", json=body, headers=bearer(key)).json()
+    cached: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return cached
+
+
+def _the_sdk_understands(url: str, http: httpx.Client) -> None:
+    for key, right in (("k-alpha", True), ("k-gamma", False)):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, http_client=http, max_retries=0)
+        if right:
+            assert [model.id for model in client.models.list()] == ["m"]
+        else:
+            with pytest.raises(openai.AuthenticationError, match="incorrect API key"):
+                client.models.list()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--http-server-cert", "/no"], "charonia: TLS needs both --http-server-cert and --http-server-key\n"),
+        (
+            ["--http-server-cert", "/no", "--http-server-key", "/no"],
+            "charonia: --http-server-cert and --http-server-key are not a certificate and its key: ",
+        ),
+        (["--api-key-file", "/no"], "charonia: cannot read --api-key-file /no: FileNotFoundError\n"),
+        (["--api-key", "a:b:-1"], "charonia: --api-key 1 must have a weight that is a number above 0\n"),
+    ],
+)
+def test_wrong_flags(serve: Any, tokenizer_only: Path, flags: list[str], says: str) -> None:
+    with serve(str(tokenizer_only), *FLAGS, *flags) as server:
+        assert server.process.wait(60) == 1
+        assert server.said.startswith(says)
+        assert server.said.count("\n") == 1
+
+
+def test_a_timeout_is_a_finish_reason_or_triton_s_error(serve: Any, tokenizer_only: Path) -> None:
+    slow = ["--fake-step-seconds", "0.05", "--max-num-seqs", "1"]
+    with serve(str(tokenizer_only), *FLAGS, *slow) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        long = {"input_ids": [1], "max_tokens": 2000, "stream": True, "return_finish_reason": True}
+        with client.stream("POST", "/v2/models/m/generate_stream", json=long | {"timeout": 3_000_000}) as running:
+            lines = (line for line in running.iter_lines() if line)
+            next(lines)
+            refused = client.post("/v2/models/m/generate", json=BODY | {"timeout": 100_000})
+            assert (refused.status_code, refused.json()) == (503, {"error": "Request timeout expired"})
+            chat = {"model": "m", "prompt": "x", "timeout": 0.1}
+            assert "Request timeout expired" in client.post("/v1/completions", json=chat).json()["error"]["message"]
+            *_, last = lines
+        assert '"finish_reason":"timeout"' in last
