@@ -17,6 +17,7 @@ from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import StepPlan, StepResult, StepUpdates
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceRequest
+from ..scheduler.waiting import SENIORS_TURN
 
 VOCABULARY = 1000
 FAMILY = 250  # a family's prompts are prefixes of one stream, so they share blocks, generated ones too
@@ -26,7 +27,8 @@ SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """What a trial runs in. `live`: sequences it lets in at once. Of a rambling trial's prompts, `long_prompts` may be
-    of any length; `outputs`: the most new tokens it asks for."""
+    of any length; `outputs`: the most new tokens it asks for. `tenants`: how many there are; each weighs twice the one
+    before."""
 
     blocks: int = 24
     block_size: int = 4
@@ -35,6 +37,7 @@ class World:
     live: int = 16
     long_prompts: float = 0.3
     outputs: int = 20
+    tenants: int = 1
     scheduler: SchedulerConfig = SMALL
 
     @classmethod
@@ -49,6 +52,7 @@ class World:
             live=4 * rows,
             long_prompts=random.choice((0.0, 0.1, 0.4)),
             outputs=random.choice((4, 20, 60)),
+            tenants=random.choice((1, 1, 2, 4)),
             scheduler=SchedulerConfig(
                 max_num_seqs=rows,
                 max_num_batched_tokens=rows + random.choice((0, 1, 4, 16)),
@@ -111,7 +115,9 @@ class Trial:
         """Tokens, prompt and new ones, that a sequence may have here."""
         return min(self.world.scheduler.max_model_len, self.world.blocks * self.world.block_size)
 
-    def arrive(self, *, family: int, prompt: int, new: int, priority: int = 0, stop: int | None = None) -> int:
+    def arrive(
+        self, *, family: int, prompt: int, new: int, priority: int = 0, stop: int | None = None, tenant: int = 0
+    ) -> int:
         """A sequence of `prompt` tokens of a family; `stop`: which of its new tokens is a stop token, from 1."""
         key, self._arrivals = self._arrivals, self._arrivals + 1
         first = FAMILY * family
@@ -127,7 +133,14 @@ class Trial:
         hashes = self.cache.digest(tokens)
         self.scheduler.add(
             SequenceRequest(
-                key=key, prompt=tokens, max_tokens=new, hashes=hashes, stop_token_ids=stops, priority=priority
+                key=key,
+                prompt=tokens,
+                max_tokens=new,
+                hashes=hashes,
+                stop_token_ids=stops,
+                priority=priority,
+                tenant=f"tenant {tenant}",
+                weight=float(1 << tenant),
             )
         )
         self._check()
@@ -148,11 +161,18 @@ class Trial:
         config = self.world.scheduler
         overtaken = priority * config.ageing_steps + prompt // config.max_num_batched_tokens
         before = sum(expected.work for expected in self.expected.values())
-        aside = 2 * config.max_num_seqs * self._work(self.longest(), min(self.world.outputs, self.longest()))
+        aside = 2 * config.max_num_seqs * self._longest_work()
+        if self.world.tenants > 1:  # everybody before it goes by rank, and that is one admission in so many
+            before = (len(self.expected) + 1) * SENIORS_TURN * self._longest_work()
         return self.plans + overtaken, self.plans + overtaken + before + aside
+
+    def _longest_work(self) -> int:
+        return self._work(self.longest(), min(self.world.outputs, self.longest()))
 
     def _burden_others(self, work: int) -> None:
         """Whoever a newcomer may overtake has to wait for it as well."""
+        if self.world.tenants > 1:
+            work = SENIORS_TURN * self._longest_work()
         for expected in self.expected.values():
             if self.plans <= expected.overtaken_until:
                 expected.deadline += work
@@ -254,4 +274,5 @@ def _arrive(trial: Trial, random: Random, longest: int) -> None:
     new = random.randint(1, min(longest - prompt, trial.world.outputs))
     stop = random.randint(1, new + 2) if random.random() < 0.3 else None
     family, priority = random.randrange(3), random.choice((0, 0, 1, 2))
-    trial.arrive(family=family, prompt=prompt, new=new, priority=priority, stop=stop)
+    tenant = random.randrange(trial.world.tenants)
+    trial.arrive(family=family, prompt=prompt, new=new, priority=priority, stop=stop, tenant=tenant)

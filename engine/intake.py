@@ -33,6 +33,7 @@ def sequence(add: Add, vocab_size: int, cache: KVCacheManager) -> SequenceReques
         stop_token_ids=frozenset(add.stop_token_ids),
         priority=add.priority,
         tenant=add.tenant,
+        weight=add.weight,
         extras=extras,
     )
 

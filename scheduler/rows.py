@@ -46,6 +46,7 @@ class Rows:
         self.reserve = counter()  # tokens its admission counted on
         self.in_flight = counter()  # plans with this row and without a result
         self.announced = counter()  # blocks the executor has been told of
+        self.slot = counter()  # its tenant's number
         self.running = flag()  # occupied, and not about to leave
         self.ended = flag()  # about to leave for good: takes no further token
         self.caught_up = flag()  # was sampled in this stay: it decodes
@@ -85,7 +86,7 @@ class Rows:
         self.known[row], self.limit[row] = sequence.known, sequence.limit
         self.scheduled[row] = self.computed[row] = self.committed[row] = self.capacity[row] = table.cached
         self.pending[row] = self.in_flight[row] = self.announced[row] = 0
-        self.reserve[row] = reserve
+        self.reserve[row], self.slot[row] = reserve, sequence.slot
         self.seniority[row], self.number[row] = sequence.seniority, sequence.number
         self.running[row] = True
         self.ended[row] = self.caught_up[row] = self.held[row] = False

@@ -7,6 +7,7 @@ ranks, clocks or text; time is counted in steps.
 
 from collections import deque
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from ..core.errors import InvalidArgument
 from ..kvcache.manager import BlockTable, KVCacheManager
 from .config import SchedulerConfig
 from .draft import Draft, Flight
+from .fairness import Fairness
 from .harvest import Harvest, harvest
 from .plan import StepPlan, StepResult, StepUpdates
 from .rows import Rows
@@ -22,6 +24,20 @@ from .waiting import WaitingLine
 
 CLASSES = 1 << 16
 """Priorities are clipped to this many classes."""
+
+_CREDIT_STEPS = 16
+"""A tenant who asks for less than his share may save what so many full steps compute."""
+
+
+class Gap(NamedTuple):
+    """What a half-computed prompt still lacks, in the order of `Scheduler._close_gaps`."""
+
+    urgency: int
+    served: float
+    rank: int
+    number: int
+    row: int
+    tokens: int
 
 
 class Scheduler:
@@ -41,7 +57,8 @@ class Scheduler:
         self._cache = cache
         self._in_flight_cap = config.in_flight_per_sequence or config.ahead + 1
         self._rows = Rows(config.max_num_seqs)
-        self._line = WaitingLine()
+        self._fairness = Fairness(config.ageing_steps, _CREDIT_STEPS * config.max_num_batched_tokens)
+        self._line = WaitingLine(self._fairness)
         self._live: dict[int, Sequence] = {}
         self._flights: deque[Flight] = deque()
         self._closed: list[int] = []
@@ -79,7 +96,8 @@ class Scheduler:
 
         Its rank is the step it arrived in, later by `ageing_steps` for each class and by one for each step its
         prompt would fill alone: equal ranks are in order of arrival, a short prompt overtakes a long one, and
-        nobody is overtaken forever, since ranks stand still while time passes.
+        nobody is overtaken forever, since ranks stand still while time passes. Between tenants of a class, service
+        comes before rank: see `Fairness`.
 
         Raises:
             InvalidArgument: it can never run; nothing was done.
@@ -88,7 +106,9 @@ class Scheduler:
         priority = min(max(request.priority, 0), CLASSES - 1)
         seniority = self._step + priority * self._config.ageing_steps
         rank = seniority + len(request.prompt) // self._config.max_num_batched_tokens
-        sequence = Sequence(request, self._arrivals, seniority, rank, list(request.hashes))
+        slot = self._fairness.slot(request.tenant, request.weight)
+        sequence = Sequence(request, self._arrivals, seniority, rank, list(request.hashes), slot)
+        self._fairness.lift(slot)
         self._arrivals += 1
         self._live[request.key] = sequence
         self._line.join(sequence)
@@ -161,32 +181,44 @@ class Scheduler:
             self._grow(draft, row)
 
     def _close_gaps(self, draft: Draft) -> None:
-        """What remains of the budget goes to half-computed and waiting sequences alike, by rank."""
-        chunks = self._half_computed()
+        """What remains of the budget goes to half-computed and waiting sequences alike: of one tenant by rank, of
+        several to the one of the most urgent class that was served least."""
+        gaps = self._half_computed()
         while draft.left:
             waiting = self._admissible(draft)
-            if chunks and (waiting is None or chunks[-1] < (waiting.rank, waiting.number)):
-                self._chunk(draft, *chunks.pop()[2:])
+            if gaps and (waiting is None or self._precedes(gaps[-1], waiting)):
+                gap = gaps.pop()
+                self._chunk(draft, gap.row, gap.tokens)
             elif waiting is None:
                 return
             else:
                 self._admit(draft, waiting)
 
-    def _half_computed(self) -> list[tuple[int, int, int, int]]:
-        """(rank, arrival, row, gap) of running sequences that never caught up; the first in rank is the last here."""
+    def _half_computed(self) -> list[Gap]:
+        """Of running sequences that never caught up; the next one is the last here."""
         rows, budget = self._rows, self._config.max_num_batched_tokens
         gaps = rows.gaps(self._in_flight_cap)
         behind = np.flatnonzero(~rows.caught_up & (gaps > 0))
         ranks = rows.seniority[behind] + gaps[behind] // budget
-        columns = (ranks, rows.number[behind], behind, gaps[behind])
-        return sorted(zip(*(column.tolist() for column in columns), strict=True), reverse=True)
+        standings = self._fairness.standings(rows.slot[behind], rows.seniority[behind], self._step)
+        columns = (*standings, ranks, rows.number[behind], behind, gaps[behind])
+        return sorted(map(Gap._make, zip(*(column.tolist() for column in columns), strict=True)), reverse=True)
+
+    def _precedes(self, gap: Gap, waiting: Sequence) -> bool:
+        slot, seniority = int(self._rows.slot[gap.row]), int(self._rows.seniority[gap.row])
+        if slot != waiting.slot and not self._line.is_seniors_turn:
+            mine = self._fairness.standing(slot, seniority, self._step)
+            other = self._fairness.standing(waiting.slot, waiting.seniority, self._step)
+            if mine != other:
+                return mine < other
+        return (gap.rank, gap.number) < (waiting.rank, waiting.number)
 
     def _admissible(self, draft: Draft) -> Sequence | None:
         """Who is to be admitted next, unless rows or blocks are short. Nobody overtakes who waits for blocks."""
-        first = self._line.first
-        if first is None or draft.short_of_blocks or self._rows.full:
+        if draft.short_of_blocks or self._rows.full:
             return None
-        return None if self._still_blocked(first) else first
+        first = self._line.first(self._step)
+        return None if first is None or self._still_blocked(first) else first
 
     def _still_blocked(self, sequence: Sequence) -> bool:
         """No more blocks are to be had than when it last did not fit."""
@@ -212,7 +244,7 @@ class Scheduler:
             self._cache.close(table)
             self._blocked = (sequence, free - spare)
             return
-        self._line.leave(sequence)
+        self._line.take(sequence)
         row = self._rows.occupy(sequence, table, reserve)
         draft.new.append(row)
         draft.grown.append(row)
@@ -230,6 +262,7 @@ class Scheduler:
         if self._rows.running[row]:  # it may have been preempted a moment ago
             draft.add(row, min(gap, draft.left))
             self._grow(draft, row)
+            self._fairness.charge(int(self._rows.slot[row]), int(draft.counts[row]))
 
     # Blocks
 
@@ -294,6 +327,7 @@ class Scheduler:
             raise RuntimeError(f"the result of step {result.step} came out of turn")
         flight = self._flights.popleft()
         gathered = harvest(self._rows, flight, result)
+        self._fairness.charge_outputs(self._rows.slot[gathered.rows], gathered.counts)
         self._commit(flight)
         updates = self._updates(gathered)
         for row, _ in gathered.finished:

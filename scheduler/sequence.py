@@ -14,7 +14,8 @@ class SequenceRequest:
     """One sequence to run. `key` is unique among the live ones; `hashes` come from `KVCacheManager.digest(prompt)`.
 
     `max_tokens` counts new tokens. `stop_token_ids` end the sequence, the stop token being its last.
-    `priority` 0 is the most urgent class. `extras` are those the hashes were made with: generated blocks need them.
+    `priority` 0 is the most urgent class; `weight` is the share of `tenant` beside others of a class. `extras` are
+    those the hashes were made with: generated blocks need them.
     """
 
     key: int
@@ -25,6 +26,7 @@ class SequenceRequest:
     stop_token_ids: frozenset[int] = frozenset()
     priority: int = 0
     tenant: str = ""
+    weight: float = 1.0
     extras: tuple[str, ...] = ()
 
 
@@ -33,8 +35,8 @@ class Sequence:
     """A request and what became of it so far; outlives its stays in the running set.
 
     `seniority`: the step it arrived in, later by `ageing_steps` for each class below the most urgent one.
-    `number` counts arrivals and breaks ties. `rank`: its place in the line, see `Scheduler.add`.
-    `row`: where it runs, if it does. `awaited`: the hash of the block it is parked for.
+    `number` counts arrivals and breaks ties. `slot`: its tenant's number. `rank`: its place in the line, see
+    `Scheduler.add`. `row`: where it runs, if it does. `awaited`: the hash of the block it is parked for.
     """
 
     request: SequenceRequest
@@ -42,6 +44,7 @@ class Sequence:
     seniority: int
     rank: int
     hashes: list[bytes]
+    slot: int = 0
     outputs: list[int] = field(default_factory=list)
     row: int | None = None
     awaited: bytes | None = None

@@ -37,12 +37,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         family=st.integers(0, 2),
         priority=st.integers(0, 2),
         stop=st.none() | st.integers(1, 12),
+        tenant=st.integers(0, 3),
     )
-    def arrive(self, data: st.DataObject, family: int, priority: int, stop: int | None) -> None:
+    def arrive(self, data: st.DataObject, family: int, priority: int, stop: int | None, tenant: int) -> None:
         longest = self.trial.longest()
         prompt = data.draw(st.integers(1, min(longest - 1, 24)))
         new = data.draw(st.integers(1, min(longest - prompt, 12)))
-        self.trial.arrive(family=family, prompt=prompt, new=new, priority=priority, stop=stop)
+        tenant %= self.trial.world.tenants
+        self.trial.arrive(family=family, prompt=prompt, new=new, priority=priority, stop=stop, tenant=tenant)
 
     @precondition(lambda self: self.trial.expected)
     @rule(data=st.data())
