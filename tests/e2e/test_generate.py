@@ -163,3 +163,20 @@ def test_extreme_numbers_never_break_the_engine(server: Any, model: str, field: 
     assert response.status_code in (200, 400), response.text
     again = httpx.post(f"{server.url}/v2/models/{model}/generate", json={"text_input": "x"}, timeout=60)
     assert again.status_code == 200, again.text
+
+
+def test_what_shapes_a_text_by_tensorrts_names(server: Any) -> None:
+    url, body = f"{server.url}/v2/models/tiny/generate", {"text_input": "def fib", "max_tokens": 8, "temperature": 0}
+    body["ignore_eos"] = True
+    plain = httpx.post(url, json=body).json()["text_output"]
+    several = {"num_return_sequences": 2, "return_log_probs": True, "temperature": 1, "random_seed": 3}
+    answer = httpx.post(url, json=body | several).json()
+    rows = (answer["output_log_probs"][:8], answer["output_log_probs"][8:])
+    assert answer["cum_log_probs"] == pytest.approx([sum(row) for row in rows], rel=1e-5)
+    assert len(set(answer["text_output"])) == 2
+    stopped = httpx.post(url, json=body | {"stop_words": [plain[2:4]], "repetition_penalty": 1.0}).json()
+    assert stopped["text_output"] == plain[: plain.index(plain[2:4])]
+    letters = [letter for letter in plain if letter.isascii() and letter.isalpha()]
+    banned = httpx.post(url, json=body | {"bad_words": letters, "presence_penalty": 0.5, "min_p": 0.1}).json()
+    assert letters
+    assert banned["text_output"] != plain
