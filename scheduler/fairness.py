@@ -20,7 +20,7 @@ class Fairness:
 
     Among those whose first in line has the same class, whoever was served least is next. A class is counted in
     `ageing_steps` from now: what waited long enough to be as urgent as the most urgent class counts as that. `credit`:
-    the most, in the unit of `served`, that a tenant may save while he asks for less than his share.
+    the most, in the unit of `served`, that a tenant may save who asks for less than his share; idle, he saves none.
     """
 
     def __init__(self, ageing_steps: int, credit: float) -> None:
@@ -30,6 +30,7 @@ class Fairness:
         self._last = 0.0  # what the last tenant had been served when nobody waited any more
         self.served = np.zeros(_FIRST_SLOTS)
         self._weights = np.ones(_FIRST_SLOTS)
+        self._live = [0] * _FIRST_SLOTS
         self._seniority = np.full(_FIRST_SLOTS, _NEVER)  # of the first in each line; never: nobody waits
         self._ranks = np.full(_FIRST_SLOTS, _NEVER)
 
@@ -50,19 +51,27 @@ class Fairness:
         more = len(self.served)
         self.served = np.concatenate([self.served, np.zeros(more)])
         self._weights = np.concatenate([self._weights, np.ones(more)])
+        self._live += [0] * more
         self._seniority = np.concatenate([self._seniority, np.full(more, _NEVER)])
         self._ranks = np.concatenate([self._ranks, np.full(more, _NEVER)])
 
     # Service
 
-    def lift(self, slot: int) -> None:
-        """A tenant comes back who had nobody in line: what he did not use is no credit, but for a little. Without any,
-        who asks for just his share would lose a bit of it in each pause."""
+    def arrive(self, slot: int) -> None:
+        """One more is about to line up. A tenant who had nobody in line is lifted to who was served least: what he did
+        not use is no credit, but for a little while he has somebody running. Without that, who asks for just his share
+        would lose a bit of it in each pause."""
+        self._live[slot] += 1
         if self._seniority[slot] != _NEVER:
             return
         waiting = self.served[self._seniority != _NEVER]
         floor = waiting.min() if len(waiting) else self._last
-        self.served[slot] = max(self.served[slot], floor - self._credit)
+        credit = self._credit if self._live[slot] > 1 else 0.0
+        self.served[slot] = max(self.served[slot], floor - credit)
+
+    def depart(self, slot: int) -> None:
+        """One has ended, wherever it was."""
+        self._live[slot] -= 1
 
     def charge(self, slot: int, tokens: int) -> None:
         """That many prompt tokens are computed for him."""

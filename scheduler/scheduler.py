@@ -108,7 +108,7 @@ class Scheduler:
         rank = seniority + len(request.prompt) // self._config.max_num_batched_tokens
         slot = self._fairness.slot(request.tenant, request.weight)
         sequence = Sequence(request, self._arrivals, seniority, rank, list(request.hashes), slot)
-        self._fairness.lift(slot)
+        self._fairness.arrive(slot)
         self._arrivals += 1
         self._live[request.key] = sequence
         self._line.join(sequence)
@@ -146,6 +146,7 @@ class Scheduler:
             else:
                 del self._live[key]
                 self._line.leave(sequence)
+                self._fairness.depart(sequence.slot)
         self._started = [(key, cached) for key, cached in self._started if key in self._live]
 
     # One step
@@ -300,7 +301,9 @@ class Scheduler:
             self._release(row)
 
     def _end(self, row: int) -> None:
-        del self._live[self._rows.sequences[row].key]
+        sequence = self._rows.sequences[row]
+        del self._live[sequence.key]
+        self._fairness.depart(sequence.slot)
         self._rows.ended[row] = True
         self._leave(row)
 

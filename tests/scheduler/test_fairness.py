@@ -67,11 +67,11 @@ def test_time_that_was_not_used_is_no_credit() -> None:
     busy, idle = fairness.slot("busy", 1.0), fairness.slot("idle", 1.0)
     fairness.show(busy, 0, 0)
     fairness.charge(busy, 500)
-    fairness.lift(idle)
+    fairness.arrive(idle)
     assert fairness.served[idle] == 500
     fairness.hide(busy)
     late = fairness.slot("late", 1.0)
-    fairness.lift(late)
+    fairness.arrive(late)
     assert fairness.served[late] == 500, "as much as the last one who had somebody in line"
 
 
@@ -79,12 +79,17 @@ def test_a_little_credit_may_be_saved() -> None:
     fairness = Fairness(ageing_steps=10, credit=64)
     busy, idle = fairness.slot("busy", 1.0), fairness.slot("idle", 1.0)
     fairness.show(busy, 0, 0)
+    fairness.arrive(idle)
     fairness.charge(busy, 50)
-    fairness.lift(idle)
+    fairness.arrive(idle)
     assert fairness.served[idle] == 0
     fairness.charge(busy, 50)
-    fairness.lift(idle)
+    fairness.arrive(idle)
     assert fairness.served[idle] == 36
+    for _ in range(3):
+        fairness.depart(idle)
+    fairness.arrive(idle)
+    assert fairness.served[idle] == 100, "who was idle has saved nothing"
 
 
 def test_a_tenant_in_line_is_not_lifted() -> None:
@@ -93,7 +98,7 @@ def test_a_tenant_in_line_is_not_lifted() -> None:
     fairness.show(one, 0, 0)
     fairness.charge(two, 500)
     fairness.show(two, 0, 0)
-    fairness.lift(one)
+    fairness.arrive(one)
     assert fairness.served[one] == 0
 
 
