@@ -29,12 +29,14 @@ class Heard(msgspec.Struct, kw_only=True):
 
 
 class Manner(NamedTuple):
-    """How requests are put, all alike. `counted`: ask the server to say how many tokens there were."""
+    """How requests are put, all alike. `counted`: ask the server to say how many tokens there were. `api_key`: shown
+    where it is not empty."""
 
     model: str
     temperature: float = 0.0
     ignore_eos: bool = True
     counted: bool = True
+    api_key: str = ""
 
 
 class Caller(Protocol):

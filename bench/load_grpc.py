@@ -23,12 +23,13 @@ class GrpcCaller:
 
         self._client = InferenceServerClient(address)
         self._manner = manner
+        self._headers = {"authorization": f"Bearer {manner.api_key}"} if manner.api_key else None
 
     async def ask(self, prompt: Prompt, new: int) -> Heard:
         import grpc
 
         heard = Heard(status=OK)
-        stream = self._client.stream_infer(_once(_request(prompt, new, self._manner)))
+        stream = self._client.stream_infer(_once(_request(prompt, new, self._manner)), headers=self._headers)
         try:
             async for result, error in stream:
                 _read(result, error, heard)

@@ -137,15 +137,18 @@ class Connection(asyncio.Protocol):
 
 
 class Client:
-    """POSTs to one server, over as many connections as there are exchanges at a time."""
+    """POSTs to one server, over as many connections as there are exchanges at a time. `api_key`: shown unless empty."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, api_key: str = "") -> None:
         self._host, self._port = host, port
+        self._key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self._idle: list[Connection] = []
 
     async def post(self, path: str, body: bytes) -> Answer:
         """Raises `OSError` when the server is not there, or hangs up."""
-        head = f"POST {path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type: application/json\r\n"
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type: application/json\r\n{self._key}"
+        )
         connection = await self._connection()
         try:
             answer = await connection.exchange(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)

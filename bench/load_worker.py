@@ -218,4 +218,5 @@ def make_caller(target: Target) -> Caller:
         from .load_grpc import GrpcCaller
 
         return GrpcCaller(f"{target.host}:{target.port}", target.manner)
-    return SseCaller(Client(target.host, target.port), DOORS[target.door], target.manner)
+    client = Client(target.host, target.port, target.manner.api_key)
+    return SseCaller(client, DOORS[target.door], target.manner)
