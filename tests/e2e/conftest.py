@@ -187,3 +187,11 @@ def server(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Iterat
         yield running
         assert running.stop() == 0, running.said
         assert list(running.scratch.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Iterator[Server]:
+    """The server that `make serve` starts."""
+    models = root / "examples" / "model_repository"
+    with serving(tmp_path_factory.mktemp("d") / "t", "--model-repository", str(models)) as running:
+        yield running
