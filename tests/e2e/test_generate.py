@@ -120,7 +120,7 @@ V2_BODIES: list[tuple[Any, str]] = [
     ({"text_input": "x", "top_k": -9}, "top_k"),
     ({"text_input": "x", "seed": 2**64}, "seed"),
     ({"text_input": "x", "stop_token_ids": ["a"]}, "stop_token_ids"),
-    ({"text_input": "x", "stop_words": "y"}, "stop_words"),
+    ({"text_input": "x", "beam_width": 4}, "beam_width"),
     ({"text_input": "x", "wondrous": 1}, "wondrous"),
     ({"text_input": "x", "sampling_parameters": "{"}, "sampling_parameters"),
     ({"text_input": "x", "sampling_parameters": '{"cache_salt": "\\ud800"}'}, ""),
