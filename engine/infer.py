@@ -110,8 +110,12 @@ async def answers(
     yield _response(wholes, question.outputs, [_sum(whole) for whole in wholes])
 
 
+_COUNT_TOKENS = {"output_ids", "output_log_probs", "num_output_tokens"}
+"""Outputs that would lose tokens if a response without text were left out."""
+
+
 async def _each(question: Question, stream: Chunks) -> AsyncGenerator[InferResponse, None]:
-    by_token, total = not {"output_ids", "output_log_probs"}.isdisjoint(question.outputs), 0.0
+    by_token, total = not _COUNT_TOKENS.isdisjoint(question.outputs), 0.0
     async with aclosing(stream) as chunks:
         async for chunk in chunks:
             total += _sum(chunk)

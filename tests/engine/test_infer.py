@@ -71,6 +71,12 @@ async def test_streamed_log_probs_accumulate_and_none_is_left_out() -> None:
     assert responses[-1]["cumulative_logprob"] == [-1.75]
 
 
+async def test_streamed_counts_add_up_while_a_character_is_incomplete() -> None:
+    request = asked(stream=True, return_num_output_tokens=True)
+    responses = await respond(request, Streams([chunk(4, -0.5, text=""), chunk(5, -0.5), chunk(6, -1.0, LENGTH)]))
+    assert sum(response["num_output_tokens"][0] for response in responses) == 3
+
+
 async def test_several_answers_are_rows() -> None:
     request = asked(n=2, return_log_probs=True, return_num_output_tokens=True, return_output_ids=True)
     first, second = read_question(request).requests
