@@ -5,19 +5,23 @@ Knows nothing of models and of what the bytes say.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing, suppress
 from types import TracebackType
-from typing import Self
+from typing import Generic, Protocol, Self, TypeVar
 
 from sse_starlette.sse import EventSourceResponse
 from starlette.requests import Request
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from ..core.errors import CharoniaError, InvalidArgument
+from ..core.gateway import Stream
 from .faults import UNEXPECTED
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+T_contra = TypeVar("T_contra", contravariant=True)
 
 
 class ClientLeft(Exception):
@@ -85,46 +89,59 @@ class WhileConnected:
         self._task.cancel()
 
 
-class EventStream(EventSourceResponse):
-    """A response of ready-made server-sent events: LF only, no pings.
+class Form(Protocol[T_contra]):
+    """What the items of a stream look like to the client."""
+
+    def event(self, item: T_contra) -> bytes:
+        """Server-sent events for one item; there may be none."""
+
+    def end(self) -> bytes:
+        """What comes after the last item."""
+
+    def fault(self, error: CharoniaError) -> bytes:
+        """What comes instead of the rest, once something was sent."""
+
+
+class EventStream(EventSourceResponse, Generic[T]):
+    """A response of server-sent events, in a `form`: LF only, no pings.
 
     The headers are sse-starlette's, the sending is not: the library's doubles what a frame costs, ends streams when
     the server begins to drain, and sends the status before it is known whether there is a first event. Here an error
-    before the first event is raised and becomes a plain answer, one after it the event that `fault` makes of it.
+    before the first item is raised and becomes a plain answer.
     """
 
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        fault: Callable[[CharoniaError], bytes],
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(events, headers=headers)
-        self._events = events
-        self._fault = fault
+    def __init__(self, items: Stream[T], form: Form[T], headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(items, headers=headers)
+        self._items = items
+        self._form = form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(ClientLeft):
-            async with aclosing(self._events), WhileConnected(receive):
-                first = await anext(self._events, b"")
+            async with aclosing(self._items), WhileConnected(receive):
+                first = await anext(self._items, None)
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await _send_body(send, first)
-                await self._send_rest(send)
+                if first is not None:
+                    await send(_part(self._form.event(first)))
+                await send(_part(await self._send_rest(send), more=False))
 
-    async def _send_rest(self, send: Send) -> None:
+    async def _send_rest(self, send: Send) -> bytes:
+        """Send everything but what is returned."""
+        event = self._form.event
         try:
-            async for event in self._events:
-                await _send_body(send, event)
+            async for item in self._items:
+                body = event(item)
+                if body:
+                    await send(_part(body))
+            return self._form.end()
         except CharoniaError as error:
-            await _send_body(send, self._fault(error))
+            return self._form.fault(error)
         except Exception:
             log.exception("a stream broke off")
-            await _send_body(send, self._fault(UNEXPECTED))
-        await _send_body(send, b"", more=False)
+            return self._form.fault(UNEXPECTED)
 
 
-async def _send_body(send: Send, body: bytes, more: bool = True) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": more})
+def _part(body: bytes, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}
 
 
 def event(data: bytes) -> bytes:

@@ -5,19 +5,16 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
+from ..core.gateway import Stream
+
 T = TypeVar("T")
 
 
-async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+async def merged(streams: Sequence[Stream[T]]) -> AsyncGenerator[tuple[int, T], None]:
     """Items of all streams as they come, each with its stream's index; the first error ends all of them.
 
     Closing it cancels the tasks that read the streams, which closes these.
     """
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as stream:
-            async for item in stream:
-                yield 0, item
-        return
     queue: asyncio.Queue[tuple[int, T | None, Exception | None]] = asyncio.Queue(len(streams))
     tasks = [asyncio.create_task(_forward(index, stream, queue)) for index, stream in enumerate(streams)]
     try:
@@ -30,7 +27,7 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
 
 
 async def _forward(
-    index: int, stream: AsyncGenerator[T, None], queue: "asyncio.Queue[tuple[int, T | None, Exception | None]]"
+    index: int, stream: Stream[T], queue: "asyncio.Queue[tuple[int, T | None, Exception | None]]"
 ) -> None:
     error = None
     try:

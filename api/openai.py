@@ -3,14 +3,14 @@
 Translates between the protocol and the gateway; decides nothing.
 """
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 
 import msgspec
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..core.errors import CharoniaError, NotFound
@@ -34,7 +34,7 @@ class OpenAI:
         self._gateway = gateway
         self._max_input_size = max_input_size
 
-    def routes(self) -> list[BaseRoute]:
+    def routes(self) -> list[Route]:
         return [
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{model:path}", self.model, methods=["GET"]),
@@ -61,11 +61,13 @@ class OpenAI:
         writer = Writer(shape, asked.id, asked.model, asked.include_usage, asked.choices)
         name, weight = tenant_of(request)
         requests = [msgspec.structs.replace(each, tenant=name, weight=weight) for each in asked.requests]
-        chunks = merged([self._gateway.generate(asked.model, each) for each in requests])
-        if asked.stream:
-            return EventStream(_events(writer, chunks), _fault)
-        async with WhileConnected(request.receive), aclosing(chunks):
-            return json_response(await _whole(writer, chunks, len(asked.requests)))
+        streams = [self._gateway.generate(asked.model, each) for each in requests]
+        if not asked.stream:
+            async with WhileConnected(request.receive), aclosing(merged(streams)) as chunks:
+                return json_response(await _whole(writer, chunks, len(requests)))
+        if len(streams) == 1:
+            return EventStream(streams[0], OneAnswer(writer))
+        return EventStream(merged(streams), SeveralAnswers(writer))
 
     def _lookup(self, name: str) -> ModelConfig:
         try:
@@ -74,27 +76,31 @@ class OpenAI:
             raise NotFound(error.message, field="model") from None
 
 
-async def _whole(
-    writer: Writer, chunks: AsyncGenerator[tuple[int, GenerateChunk], None], count: int
-) -> dict[str, object]:
+async def _whole(writer: Writer, chunks: AsyncIterator[tuple[int, GenerateChunk]], count: int) -> dict[str, object]:
     said: list[list[GenerateChunk]] = [[] for _ in range(count)]
     async for index, chunk in chunks:
         said[index].append(chunk)
     return writer.whole([joined(each) for each in said])
 
 
-async def _events(
-    writer: Writer, chunks: AsyncGenerator[tuple[int, GenerateChunk], None]
-) -> AsyncGenerator[bytes, None]:
-    async with aclosing(chunks):
-        async for index, chunk in chunks:
-            for each in writer.chunks(index, chunk):
-                yield event(orjson.dumps(each))
-    closing = writer.closing()
-    if closing is not None:
-        yield event(orjson.dumps(closing))
-    yield _DONE
+class Answers:
+    """How a stream of answers ends, well or not."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+
+    def end(self) -> bytes:
+        return self._writer.closing() + _DONE
+
+    def fault(self, error: CharoniaError) -> bytes:
+        return event(orjson.dumps(openai_body(error))) + _DONE
 
 
-def _fault(error: CharoniaError) -> bytes:
-    return event(orjson.dumps(openai_body(error))) + _DONE
+class OneAnswer(Answers):
+    def event(self, chunk: GenerateChunk) -> bytes:
+        return self._writer.event(0, chunk)
+
+
+class SeveralAnswers(Answers):
+    def event(self, item: tuple[int, GenerateChunk]) -> bytes:
+        return self._writer.event(*item)

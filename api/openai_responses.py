@@ -4,15 +4,21 @@ Knows the two shapes and nothing of where the text comes from.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
+import orjson
+
 from ..core.model import ModelConfig
 from ..core.request import FinishReason, GenerateChunk, TokenLogprob, Usage
+from .connection import event
 
 Object = dict[str, Any]
 """A JSON object."""
+
+_TEXT = "\0text\0"
+"""Stands for a text that is not known yet; no model is called so."""
 
 
 class Shape(Protocol):
@@ -88,7 +94,7 @@ def _by_text(token: TokenLogprob) -> dict[str, float]:
 
 
 class Writer:
-    """Writes one answer: the members that all its objects share, and what was counted so far.
+    """Writes one answer, whole or as server-sent events: the members that all its objects share, and what was counted.
 
     Choices stand in the order of the prompts, `choices` for each.
     """
@@ -100,6 +106,7 @@ class Writer:
         self._choices = choices
         self._usage: dict[int, Usage] = {}
         self._offsets: dict[int, int] = {}
+        self._around: dict[int, tuple[bytes, bytes]] = {}
 
     def whole(self, answers: Sequence[GenerateChunk]) -> Object:
         """All in one; `answers[i]` is everything that choice i says."""
@@ -110,25 +117,31 @@ class Writer:
         ]
         return {**self._head, "object": self._shape.object, "choices": choices, "usage": self._total()}
 
-    def chunks(self, index: int, chunk: GenerateChunk) -> Iterable[Object]:
-        """The objects to send for one chunk: none while a character is incomplete."""
+    def event(self, index: int, chunk: GenerateChunk) -> bytes:
+        """What to send for one chunk: nothing while a character is incomplete."""
         opening = None if index in self._usage else self._shape.opening(index)
         self._usage[index] = chunk.usage
-        if opening is not None:
-            yield self._chunk([opening])
-        if chunk.text or chunk.finish_reason or chunk.logprobs:
+        begin = b"" if opening is None else self._event([opening])
+        if chunk.finish_reason or chunk.logprobs:
             logprobs = self._logprobs(index, chunk)
-            yield self._chunk([self._shape.delta(index, chunk.text, chunk.finish_reason, logprobs)])
+            return begin + self._event([self._shape.delta(index, chunk.text, chunk.finish_reason, logprobs)])
+        return begin + self._plain(index, chunk.text) if chunk.text else begin
 
-    def closing(self) -> Object | None:
+    def closing(self) -> bytes:
         """The usage of a stream, if it was asked for."""
-        if not self._include_usage:
-            return None
-        return self._chunk([]) | {"usage": self._total()}
+        return self._event([], self._total()) if self._include_usage else b""
 
-    def _chunk(self, choices: list[Object]) -> Object:
-        chunk = {**self._head, "object": self._shape.chunk_object, "choices": choices}
-        return {**chunk, "usage": None} if self._include_usage else chunk
+    def _plain(self, index: int, text: str) -> bytes:
+        """An event of text alone. Most are: all but the text is written once for all of them."""
+        around = self._around.get(index)
+        if around is None:
+            before, _, after = self._event([self._shape.delta(index, _TEXT, None, None)]).partition(orjson.dumps(_TEXT))
+            around = self._around[index] = before, after
+        return around[0] + orjson.dumps(text) + around[1]
+
+    def _event(self, choices: list[Object], usage: Object | None = None) -> bytes:
+        chunk: Object = {**self._head, "object": self._shape.chunk_object, "choices": choices}
+        return event(orjson.dumps({**chunk, "usage": usage} if self._include_usage else chunk))
 
     def _logprobs(self, index: int, chunk: GenerateChunk) -> Object | None:
         if not chunk.logprobs:

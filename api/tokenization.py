@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from ..core.errors import InvalidArgument
 from ..core.gateway import Gateway
@@ -50,7 +50,7 @@ class Tokenization:
         self._gateway = gateway
         self._max_input_size = max_input_size
 
-    def routes(self) -> list[BaseRoute]:
+    def routes(self) -> list[Route]:
         return [
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),

@@ -3,18 +3,17 @@
 Translates between the protocol and the gateway; decides nothing.
 """
 
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..core.errors import CharoniaError, InvalidArgument, Unavailable
-from ..core.gateway import Gateway
+from ..core.gateway import Gateway, Stream
 from ..core.model import ModelConfig
 from ..core.request import InferRequest, InferResponse
 from . import orca
@@ -38,9 +37,9 @@ class V2:
         self._gateway = gateway
         self._info = info
 
-    def routes(self) -> list[BaseRoute]:
+    def routes(self) -> list[Route]:
         models = "/v2/models/{model}", "/v2/models/{model}/versions/{version:int}"
-        routes: list[BaseRoute] = [
+        routes: list[Route] = [
             Route("/v2", self.server, methods=["GET"]),
             Route("/v2/health/live", self.live, methods=["GET"]),
             Route("/v2/health/ready", self.ready, methods=["GET"]),
@@ -85,7 +84,7 @@ class V2:
     async def generate_stream(self, request: Request) -> ASGIApp:
         config, wanted = await self._read(request, stream=True)
         headers = self._load_header(request, config)
-        return EventStream(_events(config, wanted.id, self._infer(config, wanted)), _fault, headers)
+        return EventStream(self._infer(config, wanted), Responses(config, wanted.id), headers)
 
     async def _read(self, request: Request, stream: bool) -> tuple[ModelConfig, InferRequest]:
         config = self._gateway.model(*_asked_for(request))
@@ -99,7 +98,7 @@ class V2:
         form = request.headers.get(orca.ASKED)
         return {} if form is None else orca.load_header(form, self._gateway.stats(config.name, config.version))
 
-    def _infer(self, config: ModelConfig, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+    def _infer(self, config: ModelConfig, request: InferRequest) -> Stream[InferResponse]:
         return self._gateway.infer(config.name, config.version, request)
 
 
@@ -107,13 +106,18 @@ def _asked_for(request: Request) -> tuple[str, str]:
     return request.path_params["model"], str(request.path_params.get("version", ""))
 
 
-async def _events(
-    config: ModelConfig, request_id: str, responses: AsyncGenerator[InferResponse, None]
-) -> AsyncGenerator[bytes, None]:
-    async with aclosing(responses):
-        async for response in responses:
-            yield event(encode_response(config, request_id, response))
+class Responses:
+    """A model's responses as server-sent events."""
 
+    def __init__(self, config: ModelConfig, request_id: str) -> None:
+        self._config = config
+        self._id = request_id
 
-def _fault(error: CharoniaError) -> bytes:
-    return event(orjson.dumps(v2_body(error)))
+    def event(self, response: InferResponse) -> bytes:
+        return event(encode_response(self._config, self._id, response))
+
+    def end(self) -> bytes:
+        return b""
+
+    def fault(self, error: CharoniaError) -> bytes:
+        return event(orjson.dumps(v2_body(error)))

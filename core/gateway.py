@@ -1,10 +1,22 @@
 """The only thing a door knows. Whatever exists once per server lives behind it."""
 
-from collections.abc import AsyncGenerator
-from typing import Protocol
+from collections.abc import AsyncIterator, Awaitable
+from typing import Protocol, TypeVar
 
 from .model import ModelConfig, ModelStats
 from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Stream(Protocol[T_co]):
+    """What can be iterated and closed (`contextlib.aclosing`): a generator, or what stands for one."""
+
+    def __aiter__(self) -> AsyncIterator[T_co]: ...
+
+    def __anext__(self) -> Awaitable[T_co]: ...
+
+    async def aclose(self) -> None: ...
 
 
 class Gateway(Protocol):
@@ -12,7 +24,7 @@ class Gateway(Protocol):
 
     An empty `version` means the latest. Every lookup raises `NotFound` for an unknown model or version and
     `Unavailable` for one that is not ready; a full queue raises `QueueFull`. All raise before the first item.
-    Streams are generators, so that doors can close them (`contextlib.aclosing`).
+    Doors close every stream.
     """
 
     def ready(self) -> bool:
@@ -29,9 +41,9 @@ class Gateway(Protocol):
 
     def model_ready(self, name: str, version: str = "") -> bool: ...
 
-    def infer(self, name: str, version: str, request: InferRequest) -> AsyncGenerator[InferResponse, None]: ...
+    def infer(self, name: str, version: str, request: InferRequest) -> Stream[InferResponse]: ...
 
-    def generate(self, name: str, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+    def generate(self, name: str, request: GenerateRequest) -> Stream[GenerateChunk]:
         """Raises `InvalidArgument` for a model that does not write text."""
 
     async def tokenize(self, name: str, request: TokenizeRequest) -> list[int]:

@@ -40,7 +40,8 @@ class Channel:
         self._cached = 0
         self._finish: FinishReason | None = None
         self._error: CharoniaError | None = None
-        self._news = asyncio.Event()
+        self._news = False
+        self._reader: asyncio.Future[None] | None = None
         self.started = False
 
     @property
@@ -56,9 +57,10 @@ class Channel:
     def push(self, tokens: list[int], at: float, logprobs: Sequence[Logprobs | None] = ()) -> None:
         self._written = True
         self._tokens += tokens
-        self._logprobs += [each for each in logprobs if each is not None]
+        if logprobs:
+            self._logprobs += [each for each in logprobs if each is not None]
         self.account.receive(len(tokens), at)
-        self._news.set()
+        self._tell()
 
     def finish(self, reason: FinishReason) -> None:
         """There will be no more; time that ran out before the first token is an error."""
@@ -66,11 +68,11 @@ class Channel:
             self._error = RequestTimeout()
         else:
             self._finish = reason
-        self._news.set()
+        self._tell()
 
     def fail(self, error: CharoniaError) -> None:
         self._error = error
-        self._news.set()
+        self._tell()
 
     async def read(self) -> Delta:
         """Wait for news and take all of it.
@@ -78,10 +80,20 @@ class Channel:
         Raises:
             CharoniaError: the stream broke; tokens unread by then are lost.
         """
-        await self._news.wait()
-        self._news.clear()
+        if not self._news:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        self._news = False
         if self._error is not None:
             raise self._error
         tokens, self._tokens = tuple(self._tokens), []
+        if not self._logprobs:
+            return Delta(tokens, self._cached, self._finish)
         logprobs, self._logprobs = tuple(self._logprobs), []
         return Delta(tokens, self._cached, self._finish, logprobs)
+
+    def _tell(self) -> None:
+        self._news = True
+        # A reader that was cancelled may not know it yet.
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)

@@ -5,7 +5,7 @@ Knows nothing of text: token ids in, token ids out. Lives in one event loop.
 
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import msgspec
@@ -15,7 +15,7 @@ from ..core.metrics import EngineState, LlmMetrics
 from ..core.request import FinishReason
 from .account import Account
 from .admission import Admission, QueueLimits
-from .channel import Channel, Delta
+from .channel import Channel
 from .config import EngineConfig
 from .messages import NO_TOTALS, Abort, Add, Load, Loading, Ready, Refused, Totals, Turn, Updates
 from .supervisor import PATIENCE, CoreSupervisor, Patience
@@ -136,26 +136,25 @@ class EngineClient:
         finally:
             self._admission.leave(place)
 
-    async def stream(self, add: Add, account: Account | None = None) -> AsyncGenerator[Delta, None]:
-        """Tokens as they come; the last item has a finish reason. `client` and `key` of `add` are filled in here,
-        what happens is written into `account`.
+    @contextmanager
+    def open(self, add: Add, account: Account | None = None) -> Iterator[Channel]:
+        """Where the tokens of one request come out, until the block is left. `client` and `key` of `add` are filled in
+        here, what happens is written into `account`.
 
         Raises:
-            InvalidArgument: the engine can never satisfy this request; `field` names the culprit.
-            QueueFull, Unavailable: see `admit`; Unavailable also when the core dies on the way.
-            RequestTimeout: its time was over before the first token.
+            QueueFull, Unavailable: see `admit`.
+            RequestTimeout: its time is over already.
+
+        `Channel.read` raises InvalidArgument if the engine can never satisfy this request (`field` names the culprit),
+        Unavailable if the core dies on the way, and RequestTimeout if its time was over before the first token.
         """
         self.admit(add.tenant, len(add.prompt))
         account = account or Account(self._metrics)
         timeout = self._time_left(add, account)
-        key, channel = self._open(add, account)
+        key, channel = self._enter(add, account)
         try:
             self._core.send(msgspec.structs.replace(add, client=_CLIENT, key=key, timeout=timeout))
-            finish = None
-            while finish is None:
-                delta = await channel.read()
-                finish = delta.finish_reason
-                yield delta
+            yield channel
         finally:
             del self._channels[key]
             if not channel.started:
@@ -163,7 +162,7 @@ class EngineClient:
             if not channel.ended:
                 self._core.send(Abort(_CLIENT, [key]))
 
-    def _open(self, add: Add, account: Account) -> tuple[int, Channel]:
+    def _enter(self, add: Add, account: Account) -> tuple[int, Channel]:
         account.submit(len(add.prompt))
         place = self._admission.enter(add.tenant, len(add.prompt))
         self._last_key += 1
@@ -189,11 +188,12 @@ class EngineClient:
             if key in channels:
                 self._admission.leave(channels[key].place)
                 channels[key].start(cached, now - updates.turn.seconds)
-        at = 0
+        tokens, logprobs, at = updates.tokens, updates.logprobs, 0
         for key, count in zip(updates.keys, updates.counts, strict=True):
-            if key in channels:
-                channels[key].push(updates.tokens[at : at + count], now, updates.logprobs[at : at + count])
-            at += count
+            channel, end = channels.get(key), at + count
+            if channel is not None:
+                channel.push(tokens[at:end], now, logprobs[at:end])
+            at = end
         for key, reason in updates.finished:
             if key in channels:
                 channels[key].finish(FinishReason(reason))

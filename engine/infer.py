@@ -94,33 +94,34 @@ def _watched(sampling: SamplingParams, outputs: Sequence[str]) -> SamplingParams
     return msgspec.structs.replace(sampling, logprobs=0) if _LOGPROBS & set(outputs) else sampling
 
 
-async def answers(
-    question: Question, streams: Sequence[Chunks], detokenize: Detokenize
-) -> AsyncGenerator[InferResponse, None]:
-    """The responses that the chunks of the question's requests make: as they come, or all in exactly one."""
-    if question.manner.stream:
-        async with aclosing(_each(question, streams[0])) as responses:
-            async for response in responses:
-                yield response
-        return
-    wholes = await _wholes(streams)
-    if not question.manner.exclude_input_in_output:
-        prompt = await _text(question.requests[0].prompt, detokenize)
-        wholes = [msgspec.structs.replace(whole, text=prompt + whole.text) for whole in wholes]
-    yield _response(wholes, question.outputs, [_sum(whole) for whole in wholes])
+class Spoken:
+    """The responses of one streamed answer, chunk by chunk."""
+
+    def __init__(self, outputs: Sequence[str]) -> None:
+        self._outputs = outputs
+        self._by_token = not _COUNT_TOKENS.isdisjoint(outputs)
+        self._sum = 0.0
+
+    def response(self, chunk: GenerateChunk) -> InferResponse | None:
+        """None where there is nothing to show yet."""
+        if chunk.logprobs:
+            self._sum += _sum(chunk)
+        if chunk.text or chunk.finish_reason is not None or self._by_token:
+            return _response(_Answers([chunk], [self._sum]), self._outputs)
+        return None
 
 
 _COUNT_TOKENS = {"output_ids", "output_log_probs", "num_output_tokens"}
 """Outputs that would lose tokens if a response without text were left out."""
 
 
-async def _each(question: Question, stream: Chunks) -> AsyncGenerator[InferResponse, None]:
-    by_token, total = not _COUNT_TOKENS.isdisjoint(question.outputs), 0.0
-    async with aclosing(stream) as chunks:
-        async for chunk in chunks:
-            total += _sum(chunk)
-            if chunk.text or chunk.finish_reason is not None or by_token:
-                yield _response([chunk], question.outputs, [total])
+async def whole_answer(question: Question, streams: Sequence[Chunks], detokenize: Detokenize) -> InferResponse:
+    """The one response that says what the chunks of all the question's requests say."""
+    wholes = await _wholes(streams)
+    if not question.manner.exclude_input_in_output:
+        prompt = await _text(question.requests[0].prompt, detokenize)
+        wholes = [msgspec.structs.replace(whole, text=prompt + whole.text) for whole in wholes]
+    return _response(_Answers(wholes, [_sum(whole) for whole in wholes]), question.outputs)
 
 
 async def _wholes(streams: Sequence[Chunks]) -> list[GenerateChunk]:
@@ -148,20 +149,16 @@ def _sum(chunk: GenerateChunk) -> float:
     return sum(each.logprob for each in chunk.logprobs)
 
 
-def _response(chunks: Sequence[GenerateChunk], outputs: Sequence[str], sums: Sequence[float]) -> InferResponse:
-    """One answer, or several. `sums`: the logprobs of all their tokens so far."""
-    values: dict[str, Any] = {
-        "text_output": [chunk.text.encode() for chunk in chunks],
-        "finish_reason": [(chunk.finish_reason or "").encode() for chunk in chunks],
-        "num_input_tokens": [chunks[0].usage.prompt_tokens],
-        "num_output_tokens": [len(chunk.token_ids) for chunk in chunks],
-        "output_ids": [token for chunk in chunks for token in chunk.token_ids],
-        "cum_log_probs": sums,
-        "output_log_probs": _padded([[each.logprob for each in chunk.logprobs] for chunk in chunks]),
-        "cumulative_logprob": sums,
-    }
-    tensors = tuple(Tensor.of(name, _DATATYPES[name], values[name]) for name in outputs)
-    return InferResponse(tensors, final=chunks[0].finish_reason is not None)
+class _Answers(NamedTuple):
+    """What is said in one response, by one answer or several. `sums`: the logprobs of all their tokens so far."""
+
+    chunks: Sequence[GenerateChunk]
+    sums: Sequence[float]
+
+
+def _response(answers: _Answers, outputs: Sequence[str]) -> InferResponse:
+    tensors = tuple([Tensor.of(name, _DATATYPES[name], _VALUES[name](answers)) for name in outputs])
+    return InferResponse(tensors, final=answers.chunks[0].finish_reason is not None)
 
 
 def _padded(rows: Sequence[list[float]]) -> list[list[float]]:
@@ -170,6 +167,17 @@ def _padded(rows: Sequence[list[float]]) -> list[list[float]]:
 
 
 _DATATYPES = {spec.name: spec.datatype for spec in OUTPUTS}
+
+_VALUES: dict[str, Callable[[_Answers], Any]] = {
+    "text_output": lambda said: [chunk.text.encode() for chunk in said.chunks],
+    "finish_reason": lambda said: [(chunk.finish_reason or "").encode() for chunk in said.chunks],
+    "num_input_tokens": lambda said: [said.chunks[0].usage.prompt_tokens],
+    "num_output_tokens": lambda said: [len(chunk.token_ids) for chunk in said.chunks],
+    "output_ids": lambda said: [token for chunk in said.chunks for token in chunk.token_ids],
+    "cum_log_probs": lambda said: said.sums,
+    "output_log_probs": lambda said: _padded([[each.logprob for each in chunk.logprobs] for chunk in said.chunks]),
+    "cumulative_logprob": lambda said: said.sums,
+}
 
 
 def _wanted(request: InferRequest, manner: Manner) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -29,7 +29,7 @@ from .account import Account, Accounts
 from .addition import addition
 from .client import EngineClient
 from .config import EngineConfig
-from .infer import INPUTS, OUTPUTS, answers, read_question
+from .infer import INPUTS, OUTPUTS, Spoken, read_question, whole_answer
 from .messages import Loading
 from .writer import Writer
 
@@ -37,6 +37,8 @@ OnProgress: TypeAlias = Callable[[str, float, float, str], None]
 """Called while loading: phase, fraction done, seconds so far, detail."""
 
 _TOKENIZER_THREADS = 2
+_SHORT = 256
+"""Characters that take less time to tokenize than to hand to another thread."""
 
 
 def silent(phase: str, fraction: float, seconds: float, detail: str) -> None:
@@ -121,35 +123,41 @@ class LlmModel:
         await self._client.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
-        with self._accounts.open(request.id) as account:
-            async with aclosing(self._generate(request, account)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+        return self._generate(request, self._accounts.open(request.id))
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         with self._accounts.open(request.id) as account:
             question = read_question(request)
             first, *others = question.requests
-            streams = [self._generate(first, account), *(self.generate(other) for other in others)]
-            async with aclosing(answers(question, streams, self.detokenize)) as responses:
-                async for response in responses:
-                    yield response
+            stream = self._generate(first, nullcontext(account))
+            if not question.manner.stream:
+                yield await whole_answer(question, [stream, *map(self.generate, others)], self.detokenize)
+                return
+            spoken = Spoken(question.outputs)
+            async with aclosing(stream):
+                async for chunk in stream:
+                    if (response := spoken.response(chunk)) is not None:
+                        yield response
 
-    async def _generate(self, request: GenerateRequest, account: Account) -> AsyncGenerator[GenerateChunk, None]:
-        account.name_tenant(request.tenant)
-        language = self._language
-        with self._client.place(request.tenant) as engine:
-            prompt = await self._prompt_ids(request.prompt)
-            banned = language.tokenizer.word_ids(request.sampling.bad_words)
-            add = addition(request, prompt, language.defaults, engine, banned)
-        writer = Writer(language.tokenizer, prompt, request.sampling)
-        async with aclosing(self._client.stream(add, account)) as deltas:
-            while (chunk := writer.chunk(await anext(deltas))).finish_reason is None:
-                yield chunk
-        # By now the engine was told, if it does not know: a stop string may end a text long before its last token.
-        account.finish(chunk.finish_reason)
-        yield chunk
+    async def _generate(
+        self, request: GenerateRequest, opened: AbstractContextManager[Account]
+    ) -> AsyncGenerator[GenerateChunk, None]:
+        # The whole way of a token in one generator: each more would cost every frame of every stream.
+        with opened as account:
+            account.name_tenant(request.tenant)
+            language = self._language
+            with self._client.place(request.tenant) as engine:
+                prompt = await self._prompt_ids(request.prompt)
+                banned = language.tokenizer.word_ids(request.sampling.bad_words)
+                add = addition(request, prompt, language.defaults, engine, banned)
+            writer = Writer(language.tokenizer, prompt, request.sampling)
+            with self._client.open(add, account) as channel:
+                while (chunk := writer.chunk(await channel.read())).finish_reason is None:
+                    yield chunk
+            # By now the engine was told, if it does not know: a stop string may end a text long before its last token.
+            account.finish(chunk.finish_reason)
+            yield chunk
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
         return await self._prompt_ids(request.prompt, request.special, request.invite)
@@ -165,6 +173,8 @@ class LlmModel:
 
     async def _prompt_ids(self, prompt: Prompt, special: bool = True, invite: bool = True) -> list[int]:
         loop, read = asyncio.get_running_loop(), self._language.tokenizer.prompt_ids
+        if isinstance(prompt, tuple) or (isinstance(prompt, str) and len(prompt) <= _SHORT):
+            return read(prompt, special, invite)
         return await loop.run_in_executor(self._threads, read, prompt, special, invite)
 
     def _report(self, loading: Loading) -> None:

@@ -6,7 +6,7 @@ Knows nothing of where tokens come from; decides nothing but where a stop string
 from collections.abc import Sequence
 
 from ..core.request import FinishReason, GenerateChunk, Logprobs, SamplingParams, TokenLogprob, Usage
-from ..tokenization.detokenizer import Detokenizer
+from ..tokenization.detokenizer import detokenizer
 from ..tokenization.stops import StopStrings
 from ..tokenization.tokenizer import Tokenizer
 from .channel import Delta
@@ -23,23 +23,26 @@ class Writer:
         self._prompt_tokens = len(prompt)
         self._completion_tokens = 0
         self._min_tokens = asked.min_tokens
-        self._text = Detokenizer(tokenizer, prompt)
+        self._text = detokenizer(tokenizer, prompt)
         self._stops = StopStrings(asked.stop, asked.include_stop_str_in_output)
 
     def chunk(self, delta: Delta) -> GenerateChunk:
         """What these tokens write. Those behind a stop string do not count."""
         text, taken = self._write(delta)
         self._completion_tokens += taken
+        token_ids = delta.token_ids[:taken]
         return GenerateChunk(
             text=text,
-            token_ids=delta.token_ids[:taken],
+            token_ids=token_ids,
             usage=Usage(self._prompt_tokens, self._completion_tokens, delta.cached_tokens),
             finish_reason=delta.finish_reason if self._stops.found is None else FinishReason.STOP,
-            logprobs=self._logprobs(delta.token_ids[:taken], delta.logprobs),
+            logprobs=self._logprobs(token_ids, delta.logprobs) if delta.logprobs else (),
         )
 
     def _write(self, delta: Delta) -> tuple[str, int]:
         """The text of the delta, and how many of its tokens it took."""
+        if delta.finish_reason is None and not self._stops:
+            return self._text.push(delta.token_ids), len(delta.token_ids)
         # The token that stopped it ends the text and is no part of it.
         written = delta.token_ids[:-1] if delta.finish_reason is FinishReason.STOP else delta.token_ids
         text, taken = self._show_all(written)

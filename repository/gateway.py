@@ -6,12 +6,13 @@ Knows nothing of protocols, and of models only the contract.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 from ..core.errors import CharoniaError, InvalidArgument, NotFound, Unavailable
+from ..core.gateway import Stream
 from ..core.metrics import Measurement, Reading
 from ..core.model import MeasuredModel, Model, ModelConfig, ModelStats, TextModel
 from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
@@ -89,19 +90,14 @@ class Hub:
     def stats(self, name: str, version: str = "") -> ModelStats:
         return self._loaded(name, version)[0].stats()
 
-    async def infer(self, name: str, version: str, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+    def infer(self, name: str, version: str, request: InferRequest) -> Stream[InferResponse]:
         self._refuse_when_exiting()
         model, _ = self._loaded(name, version)
         check(model.config, request)
-        async with aclosing(self._counted(model.infer(request))) as responses:
-            async for response in responses:
-                yield response
+        return Running(model.infer(request), self._one_more())
 
-    async def generate(self, name: str, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
-        text = self._writing(name)
-        async with aclosing(self._counted(text.generate(request))) as chunks:
-            async for chunk in chunks:
-                yield chunk
+    def generate(self, name: str, request: GenerateRequest) -> Stream[GenerateChunk]:
+        return Running(self._writing(name).generate(request), self._one_more())
 
     async def tokenize(self, name: str, request: TokenizeRequest) -> list[int]:
         return await self._writing(name).tokenize(request)
@@ -191,13 +187,6 @@ class Hub:
         if self._exiting:
             raise Unavailable("Server exiting")
 
-    async def _counted(self, stream: AsyncIterator[T]) -> AsyncGenerator[T, None]:
-        # Models promise an AsyncIterator and write generators; only those can be closed.
-        with self._one_more():
-            async with aclosing(cast(AsyncGenerator[T, None], stream)) as items:
-                async for item in items:
-                    yield item
-
     @contextmanager
     def _one_more(self) -> Iterator[None]:
         self._running += 1
@@ -208,3 +197,32 @@ class Hub:
             self._running -= 1
             if not self._running:
                 self._idle.set()
+
+
+class Running(Generic[T]):
+    """A model's stream inside a `block`, entered with the first item and left when the stream is closed.
+
+    A generator would do, were it not resumed once more for each token of each stream.
+    """
+
+    def __init__(self, stream: AsyncIterator[T], block: AbstractContextManager[None]) -> None:
+        # Models promise an AsyncIterator and write generators; only those can be closed.
+        self._stream = cast(Stream[T], stream)
+        self._block = block
+        self._entered = ExitStack()
+        self._next: Callable[[], Awaitable[T]] = self._first
+
+    def __aiter__(self) -> "Running[T]":
+        return self
+
+    def __anext__(self) -> Awaitable[T]:
+        return self._next()
+
+    def _first(self) -> Awaitable[T]:
+        self._entered.enter_context(self._block)
+        self._next = self._stream.__anext__
+        return self._next()
+
+    async def aclose(self) -> None:
+        with self._entered:
+            await self._stream.aclose()

@@ -1,14 +1,14 @@
 """Token ids to text, piece by piece, never half a character.
 
-Knows nothing of where the ids come from. The text of a token depends on its neighbours (a leading space, bytes of one
-character), so each piece is the difference between two decodings of a short window:
-
-    | emitted already, kept as context | pending |
-    0                              _emitted    len
+Knows nothing of where the ids come from. After a prompt, the pieces are what decoding prompt and ids together would
+add to the prompt's text; all of them together equal `decode` of all ids.
 """
 
+import codecs
 from collections.abc import Sequence
+from typing import Protocol
 
+from .pieces import TokenBytes
 from .tokenizer import Tokenizer
 
 _INCOMPLETE = "\ufffd"
@@ -16,19 +16,54 @@ _CONTEXT = 6
 """Prompt tokens that the first piece is decoded after; enough for any character and its leading space."""
 
 
-class Detokenizer:
-    """The text of one growing sequence. The pieces together equal `decode` of all its ids.
-
-    After a `prompt`, the pieces are what decoding prompt and ids together would add to the prompt's text.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
-        self._decode = tokenizer.decode
-        self._window = list(prompt[-_CONTEXT:])
-        self._emitted = self._whole_characters()
+class Detokenizer(Protocol):
+    """The text of one growing sequence."""
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these ids complete; what may still be half a character waits for the next call."""
+
+    def finish(self) -> str:
+        """What is left: bytes that never became a character come out as U+FFFD."""
+
+
+def detokenizer(tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> Detokenizer:
+    """The cheapest that is right for this tokenizer."""
+    context = prompt[-_CONTEXT:]
+    return (
+        WindowDetokenizer(tokenizer, context) if tokenizer.bytes is None else ByteDetokenizer(tokenizer.bytes, context)
+    )
+
+
+class ByteDetokenizer:
+    """For byte-level vocabularies, where the bytes of a token do not depend on its neighbours."""
+
+    def __init__(self, table: TokenBytes, context: Sequence[int]) -> None:
+        self._table = table
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self.push(context)
+
+    def push(self, ids: Sequence[int]) -> str:
+        table = self._table
+        return self._decode(b"".join([table[token] for token in ids]))
+
+    def finish(self) -> str:
+        return self._decode(b"", True)
+
+
+class WindowDetokenizer:
+    """For any tokenizer. Text may depend on the tokens before it (a leading space, bytes of one character), so each
+    piece is the difference between two decodings of a short window:
+
+        | emitted already, kept as context | pending |
+        0                              _emitted    len
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
+        self._decode = tokenizer.decode
+        self._window = list(context)
+        self._emitted = self._whole_characters()
+
+    def push(self, ids: Sequence[int]) -> str:
         self._window.extend(ids)
         piece = self._pending()
         if not piece or piece.endswith(_INCOMPLETE):
@@ -37,7 +72,6 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """What is left: bytes that never became a character come out as U+FFFD."""
         piece = self._pending()
         self._advance()
         return piece

@@ -4,9 +4,11 @@ Knows nothing of neighbours; a text of many tokens is the detokenizer's business
 """
 
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import tokenizers
+from tokenizers import decoders
 
 _HALF = "\ufffd"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -29,14 +31,40 @@ def read_piece(backend: tokenizers.Tokenizer, token: int) -> Piece:
     return Piece(text, text.encode())
 
 
+class TokenBytes(dict[int, bytes]):
+    """What each token of a byte-level vocabulary adds to a text; what decoding leaves out adds nothing."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        super().__init__(dict.fromkeys(_special(backend), b""))
+        self._backend = backend
+
+    def __missing__(self, token: int) -> bytes:
+        name = self._backend.id_to_token(token)
+        data = self[token] = b"" if name is None else _letters(name)
+        return data
+
+
+def token_bytes(backend: tokenizers.Tokenizer) -> TokenBytes | None:
+    """The table of a byte-level tokenizer; None for all others, whose tokens may depend on their neighbours."""
+    return TokenBytes(backend) if isinstance(backend.decoder, decoders.ByteLevel) else None
+
+
+def _special(backend: tokenizers.Tokenizer) -> Iterator[int]:
+    return (token for token, added in backend.get_added_tokens_decoder().items() if added.special)
+
+
 def _raw(name: str) -> bytes:
     """The bytes that a vocabulary's entry stands for, in either of the two customary spellings."""
     fallback = _BYTE.fullmatch(name)
-    if fallback:
-        return bytes([int(fallback[1], 16)])
-    if all(letter in _BYTES for letter in name):
-        return bytes(_BYTES[letter] for letter in name)
-    return name.encode()
+    return bytes([int(fallback[1], 16)]) if fallback else _letters(name)
+
+
+def _letters(name: str) -> bytes:
+    """A letter a byte; an added token may be spelt otherwise, and stands for itself."""
+    try:
+        return bytes([_BYTES[letter] for letter in name])
+    except KeyError:
+        return name.encode()
 
 
 def _byte_letters() -> dict[str, int]:

@@ -12,7 +12,7 @@ from ..core.errors import InvalidArgument, NotFound
 from ..core.request import Conversation, Prompt
 from .chat import ChatTemplate, find_template
 from .files import read_json
-from .pieces import Piece, read_piece
+from .pieces import Piece, read_piece, token_bytes
 from .special import complete, named_tokens
 
 
@@ -24,6 +24,8 @@ class Tokenizer:
         self._named = named
         self._chat = chat
         self._pieces: dict[int, Piece] = {}
+        self.bytes = token_bytes(backend)
+        """What each token adds to a text, if that does not depend on its neighbours."""
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":

@@ -6,7 +6,6 @@ import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -76,8 +75,11 @@ def add(prompt: list[int], max_tokens: int = 8, timeout: float = 0.0) -> Add:
 
 
 async def read_all(client: EngineClient, prompt: list[int], max_tokens: int = 8, timeout: float = 0.0) -> list[Delta]:
-    async with aclosing(client.stream(add(prompt, max_tokens, timeout))) as deltas:
-        return [delta async for delta in deltas]
+    with client.open(add(prompt, max_tokens, timeout)) as channel:
+        deltas = [await channel.read()]
+        while deltas[-1].finish_reason is None:
+            deltas.append(await channel.read())
+        return deltas
 
 
 def tokens(deltas: list[Delta]) -> list[int]:
@@ -122,12 +124,10 @@ async def test_the_impossible_is_refused_alone(start: Start) -> None:
 
 async def test_a_slow_reader_finds_everything_merged(start: Start) -> None:
     client = await start(step_seconds=0.001)
-    async with aclosing(client.stream(add([1], max_tokens=100))) as deltas:
-        first = await anext(deltas)
+    with client.open(add([1], max_tokens=100)) as channel:
+        first = await channel.read()
         await until(lambda: client.load.running == 0)
-        rest = await anext(deltas)
-        with pytest.raises(StopAsyncIteration):
-            await anext(deltas)
+        rest = await channel.read()
     assert tokens([first, rest]) == list(range(2, 102))
     assert rest.finish_reason is FinishReason.LENGTH
 

@@ -9,7 +9,7 @@ import pytest
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import FinishReason, GenerateChunk, InferRequest, TokenLogprob, Usage
 from charonia.core.tensor import Tensor
-from charonia.engine.infer import answers, read_question
+from charonia.engine.infer import Spoken, read_question, whole_answer
 
 LENGTH = FinishReason.LENGTH
 
@@ -49,7 +49,13 @@ async def respond(request: InferRequest, streams: Streams) -> list[dict[str, Any
     async def detokenize(ids: Sequence[int]) -> str:
         return "prompt"
 
-    responses = [response async for response in answers(read_question(request), streams.all, detokenize)]
+    question = read_question(request)
+    if question.manner.stream:
+        spoken = Spoken(question.outputs)
+        said = [spoken.response(chunk) async for chunk in streams.all[0]]
+        responses = [response for response in said if response is not None]
+    else:
+        responses = [await whole_answer(question, streams.all, detokenize)]
     assert not streams.open
     return [{tensor.name: tensor.data.tolist() for tensor in response.outputs} for response in responses]
 
