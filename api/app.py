@@ -11,9 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..core.errors import CharoniaError
+from ..core.errors import CharoniaError, NotFound
 from ..core.gateway import Gateway
 from .connection import ClientLeft
+from .exchanges import Exchanges, note
 from .faults import UNEXPECTED, error_response, json_response
 from .guard import Guard
 from .keys import Keyring
@@ -39,6 +40,7 @@ def build_app(gateway: Gateway, info: ServerInfo, keys: Keyring | None = None) -
     app.add_exception_handler(ClientLeft, _client_left)
     if keys:
         app.add_middleware(Guard, keys=keys)
+    app.add_middleware(Exchanges, gateway=gateway)
     app.add_middleware(LastResort)
     return app
 
@@ -60,11 +62,13 @@ class LastResort:
 
 async def _charonia_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, CharoniaError)
+    note(error)
     return error_response(error, request.url.path)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    note(NotFound(error.detail))
     if not request.url.path.startswith("/v1/"):
         return json_response({"error": error.detail}, error.status_code)
     body = {"message": f"{error.detail}: {request.method} {request.url.path}", "type": "invalid_request_error"}

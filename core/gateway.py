@@ -1,8 +1,10 @@
 """The only thing a door knows. Whatever exists once per server lives behind it."""
 
 from collections.abc import AsyncGenerator
+from contextlib import AbstractContextManager
 from typing import Protocol
 
+from .exchange import Exchange, Headers
 from .model import ModelConfig, ModelStats
 from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
 
@@ -14,6 +16,10 @@ class Gateway(Protocol):
     `Unavailable` for one that is not ready; a full queue raises `QueueFull`. All raise before the first item.
     Streams are generators, so that doors can close them (`contextlib.aclosing`).
     """
+
+    def open(self, door: str, headers: Headers = ()) -> AbstractContextManager[Exchange]:
+        """The one exchange of a request that came through `door`: the current one of the block, at whose end it is
+        counted and recorded."""
 
     def ready(self) -> bool:
         """Every known model is ready, and the server is not shutting down."""

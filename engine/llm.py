@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ..core.errors import Unavailable
+from ..core.exchange import Exchange
 from ..core.metrics import LlmMetrics, Outcome, Reading
 from ..core.model import ModelConfig, ModelStats
 from ..core.request import (
@@ -73,7 +74,7 @@ class LlmModel:
         self._checkpoint = engine.model
         self._on_progress = on_progress
         self._metrics = LlmMetrics()
-        self._accounts = Accounts(name, version, self._metrics)
+        self._accounts = Accounts(self._metrics)
         self._client = EngineClient(engine, self._report, metrics=self._metrics)
         self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, "tokenizer")
         self._loaded: Language | None = None
@@ -102,6 +103,9 @@ class LlmModel:
         """Everything measured, for a scrape."""
         return self._metrics.readings(self._client.state())
 
+    def count(self, exchange: Exchange) -> None:
+        self._accounts.count(exchange)
+
     async def load(self) -> None:
         """Return when a token was generated.
 
@@ -122,22 +126,19 @@ class LlmModel:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
-        with self._accounts.open(request.id) as account:
+        with self._accounts.open(request) as account:
             async with aclosing(self._generate(request, account)) as chunks:
                 async for chunk in chunks:
                     yield chunk
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
-        with self._accounts.open(request.id) as account:
-            question = read_question(request)
-            first, *others = question.requests
-            streams = [self._generate(first, account), *(self.generate(other) for other in others)]
-            async with aclosing(answers(question, streams, self.detokenize)) as responses:
-                async for response in responses:
-                    yield response
+        question = read_question(request)
+        streams = [self.generate(each) for each in question.requests]
+        async with aclosing(answers(question, streams, self.detokenize)) as responses:
+            async for response in responses:
+                yield response
 
     async def _generate(self, request: GenerateRequest, account: Account) -> AsyncGenerator[GenerateChunk, None]:
-        account.name_tenant(request.tenant)
         language = self._language
         with self._client.place(request.tenant) as engine:
             prompt = await self._prompt_ids(request.prompt)
