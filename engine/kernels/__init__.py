@@ -2,8 +2,8 @@
 
 How it is put together, for whoever adds a kernel:
 
-- Plain C with a C ABI, no Python and no torch headers. One file per subject; `[tool.setuptools] ext-modules` lists them.
-  `level.h` names the levels of instruction sets (portable < avx2 < avx512 < avx512bf16); a kernel asks
+- Plain C with a C ABI, no Python and no torch headers. One file per subject, listed in pyproject's
+  ext-modules. `level.h` names the levels of instruction sets (portable < avx2 < avx512 < avx512bf16); a kernel asks
   `charonia_level()` at each call, and marks what needs more than the compiler's default with TARGET_AVX2 and its kin.
   Kernels written once for all levels go through `each_level.h`: a `.inc` over the vectors of `simd.h`.
 - Flags: never -ffast-math (it deletes NaN checks and flushes denormals in the whole process). `fma()` of `simd.h`, not

@@ -26,6 +26,9 @@ SIGNATURES = {
     "charonia_level": "",
     "charonia_limit": "i",
     "charonia_threads": "",
+    "charonia_norm": "pppplllllfi",
+    "charonia_gate": "ppllii",
+    "charonia_turn": "ppplllli",
 }
 """Every exported function: a letter an argument (p: address, i: int, l: int64, f: float). All return int or nothing."""
 
