@@ -9,6 +9,8 @@ TORCH  ?= torch==2.13.0
 MODELS ?= examples/model_repository
 ARGS   ?=
 
+# What the C extension is made of: installing again builds it again.
+KERNELS  := $(wildcard engine/kernels/*.c engine/kernels/*.h engine/kernels/*.inc)
 PACKAGES := $(sort $(patsubst %/__init__.py,%,$(wildcard */__init__.py)))
 
 .DEFAULT_GOAL := help
@@ -23,7 +25,7 @@ $(VENV)/torch.stamp:
 	@$(PIP) "setuptools>=77" wheel $(TORCH)
 	@touch $@
 
-$(VENV)/run.stamp: pyproject.toml $(VENV)/torch.stamp
+$(VENV)/run.stamp: pyproject.toml $(KERNELS) $(VENV)/torch.stamp
 	@echo "installing charonia"
 	@$(PIP) --no-build-isolation --editable .
 	@touch $@
@@ -62,4 +64,4 @@ gpu:  ## on a machine with a CUDA torch: the engine on the device
 	$(PYTHON) -m charonia.bench.gpu
 
 clean:  ## remove everything that make made
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis engine/kernels/*.so

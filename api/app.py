@@ -14,9 +14,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..core.errors import CharoniaError
+from ..core.errors import CharoniaError, NotFound
 from ..core.gateway import Gateway
 from .connection import ClientLeft
+from .exchanges import Exchanges, note
 from .faults import UNEXPECTED, error_response, json_response
 from .guard import Guard
 from .keys import Keyring
@@ -45,7 +46,7 @@ def build_app(gateway: Gateway, info: ServerInfo, keys: Keyring | None = None) -
     fastapi.add_exception_handler(CharoniaError, _charonia_error)
     fastapi.add_exception_handler(HTTPException, _no_route)
     app: ASGIApp = HotRoutes(routes, fastapi)
-    return LastResort(Guard(app, keys) if keys else app)
+    return LastResort(Exchanges(Guard(app, keys) if keys else app, gateway))
 
 
 class HotRoutes:
@@ -65,13 +66,12 @@ class HotRoutes:
         return await self._app(scope, receive, send)
 
 
-async def _answer(
-    endpoint: Callable[[Request], Awaitable[ASGIApp]], scope: Scope, receive: Receive, send: Send
-) -> None:
+async def _answer(endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
     try:
         response = await endpoint(Request(scope, receive))
         await response(scope, receive, send)
     except CharoniaError as error:
+        note(error)
         await error_response(error, scope["path"])(scope, receive, send)
     except ClientLeft:
         await Response(status_code=_CLIENT_LEFT)(scope, receive, send)
@@ -94,11 +94,13 @@ class LastResort:
 
 async def _charonia_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, CharoniaError)
+    note(error)
     return error_response(error, request.url.path)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    note(NotFound(error.detail))
     if not request.url.path.startswith("/v1/"):
         return json_response({"error": error.detail}, error.status_code)
     body = {"message": f"{error.detail}: {request.method} {request.url.path}", "type": "invalid_request_error"}

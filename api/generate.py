@@ -29,10 +29,13 @@ def parse_generate(body: bytes, config: ModelConfig, stream: bool) -> InferReque
         InvalidArgument: malformed JSON, or a member of the wrong type.
     """
     mapping = _Mapping(config)
-    for key, value in _members(_load(body) if body else _Object()):
-        mapping.take(key, value)
-    mapping.default_stream(stream)
-    mapping.move_lists()
+    try:
+        for key, value in _members(_load(body) if body else _Object()):
+            mapping.take(key, value)
+        mapping.default_stream(stream)
+        mapping.move_lists()
+    except RecursionError as error:
+        raise InvalidArgument(f"failed to parse the request JSON buffer: {error} at 0") from None
     return InferRequest(mapping.id, mapping.tensors, None, mapping.parameters)
 
 
@@ -63,7 +66,7 @@ def _load(body: bytes) -> Any:
         return json.loads(body.decode(), object_pairs_hook=_Object)
     except json.JSONDecodeError as error:
         raise InvalidArgument(f"failed to parse the request JSON buffer: {error.msg} at {error.pos}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InvalidArgument(f"failed to parse the request JSON buffer: {error} at 0") from None
 
 

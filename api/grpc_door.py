@@ -12,16 +12,17 @@ from functools import wraps
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2 as pb
 
-from ..core.errors import CharoniaError, Unavailable, Unsupported
+from ..core.errors import CharoniaError, InvalidArgument, Unavailable, Unsupported
 from ..core.gateway import Gateway
 from ..core.model import ModelConfig
 from ..core.request import InferRequest
 from .faults import UNEXPECTED
-from .grpc_faults import STOPPING, Context, refuse
+from .grpc_faults import STOPPING, Context, metadata_of, refuse
 from .grpc_messages import Message, read_request, read_version, write_response
-from .grpc_stream import InferStream
+from .grpc_stream import InferStream, refusals
 from .keys import Keyring, Tenant
 from .metadata import ServerInfo, model_metadata, server_metadata
 from .unary import at_most_two
@@ -31,8 +32,8 @@ log = logging.getLogger(__name__)
 _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 _TRUE = (True, "true", "True", "TRUE", "1")
 
-_OPEN = ("ServerReady", "ModelReady")
-"""What needs no key, beside ServerLive."""
+_OPEN = ("ServerReady", "ModelReady", "ModelInfer", "ModelStreamInfer")
+"""What needs no key, beside ServerLive; or asks for it by itself, to leave a record where it is wrong."""
 
 Handler = Callable[["GrpcDoor", Message, Context], Awaitable[Any]]
 
@@ -45,6 +46,8 @@ def _answering(handler: Handler) -> Handler:
         try:
             if handler.__name__ not in _OPEN:
                 door.tenant_of(context)
+            if isinstance(request, DecodeError):  # in place of what could not be read
+                raise InvalidArgument(str(request))
             return await handler(door, request, context)
         except CharoniaError as error:
             await refuse(context, error)
@@ -72,7 +75,7 @@ class GrpcDoor:
         Raises:
             Unauthenticated: his key is missing or wrong.
         """
-        return self._keys.tenant(dict(context.invocation_metadata() or ()).get("authorization"))
+        return self._keys.tenant(dict(metadata_of(context)).get("authorization"))
 
     async def ServerLive(self, request: Message, context: Context) -> Message:
         return pb.ServerLiveResponse(live=True)
@@ -98,11 +101,17 @@ class GrpcDoor:
 
     @_answering
     async def ModelInfer(self, request: Message, context: Context) -> Message:
+        with self._gateway.open("ModelInfer", metadata_of(context)) as exchange:
+            exchange.id = request.id
+            tenant = self.tenant_of(context)
+            exchange.tenant = tenant.name
+            return await self._infer(request, tenant)
+
+    async def _infer(self, request: Message, tenant: Tenant) -> Message:
         if self._gateway.exiting():
             raise Unavailable(STOPPING)
         config = self._gateway.model(request.model_name, read_version(request.model_version))
-        name, weight = self.tenant_of(context)
-        asked = replace(read_request(request), tenant=name, weight=weight)
+        asked = replace(read_request(request), tenant=tenant.name, weight=tenant.weight)
         _refuse_streaming(config, asked)
         async with aclosing(self._gateway.infer(config.name, config.version, asked)) as responses:
             answers = await at_most_two(responses)
@@ -112,7 +121,9 @@ class GrpcDoor:
 
     @_answering
     async def ModelStreamInfer(self, requests: object, context: Context) -> None:
-        await InferStream(self._gateway, context, self._closing, self.tenant_of(context)).run()
+        with refusals(self._gateway, context):
+            tenant = self.tenant_of(context)
+        await InferStream(self._gateway, context, self._closing, tenant).run()
 
     @_answering
     async def _later(self, request: Message, context: Context) -> Message:

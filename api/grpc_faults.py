@@ -1,6 +1,7 @@
 """How an error looks over gRPC: its status code, its text, its trailing metadata."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import grpc
@@ -27,6 +28,11 @@ _STATUS = {
     Code.RESOURCE_EXHAUSTED: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Code.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
 }
+
+
+def metadata_of(context: Context) -> Sequence[tuple[str, Any]]:
+    """What the client sent along: text, or bytes where the name ends in -bin."""
+    return context.invocation_metadata() or ()
 
 
 def text_of(error: CharoniaError) -> str:

@@ -3,11 +3,12 @@
 import asyncio
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2_grpc
 
 from ..core.errors import InvalidArgument, Unavailable
@@ -51,7 +52,7 @@ class GrpcServer:
         Raises:
             Unavailable: someone else took the port.
         """
-        self._server = server = grpc.aio.server(options=_channel_options(self._options))
+        self._server = server = grpc.aio.server(interceptors=(_Unread(),), options=_channel_options(self._options))
         door = GrpcDoor(self._gateway, self._info, self._closing, self._keys)
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(door, server)
         server.add_generic_rpc_handlers((Health(self._gateway).handler(),))
@@ -76,6 +77,29 @@ class GrpcServer:
         self._closing.set()
         if self._server is not None:
             await self._server.stop(None if force else _FLUSH_SECONDS)
+
+
+class _Unread(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Hands a call's handler the `DecodeError` in place of a request that is no message of its kind.
+
+    grpc itself would log a traceback and say that the fault is ours. Streams read for themselves.
+    """
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await continuation(details)
+        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+            return handler
+        return handler._replace(request_deserializer=_or_error(handler.request_deserializer))
+
+
+def _or_error(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def attempt(data: bytes) -> Any:
+        try:
+            return read(data)
+        except DecodeError as error:
+            return error
+
+    return attempt
 
 
 def _joined(address: str, port: int) -> str:

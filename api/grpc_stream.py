@@ -6,8 +6,8 @@ engine's channel merges, and at last the reading of its requests.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 
 import grpc
@@ -18,7 +18,7 @@ from ..core.errors import CharoniaError, InvalidArgument, Unavailable
 from ..core.gateway import Gateway
 from ..core.request import InferResponse
 from .faults import UNEXPECTED
-from .grpc_faults import STOPPING, Context, text_of
+from .grpc_faults import STOPPING, Context, metadata_of, text_of
 from .grpc_messages import Message, mark_final, read_request, read_version, wants_empty_final, write_fault
 from .grpc_messages import write_response as write
 from .keys import Tenant
@@ -27,6 +27,19 @@ log = logging.getLogger(__name__)
 
 _AT_ONCE = 1024
 """Requests of one stream that are answered at a time; the next one is read when one of them is done."""
+
+
+DOOR = "ModelStreamInfer"
+
+
+@contextmanager
+def refusals(gateway: Gateway, context: Context) -> Iterator[None]:
+    """A request that is refused in this block, before it could be read, leaves its record all the same."""
+    try:
+        yield
+    except CharoniaError:
+        with gateway.open(DOOR, metadata_of(context)):
+            raise
 
 
 class InferStream:
@@ -40,7 +53,7 @@ class InferStream:
         self._context = context
         self._closing = closing
         self._tenant = tenant
-        self._strict = ("triton_grpc_error", "true") in (context.invocation_metadata() or ())
+        self._strict = ("triton_grpc_error", "true") in metadata_of(context)
         self._places = asyncio.Semaphore(_AT_ONCE)
         self._writing = asyncio.Lock()
         self._last_plain: asyncio.Task[None] | None = None
@@ -86,7 +99,8 @@ class InferStream:
                     return
                 yield coming.result()
         except DecodeError as error:
-            raise InvalidArgument(str(error)) from None
+            with refusals(self._gateway, self._context):
+                raise InvalidArgument(str(error)) from None
         finally:
             for task in (closed, coming):
                 if task is not None:
@@ -94,9 +108,9 @@ class InferStream:
 
     async def _answer(self, request: Message, after: asyncio.Task[None] | None) -> None:
         try:
-            async with aclosing(_responses(self._gateway, request, self._tenant)) as responses:
-                async for response in responses:
-                    await self._send(pb.ModelStreamInferResponse(infer_response=response), after)
+            with self._gateway.open(DOOR, metadata_of(self._context)) as exchange:
+                exchange.id, exchange.tenant = request.id, self._tenant.name
+                await self._send_all(request, after)
         except CharoniaError as error:
             if self._strict:
                 raise
@@ -106,6 +120,11 @@ class InferStream:
         except Exception:
             log.exception("a request of a stream failed")
             await self._send(write_fault(request, UNEXPECTED.message), after)
+
+    async def _send_all(self, request: Message, after: asyncio.Task[None] | None) -> None:
+        async with aclosing(_responses(self._gateway, request, self._tenant)) as responses:
+            async for response in responses:
+                await self._send(pb.ModelStreamInferResponse(infer_response=response), after)
 
     async def _send(self, message: Message, after: asyncio.Task[None] | None) -> None:
         if after is not None:

@@ -6,6 +6,8 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..core.errors import Unauthenticated
+from ..core.exchange import current
+from .exchanges import note
 from .faults import error_response
 from .keys import NOBODY, Keyring, Tenant
 
@@ -24,10 +26,19 @@ class Guard:
         app = self._app
         if scope["type"] == "http" and not _OPEN.fullmatch(scope["path"]):
             try:
-                scope[_TENANT] = self._keys.tenant(HTTPConnection(scope).headers.get("authorization"))
+                scope[_TENANT] = tenant = self._keys.tenant(HTTPConnection(scope).headers.get("authorization"))
+                name_tenant(tenant)
             except Unauthenticated as error:
+                note(error)
                 app = error_response(error, scope["path"])
         await app(scope, receive, send)
+
+
+def name_tenant(tenant: Tenant) -> None:
+    """The current request, if it is one that leaves a record, is his."""
+    exchange = current()
+    if exchange is not None:
+        exchange.tenant = tenant.name
 
 
 def tenant_of(connection: HTTPConnection) -> Tenant:

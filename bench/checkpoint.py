@@ -1,9 +1,14 @@
-"""Checkpoints with random weights, written by transformers: shapes to measure and to compare with, not models."""
+"""Checkpoints with random weights, written by transformers: shapes to measure and to compare with, not models.
+
+python -m charonia.bench.checkpoint DIR [--shape llama-3.2-1b]
+"""
 
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
+
+from cyclopts import App
 
 QWEN2_HALF_BILLION: dict[str, Any] = {
     "model_type": "qwen2",
@@ -19,6 +24,35 @@ QWEN2_HALF_BILLION: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 """Qwen2.5-0.5B's config.json, as far as it shapes the computation."""
+
+LLAMA_ONE_BILLION: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 8192,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+"""Llama-3.2-1B's config.json, as far as it shapes the computation."""
+
+ShapeName: TypeAlias = Literal["qwen2.5-0.5b", "llama-3.2-1b"]
+SHAPES: dict[ShapeName, dict[str, Any]] = {"qwen2.5-0.5b": QWEN2_HALF_BILLION, "llama-3.2-1b": LLAMA_ONE_BILLION}
+
+app = App(name="python -m charonia.bench.checkpoint", help=__doc__)
 
 
 def write_random(directory: Path, config: Mapping[str, Any], *, seed: int = 0, shard: str = "5GB") -> None:
@@ -47,3 +81,26 @@ def _randomise(name: str, parameter: Any) -> None:
         parameter.normal_(0.0, 0.1)
     else:
         parameter.normal_(0.0, 2 / math.sqrt(parameter.shape[-1]))
+
+
+@app.default
+def write_shape(directory: Path, /, *, shape: ShapeName = "qwen2.5-0.5b") -> None:
+    """Write a checkpoint of a known model's shape and a tokenizer that fits it; nothing where one is already.
+
+    Parameters
+    ----------
+    directory
+        Where to; made if need be.
+    shape
+        Whose shape.
+    """
+    from .stand_in import write_tokenizer
+
+    if (directory / "tokenizer.json").exists():
+        return
+    write_random(directory, SHAPES[shape])
+    write_tokenizer(directory, SHAPES[shape]["vocab_size"])
+
+
+if __name__ == "__main__":
+    app()

@@ -1,6 +1,7 @@
 """Errors that reach a client. Each carries a protocol-neutral code; the doors map it to HTTP and gRPC."""
 
 from enum import StrEnum
+from typing import Literal
 
 
 class Code(StrEnum):
@@ -66,10 +67,11 @@ class RequestTimeout(Unavailable):
 
 
 class QueueFull(CharoniaError):
-    """Refused before any work was done; worth another try after `retry_after` seconds."""
+    """Refused before any work; worth another try after `retry_after` seconds. `limit`: what too much of waits."""
 
     code = Code.RESOURCE_EXHAUSTED
 
-    def __init__(self, message: str, *, retry_after: float) -> None:
+    def __init__(self, message: str, *, retry_after: float, limit: Literal["requests", "tokens"] = "requests") -> None:
         super().__init__(message)
         self.retry_after = retry_after
+        self.limit = limit

@@ -1,8 +1,10 @@
 """The only thing a door knows. Whatever exists once per server lives behind it."""
 
 from collections.abc import AsyncIterator, Awaitable
+from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
+from .exchange import Exchange, Headers
 from .model import ModelConfig, ModelStats
 from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
 
@@ -26,6 +28,10 @@ class Gateway(Protocol):
     `Unavailable` for one that is not ready; a full queue raises `QueueFull`. All raise before the first item.
     Doors close every stream.
     """
+
+    def open(self, door: str, headers: Headers = ()) -> AbstractContextManager[Exchange]:
+        """The one exchange of a request that came through `door`: the current one of the block, at whose end it is
+        counted and recorded."""
 
     def ready(self) -> bool:
         """Every known model is ready, and the server is not shutting down."""

@@ -52,10 +52,12 @@ class Measurement(NamedTuple):
 
 
 class Outcome(StrEnum):
-    """How a request ended. `REJECTED`: no work was done for it; `ERROR`: some was, and the fault is ours."""
+    """How a request ended. `DONE`: answered, with something other than a generated text; `REJECTED`: no work was done
+    for it; `ERROR`: some was, and the fault is ours."""
 
     STOP = "stop"
     LENGTH = "length"
+    DONE = "done"
     CANCELLED = "cancelled"
     TIMEOUT = "timeout"
     ERROR = "error"
@@ -63,7 +65,7 @@ class Outcome(StrEnum):
 
     @property
     def answered(self) -> bool:
-        """The client got what was asked for."""
+        """The client got the text that was asked for."""
         return self in (Outcome.STOP, Outcome.LENGTH)
 
 
@@ -74,10 +76,10 @@ class End(NamedTuple):
     reason: str = ""
 
 
-QUEUE_FULL = End(Outcome.REJECTED, "queue_full")
-"""The refusal that sheds load; all others are about the request or the server's state."""
+QUEUE_FULL = {limit: End(Outcome.REJECTED, f"queue_full_{limit}") for limit in ("requests", "tokens")}
+"""The refusals that shed load, by the limit reached; all others are about the request or the server's state."""
 
-_FROM_THE_START = (*(End(outcome) for outcome in Outcome if outcome is not Outcome.REJECTED), QUEUE_FULL)
+_FROM_THE_START = (*(End(outcome) for outcome in Outcome if outcome is not Outcome.REJECTED), *QUEUE_FULL.values())
 
 
 @dataclass(slots=True)
@@ -156,15 +158,11 @@ class LlmMetrics:
 
     def readings(self, engine: EngineState) -> Iterator[Reading]:
         """Every series of the model, Triton's included."""
-        yield from self._requests()
+        yield from ended_readings(self.ended)
         yield from self._tokens()
         yield from self._histograms()
         yield from _engine(engine)
         yield from self._triton(sum(engine.waiting.values()))
-
-    def _requests(self) -> Iterator[Reading]:
-        for (outcome, reason), count in self.ended.items():
-            yield Reading("charonia_requests_total", count, {"outcome": outcome.value, "reason": reason})
 
     def _tokens(self) -> Iterator[Reading]:
         for tenant, tokens in self.tenants.items():
@@ -200,13 +198,19 @@ class LlmMetrics:
         yield Reading("nv_inference_pending_request_count", pending)
 
     def _failures(self) -> dict[str, int]:
-        shed = self.ended[QUEUE_FULL] + self.total(Outcome.TIMEOUT)
+        shed = sum(self.ended[end] for end in QUEUE_FULL.values())
         return {
-            "REJECTED": shed,
+            "REJECTED": shed + self.total(Outcome.TIMEOUT),
             "CANCELED": self.total(Outcome.CANCELLED),
             "BACKEND": self.total(Outcome.ERROR),
-            "OTHER": self.total(Outcome.REJECTED) - self.ended[QUEUE_FULL],
+            "OTHER": self.total(Outcome.REJECTED) - shed,
         }
+
+
+def ended_readings(ended: Mapping[End, int]) -> Iterator[Reading]:
+    """Requests by how they ended."""
+    for (outcome, reason), count in ended.items():
+        yield Reading("charonia_requests_total", count, {"outcome": outcome.value, "reason": reason})
 
 
 def _engine(state: EngineState) -> Iterator[Reading]:

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from .exchange import Exchange
 from .metrics import Reading
 from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
 from .tensor import TensorSpec
@@ -71,6 +72,9 @@ class TextModel(Model, Protocol):
 
 @runtime_checkable
 class MeasuredModel(Model, Protocol):
-    """A model that has something to show at a scrape."""
+    """A model that counts its requests, and has something to show at a scrape."""
+
+    def count(self, exchange: Exchange) -> None:
+        """One request that was for this model has ended."""
 
     def readings(self) -> Iterator[Reading]: ...

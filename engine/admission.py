@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..core.errors import QueueFull
 
@@ -69,10 +69,10 @@ class Admission:
         own, everybody, (requests, limit) = self._tenants.get(tenant, Waiting()), self._all, self._limits
         tenants = len(self._tenants) + (tenant not in self._tenants)
         if everybody.requests >= requests and own.requests >= max(1, requests // tenants):
-            raise self._full(f"{everybody.requests} requests are waiting already (max_queued_requests)")
+            raise self._full("requests", f"{everybody.requests} requests are waiting already (max_queued_requests)")
         if own.tokens and everybody.tokens + tokens > limit and own.tokens + tokens > limit // tenants:
             waiting = f"{everybody.tokens} prompt tokens are waiting already and this prompt has {tokens}"
-            raise self._full(f"{waiting}: more than {limit} (max_queued_tokens)")
+            raise self._full("tokens", f"{waiting}: more than {limit} (max_queued_tokens)")
 
     def enter(self, tenant: str = "", tokens: int = 0) -> Place:
         self._all.add(1, tokens)
@@ -90,8 +90,8 @@ class Admission:
         """One that waited has begun now: the pace that `retry_after` builds on."""
         self._starts.append(self._clock())
 
-    def _full(self, message: str) -> QueueFull:
-        return QueueFull(message, retry_after=self.retry_after())
+    def _full(self, limit: Literal["requests", "tokens"], message: str) -> QueueFull:
+        return QueueFull(message, retry_after=self.retry_after(), limit=limit)
 
     def retry_after(self) -> float:
         """Seconds after which, at the recent pace, everything that waits now has started."""

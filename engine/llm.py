@@ -7,11 +7,12 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ..core.errors import Unavailable
+from ..core.exchange import Exchange
 from ..core.metrics import LlmMetrics, Outcome, Reading
 from ..core.model import ModelConfig, ModelStats
 from ..core.request import (
@@ -25,7 +26,7 @@ from ..core.request import (
 from ..tokenization.files import locate
 from ..tokenization.generation import GenerationDefaults, read_defaults
 from ..tokenization.tokenizer import Tokenizer
-from .account import Account, Accounts
+from .account import Accounts
 from .addition import addition
 from .client import EngineClient
 from .config import EngineConfig
@@ -75,7 +76,7 @@ class LlmModel:
         self._checkpoint = engine.model
         self._on_progress = on_progress
         self._metrics = LlmMetrics()
-        self._accounts = Accounts(name, version, self._metrics)
+        self._accounts = Accounts(self._metrics)
         self._client = EngineClient(engine, self._report, metrics=self._metrics)
         self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, "tokenizer")
         self._loaded: Language | None = None
@@ -104,6 +105,9 @@ class LlmModel:
         """Everything measured, for a scrape."""
         return self._metrics.readings(self._client.state())
 
+    def count(self, exchange: Exchange) -> None:
+        self._accounts.count(exchange)
+
     async def load(self) -> None:
         """Return when a token was generated.
 
@@ -123,29 +127,9 @@ class LlmModel:
         await self._client.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
-        return self._generate(request, self._accounts.open(request.id))
-
-    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
-        with self._accounts.open(request.id) as account:
-            question = read_question(request)
-            first, *others = question.requests
-            stream = self._generate(first, nullcontext(account))
-            if not question.manner.stream:
-                yield await whole_answer(question, [stream, *map(self.generate, others)], self.detokenize)
-                return
-            spoken = Spoken(question.outputs)
-            async with aclosing(stream):
-                async for chunk in stream:
-                    if (response := spoken.response(chunk)) is not None:
-                        yield response
-
-    async def _generate(
-        self, request: GenerateRequest, opened: AbstractContextManager[Account]
-    ) -> AsyncGenerator[GenerateChunk, None]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         # The whole way of a token in one generator: each more would cost every frame of every stream.
-        with opened as account:
-            account.name_tenant(request.tenant)
+        with self._accounts.open(request) as account:
             language = self._language
             with self._client.place(request.tenant) as engine:
                 prompt = await self._prompt_ids(request.prompt)
@@ -158,6 +142,18 @@ class LlmModel:
             # By now the engine was told, if it does not know: a stop string may end a text long before its last token.
             account.finish(chunk.finish_reason)
             yield chunk
+
+    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        question = read_question(request)
+        streams = [self.generate(each) for each in question.requests]
+        if not question.manner.stream:
+            yield await whole_answer(question, streams, self.detokenize)
+            return
+        spoken = Spoken(question.outputs)
+        async with aclosing(streams[0]) as chunks:
+            async for chunk in chunks:
+                if (response := spoken.response(chunk)) is not None:
+                    yield response
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
         return await self._prompt_ids(request.prompt, request.special, request.invite)

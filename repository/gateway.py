@@ -6,16 +6,19 @@ Knows nothing of protocols, and of models only the contract.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, aclosing, contextmanager
 from typing import Generic, TypeVar, cast
 
 from ..core.errors import CharoniaError, InvalidArgument, NotFound, Unavailable
+from ..core.exchange import Exchange, Headers, current, serving
 from ..core.gateway import Stream
-from ..core.metrics import Measurement, Reading
+from ..core.metrics import End, Measurement, ended_readings
 from ..core.model import MeasuredModel, Model, ModelConfig, ModelStats, TextModel
+from ..core.records import write_record
 from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
+from .entry import Entry
 from .validation import check
 
 log = logging.getLogger(__name__)
@@ -23,44 +26,20 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class Entry:
-    """A known model. `model` is there once it was loaded, which took `load_seconds`; `reason` says why it is not."""
-
-    name: str
-    version: str = ""
-    model: Model | None = None
-    text: TextModel | None = None
-    reason: str = ""
-    load_seconds: float = 0.0
-    load_failures: int = 0
-
-    @property
-    def ready(self) -> bool:
-        return self.model is not None and self.model.stats().ready
-
-    def readings(self) -> Iterator[Reading]:
-        """Of a model that is not loaded, only that it is not."""
-        yield Reading("charonia_model_ready", int(self.ready))
-        yield Reading("charonia_model_load_failures_total", self.load_failures)
-        if self.model is not None:
-            yield Reading("nv_model_load_duration_secs", self.load_seconds)
-        if isinstance(self.model, MeasuredModel):
-            yield from self.model.readings()
-
-    def fail(self, reason: str) -> None:
-        self.load_failures += 1
-        if self.model is None:
-            self.reason = reason
-
-
 class Hub:
     """Registry and dispatch. With `strict`, the server is ready only when every known model is; and nothing is ready
-    while the process that answers is not `healthy`."""
+    while the process that answers is not `healthy`. Each of `witnesses` is shown every exchange when it ended."""
 
-    def __init__(self, strict: bool = True, healthy: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self,
+        strict: bool = True,
+        healthy: Callable[[], bool] = lambda: True,
+        witnesses: Sequence[Callable[[Exchange], None]] = (write_record,),
+    ) -> None:
         self._strict = strict
         self._healthy = healthy
+        self._witnesses = witnesses
+        self._homeless: Counter[End] = Counter()
         self._entries: dict[str, Entry] = {}
         self._exiting = False
         self._running = 0
@@ -90,20 +69,38 @@ class Hub:
     def stats(self, name: str, version: str = "") -> ModelStats:
         return self._loaded(name, version)[0].stats()
 
+    @contextmanager
+    def open(self, door: str, headers: Headers = ()) -> Iterator[Exchange]:
+        exchange = Exchange(door, headers)
+        try:
+            with serving(exchange):
+                yield exchange
+        finally:
+            self._count(exchange)
+            for witness in self._witnesses:
+                witness(exchange)
+
     def infer(self, name: str, version: str, request: InferRequest) -> Stream[InferResponse]:
+        _name(request.id)
         self._refuse_when_exiting()
-        model, _ = self._loaded(name, version)
+        model, text = self._loaded(name, version)
         check(model.config, request)
-        return Running(model.infer(request), self._one_more())
+        responses = Running(model.infer(request), self._one_more())
+        return _finished(responses) if text is None else responses
 
     def generate(self, name: str, request: GenerateRequest) -> Stream[GenerateChunk]:
+        _name(request.id)
         return Running(self._writing(name).generate(request), self._one_more())
 
     async def tokenize(self, name: str, request: TokenizeRequest) -> list[int]:
-        return await self._writing(name).tokenize(request)
+        tokens = await self._writing(name).tokenize(request)
+        _finish()
+        return tokens
 
     async def detokenize(self, name: str, ids: list[int]) -> str:
-        return await self._writing(name).detokenize(ids)
+        text = await self._writing(name).detokenize(ids)
+        _finish()
+        return text
 
     # What the composition root does
 
@@ -131,7 +128,8 @@ class Hub:
         return error
 
     def measure(self) -> Iterator[Measurement]:
-        """What there is to know of each model at a scrape."""
+        """What there is to know of each model at a scrape, and of requests that were for none."""
+        yield Measurement({}, tuple(ended_readings(self._homeless)))
         for entry in self._entries.values():
             yield Measurement({"model": entry.name, "version": entry.version}, tuple(entry.readings()))
 
@@ -160,12 +158,25 @@ class Hub:
 
     # Inside
 
+    def _count(self, exchange: Exchange) -> None:
+        """With the model that it was for, if that counts; any name a client makes up would be a series forever."""
+        entry = self._entries.get(exchange.model) if exchange.found else None
+        if entry is not None and isinstance(entry.model, MeasuredModel):
+            entry.model.count(exchange)
+        elif exchange.end is not None:
+            self._homeless[exchange.end] += 1
+
     def _known(self, name: str, version: str) -> Entry:
         entry = self._entries.get(name)
+        exchange = current()
+        if exchange is not None:
+            exchange.model, exchange.version, exchange.found = name, version, entry is not None
         if entry is None:
             raise NotFound(f"Request for unknown model: '{name}' is not found")
         if version and version != entry.version:
             raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
+        if exchange is not None:
+            exchange.version = entry.version
         return entry
 
     def _loaded(self, name: str, version: str) -> tuple[Model, TextModel | None]:
@@ -226,3 +237,24 @@ class Running(Generic[T]):
     async def aclose(self) -> None:
         with self._entered:
             await self._stream.aclose()
+
+
+async def _finished(stream: Stream[T]) -> AsyncGenerator[T, None]:
+    """A stream of a model that keeps no account of its own: its end is the request's."""
+    async with aclosing(stream):
+        async for item in stream:
+            yield item
+    _finish()
+
+
+def _name(request_id: str) -> None:
+    exchange = current()
+    if exchange is not None:
+        exchange.id = request_id
+
+
+def _finish() -> None:
+    """The current request is answered; if a text was generated for it, that says how."""
+    exchange = current()
+    if exchange is not None:
+        exchange.finish()

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..layers.rotary import Angles
 from ..spec import View
 
 
@@ -54,11 +55,32 @@ class Batch(NamedTuple):
         return self.tables[self.owners, block] * block_size + self.positions % block_size
 
 
-Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, queries [N, heads, head_dim], keys, values [N, kv_heads, head_dim]) -> [N, heads * head_dim].
+class Attend(Protocol):
+    """Stores keys and values, then lets every token attend to its sequence's tokens up to itself, as far back as the
+    layer's view goes."""
 
-Stores keys and values, then lets every token attend to its sequence's tokens up to itself, as far back as the
-layer's view goes."""
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Queries [N, heads, head_dim], keys, values [N, kv_heads, head_dim] -> [N, heads * head_dim]."""
+
+    def turned(self, layer: int, turning: Tensor, v: Tensor, angles: Angles) -> Tensor:
+        """The same for queries and then keys `turning` [N, heads + kv_heads, head_dim] that `angles` turn first."""
+
+
+Plain: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class Turning:
+    """An Attend out of the plain function: what turns is turned by itself."""
+
+    def __init__(self, attend: Plain, heads: int) -> None:
+        self._attend, self._heads = attend, heads
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._attend(layer, q, k, v)
+
+    def turned(self, layer: int, turning: Tensor, v: Tensor, angles: Angles) -> Tensor:
+        turned = angles.rotate(turning)
+        return self._attend(layer, turned[:, : self._heads], turned[:, self._heads :], v)
 
 
 class Support(NamedTuple):

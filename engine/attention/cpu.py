@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..spec import View
-from .base import Attend, Batch, CacheSpec, Support
+from .base import Attend, Batch, CacheSpec, Support, Turning
 
 WASTE = 1.25
 """How much longer than its shortest row a batch of decoding rows may be padded."""
@@ -63,7 +63,7 @@ class CpuAttention:
                 part(cache, q, out)
             return out.view(len(q), -1)
 
-        return attend
+        return Turning(attend, self._spec.heads)
 
     def _parts(self, batch: Batch, view: View) -> list["_Part"]:
         """What is computed in every layer that attends like this."""

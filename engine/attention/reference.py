@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..spec import View
-from .base import Attend, Batch, CacheSpec, Support
+from .base import Attend, Batch, CacheSpec, Support, Turning
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -47,7 +47,7 @@ class ReferenceAttention:
             view = self._spec.views[layer]
             return torch.cat([attention(some, keys[at], values[at], start, view) for some, at, start in rows])
 
-        return attend
+        return Turning(attend, self._spec.heads)
 
     def _known(self, batch: Batch, row: int) -> Tensor:
         """[T] slots of all tokens of a row, this step's included."""

@@ -41,9 +41,8 @@ class SelfAttention:
     def __call__(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
         heads = self._qkv(x).view(len(x), -1, self._head_dim)
         turning = self._heads + self._kv_heads
-        turned = angles.rotate(self._norm(heads[:, :turning]) if self._norm else heads[:, :turning])
-        mixed = attend(self._index, turned[:, : self._heads], turned[:, self._heads :], heads[:, turning:])
-        return self._out(mixed)
+        queries_keys = self._norm(heads[:, :turning]) if self._norm else heads[:, :turning]
+        return self._out(attend.turned(self._index, queries_keys, heads[:, turning:], angles))
 
     def _head_norm(self, load: Loader, name: str, spec: ModelSpec, norm: NormMaker) -> Norm:
         """One norm for the heads of queries and keys together, each with its own weight."""

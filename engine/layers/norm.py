@@ -1,16 +1,26 @@
 """Root mean square normalisation (arXiv 1910.07467)."""
 
-from collections.abc import Callable
-from typing import TypeAlias
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-Norm: TypeAlias = Callable[[Tensor], Tensor]
-"""x [..., n] -> [..., n], in x's dtype."""
+from ..kernels import library
+from ..kernels.elementwise import FusedNorm
 
-NormMaker: TypeAlias = Callable[[Tensor, float], Norm]
-"""(weight [n] or broadcast against [..., n], eps) -> the norm."""
+
+class Norm(Protocol):
+    """x [..., n] -> [..., n], in x's dtype."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def after(self, x: Tensor, delta: Tensor) -> Tensor:
+        """Adds `delta` to x [N, n] in place; the norm of the sum."""
+
+
+class NormMaker(Protocol):
+    def __call__(self, weight: Tensor, eps: float) -> Norm:
+        """The norm with `weight` [n], or [heads, n] for x [N, heads, n]."""
 
 
 class RMSNorm:
@@ -22,6 +32,9 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return _normalised(x, self._scale, self._eps).to(x.dtype).mul_(self._weight)
 
+    def after(self, x: Tensor, delta: Tensor) -> Tensor:
+        return self(x.add_(delta))
+
 
 class OffsetRMSNorm:
     """Gemma's: x [..., n] / rms(x) * (1 + weight), all of it in float32."""
@@ -31,6 +44,21 @@ class OffsetRMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         return _normalised(x, self._scale, self._eps).mul_(self._weight).to(x.dtype)
+
+    def after(self, x: Tensor, delta: Tensor) -> Tensor:
+        return self(x.add_(delta))
+
+
+def rms_norm(weight: Tensor, eps: float) -> Norm:
+    """The fastest RMSNorm here."""
+    fused = library.serves(weight.dtype, weight.device)
+    return FusedNorm(weight.float(), eps, weight.dtype) if fused else RMSNorm(weight, eps)
+
+
+def offset_rms_norm(weight: Tensor, eps: float) -> Norm:
+    """The fastest OffsetRMSNorm here."""
+    fused = library.serves(weight.dtype, weight.device)
+    return FusedNorm(1.0 + weight.float(), eps, weight.dtype) if fused else OffsetRMSNorm(weight, eps)
 
 
 def _normalised(x: Tensor, scale: float, eps: float) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from ..attention.base import Attend
@@ -10,8 +11,8 @@ from ..layers.attention import Projections, SelfAttention
 from ..layers.embedding import Embedding
 from ..layers.linear import Head
 from ..layers.mlp import Gated, GatedMLP
-from ..layers.norm import RMSNorm
-from ..layers.rotary import Angles, Rotary
+from ..layers.norm import rms_norm
+from ..layers.rotary import Angles, rotary
 from ..spec import ModelSpec
 from ..weights import Loader
 
@@ -42,34 +43,36 @@ class Llama:
     def __init__(self, spec: ModelSpec, load: Loader, positions: int, kin: Kin) -> None:
         """Build from the checkpoint; `positions` is the longest sequence to be served, in tokens."""
         self._embed = Embedding(load, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-        self._rotary = Rotary(spec.rope, spec.head_dim, positions, load.dtype, load.device)
+        self._rotary = rotary(spec.rope, spec.head_dim, positions, load.dtype, load.device)
         self._layers = [Layer(spec, load, index, kin) for index in range(spec.layers)]
-        self._norm = RMSNorm(load.vector("model.norm.weight", spec.hidden_size), spec.norm_eps)
+        self._norm = rms_norm(load.vector("model.norm.weight", spec.hidden_size), spec.norm_eps)
         head = "model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight"
         self._head = Head(load, head, spec.vocab_size, spec.hidden_size)
 
     def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, chosen: Tensor) -> Tensor:
         x = self._embed(tokens)
         angles = self._rotary(positions)
+        delta = torch.zeros_like(x)
         for layer in self._layers:
-            layer(x, angles, attend)
-        return self._head(self._norm(x[chosen]))
+            delta = layer(x, delta, angles, attend)
+        return self._head(self._norm.after(x[chosen], delta[chosen]))
 
 
 class Layer:
-    """One decoder layer; adds to the residual stream in place."""
+    """One decoder layer. The residual stream x is changed in place; what each part adds to it is added by the norm of
+    the next part, and the last `delta` by whoever comes after."""
 
     def __init__(self, spec: ModelSpec, load: Loader, index: int, kin: Kin) -> None:
         name = f"model.layers.{index}"
         hidden, eps = spec.hidden_size, spec.norm_eps
-        self._before_attention = RMSNorm(load.vector(f"{name}.input_layernorm.weight", hidden), eps)
+        self._before_attention = rms_norm(load.vector(f"{name}.input_layernorm.weight", hidden), eps)
         self._attention = SelfAttention(load, spec, index, kin.attention)
-        self._before_mlp = RMSNorm(load.vector(f"{name}.post_attention_layernorm.weight", hidden), eps)
+        self._before_mlp = rms_norm(load.vector(f"{name}.post_attention_layernorm.weight", hidden), eps)
         self._mlp = kin.feed_forward(spec, load, index)
 
-    def __call__(self, x: Tensor, angles: Angles, attend: Attend) -> None:
-        x += self._attention(self._before_attention(x), angles, attend)
-        x += self._mlp(self._before_mlp(x))
+    def __call__(self, x: Tensor, delta: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        mixed = self._attention(self._before_attention.after(x, delta), angles, attend)
+        return self._mlp(self._before_mlp.after(x, mixed))
 
 
 def llama(spec: ModelSpec, load: Loader, positions: int) -> Llama:

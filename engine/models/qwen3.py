@@ -2,7 +2,7 @@
 
 from ..layers.attention import Projections
 from ..layers.experts import MixtureOfExperts, Router
-from ..layers.norm import RMSNorm
+from ..layers.norm import rms_norm
 from ..spec import ModelSpec
 from ..weights import Loader
 from .llama import FeedForward, Kin, Llama, gated, mlp
@@ -17,7 +17,7 @@ def qwen3_moe(spec: ModelSpec, load: Loader, positions: int) -> Llama:
 
 
 def _projections(spec: ModelSpec) -> Projections:
-    return Projections(qkv_bias=spec.attention_bias, out_bias=spec.attention_bias, norm=RMSNorm)
+    return Projections(qkv_bias=spec.attention_bias, out_bias=spec.attention_bias, norm=rms_norm)
 
 
 def _sparse(spec: ModelSpec, load: Loader, index: int) -> FeedForward:

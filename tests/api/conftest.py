@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
 
 import httpx
@@ -11,6 +11,7 @@ import pytest
 from charonia.api.app import build_app
 from charonia.api.metadata import ServerInfo
 from charonia.core.errors import NotFound
+from charonia.core.exchange import Exchange, Headers, serving
 from charonia.core.model import ModelConfig
 from charonia.core.request import (
     FinishReason,
@@ -70,6 +71,11 @@ class FakeGateway:
     tokenized: list[TokenizeRequest] = field(default_factory=list)
     open_streams: int = 0
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
+    exchanges: list[Exchange] = field(default_factory=list)
+
+    def open(self, door: str, headers: Headers = ()) -> AbstractContextManager[Exchange]:
+        self.exchanges.append(Exchange(door, headers))
+        return serving(self.exchanges[-1])
 
     def ready(self) -> bool:
         return self.is_ready

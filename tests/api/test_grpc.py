@@ -414,13 +414,15 @@ async def test_no_elements(stub: Any, gateway: Any) -> None:
     assert all(tensor.data.size == 0 for asked in gateway.asked for tensor in asked.inputs.values())
 
 
-async def test_garbage_is_refused_and_the_server_lives(served: Served) -> None:
+async def test_garbage_is_refused_and_the_server_lives(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     infer = served.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
     stream = served.channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
     for garbage in (b"\xff\xff\xff", b"\x0a\x05ab", b"\x0a\x02\xff\xff"):
-        await refused(infer(garbage))
-        code, _ = await refused(stream(iter([garbage])).read())
-        assert code is StatusCode.INVALID_ARGUMENT
+        for call in (infer(garbage), stream(iter([garbage])).read()):
+            code, text = await refused(call)
+            assert code is StatusCode.INVALID_ARGUMENT
+            assert "inference.ModelInferRequest" in text
+    assert not caplog.records, "a client's garbage is no fault of ours"
     assert (await served.stub.ServerLive(pb.ServerLiveRequest())).live
 
 

@@ -153,6 +153,7 @@ def _as_bytes(body: Any) -> bytes:
 MALFORMED = [
     (b'{"text_input": ', "failed to parse the request JSON buffer: "),
     (b"\xff\xfe", "failed to parse the request JSON buffer: "),
+    (b'{"x": [' + b"[" * 900 + b"]" * 900 + b"]}", "failed to parse the request JSON buffer: maximum recursion depth"),
     (b"[" * 100_0, "failed to parse the request JSON buffer: "),
     (b"[1]", "failed to parse the request JSON buffer: "),
     (b'"text"', "failed to parse the request JSON buffer: "),

@@ -45,17 +45,18 @@ def test_every_outcome_is_there_from_the_start() -> None:
 
 def test_triton_has_its_own_words_for_ends() -> None:
     metrics = LlmMetrics()
-    ends = [End(Outcome.STOP), End(Outcome.LENGTH), End(Outcome.CANCELLED), End(Outcome.TIMEOUT), QUEUE_FULL]
-    metrics.ended.update([*ends, End(Outcome.ERROR, "internal"), End(Outcome.REJECTED, "invalid_argument")])
+    ends = [End(Outcome.STOP), End(Outcome.LENGTH), End(Outcome.DONE), End(Outcome.CANCELLED), End(Outcome.TIMEOUT)]
+    metrics.ended.update([*ends, *QUEUE_FULL.values()])
+    metrics.ended.update([End(Outcome.ERROR, "internal"), End(Outcome.REJECTED, "invalid_argument")])
     assert read(metrics, "nv_inference_request_success") == {(): 2}
     failures = read(metrics, "nv_inference_request_failure")
-    assert failures == {("REJECTED",): 2, ("CANCELED",): 1, ("BACKEND",): 1, ("OTHER",): 1}
+    assert failures == {("REJECTED",): 3, ("CANCELED",): 1, ("BACKEND",): 1, ("OTHER",): 1}
 
 
 def test_vllm_sums_what_it_does_not_tell_apart() -> None:
     metrics = LlmMetrics()
     metrics.tenant("a").generated, metrics.tenant("b").generated = 3, 4
-    metrics.ended.update([End(Outcome.ERROR, "internal"), End(Outcome.ERROR, "unavailable"), QUEUE_FULL])
+    metrics.ended.update([End(Outcome.ERROR, "internal"), End(Outcome.ERROR, "unavailable"), QUEUE_FULL["tokens"]])
     metrics.first_token.observe(0.2)
     readings = list(vllm_readings(metrics.readings(EngineState(waiting={"0": 2, "4": 1}))))
     numbers = {(r.family, r.labels.get("finished_reason")): r.value for r in readings if not _is_histogram(r)}

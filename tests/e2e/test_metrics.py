@@ -135,6 +135,7 @@ def assert_one_record_each(said: str) -> None:
     [stopped] = [record for record in records if "outcome=stop" in record]
     for told in ("model=m version=1", "finish_reason=stop", "prompt_tokens=3 cached_tokens=0 generated_tokens=3"):
         assert told in stopped
+    assert "door=generate " in stopped
     assert "ttft_ms=" in stopped
 
 
@@ -150,7 +151,7 @@ def test_a_full_queue_shows(serve: Any, tokenizer_only: Path) -> None:
         assert seen("charonia_kv_cache_usage_ratio") > 0
         assert generate(server, 1, prompt=1, max_tokens=1).status_code == 429
         seen = scrape(server)
-        assert seen("charonia_requests_total", outcome="rejected", reason="queue_full") == 1
+        assert seen("charonia_requests_total", outcome="rejected", reason="queue_full_requests") == 1
         assert seen("nv_inference_request_failure", reason="REJECTED") == 1
         stack.close()
         seen = scrape_when(server, lambda seen: requests(seen, "cancelled") == 2)

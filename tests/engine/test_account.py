@@ -1,13 +1,10 @@
-"""The account of a request: phases by given times, one end, one record; and totals that outlive their core."""
-
-import asyncio
-import logging
+"""The account of a sequence: phases by given times, one end; what is measured of requests; totals of all cores."""
 
 import pytest
 
-from charonia.core.errors import CharoniaError, InvalidArgument, QueueFull, RequestTimeout, Unavailable
+from charonia.core.exchange import Exchange, serving
 from charonia.core.metrics import End, LlmMetrics, Outcome
-from charonia.core.request import FinishReason
+from charonia.core.request import FinishReason, GenerateRequest
 from charonia.engine.account import Account, Accounts
 from charonia.engine.client import Lifelong
 from charonia.engine.messages import Totals
@@ -19,8 +16,7 @@ def ended(metrics: LlmMetrics) -> dict[End, int]:
 
 def test_phases_and_tokens() -> None:
     metrics = LlmMetrics()
-    account = Account(metrics)
-    account.name_tenant("t")
+    account = Account(metrics, GenerateRequest(id="1", prompt="", tenant="t"))
     account.submit(prompt=40)
     start = account.submitted
     assert start is not None
@@ -40,63 +36,49 @@ def test_a_step_cannot_begin_before_its_request_came() -> None:
     assert account.begun == account.submitted
 
 
-@pytest.mark.parametrize(
-    ("error", "submitted", "end"),
-    [
-        (QueueFull("full", retry_after=1), False, End(Outcome.REJECTED, "queue_full")),
-        (InvalidArgument("no"), True, End(Outcome.REJECTED, "invalid_argument")),
-        (Unavailable("not yet"), False, End(Outcome.REJECTED, "unavailable")),
-        (Unavailable("no longer"), True, End(Outcome.ERROR, "unavailable")),
-        (RequestTimeout(), True, End(Outcome.TIMEOUT)),
-        (CharoniaError("what"), True, End(Outcome.ERROR, "unknown")),
-        (ZeroDivisionError(), False, End(Outcome.ERROR, "internal")),
-        (asyncio.CancelledError(), True, End(Outcome.CANCELLED)),
-        (GeneratorExit(), False, End(Outcome.CANCELLED)),
-    ],
-)
-def test_what_an_exception_means(error: BaseException, submitted: bool, end: End) -> None:
+def test_an_account_joins_the_current_exchange_and_ends_with_its_block() -> None:
     metrics = LlmMetrics()
+    accounts, exchange = Accounts(metrics), Exchange("test")
 
     def request() -> None:
-        with Accounts("m", "1", metrics).open("") as account:
-            if submitted:
-                account.submit(prompt=1)
-            raise error
-
-    with pytest.raises(type(error)):
-        request()
-    assert ended(metrics) == {end: 1}
-
-
-def test_one_record_ends_a_request(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "charonia.requests")
-    metrics = LlmMetrics()
-
-    def request() -> None:
-        with Accounts("m", "1", metrics).open("r-7") as account:
-            account.submit(prompt=3)
-            account.begin(cached=0, at=account.arrived)
-            account.receive(2, at=account.arrived + 1)
-            account.finish(FinishReason.STOP)
-            raise GeneratorExit  # leaving after the last token cancels nothing
+        with serving(exchange):
+            with accounts.open(GenerateRequest(id="1", prompt="", tenant="t")) as account:
+                assert account.arrived == exchange.arrived
+                account.submit(prompt=3)
+                account.begin(cached=0, at=account.opened)
+                account.receive(2, at=account.opened + 1)
+                account.finish(FinishReason.STOP)
+            with accounts.open(GenerateRequest(id="1", prompt="", choice=1)):
+                raise GeneratorExit
 
     with pytest.raises(GeneratorExit):
         request()
-    [record] = caplog.records
-    assert ended(metrics) == {End(Outcome.STOP): 1}
-    assert (record.request_id, record.model, record.outcome, record.finish_reason) == ("r-7", "m", "stop", "stop")
-    assert (record.prompt_tokens, record.cached_tokens, record.generated_tokens) == (3, 0, 2)
-    assert record.ttft_ms == 1000
-    assert record.getMessage().startswith("request_id=r-7 model=m version=1 outcome=stop finish_reason=stop")
+    accounts.count(exchange)
+    assert [part.end for part in exchange.parts] == [End(Outcome.STOP), End(Outcome.CANCELLED)]
+    assert ended(metrics) == {End(Outcome.CANCELLED): 1}
 
 
-def test_a_refusal_has_no_times(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "charonia.requests")
-    with pytest.raises(QueueFull), Accounts("m", "1", LlmMetrics()).open(""):
-        raise QueueFull("full", retry_after=1)
-    [record] = caplog.records
-    assert (record.queue_ms, record.ttft_ms, record.prompt_tokens) == (None, None, None)
-    assert record.getMessage().startswith("model=m version=1 outcome=rejected reason=queue_full generated_tokens=0")
+def test_one_answered_request_is_measured_once_however_many_answers() -> None:
+    metrics = LlmMetrics()
+    accounts, exchange = Accounts(metrics), Exchange("test")
+    with serving(exchange):
+        for choice in range(3):
+            with accounts.open(GenerateRequest(id="1", prompt="", choice=choice)) as account:
+                account.submit(prompt=5)
+                account.begin(cached=0, at=account.opened)
+                account.receive(2, at=account.opened)
+                account.finish(FinishReason.LENGTH)
+    accounts.count(exchange)
+    assert ended(metrics) == {End(Outcome.LENGTH): 1}
+    assert (metrics.prompt_length.sum, metrics.generation_length.sum, sum(metrics.request.counts)) == (5, 6, 1)
+    assert metrics.durations.request >= metrics.durations.compute_input
+
+
+def test_without_an_exchange_nothing_is_counted() -> None:
+    metrics = LlmMetrics()
+    with Accounts(metrics).open(GenerateRequest(id="1", prompt="")) as account:
+        account.finish(FinishReason.STOP)
+    assert ended(metrics) == {}
 
 
 @pytest.mark.parametrize("reason", FinishReason)

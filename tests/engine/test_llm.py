@@ -5,14 +5,15 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from charonia.core.errors import InvalidArgument, NotFound, Unavailable
+from charonia.core.exchange import Exchange, serving
 from charonia.core.model import TextModel
 from charonia.core.request import (
     Conversation,
@@ -83,9 +84,21 @@ def ask(prompt: Prompt, **sampling: object) -> GenerateRequest:
     return GenerateRequest(id="1", prompt=prompt, sampling=SamplingParams(**sampling))
 
 
+@contextmanager
+def counted(model: LlmModel) -> Iterator[Exchange]:
+    """A request of the model, counted as the hub would."""
+    exchange = Exchange("test")
+    try:
+        with serving(exchange):
+            yield exchange
+    finally:
+        model.count(exchange)
+
+
 async def generate(model: LlmModel, request: GenerateRequest) -> list[GenerateChunk]:
-    async with aclosing(model.generate(request)) as chunks:
-        return [chunk async for chunk in chunks]
+    with counted(model):
+        async with aclosing(model.generate(request)) as chunks:
+            return [chunk async for chunk in chunks]
 
 
 def text(chunks: list[GenerateChunk]) -> str:
@@ -151,12 +164,14 @@ async def test_a_stop_string_ends_the_text_and_the_sequence(load: Load) -> None:
 
 async def test_the_last_chunk_comes_when_the_engine_was_told(load: Load) -> None:
     model = await load(step_seconds=0.01)
-    async with aclosing(model.generate(ask("w1", max_tokens=60, stop=("w3",)))) as chunks:
-        while (await anext(chunks)).finish_reason is None:
-            pass
-        async with asyncio.timeout(10):
-            while model.client.load.running:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+    request = ask("w1", max_tokens=60, stop=("w3",))
+    with counted(model):
+        async with aclosing(model.generate(request)) as chunks:
+            while (await anext(chunks)).finish_reason is None:
+                pass
+            async with asyncio.timeout(10):
+                while model.client.load.running:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
     assert model.stats().success == 1
 
 
@@ -170,6 +185,15 @@ async def test_several_answers_to_one_question(load: Load) -> None:
     assert refusal.value.field == "n"
     with pytest.raises(InvalidArgument, match="vocabulary"):
         await infer(model, question({"n": 3}, input_ids=[500]))
+
+
+async def test_several_answers_are_one_request(load: Load) -> None:
+    model = await load()
+    with counted(model) as exchange:
+        await infer(model, question({"n": 3, "max_tokens": 2}, text_input=[b"w1 w2"]))
+    summary = exchange.summary()
+    assert (summary.choices, summary.prompt, summary.generated) == (3, 2, 6)
+    assert model.stats().success == 1
 
 
 async def test_refusals_name_the_field(load: Load) -> None:
@@ -213,8 +237,9 @@ def test_an_unseeded_request_draws_its_own_seed() -> None:
 async def test_requests_are_counted_by_how_they_ended(load: Load) -> None:
     model = await load(step_seconds=0.01)
     await generate(model, ask("w1", max_tokens=2))
-    async with aclosing(model.generate(ask("w1", max_tokens=40))) as chunks:
-        await anext(chunks)
+    with counted(model):
+        async with aclosing(model.generate(ask("w1", max_tokens=40))) as chunks:
+            await anext(chunks)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(generate(model, ask("w1", max_tokens=40, ignore_eos=True)), timeout=0.1)
     with pytest.raises(InvalidArgument):

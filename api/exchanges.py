@@ -1,0 +1,45 @@
+"""Opens the exchange of each request that comes over HTTP. Knows which paths are doors; not what they do."""
+
+from contextlib import nullcontext
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ..core.errors import CharoniaError
+from ..core.exchange import current
+from ..core.gateway import Gateway
+
+_DOORS = {
+    "/v1/completions": "completions",
+    "/v1/chat/completions": "chat",
+    "/tokenize": "tokenize",
+    "/detokenize": "detokenize",
+}
+_MODELS = "/v2/models/"
+_MODEL_DOORS = ("generate", "generate_stream")
+
+
+class Exchanges:
+    """Around everything that may refuse a request: whoever does, one record ends it. Health and lookups leave none."""
+
+    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
+        self._app = app
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        door = _door(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else ""
+        with self._gateway.open(door, scope["headers"]) if door else nullcontext():
+            await self._app(scope, receive, send)
+
+
+def note(error: CharoniaError) -> None:
+    """The current request, if it is one that leaves a record, is answered with this error."""
+    exchange = current()
+    if exchange is not None:
+        exchange.fail(error)
+
+
+def _door(path: str) -> str:
+    if not path.startswith(_MODELS):
+        return _DOORS.get(path, "")
+    last = path.rpartition("/")[2]
+    return last if last in _MODEL_DOORS else ""

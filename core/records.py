@@ -1,0 +1,95 @@
+"""The one log record that ends every request."""
+
+import json
+import logging
+from typing import NamedTuple
+
+from .exchange import Exchange, Summary
+
+log = logging.getLogger("charonia.requests")
+
+_LONGEST = 256
+"""Characters shown of a name that a client made up."""
+
+
+class RequestRecord(NamedTuple):
+    """What is logged of a request: each field is an attribute of the `logging` record too.
+
+    Tokens are those of all answers, `choices` of them. Times that never came, and what was never counted, are None.
+    """
+
+    request_id: str
+    trace_id: str
+    door: str
+    model: str
+    version: str
+    tenant: str
+    outcome: str
+    reason: str
+    finish_reason: str | None
+    choices: int
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    generated_tokens: int
+    queue_ms: float | None
+    ttft_ms: float | None
+    e2e_ms: float
+
+    def __str__(self) -> str:
+        said = zip(self._fields, self, strict=True)
+        return " ".join(f"{name}={_plain(value)}" for name, value in said if value not in (None, ""))
+
+
+def write_record(exchange: Exchange) -> None:
+    """Log an exchange that was closed."""
+    if log.isEnabledFor(logging.INFO):
+        record = record_of(exchange)
+        # Not log.info(): finding out which line of ours logs this costs more than all the rest.
+        entry = logging.LogRecord(log.name, logging.INFO, __file__, 0, "%s", (record,), None)
+        entry.__dict__.update(zip(record._fields, record, strict=True))
+        log.handle(entry)
+
+
+def record_of(exchange: Exchange) -> RequestRecord:
+    assert exchange.end is not None
+    summary = exchange.summary()
+    return RequestRecord(
+        request_id=exchange.id[:_LONGEST],
+        trace_id=exchange.trace_id,
+        door=exchange.door,
+        model=exchange.model[:_LONGEST],
+        version=exchange.version[:_LONGEST],
+        tenant=exchange.tenant,
+        outcome=exchange.end.outcome.value,
+        reason=exchange.end.reason,
+        finish_reason=_finish_reason(exchange),
+        choices=summary.choices,
+        prompt_tokens=summary.prompt,
+        cached_tokens=summary.cached,
+        generated_tokens=summary.generated,
+        queue_ms=_queue(summary),
+        ttft_ms=None if summary.first is None else _milliseconds(summary.first - exchange.arrived),
+        e2e_ms=_milliseconds(exchange.ended - exchange.arrived),
+    )
+
+
+def _finish_reason(exchange: Exchange) -> str | None:
+    """Those of all answers, each once."""
+    reasons = {part.finish_reason.value for part in exchange.parts if part.finish_reason is not None}
+    return ",".join(sorted(reasons)) or None
+
+
+def _queue(summary: Summary) -> float | None:
+    if summary.begun is None or summary.submitted is None:
+        return None
+    return _milliseconds(summary.begun - summary.submitted)
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(1e3 * seconds, 3)
+
+
+def _plain(value: object) -> str:
+    """One word: what clients call things must not look like another field, or another record."""
+    text = str(value)
+    return text if text.isprintable() and not set(text) & {" ", '"', "="} else json.dumps(text)

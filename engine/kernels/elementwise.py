@@ -1,0 +1,68 @@
+"""Normalisation, gating and rotation in C: one call where torch needs several, and float32 inside.
+
+References are the torch classes of `layers/`. Inputs are float32 or bfloat16 on the CPU, with neighbours in the last
+axis side by side in memory.
+"""
+
+import torch
+from torch import Tensor
+
+from . import library
+
+ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1}
+"""config.json's name -> `enum activation` in elementwise.c."""
+
+
+class FusedNorm:
+    """x [N, n] or [N, heads, n] in `dtype` -> x / rms(x) * weight (arXiv 1910.07467).
+
+    `weight` [n] or [heads, n] is float32."""
+
+    def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype) -> None:
+        self._weight, self._eps, self._kind = weight.contiguous(), eps, library.DTYPES[dtype]
+        self._size, self._weights = weight.shape[-1], weight.numel() // weight.shape[-1]
+        self._address, self._norm = self._weight.data_ptr(), library.bind("charonia_norm")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.dim() == 2:
+            return self._rows(x, 0)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self._into(out, x, 0, x.shape[1], x.stride(0))
+        return out
+
+    def after(self, x: Tensor, delta: Tensor) -> Tensor:
+        """Adds `delta` to x [N, n] in place; the norm of the sum. Both are contiguous."""
+        return self._rows(x, delta.data_ptr())
+
+    def _rows(self, x: Tensor, delta: int) -> Tensor:
+        out = torch.empty_like(x)
+        self._into(out, x, delta, 1, self._size)
+        return out
+
+    def _into(self, out: Tensor, x: Tensor, delta: int, heads: int, stride: int) -> None:
+        sizes = x.shape[0], heads, stride, self._weights, self._size
+        self._norm(x.data_ptr(), delta, self._address, out.data_ptr(), *sizes, self._eps, self._kind)
+
+
+class FusedGate:
+    """x [N, gate and up, n] as [N, 2n] -> activation(gate) * up [N, n]; x is contiguous (arXiv 2002.05202)."""
+
+    def __init__(self, activation: str) -> None:
+        self._activation, self._gate = ACTIVATIONS[activation], library.bind("charonia_gate")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows, size = x.shape[0], x.shape[1] // 2
+        out = torch.empty((rows, size), dtype=x.dtype)
+        self._gate(x.data_ptr(), out.data_ptr(), rows, size, self._activation, library.DTYPES[x.dtype])
+        return out
+
+
+def turn(x: Tensor, turns: Tensor) -> Tensor:
+    """x [N, heads, head_dim] with its halves turned against each other by `turns` [N, cos and sin, head_dim / 2], float32
+    (arXiv 2104.09864)."""
+    rows, heads, size = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype)
+    library.bind("charonia_turn")(
+        x.data_ptr(), turns.data_ptr(), out.data_ptr(), rows, heads, x.stride(0), size // 2, library.DTYPES[x.dtype]
+    )
+    return out

@@ -1,0 +1,86 @@
+"""Finds the shared object beside this file, says what each of its functions takes, and at which level it runs."""
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any
+
+import torch  # before the library is opened: its OpenMP then is torch's, with the same pool of threads
+
+LEVELS = ("portable", "avx2", "avx512", "avx512bf16")
+"""Lowest first, as `enum charonia_level` in level.h."""
+
+VARIABLE = "CHARONIA_KERNELS"
+"""The environment variable that caps the level; "none" is the torch path."""
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""What kernels compute on, with the number C knows it by (`enum kind` in simd.h)."""
+
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float}
+
+SIGNATURES = {
+    "charonia_level": "",
+    "charonia_limit": "i",
+    "charonia_threads": "",
+    "charonia_norm": "pppplllllfi",
+    "charonia_gate": "ppllii",
+    "charonia_turn": "ppplllli",
+}
+"""Every exported function: a letter an argument (p: address, i: int, l: int64, f: float). All return int or nothing."""
+
+Function = Callable[..., Any]
+
+
+def level() -> str | None:
+    """The level in use; None where there is no library, or nobody wants it."""
+    return LEVELS[bind("charonia_level")()] if _opened() is not None else None
+
+
+def serves(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether kernels compute this dtype on this device; asked while something is built, not at each step."""
+    return device.type == "cpu" and dtype in DTYPES and level() is not None
+
+
+@cache
+def bind(name: str) -> Function:
+    """The function called `name`. It is given integers, addresses included (`tensor.data_ptr()`), and checks nothing.
+
+    Raises:
+        RuntimeError: there is no library; who calls asked `level()` or `serves()` first.
+    """
+    library = _opened()
+    if library is None:
+        raise RuntimeError("the C extension is not there")
+    function: Function = library[name]
+    function.argtypes = [_TYPES[letter] for letter in SIGNATURES[name]]  # type: ignore[attr-defined]
+    return function
+
+
+@contextmanager
+def at(name: str) -> Iterator[None]:
+    """Run at level `name`, if the machine has it, and go back: for tests and measurements."""
+    before = level()
+    if before is None:
+        raise RuntimeError("the C extension is not there")
+    bind("charonia_limit")(LEVELS.index(name))
+    try:
+        yield
+    finally:
+        bind("charonia_limit")(LEVELS.index(before))
+
+
+@cache
+def _opened() -> ctypes.CDLL | None:
+    wanted = os.environ.get(VARIABLE, LEVELS[-1])
+    found = [path for suffix in EXTENSION_SUFFIXES if (path := Path(__file__).with_name(f"_native{suffix}")).exists()]
+    if wanted == "none" or not found:
+        return None
+    if wanted not in LEVELS:
+        raise ValueError(f"{VARIABLE} must be none or one of {', '.join(LEVELS)}, got {wanted!r}")
+    library = ctypes.CDLL(str(found[0]))
+    library.charonia_limit(LEVELS.index(wanted))
+    return library

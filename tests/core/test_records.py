@@ -1,0 +1,47 @@
+"""The record that ends a request: its fields, and that no client can forge another."""
+
+import logging
+
+import pytest
+
+from charonia.core.errors import NotFound
+from charonia.core.exchange import Exchange
+from charonia.core.records import RequestRecord, record_of, write_record
+
+
+def refused(model: str) -> Exchange:
+    exchange = Exchange("chat")
+    exchange.tenant, exchange.model = "alice", model
+    exchange.fail(NotFound("no"))
+    exchange.close()
+    return exchange
+
+
+def test_a_refusal_has_a_record_without_times(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "charonia.requests")
+    write_record(refused("nope"))
+    [record] = caplog.records
+    assert (record.outcome, record.reason, record.tenant, record.door) == ("rejected", "not_found", "alice", "chat")
+    assert (record.queue_ms, record.ttft_ms, record.prompt_tokens, record.choices) == (None, None, None, 0)
+    begin = "door=chat model=nope tenant=alice outcome=rejected reason=not_found choices=0 generated_tokens=0 e2e_ms="
+    assert record.getMessage().startswith(begin)
+    assert set(RequestRecord._fields) <= vars(record).keys()
+    assert (record.name, record.levelname) == ("charonia.requests", "INFO")
+
+
+def test_nothing_is_written_below_the_level(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "charonia.requests")
+    write_record(refused("nope"))
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("name", ["a outcome=stop", "a\n1121 I charonia.requests: model=b", 'a"b', "ü\x1b[2J"])
+def test_a_made_up_name_stays_one_word_of_one_line(name: str) -> None:
+    text = str(record_of(refused(name)))
+    assert text.isprintable()
+    assert "outcome=stop" not in text.replace('model="a outcome=stop"', "")
+    assert "\n" not in text
+
+
+def test_a_long_name_is_cut() -> None:
+    assert len(record_of(refused("x" * 10_000)).model) == 256

@@ -1,0 +1,211 @@
+"""The pages say what there is: every flag, metric, route, field and command, and nothing else."""
+
+import importlib.util
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+import yaml
+from cyclopts.exceptions import CycloptsError
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from charonia.__main__ import app
+from charonia.api import openai_requests, tokenization
+from charonia.api.app import build_app
+from charonia.api.metadata import ServerInfo
+from charonia.bench import serve as bench_serve
+from charonia.core.request import SamplingParams
+from charonia.engine import infer, settings
+from charonia.engine.options import EngineOptions, engine_config, parse_options
+
+PAGES = ("README.md", "operating.md", "metrics.md", "clients.md", "architecture.md", "benchmarks.md")
+OTHERS = ("README.md", "CONTRIBUTING.md", "examples/README.md")
+MANNERS = ("streaming", "exclude_input_from_output")
+"""Other names of what does not choose tokens."""
+
+
+def test_every_page_is_in_the_index(root: Path, page: Any) -> None:
+    assert {path.name for path in (root / "docs").glob("*.md")} == set(PAGES)
+    assert [name for name in PAGES[1:] if f"]({name})" not in page("README.md").text] == []
+
+
+def test_links_lead_somewhere(root: Path, page: Any) -> None:
+    broken = [
+        f"{each.path.name}: {link}"
+        for each in (*map(page, PAGES), *(page(f"../{name}") for name in OTHERS))
+        for link in re.findall(r"\]\(([^)\s]+)\)", each.prose)
+        if not link.startswith(("http://", "https://")) and not leads_somewhere(each, link, page)
+    ]
+    assert broken == []
+
+
+def leads_somewhere(source: Any, link: str, page: Callable[[str], Any]) -> bool:
+    name, _, anchor = link.partition("#")
+    target = source.path.parent / name if name else source.path
+    return target.exists() and (not anchor or anchor in page(str(target.resolve())).headings())
+
+
+CLIS = {"charonia": app, "charonia.bench.serve": bench_serve.app}
+"""Command lines that can tell whether they are understood, by their modules."""
+OUR_COMMAND = re.compile(r"charonia |python -m ")
+
+
+# operating.md
+
+
+def flags() -> dict[str, Any]:
+    """Every flag of `charonia serve`, and its true default."""
+    own: dict[str, Any] = {}
+    for argument in app["serve"].assemble_argument_collection():
+        name = argument.names[0]
+        if name.startswith("--"):
+            option = name[2:].replace("-", "_")
+            is_engine = option in EngineOptions.__dataclass_fields__
+            own[name] = engine_default(option) if is_engine else argument.field_info.default
+    return own
+
+
+def engine_default(option: str) -> Any:
+    """What the engine's configuration says at the place that the option changes."""
+    untouched = dict(leaves(engine_config("m", EngineOptions())))
+    touched = dict(leaves(engine_config("m", EngineOptions(**{option: cast(Any, "another")}))))
+    [place] = [place for place in untouched if touched[place] != untouched[place]]
+    return untouched[place]
+
+
+def leaves(config: msgspec.Struct, place: str = "") -> Iterator[tuple[str, Any]]:
+    for name in config.__struct_fields__:
+        value = getattr(config, name)
+        if isinstance(value, msgspec.Struct):
+            yield from leaves(value, f"{place}{name}.")
+        else:
+            yield f"{place}{name}", value
+
+
+def written(default: Any) -> str:
+    """A default as the tables have it; another word than none may say what holds then."""
+    if default in (None, "", ()):
+        return "none"
+    if isinstance(default, bool):
+        return f"`{str(default).lower()}`"
+    return f"`{default:g}`" if isinstance(default, float) else f"`{default}`"
+
+
+def is_right(cell: str, default: Any) -> bool:
+    return cell == written(default) or (written(default) == "none" and "`" not in cell)
+
+
+def test_every_flag_stands_there_with_its_default(page: Any) -> None:
+    true = flags()
+    told = {cells[0].strip("`"): cells[1] for cells in page("operating.md").rows("flag")}
+    missing = [f"| `{name}` | {written(true[name])} | ... |" for name in true if name not in told]
+    assert missing == [], "add to a table under 'Flags' in docs/operating.md"
+    assert sorted(told.keys() - true.keys()) == [], "docs/operating.md has flags that are not there"
+    wrong = [f"`{name}`: {written(true[name])}" for name, cell in told.items() if not is_right(cell, true[name])]
+    assert wrong == [], "true defaults that docs/operating.md does not have"
+
+
+def test_every_environment_variable_stands_there(root: Path, page: Any) -> None:
+    shipped = (path for package in root.glob("*/__init__.py") for path in package.parent.rglob("*.py"))
+    names = {name for path in shipped for name in re.findall(r"\"((?:CHARONIA|OTEL)_[A-Z_]+)\"", path.read_text())}
+    assert names
+    assert [name for name in names if name not in page("operating.md").text] == []
+
+
+def test_commands_are_understood(page: Any) -> None:
+    pages = [*map(page, PAGES), page("../README.md"), page("../examples/README.md")]
+    commands = [words for each in pages for fence in each.fences() for words in commands_of(fence.text)]
+    assert len(commands) > 10
+    for command, *words in commands:
+        if command in CLIS:
+            CLIS[command].parse_args(words, exit_on_error=False, print_error=False)
+        assert importlib.util.find_spec(command), command
+
+
+def commands_of(text: str) -> Iterator[list[str]]:
+    """Our commands in a block, each a module and its arguments."""
+    for line in re.sub(r"\\\n", " ", text).splitlines():
+        words = shlex.split(re.sub(r"\d?[<>|].*", "", line), comments=True) if OUR_COMMAND.match(line) else []
+        if words:
+            yield words[2:] if words[0] == "python" else words
+
+
+def test_a_wrong_command_is_found() -> None:
+    [(_, *words)] = commands_of("charonia serve ./x --no-such-flag  # told\n")
+    with pytest.raises(CycloptsError):
+        app.parse_args(words, exit_on_error=False, print_error=False)
+
+
+def test_configurations_are_understood(page: Any) -> None:
+    fences = [fence for name in PAGES for fence in page(name).fences()]
+    assert all(isinstance(yaml.safe_load(fence.text), dict) for fence in fences if fence.language == "yaml")
+    models = [fence.text for fence in (*fences, *page("../README.md").fences()) if fence.text.startswith("name: ")]
+    assert models
+    for text in models:
+        config = text_format.Parse(text, model_config_pb2.ModelConfig())
+        parse_options({name: value.string_value for name, value in config.parameters.items()})
+
+
+def test_every_bench_and_make_target_stands_there(root: Path, page: Any) -> None:
+    said = page("benchmarks.md").text
+    files = {path.stem: path.read_text() for path in (root / "bench").glob("*.py")}
+    runs = [name for name, text in files.items() if re.search(rf"python -m charonia.bench.{name}\b", text)]
+    missing = [name for name in runs if not re.search(rf"`python -m charonia.bench.{name}\b", said)]
+    assert missing == [], "add their commands to docs/benchmarks.md"
+    named = set(re.findall(r"charonia\.bench\.(\w+)", said))
+    assert named <= files.keys()
+    targets = set(re.findall(r"^([a-z]+):.*##", (root / "Makefile").read_text(), re.MULTILINE))
+    made = re.findall(r"`make ([a-z]+)\b", "\n".join(page(name).text for name in PAGES))
+    assert set(made) <= targets
+
+
+# clients.md
+
+
+def test_every_route_stands_there(page: Any, codes: Any) -> None:
+    routes = build_app(cast(Any, None), ServerInfo()).routes
+    served = {(method, plain(route.path)) for route in routes for method in route.methods - {"HEAD"}}
+    rows = [codes(cells[0])[0] for cells in page("clients.md").rows("endpoint")]
+    told = {(method, path) for method, _, path in (row.partition(" ") for row in rows)}
+    assert served - told == set(), "add to a table of endpoints in docs/clients.md"
+    assert told - served == set(), "docs/clients.md has endpoints that are not there"
+
+
+def plain(path: str) -> str:
+    """A route's path without converters."""
+    return re.sub(r"\{(\w+):\w+\}", r"{\1}", path)
+
+
+@pytest.mark.parametrize(
+    ("heading", "names"),
+    [
+        ("What chooses tokens", {*SamplingParams.__struct_fields__, *settings._ALIASES} - {"logprobs", *MANNERS}),
+        ("What else v2 takes", {*settings.Manner.__struct_fields__, *settings._NOT_YET, *MANNERS} - {"n"}),
+        (
+            "What else OpenAI's door takes",
+            {*openai_requests.ChatBody.__struct_fields__, *openai_requests.CompletionBody.__struct_fields__}
+            - {*SamplingParams.__struct_fields__, "n", "max_completion_tokens"}
+            | {*openai_requests.HARMLESS, *openai_requests.NEUTRAL, *openai_requests._MESSAGE_NEUTRAL},
+        ),
+        (
+            "HTTP: tokens",
+            {*tokenization.TokenizeBody.__struct_fields__, *tokenization.DetokenizeBody.__struct_fields__}
+            | {*tokenization._NEUTRAL},
+        ),
+        ("gRPC", {spec.name for spec in infer.INPUTS}),
+    ],
+)
+def test_every_field_stands_there(heading: str, names: set[str], page: Any, codes: Any) -> None:
+    told = " ".join(codes(page("clients.md").section(heading)))
+    missing = [name for name in sorted(names) if not re.search(rf"\b{name}\b", told)]
+    assert missing == [], f"say in docs/clients.md, '{heading}', what they do"
+
+
+def test_every_output_stands_there(page: Any) -> None:
+    said = page("clients.md").text
+    assert [spec.name for spec in infer.OUTPUTS if spec.name not in said] == []
