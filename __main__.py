@@ -5,22 +5,25 @@ Heavy imports wait until they are needed: `charonia --help` is for people.
 
 import asyncio
 import logging
+import os
 import shlex
 import sys
-from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
-from cyclopts.validators import Number
 
 from . import __version__
 from .api.grpc_options import GrpcOptions
 from .api.keys import KeyOptions, Keyring, read_keys
+from .api.options import ServerOptions, true
 from .api.tls import KeyPair, key_pair
 from .core.errors import CharoniaError, InvalidArgument
+from .core.logs import logging_as
+from .core.tracing import endpoint_of, tracing
 from .engine.options import EngineOptions
 
 if TYPE_CHECKING:
@@ -30,56 +33,13 @@ if TYPE_CHECKING:
     from .api.metadata import ServerInfo
     from .api.metrics import Source
     from .api.server import Servers, StopSignals
+    from .core.otlp import Tracer
     from .repository.gateway import Hub
     from .repository.source import BrokenSource, ModelSource
 
 log = logging.getLogger("charonia.main")
 
-_Port = Annotated[int, Parameter(validator=Number(gte=0, lte=65535))]
-_Boolean: TypeAlias = Literal["true", "false", "1", "0"]
-"""As tritonserver takes them: `--flag=false` and `--flag false` alike."""
-
 app = App(name="charonia", version=__version__, help="A streaming, LLM-centric inference server.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
-    """Settings of the server, under tritonserver's names."""
-
-    model_repository: Annotated[tuple[Path, ...], Parameter(negative=())] = ()
-    """Directory of models; may be given several times."""
-    served_model_name: str = ""
-    """Name of a single checkpoint, instead of its directory's."""
-    id: str = "triton"
-    """Name of the server in its metadata."""
-    http_address: str = "0.0.0.0"
-    """Address to listen on."""
-    http_port: _Port = 8000
-    """Port of the v2 and OpenAI protocols over HTTP."""
-    http_server_cert: Path | None = None
-    """Certificate to encrypt HTTP with, PEM."""
-    http_server_key: Path | None = None
-    """The certificate's private key, PEM."""
-    allow_metrics: _Boolean = "true"
-    """Serve metrics."""
-    metrics_address: str = ""
-    """Address to serve metrics on, when it is not --http-address."""
-    metrics_port: _Port = 8002
-    """Port of Prometheus metrics."""
-    metrics_names: Literal["charonia", "vllm"] = "charonia"
-    """Names of what Triton has no name for; vllm: vLLM's names beside ours."""
-    max_loop_lag_secs: Annotated[float, Parameter(validator=Number(gt=0))] = 10
-    """Delay of the frontend's event loop from which on nothing is ready."""
-    http_max_input_size: Annotated[int, Parameter(validator=Number(gte=1))] = 64 * 1024 * 1024
-    """Largest request body in bytes."""
-    strict_readiness: _Boolean = "true"
-    """Ready only when every known model is."""
-    exit_timeout_secs: Annotated[float, Parameter(validator=Number(gte=0))] = 30
-    """How long running requests may take to finish on SIGTERM or SIGINT."""
-    log_verbose: Annotated[int, Parameter(validator=Number(gte=0))] = 0
-    """Above 0: every request and every decision."""
-    log_format: Literal["default", "ISO8601", "json"] = "default"
-    """Format of times in the log; json: every record is a line of JSON."""
 
 
 @app.command
@@ -87,7 +47,7 @@ def serve(
     model: str | None = None,
     /,
     *,
-    server: Annotated[ServerOptions, Parameter("*")] = ServerOptions(),
+    server: Annotated[ServerOptions, Parameter("*")] = ServerOptions(),  # noqa: B008
     access: Annotated[KeyOptions, Parameter("*")] = KeyOptions(),  # noqa: B008
     grpc: Annotated[GrpcOptions, Parameter("*")] = GrpcOptions(),  # noqa: B008
     engine: Annotated[EngineOptions, Parameter("*")] = EngineOptions(),  # noqa: B008
@@ -101,10 +61,11 @@ def serve(
     """
     import uvloop
 
-    with _logging(server):
+    with logging_as(server.log_format, server.log_verbose > 0):
         try:
             plan = replace(_plan(model, server, engine), grpc=grpc, keys=read_keys(access), tls=_tls(server))
-            return uvloop.run(_run(plan))
+            with tracing(endpoint_of(server.otlp_traces_endpoint, os.environ), __version__) as tracer:
+                return uvloop.run(_run(plan, tracer))
         except CharoniaError as error:
             print(f"charonia: {error.message}", file=sys.stderr)
             return 1
@@ -152,15 +113,18 @@ def _read(repositories: Iterable[Path]) -> "tuple[ModelSource | BrokenSource, ..
     return tuple(source for repository in repositories for source in read_repository(repository))
 
 
-async def _run(plan: _Plan) -> int:
+async def _run(plan: _Plan, tracer: "Tracer | None") -> int:
     from .api.grpc_server import GrpcServer
     from .api.server import StopSignals, bind
     from .core.looplag import LoopLag
+    from .core.records import write_record
     from .repository.gateway import Hub
 
     options = plan.server
     lag = LoopLag(options.max_loop_lag_secs)
-    hub = Hub(strict=_true(options.strict_readiness), healthy=lambda: not lag.stuck)
+    # The tracer first: the record names the trace.
+    witnesses = (write_record,) if tracer is None else (tracer, write_record)
+    hub = Hub(true(options.strict_readiness), lambda: not lag.stuck, witnesses)
     with (
         bind(options.http_address, options.http_port, "--http-port") as sock,
         bind(plan.grpc.grpc_address, plan.grpc.grpc_port, "--grpc-port") as rpc,
@@ -183,7 +147,7 @@ async def _run(plan: _Plan) -> int:
 def _metrics_socket(options: ServerOptions) -> "AbstractContextManager[socket.socket | None]":
     from .api.server import bind
 
-    if not _true(options.allow_metrics):
+    if not true(options.allow_metrics):
         return nullcontext()
     return bind(options.metrics_address or options.http_address, options.metrics_port, "--metrics-port")
 
@@ -251,10 +215,6 @@ def _info(options: ServerOptions) -> "ServerInfo":
     return ServerInfo(options.id, __version__, options.http_max_input_size)
 
 
-def _true(flag: str) -> bool:
-    return flag in ("true", "1")
-
-
 def _tls(options: ServerOptions) -> KeyPair | None:
     return key_pair(options.http_server_cert, options.http_server_key, "--http-server")
 
@@ -275,29 +235,6 @@ def _say_ready(hub: "Hub", url: str, guarded: bool) -> None:
             print(f"Try: curl -N {key}{url}/v2/models/{config.name}/generate_stream -d {body}")
             break
     sys.stdout.flush()
-
-
-@contextmanager
-def _logging(options: ServerOptions) -> Iterator[None]:
-    """Set it up; the record that ends a request is written by a thread, those still in line at the end."""
-    from .api.server import QuietCancel
-    from .core.logs import JsonFormatter, write_in_thread
-
-    form = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
-    date_format = "%Y-%m-%dT%H:%M:%S%z" if options.log_format == "ISO8601" else "%m%d %H:%M:%S"
-    level = logging.DEBUG if options.log_verbose else logging.INFO
-    logging.basicConfig(level=logging.WARNING, format=form, datefmt=date_format, stream=sys.stderr)
-    if options.log_format == "json":
-        logging.getLogger().handlers[0].setFormatter(JsonFormatter())
-    logging.getLogger("charonia").setLevel(level)
-    # uvicorn tells of every connection and of its own start and stop, which are told here.
-    logging.getLogger("uvicorn").setLevel(logging.INFO if options.log_verbose else logging.WARNING)
-    logging.getLogger("uvicorn.error").addFilter(QuietCancel())
-    listener = write_in_thread(logging.getLogger("charonia.requests"))
-    try:
-        yield
-    finally:
-        listener.stop()
 
 
 def main() -> None:

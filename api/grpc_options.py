@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, TypeAlias
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-_Port = Annotated[int, Parameter(validator=Number(gte=0, lte=65535))]
-_Count = Annotated[int, Parameter(validator=Number(gte=0, lte=2**31 - 1))]
-_Boolean: TypeAlias = Literal["true", "false", "1", "0"]
+from .options import Boolean, Port, true
+
+_Count: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lte=2**31 - 1))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,11 +18,11 @@ class GrpcOptions:
 
     grpc_address: str = "0.0.0.0"
     """Address to listen on for gRPC."""
-    grpc_port: _Port = 8001
+    grpc_port: Port = 8001
     """Port of the v2 protocol over gRPC."""
-    grpc_use_ssl: _Boolean = "false"
+    grpc_use_ssl: Boolean = "false"
     """Encrypt gRPC."""
-    grpc_use_ssl_mutual: _Boolean = "false"
+    grpc_use_ssl_mutual: Boolean = "false"
     """Encrypt gRPC and let in only clients with a certificate of --grpc-root-cert."""
     grpc_server_cert: Path | None = None
     """The server's certificate, PEM."""
@@ -34,7 +34,7 @@ class GrpcOptions:
     """Milliseconds of silence after which a client is pinged."""
     grpc_keepalive_timeout: _Count = 20_000
     """Milliseconds a pinged client may take to answer."""
-    grpc_keepalive_permit_without_calls: _Boolean = "false"
+    grpc_keepalive_permit_without_calls: Boolean = "false"
     """Ping clients that have no call open."""
     grpc_http2_max_pings_without_data: _Count = 2
     """Pings in a row without data in between."""
@@ -49,8 +49,8 @@ class GrpcOptions:
 
     @property
     def mutual(self) -> bool:
-        return self.grpc_use_ssl_mutual in ("true", "1")
+        return true(self.grpc_use_ssl_mutual)
 
     @property
     def encrypted(self) -> bool:
-        return self.mutual or self.grpc_use_ssl in ("true", "1")
+        return self.mutual or true(self.grpc_use_ssl)

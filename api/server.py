@@ -105,6 +105,7 @@ class HttpServer:
             ssl_certfile=None if tls is None else tls.certificate,
             ssl_keyfile=None if tls is None else tls.key,
         )
+        logging.getLogger("uvicorn.error").addFilter(_QUIET_CANCEL)
         self._server = _Uvicorn(config)
         self._socket = sock
         self._serving: asyncio.Task[None] | None = None
@@ -159,8 +160,11 @@ async def first_of(*waits: Awaitable[Any], timeout: float | None = None) -> None
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class QuietCancel(logging.Filter):
+class _QuietCancel(logging.Filter):
     """Drops uvicorn's traceback for a request that was cancelled on purpose, at a forced stop."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
+_QUIET_CANCEL = _QuietCancel()

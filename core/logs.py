@@ -1,11 +1,37 @@
-"""How log records are written: as JSON lines, and away from the event loop."""
+"""How log records are written: their form, and away from the event loop those that end requests."""
 
 import json
 import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from logging.handlers import QueueHandler, QueueListener
 from queue import SimpleQueue
+from typing import Literal, TypeAlias
 
 _STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
+
+
+Form: TypeAlias = Literal["default", "ISO8601", "json"]
+
+
+@contextmanager
+def logging_as(form: Form, verbose: bool) -> Iterator[None]:
+    """Set logging up for the block, to stderr; records that end requests and still stand in line are written at its
+    end."""
+    line = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
+    times = "%Y-%m-%dT%H:%M:%S%z" if form == "ISO8601" else "%m%d %H:%M:%S"
+    logging.basicConfig(level=logging.WARNING, format=line, datefmt=times, stream=sys.stderr)
+    if form == "json":
+        logging.getLogger().handlers[0].setFormatter(JsonFormatter())
+    logging.getLogger("charonia").setLevel(logging.DEBUG if verbose else logging.INFO)
+    # It tells of every connection and of its own start and stop, which are told elsewhere.
+    logging.getLogger("uvicorn").setLevel(logging.INFO if verbose else logging.WARNING)
+    listener = write_in_thread(logging.getLogger("charonia.requests"))
+    try:
+        yield
+    finally:
+        listener.stop()
 
 
 class JsonFormatter(logging.Formatter):

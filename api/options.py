@@ -1,0 +1,58 @@
+"""Settings of the server, under tritonserver's names. Free of any server: the command line reads it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+Port: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lte=65535))]
+Boolean: TypeAlias = Literal["true", "false", "1", "0"]
+"""As tritonserver takes them: `--flag=false` and `--flag false` alike."""
+
+
+def true(flag: Boolean) -> bool:
+    return flag in ("true", "1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """Settings of the server, under tritonserver's names."""
+
+    model_repository: Annotated[tuple[Path, ...], Parameter(negative=())] = ()
+    """Directory of models; may be given several times."""
+    served_model_name: str = ""
+    """Name of a single checkpoint, instead of its directory's."""
+    id: str = "triton"
+    """Name of the server in its metadata."""
+    http_address: str = "0.0.0.0"
+    """Address to listen on."""
+    http_port: Port = 8000
+    """Port of the v2 and OpenAI protocols over HTTP."""
+    http_server_cert: Path | None = None
+    """Certificate to encrypt HTTP with, PEM."""
+    http_server_key: Path | None = None
+    """The certificate's private key, PEM."""
+    allow_metrics: Boolean = "true"
+    """Serve metrics."""
+    metrics_address: str = ""
+    """Address to serve metrics on, when it is not --http-address."""
+    metrics_port: Port = 8002
+    """Port of Prometheus metrics."""
+    metrics_names: Literal["charonia", "vllm"] = "charonia"
+    """Names of what Triton has no name for; vllm: vLLM's names beside ours."""
+    max_loop_lag_secs: Annotated[float, Parameter(validator=Number(gt=0))] = 10
+    """Delay of the frontend's event loop from which on nothing is ready."""
+    http_max_input_size: Annotated[int, Parameter(validator=Number(gte=1))] = 64 * 1024 * 1024
+    """Largest request body in bytes."""
+    strict_readiness: Boolean = "true"
+    """Ready only when every known model is."""
+    exit_timeout_secs: Annotated[float, Parameter(validator=Number(gte=0))] = 30
+    """How long running requests may take to finish on SIGTERM or SIGINT."""
+    log_verbose: Annotated[int, Parameter(validator=Number(gte=0))] = 0
+    """Above 0: every request and every decision."""
+    log_format: Literal["default", "ISO8601", "json"] = "default"
+    """Format of times in the log; json: every record is a line of JSON."""
+    otlp_traces_endpoint: str = ""
+    """Where to send the spans of requests, by OTLP over HTTP; without it OTEL_EXPORTER_OTLP_ENDPOINT says."""

@@ -1,0 +1,81 @@
+"""Whether requests are traced, and where their spans go.
+
+Without an endpoint nothing of OpenTelemetry is imported, and nothing happens for a request.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from urllib.parse import SplitResult, urlsplit
+
+from .errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from .otlp import Tracer
+
+_FLAG = "--otlp-traces-endpoint"
+_TRACES = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+_ALL = "OTEL_EXPORTER_OTLP_ENDPOINT"
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_PATH = "/v1/traces"
+
+
+def endpoint_of(flag: str, environment: Mapping[str, str]) -> str:
+    """Where spans go, or "": the flag, else OpenTelemetry's own variables.
+
+    Raises:
+        InvalidArgument: it is no HTTP URL, or the variables ask for a protocol that is not spoken here.
+    """
+    if flag:
+        path = _split(_FLAG, flag).path.strip("/")
+        return flag if path else flag.rstrip("/") + _PATH
+    disabled = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    if disabled or environment.get("OTEL_TRACES_EXPORTER", "").lower() == "none":
+        return ""
+    name = next((name for name in (_TRACES, _ALL) if environment.get(name)), "")
+    if not name:
+        return ""
+    _check_protocol(environment)
+    _split(name, environment[name])
+    return environment[name] if name == _TRACES else environment[name].rstrip("/") + _PATH
+
+
+def _check_protocol(environment: Mapping[str, str]) -> None:
+    variable = next((name for name in _PROTOCOLS if environment.get(name)), "")
+    if variable and environment[variable] != "http/protobuf":
+        raise InvalidArgument(f"{variable} is {environment[variable]}: spans are sent by http/protobuf only")
+
+
+def _split(name: str, url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        parts = urlsplit("")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InvalidArgument(f"{name} must be an HTTP URL such as http://localhost:4318{_PATH}, got {url!r}")
+    return parts
+
+
+@contextmanager
+def tracing(endpoint: str, version: str) -> Iterator["Tracer | None"]:
+    """A tracer for the block, whose spans are sent when it ends; None without an endpoint.
+
+    Raises:
+        InvalidArgument: OpenTelemetry is not installed, or its own environment variables are wrong.
+    """
+    if not endpoint:
+        yield None
+        return
+    try:
+        from .otlp import Tracer
+    except ImportError as error:
+        message = f"tracing to {endpoint} needs OpenTelemetry ({error.name}): pip install 'charonia[otel]'"
+        raise InvalidArgument(message) from None
+    try:
+        tracer = Tracer(endpoint, version)
+    except ValueError as error:
+        raise InvalidArgument(f"OpenTelemetry's environment variables are wrong: {error}") from None
+    try:
+        yield tracer
+    finally:
+        tracer.close()
