@@ -80,6 +80,7 @@ class Exchange:
     """
 
     __slots__ = (
+        "_summary",
         "arrived",
         "door",
         "end",
@@ -102,6 +103,7 @@ class Exchange:
         self.arrived = self.ended = time.monotonic()
         self.parts: list[Part] = []
         self.end: End | None = None
+        self._summary: Summary | None = None
 
     def finish(self) -> None:
         """It was answered, with something that has no parts."""
@@ -123,18 +125,29 @@ class Exchange:
         if self.end is None or _WORST.index(end.outcome) < _WORST.index(self.end.outcome):
             self.end = end
 
+    @property
     def summary(self) -> Summary:
-        parts, asked = self.parts, [part for part in self.parts if part.choice == 0]
-        return Summary(
-            choices=len(parts),
-            prompt=_folded(sum, [part.prompt for part in asked]),
-            cached=_folded(sum, [part.cached for part in asked]),
-            generated=sum([part.generated for part in parts]),
-            submitted=_folded(min, [part.submitted for part in parts]),
-            begun=_folded(min, [part.begun for part in parts]),
-            first=_folded(min, [part.first for part in parts]),
-            last=_folded(max, [part.last for part in parts]),
-        )
+        """Of a closed exchange."""
+        if self._summary is None:
+            self._summary = _summary(self.parts)
+        return self._summary
+
+
+def _summary(parts: list[Part]) -> Summary:
+    if len(parts) == 1:
+        [one] = parts
+        return Summary(1, one.prompt, one.cached, one.generated, one.submitted, one.begun, one.first, one.last)
+    asked = [part for part in parts if part.choice == 0]
+    return Summary(
+        choices=len(parts),
+        prompt=_folded(sum, [part.prompt for part in asked]),
+        cached=_folded(sum, [part.cached for part in asked]),
+        generated=sum(part.generated for part in parts),
+        submitted=_folded(min, [part.submitted for part in parts]),
+        begun=_folded(min, [part.begun for part in parts]),
+        first=_folded(min, [part.first for part in parts]),
+        last=_folded(max, [part.last for part in parts]),
+    )
 
 
 _Number = TypeVar("_Number", int, float)

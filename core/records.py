@@ -2,11 +2,14 @@
 
 import json
 import logging
+import re
 from typing import NamedTuple
 
 from .exchange import Exchange, Summary
 
 log = logging.getLogger("charonia.requests")
+
+_WORD = re.compile(r"[\w.,:/@+-]+", re.ASCII)
 
 _LONGEST = 256
 """Characters shown of a name that a client made up."""
@@ -36,8 +39,8 @@ class RequestRecord(NamedTuple):
     e2e_ms: float
 
     def __str__(self) -> str:
-        said = zip(self._fields, self, strict=True)
-        return " ".join(f"{name}={_plain(value)}" for name, value in said if value not in (None, ""))
+        said = [(name, value) for name, value in zip(self._fields, self, strict=True) if value is not None]
+        return " ".join([f"{name}={_plain(value)}" for name, value in said if value != ""])
 
 
 def write_record(exchange: Exchange) -> None:
@@ -46,13 +49,13 @@ def write_record(exchange: Exchange) -> None:
         record = record_of(exchange)
         # Not log.info(): finding out which line of ours logs this costs more than all the rest.
         entry = logging.LogRecord(log.name, logging.INFO, __file__, 0, "%s", (record,), None)
-        entry.__dict__.update(zip(record._fields, record, strict=True))
+        entry.__dict__.update(record._asdict())
         log.handle(entry)
 
 
 def record_of(exchange: Exchange) -> RequestRecord:
     assert exchange.end is not None
-    summary = exchange.summary()
+    summary = exchange.summary
     return RequestRecord(
         request_id=exchange.id[:_LONGEST],
         trace_id=exchange.trace_id,
@@ -75,6 +78,9 @@ def record_of(exchange: Exchange) -> RequestRecord:
 
 def _finish_reason(exchange: Exchange) -> str | None:
     """Those of all answers, each once."""
+    if len(exchange.parts) == 1:
+        only = exchange.parts[0].finish_reason
+        return None if only is None else only.value
     reasons = {part.finish_reason.value for part in exchange.parts if part.finish_reason is not None}
     return ",".join(sorted(reasons)) or None
 
@@ -91,5 +97,6 @@ def _milliseconds(seconds: float) -> float:
 
 def _plain(value: object) -> str:
     """One word: what clients call things must not look like another field, or another record."""
-    text = str(value)
-    return text if text.isprintable() and not set(text) & {" ", '"', "="} else json.dumps(text)
+    if not isinstance(value, str):
+        return str(value)
+    return value if _WORD.fullmatch(value) else json.dumps(value)

@@ -113,7 +113,7 @@ def _asked(parts: list[Part]) -> Iterator[tuple[str, Value]]:
 
 
 def _used(exchange: Exchange) -> Iterator[tuple[str, Value]]:
-    summary = exchange.summary()
+    summary = exchange.summary
     yield "gen_ai.usage.num_sequences", summary.choices
     yield "gen_ai.usage.output_tokens", summary.generated
     if summary.prompt is not None:

@@ -11,8 +11,8 @@ from ..core.exchange import CANCELLED, Exchange, current, end_of
 from ..core.metrics import End, LlmMetrics, Outcome
 from ..core.request import FinishReason, GenerateRequest, SamplingParams
 
-_OUTCOMES = {FinishReason.ABORT.value: Outcome.CANCELLED}
-"""Finish reasons whose outcome is called otherwise."""
+_ENDS = {reason: End(Outcome(reason.value)) for reason in FinishReason if reason is not FinishReason.ABORT}
+_ENDS[FinishReason.ABORT] = CANCELLED
 
 _DEFAULTS = SamplingParams()
 
@@ -96,7 +96,7 @@ class Account:
     def finish(self, reason: FinishReason) -> None:
         """The last token is on its way to the client."""
         self.finish_reason = reason
-        self.end = End(_OUTCOMES.get(reason.value) or Outcome(reason.value))
+        self.end = _ENDS[reason]
 
     def cancel(self) -> None:
         """The reader left; after the last token that changes nothing."""
@@ -138,7 +138,7 @@ class Accounts:
 
     def _measure(self, exchange: Exchange) -> None:
         """An answered request: its phases, and Triton's sums of them."""
-        metrics, summary, arrived, ended = self._metrics, exchange.summary(), exchange.arrived, exchange.ended
+        metrics, summary, arrived, ended = self._metrics, exchange.summary, exchange.arrived, exchange.ended
         submitted = summary.submitted or arrived
         begun = summary.begun or submitted
         last = summary.last or begun

@@ -89,13 +89,13 @@ def test_who_leaves_has_cancelled(gone: BaseException) -> None:
 def test_parts_add_up_and_a_prompt_counts_once() -> None:
     exchange = Exchange("test")
     exchange.parts.extend([Done(), Done(choice=1, first=3.5, last=9.0), Done(prompt=1, cached=None, submitted=None)])
-    summary = exchange.summary()
+    summary = exchange.summary
     assert (summary.choices, summary.prompt, summary.cached, summary.generated) == (3, 8, 4, 9)
     assert (summary.submitted, summary.begun, summary.first, summary.last) == (2.0, 3.0, 3.5, 9.0)
 
 
 def test_nothing_that_came_is_none() -> None:
-    summary = Exchange("test").summary()
+    summary = Exchange("test").summary
     assert set(summary) == {0, None}
     assert (summary.choices, summary.generated, summary.prompt) == (0, 0, None)
 

@@ -191,7 +191,7 @@ async def test_several_answers_are_one_request(load: Load) -> None:
     model = await load()
     with counted(model) as exchange:
         await infer(model, question({"n": 3, "max_tokens": 2}, text_input=[b"w1 w2"]))
-    summary = exchange.summary()
+    summary = exchange.summary
     assert (summary.choices, summary.prompt, summary.generated) == (3, 2, 6)
     assert model.stats().success == 1
 
