@@ -2,6 +2,7 @@
 
 Steady: every row decodes. Mixed: sequences end after 128 tokens on average, and each makes way for an arrival with a
 prompt of 256 tokens (half of it one of eight shared beginnings), computed beside the decoding rows.
+Prefix: what a prompt that is cached costs, hashed on arrival and looked up on admission.
 """
 
 import platform
@@ -17,12 +18,15 @@ from rich.table import Table
 
 from ..kvcache.manager import KVCacheManager
 from ..scheduler.config import SchedulerConfig
-from ..scheduler.plan import StepPlan, StepResult
+from ..scheduler.plan import IntArray, StepPlan, StepResult
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceRequest
 
 BARS = {256: 1.0, 1024: 4.0}
 """Milliseconds that the median of schedule + apply may take, by running sequences."""
+
+PREFIX_BAR = 1.0
+"""Microseconds that hashing and looking up may take, a prompt token."""
 
 BLOCK_SIZE = 16
 PROMPT = 256
@@ -123,6 +127,31 @@ def measure(case: Case) -> tuple[float, float]:
     return float(median) * 1e3, float(slow) * 1e3
 
 
+def prefix(tokens: int, rounds: int) -> tuple[float, float]:
+    """Microseconds a prompt token, hashing it and finding it cached."""
+    cache = KVCacheManager(2 * tokens // BLOCK_SIZE, BLOCK_SIZE)
+    prompt = np.random.default_rng(0).integers(0, 150_000, tokens, dtype=np.int32)
+    table = cache.open(hashes := cache.digest(prompt), tokens)
+    cache.extend(table, tokens)
+    cache.commit(table, hashes)
+    cache.close(table)
+    hashing, finding = zip(*(_prefix_once(cache, prompt) for _ in range(rounds)), strict=True)
+    return float(np.median(hashing)) * 1e6 / tokens, float(np.median(finding)) * 1e6 / tokens
+
+
+def _prefix_once(cache: KVCacheManager, prompt: IntArray) -> tuple[float, float]:
+    tokens, begin = len(prompt), time.perf_counter()
+    hashes = cache.digest(prompt)
+    hashed = time.perf_counter()
+    cache.shareable(hashes, tokens)  # when it lines up
+    cache.awaits(hashes, tokens)  # and the rest when it is admitted
+    table = cache.open(hashes, tokens)
+    found = time.perf_counter()
+    assert table.cached >= tokens - BLOCK_SIZE
+    cache.close(table)
+    return hashed - begin, found - hashed
+
+
 @app.default
 def main(steps: int = 1000, ahead: tuple[int, ...] = (0, 1)) -> None:
     """Print a table; exit with 1 if a median is over its bar."""
@@ -139,6 +168,12 @@ def main(steps: int = 1000, ahead: tuple[int, ...] = (0, 1)) -> None:
                 figures = f"{median:.3f}", f"{slow:.3f}", "" if bar is None else f"{bar:.0f}"
                 table.add_row(str(sequences), load, str(plans), *figures)
     console.print(table)
+    for tokens in (256, 1024, 32_768):
+        hashing, finding = prefix(tokens, max(steps // 10, 5))
+        missed |= hashing + finding > PREFIX_BAR
+        console.print(
+            f"{tokens} cached tokens: hashing {hashing:.3f} us and lookup {finding:.3f} us a token (bar {PREFIX_BAR:g})"
+        )
     raise SystemExit(missed)
 
 

@@ -14,6 +14,7 @@ from ..engine.executor.base import Capacity
 from ..engine.executor.fake import FakeExecutor, Manner
 from ..kvcache.manager import KVCacheManager
 from ..scheduler.config import SchedulerConfig
+from ..scheduler.pace import LEAST_CHUNK
 from ..scheduler.plan import StepPlan, StepResult, StepUpdates
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceRequest
@@ -28,7 +29,7 @@ SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=
 class World:
     """What a trial runs in. `live`: sequences it lets in at once. Of a rambling trial's prompts, `long_prompts` may be
     of any length; `outputs`: the most new tokens it asks for. `tenants`: how many there are; each weighs twice the one
-    before."""
+    before. `token_seconds`: what the scheduler is told that a token of a step takes, more or less; 0 tells nothing."""
 
     blocks: int = 24
     block_size: int = 4
@@ -38,6 +39,7 @@ class World:
     long_prompts: float = 0.3
     outputs: int = 20
     tenants: int = 1
+    token_seconds: float = 0.0
     scheduler: SchedulerConfig = SMALL
 
     @classmethod
@@ -53,6 +55,7 @@ class World:
             long_prompts=random.choice((0.0, 0.1, 0.4)),
             outputs=random.choice((4, 20, 60)),
             tenants=random.choice((1, 1, 2, 4)),
+            token_seconds=random.choice((0.0, 0.0, 1e-4, 0.02, 0.2)),
             scheduler=SchedulerConfig(
                 max_num_seqs=rows,
                 max_num_batched_tokens=rows + random.choice((0, 1, 4, 16)),
@@ -61,6 +64,7 @@ class World:
                 in_flight_per_sequence=random.choice((None, None, 1)),
                 admission=random.choice(("optimistic", "optimistic", "no_evict")),
                 ageing_steps=random.choice((1, 4, 16)),
+                target_step_ms=random.choice((None, None, 0, 50)),
             ),
         )
 
@@ -101,6 +105,7 @@ class Trial:
         self.longest_wait = 0.0  # of the patience a sequence had
         self.expected: dict[int, Expected] = {}
         self._flights: deque[tuple[StepPlan, StepResult]] = deque()
+        self._random = Random(seed)
         self._arrivals = 0
 
     @property
@@ -148,9 +153,12 @@ class Trial:
 
     def _work(self, prompt: int, new: int) -> int:
         """Plans a sequence needs that nobody keeps from running: the others decode beside it, each result may be
-        late, and some bring nothing."""
+        late, and some bring nothing. Where steps are timed, a prompt gets its least chunk, or half of it, or the next
+        time."""
         config = self.world.scheduler
         chunk = config.max_num_batched_tokens - config.max_num_seqs + 1
+        if self.world.token_seconds:
+            chunk, new = max(min(chunk, LEAST_CHUNK) // 2, 1), new + prompt
         chances = 1 if self.world.burst[0] else 8
         return (-(-prompt // chunk) + new) * (config.ahead + 1) * chances
 
@@ -174,7 +182,7 @@ class Trial:
         if self.world.tenants > 1:
             work = SENIORS_TURN * self._longest_work()
         for expected in self.expected.values():
-            if self.plans <= expected.overtaken_until:
+            if self.plans <= expected.overtaken_until or self.world.token_seconds:  # its prompt may be a long one
                 expected.deadline += work
 
     def leave(self, key: int) -> None:
@@ -209,7 +217,8 @@ class Trial:
         """The oldest result arrives, if there is one."""
         if not self._flights:
             return None
-        updates = self.scheduler.apply(self._flights.popleft()[1])
+        plan, result = self._flights.popleft()
+        updates = self.scheduler.apply(result, self._seconds(plan))
         self._take_started(updates)
         self._take_tokens(updates)
         for key, reason in updates.finished:
@@ -217,6 +226,11 @@ class Trial:
             assert (reason, len(expected.tokens)) == (expected.reason, 0), f"{key} ended early or for another reason"
         self._check()
         return updates
+
+    def _seconds(self, plan: StepPlan) -> float | None:
+        """Any part of it may be noise."""
+        steady = 0.01 + self.world.token_seconds * plan.tokens
+        return steady * self._random.uniform(0.3, 3) if self.world.token_seconds else None
 
     def _take_started(self, updates: StepUpdates) -> None:
         for key, _ in updates.started:

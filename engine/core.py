@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -28,6 +29,9 @@ IDLE_SECONDS = 1.0
 
 _RECENT = 0.1
 """Weight of the last step in the moving average of step times."""
+
+_TRIAL_PROMPT, _TRIAL_TOKENS = 64, 3
+"""What a warm-up computes to learn what steps cost."""
 
 
 class Outbox(Protocol):
@@ -52,11 +56,12 @@ class Newcomer(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A step on its way, and how much it computes."""
+    """A step on its way, how much it computes, and when it was launched."""
 
     result: Future[StepResult]
     tokens: int
     sequences: int
+    at: float
 
 
 Arrival: TypeAlias = Newcomer | Abort | Shutdown | Refusal | BaseException
@@ -86,6 +91,7 @@ class EngineCore:
         self._in_flight: deque[Launched] = deque()
         self._step = -1
         self._step_seconds = 0.0
+        self._landed = 0.0
         self._checked = True
         self._running = True
 
@@ -98,12 +104,20 @@ class EngineCore:
         self._arrivals.put(error)
 
     def warm_up(self) -> None:
-        """Generate one token the way every request does."""
-        self._scheduler.add(SequenceRequest(key=scheduler_key(0, -1), prompt=np.zeros(1, np.int32), max_tokens=1))
+        """Generate one token the way every request does; then some more, to learn what prompts and decoding cost."""
+        self._run_alone(prompt=1, new=1)
+        self._scheduler.forget_times()
+        if self._scheduler.config.max_model_len >= _TRIAL_PROMPT + _TRIAL_TOKENS:
+            self._run_alone(_TRIAL_PROMPT, _TRIAL_TOKENS)
+        self._scheduler.forget_totals()
+
+    def _run_alone(self, prompt: int, new: int) -> None:
+        zeros = np.zeros(prompt, np.int32)
+        with suppress(InvalidArgument):  # a cache so small needs no trial
+            self._scheduler.add(SequenceRequest(key=scheduler_key(0, -1), prompt=zeros, max_tokens=new))
         while self._scheduler.has_work:
             self._launch()
             self._land()
-        self._scheduler.forget_totals()
 
     def run(self, outbox: Outbox) -> None:
         """Turn until a Shutdown comes. What the executor raises ends the loop too."""
@@ -194,14 +208,17 @@ class EngineCore:
     def _launch(self) -> None:
         """Have everything computed that may be scheduled before the next result is known."""
         while (plan := self._scheduler.schedule()) is not None:
-            self._in_flight.append(Launched(self._executor.execute(plan), plan.tokens, len(plan.rows)))
+            at = time.perf_counter()
+            self._in_flight.append(Launched(self._executor.execute(plan), plan.tokens, len(plan.rows), at))
             self._checked = False
 
     def _land(self) -> StepUpdates:
         """Wait for the oldest step and apply it."""
-        result = self._in_flight.popleft().result.result()
+        launched = self._in_flight.popleft()
+        result = launched.result.result()
+        began, self._landed = max(launched.at, self._landed), time.perf_counter()
         self._step = result.step
-        updates = self._scheduler.apply(result)
+        updates = self._scheduler.apply(result, self._landed - began)
         for key, _ in updates.finished:
             self._deadlines.drop(key)
         return updates
@@ -218,8 +235,7 @@ class EngineCore:
         return Load(scheduler.running, scheduler.waiting, self._cache.free_blocks, self._step_seconds)
 
     def _totals(self) -> Totals:
-        scheduler = self._scheduler
-        return Totals(scheduler.preemptions, scheduler.prefix_queries, scheduler.prefix_hits)
+        return Totals(*self._scheduler.totals)
 
     def _time_step(self, seconds: float) -> None:
         last = self._step_seconds or seconds

@@ -46,6 +46,8 @@ class EngineOptions:
     """Sequences that run at once."""
     max_num_batched_tokens: AtLeastOne | None = None
     """Tokens computed in one step."""
+    target_step_ms: Annotated[float, msgspec.Meta(ge=0, le=60_000)] | None = None
+    """Milliseconds that prompts may make a step; 0 is no limit. Unset: short of twice what decoding alone takes."""
     ahead: Annotated[int, msgspec.Meta(ge=0, le=8)] | None = None
     """Steps scheduled before the last result is there."""
     admission: Literal["optimistic", "no_evict"] | None = None
@@ -81,7 +83,9 @@ _CACHE_FIELDS = {
     "kv_cache_bytes": "bytes",
     "kv_cache_blocks": "blocks",
 }
-_SCHEDULER_FIELDS = {name: name for name in ("max_num_seqs", "max_num_batched_tokens", "ahead", "admission")}
+_SCHEDULER_FIELDS = {
+    name: name for name in ("max_num_seqs", "max_num_batched_tokens", "target_step_ms", "ahead", "admission")
+}
 _FAKE_FIELDS = {f"fake_{name}": name for name in ("step_seconds", "token_seconds", "vocab_size", "max_model_len")}
 _FIELDS = {field.name: field.type for field in fields(EngineOptions)}
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,6 +86,12 @@ class KVCacheManager:
         self._tables.add(table)
         self._computing.update(table.promised[table.committed :])
         return table
+
+    def shareable(self, hashes: Sequence[bytes], known: int) -> int:
+        """Tokens of the prefix that are cached, or that somebody computes right now."""
+        blocks = hashes[: (known - 1) // self.block_size]
+        found = (block_hash in self._pool or self.being_computed(block_hash) for block_hash in blocks)
+        return sum(takewhile(bool, found)) * self.block_size
 
     def awaits(self, hashes: Sequence[bytes], known: int) -> bytes | None:
         """The last block of the prefix that somebody computes right now and this sequence could share.

@@ -9,7 +9,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`ahead`: plans scheduled beyond the oldest unapplied one. `in_flight_per_sequence` None means ahead + 1.
 
     `admission`: "optimistic" admits what fits now and preempts when it must; "no_evict" admits only what fits
-    to its last token. A waiting sequence gains one priority class every `ageing_steps` steps.
+    to its last token. A waiting sequence gains one priority class every `ageing_steps` steps. `target_step_ms`: how
+    long prompts may make a step, see `Pace`; None goes by what the step takes without them, 0 is no limit.
     """
 
     max_num_seqs: int = 64
@@ -19,3 +20,4 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     in_flight_per_sequence: int | None = None
     admission: Literal["optimistic", "no_evict"] = "optimistic"
     ageing_steps: int = 256
+    target_step_ms: float | None = None

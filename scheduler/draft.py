@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .cost import Work
 from .plan import IntArray, NewSequence, StepPlan
 from .rows import BoolArray, Rows
 
@@ -12,12 +13,14 @@ NO_COPIES: IntArray = np.zeros((0, 2), np.int32)
 
 
 class Flight(NamedTuple):
-    """A plan on its way: what to settle when its result arrives. `ends` [R]: scheduled after it."""
+    """A plan on its way: what to settle when its result arrives. `ends` [R]: scheduled after it. `work`: what it
+    computes."""
 
     step: int
     rows: IntArray
     ends: IntArray
     samples: BoolArray
+    work: Work
 
 
 class Draft:
@@ -48,12 +51,25 @@ class Draft:
         """Tokens of the row scheduled after this step."""
         return int(self._rows.scheduled[row] + self.counts[row])
 
+    def work(self) -> Work:
+        """What it computes so far."""
+        rows = self._rows
+        chosen = np.flatnonzero(self.counts)
+        counts, starts, decoding = self.counts[chosen], rows.scheduled[chosen], rows.caught_up[chosen]
+        context = counts * (starts + counts // 2)
+        tokens, attended = int(counts.sum()), int(context.sum())
+        if decoding.all():
+            return Work(tokens, attended)
+        own, own_attended = int(counts[decoding].sum()), int(context[decoding].sum())
+        return Work(own, own_attended, tokens - own, attended - own_attended)
+
     def launch(self, step: int, closed: list[int]) -> tuple[StepPlan, Flight] | None:
         """Write the step into the rows' counters; None when nothing runs (`closed` then waits for a plan that
         does)."""
         chosen = np.flatnonzero(self.counts).astype(np.int32)
         if not len(chosen):
             return None
+        work = self.work()
         rows, counts = self._rows, self.counts[chosen]
         starts = rows.scheduled[chosen]
         ends = starts + counts
@@ -62,7 +78,7 @@ class Draft:
         self._schedule(chosen, ends, samples)
         leavers = np.array(closed, np.int32)
         plan = StepPlan(step, chosen, starts, counts, samples, appended, new, leavers, NO_COPIES)
-        return plan, Flight(step, chosen, ends, samples)
+        return plan, Flight(step, chosen, ends, samples, work)
 
     def _schedule(self, chosen: IntArray, ends: IntArray, samples: BoolArray) -> None:
         rows = self._rows

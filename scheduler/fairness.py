@@ -95,16 +95,17 @@ class Fairness:
         self._seniority[slot] = self._ranks[slot] = _NEVER
         self._last = float(self.served[slot])
 
-    def least_served(self, now: int) -> list[int]:
-        """Tenants in line whose turn it is at step `now`: several where they were served alike."""
-        classes = self._classes(self._seniority, now)
+    def least_served(self, now: int, among: list[int] | None = None) -> list[int]:
+        """Tenants in line, or of these, whose turn it is at step `now`: several where they were served alike."""
+        classes = self._classes(_only(among, self._seniority), now)
         served = np.where(classes == classes.min(), self.served, np.inf)
         slots: list[int] = np.flatnonzero(served == served.min()).tolist()
         return slots
 
-    def first_in_rank(self) -> list[int]:
-        """Tenants in line whose first has the lowest rank of all."""
-        slots: list[int] = np.flatnonzero(self._ranks == self._ranks.min()).tolist()
+    def first_in_rank(self, among: list[int] | None = None) -> list[int]:
+        """Tenants in line, or of these, whose first has the lowest rank of all."""
+        ranks = _only(among, self._ranks)
+        slots: list[int] = np.flatnonzero(ranks == ranks.min()).tolist()
         return slots
 
     def standing(self, slot: int, seniority: int, now: int) -> tuple[int, float]:
@@ -122,3 +123,12 @@ class Fairness:
     def _classes(self, seniority: NDArray[np.int64], now: int) -> NDArray[np.int64]:
         classes: NDArray[np.int64] = np.maximum(0, -((now - seniority) // self._ageing_steps))
         return classes
+
+
+def _only(slots: list[int] | None, values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The values of these slots; nobody else is in line."""
+    if slots is None:
+        return values
+    kept = np.full_like(values, _NEVER)
+    kept[slots] = values[slots]
+    return kept

@@ -51,6 +51,7 @@ class Rows:
         self.ended = flag()  # about to leave for good: takes no further token
         self.caught_up = flag()  # was sampled in this stay: it decodes
         self.held = flag()  # a result was not what later plans built on: not scheduled until they are back
+        self.long = flag()  # its prompt goes in the lane of long ones
         self.seniority = np.zeros(size, np.int64)
         self.number = np.zeros(size, np.int64)
         self.keys = [0] * size
@@ -62,8 +63,9 @@ class Rows:
         heapify(self._free)
 
     @property
-    def full(self) -> bool:
-        return not self._free
+    def free(self) -> int:
+        """Rows without a sequence."""
+        return len(self._free)
 
     @property
     def leaving(self) -> list[int]:
@@ -89,7 +91,7 @@ class Rows:
         self.reserve[row], self.slot[row] = reserve, sequence.slot
         self.seniority[row], self.number[row] = sequence.seniority, sequence.number
         self.running[row] = True
-        self.ended[row] = self.caught_up[row] = self.held[row] = False
+        self.ended[row] = self.caught_up[row] = self.held[row] = self.long[row] = False
         sequence.row = row
         return row
 

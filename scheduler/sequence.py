@@ -36,7 +36,8 @@ class Sequence:
 
     `seniority`: the step it arrived in, later by `ageing_steps` for each class below the most urgent one.
     `number` counts arrivals and breaks ties. `slot`: its tenant's number. `rank`: its place in the line, see
-    `Scheduler.add`. `row`: where it runs, if it does. `awaited`: the hash of the block it is parked for.
+    `Scheduler.add`. `row`: where it runs, if it does. `awaited`: the hash of the block it is parked for. `long`: its
+    prompt goes in the lane of long ones, see `Pace`.
     """
 
     request: SequenceRequest
@@ -48,6 +49,7 @@ class Sequence:
     outputs: list[int] = field(default_factory=list)
     row: int | None = None
     awaited: bytes | None = None
+    long: bool = False
     admitted: bool = False
 
     @property

@@ -1,7 +1,8 @@
 """The lines of sequences that wait for a row, one for each tenant. Knows no blocks, no rows and no budget."""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, TypeAlias
 
 from .fairness import Fairness
 from .sequence import Sequence
@@ -10,13 +11,27 @@ SENIORS_TURN = 8
 """One admission in so many goes by rank alone, whoever's it is: no crowd of tenants keeps anybody waiting forever."""
 
 
-class WaitingLine:
-    """A tenant's sequences by rank, then arrival; whose turn it is, `Fairness` knows. Parked ones stand aside until the
-    block they wait for is settled."""
+class _Place(NamedTuple):
+    """Ranks decide, then numbers, which are distinct."""
 
-    def __init__(self, fairness: Fairness) -> None:
+    rank: int
+    number: int
+    sequence: Sequence
+
+
+_Lane: TypeAlias = dict[int, list[_Place]]
+"""A line for each tenant's slot; none is empty."""
+
+
+class WaitingLine:
+    """A tenant's sequences by rank, then arrival; whose turn it is, `Fairness` knows. Those with a long prompt, as
+    `is_long` finds when they line up, stand in a lane of their own. Parked ones stand aside until the block they wait
+    for is settled."""
+
+    def __init__(self, fairness: Fairness, is_long: Callable[[Sequence], bool] = lambda _: False) -> None:
         self._fairness = fairness
-        self._lines: dict[int, list[tuple[int, int, Sequence]]] = {}
+        self._is_long = is_long
+        self._lanes: tuple[_Lane, _Lane] = {}, {}
         self._waiting = 0
         self._taken = 0
         self._parked: dict[bytes, list[Sequence]] = {}
@@ -27,8 +42,9 @@ class WaitingLine:
 
     def __iter__(self) -> Iterator[Sequence]:
         """Everyone, parked ones last."""
-        for line in self._lines.values():
-            yield from (sequence for _, _, sequence in line)
+        for lane in self._lanes:
+            for line in lane.values():
+                yield from (place.sequence for place in line)
         for group in self._parked.values():
             yield from group
 
@@ -38,14 +54,30 @@ class WaitingLine:
 
     def first(self, now: int) -> Sequence | None:
         """Who is next at step `now`; parked ones are nobody's predecessors."""
-        if len(self._lines) < 2:
-            return next((line[0][2] for line in self._lines.values()), None)
-        slots = self._fairness.first_in_rank() if self.is_seniors_turn else self._fairness.least_served(now)
-        return min(self._lines[slot][0] for slot in slots)[2]
+        return self._first([lane for lane in self._lanes if lane], now)
+
+    def first_of(self, long: bool, now: int) -> Sequence | None:
+        """Who is next in one lane."""
+        return self._first([self._lanes[long]] if self._lanes[long] else [], now)
+
+    def _first(self, lanes: list[_Lane], now: int) -> Sequence | None:
+        if not lanes:
+            return None
+        slots = self._turn(lanes, now)
+        return min(lane[slot][0] for lane in lanes for slot in slots if slot in lane).sequence
+
+    def _turn(self, lanes: list[_Lane], now: int) -> list[int]:
+        """Slots whose turn it is among those in these lanes."""
+        slots = list(lanes[0] if len(lanes) == 1 else lanes[0].keys() | lanes[1].keys())
+        if len(slots) < 2:
+            return slots
+        among = slots if len(lanes) == 1 and all(self._lanes) else None
+        return self._fairness.first_in_rank(among) if self.is_seniors_turn else self._fairness.least_served(now, among)
 
     def join(self, sequence: Sequence) -> None:
-        line = self._lines.setdefault(sequence.slot, [])
-        insort(line, (sequence.rank, sequence.number, sequence))
+        sequence.long = self._is_long(sequence)
+        line = self._lanes[sequence.long].setdefault(sequence.slot, [])
+        insort(line, _Place(sequence.rank, sequence.number, sequence))
         self._waiting += 1
         self._show(sequence.slot)
 
@@ -57,12 +89,7 @@ class WaitingLine:
     def leave(self, sequence: Sequence) -> None:
         """Out of the line, or from the side."""
         if sequence.awaited is None:
-            line = self._lines[sequence.slot]
-            place = bisect_left(line, (sequence.rank, sequence.number))
-            assert line[place][2] is sequence
-            del line[place]
-            self._waiting -= 1
-            self._show(sequence.slot)
+            self._step_out(sequence)
             return
         group = self._parked[sequence.awaited]
         group.remove(sequence)
@@ -71,12 +98,25 @@ class WaitingLine:
         self._aside -= 1
         sequence.awaited = None
 
+    def _step_out(self, sequence: Sequence) -> None:
+        lane = self._lanes[sequence.long]
+        line = lane[sequence.slot]
+        place = bisect_left(line, (sequence.rank, sequence.number))
+        assert line[place].sequence is sequence
+        del line[place]
+        if not line:
+            del lane[sequence.slot]
+        self._waiting -= 1
+        self._show(sequence.slot)
+
+    def _head(self, slot: int) -> "_Place":
+        return min(lane[slot][0] for lane in self._lanes if slot in lane)
+
     def _show(self, slot: int) -> None:
-        line = self._lines[slot]
-        if line:
-            self._fairness.show(slot, line[0][2].seniority, line[0][2].rank)
+        if any(slot in lane for lane in self._lanes):
+            head = self._head(slot).sequence
+            self._fairness.show(slot, head.seniority, head.rank)
         else:
-            del self._lines[slot]
             self._fairness.hide(slot)
 
     def park(self, sequence: Sequence, awaited: bytes) -> None:

@@ -19,6 +19,7 @@ ALL = {
     "default_request_timeout": "2.5",
     "max_num_seqs": "3",
     "max_num_batched_tokens": "64",
+    "target_step_ms": "40",
     "ahead": "1",
     "admission": "no_evict",
     "block_size": "8",
@@ -46,7 +47,9 @@ def test_every_name_arrives() -> None:
         max_queued_tokens=5000,
         default_request_timeout=2.5,
         cache=CacheConfig(block_size=8, memory_fraction=0.25, bytes=1_000_000, blocks=77, prefix_caching=False),
-        scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=64, ahead=1, admission="no_evict"),
+        scheduler=SchedulerConfig(
+            max_num_seqs=3, max_num_batched_tokens=64, target_step_ms=40, ahead=1, admission="no_evict"
+        ),
         fake=FakeConfig(vocab_size=384, max_model_len=256, step_seconds=0.5),
     )
     assert set(ALL) == set(EngineOptions.__dataclass_fields__)

@@ -1,0 +1,222 @@
+"""What the scheduler's packing means for latency, in a machine's time: `python -m charonia.bench.scheduler_latency`.
+
+Nothing is measured: the fake executor computes, and a clock of its own moves by what each step would take on a machine
+(`Machine`). So figures are exact, the same everywhere, and tests may hold the scheduler to them.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+from cyclopts import App
+from rich.console import Console
+from rich.table import Table
+
+from ..engine.executor.base import Capacity
+from ..engine.executor.fake import FakeExecutor
+from ..kvcache.manager import KVCacheManager
+from ..scheduler.config import SchedulerConfig
+from ..scheduler.cost import Work
+from ..scheduler.plan import StepPlan
+from ..scheduler.scheduler import Scheduler
+from ..scheduler.sequence import SequenceRequest
+
+BLOCK_SIZE = 16
+
+app = App(name="python -m charonia.bench.scheduler_latency", help=__doc__)
+
+
+class Machine(NamedTuple):
+    """Seconds of a step: reading the weights or computing with them, whichever is longer; attention; and the rest.
+
+    The defaults are bf16 of Qwen2.5-0.5B's shape on two Zen 4 cores. `noise`: steps take up to this part longer.
+    """
+
+    weights: float = 27.4e-3
+    token: float = 1.8e-3
+    head: float = 0.7e-3
+    decode_context: float = 0.8e-6
+    prompt_context: float = 0.3e-6
+    rest: float = 2e-3
+    noise: float = 0.0
+
+    def seconds(self, work: Work, samples: int) -> float:
+        computing = self.token * (work.rows + work.tokens) + self.head * samples
+        attention = self.decode_context * work.rows_context + self.prompt_context * work.tokens_context
+        return max(self.weights, computing) + attention + self.rest
+
+
+BF16 = Machine()
+INT8 = Machine(weights=13.7e-3, token=0.9e-3, head=0.35e-3)
+
+
+class Arrival(NamedTuple):
+    """A request of `prompt` tokens that asks for `new` ones at `at` seconds."""
+
+    at: float
+    prompt: int
+    new: int
+
+
+@dataclass(slots=True)
+class Heard:
+    """What one request got: the times of its tokens, in seconds from the beginning."""
+
+    arrival: Arrival
+    tokens: list[float] = field(default_factory=list)
+
+    @property
+    def ttft(self) -> float:
+        return self.tokens[0] - self.arrival.at
+
+    def gaps(self, begin: float, end: float) -> list[float]:
+        """Seconds between tokens, of those that came from `begin` to `end`."""
+        return [b - a for a, b in zip(self.tokens, self.tokens[1:], strict=False) if begin < b <= end]
+
+
+class Simulation:
+    """Runs arrivals to their ends. `watch` sees every plan and the seconds it takes."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        config: SchedulerConfig,
+        watch: Callable[[StepPlan, float], None] = lambda plan, seconds: None,
+        seed: int = 0,
+    ) -> None:
+        self.now = 0.0
+        self.steps = 0
+        self._machine, self._watch, self._random = machine, watch, Random(seed)
+        blocks = config.max_num_seqs * (config.max_model_len // BLOCK_SIZE + 1)
+        self._cache = KVCacheManager(blocks, BLOCK_SIZE, prefix_caching=False)
+        self._scheduler = Scheduler(config, self._cache)
+        capacity = Capacity(32_000, config.max_model_len, 1, blocks)
+        self._executor = FakeExecutor(capacity, block_size=BLOCK_SIZE, threaded=False, check_contents=False)
+        self._executor.allocate(blocks)
+        self._decoding: set[int] = set()
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """As an engine does, whereby the scheduler learns what steps cost."""
+        self.run([Arrival(0.0, 64, 4)])
+        self.now, self.steps = 0.0, 0
+
+    def run(self, arrivals: Iterable[Arrival]) -> list[Heard]:
+        """What each heard, in the order of arrival."""
+        heard = [Heard(arrival) for arrival in sorted(arrivals)]
+        coming = list(enumerate(heard))[::-1]
+        while coming or self._scheduler.has_work:
+            while coming and (coming[-1][1].arrival.at <= self.now or not self._scheduler.has_work):
+                key, who = coming.pop()
+                self.now = max(self.now, who.arrival.at)
+                prompt = np.zeros(who.arrival.prompt, np.int32)
+                self._scheduler.add(SequenceRequest(key=key, prompt=prompt, max_tokens=who.arrival.new))
+            for key in self._step():
+                heard[key].tokens.append(self.now)
+        return heard
+
+    def _step(self) -> list[int]:
+        """One step; who got a token."""
+        plan = self._scheduler.schedule()
+        assert plan is not None
+        seconds = self._machine.seconds(self._work(plan), int(plan.samples.sum()))
+        seconds *= 1 + self._machine.noise * self._random.random()
+        updates = self._scheduler.apply(self._executor.execute(plan).result(), seconds)
+        self._watch(plan, seconds)
+        self.now += seconds
+        self.steps += 1
+        return updates.keys
+
+    def _work(self, plan: StepPlan) -> Work:
+        """Rows that sampled before decode, from there on."""
+        self._decoding -= {*plan.closed.tolist(), *(new.row for new in plan.new)}
+        decoding = np.isin(plan.rows, list(self._decoding))
+        context = plan.counts * (plan.starts + plan.counts // 2)
+        self._decoding |= set(plan.rows[plan.samples].tolist())
+        own, other = plan.counts[decoding], plan.counts[~decoding]
+        return Work(int(own.sum()), int(context[decoding].sum()), int(other.sum()), int(context[~decoding].sum()))
+
+
+class Stall(NamedTuple):
+    """ITL of running streams in seconds: the median alone, and the 99th percentile beside a long prompt; and that
+    prompt's TTFT."""
+
+    alone: float
+    beside: float
+    ttft: float
+
+
+def stall(machine: Machine, config: SchedulerConfig, streams: int, prompt: int = 2048) -> Stall:
+    """`streams` decode; then a long prompt arrives."""
+    began = 2 + streams * 0.3
+    running = [Arrival(0.0, 128, 500) for _ in range(streams)]
+    heard = Simulation(machine, config).run([*running, Arrival(began, prompt, 1)])
+    late = heard[-1]
+    watched = heard[:-1]
+    alone = [gap for who in watched for gap in who.gaps(0.8 * began, began)]
+    beside = [gap for who in watched for gap in who.gaps(began, late.tokens[0])]
+    return Stall(float(np.median(alone)), float(np.percentile(beside, 99)), late.ttft)
+
+
+class Mixed(NamedTuple):
+    """Median TTFT of short prompts in seconds, alone and behind long ones; and that of the long ones."""
+
+    alone: float
+    behind: float
+    long: float
+
+
+def mixed(machine: Machine, config: SchedulerConfig, shorts: int = 12, longs: int = 4) -> Mixed:
+    """Short prompts arrive one by one; the same again after so many of 2,048 tokens came at once."""
+    random = Random(0)
+    few = [Arrival(0.05 + 0.9 * n + random.random(), random.randrange(16, 256), 16) for n in range(shorts)]
+    many = [Arrival(0.0, 2048, 16) for _ in range(longs)]
+    alone = Simulation(machine, config).run(few)
+    together = Simulation(machine, config).run([*many, *few])
+    by_kind = defaultdict[bool, list[float]](list)
+    for who in together:
+        by_kind[who.arrival.prompt < 256].append(who.ttft)
+    return Mixed(_median(who.ttft for who in alone), _median(by_kind[True]), _median(by_kind[False]))
+
+
+def burst(machine: Machine, config: SchedulerConfig, sequences: int) -> float:
+    """Output tokens a second of sequences with 128 prompt and 64 new tokens, all there at once."""
+    simulation = Simulation(machine, config)
+    simulation.run([Arrival(0.0, 128, 64) for _ in range(sequences)])
+    return 64 * sequences / simulation.now
+
+
+def _median(values: Iterable[float]) -> float:
+    return float(np.median(list(values)))
+
+
+@app.default
+def main(target_step_ms: float | None = None, max_num_batched_tokens: int = 512) -> None:
+    """Print a table."""
+    table = Table("machine", "target ms", "case", "alone ms", "then ms", "ratio", "long TTFT ms", "tok/s")
+    for machine, name in ((BF16, "bf16"), (INT8, "int8")):
+        for target in (0.0, target_step_ms):
+            config = SchedulerConfig(
+                max_model_len=4096, max_num_batched_tokens=max_num_batched_tokens, target_step_ms=target
+            )
+            head = name, "auto" if target is None else f"{target:g}"
+            for streams in (1, 8, 32):
+                figures = _figures(stall(machine, config, streams))
+                table.add_row(*head, f"ITL of {streams}; one of 2,048 tokens comes", *figures, "")
+            table.add_row(*head, "TTFT under 256 tokens; four of 2,048 before", *_figures(mixed(machine, config)), "")
+            for sequences in (4, 16, 32):
+                speed = f"{burst(machine, config, sequences):.0f}"
+                table.add_row(*head, f"{sequences} of 128 + 64 tokens at once", "", "", "", "", speed)
+    Console(width=130).print(table)
+
+
+def _figures(found: tuple[float, float, float]) -> tuple[str, str, str, str]:
+    alone, then, long = found
+    return f"{alone * 1e3:.0f}", f"{then * 1e3:.0f}", f"{then / alone:.2f}", f"{long * 1e3:.0f}"
+
+
+if __name__ == "__main__":
+    app()
