@@ -115,8 +115,6 @@ class InferStream:
             if self._strict:
                 raise
             await self._send(write_fault(request, text_of(error)), after)
-        except grpc.aio.BaseError:
-            raise
         except Exception:
             log.exception("a request of a stream failed")
             await self._send(write_fault(request, UNEXPECTED.message), after)
@@ -130,7 +128,11 @@ class InferStream:
         if after is not None:
             await asyncio.wait((after,))
         async with self._writing:
-            await self._context.write(message)
+            try:
+                await self._context.write(message)
+            except grpc.aio.BaseError:
+                # The client left, and the cancellation of this call is on its way: no fault of anybody's.
+                raise asyncio.CancelledError from None
 
 
 async def _responses(gateway: Gateway, request: Message, tenant: Tenant) -> AsyncGenerator[Message, None]:

@@ -195,7 +195,10 @@ def _refuse_others(
 
 
 def _short(value: Any) -> str:
-    text = orjson.dumps(value).decode()
+    try:
+        text = orjson.dumps(value).decode()
+    except orjson.JSONEncodeError:
+        return "something nested too deeply to show"  # it reads deeper than it writes
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

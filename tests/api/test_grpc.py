@@ -12,9 +12,12 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from charonia.api.grpc_options import GrpcOptions
 from charonia.api.grpc_server import GrpcServer
+from charonia.api.grpc_stream import InferStream
+from charonia.api.keys import Tenant
 from charonia.api.metadata import ServerInfo
 from charonia.api.server import bind
 from charonia.core.errors import Internal, InvalidArgument, QueueFull, Unavailable, Unsupported
+from charonia.core.metrics import Outcome
 
 STOPPING = "GRPC server is shutting down and has stopped accepting new requests."
 DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
@@ -437,6 +440,29 @@ async def test_a_client_that_leaves_is_noticed(stub: Any, gateway: Any) -> None:
     await until(lambda: gateway.open_streams == 2)
     stream.cancel()
     await until(lambda: gateway.open_streams == 0)
+
+
+class Gone:
+    """The context of a call whose client asked, and is gone by the time the answer is written."""
+
+    def __init__(self) -> None:
+        self._requests = iter([request(), grpc.aio.EOF])
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    async def read(self) -> Any:
+        return next(self._requests)
+
+    async def write(self, message: Any) -> None:
+        raise grpc.aio.UsageError("RPC already finished.")
+
+
+async def test_who_left_a_stream_has_cancelled_its_requests(gateway: Any, caplog: pytest.LogCaptureFixture) -> None:
+    await InferStream(gateway, Gone(), asyncio.Event(), Tenant("", 1.0)).run()
+    (exchange,) = gateway.exchanges
+    assert exchange.end.outcome is Outcome.CANCELLED
+    assert not caplog.records
 
 
 async def test_a_deadline_cancels(stub: Any, gateway: Any) -> None:

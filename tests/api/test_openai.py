@@ -310,6 +310,7 @@ async def test_refused_by_name(
         (TEXT, {"model": "llm", "prompt": [True]}, "prompt"),
         (TEXT, PROMPT | {"max_completion_tokens": 3}, "max_completion_tokens"),
         (TEXT, PROMPT | {"echo": True}, "echo"),
+        (TEXT, b'{"model": "llm", "prompt": "x", "echo": ' + b"[" * 300 + b"]" * 300 + b"}", "echo"),
         (TEXT, PROMPT | {"logprobs": 21}, "logprobs"),
         (CHAT, HI | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (TEXT, PROMPT | {"best_of": 2}, "best_of"),
