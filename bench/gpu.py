@@ -10,10 +10,10 @@ import sys
 import torch
 from rich.console import Console
 
-from .offline import Work, at_hand, machine, measure, show
+from .offline import Work, at_hand, compare
+from .offline_report import show
 
-WORK = Work(prompt=128, new=64, chunk=2048, dtype="bfloat16", device="cuda")
-SEQUENCES = 32
+WORK = Work(sequences=(32,), precisions=("bf16",), chunk=2048, device="cuda", repeats=2)
 
 
 def main() -> None:
@@ -21,9 +21,8 @@ def main() -> None:
         sys.exit("no CUDA device on this machine, or a torch without CUDA")
     console = Console()
     console.print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    with at_hand(None, console) as checkpoint:
-        figures = measure(checkpoint, WORK, [SEQUENCES], 1, console.print)
-    show(console, WORK, machine(WORK), figures)
+    with at_hand(None, "qwen2.5-0.5b", None, console.print) as (checkpoint, folder):
+        show(console, compare(checkpoint, folder, WORK, ["transformers"], console.print))
 
 
 if __name__ == "__main__":

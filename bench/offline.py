@@ -1,239 +1,220 @@
-"""Engine throughput without doors, beside the same work through transformers.generate: A B A B in one run.
+"""Engine throughput without doors, as a share of what the machine could do at best, and beside peers: A B A B.
 
-    python -m charonia.bench.offline [--checkpoint DIR] [--sequences 1 8 32] [--repeats 2] [--json FILE]
+    python -m charonia.bench.offline --scratch DIR
+    python -m charonia.bench.offline --scratch DIR --peer transformers --peer openvino=/path/to/venv/bin/python
+    python -m charonia.bench.offline --checkpoint DIR --precisions int8 --prompt 2048 --json FILE --plot FILE
 
-Without a checkpoint, one of Qwen2.5-0.5B's shape with random weights is written to a scratch folder first. Prompts
-are distinct, eos is ignored, and the machine's read bandwidth and GEMM peak are measured in the same run: the
-figures of a shared machine mean little without them.
+Prompts are distinct, eos is ignored, nothing is cached. The machine's limits are measured before and after every turn
+(the better of the two counts): the figures of a shared machine mean little without them.
 """
 
-import argparse
-import json
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from tempfile import TemporaryDirectory
+from typing import Annotated, TypeAlias
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
+from cyclopts import App, Parameter
+from cyclopts.validators import Number
 from rich.console import Console
-from rich.table import Table
 
-from ..engine.config import CacheConfig, EngineConfig
-from ..engine.executor.inline import InlineExecutor
+from ..core.errors import CharoniaError
+from ..engine.checkpoint import open_checkpoint
 from ..engine.host import usable_cores
-from ..kvcache.manager import KVCacheManager
-from ..scheduler.config import SchedulerConfig
-from ..scheduler.scheduler import Scheduler
-from ..scheduler.sequence import SequenceRequest
-from .checkpoint import QWEN2_HALF_BILLION, write_random
-from .loop import run
+from ..engine.spec import ModelSpec
+from .checkpoint import ShapeName, write_shape
+from .contender import Contender, entries
+from .gauge import Gauge
+from .limits import Demand, Job, Machine, Precision, limit
+from .load_report import require_matplotlib
+from .offline_report import Comparison, Turn, show, write_json, write_plot
+from .peer_runner import Setup
 
-BLOCK = 16
-Prompts = NDArray[np.int32]
+Log: TypeAlias = Callable[[str], None]
+_Positive = Parameter(validator=Number(gt=0))
+_Several = Parameter(consume_multiple=True, validator=Number(gt=0))
 
-
-class Work(NamedTuple):
-    """`prompt` and `new` tokens for each sequence, `chunk` tokens a step at most, computed in `dtype` on `device`."""
-
-    prompt: int
-    new: int
-    chunk: int
-    dtype: str
-    device: str
+app = App(name="python -m charonia.bench.offline", help=__doc__)
 
 
-class Machine(NamedTuple):
-    """Limits measured in this run: GB/s read by torch.sum over 0.5 GB, GFLOP/s of the best GEMM in `dtype`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What to compute, and with what."""
 
-    read_gb_s: float
-    gemm_gflop_s: float
-    threads: int
+    sequences: Annotated[tuple[int, ...], _Several] = (1, 4, 16, 32)
+    """Submitted at once; one column each."""
+    prompt: Annotated[int, _Positive] = 128
+    """Prompt tokens of each sequence."""
+    new: Annotated[int, _Positive] = 64
+    """New tokens of each sequence."""
+    precisions: Annotated[tuple[Precision, ...], Parameter(consume_multiple=True)] = ("bf16", "int8")
+    """What to compute with; one part of the table each."""
+    repeats: Annotated[int, _Positive] = 3
+    """Turns of each contender at each column."""
+    chunk: Annotated[int, _Positive] = 512
+    """Most tokens in a step."""
+    device: str = "cpu"
+    """cpu or cuda."""
+
+    @property
+    def jobs(self) -> list[Job]:
+        return [Job(sequences, self.prompt, self.new) for sequences in self.sequences]
+
+    @property
+    def length(self) -> int:
+        return self.prompt + self.new
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """Output tokens per second, end to end, of every repetition."""
+class Field:
+    """Those who take part, warm, and what their machine is measured with."""
 
-    sequences: int
-    charonia: list[float]
-    transformers: list[float]
-
-    @property
-    def ratio(self) -> float:
-        return median(self.charonia) / median(self.transformers)
+    spec: ModelSpec
+    gauge: Gauge
+    contenders: Sequence[Contender]
 
 
-class Contender(Protocol):
-    def generate(self, prompts: Prompts) -> int:
-        """Continue all prompts [sequences, tokens], submitted at once; returns how many tokens came."""
+def compare(checkpoint: Path, scratch: Path, work: Work, peers: Sequence[str], log: Log) -> Comparison:
+    """Every contender at every job, in turns.
 
-
-class Engine:
-    """Scheduler and executor in a loop of the bench's own."""
-
-    def __init__(self, checkpoint: Path, work: Work, sequences: int) -> None:
-        self._work, length = work, work.prompt + work.new
-        config = EngineConfig(
-            model=str(checkpoint),
-            dtype=work.dtype,
-            device=work.device,
-            max_model_len=length,
-            cache=CacheConfig(block_size=BLOCK),
-        )
-        self._executor = InlineExecutor(config)
-        self.vocab = self._executor.load(lambda phase, fraction: None).vocab_size
-        blocks = sequences * -(-length // BLOCK)
-        self._executor.allocate(blocks)
-        rule = SchedulerConfig(max_num_seqs=sequences, max_num_batched_tokens=work.chunk, max_model_len=length, ahead=1)
-        self._scheduler = Scheduler(rule, KVCacheManager(blocks, BLOCK, prefix_caching=False))
-
-    def generate(self, prompts: Prompts) -> int:
-        requests = [
-            SequenceRequest(key=key, prompt=prompt, max_tokens=self._work.new) for key, prompt in enumerate(prompts)
+    Raises:
+        InvalidArgument, Unavailable: a peer is unknown, or a contender cannot run.
+    """
+    with _field(checkpoint, scratch, work, peers, log) as field:
+        turns = [
+            turn
+            for job in work.jobs
+            for repeat in range(work.repeats)
+            for turn in _round(field, job, seed=1 + repeat, log=log)
         ]
-        return run(self._scheduler, self._executor, requests).generated
-
-    def close(self) -> None:
-        self._executor.close()
-
-
-class Transformers:
-    """transformers.generate on a static batch: its best case, for all prompts are equally long."""
-
-    def __init__(self, checkpoint: Path, work: Work) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self._work = work
-        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, work.dtype))
-        self._model = model.to(work.device)
-
-    def generate(self, prompts: Prompts) -> int:
-        ids, new = torch.from_numpy(prompts).long().to(self._work.device), self._work.new
-        options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-        with torch.inference_mode():
-            out = self._model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        return int(out.shape[0] * (out.shape[1] - ids.shape[1]))
-
-
-def measure(
-    checkpoint: Path, work: Work, sequences: list[int], repeats: int, log: Callable[[str], None]
-) -> list[Figure]:
-    """One figure for each number of sequences; the two take turns, after a short run each to warm up."""
-    ours, theirs = Engine(checkpoint, work, max(sequences)), Transformers(checkpoint, work)
-    try:
-        warm = _prompts(1, work.prompt, ours.vocab, seed=0)
-        for contender in (ours, theirs):
-            contender.generate(warm)
-        return [_compare(ours, theirs, count, work, repeats, log) for count in sequences]
-    finally:
-        ours.close()
-
-
-def _compare(
-    ours: Engine, theirs: Transformers, count: int, work: Work, repeats: int, log: Callable[[str], None]
-) -> Figure:
-    figure = Figure(count, [], [])
-    for turn in range(repeats):
-        prompts = _prompts(count, work.prompt, ours.vocab, seed=turn + 1)
-        figure.charonia.append(_speed(ours, prompts))
-        figure.transformers.append(_speed(theirs, prompts))
-        log(f"{count} sequences: {figure.charonia[-1]:.1f} and {figure.transformers[-1]:.1f} tokens/s")
-    return figure
-
-
-def _speed(contender: Contender, prompts: Prompts) -> float:
-    begun = perf_counter()
-    tokens = contender.generate(prompts)
-    return tokens / (perf_counter() - begun)
-
-
-def _prompts(sequences: int, tokens: int, vocab: int, seed: int) -> Prompts:
-    return np.random.default_rng(seed).integers(0, vocab, (sequences, tokens), dtype=np.int32)
-
-
-def machine(work: Work) -> Machine:
-    """The best of several short tries: what the machine can do when its neighbours let it."""
-    torch.set_num_threads(usable_cores())
-    side = 2048 if work.device == "cpu" else 8192
-    big = torch.ones(1 << 27, device=work.device)
-    left, right = (torch.randn(side, side).to(work.device, getattr(torch, work.dtype)) for _ in "lr")
-    # Asking for a number waits for the device.
-    read = _best(lambda: big.sum().item(), 8)
-    gemm = _best(lambda: (left @ right)[0, 0].item(), 12)
-    return Machine(big.nbytes / read / 1e9, 2 * side**3 / gemm / 1e9, torch.get_num_threads())
+        about = {each.entry.label: each.about for each in field.contenders}
+        return Comparison(
+            checkpoint=checkpoint.name, threads=field.gauge.threads, about=about, ways=field.gauge.ways, turns=turns
+        )
 
 
 @contextmanager
-def at_hand(checkpoint: Path | None, console: Console) -> Iterator[Path]:
-    """The checkpoint, or one with random weights that is gone afterwards."""
-    if checkpoint:
-        yield checkpoint
-        return
-    with tempfile.TemporaryDirectory() as scratch:
-        console.print("writing a checkpoint with random weights ...")
-        write_random(Path(scratch), QWEN2_HALF_BILLION)
-        yield Path(scratch)
+def _field(checkpoint: Path, scratch: Path, work: Work, peers: Sequence[str], log: Log) -> Iterator[Field]:
+    asked, spec = entries(work.precisions, peers), open_checkpoint(checkpoint).spec
+    with ExitStack() as stack:
+        contenders = []
+        for entry in asked:
+            log(f"starting {entry.label} ...")
+            setup = Setup(
+                checkpoint=str(checkpoint),
+                precision=entry.precision,
+                sequences=max(work.sequences),
+                length=work.length,
+                chunk=work.chunk,
+                threads=usable_cores(),
+                device=work.device,
+                folder=str(scratch / f"{checkpoint.name}-{entry.name}-{entry.precision}"),
+            )
+            contenders.append(stack.enter_context(Contender(entry, setup)))
+        for contender in contenders:
+            _warm(contender, work, spec.vocab_size)
+        yield Field(spec, Gauge(work.precisions, work.device, usable_cores()), contenders)
 
 
-def _best(action: Callable[[], object], tries: int) -> float:
-    """Seconds of the fastest try."""
-
-    def once() -> float:
-        begun = perf_counter()
-        action()
-        return perf_counter() - begun
-
-    return min(once() for _ in range(tries))
+def _warm(contender: Contender, work: Work, vocab: int) -> None:
+    for sequences in (1, max(work.sequences)):
+        contender.generate(prompts(Job(sequences, work.prompt, 2), vocab, seed=0), 2)
 
 
-def show(console: Console, work: Work, limits: Machine, figures: list[Figure]) -> None:
-    table = Table(title=f"{work.prompt} prompt + {work.new} new tokens, {work.dtype}, output tokens/s (medians)")
-    for column in ("sequences", "charonia", "transformers", "ratio"):
-        table.add_column(column, justify="right")
-    for figure in figures:
-        table.add_row(
-            str(figure.sequences),
-            f"{median(figure.charonia):.1f}",
-            f"{median(figure.transformers):.1f}",
-            f"{figure.ratio:.2f}",
+def _round(field: Field, job: Job, seed: int, log: Log) -> Iterator[Turn]:
+    asked = prompts(job, field.spec.vocab_size, seed)
+    before = field.gauge.measure()
+    for contender in field.contenders:
+        spent = contender.generate(asked, job.new)
+        after, entry = field.gauge.measure(), contender.entry
+        machine = better(before[entry.precision], after[entry.precision])
+        turn = Turn(
+            name=entry.name,
+            precision=entry.precision,
+            job=job,
+            speed=spent.tokens / spent.seconds,
+            machine=machine,
+            limit=limit(Demand.of(field.spec, entry.precision), job, machine),
         )
-    console.print(table)
-    console.print(
-        f"machine: {limits.threads} threads, {limits.read_gb_s:.1f} GB/s read, {limits.gemm_gflop_s:.0f} GFLOP/s GEMM"
-    )
+        log(f"{job.sequences} sequences, {entry.label}: {turn.speed:.1f} tokens/s, {turn.speed / turn.limit:.0%}")
+        yield turn
+        before = after
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m charonia.bench.offline", description=__doc__.splitlines()[0])
-    parser.add_argument("--checkpoint", type=Path, help="directory; default: random weights of Qwen2.5-0.5B's shape")
-    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32], help="submitted at once")
-    parser.add_argument("--prompt", type=int, default=128, help="prompt tokens of each sequence")
-    parser.add_argument("--new", type=int, default=64, help="new tokens of each sequence")
-    parser.add_argument("--chunk", type=int, default=512, help="most tokens in a step")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--device", default="cpu", help="cpu or cuda, for both contenders")
-    parser.add_argument("--repeats", type=int, default=2, help="turns of each contender")
-    parser.add_argument("--json", type=Path, help="write the figures to this file too")
-    return parser.parse_args()
+def better(one: Machine, other: Machine) -> Machine:
+    """The best of two measurements: neighbours only ever take away."""
+    return Machine(max(one.read, other.read), max(one.peak, other.peak))
 
 
-def main() -> None:
-    asked, console = _arguments(), Console()
-    work = Work(asked.prompt, asked.new, asked.chunk, asked.dtype, asked.device)
-    limits = machine(work)
-    with at_hand(asked.checkpoint, console) as checkpoint:
-        figures = measure(checkpoint, work, asked.sequences, asked.repeats, console.print)
-    show(console, work, limits, figures)
-    if asked.json:
-        rows = [asdict(figure) | {"ratio": figure.ratio} for figure in figures]
-        asked.json.write_text(json.dumps({"work": work._asdict(), "machine": limits._asdict(), "figures": rows}))
+def prompts(job: Job, vocab: int, seed: int) -> list[list[int]]:
+    """Distinct ones, the same for the same seed."""
+    drawn: list[list[int]] = np.random.default_rng(seed).integers(0, vocab, (job.sequences, job.prompt)).tolist()
+    return drawn
+
+
+@contextmanager
+def at_hand(checkpoint: Path | None, shape: ShapeName, scratch: Path | None, log: Log) -> Iterator[tuple[Path, Path]]:
+    """A checkpoint and a folder for what is made on the way; without `scratch` that is gone afterwards."""
+    with ExitStack() as stack:
+        folder = scratch or Path(stack.enter_context(TemporaryDirectory(prefix="charonia-bench-")))
+        if checkpoint is None:
+            checkpoint = folder / shape
+            log(f"random weights of {shape}'s shape")
+            write_shape(checkpoint, shape=shape)
+        yield checkpoint, folder
+
+
+@app.default
+def main(
+    *,
+    checkpoint: Path | None = None,
+    shape: ShapeName = "qwen2.5-0.5b",
+    scratch: Path | None = None,
+    peer: tuple[str, ...] = (),
+    work: Annotated[Work, Parameter("*")] = Work(),
+    json: Path | None = None,
+    plot: Path | None = None,
+) -> None:
+    """Print the table.
+
+    Parameters
+    ----------
+    checkpoint
+        Directory of a checkpoint; by default random weights are made.
+    shape
+        Whose shape random weights have.
+    scratch
+        Keep made checkpoints and peers' exports here; by default they are made anew each time.
+    peer
+        transformers or openvino, with =PYTHON where another interpreter has it; may be repeated.
+    json
+        Write every turn to this file.
+    plot
+        Draw speeds and limits into this PNG.
+    """
+    console = Console()
+
+    def log(line: str) -> None:
+        console.print(line, highlight=False)
+
+    try:
+        if plot:
+            require_matplotlib()
+        with at_hand(checkpoint, shape, scratch, log) as (found, folder):
+            seen = compare(found, folder, work, peer, log)
+    except CharoniaError as error:
+        sys.exit(f"charonia: {error.message}")
+    show(console, seen)
+    if json:
+        write_json(json, seen)
+    if plot:
+        write_plot(plot, seen)
 
 
 if __name__ == "__main__":
-    main()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    app()

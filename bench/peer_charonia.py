@@ -1,0 +1,60 @@
+"""Our own engine without doors: scheduler and executor in a loop of the bench's own."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from .. import __version__
+from ..core.errors import Unavailable
+from ..engine.config import CacheConfig, EngineConfig
+from ..engine.executor.inline import InlineExecutor
+from ..kvcache.manager import KVCacheManager
+from ..scheduler.config import SchedulerConfig
+from ..scheduler.scheduler import Scheduler
+from ..scheduler.sequence import SequenceRequest
+from .loop import run
+from .peer_runner import Setup
+
+BLOCK = 16
+_FIELDS = {
+    "bf16": {"dtype": "bfloat16"},
+    "fp16": {"dtype": "float16"},
+    "fp32": {"dtype": "float32"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+}
+
+
+class Peer:
+    def __init__(self, setup: Setup) -> None:
+        self.about = f"charonia {__version__}, torch {torch.__version__}"
+        self._executor = InlineExecutor(_config(setup))
+        self._executor.load(lambda phase, fraction: None)
+        blocks = setup.sequences * -(-setup.length // BLOCK)
+        self._executor.allocate(blocks)
+        rule = SchedulerConfig(
+            max_num_seqs=setup.sequences, max_num_batched_tokens=setup.chunk, max_model_len=setup.length, ahead=1
+        )
+        self._scheduler = Scheduler(rule, KVCacheManager(blocks, BLOCK, prefix_caching=False))
+
+    def generate(self, prompts: list[list[int]], new: int) -> int:
+        requests = [
+            SequenceRequest(key=key, prompt=np.array(prompt, np.int32), max_tokens=new)
+            for key, prompt in enumerate(prompts)
+        ]
+        return run(self._scheduler, self._executor, requests).generated
+
+
+def _config(setup: Setup) -> EngineConfig:
+    fields: dict[str, Any] = _FIELDS[setup.precision]
+    if unknown := fields.keys() - set(EngineConfig.__struct_fields__):
+        raise Unavailable(f"this engine has no {', '.join(unknown)}")
+    plain = EngineConfig(
+        model=setup.checkpoint,
+        device=setup.device,
+        threads=setup.threads,
+        max_model_len=setup.length,
+        cache=CacheConfig(block_size=BLOCK),
+    )
+    return msgspec.structs.replace(plain, **fields)

@@ -1,0 +1,79 @@
+"""Runs one contender in an interpreter of its own, and speaks with the measuring process in lines of JSON.
+
+    python -P peer_runner.py NAME SETUP
+
+NAME is a file `peer_NAME.py` beside this one with a class `Peer`; SETUP is a `Setup` as JSON. Once the peer stands, a
+line with `about` says what it is; then each line {"prompts": [[ids]], "new": n} is answered by {"tokens", "seconds"},
+or by {"error"} and the end. Of the standard library alone: a peer's interpreter holds the peer, and no charonia.
+"""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from time import perf_counter
+from typing import Any, TextIO
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a contender is to be ready for: so many sequences of `length` tokens at most, prompt included.
+
+    `precision`: what it computes with. `chunk`: most tokens in a step. `folder`: it may keep files here, such as the
+    checkpoint in a format of its own.
+    """
+
+    checkpoint: str
+    precision: str
+    sequences: int
+    length: int
+    chunk: int
+    threads: int
+    device: str
+    folder: str
+
+
+def main() -> None:
+    """Answer until the standard input ends."""
+    line = _line()
+    try:
+        peer = _peer_class(sys.argv[1])(Setup(**json.loads(sys.argv[2])))
+        _say(line, about=peer.about)
+        for text in sys.stdin:
+            asked = json.loads(text)
+            begun = perf_counter()
+            tokens = peer.generate(asked["prompts"], asked["new"])
+            _say(line, tokens=tokens, seconds=perf_counter() - begun)
+    except Exception as error:
+        _say(line, error=f"{type(error).__name__}: {error}")
+        raise
+
+
+def _line() -> TextIO:
+    """The standard output for ourselves: whatever a peer prints goes where errors go."""
+    line = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return line
+
+
+def _say(line: TextIO, **fields: object) -> None:
+    line.write(json.dumps(fields) + "\n")
+    line.flush()
+
+
+def _peer_class(name: str) -> Any:
+    if __package__:
+        return import_module(f".peer_{name}", __package__).Peer
+    spec = spec_from_file_location(f"peer_{name}", Path(__file__).with_name(f"peer_{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Peer
+
+
+if __name__ == "__main__":
+    main()

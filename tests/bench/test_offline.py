@@ -1,0 +1,116 @@
+"""Contenders in processes of their own, and the figures made of their turns."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from charonia.bench.checkpoint import write_random
+from charonia.bench.contender import Contender, Entry, entries
+from charonia.bench.gauge import Gauge
+from charonia.bench.limits import Job, Machine
+from charonia.bench.offline import better, prompts
+from charonia.bench.offline_report import Comparison, Turn, show, write_json
+from charonia.bench.peer_runner import Setup
+from charonia.core.errors import InvalidArgument, Unavailable
+
+PYTHON = Path(sys.executable)
+TINY = {
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 64,
+    "dtype": "float32",
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("offline")
+    write_random(directory, TINY)
+    return directory
+
+
+def setup(checkpoint: Path, **fields: object) -> Setup:
+    plain = {"precision": "fp32", "sequences": 3, "length": 16, "chunk": 32, "threads": 1, "device": "cpu"}
+    return Setup(checkpoint=str(checkpoint), folder=str(checkpoint), **(plain | fields))  # type: ignore[arg-type]
+
+
+def test_a_contender_continues_every_prompt(checkpoint: Path) -> None:
+    asked = prompts(Job(3, 8, 4), 64, seed=1)
+    with Contender(Entry("charonia", "fp32", PYTHON), setup(checkpoint)) as contender:
+        for count in (1, 3):
+            spent = contender.generate(asked[:count], 4)
+            assert (spent.tokens, spent.seconds > 0) == (count * 4, True)
+        assert contender.about.startswith("charonia ")
+
+
+def test_a_contender_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match=r"transformers fp32: \w+: .*config.json"):
+        Contender(Entry("transformers", "fp32", PYTHON), setup(tmp_path))
+
+
+def test_ours_comes_first_in_each_precision_and_peers_where_they_can() -> None:
+    asked = entries(("bf16", "int8"), ["transformers", f"openvino={PYTHON}"])
+    assert [entry.label for entry in asked] == [
+        "charonia bf16",
+        "transformers bf16",
+        "openvino bf16",
+        "charonia int8",
+        "openvino int8",
+    ]
+    with pytest.raises(InvalidArgument, match="peer 'tgi' is unknown: transformers, openvino are not"):
+        entries(("bf16",), ["tgi"])
+    with pytest.raises(InvalidArgument, match="there is no interpreter /nowhere"):
+        entries(("bf16",), ["openvino=/nowhere"])
+
+
+def test_the_gauge_finds_limits_of_every_precision() -> None:
+    gauge = Gauge(("fp32",), "cpu", 1)
+    measured = gauge.measure()
+    assert set(measured) == set(gauge.ways) == {"fp32"}
+    assert all(machine.read > 1e8 and machine.peak > 1e8 for machine in measured.values())
+
+
+def test_the_better_of_two_measurements_takes_each_number_by_itself() -> None:
+    assert better(Machine(1.0, 4.0), Machine(2.0, 3.0)) == Machine(2.0, 4.0)
+
+
+def turn(name: str, speed: float, limit: float) -> Turn:
+    return Turn(name=name, precision="bf16", job=Job(1, 8, 4), speed=speed, machine=Machine(1e9, 1e12), limit=limit)
+
+
+@pytest.fixture
+def comparison() -> Comparison:
+    ours = [turn("charonia", speed, limit) for speed, limit in ((8.0, 10.0), (9.0, 18.0), (30.0, 40.0))]
+    theirs = [turn("openvino", speed, 20.0) for speed in (4.0, 6.0, 5.0)]
+    turns = [each for pair in zip(ours, theirs, strict=True) for each in pair]
+    return Comparison(
+        checkpoint="c", threads=2, about={"charonia bf16": "charonia 1"}, ways={"bf16": "mm"}, turns=turns
+    )
+
+
+def test_shares_are_each_turns_own_and_ratios_are_of_medians(comparison: Comparison) -> None:
+    (job,) = comparison.jobs
+    cell = comparison.cell("charonia", "bf16", job)
+    assert (cell.speed, cell.limit, cell.share) == (9.0, 18.0, 0.75)
+    assert comparison.ratio("openvino", "bf16", job) == 9.0 / 5.0
+    assert comparison.rows == [("charonia", "bf16"), ("openvino", "bf16")]
+
+
+def test_the_report_tells_limit_speeds_shares_and_ratios(
+    comparison: Comparison, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show(Console(width=120), comparison)
+    said = capsys.readouterr().out
+    for text in ("the machine's limit, bf16", "9.0  75%", "5.0  25%", "charonia / openvino, bf16", "1.80", "1.0 GB/s"):
+        assert text in said
+    write_json(tmp_path / "seen.json", comparison)
+    content = json.loads((tmp_path / "seen.json").read_bytes())
+    assert [each["ours_over_this"] for each in content["medians"]] == [1.0, 1.8]
+    assert len(content["comparison"]["turns"]) == 6
