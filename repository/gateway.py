@@ -15,7 +15,7 @@ from ..core.errors import CharoniaError, InvalidArgument, NotFound, Unavailable
 from ..core.exchange import Exchange, Headers, current, serving
 from ..core.gateway import Stream
 from ..core.metrics import End, Measurement, ended_readings
-from ..core.model import MeasuredModel, Model, ModelConfig, ModelStats, TextModel
+from ..core.model import Model, ModelConfig, ModelStats, TextModel
 from ..core.records import write_record
 from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
 from .entry import Entry
@@ -119,7 +119,7 @@ class Hub:
                 log.exception("model '%s' failed to load", name)
             return error
         entry.load_seconds = time.monotonic() - started
-        entry.model, entry.text = model, model if isinstance(model, TextModel) else None
+        entry.publish(model)
         return None
 
     def refuse(self, error: CharoniaError, name: str) -> CharoniaError:
@@ -151,7 +151,7 @@ class Hub:
         entries = [entry for entry in self._entries.values() if entry.model is not None]
         models = [entry.model for entry in entries if entry.model is not None]
         for entry in entries:
-            entry.model = entry.text = None
+            entry.publish(None)
         for result in await asyncio.gather(*(model.unload() for model in models), return_exceptions=True):
             if isinstance(result, BaseException):
                 log.error("a model did not unload", exc_info=result)
@@ -161,8 +161,8 @@ class Hub:
     def _count(self, exchange: Exchange) -> None:
         """With the model that it was for, if that counts; any name a client makes up would be a series forever."""
         entry = self._entries.get(exchange.model) if exchange.found else None
-        if entry is not None and isinstance(entry.model, MeasuredModel):
-            entry.model.count(exchange)
+        if entry is not None and entry.measured is not None:
+            entry.measured.count(exchange)
         elif exchange.end is not None:
             self._homeless[exchange.end] += 1
 
