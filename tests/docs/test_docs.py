@@ -1,11 +1,11 @@
 """The pages say what there is: every flag, metric, route, field and command, and nothing else."""
 
-import importlib.util
+import importlib
 import re
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import msgspec
 import pytest
@@ -18,9 +18,11 @@ from charonia.__main__ import app
 from charonia.api import openai_requests, tokenization
 from charonia.api.app import build_app
 from charonia.api.metadata import ServerInfo
-from charonia.bench import serve as bench_serve
+from charonia.api.options import Boolean
 from charonia.core.request import SamplingParams
 from charonia.engine import infer, settings
+from charonia.engine.attention.registry import BACKENDS
+from charonia.engine.kernels import library
 from charonia.engine.options import EngineOptions, engine_config, parse_options
 
 PAGES = ("README.md", "operating.md", "metrics.md", "clients.md", "architecture.md", "benchmarks.md")
@@ -50,24 +52,25 @@ def leads_somewhere(source: Any, link: str, page: Callable[[str], Any]) -> bool:
     return target.exists() and (not anchor or anchor in page(str(target.resolve())).headings())
 
 
-CLIS = {"charonia": app, "charonia.bench.serve": bench_serve.app}
-"""Command lines that can tell whether they are understood, by their modules."""
 OUR_COMMAND = re.compile(r"charonia |python -m ")
 
 
 # operating.md
 
 
+def arguments() -> dict[str, Any]:
+    """Every flag of `charonia serve`."""
+    found = app["serve"].assemble_argument_collection()
+    return {argument.names[0]: argument for argument in found if argument.names[0].startswith("--")}
+
+
 def flags() -> dict[str, Any]:
-    """Every flag of `charonia serve`, and its true default."""
-    own: dict[str, Any] = {}
-    for argument in app["serve"].assemble_argument_collection():
-        name = argument.names[0]
-        if name.startswith("--"):
-            option = name[2:].replace("-", "_")
-            is_engine = option in EngineOptions.__dataclass_fields__
-            own[name] = engine_default(option) if is_engine else argument.field_info.default
-    return own
+    """Every flag, and its true default."""
+    engine = {f"--{name.replace('_', '-')}": name for name in EngineOptions.__dataclass_fields__}
+    return {
+        name: engine_default(engine[name]) if name in engine else argument.field_info.default
+        for name, argument in arguments().items()
+    }
 
 
 def engine_default(option: str) -> Any:
@@ -110,6 +113,24 @@ def test_every_flag_stands_there_with_its_default(page: Any) -> None:
     assert wrong == [], "true defaults that docs/operating.md does not have"
 
 
+def test_every_choice_stands_there(page: Any, codes: Any) -> None:
+    told = {cells[0].strip("`"): codes(" ".join(cells[1:])) for cells in page("operating.md").rows("flag")}
+    choices = {name: {*names(argument.hint)} - {*get_args(Boolean)} for name, argument in arguments().items()}
+    choices["--attention"] = {*BACKENDS}
+    assert {name: left for name, wanted in choices.items() if (left := wanted - {*told[name]})} == {}
+    [kernels] = [codes(cells[1]) for cells in page("operating.md").rows("variable") if library.VARIABLE in cells[0]]
+    assert {*library.LEVELS} <= {*kernels}
+
+
+def names(hint: Any) -> Iterator[str]:
+    """The texts that a type allows."""
+    for each in get_args(hint):
+        if isinstance(each, str):
+            yield each
+        else:
+            yield from names(each)
+
+
 def test_every_environment_variable_stands_there(root: Path, page: Any) -> None:
     shipped = (path for package in root.glob("*/__init__.py") for path in package.parent.rglob("*.py"))
     names = {name for path in shipped for name in re.findall(r"\"((?:CHARONIA|OTEL)_[A-Z_]+)\"", path.read_text())}
@@ -122,9 +143,9 @@ def test_commands_are_understood(page: Any) -> None:
     commands = [words for each in pages for fence in each.fences() for words in commands_of(fence.text)]
     assert len(commands) > 10
     for command, *words in commands:
-        if command in CLIS:
-            CLIS[command].parse_args(words, exit_on_error=False, print_error=False)
-        assert importlib.util.find_spec(command), command
+        module = importlib.import_module("charonia.__main__" if command == "charonia" else command)
+        if hasattr(module, "app"):
+            module.app.parse_args(words, exit_on_error=False, print_error=False)
 
 
 def commands_of(text: str) -> Iterator[list[str]]:
