@@ -1,0 +1,144 @@
+"""What the server must hold over HTTP, with this machine's real model: each trial's ratio beside its bar.
+
+    python -m charonia.bench.service --scratch DIR
+    python -m charonia.bench.service --checkpoint DIR --precision int8 --trials throughput prefill --json FILE
+
+One server, and beside it, stopped while it is not asked, the engine without doors. Ends with status 1 where a bar is
+missed.
+"""
+
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.table import Table
+
+from ..core.errors import CharoniaError
+from ..engine.checkpoint import open_checkpoint
+from ..engine.host import usable_cores
+from .checkpoint import ShapeName
+from .contender import OURS, Contender, Entry
+from .limits import Precision
+from .offline import at_hand
+from .peer_runner import Setup
+from .serve_server import first_model, own_server
+from .service_trials import Asked, Log, Sizes, Verdict, mixed, prefill, prefix, throughput
+
+Trial: TypeAlias = Literal["throughput", "prefill", "mixed", "prefix"]
+_TRIALS: tuple[Trial, ...] = ("throughput", "prefill", "mixed", "prefix")
+_FLAGS: dict[Precision, list[str]] = {
+    "bf16": ["--dtype", "bfloat16"],
+    "fp16": ["--dtype", "float16"],
+    "fp32": ["--dtype", "float32"],
+    "int8": ["--dtype", "bfloat16", "--quantization", "int8"],
+}
+_CHUNK = 512
+"""Most tokens in a step, of the server and of the engine beside it."""
+
+app = App(name="python -m charonia.bench.service", help=__doc__)
+
+
+def judge(
+    checkpoint: Path, precision: Precision, trials: tuple[Trial, ...], sizes: Sizes, server_args: str, log: Log
+) -> list[Verdict]:
+    """The verdicts of these trials over a server of our own.
+
+    Raises:
+        Unavailable: the server or the engine did not start, or requests failed.
+    """
+    flags = [*_FLAGS[precision], "--max-num-batched-tokens", str(_CHUNK), *shlex.split(server_args)]
+    log(f"starting a server with {shlex.join(flags)} ...")
+    with own_server(str(checkpoint), *flags) as place:
+        asked = Asked(place, first_model(place), open_checkpoint(checkpoint).spec.vocab_size)
+        verdicts = []
+        for trial in trials:
+            log(f"{trial}:")
+            verdicts += _run(trial, asked, checkpoint, precision, sizes, log)
+        return verdicts
+
+
+def _run(trial: Trial, asked: Asked, checkpoint: Path, precision: Precision, sizes: Sizes, log: Log) -> list[Verdict]:
+    if trial == "throughput":
+        with Contender(Entry(OURS, precision, Path(sys.executable)), _setup(checkpoint, precision, sizes)) as engine:
+            return throughput(asked, engine, sizes, usable_cores(), log)
+    return {"prefill": prefill, "mixed": mixed, "prefix": prefix}[trial](asked, sizes, log)
+
+
+def _setup(checkpoint: Path, precision: Precision, sizes: Sizes) -> Setup:
+    return Setup(
+        checkpoint=str(checkpoint),
+        precision=precision,
+        sequences=max(sizes.streams),
+        length=sizes.prompt + sizes.new,
+        chunk=_CHUNK,
+        threads=usable_cores(),
+        device="cpu",
+        folder=str(checkpoint),
+    )
+
+
+def show(console: Console, verdicts: list[Verdict]) -> None:
+    """Print them beside their bars."""
+    table = Table("", "ratio", "bar", "")
+    for verdict in verdicts:
+        sign = "at least" if verdict.at_least else "at most"
+        met = "met" if verdict.met else "[red]missed[/red]"
+        table.add_row(verdict.what, f"{verdict.value:.2f}", f"{sign} {verdict.bar:g}", met)
+    console.print(table)
+
+
+@app.default
+def main(
+    *,
+    checkpoint: Path | None = None,
+    shape: ShapeName = "qwen2.5-0.5b",
+    scratch: Path | None = None,
+    precision: Precision = "bf16",
+    trials: Annotated[tuple[Trial, ...], Parameter(consume_multiple=True)] = _TRIALS,
+    sizes: Annotated[Sizes, Parameter("*")] = Sizes(),  # noqa: B008
+    server_args: str = "",
+    json: Path | None = None,
+) -> int:
+    """Run the trials.
+
+    Parameters
+    ----------
+    checkpoint
+        Directory of a checkpoint; by default random weights are made.
+    shape
+        Whose shape random weights have.
+    scratch
+        Keep made checkpoints here; by default they are made anew each time.
+    precision
+        What to compute with.
+    trials
+        Which of them.
+    server_args
+        More arguments of `charonia serve`.
+    json
+        Write the verdicts to this file.
+    """
+    console = Console()
+
+    def log(line: str) -> None:
+        console.print(line, highlight=False)
+
+    try:
+        with at_hand(checkpoint, shape, scratch, log) as (found, _):
+            verdicts = judge(found, precision, trials, sizes, server_args, log)
+    except CharoniaError as error:
+        sys.exit(f"charonia: {error.message}")
+    show(console, verdicts)
+    if json:
+        json.write_bytes(msgspec.json.encode(verdicts))
+    return 0 if all(verdict.met for verdict in verdicts) else 1
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    sys.exit(app())
