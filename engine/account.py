@@ -11,8 +11,9 @@ from ..core.exchange import CANCELLED, Exchange, current, end_of
 from ..core.metrics import End, LlmMetrics, Outcome
 from ..core.request import FinishReason, GenerateRequest, SamplingParams
 
-_ENDS = {reason: End(Outcome(reason.value)) for reason in FinishReason if reason is not FinishReason.ABORT}
-_ENDS[FinishReason.ABORT] = CANCELLED
+_ENDS: dict[FinishReason, End] = {
+    reason: CANCELLED if reason is FinishReason.ABORT else End(Outcome(reason.value)) for reason in FinishReason
+}
 
 _DEFAULTS = SamplingParams()
 

@@ -1,7 +1,7 @@
 """What a model is, in numbers: frozen values. Knows nothing of tensors or files; `dialects.py` reads them."""
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ..core.errors import InvalidArgument
 
@@ -52,34 +52,10 @@ class Experts:
     layers: tuple[bool, ...]
 
 
-class Shape(Protocol):
-    """A decoder's outer sizes; `views` has one entry a layer."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def views(self) -> tuple[View, ...]: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
-    """A decoder's numbers. `views` has one entry a layer; `dtype` is what the weights are stored in, one of DTYPES.
+class Shape:
+    """A decoder's outer sizes, all that an executor needs to know; `views` has one entry a layer."""
 
-    `local_rope` is for layers with a window where those turn at a pace of their own; `logit_cap` bounds the logits
-    as View.cap does the scores.
-    """
-
-    architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -87,6 +63,17 @@ class ModelSpec:
     kv_heads: int
     head_dim: int
     views: tuple[View, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec(Shape):
+    """All of a decoder's numbers. `dtype` is what the weights are stored in, one of DTYPES.
+
+    `local_rope` is for layers with a window where those turn at a pace of their own; `logit_cap` bounds the logits
+    as View.cap does the scores.
+    """
+
+    architecture: str
     norm_eps: float
     rope: Rope
     local_rope: Rope

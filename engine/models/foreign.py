@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..attention.base import Attend
 from ..checkpoint import Checkpoint
-from ..spec import DTYPES, LAYER_TYPES, CheckpointError, View
+from ..spec import DTYPES, LAYER_TYPES, CheckpointError, Shape
 from .base import Built, Place
 from .foreign_attention import NAME, Call, register
 from .foreign_trial import Heard, listen, try_out
@@ -22,19 +22,6 @@ log = logging.getLogger(__name__)
 
 _LONGEST = {"dynamic", "longrope"}
 """Rotations that follow the longest sequence of a batch; ours are packed from many."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignShape:
-    """What the executor needs of a model, as spec.Shape says."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    views: tuple[View, ...]
 
 
 class Foreign:
@@ -92,9 +79,9 @@ class ForeignRecipe:
         log.warning("%s has no file of its own: transformers computes it over our cache, slower", self.architecture)
         return Built(decoder, self._shape(heard))
 
-    def _shape(self, heard: list[Heard]) -> ForeignShape:
+    def _shape(self, heard: list[Heard]) -> Shape:
         hidden, any_layer = int(self.config.hidden_size), heard[0]
-        return ForeignShape(
+        return Shape(
             vocab_size=int(self.config.vocab_size),
             hidden_size=hidden,
             intermediate_size=int(getattr(self.config, "intermediate_size", None) or 4 * hidden),

@@ -1,6 +1,5 @@
 """The pages of docs/, taken apart, and the server that `make serve` starts."""
 
-import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,19 +72,9 @@ def page(root: Path) -> Callable[[str], Page]:
     return lambda name: Page(root / "docs" / name)
 
 
-def load(path: Path) -> ModuleType:
-    """A file of another tests folder: with importlib import mode it is on no path."""
-    spec = importlib.util.spec_from_file_location(f"docs_{path.parent.name}_{path.stem}", path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="session")
-def demo(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    serving = load(root / "tests" / "e2e" / "conftest.py").serving
+def demo(root: Path, sibling: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    serving = sibling("e2e/conftest.py").serving
     models = root / "examples" / "model_repository"
     flags = ("--model-repository", str(models), "--metrics-names", "vllm", "--log-format", "json")
     with serving(tmp_path_factory.mktemp("s") / "t", *flags) as server:

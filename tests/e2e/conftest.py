@@ -1,6 +1,5 @@
 """Real servers on free loopback ports, over checkpoints of a few kilobytes."""
 
-import importlib.util
 import os
 import re
 import shutil
@@ -125,17 +124,6 @@ def serve(tmp_path: Path) -> Callable[..., object]:
     """`serve(*arguments)` is a context manager that yields a `Server`."""
     # Short: the path of a unix socket has little room.
     return lambda *arguments: serving(tmp_path / "t", *arguments)
-
-
-@pytest.fixture(scope="session")
-def making(root: Path) -> ModuleType:
-    """tests/checkpoints.py"""
-    spec = importlib.util.spec_from_file_location("e2e_checkpoints", root / "tests" / "checkpoints.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="session")
