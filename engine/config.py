@@ -6,9 +6,11 @@ from ..scheduler.config import SchedulerConfig
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`memory_fraction` of the memory left after the weights, unless `bytes` or `blocks` says exactly."""
+    """`memory_fraction` of the memory left after the weights, unless `bytes` or `blocks` says exactly. `dtype`: "auto"
+    is the model's, "int8" halves what bfloat16 takes."""
 
     block_size: int = 16
+    dtype: str = "auto"
     memory_fraction: float = 0.5
     bytes: int | None = None
     blocks: int | None = None

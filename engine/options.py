@@ -56,6 +56,8 @@ class EngineOptions:
     """Tokens in one block of the KV cache."""
     kv_cache_memory_fraction: Fraction | None = None
     """Share of the memory left after the weights."""
+    kv_cache_dtype: Literal["auto", "int8"] | None = None
+    """Type of the KV cache; auto is the model's."""
     kv_cache_bytes: Bytes | None = None
     """Size of the KV cache in bytes, instead of a share."""
     kv_cache_blocks: AtLeastOne | None = None
@@ -80,6 +82,7 @@ _CACHE_FIELDS = {
     "block_size": "block_size",
     "prefix_caching": "prefix_caching",
     "kv_cache_memory_fraction": "memory_fraction",
+    "kv_cache_dtype": "dtype",
     "kv_cache_bytes": "bytes",
     "kv_cache_blocks": "blocks",
 }

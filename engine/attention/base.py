@@ -15,7 +15,8 @@ from ..spec import View
 class CacheSpec(NamedTuple):
     """One rank's cache: what it holds, in blocks of `block_size` tokens. `heads` are the query heads.
 
-    `views` says of each layer how it attends; layers with a window keep everything too.
+    `views` says of each layer how it attends; layers with a window keep everything too. `stored`: "auto" is the dtype
+    computed in, "int8" a byte for each number and a scale for each token and head.
     """
 
     views: tuple[View, ...]
@@ -25,6 +26,7 @@ class CacheSpec(NamedTuple):
     block_size: int
     dtype: torch.dtype
     device: torch.device
+    stored: str = "auto"
 
     @property
     def layers(self) -> int:
@@ -32,7 +34,7 @@ class CacheSpec(NamedTuple):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of keys and values in one block, over all layers, without padding."""
+        """Bytes of keys and values in one block, over all layers, in the dtype computed in, without padding."""
         return 2 * self.layers * self.block_size * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
@@ -89,12 +91,17 @@ class Support(NamedTuple):
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
     block_sizes: range
+    stored: tuple[str, ...] = ("auto",)
 
 
 class Attention(Protocol):
     """One attention backend with its cache."""
 
     supports: ClassVar[Support]
+
+    @classmethod
+    def fits(cls, spec: CacheSpec) -> bool:
+        """Whether it serves heads like these here; what `supports` says is assumed."""
 
     @property
     def block_bytes(self) -> int:

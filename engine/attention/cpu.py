@@ -29,6 +29,10 @@ class CpuAttention:
 
     supports: ClassVar[Support] = Support(("cpu",), (torch.bfloat16, torch.float16, torch.float32), range(1, 4097))
 
+    @classmethod
+    def fits(cls, spec: CacheSpec) -> bool:
+        return True
+
     def __init__(self, spec: CacheSpec) -> None:
         self._spec = spec
         self._views = list(dict.fromkeys(spec.views))

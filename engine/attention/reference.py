@@ -17,6 +17,10 @@ class ReferenceAttention:
 
     supports: ClassVar[Support] = Support(("cpu", "cuda"), DTYPES, range(1, 4097))
 
+    @classmethod
+    def fits(cls, spec: CacheSpec) -> bool:
+        return True
+
     def __init__(self, spec: CacheSpec) -> None:
         self._spec = spec
         self._cache = torch.empty(0)

@@ -10,9 +10,9 @@ import torch
 from ...core.errors import InvalidArgument
 from ...scheduler.plan import StepPlan, StepResult
 from ..attention.base import Attention, CacheSpec
-from ..attention.registry import backend_for
+from ..attention.registry import Wanted, attention_backend, check_backend
 from ..checkpoint import open_checkpoint
-from ..config import EngineConfig
+from ..config import CacheConfig, EngineConfig
 from ..host import available_memory, usable_cores
 from ..layers.group import Alone
 from ..models.base import Place
@@ -87,16 +87,17 @@ class _Engine(NamedTuple):
 def _build(config: EngineConfig, device: torch.device, progress: Callable[[float], None]) -> _Engine:
     found, block_size = recipe(open_checkpoint(config.model)), config.cache.block_size
     dtype, max_tokens = _dtype(config.dtype, found.dtype), _max_tokens(config.max_model_len, found.max_position)
-    backend = backend_for(config.attention, device, dtype, block_size)
+    check_backend(config.attention, Wanted(device, dtype, block_size, config.cache.dtype))
     decoder, shape = found.build(Place(dtype, device, Alone(), max_tokens, progress))
     progress(1.0)
-    attention = backend(_cache(shape, block_size, dtype, device))
+    attention = attention_backend(config.attention, _cache(shape, config.cache, dtype, device))
     rows = Rows(max_tokens, block_size, device)
     return _Engine(shape, max_tokens, attention, Runner(decoder, attention, rows, device))
 
 
-def _cache(shape: Shape, block_size: int, dtype: torch.dtype, device: torch.device) -> CacheSpec:
-    return CacheSpec(shape.views, shape.heads, shape.kv_heads, shape.head_dim, block_size, dtype, device)
+def _cache(shape: Shape, cache: CacheConfig, dtype: torch.dtype, device: torch.device) -> CacheSpec:
+    heads = shape.heads, shape.kv_heads, shape.head_dim
+    return CacheSpec(shape.views, *heads, cache.block_size, dtype, device, cache.dtype)
 
 
 def _device(name: str) -> torch.device:

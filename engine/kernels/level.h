@@ -7,6 +7,9 @@ enum charonia_level { PORTABLE, AVX2, AVX512, AVX512BF16, LEVELS };
 /* The level in use: the best the machine has, or a lower one that somebody asked for. */
 int charonia_level(void);
 
+/* Threads that a parallel region started here would have. */
+int charonia_threads(void);
+
 #define EXPORT __attribute__((visibility("default")))
 
 #if defined(__x86_64__)

@@ -28,6 +28,8 @@ SIGNATURES = {
     "charonia_threads": "",
     "charonia_norm": "pppplllllfi",
     "charonia_gate": "ppllii",
+    "charonia_attention_plan": "pppl",
+    "charonia_attention": "ppppp",
     "charonia_turn": "ppplllli",
 }
 """Every exported function: a letter an argument (p: address, i: int, l: int64, f: float). All return int or nothing."""

@@ -31,9 +31,9 @@
 #define INLINE static inline __attribute__((always_inline, unused))
 
 /* What an element is stored as; library.DTYPES has the same numbers. */
-enum kind { F32, BF16 };
+enum kind { F32, BF16, S8 };
 
-#define KIND_BYTES(kind) ((kind) == F32 ? 4 : 2)
+#define KIND_BYTES(kind) ((kind) == F32 ? 4 : (kind) == BF16 ? 2 : 1)
 #endif
 
 typedef float vf __attribute__((vector_size(4 * LANES), may_alias));

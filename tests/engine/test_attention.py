@@ -8,7 +8,10 @@ import torch
 
 from charonia.core.errors import InvalidArgument
 from charonia.engine.attention.base import Attention, Batch, CacheSpec
+from charonia.engine.attention.cpu import CpuAttention
+from charonia.engine.attention.native import NativeAttention
 from charonia.engine.attention.registry import BACKENDS, attention_backend
+from charonia.engine.kernels import library
 from charonia.engine.spec import View
 
 CPU = torch.device("cpu")
@@ -102,15 +105,30 @@ STEPS = [
 """Prefills, chunks on top of context, decodes of lengths near and far, mixed and in changing order."""
 
 
-@pytest.fixture(params=sorted(BACKENDS))
+NATIVE = pytest.param("native", marks=pytest.mark.skipif(library.level() is None, reason="no C extension here"))
+
+
+@pytest.fixture(params=[NATIVE, *sorted({*BACKENDS} - {"native"})])
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+def spec_for(name: str, **changes: object) -> CacheSpec:
+    """As `spec`, in blocks that the backend can do."""
+    return spec(**({"block_size": 16} if name == "native" else {}) | changes)
+
+
+def able(name: str, shape: CacheSpec) -> bool:
+    supports = BACKENDS[name].supports
+    return shape.dtype in supports.dtypes and shape.block_size in supports.block_sizes
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (7, 1)])
 def test_a_whole_story(name: str, dtype: torch.dtype, heads: int, kv_heads: int) -> None:
-    shape = spec(dtype=dtype, heads=heads, kv_heads=kv_heads)
+    shape = spec_for(name, dtype=dtype, heads=heads, kv_heads=kv_heads)
+    if not able(name, shape):
+        pytest.skip("the backend does not do this")
     story = Story(attention_backend(name, shape), shape)
     assert max(story.step(rows) for rows in STEPS) < TOLERANCE[dtype]
 
@@ -121,7 +139,7 @@ def test_a_whole_story(name: str, dtype: torch.dtype, heads: int, kv_heads: int)
 @pytest.mark.parametrize("cap", [None, 1.5])
 def test_layers_with_views_of_their_own(name: str, window: int, cap: float | None, dtype: torch.dtype) -> None:
     """A window as long as a block, one that is not, one that is longer than everything."""
-    shape = spec(views=(PLAIN, View(window, 0.3, cap), View(window), View(scale=0.1, cap=cap)), dtype=dtype)
+    shape = spec_for(name, views=(PLAIN, View(window, 0.3, cap), View(window), View(scale=0.1, cap=cap)), dtype=dtype)
     story = Story(attention_backend(name, shape), shape)
     assert max(story.step(rows) for rows in STEPS) < TOLERANCE[dtype]
 
@@ -129,12 +147,14 @@ def test_layers_with_views_of_their_own(name: str, window: int, cap: float | Non
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64])
 def test_block_sizes(name: str, block_size: int) -> None:
     shape = spec(block_size=block_size)
+    if not able(name, shape):
+        pytest.skip("the backend does not do this")
     story = Story(attention_backend(name, shape), shape)
     assert max(story.step(rows) for rows in STEPS) < TOLERANCE[torch.float32]
 
 
 def test_copied_blocks_hold_the_same(name: str) -> None:
-    shape = spec()
+    shape = spec_for(name)
     attention = attention_backend(name, shape)
     story = Story(attention, shape)
     story.step({0: 7})
@@ -145,14 +165,34 @@ def test_copied_blocks_hold_the_same(name: str) -> None:
 
 
 def test_block_bytes_count_keys_and_values_of_all_layers(name: str) -> None:
-    assert attention_backend(name, spec()).block_bytes == 2 * 2 * 4 * 2 * 16 * 4
+    shape = spec_for(name)
+    assert attention_backend(name, shape).block_bytes == 2 * 2 * shape.block_size * 2 * 16 * 4
 
 
 def test_what_a_backend_cannot_do_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="auto or one of cpu, reference"):
+    with pytest.raises(InvalidArgument, match="auto or one of native, cpu, reference"):
         attention_backend("flash", spec())
     with pytest.raises(InvalidArgument, match="float64") as refusal:
         attention_backend("reference", spec(dtype=torch.float64))
     assert refusal.value.field == "dtype"
     with pytest.raises(InvalidArgument, match="block_size"):
         attention_backend("cpu", spec(block_size=0))
+    with pytest.raises(InvalidArgument, match="int8") as refusal:
+        attention_backend("cpu", spec(stored="int8"))
+    assert refusal.value.field == "kv_cache_dtype"
+
+
+def test_without_the_extension_its_backend_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "level", lambda: None)
+    with pytest.raises(InvalidArgument, match="needs the C extension") as refusal:
+        attention_backend("native", spec(block_size=16))
+    assert refusal.value.field == "attention"
+    assert isinstance(attention_backend("auto", spec(block_size=16)), CpuAttention)
+
+
+@pytest.mark.skipif(library.level() is None, reason="no C extension here")
+def test_auto_is_what_knows_the_heads() -> None:
+    assert isinstance(attention_backend("auto", spec(block_size=16)), NativeAttention)
+    assert isinstance(attention_backend("auto", spec(block_size=16, head_dim=24)), CpuAttention)
+    with pytest.raises(InvalidArgument, match="heads on 2 of 24"):
+        attention_backend("native", spec(block_size=16, head_dim=24))

@@ -1,0 +1,97 @@
+"""Our own kernels on the CPU: keys and values in the order that dot products want, float32, bfloat16 or int8.
+
+A token's result depends on its sequence and position alone: bit for bit the same whatever shares its step, however its
+prompt was cut, and on any number of threads.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..kernels import library
+from ..kernels.attention import INT8, MOST_HEAD, MOST_QUERIES, TILE, Inputs, Manner, Planned, Step
+from ..kernels.memory import Memory
+from ..layers.rotary import Angles, FusedAngles
+from ..spec import View
+from .base import Attend, Batch, CacheSpec, Support
+
+
+class NativeAttention:
+    """Blocks [layers, blocks, tiles, kv_heads] of tiles; int8 has a scale for each token and head."""
+
+    supports: ClassVar[Support] = Support(
+        ("cpu",), (torch.bfloat16, torch.float32), range(TILE, 4097, TILE), ("auto", "int8")
+    )
+
+    @classmethod
+    def fits(cls, spec: CacheSpec) -> bool:
+        """Whether the kernels are there, and know heads like these."""
+        group, size = spec.heads // spec.kv_heads, spec.head_dim
+        known = size % TILE == 0 and size <= MOST_HEAD and group * size <= MOST_QUERIES
+        return known and library.level() is not None
+
+    def __init__(self, spec: CacheSpec) -> None:
+        self._spec = spec
+        self._manners = [_manner(spec, view) for view in dict.fromkeys(spec.views)]
+        views = list(dict.fromkeys(spec.views))
+        self._manner_of = [views.index(view) for view in spec.views]
+        self._cache = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def block_bytes(self) -> int:
+        return self._layer_bytes * self._spec.layers
+
+    @property
+    def _layer_bytes(self) -> int:
+        """Bytes of one block in one layer."""
+        return self._spec.block_size // TILE * self._spec.kv_heads * self._manners[0].tile_bytes
+
+    def allocate(self, blocks: int) -> None:
+        self._cache = torch.empty(0, dtype=torch.uint8)
+        size = self._layer_bytes
+        self._cache = Memory().take(self._spec.layers * blocks * size)
+        self._cache = self._cache[: self._spec.layers * blocks * size].view(self._spec.layers, blocks, size)
+
+    def copy(self, moves: Tensor) -> None:
+        self._cache[:, moves[:, 1]] = self._cache[:, moves[:, 0]]
+
+    def begin(self, batch: Batch) -> Attend:
+        step = Step(batch.starts, batch.counts, batch.tables.contiguous())
+        layers = [layer.data_ptr() for layer in self._cache]
+        return _Attending(
+            self._spec.heads, [Planned(manner, step) for manner in self._manners], self._manner_of, layers
+        )
+
+
+class _Attending:
+    """One step."""
+
+    def __init__(self, heads: int, plans: list[Planned], plan_of: list[int], layers: list[int]) -> None:
+        self._heads, self._plans, self._plan_of, self._layers = heads, plans, plan_of, layers
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._attend(layer, Inputs(*(_side_by_side(heads) for heads in (q, k, v)), None))
+
+    def turned(self, layer: int, turning: Tensor, v: Tensor, angles: Angles) -> Tensor:
+        if not isinstance(angles, FusedAngles):
+            turned = angles.rotate(turning)
+            return self(layer, turned[:, : self._heads], turned[:, self._heads :], v)
+        q, k = turning[:, : self._heads], turning[:, self._heads :]
+        return self._attend(layer, Inputs(q, k, v, angles.turns))
+
+    def _attend(self, layer: int, inputs: Inputs) -> Tensor:
+        return self._plans[self._plan_of[layer]](self._layers[layer], inputs)
+
+
+def _manner(spec: CacheSpec, view: View) -> Manner:
+    kind = library.DTYPES[spec.dtype]
+    stored = INT8 if spec.stored == "int8" else kind
+    sizes = spec.heads, spec.kv_heads, spec.head_dim, spec.block_size
+    scale = spec.head_dim**-0.5 if view.scale is None else view.scale
+    return Manner(*sizes, view.window or 0, kind, stored, scale, view.cap or 0.0)
+
+
+def _side_by_side(heads: Tensor) -> Tensor:
+    """[N, heads, head_dim] with the heads of a token side by side."""
+    return heads if heads.stride(1) == heads.shape[2] and heads.stride(2) == 1 else heads.contiguous()
