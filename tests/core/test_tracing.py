@@ -79,6 +79,16 @@ def test_wrong_variables_of_the_library_are_said(monkeypatch: pytest.MonkeyPatch
         pass
 
 
+def test_what_cannot_be_traced_hurts_nobody_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    never_closed = Exchange("chat")
+    with tracing("http://127.0.0.1:9/v1/traces", "1") as tracer:
+        assert tracer is not None
+        tracer(never_closed)
+        tracer(never_closed)
+    [record] = caplog.records
+    assert "could not be traced" in record.getMessage()
+
+
 def part(**fields: object) -> SimpleNamespace:
     """A sequence that went through everything."""
     whole = {

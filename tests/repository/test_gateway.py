@@ -1,12 +1,14 @@
 """The hub: lookup, validation, dispatch, readiness and the way out, over models of a few lines."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 
 import pytest
 
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, NotFound, Unavailable
+from charonia.core.exchange import Exchange
+from charonia.core.metrics import End, Outcome, Reading
 from charonia.core.model import ModelConfig, ModelStats
 from charonia.core.request import (
     GenerateChunk,
@@ -272,3 +274,44 @@ def test_the_kinds_build() -> None:
     source = ModelSource("m", "charonia", "/nowhere", "4", {"executor": "fake", "max_num_seqs": "3"})
     model = build(source, lambda *phase: None)
     assert (model.config.name, model.config.version) == ("m", "4")
+
+
+class Counting(Echo):
+    """Counts the requests that were for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: list[End | None] = []
+
+    def count(self, exchange: Exchange) -> None:
+        self.counted.append(exchange.end)
+
+    def readings(self) -> Iterator[Reading]:
+        yield from ()
+
+
+async def test_an_ended_request_is_counted_once_by_its_model_or_by_nobody() -> None:
+    model, seen = Counting(), []
+    hub = Hub(witnesses=(lambda exchange: seen.append((exchange.model, exchange.version, exchange.end)),))
+    await hub.load("echo", "2", lambda: model)
+    with hub.open("test"):
+        await collect(hub, "echo")
+    for name, version in (("echo", "7"), ("no", "")):
+        with pytest.raises(NotFound), hub.open("test"):
+            await collect(hub, name, version)
+    done, refused = End(Outcome.DONE), End(Outcome.REJECTED, "not_found")
+    assert seen == [("echo", "2", done), ("echo", "7", refused), ("no", "", refused)]
+    assert model.counted == [done, refused]
+    homeless = [measured.readings for measured in hub.measure() if not measured.labels]
+    labels = {"outcome": "rejected", "reason": "not_found"}
+    assert homeless == [(Reading("charonia_requests_total", 1, labels),)]
+
+
+async def test_a_request_given_up_is_cancelled() -> None:
+    seen: list[End | None] = []
+    hub = Hub(witnesses=(lambda exchange: seen.append(exchange.end),))
+    await hub.load("echo", "2", Echo)
+    with hub.open("test"):
+        async with aclosing(hub.infer("echo", "", InferRequest(inputs={"A": A}))) as responses:
+            await anext(responses)
+    assert seen == [End(Outcome.CANCELLED)]
