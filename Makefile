@@ -11,6 +11,9 @@ ARGS   ?=
 
 # What the C extension is made of: installing again builds it again.
 KERNELS  := $(wildcard engine/kernels/*.c engine/kernels/*.h engine/kernels/*.inc)
+# The quick ones first: what is broken shows early.
+PROOFS := scheduler disconnects bodies kills fairness overload soak
+
 PACKAGES := $(sort $(patsubst %/__init__.py,%,$(wildcard */__init__.py)))
 
 .DEFAULT_GOAL := help
@@ -56,7 +59,7 @@ format: $(VENV)/dev.stamp  ## let ruff rewrite what it can
 	@$(BIN)/ruff format .
 
 proof: $(VENV)/dev.stamp  ## the long proofs, with progress
-	@for proof in $(basename $(notdir $(wildcard bench/proof_*.py))); do $(BIN)/python -m charonia.bench.$$proof || exit 1; done
+	@for proof in $(PROOFS); do echo "$$proof:"; $(BIN)/python -m charonia.bench.proof_$$proof || exit 1; done
 
 gpu:  ## on a machine with a CUDA torch: the engine on the device
 	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --editable .

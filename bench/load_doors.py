@@ -120,7 +120,10 @@ class SseCaller:
 
     async def ask(self, prompt: Prompt, new: int) -> Heard:
         body = orjson.dumps(self._door.body(prompt, new, self._manner))
-        return read_answer(await self._client.post(self._door.path(self._manner.model), body), self._door)
+        heard = read_answer(await self._client.post(self._door.path(self._manner.model), body), self._door)
+        if self._manner.counted and heard.status == OK and heard.tokens < 0:
+            heard.status = "cut short"  # the count comes last
+        return heard
 
     async def close(self) -> None:
         self._client.close()

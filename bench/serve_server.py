@@ -27,6 +27,8 @@ GRPC_PORT = 8001
 _STOP_SECONDS = 30.0
 _LOAD_SECONDS = 600.0
 _POLL_SECONDS = 0.05
+_FAILED = ": FAILED: "
+"""What a server says behind the name of a model that it cannot load."""
 _TAIL = 2000
 """Characters of what a server said that are shown when it ends."""
 
@@ -35,12 +37,15 @@ _http = build_opener(ProxyHandler({}))
 
 
 class Place(NamedTuple):
-    """Where a server's doors are. `pid`: its process, where it is ours."""
+    """Where a server's doors are. Where it is ours: `pid`, its process, its `metrics_port`, and the `log` of all that
+    it says."""
 
     host: str
     http_port: int
     grpc_port: int
     pid: int | None = None
+    metrics_port: int | None = None
+    log: Path | None = None
 
 
 class CpuSeconds(NamedTuple):
@@ -129,23 +134,32 @@ def own_server(*what: str) -> Iterator[Place]:
     """
     ports = free_ports(3)
     flags = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), ports, strict=True)]
-    command = [sys.executable, "-m", "charonia", "serve", *what, "--http-address", LOOPBACK, *flags]
+    addresses = ("--http-address", LOOPBACK, "--grpc-address", LOOPBACK)
+    command = [sys.executable, "-m", "charonia", "serve", *what, *addresses, *flags]
     with process(command) as (pid, alive):
-        place = Place(LOOPBACK, ports[0], ports[1], pid)
+        place = Place(LOOPBACK, *ports[:2], pid, ports[2], alive.output)
         _until_ready(place, alive)
         yield place
 
 
 class Alive:
-    """Asks a process whether it still runs."""
+    """Asks a process whether it still runs, and all is well; `output` is all that it said."""
 
     def __init__(self, running: "subprocess.Popen[bytes]", output: Path) -> None:
-        self._running, self._output = running, output
+        self._running, self.output = running, output
 
     def check(self) -> None:
         """Raises `Unavailable` with its last words when it has ended."""
         if self._running.poll() is not None:
-            raise Unavailable(f"the server ended:\n{self._output.read_text(errors='replace')[-_TAIL:]}")
+            raise Unavailable(f"the server ended:\n{self._said()}")
+
+    def check_loads(self) -> None:
+        """Raises `Unavailable` with its last words when a model could not be loaded: it will never be ready."""
+        if _FAILED in (said := self._said()):
+            raise Unavailable(f"the server cannot load a model:\n{said}")
+
+    def _said(self) -> str:
+        return self.output.read_text(errors="replace")[-_TAIL:]
 
 
 @contextmanager
@@ -189,14 +203,16 @@ def until_open(place: Place, alive: Alive) -> None:
 
 def _until_ready(place: Place, alive: Alive) -> None:
     deadline = time.monotonic() + _LOAD_SECONDS
-    while not _is_ready(place):
+    while not is_ready(place):
         alive.check()
+        alive.check_loads()
         if time.monotonic() > deadline:
             raise Unavailable(f"the server was not ready after {_LOAD_SECONDS:g} s")
         time.sleep(_POLL_SECONDS)
 
 
-def _is_ready(place: Place) -> bool:
+def is_ready(place: Place) -> bool:
+    """Whether the server says so."""
     try:
         with _http.open(f"http://{_netloc(place)}/v2/health/ready", timeout=5) as answer:
             return bool(answer.status == 200)
@@ -216,12 +232,13 @@ def cpu_seconds(pid: int | None) -> CpuSeconds | None:
     if pid is None:
         return None
     try:
-        return CpuSeconds(_cpu(pid), sum(_cpu(child) for child in _children(pid)))
+        return CpuSeconds(_cpu(pid), sum(_cpu(child) for child in children(pid)))
     except OSError:
         return None
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
+    """The processes that a process has started and that are not reaped yet; /proc lists them per thread."""
     tasks = Path(f"/proc/{pid}/task")
     return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
 

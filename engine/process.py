@@ -28,9 +28,10 @@ from .executor.registry import build_executor
 from .messages import Failed, Loading, Ready, Shutdown
 from .wire import Address, Wire
 
-_PRIMITIVES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
-"""oneDNN keeps code for every shape that it met, 0.3 MiB each, 1024 of them unless told. A model has about five shapes
-for each number of tokens in a step, and small steps come again and again: those of up to 50 tokens are kept."""
+_SHAPE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+_SHAPES = "256"
+"""oneDNN, and torch above it, keep code for every shape that they met, 0.3 MiB each, 1024 of them unless told. A model
+has about five for each number of tokens in a step, a millisecond each to make again: those of small steps are kept."""
 _USEFUL_TIMES = 4
 """A cache sized by share of memory stops at this many times what all rows could fill at full length."""
 
@@ -54,7 +55,8 @@ def main(config: EngineConfig, directory: str) -> None:
 def _serve(config: EngineConfig, wire: Wire) -> None:
     phases = Phases(wire)
     phases.report("libraries", 0.0)
-    os.environ.setdefault(*_PRIMITIVES)
+    for name in _SHAPE_CACHES:
+        os.environ.setdefault(name, _SHAPES)
     executor = build_executor(config)  # imports torch where it needs it
     phases.report("libraries", 1.0)
     try:

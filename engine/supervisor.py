@@ -39,7 +39,7 @@ class Patience(NamedTuple):
     watch: float = 1.0
     first_retry: float = 0.1
     last_retry: float = 30.0
-    stable: float = 30.0
+    stable: float = 5.0
     stop: float = 5.0
 
 

@@ -1,7 +1,7 @@
 """Tensors out of a checkpoint's safetensors, slice by slice. Knows nothing of architectures."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .kernels.memory import Memory
 from .layers.group import Group
 from .spec import CheckpointError
 
@@ -17,6 +18,9 @@ STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """safetensors' name of a dtype -> torch's; no other is supported."""
 
 WHOLE = slice(None)
+
+TILE_BYTES = 1 << 24
+"""Of a matrix that is converted on the way, so much at a time: what else it takes is not more than the result."""
 
 
 class Piece(NamedTuple):
@@ -26,6 +30,13 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
     rows: slice = WHOLE
     columns: slice = WHOLE
+
+
+class Tile(NamedTuple):
+    """Rows of a matrix as the checkpoint stores them; `first` is the place of the first one in the whole."""
+
+    first: int
+    rows: Tensor
 
 
 class Weights:
@@ -116,12 +127,16 @@ class Loader:
         device: torch.device,
         group: Group,
         progress: Callable[[float], None] = lambda _: None,
+        quantized: bool = False,
     ) -> None:
-        """`progress` is told the fraction of the rank's bytes read so far."""
-        self.dtype, self.device, self.group = dtype, device, group
+        """`progress` is told the fraction of the rank's bytes read so far. `quantized`: matrices become int8."""
+        self.dtype, self.device, self.group, self.quantized = dtype, device, group, quantized
+        self.memory = Memory()
+        """For what is packed."""
         self._weights, self._progress = weights, progress
         self._read, self._total = 0, weights.bytes / group.size
         self._shared: WeakValueDictionary[tuple[str, int, int], Tensor] = WeakValueDictionary()
+        self._counted: set[str] = set()
 
     def vector(self, name: str, size: int) -> Tensor:
         """A whole one-dimensional tensor [size]."""
@@ -132,20 +147,39 @@ class Loader:
         key = (piece.name, piece.rows.start, piece.rows.stop)
         tensor = self._shared.get(key)
         if tensor is None:
-            tensor = self._shared[key] = self._view(piece).to(self.device, self.dtype)
+            view = self._weights.read(piece)
+            tensor = self._shared[key] = view.to(self.device, self.dtype)
+            self._count(piece, view)
+            self._counted.add(piece.name)
         return tensor
 
     def stack(self, pieces: Iterable[Piece]) -> Tensor:
         """The pieces one below the other, in memory of their own."""
-        views = [self._view(piece) for piece in pieces]
+        pieces = list(pieces)
+        views = [self._weights.read(piece) for piece in pieces]
         shape = (sum(len(view) for view in views), *views[0].shape[1:])
         whole = torch.empty(shape, dtype=self.dtype, device=self.device)
-        for target, view in zip(torch.split(whole, [len(view) for view in views]), views, strict=True):
+        targets = torch.split(whole, [len(view) for view in views])
+        for piece, target, view in zip(pieces, targets, views, strict=True):
             target.copy_(view)
+            self._count(piece, view)
         return whole
 
-    def _view(self, piece: Piece) -> Tensor:
-        view = self._weights.read(piece)
-        self._read += view.numel() * view.element_size()
+    def tiles(self, pieces: Iterable[Piece]) -> Iterator[Tile]:
+        """The matrices one below the other, a few rows at a time, mapped where the file has them side by side."""
+        first = 0
+        for piece in pieces:
+            rows, whole = range(*piece.rows.indices(piece.shape[0])), piece.shape[1] * 4
+            step = max(TILE_BYTES // whole, 1)
+            for start in range(rows.start, rows.stop, step):
+                part = piece._replace(rows=slice(start, min(start + step, rows.stop)))
+                view = self._weights.read(part)
+                yield Tile(first, view)
+                first += len(view)
+                self._count(piece, view)
+
+    def _count(self, piece: Piece, view: Tensor) -> None:
+        """A table that is both mapped and packed is one tensor of the file."""
+        if piece.name not in self._counted:
+            self._read += view.numel() * view.element_size()
         self._progress(min(self._read / self._total, 1.0))
-        return view

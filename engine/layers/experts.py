@@ -3,11 +3,11 @@
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..spec import Experts
 from ..weights import Loader, Piece
+from .matmul import ROUTER, prepare
 from .mlp import Gated, GatedMLP
 
 
@@ -24,11 +24,11 @@ class Router:
     Every rank has all of it, and so decides the same."""
 
     def __init__(self, load: Loader, name: str, hidden: int, experts: Experts) -> None:
-        self._weight = load.stack([Piece(f"{name}.weight", (experts.count, hidden))])
+        self._scores = prepare(load, [Piece(f"{name}.weight", (experts.count, hidden))], use=ROUTER)
         self._experts = experts
 
     def __call__(self, x: Tensor) -> Routed:
-        likely = F.linear(x, self._weight).softmax(-1, dtype=torch.float32)
+        likely = self._scores(x).softmax(-1, dtype=torch.float32)
         weights, chosen = likely.topk(self._experts.chosen, -1)
         if self._experts.normalised:
             weights = weights / weights.sum(-1, keepdim=True)

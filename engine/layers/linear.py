@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..weights import Loader, Piece
 from .group import part
-from .matmul import prepare
+from .matmul import HEAD, prepare
 
 
 class Output(NamedTuple):
@@ -22,10 +22,8 @@ class ColumnLinear:
     """x [N, in] -> this rank's output features [N, sum of parts]; several matrices computed as one."""
 
     def __init__(self, load: Loader, outputs: Sequence[Output], inputs: int, *, bias: bool) -> None:
-        weight = load.stack(Piece(f"{o.name}.weight", (o.size, inputs), o.part) for o in outputs)
-        self._matmul = prepare(
-            weight, load.stack(Piece(f"{o.name}.bias", (o.size,), o.part) for o in outputs) if bias else None
-        )
+        biases = load.stack(Piece(f"{o.name}.bias", (o.size,), o.part) for o in outputs) if bias else None
+        self._matmul = prepare(load, (Piece(f"{o.name}.weight", (o.size, inputs), o.part) for o in outputs), biases)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._matmul(x)
@@ -35,10 +33,9 @@ class RowLinear:
     """This rank's input features [N, in / ranks] -> the whole output [N, out], summed over the group."""
 
     def __init__(self, load: Loader, name: str, inputs: int, columns: slice, outputs: int, *, bias: bool) -> None:
-        weight = load.stack([Piece(f"{name}.weight", (outputs, inputs), columns=columns)])
         # The sum over ranks must contain the bias once.
-        mine = bias and load.group.rank == 0
-        self.partial = prepare(weight, load.vector(f"{name}.bias", outputs) if mine else None)
+        mine = load.vector(f"{name}.bias", outputs) if bias and load.group.rank == 0 else None
+        self.partial = prepare(load, [Piece(f"{name}.weight", (outputs, inputs), columns=columns)], mine)
         """This rank's share of the sum."""
         self._group = load.group
 
@@ -51,7 +48,7 @@ class Head:
 
     def __init__(self, load: Loader, name: str, vocab: int, hidden: int) -> None:
         rows = part(vocab, load.group)
-        self._matmul = prepare(load.mapped(Piece(name, (vocab, hidden), rows)), None)
+        self._matmul = prepare(load, [Piece(name, (vocab, hidden), rows)], use=HEAD)
         self._group = load.group
 
     def __call__(self, x: Tensor) -> Tensor:

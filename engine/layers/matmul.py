@@ -1,22 +1,105 @@
-"""Matrix products with weights that never change: packed once for the CPU where that is known to be exact."""
+"""Matrix products with weights that never change: packed once for the CPU, quantised on the way if asked for.
 
-from collections.abc import Callable
+Where the C kernels are, a row's result does not depend on the rows beside it. torch's own products, which serve
+elsewhere, promise that for int8 alone.
+"""
+
+from collections.abc import Callable, Iterable
 from functools import cache, partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels import library
+from ..kernels.matmul import Form, Packed
+from ..weights import Loader, Piece
+
 Matmul: TypeAlias = Callable[[Tensor], Tensor]
 """x [N, in] -> x W^T + b [N, out]."""
 
 PACKED_FOR = 32
-"""Rows the packed layout is chosen for; measured to serve every number of rows."""
+"""Rows oneDNN's packed layout is chosen for; measured to serve every number of rows."""
+
+LARGEST = 127
+"""Of a quantised number."""
 
 
-def prepare(weight: Tensor, bias: Tensor | None) -> Matmul:
-    """The product with `weight` [out, in] and `bias` [out]. Where it is packed, `weight` is not kept."""
+class Use(NamedTuple):
+    """What a product is for: whether its weights may be quantised, and whether its results are float32 in any case."""
+
+    quantizable: bool = True
+    float32: bool = False
+
+
+LAYER = Use()
+ROUTER = Use(quantizable=False, float32=True)
+"""Small, and decides: the last bit of a score may choose another expert."""
+HEAD = Use(float32=True)
+
+
+def prepare(load: Loader, pieces: Iterable[Piece], bias: Tensor | None = None, use: Use = LAYER) -> Matmul:
+    """The product with the matrices `pieces`, one below the other, and `bias` [out]."""
+    quantized, pieces = load.quantized and use.quantizable, list(pieces)
+    if library.serves(load.dtype, load.device):
+        return _native(load, pieces, bias, torch.int8 if quantized else load.dtype, use)
+    if quantized:
+        return _quantized(load, pieces, bias)
+    weight = load.mapped(pieces[0]) if len(pieces) == 1 and use is HEAD else load.stack(pieces)
+    return plain(weight, bias)
+
+
+def _native(load: Loader, pieces: list[Piece], bias: Tensor | None, kept: torch.dtype, use: Use) -> Packed:
+    out = torch.float32 if use.float32 else load.dtype
+    packed = Packed(Form(_rows(pieces), _columns(pieces[0]), kept, load.dtype, out), bias, load.memory)
+    for tile in load.tiles(pieces):
+        packed.pack(tile.first, tile.rows)
+    return packed
+
+
+def _rows(pieces: list[Piece]) -> int:
+    return sum(len(range(*piece.rows.indices(piece.shape[0]))) for piece in pieces)
+
+
+def _columns(piece: Piece) -> int:
+    return len(range(*piece.columns.indices(piece.shape[1])))
+
+
+class QuantizedProduct:
+    """The reference of the int8 kernels, and what serves without them: x in any dtype, results in it.
+
+    Sums are exact integers, so rows do not depend on each other here either."""
+
+    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+        """`weight` [in, out] in int8, `scales` [out] in float32."""
+        self._weight, self._scales, self._bias = weight, scales, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows, scales = quantize(x)
+        result = torch._int_mm(rows, self._weight).float().mul_(scales.unsqueeze(-1) * self._scales)
+        return (result if self._bias is None else result.add_(self._bias)).to(x.dtype)
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [N, n] -> int8 [N, n] and float32 scales [N], each row's largest number at 127."""
+    wide = x.float()
+    largest = wide.abs().amax(-1)
+    by = torch.where(largest > 0, LARGEST / largest, 0.0).clamp_(max=torch.finfo(torch.float32).max)
+    return wide.mul(by.unsqueeze(-1)).round_().to(torch.int8), largest / LARGEST
+
+
+def _quantized(load: Loader, pieces: list[Piece], bias: Tensor | None) -> Matmul:
+    weight = torch.empty(_rows(pieces), _columns(pieces[0]), dtype=torch.int8)
+    scales = torch.empty(len(weight))
+    for tile in load.tiles(pieces):
+        where = slice(tile.first, tile.first + len(tile.rows))
+        weight[where], scales[where] = quantize(tile.rows)
+    return QuantizedProduct(weight.t(), scales, None if bias is None else bias.float())
+
+
+def plain(weight: Tensor, bias: Tensor | None) -> Matmul:
+    """torch's product with `weight` [out, in] and `bias` [out]. Where oneDNN packs it, `weight` is not kept."""
     if weight.device.type == "cpu" and packing_works(weight.dtype):
         return _packed(weight, bias)
     return partial(F.linear, weight=weight, bias=bias)

@@ -18,7 +18,8 @@ class Decoder(Protocol):
     def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, chosen: Tensor) -> Tensor:
         """Compute ids and positions [N]; keys and values go through `attend`.
 
-        Returns the logits [S, vocabulary] of the packed places `chosen` [S], maybe none, in the model's dtype.
+        Returns the logits [S, vocabulary] of the packed places `chosen` [S], maybe none, in the model's dtype or in
+        float32.
         """
 
 
@@ -29,13 +30,14 @@ Builder: TypeAlias = Callable[[ModelSpec, Loader, int], Decoder]
 class Place(NamedTuple):
     """What a decoder is built for: this rank's device, and sequences of at most `positions` tokens.
 
-    `progress` is told the fraction of the rank's bytes read so far."""
+    `progress` is told the fraction of the rank's bytes read so far. `quantized`: its matrices become int8."""
 
     dtype: torch.dtype
     device: torch.device
     group: Group
     positions: int
     progress: Callable[[float], None] = lambda _: None
+    quantized: bool = False
 
 
 class Built(NamedTuple):
@@ -55,4 +57,4 @@ class Recipe(Protocol):
         """Tokens of the longest sequence."""
 
     def build(self, place: Place) -> Built:
-        """Raises CheckpointError: the weights are broken, or not what config.json says."""
+        """Raises CheckpointError: the weights are broken, not what config.json says, or can't be quantised."""

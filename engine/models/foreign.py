@@ -70,6 +70,10 @@ class ForeignRecipe:
         try:
             if place.group.size > 1:
                 raise CheckpointError("its layers can't be split over ranks")
+            if place.quantized:
+                raise CheckpointError(
+                    "transformers computes it, whose weights we can't quantise; use quantization none"
+                )
             model = _load(self.directory, place)
             heard = listen(model)
             decoder = Foreign(model)

@@ -46,7 +46,7 @@ class Native:
         return self.spec.max_position
 
     def build(self, place: Place) -> Built:
-        load = Loader(Weights(self.directory), place.dtype, place.device, place.group, place.progress)
+        load = Loader(Weights(self.directory), place.dtype, place.device, place.group, place.progress, place.quantized)
         return Built(self.builder(self.spec, load, place.positions), self.spec)
 
 

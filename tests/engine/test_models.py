@@ -16,7 +16,6 @@ from charonia.engine.attention.base import Batch, CacheSpec
 from charonia.engine.attention.registry import attention_backend
 from charonia.engine.checkpoint import open_checkpoint
 from charonia.engine.layers.group import Alone, Group, kv_part, part
-from charonia.engine.layers.matmul import packing_works, prepare
 from charonia.engine.models.base import Place
 from charonia.engine.models.registry import recipe
 
@@ -150,22 +149,3 @@ def test_ranks_that_share_the_weights_agree_with_one(checkpoint: Callable[..., P
     whole = logits(directory, prompts(), torch.float32)
     for found in shared:
         assert torch.allclose(found, whole, atol=2e-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_packed_product_is_the_plain_one(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    weight, bias = torch.randn(200, 64).to(dtype), torch.randn(200).to(dtype)
-    product = prepare(weight, bias)
-    for rows in (1, 2, 17, 300):
-        x = torch.randn(rows, 64).to(dtype)
-        right = x.double() @ weight.double().T + bias.double()
-        assert (product(x).double() - right).abs().max() < 256 * torch.finfo(dtype).eps
-
-
-def test_without_onednn_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("charonia.engine.layers.matmul._packed", lambda *_: lambda x: torch.zeros(len(x), 80))
-    packing_works.cache_clear()
-    assert not packing_works(torch.float32)
-    monkeypatch.undo()
-    packing_works.cache_clear()

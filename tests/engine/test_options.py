@@ -10,6 +10,7 @@ from charonia.scheduler.config import SchedulerConfig
 ALL = {
     "dtype": "float32",
     "device": "cpu",
+    "quantization": "int8",
     "attention": "reference",
     "executor": "fake",
     "threads": "2",
@@ -39,6 +40,7 @@ def test_every_name_arrives() -> None:
         model="somewhere",
         dtype="float32",
         device="cpu",
+        quantization="int8",
         attention="reference",
         executor="fake",
         threads=2,

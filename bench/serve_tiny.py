@@ -1,0 +1,49 @@
+"""A server of our own whose one model computes: random weights, so small that the doors have most of the work."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from .checkpoint import write_random
+from .serve_fake import VOCAB, write_config, write_words
+from .serve_server import Place, own_server
+
+NAME = "tiny"
+LENGTH = 256
+"""Tokens a sequence may have."""
+
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 64,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": LENGTH,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "dtype": "float32",
+}
+_ENGINE = {"threads": 1, "kv_cache_bytes": 16 << 20}
+
+
+def write_repository(directory: Path, parameters: Mapping[str, object]) -> Path:
+    """Make `directory` a repository with the model `tiny`."""
+    checkpoint = directory / NAME / "1"
+    write_words(checkpoint)
+    write_random(checkpoint, _LLAMA)
+    write_config(directory / NAME, parameters)
+    return directory
+
+
+@contextmanager
+def tiny_server(*flags: str) -> Iterator[Place]:
+    """A server over it, gone in the end."""
+    with TemporaryDirectory(prefix="charonia-proof-") as directory:
+        repository = write_repository(Path(directory) / "models", _ENGINE)
+        with own_server("--model-repository", str(repository), *flags) as place:
+            yield place

@@ -1,0 +1,158 @@
+/* Packing: rows of a checkpoint's matrix into the lines that matmul.h describes, quantised on the way for int8. */
+#include "matmul.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* What a checkpoint stores; the first two are numbered as what kernels compute on. */
+enum { FROM_FLOAT32, FROM_BFLOAT16, FROM_FLOAT16 };
+
+enum { SIZE_BITS = 0x7fffffff };
+
+/* Some rows of one matrix: those that the packed one has from output `first` on. */
+typedef struct {
+    const char *from;
+    int64_t stride;
+    int from_kind, kind;
+    int64_t first, outputs, inputs, steps;
+    uint32_t *lines;
+    float *scales;
+    int32_t *offsets;
+} Rows;
+
+ALWAYS_INLINE float as_float(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+ALWAYS_INLINE uint32_t as_bits(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+/* Exact, subnormals included: the multiplication moves the exponent. */
+ALWAYS_INLINE float from_half(uint32_t half)
+{
+    const uint32_t size = as_bits(as_float((half & 0x7fff) << 13) * 0x1p112f);
+    const uint32_t none = (half & 0x7c00) == 0x7c00 ? 0x7f800000 : 0;
+    return as_float(size | none | (half & 0x8000) << 16);
+}
+
+ALWAYS_INLINE float value_at(const void *row, int kind, int64_t at)
+{
+    if (kind == FROM_FLOAT32)
+        return ((const float *)row)[at];
+    const uint32_t half = ((const uint16_t *)row)[at];
+    return kind == FROM_BFLOAT16 ? as_float(half << 16) : from_half(half);
+}
+
+/* To nearest, halves to even; what is no number stays none. */
+ALWAYS_INLINE uint16_t rounded(float value)
+{
+    const uint32_t bits = as_bits(value);
+    return value != value ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* Adding 1.5 * 2^23 leaves the nearest whole number in the last bits. */
+ALWAYS_INLINE int nearest(float value) { return (int)(as_bits(value + 12582912.0f) - 0x4b400000); }
+
+/* As bits: then what is no number is larger than all that are. */
+ALWAYS_INLINE float largest(const void *row, int kind, int64_t inputs)
+{
+    uint32_t top = 0;
+    for (int64_t i = 0; i < inputs; i++) {
+        const uint32_t size = as_bits(value_at(row, kind, i)) & SIZE_BITS;
+        top = size > top ? size : top;
+    }
+    return as_float(top);
+}
+
+ALWAYS_INLINE void quantise(const void *row, int kind, int64_t inputs, int8_t *to, float *scale, int32_t *offset)
+{
+    const float top = largest(row, kind, inputs), by = top > 0x1p-120f ? 127.0f / top : 0.0f;
+    int32_t sum = 0;
+    for (int64_t i = 0; i < inputs; i++) {
+        const int value = nearest(value_at(row, kind, i) * by);
+        to[i] = (int8_t)value;
+        sum += value;
+    }
+    *scale = top / 127.0f;
+    *offset = 128 * sum;
+}
+
+ALWAYS_INLINE void convert(const void *row, int kind, int64_t inputs, void *to, int to_kind)
+{
+    for (int64_t i = 0; i < inputs; i++) {
+        if (to_kind == FLOAT32)
+            ((float *)to)[i] = value_at(row, kind, i);
+        else
+            ((uint16_t *)to)[i] = rounded(value_at(row, kind, i));
+    }
+}
+
+ALWAYS_INLINE void convert_row(const Rows *w, const char *row, int64_t output, int kind, uint32_t *to)
+{
+    if (w->kind == INT8)
+        quantise(row, kind, w->inputs, (int8_t *)to, w->scales + output, w->offsets + output);
+    else
+        convert(row, kind, w->inputs, to, w->kind);
+}
+
+/* One output's weights as its steps, one behind the other. */
+static void row_steps(const Rows *w, int64_t output, uint32_t *to)
+{
+    const char *row = w->from + (output - w->first) * w->stride * (w->from_kind == FROM_FLOAT32 ? 4 : 2);
+    to[w->steps - 1] = 0;
+    if (w->from_kind == FROM_BFLOAT16 && w->kind == BFLOAT16)
+        memcpy(to, row, (size_t)w->inputs * 2);
+    else if (w->from_kind == FROM_BFLOAT16)
+        convert_row(w, row, output, FROM_BFLOAT16, to);
+    else if (w->from_kind == FROM_FLOAT16)
+        convert_row(w, row, output, FROM_FLOAT16, to);
+    else
+        convert_row(w, row, output, FROM_FLOAT32, to);
+}
+
+/* The lanes of one group that these rows have; the others are another call's. `rows` holds LANES rows of steps. */
+static void pack_group(const Rows *w, int64_t group, uint32_t *rows)
+{
+    const int64_t base = group * LANES, end = w->first + w->outputs;
+    const int from = w->first > base ? (int)(w->first - base) : 0, to = end < base + LANES ? (int)(end - base) : LANES;
+    for (int lane = from; lane < to; lane++)
+        row_steps(w, base + lane, rows + lane * w->steps);
+    uint32_t *line = w->lines + base * w->steps;
+    for (int64_t step = 0; step < w->steps; step++, line += LANES) {
+        if (to - from == LANES)
+            for (int lane = 0; lane < LANES; lane++)
+                line[lane] = rows[lane * w->steps + step];
+        else
+            for (int lane = from; lane < to; lane++)
+                line[lane] = rows[lane * w->steps + step];
+    }
+}
+
+/* Pack rows [outputs, inputs] of a checkpoint as the outputs from `first` on; `stride` in elements. `lines` begins as
+   zeros; scales and offsets are those of the whole matrix, and used for int8 alone. Returns 0, or 1 when memory is short. */
+EXPORT int charonia_pack(const void *from, int from_kind, int64_t stride, int64_t first, int64_t outputs, int64_t inputs,
+                         int kind, void *lines, float *scales, int32_t *offsets)
+{
+    const Rows w = {from,   stride,  from_kind, kind, first, outputs, inputs, steps_of(kind, inputs),
+                    lines,  scales,  offsets};
+    const int64_t begin = first / LANES, end = (first + outputs + LANES - 1) / LANES;
+    int failed = 0;
+#pragma omp parallel reduction(| : failed)
+    {
+        uint32_t *rows = malloc((size_t)(LANES * w.steps) * sizeof *rows);
+        failed = !rows;
+#pragma omp for schedule(dynamic, 4)
+        for (int64_t group = begin; group < end; group++)
+            if (rows)
+                pack_group(&w, group, rows);
+        free(rows);
+    }
+    return failed;
+}

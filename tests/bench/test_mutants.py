@@ -1,0 +1,39 @@
+"""Mutants are drawn from their number, are of every kind, and begin as requests that are right."""
+
+import json
+
+from charonia.bench.mutant_http import FRAMINGS, mutant, valid_requests
+from charonia.bench.mutant_json import MUTATIONS
+from charonia.bench.mutant_rpc import OF_THE_BYTES, OF_THE_MESSAGE, rpc_mutant
+from charonia.bench.visits import Moment, visit
+
+VALID = valid_requests("m")
+MANY = range(1500)
+
+
+def test_http_mutants_repeat_and_are_of_every_kind() -> None:
+    made = [mutant(VALID, 3, number) for number in MANY]
+    assert made[700:] == [mutant(VALID, 3, number) for number in MANY[700:]]
+    assert made != [mutant(VALID, 4, number) for number in MANY]
+    assert {each.kind for each in made} == {*MUTATIONS, *FRAMINGS}
+    assert {each.path for each in made} == {each.path for each in VALID}
+
+
+def test_rpc_mutants_repeat_and_are_of_every_kind() -> None:
+    made = [rpc_mutant("m", 3, number) for number in MANY]
+    assert made[700:] == [rpc_mutant("m", 3, number) for number in MANY[700:]]
+    assert {each.kind for each in made} == {*OF_THE_MESSAGE, *OF_THE_BYTES}
+    assert {each.streaming for each in made} == {True, False}
+
+
+def test_making_mutants_leaves_the_valid_ones_as_they_are() -> None:
+    before = json.dumps([each.body for each in VALID])
+    for number in MANY:
+        mutant(VALID, 5, number)
+    assert json.dumps([each.body for each in VALID]) == before
+
+
+def test_visitors_leave_at_every_moment_by_every_door() -> None:
+    made = [visit(1, number) for number in range(500)]
+    assert made == [visit(1, number) for number in range(500)]
+    assert len({(each.door, each.moment) for each in made}) == 4 * len(Moment)

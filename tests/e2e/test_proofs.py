@@ -1,0 +1,54 @@
+"""The long proofs of bench/, in small: the same functions, against real servers. Nothing here judges a time."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from charonia.bench import proof_bodies, proof_disconnects, proof_kills, proof_soak
+from charonia.bench.fake_load import fake_server
+from charonia.bench.serve_census import census
+from charonia.bench.serve_server import Place
+
+
+@pytest.fixture
+def place(server: Any) -> Place:
+    """The session's server, as the proofs know theirs."""
+    (host, http), grpc, metrics = server.address, server.grpc_address, server.metrics_url
+    ports = (http, int(grpc.rpartition(":")[2]), server.process.pid, int(metrics.rpartition(":")[2].split("/")[0]))
+    return Place(host, *ports, Path(server.output))
+
+
+async def test_wrong_requests_hurt_nobody(place: Place) -> None:
+    cores, broken = census(place).cores, proof_bodies.tracebacks(place)
+    found = await proof_bodies.assail(place, "tiny", range(240), seed=11)
+    assert found.faults == []
+    assert len(found.verdicts) == 240
+    assert {"2xx", "4xx", "OK", "INVALID_ARGUMENT"} <= {verdict.answer for verdict in found.verdicts}
+    assert proof_bodies.tracebacks(place) == broken
+    assert [core.pid for core in census(place).cores] == [core.pid for core in cores]
+
+
+async def test_nothing_stays_of_clients_who_leave() -> None:
+    with fake_server(proof_disconnects.ENGINE) as place:
+        remains = await proof_disconnects.besiege(place, "fake", range(160), seed=11)
+        assert remains.faults == []
+        assert {"cancelled", "length"} <= remains.outcomes.keys()
+        assert proof_bodies.tracebacks(place) == []
+        assert proof_disconnects.leaves_at_once(place) < float("inf")
+
+
+def test_nobody_is_lost_with_a_core() -> None:
+    with fake_server(proof_kills.ENGINE) as place:
+        aftermath = proof_kills.batter(place, seconds=4, every=2, rate=24)
+    assert aftermath.faults == []
+    assert len(aftermath.away) == aftermath.restarts == 2
+    assert aftermath.answered
+    assert aftermath.told
+
+
+async def test_everything_at_once_for_a_moment(place: Place) -> None:
+    soaked = await proof_soak.soak(place, "tiny", seconds=3, seed=11)
+    assert soaked.faults == []
+    assert {kind for kind, _ in soaked.verdicts} == set(proof_soak._KINDS)
+    assert all(each.mean > 0 for each in soaked.trends().values())
