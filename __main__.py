@@ -114,7 +114,6 @@ def _read(repositories: Iterable[Path]) -> "tuple[ModelSource | BrokenSource, ..
 
 
 async def _run(plan: _Plan, tracer: "Tracer | None") -> int:
-    from .api.grpc_server import GrpcServer
     from .api.server import StopSignals, bind
     from .core.looplag import LoopLag
     from .core.records import write_record
@@ -132,16 +131,31 @@ async def _run(plan: _Plan, tracer: "Tracer | None") -> int:
         StopSignals() as stop,
         lag,
     ):
-        grpc = GrpcServer(hub, _info(options), plan.grpc, rpc, plan.keys)
+        loading = asyncio.create_task(_load(plan, hub, stop))
         try:
-            if not await _load(plan, hub, stop):
+            grpc = await _grpc_door(plan, hub, rpc)
+            if not await loading:
                 return 0 if stop.asked.is_set() else 1
             async with _metrics(options, metrics, (hub.measure, lag.measure)):
                 await _serve(plan, hub, sock, grpc, stop)
             return 0
         finally:
+            loading.cancel()
             hub.exit()
             await hub.unload()
+
+
+async def _grpc_door(plan: _Plan, hub: "Hub", sock: "socket.socket") -> "GrpcServer":
+    """Made while models load, which begins first; imports of what all doors need go on beside it."""
+    await asyncio.sleep(0)
+    await asyncio.to_thread(_import_doors)
+    from .api.grpc_server import GrpcServer
+
+    return GrpcServer(hub, _info(plan.server), plan.grpc, sock, plan.keys)
+
+
+def _import_doors() -> None:
+    from .api import app, grpc_server, metrics  # noqa: F401
 
 
 def _metrics_socket(options: ServerOptions) -> "AbstractContextManager[socket.socket | None]":

@@ -114,13 +114,15 @@ class LlmModel:
         Raises:
             CharoniaError: the checkpoint or the configuration is wrong; nothing is left running.
         """
+        starting = asyncio.create_task(self._client.start())  # takes longest: the tokenizer is read meanwhile
         try:
             self._loaded = await asyncio.to_thread(Language.load, self._checkpoint)
-            info = await self._client.start()
+            info = await starting
             parameters = {"max_model_len": str(info.max_model_len)}
             self._config = replace(self._config, parameters=parameters)
         except BaseException:
-            await self.unload()
+            starting.cancel()
+            await asyncio.gather(starting, self.unload(), return_exceptions=True)
             raise
 
     async def unload(self) -> None:

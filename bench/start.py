@@ -1,0 +1,103 @@
+"""From `charonia serve` to ready: `python -m charonia.bench.start CHECKPOINT [--runs 3] [-- FLAGS]`.
+
+Says what the server says of its phases, the processor time that both processes had by then, and with `--imports` which
+modules cost most to import. The disk is warm from the second run on.
+"""
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, NamedTuple
+
+from cyclopts import App, Parameter
+from rich.console import Console
+
+from .serve_server import cpu_seconds, own_server
+
+_IMPORT = re.compile(r"import time:\s+(\d+) \|\s+(\d+) \| ( *)(\S+)")
+"""self and cumulative microseconds, two spaces for each level, module; as `-X importtime` writes it."""
+
+app = App(name="python -m charonia.bench.start", help=__doc__)
+
+
+class Start(NamedTuple):
+    """Seconds to ready, processor seconds of both processes, and what the server said."""
+
+    seconds: float
+    frontend: float
+    engine: float
+    said: str
+
+
+class Import(NamedTuple):
+    """Milliseconds, those of what it imports included."""
+
+    milliseconds: float
+    depth: int
+    module: str
+
+
+def start(*what: str) -> Start:
+    """Serve `what`, arguments of `charonia serve`, until it is ready."""
+    began = time.perf_counter()
+    with own_server(*what) as place:
+        seconds = time.perf_counter() - began
+        spent = cpu_seconds(place.pid)
+        said = place.log.read_text() if place.log else ""
+    return Start(seconds, spent.frontend if spent else 0.0, spent.engine if spent else 0.0, said)
+
+
+def imports(said: str, least: float = 20.0) -> list[Import]:
+    """Modules that took `least` milliseconds or more, in the order in which they were imported."""
+    found = (_IMPORT.match(line) for line in said.splitlines())
+    read = (Import(int(match[2]) / 1e3, len(match[3]) // 2, match[4]) for match in found if match)
+    return [each for each in read if each.milliseconds >= least]
+
+
+@app.default
+def main(
+    checkpoint: str,
+    *flags: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    runs: int = 3,
+    imports_too: bool = False,
+) -> None:
+    """Print each run.
+
+    Parameters
+    ----------
+    checkpoint
+        What to serve.
+    flags
+        Further flags of `charonia serve`.
+    runs
+        How often.
+    imports_too
+        Then once more, to tell what imports cost.
+    """
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    for run in range(runs):
+        one = start(checkpoint, *flags)
+        console.print(
+            f"run {run}: ready after {one.seconds:.2f} s; processor time {one.frontend:.2f} s in the frontend,"
+            f" {one.engine:.2f} s in the core"
+        )
+        console.print("".join(f"    {line}\n" for line in one.said.splitlines()), end="")
+    if imports_too:
+        with _timed_imports():
+            for each in imports(start(checkpoint, *flags).said):
+                console.print(f"{each.milliseconds:8.0f} ms {'  ' * each.depth}{each.module}")
+
+
+@contextmanager
+def _timed_imports() -> Iterator[None]:
+    os.environ["PYTHONPROFILEIMPORTTIME"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONPROFILEIMPORTTIME"]
+
+
+if __name__ == "__main__":
+    app()
