@@ -32,8 +32,11 @@ log = logging.getLogger(__name__)
 _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 _TRUE = (True, "true", "True", "TRUE", "1")
 
-_OPEN = ("ServerReady", "ModelReady", "ModelInfer", "ModelStreamInfer")
-"""What needs no key, beside ServerLive; or asks for it by itself, to leave a record where it is wrong."""
+_OPEN = ("ServerReady", "ModelReady")
+"""What needs no key, beside ServerLive."""
+
+_COUNTED = ("ModelInfer", "ModelStreamInfer")
+"""What checks key and request by itself: a refusal leaves a record."""
 
 Handler = Callable[["GrpcDoor", Message, Context], Awaitable[Any]]
 
@@ -44,10 +47,10 @@ def _answering(handler: Handler) -> Handler:
     @wraps(handler)
     async def answer(door: "GrpcDoor", request: Message, context: Context) -> Any:
         try:
-            if handler.__name__ not in _OPEN:
+            if handler.__name__ not in (*_OPEN, *_COUNTED):
                 door.tenant_of(context)
-            if isinstance(request, DecodeError):  # in place of what could not be read
-                raise InvalidArgument(str(request))
+            if handler.__name__ not in _COUNTED:
+                _check_message(request)
             return await handler(door, request, context)
         except CharoniaError as error:
             await refuse(context, error)
@@ -58,6 +61,12 @@ def _answering(handler: Handler) -> Handler:
             await refuse(context, UNEXPECTED)
 
     return answer
+
+
+def _check_message(request: Message | DecodeError) -> None:
+    """Raises `InvalidArgument` for what stands in place of a request that could not be read."""
+    if isinstance(request, DecodeError):
+        raise InvalidArgument(str(request))
 
 
 class GrpcDoor:
@@ -102,9 +111,10 @@ class GrpcDoor:
     @_answering
     async def ModelInfer(self, request: Message, context: Context) -> Message:
         with self._gateway.open("ModelInfer", metadata_of(context)) as exchange:
-            exchange.id = request.id
             tenant = self.tenant_of(context)
             exchange.tenant = tenant.name
+            _check_message(request)
+            exchange.id = request.id
             return await self._infer(request, tenant)
 
     async def _infer(self, request: Message, tenant: Tenant) -> Message:

@@ -91,13 +91,18 @@ async def test_what_is_no_request_leaves_nothing(keyed: httpx.AsyncClient, gatew
 
 
 @pytest.fixture
-async def stub(gateway: Any) -> AsyncIterator[Any]:
+async def served(gateway: Any) -> AsyncIterator[grpc.aio.Channel]:
     with bind("127.0.0.1", 0, "--grpc-port") as sock:
         server = GrpcServer(gateway, ServerInfo("triton", "9.9"), GrpcOptions(grpc_address="127.0.0.1"), sock, KEYS)
         await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{sock.getsockname()[1]}") as channel:
-            yield GRPCInferenceServiceStub(channel)
+            yield channel
         await server.stop(force=True)
+
+
+@pytest.fixture
+def stub(served: grpc.aio.Channel) -> Any:
+    return GRPCInferenceServiceStub(served)
 
 
 METADATA = (("authorization", "Bearer k"),)
@@ -115,8 +120,16 @@ async def test_a_unary_call_is_one_request(stub: Any, gateway: Any) -> None:
             await asyncio.wait_for(stub.ModelInfer(message(model, "7"), metadata=metadata), 60)
     refused = [(UNARY, "", "rejected", "unauthenticated"), (UNARY, "alice", "rejected", "not_found")]
     assert ends(gateway) == refused
-    assert [each.id for each in gateway.exchanges] == ["7", "7"]
+    assert [each.id for each in gateway.exchanges] == ["", "7"]
     assert ("authorization", "Bearer k") in gateway.exchanges[1].headers
+
+
+async def test_bytes_that_are_no_message_are_a_request_too(served: grpc.aio.Channel, gateway: Any) -> None:
+    call = served.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await asyncio.wait_for(call(b"\xff", metadata=METADATA), 60)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert ends(gateway) == [(UNARY, "alice", "rejected", "invalid_argument")]
 
 
 async def test_each_message_of_a_stream_is_a_request_and_an_idle_stream_is_none(stub: Any, gateway: Any) -> None:
