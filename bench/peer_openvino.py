@@ -45,8 +45,11 @@ class Peer:
 
 def _exported(setup: "Setup") -> str:
     folder = Path(setup.folder)
-    if not (folder / "openvino_model.xml").exists():
+    if not folder.exists():
+        # Only a whole export gets the name that the next run looks for.
+        part = folder.with_name(folder.name + ".part")
         tool = Path(sys.executable).with_name("optimum-cli")
         kind = ["--task", "text-generation-with-past", "--weight-format", _FORMATS[setup.precision]]
-        subprocess.run([tool, "export", "openvino", "--model", setup.checkpoint, *kind, folder], check=True)
+        subprocess.run([tool, "export", "openvino", "--model", setup.checkpoint, *kind, part], check=True)
+        part.rename(folder)
     return str(folder)

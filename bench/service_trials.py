@@ -106,6 +106,7 @@ def throughput(asked: Asked, engine: Contender, sizes: Sizes, cores: int, log: L
     The generator takes its share of the machine: what is left of it is what the server is held to.
     """
     verdicts = []
+    engine.generate([[1] * sizes.prompt], 2)
     for streams in sizes.streams:
         served, alone = [], []
         jobs = uniform_jobs([0.0] * streams, sizes.prompt, sizes.new)
