@@ -167,7 +167,7 @@ class Trial:
         always gets on, so everybody before it runs in turn at worst; then those that took the rows while it stood
         aside for a block it can share, twice for good measure."""
         config = self.world.scheduler
-        overtaken = priority * config.ageing_steps + prompt // config.max_num_batched_tokens
+        overtaken = priority * config.ageing_steps + prompt // config.turn_tokens
         before = sum(expected.work for expected in self.expected.values())
         aside = 2 * config.max_num_seqs * self._longest_work()
         if self.world.tenants > 1:  # everybody before it goes by rank, and that is one admission in so many

@@ -21,3 +21,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     admission: Literal["optimistic", "no_evict"] = "optimistic"
     ageing_steps: int = 256
     target_step_ms: float | None = None
+
+    @property
+    def turn_tokens(self) -> int:
+        """Prompt tokens that count as a step of waiting when prompts are ranked: about what one gets in a step."""
+        return self.max_num_batched_tokens if self.target_step_ms == 0 else min(self.max_num_batched_tokens, 16)

@@ -11,8 +11,11 @@ from .cost import StepCost, Work
 PATIENCE = 1.6
 """For the sake of long prompts a step may take so many times what it would without them."""
 
+LONG_SECONDS = 0.5
+"""A prompt that takes longer to compute is a long one."""
+
 RESPONSE_SECONDS = 0.25
-"""For the sake of short prompts a step may take so long. What takes longer to compute is a long prompt."""
+"""For the sake of short prompts a step may take so long."""
 
 ARRIVAL_SECONDS = 0.125
 """A step in which nobody waits for a token may take so long: whoever arrives meanwhile waits for its end."""
@@ -76,7 +79,7 @@ class Pace:
 
     def is_long(self, tokens: int, context: int) -> bool:
         """Whether a prompt that lacks `tokens` after `context` goes in the lane of long ones."""
-        return self._bounds and self._target is None and self.cost.of_prompt(tokens, context) > RESPONSE_SECONDS
+        return self._bounds and self._target is None and self.cost.of_prompt(tokens, context) > LONG_SECONDS
 
     def probes(self, decoding: Work) -> bool:
         """Whether this step is to tell what `decoding` alone costs."""

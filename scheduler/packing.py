@@ -95,10 +95,10 @@ class Packer:
 
     def _half_computed(self) -> tuple[list[Gap], list[Gap]]:
         """Of running sequences that never caught up, short prompts and long ones; the next one is the last here."""
-        rows, budget = self._rows, self._config.max_num_batched_tokens
+        rows = self._rows
         gaps = rows.gaps(self._in_flight_cap)
         behind = np.flatnonzero(~rows.caught_up & (gaps > 0))
-        ranks = rows.seniority[behind] + gaps[behind] // budget
+        ranks = rows.seniority[behind] + gaps[behind] // self._config.turn_tokens
         standings = self._fairness.standings(rows.slot[behind], rows.seniority[behind], self._now)
         columns = (*standings, ranks, rows.number[behind], behind, gaps[behind])
         ordered = sorted(map(Gap._make, zip(*(column.tolist() for column in columns), strict=True)), reverse=True)

@@ -106,7 +106,7 @@ class Scheduler:
         """Put a sequence in line.
 
         Its rank is the step it arrived in, later by `ageing_steps` for each class and by one for each step its
-        prompt would fill alone: equal ranks are in order of arrival, a short prompt overtakes a long one, and
+        prompt may need: equal ranks are in order of arrival, a short prompt overtakes a long one, and
         nobody is overtaken forever, since ranks stand still while time passes. Between tenants of a class, service
         comes before rank: see `Fairness`.
 
@@ -116,7 +116,7 @@ class Scheduler:
         self._refuse_impossible(request)
         priority = min(max(request.priority, 0), CLASSES - 1)
         seniority = self._step + priority * self.config.ageing_steps
-        rank = seniority + len(request.prompt) // self.config.max_num_batched_tokens
+        rank = seniority + len(request.prompt) // self.config.turn_tokens
         slot = self._fairness.slot(request.tenant, request.weight)
         sequence = Sequence(request, self._arrivals, seniority, rank, list(request.hashes), slot)
         self._fairness.arrive(slot)
