@@ -1,51 +1,138 @@
-"""What this machine and its cgroup give a process: cores and memory. Knows nothing of models."""
+"""What this machine and its cgroup give a process: cores, where they lie, and memory. Knows nothing of models.
+
+Read from the kernel's files below `root`; what a system does not tell limits nothing.
+"""
 
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-_CGROUP = Path("/sys/fs/cgroup")
+_ROOT = Path("/")
 _UNLIMITED = 1 << 60
 """cgroup v1 writes a number near 2**63 where v2 writes "max"."""
 
 
-def usable_cores() -> int:
-    """Cores this process may use: its affinity, and no more than the cgroup's quota, rounded up."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, math.ceil(min(cores, _cpu_quota(_CGROUP))))
+class Cores(NamedTuple):
+    """`logical`: cores that the process may run on. `physical`: hyperthreads of one core counted once. `nodes`: NUMA
+    nodes they lie on. `quota`: cores' worth of time that its cgroup grants, maybe infinite."""
+
+    logical: int
+    physical: int
+    nodes: int
+    quota: float
+
+    @property
+    def threads(self) -> int:
+        """How many to compute with. Hyperthreads share what computes, and a step waits for its slowest thread."""
+        return max(1, math.ceil(min(self.physical, self.quota)))
+
+    def __str__(self) -> str:
+        parts = [_count(self.physical, "core")]
+        if self.logical != self.physical:
+            parts.append(f"{self.logical} hyperthreads")
+        if self.nodes > 1:
+            parts.append(f"{self.nodes} NUMA nodes")
+        if self.quota < self.physical:
+            parts.append(f"a quota of {self.quota:g}")
+        return ", ".join(parts)
 
 
-def available_memory() -> int:
-    """Bytes this process may still take: what the kernel calls available, and what the cgroup leaves."""
-    return max(0, int(min(_mem_available(), _cgroup_left(_CGROUP), _UNLIMITED)))
+def cores(root: Path = _ROOT) -> Cores:
+    """What there is to compute on."""
+    usable = _affinity()
+    physical = {_siblings(root, cpu) for cpu in usable}
+    nodes = [node for node in _nodes(root) if node & usable]
+    return Cores(len(usable), len(physical), max(len(nodes), 1), min(_quotas(root), default=math.inf))
 
 
-def _cpu_quota(root: Path) -> float:
-    fields = _read(root / "cpu.max").split()
-    if len(fields) == 2:
-        return math.inf if fields[0] == "max" else int(fields[0]) / int(fields[1])
-    quota, period = _read(root / "cpu/cpu.cfs_quota_us"), _read(root / "cpu/cpu.cfs_period_us")
-    return int(quota) / int(period) if quota and period and int(quota) > 0 else math.inf
+def available_memory(root: Path = _ROOT) -> int:
+    """Bytes this process may still take: what the kernel calls available, and what its cgroups leave."""
+    return max(0, int(min(_mem_available(root), _UNLIMITED, *_memory_left(root))))
 
 
-def _cgroup_left(root: Path) -> float:
-    """Limit less use; file pages that the kernel can drop at once do not count as used."""
-    for limit, used, dropped in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        text = _read(root / limit)
-        if text.isdigit() and int(text) < _UNLIMITED:
-            stat = _stat(root / limit.replace("memory.max", "memory.stat").replace("limit_in_bytes", "stat"))
-            return int(text) - int(_read(root / used) or 0) + stat.get(dropped, 0)
-    return math.inf
+# Cores
 
 
-def _mem_available() -> float:
-    for line in _read(Path("/proc/meminfo")).splitlines():
+def _affinity() -> frozenset[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def _siblings(root: Path, cpu: int) -> frozenset[int]:
+    """The hyperthreads of this one's core."""
+    text = _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    return _cpu_list(text) or frozenset([cpu])
+
+
+def _nodes(root: Path) -> list[frozenset[int]]:
+    return [_cpu_list(_read(path)) for path in sorted(root.glob("sys/devices/system/node/node[0-9]*/cpulist"))]
+
+
+def _cpu_list(text: str) -> frozenset[int]:
+    """The kernel's way to write sets: 0-3,8,10-11."""
+    ends = (part.partition("-") for part in text.split(",") if part)
+    return frozenset(cpu for first, _, last in ends for cpu in range(int(first), int(last or first) + 1))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Of the process's cgroups and all above them, in cores."""
+    for group in _groups(root, "cpu"):
+        fields = _read(group / "cpu.max").split()
+        if len(fields) == 2 and fields[0] != "max":
+            yield int(fields[0]) / int(fields[1])
+        quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+        if quota and period and int(quota) > 0:
+            yield int(quota) / int(period)
+
+
+# Memory
+
+
+def _memory_left(root: Path) -> Iterator[float]:
+    """Limit less use, of the process's cgroups and all above them; file pages that the kernel can drop at once do not
+    count as used."""
+    for group in _groups(root, "memory"):
+        yield _left(group / "memory.max", group / "memory.current", "inactive_file")
+        yield _left(group / "memory.limit_in_bytes", group / "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _left(limit: Path, used: Path, dropped: str) -> float:
+    text = _read(limit)
+    if not text.isdigit() or int(text) >= _UNLIMITED:
+        return math.inf
+    return int(text) - int(_read(used) or 0) + _stat(limit.with_name("memory.stat")).get(dropped, 0)
+
+
+def _mem_available(root: Path) -> float:
+    for line in _read(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return math.inf
+
+
+# Files
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Directories of the process's cgroup with this controller, of either version, and of all above it. In a container
+    the innermost may be what is mounted, whatever the path says."""
+    mounts = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines() or ["0::/"]:
+        _, names, path = line.split(":", 2)
+        if not names:
+            yield from _up(mounts, path)
+            yield from _up(mounts / "unified", path)
+        elif controller in names.split(","):
+            for mount in {names, controller}:
+                yield from _up(mounts / mount, path)
+
+
+def _up(mount: Path, path: str) -> Iterator[Path]:
+    parts = [part for part in path.split("/") if part]
+    return (mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
 
 
 def _stat(path: Path) -> dict[str, int]:
@@ -57,3 +144,7 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -89,6 +89,8 @@ def start(config: EngineConfig, executor: Executor, phases: Phases) -> tuple[Eng
     """Load everything and generate a token."""
     phases.report("weights", 0.0)
     capacity = executor.load(phases.report)
+    if capacity.machine:
+        phases.report("machine", 1.0, capacity.machine)
     length = model_length(config.max_model_len, capacity)
     blocks = cache_blocks(config.cache, capacity, config.scheduler.max_num_seqs * length)
     phases.report("cache", 0.0)

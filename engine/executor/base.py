@@ -19,6 +19,8 @@ class Capacity(NamedTuple):
     """Bytes one cache block takes, over all layers."""
     free_bytes: int
     """Memory left for the cache on the tightest device."""
+    machine: str = ""
+    """What is computed on, and what that allows, for people."""
 
 
 class Executor(Protocol):

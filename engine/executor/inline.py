@@ -13,10 +13,11 @@ from ..attention.base import Attention, CacheSpec
 from ..attention.registry import Wanted, attention_backend, check_backend
 from ..checkpoint import open_checkpoint
 from ..config import CacheConfig, EngineConfig
-from ..host import available_memory, usable_cores
+from ..host import available_memory, cores
 from ..layers.group import Alone
 from ..models.base import Place
 from ..models.registry import recipe
+from ..roof import roof
 from ..rows import Rows
 from ..runner import Runner
 from ..spec import DTYPES, Shape
@@ -66,19 +67,20 @@ class InlineExecutor:
         return self._engine
 
     def _load(self, progress: Callable[[float], None]) -> Capacity:
-        torch.set_num_threads(self._config.threads or usable_cores())
+        torch.set_num_threads(self._config.threads or cores().threads)
         device = _device(self._config.device)
         self._engine = _build(self._config, device, progress)
-        free = _free_memory(device) - _working_memory(self._engine.shape, self._config)
-        return Capacity(
-            self._engine.shape.vocab_size, self._engine.max_tokens, self._engine.attention.block_bytes, max(free, 0)
-        )
+        shape, _, max_tokens, attention, _ = self._engine
+        free = _free_memory(device) - _working_memory(shape, self._config)
+        machine = _machine(self._engine) if device.type == "cpu" else ""
+        return Capacity(shape.vocab_size, max_tokens, attention.block_bytes, max(free, 0), machine)
 
 
 class _Engine(NamedTuple):
     """What loading makes."""
 
     shape: Shape
+    kept: torch.dtype
     max_tokens: int
     attention: Attention
     runner: Runner
@@ -92,7 +94,14 @@ def _build(config: EngineConfig, device: torch.device, progress: Callable[[float
     progress(1.0)
     attention = attention_backend(config.attention, _cache(shape, config.cache, dtype, device))
     rows = Rows(max_tokens, block_size, device)
-    return _Engine(shape, max_tokens, attention, Runner(decoder, attention, rows, device))
+    return _Engine(shape, dtype, max_tokens, attention, Runner(decoder, attention, rows, device))
+
+
+def _machine(engine: _Engine) -> str:
+    """Cores, threads, and the bound that memory sets, for people."""
+    threads, bound = torch.get_num_threads(), roof(engine.shape, engine.kept)
+    said = f"{cores()}; {threads} thread{'s' if threads > 1 else ''}"
+    return said if bound is None else f"{said}; {bound}"
 
 
 def _cache(shape: Shape, cache: CacheConfig, dtype: torch.dtype, device: torch.device) -> CacheSpec:
