@@ -50,7 +50,7 @@ def valid_requests(model: str) -> tuple[Valid, ...]:
         Valid("/v1/chat/completions", {"messages": chat, **openai, "logprobs": True, "top_logprobs": 2}),
         Valid("/v1/chat/completions", {"messages": parts, "model": model, "max_completion_tokens": 3, **stream}),
         Valid("/tokenize", {"model": model, "prompt": "Hello", "add_special_tokens": False}),
-        Valid("/tokenize", {"messages": chat, "add_generation_prompt": True}),
+        Valid("/tokenize", {"model": model, "messages": chat, "add_generation_prompt": True}),
         Valid("/detokenize", {"model": model, "tokens": [1, 2, 3, 4]}),
     )
 

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, get_args
 
@@ -93,19 +93,20 @@ def _fate(record: Record) -> str:
 
 
 def batter(
-    place: Place, seconds: float, every: float, rate: float, tell: Callable[[str], None] = lambda line: None
+    place: Place, rate: float, kills: Sequence[float], patience: float, tell: Callable[[str], None] = lambda line: None
 ) -> Aftermath:
-    """Ask `rate` times a second for so many seconds while a core dies `every` so many.
+    """Ask `rate` times a second while the core dies at these seconds, and as long after the last as before the first.
 
     Raises:
-        Unavailable: the server was not ready again in time for the next kill.
+        Unavailable: the server was not ready again within `patience` seconds.
     """
+    seconds = kills[-1] + kills[0]
     asyncio.run(_tried(place, tell))
     before, seen = census(place), scrape(place)
     with ThreadPoolExecutor(len(DOORS)) as threads:
         loads = [_load(place, door, rate / len(DOORS), seconds, seed) for seed, door in enumerate(DOORS)]
         putting = [threads.submit(run, load) for load in loads]
-        away = _kill_again_and_again(place, seconds, every, tell)
+        away = list(_kill_at(place, kills, patience, tell))
         records = [record for put in putting for outcome in put.result() for record in outcome.records]
     now = asyncio.run(until_idle(place))
     after = asyncio.run(settled(place, before))
@@ -134,14 +135,13 @@ def _load(place: Place, door: DoorName, rate: float, seconds: float, seed: int) 
     )
 
 
-def _kill_again_and_again(place: Place, seconds: float, every: float, tell: Callable[[str], None]) -> list[float]:
-    begun, away = time.monotonic(), list[float]()
-    for number in range(1, round(seconds / every) + 1):
-        if (due := begun + (number - 0.5) * every) < begun + seconds:
-            time.sleep(max(0.0, due - time.monotonic()))
-            away.append(kill(place, every))
-            tell(f"killed {number}, ready again after {away[-1]:.2f} s")
-    return away
+def _kill_at(place: Place, kills: Sequence[float], patience: float, tell: Callable[[str], None]) -> Iterator[float]:
+    begun = time.monotonic()
+    for number, due in enumerate(kills, 1):
+        time.sleep(max(0.0, begun + due - time.monotonic()))
+        away = kill(place, patience)
+        tell(f"killed {number}, ready again after {away:.2f} s")
+        yield away
 
 
 def kill(place: Place, patience: float) -> float:
@@ -184,7 +184,8 @@ def main(seconds: float = 120.0, every: float = 10.0, rate: float = 40.0) -> Non
     console = Console()
     with fake_server(ENGINE) as place, Progress(console=console) as progress:
         task = progress.add_task("under load", total=None)
-        aftermath = batter(place, seconds, every, rate, lambda line: progress.update(task, description=line))
+        kills = [(number + 0.5) * every for number in range(max(1, round(seconds / every)))]
+        aftermath = batter(place, rate, kills, every, lambda line: progress.update(task, description=line))
     show(console, aftermath)
     for fault in aftermath.faults[:20]:
         print(fault)

@@ -75,18 +75,6 @@ def _refusal(server: Any, path: str, body: Any) -> httpx.Response:
         return answer
 
 
-def test_a_killed_core_ends_its_streams_and_comes_back(serve: Any, tokenizer_only: Path) -> None:
-    with serve(str(tokenizer_only), *FLAGS, "--fake-step-seconds", "0.02") as server, stream(server) as lines:
-        next(lines)
-        [core] = server.cores()
-        os.kill(core, signal.SIGKILL)
-        *_, last = lines
-        assert "error" in json.loads(last.removeprefix("data: "))
-        server.until(lambda: server.status("/v2/health/ready") == 200 and server.cores() not in ([], [core]))
-        assert generate(server) == 200
-        assert server.stop() == 0
-
-
 def test_unready_while_the_core_is_away(serve: Any, tokenizer_only: Path) -> None:
     with serve(str(tokenizer_only), *FLAGS) as server:
         assert server.status("/v2/models/m/ready") == 200

@@ -21,9 +21,9 @@ def place(server: Any) -> Place:
 
 async def test_wrong_requests_hurt_nobody(place: Place) -> None:
     cores, broken = census(place).cores, proof_bodies.tracebacks(place)
-    found = await proof_bodies.assail(place, "tiny", range(240), seed=11)
+    found = await proof_bodies.assail(place, "tiny", range(160), seed=11)
     assert found.faults == []
-    assert len(found.verdicts) == 240
+    assert len(found.verdicts) == 160
     assert {"2xx", "4xx", "OK", "INVALID_ARGUMENT"} <= {verdict.answer for verdict in found.verdicts}
     assert proof_bodies.tracebacks(place) == broken
     assert [core.pid for core in census(place).cores] == [core.pid for core in cores]
@@ -40,15 +40,15 @@ async def test_nothing_stays_of_clients_who_leave() -> None:
 
 def test_nobody_is_lost_with_a_core() -> None:
     with fake_server(proof_kills.ENGINE) as place:
-        aftermath = proof_kills.batter(place, seconds=4, every=2, rate=24)
+        aftermath = proof_kills.batter(place, rate=24, kills=[1.5], patience=60)
     assert aftermath.faults == []
-    assert len(aftermath.away) == aftermath.restarts == 2
+    assert len(aftermath.away) == aftermath.restarts == 1
     assert aftermath.answered
     assert aftermath.told
 
 
 async def test_everything_at_once_for_a_moment(place: Place) -> None:
-    soaked = await proof_soak.soak(place, "tiny", seconds=3, seed=11)
+    soaked = await proof_soak.soak(place, "tiny", seconds=2, seed=11)
     assert soaked.faults == []
     assert {kind for kind, _ in soaked.verdicts} == set(proof_soak._KINDS)
     assert all(each.mean > 0 for each in soaked.trends().values())
