@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, TypeAlias
@@ -24,7 +25,7 @@ from rich.console import Console
 
 from ..core.errors import CharoniaError
 from ..engine.checkpoint import open_checkpoint
-from ..engine.host import usable_cores
+from ..engine.host import cores
 from ..engine.spec import ModelSpec
 from .checkpoint import ShapeName, write_shape
 from .contender import Contender, entries
@@ -110,14 +111,21 @@ def _field(checkpoint: Path, scratch: Path, work: Work, peers: Sequence[str], lo
                 sequences=max(work.sequences),
                 length=work.length,
                 chunk=work.chunk,
-                threads=usable_cores(),
+                threads=cores().threads,
                 device=work.device,
-                folder=str(scratch / f"{checkpoint.name}-{entry.name}-{entry.precision}"),
+                folder=str(scratch / f"{identity(checkpoint)}-{entry.name}-{entry.precision}"),
             )
             contenders.append(stack.enter_context(Contender(entry, setup)))
         for contender in contenders:
             _warm(contender, work, spec.vocab_size)
-        yield Field(spec, Gauge(work.precisions, work.device, usable_cores()), contenders)
+        yield Field(spec, Gauge(work.precisions, work.device, cores().threads), contenders)
+
+
+def identity(checkpoint: Path) -> str:
+    """A name that no other checkpoint has, nor this one once its files have changed."""
+    files = sorted(checkpoint.resolve().glob("*"))
+    state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return f"{checkpoint.name}-{sha256(repr(state).encode()).hexdigest()[:12]}"
 
 
 def _warm(contender: Contender, work: Work, vocab: int) -> None:

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from ..core.errors import CharoniaError
 from ..engine.checkpoint import open_checkpoint
-from ..engine.host import usable_cores
+from ..engine.host import cores
 from .checkpoint import ShapeName
 from .contender import OURS, Contender, Entry
 from .limits import Precision
@@ -65,7 +65,7 @@ def judge(
 def _run(trial: Trial, asked: Asked, checkpoint: Path, precision: Precision, sizes: Sizes, log: Log) -> list[Verdict]:
     if trial == "throughput":
         with Contender(Entry(OURS, precision, Path(sys.executable)), _setup(checkpoint, precision, sizes)) as engine:
-            return throughput(asked, engine, sizes, usable_cores(), log)
+            return throughput(asked, engine, sizes, cores().threads, log)
     return {"prefill": prefill, "mixed": mixed, "prefix": prefix}[trial](asked, sizes, log)
 
 
@@ -76,7 +76,7 @@ def _setup(checkpoint: Path, precision: Precision, sizes: Sizes) -> Setup:
         sequences=max(sizes.streams),
         length=sizes.prompt + sizes.new,
         chunk=_CHUNK,
-        threads=usable_cores(),
+        threads=cores().threads,
         device="cpu",
         folder=str(checkpoint),
     )

@@ -11,7 +11,7 @@ from charonia.bench.checkpoint import write_random
 from charonia.bench.contender import Contender, Entry, entries
 from charonia.bench.gauge import Gauge
 from charonia.bench.limits import Job, Machine
-from charonia.bench.offline import better, prompts
+from charonia.bench.offline import better, identity, prompts
 from charonia.bench.offline_report import Comparison, Turn, show, write_json
 from charonia.bench.peer_runner import Setup
 from charonia.core.errors import InvalidArgument, Unavailable
@@ -79,6 +79,17 @@ def test_the_gauge_finds_limits_of_every_precision() -> None:
 
 def test_the_better_of_two_measurements_takes_each_number_by_itself() -> None:
     assert better(Machine(1.0, 4.0), Machine(2.0, 3.0)) == Machine(2.0, 4.0)
+
+
+def test_exports_are_kept_for_one_state_of_one_checkpoint(tmp_path: Path) -> None:
+    one, other = tmp_path / "a" / "1", tmp_path / "b" / "1"
+    for folder in (one, other):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    before = identity(one)
+    assert before == identity(one) != identity(other)
+    (one / "config.json").write_text("{ }")
+    assert identity(one) != before
 
 
 def turn(name: str, speed: float, limit: float) -> Turn:
