@@ -1,0 +1,140 @@
+"""What quantisation costs: perplexity of a checkpoint on text it has not seen, as it is and in int8.
+
+`python -m charonia.bench.quality CHECKPOINT [--text FILE ...]`; without files, on the modules of Python's standard
+library that the demo model's training held out. Computed by the engine's own layers and attention, window by window.
+"""
+
+import math
+import random
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from cyclopts import App
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from ..engine.attention.base import Attention, Batch, CacheSpec
+from ..engine.attention.registry import attention_backend
+from ..engine.checkpoint import open_checkpoint
+from ..engine.layers.group import Alone
+from ..engine.models.base import Decoder, Place
+from ..engine.models.registry import recipe
+
+BLOCK, WINDOW = 16, 512
+SEED, SHARE = 20261120, 0.04
+"""What examples/training/selection.json draws the held-out files by."""
+
+app = App(name="python -m charonia.bench.quality", help=__doc__)
+
+
+class Score(NamedTuple):
+    """`nats`: mean loss of a predicted token."""
+
+    name: str
+    nats: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.nats)
+
+
+class Model:
+    """A checkpoint in one precision, with a cache for one window."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype, quantized: bool) -> None:
+        place = Place(dtype, torch.device("cpu"), Alone(), WINDOW, quantized=quantized)
+        built = recipe(open_checkpoint(str(checkpoint))).build(place)
+        self._decoder: Decoder = built.decoder
+        heads = built.shape.heads, built.shape.kv_heads, built.shape.head_dim
+        spec = CacheSpec(built.shape.views, *heads, BLOCK, dtype, place.device)
+        self._attention: Attention = attention_backend("auto", spec)
+        self._attention.allocate(WINDOW // BLOCK)
+
+    @torch.inference_mode()
+    def losses(self, window: Tensor) -> Tensor:
+        """[n - 1] in nats, of all tokens int64 [n] but the first."""
+        step = _whole(len(window))
+        attend = self._attention.begin(step)
+        logits = self._decoder.logits(window, step.positions, attend, step.positions[:-1])
+        return F.cross_entropy(logits.float(), window[1:], reduction="none")
+
+
+def score(name: str, model: Model, windows: list[Tensor]) -> Score:
+    losses = torch.cat([model.losses(window) for window in windows])
+    return Score(name, float(losses.double().mean()), len(losses))
+
+
+def windows_of(checkpoint: Path, texts: list[str], most: int) -> list[Tensor]:
+    """About `most` tokens, from the beginning of each text alike; no window spans two texts."""
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    ids = [torch.tensor(tokenizer.encode(text).ids) for text in texts]
+    found: list[Tensor] = []
+    for start in range(0, max(map(len, ids)), WINDOW):
+        for each in ids:
+            window = each[start : start + WINDOW]
+            if len(window) > 1 and sum(map(len, found)) < most:
+                found.append(window)
+    return found
+
+
+def held_out_modules() -> Iterator[str]:
+    """As examples/training/prepare.py draws them; its other sources are not on every machine."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.glob("*.py")) + sorted(root.glob("*/*.py")):
+        origin = f"stdlib/{path.relative_to(root).as_posix()}"
+        if "site-packages" not in origin and "test" not in origin and is_held_out(origin):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            if text.count("\n") > 20:
+                yield text
+
+
+def is_held_out(origin: str) -> bool:
+    return random.Random(f"{SEED} {origin}").random() < SHARE
+
+
+def _whole(tokens: int) -> Batch:
+    """One sequence of so many tokens, in the first blocks."""
+    table, positions = torch.arange(WINDOW // BLOCK).unsqueeze(0), torch.arange(tokens)
+    return Batch(np.zeros(1, np.int64), np.array([tokens]), table, positions, torch.zeros(tokens, dtype=torch.int64))
+
+
+def compare(checkpoint: Path, windows: list[Tensor], dtype: torch.dtype = torch.bfloat16) -> tuple[Score, Score]:
+    """Of the same windows: in `dtype`, and in int8 with activations in `dtype`."""
+    plain = score(str(dtype).removeprefix("torch."), Model(checkpoint, dtype, False), windows)
+    return plain, score("int8", Model(checkpoint, dtype, True), windows)
+
+
+@app.default
+def main(checkpoint: Path, /, *, text: list[Path] | None = None, tokens: int = 50_000) -> None:
+    """Measure.
+
+    Parameters
+    ----------
+    checkpoint
+        Directory with weights and tokenizer.json.
+    text
+        Files to predict, UTF-8.
+    tokens
+        How many to predict at most.
+    """
+    texts = [path.read_text(encoding="utf-8") for path in text] if text else list(held_out_modules())
+    plain, quantized = compare(checkpoint, windows_of(checkpoint, texts, tokens))
+    table = Table(title=f"{len(texts)} texts, {plain.tokens} tokens predicted in windows of {WINDOW}")
+    for column in ("precision", "perplexity", "nats a token", "ratio"):
+        table.add_column(column, justify="right")
+    for each in (plain, quantized):
+        ratio = each.perplexity / plain.perplexity
+        table.add_row(each.name, f"{each.perplexity:.3f}", f"{each.nats:.4f}", f"{ratio:.4f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    app()
