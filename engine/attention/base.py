@@ -64,25 +64,27 @@ class Attend(Protocol):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Queries [N, heads, head_dim], keys, values [N, kv_heads, head_dim] -> [N, heads * head_dim]."""
 
-    def turned(self, layer: int, turning: Tensor, v: Tensor, angles: Angles) -> Tensor:
-        """The same for queries and then keys `turning` [N, heads + kv_heads, head_dim] that `angles` turn first."""
+    def turned(self, layer: int, packed: Tensor, angles: Angles) -> Tensor:
+        """The same for queries, keys and values side by side [N, heads + 2 kv_heads, head_dim], contiguous; `angles`
+        turn queries and keys first. What comes out is good until the next layer's call."""
 
 
 Plain: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Attend's plain call."""
 
 
 class Turning:
     """An Attend out of the plain function: what turns is turned by itself."""
 
-    def __init__(self, attend: Plain, heads: int) -> None:
-        self._attend, self._heads = attend, heads
+    def __init__(self, attend: Plain, heads: int, kv_heads: int) -> None:
+        self._attend, self._heads, self._turning = attend, heads, heads + kv_heads
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._attend(layer, q, k, v)
 
-    def turned(self, layer: int, turning: Tensor, v: Tensor, angles: Angles) -> Tensor:
-        turned = angles.rotate(turning)
-        return self._attend(layer, turned[:, : self._heads], turned[:, self._heads :], v)
+    def turned(self, layer: int, packed: Tensor, angles: Angles) -> Tensor:
+        turned = angles.rotate(packed[:, : self._turning])
+        return self._attend(layer, turned[:, : self._heads], turned[:, self._heads :], packed[:, self._turning :])
 
 
 class Support(NamedTuple):

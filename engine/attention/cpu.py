@@ -67,7 +67,7 @@ class CpuAttention:
                 part(cache, q, out)
             return out.view(len(q), -1)
 
-        return Turning(attend, self._spec.heads)
+        return Turning(attend, self._spec.heads, self._spec.kv_heads)
 
     def _parts(self, batch: Batch, view: View) -> list["_Part"]:
         """What is computed in every layer that attends like this."""

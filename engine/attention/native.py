@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import library
-from ..kernels.attention import INT8, MOST_HEAD, MOST_QUERIES, TILE, Inputs, Manner, Planned, Step
+from ..kernels.attention import INT8, MOST_HEAD, MOST_QUERIES, TILE, Manner, Planned, Step
 from ..kernels.memory import Memory
 from ..layers.rotary import Angles, FusedAngles
 from ..spec import View
@@ -37,6 +37,7 @@ class NativeAttention:
         views = list(dict.fromkeys(spec.views))
         self._manner_of = [views.index(view) for view in spec.views]
         self._cache = torch.empty(0, dtype=torch.uint8)
+        self._addresses: list[int] = []
 
     @property
     def block_bytes(self) -> int:
@@ -48,40 +49,35 @@ class NativeAttention:
         return self._spec.block_size // TILE * self._spec.kv_heads * self._manners[0].tile_bytes
 
     def allocate(self, blocks: int) -> None:
-        self._cache = torch.empty(0, dtype=torch.uint8)
-        size = self._layer_bytes
-        self._cache = Memory().take(self._spec.layers * blocks * size)
-        self._cache = self._cache[: self._spec.layers * blocks * size].view(self._spec.layers, blocks, size)
+        self._cache, self._addresses = torch.empty(0, dtype=torch.uint8), []
+        size = self._spec.layers * blocks * self._layer_bytes
+        self._cache = Memory().take(size)[:size].view(self._spec.layers, blocks, self._layer_bytes)
+        self._addresses = [layer.data_ptr() for layer in self._cache]
 
     def copy(self, moves: Tensor) -> None:
         self._cache[:, moves[:, 1]] = self._cache[:, moves[:, 0]]
 
     def begin(self, batch: Batch) -> Attend:
         step = Step(batch.starts, batch.counts, batch.tables.contiguous())
-        layers = [layer.data_ptr() for layer in self._cache]
-        return _Attending(
-            self._spec.heads, [Planned(manner, step) for manner in self._manners], self._manner_of, layers
-        )
+        plans = [Planned(manner, step, self._spec.dtype) for manner in self._manners]
+        return _Attending(self._spec, [plans[manner] for manner in self._manner_of], self._addresses)
 
 
 class _Attending:
-    """One step."""
+    """One step; `plans` and the caches' addresses by layer."""
 
-    def __init__(self, heads: int, plans: list[Planned], plan_of: list[int], layers: list[int]) -> None:
-        self._heads, self._plans, self._plan_of, self._layers = heads, plans, plan_of, layers
+    def __init__(self, spec: CacheSpec, plans: list[Planned], caches: list[int]) -> None:
+        self._heads, self._turning = spec.heads, spec.heads + spec.kv_heads
+        self._plans, self._caches = plans, caches
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._attend(layer, Inputs(*(_side_by_side(heads) for heads in (q, k, v)), None))
+        return self._plans[layer].apart(self._caches[layer], *(_side_by_side(heads) for heads in (q, k, v)))
 
-    def turned(self, layer: int, turning: Tensor, v: Tensor, angles: Angles) -> Tensor:
-        if not isinstance(angles, FusedAngles):
-            turned = angles.rotate(turning)
-            return self(layer, turned[:, : self._heads], turned[:, self._heads :], v)
-        q, k = turning[:, : self._heads], turning[:, self._heads :]
-        return self._attend(layer, Inputs(q, k, v, angles.turns))
-
-    def _attend(self, layer: int, inputs: Inputs) -> Tensor:
-        return self._plans[self._plan_of[layer]](self._layers[layer], inputs)
+    def turned(self, layer: int, packed: Tensor, angles: Angles) -> Tensor:
+        if isinstance(angles, FusedAngles):
+            return self._plans[layer].packed(self._caches[layer], packed, angles.turns)
+        turned = angles.rotate(packed[:, : self._turning])
+        return self(layer, turned[:, : self._heads], turned[:, self._heads :], packed[:, self._turning :])
 
 
 def _manner(spec: CacheSpec, view: View) -> Manner:

@@ -51,7 +51,7 @@ class ReferenceAttention:
             view = self._spec.views[layer]
             return torch.cat([attention(some, keys[at], values[at], start, view) for some, at, start in rows])
 
-        return Turning(attend, self._spec.heads)
+        return Turning(attend, self._spec.heads, self._spec.kv_heads)
 
     def _known(self, batch: Batch, row: int) -> Tensor:
         """[T] slots of all tokens of a row, this step's included."""

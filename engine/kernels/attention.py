@@ -4,7 +4,6 @@ The reference is `attention/reference.py`. Nothing is checked here: the backend 
 """
 
 import ctypes
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -66,47 +65,51 @@ class Step:
     """The rows of one step, host numbers all: `starts` and `counts` [R], `tables` [R, width] int64, contiguous."""
 
     def __init__(self, starts: NDArray[np.int64], counts: NDArray[np.int64], tables: Tensor) -> None:
-        self._kept = starts, counts, np.cumsum(counts) - counts, tables
-        addresses = [array.ctypes.data for array in self._kept[:3]]
-        self._step = _Step(len(starts), tables.shape[1], *addresses, tables.data_ptr())
+        self._numbers = np.stack((starts, counts, np.cumsum(counts) - counts))
+        self._tables = tables
+        at, row = self._numbers.ctypes.data, 8 * len(starts)
+        self._step = _Step(len(starts), tables.shape[1], at, at + row, at + 2 * row, tables.data_ptr())
         self.address = ctypes.addressof(self._step)
         self.tokens = int(counts.sum())
-
-
-class Inputs(NamedTuple):
-    """q [N, heads, head_dim], k, v [N, kv_heads, head_dim] with heads side by side in memory; `turns` as
-    elementwise.turn has them, or none."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    turns: Tensor | None
 
 
 class Planned:
     """A step divided into pieces for layers of one manner."""
 
-    def __init__(self, manner: Manner, step: Step) -> None:
+    def __init__(self, manner: Manner, step: Step, dtype: torch.dtype) -> None:
         self._manner, self._step = manner, step
-        self._plan = _Plan()
+        self._plan, self._call = _Plan(), _Call()
         self._make(64 + step.tokens * manner.kv_heads)
         self._scratch = torch.empty(self._plan.scratch)
-        self._call = _Call()
-        self._addresses = (ctypes.addressof(manner), step.address, ctypes.addressof(self._plan))
-        self._behind = (ctypes.addressof(self._call), self._scratch.data_ptr())
+        self._out = torch.empty((step.tokens, manner.heads * manner.head_dim), dtype=dtype)
+        self._call.out = self._out.data_ptr()
+        self._heads = manner.heads * manner.head_dim * dtype.itemsize
+        self._kv_heads = manner.kv_heads * manner.head_dim * dtype.itemsize
+        addresses = (ctypes.addressof(one) for one in (self._plan, self._call))
+        self._addresses = (ctypes.addressof(manner), step.address, *addresses, self._scratch.data_ptr())
         self._attend = library.bind("charonia_attention")
 
-    def __call__(self, cache: int, inputs: Inputs) -> Tensor:
-        """Write keys and values into the layer's cache at address `cache`, and attend; [N, heads * head_dim]."""
-        q, k, v, turns = inputs
-        out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype)
+    def packed(self, cache: int, packed: Tensor, turns: Tensor) -> Tensor:
+        """Turn queries and keys of `packed` [N, heads + 2 kv_heads, head_dim], write keys and values into the layer's
+        cache at address `cache`, and attend: [N, heads * head_dim], overwritten by the next call.
+
+        `turns` are as elementwise.turn has them; both are contiguous."""
+        call, at = self._call, packed.data_ptr()
+        call.queries, call.keys, call.values = at, at + self._heads, at + self._heads + self._kv_heads
+        call.query_stride = call.key_stride = call.value_stride = packed.stride(0)
+        call.turns, call.cache = turns.data_ptr(), cache
+        self._attend(*self._addresses)
+        return self._out
+
+    def apart(self, cache: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The same for q [N, heads, head_dim], k and v [N, kv_heads, head_dim] that were turned, with the heads of a
+        token side by side in memory. The result is the caller's."""
         call = self._call
         call.queries, call.keys, call.values = q.data_ptr(), k.data_ptr(), v.data_ptr()
         call.query_stride, call.key_stride, call.value_stride = q.stride(0), k.stride(0), v.stride(0)
-        call.turns = None if turns is None else turns.data_ptr()
-        call.cache, call.out = cache, out.data_ptr()
-        self._attend(*self._addresses, *self._behind)
-        return out
+        call.turns, call.cache = None, cache
+        self._attend(*self._addresses)
+        return self._out.clone()
 
     def _make(self, room: int) -> None:
         self._pieces = np.empty((3, room * _PIECE_BYTES), np.uint8)

@@ -39,8 +39,14 @@ Function = Callable[..., Any]
 
 def level() -> str | None:
     """The level in use; None where there is no library, or nobody wants it."""
+_hidden = False
+"""Whether the library is to be taken for absent."""
+
+
     return LEVELS[bind("charonia_level")()] if _opened() is not None else None
 
+    if _hidden:
+        return None
 
 def serves(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether kernels compute this dtype on this device; asked while something is built, not at each step."""
@@ -77,6 +83,17 @@ def at(name: str) -> Iterator[None]:
 
 @cache
 def _opened() -> ctypes.CDLL | None:
+@contextmanager
+def absent() -> Iterator[None]:
+    """As if there were no library: what is built within takes the torch path. For tests and measurements."""
+    global _hidden
+    before, _hidden = _hidden, True
+    try:
+        yield
+    finally:
+        _hidden = before
+
+
     wanted = os.environ.get(VARIABLE, LEVELS[-1])
     found = [path for suffix in EXTENSION_SUFFIXES if (path := Path(__file__).with_name(f"_native{suffix}")).exists()]
     if wanted == "none" or not found:

@@ -39,10 +39,11 @@ class SelfAttention:
         self._out = RowLinear(load, f"{name}.o_proj", spec.heads * size, columns, spec.hidden_size, bias=has.out_bias)
 
     def __call__(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        heads = self._qkv(x).view(len(x), -1, self._head_dim)
-        turning = self._heads + self._kv_heads
-        queries_keys = self._norm(heads[:, :turning]) if self._norm else heads[:, :turning]
-        return self._out(attend.turned(self._index, queries_keys, heads[:, turning:], angles))
+        packed = self._qkv(x).view(len(x), -1, self._head_dim)
+        if self._norm is not None:
+            turning = packed[:, : self._heads + self._kv_heads]
+            turning.copy_(self._norm(turning))
+        return self._out(attend.turned(self._index, packed, angles))
 
     def _head_norm(self, load: Loader, name: str, spec: ModelSpec, norm: NormMaker) -> Norm:
         """One norm for the heads of queries and keys together, each with its own weight."""

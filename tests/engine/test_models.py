@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from charonia.engine.attention.base import Batch, CacheSpec
 from charonia.engine.attention.registry import attention_backend
 from charonia.engine.checkpoint import open_checkpoint
+from charonia.engine.kernels import library
 from charonia.engine.layers.group import Alone, Group, kv_part, part
 from charonia.engine.models.base import Place
 from charonia.engine.models.registry import recipe
@@ -53,7 +55,11 @@ def batch(lengths: list[int], block_size: int) -> Batch:
 
 @torch.inference_mode()
 def logits(
-    directory: Path, sequences: list[torch.Tensor], dtype: torch.dtype, backend: str = "cpu", group: Group | None = None
+    directory: Path,
+    sequences: list[torch.Tensor],
+    dtype: torch.dtype,
+    backend: str = "auto",
+    group: Group | None = None,
 ) -> torch.Tensor:
     """[all tokens, vocabulary] of the sequences in one packed step."""
     group, found = group or Alone(), recipe(open_checkpoint(directory))
@@ -77,19 +83,21 @@ def right_logits(directory: Path, dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([model(tokens[None]).logits[0] for tokens in prompts()]).float()
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
 @pytest.mark.parametrize("name", [*NAMES, *KIN])
 def test_float32_logits_are_transformers(checkpoint: Callable[..., Path], name: str, backend: str) -> None:
+    """With our kernels, without any, and with those of the layers alone."""
     right = right_logits(checkpoint(name), torch.float32)
-    found = logits(checkpoint(name), prompts(), torch.float32, backend)
+    with library.absent() if backend == "torch" else nullcontext():
+        found = logits(checkpoint(name), prompts(), torch.float32, "auto" if backend == "torch" else backend)
     assert (found - right).abs().max() < 1e-4 * right.abs().max()
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "backend"),
     [
-        *product(NAMES, [torch.bfloat16, torch.float16], ["cpu", "reference"]),
-        *product(KIN, [torch.bfloat16], ["cpu"]),
+        *product(NAMES, [torch.bfloat16, torch.float16], ["auto", "cpu", "reference"]),
+        *product(KIN, [torch.bfloat16], ["auto"]),
     ],
     ids=str,
 )
@@ -109,7 +117,7 @@ def typical_error(found: torch.Tensor, right: torch.Tensor, name: str) -> torch.
     return (squares.median() if name in SPARSE else squares.mean()).sqrt()
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
 def test_packed_is_one_by_one(checkpoint: Callable[..., Path], backend: str) -> None:
     packed = logits(checkpoint("llama"), prompts(), torch.float32, backend)
     alone = torch.cat([logits(checkpoint("llama"), [tokens], torch.float32, backend) for tokens in prompts()])
@@ -145,7 +153,7 @@ def test_ranks_that_share_the_weights_agree_with_one(checkpoint: Callable[..., P
     parts, barrier = [torch.empty(0)] * ranks, threading.Barrier(ranks)
     with ThreadPoolExecutor(ranks) as pool:
         groups = [Threads(rank, parts, barrier) for rank in range(ranks)]
-        shared = list(pool.map(lambda group: logits(directory, prompts(), torch.float32, "cpu", group), groups))
+        shared = list(pool.map(lambda group: logits(directory, prompts(), torch.float32, "auto", group), groups))
     whole = logits(directory, prompts(), torch.float32)
     for found in shared:
         assert torch.allclose(found, whole, atol=2e-4)

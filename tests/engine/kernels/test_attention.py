@@ -58,7 +58,7 @@ class World:
         q, k, v = (torch.cat([getattr(one, name)[start:end] for one, start, end in parts]) for name in "qkv")
         if turns is None:
             return list(attend(0, q, k, v).split(counts.tolist()))
-        return list(attend.turned(0, torch.cat((q, k), 1), v, FusedAngles(turns)).split(counts.tolist()))
+        return list(attend.turned(0, torch.cat((q, k, v), 1), FusedAngles(turns)).split(counts.tolist()))
 
 
 def exact(shape: CacheSpec, sequence: Sequence) -> Tensor:
