@@ -38,6 +38,7 @@ _RPC_SHARE = 3
 _SERVICE = "/inference.GRPCInferenceService/"
 _REFUSALS = ("OK", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED")
 """Statuses that say it is the request: UNIMPLEMENTED is Triton's for a stream asked of ModelInfer."""
+QUEUE_FULL = "429"
 _EXPIRED = "Request timeout expired"
 """Triton's 503 for a request whose own `timeout`, mutated to almost nothing, was over: asked for, and given."""
 
@@ -80,6 +81,7 @@ async def ask_http(place: Place, asked: Mutant) -> Verdict:
         return Verdict(asked.kind, "strange", f"not HTTP ({error}): {asked.wire[:300]!r}")
     fault = _fault_of(asked, answer)
     word = f"{answer.status // 100}xx" if answer.status else "hung up"
+    word = QUEUE_FULL if answer.status == 429 else word
     return Verdict(asked.kind, word, f"{fault}: {asked.wire[:300]!r}" if fault else "")
 
 

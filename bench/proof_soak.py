@@ -24,7 +24,7 @@ from rich.table import Table
 from .load_report import require_matplotlib
 from .mutant_http import LIMIT, Mutant, Valid, mutant, request, valid_requests
 from .mutant_rpc import RpcMutant, rpc_mutant, valid_message
-from .proof_bodies import Rpc, Verdict, ask_http, told, tracebacks
+from .proof_bodies import QUEUE_FULL, Rpc, Verdict, ask_http, told, tracebacks
 from .serve_census import census, until_idle
 from .serve_server import Place
 from .serve_tiny import NAME, tiny_server
@@ -36,6 +36,8 @@ _PAUSE = 0.02
 """Seconds each client rests at most between two requests: the server is busy, not flooded."""
 _KINDS = {"good": 50, "good, gRPC": 20, "left": 15, "wrong": 10, "wrong, gRPC": 5}
 """What is asked, and how often of 100 times."""
+_RIGHT = ("2xx", "OK", QUEUE_FULL, "RESOURCE_EXHAUSTED")
+"""Answers to good requests. A wrong one may ask for 100,000 answers, and the queue is full for a moment."""
 _MIB = 1 << 20
 
 app = App(name="python -m charonia.bench.proof_soak", help=__doc__)
@@ -120,7 +122,7 @@ def _longer(model: str) -> tuple[Valid, ...]:
 
 def _disappointed(kind: str, verdict: Verdict) -> str:
     good = kind.startswith("good")
-    return f"answered {verdict.kind} with {verdict.answer}" if good and verdict.answer not in ("2xx", "OK") else ""
+    return f"answered {verdict.kind} with {verdict.answer}" if good and verdict.answer not in _RIGHT else ""
 
 
 async def soak(

@@ -137,7 +137,7 @@ def own_server(*what: str) -> Iterator[Place]:
     addresses = ("--http-address", LOOPBACK, "--grpc-address", LOOPBACK)
     command = [sys.executable, "-m", "charonia", "serve", *what, *addresses, *flags]
     with process(command) as (pid, alive):
-        place = Place(LOOPBACK, *ports[:2], pid, ports[2], alive.output)
+        place = Place(LOOPBACK, ports[0], ports[1], pid, ports[2], alive.output)
         _until_ready(place, alive)
         yield place
 

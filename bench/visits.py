@@ -58,11 +58,12 @@ def visit(seed: int, number: int) -> Visit:
 
 
 def _question(door: str, model: str, new: int) -> tuple[str, bytes]:
-    path, body = {
+    asked: dict[str, tuple[str, dict[str, Any]]] = {
         "generate_stream": (f"/v2/models/{model}/generate_stream", {"input_ids": list(range(1, 40))}),
         "completions": ("/v1/completions", {"model": model, "prompt": "def f(x): return"}),
         "chat": ("/v1/chat/completions", {"model": model, "messages": [{"role": "user", "content": "Hello, you!"}]}),
-    }[door]
+    }
+    path, body = asked[door]
     return path, json.dumps({**body, "stream": True, "max_tokens": new, "ignore_eos": True}).encode()
 
 

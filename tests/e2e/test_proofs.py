@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from charonia.bench import proof_bodies, proof_disconnects, proof_kills, proof_soak
-from charonia.bench.fake_load import fake_server
+from charonia.bench import proof_bodies, proof_disconnects, proof_fairness, proof_kills, proof_overload, proof_soak
+from charonia.bench.fake_load import fake_server, open_load, records_of
+from charonia.bench.load_doors import OK
 from charonia.bench.serve_census import census
 from charonia.bench.serve_server import Place
 
@@ -52,3 +53,16 @@ async def test_everything_at_once_for_a_moment(place: Place) -> None:
     assert soaked.faults == []
     assert {kind for kind, _ in soaked.verdicts} == set(proof_soak._KINDS)
     assert all(each.mean > 0 for each in soaked.trends().values())
+
+
+def test_an_overload_is_answered_or_refused() -> None:
+    with fake_server(proof_overload.ENGINE) as place:
+        records = records_of(open_load(place, proof_overload.SHAPE, rate=250, seconds=1, seed=2))
+    found = proof_overload.Overloaded(1.0, proof_overload.goodput(records, 2.0), records)
+    assert found.statuses == [proof_overload.REFUSED, OK]
+    assert len(proof_overload.refusals(found.records)) > sum(record.status == OK for record in found.records)
+
+
+def test_a_quiet_tenant_is_served_beside_a_flood() -> None:
+    with fake_server(proof_fairness.ENGINE, *proof_fairness.FLAGS) as place:
+        assert proof_fairness.beside(place, 6, 40, seconds=1) > 0
