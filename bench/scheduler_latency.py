@@ -15,6 +15,7 @@ from cyclopts import App
 from rich.console import Console
 from rich.table import Table
 
+from ..engine.core import TRIAL_PROMPT, TRIAL_TOKENS
 from ..engine.executor.base import Capacity
 from ..engine.executor.fake import FakeExecutor
 from ..kvcache.manager import KVCacheManager
@@ -101,7 +102,7 @@ class Simulation:
 
     def _warm_up(self) -> None:
         """As an engine does, whereby the scheduler learns what steps cost."""
-        self.run([Arrival(0.0, 64, 4)])
+        self.run([Arrival(0.0, TRIAL_PROMPT, TRIAL_TOKENS)])
         self.now, self.steps = 0.0, 0
 
     def run(self, arrivals: Iterable[Arrival]) -> list[Heard]:

@@ -30,7 +30,7 @@ IDLE_SECONDS = 1.0
 _RECENT = 0.1
 """Weight of the last step in the moving average of step times."""
 
-_TRIAL_PROMPT, _TRIAL_TOKENS = 64, 3
+TRIAL_PROMPT, TRIAL_TOKENS = 32, 3
 """What a warm-up computes to learn what steps cost."""
 
 
@@ -107,8 +107,8 @@ class EngineCore:
         """Generate one token the way every request does; then some more, to learn what prompts and decoding cost."""
         self._run_alone(prompt=1, new=1)
         self._scheduler.forget_times()
-        if self._scheduler.config.max_model_len >= _TRIAL_PROMPT + _TRIAL_TOKENS:
-            self._run_alone(_TRIAL_PROMPT, _TRIAL_TOKENS)
+        if self._scheduler.config.max_model_len >= TRIAL_PROMPT + TRIAL_TOKENS:
+            self._run_alone(TRIAL_PROMPT, TRIAL_TOKENS)
         self._scheduler.forget_totals()
 
     def _run_alone(self, prompt: int, new: int) -> None:

@@ -26,8 +26,8 @@ class Roof(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.bandwidth / 1e9:.0f} GB/s, {self.weights / 1e6:.0f} MB of {self.kind} weights a token:"
-            f" one sequence decodes at most {self.bandwidth / self.weights:.0f} tokens/s"
+            f"memory read at {self.bandwidth / 1e9:.0f} GB/s now, {self.weights / 1e6:.0f} MB of {self.kind} weights"
+            f" a token: one sequence decodes at most {self.bandwidth / self.weights:.0f} tokens/s"
         )
 
 

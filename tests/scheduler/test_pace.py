@@ -51,7 +51,8 @@ def test_an_absolute_target_bounds_a_step() -> None:
     config = SchedulerConfig(max_model_len=4096, target_step_ms=80)
     ran = steps(BF16, config, [Arrival(0.0, 16, 200), Arrival(1.0, 1500, 1)])
     beside = [seconds for plan, seconds in ran if len(plan.rows) == 2]
-    assert max(beside) <= 0.080 * 1.1
+    assert max(beside) <= 0.080 * 1.25, "what a warm-up teaches"
+    assert max(beside[5:]) <= 0.080 * 1.05, "what these steps do"
     assert sum(beside) / len(beside) >= 0.080 * 0.8, "what may be used is used"
 
 

@@ -1,0 +1,113 @@
+"""Engine threads and the frontend's priority, on cores that both share.
+
+    python -m charonia.bench.placement CHECKPOINT [--streams 32] [--threads 1 2] [--nice 0 5]
+
+A server for each combination, in turns: tokens a second, gaps between tokens, and the cores that frontend and engine
+took. With `--busy`, clients keep the frontend's tokenizer at work beside the streams.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Annotated, NamedTuple
+from urllib.request import ProxyHandler, Request, build_opener
+
+import numpy as np
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.table import Table
+
+from ..engine.checkpoint import open_checkpoint
+from .load_plan import uniform_jobs
+from .serve_server import CpuMeter, CpuSeconds, Place, first_model, own_server
+from .service_trials import Asked, Sizes, speed, steady_gaps
+
+_TEXT = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n" * 64
+_http = build_opener(ProxyHandler({}))
+
+app = App(name="python -m charonia.bench.placement", help=__doc__)
+
+
+class Placed(NamedTuple):
+    """What one combination gave: output tokens a second, median and 99th percentile of ITL in seconds, cores taken."""
+
+    tokens: float
+    itl: float
+    slow: float
+    cores: CpuSeconds | None
+
+
+def place(checkpoint: Path, threads: int, nice: int, streams: int, busy: int, sizes: Sizes) -> Placed:
+    """One server with so many engine threads, its frontend `nice`, under so many streams and `busy` other clients."""
+    with own_server(str(checkpoint), "--threads", str(threads)) as at:
+        yield_to_engine(at.pid, nice)
+        asked = Asked(at, first_model(at), open_checkpoint(checkpoint).spec.vocab_size)
+        jobs = uniform_jobs([0.0] * streams, sizes.prompt, sizes.new)
+        asked.put(jobs[:1], 1)
+        meter = CpuMeter(at.pid)
+        with tokenizing(at, asked.model, busy):
+            meter.start()
+            outcome = asked.put(jobs, 2, concurrency=streams)
+            cores = meter.cores()
+    itl, slow = np.percentile(steady_gaps(outcome.records), (50, 99))
+    return Placed(speed(outcome), float(itl), float(slow), cores)
+
+
+def yield_to_engine(frontend: int | None, nice: int) -> None:
+    """Every thread of the frontend becomes nicer; the engine, which is a process already, stays as it is."""
+    if nice and frontend is not None:
+        for task in Path(f"/proc/{frontend}/task").iterdir():
+            with suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, int(task.name), nice)
+
+
+@contextmanager
+def tokenizing(at: Place, model: str, clients: int) -> Iterator[None]:
+    """So many clients that ask for a long text to be tokenized, again and again."""
+    enough = threading.Event()
+    body = json.dumps({"model": model, "prompt": _TEXT}).encode()
+    asking = Request(f"http://{at.host}:{at.http_port}/tokenize", body, {"Content-Type": "application/json"})
+
+    def ask() -> None:
+        while not enough.is_set():
+            with _http.open(asking, timeout=30) as answer:
+                answer.read()
+
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        enough.set()
+        for thread in threads:
+            thread.join(30)
+
+
+@app.default
+def main(
+    checkpoint: Path,
+    *,
+    streams: int = 32,
+    threads: Annotated[tuple[int, ...], Parameter(consume_multiple=True)] = (1, 2),
+    nice: Annotated[tuple[int, ...], Parameter(consume_multiple=True)] = (0, 5),
+    busy: int = 0,
+    repeats: int = 3,
+) -> None:
+    """Print a line for each combination and turn."""
+    table = Table("threads", "nice", "tokens/s", "ITL ms", "p99 ms", "frontend cores", "engine cores")
+    for _ in range(repeats):
+        for count in threads:
+            for level in nice:
+                found = place(checkpoint, count, level, streams, busy, Sizes())
+                taken = ("", "") if found.cores is None else tuple(f"{cores:.2f}" for cores in found.cores)
+                figures = f"{found.tokens:.1f}", f"{found.itl * 1e3:.1f}", f"{found.slow * 1e3:.1f}"
+                table.add_row(str(count), str(level), *figures, *taken)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    app()
