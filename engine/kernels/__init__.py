@@ -8,12 +8,12 @@ How it is put together, for whoever adds a kernel:
   Kernels written once for all levels go through `each_level.h`: a `.inc` over the vectors of `simd.h`.
 - Flags: never -ffast-math (it deletes NaN checks and flushes denormals in the whole process). `fma()` of `simd.h`, not
   luck, where bits matter. **A row's result must not depend on which rows share the call, nor on the threads.**
-- Threads by OpenMP, whose pool is torch's: `library.py` imports torch first. No parallel region for a few microseconds
-  of work.
-- Each exported function is called `charonia_...`, has a line in `library.SIGNATURES`, a typed face in a module beside it
-  that checks nothing at run time (its callers own shapes and dtypes), a reference in torch and a test against float64 at
-  every level the machine has (`library.at(level)`, fixture `level` of tests/engine/kernels).
-- Without a compiler, or with CHARONIA_KERNELS=none, `library.level()` is None: callers ask `library.serves(tensor)`
-  once, while they are built, and take the torch path. CHARONIA_KERNELS=avx2 (or another level) caps the level.
+- Threads by OpenMP, whose pool is torch's: `library.py` imports torch first. No parallel region for a few
+  microseconds of work.
+- Each exported function is called `charonia_...`, has a line in `library.SIGNATURES`, a typed face in a module beside
+  it that checks nothing at run time (its callers own shapes and dtypes), a reference in torch and a test against
+  float64 at every level the machine has (`library.at(level)`, fixture `level` of tests/engine/kernels).
+- Without a compiler, or with CHARONIA_KERNELS=none, `library.level()` is None: callers ask `library.serves(dtype,
+  device)` once, while they are built, and take the torch path. CHARONIA_KERNELS=avx2 (or another level) caps the level.
 - `make install` builds after a change; so does `pip install --no-build-isolation --editable .`.
 """

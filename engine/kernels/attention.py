@@ -32,7 +32,7 @@ class Manner(ctypes.Structure):
     def tile_bytes(self) -> int:
         """Bytes of the keys and values of TILE tokens and one head."""
         scales = 2 * TILE * 4 if self.stored == INT8 else 0
-        return 2 * TILE * self.head_dim * (4, 2, 1)[self.stored] + scales
+        return 2 * TILE * int(self.head_dim) * (4, 2, 1)[self.stored] + scales
 
 
 class _Step(ctypes.Structure):

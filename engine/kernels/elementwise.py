@@ -58,8 +58,8 @@ class FusedGate:
 
 
 def turn(x: Tensor, turns: Tensor) -> Tensor:
-    """x [N, heads, head_dim] with its halves turned against each other by `turns` [N, cos and sin, head_dim / 2], float32
-    (arXiv 2104.09864)."""
+    """x [N, heads, head_dim] with its halves turned against each other by `turns` [N, cos and sin, head_dim / 2],
+    float32 (arXiv 2104.09864)."""
     rows, heads, size = x.shape
     out = torch.empty(x.shape, dtype=x.dtype)
     library.bind("charonia_turn")(

@@ -31,22 +31,24 @@ SIGNATURES = {
     "charonia_attention_plan": "pppl",
     "charonia_attention": "ppppp",
     "charonia_turn": "ppplllli",
+    "charonia_matmul": "ppllpl",
+    "charonia_pack": "pillllippp",
 }
 """Every exported function: a letter an argument (p: address, i: int, l: int64, f: float). All return int or nothing."""
 
 Function = Callable[..., Any]
 
 
-def level() -> str | None:
-    """The level in use; None where there is no library, or nobody wants it."""
 _hidden = False
 """Whether the library is to be taken for absent."""
 
 
-    return LEVELS[bind("charonia_level")()] if _opened() is not None else None
-
+def level() -> str | None:
+    """The level in use; None where there is no library, or nobody wants it."""
     if _hidden:
         return None
+    return LEVELS[bind("charonia_level")()] if _opened() is not None else None
+
 
 def serves(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether kernels compute this dtype on this device; asked while something is built, not at each step."""
@@ -81,8 +83,6 @@ def at(name: str) -> Iterator[None]:
         bind("charonia_limit")(LEVELS.index(before))
 
 
-@cache
-def _opened() -> ctypes.CDLL | None:
 @contextmanager
 def absent() -> Iterator[None]:
     """As if there were no library: what is built within takes the torch path. For tests and measurements."""
@@ -94,6 +94,8 @@ def absent() -> Iterator[None]:
         _hidden = before
 
 
+@cache
+def _opened() -> ctypes.CDLL | None:
     wanted = os.environ.get(VARIABLE, LEVELS[-1])
     found = [path for suffix in EXTENSION_SUFFIXES if (path := Path(__file__).with_name(f"_native{suffix}")).exists()]
     if wanted == "none" or not found:

@@ -34,7 +34,7 @@ class SelfAttention:
         self._heads, self._kv_heads = heads.stop - heads.start, kv_heads.stop - kv_heads.start
         outputs = (_fused if has.fused else _separate)(name, spec, times(heads, size), times(kv_heads, size))
         self._qkv = ColumnLinear(load, outputs, spec.hidden_size, bias=has.qkv_bias)
-        self._norm = has.norm and self._head_norm(load, name, spec, has.norm)
+        self._norm = None if has.norm is None else self._head_norm(load, name, spec, has.norm)
         columns = times(heads, size)
         self._out = RowLinear(load, f"{name}.o_proj", spec.heads * size, columns, spec.hidden_size, bias=has.out_bias)
 
