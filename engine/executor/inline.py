@@ -14,6 +14,7 @@ from ..attention.registry import Wanted, attention_backend, check_backend
 from ..checkpoint import open_checkpoint
 from ..config import CacheConfig, EngineConfig
 from ..host import available_memory, cores
+from ..kernels import library
 from ..layers.group import Alone
 from ..models.base import Place
 from ..models.registry import recipe
@@ -100,7 +101,7 @@ def _build(config: EngineConfig, device: torch.device, progress: Callable[[float
 def _machine(engine: _Engine) -> str:
     """Cores, threads, and the bound that memory sets, for people."""
     threads, bound = torch.get_num_threads(), roof(engine.shape, engine.kept)
-    said = f"{cores()}; {threads} thread{'s' if threads > 1 else ''}"
+    said = f"{cores()}; {threads} thread{'s' if threads > 1 else ''}; {library.described()}"
     return said if bound is None else f"{said}; {bound}"
 
 

@@ -55,6 +55,15 @@ def serves(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype in DTYPES and level() is not None
 
 
+def described() -> str:
+    """What computes on the CPU, for people."""
+    now = level()
+    if now is not None:
+        return f"C kernels at level {now}"
+    asked = f"{VARIABLE}=none" if os.environ.get(VARIABLE) == "none" else "none were built, for want of a compiler"
+    return f"no C kernels ({asked}): torch computes, more slowly, and last bits may depend on what shares a batch"
+
+
 @cache
 def bind(name: str) -> Function:
     """The function called `name`. It is given integers, addresses included (`tensor.data_ptr()`), and checks nothing.

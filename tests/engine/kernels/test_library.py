@@ -77,3 +77,11 @@ def test_only_what_kernels_compute_is_served() -> None:
     assert not library.serves(torch.float16, torch.device("cpu"))
     assert not library.serves(torch.float32, torch.device("cuda"))
     assert library.serves(torch.bfloat16, torch.device("cpu")) == (library.level() is not None)
+
+
+def test_people_are_told_what_computes(level: str) -> None:
+    assert library.described() == f"C kernels at level {level}"
+    with library.absent():
+        assert "for want of a compiler" in library.described()
+    told = run("from charonia.engine.kernels import library; print(library.described())", CHARONIA_KERNELS="none")
+    assert told.startswith("no C kernels (CHARONIA_KERNELS=none): torch computes")
