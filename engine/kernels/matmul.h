@@ -40,7 +40,7 @@ typedef struct {
     int64_t group_stride;   /* bytes */
     int64_t steps;
     const char *next;       /* lines to fetch meanwhile: as many steps of `streams` groups */
-    int64_t streams;        /* 0, 1, 2 or 4 */
+    int64_t streams;        /* 1, 2, or all of the tile's groups */
     char *sums;             /* the accumulators between chunks */
     int32_t first, last;    /* whether the chunk begins the sums, and whether it completes them */
     int64_t output;         /* of the tile's first column */

@@ -99,7 +99,7 @@ ALWAYS_INLINE TARGET __m256 widened(const char *pairs, int part) {
 #define STEP 8
 #define WEIGHTS(line, vector, part) widened((line) + 32 * (vector), part)
 #include "matmul_tile.inc"
-TILE(1, 4) TILE(1, 2) TILE(2, 2) TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1) TILE(5, 1)
+TILE(1, 2) TILE(2, 2) TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1) TILE(5, 1)
 #undef NAME
 #undef PARTS
 #undef STEP
@@ -121,7 +121,6 @@ static const Plan fp32_plans[] = {
 };
 /* Five rows: with six the operands no longer fit into sixteen registers. */
 static const Plan bf16_plans[] = {
-    {1, 1, 4, 1280, 1, {bf16_1x4}},
     {2, 2, 2, 1280, 2, {bf16_1x2, bf16_2x2}},
     {INT64_MAX, 5, 1, 384, 60, {bf16_1x1, bf16_2x1, bf16_3x1, bf16_4x1, bf16_5x1}},
 };
