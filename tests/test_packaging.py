@@ -1,10 +1,12 @@
 """The wheel holds everything: it runs where the tree is not."""
 
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -29,20 +31,28 @@ def copy_of_what_ships(root: Path, source: Path) -> Path:
     return source
 
 
+def wheel(source: Path, into: Path, **environment: str) -> Path:
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", into, source],
+        check=True,
+        env={**os.environ, **environment},
+    )
+    [made] = into.glob("charonia-*.whl")
+    return made
+
+
 @pytest.fixture(scope="module")
 def installed(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bin folder of a fresh environment that holds the wheel, and sees our dependencies through a .pth."""
     scratch = tmp_path_factory.mktemp("wheel")
     source = copy_of_what_ships(root, scratch / "source")
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run(
-        [*pip, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", scratch, source], check=True
-    )
+    made = wheel(source, scratch)
     venv.create(scratch / "venv", with_pip=False, symlinks=True)
     [site] = (scratch / "venv" / "lib").glob("python*/site-packages")
-    [wheel] = scratch.glob("charonia-*.whl")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run(
-        [*pip, "--python", scratch / "venv" / "bin" / "python", "install", "--no-deps", "--no-index", wheel], check=True
+        [*pip, "--python", scratch / "venv" / "bin" / "python", "install", "--no-deps", "--no-index", made], check=True
     )
     (site / "development.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return scratch / "venv" / "bin"
@@ -64,3 +74,29 @@ def test_every_package_imports_from_the_wheel(installed: Path, root: Path) -> No
     )
     run = subprocess.run([installed / "python", "-c", code], capture_output=True, text=True, check=True, cwd=installed)
     assert {name for name in files_that_ship(root) if name.endswith(".py")} <= set(run.stdout.split())
+
+
+LEVEL = "from charonia.engine.kernels import library; print(library.__file__, library.level())"
+
+
+@pytest.mark.skipif(shutil.which(os.environ.get("CC", "cc")) is None, reason="no compiler here")
+def test_the_kernels_are_in_the_wheel(installed: Path) -> None:
+    run = subprocess.run([installed / "python", "-c", LEVEL], capture_output=True, text=True, check=True, cwd=installed)
+    file, level = run.stdout.split()
+    assert Path(file).is_relative_to(installed.parent)
+    assert level != "None"
+
+
+def test_without_a_compiler_there_is_a_wheel_all_the_same(root: Path, tmp_path: Path) -> None:
+    made = wheel(copy_of_what_ships(root, tmp_path / "source"), tmp_path, CC="false")
+    with zipfile.ZipFile(made) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(".so")]
+        archive.extractall(tmp_path / "installed")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    code = f"import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f)]; {LEVEL}"
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path, env=environment
+    )
+    file, level = run.stdout.split()
+    assert Path(file).is_relative_to(tmp_path)
+    assert level == "None"
