@@ -309,6 +309,7 @@ async def test_refused_by_name(
         (TEXT, {"model": "llm", "prompt": [2**40]}, "prompt"),
         (TEXT, {"model": "llm", "prompt": [True]}, "prompt"),
         (TEXT, PROMPT | {"max_completion_tokens": 3}, "max_completion_tokens"),
+        (TEXT, {"model": "llm", "prompt": ["a"] * 9, "n": 128}, "prompt"),
         (TEXT, PROMPT | {"echo": True}, "echo"),
         (TEXT, b'{"model": "llm", "prompt": "x", "echo": ' + b"[" * 300 + b"]" * 300 + b"}", "echo"),
         (TEXT, PROMPT | {"logprobs": 21}, "logprobs"),
