@@ -57,6 +57,16 @@ struct piece {
     int64_t part;
 };
 
+/* What `queries` neighbouring queries see of one split: its tiles from `first` up to `last`. */
+struct span {
+    const char *tiles[TILES];
+    int64_t head_dim;
+    int first, last, stored, fresh; /* fresh: nobody looked at them before, they come from far */
+};
+
+/* scores[r][SPLIT] = queries [r][stride] times the span's keys; part[r][head_dim] = weights [r][stride] times values. */
+typedef void product(const struct span *, const float *, int64_t, float *);
+
 struct plan {
     int64_t writes, works, folds, scratch, cost;
     struct piece *to_write, *to_work, *to_fold;
