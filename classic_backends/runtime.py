@@ -1,0 +1,79 @@
+"""The seam between a classic model's scheduling and what computes: one loaded copy of a model, and who loads it.
+
+Knows nothing of requests, batching and threads.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from numpy.typing import NDArray
+
+from ..core.model import ModelConfig
+
+Arrays: TypeAlias = Mapping[str, NDArray[Any]]
+"""Tensors by name. With the model's batch dimension first, if it has one; BYTES are object arrays of `bytes`; BF16, for
+which numpy has no type, are uint16 arrays of its bits."""
+
+Document: TypeAlias = Mapping[str, Any]
+"""A model's config as protobuf's JSON mapping: `ModelConfig.document`."""
+
+
+class Place(NamedTuple):
+    """Where one instance of a model computes. `kind`: KIND_CPU, KIND_GPU or KIND_MODEL; `device`: the GPU, 0 without
+    one; `name`: of the instance, as Triton numbers them: `<model>_<group>_<index>`."""
+
+    kind: str = "KIND_CPU"
+    device: int = 0
+    index: int = 0
+    name: str = ""
+
+
+class Traits(NamedTuple):
+    """What its scheduler must know of a runtime.
+
+    `inline`: an execution takes microseconds, so it may run in the event loop's thread. `ragged`: inputs that allow it
+    come with the elements of a whole batch in one flat tensor.
+    """
+
+    inline: bool = False
+    ragged: bool = False
+
+
+class Runtime(Protocol):
+    """One instance of a model. Blocking; called by one thread at a time, the one that loaded it unless `inline`.
+
+    What it raises besides `CharoniaError` is the model's own failure; the instance is used again.
+    """
+
+    @property
+    def traits(self) -> Traits: ...
+
+    def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
+        """Outputs for a batch of inputs; of a decoupled model any number of times, else exactly once.
+
+        `inputs` are read-only and lack what is optional and was not given. `wanted` names the outputs that are read;
+        more do no harm. Closing the iterator early abandons what is left to compute.
+        """
+
+    def close(self) -> None:
+        """Free everything. Called once; nothing is called afterwards."""
+
+
+class RuntimeLoader(Protocol):
+    """One backend: makes the instances of its models. Imports what it needs when it is asked."""
+
+    def load(self, directory: Path, config: ModelConfig, place: Place, parameters: Mapping[str, str]) -> Runtime:
+        """One instance, ready to execute. `directory`: of the model's version; `parameters`: the backend's, from
+        `--backend-config`, and over them the model's own.
+
+        Raises:
+            CharoniaError: the model cannot be loaded; the message says why, and `field` names a wrong parameter.
+        """
+
+    def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
+        """`document` with what it lacks and the model's file tells: `input`, `output` and `max_batch_size`.
+
+        Raises:
+            CharoniaError: what it says contradicts the model.
+        """
