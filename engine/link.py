@@ -9,6 +9,7 @@ import multiprocessing
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
+from multiprocessing import resource_tracker
 from tempfile import TemporaryDirectory
 
 import msgspec
@@ -16,14 +17,11 @@ import zmq
 
 from .config import EngineConfig
 from .messages import FromCore, Shutdown, ToCore
-from .process import main
+from .process import FRONTENDS_SIGNALS, main
 from .wire import Address
 
 _LAST_WORDS_SECONDS = 0.1
 """After a death, how long the sockets may still take to deliver what was said."""
-
-_TERM_SECONDS = 2.0
-"""What a core gets between SIGTERM and SIGKILL."""
 
 
 class CoreLink:
@@ -72,12 +70,9 @@ class CoreLink:
             self._process.kill()
 
     async def stop(self, patience: float) -> None:
-        """Ask, after `patience` seconds insist, at last kill. Returns when it is buried."""
+        """Ask, and after `patience` seconds kill. Returns when it is buried."""
         self.send(Shutdown())
         await asyncio.wait({self.ended}, timeout=patience)
-        if not self.ended.done():
-            self._process.terminate()
-            await asyncio.wait({self.ended}, timeout=_TERM_SECONDS)
         self.kill()
         await self.ended
 
@@ -93,8 +88,9 @@ class CoreLink:
         return socket
 
     def _spawn(self) -> None:
-        # A core begins deaf to Ctrl-C: the signal reaches the whole group, and the frontend decides.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # A core begins deaf to what stops servers: signals may reach the whole group, and the frontend decides.
+        resource_tracker.ensure_running()  # it is started with the first process, and would make this one hear again
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, FRONTENDS_SIGNALS)
         try:
             self._process.start()
         finally:

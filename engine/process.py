@@ -14,7 +14,6 @@ import traceback
 from contextlib import suppress
 from multiprocessing import connection, parent_process
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 
@@ -25,8 +24,11 @@ from .config import CacheConfig, EngineConfig
 from .core import EngineCore
 from .executor.base import Capacity, Executor
 from .executor.registry import build_executor
-from .messages import Failed, Loading, Ready, Shutdown
+from .messages import Failed, Loading, Ready
 from .wire import Address, Wire
+
+FRONTENDS_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
+"""Ctrl-C and service managers signal the whole group: the frontend decides what that means to its cores."""
 
 _SHAPE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _SHAPES = "256"
@@ -37,9 +39,10 @@ _USEFUL_TIMES = 4
 
 
 def main(config: EngineConfig, directory: str) -> None:
-    """Serve the client whose sockets lie in `directory` until it says so, SIGTERM comes, or the client dies."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the frontend decides
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    """Serve the client whose sockets lie in `directory` until it says so, or dies."""
+    for number in FRONTENDS_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FRONTENDS_SIGNALS)
     _show_name()
     _die_with_parent(directory)
     wire = Wire([Address.under(directory)])
@@ -61,7 +64,6 @@ def _serve(config: EngineConfig, wire: Wire) -> None:
     phases.report("libraries", 1.0)
     try:
         core, ready = start(config, executor, phases)
-        _obey_sigterm(core)
         threading.excepthook = lambda thread: core.fail(thread.exc_value or RuntimeError("a thread died"))
         wire.listen(core.accept)
         wire.broadcast(ready)
@@ -142,13 +144,6 @@ def _settle_garbage() -> None:
     # What start-up made lives as long as the process; the collector need not look at it in every step.
     gc.collect()
     gc.freeze()
-
-
-def _obey_sigterm(core: EngineCore) -> None:
-    def leave(signum: int, frame: FrameType | None) -> None:
-        core.accept(Shutdown())
-
-    signal.signal(signal.SIGTERM, leave)
 
 
 def _show_name() -> None:

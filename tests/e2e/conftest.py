@@ -109,7 +109,10 @@ def serving(scratch: Path, *arguments: str) -> Iterator[Server]:
             command += [flag, "0"]
     with output.open("wb") as file:
         environment = os.environ | {"TMPDIR": str(scratch)}
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        # A group of its own: a test may signal all of it.
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
     try:
         yield Server(process, output, scratch)
     finally:

@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -88,11 +88,13 @@ def test_unready_while_the_core_is_away(serve: Any, tokenizer_only: Path) -> Non
         assert generate(server) == 200
 
 
-def test_sigterm_lets_running_requests_finish(serve: Any, tokenizer_only: Path) -> None:
+@pytest.mark.parametrize("send", [os.kill, os.killpg])
+def test_sigterm_lets_running_requests_finish(serve: Any, tokenizer_only: Path, send: Callable[..., None]) -> None:
+    """To the frontend alone, as Docker does it, or to the whole group, as service managers do."""
     with serve(str(tokenizer_only), *FLAGS, "--fake-step-seconds", "0.01") as server, stream(server) as lines:
         next(lines)
         cores = server.cores()
-        server.process.send_signal(signal.SIGTERM)
+        send(server.process.pid, signal.SIGTERM)
         server.until(lambda: server.status("/v2/health/ready") == 503)
         assert httpx.get(f"{server.url}/v2/health/ready").json() == {"error": "Server exiting"}
         assert generate(server) == 503

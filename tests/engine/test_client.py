@@ -232,21 +232,26 @@ async def test_a_core_that_hangs_is_killed_and_comes_back(start: Start) -> None:
     assert not alive(hung)
 
 
-async def test_ctrl_c_is_the_frontends_to_decide(start: Start) -> None:
-    client = await start()
-    assert client.pid is not None
-    os.kill(client.pid, signal.SIGINT)
-    assert tokens(await read_all(client, [1], max_tokens=2)) == [2, 3]
-
-
-async def test_sigterm_lets_the_core_leave_by_itself(start: Start) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_signals_to_the_group_are_the_frontends_to_decide(start: Start, number: signal.Signals) -> None:
     client = await start(step_seconds=0.01)
-    reader = asyncio.create_task(read_all(client, [1], max_tokens=400))
+    reader = asyncio.create_task(read_all(client, [1], max_tokens=50))
     await until(lambda: client.load.running == 1)
     assert client.pid is not None
-    os.kill(client.pid, signal.SIGTERM)
-    with pytest.raises(Unavailable, match="exit code 0"):
-        await reader
+    os.kill(client.pid, number)
+    assert tokens(await reader) == list(range(2, 52))
+
+
+async def test_a_core_is_deaf_to_the_groups_signals_from_its_birth(sockets: Path) -> None:
+    client = EngineClient(config())
+    starting = asyncio.create_task(client.start())
+    await until(lambda: client.pid is not None)
+    assert client.pid is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(client.pid, number)
+    await starting
+    await client.close()
+    assert left_in(sockets) == []
 
 
 async def test_loading_tells_its_phases(sockets: Path) -> None:
