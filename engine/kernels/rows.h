@@ -5,7 +5,7 @@
 #include <stdint.h>
 
 /* Elements below which one thread is done before a second one has begun. */
-#define WORTH_THREADS 32768
+#define WORTH_THREADS 16384
 
 /* Runs BODY for `row` from 0 to `rows`. The runtime is not even asked for few: a region of one thread costs too. */
 #define FOR_ROWS(rows, elements, body)                                      \
