@@ -9,12 +9,12 @@ import random
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from cyclopts import App
+from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
@@ -113,7 +113,13 @@ def compare(checkpoint: Path, windows: list[Tensor], dtype: torch.dtype = torch.
 
 
 @app.default
-def main(checkpoint: Path, /, *, text: list[Path] | None = None, tokens: int = 50_000) -> None:
+def main(
+    checkpoint: Path,
+    /,
+    *,
+    text: Annotated[list[Path] | None, Parameter(consume_multiple=True)] = None,
+    tokens: int = 50_000,
+) -> None:
     """Measure.
 
     Parameters

@@ -1,0 +1,182 @@
+"""The matrix products of one step by themselves: `python -m charonia.bench.kernels [--precisions bf16 int8]`.
+
+All linear layers of Qwen2.5-0.5B's shape, and its head where rows are few, with random weights: ours beside torch's,
+in turns, and the machine's limits measured between them. The fastest try counts: on a machine with neighbours the
+others say more about those.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import chain
+from time import perf_counter
+from typing import Annotated, NamedTuple, TypeAlias
+
+import torch
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from ..engine.kernels import library
+from ..engine.kernels.matmul import Form, Packed
+from ..engine.kernels.memory import Memory
+from ..engine.layers.matmul import QuantizedProduct, plain, quantize
+from .gauge import Gauge
+from .limits import Machine, Precision
+
+HIDDEN, INNER, VOCAB, LAYERS = 896, 4864, 151936, 24
+SHAPES = ((1152, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER))
+"""[outputs, inputs] of queries, keys and values; of attention's output; of gate and up; of down."""
+
+HOPELESS = 2.0
+"""Seconds: a contender that takes longer gets no further turns, and no more rows."""
+
+HEADED = 64
+"""Rows up to which the head takes part: in a prefill few rows sample."""
+
+KEPT = {"bf16": torch.bfloat16, "int8": torch.int8, "fp32": torch.float32}
+Product: TypeAlias = Callable[[Tensor], Tensor]
+
+app = App(name="python -m charonia.bench.kernels", help=__doc__)
+
+
+class Stack(NamedTuple):
+    """One contender's products, layer by layer, and its head."""
+
+    layers: list[list[Product]]
+    head: Product
+
+    def run(self, inputs: dict[int, Tensor]) -> None:
+        for layer in self.layers:
+            for product, (_, columns) in zip(layer, SHAPES, strict=True):
+                product(inputs[columns])
+        if len(inputs[HIDDEN]) <= HEADED:
+            self.head(inputs[HIDDEN])
+
+
+class Figure(NamedTuple):
+    """Seconds of the whole stack for so many rows, the best of each contender; and the limits beside them."""
+
+    rows: int
+    ours: float
+    torchs: float
+    limits: Machine
+
+    def least(self, width: int) -> float:
+        """Seconds the machine needs at least, for weights of `width` bytes."""
+        return max(width * numbers(self.rows) / self.limits.read, self.operations / self.limits.peak)
+
+    @property
+    def operations(self) -> float:
+        return 2.0 * self.rows * numbers(self.rows)
+
+
+def numbers(rows: int) -> int:
+    """Weights that a step of so many rows reads."""
+    head = VOCAB * HIDDEN if rows <= HEADED else 0
+    return LAYERS * sum(outputs * columns for outputs, columns in SHAPES) + head
+
+
+def stacks(precision: Precision) -> list[Stack]:
+    """Ours and torch's. Every layer has memory of its own; what is in it is the same."""
+    kept, memory = KEPT[precision], Memory()
+    x = torch.float32 if precision == "fp32" else torch.bfloat16
+    weights = [torch.randn(shape).to(x) for shape in (*SHAPES, (VOCAB, HIDDEN))]
+    ours = [[_ours(weight, kept, memory) for weight in weights[:-1]] for _ in range(LAYERS)]
+    torchs = [[_torchs(weight, kept) for weight in weights[:-1]] for _ in range(LAYERS)]
+    return [Stack(ours, _ours(weights[-1], kept, memory)), Stack(torchs, _torchs(weights[-1], kept))]
+
+
+def _ours(weight: Tensor, kept: torch.dtype, memory: Memory) -> Product:
+    packed = Packed(Form(len(weight), weight.shape[1], kept, weight.dtype, weight.dtype), None, memory)
+    packed.pack(0, weight)
+    return packed
+
+
+def _torchs(weight: Tensor, kept: torch.dtype) -> Product:
+    if kept == torch.int8:
+        quantized, scales = quantize(weight)
+        return QuantizedProduct(quantized.t(), scales, None)
+    return plain(weight.clone(), None)
+
+
+def measure(precision: Precision, rows: list[int], turns: int) -> Iterator[Figure]:
+    contenders = stacks(precision)
+    gauge = Gauge([precision], "cpu", torch.get_num_threads())
+    for count in rows:
+        inputs = {columns: torch.randn(count, columns).to(_x(precision)) for columns in (HIDDEN, INNER)}
+        best, limits = [math.inf] * 2, Machine(0.0, 0.0)
+        for _ in range(turns):
+            for at in range(len(contenders)):
+                best[at] = min(best[at], _seconds(contenders[at], inputs))
+            now = gauge.measure()[precision]
+            limits = Machine(max(limits.read, now.read), max(limits.peak, now.peak))
+            contenders = contenders[: 1 if best[1] > HOPELESS else 2]
+        yield Figure(count, best[0], best[1], limits)
+
+
+def _x(precision: Precision) -> torch.dtype:
+    return torch.float32 if precision == "fp32" else torch.bfloat16
+
+
+@torch.inference_mode()
+def _seconds(stack: Stack, inputs: dict[int, Tensor]) -> float:
+    begun = perf_counter()
+    stack.run(inputs)
+    return perf_counter() - begun
+
+
+def show(console: Console, precision: Precision, figures: list[Figure]) -> None:
+    """Our best product may be the machine's best: then it is the peak."""
+    peak = max(chain(*((each.limits.peak, each.operations / each.ours) for each in figures)))
+    table = Table(title=f"{precision}, all products of a step")
+    for column in ("rows", "ms", "torch ms", "torch / ours", "GB/s", "of", "GOP/s", "of", "of the limit"):
+        table.add_column(column, justify="right")
+    for each in figures:
+        width, limits = KEPT[precision].itemsize, Machine(each.limits.read, peak)
+        table.add_row(
+            str(each.rows),
+            f"{each.ours * 1e3:.2f}",
+            f"{each.torchs * 1e3:.2f}",
+            f"{each.torchs / each.ours:.2f}",
+            f"{width * numbers(each.rows) / each.ours / 1e9:.1f}",
+            f"{limits.read / 1e9:.1f}",
+            f"{each.operations / each.ours / 1e9:.0f}",
+            f"{peak / 1e9:.0f}",
+            f"{each._replace(limits=limits).least(width) / each.ours:.0%}",
+        )
+    console.print(table)
+
+
+@app.default
+def main(
+    *,
+    precisions: Annotated[list[Precision] | None, Parameter(consume_multiple=True)] = None,
+    rows: Annotated[list[int] | None, Parameter(consume_multiple=True)] = None,
+    turns: int = 5,
+    threads: int = 0,
+) -> None:
+    """Measure.
+
+    Parameters
+    ----------
+    precisions
+        Of the weights: bf16, int8, fp32.
+    rows
+        Of the activations: sequences that decode, or tokens of a prefill.
+    turns
+        Tries of each contender.
+    threads
+        0: as torch has them.
+    """
+    console = Console()
+    if threads:
+        torch.set_num_threads(threads)
+    console.print(f"kernels: {library.level()}, {torch.get_num_threads()} threads")
+    for precision in precisions or ["bf16", "int8"]:
+        figures = list(measure(precision, rows or [1, 2, 4, 8, 16, 32, 128, 512], turns))
+        show(console, precision, figures)
+
+
+if __name__ == "__main__":
+    app()
