@@ -1,12 +1,17 @@
 """The only thing a door knows. Whatever exists once per server lives behind it."""
 
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar
+from enum import StrEnum
+from types import MappingProxyType
+from typing import NamedTuple, Protocol, TypeVar
 
 from .exchange import Exchange, Headers
 from .model import ModelConfig, ModelStats
 from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
+from .statistics import ModelStatistics
+
+NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -19,6 +24,25 @@ class Stream(Protocol[T_co]):
     def __anext__(self) -> Awaitable[T_co]: ...
 
     async def aclose(self) -> None: ...
+
+
+class State(StrEnum):
+    """Of a version of a model; Triton's words."""
+
+    UNKNOWN = "UNKNOWN"
+    READY = "READY"
+    UNAVAILABLE = "UNAVAILABLE"
+    LOADING = "LOADING"
+    UNLOADING = "UNLOADING"
+
+
+class IndexEntry(NamedTuple):
+    """One version of a known model; of one that was never loaded there is only the name."""
+
+    name: str
+    version: str = ""
+    state: State | None = None
+    reason: str = ""
 
 
 class Gateway(Protocol):
@@ -43,7 +67,17 @@ class Gateway(Protocol):
 
     def model(self, name: str, version: str = "") -> ModelConfig: ...
 
+    def versions(self, name: str) -> tuple[str, ...]:
+        """The versions of a model that are served, lowest first. Raises as `model` does."""
+
     def stats(self, name: str, version: str = "") -> ModelStats: ...
+
+    def statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
+        """Of every served version, or of those asked for.
+
+        Raises:
+            InvalidArgument: what was asked for is not served.
+        """
 
     def model_ready(self, name: str, version: str = "") -> bool: ...
 
@@ -57,3 +91,25 @@ class Gateway(Protocol):
 
     async def detokenize(self, name: str, ids: list[int]) -> str:
         """Raises as `generate` does."""
+
+    def index(self, ready_only: bool = False) -> list[IndexEntry]:
+        """Every version that the repositories hold, or that was loaded."""
+
+    async def load_model(self, name: str, config: str | None = None, files: Mapping[str, bytes] = NO_FILES) -> None:
+        """Load a model of the repositories, or load it anew; return when it is served.
+
+        `config`: its whole config as JSON, in place of the file's. `files`: its whole directory, by path within it.
+
+        Raises:
+            Unavailable: the server was not started for that.
+            Internal: the repositories hold no such model.
+            InvalidArgument: `name`, `config` or a path is wrong, or the model did not load; what served before serves.
+        """
+
+    async def unload_model(self, name: str, dependents: bool = False) -> None:
+        """Serve a model no more; return when its unloading has begun. `dependents`: with an ensemble its steps.
+
+        Raises:
+            Unavailable: the server was not started for that.
+            InvalidArgument: `name` is no name.
+        """

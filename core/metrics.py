@@ -92,13 +92,15 @@ class TenantTokens:
 
 @dataclass(slots=True)
 class Microseconds:
-    """Triton's sums over successful requests: the whole, and what it was made of."""
+    """Triton's sums over successful requests: the whole, and what it was made of. `last`: when the last one ended, in
+    milliseconds since the epoch."""
 
     request: int = 0
     queue: int = 0
     compute_input: int = 0
     compute_infer: int = 0
     compute_output: int = 0
+    last: int = 0
 
 
 class EngineState(NamedTuple):

@@ -2,17 +2,22 @@
 
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from .exchange import Exchange
 from .metrics import Reading
 from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
+from .statistics import Statistics
 from .tensor import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What a model tells the world of itself, after completion. `created`: seconds since the epoch."""
+    """What a model tells the world of itself, after completion. `created`: seconds since the epoch.
+
+    `document`: the whole config as /config shows it: protobuf's JSON mapping with the names of the .proto, in its
+    order, plain JSON values throughout. `labels`: of the classes of an output, by its name, where it has a label file.
+    """
 
     name: str
     version: str
@@ -24,6 +29,8 @@ class ModelConfig:
     outputs: tuple[TensorSpec, ...] = ()
     parameters: Mapping[str, str] = field(default_factory=dict)
     created: int = 0
+    document: Mapping[str, Any] = field(default_factory=dict)
+    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +64,8 @@ class Model(Protocol):
     def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]: ...
 
     def stats(self) -> ModelStats: ...
+
+    def statistics(self) -> Statistics: ...
 
 
 @runtime_checkable

@@ -153,6 +153,7 @@ class Accounts:
         spent.queue += _microseconds(begun - submitted)
         spent.compute_infer += _microseconds(last - begun)
         spent.compute_output += _microseconds(ended - last)
+        spent.last = int(time.time() * 1000)
 
 
 def _microseconds(seconds: float) -> int:

@@ -23,6 +23,7 @@ from ..core.request import (
     Prompt,
     TokenizeRequest,
 )
+from ..core.statistics import Statistics
 from ..tokenization.files import locate
 from ..tokenization.generation import GenerationDefaults, read_defaults
 from ..tokenization.tokenizer import Tokenizer
@@ -32,6 +33,7 @@ from .client import EngineClient
 from .config import EngineConfig
 from .infer import INPUTS, OUTPUTS, Spoken, read_question, whole_answer
 from .messages import Loading
+from .statistics import statistics_of
 from .writer import Writer
 
 OnProgress: TypeAlias = Callable[[str, float, float, str], None]
@@ -100,6 +102,9 @@ class LlmModel:
             kv_tokens=used,
             kv_token_capacity=capacity,
         )
+
+    def statistics(self) -> Statistics:
+        return statistics_of(self._metrics)
 
     def readings(self) -> Iterator[Reading]:
         """Everything measured, for a scrape."""

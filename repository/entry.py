@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..core.gateway import IndexEntry, State
 from ..core.metrics import Reading
 from ..core.model import MeasuredModel, Model, TextModel
 
@@ -26,6 +27,10 @@ class Entry:
     @property
     def ready(self) -> bool:
         return self.model is not None and self.model.stats().ready
+
+    def shown(self) -> IndexEntry:
+        state = State.READY if self.ready else State.UNAVAILABLE
+        return IndexEntry(self.name, self.version, state, self.reason)
 
     def readings(self) -> Iterator[Reading]:
         """Of a model that is not loaded, only that it is not."""

@@ -7,23 +7,26 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, aclosing, contextmanager
 from typing import Generic, TypeVar, cast
 
 from ..core.errors import CharoniaError, InvalidArgument, NotFound, Unavailable
 from ..core.exchange import Exchange, Headers, current, serving
-from ..core.gateway import Stream
+from ..core.gateway import NO_FILES, IndexEntry, Stream
 from ..core.metrics import End, Measurement, ended_readings
 from ..core.model import Model, ModelConfig, ModelStats, TextModel
 from ..core.records import write_record
 from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
+from ..core.statistics import ModelStatistics
 from .entry import Entry
 from .validation import check
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_NOT_EXPLICIT = "explicit model load / unload is not allowed if polling is enabled"
 
 
 class Hub:
@@ -68,6 +71,25 @@ class Hub:
 
     def stats(self, name: str, version: str = "") -> ModelStats:
         return self._loaded(name, version)[0].stats()
+
+    def versions(self, name: str) -> tuple[str, ...]:
+        return (self._loaded(name, "")[0].config.version,)
+
+    def statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
+        return [
+            ModelStatistics(entry.name, entry.version, entry.model.statistics())
+            for entry in self._entries.values()
+            if entry.model is not None and name in ("", entry.name)
+        ]
+
+    def index(self, ready_only: bool = False) -> list[IndexEntry]:
+        return [entry.shown() for entry in self._entries.values() if not ready_only or entry.ready]
+
+    async def load_model(self, name: str, config: str | None = None, files: Mapping[str, bytes] = NO_FILES) -> None:
+        raise Unavailable(_NOT_EXPLICIT)
+
+    async def unload_model(self, name: str, dependents: bool = False) -> None:
+        raise Unavailable(_NOT_EXPLICIT)
 
     @contextmanager
     def open(self, door: str, headers: Headers = ()) -> Iterator[Exchange]:

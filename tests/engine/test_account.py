@@ -1,5 +1,7 @@
 """The account of a sequence: phases by given times, one end; what is measured of requests; totals of all cores."""
 
+import time
+
 import pytest
 
 from charonia.core.exchange import Exchange, serving
@@ -72,6 +74,7 @@ def test_one_answered_request_is_measured_once_however_many_answers() -> None:
     assert ended(metrics) == {End(Outcome.LENGTH): 1}
     assert (metrics.prompt_length.sum, metrics.generation_length.sum, sum(metrics.request.counts)) == (5, 6, 1)
     assert metrics.durations.request >= metrics.durations.compute_input
+    assert time.time() * 1000 - 60_000 < metrics.durations.last <= time.time() * 1000
 
 
 def test_without_an_exchange_nothing_is_counted() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, NotFound, Unavailable
 from charonia.core.exchange import Exchange
+from charonia.core.gateway import IndexEntry, State
 from charonia.core.metrics import End, Outcome, Reading
 from charonia.core.model import ModelConfig, ModelStats
 from charonia.core.request import (
@@ -18,6 +19,7 @@ from charonia.core.request import (
     TokenizeRequest,
     Usage,
 )
+from charonia.core.statistics import ModelStatistics, Statistics
 from charonia.core.tensor import Tensor, TensorSpec
 from charonia.repository.gateway import Hub
 from charonia.repository.kinds import build
@@ -47,6 +49,9 @@ class Echo:
 
     def stats(self) -> ModelStats:
         return ModelStats(self.is_ready)
+
+    def statistics(self) -> Statistics:
+        return Statistics(inference_count=3)
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         self.open += 1
@@ -315,3 +320,15 @@ async def test_a_request_given_up_is_cancelled() -> None:
         async with aclosing(hub.infer("echo", "", InferRequest(inputs={"A": A}))) as responses:
             await anext(responses)
     assert seen == [End(Outcome.CANCELLED)]
+
+
+async def test_what_is_known_of_models() -> None:
+    hub = await hub_of(Echo(), Echo("broken", Internal("no weights")))
+    assert hub.versions("echo") == ("2",)
+    assert hub.statistics() == hub.statistics("echo") == [ModelStatistics("echo", "2", Statistics(inference_count=3))]
+    ready = IndexEntry("echo", "2", State.READY)
+    assert hub.index() == [ready, IndexEntry("broken", "2", State.UNAVAILABLE, "no weights")]
+    assert hub.index(ready_only=True) == [ready]
+    for control in (hub.load_model("echo"), hub.unload_model("echo")):
+        with pytest.raises(Unavailable, match="explicit model load / unload is not allowed"):
+            await control
