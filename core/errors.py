@@ -41,6 +41,10 @@ class NotFound(CharoniaError):
     code = Code.NOT_FOUND
 
 
+class AlreadyExists(CharoniaError):
+    code = Code.ALREADY_EXISTS
+
+
 class Unauthenticated(CharoniaError):
     """No key was shown, or a wrong one."""
 

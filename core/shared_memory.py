@@ -1,0 +1,155 @@
+"""System shared memory that clients made and lend: tensors come from it and go into it without crossing a socket.
+
+v2's section 7 in code. Knows nothing of tensors and protocols: names in, bytes out. The regions are the clients' own;
+nothing is created or removed here.
+"""
+
+import mmap
+import os
+from typing import NamedTuple
+
+import posix_ipc
+
+from .errors import AlreadyExists, CharoniaError, Internal, InvalidArgument, NotFound, Unsupported
+
+_RESERVED = "triton_python_backend_shm_region_"
+_DISABLED = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
+_NO_CUDA = "failed to register CUDA shared memory region: '{}', GPUs not supported"
+
+
+class Region(NamedTuple):
+    """`byte_size` bytes of the shared memory object `key`, from `offset` on, that requests call `name`."""
+
+    name: str
+    key: str
+    offset: int
+    byte_size: int
+
+
+class Span(NamedTuple):
+    """Where in a region a tensor lies."""
+
+    region: str
+    offset: int
+    byte_size: int
+
+
+class Regions:
+    """Every registered region. Without `allowed` none can be; asking what there is always works.
+
+    A region that is taken back stays mapped while somebody holds a view of it, and no longer: the mapping is the
+    view's base, and goes with the last of them.
+    """
+
+    def __init__(self, allowed: bool = False) -> None:
+        self._allowed = allowed
+        self._mapped: dict[str, tuple[Region, mmap.mmap]] = {}
+
+    def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
+        """Map a client's region.
+
+        Raises:
+            Unsupported: the server was not started for that.
+            AlreadyExists: the name is taken.
+            InvalidArgument: the object has no such bytes, or the key is reserved.
+            Internal: there is no such object, or it may not be opened.
+        """
+        self._check_allowed()
+        if name in self._mapped:
+            raise AlreadyExists(f"shared memory region '{name}' already in manager", field="name")
+        if key.lstrip("/").startswith(_RESERVED):
+            message = f"cannot register shared memory region '{name}' with key '{key}' as the key contains the reserved"
+            raise InvalidArgument(f"{message} prefix '{_RESERVED}'", field="key")
+        region = Region(name, key, offset, byte_size)
+        self._mapped[name] = region, _mapped(region)
+
+    def unregister(self, name: str = "") -> None:
+        """Take back one region, or all; a name that nobody has is no error."""
+        self._check_allowed()
+        if name:
+            self._mapped.pop(name, None)
+        else:
+            self._mapped.clear()
+
+    def status(self, name: str = "") -> list[Region]:
+        """All regions, or one.
+
+        Raises:
+            NotFound: there is none of this name.
+        """
+        if not name:
+            return [region for region, _ in self._mapped.values()]
+        if name not in self._mapped:
+            raise NotFound(f"Unable to find system shared memory region: '{name}'", field="name")
+        return [self._mapped[name][0]]
+
+    def view(self, span: Span) -> memoryview:
+        """Its bytes, to read and to write. Hold it no longer than the request.
+
+        Raises:
+            NotFound: there is no such region.
+            InvalidArgument: it has no such bytes, or its object was made shorter since.
+        """
+        if span.region not in self._mapped:
+            raise NotFound(f"Unable to find shared memory region: '{span.region}'", field=span.region)
+        region, memory = self._mapped[span.region]
+        if not 0 <= span.offset <= region.byte_size:
+            raise InvalidArgument(f"Invalid offset for shared memory region: '{region.name}'", field=region.name)
+        end = span.offset + span.byte_size
+        # Beyond the end of an object that shrank there is no memory: to touch it would kill the process.
+        if span.byte_size < 0 or end > region.byte_size or region.offset + end > memory.size():
+            raise _outside(region)
+        return memoryview(memory)[region.offset + span.offset : region.offset + end]
+
+    # Memory of GPUs, which nobody can lend: v2 asks for it all the same.
+
+    def register_cuda(self, name: str) -> None:
+        """Raises `Unsupported` or `InvalidArgument`: it is not served."""
+        self._check_allowed()
+        raise InvalidArgument(_NO_CUDA.format(name), field="name")
+
+    def unregister_cuda(self) -> None:
+        """Raises `Unsupported` where no region can be registered; there is none to take back."""
+        self._check_allowed()
+
+    def status_cuda(self, name: str = "") -> None:
+        """Raises `NotFound` for any name: there is none."""
+        if name:
+            raise NotFound(f"Unable to find cuda shared memory region: '{name}'", field="name")
+
+    def _check_allowed(self) -> None:
+        if not self._allowed:
+            raise Unsupported(_DISABLED)
+
+
+def _mapped(region: Region) -> mmap.mmap:
+    descriptor = _opened(region.key)
+    try:
+        end, size = region.offset + region.byte_size, os.fstat(descriptor).st_size
+        if not 0 <= region.offset <= size:
+            raise InvalidArgument(f"Invalid offset for shared memory region: '{region.name}'", field="offset")
+        if region.byte_size <= 0 or end > size:
+            raise _outside(region)
+        return mmap.mmap(descriptor, end)
+    except OSError:
+        raise _unable(region.key) from None
+    finally:
+        os.close(descriptor)
+
+
+def _opened(key: str) -> int:
+    try:
+        # The library takes the process down with it when a name cannot be encoded, or has a null character.
+        name = "" if "\0" in key else os.fsencode(key).decode()
+        descriptor: int = posix_ipc.SharedMemory(name).fd
+    except (posix_ipc.Error, ValueError, OSError):
+        raise _unable(key) from None
+    return descriptor
+
+
+def _unable(key: str) -> CharoniaError:
+    return Internal(f"Unable to open shared memory region: '{key}'", field="key")
+
+
+def _outside(region: Region) -> CharoniaError:
+    return InvalidArgument(f"Invalid offset + byte size for shared memory region: '{region.name}'", field=region.name)
