@@ -207,7 +207,7 @@ async def _serve(plan: _Plan, hub: "Hub", sock: "socket.socket", grpc: "GrpcServ
     http = HttpServer(build_app(hub, _info(options), plan.keys), sock, options.log_verbose > 0, plan.tls)
     server = Servers(http, grpc)
     await server.start()
-    print(f"gRPC on {grpc.address}")
+    print(f"gRPC on {_reachable(plan.grpc.grpc_address, grpc.port)}")
     _say_ready(hub, _url(options.http_address, sock.getsockname()[1], plan.tls), bool(plan.keys))
     await first_of(stop.asked.wait(), server.ended())
     await _drain(hub, server, stop, options.exit_timeout_secs)
@@ -234,9 +234,13 @@ def _tls(options: ServerOptions) -> KeyPair | None:
 
 
 def _url(address: str, port: int, tls: KeyPair | None = None) -> str:
-    scheme = "http" if tls is None else "https"
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(address, address)
-    return f"{scheme}://{host}:{port}"
+    return f"{'http' if tls is None else 'https'}://{_reachable(address, port)}"
+
+
+def _reachable(address: str, port: int) -> str:
+    """Where somebody on this machine finds what listens on `address`."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _say_ready(hub: "Hub", url: str, guarded: bool) -> None:

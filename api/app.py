@@ -18,7 +18,7 @@ from ..core.errors import CharoniaError, NotFound
 from ..core.gateway import Gateway
 from .connection import ClientLeft
 from .exchanges import Exchanges, note
-from .faults import UNEXPECTED, error_response, json_response
+from .faults import UNEXPECTED, error_response, json_response, speaks_openai
 from .guard import Guard
 from .keys import Keyring
 from .metadata import ServerInfo
@@ -101,7 +101,8 @@ async def _charonia_error(request: Request, error: Exception) -> Response:
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     note(NotFound(error.detail))
-    if not request.url.path.startswith("/v1/"):
-        return json_response({"error": error.detail}, error.status_code)
+    headers = dict(error.headers or {})  # of a wrong method: those that would be right
+    if not speaks_openai(request.url.path):
+        return json_response({"error": error.detail}, error.status_code, headers)
     body = {"message": f"{error.detail}: {request.method} {request.url.path}", "type": "invalid_request_error"}
-    return json_response({"error": {**body, "param": None, "code": None}}, error.status_code)
+    return json_response({"error": {**body, "param": None, "code": None}}, error.status_code, headers)

@@ -58,8 +58,13 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
 
 def error_response(error: CharoniaError, path: str) -> Response:
     """The error in the shape of the door that `path` belongs to."""
-    body = openai_body(error) if path.startswith(_OPENAI_PATHS) else v2_body(error)
+    body = openai_body(error) if speaks_openai(path) else v2_body(error)
     return json_response(body, status_of(error), _headers(error))
+
+
+def speaks_openai(path: str) -> bool:
+    """Whether errors on `path` have OpenAI's shape, and not v2's."""
+    return path.startswith(_OPENAI_PATHS)
 
 
 def _headers(error: CharoniaError) -> dict[str, str] | None:

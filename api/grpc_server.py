@@ -39,7 +39,8 @@ class GrpcServer:
         sock: socket.socket,
         keys: Keyring | None = None,
     ) -> None:
-        self.address = _joined(options.grpc_address, sock.getsockname()[1])
+        self.port: int = sock.getsockname()[1]
+        self._address = _joined(options.grpc_address, self.port)
         self._credentials = credentials(options)
         self._gateway, self._info, self._options = gateway, info, options
         self._closing = asyncio.Event()
@@ -59,14 +60,14 @@ class GrpcServer:
         try:
             self._open(server)
         except RuntimeError as error:
-            raise Unavailable(f"cannot open {self.address}: {error} (--grpc-port)") from None
+            raise Unavailable(f"cannot open {self._address}: {error} (--grpc-port)") from None
         await server.start()
 
     def _open(self, server: grpc.aio.Server) -> None:
         if self._credentials is None:
-            server.add_insecure_port(self.address)
+            server.add_insecure_port(self._address)
         else:
-            server.add_secure_port(self.address, self._credentials)
+            server.add_secure_port(self._address, self._credentials)
 
     async def ended(self) -> None:
         """Return when it was told to stop: of itself it never does."""

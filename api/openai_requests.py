@@ -41,7 +41,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Fields of OpenAI and vLLM that are not supported, and the values besides null that ask for nothing."""
 
 _MESSAGE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "name": (),
     "refusal": (),
     "audio": (),
     "annotations": ([],),
@@ -50,7 +49,7 @@ _MESSAGE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "function_call": (),
     "reasoning_content": (),
 }
-_MESSAGE_FIELDS = frozenset({"role", "content"})
+_MESSAGE_FIELDS = frozenset({"role", "content", "name"})
 _MAX_CHOICES = 128
 _MAX_ANSWERS = 1024
 """Prompts times choices of one body: each costs the frontend 70 microseconds before it can be refused."""
@@ -243,8 +242,12 @@ def _message(where: str, members: Mapping[str, Any]) -> Message:
     role = members.get("role")
     if role not in _ROLES:
         raise InvalidArgument(f"{where}.role must be one of {', '.join(_ROLES)}", field=f"{where}.role")
+    name = members.get("name")
+    if not isinstance(name, str | None):
+        raise InvalidArgument(f"{where}.name must be a string", field=f"{where}.name")
     # Templates know "system"; "developer" is OpenAI's newer word for it.
-    return Message("system" if role == "developer" else role, _content(f"{where}.content", members.get("content")))
+    role = "system" if role == "developer" else role
+    return Message(role, _content(f"{where}.content", members.get("content")), name or "")
 
 
 def _content(where: str, content: Any) -> str:

@@ -51,7 +51,7 @@ class ServerOptions:
     exit_timeout_secs: Annotated[float, Parameter(validator=Number(gte=0))] = 30
     """How long running requests may take to finish on SIGTERM or SIGINT."""
     log_verbose: Annotated[int, Parameter(validator=Number(gte=0))] = 0
-    """Above 0: every request and every decision."""
+    """Above 0: a line for every HTTP request too, health and lookups included, in the web server's words."""
     log_format: Literal["default", "ISO8601", "json"] = "default"
     """Format of times in the log; json: every record is a line of JSON."""
     otlp_traces_endpoint: str = ""

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..core.errors import Unavailable
 from .tls import KeyPair
@@ -89,16 +90,16 @@ class StopSignals:
 
 
 class HttpServer:
-    """One application on one bound socket, encrypted with `tls`, until `stop`."""
+    """One application on one bound socket, encrypted with `tls`, until `stop`. With `access_log`, uvicorn writes a line
+    for each of its requests."""
 
     def __init__(self, app: Any, sock: socket.socket, access_log: bool, tls: KeyPair | None = None) -> None:
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=HttpToolsProtocol if access_log else _WithoutAccessLog,
             ws="none",
             lifespan="off",
             log_config=None,
-            access_log=access_log,
             server_header=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=_FLUSH_SECONDS,
@@ -130,6 +131,14 @@ class HttpServer:
                 task.cancel()
         self._server.should_exit = True
         await self._serving
+
+
+class _WithoutAccessLog(HttpToolsProtocol):
+    """uvicorn's own setting would silence the access log of every server in the process."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.access_log = False
 
 
 class _Uvicorn(uvicorn.Server):

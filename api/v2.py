@@ -12,12 +12,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from ..core.errors import CharoniaError, InvalidArgument, Unavailable
+from ..core.errors import CharoniaError, InvalidArgument, Unavailable, Unsupported
 from ..core.gateway import Gateway, Stream
 from ..core.model import ModelConfig
 from ..core.request import InferRequest, InferResponse
 from . import orca
 from .connection import EventStream, WhileConnected, event, read_body
+from .exchanges import note
 from .faults import json_response, v2_body
 from .generate import encode_response, parse_generate
 from .guard import tenant_of
@@ -77,7 +78,8 @@ class V2:
         async with WhileConnected(request.receive), aclosing(self._infer(config, wanted)) as responses:
             answers = await at_most_two(responses)
         if len(answers) != 1:
-            return json_response({"error": _NOT_ONE})
+            note(error := Unsupported(_NOT_ONE))
+            return json_response(v2_body(error))  # with status 200, as Triton's first response has it
         body, headers = encode_response(config, wanted.id, answers[0]), self._load_header(request, config)
         return Response(body, headers=headers, media_type="application/json")
 

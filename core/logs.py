@@ -9,8 +9,8 @@ from logging.handlers import QueueHandler, QueueListener
 from queue import SimpleQueue
 from typing import Literal, TypeAlias
 
-_STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
-
+_LEFT_OUT = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", "color_message"}
+"""What every record has, or is written under another name; and uvicorn's message once more, in colours."""
 
 Form: TypeAlias = Literal["default", "ISO8601", "json"]
 
@@ -44,7 +44,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line |= {name: value for name, value in vars(record).items() if name not in _STANDARD}
+        line |= {name: value for name, value in vars(record).items() if name not in _LEFT_OUT}
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)

@@ -125,10 +125,11 @@ def _check_words(name: str, words: tuple[str, ...]) -> None:
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One turn of a conversation."""
+    """One turn of a conversation; `name` tells participants of the same role apart."""
 
     role: str
     content: str
+    name: str = ""
 
 
 class Conversation(msgspec.Struct, frozen=True):

@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from ..core.errors import InvalidArgument
+
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`ahead`: plans scheduled beyond the oldest unapplied one. `in_flight_per_sequence` None means ahead + 1.
@@ -11,6 +13,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     `admission`: "optimistic" admits what fits now and preempts when it must; "no_evict" admits only what fits
     to its last token. A waiting sequence gains one priority class every `ageing_steps` steps. `target_step_ms`: how
     long prompts may make a step, see `Pace`; None goes by what the step takes without them, 0 is no limit.
+
+    Raises:
+        InvalidArgument: more sequences than tokens in a step.
     """
 
     max_num_seqs: int = 64
@@ -21,6 +26,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     admission: Literal["optimistic", "no_evict"] = "optimistic"
     ageing_steps: int = 256
     target_step_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
+            raise InvalidArgument(
+                f"max_num_seqs {self.max_num_seqs} must be at least 1 and at most max_num_batched_tokens "
+                f"{self.max_num_batched_tokens}: a step has room for one token of each sequence",
+                field="max_num_seqs",
+            )
 
     @property
     def turn_tokens(self) -> int:

@@ -48,11 +48,6 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
-        if not 1 <= config.max_num_seqs <= config.max_num_batched_tokens:
-            raise ValueError(
-                f"a step must have room for one token of each sequence: max_num_seqs {config.max_num_seqs}, "
-                f"max_num_batched_tokens {config.max_num_batched_tokens}"
-            )
         self.config = config
         self._cache = cache
         self._rows = Rows(config.max_num_seqs)

@@ -35,7 +35,7 @@ class ChatTemplate:
         Raises:
             InvalidArgument: the template refuses them (`field` is messages).
         """
-        turns = [{"role": message.role, "content": message.content} for message in messages]
+        turns = [_turn(message) for message in messages]
         try:
             return self._template.render(
                 messages=turns, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self._tokens
@@ -44,6 +44,11 @@ class ChatTemplate:
             raise InvalidArgument(
                 f"messages do not fit the model's chat template: {error}", field="messages"
             ) from error
+
+
+def _turn(message: Message) -> dict[str, str]:
+    turn = {"role": message.role, "content": message.content}
+    return turn | {"name": message.name} if message.name else turn
 
 
 def find_template(directory: Path) -> str | None:

@@ -83,6 +83,12 @@ async def test_an_error_of_the_model_is_an_end(
     assert ends(gateway) == [(door, "alice", *end)]
 
 
+async def test_more_answers_than_the_door_gives_are_an_end(keyed: httpx.AsyncClient, gateway: Any) -> None:
+    path, body = DOORS["generate"]
+    assert (await keyed.post(path, json=body | {"stream": True}, headers=KEY)).status_code == 200  # as Triton's
+    assert ends(gateway) == [("generate", "alice", "rejected", "unsupported")]
+
+
 async def test_what_is_no_request_leaves_nothing(keyed: httpx.AsyncClient, gateway: Any) -> None:
     for path in ("/v2/health/live", "/v2", "/v1/models", "/v2/models/llm", "/nowhere", "/v1/completions"):
         await keyed.get(path, headers=KEY)

@@ -207,10 +207,10 @@ async def test_contents_of_messages(client: httpx.AsyncClient, gateway: Any) -> 
     messages = [
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": parts},
-        {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None},
+        {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None, "name": "Charon"},
     ]
     await client.post(CHAT, json=HI | {"messages": messages})
-    expected = Conversation((Message("system", "be brief"), Message("user", "ab"), Message("assistant", "c")))
+    expected = Conversation((Message("system", "be brief"), Message("user", "ab"), Message("assistant", "c", "Charon")))
     assert gateway.asked[0].prompt == expected
 
 
@@ -326,7 +326,7 @@ async def test_refused_by_name(
         (CHAT, HI | {"messages": [{"role": "user"}]}, "messages[0].content"),
         (CHAT, HI | {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         (CHAT, HI | {"messages": [{"role": "user", "content": "x", "bogus": 1}]}, "messages[0].bogus"),
-        (CHAT, HI | {"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0].name"),
+        (CHAT, HI | {"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages[0].name"),
         (CHAT, HI | {"messages": [{"role": "user", "content": [5]}]}, "messages[0].content[0]"),
         (
             CHAT,

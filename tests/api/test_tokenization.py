@@ -28,6 +28,13 @@ async def test_detokenize(client: httpx.AsyncClient) -> None:
     assert (await client.post(DETOKENIZE, json={"model": "llm", "tokens": [7, 8]})).json() == {"prompt": "7 8"}
 
 
+@pytest.mark.parametrize("path", [TOKENIZE, DETOKENIZE])
+async def test_a_wrong_method_is_refused_in_openai_s_shape(client: httpx.AsyncClient, path: str) -> None:
+    answer = await client.get(path)
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert answer.json()["error"]["message"] == f"Method Not Allowed: GET {path}"
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

@@ -43,6 +43,18 @@ async def test_answers(client: httpx.AsyncClient, method: str, path: str, status
         assert response.json() == body
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [("POST", "/v2", {"GET", "HEAD"}), ("GET", GENERATE, {"POST"}), ("DELETE", "/v1/models", {"GET", "HEAD"})],
+)
+async def test_a_wrong_method_is_told_the_right_ones(
+    client: httpx.AsyncClient, method: str, path: str, allowed: set[str]
+) -> None:
+    response = await client.request(method, path)
+    assert response.status_code == 405
+    assert set(response.headers["allow"].split(", ")) == allowed
+
+
 async def test_not_ready(client: httpx.AsyncClient, gateway: Any) -> None:
     gateway.is_ready = False
     response = await client.get("/v2/health/ready")

@@ -110,12 +110,13 @@ def test_a_record_is_one_line_of_json() -> None:
     except ValueError:
         info = sys.exc_info()
     record = logging.LogRecord("charonia.x", logging.INFO, __file__, 1, "a %s\nb", ("word",), info)
-    record.tokens = 3
+    record.tokens, record.color_message = 3, "\x1b[1ma"
     line = JsonFormatter().format(record)
     told = json.loads(line)
     assert "\n" not in line
     assert (told["level"], told["logger"], told["message"], told["tokens"]) == ("INFO", "charonia.x", "a word\nb", 3)
     assert "ValueError: why" in told["traceback"]
+    assert "color_message" not in told
 
 
 def test_a_thread_writes_everything_before_it_stops(caplog: pytest.LogCaptureFixture) -> None:

@@ -76,7 +76,7 @@ def flags() -> dict[str, Any]:
 def engine_default(option: str) -> Any:
     """What the engine's configuration says at the place that the option changes."""
     untouched = dict(leaves(engine_config("m", EngineOptions())))
-    touched = dict(leaves(engine_config("m", EngineOptions(**{option: cast(Any, "another")}))))
+    touched = dict(leaves(engine_config("m", EngineOptions(**{option: cast(Any, 99)}))))
     [place] = [place for place in untouched if touched[place] != untouched[place]]
     return untouched[place]
 

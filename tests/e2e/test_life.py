@@ -13,6 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
+from charonia.__main__ import _reachable
+
 FLAGS = ["--executor", "fake", "--fake-vocab-size", "384", "--served-model-name", "m"]
 LONG = {"input_ids": [1], "max_tokens": 200}
 
@@ -167,6 +169,10 @@ def test_a_single_checkpoint_that_fails(serve: Any, tokenizer_only: Path) -> Non
         (["--model-repository", "/", "--ahead", "1"], "charonia: --ahead is for a single checkpoint"),
         (["x/y", "--http-port", "70000"], "--http-port"),
         (["x/y", "--max-num-seqs", "0"], "parameter 'max_num_seqs': expected `int` >= 1"),
+        (
+            ["x/y", "--max-num-seqs", "600"],
+            "max_num_seqs 600 must be at least 1 and at most max_num_batched_tokens 512",
+        ),
         (["x/y", "--bogus"], "--bogus"),
         (["x/y", "--strict-readiness=maybe"], "--strict-readiness"),
     ],
@@ -176,6 +182,19 @@ def test_wrong_commands(serve: Any, arguments: list[str], says: str) -> None:
         assert server.process.wait(60) in (1, 2)
         assert says in server.said
         assert "Traceback" not in server.said
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("0.0.0.0", "127.0.0.1:8000"),
+        ("::", "[::1]:8000"),
+        ("fe80::1", "[fe80::1]:8000"),
+        ("localhost", "localhost:8000"),
+    ],
+)
+def test_the_start_says_where_a_client_may_go(address: str, shown: str) -> None:
+    assert _reachable(address, 8000) == shown
 
 
 def test_lenient_readiness_and_another_name(serve: Any, tmp_path: Path, tokenizer_only: Path) -> None:

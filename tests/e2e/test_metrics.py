@@ -171,7 +171,7 @@ def asking(server: Any) -> Iterator[None]:
 
 def test_a_restart_keeps_counters_and_takes_none_back(serve: Any, tokenizer_only: Path) -> None:
     flags = [*FLAGS, "--fake-step-seconds", "0.01", "--metrics-names", "vllm", "--log-format", "json"]
-    with serve(str(tokenizer_only), *flags) as server:
+    with serve(str(tokenizer_only), *flags, "--log-verbose", "1") as server:
         generate(server, 10, prompt=40, max_tokens=2)
         generate(server, 10, prompt=40, max_tokens=2)
         before = scrape(server)
@@ -218,6 +218,16 @@ def assert_json_records(said: str) -> None:
     assert [record["outcome"] for record in ended] == ["length", "length", "error", "length"]
     assert [record["cached_tokens"] for record in ended] == [0, 32, 0, 0]
     assert {"time", "level", "message", "request_id", "model", "queue_ms", "ttft_ms", "e2e_ms"} <= ended[0].keys()
+    assert_access_lines(records)
+
+
+def assert_access_lines(records: list[dict[str, Any]]) -> None:
+    """Of every HTTP request, lookups included; scrapes leave none."""
+    lines = [record["message"].partition(" - ")[2] for record in records if record["logger"] == "uvicorn.access"]
+    assert lines.count('"POST /v2/models/m/generate HTTP/1.1" 200') == 3
+    assert '"GET /v2/health/ready HTTP/1.1" 200' in lines
+    assert not [line for line in lines if "/metrics" in line]
+    assert not [record for record in records if "color_message" in record]
 
 
 def test_the_port_on_the_wire(server: Any) -> None:

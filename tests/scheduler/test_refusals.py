@@ -72,5 +72,6 @@ def test_a_result_that_leaves_a_hole_is_refused() -> None:
 
 
 def test_a_budget_without_room_for_every_row_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_num_batched_tokens 3"):
-        Scheduler(SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=3), KVCacheManager(4, 4))
+    with pytest.raises(InvalidArgument, match=r"max_num_seqs 4 .* max_num_batched_tokens 3") as refused:
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=3)
+    assert refused.value.field == "max_num_seqs"

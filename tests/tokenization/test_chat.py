@@ -35,6 +35,11 @@ def test_what_templates_of_the_field_lean_on() -> None:
     assert render("{% if tools is none and add_generation_prompt %}\n  yes\n{% endif %}") == "  yes\n"
 
 
+def test_participants_may_have_names() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.name | default(m.role) }}: {{ m.content }};{% endfor %}", {})
+    assert template.render([Message("user", "a", "Ann"), Message("user", "b")]) == "Ann: a;user: b;"
+
+
 @pytest.mark.parametrize(
     "source",
     [
