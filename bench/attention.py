@@ -1,0 +1,140 @@
+"""Attention of one step by itself: `python -m charonia.bench.attention`.
+
+All layers of Qwen2.5-0.5B's shape over a paged cache with random contents, decoding and prefilling: our kernels in
+bf16 and int8 beside torch's attention, in turns, and the memory's speed measured between them. The fastest try counts.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from cyclopts import App
+from rich.console import Console
+from rich.table import Table
+
+from ..engine.attention.base import Batch, CacheSpec
+from ..engine.attention.registry import attention_backend
+from ..engine.kernels import library
+from ..engine.layers.rotary import Angles, rotary
+from ..engine.spec import Rope, View
+from .gauge import Gauge
+
+HEADS, KV_HEADS, HEAD_DIM, LAYERS, BLOCK = 14, 2, 64, 24, 16
+
+app = App(name="python -m charonia.bench.attention", help=__doc__)
+
+
+class Case(NamedTuple):
+    """So many sequences that each compute `new` tokens on top of `context`."""
+
+    sequences: int
+    context: int
+    new: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.sequences} x {self.new} on {self.context}"
+
+    @property
+    def operations(self) -> float:
+        keys = sum(self.context + at + 1 for at in range(self.new))
+        return 4.0 * self.sequences * keys * HEADS * HEAD_DIM * LAYERS
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * (self.context + self.new)
+
+
+CASES = (*(Case(count, context) for count in (1, 8, 32) for context in (128, 1024, 4096)), Case(1, 0, 256),
+         Case(1, 1024, 256), Case(1, 2048, 512))  # fmt: skip
+
+CONTENDERS = (("native", "auto"), ("native", "int8"), ("cpu", "auto"))
+"""Backend, and how it stores keys and values."""
+
+BYTES = {"auto": 2 * 2 * KV_HEADS * HEAD_DIM * LAYERS, "int8": 2 * KV_HEADS * (HEAD_DIM + 4) * LAYERS}
+"""Of one token in the cache."""
+
+
+class Figure(NamedTuple):
+    """Seconds of all layers, the best of each contender, and bytes a second that memory gave beside them."""
+
+    case: Case
+    seconds: list[float]
+    read: float
+
+
+def step(case: Case, backend: str, stored: str) -> Callable[[], None]:
+    """All layers of the case, with a cache of their own."""
+    device, dtype = torch.device("cpu"), torch.bfloat16
+    spec = CacheSpec((View(),) * LAYERS, HEADS, KV_HEADS, HEAD_DIM, BLOCK, dtype, device, stored)
+    attention, batch = attention_backend(backend, spec), _batch(case)
+    attention.allocate(batch.tables.numel())
+    packed = torch.randn(case.sequences * case.new, HEADS + 2 * KV_HEADS, HEAD_DIM).to(dtype)
+    angles = rotary(Rope(), HEAD_DIM, case.context + case.new, dtype, device)(batch.positions)
+
+    @torch.inference_mode()
+    def run() -> None:
+        _layers(attention.begin(batch).turned, packed, angles)
+
+    return run
+
+
+def _layers(turned: Callable[[int, torch.Tensor, Angles], torch.Tensor], packed: torch.Tensor, angles: Angles) -> None:
+    for layer in range(LAYERS):
+        turned(layer, packed, angles)
+
+
+def _batch(case: Case) -> Batch:
+    """Blocks lie anywhere, as they do after a while."""
+    width = -(-(case.context + case.new) // BLOCK)
+    tables = torch.randperm(case.sequences * width).view(case.sequences, width)
+    positions = torch.arange(case.context, case.context + case.new).repeat(case.sequences)
+    owners = torch.arange(case.sequences).repeat_interleave(case.new)
+    starts, counts = (np.full(case.sequences, number) for number in (case.context, case.new))
+    return Batch(starts, counts, tables, positions, owners)
+
+
+def measure(turns: int) -> Iterator[Figure]:
+    gauge = Gauge(["bf16"], "cpu", torch.get_num_threads())
+    for case in CASES:
+        contenders = [step(case, *contender) for contender in CONTENDERS]
+        best, read = [math.inf] * len(contenders), 0.0
+        for _ in range(turns):
+            for at, run in enumerate(contenders):
+                best[at] = min(best[at], _seconds(run))
+            read = max(read, gauge.measure()["bf16"].read)
+        yield Figure(case, best, read)
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    begun = perf_counter()
+    run()
+    return perf_counter() - begun
+
+
+@app.default
+def main(*, turns: int = 10) -> None:
+    """Measure.
+
+    Parameters
+    ----------
+    turns
+        Tries of each contender.
+    """
+    console = Console()
+    table = Table(title=f"attention, {LAYERS} layers; kernels: {library.level()}, {torch.get_num_threads()} threads")
+    table.add_column("sequences x tokens", no_wrap=True)
+    for column in ("bf16 ms", "GFLOP/s", "GB/s", "int8 ms", "GB/s", "torch ms", "memory GB/s"):
+        table.add_column(column, justify="right")
+    for case, (ours, small, torchs), read in measure(turns):
+        rates = [case.operations / ours, *(case.tokens * BYTES[s] / t for s, t in (("auto", ours), ("int8", small)))]
+        flops, full, half = (f"{rate / 1e9:.1f}" for rate in rates)
+        times = [f"{seconds * 1e3:.2f}" for seconds in (ours, small, torchs)]
+        table.add_row(str(case), times[0], flops, full, times[1], half, times[2], f"{read / 1e9:.1f}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    app()
