@@ -38,11 +38,11 @@ def test_pieces_become_one_product(
         monkeypatch.setattr(library, "serves", lambda *_: False)
     directory = checkpoint("llama")
     load = loader(directory, dtype, quantized)
-    bias = torch.randn(130).to(dtype)
+    bias = torch.randn(130, generator=torch.Generator().manual_seed(1)).to(dtype)
     product = prepare(load, PIECES, bias)
     weight = torch.cat([Weights(directory).read(piece) for piece in PIECES]).double()
     for rows in (1, 2, 17, 200):
-        x = torch.randn(rows, 61).to(dtype)
+        x = torch.randn(rows, 61, generator=torch.Generator().manual_seed(rows)).to(dtype)
         right = x.double() @ weight.T + bias.double()
         found = product(x)
         assert found.dtype == dtype
@@ -59,8 +59,10 @@ def test_kernel_and_reference_quantise_alike(
     monkeypatch.setattr(library, "serves", lambda *_: False)
     theirs = prepare(load, PIECES)
     assert isinstance(theirs, QuantizedProduct)
-    x = torch.randn(50, 61).to(dtype)
-    assert torch.allclose(ours(x).float(), theirs(x).float(), rtol=2 * torch.finfo(dtype).eps, atol=1e-2)
+    x = torch.randn(50, 61, generator=torch.Generator().manual_seed(0)).to(dtype)
+    # A number half way between two may go to the one here and to the other there.
+    step = float(x.abs().max()) * float(Weights(checkpoint("llama")).read(PIECES[0]).abs().max()) / 127
+    assert torch.allclose(ours(x).float(), theirs(x).float(), rtol=2 * torch.finfo(dtype).eps, atol=2 * step)
 
 
 def test_a_router_is_not_quantised(checkpoint: Callable[..., Path]) -> None:
