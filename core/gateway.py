@@ -6,6 +6,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeVar
 
+from .commons import Commons
 from .exchange import Exchange, Headers
 from .model import ModelConfig, ModelStats
 from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
@@ -52,6 +53,10 @@ class Gateway(Protocol):
     `Unavailable` for one that is not ready; a full queue raises `QueueFull`. All raise before the first item.
     Doors close every stream.
     """
+
+    @property
+    def commons(self) -> Commons:
+        """What clients lend and set."""
 
     def open(self, door: str, headers: Headers = ()) -> AbstractContextManager[Exchange]:
         """The one exchange of a request that came through `door`: the current one of the block, at whose end it is

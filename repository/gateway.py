@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import AbstractContextManager, ExitStack, aclosing, contextmanager
 from typing import Generic, TypeVar, cast
 
+from ..core.commons import Commons
 from ..core.errors import CharoniaError, InvalidArgument, NotFound, Unavailable
 from ..core.exchange import Exchange, Headers, current, serving
 from ..core.gateway import NO_FILES, IndexEntry, Stream
@@ -38,7 +39,9 @@ class Hub:
         strict: bool = True,
         healthy: Callable[[], bool] = lambda: True,
         witnesses: Sequence[Callable[[Exchange], None]] = (write_record,),
+        commons: Commons | None = None,
     ) -> None:
+        self.commons = commons or Commons()
         self._strict = strict
         self._healthy = healthy
         self._witnesses = witnesses

@@ -10,6 +10,7 @@ import pytest
 
 from charonia.api.app import build_app
 from charonia.api.metadata import ServerInfo
+from charonia.core.commons import Commons
 from charonia.core.errors import NotFound
 from charonia.core.exchange import Exchange, Headers, serving
 from charonia.core.model import ModelConfig
@@ -72,6 +73,7 @@ class FakeGateway:
     open_streams: int = 0
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
     exchanges: list[Exchange] = field(default_factory=list)
+    commons: Commons = field(default_factory=Commons)
 
     def open(self, door: str, headers: Headers = ()) -> AbstractContextManager[Exchange]:
         self.exchanges.append(Exchange(door, headers))

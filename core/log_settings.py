@@ -1,0 +1,66 @@
+"""What is logged, and how: settings that clients may change while the server runs, as v2's section 12 has them.
+
+Knows nothing of loggers: who made them makes a change true.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from .errors import InvalidArgument, Unsupported
+
+Form: TypeAlias = Literal["default", "ISO8601", "json"]
+
+_FILE_IS_FIXED = "log file location can not be updated through network protocol"
+
+
+@dataclass(frozen=True, slots=True)
+class LogSettings:
+    """v2's settings, by their names there and in their order. `log_file` is always "": the log goes to stderr."""
+
+    log_file: str = ""
+    log_info: bool = True
+    log_warning: bool = True
+    log_error: bool = True
+    log_verbose_level: int = 0
+    log_format: Form = "default"
+
+
+def log_form(name: str, setting: str = "log_format") -> Form:
+    """The form of that name; Triton says differently over HTTP which `setting` is wrong.
+
+    Raises:
+        InvalidArgument: there is none.
+    """
+    forms: dict[str, Form] = {"default": "default", "ISO8601": "ISO8601", "json": "json"}
+    if name not in forms:
+        raise InvalidArgument(f"invalid argument for {setting}, got: {name}", field="log_format")
+    return forms[name]
+
+
+class Logs:
+    """The settings as they are, and who makes others true."""
+
+    def __init__(
+        self,
+        settings: LogSettings = LogSettings(),
+        apply: Callable[[LogSettings], None] = lambda settings: None,
+    ) -> None:
+        self._settings = settings
+        self._apply = apply
+
+    @property
+    def settings(self) -> LogSettings:
+        return self._settings
+
+    def update(self, settings: LogSettings) -> LogSettings:
+        """Log like this from now on.
+
+        Raises:
+            Unsupported: it names a file.
+        """
+        if settings.log_file:
+            raise Unsupported(_FILE_IS_FIXED, field="log_file")
+        self._apply(settings)
+        self._settings = settings
+        return settings

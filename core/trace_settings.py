@@ -1,0 +1,144 @@
+"""Which requests leave a trace in a file: v2's trace settings, for all models and for single ones.
+
+v2's section 11 in code; every value is a text there. Knows nothing of files and of what a trace says.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeAlias
+
+from .errors import CharoniaError, InvalidArgument, Unsupported
+
+Change: TypeAlias = Mapping[str, Sequence[str] | None]
+"""New values of settings, by their names; None or nothing takes back what was set."""
+
+OFF = "OFF"
+TIMESTAMPS = "TIMESTAMPS"
+
+_NUMBER = re.compile(r"[+-]?\d+", re.ASCII)
+_RANGES = {"trace_rate": (1, 2**32 - 1), "trace_count": (-1, 2**31 - 1), "log_frequency": (0, 2**32 - 1)}
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSettings:
+    """One request in `trace_rate` is traced, until `trace_count` were, -1 for ever. `log_frequency`: traces a file,
+    each with a number at the end of its name; 0 puts all into one. Without a file nothing is traced."""
+
+    trace_level: tuple[str, ...] = (OFF,)
+    trace_rate: int = 1000
+    trace_count: int = -1
+    log_frequency: int = 0
+    trace_file: str = ""
+
+    @property
+    def on(self) -> bool:
+        return TIMESTAMPS in self.trace_level and self.trace_count != 0 and bool(self.trace_file)
+
+    def texts(self) -> dict[str, tuple[str, ...]]:
+        """As v2 says them, in its order."""
+        values = ((each.name, getattr(self, each.name)) for each in fields(self))
+        said = {name: value if isinstance(value, tuple) else (str(value),) for name, value in values}
+        return {**said, "trace_mode": ("triton",)}
+
+
+@dataclass(slots=True)
+class _Scope:
+    """What was set for all models, or for one; and the requests that it has counted since."""
+
+    given: dict[str, Any] = field(default_factory=dict)
+    seen: int = 0
+    traced: int = 0
+
+    def over(self, settings: TraceSettings) -> TraceSettings:
+        mine = replace(settings, **self.given)
+        return mine if mine.trace_count < 0 else replace(mine, trace_count=max(0, mine.trace_count - self.traced))
+
+    def takes(self, settings: TraceSettings) -> bool:
+        self.seen += 1
+        taken = self.seen % settings.trace_rate == 0
+        self.traced += taken
+        return taken
+
+
+class Traces:
+    """The settings as they are, who hears of every change, and which requests they pick."""
+
+    def __init__(self, settings: TraceSettings = TraceSettings()) -> None:
+        self._base = settings
+        self._all = _Scope()
+        self._models: dict[str, _Scope] = {}
+        self.changed: Callable[[], None] = lambda: None
+
+    def settings(self, model: str = "") -> TraceSettings:
+        """Of a model, or what holds for those without settings of their own. `trace_count` is what is left of it."""
+        scope = self._models.get(model)
+        if scope is None:
+            return self._all.over(self._base)
+        return scope.over(replace(self._base, **self._all.given))
+
+    def update(self, change: Change, model: str = "") -> TraceSettings:
+        """Change the settings of a model, or of all; return those that hold then.
+
+        Raises:
+            InvalidArgument: there is no such setting, or it has no such value.
+            Unsupported: that cannot be changed, or the level is not served.
+        """
+        parsed = {name: _parsed(name, values) for name, values in change.items()}
+        scope = self._models.get(model, _Scope()) if model else self._all
+        given = {**scope.given, **parsed}
+        fresh = _Scope({name: value for name, value in given.items() if value is not None})
+        if not model:
+            self._all = fresh
+        elif fresh.given:
+            self._models[model] = fresh
+        else:
+            self._models.pop(model, None)
+        self.changed()
+        return self.settings(model)
+
+    def picks(self, model: str) -> TraceSettings | None:
+        """One more request of this model: the settings to trace it by, if it is to be."""
+        settings = self.settings(model)
+        if not settings.on or not self._models.get(model, self._all).takes(settings):
+            return None
+        return settings
+
+
+def _parsed(name: str, values: Sequence[str] | None) -> Any:
+    if name == "trace_file":
+        raise Unsupported("trace file location can not be updated through network protocol", field=name)
+    if name not in (*_RANGES, "trace_level"):
+        raise InvalidArgument(f"unknown trace setting '{name}'", field=name)
+    if not values:
+        return None
+    if name == "trace_level":
+        return _levels(values)
+    if len(values) > 1:
+        raise InvalidArgument(f"expect only 1 value for '{name}'", field=name)
+    return _number(name, values[0])
+
+
+def _levels(values: Sequence[str]) -> tuple[str, ...]:
+    for level in values:
+        if level == "TENSORS":
+            raise Unsupported("trace level 'TENSORS' is not served", field="trace_level")
+        if level not in (OFF, TIMESTAMPS):
+            raise _unreadable("trace_level", level)
+    if OFF in values and len(values) > 1:
+        raise InvalidArgument("Expect only one trace level 'OFF' is specified", field="trace_level")
+    return tuple(values)
+
+
+def _number(name: str, text: str) -> int:
+    low, high = _RANGES[name]
+    if not _NUMBER.fullmatch(text):
+        raise _unreadable(name, text)
+    if len(text) > 20 or not low <= int(text) <= high:
+        bounds = f"value is out of range [ {low}, {high} ]"
+        raise InvalidArgument(f"Unable to parse '{name}', {bounds}, got: {text}", field=name)
+    return int(text)
+
+
+def _unreadable(name: str, text: str) -> CharoniaError:
+    return InvalidArgument(f"Unable to parse '{name}', got: {text}", field=name)
