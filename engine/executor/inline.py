@@ -91,11 +91,13 @@ def _build(config: EngineConfig, device: torch.device, progress: Callable[[float
     found, block_size = recipe(open_checkpoint(config.model)), config.cache.block_size
     dtype, max_tokens = _dtype(config.dtype, found.dtype), _max_tokens(config.max_model_len, found.max_position)
     check_backend(config.attention, Wanted(device, dtype, block_size, config.cache.dtype))
-    decoder, shape = found.build(Place(dtype, device, Alone(), max_tokens, progress))
+    quantized = _quantized(config.quantization, device)
+    decoder, shape = found.build(Place(dtype, device, Alone(), max_tokens, progress, quantized))
     progress(1.0)
     attention = attention_backend(config.attention, _cache(shape, config.cache, dtype, device))
     rows = Rows(max_tokens, block_size, device)
-    return _Engine(shape, dtype, max_tokens, attention, Runner(decoder, attention, rows, device))
+    kept = torch.int8 if quantized else dtype
+    return _Engine(shape, kept, max_tokens, attention, Runner(decoder, attention, rows, device))
 
 
 def _machine(engine: _Engine) -> str:
@@ -128,6 +130,14 @@ def _dtype(name: str, stored: str) -> torch.dtype:
         raise InvalidArgument(f"dtype must be auto, {', '.join(DTYPES)}, got {name!r}", field="dtype")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def _quantized(name: str, device: torch.device) -> bool:
+    if name not in ("none", "int8"):
+        raise InvalidArgument(f"quantization must be none or int8, got {name!r}", field="quantization")
+    if name == "int8" and device.type != "cpu":
+        raise InvalidArgument(f"quantization int8 computes on the cpu only, not on {device}", field="quantization")
+    return name == "int8"
 
 
 def _max_tokens(wanted: int | None, own: int) -> int:
