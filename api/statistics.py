@@ -1,0 +1,46 @@
+"""Statistics in the words and order of v2's messages: the same over HTTP and gRPC.
+
+Knows v2's section 9; not who counted.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ..core.statistics import BatchStatistics, Duration, ModelStatistics
+
+
+def statistics_document(of: Iterable[ModelStatistics]) -> list[dict[str, Any]]:
+    """The `model_stats`. What v2 has no name for is not among them: `explanations`."""
+    return [_model(each) for each in of]
+
+
+def explanations(of: ModelStatistics) -> dict[str, int]:
+    """Why requests were executed with fewer others than fit, and how often."""
+    return dict(of.statistics.explain)
+
+
+def _model(each: ModelStatistics) -> dict[str, Any]:
+    said = each.statistics
+    return {
+        "name": each.name,
+        "version": each.version,
+        "last_inference": said.last_inference,
+        "inference_count": said.inference_count,
+        "execution_count": said.execution_count,
+        "inference_stats": _durations(said.inference),
+        "response_stats": {place: _durations(response) for place, response in said.responses.items()},
+        "batch_stats": [_batch(batch) for batch in said.batches],
+        "memory_usage": [usage._asdict() for usage in said.memory],
+    }
+
+
+def _batch(batch: BatchStatistics) -> dict[str, Any]:
+    return {"batch_size": batch.batch_size, **_durations(batch[1:], batch._fields[1:])}
+
+
+def _durations(times: Any, names: tuple[str, ...] = ()) -> dict[str, dict[str, int]]:
+    return {name: _duration(time) for name, time in zip(names or times._fields, times, strict=True)}
+
+
+def _duration(time: Duration) -> dict[str, int]:
+    return {"count": time.count, "ns": time.ns}
