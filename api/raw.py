@@ -6,13 +6,19 @@ Knows section 5 of v2 and its error texts; not which protocol carries the bytes.
 import math
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from ..core.errors import InvalidArgument
 from ..core.tensor import NUMPY_TYPES, Tensor
+
+Raw: TypeAlias = bytes | bytearray | memoryview
+"""What a tensor is read from, left where it is: numbers are views of it."""
+
+_TYPES: dict[str, DTypeLike] = {**NUMPY_TYPES, "BF16": np.uint16}
+"""A numpy dtype for each datatype; of BF16 its bits."""
 
 _LENGTH = struct.Struct("<I")
 _MOST_ELEMENTS = 2**63 - 1
@@ -50,8 +56,9 @@ def element_count(shape: tuple[int, ...], place: Place) -> int:
     return count
 
 
-def decode(datatype: str, shape: tuple[int, ...], raw: bytes, place: Place) -> Tensor:
-    """A view of the bytes as a tensor. What a datatype nobody knows holds is left alone: no model has such an input.
+def decode(datatype: str, shape: tuple[int, ...], raw: Raw, place: Place) -> Tensor:
+    """A read-only view of the bytes as a tensor. What a datatype nobody knows holds is left alone: no model has such an
+    input.
 
     Raises:
         InvalidArgument: there are more or fewer bytes than the shape needs.
@@ -59,7 +66,7 @@ def decode(datatype: str, shape: tuple[int, ...], raw: bytes, place: Place) -> T
     count = element_count(shape, place)
     if datatype == "BYTES":
         data = _objects(_elements(raw, count, place))
-    elif datatype in NUMPY_TYPES:
+    elif datatype in _TYPES:
         data = _numbers(datatype, count, raw, place)
     else:
         data = np.frombuffer(raw, np.uint8)
@@ -94,26 +101,45 @@ def strings(elements: list[bytes], count: int, place: Place) -> NDArray[Any]:
 def encode(tensor: Tensor) -> bytes:
     """The tensor's raw bytes."""
     if tensor.datatype == "BYTES":
-        return b"".join(_LENGTH.pack(len(element)) + element for element in tensor.data.ravel())
+        return b"".join([_LENGTH.pack(len(element)) + element for element in tensor.data.ravel()])
     return tensor.data.tobytes()
 
 
-def _numbers(datatype: str, count: int, raw: bytes, place: Place) -> NDArray[Any]:
-    dtype = np.dtype(NUMPY_TYPES[datatype])
+def encoded_size(tensor: Tensor) -> int:
+    """How many those are."""
+    if tensor.datatype == "BYTES":
+        return sum([_LENGTH.size + len(element) for element in tensor.data.ravel()])
+    return tensor.data.nbytes
+
+
+def write(tensor: Tensor, into: memoryview) -> None:
+    """Put the tensor's raw bytes at the beginning of `into`, which has room for them; numbers are copied once."""
+    if tensor.datatype == "BYTES":
+        raw = encode(tensor)
+        into[: len(raw)] = raw
+    else:
+        there = np.frombuffer(into, tensor.data.dtype, tensor.data.size)
+        np.copyto(there.reshape(tensor.data.shape), tensor.data)
+
+
+def _numbers(datatype: str, count: int, raw: Raw, place: Place) -> NDArray[Any]:
+    dtype = np.dtype(_TYPES[datatype])
     check_byte_size(count * dtype.itemsize, len(raw), place)
     if datatype == "BOOL":  # a byte may say true in 255 ways
         return np.frombuffer(raw, np.uint8).astype(np.bool_)
-    return np.frombuffer(raw, dtype)
+    data = np.frombuffer(raw, dtype)
+    data.flags.writeable = False
+    return data
 
 
-def _elements(raw: bytes, count: int, place: Place) -> list[bytes]:
+def _elements(raw: Raw, count: int, place: Place) -> list[bytes]:
     elements: list[bytes] = []
     offset = 0
     while offset < len(raw):
         end = offset + _LENGTH.size + _length(raw, offset, place)
         if end > len(raw):
             raise place.refuse(f"incomplete string data for inference {place.text}, the last element is cut off")
-        elements.append(raw[offset + _LENGTH.size : end])
+        elements.append(bytes(raw[offset + _LENGTH.size : end]))
         offset = end
         if len(elements) > count:
             break
@@ -121,7 +147,7 @@ def _elements(raw: bytes, count: int, place: Place) -> list[bytes]:
     return elements
 
 
-def _length(raw: bytes, offset: int, place: Place) -> int:
+def _length(raw: Raw, offset: int, place: Place) -> int:
     rest = len(raw) - offset
     if rest < _LENGTH.size:
         raise place.refuse(

@@ -1,0 +1,43 @@
+"""How an output is wanted: as it is, as its greatest classes, or in shared memory. The same over HTTP and gRPC.
+
+v2's sections 6 and 7 where they meet; knows nothing of messages.
+"""
+
+from typing import NamedTuple
+
+from ..core.errors import Internal, InvalidArgument
+from ..core.shared_memory import Regions, Span
+from ..core.tensor import Tensor
+from . import raw
+
+
+class WantedOutput(NamedTuple):
+    """An output that a request names. `classes`: how many of its greatest, 0 for the output itself; `span`: where to
+    put it, None for into the response."""
+
+    name: str
+    classes: int = 0
+    span: Span | None = None
+
+    def check(self) -> None:
+        """Raises `InvalidArgument` if that does not go together."""
+        if self.classes and self.span is not None:
+            message = "Output can't set both 'shared_memory_region' and 'classification'"
+            raise InvalidArgument(message, field=self.name)
+
+
+def place(output: Tensor, span: Span, regions: Regions) -> None:
+    """Put an output where the client wants it.
+
+    Raises:
+        NotFound, InvalidArgument: there is no such region, or it has no such bytes.
+        Internal: the output is larger.
+    """
+    needed = raw.encoded_size(output)
+    if needed > span.byte_size:
+        raise Internal(
+            f"shared memory size specified with the request for output '{output.name}' ({span.byte_size} bytes) "
+            f"should be at least {needed} bytes to hold the results",
+            field=output.name,
+        )
+    raw.write(output, regions.view(span))
