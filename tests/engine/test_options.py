@@ -24,6 +24,7 @@ ALL = {
     "ahead": "1",
     "admission": "no_evict",
     "block_size": "8",
+    "kv_cache_dtype": "int8",
     "kv_cache_memory_fraction": "0.25",
     "kv_cache_bytes": "1000000",
     "kv_cache_blocks": "77",
@@ -48,7 +49,9 @@ def test_every_name_arrives() -> None:
         max_queued_requests=9,
         max_queued_tokens=5000,
         default_request_timeout=2.5,
-        cache=CacheConfig(block_size=8, memory_fraction=0.25, bytes=1_000_000, blocks=77, prefix_caching=False),
+        cache=CacheConfig(
+            block_size=8, dtype="int8", memory_fraction=0.25, bytes=1_000_000, blocks=77, prefix_caching=False
+        ),
         scheduler=SchedulerConfig(
             max_num_seqs=3, max_num_batched_tokens=64, target_step_ms=40, ahead=1, admission="no_evict"
         ),
