@@ -275,9 +275,6 @@ def _asked(request_id: str, fields: _Common, prompts: list[Prompt], max_tokens: 
     options = fields.stream_options
     if options is not None and not fields.stream:
         raise InvalidArgument("stream_options needs stream to be true", field="stream_options")
-    priority = fields.priority or 0
-    if not 0 <= priority < 2**31:
-        raise InvalidArgument(f"priority must be a number of at least 0, got {priority}", field="priority")
     timeout = fields.timeout or 0.0
     if timeout < 0:
         raise InvalidArgument(f"timeout must be a number of seconds of at least 0, got {timeout}", field="timeout")
@@ -292,10 +289,12 @@ def _asked(request_id: str, fields: _Common, prompts: list[Prompt], max_tokens: 
             id=request_id,
             prompt=prompt,
             sampling=sampling,
-            priority=priority,
+            priority=fields.priority or 0,
             cache_salt=salt,
             timeout=timeout,
             choice=choice,
+            choices=choices,
+            prompts=len(prompts),
         )
         for prompt in prompts
         for choice in range(choices)

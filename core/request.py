@@ -158,7 +158,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `weight`: the tenant's share beside the other tenants of a class. `timeout`: seconds it may take, from its arrival
     to its last token; 0 leaves it to the model. `choice` numbers several answers to one prompt: with the same seed,
-    each has random numbers of its own.
+    each has random numbers of its own. `choices`: how many there are, and `prompts` how many prompts are asked about
+    together, in as many requests as that makes.
+
+    Raises:
+        InvalidArgument: `priority` is negative.
     """
 
     id: str
@@ -170,6 +174,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0
     timeout: float = 0.0
     choice: int = 0
+    choices: int = 1
+    prompts: int = 1
+
+    def __post_init__(self) -> None:
+        _check("priority", self.priority, "at least 0", lambda v: v >= 0)
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):

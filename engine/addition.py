@@ -50,7 +50,7 @@ def addition(
         seed=secrets.randbits(63) if asked.seed is None else asked.seed,
         choice=request.choice,
         stop_token_ids=stops,
-        priority=min(max(0, request.priority), _LEAST_URGENT),
+        priority=min(request.priority, _LEAST_URGENT),
         tenant=_unicode(request.tenant, "tenant"),
         salt=_unicode(request.cache_salt, "cache_salt"),
         weight=request.weight,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ..core.errors import QueueFull
+from ..core.errors import InvalidArgument, QueueFull
 
 _RETRY_SECONDS = (1.0, 60.0)
 """Shortest and longest wait advised to a request that found the queue full."""
@@ -59,6 +59,21 @@ class Admission:
     @property
     def tokens(self) -> int:
         return self._all.tokens
+
+    def check_size(self, prompts: int, choices: int, tokens: int = 0) -> None:
+        """Whether so many answers, to prompts of so many tokens each, could wait together if nobody else did.
+
+        Raises:
+            InvalidArgument: no, so that another try is vain; the message says which limit.
+        """
+        requests, limit = self._limits
+        field = "n" if choices > 1 else "prompt"
+        if prompts * choices > requests:
+            asked = f"{field}: {prompts} prompts with n {choices} ask for {prompts * choices} answers at once"
+            raise InvalidArgument(f"{asked}, more than may wait: {requests} (max_queued_requests)", field=field)
+        if choices > 1 and choices * tokens > limit:
+            asked = f"{choices} answers to a prompt of {tokens} tokens"
+            raise InvalidArgument(f"n: {asked} are more than may wait: {limit} (max_queued_tokens)", field="n")
 
     def check(self, tenant: str = "", tokens: int = 0) -> None:
         """Whether one more may wait, with so many prompt tokens. A prompt longer than the limit may wait alone.

@@ -12,7 +12,7 @@ import msgspec
 
 from ..core.errors import CharoniaError, InvalidArgument, RequestTimeout, Unavailable
 from ..core.metrics import EngineState, LlmMetrics
-from ..core.request import FinishReason
+from ..core.request import FinishReason, GenerateRequest
 from .account import Account
 from .admission import Admission, QueueLimits
 from .channel import Channel
@@ -121,6 +121,14 @@ class EngineClient:
             raise Unavailable("the engine is not ready")
         self._admission.check(tenant, prompt)
         return self._core.info
+
+    def check_size(self, request: GenerateRequest, tokens: int = 0) -> None:
+        """Refuse what no queue is long enough for; `tokens`: of its prompt, once they are counted.
+
+        Raises:
+            InvalidArgument: see `Admission.check_size`.
+        """
+        self._admission.check_size(request.prompts, request.choices, tokens)
 
     @contextmanager
     def place(self, tenant: str = "") -> Iterator[Ready]:

@@ -85,6 +85,7 @@ def read_question(request: InferRequest) -> Question:
         tenant=request.tenant,
         weight=request.weight,
         timeout=manner.timeout / 1e6,
+        choices=manner.n,
     )
     requests = (msgspec.structs.replace(generate, choice=choice) for choice in range(manner.n))
     return Question(tuple(requests), manner, outputs)

@@ -3,6 +3,8 @@
 Runs outside the step. Knows nothing of sockets or of what is running.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ..core.errors import InvalidArgument
@@ -38,10 +40,10 @@ def sequence(add: Add, vocab_size: int, cache: KVCacheManager) -> SequenceReques
     )
 
 
-def check_vocabulary(prompt: list[int], vocab_size: int) -> None:
-    """Raises `InvalidArgument` for a token that the model does not know."""
-    for token in (min(prompt, default=0), max(prompt, default=0)):
+def check_vocabulary(tokens: Sequence[int], vocab_size: int, field: str = "prompt") -> None:
+    """Raises `InvalidArgument` for a token of `field` that the model does not know."""
+    for token in (min(tokens, default=0), max(tokens, default=0)):
         if not 0 <= token < vocab_size:
             raise InvalidArgument(
-                f"prompt: token id {token} is outside the vocabulary of {vocab_size} tokens", field="prompt"
+                f"{field}: token id {token} is outside the vocabulary of {vocab_size} tokens", field=field
             )

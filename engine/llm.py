@@ -32,6 +32,7 @@ from .addition import addition
 from .client import EngineClient
 from .config import EngineConfig
 from .infer import INPUTS, OUTPUTS, Spoken, read_question, whole_answer
+from .intake import check_vocabulary
 from .messages import Loading
 from .statistics import statistics_of
 from .writer import Writer
@@ -82,6 +83,7 @@ class LlmModel:
         self._client = EngineClient(engine, self._report, metrics=self._metrics)
         self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, "tokenizer")
         self._loaded: Language | None = None
+        self._vocab_size = 0
 
     @property
     def config(self) -> ModelConfig:
@@ -123,6 +125,7 @@ class LlmModel:
         try:
             self._loaded = await asyncio.to_thread(Language.load, self._checkpoint)
             info = await starting
+            self._vocab_size = info.vocab_size
             parameters = {"max_model_len": str(info.max_model_len)}
             self._config = replace(self._config, parameters=parameters)
         except BaseException:
@@ -138,8 +141,10 @@ class LlmModel:
         # The whole way of a token in one generator: each more would cost every frame of every stream.
         with self._accounts.open(request) as account:
             language = self._language
+            self._client.check_size(request)
             with self._client.place(request.tenant) as engine:
                 prompt = await self._prompt_ids(request.prompt)
+                self._client.check_size(request, len(prompt))
                 banned = language.tokenizer.word_ids(request.sampling.bad_words)
                 add = addition(request, prompt, language.defaults, engine, banned)
             writer = Writer(language.tokenizer, prompt, request.sampling)
@@ -166,7 +171,9 @@ class LlmModel:
         return await self._prompt_ids(request.prompt, request.special, request.invite)
 
     async def detokenize(self, ids: Sequence[int]) -> str:
-        return self._language.tokenizer.decode(ids)
+        language = self._language
+        check_vocabulary(ids, self._vocab_size, "tokens")
+        return language.tokenizer.decode(ids)
 
     @property
     def _language(self) -> Language:

@@ -58,6 +58,21 @@ def test_a_full_queue_says_when_to_come_back(server: Any, path: str, body: Any) 
     assert "1 requests are waiting already" in answer.text
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v2/models/slow/generate", {"text_input": "x", "n": 2}, "n"),
+        ("/v1/completions", {"model": "slow", "prompt": "x", "n": 2}, "n"),
+        ("/v1/completions", {"model": "slow", "prompt": ["x", "y"], "stream": True}, "prompt"),
+    ],
+)
+def test_what_no_queue_has_room_for_is_not_told_to_come_back(server: Any, path: str, body: Any, field: str) -> None:
+    answer = httpx.post(server.url + path, json=body, timeout=60)
+    assert answer.status_code == 400
+    assert f"{field}: " in answer.text
+    assert "more than may wait: 1 (max_queued_requests)" in answer.text
+
+
 def _one_that_waits(server: Any, done: threading.Event) -> None:
     """Take the only place in the queue, and leave it."""
     with socket.create_connection(server.address) as connection:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from charonia.core.errors import QueueFull
+from charonia.core.errors import InvalidArgument, QueueFull
 from charonia.engine.admission import Admission, QueueLimits
 
 
@@ -24,6 +24,21 @@ def test_requests_are_limited() -> None:
         admission.check()
     admission.leave(places[0])
     admission.check()
+
+
+def test_what_no_empty_queue_has_room_for_is_refused_for_good() -> None:
+    admission = Admission(QueueLimits(requests=4, tokens=100))
+    for prompts, choices, tokens in ((4, 1, 0), (2, 2, 0), (1, 4, 25), (1, 1, 1000)):
+        admission.check_size(prompts, choices, tokens)
+    for prompts, choices, tokens, field, limit in (
+        (5, 1, 0, "prompt", "max_queued_requests"),
+        (1, 5, 0, "n", "max_queued_requests"),
+        (3, 2, 0, "n", "max_queued_requests"),
+        (1, 4, 26, "n", "max_queued_tokens"),
+    ):
+        with pytest.raises(InvalidArgument, match=limit) as refusal:
+            admission.check_size(prompts, choices, tokens)
+        assert refusal.value.field == field
 
 
 def test_prompt_tokens_are_limited() -> None:

@@ -137,6 +137,10 @@ async def test_every_kind_of_prompt(load: Load) -> None:
     assert text(await generate(model, ask(chat, max_tokens=1))) == " w1"
     assert await model.tokenize(TokenizeRequest(prompt=chat)) == [5, 6, 0]
     assert await model.detokenize([5, 6]) == "w5 w6"
+    for wrong in (100, -1, 2**70):
+        with pytest.raises(InvalidArgument, match=f"tokens: token id {wrong} is outside the vocabulary of 100") as said:
+            await model.detokenize([5, wrong])
+        assert said.value.field == "tokens"
 
 
 async def test_where_a_text_ends(load: Load) -> None:
@@ -220,12 +224,12 @@ async def test_refusals_name_the_field(load: Load) -> None:
 
 
 def test_numbers_that_no_device_can_hold_are_clipped_to_what_they_mean() -> None:
-    request = GenerateRequest(id="", prompt="", priority=-5, sampling=HUGE)
+    request = GenerateRequest(id="", prompt="", priority=2**70, sampling=HUGE)
     asked = addition(
         request, [1], GenerationDefaults((7,)), Ready(vocab_size=100, max_model_len=8, block_size=4, blocks=2)
     )
     assert (asked.temperature, asked.top_k, asked.top_p, asked.stop_token_ids) == (1e6, 100, 1e-6, [7])
-    assert asked.priority == 0
+    assert asked.priority == 2**16
 
 
 def test_an_unseeded_request_draws_its_own_seed() -> None:

@@ -105,6 +105,13 @@ def test_a_timeout_is_in_microseconds_and_not_negative() -> None:
         read_settings({"timeout": -1}, None)
 
 
+def test_a_negative_priority_is_refused_as_on_every_door() -> None:
+    for parameters in ({"priority": -3}, {"priority": "-3"}):
+        with pytest.raises(InvalidArgument, match="priority must be at least 0, got -3") as refusal:
+            read_question(InferRequest(inputs=PROMPT, parameters=parameters))
+        assert refusal.value.field == "priority"
+
+
 def test_a_question_is_its_tenants() -> None:
     asked = read_question(InferRequest(inputs=PROMPT, tenant="a", weight=2.0)).requests[0]
     assert (asked.tenant, asked.weight) == ("a", 2.0)
