@@ -24,8 +24,8 @@ from cyclopts.validators import Number
 from rich.console import Console
 
 from ..core.errors import CharoniaError
+from ..core.host import cores
 from ..engine.checkpoint import open_checkpoint
-from ..engine.host import cores
 from ..engine.spec import ModelSpec
 from .checkpoint import ShapeName, write_shape
 from .contender import Contender, entries

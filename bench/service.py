@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..core.errors import CharoniaError
+from ..core.host import cores
 from ..engine.checkpoint import open_checkpoint
-from ..engine.host import cores
 from .checkpoint import ShapeName
 from .contender import OURS, Contender, Entry
 from .limits import Precision

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 
 from ...core.errors import InvalidArgument
+from ...core.host import available_memory, cores
 from ...scheduler.plan import StepPlan, StepResult
 from ..attention.base import Attention, CacheSpec
 from ..attention.registry import Wanted, attention_backend, check_backend
 from ..checkpoint import open_checkpoint
 from ..config import CacheConfig, EngineConfig
-from ..host import available_memory, cores
 from ..kernels import library
 from ..layers.group import Alone
 from ..models.base import Place

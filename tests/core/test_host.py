@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from charonia.engine import host
-from charonia.engine.host import Cores
+from charonia.core import host
+from charonia.core.host import Cores
 
 
 @pytest.fixture
