@@ -4,6 +4,7 @@ Knows nothing of requests, batching and threads.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -19,7 +20,8 @@ Document: TypeAlias = Mapping[str, Any]
 """A model's config as protobuf's JSON mapping: `ModelConfig.document`."""
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Place:
     """Where one instance of a model computes. `kind`: KIND_CPU, KIND_GPU or KIND_MODEL; `device`: the GPU, 0 without
     one; `name`: of the instance, as Triton numbers them: `<model>_<group>_<index>`."""
 

@@ -1,0 +1,160 @@
+"""What a classic model counts and times: v2's statistics, Triton's metrics, and why requests did not share a batch.
+
+Plain numbers of one event loop. Times are nanoseconds; metrics are whole microseconds, each increment cut as Triton
+does.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from ..core.exchange import Exchange
+from ..core.metrics import End, Microseconds, Outcome, Reading, ended_readings
+from ..core.statistics import BatchStatistics, Duration, InferenceStatistics, ResponseStatistics, Statistics
+from .batcher import Cause
+from .execution import Timing
+
+
+class Failure(StrEnum):
+    """Triton's reasons: refused for want of room or time; cancelled; the model's own; any other."""
+
+    REJECTED = "REJECTED"
+    CANCELED = "CANCELED"
+    BACKEND = "BACKEND"
+    OTHER = "OTHER"
+
+
+@dataclass(slots=True)
+class Sum:
+    """How often, and how long in all."""
+
+    count: int = 0
+    ns: int = 0
+
+    def add(self, ns: int) -> None:
+        self.count += 1
+        self.ns += ns
+
+    def read(self) -> Duration:
+        return Duration(self.count, self.ns)
+
+
+@dataclass(slots=True)
+class Computes:
+    """The three parts of executions."""
+
+    input: Sum = field(default_factory=Sum)
+    infer: Sum = field(default_factory=Sum)
+    output: Sum = field(default_factory=Sum)
+
+    def add(self, timing: Timing) -> None:
+        self.input.add(timing.input)
+        self.infer.add(timing.infer)
+        self.output.add(timing.output)
+
+    def read(self) -> tuple[Duration, Duration, Duration]:
+        return self.input.read(), self.infer.read(), self.output.read()
+
+
+@dataclass(slots=True)
+class Responses:
+    """The responses in one place of a decoupled model's streams."""
+
+    infer: Sum = field(default_factory=Sum)
+    output: Sum = field(default_factory=Sum)
+    success: Sum = field(default_factory=Sum)
+    fail: Sum = field(default_factory=Sum)
+    empty: Sum = field(default_factory=Sum)
+    cancel: Sum = field(default_factory=Sum)
+
+    def read(self) -> ResponseStatistics:
+        sums = (self.infer, self.output, self.success, self.fail, self.empty, self.cancel)
+        return ResponseStatistics(*(each.read() for each in sums))
+
+
+@dataclass(slots=True)
+class Account:
+    """Of one model, from its load to its unload."""
+
+    success: Sum = field(default_factory=Sum)
+    fail: Sum = field(default_factory=Sum)
+    queue: Sum = field(default_factory=Sum)
+    computes: Computes = field(default_factory=Computes)
+    batches: dict[int, Computes] = field(default_factory=dict)
+    responses: dict[int, Responses] = field(default_factory=dict)
+    failures: Counter[Failure] = field(default_factory=Counter)
+    alone: Counter[Cause] = field(default_factory=Counter)
+    ended: Counter[End] = field(default_factory=Counter)
+    spent: Microseconds = field(default_factory=Microseconds)
+    inferences: int = 0
+    executions: int = 0
+    last: int = 0
+
+    def execute(self, size: int, timing: Timing, cause: Cause, requests: int) -> None:
+        """A batch of that many items and requests was executed."""
+        self.executions += 1
+        if size not in self.batches:
+            self.batches[size] = Computes()
+        self.batches[size].add(timing)
+        if requests == 1:
+            self.alone[cause] += 1
+
+    def succeed(self, size: int, whole: int, queued: int, timing: Timing) -> None:
+        """A request of that many items was answered, `whole` after it came."""
+        self.inferences += size
+        self.success.add(whole)
+        self.queue.add(queued)
+        self.computes.add(timing)
+        self.last = int(time.time() * 1000)
+        spent = self.spent
+        spent.request += whole // 1000
+        spent.queue += queued // 1000
+        spent.compute_input += timing.input // 1000
+        spent.compute_infer += timing.infer // 1000
+        spent.compute_output += timing.output // 1000
+
+    def lose(self, reason: Failure, whole: int) -> None:
+        """A request was not answered."""
+        self.failures[reason] += 1
+        self.fail.add(whole)
+
+    def response(self, place: int) -> Responses:
+        """Of the responses in that place of a stream."""
+        return self.responses.setdefault(place, Responses())
+
+    def count(self, exchange: Exchange) -> None:
+        """A request of a door has ended that was for this model."""
+        assert exchange.end is not None
+        self.ended[exchange.end] += 1
+
+    def statistics(self) -> Statistics:
+        return Statistics(
+            last_inference=self.last,
+            inference_count=self.inferences,
+            execution_count=self.executions,
+            inference=InferenceStatistics(
+                self.success.read(), self.fail.read(), self.queue.read(), *self.computes.read()
+            ),
+            batches=tuple(BatchStatistics(size, *parts.read()) for size, parts in sorted(self.batches.items())),
+            responses={str(place): each.read() for place, each in sorted(self.responses.items())},
+            explain={cause.value: self.alone[cause] for cause in Cause},
+        )
+
+    def readings(self, pending: int) -> Iterator[Reading]:
+        """`pending`: requests that wait."""
+        yield from ended_readings({End(Outcome.DONE): 0} | self.ended)
+        for cause in Cause:
+            yield Reading("charonia_unbatched_requests_total", self.alone[cause], {"reason": cause.value})
+        yield Reading("nv_inference_request_success", self.success.count)
+        for reason in Failure:
+            yield Reading("nv_inference_request_failure", self.failures[reason], {"reason": reason.value})
+        yield Reading("nv_inference_count", self.inferences)
+        yield Reading("nv_inference_exec_count", self.executions)
+        yield Reading("nv_inference_request_duration_us", self.spent.request)
+        yield Reading("nv_inference_queue_duration_us", self.spent.queue)
+        yield Reading("nv_inference_compute_input_duration_us", self.spent.compute_input)
+        yield Reading("nv_inference_compute_infer_duration_us", self.spent.compute_infer)
+        yield Reading("nv_inference_compute_output_duration_us", self.spent.compute_output)
+        yield Reading("nv_inference_pending_request_count", pending)

@@ -1,0 +1,83 @@
+"""What becomes of requests: their responses go to whoever reads them, and are booked."""
+
+import time
+from dataclasses import dataclass
+
+from ..core.errors import RequestTimeout, Unavailable
+from .account import Account, Failure
+from .dispatch import Done, Request, Work
+from .execution import NO_TIME, Timing
+
+
+@dataclass(slots=True)
+class _Stream:
+    """The responses of one request so far: how many, and what they took."""
+
+    count: int = 0
+    timing: Timing = NO_TIME
+    failed: bool = False
+
+
+class Delivery:
+    """A `Clerk`. A request that gave up was booked when it did."""
+
+    def __init__(self, account: Account, batched: bool) -> None:
+        self._account = account
+        self._batched = batched
+        self._streams: dict[Request, _Stream] = {}
+
+    def answered(self, done: Done) -> None:
+        (requests, cause), begun, result = done.work, done.begun, done.result
+        if result.error is None:
+            self._account.execute(self._size(done.work), result.timing, cause, len(requests))
+        now = time.monotonic_ns()
+        for index, request in enumerate(requests):
+            if request.item.given_up:
+                continue
+            if result.error is not None:
+                self._fail(request, result.error, Failure.BACKEND)
+                continue
+            self._account.succeed(request.size, now - request.arrived, begun - request.arrived, result.timing)
+            request.item.sink.put(result.responses[index])
+            request.item.sink.end()
+
+    def streamed(self, done: Done) -> None:
+        [request], result = done.work.requests, done.result
+        stream = self._streams.setdefault(request, _Stream())
+        booked = self._account.response(stream.count)
+        stream.count += 1
+        if request.item.given_up:
+            return booked.cancel.add(0)
+        if result.error is not None:
+            stream.failed = True
+            booked.fail.add(result.timing.infer)
+            return self._fail(request, result.error, Failure.BACKEND)
+        booked.infer.add(result.timing.infer)
+        booked.output.add(result.timing.output)
+        booked.success.add(result.timing.infer + result.timing.output)
+        stream.timing = Timing(*map(sum, zip(stream.timing, result.timing, strict=True)))
+        return request.item.sink.put(result.responses[0])
+
+    def ended(self, work: Work, begun: int) -> None:
+        [request] = work.requests
+        stream = self._streams.pop(request, _Stream())
+        if stream.failed or request.item.given_up:
+            return
+        # Triton's backends say that they are done with one more response, which is empty.
+        self._account.response(stream.count).empty.add(0)
+        now = time.monotonic_ns()
+        self._account.execute(self._size(work), stream.timing, work.cause, 1)
+        self._account.succeed(request.size, now - request.arrived, begun - request.arrived, stream.timing)
+        request.item.sink.end()
+
+    def refused(self, request: Request, error: Exception) -> None:
+        rejected = isinstance(error, RequestTimeout | Unavailable)
+        self._fail(request, error, Failure.REJECTED if rejected else Failure.OTHER)
+
+    def _fail(self, request: Request, error: Exception, reason: Failure) -> None:
+        self._account.lose(reason, time.monotonic_ns() - request.arrived)
+        request.item.sink.end(error)
+
+    def _size(self, work: Work) -> int:
+        """Triton books a model that does not batch under the size 1."""
+        return work.size if self._batched else 1

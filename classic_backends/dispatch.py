@@ -1,0 +1,189 @@
+"""Between the event loop and the instances of one model: requests queue up, free instances take batches of them.
+
+The queue is under one lock. An instance that ends a batch takes the next by itself; one that is free is given work by
+the event loop, which also watches the times. What becomes of requests is told to a `Clerk` in the loop's thread.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeAlias
+
+from ..core.errors import RequestTimeout, Unavailable
+from .batcher import Batch, Batcher, Turn
+from .batching import Batching
+from .execution import Form, Result, execute, stream
+from .instances import Instance
+from .job import Job
+from .request_queue import Waiting
+
+Request: TypeAlias = Waiting[Job]
+Work: TypeAlias = Batch[Job]
+Worker: TypeAlias = Instance[Work]
+
+
+class Done(NamedTuple):
+    """An execution, or of a decoupled model the part of it up to one response. `begun`: as `Waiting.arrived`."""
+
+    work: Work
+    begun: int
+    result: Result
+
+
+class Clerk(Protocol):
+    """Hears what becomes of requests, in the event loop's thread."""
+
+    def answered(self, done: Done) -> None:
+        """The responses of a whole batch."""
+
+    def streamed(self, done: Done) -> None:
+        """One response of a decoupled model, or the error that ends it."""
+
+    def ended(self, work: Work, begun: int) -> None:
+        """A decoupled model has made its last response."""
+
+    def refused(self, request: Request, error: Exception) -> None:
+        """It left the queue without being executed."""
+
+
+class Dispatcher:
+    """`decoupled`: its instances make any number of responses."""
+
+    def __init__(self, rules: Batching, form: Form, clerk: Clerk, decoupled: bool) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._form = form
+        self._clerk = clerk
+        self._decoupled = decoupled
+        self._lock = threading.Lock()
+        self._batcher: Batcher[Job] = Batcher(rules)
+        self._free: list[Worker] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = 0
+        self._closed = False
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return len(self._batcher)
+
+    # The event loop's side
+
+    def add_worker(self, worker: Worker) -> None:
+        with self._lock:
+            self._free.append(worker)
+        self._look()
+
+    def submit(self, request: Request) -> None:
+        """Raises `Unavailable` where the queue is full, or closed."""
+        if self._closed:
+            raise stopping(request)
+        now = time.monotonic_ns()
+        with self._lock:
+            if not self._batcher.add(request, now):
+                raise Unavailable(f"{prefix(request.item.id)}Exceeds maximum queue size")
+            free = bool(self._free)
+        if free:
+            self._look()
+        elif request.deadline is not None:
+            self._watch(request.deadline)
+
+    def leave(self, request: Request) -> None:
+        """Nobody reads its responses any more: out of the queue at once, or abandoned."""
+        request.item.give_up()
+        with self._lock:
+            waited = self._batcher.remove(request)
+            free = bool(self._free)
+        if waited and free:
+            self._look()
+
+    def close(self) -> None:
+        """Refuse whoever waits or comes."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        with self._lock:
+            waiting = self._batcher.drain()
+        for request in waiting:
+            self._clerk.refused(request, stopping(request))
+
+    def _look(self) -> None:
+        """Give work to free instances as long as there is any; see to what time does."""
+        while True:
+            with self._lock:
+                now = time.monotonic_ns()
+                turn = self._batcher.take(now) if self._free else self._batcher.expire(now)
+                worker = self._free.pop() if turn.batch is not None else None
+            self._settle(turn)
+            if worker is None or turn.batch is None:
+                return
+            worker.give(self, turn.batch)
+
+    def _settle(self, turn: Turn[Job]) -> None:
+        for request in turn.refused:
+            self._clerk.refused(request, RequestTimeout())
+        if turn.until is not None:
+            self._watch(turn.until)
+
+    def _watch(self, until: int) -> None:
+        """Look again at that time, unless that happens earlier anyway."""
+        if self._closed or (self._timer is not None and self._due <= until):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due = until
+        self._timer = self._loop.call_later(max(0, until - time.monotonic_ns()) / 1e9, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        self._look()
+
+    # The instances' side
+
+    def execute(self, instance: Worker, work: Work) -> None:
+        begun = time.monotonic_ns()
+        jobs = [request.item for request in work.requests]
+        if self._decoupled:
+            self._stream(instance, work, begun)
+        else:
+            result = execute(instance.runtime, self._form, jobs, instance.name)
+            self._tell(self._clerk.answered, Done(work, begun, result))
+
+    def _stream(self, instance: Worker, work: Work, begun: int) -> None:
+        [request] = work.requests
+        job = request.item
+        results = stream(instance.runtime, self._form, job, instance.name)
+        try:
+            for result in results:
+                if job.room is not None:
+                    job.room.acquire()
+                if job.given_up:
+                    break
+                self._tell(self._clerk.streamed, Done(work, begun, result))
+        finally:
+            results.close()
+        self._tell(self._clerk.ended, work, begun)
+
+    def next(self, instance: Worker) -> Work | None:
+        with self._lock:
+            turn = self._batcher.take(time.monotonic_ns())
+            if turn.batch is None:
+                self._free.append(instance)
+        if turn.refused or turn.until is not None:
+            self._tell(self._settle, turn)
+        return turn.batch
+
+    def _tell(self, call: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call, *arguments)
+        except RuntimeError:
+            return  # the event loop is gone, and all who would hear
+
+
+def stopping(request: Request) -> Unavailable:
+    message = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+    return Unavailable(f"{prefix(request.item.id)}{message}")
+
+
+def prefix(request_id: str) -> str:
+    """What Triton puts before what it says of one request."""
+    return f"[request id: {request_id or '<id_unknown>'}] "

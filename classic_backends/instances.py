@@ -1,0 +1,106 @@
+"""The instances of a model: each a thread that loads its runtime, executes what it is given, and closes it.
+
+Knows nothing of queues: asks for its next batch, and is given one when it has none.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Generic, Protocol, TypeVar
+
+from .runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_CLOSE_SECONDS = 30.0
+"""How long an instance may take for what it executes before its thread is left to itself."""
+
+
+class Source(Protocol[T]):
+    """Who has work for instances. Called by their threads."""
+
+    def execute(self, instance: "Instance[T]", work: T) -> None:
+        """Never raises."""
+
+    def next(self, instance: "Instance[T]") -> T | None:
+        """None: from now on `instance` is free, and will be given something."""
+
+
+class Instance(Generic[T]):
+    """One runtime and its thread. `name`: for messages and the thread."""
+
+    def __init__(self, name: str, load: Callable[[], Runtime]) -> None:
+        self.name = name
+        self._load = load
+        self._loop = asyncio.get_running_loop()
+        self._loaded: asyncio.Future[Runtime] = self._loop.create_future()
+        self._ended = asyncio.Event()
+        self._inbox: SimpleQueue[Source[T] | None] = SimpleQueue()
+        self._given: T | None = None
+        self._thread = threading.Thread(target=self._live, name=name, daemon=True)
+        self.runtime: Runtime
+
+    async def start(self) -> None:
+        """Return when it is loaded; raises what loading raises."""
+        self._thread.start()
+        self.runtime = await asyncio.shield(self._loaded)
+
+    def give(self, source: Source[T], work: T) -> None:
+        """Have it executed. Only for an instance that is free."""
+        self._given = work
+        self._inbox.put(source)
+
+    async def stop(self) -> None:
+        """Return when its runtime is closed; what it executes it finishes first."""
+        self._inbox.put(None)
+        try:
+            await asyncio.wait_for(self._ended.wait(), _CLOSE_SECONDS)
+        except TimeoutError:
+            log.error("instance '%s' still executes after %g s: left to itself", self.name, _CLOSE_SECONDS)
+
+    def _live(self) -> None:
+        try:
+            runtime = self._load()
+        except BaseException as error:
+            self._say(_fail, self._loaded, error)
+        else:
+            self._say(_resolve, self._loaded, runtime)
+            self._work()
+            self._close(runtime)
+        self._say(self._ended.set)
+
+    def _work(self) -> None:
+        while (source := self._inbox.get()) is not None:
+            work, self._given = self._given, None
+            while work is not None:
+                source.execute(self, work)
+                work = None  # nothing of a batch outlives it here
+                work = source.next(self)
+
+    def _close(self, runtime: Runtime) -> None:
+        try:
+            runtime.close()
+        except BaseException:
+            log.exception("instance '%s' did not close", self.name)
+
+    def _say(self, call: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call, *arguments)
+        except RuntimeError:
+            log.debug("instance '%s' outlived its event loop", self.name)
+
+
+def _resolve(future: "asyncio.Future[Runtime]", runtime: Runtime) -> None:
+    if not future.done():
+        future.set_result(runtime)
+
+
+def _fail(future: "asyncio.Future[Runtime]", error: BaseException) -> None:
+    # A future refuses StopIteration, and a loop what means to end the process.
+    cause = error if isinstance(error, Exception) and not isinstance(error, StopIteration) else None
+    if not future.done():
+        future.set_exception(cause or RuntimeError(f"{type(error).__name__}: {error}"))

@@ -1,0 +1,110 @@
+"""One request on its way through a classic model, and where its responses go."""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from ..core.errors import Internal
+from ..core.request import InferResponse
+
+_UNREAD = 256
+"""Responses of one request that may wait for their reader before the instance that makes them does."""
+
+
+class Sink(Protocol):
+    """Takes what a request gets, in the event loop's thread. After `end` nothing comes."""
+
+    def put(self, response: InferResponse) -> None: ...
+
+    def end(self, error: Exception | None = None) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """`inputs`: in the model's shapes; `wanted`: the outputs asked for, None for all. `room`: for responses that nobody
+    has read yet; one who makes several takes a place for each. `given_up`: nobody reads what comes; set by the event
+    loop, read by the thread that computes."""
+
+    inputs: Mapping[str, NDArray[Any]]
+    wanted: Sequence[str] | None
+    sink: Sink
+    id: str = ""
+    room: threading.Semaphore | None = None
+    given_up: bool = False
+
+    def give_up(self) -> None:
+        self.given_up = True
+        if self.room is not None:
+            self.room.release()
+
+
+class Nobody:
+    """The sink of a request whose responses are taken elsewhere."""
+
+    def put(self, response: InferResponse) -> None:
+        pass
+
+    def end(self, error: Exception | None = None) -> None:
+        pass
+
+
+class Answer:
+    """The sink of a request that gets exactly one response."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.future: asyncio.Future[InferResponse] = loop.create_future()
+        self._responses: list[InferResponse] = []
+
+    def put(self, response: InferResponse) -> None:
+        self._responses.append(response)
+
+    def end(self, error: Exception | None = None) -> None:
+        if self.future.done():
+            return
+        if error is not None:
+            self.future.set_exception(error)
+        elif len(self._responses) == 1:
+            self.future.set_result(self._responses[0])
+        else:
+            self.future.set_exception(Internal(f"expected a single response, got {len(self._responses)}"))
+
+
+class Channel:
+    """The sink of a request that gets any number of responses, read one by one; `room` for those that are unread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.room = threading.Semaphore(_UNREAD)
+        self._responses: deque[InferResponse] = deque()
+        self.ended = False
+        self._error: Exception | None = None
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, response: InferResponse) -> None:
+        self._responses.append(response)
+        self._wake()
+
+    def end(self, error: Exception | None = None) -> None:
+        self.ended, self._error = True, error
+        self._wake()
+
+    async def read(self) -> InferResponse | None:
+        """The next response; None after the last. Raises what the stream ended with."""
+        while not self._responses:
+            if self.ended:
+                if self._error is not None:
+                    raise self._error
+                return None
+            self._reader = self._loop.create_future()
+            await self._reader
+        self.room.release()
+        return self._responses.popleft()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)

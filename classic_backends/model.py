@@ -1,0 +1,230 @@
+"""A classic model as the contract wants it: tensors go in, tensors come out; it queues, batches and counts.
+
+Knows nothing of protocols, of where its config came from, and of what its runtimes do.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from ..core.errors import CharoniaError, InvalidArgument, Unavailable
+from ..core.exchange import Exchange
+from ..core.metrics import Reading
+from ..core.model import ModelConfig, ModelStats
+from ..core.request import InferRequest, InferResponse
+from ..core.statistics import Statistics
+from .account import Account, Failure
+from .batcher import Cause
+from .batching import read_batching
+from .delivery import Delivery
+from .dispatch import Dispatcher, Request, Worker, prefix
+from .execution import Form, execute, stream
+from .instances import Instance
+from .job import Answer, Channel, Job, Nobody, Sink
+from .ordering import Line
+from .places import Slot, read_slots
+from .ragged import read_ragged
+from .request_queue import Waiting
+from .runtime import Runtime, RuntimeLoader
+from .signature import Signature, require_ragged
+
+_MICROSECOND = 1000
+_NOBODY = Nobody()
+
+
+class ClassicModel:
+    """One version of a model, on as many instances as its config asks for.
+
+    `directory`: of the version. `parameters`: the backend's own; the model's are added to them. `warm_up`: requests
+    that every instance answers before the model is ready; what goes wrong there fails the load.
+
+    Raises:
+        InvalidArgument: the config contradicts itself; `field` names the culprit.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        loader: RuntimeLoader,
+        directory: Path,
+        parameters: Mapping[str, str] | None = None,
+        warm_up: Sequence[InferRequest] = (),
+    ) -> None:
+        self._config = config
+        self._loader = loader
+        self._directory = directory
+        self._parameters = {**(parameters or {}), **config.parameters}
+        self._warm_up = warm_up
+        self._rules = read_batching(config.document, config.max_batch_size, config.decoupled)
+        self._form = Form(Signature(config), read_ragged(config.document))
+        self._slots = read_slots(config.name, config.document)
+        self._account = Account()
+        self._delivery = Delivery(self._account, self._form.signature.batched)
+        self._line = Line()
+        self._workers: list[Worker] = []
+        self._dispatcher: Dispatcher | None = None
+        self._inline: Runtime | None = None
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._config
+
+    def stats(self) -> ModelStats:
+        account = self._account
+        cancelled = account.failures[Failure.CANCELED]
+        return ModelStats(
+            self._dispatcher is not None,
+            success=account.success.count,
+            failure=account.failures.total() - cancelled,
+            cancelled=cancelled,
+        )
+
+    def statistics(self) -> Statistics:
+        return self._account.statistics()
+
+    def count(self, exchange: Exchange) -> None:
+        self._account.count(exchange)
+
+    def readings(self) -> Iterator[Reading]:
+        """Everything measured, for a scrape."""
+        return self._account.readings(0 if self._dispatcher is None else len(self._dispatcher))
+
+    async def load(self) -> None:
+        """Return when every instance is loaded and warm. Raises what loading one raises; then nothing is left."""
+        first, *others = self._slots
+        try:
+            await self._start([first])
+            traits = self._workers[0].runtime.traits
+            require_ragged(self._form.signature, traits.ragged, self._config.backend)
+            if traits.inline and not self._config.decoupled and not self._rules.max_delay:
+                # Nothing ever waits for it: no queue, no thread.
+                self._inline = self._workers[0].runtime
+            else:
+                await self._start(others)
+        except BaseException:
+            await self.unload()
+            raise
+        self._open()
+
+    async def unload(self) -> None:
+        if self._dispatcher is not None:
+            self._dispatcher.close()
+        workers, self._workers = self._workers, []
+        self._dispatcher = self._inline = None
+        await asyncio.gather(*(worker.stop() for worker in workers))
+
+    def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        """Raises what the runtime raises; `Unavailable` where the queue is full or the model is not loaded, and
+        `RequestTimeout` where its time in the queue ran out."""
+        if self._inline is not None:
+            return self._infer_inline(self._inline, request)
+        return self._infer_streamed(request) if self._config.decoupled else self._infer_once(request)
+
+    async def _infer_inline(self, runtime: Runtime, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        begun = time.monotonic_ns()
+        waiting = self._waiting(request, _NOBODY)
+        result = execute(runtime, self._form, [waiting.item], self._slots[0].place.name)
+        whole = time.monotonic_ns() - begun
+        if result.error is not None:
+            self._account.lose(Failure.BACKEND, whole)
+            raise result.error
+        cause = Cause.IDLE if self._rules.combine else Cause.ALONE
+        self._account.execute(waiting.size, result.timing, cause, 1)
+        self._account.succeed(waiting.size, whole, 0, result.timing)
+        yield result.responses[0]
+
+    async def _infer_once(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        answer = Answer(asyncio.get_running_loop())
+        waiting = self._waiting(request, self._in_line(answer))
+        self._submit(waiting)
+        try:
+            response = await answer.future
+        except asyncio.CancelledError:
+            self._give_up(waiting)
+            raise
+        yield response
+
+    async def _infer_streamed(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        channel = Channel(asyncio.get_running_loop())
+        waiting = self._waiting(request, self._in_line(channel))
+        waiting.item.room = channel.room
+        self._submit(waiting)
+        try:
+            while (response := await channel.read()) is not None:
+                yield response
+        finally:
+            if not channel.ended:
+                self._give_up(waiting)
+
+    def _waiting(self, request: InferRequest, sink: Sink) -> Request:
+        signature = self._form.signature
+        job = Job(signature.arrays(request), request.outputs, sink, request.id)
+        kind = signature.kind(request) if self._rules.combine else None
+        timeout = _number(request, "timeout") * _MICROSECOND
+        return Waiting(job, signature.size(request), kind, _number(request, "priority"), timeout)
+
+    def _in_line(self, sink: Sink) -> Sink:
+        return self._line.enter(sink) if self._rules.ordered else sink
+
+    def _submit(self, waiting: Request) -> None:
+        try:
+            if self._dispatcher is None:
+                raise Unavailable(f"model '{self._config.name}' is not loaded")
+            self._dispatcher.submit(waiting)
+        except CharoniaError:
+            self._account.lose(Failure.REJECTED, 0)
+            waiting.item.sink.end()
+            raise
+
+    def _give_up(self, waiting: Request) -> None:
+        """Its reader left."""
+        self._account.lose(Failure.CANCELED, time.monotonic_ns() - waiting.arrived)
+        if self._dispatcher is not None:
+            self._dispatcher.leave(waiting)
+        waiting.item.sink.end()
+
+    async def _start(self, slots: Sequence[Slot]) -> None:
+        workers: list[Worker] = [Instance(slot.place.name, partial(self._load, slot)) for slot in slots]
+        results = await asyncio.gather(*(worker.start() for worker in workers), return_exceptions=True)
+        self._workers += [worker for worker, result in zip(workers, results, strict=True) if result is None]
+        for result in results:
+            if result is not None:
+                raise result
+
+    def _load(self, slot: Slot) -> Runtime:
+        """In the thread of the instance."""
+        runtime = self._loader.load(self._directory, self._config, slot.place, self._parameters)
+        try:
+            for request in self._warm_up:
+                self._warm(runtime, request, slot.place.name)
+        except BaseException:
+            runtime.close()
+            raise
+        return runtime
+
+    def _warm(self, runtime: Runtime, request: InferRequest, name: str) -> None:
+        job = self._waiting(request, _NOBODY).item
+        if self._config.decoupled:
+            results = list(stream(runtime, self._form, job, name))
+        else:
+            results = [execute(runtime, self._form, [job], name)]
+        for result in results:
+            if result.error is not None:
+                raise InvalidArgument(f"failed to run warmup sample on '{name}': {result.error}")
+
+    def _open(self) -> None:
+        self._dispatcher = Dispatcher(self._rules, self._form, self._delivery, self._config.decoupled)
+        for slot, worker in zip(self._slots, self._workers, strict=False):
+            if not slot.passive and self._inline is None:
+                self._dispatcher.add_worker(worker)
+
+
+def _number(request: InferRequest, name: str) -> int:
+    """The parameter of that name, 0 without it."""
+    value = request.parameters.get(name, 0)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        message = f"parameter '{name}' must be an integer of at least 0, got {value!r}"
+        raise InvalidArgument(f"{prefix(request.id)}{message}", field=name)
+    return value

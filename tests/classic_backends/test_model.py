@@ -1,0 +1,489 @@
+"""A classic model from request to response: queue, batches, threads, order, failures, cancellation, counting."""
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from charonia.classic_backends.builtin import IDENTITY
+from charonia.classic_backends.model import ClassicModel
+from charonia.classic_backends.runtime import Arrays, Document, Place, Traits
+from charonia.core.errors import CharoniaError, Code, InvalidArgument
+from charonia.core.model import ModelConfig
+from charonia.core.request import InferRequest, InferResponse
+from charonia.core.tensor import Tensor, TensorSpec
+
+DELAY = 10_000_000
+"""Microseconds that no test waits for."""
+
+
+PLAIN = Traits()
+
+
+class Gated:
+    """Doubles X into Y when `gate` opens; fails on a negative number. Remembers what it was given."""
+
+    def __init__(self, traits: Traits = PLAIN) -> None:
+        self.traits = traits
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+        self.batches: list[list[int]] = []
+        self.threads: set[str] = set()
+        self.places: list[Place] = []
+        self.closed = 0
+        self.seen: Callable[[Arrays], None] = lambda inputs: None
+
+    def load(self, directory: Path, config: ModelConfig, place: Place, parameters: Mapping[str, str]) -> "Gated":
+        self.places.append(place)
+        return self
+
+    def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
+        return document
+
+    def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
+        self.entered.set()
+        assert self.gate.wait(30)
+        self.seen(inputs)
+        self.batches.append(inputs["X"].ravel().tolist())
+        self.threads.add(threading.current_thread().name)
+        if (inputs["X"] < 0).any():
+            raise ValueError("negative")
+        yield {"Y": inputs["X"] * 2}
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def config(batching: Mapping[str, Any] | None = None, **fields: Any) -> ModelConfig:
+    document: dict[str, Any] = fields.pop("document", {})
+    if batching is not None:
+        document |= {"dynamic_batching": batching}
+    settings = {"max_batch_size": 8, "document": document} | fields
+    free = (TensorSpec("X", "INT32", (-1,)),)
+    return ModelConfig("gated", "1", "test", inputs=free, outputs=(TensorSpec("Y", "INT32", (-1,)),), **settings)
+
+
+@asynccontextmanager
+async def serving(loader: Any, settings: ModelConfig, **fields: Any) -> AsyncIterator[ClassicModel]:
+    model = ClassicModel(settings, loader, Path("."), **fields)
+    await model.load()
+    try:
+        yield model
+    finally:
+        await model.unload()
+
+
+def ask(*numbers: int, rows: int = 1, **fields: Any) -> InferRequest:
+    data = np.array(numbers, np.int32).reshape(rows, -1)
+    return InferRequest(inputs={"X": Tensor("X", "INT32", data.shape, data)}, **fields)
+
+
+async def answers(model: ClassicModel, request: InferRequest) -> list[InferResponse]:
+    async with aclosing(model.infer(request)) as responses:
+        return [response async for response in responses]
+
+
+async def answer(model: ClassicModel, *numbers: int, **fields: Any) -> list[int]:
+    [response] = await answers(model, ask(*numbers, **fields))
+    [tensor] = response.outputs
+    assert tensor.shape == tensor.data.shape
+    values: list[int] = tensor.data.ravel().tolist()
+    return values
+
+
+async def begun(runtime: Gated) -> None:
+    assert await asyncio.to_thread(runtime.entered.wait, 30)
+    runtime.entered.clear()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+def waiting(model: ClassicModel) -> int:
+    [count] = [r.value for r in model.readings() if r.family == "nv_inference_pending_request_count"]
+    return int(count)  # type: ignore[arg-type]
+
+
+async def held_up(model: ClassicModel, runtime: Gated, *requests: InferRequest) -> list["asyncio.Task[Any]"]:
+    """One request that holds the only instance, and these behind it, in this order."""
+    runtime.gate.clear()
+    tasks = [asyncio.create_task(answers(model, ask(0)))]
+    await begun(runtime)
+    for number, request in enumerate(requests, 1):
+        tasks.append(asyncio.create_task(answers(model, request)))
+        await until(lambda number=number: waiting(model) == number)
+    return tasks
+
+
+async def test_requests_that_queued_up_share_a_batch_and_get_their_own_part() -> None:
+    runtime = Gated()
+    async with serving(runtime, config({})) as model:
+        first, *others = await held_up(model, runtime, ask(1), ask(2, 3, rows=2), ask(4))
+        runtime.gate.set()
+        await first
+        outputs = [(await task)[0].outputs[0].data.tolist() for task in others]
+    assert runtime.batches == [[0], [1, 2, 3, 4]]
+    assert outputs == [[[2]], [[4], [6]], [[8]]]
+    assert runtime.closed == 1
+
+
+async def test_without_batching_each_is_an_execution() -> None:
+    runtime = Gated()
+    async with serving(runtime, config()) as model:
+        tasks = await held_up(model, runtime, ask(1), ask(2))
+        runtime.gate.set()
+        await asyncio.gather(*tasks)
+        assert model.statistics().explain["model_does_not_batch"] == 3
+    assert runtime.batches == [[0], [1], [2]]
+
+
+async def test_shapes_that_differ_do_not_share_and_the_statistics_say_so() -> None:
+    runtime = Gated()
+    async with serving(runtime, config({})) as model:
+        tasks = await held_up(model, runtime, ask(1), ask(2, 3), ask(4, 5))
+        runtime.gate.set()
+        await asyncio.gather(*tasks)
+        assert runtime.batches == [[0], [1], [2, 3, 4, 5]]
+        explain = model.statistics().explain
+        assert (explain["shapes_differ"], explain["instance_idle"]) == (1, 1)
+        assert {(r.labels["reason"], r.value) for r in model.readings() if "unbatched" in r.family} >= {
+            ("shapes_differ", 1),
+            ("delay_too_short", 0),
+        }
+
+
+async def test_a_preferred_size_ends_the_wait() -> None:
+    async with serving(Gated(), config({"preferred_batch_size": [2], "max_queue_delay_microseconds": DELAY})) as model:
+        assert await asyncio.gather(answer(model, 1), answer(model, 2)) == [[2], [4]]
+        assert [each.batch_size for each in model.statistics().batches] == [2]
+
+
+async def test_the_delay_ends_the_wait_too() -> None:
+    async with serving(Gated(), config({"max_queue_delay_microseconds": 2000})) as model:
+        assert await answer(model, 1) == [2]
+        assert model.statistics().explain["delay_too_short"] == 1
+
+
+async def test_statistics_count_requests_items_and_executions() -> None:
+    runtime = Gated()
+    async with serving(runtime, config({})) as model:
+        tasks = await held_up(model, runtime, ask(1), ask(2, 3, rows=2))
+        runtime.gate.set()
+        await asyncio.gather(*tasks)
+        told = model.statistics()
+        values = {r.family: r.value for r in model.readings() if not r.labels}
+        assert model.stats().success == 3
+    assert (told.inference_count, told.execution_count) == (4, 2)
+    assert [each.count for each in told.inference[:6]] == [3, 0, 3, 3, 3, 3]
+    assert [(each.batch_size, each.compute_infer.count) for each in told.batches] == [(1, 1), (3, 1)]
+    # Each member of a batch adds all of the batch's time.
+    assert told.inference.compute_infer.ns == sum(
+        each.compute_infer.ns * requests for each, requests in zip(told.batches, (1, 2), strict=True)
+    )
+    assert told.last_inference > 0
+    assert values["nv_inference_count"] == 4
+    assert values["nv_inference_exec_count"] == 2
+    assert values["nv_inference_compute_infer_duration_us"] <= told.inference.compute_infer.ns // 1000
+
+
+async def test_a_model_that_fails_fails_its_batch_and_goes_on() -> None:
+    runtime = Gated()
+    async with serving(runtime, config({})) as model:
+        tasks = await held_up(model, runtime, ask(-1), ask(2))
+        runtime.gate.set()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert await answer(model, 5) == [10]
+        assert model.statistics().inference.fail.count == 2
+        failures = {r.labels["reason"]: r.value for r in model.readings() if r.family.endswith("request_failure")}
+    assert failures == {"REJECTED": 0, "CANCELED": 0, "BACKEND": 2, "OTHER": 0}
+    for error in results[1:]:
+        assert isinstance(error, CharoniaError)
+        assert error.code is Code.INTERNAL
+        assert error.message == (
+            "Failed to process the request(s) for model instance 'gated_0_0', message: ValueError: negative"
+        )
+
+
+async def test_a_full_queue_refuses() -> None:
+    runtime = Gated()
+    async with serving(runtime, config({"default_queue_policy": {"max_queue_size": 1}})) as model:
+        tasks = await held_up(model, runtime, ask(1))
+        with pytest.raises(CharoniaError) as full:
+            await answer(model, 2, id="second")
+        assert full.value.code is Code.UNAVAILABLE
+        assert full.value.message == "[request id: second] Exceeds maximum queue size"
+        runtime.gate.set()
+        await asyncio.gather(*tasks)
+        assert [r.value for r in model.readings() if r.labels == {"reason": "REJECTED"}] == [1]
+    assert runtime.batches == [[0], [1]]
+
+
+async def test_time_runs_out_in_the_queue_while_every_instance_is_busy() -> None:
+    policy = {"default_timeout_microseconds": DELAY, "allow_timeout_override": True}
+    runtime = Gated()
+    async with serving(runtime, config({"default_queue_policy": policy})) as model:
+        [first] = await held_up(model, runtime)
+        with pytest.raises(CharoniaError, match=r"^Request timeout expired$"):
+            await answer(model, 1, parameters={"timeout": 1000})
+        runtime.gate.set()
+        await first
+        assert [r.value for r in model.readings() if r.labels == {"reason": "REJECTED"}] == [1]
+    assert runtime.batches == [[0]]
+
+
+@pytest.mark.parametrize("parameters", [{"priority": -1}, {"timeout": "soon"}, {"priority": True}])
+async def test_wrong_priorities_and_timeouts_are_refused(parameters: dict[str, Any]) -> None:
+    async with serving(Gated(), config({})) as model:
+        with pytest.raises(InvalidArgument, match="must be an integer"):
+            await answer(model, 1, parameters=parameters)
+
+
+async def test_priorities_overtake() -> None:
+    runtime = Gated()
+    batching = {"priority_levels": 2, "default_priority_level": 2, "preferred_batch_size": [1]}
+    async with serving(runtime, config(batching, max_batch_size=1)) as model:
+        tasks = await held_up(model, runtime, ask(1), ask(2, parameters={"priority": 1}))
+        runtime.gate.set()
+        await asyncio.gather(*tasks)
+    assert runtime.batches == [[0], [2], [1]]
+
+
+async def test_who_leaves_leaves_the_queue_at_once() -> None:
+    runtime = Gated()
+    async with serving(runtime, config({})) as model:
+        tasks = await held_up(model, runtime, ask(1), ask(2), ask(3))
+        tasks[2].cancel()
+        await until(lambda: waiting(model) == 2)
+        tasks[0].cancel()
+        runtime.gate.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert (model.stats().success, model.stats().cancelled) == (2, 2)
+        assert await answer(model, 4) == [8]
+    assert runtime.batches == [[0], [1, 3], [4]]
+
+
+async def test_unloading_refuses_who_waits_and_finishes_what_runs() -> None:
+    runtime = Gated()
+    async with serving(runtime, config({})) as model:
+        tasks = await held_up(model, runtime, ask(1))
+        unloading = asyncio.create_task(model.unload())
+        with pytest.raises(CharoniaError, match="Server is stopping, scheduler for model has stopped accepting"):
+            await tasks[1]
+        assert not runtime.closed
+        runtime.gate.set()
+        [response] = await tasks[0]
+        assert response.outputs[0].data.tolist() == [[0]]
+        await unloading
+        assert runtime.closed == 1
+        assert not model.stats().ready
+
+
+async def test_nothing_of_a_request_is_kept() -> None:
+    runtime, kept = Gated(), []
+    async with serving(runtime, config({})) as model:
+        runtime.seen = lambda inputs: kept.append(weakref.ref(inputs["X"]))
+        tasks = await held_up(model, runtime, ask(1), ask(2))
+        runtime.gate.set()
+        await asyncio.gather(*tasks)
+        del tasks
+        gc.collect()
+        await until(lambda: all(each() is None for each in kept))
+        assert len(kept) == 2
+
+
+async def test_instances_are_threads_of_their_own() -> None:
+    groups = [{"name": "left", "kind": "KIND_CPU", "count": 2}, {"name": "right", "kind": "KIND_GPU", "gpus": [0, 1]}]
+    runtime = Gated()
+    async with serving(runtime, config(document={"instance_group": groups})) as model:
+        runtime.gate.clear()
+        tasks = [asyncio.create_task(answer(model, number)) for number in range(4)]
+        await until(lambda: waiting(model) == 0)
+        runtime.gate.set()
+        assert await asyncio.gather(*tasks) == [[0], [2], [4], [6]]
+    assert {place.name for place in runtime.places} == {"left_0", "left_1", "right_0", "right_1"}
+    assert sorted(place.device for place in runtime.places) == [0, 0, 0, 1]
+    assert runtime.threads == {place.name for place in runtime.places}
+    assert runtime.closed == 4
+
+
+async def test_ordered_responses_wait_for_those_before_them() -> None:
+    runtime = Gated()
+    groups = [{"kind": "KIND_CPU", "count": 2}]
+    batching = {"preserve_ordering": True, "preferred_batch_size": [1]}
+    async with serving(runtime, config(batching, document={"instance_group": groups}, max_batch_size=1)) as model:
+        slow, done = threading.Event(), list[int]()
+        runtime.seen = lambda inputs: assert_(slow.wait(30)) if inputs["X"][0, 0] == 1 else None
+
+        async def one(number: int) -> None:
+            await answer(model, number)
+            done.append(number)
+
+        tasks = [asyncio.create_task(one(number)) for number in (1, 2, 3)]
+        await until(lambda: model.statistics().inference.success.count == 2)
+        assert done == []
+        slow.set()
+        await asyncio.gather(*tasks)
+        assert done == [1, 2, 3]
+
+
+def assert_(holds: bool) -> None:
+    assert holds
+
+
+async def test_one_who_leaves_holds_nobody_up_in_order() -> None:
+    runtime = Gated()
+    async with serving(runtime, config({"preserve_ordering": True})) as model:
+        tasks = await held_up(model, runtime, ask(1), ask(2))
+        tasks[1].cancel()
+        runtime.gate.set()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(result) for result in results] == [list, asyncio.CancelledError, list]
+
+
+async def test_a_runtime_that_makes_the_wrong_thing_is_told() -> None:
+    class Wrong(Gated):
+        def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
+            if inputs["X"][0, 0] == 1:
+                yield {"Y": inputs["X"].astype(np.float32)}
+            elif inputs["X"][0, 0] == 2:
+                yield {"Y": inputs["X"][:1]}
+            elif inputs["X"][0, 0] == 3:
+                yield from ()
+
+    runtime = Wrong()
+    async with serving(runtime, config({"preferred_batch_size": [2], "max_queue_delay_microseconds": 1000})) as model:
+        with pytest.raises(CharoniaError, match="made output 'Y' of type float32, not INT32"):
+            await answer(model, 1)
+        both = await asyncio.gather(answer(model, 2), answer(model, 2), return_exceptions=True)
+        assert [str(error) for error in both] == ["output 'Y' has shape [1, 1] for a batch of 2"] * 2
+        with pytest.raises(CharoniaError, match="expected a single response, got 0"):
+            await answer(model, 3)
+
+
+async def test_a_load_that_fails_leaves_nothing() -> None:
+    class Second(Gated):
+        def load(self, *arguments: Any) -> Gated:
+            super().load(*arguments)
+            if len(self.places) == 2:
+                raise InvalidArgument("no second one")
+            return self
+
+    runtime = Second()
+    with pytest.raises(InvalidArgument, match="no second one"):
+        async with serving(runtime, config(document={"instance_group": [{"count": 2}]})):
+            pass
+    assert runtime.closed == 1
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("gated_")]
+
+
+async def test_every_instance_is_warmed_up_and_warm_up_that_fails_fails_the_load() -> None:
+    runtime = Gated()
+    async with serving(runtime, config(document={"instance_group": [{"count": 2}]}), warm_up=[ask(7)]) as model:
+        assert runtime.batches == [[7], [7]]
+        assert model.statistics().execution_count == 0
+    with pytest.raises(InvalidArgument, match=r"failed to run warmup sample on 'gated_0_0': .*negative"):
+        async with serving(runtime, config(), warm_up=[ask(-1)]):
+            pass
+    assert runtime.closed == 3
+
+
+async def test_reshape_is_between_the_client_and_the_model() -> None:
+    shapes: list[tuple[int, ...]] = []
+    document = {
+        "input": [{"name": "X", "reshape": {"shape": [-1, 1]}}],
+        "output": [{"name": "Y", "reshape": {"shape": [-1, 1]}}],
+    }
+    runtime = Gated()
+    runtime.seen = lambda inputs: shapes.append(inputs["X"].shape)
+    async with serving(runtime, config({}, document=document)) as model:
+        [response] = await answers(model, ask(1, 2, 3))
+    assert shapes == [(1, 3, 1)]
+    assert response.outputs[0].shape == response.outputs[0].data.shape == (1, 3)
+
+
+async def test_ragged_requests_share_a_batch() -> None:
+    seen: list[dict[str, Any]] = []
+    document = {
+        "input": [{"name": "X", "allow_ragged_batch": True}],
+        "batch_input": [
+            {"kind": kind, "target_name": [kind], "data_type": "TYPE_INT32", "source_input": ["X"]}
+            for kind in (
+                "BATCH_ELEMENT_COUNT",
+                "BATCH_ACCUMULATED_ELEMENT_COUNT",
+                "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO",
+                "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE",
+                "BATCH_ITEM_SHAPE",
+                "BATCH_ITEM_SHAPE_FLATTEN",
+            )
+        ],
+        "batch_output": [{"target_name": ["Y"], "source_input": ["X"]}],
+    }
+    runtime = Gated(Traits(ragged=True))
+    runtime.seen = lambda inputs: seen.append({name: array.tolist() for name, array in inputs.items()})
+    async with serving(runtime, config({}, document=document)) as model:
+        first, *others = await held_up(model, runtime, ask(1, 2, 3), ask(4, 5))
+        runtime.gate.set()
+        await first
+        outputs = [(await task)[0].outputs[0].data.tolist() for task in others]
+    assert outputs == [[[2, 4, 6]], [[8, 10]]]
+    assert seen[1] == {
+        "X": [1, 2, 3, 4, 5],
+        "BATCH_ELEMENT_COUNT": [3, 2],
+        "BATCH_ACCUMULATED_ELEMENT_COUNT": [3, 5],
+        "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO": [0, 3, 5],
+        "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE": [0, 0, 0],
+        "BATCH_ITEM_SHAPE": [[3], [2]],
+        "BATCH_ITEM_SHAPE_FLATTEN": [3, 2],
+    }
+
+
+async def test_ragged_inputs_are_refused_where_the_backend_cannot() -> None:
+    document = {"input": [{"name": "X", "allow_ragged_batch": True}]}
+    runtime = Gated()
+    with pytest.raises(InvalidArgument, match="input 'X' of model 'gated' allows ragged batches, which 'test' cannot"):
+        async with serving(runtime, config({}, document=document)):
+            pass
+    assert runtime.closed == 1
+
+
+async def test_inline_models_answer_without_a_thread() -> None:
+    runtime = Gated(Traits(inline=True))
+    async with serving(runtime, config({}, document={"instance_group": [{"count": 3}]})) as model:
+        assert await answer(model, 1, 2) == [2, 4]
+        with pytest.raises(CharoniaError, match="negative"):
+            await answer(model, -1)
+        assert (model.stats().success, model.stats().failure) == (1, 1)
+        assert model.statistics().explain["instance_idle"] == 1
+    assert runtime.threads == {threading.current_thread().name}
+    assert (len(runtime.places), runtime.closed) == (1, 1)
+
+
+async def test_identity_gives_back_what_it_gets() -> None:
+    inputs = (TensorSpec("A", "BYTES", (-1,)), TensorSpec("B", "BF16", (2,), optional=True))
+    outputs = (TensorSpec("C", "BYTES", (-1,)), TensorSpec("D", "BF16", (2,)))
+    settings = ModelConfig("same", "1", "identity", inputs=inputs, outputs=outputs)
+    given = {
+        "A": Tensor("A", "BYTES", (2,), np.array([b"x", b"\x00y"], object)),
+        "B": Tensor("B", "BF16", (2,), np.array([1, 2], np.uint16)),
+    }
+    async with serving(IDENTITY, settings) as model:
+        [both] = await answers(model, InferRequest(inputs=given))
+        assert [(tensor.name, tensor.data.tolist()) for tensor in both.outputs] == [
+            ("C", [b"x", b"\x00y"]),
+            ("D", [1, 2]),
+        ]
+        [one] = await answers(model, InferRequest(inputs=given, outputs=("D",)))
+        assert [tensor.name for tensor in one.outputs] == ["D"]
+        [without] = await answers(model, InferRequest(inputs={"A": given["A"]}))
+        assert [tensor.name for tensor in without.outputs] == ["C"]
