@@ -7,8 +7,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 import grpc
@@ -20,10 +18,12 @@ from ..core.gateway import Gateway
 from ..core.model import ModelConfig
 from ..core.request import InferRequest
 from .faults import UNEXPECTED
+from .grpc_control import CONTROLS, Control
 from .grpc_faults import STOPPING, Context, metadata_of, refuse
-from .grpc_messages import Message, read_request, read_version, write_response
+from .grpc_messages import Message, read_version, write_response
+from .grpc_requests import read_call
 from .grpc_stream import InferStream, refusals
-from .keys import Keyring, Tenant
+from .keys import NOBODY, Keyring, Tenant
 from .metadata import ServerInfo, model_metadata, server_metadata
 from .unary import at_most_two
 
@@ -32,32 +32,27 @@ log = logging.getLogger(__name__)
 _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 _TRUE = (True, "true", "True", "TRUE", "1")
 
-_OPEN = ("ServerReady", "ModelReady")
-"""What needs no key, beside ServerLive."""
+_OPEN = ("ServerLive", "ServerReady", "ModelReady")
+"""What needs no key."""
 
 _COUNTED = ("ModelInfer", "ModelStreamInfer")
 """What checks key and request by itself: a refusal leaves a record."""
 
-Handler = Callable[["GrpcDoor", Message, Context], Awaitable[Any]]
+Handler = Callable[[Message, Context], Awaitable[Any]]
 
 
-def _answering(handler: Handler) -> Handler:
-    """A handler for those who show a key, whose errors become the call's status."""
+def _answering(handler: Handler, name: str) -> Handler:
+    """A handler whose errors become the call's status."""
 
-    @wraps(handler)
-    async def answer(door: "GrpcDoor", request: Message, context: Context) -> Any:
+    async def answer(request: Message, context: Context) -> Any:
         try:
-            if handler.__name__ not in (*_OPEN, *_COUNTED):
-                door.tenant_of(context)
-            if handler.__name__ not in _COUNTED:
-                _check_message(request)
-            return await handler(door, request, context)
+            return await handler(request, context)
         except CharoniaError as error:
             await refuse(context, error)
         except grpc.aio.BaseError:  # the client is gone
             raise
         except Exception:
-            log.exception("%s failed", handler.__name__)
+            log.exception("%s failed", name)
             await refuse(context, UNEXPECTED)
 
     return answer
@@ -70,7 +65,7 @@ def _check_message(request: Message | DecodeError) -> None:
 
 
 class GrpcDoor:
-    """The service's methods, by their names on the wire. `closing` ends the reading of streams."""
+    """The service's methods. `closing` ends the reading of streams."""
 
     def __init__(self, gateway: Gateway, info: ServerInfo, closing: asyncio.Event, keys: Keyring) -> None:
         self._gateway = gateway
@@ -78,72 +73,81 @@ class GrpcDoor:
         self._closing = closing
         self._keys = keys
 
-    def tenant_of(self, context: Context) -> Tenant:
+    def handlers(self) -> dict[str, Handler]:
+        """By their names on the wire."""
+        asked = {
+            "ServerLive": self._server_live,
+            "ServerReady": self._server_ready,
+            "ModelReady": self._model_ready,
+            "ServerMetadata": self._server_metadata,
+            "ModelMetadata": self._model_metadata,
+        }
+        controls = {name: self._plain(name, control) for name, control in (asked | CONTROLS).items()}
+        counted = {"ModelInfer": self._model_infer, "ModelStreamInfer": self._model_stream_infer}
+        return {name: _answering(handler, name) for name, handler in (controls | counted).items()}
+
+    def _plain(self, name: str, control: Control) -> Handler:
+        """A handler for those who show a key, if it needs one."""
+
+        async def answer(request: Message, context: Context) -> Message:
+            if name not in _OPEN:
+                self._tenant_of(context)
+            _check_message(request)
+            return await control(self._gateway, request)
+
+        return answer
+
+    def _tenant_of(self, context: Context) -> Tenant:
         """Who calls.
 
         Raises:
             Unauthenticated: his key is missing or wrong.
         """
-        return self._keys.tenant(dict(metadata_of(context)).get("authorization"))
+        return self._keys.tenant(dict(metadata_of(context)).get("authorization")) if self._keys else NOBODY
 
-    async def ServerLive(self, request: Message, context: Context) -> Message:
+    async def _server_live(self, gateway: Gateway, request: Message) -> Message:
         return pb.ServerLiveResponse(live=True)
 
-    @_answering
-    async def ServerReady(self, request: Message, context: Context) -> Message:
-        if self._gateway.exiting():
+    async def _server_ready(self, gateway: Gateway, request: Message) -> Message:
+        if gateway.exiting():
             raise Unavailable("Server exiting")
-        return pb.ServerReadyResponse(ready=self._gateway.ready())
+        return pb.ServerReadyResponse(ready=gateway.ready())
 
-    @_answering
-    async def ModelReady(self, request: Message, context: Context) -> Message:
-        return pb.ModelReadyResponse(ready=self._gateway.model_ready(request.name, read_version(request.version)))
+    async def _model_ready(self, gateway: Gateway, request: Message) -> Message:
+        return pb.ModelReadyResponse(ready=gateway.model_ready(request.name, read_version(request.version)))
 
-    @_answering
-    async def ServerMetadata(self, request: Message, context: Context) -> Message:
+    async def _server_metadata(self, gateway: Gateway, request: Message) -> Message:
         return pb.ServerMetadataResponse(**server_metadata(self._info))
 
-    @_answering
-    async def ModelMetadata(self, request: Message, context: Context) -> Message:
-        config = self._gateway.model(request.name, read_version(request.version))
+    async def _model_metadata(self, gateway: Gateway, request: Message) -> Message:
+        config = gateway.model(request.name, read_version(request.version))
         return pb.ModelMetadataResponse(**model_metadata(config))
 
-    @_answering
-    async def ModelInfer(self, request: Message, context: Context) -> Message:
+    async def _model_infer(self, request: Message, context: Context) -> Message:
         with self._gateway.open("ModelInfer", metadata_of(context)) as exchange:
-            tenant = self.tenant_of(context)
+            tenant = self._tenant_of(context)
             exchange.tenant = tenant.name
             _check_message(request)
             exchange.id = request.id
             return await self._infer(request, tenant)
 
     async def _infer(self, request: Message, tenant: Tenant) -> Message:
-        if self._gateway.exiting():
+        gateway = self._gateway
+        if gateway.exiting():
             raise Unavailable(STOPPING)
-        config = self._gateway.model(request.model_name, read_version(request.model_version))
-        asked = replace(read_request(request), tenant=tenant.name, weight=tenant.weight)
+        config = gateway.model(request.model_name, read_version(request.model_version))
+        asked, wanted = read_call(request, gateway.commons.regions, tenant)
         _refuse_streaming(config, asked)
-        async with aclosing(self._gateway.infer(config.name, config.version, asked)) as responses:
+        async with aclosing(gateway.infer(config.name, config.version, asked)) as responses:
             answers = await at_most_two(responses)
         if len(answers) != 1:
             raise Unsupported(_DECOUPLED)
-        return write_response(config, asked.id, answers[0])
+        return write_response(config, asked.id, answers[0], wanted)
 
-    @_answering
-    async def ModelStreamInfer(self, requests: object, context: Context) -> None:
+    async def _model_stream_infer(self, requests: object, context: Context) -> None:
         with refusals(self._gateway, context):
-            tenant = self.tenant_of(context)
+            tenant = self._tenant_of(context)
         await InferStream(self._gateway, context, self._closing, tenant).run()
-
-    @_answering
-    async def _later(self, request: Message, context: Context) -> Message:
-        raise Unsupported("this RPC is not served yet")
-
-    ModelConfig = ModelStatistics = _later
-    RepositoryIndex = RepositoryModelLoad = RepositoryModelUnload = _later
-    SystemSharedMemoryStatus = SystemSharedMemoryRegister = SystemSharedMemoryUnregister = _later
-    CudaSharedMemoryStatus = CudaSharedMemoryRegister = CudaSharedMemoryUnregister = _later
-    TraceSetting = LogSettings = _later
 
 
 def _refuse_streaming(config: ModelConfig, asked: InferRequest) -> None:

@@ -3,17 +3,18 @@
 import asyncio
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-from tritonclient.grpc import service_pb2_grpc
+from google.protobuf.message_factory import GetMessageClass  # type: ignore[import-untyped]
+from tritonclient.grpc import service_pb2
 
 from ..core.errors import InvalidArgument, Unavailable
 from ..core.gateway import Gateway
-from .grpc_door import GrpcDoor, Health
+from .grpc_door import GrpcDoor, Handler, Health
 from .grpc_options import GrpcOptions
 from .keys import Keyring
 from .metadata import ServerInfo
@@ -53,10 +54,9 @@ class GrpcServer:
         Raises:
             Unavailable: someone else took the port.
         """
-        self._server = server = grpc.aio.server(interceptors=(_Unread(),), options=_channel_options(self._options))
+        self._server = server = grpc.aio.server(options=_channel_options(self._options))
         door = GrpcDoor(self._gateway, self._info, self._closing, self._keys)
-        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(door, server)
-        server.add_generic_rpc_handlers((Health(self._gateway).handler(),))
+        server.add_generic_rpc_handlers((_service(door.handlers()), Health(self._gateway).handler()))
         try:
             self._open(server)
         except RuntimeError as error:
@@ -80,17 +80,22 @@ class GrpcServer:
             await self._server.stop(None if force else _FLUSH_SECONDS)
 
 
-class _Unread(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Hands a call's handler the `DecodeError` in place of a request that is no message of its kind.
+def _service(handlers: Mapping[str, Handler]) -> grpc.GenericRpcHandler:
+    """GRPCInferenceService, as the published messages describe it, answered by `handlers`."""
+    service = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+    methods = {method.name: _method(method, handlers[method.name]) for method in service.methods}
+    return grpc.method_handlers_generic_handler(service.full_name, methods)
+
+
+def _method(method: Any, handler: Handler) -> grpc.RpcMethodHandler:
+    """The handler of a single request gets the `DecodeError` in place of one that is no message of its kind.
 
     grpc itself would log a traceback and say that the fault is ours. Streams read for themselves.
     """
-
-    async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        handler = await continuation(details)
-        if handler is None or handler.request_streaming or handler.request_deserializer is None:
-            return handler
-        return handler._replace(request_deserializer=_or_error(handler.request_deserializer))
+    read, write = GetMessageClass(method.input_type).FromString, GetMessageClass(method.output_type).SerializeToString
+    if method.client_streaming:
+        return grpc.stream_stream_rpc_method_handler(handler, read, write)
+    return grpc.unary_unary_rpc_method_handler(handler, _or_error(read), write)
 
 
 def _or_error(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
 
 import grpc
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
@@ -19,8 +18,9 @@ from ..core.gateway import Gateway
 from ..core.request import InferResponse
 from .faults import UNEXPECTED
 from .grpc_faults import STOPPING, Context, metadata_of, text_of
-from .grpc_messages import Message, mark_final, read_request, read_version, wants_empty_final, write_fault
+from .grpc_messages import Message, mark_final, read_version, write_fault
 from .grpc_messages import write_response as write
+from .grpc_requests import read_call, wants_empty_final
 from .keys import Tenant
 
 log = logging.getLogger(__name__)
@@ -140,13 +140,13 @@ async def _responses(gateway: Gateway, request: Message, tenant: Tenant) -> Asyn
     if gateway.exiting():
         raise Unavailable(STOPPING)
     config = gateway.model(request.model_name, read_version(request.model_version))
-    asked, final = replace(read_request(request), tenant=tenant.name, weight=tenant.weight), False
+    (asked, wanted), final = read_call(request, gateway.commons.regions, tenant), False
     async with aclosing(gateway.infer(config.name, config.version, asked)) as responses:
         async for response in responses:
             final = response.final or not config.decoupled
-            yield mark_final(write(config, asked.id, response), final)
+            yield mark_final(write(config, asked.id, response, wanted), final)
     if not final and wants_empty_final(request):
-        yield mark_final(write(config, asked.id, InferResponse(())), True)
+        yield mark_final(write(config, asked.id, InferResponse(()), wanted), True)
 
 
 def _first(error: Exception) -> Exception:

@@ -6,38 +6,36 @@ v2's sections 6 and 7 where they meet; knows nothing of messages.
 from typing import NamedTuple
 
 from ..core.errors import Internal, InvalidArgument
-from ..core.shared_memory import Regions, Span
 from ..core.tensor import Tensor
 from . import raw
 
 
 class WantedOutput(NamedTuple):
-    """An output that a request names. `classes`: how many of its greatest, 0 for the output itself; `span`: where to
-    put it, None for into the response."""
+    """An output that a request names. `classes`: how many of its greatest, 0 for the output itself; `into`: the shared
+    memory to put it in, lent for as long as the request lasts, None for into the response."""
 
     name: str
     classes: int = 0
-    span: Span | None = None
+    into: memoryview | None = None
 
     def check(self) -> None:
         """Raises `InvalidArgument` if that does not go together."""
-        if self.classes and self.span is not None:
+        if self.classes and self.into is not None:
             message = "Output can't set both 'shared_memory_region' and 'classification'"
             raise InvalidArgument(message, field=self.name)
 
 
-def place(output: Tensor, span: Span, regions: Regions) -> None:
+def place(output: Tensor, into: memoryview) -> None:
     """Put an output where the client wants it.
 
     Raises:
-        NotFound, InvalidArgument: there is no such region, or it has no such bytes.
-        Internal: the output is larger.
+        Internal: it is larger.
     """
     needed = raw.encoded_size(output)
-    if needed > span.byte_size:
+    if needed > len(into):
         raise Internal(
-            f"shared memory size specified with the request for output '{output.name}' ({span.byte_size} bytes) "
+            f"shared memory size specified with the request for output '{output.name}' ({len(into)} bytes) "
             f"should be at least {needed} bytes to hold the results",
             field=output.name,
         )
-    raw.write(output, regions.view(span))
+    raw.write(output, into)

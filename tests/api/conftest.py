@@ -1,11 +1,13 @@
 """A gateway that needs no model: what it answers, each test says."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
 
 import httpx
+import posix_ipc
 import pytest
 
 from charonia.api.app import build_app
@@ -13,6 +15,7 @@ from charonia.api.metadata import ServerInfo
 from charonia.core.commons import Commons
 from charonia.core.errors import NotFound
 from charonia.core.exchange import Exchange, Headers, serving
+from charonia.core.gateway import NO_FILES, IndexEntry, State
 from charonia.core.model import ModelConfig
 from charonia.core.request import (
     FinishReason,
@@ -24,6 +27,7 @@ from charonia.core.request import (
     TokenLogprob,
     Usage,
 )
+from charonia.core.statistics import ModelStatistics
 from charonia.core.tensor import Tensor, TensorSpec
 
 LLM = ModelConfig(
@@ -52,6 +56,8 @@ NUMBERS = ModelConfig(
         TensorSpec("HALF", "FP16", (1,), optional=True),
     ),
     outputs=(TensorSpec("OUT", "FP32", (2, -1)),),
+    document={"name": "numbers", "max_batch_size": 4, "input": [{"name": "MATRIX", "data_type": "TYPE_FP32"}]},
+    labels={"OUT": ("cat", "dog")},
 )
 
 
@@ -59,7 +65,7 @@ NUMBERS = ModelConfig(
 class FakeGateway:
     """Answers with `texts` (the last of them `final`), then raises `error`, then waits if `hang`.
 
-    Remembers what it was asked.
+    Remembers what it was asked. `responses`: what `infer` answers instead of texts.
     """
 
     texts: tuple[str, ...] = ("one", " two")
@@ -74,6 +80,10 @@ class FakeGateway:
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
     exchanges: list[Exchange] = field(default_factory=list)
     commons: Commons = field(default_factory=Commons)
+    responses: tuple[InferResponse, ...] | None = None
+    counted: list[ModelStatistics] = field(default_factory=list)
+    indexed: list[IndexEntry] = field(default_factory=list)
+    loads: list[tuple[object, ...]] = field(default_factory=list)
 
     def open(self, door: str, headers: Headers = ()) -> AbstractContextManager[Exchange]:
         self.exchanges.append(Exchange(door, headers))
@@ -96,12 +106,33 @@ class FakeGateway:
                 raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
         raise NotFound(f"Request for unknown model: '{name}' is not found")
 
+    def versions(self, name: str) -> tuple[str, ...]:
+        return (self.model(name).version,)
+
+    def statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
+        return [each for each in self.counted if name in ("", each.name) and version in ("", each.version)]
+
+    def index(self, ready_only: bool = False) -> list[IndexEntry]:
+        return [entry for entry in self.indexed if not ready_only or entry.state is State.READY]
+
+    async def load_model(self, name: str, config: str | None = None, files: Mapping[str, bytes] = NO_FILES) -> None:
+        if self.error is not None:
+            raise self.error
+        self.loads.append((name, config, dict(files)))
+
+    async def unload_model(self, name: str, dependents: bool = False) -> None:
+        self.loads.append((name, dependents))
+
     def model_ready(self, name: str, version: str = "") -> bool:
         self.model(name, version)
         return self.is_ready
 
     async def infer(self, name: str, version: str, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         self.asked.append(request)
+        for response in self.responses or ():
+            yield response
+        if self.responses is not None:
+            return
         async with aclosing(self._answers()) as texts:
             count = 0
             async for text in texts:
@@ -165,3 +196,12 @@ async def client(gateway: FakeGateway) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://charonia") as connected:
         yield connected
+
+
+@pytest.fixture
+def shared_memory() -> Iterator[str]:
+    """The key of a shared memory object of one page, as a client makes it."""
+    key = f"/charonia_api_{os.getpid()}"
+    posix_ipc.SharedMemory(key, posix_ipc.O_CREX, size=4096).close_fd()
+    yield key
+    posix_ipc.unlink_shared_memory(key)

@@ -139,29 +139,6 @@ async def test_lookups(stub: Any, gateway: Any, name: str, version: str, code: S
     assert not gateway.asked
 
 
-LATER = {
-    "ModelConfig": pb.ModelConfigRequest,
-    "ModelStatistics": pb.ModelStatisticsRequest,
-    "RepositoryIndex": pb.RepositoryIndexRequest,
-    "RepositoryModelLoad": pb.RepositoryModelLoadRequest,
-    "RepositoryModelUnload": pb.RepositoryModelUnloadRequest,
-    "SystemSharedMemoryStatus": pb.SystemSharedMemoryStatusRequest,
-    "SystemSharedMemoryRegister": pb.SystemSharedMemoryRegisterRequest,
-    "SystemSharedMemoryUnregister": pb.SystemSharedMemoryUnregisterRequest,
-    "CudaSharedMemoryStatus": pb.CudaSharedMemoryStatusRequest,
-    "CudaSharedMemoryRegister": pb.CudaSharedMemoryRegisterRequest,
-    "CudaSharedMemoryUnregister": pb.CudaSharedMemoryUnregisterRequest,
-    "TraceSetting": pb.TraceSettingRequest,
-    "LogSettings": pb.LogSettingsRequest,
-}
-
-
-async def test_what_comes_later(stub: Any) -> None:
-    for name, message in LATER.items():
-        refusal = await refused(getattr(stub, name)(message()))
-        assert refusal == (StatusCode.UNIMPLEMENTED, "this RPC is not served yet"), name
-
-
 async def test_infer(stub: Any, gateway: Any) -> None:
     gateway.texts = ("hé",)
     parameters = {
@@ -356,20 +333,6 @@ async def test_wrong_requests(stub: Any, gateway: Any, fields: Any, text: str) -
     [answer] = await streamed(stub, asked)
     assert answer.error_message == text
     assert not gateway.asked
-
-
-async def test_regions_and_classes_come_later(stub: Any) -> None:
-    region = {"shared_memory_region": pb.InferParameter(string_param="r")}
-    text = "Unable to find shared memory region: 'r'"
-    assert await refused(stub.ModelInfer(request(inputs=[numbers([1], parameters=region)]))) == (
-        StatusCode.NOT_FOUND,
-        text,
-    )
-    output = {"name": "text_output", "parameters": region}
-    assert await refused(stub.ModelInfer(request(outputs=[output]))) == (StatusCode.NOT_FOUND, text)
-    classes = {"name": "text_output", "parameters": {"classification": pb.InferParameter(int64_param=1)}}
-    code, _ = await refused(stub.ModelInfer(request(outputs=[classes])))
-    assert code is StatusCode.UNIMPLEMENTED
 
 
 TYPED = [

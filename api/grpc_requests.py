@@ -1,0 +1,215 @@
+"""A ModelInferRequest becomes what the gateway is asked, and where its outputs are wanted.
+
+Knows the published protobuf messages and v2's error texts; nothing of calls and streams. Whether a request fits the
+model is the gateway's question.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from ..core.errors import InvalidArgument
+from ..core.request import InferRequest, Scalar
+from ..core.shared_memory import Regions, Span
+from ..core.tensor import NUMPY_TYPES, Tensor
+from . import raw
+from .grpc_messages import Message
+from .keys import Tenant
+from .outputs import WantedOutput
+
+_EMPTY_FINAL = "triton_enable_empty_final_response"
+_REGION = "shared_memory_region"
+_CLASSES = "classification"
+_KINDS = {
+    "sequence_id": ("int64_param", "uint64_param", "string_param"),
+    "sequence_start": ("bool_param",),
+    "sequence_end": ("bool_param",),
+    "priority": ("int64_param", "uint64_param"),
+    "timeout": ("int64_param",),
+    _EMPTY_FINAL: ("bool_param",),
+}
+"""How the parameters that mean something to every server must be typed."""
+
+_CONTENTS: dict[str, str] = {
+    "bool_contents": "BOOL",
+    "int_contents": "INT32",
+    "int64_contents": "INT64",
+    "uint_contents": "UINT32",
+    "uint64_contents": "UINT64",
+    "fp32_contents": "FP32",
+    "fp64_contents": "FP64",
+    "bytes_contents": "BYTES",
+}
+_NARROW = {"INT8": "INT32", "INT16": "INT32", "UINT8": "UINT32", "UINT16": "UINT32"}
+"""Datatypes that travel in the field of a wider one: their elements are the low bytes, as in Triton."""
+
+
+class Call(NamedTuple):
+    """What is asked, and of the outputs that the request names how they are wanted."""
+
+    asked: InferRequest
+    wanted: Mapping[str, WantedOutput]
+
+
+def read_call(message: Message, regions: Regions, tenant: Tenant, headers: Mapping[str, str] = {}) -> Call:
+    """Understand a request. `headers`: the client's that are to be parameters too.
+
+    Raises:
+        CharoniaError: a parameter, an input or an output cannot be what it claims to be.
+    """
+    parameters = _parameters(message.parameters)
+    wanted = _all_wanted(message, regions) if message.outputs else {}
+    if headers:
+        parameters = {**headers, **parameters}
+    asked = InferRequest(
+        message.id, _inputs(message, regions), tuple(wanted) or None, parameters, tenant.name, tenant.weight
+    )
+    return Call(asked, wanted)
+
+
+def wants_empty_final(message: Message) -> bool:
+    """A stream without a final response is to be ended by an empty one."""
+    return _EMPTY_FINAL in message.parameters and bool(message.parameters[_EMPTY_FINAL].bool_param)
+
+
+def _parameters(given: Message) -> dict[str, Scalar]:
+    parameters = {key: _parameter(key, value) for key, value in given.items()}
+    parameters.pop(_EMPTY_FINAL, None)
+    return parameters
+
+
+def _parameter(key: str, parameter: Message) -> Scalar:
+    if key.startswith("triton_") and key != _EMPTY_FINAL:
+        raise InvalidArgument(
+            "parameter keys starting with 'triton_' are reserved for Triton usage. "
+            f"Only the following keys starting with 'triton_' are allowed: {_EMPTY_FINAL}",
+            field=key,
+        )
+    kind = parameter.WhichOneof("parameter_choice")
+    if kind is None or kind not in _KINDS.get(key, (kind,)):
+        expected = " or ".join(_EXPECTED.get(key) or _KINDS.get(key, ("int64_param, bool_param, or string_param",)))
+        raise InvalidArgument(f"invalid value type for '{key}' parameter, expected {expected}.", field=key)
+    value: Scalar = getattr(parameter, kind)
+    if key == "priority" and int(value) < 0:
+        raise InvalidArgument("invalid value for 'priority', expected value >= 0.", field=key)
+    return value
+
+
+_EXPECTED = {"sequence_id": ("int64_param", "string_param")}
+"""Where Triton's texts name fewer kinds than it takes."""
+
+
+# Outputs
+
+
+def _all_wanted(message: Message, regions: Regions) -> dict[str, WantedOutput]:
+    wanted: dict[str, WantedOutput] = {}
+    for output in message.outputs:
+        if output.name in wanted:
+            raise InvalidArgument(f"output '{output.name}' already exists in request", field=output.name)
+        wanted[output.name] = _wanted(output, regions)
+    return wanted
+
+
+def _wanted(output: Message, regions: Regions) -> WantedOutput:
+    if not output.parameters:
+        return WantedOutput(output.name)
+    wanted = WantedOutput(output.name, _classes(output), _memory(output, regions))
+    wanted.check()
+    return wanted
+
+
+def _classes(output: Message) -> int:
+    if _CLASSES not in output.parameters:
+        return 0
+    parameter = output.parameters[_CLASSES]
+    if parameter.WhichOneof("parameter_choice") != "int64_param":
+        raise InvalidArgument(f"invalid value type for '{_CLASSES}' parameter, expected int64_param", field=output.name)
+    if parameter.int64_param <= 0:
+        raise InvalidArgument(f"invalid value for '{_CLASSES}' parameter, expected > 0", field=output.name)
+    return int(parameter.int64_param)
+
+
+def _memory(tensor: Message, regions: Regions) -> memoryview | None:
+    """The shared memory that the tensor is in, or is wanted in."""
+    if _REGION not in tensor.parameters:
+        return None
+    region = _place(tensor, _REGION, "string_param")
+    offset = _place(tensor, "shared_memory_offset", "int64_param")
+    return regions.view(Span(region, offset, _place(tensor, "shared_memory_byte_size", "int64_param")))
+
+
+def _place(tensor: Message, key: str, kind: str) -> Any:
+    if key not in tensor.parameters:
+        return 0
+    parameter = tensor.parameters[key]
+    if parameter.WhichOneof("parameter_choice") != kind:
+        text = f"invalid value type for '{key}' parameter for tensor '{tensor.name}', expected {kind}."
+        raise InvalidArgument(text, field=tensor.name)
+    return getattr(parameter, kind)
+
+
+# Inputs
+
+
+def _inputs(message: Message, regions: Regions) -> dict[str, Tensor]:
+    inputs: dict[str, Tensor] = {}
+    blobs = iter(message.raw_input_contents)
+    for given in message.inputs:
+        if given.name in inputs:
+            raise InvalidArgument(f"input '{given.name}' already exists in request", field=given.name)
+        lent = _memory(given, regions) if given.parameters else None
+        if lent is None:
+            inputs[given.name] = _input(given, message, next(blobs, None))
+        else:
+            inputs[given.name] = _lent_input(given, message, lent)
+    return inputs
+
+
+def _lent_input(given: Message, message: Message, lent: memoryview) -> Tensor:
+    if given.HasField("contents"):
+        text = f"unexpected 'content' provided when using shared memory for input tensor '{given.name}' for model"
+        raise InvalidArgument(f"{text} '{message.model_name}'", field=given.name)
+    return raw.decode(given.datatype, tuple(given.shape), lent, _place_of(given, message))
+
+
+def _input(given: Message, message: Message, blob: bytes | None) -> Tensor:
+    shape = tuple(given.shape)
+    if given.HasField("contents"):
+        if message.raw_input_contents:
+            text = f"contents field must not be specified when using raw_input_contents for '{given.name}' for model"
+            raise InvalidArgument(f"{text} '{message.model_name}'", field=given.name)
+        return Tensor(given.name, given.datatype, shape, _contents(given, _place_of(given, message)))
+    if blob is None:
+        text = f"unable to find data for input tensor '{given.name}' for model '{message.model_name}' in request."
+        raise InvalidArgument(text, field=given.name)
+    return raw.decode(given.datatype, shape, blob, _place_of(given, message))
+
+
+def _place_of(given: Message, message: Message) -> raw.Place:
+    return raw.Place(message.id, message.model_name, given.name)
+
+
+def _contents(given: Message, place: raw.Place) -> NDArray[Any]:
+    """The one typed field that is filled, as the input's datatype."""
+    count = raw.element_count(tuple(given.shape), place)
+    values: Any = ()
+    for field, held in ((descriptor.name, value) for descriptor, value in given.contents.ListFields()):
+        if _CONTENTS[field] != _NARROW.get(given.datatype, given.datatype):
+            raise InvalidArgument(
+                f"unexpected explicit tensor data for input tensor '{given.name}' for model '{place.model}' "
+                f"of type '{_CONTENTS[field]}', expected datatype '{given.datatype}'",
+                field=given.name,
+            )
+        values = held
+    if given.datatype == "BYTES":
+        return raw.strings(list(values), count, place)
+    return _numbers(values, given.datatype, count, place)
+
+
+def _numbers(values: Any, datatype: str, count: int, place: raw.Place) -> NDArray[Any]:
+    dtype: DTypeLike = NUMPY_TYPES.get(datatype, np.uint8)
+    raw.check_byte_size(count * np.dtype(dtype).itemsize, len(values) * np.dtype(dtype).itemsize, place)
+    return np.array(values, NUMPY_TYPES[_NARROW[datatype]] if datatype in _NARROW else dtype).astype(dtype)
