@@ -4,8 +4,7 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,10 @@ from charonia.classic_backends.model import ClassicModel
 from charonia.classic_backends.runtime import Arrays, Document, Place, Traits
 from charonia.core.errors import CharoniaError, Code, InvalidArgument
 from charonia.core.model import ModelConfig
-from charonia.core.request import InferRequest, InferResponse
+from charonia.core.request import InferRequest
 from charonia.core.tensor import Tensor, TensorSpec
+
+from .asking import answers, serving, until
 
 DELAY = 10_000_000
 """Microseconds that no test waits for."""
@@ -71,24 +72,9 @@ def config(batching: Mapping[str, Any] | None = None, **fields: Any) -> ModelCon
     return ModelConfig("gated", "1", "test", inputs=free, outputs=(TensorSpec("Y", "INT32", (-1,)),), **settings)
 
 
-@asynccontextmanager
-async def serving(loader: Any, settings: ModelConfig, **fields: Any) -> AsyncIterator[ClassicModel]:
-    model = ClassicModel(settings, loader, Path("."), **fields)
-    await model.load()
-    try:
-        yield model
-    finally:
-        await model.unload()
-
-
 def ask(*numbers: int, rows: int = 1, **fields: Any) -> InferRequest:
     data = np.array(numbers, np.int32).reshape(rows, -1)
     return InferRequest(inputs={"X": Tensor("X", "INT32", data.shape, data)}, **fields)
-
-
-async def answers(model: ClassicModel, request: InferRequest) -> list[InferResponse]:
-    async with aclosing(model.infer(request)) as responses:
-        return [response async for response in responses]
 
 
 async def answer(model: ClassicModel, *numbers: int, **fields: Any) -> list[int]:
@@ -102,12 +88,6 @@ async def answer(model: ClassicModel, *numbers: int, **fields: Any) -> list[int]
 async def begun(runtime: Gated) -> None:
     assert await asyncio.to_thread(runtime.entered.wait, 30)
     runtime.entered.clear()
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 def waiting(model: ClassicModel) -> int:
@@ -384,7 +364,7 @@ async def test_a_load_that_fails_leaves_nothing() -> None:
         async with serving(runtime, config(document={"instance_group": [{"count": 2}]})):
             pass
     assert runtime.closed == 1
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("gated_")]
+    await until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("gated_")])
 
 
 async def test_every_instance_is_warmed_up_and_warm_up_that_fails_fails_the_load() -> None:

@@ -1,0 +1,32 @@
+"""A classic model that serves for a while, and those who ask it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from charonia.classic_backends.model import ClassicModel
+from charonia.core.model import ModelConfig
+from charonia.core.request import InferRequest, InferResponse
+
+
+@asynccontextmanager
+async def serving(loader: Any, settings: ModelConfig, **fields: Any) -> AsyncIterator[ClassicModel]:
+    model = ClassicModel(settings, loader, Path("."), **fields)
+    await model.load()
+    try:
+        yield model
+    finally:
+        await model.unload()
+
+
+async def answers(model: ClassicModel, request: InferRequest) -> list[InferResponse]:
+    async with aclosing(model.infer(request)) as responses:
+        return [response async for response in responses]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
