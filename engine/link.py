@@ -7,6 +7,7 @@ import asyncio
 import atexit
 import multiprocessing
 import signal
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing import resource_tracker
@@ -22,6 +23,9 @@ from .wire import Address
 
 _LAST_WORDS_SECONDS = 0.1
 """After a death, how long the sockets may still take to deliver what was said."""
+
+_CONNECT_SECONDS = 0.01
+"""How long what was said waits, again and again, for a core that has not connected yet."""
 
 
 class CoreLink:
@@ -40,6 +44,7 @@ class CoreLink:
         self._decode = msgspec.msgpack.Decoder[FromCore](FromCore).decode
         self.ended: asyncio.Future[int] = self._loop.create_future()
         self.dying = False
+        self._unsent: deque[bytes] = deque()
         with ExitStack() as belongings:
             directory = belongings.enter_context(TemporaryDirectory(prefix="charonia-", ignore_cleanup_errors=True))
             self._context = belongings.enter_context(zmq.Context())
@@ -59,10 +64,19 @@ class CoreLink:
 
     def send(self, message: ToCore) -> None:
         """Never waits. What a dying core no longer takes is dropped: its streams end when it is buried."""
+        self._unsent.append(self._encode(message))
+        if len(self._unsent) == 1:
+            self._send_all()
+
+    def _send_all(self) -> None:
         try:
-            self._outbox.send(self._encode(message), zmq.NOBLOCK)
+            while self._unsent:
+                self._outbox.send(self._unsent[0], zmq.NOBLOCK)
+                self._unsent.popleft()
+        except zmq.Again:  # its first words may be here before it is connected to hear ours
+            self._loop.call_later(_CONNECT_SECONDS, self._send_all)
         except zmq.ZMQError:
-            return
+            self._unsent.clear()
 
     def kill(self) -> None:
         """End it as kill -9 would; it is buried soon after."""

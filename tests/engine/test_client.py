@@ -16,7 +16,7 @@ from charonia.engine import link
 from charonia.engine.channel import Delta
 from charonia.engine.client import EngineClient
 from charonia.engine.config import CacheConfig, EngineConfig, FakeConfig
-from charonia.engine.messages import Add, Loading
+from charonia.engine.messages import Abort, Add, Loading, Shutdown
 from charonia.engine.supervisor import PATIENCE, Patience
 from charonia.scheduler.config import SchedulerConfig
 
@@ -251,6 +251,17 @@ async def test_a_core_is_deaf_to_the_groups_signals_from_its_birth(sockets: Path
         os.kill(client.pid, number)
     await starting
     await client.close()
+    assert left_in(sockets) == []
+
+
+async def test_what_is_said_before_the_core_has_connected_reaches_it(sockets: Path) -> None:
+    core = link.CoreLink(config(), lambda message: None)
+    core.send(Abort(0, [1]))
+    core.send(Shutdown())
+    try:
+        assert await asyncio.wait_for(asyncio.shield(core.ended), 60) == 0
+    finally:
+        await core.stop(patience=0)
     assert left_in(sockets) == []
 
 
