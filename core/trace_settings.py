@@ -3,12 +3,15 @@
 v2's section 11 in code; every value is a text there. Knows nothing of files and of what a trace says.
 """
 
+import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
 from .errors import CharoniaError, InvalidArgument, Unsupported
+
+log = logging.getLogger(__name__)
 
 Change: TypeAlias = Mapping[str, Sequence[str] | None]
 """New values of settings, by their names; None or nothing takes back what was set."""
@@ -68,6 +71,7 @@ class Traces:
         self._base = settings
         self._all = _Scope()
         self._models: dict[str, _Scope] = {}
+        self._quiet = not settings.on
         self.changed: Callable[[], None] = lambda: None
 
     def settings(self, model: str = "") -> TraceSettings:
@@ -94,15 +98,24 @@ class Traces:
             self._models[model] = fresh
         else:
             self._models.pop(model, None)
+        settings = self.settings(model)
+        self._quiet = not any(each.on for each in (self.settings(), *map(self.settings, self._models)))
+        self._warn(settings)
         self.changed()
-        return self.settings(model)
+        return settings
 
     def picks(self, model: str) -> TraceSettings | None:
         """One more request of this model: the settings to trace it by, if it is to be."""
+        if self._quiet:
+            return None
         settings = self.settings(model)
         if not settings.on or not self._models.get(model, self._all).takes(settings):
             return None
         return settings
+
+    def _warn(self, settings: TraceSettings) -> None:
+        if TIMESTAMPS in settings.trace_level and not settings.trace_file:
+            log.warning("nothing is traced: trace file name is not given (--trace-config triton,file=PATH)")
 
 
 def _parsed(name: str, values: Sequence[str] | None) -> Any:
@@ -142,3 +155,41 @@ def _number(name: str, text: str) -> int:
 
 def _unreadable(name: str, text: str) -> CharoniaError:
     return InvalidArgument(f"Unable to parse '{name}', got: {text}", field=name)
+
+
+def read_trace_config(words: Iterable[str]) -> TraceSettings:
+    """The settings that the server starts with: what --trace-config says, each time it is given.
+
+    Raises:
+        InvalidArgument: it says what it cannot; the message names the flag.
+    """
+    settings = TraceSettings()
+    for word in words:
+        name, equals, value = word.removeprefix("triton,").partition("=")
+        if word.startswith("opentelemetry") or word == "mode=opentelemetry":
+            raise InvalidArgument(f"--trace-config {word}: spans are sent by --otlp-traces-endpoint")
+        if word != "mode=triton":
+            settings = replace(settings, **_configured(word, name if equals else "", value, settings))
+    return settings
+
+
+_CONFIGURED = {
+    "level": "trace_level",
+    "rate": "trace_rate",
+    "count": "trace_count",
+    "log-frequency": "log_frequency",
+    "file": "trace_file",
+}
+
+
+def _configured(word: str, name: str, value: str, so_far: TraceSettings) -> dict[str, Any]:
+    setting = _CONFIGURED.get(name)
+    if setting is None:
+        raise InvalidArgument(f"--trace-config {word}: expected mode, or a setting of {', '.join(_CONFIGURED)}")
+    if setting == "trace_file":
+        return {setting: value}
+    earlier = tuple(level for level in so_far.trace_level if level != OFF)
+    try:
+        return {setting: _parsed(setting, (*earlier, value) if setting == "trace_level" else (value,))}
+    except CharoniaError as error:
+        raise InvalidArgument(f"--trace-config {word}: {error.message}") from None

@@ -1,0 +1,100 @@
+"""Traces of requests in files, as tritonserver writes them: a JSON array of what happened when.
+
+A trace is two objects of one `id`: what was asked, and the times. Those are nanoseconds of the monotonic clock.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from .exchange import Exchange, Summary
+from .trace_settings import Traces, TraceSettings
+
+log = logging.getLogger(__name__)
+
+_BUFFER = 1 << 16
+
+
+class TraceFile:
+    """Shown every exchange when it ended; writes those that `traces` picks. `close` makes the last file whole."""
+
+    def __init__(self, traces: Traces) -> None:
+        self._traces = traces
+        self._file: IO[bytes] | None = None
+        self._held = 0
+        self._files = 0
+        self._id = 0
+        traces.changed = self._flush
+
+    def __call__(self, exchange: Exchange) -> None:
+        settings = self._traces.picks(exchange.model) if exchange.found else None
+        if settings is None:
+            return
+        self._id += 1
+        try:
+            self._write(settings, exchange)
+        except OSError as error:
+            log.error("cannot write traces: %s", error)
+            self._forget()
+
+    def close(self) -> None:
+        """End the array of the file that is open."""
+        if self._file is None:
+            return
+        try:
+            self._flush()
+            self._file.close()
+        except OSError as error:
+            log.error("cannot write traces: %s", error)
+        self._forget()
+
+    def _write(self, settings: TraceSettings, exchange: Exchange) -> None:
+        if self._file is None:
+            self._open(settings)
+        assert self._file is not None
+        said = [json.dumps(each, separators=(",", ":")).encode() for each in _objects(self._id, exchange)]
+        self._file.write((b"," if self._held else b"[") + b",".join(said))
+        self._held += 1
+        if settings.log_frequency and self._held >= settings.log_frequency:
+            self.close()
+        elif settings.trace_count == 1:
+            self._flush()
+
+    def _open(self, settings: TraceSettings) -> None:
+        number = f".{self._files}" if settings.log_frequency else ""
+        self._file = Path(settings.trace_file + number).open("wb", _BUFFER)  # noqa: SIM115
+        self._files += 1
+
+    def _flush(self) -> None:
+        """Make what is written so far a whole array; the next trace goes over its end."""
+        if self._file is not None:
+            end = self._file.tell()
+            self._file.write(b"]")
+            self._file.flush()
+            self._file.seek(end)
+
+    def _forget(self) -> None:
+        self._file, self._held = None, 0
+
+
+def _objects(number: int, exchange: Exchange) -> Iterator[dict[str, object]]:
+    asked = {"id": number, "model_name": exchange.model, "model_version": int(exchange.version or 0)}
+    yield asked | ({"request_id": exchange.id} if exchange.id else {})
+    stamps = [{"name": name, "ns": int(seconds * 1e9)} for name, seconds in _times(exchange, exchange.summary)]
+    yield {"id": number, "timestamps": stamps}
+
+
+def _times(exchange: Exchange, summary: Summary) -> Iterator[tuple[str, float]]:
+    """What happened, by Triton's names; what never did is left out."""
+    yield "REQUEST_START", exchange.arrived
+    for name, seconds in (
+        ("QUEUE_START", summary.submitted),
+        ("COMPUTE_START", summary.begun),
+        ("FIRST_RESPONSE", summary.first),
+        ("COMPUTE_END", summary.last),
+    ):
+        if seconds is not None:
+            yield name, seconds
+    yield "REQUEST_END", exchange.ended

@@ -1,0 +1,120 @@
+"""Traces in files: what is in them, when they are whole, and when a new one begins."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from charonia.core.errors import InvalidArgument
+from charonia.core.exchange import Exchange
+from charonia.core.trace_file import TraceFile
+from charonia.core.trace_settings import Traces, TraceSettings, read_trace_config
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "trace.json"
+
+
+def tracing(path: Path, **settings: Any) -> tuple[Traces, TraceFile]:
+    traces = Traces(TraceSettings(("TIMESTAMPS",), **{"trace_rate": 1, "trace_file": str(path), **settings}))
+    return traces, TraceFile(traces)
+
+
+def ended(model: str = "m", request_id: str = "", found: bool = True) -> Exchange:
+    exchange = Exchange("infer")
+    exchange.id, exchange.model, exchange.version, exchange.found = request_id, model, "3", found
+    exchange.finish()
+    exchange.close()
+    return exchange
+
+
+def ids(path: Path) -> list[int]:
+    return [each["id"] for each in json.loads(path.read_text()) if "timestamps" in each]
+
+
+def test_a_trace_says_what_was_asked_and_when(path: Path) -> None:
+    _, file = tracing(path)
+    exchange = ended("m", "r1")
+    file(exchange)
+    file(ended(found=False))
+    file.close()
+    asked, times = json.loads(path.read_text())
+    assert asked == {"id": 1, "model_name": "m", "model_version": 3, "request_id": "r1"}
+    assert times["id"] == 1
+    stamps = {each["name"]: each["ns"] for each in times["timestamps"]}
+    assert stamps == {"REQUEST_START": int(exchange.arrived * 1e9), "REQUEST_END": int(exchange.ended * 1e9)}
+
+
+def test_the_file_is_whole_when_a_count_is_out_a_setting_changed_or_at_the_end(path: Path) -> None:
+    traces, file = tracing(path, trace_count=2)
+    for _ in range(3):
+        file(ended())
+    assert ids(path) == [1, 2]
+    traces.update({"trace_count": ["-1"]})
+    file(ended())
+    traces.update({"trace_level": ["OFF"]})
+    assert ids(path) == [1, 2, 3]
+    traces.update({"trace_level": ["TIMESTAMPS"]})
+    file(ended())
+    file.close()
+    file.close()
+    assert ids(path) == [1, 2, 3, 4]
+
+
+def test_a_file_for_every_so_many_traces(path: Path) -> None:
+    _, file = tracing(path, log_frequency=2)
+    for _ in range(5):
+        file(ended())
+    file.close()
+    assert [ids(path.with_name(f"trace.json.{number}")) for number in range(3)] == [[1, 2], [3, 4], [5]]
+    assert len(list(path.parent.iterdir())) == 3
+
+
+def test_a_file_that_cannot_be_written_is_told_and_hurts_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, file = tracing(tmp_path / "no" / "such")
+    with caplog.at_level(logging.ERROR):
+        file(ended())
+    file.close()
+    assert "cannot write traces" in caplog.text
+
+
+def test_without_a_file_it_is_said_that_nothing_is_traced(caplog: pytest.LogCaptureFixture) -> None:
+    Traces().update({"trace_level": ["TIMESTAMPS"]})
+    assert "nothing is traced: trace file name is not given" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        ([], TraceSettings()),
+        (
+            ["mode=triton", "triton,file=/t", "triton,log-frequency=5", "level=TIMESTAMPS", "rate=10", "count=7"],
+            TraceSettings(("TIMESTAMPS",), 10, 7, 5, "/t"),
+        ),
+        (["file=a=b"], TraceSettings(trace_file="a=b")),
+    ],
+)
+def test_what_the_server_starts_with(words: list[str], settings: TraceSettings) -> None:
+    assert read_trace_config(words) == settings
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("rate=often", "--trace-config rate=often: Unable to parse 'trace_rate', got: often"),
+        ("level=TENSORS", "--trace-config level=TENSORS: trace level 'TENSORS' is not served"),
+        ("rate", "--trace-config rate: expected mode, or a setting of level, rate, count, log-frequency, file"),
+        ("mode=none", "--trace-config mode=none: expected mode, or a setting of level, rate, count"),
+        ("mode=opentelemetry", "--trace-config mode=opentelemetry: spans are sent by --otlp-traces-endpoint"),
+        ("opentelemetry,url=x", "--trace-config opentelemetry,url=x: spans are sent by --otlp-traces-endpoint"),
+    ],
+)
+def test_what_it_cannot_start_with(word: str, text: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        read_trace_config([word])
+    assert caught.value.message.startswith(text)
