@@ -10,21 +10,53 @@ from ..core.model import ModelConfig
 from ..core.request import InferRequest
 from ..core.tensor import Tensor, TensorSpec
 
+_NOTE = "NOTE: with a non-zero max_batch_size the first dimension is the batch, which the dims of a config leave out."
+
 
 def check(config: ModelConfig, request: InferRequest) -> None:
     """Raises `InvalidArgument` for the first thing that does not fit."""
-    _check_names(config, request)
-    _check_count(config, request)
+    given, batched = request.inputs, config.max_batch_size > 0
+    if request.outputs:
+        _check_outputs(config, request)
+    known = sum([spec.name in given for spec in config.inputs])
+    if known != len(given):
+        _check_names(config, request)
+    if known != len(config.inputs):
+        _check_count(config, request)
+    if batched and given:
+        _check_batch(config, request)
     for spec in config.inputs:
-        if spec.name in request.inputs:
-            _check_tensor(config, spec, request.inputs[spec.name], request)
+        if spec.name in given:
+            _check_tensor(config, spec, given[spec.name], request)
 
 
-def _check_names(config: ModelConfig, request: InferRequest) -> None:
-    outputs = {spec.name for spec in config.outputs}
+def _check_batch(config: ModelConfig, request: InferRequest) -> None:
+    size = None
+    for name, tensor in request.inputs.items():
+        if not tensor.shape:
+            message = f"input '{name}' has no shape but model requires batch dimension for '{config.name}'"
+            raise _refused(request, message, name)
+        if size is not None and tensor.shape[0] != size:
+            message = f"input '{name}' batch size does not match other inputs for '{config.name}'"
+            raise _refused(request, message, name)
+        size = tensor.shape[0]
+        if not 1 <= size <= config.max_batch_size:
+            bound = ">= 1" if size < 1 else f"<= {config.max_batch_size}"
+            raise _refused(request, f"inference request batch-size must be {bound} for '{config.name}'", name)
+
+
+def _refused(request: InferRequest, message: str, field: str) -> InvalidArgument:
+    return InvalidArgument(f"{_prefix(request)}{message}", field=field)
+
+
+def _check_outputs(config: ModelConfig, request: InferRequest) -> None:
+    outputs = [spec.name for spec in config.outputs]
     for name in request.outputs or ():
         if name not in outputs:
             raise InvalidArgument(f"unexpected inference output '{name}' for model '{config.name}'", field=name)
+
+
+def _check_names(config: ModelConfig, request: InferRequest) -> None:
     inputs = {spec.name for spec in config.inputs}
     for name in request.inputs:
         if name not in inputs:
@@ -47,21 +79,24 @@ def _check_count(config: ModelConfig, request: InferRequest) -> None:
 
 def _check_tensor(config: ModelConfig, spec: TensorSpec, tensor: Tensor, request: InferRequest) -> None:
     if tensor.datatype != spec.datatype:
-        raise InvalidArgument(
-            f"{_prefix(request)}inference input '{spec.name}' data-type is '{tensor.datatype}', "
-            f"but model '{config.name}' expects '{spec.datatype}'",
-            field=spec.name,
+        message = (
+            f"inference input '{spec.name}' data-type is '{tensor.datatype}', "
+            f"but model '{config.name}' expects '{spec.datatype}'"
         )
-    expected = (-1, *spec.dims) if config.max_batch_size > 0 else spec.dims
-    if not _fits(tensor.shape, expected):
-        raise InvalidArgument(
-            f"{_prefix(request)}unexpected shape for input '{spec.name}' for model '{config.name}'. "
-            f"Expected {_dims(expected)}, got {_dims(tensor.shape)}. ",
-            field=spec.name,
+        raise _refused(request, message, spec.name)
+    batched = config.max_batch_size > 0
+    if not _fits(tensor.shape[1:] if batched else tensor.shape, spec.dims):
+        expected = (-1, *spec.dims) if batched else spec.dims
+        message = (
+            f"unexpected shape for input '{spec.name}' for model '{config.name}'. "
+            f"Expected {_dims(expected)}, got {_dims(tensor.shape)}. {_NOTE if batched else ''}"
         )
+        raise _refused(request, message, spec.name)
 
 
 def _fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
+    if shape == dims:
+        return True
     return len(shape) == len(dims) and all(dim in (-1, size) for size, dim in zip(shape, dims, strict=True))
 
 
