@@ -1,0 +1,98 @@
+"""The `onnxruntime` backend: ONNX models as Triton runs them, on the CPU or what else onnxruntime was built for.
+
+onnxruntime is an extra (`charonia[onnx]`), imported when the first such model is loaded.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..core.errors import CharoniaError, Internal, InvalidArgument, Unsupported
+from ..core.model import ModelConfig
+from .completion import check_fit, completed, is_complete
+from .onnx_options import KNOWN, read_plan
+from .parameters import report_unknown
+from .runtime import Arrays, Document, Place, Runtime, Traits
+
+if TYPE_CHECKING:
+    from .onnx_session import Session
+    from .onnx_values import Run
+
+_FILE = "model.onnx"
+_UNCHANGED = {"optimization": {"graph": {"level": 2}}}
+_COMPLAINT = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
+
+
+class OnnxLoader:
+    """Loads `model.onnx`, or what `default_model_filename` names; either may be a directory with that file in it."""
+
+    def load(self, directory: Path, config: ModelConfig, place: Place, parameters: Mapping[str, str]) -> Runtime:
+        sessions = _import_sessions()
+        report_unknown(config.name, parameters, KNOWN)
+        plan = read_plan(config.document, place, parameters)
+        session = sessions.open_session(_file(directory, config.document), plan)
+        check_fit(config, sessions.describe(session))
+        return OnnxRuntime(session, config)
+
+    def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
+        if is_complete(document):
+            return document
+        sessions = _import_sessions()
+        session = sessions.open_session(_file(directory, document), read_plan(_UNCHANGED, Place(), {}))
+        return completed(document, sessions.describe(session), parameters)
+
+
+def _import_sessions() -> Any:
+    try:
+        from . import onnx_session
+    except ModuleNotFoundError as error:
+        if error.name != "onnxruntime":
+            raise
+        message = "ONNX models need the package onnxruntime, which is not installed: pip install 'charonia[onnx]'"
+        raise Unsupported(message, field="backend") from None
+    return onnx_session
+
+
+def _file(directory: Path, document: Document) -> Path:
+    """A directory of that name holds the file and its weights."""
+    name = document.get("default_model_filename") or _FILE
+    return directory / name / name if (directory / name).is_dir() else directory / name
+
+
+class OnnxRuntime:
+    """One instance: a session that it shares with the others, held until it is closed."""
+
+    def __init__(self, session: "Session", config: ModelConfig) -> None:
+        from .onnx_values import runner
+
+        self._session: Session | None = session
+        self._run: Run | None = runner(session.session, session.run_options, config.inputs, config.outputs)
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(ragged=True)
+
+    def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
+        assert self._run is not None
+        try:
+            made = self._run(inputs, wanted)
+        except CharoniaError:
+            raise
+        except Exception as error:
+            raise _refusal(error) from error
+        yield dict(zip(wanted, made, strict=True))
+
+    def close(self) -> None:
+        self._session = self._run = None
+
+
+def _refusal(error: Exception) -> CharoniaError:
+    """onnxruntime's complaint in Triton's words."""
+    if isinstance(error, ValueError):  # an input that only its config calls optional
+        return InvalidArgument(str(error))
+    found = _COMPLAINT.match(str(error))
+    return Internal(f"onnx runtime error {found[1]}: {found[2]}" if found else f"onnx runtime error: {error}")
+
+
+ONNX = OnnxLoader()

@@ -1,0 +1,72 @@
+"""Parameters of backends: strings from configs and flags, read as what they mean.
+
+Knows the forms of values, and of no backend which parameters it has.
+"""
+
+import logging
+import math
+from collections.abc import Collection, Mapping
+
+from ..core.errors import InvalidArgument
+
+log = logging.getLogger(__name__)
+
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"0", "false", "no", "off", ""}
+
+
+def integer(parameters: Mapping[str, str], name: str, default: int, least: int = 0) -> int:
+    """Raises `InvalidArgument` for anything but a whole number of at least `least`; `field` names the parameter."""
+    text = parameters.get(name)
+    if text is None:
+        return default
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        message = f"parameter '{name}' must be a whole number of at least {least}, got '{text}'"
+        raise InvalidArgument(message, field=name)
+    return value
+
+
+def number(parameters: Mapping[str, str], name: str, default: float, least: float = 0) -> float:
+    """Raises `InvalidArgument` for anything but a finite number of at least `least`; `field` names the parameter."""
+    text = parameters.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not least <= value < math.inf:
+        message = f"parameter '{name}' must be a number of at least {least:g}, got '{text}'"
+        raise InvalidArgument(message, field=name)
+    return value
+
+
+def flag(parameters: Mapping[str, str], name: str, default: bool) -> bool:
+    """Raises `InvalidArgument` for anything but 0, 1, true or false; `field` names the parameter."""
+    text = parameters.get(name)
+    if text is None:
+        return default
+    if text.lower() not in _TRUE | _FALSE:
+        raise InvalidArgument(f"parameter '{name}' must be 0, 1, true or false, got '{text}'", field=name)
+    return text.lower() in _TRUE
+
+
+def choice(parameters: Mapping[str, str], name: str, choices: Collection[str], default: str) -> str:
+    """Raises `InvalidArgument` for none of the `choices`; `field` names the parameter."""
+    text = parameters.get(name, default)
+    if text not in choices:
+        known = ", ".join(f"'{each}'" for each in choices)
+        raise InvalidArgument(f"parameter '{name}' must be one of {known}, got '{text}'", field=name)
+    return text
+
+
+def report_unknown(model: str, parameters: Mapping[str, str], known: Collection[str]) -> None:
+    """Configs may carry parameters for whoever reads them, so those that a backend does not know are only said."""
+    unknown = sorted(set(parameters) - set(known))
+    if unknown:
+        named = ", ".join(unknown)
+        log.warning("model '%s': parameters that its backend does not know have no effect: %s", model, named)
