@@ -4,6 +4,7 @@ What is asked often never reaches FastAPI: its middleware costs a third of a req
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
@@ -20,11 +21,15 @@ from .connection import ClientLeft
 from .exchanges import Exchanges, note
 from .faults import UNEXPECTED, error_response, json_response, speaks_openai
 from .guard import Guard
+from .http_rules import HttpRules
 from .keys import Keyring
 from .metadata import ServerInfo
 from .openai import OpenAI
+from .restricted import Restricted
 from .tokenization import Tokenization
 from .v2 import V2
+from .v2_control import Control
+from .v2_memory import SharedMemory
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +39,15 @@ _CLIENT_LEFT = 499
 """What nginx logs for it; nobody receives it."""
 
 
-def build_app(gateway: Gateway, info: ServerInfo, keys: Keyring | None = None) -> ASGIApp:
+def build_app(
+    gateway: Gateway, info: ServerInfo, keys: Keyring | None = None, rules: HttpRules | None = None
+) -> ASGIApp:
     """Every HTTP route of port 8000; with `keys`, only health is for everybody."""
+    rules = rules or HttpRules()
     routes = [
-        *V2(gateway, info).routes(),
+        *Control(gateway, info.max_input_size).routes(),
+        *SharedMemory(gateway, info.max_input_size).routes(),
+        *V2(gateway, info, rules.forwarding).routes(),
         *OpenAI(gateway, info.max_input_size).routes(),
         *Tokenization(gateway, info.max_input_size).routes(),
     ]
@@ -46,6 +56,8 @@ def build_app(gateway: Gateway, info: ServerInfo, keys: Keyring | None = None) -
     fastapi.add_exception_handler(CharoniaError, _charonia_error)
     fastapi.add_exception_handler(HTTPException, _no_route)
     app: ASGIApp = HotRoutes(routes, fastapi)
+    if rules.tolls:
+        app = Restricted(app, rules.tolls)
     return LastResort(Exchanges(Guard(app, keys) if keys else app, gateway))
 
 
@@ -53,17 +65,25 @@ class HotRoutes:
     """Answers what is posted to one of `routes`, and leaves all else to `app`."""
 
     def __init__(self, routes: Sequence[Route], app: ASGIApp) -> None:
-        self._routes = [route for route in routes if route.methods and "POST" in route.methods]
         self._app = app
+        self._ending: defaultdict[str, list[Route]] = defaultdict(list)
+        for route in routes:
+            if route.methods and "POST" in route.methods:
+                self._ending[_last(route.path)].append(route)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
-            for route in self._routes:
+            for route in self._ending.get(_last(scope["path"]), ()):
                 if found := route.path_regex.match(scope["path"]):
                     convert = route.param_convertors
                     scope["path_params"] = {key: convert[key].convert(text) for key, text in found.groupdict().items()}
                     return await _answer(route.endpoint, scope, receive, send)
         return await self._app(scope, receive, send)
+
+
+def _last(path: str) -> str:
+    """What no two paths of a route differ in."""
+    return path.rpartition("/")[2]
 
 
 async def _answer(endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:

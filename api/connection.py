@@ -5,80 +5,101 @@ Knows nothing of models and of what the bytes say.
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
 from types import TracebackType
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeAlias, TypeVar
 
 from sse_starlette.sse import EventSourceResponse
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from ..core.errors import CharoniaError, InvalidArgument
+from ..core.errors import CharoniaError
 from ..core.gateway import Stream
 from .faults import UNEXPECTED
+from .sizes import check_json
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 
+_MOMENT = 0.005
+"""Seconds."""
+
 
 class ClientLeft(Exception):
     """The client hung up: nobody is there to read an answer."""
 
 
+Check: TypeAlias = Callable[[int], None]
+"""Raises what is to be said of a body of so many bytes, if that is too much."""
+
+
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body, refused as soon as it is known to be longer than `limit`.
+    """The whole body of a request in JSON, refused as soon as it is known to be too long.
 
     Raises:
-        InvalidArgument: the body is too long.
+        InvalidArgument: the body is longer than `limit`.
         ClientLeft: the client hung up while sending it.
     """
+    return bytes(await receive_body(request, lambda size: check_json(size, limit)))
+
+
+async def receive_body(request: Request, check: Check) -> bytes | bytearray:
+    """The whole body, copied once if it came in parts. Raises what `check` says of its size, and `ClientLeft`."""
     announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced) > limit:
-        raise _too_long(int(announced), limit)
-    body = bytearray()
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientLeft
+    if announced.isdigit():
+        check(int(announced))
+    message = await _receive(request)
+    first: bytes = message.get("body", b"")
+    check(len(first))
+    if not message.get("more_body", False):
+        return first
+    body = bytearray(first)
+    while message.get("more_body", False):
+        message = await _receive(request)
         body += message.get("body", b"")
-        if len(body) > limit:
-            raise _too_long(len(body), limit)
-        if not message.get("more_body", False):
-            return bytes(body)
+        check(len(body))
+    return body
 
 
-def _too_long(size: int, limit: int) -> CharoniaError:
-    return InvalidArgument(
-        f"request JSON size of {size} bytes exceeds the maximum allowed input size of {limit} bytes. "
-        "Use --http-max-input-size to increase the limit."
-    )
+async def _receive(request: Request) -> Message:
+    message = await request.receive()
+    if message["type"] == "http.disconnect":
+        raise ClientLeft
+    return message
 
 
 class WhileConnected:
     """Cancels the task inside the `async with` block when the client leaves, and raises `ClientLeft` from it.
 
-    Use it after the body was read: it takes over `receive`.
+    Use it after the body was read: it takes over `receive`. What takes no longer than a moment is not watched: to watch
+    costs more than most of such requests do.
     """
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._left = False
+        self._watch: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        self._watch = asyncio.create_task(self._cancel_on_disconnect())
+        self._later = asyncio.get_running_loop().call_later(_MOMENT, self._begin)
         return self
+
+    def _begin(self) -> None:
+        self._watch = asyncio.create_task(self._cancel_on_disconnect())
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # No await here: the cancellation must reach the block, or not happen at all.
-        self._watch.cancel()
+        self._later.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
         if self._left and self._task.uncancel() == 0 and kind is asyncio.CancelledError:
             raise ClientLeft from None
 
@@ -119,9 +140,10 @@ class EventStream(EventSourceResponse, Generic[T]):
         with suppress(ClientLeft):
             async with aclosing(self._items), WhileConnected(receive):
                 first = await anext(self._items, None)
+                begin = b"" if first is None else self._form.event(first)
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                if first is not None:
-                    await send(_part(self._form.event(first)))
+                if begin:
+                    await send(_part(begin))
                 await send(_part(await self._send_rest(send), more=False))
 
     async def _send_rest(self, send: Send) -> bytes:

@@ -15,7 +15,7 @@ _DOORS = {
     "/detokenize": "detokenize",
 }
 _MODELS = "/v2/models/"
-_MODEL_DOORS = ("generate", "generate_stream")
+_MODEL_DOORS = ("infer", "generate", "generate_stream")
 
 
 class Exchanges:

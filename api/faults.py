@@ -10,6 +10,7 @@ import orjson
 from starlette.responses import Response
 
 from ..core.errors import CharoniaError, Code, Internal, QueueFull, Unauthenticated
+from .encodings import ACCEPTED, UnsupportedEncoding
 
 _STATUS = {
     Code.UNKNOWN: 400,
@@ -72,4 +73,6 @@ def _headers(error: CharoniaError) -> dict[str, str] | None:
         return {"retry-after": str(max(1, math.ceil(error.retry_after)))}
     if isinstance(error, Unauthenticated):
         return {"www-authenticate": "Bearer"}
+    if isinstance(error, UnsupportedEncoding):
+        return {"accept-encoding": ACCEPTED}
     return None

@@ -5,16 +5,15 @@ Knows nothing of HTTP and of how a model computes; v2's section 8 in code.
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
-import orjson
 
 from ..core.errors import InvalidArgument
 from ..core.model import ModelConfig
 from ..core.request import InferRequest, InferResponse, Scalar
-from ..core.tensor import NUMPY_TYPES, Tensor, TensorSpec
+from ..core.tensor import Tensor, TensorSpec
+from . import json_tensors
+from .json_values import malformed, parameter, string
 
 Pairs = list[tuple[str, Any]]
 """A JSON object as it was written: order and repeated keys included."""
@@ -35,7 +34,7 @@ def parse_generate(body: bytes, config: ModelConfig, stream: bool) -> InferReque
         mapping.default_stream(stream)
         mapping.move_lists()
     except RecursionError as error:
-        raise InvalidArgument(f"failed to parse the request JSON buffer: {error} at 0") from None
+        raise malformed(str(error)) from None
     return InferRequest(mapping.id, mapping.tensors, None, mapping.parameters)
 
 
@@ -46,13 +45,12 @@ def encode_response(config: ModelConfig, request_id: str, response: InferRespons
         members["id"] = request_id
     for tensor in response.outputs:
         members[tensor.name] = _plain(tensor)
-    return orjson.dumps(members, option=orjson.OPT_SORT_KEYS)
+    strict = all(map(json_tensors.finite, response.outputs))
+    return json_tensors.dump(members, strict, ordered=True)
 
 
 def _plain(tensor: Tensor) -> Any:
-    values = tensor.data.ravel().tolist()
-    if tensor.datatype == "BYTES":
-        values = [value.decode(errors="replace") for value in values]
+    values = json_tensors.listed(tensor)
     return values[0] if len(values) == 1 else values
 
 
@@ -65,23 +63,23 @@ def _load(body: bytes) -> Any:
     try:
         return json.loads(body.decode(), object_pairs_hook=_Object)
     except json.JSONDecodeError as error:
-        raise InvalidArgument(f"failed to parse the request JSON buffer: {error.msg} at {error.pos}") from None
+        raise malformed(error.msg, error.pos) from None
     except ValueError as error:
-        raise InvalidArgument(f"failed to parse the request JSON buffer: {error} at 0") from None
+        raise malformed(str(error)) from None
 
 
 def _members(document: Any) -> Pairs:
     if not isinstance(document, _Object):
-        raise InvalidArgument("failed to parse the request JSON buffer: the body must be a JSON object at 0")
+        raise malformed("the body must be a JSON object")
     return document
 
 
 def _as_json(key: str, value: Any) -> Any:
     if isinstance(value, _Object):
-        return {_string(key, name): _as_json(key, member) for name, member in value}
+        return {string(key, name): _as_json(key, member) for name, member in value}
     if isinstance(value, list):
         return [_as_json(key, element) for element in value]
-    return _string(key, value) if isinstance(value, str) else value
+    return string(key, value) if isinstance(value, str) else value
 
 
 class _Mapping:
@@ -100,7 +98,7 @@ class _Mapping:
         if key == "parameters":
             return self._take_nested(value)
         if key == "id":
-            self.id = _string("id", value)
+            self.id = string("id", value)
         return self._take_member(key, value)
 
     def _take_nested(self, value: Any) -> None:
@@ -116,15 +114,15 @@ class _Mapping:
             raise InvalidArgument(message, field=error.field) from None
 
     def _take_member(self, key: str, value: Any) -> None:
-        _bytes(key, key)
+        string(key, key)
         if key in self.tensors:
             raise InvalidArgument(f"input '{key}' already exists in request", field=key)
         if key in self._specs:
             self.tensors[key] = _tensor(self._specs[key], value, self._config.max_batch_size > 0)
-        elif isinstance(value, list) and not isinstance(value, _Object) and self._has(_SAMPLING, "BYTES"):
+        elif type(value) is list and self._has(_SAMPLING, "BYTES"):
             self._lists[key] = _as_json(key, value)
         else:
-            self.parameters[key] = _parameter(key, value)
+            self.parameters[key] = parameter(key, value)
 
     def _has(self, name: str, datatype: str) -> bool:
         spec = self._specs.get(name)
@@ -155,28 +153,11 @@ def _sampling_object(tensor: Tensor) -> Mapping[str, Any]:
     return members
 
 
-def _parameter(key: str, value: Any) -> Scalar:
-    if isinstance(value, str):
-        return _string(key, value)
-    if isinstance(value, bool | float) or (isinstance(value, int) and -(2**63) <= value < 2**64):
-        return value
-    message = f"parameter '{key}' has invalid type. It should be either 'int', 'bool', or 'string'."
-    raise InvalidArgument(message, field=key)
-
-
 def _tensor(spec: TensorSpec, value: Any, batched: bool) -> Tensor:
-    values = value if isinstance(value, list) and not isinstance(value, _Object) else [value]
-    if spec.datatype not in _READERS:
-        raise InvalidArgument(
-            f"receiving {spec.datatype} data via JSON is not supported. "
-            f"Please use the binary data format for input {spec.name}",
-            field=spec.name,
-        )
-    read = _READERS[spec.datatype]
-    elements = [read(spec.name, element) for element in values]
-    shape = _shape(spec, len(elements), (-1, *spec.dims) if batched else spec.dims)
-    with np.errstate(over="ignore"):  # a double too large for FP32 becomes infinity
-        data = Tensor.of(spec.name, spec.datatype, elements).data
+    values = value if type(value) is list else [value]
+    json_tensors.refuse_binary_only(spec.datatype, spec.name)
+    data = json_tensors.elements(spec.datatype, values, spec.name)
+    shape = _shape(spec, len(values), (-1, *spec.dims) if batched else spec.dims)
     return Tensor(spec.name, spec.datatype, shape, data.reshape(shape))
 
 
@@ -189,57 +170,3 @@ def _shape(spec: TensorSpec, count: int, dims: tuple[int, ...]) -> tuple[int, ..
         message = f"The schema can not convert input '{spec.name}' to tensor with proper shape"
         raise InvalidArgument(message, field=spec.name)
     return tuple(dim if dim >= 0 else rest if axis == free[-1] else 1 for axis, dim in enumerate(dims))
-
-
-def _mismatch(name: str, texts: str) -> InvalidArgument:
-    return InvalidArgument(f"Unable to parse '{name}': attempt to access JSON {texts}", field=name)
-
-
-def _string(name: str, value: Any) -> str:
-    return _bytes(name, value).decode()
-
-
-def _bytes(name: str, value: Any) -> bytes:
-    if not isinstance(value, str):
-        raise _mismatch(name, "non-string as string")
-    try:
-        return value.encode()
-    except UnicodeEncodeError:
-        raise InvalidArgument(f"Unable to parse '{name}': a lone surrogate is not text", field=name) from None
-
-
-def _bool(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _mismatch(name, "non-boolean as boolean")
-    return value
-
-
-def _number(name: str, value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise _mismatch(name, "non-number as double")
-    try:
-        return float(value)
-    except OverflowError:
-        raise _mismatch(name, "non-number as double") from None
-
-
-def _integer(low: int, high: int, texts: str) -> Callable[[str, Any], int]:
-    def read(name: str, value: Any) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise _mismatch(name, texts)
-        return value
-
-    return read
-
-
-def _readers() -> dict[str, Callable[[str, Any], Any]]:
-    readers: dict[str, Callable[[str, Any], Any]] = {"BOOL": _bool, "BYTES": _bytes, "FP32": _number, "FP64": _number}
-    for bits in (8, 16, 32, 64):
-        top = 2 ** (bits - 1)
-        readers[f"INT{bits}"] = _integer(-top, top - 1, "non-signed-integer as signed-integer")
-        readers[f"UINT{bits}"] = _integer(0, 2**bits - 1, "non-unsigned-integer as unsigned-integer")
-    assert readers.keys() <= NUMPY_TYPES.keys()
-    return readers
-
-
-_READERS = _readers()

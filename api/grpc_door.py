@@ -120,8 +120,10 @@ class GrpcDoor:
         return pb.ServerMetadataResponse(**server_metadata(self._info))
 
     async def _model_metadata(self, gateway: Gateway, request: Message) -> Message:
-        config = gateway.model(request.name, read_version(request.version))
-        return pb.ModelMetadataResponse(**model_metadata(config))
+        version = read_version(request.version)
+        config = gateway.model(request.name, version)
+        versions = (version,) if version else gateway.versions(request.name)
+        return pb.ModelMetadataResponse(**model_metadata(config, versions))
 
     async def _model_infer(self, request: Message, context: Context) -> Message:
         with self._gateway.open("ModelInfer", metadata_of(context)) as exchange:

@@ -1,13 +1,26 @@
 """What the server and its models say of themselves, in the words of v2's messages: the same over HTTP and gRPC."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..core.model import ModelConfig
 from ..core.tensor import TensorSpec
 
-EXTENSIONS: tuple[str, ...] = ()
-"""Of Triton's extension names, those served in full. The generate extension has none."""
+EXTENSIONS = (
+    "classification",
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "schedule_policy",
+    "model_configuration",
+    "system_shared_memory",
+    "binary_tensor_data",
+    "parameters",
+    "statistics",
+    "trace",
+    "logging",
+)
+"""Of Triton's extension names, in its order, those served in full. The generate extension has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +36,10 @@ def server_metadata(info: ServerInfo) -> dict[str, Any]:
     return {"name": info.name, "version": info.version, "extensions": list(EXTENSIONS)}
 
 
-def model_metadata(config: ModelConfig) -> dict[str, Any]:
+def model_metadata(config: ModelConfig, versions: Sequence[str]) -> dict[str, Any]:
     return {
         "name": config.name,
-        "versions": [config.version],
+        "versions": list(versions),
         "platform": config.platform or config.backend,
         "inputs": [_tensor_metadata(spec, config) for spec in config.inputs],
         "outputs": [_tensor_metadata(spec, config) for spec in config.outputs],

@@ -9,16 +9,13 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from ..core.errors import InvalidArgument
 from ..core.tensor import NUMPY_TYPES, Tensor
 
 Raw: TypeAlias = bytes | bytearray | memoryview
 """What a tensor is read from, left where it is: numbers are views of it."""
-
-_TYPES: dict[str, DTypeLike] = {**NUMPY_TYPES, "BF16": np.uint16}
-"""A numpy dtype for each datatype; of BF16 its bits."""
 
 _LENGTH = struct.Struct("<I")
 _MOST_ELEMENTS = 2**63 - 1
@@ -66,7 +63,7 @@ def decode(datatype: str, shape: tuple[int, ...], raw: Raw, place: Place) -> Ten
     count = element_count(shape, place)
     if datatype == "BYTES":
         data = _objects(_elements(raw, count, place))
-    elif datatype in _TYPES:
+    elif datatype in NUMPY_TYPES:
         data = _numbers(datatype, count, raw, place)
     else:
         data = np.frombuffer(raw, np.uint8)
@@ -105,6 +102,13 @@ def encode(tensor: Tensor) -> bytes:
     return tensor.data.tobytes()
 
 
+def view(tensor: Tensor) -> memoryview:
+    """The same, of numbers that lie together without a copy."""
+    if tensor.datatype == "BYTES":
+        return memoryview(encode(tensor))
+    return np.ascontiguousarray(tensor.data).reshape(-1).view(np.uint8).data
+
+
 def encoded_size(tensor: Tensor) -> int:
     """How many those are."""
     if tensor.datatype == "BYTES":
@@ -123,7 +127,7 @@ def write(tensor: Tensor, into: memoryview) -> None:
 
 
 def _numbers(datatype: str, count: int, raw: Raw, place: Place) -> NDArray[Any]:
-    dtype = np.dtype(_TYPES[datatype])
+    dtype = np.dtype(NUMPY_TYPES[datatype])
     check_byte_size(count * dtype.itemsize, len(raw), place)
     if datatype == "BOOL":  # a byte may say true in 255 ways
         return np.frombuffer(raw, np.uint8).astype(np.bool_)

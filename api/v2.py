@@ -1,4 +1,4 @@
-"""Triton's v2 door over HTTP: health, metadata, generate.
+"""Triton's v2 door over HTTP: health, metadata, infer, generate.
 
 Translates between the protocol and the gateway; decides nothing.
 """
@@ -20,10 +20,12 @@ from . import orca
 from .connection import EventStream, WhileConnected, event, read_body
 from .exchanges import note
 from .faults import json_response, v2_body
+from .forwarding import Forwarding
 from .generate import encode_response, parse_generate
 from .guard import tenant_of
 from .metadata import ServerInfo, model_metadata, server_metadata
-from .unary import at_most_two
+from .unary import at_most_two, is_nothing
+from .v2_infer import Infer
 
 _NOT_ONE = (
     "generate expects model to produce exactly 1 response, "
@@ -34,9 +36,10 @@ _NOT_ONE = (
 class V2:
     """The door's handlers."""
 
-    def __init__(self, gateway: Gateway, info: ServerInfo) -> None:
+    def __init__(self, gateway: Gateway, info: ServerInfo, forwarding: Forwarding) -> None:
         self._gateway = gateway
         self._info = info
+        self._infer_door = Infer(gateway, info.max_input_size, forwarding)
 
     def routes(self) -> list[Route]:
         models = "/v2/models/{model}", "/v2/models/{model}/versions/{version:int}"
@@ -49,6 +52,7 @@ class V2:
             routes += [
                 Route(path, self.metadata, methods=["GET"]),
                 Route(f"{path}/ready", self.model_ready, methods=["GET"]),
+                Route(f"{path}/infer", self._infer_door.answer, methods=["POST"]),
                 Route(f"{path}/generate", self.generate, methods=["POST"]),
                 Route(f"{path}/generate_stream", self.generate_stream, methods=["POST"]),
             ]
@@ -66,7 +70,9 @@ class V2:
         return Response(status_code=200 if self._gateway.ready() else 400)
 
     async def metadata(self, request: Request) -> Response:
-        return json_response(model_metadata(self._gateway.model(*_asked_for(request))))
+        name, version = _asked_for(request)
+        config = self._gateway.model(name, version)
+        return json_response(model_metadata(config, (version,) if version else self._gateway.versions(name)))
 
     async def model_ready(self, request: Request) -> Response:
         if self._gateway.model_ready(*_asked_for(request)):
@@ -116,7 +122,7 @@ class Responses:
         self._id = request_id
 
     def event(self, response: InferResponse) -> bytes:
-        return event(encode_response(self._config, self._id, response))
+        return b"" if is_nothing(response) else event(encode_response(self._config, self._id, response))
 
     def end(self) -> bytes:
         return b""

@@ -17,11 +17,12 @@ NUMPY_TYPES: dict[str, DTypeLike] = {
     "INT32": np.int32,
     "INT64": np.int64,
     "FP16": np.float16,
+    "BF16": np.uint16,
     "FP32": np.float32,
     "FP64": np.float64,
     "BYTES": np.object_,
 }
-"""v2 datatype -> numpy dtype. BF16 has no numpy type; BYTES elements are `bytes`."""
+"""v2 datatype -> numpy dtype. BF16, for which numpy has no type, is its bits; BYTES elements are `bytes`."""
 
 
 @dataclass(frozen=True, slots=True)

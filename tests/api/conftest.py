@@ -61,6 +61,21 @@ NUMBERS = ModelConfig(
 )
 
 
+def _single(name: str, datatype: str, dims: tuple[int, ...], batch: int = 0, decoupled: bool = False) -> ModelConfig:
+    spec = TensorSpec("IN", datatype, dims)
+    return ModelConfig(name, "1", "b", max_batch_size=batch, decoupled=decoupled, inputs=(spec,))
+
+
+UNLISTED = (
+    _single("single", "FP32", (-1, 2), batch=8),
+    _single("text", "BYTES", (1,)),
+    _single("texts", "BYTES", (2,)),
+    _single("free", "FP32", (-1, -1)),
+    _single("decoupled", "FP32", (1,), decoupled=True),
+)
+"""Models of one input, for those who know their names."""
+
+
 @dataclass
 class FakeGateway:
     """Answers with `texts` (the last of them `final`), then raises `error`, then waits if `hang`.
@@ -99,7 +114,7 @@ class FakeGateway:
         return [LLM, NUMBERS]
 
     def model(self, name: str, version: str = "") -> ModelConfig:
-        for config in self.models():
+        for config in (*self.models(), *UNLISTED):
             if config.name == name:
                 if version in ("", config.version):
                     return config

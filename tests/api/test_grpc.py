@@ -14,7 +14,7 @@ from charonia.api.grpc_options import GrpcOptions
 from charonia.api.grpc_server import GrpcServer
 from charonia.api.grpc_stream import InferStream
 from charonia.api.keys import Tenant
-from charonia.api.metadata import ServerInfo
+from charonia.api.metadata import EXTENSIONS, ServerInfo
 from charonia.api.server import bind
 from charonia.core.errors import Internal, InvalidArgument, QueueFull, Unavailable, Unsupported
 from charonia.core.metrics import Outcome
@@ -73,7 +73,7 @@ async def test_server_and_model_say_what_they_are(stub: Any) -> None:
     assert (await stub.ServerReady(pb.ServerReadyRequest())).ready
     assert (await stub.ModelReady(pb.ModelReadyRequest(name="llm", version="1"))).ready
     server = await stub.ServerMetadata(pb.ServerMetadataRequest())
-    assert (server.name, server.version, list(server.extensions)) == ("triton", "9.9", [])
+    assert (server.name, server.version, list(server.extensions)) == ("triton", "9.9", [*EXTENSIONS])
     model = await stub.ModelMetadata(pb.ModelMetadataRequest(name="numbers", version=" 3"))
     assert (model.name, list(model.versions), model.platform) == ("numbers", ["3"], "identity_platform")
     assert (model.inputs[0].name, model.inputs[0].datatype, list(model.inputs[0].shape)) == (

@@ -8,6 +8,19 @@ import pytest
 
 from charonia.core.errors import Internal, InvalidArgument, QueueFull, Unavailable, Unsupported
 
+EXTENSIONS = [
+    "classification",
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "schedule_policy",
+    "model_configuration",
+    "system_shared_memory",
+    "binary_tensor_data",
+    "parameters",
+    "statistics",
+    "trace",
+    "logging",
+]
 GENERATE = "/v2/models/llm/generate"
 STREAM = "/v2/models/llm/generate_stream"
 
@@ -15,7 +28,7 @@ STREAM = "/v2/models/llm/generate_stream"
 @pytest.mark.parametrize(
     ("method", "path", "status", "body"),
     [
-        ("GET", "/v2", 200, {"name": "triton", "version": "9.9", "extensions": []}),
+        ("GET", "/v2", 200, {"name": "triton", "version": "9.9", "extensions": EXTENSIONS}),
         ("GET", "/v2/health/live", 200, None),
         ("GET", "/v2/health/ready", 200, None),
         ("GET", "/v2/models/llm/ready", 200, None),

@@ -1,0 +1,17 @@
+"""What HTTP's v2 door alone may be told, under tritonserver's names. Free of any server: the command line reads it."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from cyclopts import Parameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpOptions:
+    """Settings of HTTP."""
+
+    http_restricted_api: Annotated[tuple[str, ...], Parameter(negative=())] = ()
+    """Parts of the API that only those may use whose request has this header, as `<api>[,<api>]:<key>=<value>`; may
+    be given several times."""
+    http_header_forward_pattern: str = ""
+    """Regular expression; headers whose name has a part that matches become parameters of `infer`."""

@@ -1,0 +1,136 @@
+"""Tensors as JSON: arrays of any nesting become flat arrays of a datatype, and the other way round.
+
+Knows v2's section 3.2; not which protocol's JSON it is.
+"""
+
+import json
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from ..core.errors import CharoniaError, Internal, InvalidArgument
+from ..core.tensor import NUMPY_TYPES, Tensor
+from .json_values import mismatch
+
+_DEEPEST = 100
+_BINARY_ONLY = ("FP16", "BF16")
+_FLOATS = ("FP32", "FP64")
+_TEXTS = {"BOOL": "non-boolean as boolean", "BYTES": "non-string as string"} | dict.fromkeys(
+    _FLOATS, "non-number as double"
+)
+READABLE = frozenset(NUMPY_TYPES) - {*_BINARY_ONLY}
+"""Datatypes whose elements can be JSON."""
+
+_KINDS: dict[str, set[type]] = {"BOOL": {bool}, "BYTES": {str}, "FP32": {int, float}, "FP64": {int, float}}
+
+
+def flat(values: list[Any]) -> list[Any]:
+    """The elements of arrays in arrays, in their order.
+
+    Raises:
+        InvalidArgument: they are too deep.
+    """
+    if list not in set(map(type, values)):
+        return values
+    elements: list[Any] = []
+    _gather(values, elements, 1)
+    return elements
+
+
+def _gather(values: list[Any], elements: list[Any], depth: int) -> None:
+    if depth >= _DEEPEST:
+        raise InvalidArgument(f"JSON nesting depth exceeds maximum allowed limit ({_DEEPEST})", field="data")
+    if list not in set(map(type, values)):
+        elements.extend(values)
+        return
+    for value in values:
+        if type(value) is list:
+            _gather(value, elements, depth + 1)
+        else:
+            elements.append(value)
+
+
+def refuse_binary_only(datatype: str, name: str) -> None:
+    """Raises `InvalidArgument` for an input of a datatype that JSON has no numbers for."""
+    if datatype in _BINARY_ONLY:
+        raise InvalidArgument(
+            f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input {name}",
+            field=name,
+        )
+
+
+def elements(datatype: str, values: list[Any], field: str) -> NDArray[Any]:
+    """A flat array of JSON's values.
+
+    Raises:
+        InvalidArgument: one is of another type, or out of range; `field` is said to hold it.
+    """
+    if not set(map(type, values)) <= _KINDS.get(datatype, {int}):
+        raise _mismatch(datatype, field)
+    try:
+        if datatype == "BYTES":
+            return _texts(values)
+        with np.errstate(over="ignore"):  # a double too large for FP32 becomes infinity
+            return np.array(values, NUMPY_TYPES[datatype])
+    except OverflowError:
+        raise _mismatch(datatype, field) from None
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"Unable to parse '{field}': a lone surrogate is not text", field=field) from None
+
+
+def _texts(values: list[str]) -> NDArray[Any]:
+    data = np.empty(len(values), np.object_)
+    data[:] = [value.encode() for value in values]
+    return data
+
+
+def _mismatch(datatype: str, field: str) -> CharoniaError:
+    integers = (
+        "non-unsigned-integer as unsigned-integer" if datatype[0] == "U" else "non-signed-integer as signed-integer"
+    )
+    return mismatch(field, _TEXTS.get(datatype, integers))
+
+
+def check_count(datatype: str, expected: int, got: int) -> None:
+    """Raises `Internal`, as Triton has it, if they differ."""
+    if got > expected:
+        first = "shape" if datatype == "BYTES" else "Shape"
+        raise Internal(f"Unable to parse 'data': {first} does not match true shape of 'data' field", field="data")
+    if got < expected:
+        raise Internal("Failed to parse 'data' field: shape does not match true shape", field="data")
+
+
+def listed(tensor: Tensor) -> list[Any]:
+    """The tensor's elements, flat, as JSON has them.
+
+    Raises:
+        InvalidArgument: JSON has no numbers for them.
+    """
+    if tensor.datatype in _BINARY_ONLY:
+        raise InvalidArgument(
+            f"sending {tensor.datatype} data via JSON is not supported. "
+            f"Please use the binary data format for output {tensor.name}",
+            field=tensor.name,
+        )
+    values: list[Any] = tensor.data.ravel().tolist()
+    return [value.decode(errors="replace") for value in values] if tensor.datatype == "BYTES" else values
+
+
+def finite(tensor: Tensor) -> bool:
+    """Strict JSON has all its elements."""
+    return tensor.datatype not in _FLOATS or bool(np.isfinite(tensor.data).all())
+
+
+def dump(document: Any, strict: bool, ordered: bool = False) -> bytes:
+    """As JSON, keys `ordered` by name if asked for. Where that cannot be `strict`, numbers that are none are the bare
+    words that Triton writes."""
+    if strict:
+        return orjson.dumps(document, option=orjson.OPT_SORT_KEYS if ordered else None)
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":"), sort_keys=ordered).encode()
+
+
+def byte_size(datatype: str, count: int) -> int:
+    """Of a tensor of that many elements; of BYTES, without their bytes."""
+    return count * (4 if datatype == "BYTES" else np.dtype(NUMPY_TYPES.get(datatype, np.uint8)).itemsize)

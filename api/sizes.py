@@ -1,0 +1,43 @@
+"""What is too large, in v2's words (section 3.6)."""
+
+from ..core.errors import CharoniaError, InvalidArgument
+
+LARGEST_BINARY = 2**31 - 1
+"""Bytes of a body with raw tensors, which no flag limits: what gRPC's messages may have at most."""
+
+_HINT = "Use --http-max-input-size to increase the limit."
+
+
+def check_json(size: int, limit: int) -> None:
+    """Raises `InvalidArgument` for more bytes of JSON than `limit`, as all below it do for what they check."""
+    if size > limit:
+        raise _refusal(f"request JSON size of {size} bytes exceeds the maximum allowed input size of {limit} bytes.")
+
+
+def check_json_tensor(name: str, size: int, limit: int) -> None:
+    if size > limit:
+        raise _refusal(f"JSON input '{name}' has a byte_size ({size} bytes) that {_exceeds(limit)}")
+
+
+def check_raw(size: int, limit: int) -> None:
+    if size > limit:
+        raise _refusal(f"Raw input has a byte_size ({size} bytes) that {_exceeds(limit)}")
+
+
+def check_body(size: int) -> None:
+    """Of JSON with raw tensors behind it, which no flag limits."""
+    if size > LARGEST_BINARY:
+        raise InvalidArgument(f"request size of {size} bytes exceeds the maximum of {LARGEST_BINARY} bytes.")
+
+
+def check_decompressed(size: int, limit: int) -> None:
+    if size > limit:
+        raise _refusal(f"Decompressed data size {_exceeds(limit)}")
+
+
+def _exceeds(limit: int) -> str:
+    return f"exceeds the maximum allowed value of {limit} bytes."
+
+
+def _refusal(text: str) -> CharoniaError:
+    return InvalidArgument(f"{text} {_HINT}")

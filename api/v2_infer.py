@@ -1,0 +1,143 @@
+"""`POST .../infer`: v2's inference over HTTP, and what of HTTP belongs to it: lengths, encodings, forwarded headers.
+
+Translates between the protocol and the gateway; decides nothing. The hottest of all routes: what it does not need it
+does not ask.
+"""
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import cached_property
+from typing import ParamSpec, TypeAlias, TypeVar
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ..core.errors import Internal, InvalidArgument, Unsupported
+from ..core.gateway import Gateway
+from ..core.model import ModelConfig
+from ..core.request import InferResponse
+from . import encodings, sizes
+from .connection import Check, WhileConnected, receive_body
+from .forwarding import Forwarding
+from .guard import tenant_of
+from .infer_answer import Answer, write_answer
+from .infer_request import Call, Reader
+from .unary import asks_for_stream, at_most_two, can_answer_once
+
+_DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
+_HEADER_LENGTH = "Inference-Header-Content-Length"
+_SHORT = 1 << 16
+"""Bytes that take less time to compress than to hand to another thread."""
+
+_INTEGER = re.compile(rb"[+-]?\d{1,18}")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Headers: TypeAlias = Mapping[bytes, bytes]
+
+
+class Infer:
+    """The route's handler. `forwarding`: which headers are parameters too."""
+
+    def __init__(self, gateway: Gateway, max_size: int, forwarding: Forwarding) -> None:
+        self._gateway = gateway
+        self._max_size = max_size
+        self._forwarding = forwarding
+
+    @cached_property
+    def _reader(self) -> Reader:
+        return Reader(self._gateway.commons.regions, self._max_size)
+
+    async def answer(self, request: Request) -> ASGIApp:
+        scope = request.scope
+        config = self._gateway.model(scope["path_params"]["model"], str(scope["path_params"].get("version", "")))
+        if not can_answer_once(config):
+            raise Unsupported(_DECOUPLED)
+        headers: Headers = dict(scope["headers"])
+        call = await self._read(config, headers, request)
+        if config.decoupled and asks_for_stream(call.request):
+            raise Unsupported(f"{_DECOUPLED}: set stream to false, or use generate_stream", field="stream")
+        response = await self._infer(config, call, request.receive)
+        return await _reply(write_answer(config, call, response), headers)
+
+    async def _read(self, config: ModelConfig, headers: Headers, request: Request) -> Call:
+        encoding = headers.get(b"content-encoding", b"").decode("latin-1")
+        compressed = encodings.check_encoding(encoding)
+        length, limit = _header_length(headers), self._max_size
+        body = await receive_body(request, _check_of(length, limit))
+        if compressed:
+            body = await _run(len(body), encodings.decompress, body, encoding, limit)
+        if length is not None and not 0 <= length <= len(body):
+            raise InvalidArgument(f"inference header size should be in range (0, {len(body)}), got: {length}")
+        call = self._reader.read(config, body, length)
+        forwarded, (name, weight) = self._forwarding.parameters(headers), tenant_of(request)
+        if not forwarded and not name:
+            return call
+        parameters = {**call.request.parameters, **forwarded}
+        return call._replace(request=replace(call.request, parameters=parameters, tenant=name, weight=weight))
+
+    async def _infer(self, config: ModelConfig, call: Call, receive: Receive) -> InferResponse:
+        stream = self._gateway.infer(config.name, config.version, call.request)
+        async with WhileConnected(receive), aclosing(stream) as responses:
+            answers = await at_most_two(responses)
+        if len(answers) != 1:
+            raise Internal(f"expected a single response, got {len(answers)}")
+        return answers[0]
+
+
+def _header_length(headers: Headers) -> int | None:
+    given = headers.get(b"inference-header-content-length")
+    if given is None:
+        return None
+    if not _INTEGER.fullmatch(given):
+        raise InvalidArgument(f"Unable to parse {_HEADER_LENGTH}, got: {given.decode('latin-1')}")
+    return int(given)
+
+
+def _check_of(header_length: int | None, limit: int) -> Check:
+    if header_length:
+        return sizes.check_body
+    check = sizes.check_json if header_length is None else sizes.check_raw
+    return lambda size: check(size, limit)
+
+
+async def _reply(answer: Answer, headers: Headers) -> ASGIApp:
+    accepted = headers.get(b"accept-encoding")
+    encoding = encodings.chosen(accepted.decode("latin-1")) if accepted else ""
+    if not encoding:
+        return Reply(answer.parts, answer.header_length)
+    body = await _run(answer.size, encodings.compress, answer.parts, encoding)
+    return Reply((body,), answer.header_length, encoding)
+
+
+_JSON = (b"content-type", b"application/json")
+_BINARY = (b"content-type", b"application/octet-stream")
+
+
+class Reply:
+    """A body in parts, whose JSON is as long as `header_length` says, if there is more than JSON."""
+
+    def __init__(self, parts: Sequence[bytes | memoryview], header_length: int | None, encoding: str = "") -> None:
+        self._parts = parts
+        self._headers = [_JSON if header_length is None else _BINARY]
+        if header_length is not None:
+            self._headers.append((b"inference-header-content-length", b"%d" % header_length))
+        if encoding:
+            self._headers.append((b"content-encoding", encoding.encode()))
+        self._headers.append((b"content-length", b"%d" % sum(map(len, parts))))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        last = len(self._parts) - 1
+        for number, part in enumerate(self._parts):
+            await send({"type": "http.response.body", "body": part, "more_body": number < last})
+
+
+async def _run(size: int, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+    """In another thread, if it is worth it."""
+    if size <= _SHORT:
+        return work(*given, **named)
+    return await asyncio.to_thread(work, *given, **named)
