@@ -10,8 +10,7 @@ import shlex
 import sys
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
@@ -21,10 +20,11 @@ from .api.grpc_options import GrpcOptions
 from .api.keys import KeyOptions, Keyring, read_keys
 from .api.options import ServerOptions, true
 from .api.tls import KeyPair, key_pair
-from .core.errors import CharoniaError, InvalidArgument
+from .core.errors import CharoniaError
 from .core.logs import logging_as
 from .core.tracing import endpoint_of, tracing
 from .engine.options import EngineOptions
+from .repository.options import RepositoryOptions
 
 if TYPE_CHECKING:
     import socket
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from .api.server import Servers, StopSignals
     from .core.otlp import Tracer
     from .repository.gateway import Hub
-    from .repository.source import BrokenSource, ModelSource
+    from .repository.selection import Selection
+    from .repository.startup import Keeper
 
 log = logging.getLogger("charonia.main")
 
@@ -47,6 +48,7 @@ def serve(
     model: str | None = None,
     /,
     *,
+    repository: Annotated[RepositoryOptions, Parameter("*")] = RepositoryOptions(),  # noqa: B008
     server: Annotated[ServerOptions, Parameter("*")] = ServerOptions(),  # noqa: B008
     access: Annotated[KeyOptions, Parameter("*")] = KeyOptions(),  # noqa: B008
     grpc: Annotated[GrpcOptions, Parameter("*")] = GrpcOptions(),  # noqa: B008
@@ -63,7 +65,7 @@ def serve(
 
     with logging_as(server.log_format, server.log_verbose > 0):
         try:
-            plan = replace(_plan(model, server, engine), grpc=grpc, keys=read_keys(access), tls=_tls(server))
+            plan = _Plan(_select(model, repository, engine), server, grpc, read_keys(access), _tls(server))
             with tracing(endpoint_of(server.otlp_traces_endpoint, os.environ), __version__) as tracer:
                 return uvloop.run(_run(plan, tracer))
         except CharoniaError as error:
@@ -73,44 +75,19 @@ def serve(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What to serve and how. `single`: one checkpoint was asked for, without it there is nothing to do."""
+    """What to serve and how."""
 
-    sources: "tuple[ModelSource | BrokenSource, ...]"
-    single: bool
+    selection: "Selection"
     server: ServerOptions
-    grpc: GrpcOptions = field(default_factory=GrpcOptions)
-    keys: Keyring = field(default_factory=Keyring)
+    grpc: GrpcOptions
+    keys: Keyring
     tls: KeyPair | None = None
 
 
-def _plan(model: str | None, server: ServerOptions, engine: EngineOptions) -> _Plan:
-    from .repository.source import checkpoint_source, is_repository
+def _select(model: str | None, repository: RepositoryOptions, engine: EngineOptions) -> "Selection":
+    from .repository.selection import select
 
-    repositories = list(server.model_repository)
-    if model is not None and Path(model).is_dir() and is_repository(Path(model)):
-        repositories.append(Path(model))
-        model = None
-    if model is None:
-        _refuse_for_repository(server, engine, repositories)
-        return _Plan(_read(repositories), False, server)
-    parameters = {name: str(value) for name, value in engine.given().items()}
-    source = replace(checkpoint_source(model, server.served_model_name), parameters=parameters)
-    return _Plan((source, *_read(repositories)), not repositories, server)
-
-
-def _refuse_for_repository(server: ServerOptions, engine: EngineOptions, repositories: list[Path]) -> None:
-    if not repositories:
-        raise InvalidArgument("nothing to serve: name a checkpoint or give --model-repository")
-    flags = [*engine.given(), *(["served_model_name"] if server.served_model_name else [])]
-    if flags:
-        flag = f"--{flags[0].replace('_', '-')}"
-        raise InvalidArgument(f"{flag} is for a single checkpoint; in a repository, set it in config.pbtxt")
-
-
-def _read(repositories: Iterable[Path]) -> "tuple[ModelSource | BrokenSource, ...]":
-    from .repository.source import read_repository
-
-    return tuple(source for repository in repositories for source in read_repository(repository))
+    return select(model, repository, {name: str(value) for name, value in engine.given().items()})
 
 
 async def _run(plan: _Plan, tracer: "Tracer | None") -> int:
@@ -123,7 +100,8 @@ async def _run(plan: _Plan, tracer: "Tracer | None") -> int:
     lag = LoopLag(options.max_loop_lag_secs)
     # The tracer first: the record names the trace.
     witnesses = (write_record,) if tracer is None else (tracer, write_record)
-    hub = Hub(true(options.strict_readiness), lambda: not lag.stuck, witnesses)
+    hub = Hub(true(options.strict_readiness), lambda: not lag.stuck, witnesses, builder=plan.selection.builder)
+    keeper = plan.selection.keeper(hub)
     with (
         bind(options.http_address, options.http_port, "--http-port") as sock,
         bind(plan.grpc.grpc_address, plan.grpc.grpc_port, "--grpc-port") as rpc,
@@ -131,12 +109,12 @@ async def _run(plan: _Plan, tracer: "Tracer | None") -> int:
         StopSignals() as stop,
         lag,
     ):
-        loading = asyncio.create_task(_load(plan, hub, stop))
+        loading = asyncio.create_task(_load(plan.selection, keeper, stop))
         try:
             grpc = await _grpc_door(plan, hub, rpc)
             if not await loading:
                 return 0 if stop.asked.is_set() else 1
-            async with _metrics(options, metrics, (hub.measure, lag.measure)):
+            async with _metrics(options, metrics, (hub.measure, lag.measure)), plan.selection.kept(keeper):
                 await _serve(plan, hub, sock, grpc, stop)
             return 0
         finally:
@@ -187,16 +165,15 @@ async def _metrics(
         await server.stop(force=True)
 
 
-async def _load(plan: _Plan, hub: "Hub", stop: "StopSignals") -> bool:
+async def _load(selection: "Selection", keeper: "Keeper", stop: "StopSignals") -> bool:
     """Whether there is something to serve, and still someone who wants it."""
     from .api.server import first_of
     from .repository.display import Display
-    from .repository.startup import load_all
 
     with Display() as display:
-        loading = asyncio.create_task(load_all(hub, plan.sources, display))
+        loading = asyncio.create_task(keeper.start(selection.names, display))
         await first_of(loading, stop.asked.wait())
-    return not stop.asked.is_set() and (loading.result() or not plan.single)
+    return not stop.asked.is_set() and (loading.result() or not selection.single)
 
 
 async def _serve(plan: _Plan, hub: "Hub", sock: "socket.socket", grpc: "GrpcServer", stop: "StopSignals") -> None:

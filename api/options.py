@@ -20,10 +20,6 @@ def true(flag: Boolean) -> bool:
 class ServerOptions:
     """Settings of the server, under tritonserver's names."""
 
-    model_repository: Annotated[tuple[Path, ...], Parameter(negative=())] = ()
-    """Directory of models; may be given several times."""
-    served_model_name: str = ""
-    """Name of a single checkpoint, instead of its directory's."""
     id: str = "triton"
     """Name of the server in its metadata."""
     http_address: str = "0.0.0.0"

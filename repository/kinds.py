@@ -1,39 +1,84 @@
 """The table of model kinds: which backend name is built by what. The only place that knows them, each lazily."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Protocol, TypeAlias, cast
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, cast
 
 from ..core.errors import InvalidArgument
-from ..core.model import Model
-from .source import ModelSource
+from ..core.model import Model, ModelConfig
+from ..core.request import InferRequest
 
 OnProgress: TypeAlias = Callable[[str, float, float, str], None]
 """Called while a model loads: phase, fraction done, seconds it took once done, detail."""
 
 
 class Build(Protocol):
-    """How a kind of model is built: not loaded yet, but refused at once if a parameter is wrong."""
+    """How a kind of model is built that makes its own config: not loaded yet, but refused at once if a parameter is
+    wrong."""
 
     def __call__(
         self, name: str, version: str, path: str, parameters: Mapping[str, str], on_progress: OnProgress
     ) -> Model: ...
 
 
+class Loader(Protocol):
+    """What this floor asks of a classic backend: `classic_backends.runtime.RuntimeLoader`."""
+
+    def complete(
+        self, directory: Path, document: Mapping[str, Any], parameters: Mapping[str, str]
+    ) -> Mapping[str, Any]: ...
+
+
+class BuildClassic(Protocol):
+    """`classic_backends.model.ClassicModel`."""
+
+    def __call__(
+        self,
+        config: ModelConfig,
+        loader: Loader,
+        directory: Path,
+        parameters: Mapping[str, str] | None = None,
+        warm_up: Sequence[InferRequest] = (),
+    ) -> Model: ...
+
+
 KINDS = {"charonia": ("engine.build", "language_model")}
 """Backend name -> module of ours and the `Build` in it."""
 
+CLASSIC = ("classic_backends.model", "ClassicModel")
 
-def build(source: ModelSource, on_progress: OnProgress) -> Model:
-    """The model that `source` describes, not yet loaded.
+LOADERS = {
+    "identity": ("classic_backends.builtin", "IDENTITY"),
+    "onnxruntime": ("classic_backends.onnx", "ONNX"),
+    "pytorch": ("classic_backends.torchscript", "PYTORCH"),
+    "repeat": ("classic_backends.builtin", "REPEAT"),
+    "square": ("classic_backends.builtin", "SQUARE"),
+}
+"""Backend name of a classic model -> module of ours and the `RuntimeLoader` in it."""
 
-    Raises:
-        InvalidArgument: an unknown backend, or a parameter that is wrong.
-    """
-    if source.backend not in KINDS:
-        known = ", ".join(sorted(KINDS))
-        message = f"model '{source.name}': unknown backend '{source.backend}'; known are {known}"
+
+def check_backend(name: str, backend: str) -> None:
+    """Raises `InvalidArgument` for a backend that nobody here is."""
+    if backend not in KINDS and backend not in LOADERS:
+        known = ", ".join(sorted((*KINDS, *LOADERS)))
+        message = f"model '{name}': unknown backend '{backend}'; known are {known}"
         raise InvalidArgument(message, field="backend")
-    module, function = KINDS[source.backend]
-    kind = cast(Build, getattr(import_module(f"..{module}", __package__), function))
-    return kind(source.name, source.version, source.path, source.parameters, on_progress)
+
+
+def kind_of(backend: str) -> Build | None:
+    """What builds models of that backend, if they make their own config."""
+    return cast(Build, _import(KINDS[backend])) if backend in KINDS else None
+
+
+def loader_of(backend: str) -> Loader:
+    return cast(Loader, _import(LOADERS[backend]))
+
+
+def classic() -> BuildClassic:
+    return cast(BuildClassic, _import(CLASSIC))
+
+
+def _import(place: tuple[str, str]) -> Any:
+    module, name = place
+    return getattr(import_module(f"..{module}", __package__), name)

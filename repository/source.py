@@ -1,119 +1,112 @@
-"""Which models there are: repositories, model directories and their config.pbtxt, checkpoints.
+"""What a model is made from: its directory with config and versions, or a checkpoint on its own.
 
-Reads directories and says what each model is made from. Builds nothing and loads nothing.
+Reads directories. Completes, builds and loads nothing.
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..core.errors import CharoniaError, InvalidArgument
+from .document import Config, find_config, line_of, new_config, parse_file
+from .normalise import LANGUAGE_MODEL, fill_backend
+from .versions import chosen, versions_in
 
-CONFIG_FILE = "config.pbtxt"
-_VERSION = re.compile(r"[1-9][0-9]*")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSource:
-    """What one model is made from. `path`: the version's directory, or a checkpoint or hub id. `file`: its config."""
+class VersionSource:
+    """One version to be served. `path`: its directory, or a checkpoint or hub id. `mark` differs whenever something
+    that the version is made from does."""
 
-    name: str
-    backend: str
+    number: str
     path: str
-    version: str = "1"
-    parameters: Mapping[str, str] = field(default_factory=dict)
-    file: Path | None = None
-
-    def where(self, word: str) -> str:
-        """ "file:line: " of the first line of the config that holds `word`, as far as there is one."""
-        if self.file is None or not self.file.is_file():
-            return ""
-        lines = self.file.read_text().splitlines()
-        numbers = (f"{number}:" for number, line in enumerate(lines, 1) if word in line)
-        return f"{self.file}:{next(numbers, '')} "
+    mark: Hashable = None
 
 
 @dataclass(frozen=True, slots=True)
-class BrokenSource:
-    """A model that is known and cannot be read."""
+class ModelSource:
+    """What one model is made from. `config`: as it was written, with its backend. `versions`: lowest first.
+    `directory`: the model's, and `file` its config, where there are any."""
 
     name: str
-    error: CharoniaError
+    config: Config
+    versions: tuple[VersionSource, ...]
+    directory: Path | None = None
+    file: Path | None = None
+
+    @property
+    def backend(self) -> str:
+        return str(self.config.backend or self.config.platform)
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        return {key: value.string_value for key, value in self.config.parameters.items()}
+
+    def where(self, field: str) -> str:
+        """ "file:line: " of a field of the config, as far as there is one."""
+        return where(self.file, field)
 
 
-def read_repository(directory: Path) -> Iterator[ModelSource | BrokenSource]:
-    """Every model of a repository, in the order of their names; what is wrong with one is that one's trouble.
-
-    Raises:
-        InvalidArgument: `directory` is not a directory.
-    """
-    if not directory.is_dir():
-        raise InvalidArgument(f"model repository '{directory}' is not a directory")
-    for model in sorted(directory.iterdir()):
-        if model.is_dir() and not model.name.startswith("."):
-            yield _read(model)
+def where(file: Path | None, field: str) -> str:
+    """ "file:line: " of a field, as far as it is there."""
+    if file is None or not file.is_file():
+        return ""
+    line = line_of(file.read_text(), field)
+    return f"{file}:{line}: " if line else f"{file}: "
 
 
-def _read(directory: Path) -> ModelSource | BrokenSource:
-    try:
-        return read_model(directory)
-    except CharoniaError as error:
-        return BrokenSource(directory.name, error)
-    except OSError as error:
-        return BrokenSource(directory.name, InvalidArgument(str(error)))
-
-
-def read_model(directory: Path) -> ModelSource:
-    """One model directory, latest version.
+def read_model(directory: Path, override: Config = None, config_name: str = "") -> ModelSource:
+    """One model directory; `override` stands in for its config.
 
     Raises:
         InvalidArgument: it cannot be a model; the message names file, line and field.
     """
-    config = _parse(directory / CONFIG_FILE)
+    file = None if override is not None else find_config(directory, config_name)
+    config = override if override is not None else new_config() if file is None else parse_file(file)
+    try:
+        _take_name(config, directory)
+        served = chosen(config, versions_in(directory))
+        fill_backend(config, directory / str(served[0]))
+    except InvalidArgument as error:
+        raise located(error, file) from None
+    once = object() if override is not None else None
+    versions = tuple(_version(directory, config, number, once) for number in served)
+    return ModelSource(directory.name, config, versions, directory, file)
+
+
+def located(error: CharoniaError, file: Path | None) -> CharoniaError:
+    """The same error, saying where in the config its field is."""
+    if not error.field or str(file) in error.message:
+        return error
+    return type(error)(where(file, error.field) + error.message, field=error.field)
+
+
+def _take_name(config: Config, directory: Path) -> None:
     if config.name and config.name != directory.name:
         raise InvalidArgument(
-            f"{directory / CONFIG_FILE}: unexpected directory name '{directory.name}' for model '{config.name}', "
+            f"unexpected directory name '{directory.name}' for model '{config.name}', "
             "directory name must equal model name",
             field="name",
         )
-    version = _latest_version(directory)
-    backend = config.backend or config.platform or _guess_backend(directory, version)
-    parameters = {key: value.string_value for key, value in config.parameters.items()}
-    return ModelSource(directory.name, backend, str(directory / version), version, parameters, directory / CONFIG_FILE)
+    config.name = directory.name
 
 
-def _parse(file: Path) -> Any:
-    from google.protobuf import text_format  # type: ignore[import-untyped]
-    from tritonclient.grpc import model_config_pb2
-
-    config = model_config_pb2.ModelConfig()
-    if not file.exists():
-        return config
-    try:
-        return text_format.Parse(file.read_text(), config)
-    except (text_format.ParseError, UnicodeDecodeError) as error:
-        raise InvalidArgument(f"failed to read text proto from {file}:{error}") from None
+def _version(directory: Path, config: Config, number: int, once: object) -> VersionSource:
+    """With `once`, it is like no other."""
+    path = directory / str(number)
+    around = [entry for entry in directory.iterdir() if entry.name == "warmup" or entry.is_file()]
+    stamps = [stamp for entry in (path, *around) for stamp in _stamps(entry)]
+    mark = (config.SerializeToString(deterministic=True), *stamps, once)
+    return VersionSource(str(number), str(path), mark)
 
 
-def _latest_version(directory: Path) -> str:
-    versions = _versions(directory)
-    if not versions:
-        name = directory.name
-        raise InvalidArgument(f"at least one version must be available under the version policy of model '{name}'")
-    return versions[0].name
-
-
-def _guess_backend(directory: Path, version: str) -> str:
-    if is_checkpoint(directory / version):
-        return "charonia"
-    raise InvalidArgument(
-        f"Invalid model name: Could not determine backend for model '{directory.name}' with no backend in model "
-        "configuration. Expected model name of the form 'model.<backend_name>'.",
-        field="backend",
-    )
+def _stamps(path: Path) -> list[tuple[str, int, int]]:
+    """Of every file at or below it: name, time of change, size."""
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    return [(str(file), (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files]
 
 
 def is_checkpoint(directory: Path) -> bool:
@@ -121,22 +114,19 @@ def is_checkpoint(directory: Path) -> bool:
 
 
 def is_repository(directory: Path) -> bool:
-    """Some folder in it has a config.pbtxt, or a numbered version that holds a checkpoint."""
-    return any(
-        (folder / CONFIG_FILE).is_file() or any(is_checkpoint(version) for version in _versions(folder))
-        for folder in directory.iterdir()
+    """Some folder in it has a config and is no checkpoint, or a numbered version."""
+    return any(_is_model(folder) for folder in directory.iterdir() if folder.is_dir())
+
+
+def _is_model(folder: Path) -> bool:
+    if (folder / "config.pbtxt").is_file():
+        return True
+    return bool(versions_in(folder)) and (
+        any(is_checkpoint(folder / str(version)) for version in versions_in(folder)) or find_config(folder) is not None
     )
 
 
-def _versions(model: Path) -> list[Path]:
-    """The numbered folders, newest first; anything else in a model's folder is not a version."""
-    if not model.is_dir():
-        return []
-    found = [entry for entry in model.iterdir() if _VERSION.fullmatch(entry.name) and entry.is_dir()]
-    return sorted(found, key=lambda entry: int(entry.name), reverse=True)
-
-
-def checkpoint_source(model: str, name: str = "") -> ModelSource:
+def checkpoint_source(model: str, name: str = "", parameters: Mapping[str, str] | None = None) -> ModelSource:
     """A checkpoint directory or hub id as a model of its own, named after its last part.
 
     Raises:
@@ -148,4 +138,9 @@ def checkpoint_source(model: str, name: str = "") -> ModelSource:
             f"'{model}' is neither a checkpoint (a directory with config.json), nor a model repository "
             "(folders with config.pbtxt or numbered versions), nor a hub id (owner/name)"
         )
-    return ModelSource(name or path.resolve().name, "charonia", str(path.resolve()) if path.exists() else model)
+    config = new_config()
+    config.name, config.backend = name or path.resolve().name, LANGUAGE_MODEL
+    for key, value in (parameters or {}).items():
+        config.parameters[key].string_value = value
+    checkpoint = str(path.resolve()) if path.exists() else model
+    return ModelSource(config.name, config, (VersionSource("1", checkpoint),))

@@ -1,20 +1,25 @@
-"""Loads what was asked for into the hub, one model after the other, and tells a watcher how it goes.
+"""Keeps what is served as the directories have it: at the start, and in mode poll ever after.
 
-One at a time, so that each sizes its cache by what the earlier ones left.
+One model after the other, so that each sizes its cache by what the earlier ones left.
 """
 
+import asyncio
+import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Protocol
 
-from ..core.errors import CharoniaError, InvalidArgument
-from .gateway import Hub
-from .kinds import OnProgress, build
-from .source import BrokenSource, ModelSource
+from ..core.errors import CharoniaError
+from .catalog import Catalog
+from .kinds import OnProgress
+from .lifecycle import Lifecycle, LoadFailure, silent
+from .registry import Registry
+
+log = logging.getLogger(__name__)
 
 
 class Watcher(Protocol):
-    """Sees the start-up."""
+    """Sees models load."""
 
     def loading(self, name: str) -> OnProgress: ...
 
@@ -23,32 +28,84 @@ class Watcher(Protocol):
     def failed(self, name: str, reason: str) -> None: ...
 
 
-async def load_all(hub: Hub, sources: Iterable[ModelSource | BrokenSource], watcher: Watcher) -> bool:
-    """Load every model; whether all of them did. One that fails leaves the others alone."""
-    results = [await _load(hub, source, watcher) for source in sources]
-    return all(results)
+class Log:
+    """A watcher that writes to the log."""
+
+    def loading(self, name: str) -> OnProgress:
+        return silent
+
+    def loaded(self, name: str, seconds: float) -> None:
+        log.info("model '%s' is ready after %.2f s", name, seconds)
+
+    def failed(self, name: str, reason: str) -> None:
+        log.error("model '%s' failed to load: %s", name, reason)
 
 
-async def _load(hub: Hub, source: ModelSource | BrokenSource, watcher: Watcher) -> bool:
-    started = time.monotonic()
-    error = await _attempt(hub, source, watcher)
-    if error is None:
-        watcher.loaded(source.name, time.monotonic() - started)
-    else:
-        watcher.failed(source.name, _reason(error, source))
-    return error is None
+class Keeper:
+    """Loads what the catalog has. Remembers what each model was made from at the last try."""
+
+    def __init__(self, catalog: Catalog, registry: Registry, lifecycle: Lifecycle) -> None:
+        self._catalog = catalog
+        self._registry = registry
+        self._lifecycle = lifecycle
+        self._tried: dict[str, Hashable] = {}
+
+    async def start(self, names: Iterable[str], watcher: Watcher) -> bool:
+        """Load these; whether all of them did. One that fails leaves the others alone."""
+        results = [await self._load(name, watcher) for name in names]
+        for name in self._catalog.repeated():
+            watcher.failed(name, f"model '{name}' appears in two places; the first is served")
+            results.append(False)
+        return all(results)
+
+    async def poll(self, every: float) -> None:
+        """Look for what changed, for ever."""
+        while True:
+            await asyncio.sleep(every)
+            await self.look(Log())
+
+    async def look(self, watcher: Watcher) -> None:
+        """Load what is new or has changed, unload what has gone."""
+        names = await asyncio.to_thread(self._catalog.names)
+        for name in names:
+            await self._load(name, watcher)
+        for name in set(self._tried) - set(names):
+            del self._tried[name]
+            await self._lifecycle.unload(name)
+
+    async def _load(self, name: str, watcher: Watcher) -> bool:
+        """Whether it loaded, or had nothing new."""
+        started = time.monotonic()
+        try:
+            changed = await self._attempt(name, watcher)
+        except (CharoniaError, LoadFailure) as error:
+            watcher.failed(name, reason(error))
+            return False
+        if changed:
+            watcher.loaded(name, time.monotonic() - started)
+        return True
+
+    async def _attempt(self, name: str, watcher: Watcher) -> bool:
+        """Load it, if it is not what was tried the last time."""
+        try:
+            source = await asyncio.to_thread(self._catalog.read, name)
+        except CharoniaError as error:
+            if not self._new(name, error.message):
+                return False
+            self._registry.entry(name).fail(error.message)
+            raise
+        if not self._new(name, source.versions):
+            return False
+        await self._lifecycle.load(source, watcher.loading(name))
+        return True
+
+    def _new(self, name: str, mark: Hashable) -> bool:
+        known = self._tried.get(name)
+        self._tried[name] = mark
+        return known is None or known != mark
 
 
-async def _attempt(hub: Hub, source: ModelSource | BrokenSource, watcher: Watcher) -> Exception | None:
-    if isinstance(source, BrokenSource):
-        return hub.refuse(source.error, source.name)
-    on_progress = watcher.loading(source.name)
-    return await hub.load(source.name, source.version, lambda: build(source, on_progress))
-
-
-def _reason(error: Exception, source: ModelSource | BrokenSource) -> str:
-    if not isinstance(error, CharoniaError):
-        return f"{type(error).__name__}: {error}"
-    if isinstance(error, InvalidArgument) and isinstance(source, ModelSource) and error.field:
-        return f"{source.where(error.field)}{error.message}"
-    return error.message
+def reason(error: CharoniaError | LoadFailure) -> str:
+    """Why a model did not load, for people."""
+    cause = error.cause if isinstance(error, LoadFailure) else error
+    return cause.message if isinstance(cause, CharoniaError) else f"{type(cause).__name__}: {cause}"

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 
+import numpy as np
 import pytest
 
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, NotFound, Unavailable
@@ -22,9 +23,6 @@ from charonia.core.request import (
 from charonia.core.statistics import ModelStatistics, Statistics
 from charonia.core.tensor import Tensor, TensorSpec
 from charonia.repository.gateway import Hub
-from charonia.repository.kinds import build
-from charonia.repository.source import BrokenSource, ModelSource
-from charonia.repository.startup import load_all
 
 
 class Echo:
@@ -162,6 +160,28 @@ async def test_validation_counts_the_batch() -> None:
     assert await collect(hub, "echo", inputs={"A": Tensor.of("A", "INT32", [[1, 2]])})
 
 
+@pytest.mark.parametrize(
+    ("shapes", "text"),
+    [
+        ({"A": ()}, "input 'A' has no shape but model requires batch dimension for 'echo'"),
+        ({"A": (2, 1), "B": (3, 2)}, "input 'B' batch size does not match other inputs for 'echo'"),
+        ({"A": (5, 1)}, "inference request batch-size must be <= 4 for 'echo'"),
+        ({"A": (0, 1)}, "inference request batch-size must be >= 1 for 'echo'"),
+        # The batch comes before the dims.
+        ({"A": (5,)}, "inference request batch-size must be <= 4 for 'echo'"),
+    ],
+)
+async def test_validation_of_the_batch(shapes: dict[str, tuple[int, ...]], text: str) -> None:
+    hub = await hub_of(Echo(max_batch_size=4))
+    types = {"A": ("INT32", np.int32), "B": ("FP32", np.float32)}
+    inputs = {
+        name: Tensor(name, types[name][0], shape, np.zeros(shape, types[name][1])) for name, shape in shapes.items()
+    }
+    with pytest.raises(InvalidArgument) as caught:
+        await collect(hub, "echo", inputs=inputs, id="7")
+    assert caught.value.message == f"[request id: 7] {text}"
+
+
 async def test_readiness() -> None:
     good, bad = Echo("good"), Echo("bad", Internal("no"))
     strict, lenient = await hub_of(good, bad), await hub_of(good, bad, strict=False)
@@ -186,7 +206,7 @@ async def test_nothing_is_ready_in_a_process_that_is_not() -> None:
 
 async def test_what_is_measured_of_models() -> None:
     hub = await hub_of(Echo(), Echo("broken", Internal("no weights")))
-    hub.refuse(InvalidArgument("line 3"), "strange")
+    hub.registry.entry("strange").fail("line 3")
     seen = {
         (labels["model"], reading.family): reading.value for labels, readings in hub.measure() for reading in readings
     }
@@ -239,46 +259,6 @@ async def test_models_unload_whatever_one_of_them_says(caplog: pytest.LogCapture
     await (await hub_of(Sticky("sticky"), model)).unload()
     assert model.unloaded
     assert "did not unload" in caplog.text
-
-
-class Seen:
-    """A watcher that remembers."""
-
-    def __init__(self) -> None:
-        self.failures: dict[str, str] = {}
-
-    def loading(self, name: str) -> object:
-        return lambda *phase: None
-
-    def loaded(self, name: str, seconds: float) -> None:
-        raise AssertionError("nothing here can load")
-
-    def failed(self, name: str, reason: str) -> None:
-        self.failures[name] = reason
-
-
-async def test_what_fails_to_load_is_told(tmp_path: object) -> None:
-    seen, hub = Seen(), Hub()
-    sources = [
-        BrokenSource("broken", InvalidArgument("line 3")),
-        ModelSource("strange", "tensorflow", "/nowhere"),
-        ModelSource("mistaken", "charonia", "/nowhere", parameters={"aheda": "1"}),
-        ModelSource("missing", "charonia", "/nowhere"),
-        ModelSource("missing", "charonia", "/elsewhere"),
-    ]
-    assert not await load_all(hub, sources, seen)
-    assert seen.failures["broken"] == "line 3"
-    assert seen.failures["strange"] == "model 'strange': unknown backend 'tensorflow'; known are charonia"
-    assert seen.failures["mistaken"].startswith("unknown parameter 'aheda'; known are ")
-    assert "appears in two places" in seen.failures["missing"]
-    assert hub.models() == []
-    assert not hub.ready()
-
-
-def test_the_kinds_build() -> None:
-    source = ModelSource("m", "charonia", "/nowhere", "4", {"executor": "fake", "max_num_seqs": "3"})
-    model = build(source, lambda *phase: None)
-    assert (model.config.name, model.config.version) == ("m", "4")
 
 
 class Counting(Echo):

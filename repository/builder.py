@@ -1,0 +1,123 @@
+"""From a source to a model: completes and checks its config, reads what belongs to it, and builds it.
+
+Loads nothing. Knows backends only as the table of kinds has them.
+"""
+
+import glob
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..core.errors import CharoniaError, InvalidArgument
+from ..core.model import Model, ModelConfig
+from .config import described, model_config
+from .document import Config, from_fields, to_fields
+from .effects import refuse_unserved
+from .kinds import OnProgress, check_backend, classic, kind_of, loader_of
+from .normalise import invite_batching, normalise
+from .rules import check_config
+from .source import ModelSource, VersionSource, located
+from .warmup import read_warmup
+
+_BATCH = "default-max-batch-size"
+_PRESET = {_BATCH: "4"}
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSettings:
+    """`--backend-config`: parameters of one backend by its name, and of all under the empty name."""
+
+    settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, flags: Sequence[str]) -> "BackendSettings":
+        """Of `<backend>,<key>=<value>` or `<key>=<value>`.
+
+        Raises:
+            InvalidArgument: one has another form.
+        """
+        settings: dict[str, dict[str, str]] = {}
+        for flag in flags:
+            setting, equals, value = flag.partition("=")
+            backend, _, key = setting.rpartition(",")
+            if not equals or not key:
+                message = f"--backend-config must be <backend>,<key>=<value> or <key>=<value>, got '{flag}'"
+                raise InvalidArgument(message)
+            settings.setdefault(backend, {})[key] = value
+        size = settings.get("", {}).get(_BATCH, "1")
+        if not size.isdecimal():
+            raise InvalidArgument(f"--backend-config: {_BATCH} must be a whole number, got '{size}'")
+        return cls(settings)
+
+    def of(self, backend: str) -> dict[str, str]:
+        return {**_PRESET, **self.settings.get("", {}), **self.settings.get(backend, {})}
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """All that is needed to make a model. `describe`: its config, once it is loaded."""
+
+    make: Callable[[OnProgress], Model]
+    describe: Callable[[ModelConfig], ModelConfig]
+
+
+@dataclass(frozen=True, slots=True)
+class Builder:
+    """`complete`: let backends complete configs from their models' files."""
+
+    backends: BackendSettings = field(default_factory=BackendSettings)
+    complete: bool = True
+
+    def recipe(self, source: ModelSource, version: VersionSource) -> Recipe:
+        """Reads files and imports what it needs, which may take a while.
+
+        Raises:
+            CharoniaError: the model cannot be; the message says where its config is wrong.
+        """
+        try:
+            check_backend(source.name, source.backend)
+            refuse_unserved(source.config)
+            return self._language(source, version) or self._classic(source, version)
+        except CharoniaError as error:
+            raise located(error, source.file) from None
+
+    def _language(self, source: ModelSource, version: VersionSource) -> Recipe | None:
+        build = kind_of(source.backend)
+        if build is None:
+            return None
+        return Recipe(
+            lambda on_progress: build(source.name, version.number, version.path, source.parameters, on_progress),
+            lambda config: described(config, source.config),
+        )
+
+    def _classic(self, source: ModelSource, version: VersionSource) -> Recipe:
+        build, loader, directory = classic(), loader_of(source.backend), Path(version.path)
+        whole = self.whole_config(source, version)
+        config = model_config(whole, version.number, source.directory)
+        parameters = self.backends.of(source.backend)
+        warm_up = () if source.directory is None else read_warmup(whole, source.directory)
+        return Recipe(lambda _: build(config, loader, directory, parameters, warm_up), lambda config: config)
+
+    def whole_config(self, source: ModelSource, version: VersionSource) -> Config:
+        """The config of one version, completed, normalised and checked."""
+        whole = from_fields(to_fields(source.config))
+        if self.complete:
+            parameters = {**self.backends.of(source.backend), **source.parameters}
+            fields = loader_of(source.backend).complete(Path(version.path), to_fields(whole), parameters)
+            size_given = whole.max_batch_size > 0
+            whole = from_fields(fields)
+            invite_batching(whole, size_given)
+        gpus = usable_gpus()
+        normalise(whole, gpus)
+        check_config(whole, gpus)
+        return whole
+
+
+def usable_gpus() -> tuple[int, ...]:
+    """Numbers of the GPUs here, as this process may use them."""
+    there = len(glob.glob("/dev/nvidia[0-9]*"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return tuple(range(there))
+    return tuple(range(min(there, len([gpu for gpu in visible.split(",") if gpu.strip() not in ("", "-1")]))))

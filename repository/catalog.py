@@ -1,0 +1,72 @@
+"""The models there are: those of the repositories' directories, and a checkpoint that was named on its own."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..core.errors import Internal, InvalidArgument
+from .document import Config
+from .source import ModelSource, read_model
+
+log = logging.getLogger(__name__)
+
+
+class Catalog:
+    """Looks anew each time it is asked. `config_name`: of other config files, in `configs/`.
+
+    Raises:
+        InvalidArgument: a repository is no directory.
+    """
+
+    def __init__(
+        self, repositories: Sequence[Path] = (), single: ModelSource | None = None, config_name: str = ""
+    ) -> None:
+        for repository in repositories:
+            if not repository.is_dir():
+                raise InvalidArgument(f"model repository '{repository}' is not a directory")
+        self._repositories = tuple(repositories)
+        self._single = single
+        self._config_name = config_name
+
+    def names(self) -> list[str]:
+        """Every model's name once: the single checkpoint's first, the others by name."""
+        found = {path.name for repository in self._repositories for path in _models(repository)}
+        single = [] if self._single is None else [self._single.name]
+        return [*single, *sorted(found - set(single))]
+
+    def repeated(self) -> list[str]:
+        """Names that stand for several models; the first of them is served."""
+        names = [path.name for repository in self._repositories for path in _models(repository)]
+        if self._single is not None:
+            names.append(self._single.name)
+        return sorted({name for name in names if names.count(name) > 1})
+
+    def directory(self, name: str) -> Path | None:
+        """Of that model, if there is one."""
+        paths = (repository / name for repository in self._repositories)
+        return next((path for path in paths if path.is_dir()), None)
+
+    def read(self, name: str, override: Config = None, directory: Path | None = None) -> ModelSource:
+        """What that model is made from, with `override` for its config, and in `directory` instead of its own.
+
+        Raises:
+            Internal: there is none.
+            InvalidArgument: it cannot be a model; the message names file, line and field.
+        """
+        if self._single is not None and name == self._single.name and override is None:
+            return self._single
+        directory = directory or self.directory(name)
+        if directory is None:
+            raise Internal(f"failed to load '{name}', failed to poll from model repository")
+        try:
+            return read_model(directory, override, self._config_name)
+        except OSError as error:
+            raise InvalidArgument(str(error)) from None
+
+
+def _models(repository: Path) -> list[Path]:
+    try:
+        return [path for path in repository.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    except OSError as error:
+        log.warning("cannot read the model repository %s: %s", repository, error)
+        return []

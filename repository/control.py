@@ -1,0 +1,130 @@
+"""Who decides what is served: the start alone, changes on disk, or requests; model-config.md section 9."""
+
+import asyncio
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Protocol
+
+from ..core.errors import CharoniaError, InvalidArgument, Unavailable
+from .catalog import Catalog
+from .document import parse_override
+from .lifecycle import Lifecycle, LoadFailure
+from .registry import Registry
+from .source import ModelSource
+
+log = logging.getLogger(__name__)
+
+
+class Control(Protocol):
+    """What requests may change."""
+
+    def names(self) -> list[str]:
+        """The models that could be loaded."""
+
+    async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None: ...
+
+    async def unload(self, name: str) -> None: ...
+
+
+class Fixed:
+    """Requests change nothing: modes none and poll."""
+
+    def names(self) -> list[str]:
+        return []
+
+    async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+        raise Unavailable("explicit model load / unload is not allowed if polling is enabled")
+
+    async def unload(self, name: str) -> None:
+        raise Unavailable("explicit model load / unload is not allowed if polling is enabled")
+
+
+class Explicit:
+    """Requests decide."""
+
+    def __init__(self, catalog: Catalog, registry: Registry, lifecycle: Lifecycle) -> None:
+        self._catalog = catalog
+        self._registry = registry
+        self._lifecycle = lifecycle
+
+    def names(self) -> list[str]:
+        return self._catalog.names()
+
+    async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+        _check_name(name)
+        if files and config is None:
+            raise InvalidArgument("Load parameter 'config' must be specified for model file override")
+        source, release = await self._read(name, config, files)
+        try:
+            await self._lifecycle.load(source, release=release)
+        except LoadFailure as failure:
+            message = f"load failed for model '{name}': version {failure.version} is at UNAVAILABLE state: {failure};\n"
+            raise InvalidArgument(message) from None
+
+    async def unload(self, name: str) -> None:
+        _check_name(name)
+        await self._lifecycle.unload(name)
+
+    async def _read(
+        self, name: str, config: str | None, files: Mapping[str, bytes]
+    ) -> tuple[ModelSource, Callable[[], None]]:
+        try:
+            override = None if config is None else parse_override(config)
+            if not files:
+                return await asyncio.to_thread(self._catalog.read, name, override), lambda: None
+            scratch, directory = await asyncio.to_thread(_write, name, files)
+        except InvalidArgument as error:
+            raise self._failed(name, error) from None
+
+        def release() -> None:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+        try:
+            return await asyncio.to_thread(self._catalog.read, name, override, directory), release
+        except CharoniaError as error:
+            release()
+            raise self._failed(name, error) from None
+
+    def _failed(self, name: str, error: CharoniaError) -> CharoniaError:
+        """It cannot even be read."""
+        if error.message.startswith(("Invalid config", "Invalid file")) or not isinstance(error, InvalidArgument):
+            return error
+        self._registry.entry(name).fail(error.message)
+        return InvalidArgument(f"load failed for model '{name}': {error.message}\n", field=error.field)
+
+
+def _check_name(name: str) -> None:
+    if not name:
+        raise InvalidArgument("Model name cannot be empty. Please enter a valid name to deploy.")
+    if name in (".", "..") or any(part in name for part in ("/", "\\", "..", "\0")):
+        raise InvalidArgument(f"invalid model name '{name}', model name must not contain path traversal characters")
+
+
+def _write(name: str, files: Mapping[str, bytes]) -> tuple[Path, Path]:
+    """A directory of the model with these files, in a scratch directory of its own."""
+    for path in files:
+        _check_path(path)
+    scratch = Path(tempfile.mkdtemp(prefix="charonia-model-"))
+    try:
+        for path, content in files.items():
+            file = scratch / name / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+    except OSError as error:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise InvalidArgument(f"cannot write the files of model '{name}': {error.strerror}") from None
+    return scratch, scratch / name
+
+
+def _check_path(path: str) -> None:
+    parts: list[str] = []
+    for part in PurePosixPath(path).parts:
+        parts = parts[:-1] if part == ".." and parts and parts[-1] != ".." else [*parts, part]
+    if not parts or parts[0] in ("..", "/"):
+        normalised = "/".join(parts)
+        raise InvalidArgument(
+            f"Invalid file parameter '{path}' with normalized path '{normalised}' must stay within model directory."
+        )

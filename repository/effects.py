@@ -1,0 +1,63 @@
+"""Which fields of a config do nothing here: refused where the model would answer otherwise, named in the log else.
+
+Knows nothing of how a backend computes; parameters are each backend's own business.
+"""
+
+from collections.abc import Iterator
+
+from ..core.errors import Unsupported
+from .document import Config
+from .normalise import LANGUAGE_MODEL
+
+_REFUSED = {
+    "sequence_batching": "sequences are not served",
+    "model_repository_agents": "repository agents are not run",
+    "model_operations": "operator libraries are not loaded",
+}
+"""What changes the answers, so that a model without it would be another."""
+
+_IDLE = ("runtime", "cc_model_filenames", "model_metrics")
+_IDLE_OPTIMIZATION = ("priority", "cuda", "gather_kernel_buffer_threshold", "eager_batching")
+_IDLE_GROUP = ("rate_limiter", "profile", "host_policy", "secondary_devices")
+_IDLE_TENSOR = ("is_shape_tensor", "is_non_linear_format_io")
+_OF_CLASSIC_MODELS = (
+    "max_batch_size",
+    "input",
+    "output",
+    "batch_input",
+    "batch_output",
+    "optimization",
+    "dynamic_batching",
+    "instance_group",
+    "model_warmup",
+    "model_transaction_policy",
+    "default_model_filename",
+)
+
+
+def refuse_unserved(config: Config) -> None:
+    """Raises `Unsupported` for what cannot be left out."""
+    for field, reason in _REFUSED.items():
+        if config.HasField(field):
+            raise Unsupported(f"model '{config.name}' has {field}: {reason} here", field=field)
+
+
+def idle_fields(config: Config) -> Iterator[str]:
+    """The fields of a config, as it was written, that have no effect; by their paths."""
+    yield from _set(config, _IDLE)
+    if config.response_cache.enable:
+        yield "response_cache"
+    if config.backend == LANGUAGE_MODEL:
+        yield from _set(config, _OF_CLASSIC_MODELS)
+        return
+    yield from (f"optimization.{field}" for field in _set(config.optimization, _IDLE_OPTIMIZATION))
+    for group in config.instance_group:
+        yield from (f"instance_group.{field}" for field in _set(group, _IDLE_GROUP))
+    for side, tensors in (("input", config.input), ("output", config.output)):
+        for tensor in tensors:
+            yield from (f"{side}.{tensor.name}.{field}" for field in _set(tensor, _IDLE_TENSOR))
+
+
+def _set(message: Config, fields: tuple[str, ...]) -> Iterator[str]:
+    there = {field.name for field, _ in message.ListFields()}
+    return (field for field in fields if field in there)

@@ -1,0 +1,209 @@
+"""Loads models and takes them out of service again: the new serves before the old goes, and the old until it is done.
+
+One model loads at a time, so that each sizes itself by what the others left.
+"""
+
+import asyncio
+import ctypes
+import gc
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+
+from ..core.errors import CharoniaError
+from ..core.gateway import State
+from ..core.model import Model
+from .builder import Builder, Recipe
+from .effects import idle_fields
+from .entry import UNLOADED, Entry, Serving
+from .kinds import OnProgress
+from .registry import Registry
+from .running import Tally
+from .source import ModelSource, VersionSource
+
+log = logging.getLogger(__name__)
+
+
+def silent(phase: str, fraction: float, seconds: float, detail: str) -> None:
+    """An `OnProgress` that tells nobody."""
+
+
+class LoadFailure(Exception):
+    """One version of a model did not load, because of `cause`."""
+
+    def __init__(self, version: str, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.version = version
+        self.cause = cause
+
+
+class Lifecycle:
+    """Changes what a registry serves."""
+
+    def __init__(self, registry: Registry, builder: Builder) -> None:
+        self._registry = registry
+        self._builder = builder
+        self._loading = asyncio.Lock()
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._hurry = asyncio.Event()
+
+    async def load(
+        self, source: ModelSource, on_progress: OnProgress = silent, release: Callable[[], None] = lambda: None
+    ) -> None:
+        """Serve the versions of `source`, and no others of its model; those that are served as they are, go on.
+        `release` is called once when what was loaded has gone, or if nothing was.
+
+        Raises:
+            LoadFailure: a version did not load; everything is as before.
+        """
+        async with self._loading:
+            entry = self._registry.entry(source.name)
+            entry.wanted = True
+            new, shared = {}, _Shared(release)
+            try:
+                for version in source.versions:
+                    kept = _unchanged(entry, version)
+                    new[version.number] = kept or await self._start(entry, source, version, on_progress, shared)
+            except BaseException:
+                await self._abandon([each for number, each in new.items() if _served(entry, number) is not each])
+                raise
+            finally:
+                shared.leave()
+            for serving in entry.publish(new.items()):
+                self._retire(entry, serving)
+            _tell_idle(source)
+
+    async def serve(self, name: str, number: str, build: Callable[[], Model]) -> None:
+        """Load and serve a model that is made by hand. Raises `LoadFailure`."""
+        entry = self._registry.entry(name)
+        serving = await self._attempt(entry, number, lambda: _by_hand(build))
+        entry.publish([(number, serving)])
+
+    async def unload(self, name: str) -> None:
+        """Serve a model no more; return when it takes no requests."""
+        async with self._loading:
+            entry = self._registry.entries.get(name)
+            if entry is None:
+                return
+            entry.wanted = False
+            for serving in entry.publish(()):
+                self._retire(entry, serving)
+
+    async def close(self) -> None:
+        """Unload everything at once, drained or not, whatever one of the models says."""
+        self._hurry.set()
+        for entry in self._registry.entries.values():
+            for serving in entry.publish(()):
+                self._retire(entry, serving)
+        while self._leaving:
+            await asyncio.gather(*self._leaving)
+
+    async def _start(
+        self, entry: Entry, source: ModelSource, version: VersionSource, on_progress: OnProgress, shared: "_Shared"
+    ) -> Serving:
+        async def recipe() -> Recipe:
+            return await asyncio.to_thread(self._builder.recipe, source, version)
+
+        serving = await self._attempt(entry, version.number, recipe, on_progress)
+        serving.mark, serving.release = version.mark, shared.take()
+        return serving
+
+    async def _attempt(
+        self, entry: Entry, number: str, recipe: Callable[[], Awaitable[Recipe]], on_progress: OnProgress = silent
+    ) -> Serving:
+        started = time.monotonic()
+        if _served(entry, number) is None:
+            entry.version(number).state, entry.version(number).reason = State.LOADING, ""
+        try:
+            made = await recipe()
+            model = made.make(on_progress)
+            await model.load()
+        except Exception as error:
+            entry.fail(str(error), [number])
+            if not isinstance(error, CharoniaError):
+                log.exception("model '%s' failed to load", entry.name)
+            raise LoadFailure(number, error) from error
+        tally = Tally(self._registry.tally)
+        return Serving(model, made.describe(model.config), tally, time.monotonic() - started)
+
+    async def _abandon(self, loaded: Sequence[Serving]) -> None:
+        """They were loaded in vain."""
+        await asyncio.gather(*(_unload(serving) for serving in loaded))
+
+    def _retire(self, entry: Entry, serving: Serving) -> None:
+        task = asyncio.create_task(self._leave(entry, serving), name=f"unload {entry.name}")
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    async def _leave(self, entry: Entry, serving: Serving) -> None:
+        """Unload it when its last request is done; none is new."""
+        version = entry.versions.get(serving.config.version)
+        gone = version is not None and version.reason == UNLOADED
+        if version is not None and gone:
+            version.state = State.UNLOADING
+        await self._drained(serving)
+        await _unload(serving)
+        if version is not None and gone and version.state == State.UNLOADING:
+            version.state = State.UNAVAILABLE
+        await asyncio.to_thread(_return_memory)
+
+    async def _drained(self, serving: Serving) -> None:
+        waits = [asyncio.ensure_future(wait) for wait in (serving.tally.drained(), self._hurry.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+
+class _Shared:
+    """What several versions are made from: released once, when the last of them has gone."""
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release = release
+        self._holders = 1  # whoever loads them
+
+    def take(self) -> Callable[[], None]:
+        self._holders += 1
+        return self.leave
+
+    def leave(self) -> None:
+        self._holders -= 1
+        if not self._holders:
+            self._release()
+
+
+async def _by_hand(build: Callable[[], Model]) -> Recipe:
+    model = build()
+    return Recipe(lambda _: model, lambda config: config)
+
+
+async def _unload(serving: Serving) -> None:
+    try:
+        await serving.model.unload()
+    except Exception:
+        log.exception("model '%s' did not unload", serving.config.name)
+    serving.release()
+
+
+def _served(entry: Entry, number: str) -> Serving | None:
+    version = entry.versions.get(number)
+    return None if version is None else version.serving
+
+
+def _unchanged(entry: Entry, version: VersionSource) -> Serving | None:
+    serving = _served(entry, version.number)
+    return serving if serving is not None and version.mark is not None and serving.mark == version.mark else None
+
+
+def _tell_idle(source: ModelSource) -> None:
+    for path in idle_fields(source.config):
+        log.warning("%smodel '%s': %s has no effect here", source.where(path), source.name, path)
+
+
+def _return_memory() -> None:
+    """What a model held and the allocator kept for others; glibc alone keeps much."""
+    gc.collect()
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)

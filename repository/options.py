@@ -1,0 +1,30 @@
+"""Which models to serve, under tritonserver's names. Free of what serves them: the command line reads it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepositoryOptions:
+    """Which models to serve."""
+
+    model_repository: Annotated[tuple[Path, ...], Parameter(negative=())] = ()
+    """Directory of models; may be given several times."""
+    served_model_name: str = ""
+    """Name of a single checkpoint, instead of its directory's."""
+    model_control_mode: Literal["none", "poll", "explicit"] = "none"
+    """Who changes what is served: nobody, the repository's files, or requests."""
+    load_model: Annotated[tuple[str, ...], Parameter(negative=())] = ()
+    """Model to load at the start in mode explicit; may be given several times, * is all."""
+    repository_poll_secs: Annotated[float, Parameter(validator=Number(gt=0))] = 15
+    """Seconds between looks at the repository in mode poll."""
+    model_config_name: str = ""
+    """Name of the config file to use, in configs/ of each model that has it."""
+    disable_auto_complete_config: Annotated[bool, Parameter(negative=())] = False
+    """Take configs as they are written, instead of completing them from the models' files."""
+    backend_config: Annotated[tuple[str, ...], Parameter(negative=())] = ()
+    """<backend>,<key>=<value> or <key>=<value>; may be given several times."""

@@ -1,0 +1,89 @@
+"""Requests that are being answered: counted while they run, and their streams.
+
+Knows nothing of models.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Generic, TypeVar, cast
+
+from ..core.exchange import current
+from ..core.gateway import Stream
+
+T = TypeVar("T")
+
+
+class Tally:
+    """How many run, and when none does; all of them count in `whole` too."""
+
+    __slots__ = ("_idle", "_whole", "count")
+
+    def __init__(self, whole: "Tally | None" = None) -> None:
+        self.count = 0
+        self._whole = whole
+        self._idle: asyncio.Event | None = None
+
+    def enter(self) -> None:
+        self.count += 1
+        if self._whole is not None:
+            self._whole.enter()
+
+    def leave(self) -> None:
+        self.count -= 1
+        if not self.count and self._idle is not None:
+            self._idle.set()
+        if self._whole is not None:
+            self._whole.leave()
+
+    async def drained(self) -> None:
+        """Return when none runs."""
+        while self.count:
+            self._idle = asyncio.Event()
+            await self._idle.wait()
+
+
+class Running(Generic[T]):
+    """A model's stream, counted until it is closed or has ended. Of one that keeps no account of its own
+    (`accounted`), the end is the request's."""
+
+    __slots__ = ("_next", "_stream", "_tally")
+
+    def __init__(self, stream: AsyncIterator[T], tally: Tally, accounted: bool = True) -> None:
+        # Models promise an AsyncIterator and write generators; only those can be closed.
+        self._stream = cast(Stream[T], stream)
+        self._next: Callable[[], Awaitable[T]] = self._stream.__anext__ if accounted else self._observed
+        self._tally: Tally | None = tally
+        tally.enter()
+
+    def __aiter__(self) -> "Running[T]":
+        return self
+
+    def __anext__(self) -> Awaitable[T]:
+        # A generator of ours would be resumed once more for each token of each stream.
+        return self._next()
+
+    async def _observed(self) -> T:
+        try:
+            return await self._stream.__anext__()
+        except StopAsyncIteration:
+            self._leave()
+            finish()
+            raise
+
+    async def aclose(self) -> None:
+        try:
+            await self._stream.aclose()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._tally is not None:
+            self._tally.leave()
+            self._tally = None
+
+
+def finish() -> None:
+    """The current request is answered; if a text was generated for it, that says how."""
+    exchange = current()
+    if exchange is not None:
+        exchange.finish()

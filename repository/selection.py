@@ -1,0 +1,95 @@
+"""What the command line asks to serve: the models there are, those to begin with, and who changes that later."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..core.errors import InvalidArgument
+from .builder import BackendSettings, Builder
+from .catalog import Catalog
+from .control import Explicit
+from .gateway import Hub
+from .options import RepositoryOptions
+from .source import ModelSource, checkpoint_source, is_repository
+from .startup import Keeper
+
+_ALL = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """`single`: one checkpoint was asked for; without it there is nothing to do."""
+
+    catalog: Catalog
+    builder: Builder
+    options: RepositoryOptions
+    single: bool
+
+    @property
+    def names(self) -> list[str]:
+        """What to load at the start."""
+        wanted = self.options.load_model
+        if self.options.model_control_mode == "explicit" and wanted != (_ALL,):
+            return list(dict.fromkeys(wanted))
+        return self.catalog.names()
+
+    def keeper(self, hub: Hub) -> Keeper:
+        """Who keeps the hub's models as they were asked for; in mode explicit, requests may change them."""
+        if self.options.model_control_mode == "explicit":
+            hub.control = Explicit(self.catalog, hub.registry, hub.lifecycle)
+        return Keeper(self.catalog, hub.registry, hub.lifecycle)
+
+    @asynccontextmanager
+    async def kept(self, keeper: Keeper) -> AsyncIterator[None]:
+        """In mode poll, follow the repository meanwhile."""
+        if self.options.model_control_mode != "poll":
+            yield
+            return
+        polling = asyncio.create_task(keeper.poll(self.options.repository_poll_secs))
+        try:
+            yield
+        finally:
+            polling.cancel()
+            with suppress(asyncio.CancelledError):
+                await polling
+
+
+def select(model: str | None, options: RepositoryOptions, engine: Mapping[str, str]) -> Selection:
+    """`model`: a checkpoint, a hub id or a repository, on its own; `engine`: settings for a checkpoint.
+
+    Raises:
+        InvalidArgument: there is nothing to serve, or what is asked for contradicts itself.
+    """
+    _check_mode(options)
+    repositories, single = list(options.model_repository), None
+    if model is not None and Path(model).is_dir() and is_repository(Path(model)):
+        repositories.append(Path(model))
+    elif model is not None:
+        single = checkpoint_source(model, options.served_model_name, engine)
+    if single is None:
+        _refuse_for_repository(options, engine, repositories)
+    return _selection(repositories, single, options)
+
+
+def _selection(repositories: list[Path], single: ModelSource | None, options: RepositoryOptions) -> Selection:
+    catalog = Catalog(repositories, single, options.model_config_name)
+    builder = Builder(BackendSettings.parse(options.backend_config), not options.disable_auto_complete_config)
+    return Selection(catalog, builder, options, single is not None and not repositories)
+
+
+def _check_mode(options: RepositoryOptions) -> None:
+    if options.load_model and options.model_control_mode != "explicit":
+        raise InvalidArgument("--load-model needs --model-control-mode=explicit")
+    if _ALL in options.load_model and options.load_model != (_ALL,):
+        raise InvalidArgument("--load-model * stands for all models and must be the only one")
+
+
+def _refuse_for_repository(options: RepositoryOptions, engine: Mapping[str, str], repositories: list[Path]) -> None:
+    if not repositories:
+        raise InvalidArgument("nothing to serve: name a checkpoint or give --model-repository")
+    flags = [*engine, *(["served_model_name"] if options.served_model_name else [])]
+    if flags:
+        flag = f"--{flags[0].replace('_', '-')}"
+        raise InvalidArgument(f"{flag} is for a single checkpoint; in a repository, set it in config.pbtxt")

@@ -1,0 +1,51 @@
+"""Which versions of a model there are, and which of them are served: model-config.md sections 1 and 9.
+
+A version is a folder whose name is a number without leading zeros.
+"""
+
+import logging
+import re
+from pathlib import Path
+
+from ..core.errors import InvalidArgument
+from .document import Config
+
+log = logging.getLogger(__name__)
+
+_VERSION = re.compile(r"[1-9][0-9]*")
+
+
+def versions_in(model: Path) -> list[int]:
+    """The numbered folders, lowest first; anything else in a model's folder is no version."""
+    if not model.is_dir():
+        return []
+    return sorted(int(entry.name) for entry in model.iterdir() if _VERSION.fullmatch(entry.name) and entry.is_dir())
+
+
+def chosen(config: Config, there: list[int]) -> list[int]:
+    """Those that the config's policy serves, lowest first; without a policy the latest.
+
+    Raises:
+        InvalidArgument: none of them is there.
+    """
+    policy = config.version_policy
+    match policy.WhichOneof("policy_choice"):
+        case "all":
+            served = there
+        case "specific":
+            served = _specific(config.name, sorted(set(policy.specific.versions)), there)
+        case "latest":
+            served = there[-max(policy.latest.num_versions, 1) :]
+        case _:
+            served = there[-1:]
+    if not served:
+        message = f"at least one version must be available under the version policy of model '{config.name}'"
+        raise InvalidArgument(message, field="version_policy")
+    return served
+
+
+def _specific(name: str, wanted: list[int], there: list[int]) -> list[int]:
+    for version in wanted:
+        if version not in there:
+            log.warning("version %d of model '%s' is asked for by its version policy and is not there", version, name)
+    return [version for version in wanted if version in there]
