@@ -43,19 +43,21 @@ class Sum:
 
 @dataclass(slots=True)
 class Computes:
-    """The three parts of executions."""
+    """The three parts of executions: how many there were, and nanoseconds of each part."""
 
-    input: Sum = field(default_factory=Sum)
-    infer: Sum = field(default_factory=Sum)
-    output: Sum = field(default_factory=Sum)
+    count: int = 0
+    input: int = 0
+    infer: int = 0
+    output: int = 0
 
     def add(self, timing: Timing) -> None:
-        self.input.add(timing.input)
-        self.infer.add(timing.infer)
-        self.output.add(timing.output)
+        self.count += 1
+        self.input += timing.input
+        self.infer += timing.infer
+        self.output += timing.output
 
     def read(self) -> tuple[Duration, Duration, Duration]:
-        return self.input.read(), self.infer.read(), self.output.read()
+        return Duration(self.count, self.input), Duration(self.count, self.infer), Duration(self.count, self.output)
 
 
 @dataclass(slots=True)
@@ -76,11 +78,11 @@ class Responses:
 
 @dataclass(slots=True)
 class Account:
-    """Of one model, from its load to its unload."""
+    """Of one model, from its load to its unload. `queued`: nanoseconds; `last`: seconds since the epoch."""
 
     success: Sum = field(default_factory=Sum)
     fail: Sum = field(default_factory=Sum)
-    queue: Sum = field(default_factory=Sum)
+    queued: int = 0
     computes: Computes = field(default_factory=Computes)
     batches: dict[int, Computes] = field(default_factory=dict)
     responses: dict[int, Responses] = field(default_factory=dict)
@@ -90,7 +92,7 @@ class Account:
     spent: Microseconds = field(default_factory=Microseconds)
     inferences: int = 0
     executions: int = 0
-    last: int = 0
+    last: float = 0.0
 
     def execute(self, size: int, timing: Timing, cause: Cause, requests: int) -> None:
         """A batch of that many items and requests was executed."""
@@ -104,10 +106,11 @@ class Account:
     def succeed(self, size: int, whole: int, queued: int, timing: Timing) -> None:
         """A request of that many items was answered, `whole` after it came."""
         self.inferences += size
-        self.success.add(whole)
-        self.queue.add(queued)
+        self.success.count += 1
+        self.success.ns += whole
+        self.queued += queued
         self.computes.add(timing)
-        self.last = int(time.time() * 1000)
+        self.last = time.time()
         spent = self.spent
         spent.request += whole // 1000
         spent.queue += queued // 1000
@@ -131,16 +134,18 @@ class Account:
 
     def statistics(self) -> Statistics:
         return Statistics(
-            last_inference=self.last,
+            last_inference=int(self.last * 1000),
             inference_count=self.inferences,
             execution_count=self.executions,
-            inference=InferenceStatistics(
-                self.success.read(), self.fail.read(), self.queue.read(), *self.computes.read()
-            ),
+            inference=self._inference(),
             batches=tuple(BatchStatistics(size, *parts.read()) for size, parts in sorted(self.batches.items())),
             responses={str(place): each.read() for place, each in sorted(self.responses.items())},
             explain={cause.value: self.alone[cause] for cause in Cause},
         )
+
+    def _inference(self) -> InferenceStatistics:
+        queue = Duration(self.success.count, self.queued)
+        return InferenceStatistics(self.success.read(), self.fail.read(), queue, *self.computes.read())
 
     def readings(self, pending: int) -> Iterator[Reading]:
         """`pending`: requests that wait."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import CharoniaError, Internal
-from ..core.request import InferResponse
+from ..core.request import InferRequest, InferResponse
 from .job import Job
 from .ragged import Ragged, scattered
 from .runtime import Arrays, Runtime
@@ -61,6 +61,21 @@ def execute(runtime: Runtime, form: Form, jobs: Sequence[Job], name: str) -> Res
         # Whatever a model does, even to exit, is no business of the thread it runs in.
         return Result((), _timing(marks), failure(error, name))
     return Result(responses, _timing(marks))
+
+
+def execute_alone(runtime: Runtime, form: Form, request: InferRequest, name: str) -> Result:
+    """What `execute` does, for one request of a model without ragged inputs: in half the time. Never raises."""
+    marks, signature, wanted = [perf_counter_ns()], form.signature, request.outputs
+    try:
+        inputs = signature.arrays(request)
+        marks.append(perf_counter_ns())
+        made = _only(runtime, inputs, signature.outputs if wanted is None else wanted)
+        marks.append(perf_counter_ns())
+        responses = (InferResponse(signature.tensors(made, wanted), final=True),)
+    except BaseException as error:
+        return Result((), _timing(marks), failure(error, name))
+    begin, prepared, done = marks
+    return Result(responses, Timing(prepared - begin, done - prepared, perf_counter_ns() - done))
 
 
 def stream(runtime: Runtime, form: Form, job: Job, name: str) -> Generator[Result, None, None]:

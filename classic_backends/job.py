@@ -3,9 +3,9 @@
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from numpy.typing import NDArray
 
@@ -108,3 +108,25 @@ class Channel:
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
+
+
+class AtOnce:
+    """A stream of the one response that `make` makes when it is asked for. A generator would cost as much again as a
+    small execution."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[[], InferResponse]) -> None:
+        self._make: Callable[[], InferResponse] | None = make
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> InferResponse:
+        make, self._make = self._make, None
+        if make is None:
+            raise StopAsyncIteration
+        return make()
+
+    async def aclose(self) -> None:
+        self._make = None

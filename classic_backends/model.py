@@ -5,7 +5,7 @@ Knows nothing of protocols, of where its config came from, and of what its runti
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,9 +20,9 @@ from .batcher import Cause
 from .batching import read_batching
 from .delivery import Delivery
 from .dispatch import Dispatcher, Request, Worker, prefix
-from .execution import Form, execute, stream
+from .execution import Form, execute, execute_alone, stream
 from .instances import Instance
-from .job import Answer, Channel, Job, Nobody, Sink
+from .job import Answer, AtOnce, Channel, Job, Nobody, Sink
 from .ordering import Line
 from .places import Slot, read_slots
 from .ragged import read_ragged
@@ -115,25 +115,24 @@ class ClassicModel:
         self._dispatcher = self._inline = None
         await asyncio.gather(*(worker.stop() for worker in workers))
 
-    def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+    def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:
         """Raises what the runtime raises; `Unavailable` where the queue is full or the model is not loaded, and
         `RequestTimeout` where its time in the queue ran out."""
         if self._inline is not None:
-            return self._infer_inline(self._inline, request)
+            return AtOnce(partial(self._infer_inline, self._inline, request))
         return self._infer_streamed(request) if self._config.decoupled else self._infer_once(request)
 
-    async def _infer_inline(self, runtime: Runtime, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+    def _infer_inline(self, runtime: Runtime, request: InferRequest) -> InferResponse:
         begun = time.monotonic_ns()
-        waiting = self._waiting(request, _NOBODY)
-        result = execute(runtime, self._form, [waiting.item], self._slots[0].place.name)
+        result = execute_alone(runtime, self._form, request, self._slots[0].place.name)
         whole = time.monotonic_ns() - begun
         if result.error is not None:
             self._account.lose(Failure.BACKEND, whole)
             raise result.error
-        cause = Cause.IDLE if self._rules.combine else Cause.ALONE
-        self._account.execute(waiting.size, result.timing, cause, 1)
-        self._account.succeed(waiting.size, whole, 0, result.timing)
-        yield result.responses[0]
+        size = self._form.signature.size(request)
+        self._account.execute(size, result.timing, Cause.IDLE if self._rules.combine else Cause.ALONE, 1)
+        self._account.succeed(size, whole, 0, result.timing)
+        return result.responses[0]
 
     async def _infer_once(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         answer = Answer(asyncio.get_running_loop())

@@ -37,6 +37,7 @@ class Signature:
         self.batched = config.max_batch_size > 0
         self.model = config.name
         self.inputs = _sides(config.inputs, config.document.get("input", ()))
+        self._reshaped_inputs = {side.name: side for side in self.inputs if side.reshape is not None}
         self._made = {side.name: side for side in _sides(config.outputs, config.document.get("output", ()))}
         self.outputs = tuple(self._made)
         self._optional = any(side.optional for side in self.inputs)
@@ -45,8 +46,14 @@ class Signature:
 
     def arrays(self, request: InferRequest) -> dict[str, NDArray[Any]]:
         """The request's inputs in the model's shapes; ragged ones as they came."""
-        given = request.inputs
-        return {side.name: self._array(side, given[side.name]) for side in self.inputs if side.name in given}
+        arrays = {}
+        for name, tensor in request.inputs.items():
+            shape = tensor.shape
+            if name in self._reshaped_inputs:
+                side = self._reshaped_inputs[name]
+                shape = self._reshaped(shape, side.dims, side.reshape or ())
+            arrays[name] = tensor.data if tensor.data.shape == shape else tensor.data.reshape(shape)
+        return arrays
 
     def size(self, request: InferRequest) -> int:
         """How many items of a batch it is, at least 1."""
@@ -67,14 +74,14 @@ class Signature:
         Raises:
             Internal: the model made something other than its config says.
         """
-        names = made if wanted is None else [name for name in made if name in wanted]
-        return tuple([self._tensor(self._made[name], made[name]) for name in names if name in self._made])
-
-    def _array(self, side: Side, tensor: Tensor) -> NDArray[Any]:
-        shape = tensor.shape
-        if side.reshape is not None:
-            shape = self._reshaped(shape, side.dims, side.reshape)
-        return tensor.data if tensor.data.shape == shape else tensor.data.reshape(shape)
+        sides = self._made
+        return tuple(
+            [
+                self._tensor(sides[name], array)
+                for name, array in made.items()
+                if name in sides and (wanted is None or name in wanted)
+            ]
+        )
 
     def _tensor(self, side: Side, array: NDArray[Any]) -> Tensor:
         if array.dtype != self._types[side.name]:
