@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.errors import CharoniaError, InvalidArgument
-from .document import Config, find_config, line_of, new_config, parse_file
+from .document import FILES, Config, find_config, line_of, new_config, parse_file
 from .normalise import LANGUAGE_MODEL, fill_backend
 from .versions import chosen, versions_in
 
@@ -97,7 +97,9 @@ def _take_name(config: Config, directory: Path) -> None:
 def _version(directory: Path, config: Config, number: int, once: object) -> VersionSource:
     """With `once`, it is like no other."""
     path = directory / str(number)
+    # What the config says stands in the mark itself.
     around = [entry for entry in directory.iterdir() if entry.name == "warmup" or entry.is_file()]
+    around = [entry for entry in around if entry.name not in FILES]
     stamps = [stamp for entry in (path, *around) for stamp in _stamps(entry)]
     mark = (config.SerializeToString(deterministic=True), *stamps, once)
     return VersionSource(str(number), str(path), mark)

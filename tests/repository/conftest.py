@@ -1,0 +1,159 @@
+"""Models of a few lines in place of backends, and repositories of a few files."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from charonia.core.errors import CharoniaError, InvalidArgument
+from charonia.core.model import Model, ModelConfig, ModelStats
+from charonia.core.request import InferRequest, InferResponse
+from charonia.core.statistics import Statistics
+from charonia.core.tensor import Tensor
+from charonia.repository import kinds
+from charonia.repository.catalog import Catalog
+from charonia.repository.control import Explicit
+from charonia.repository.gateway import Hub
+from charonia.repository.startup import Keeper
+
+CONFIG = """
+backend: "toy"
+input { name: "A" data_type: TYPE_INT32 dims: 1 }
+output { name: "A" data_type: TYPE_INT32 dims: 1 }
+"""
+
+
+class Toy:
+    """Answers with its directory's file `answer`; a file `fails` fails its load, saying what stands in it.
+
+    A request with the parameter `wait` gets its answer when `go` is set.
+    """
+
+    loaded: list["Toy"]
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        loader: object,
+        directory: Path,
+        parameters: Mapping[str, str] | None = None,
+        warm_up: tuple[InferRequest, ...] = (),
+    ) -> None:
+        self.config = config
+        self.directory = directory
+        self.parameters = dict(parameters or {})
+        self.warm_up = warm_up
+        self.answer = (directory / "answer").read_text()
+        self.go = asyncio.Event()
+        self.unloaded = False
+
+    async def load(self) -> None:
+        fails = self.directory / "fails"
+        if fails.exists():
+            raise InvalidArgument(fails.read_text())
+        type(self).loaded.append(self)
+
+    async def unload(self) -> None:
+        assert not self.unloaded
+        self.unloaded = True
+
+    def stats(self) -> ModelStats:
+        return ModelStats(True)
+
+    def statistics(self) -> Statistics:
+        return Statistics()
+
+    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        if request.parameters.get("wait"):
+            await self.go.wait()
+        assert not self.unloaded
+        yield InferResponse((Tensor.of("A", "INT32", [int(self.answer)]),))
+
+
+class ToyLoader:
+    """Completes configs with the file `completes`, a config in JSON's terms."""
+
+    def complete(self, directory: Path, document: Mapping[str, Any], parameters: Mapping[str, str]) -> dict[str, Any]:
+        if (directory / "size").exists() and not document["max_batch_size"]:
+            return {**document, "max_batch_size": int(parameters["default-max-batch-size"])}
+        if (directory / "contradicts").exists():
+            raise InvalidArgument("the file says otherwise", field="input.A.dims")
+        return dict(document)
+
+
+TOYS = ToyLoader()
+
+
+@pytest.fixture
+def toys(monkeypatch: pytest.MonkeyPatch) -> list[Toy]:
+    """The backend `toy`; every model of it that was loaded."""
+    Toy.loaded = []
+    monkeypatch.setitem(kinds.LOADERS, "toy", ("toy", "TOYS"))
+    monkeypatch.setattr(kinds, "loader_of", lambda backend: TOYS)
+    monkeypatch.setattr("charonia.repository.builder.loader_of", lambda backend: TOYS)
+    monkeypatch.setattr("charonia.repository.builder.classic", lambda: Toy)
+    return Toy.loaded
+
+
+class World:
+    """A repository, and a hub that serves it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.hub = Hub()
+        self.catalog = Catalog([root])
+        self.keeper = Keeper(self.catalog, self.hub.registry, self.hub.lifecycle)
+        self.failures: dict[str, str] = {}
+        self.loads: list[str] = []
+
+    def write(self, name: str, answers: Mapping[str, int], config: str = CONFIG) -> Path:
+        """A model whose versions answer so; versions that it had and has no more stay."""
+        for version, answer in answers.items():
+            (self.root / name / version).mkdir(parents=True, exist_ok=True)
+            (self.root / name / version / "answer").write_text(str(answer))
+        (self.root / name / "config.pbtxt").write_text(config)
+        return self.root / name
+
+    def explicit(self) -> None:
+        self.hub.control = Explicit(self.catalog, self.hub.registry, self.hub.lifecycle)
+
+    async def start(self) -> bool:
+        return await self.keeper.start(self.catalog.names(), self)
+
+    async def ask(self, name: str, version: str = "", **parameters: Any) -> int:
+        request = InferRequest(inputs={"A": Tensor.of("A", "INT32", [1])}, parameters=parameters)
+        stream = self.hub.infer(name, version, request)
+        try:
+            response = await anext(stream)
+        finally:
+            await stream.aclose()
+        return int(response.outputs[0].scalar)
+
+    def states(self) -> dict[tuple[str, str], str]:
+        return {(each.name, each.version): str(each.state) for each in self.hub.index()}
+
+    # As a Watcher
+
+    def loading(self, name: str) -> Callable[[str, float, float, str], None]:
+        return lambda *phase: None
+
+    def loaded(self, name: str, seconds: float) -> None:
+        self.loads.append(name)
+
+    def failed(self, name: str, reason: str) -> None:
+        self.failures[name] = reason
+
+
+@pytest.fixture
+def world(tmp_path: Path, toys: list[Toy]) -> World:
+    return World(tmp_path)
+
+
+def model_of(hub: Hub, name: str, version: str = "") -> Model:
+    return hub.registry.serving(name, version).model
+
+
+def refused(error: type[CharoniaError], text: str) -> Any:
+    return pytest.raises(error, match=f"^{text}$")

@@ -1,0 +1,321 @@
+"""Loading, replacing and unloading models while requests run; the modes none, poll and explicit."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from charonia.core.errors import Internal, InvalidArgument, NotFound, Unavailable
+from charonia.core.request import InferRequest
+from charonia.core.tensor import Tensor
+
+from .conftest import CONFIG, Toy, World
+
+LABELLED = CONFIG.replace("output {", 'output { label_filename: "no"')
+ALL = CONFIG + "version_policy { all {} }"
+
+
+async def settled() -> None:
+    """What was unloaded in the background has been."""
+    for _ in range(200):
+        if len(asyncio.all_tasks()) == 1:
+            return
+        await asyncio.sleep(0.01)
+
+
+async def test_versions_side_by_side(world: World) -> None:
+    world.write("m", {"1": 10, "2": 20, "10": 100}, ALL)
+    assert await world.start()
+    assert [await world.ask("m", version) for version in ("", "1", "2", "10")] == [100, 10, 20, 100]
+    assert world.hub.versions("m") == ("1", "2", "10")
+    assert world.hub.model("m", "2").version == "2"
+    with pytest.raises(NotFound, match="version 3 is not found"):
+        world.hub.model("m", "3")
+    assert [each.version for each in world.hub.statistics("m")] == ["1", "2", "10"]
+    for asked in (("m", "3"), ("no", "")):
+        with pytest.raises(InvalidArgument, match="is not available"):
+            world.hub.statistics(*asked)
+
+
+async def test_a_wrong_config_fails_its_model_alone(world: World) -> None:
+    world.write("a", {"1": 1}, CONFIG.replace("dims: 1 }\noutput", "dims: 0 }\noutput"))
+    world.write("b", {"1": 2})
+    world.write("c", {"1": 3}, "nonsense")
+    world.write("d", {"1": 4}, 'backend: "tensorflow"')
+    world.write("e", {"1": 5}, CONFIG + "sequence_batching {}")
+    (world.write("f", {"1": 6}) / "1" / "contradicts").write_text("")
+    assert not await world.start()
+    assert world.failures["a"].startswith(f"{world.root}/a/config.pbtxt:3: model input dimension must be integer >= 1")
+    assert world.failures["c"].startswith(f"failed to read text proto from {world.root}/c/config.pbtxt:1:1 : ")
+    assert (
+        "config.pbtxt:1: model 'd': unknown backend 'tensorflow'; known are charonia, identity" in world.failures["d"]
+    )
+    assert "config.pbtxt:5: model 'e' has sequence_batching: sequences are not served here" in world.failures["e"]
+    assert world.failures["f"].endswith("config.pbtxt:3: the file says otherwise")
+    assert await world.ask("b") == 2
+    assert (world.hub.ready(), world.hub.model_ready("b"), world.hub.model_ready("a")) == (False, True, False)
+    assert world.states() == {
+        ("a", "1"): "UNAVAILABLE",
+        ("b", "1"): "READY",
+        ("c", ""): "UNAVAILABLE",
+        ("d", "1"): "UNAVAILABLE",
+        ("e", "1"): "UNAVAILABLE",
+        ("f", "1"): "UNAVAILABLE",
+    }
+
+
+async def test_idle_fields_are_told(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.write(
+        "m",
+        {"1": 1},
+        CONFIG + "instance_group { rate_limiter { priority: 2 } }\noptimization { cuda { graphs: true } }",
+    )
+    assert await world.start()
+    assert f"{world.root}/m/config.pbtxt:5: model 'm': instance_group.rate_limiter has no effect here" in caplog.text
+    assert "config.pbtxt:6: model 'm': optimization.cuda has no effect here" in caplog.text
+
+
+async def test_a_reload_swaps_when_it_is_ready_and_lets_the_old_finish(world: World, toys: list[Toy]) -> None:
+    world.explicit()
+    model = world.write("m", {"1": 10})
+    await world.hub.load_model("m")
+    [old] = toys
+    running = asyncio.create_task(world.ask("m", wait=True))
+    await asyncio.sleep(0)
+    (model / "1" / "answer").write_text("11")
+    await world.hub.load_model("m")
+    assert await world.ask("m") == 11
+    assert not old.unloaded
+    old.go.set()
+    assert await running == 10
+    await settled()
+    assert old.unloaded
+    assert world.states() == {("m", "1"): "READY"}
+
+
+async def test_a_request_that_has_not_begun_keeps_its_model(world: World, toys: list[Toy]) -> None:
+    world.explicit()
+    world.write("m", {"1": 10})
+    await world.hub.load_model("m")
+    stream = world.hub.infer("m", "", InferRequest(inputs={"A": Tensor.of("A", "INT32", [1])}))
+    await world.hub.unload_model("m")
+    await asyncio.sleep(0.05)
+    assert (await anext(stream)).outputs[0].scalar == 10
+    await stream.aclose()
+    await settled()
+    assert toys[0].unloaded
+
+
+async def test_what_has_not_changed_is_not_loaded_again(world: World, toys: list[Toy]) -> None:
+    world.explicit()
+    world.write("m", {"1": 10, "2": 20}, ALL)
+    await world.hub.load_model("m")
+    await world.hub.load_model("m")
+    assert len(toys) == 2
+    (world.root / "m" / "2" / "answer").write_text("21")
+    await world.hub.load_model("m")
+    assert [toy.config.version for toy in toys] == ["1", "2", "2"]
+    assert [await world.ask("m", version) for version in ("1", "2")] == [10, 21]
+
+
+async def test_a_failed_reload_leaves_what_served(world: World, toys: list[Toy]) -> None:
+    world.explicit()
+    world.write("m", {"1": 10}, ALL)
+    await world.hub.load_model("m")
+    world.write("m", {"2": 20, "3": 30}, ALL)
+    (world.root / "m" / "3" / "fails").write_text("no weights")
+    with pytest.raises(InvalidArgument) as caught:
+        await world.hub.load_model("m")
+    assert caught.value.message == "load failed for model 'm': version 3 is at UNAVAILABLE state: no weights;\n"
+    assert await world.ask("m") == 10
+    assert [toy.unloaded for toy in toys] == [False, True]
+    (world.root / "m" / "config.pbtxt").write_text("nonsense")
+    with pytest.raises(InvalidArgument, match="load failed for model 'm': failed to read text proto"):
+        await world.hub.load_model("m")
+    assert await world.ask("m") == 10
+    assert world.hub.model_ready("m")
+
+
+async def test_unloading(world: World, toys: list[Toy]) -> None:
+    world.explicit()
+    world.write("m", {"1": 10})
+    await world.hub.load_model("m")
+    running = asyncio.create_task(world.ask("m", wait=True))
+    await asyncio.sleep(0)
+    await world.hub.unload_model("m")
+    await asyncio.sleep(0)
+    assert world.states() == {("m", "1"): "UNLOADING"}
+    with pytest.raises(NotFound, match="'m' has no available versions"):
+        await world.ask("m")
+    with pytest.raises(Unavailable, match="'m' version 1 is not at ready state"):
+        await world.ask("m", "1")
+    toys[0].go.set()
+    assert await running == 10
+    await settled()
+    assert toys[0].unloaded
+    [entry] = world.hub.index()
+    assert (entry.state, entry.reason) == ("UNAVAILABLE", "unloaded")
+    assert world.hub.ready()
+    await world.hub.unload_model("m")
+    await world.hub.unload_model("unknown")
+    await world.hub.load_model("m")
+    assert await world.ask("m") == 10
+
+
+async def test_leaving_at_once_at_the_end(world: World, toys: list[Toy]) -> None:
+    world.explicit()
+    world.write("m", {"1": 10})
+    await world.hub.load_model("m")
+    running = asyncio.create_task(world.ask("m", wait=True))
+    await asyncio.sleep(0)
+    await world.hub.unload_model("m")
+    await asyncio.wait_for(world.hub.unload(), 10)
+    assert toys[0].unloaded
+    running.cancel()
+
+
+async def test_with_another_config_and_back(world: World, toys: list[Toy]) -> None:
+    world.explicit()
+    world.write("m", {"1": 10, "2": 20})
+    override = json.dumps(
+        {
+            "backend": "toy",
+            "version_policy": {"specific": {"versions": [1]}},
+            "input": [{"name": "A", "data_type": "TYPE_INT32", "dims": [1]}],
+            "output": [{"name": "A", "data_type": "TYPE_INT32", "dims": ["1"]}],
+        }
+    )
+    for count in (1, 2):
+        await world.hub.load_model("m", override)
+        assert (await world.ask("m"), len(toys)) == (10, count)
+    await world.hub.load_model("m")
+    assert await world.ask("m") == 20
+
+
+async def test_with_files_of_its_own(world: World, toys: list[Toy]) -> None:
+    world.explicit()
+    world.write("m", {"1": 10})
+    config = json.dumps({"backend": "toy", "input": [{"name": "A", "data_type": "TYPE_INT32", "dims": [1]}]})
+    files = {"5/answer": b"50", "5/deep/er/file": b""}
+    await world.hub.load_model("new", config, files)
+    await world.hub.load_model("m", config, files)
+    assert (await world.ask("new"), await world.ask("m"), world.hub.versions("m")) == (50, 50, ("5",))
+    directories = [toy.directory for toy in toys]
+    await world.hub.load_model("m")
+    await world.hub.unload_model("new")
+    assert await world.ask("m") == 10
+    await settled()
+    assert [directory.exists() for directory in directories] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        (("",), InvalidArgument, "Model name cannot be empty. Please enter a valid name to deploy."),
+        (
+            ("../m",),
+            InvalidArgument,
+            "invalid model name '../m', model name must not contain path traversal characters",
+        ),
+        (("no",), Internal, "failed to load 'no', failed to poll from model repository"),
+        (("m", "{"), InvalidArgument, "Invalid config override: "),
+        (("m", '{"bogus": 1}'), InvalidArgument, "Invalid config override: bogus: "),
+        (("m", "[" * 100_000), InvalidArgument, "Invalid config override: "),
+        (("m", '{"name": "n"}'), InvalidArgument, "load failed for model 'm': unexpected directory name 'm'"),
+        (
+            ("m", None, {"1/x": b""}),
+            InvalidArgument,
+            "Load parameter 'config' must be specified for model file override",
+        ),
+        (
+            ("m", "{}", {"1/../../x": b""}),
+            InvalidArgument,
+            "Invalid file parameter '1/../../x' with normalized path '../x' must stay within model directory.",
+        ),
+        (("m", "{}", {"/etc/x": b""}), InvalidArgument, "Invalid file parameter '/etc/x' with normalized path "),
+        (("m", "{}", {"1": b"", "1/x": b""}), InvalidArgument, "load failed for model 'm': cannot write the files"),
+    ],
+)
+async def test_what_cannot_be_loaded(world: World, arguments: Any, kind: type[Exception], text: str) -> None:
+    world.explicit()
+    world.write("m", {"1": 10})
+    with pytest.raises(kind) as caught:
+        await world.hub.load_model(*arguments)
+    assert caught.value.message.startswith(text)
+    assert world.hub.ready() is (not world.hub.index()[0].reason)
+
+
+async def test_what_could_be_loaded_is_in_the_index(world: World) -> None:
+    world.explicit()
+    world.write("m", {"1": 10})
+    world.write("n", {"1": 10})
+    await world.hub.load_model("n")
+    assert world.states() == {("m", ""): "None", ("n", "1"): "READY"}
+    assert [each.name for each in world.hub.index(ready_only=True)] == ["n"]
+    assert world.hub.ready()
+
+
+async def test_polling_follows_the_files(world: World, toys: list[Toy]) -> None:
+    world.write("m", {"1": 10})
+    world.write("bad", {"1": 1}, "nonsense")
+    assert not await world.start()
+    world.loads.clear()
+    world.failures.clear()
+    await world.keeper.look(world)
+    assert (world.loads, world.failures) == ([], {})
+    world.write("m", {"2": 20})
+    world.write("new", {"1": 5})
+    world.write("bad", {"1": 1}, "more nonsense")
+    await world.keeper.look(world)
+    assert (world.loads, list(world.failures)) == (["m", "new"], ["bad"])
+    assert (await world.ask("m"), await world.ask("new")) == (20, 5)
+    for path in sorted((world.root / "m").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    (world.root / "m").rmdir()
+    await world.keeper.look(world)
+    with pytest.raises(NotFound, match="no available versions"):
+        await world.ask("m")
+    with pytest.raises(Unavailable, match="explicit model load / unload is not allowed if polling is enabled"):
+        await world.hub.load_model("new")
+
+
+async def test_what_a_backend_completes(world: World, toys: list[Toy]) -> None:
+    (world.write("m", {"1": 10}) / "1" / "size").write_text("")
+    assert await world.start()
+    document = world.hub.model("m").document
+    assert (document["max_batch_size"], document["dynamic_batching"]["preferred_batch_size"]) == (4, [4])
+
+
+async def test_labels_and_warm_up(world: World, toys: list[Toy]) -> None:
+    model = world.write(
+        "m",
+        {"1": 10},
+        LABELLED
+        + 'model_warmup { name: "w" count: 2 inputs { key: "A" value '
+        + '{ data_type: TYPE_INT32 dims: 2 input_data_file: "a" } } }',
+    )
+    (model / "no").write_text("cat\ndog\n")
+    (model / "warmup").mkdir()
+    (model / "warmup" / "a").write_bytes(b"\1\0\0\0\2\0\0\0")
+    assert await world.start()
+    assert world.hub.model("m").labels == {"A": ("cat", "dog")}
+    assert [request.inputs["A"].data.tolist() for request in toys[0].warm_up] == [[1, 2], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (LABELLED, "cannot read the labels of output 'A'"),
+        (LABELLED.replace("no", "../x"), "'../x' must stay within the model directory"),
+        (CONFIG + 'model_warmup { name: "w" batch_size: 3 }', "batch_size 3, more than max_batch_size 0"),
+        (
+            CONFIG + 'model_warmup { name: "w" inputs { key: "A" value { data_type: TYPE_INT32 dims: 2 } } }',
+            "must have one of zero_data, random_data and input_data_file",
+        ),
+    ],
+)
+async def test_files_that_are_not_right(world: World, config: str, says: str) -> None:
+    world.write("m", {"1": 10}, config)
+    assert not await world.start()
+    assert says in world.failures["m"]
