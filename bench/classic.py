@@ -1,0 +1,215 @@
+"""What v2's infer costs: Charonia's doors with the identity model, beside the least that the same libraries can do.
+
+    python -m charonia.bench.classic --connections 32 --doors binary grpc
+
+A closed loop from a process of its own, at several numbers of connections. The contenders take turns in one run, for
+the machine is shared and its speed is not constant. Requests per second depend on what the generator leaves of the
+cores; requests per second of the server's CPU time do not.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import msgspec
+from cyclopts import App, Parameter
+from cyclopts.validators import Number
+from rich.console import Console
+from rich.table import Table
+
+from ..core.errors import CharoniaError, Unavailable
+from .classic_bare import NAME
+from .classic_load import Door, Load, Report
+from .serve_server import LOOPBACK, CpuMeter, Place, free_ports, own_server, process, until_open
+
+_CONFIG = """\
+name: "identity"
+backend: "identity"
+max_batch_size: 8
+input { name: "INPUT0" data_type: TYPE_FP32 dims: 16 }
+output { name: "OUTPUT0" data_type: TYPE_FP32 dims: 16 }
+"""
+_OURS = "charonia"
+_BARE = "bare"
+
+app = App(name="python -m charonia.bench.classic", help=__doc__)
+
+_Count = Annotated[int, Parameter(validator=Number(gt=0))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What every contender does."""
+
+    doors: Annotated[tuple[Door, ...], Parameter(consume_multiple=True, negative=())] = ("binary", "json", "grpc")
+    """The protocols."""
+    connections: Annotated[tuple[int, ...], Parameter(consume_multiple=True, negative=())] = (1, 8, 32, 128)
+    """Requests at a time."""
+    seconds: Annotated[float, Parameter(validator=Number(gt=0))] = 3.0
+    """Of each turn."""
+    repeats: _Count = 3
+    """Turns of each contender."""
+
+
+class Leg(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of one contender. `per_cpu_second`: answers for each second of the server's CPU time."""
+
+    name: str
+    door: Door
+    connections: int
+    per_second: float
+    per_cpu_second: float
+    p50_ms: float
+    p99_ms: float
+    generator_cores: float
+    errors: int
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """All turns, and their medians."""
+
+    trial: Trial
+    legs: list[Leg]
+
+    def median(self, name: str, door: Door, connections: int, figure: Callable[[Leg], float]) -> float:
+        chosen = [leg for leg in self.legs if (leg.name, leg.door, leg.connections) == (name, door, connections)]
+        return median(map(figure, chosen))
+
+
+def compare(trial: Trial, log: Callable[[str], None]) -> Comparison:
+    """Run the contenders in turns.
+
+    Raises:
+        Unavailable: a server cannot be started, or a generator failed.
+    """
+    legs: list[Leg] = []
+    with _servers() as places:
+        for door in trial.doors:
+            for connections in trial.connections:
+                for name, place in list(places.items()) * trial.repeats:
+                    legs.append(_leg(name, place, _load(trial, place, door, connections)))
+                    log(_line(legs[-1]))
+    return Comparison(trial, legs)
+
+
+def _load(trial: Trial, place: Place, door: Door, connections: int) -> Load:
+    port = place.grpc_port if door == "grpc" else place.http_port
+    return Load(door=door, port=port, connections=connections, seconds=trial.seconds, model=NAME)
+
+
+def _leg(name: str, place: Place, load: Load) -> Leg:
+    meter = CpuMeter(place.pid)
+    meter.start()
+    report = generate(load)
+    cores = meter.spent()
+    # The meter sees the warm-up too, which is answered at the same rate.
+    spent = 0.0 if cores is None else cores.frontend * load.seconds / (load.seconds + load.warm_up)
+    return Leg(
+        name=name,
+        door=load.door,
+        connections=load.connections,
+        per_second=report.rate,
+        per_cpu_second=report.answers / spent if spent else float("nan"),
+        p50_ms=report.p50,
+        p99_ms=report.p99,
+        generator_cores=report.cpu / report.seconds,
+        errors=report.errors,
+    )
+
+
+def generate(load: Load) -> Report:
+    """Put a load to a server from a process of its own.
+
+    Raises:
+        Unavailable: the generator failed, or nothing was answered.
+    """
+    command = [sys.executable, "-m", "charonia.bench.classic_load"]
+    run = subprocess.run(command, input=msgspec.json.encode(load), capture_output=True, timeout=load.seconds + 60)
+    if run.returncode:
+        raise Unavailable(f"a generator failed:\n{run.stderr.decode(errors='replace')[-2000:]}")
+    report = msgspec.json.decode(run.stdout, type=Report)
+    if not report.answers:
+        raise Unavailable(
+            f"no {load.door} request of {load.connections} connections was answered in {load.seconds:g} s"
+        )
+    return report
+
+
+@contextmanager
+def _servers() -> Iterator[dict[str, Place]]:
+    with ExitStack() as stack:
+        repository = Path(stack.enter_context(TemporaryDirectory(prefix="charonia-bench-")))
+        (repository / NAME / "1").mkdir(parents=True)
+        (repository / NAME / "config.pbtxt").write_text(_CONFIG)
+        ours = stack.enter_context(own_server("--model-repository", str(repository)))
+        yield {_OURS: ours, _BARE: stack.enter_context(bare_server())}
+
+
+@contextmanager
+def bare_server() -> Iterator[Place]:
+    """The handlers of classic_bare."""
+    http_port, grpc_port = free_ports(2)
+    command = [sys.executable, "-m", "charonia.bench.classic_bare", str(http_port), str(grpc_port)]
+    with process(command) as (pid, alive):
+        place = Place(LOOPBACK, http_port, grpc_port, pid)
+        until_open(place, alive)
+        yield place
+
+
+def _line(leg: Leg) -> str:
+    return (
+        f"{leg.door:6} {leg.connections:4} {leg.name:8} {leg.per_second:8.0f}/s {leg.per_cpu_second:8.0f} per CPU s, "
+        f"p50 {leg.p50_ms:.2f} ms, p99 {leg.p99_ms:.2f} ms, generator {leg.generator_cores:.2f} cores, "
+        f"{leg.errors} errors"
+    )
+
+
+def show(console: Console, comparison: Comparison) -> None:
+    """Medians, and Charonia's part of the bare handler's."""
+    table = Table("door", "connections", "per second", "of bare", "per CPU second", "of bare", "p50 ms", "p99 ms")
+    for door in comparison.trial.doors:
+        for connections in comparison.trial.connections:
+            table.add_row(door, str(connections), *_cells(comparison, door, connections))
+    console.print(table)
+
+
+def _cells(comparison: Comparison, door: Door, connections: int) -> Sequence[str]:
+    def of(name: str, figure: Callable[[Leg], float]) -> float:
+        return comparison.median(name, door, connections, figure)
+
+    rate, bare_rate = (of(name, lambda leg: leg.per_second) for name in (_OURS, _BARE))
+    cpu, bare_cpu = (of(name, lambda leg: leg.per_cpu_second) for name in (_OURS, _BARE))
+    p50, p99 = of(_OURS, lambda leg: leg.p50_ms), of(_OURS, lambda leg: leg.p99_ms)
+    parts = (f"{rate:.0f}", f"{rate / bare_rate:.0%}", f"{cpu:.0f}", f"{cpu / bare_cpu:.0%}")
+    return (*parts, f"{p50:.2f}", f"{p99:.2f}")
+
+
+@app.default
+def classic(*, trial: Annotated[Trial, Parameter("*")] = Trial(), json: Path | None = None) -> int:
+    """Compare Charonia's doors with bare handlers.
+
+    Parameters
+    ----------
+    json
+        Write the turns to this file.
+    """
+    console = Console()
+    try:
+        comparison = compare(trial, lambda line: console.print(line, highlight=False))
+    except CharoniaError as error:
+        print(f"charonia: {error.message}", file=sys.stderr)
+        return 1
+    show(console, comparison)
+    if json:
+        json.write_bytes(msgspec.json.encode(comparison))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(app())

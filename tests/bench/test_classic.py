@@ -1,0 +1,60 @@
+"""The bench of v2's infer: its generator against the bare servers, and figures out of turns made by hand."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from charonia.bench import classic
+from charonia.bench.classic import Comparison, Leg, Trial, generate
+from charonia.bench.classic_load import Door, Load, http_request
+from charonia.bench.serve_server import Place
+from charonia.core.errors import Unavailable
+
+
+@pytest.fixture(scope="module")
+def bare() -> Iterator[Place]:
+    with classic.bare_server() as place:
+        yield place
+
+
+@pytest.mark.parametrize("door", ["binary", "json", "grpc"])
+def test_a_generator_keeps_its_connections_busy(bare: Place, door: Door) -> None:
+    port = bare.grpc_port if door == "grpc" else bare.http_port
+    report = generate(Load(door=door, port=port, connections=4, seconds=0.3, warm_up=0.1))
+    assert report.answers > 10
+    assert report.errors == 0
+    assert report.rate == pytest.approx(report.answers / 0.3, rel=0.01)
+    assert 0 < report.p50 <= report.p99 < 300
+    assert report.cpu > 0
+
+
+def test_a_server_that_does_not_answer_is_told(bare: Place) -> None:
+    with pytest.raises(Unavailable, match="no grpc request of 1 connections was answered"):
+        generate(Load(door="grpc", port=bare.http_port, connections=1, seconds=0.2, warm_up=0.0))
+
+
+def test_a_binary_request_announces_its_header() -> None:
+    head, _, body = http_request(Load(door="binary", port=1, connections=1, shape=(2, 3))).partition(b"\r\n\r\n")
+    headers = dict(line.split(b": ") for line in head.split(b"\r\n")[1:])
+    assert int(headers[b"content-length"]) == len(body)
+    assert len(body) - int(headers[b"inference-header-content-length"]) == 24
+
+
+def test_turns_are_told_by_their_medians() -> None:
+    def leg(name: str, rate: float) -> Leg:
+        return Leg(
+            name=name,
+            door="json",
+            connections=8,
+            per_second=rate,
+            per_cpu_second=2 * rate,
+            p50_ms=1.0,
+            p99_ms=2.0,
+            generator_cores=0.5,
+            errors=0,
+        )
+
+    turns = [leg(name, rate) for rate in (1.0, 5.0, 2.0) for name in ("charonia", "bare")]
+    comparison = Comparison(Trial(), [*turns, leg("charonia", 2.0)])
+    assert comparison.median("bare", "json", 8, lambda leg: leg.per_second) == 2.0
+    assert comparison.median("charonia", "json", 8, lambda leg: leg.per_cpu_second) == 4.0
