@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 from collections.abc import AsyncIterator, Iterable
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, closing, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from .api.metadata import ServerInfo
     from .api.metrics import Source
     from .api.server import Servers, StopSignals
+    from .core.commons import Commons
+    from .core.log_settings import Logs
     from .core.otlp import Tracer
     from .repository.gateway import Hub
     from .repository.selection import Selection
@@ -63,11 +65,11 @@ def serve(
     """
     import uvloop
 
-    with logging_as(server.log_format, server.log_verbose > 0):
+    with logging_as(server.log_settings) as logs:
         try:
             plan = _Plan(_select(model, repository, engine), server, grpc, read_keys(access), _tls(server))
             with tracing(endpoint_of(server.otlp_traces_endpoint, os.environ), __version__) as tracer:
-                return uvloop.run(_run(plan, tracer))
+                return uvloop.run(_run(plan, tracer, _commons(server, logs)))
         except CharoniaError as error:
             print(f"charonia: {error.message}", file=sys.stderr)
             return 1
@@ -90,17 +92,27 @@ def _select(model: str | None, repository: RepositoryOptions, engine: EngineOpti
     return select(model, repository, {name: str(value) for name, value in engine.given().items()})
 
 
-async def _run(plan: _Plan, tracer: "Tracer | None") -> int:
+def _commons(options: ServerOptions, logs: "Logs") -> "Commons":
+    from .core.commons import Commons
+    from .core.shared_memory import Regions
+    from .core.trace_settings import Traces, read_trace_config
+
+    return Commons(Regions(true(options.allow_client_shm)), logs, Traces(read_trace_config(options.trace_config)))
+
+
+async def _run(plan: _Plan, tracer: "Tracer | None", commons: "Commons") -> int:
     from .api.server import StopSignals, bind
     from .core.looplag import LoopLag
     from .core.records import write_record
+    from .core.trace_file import TraceFile
     from .repository.gateway import Hub
 
     options = plan.server
     lag = LoopLag(options.max_loop_lag_secs)
     # The tracer first: the record names the trace.
-    witnesses = (write_record,) if tracer is None else (tracer, write_record)
-    hub = Hub(true(options.strict_readiness), lambda: not lag.stuck, witnesses, builder=plan.selection.builder)
+    traces = TraceFile(commons.traces)
+    witnesses = (write_record, traces) if tracer is None else (tracer, write_record, traces)
+    hub = Hub(true(options.strict_readiness), lambda: not lag.stuck, witnesses, commons, plan.selection.builder)
     keeper = plan.selection.keeper(hub)
     with (
         bind(options.http_address, options.http_port, "--http-port") as sock,
@@ -108,6 +120,7 @@ async def _run(plan: _Plan, tracer: "Tracer | None") -> int:
         _metrics_socket(options) as metrics,
         StopSignals() as stop,
         lag,
+        closing(traces),
     ):
         loading = asyncio.create_task(_load(plan.selection, keeper, stop))
         try:
@@ -181,7 +194,7 @@ async def _serve(plan: _Plan, hub: "Hub", sock: "socket.socket", grpc: "GrpcServ
     from .api.server import HttpServer, Servers, first_of
 
     options = plan.server
-    http = HttpServer(build_app(hub, _info(options), plan.keys), sock, options.log_verbose > 0, plan.tls)
+    http = HttpServer(build_app(hub, _info(options), plan.keys), sock, access_log=True, tls=plan.tls)
     server = Servers(http, grpc)
     await server.start()
     print(f"gRPC on {_reachable(plan.grpc.grpc_address, grpc.port)}")

@@ -15,29 +15,19 @@ from tritonclient.grpc import service_pb2 as pb
 
 from ..core.errors import CharoniaError, InvalidArgument, Unavailable, Unsupported
 from ..core.gateway import Gateway
-from ..core.model import ModelConfig
-from ..core.request import InferRequest
 from .faults import UNEXPECTED
 from .grpc_control import CONTROLS, Control
 from .grpc_faults import STOPPING, Context, metadata_of, refuse
 from .grpc_messages import Message, read_version, write_response
 from .grpc_requests import read_call
+from .grpc_rules import Caller, GrpcRules
 from .grpc_stream import InferStream, refusals
-from .keys import NOBODY, Keyring, Tenant
 from .metadata import ServerInfo, model_metadata, server_metadata
-from .unary import at_most_two
+from .unary import asks_for_stream, at_most_two, can_answer_once
 
 log = logging.getLogger(__name__)
 
 _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
-_TRUE = (True, "true", "True", "TRUE", "1")
-
-_OPEN = ("ServerLive", "ServerReady", "ModelReady")
-"""What needs no key."""
-
-_COUNTED = ("ModelInfer", "ModelStreamInfer")
-"""What checks key and request by itself: a refusal leaves a record."""
-
 Handler = Callable[[Message, Context], Awaitable[Any]]
 
 
@@ -67,11 +57,11 @@ def _check_message(request: Message | DecodeError) -> None:
 class GrpcDoor:
     """The service's methods. `closing` ends the reading of streams."""
 
-    def __init__(self, gateway: Gateway, info: ServerInfo, closing: asyncio.Event, keys: Keyring) -> None:
+    def __init__(self, gateway: Gateway, info: ServerInfo, closing: asyncio.Event, rules: GrpcRules) -> None:
         self._gateway = gateway
         self._info = info
         self._closing = closing
-        self._keys = keys
+        self._rules = rules
 
     def handlers(self) -> dict[str, Handler]:
         """By their names on the wire."""
@@ -87,23 +77,14 @@ class GrpcDoor:
         return {name: _answering(handler, name) for name, handler in (controls | counted).items()}
 
     def _plain(self, name: str, control: Control) -> Handler:
-        """A handler for those who show a key, if it needs one."""
+        """A handler for whoever may call it."""
 
         async def answer(request: Message, context: Context) -> Message:
-            if name not in _OPEN:
-                self._tenant_of(context)
+            self._rules.admit(name, dict(metadata_of(context)))
             _check_message(request)
             return await control(self._gateway, request)
 
         return answer
-
-    def _tenant_of(self, context: Context) -> Tenant:
-        """Who calls.
-
-        Raises:
-            Unauthenticated: his key is missing or wrong.
-        """
-        return self._keys.tenant(dict(metadata_of(context)).get("authorization")) if self._keys else NOBODY
 
     async def _server_live(self, gateway: Gateway, request: Message) -> Message:
         return pb.ServerLiveResponse(live=True)
@@ -126,20 +107,24 @@ class GrpcDoor:
         return pb.ModelMetadataResponse(**model_metadata(config, versions))
 
     async def _model_infer(self, request: Message, context: Context) -> Message:
-        with self._gateway.open("ModelInfer", metadata_of(context)) as exchange:
-            tenant = self._tenant_of(context)
-            exchange.tenant = tenant.name
+        metadata = metadata_of(context)
+        with self._gateway.open("ModelInfer", metadata) as exchange:
+            caller = self._rules.caller("ModelInfer", metadata)
+            exchange.tenant = caller.tenant.name
             _check_message(request)
             exchange.id = request.id
-            return await self._infer(request, tenant)
+            return await self._infer(request, caller)
 
-    async def _infer(self, request: Message, tenant: Tenant) -> Message:
+    async def _infer(self, request: Message, caller: Caller) -> Message:
         gateway = self._gateway
         if gateway.exiting():
             raise Unavailable(STOPPING)
         config = gateway.model(request.model_name, read_version(request.model_version))
-        asked, wanted = read_call(request, gateway.commons.regions, tenant)
-        _refuse_streaming(config, asked)
+        if not can_answer_once(config):
+            raise Unsupported(_DECOUPLED)
+        asked, wanted = read_call(request, gateway.commons.regions, caller)
+        if config.decoupled and asks_for_stream(asked):
+            raise Unsupported(f"{_DECOUPLED}: set stream to false, or use ModelStreamInfer", field="stream")
         async with aclosing(gateway.infer(config.name, config.version, asked)) as responses:
             answers = await at_most_two(responses)
         if len(answers) != 1:
@@ -148,20 +133,8 @@ class GrpcDoor:
 
     async def _model_stream_infer(self, requests: object, context: Context) -> None:
         with refusals(self._gateway, context):
-            tenant = self._tenant_of(context)
-        await InferStream(self._gateway, context, self._closing, tenant).run()
-
-
-def _refuse_streaming(config: ModelConfig, asked: InferRequest) -> None:
-    """A decoupled model answers here only if it can be asked for one response, and is."""
-    if not config.decoupled:
-        return
-    if not any(spec.name == "stream" and spec.datatype == "BOOL" for spec in config.inputs):
-        raise Unsupported(_DECOUPLED)
-    stream, parameters = asked.inputs.get("stream"), asked.parameters
-    said = parameters.get("stream", parameters.get("streaming", False)) in _TRUE
-    if said if stream is None else bool(stream.data.any()):
-        raise Unsupported(f"{_DECOUPLED}: set stream to false, or use ModelStreamInfer", field="stream")
+            caller = self._rules.caller("ModelStreamInfer", metadata_of(context))
+        await InferStream(self._gateway, context, self._closing, caller).run()
 
 
 class Health:

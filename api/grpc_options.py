@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -46,6 +46,13 @@ class GrpcOptions:
     """Milliseconds after which a connection is closed; 0 never does."""
     grpc_max_connection_age_grace: _Count = 0
     """Milliseconds more that its calls may take then; 0 is no limit."""
+    grpc_infer_response_compression_level: Literal["none", "low", "medium", "high"] = "none"
+    """How to compress responses, for clients that take it; low: deflate, the others: gzip."""
+    grpc_restricted_protocol: Annotated[tuple[str, ...], Parameter(negative=())] = ()
+    """Parts of the protocol that only those may use whose metadata has `triton-grpc-protocol-<key>`, as
+    `<protocol>[,<protocol>]:<key>=<value>`; may be given several times."""
+    grpc_header_forward_pattern: str = ""
+    """Regular expression; metadata whose name has a part that matches become parameters of requests."""
 
     @property
     def mutual(self) -> bool:

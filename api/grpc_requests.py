@@ -16,7 +16,7 @@ from ..core.shared_memory import Regions, Span
 from ..core.tensor import NUMPY_TYPES, Tensor
 from . import raw
 from .grpc_messages import Message
-from .keys import Tenant
+from .grpc_rules import Caller
 from .outputs import WantedOutput
 
 _EMPTY_FINAL = "triton_enable_empty_final_response"
@@ -53,19 +53,18 @@ class Call(NamedTuple):
     wanted: Mapping[str, WantedOutput]
 
 
-def read_call(message: Message, regions: Regions, tenant: Tenant, headers: Mapping[str, str] = {}) -> Call:
-    """Understand a request. `headers`: the client's that are to be parameters too.
+def read_call(message: Message, regions: Regions, caller: Caller) -> Call:
+    """Understand a request.
 
     Raises:
         CharoniaError: a parameter, an input or an output cannot be what it claims to be.
     """
-    parameters = _parameters(message.parameters)
+    parameters = _parameters(message.parameters) if message.parameters else {}
+    if caller.parameters:
+        parameters = {**caller.parameters, **parameters}
     wanted = _all_wanted(message, regions) if message.outputs else {}
-    if headers:
-        parameters = {**headers, **parameters}
-    asked = InferRequest(
-        message.id, _inputs(message, regions), tuple(wanted) or None, parameters, tenant.name, tenant.weight
-    )
+    tenant, weight = caller.tenant
+    asked = InferRequest(message.id, _inputs(message, regions), tuple(wanted) or None, parameters, tenant, weight)
     return Call(asked, wanted)
 
 

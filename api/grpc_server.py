@@ -16,11 +16,18 @@ from ..core.errors import InvalidArgument, Unavailable
 from ..core.gateway import Gateway
 from .grpc_door import GrpcDoor, Handler, Health
 from .grpc_options import GrpcOptions
+from .grpc_rules import read_rules
 from .keys import Keyring
 from .metadata import ServerInfo
 from .tls import KeyPair, check_pair
 
 _LARGEST_MESSAGE = 2**31 - 1
+_COMPRESSION = {
+    "none": None,
+    "low": grpc.Compression.Deflate,
+    "medium": grpc.Compression.Gzip,
+    "high": grpc.Compression.Gzip,
+}
 _FLUSH_SECONDS = 2
 """How long responses that are written may take to reach their clients at the very end."""
 
@@ -29,7 +36,8 @@ class GrpcServer:
     """The door on the port that `sock` reserves, until `stop`; with `keys`, only health is for everybody.
 
     Raises:
-        InvalidArgument: the TLS options do not fit together, or a file of theirs is no good.
+        InvalidArgument: the TLS options do not fit together, or a file of theirs is no good; another option means
+            nothing.
     """
 
     def __init__(
@@ -45,7 +53,7 @@ class GrpcServer:
         self._credentials = credentials(options)
         self._gateway, self._info, self._options = gateway, info, options
         self._closing = asyncio.Event()
-        self._keys = keys or Keyring()
+        self._rules = read_rules(options, keys or Keyring())
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
@@ -54,8 +62,9 @@ class GrpcServer:
         Raises:
             Unavailable: someone else took the port.
         """
-        self._server = server = grpc.aio.server(options=_channel_options(self._options))
-        door = GrpcDoor(self._gateway, self._info, self._closing, self._keys)
+        compression = _COMPRESSION[self._options.grpc_infer_response_compression_level]
+        self._server = server = grpc.aio.server(options=_channel_options(self._options), compression=compression)
+        door = GrpcDoor(self._gateway, self._info, self._closing, self._rules)
         server.add_generic_rpc_handlers((_service(door.handlers()), Health(self._gateway).handler()))
         try:
             self._open(server)

@@ -21,7 +21,7 @@ from .grpc_faults import STOPPING, Context, metadata_of, text_of
 from .grpc_messages import Message, mark_final, read_version, write_fault
 from .grpc_messages import write_response as write
 from .grpc_requests import read_call, wants_empty_final
-from .keys import Tenant
+from .grpc_rules import Caller
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +48,11 @@ class InferStream:
     With the call's metadata `triton_grpc_error: true` the first error of a request ends the whole stream.
     """
 
-    def __init__(self, gateway: Gateway, context: Context, closing: asyncio.Event, tenant: Tenant) -> None:
+    def __init__(self, gateway: Gateway, context: Context, closing: asyncio.Event, caller: Caller) -> None:
         self._gateway = gateway
         self._context = context
         self._closing = closing
-        self._tenant = tenant
+        self._caller = caller
         self._strict = ("triton_grpc_error", "true") in metadata_of(context)
         self._places = asyncio.Semaphore(_AT_ONCE)
         self._writing = asyncio.Lock()
@@ -109,7 +109,7 @@ class InferStream:
     async def _answer(self, request: Message, after: asyncio.Task[None] | None) -> None:
         try:
             with self._gateway.open(DOOR, metadata_of(self._context)) as exchange:
-                exchange.id, exchange.tenant = request.id, self._tenant.name
+                exchange.id, exchange.tenant = request.id, self._caller.tenant.name
                 await self._send_all(request, after)
         except CharoniaError as error:
             if self._strict:
@@ -120,7 +120,7 @@ class InferStream:
             await self._send(write_fault(request, UNEXPECTED.message), after)
 
     async def _send_all(self, request: Message, after: asyncio.Task[None] | None) -> None:
-        async with aclosing(_responses(self._gateway, request, self._tenant)) as responses:
+        async with aclosing(_responses(self._gateway, request, self._caller)) as responses:
             async for response in responses:
                 await self._send(pb.ModelStreamInferResponse(infer_response=response), after)
 
@@ -135,12 +135,12 @@ class InferStream:
                 raise asyncio.CancelledError from None
 
 
-async def _responses(gateway: Gateway, request: Message, tenant: Tenant) -> AsyncGenerator[Message, None]:
+async def _responses(gateway: Gateway, request: Message, caller: Caller) -> AsyncGenerator[Message, None]:
     """The answers to one request, each saying whether it is the last."""
     if gateway.exiting():
         raise Unavailable(STOPPING)
     config = gateway.model(request.model_name, read_version(request.model_version))
-    (asked, wanted), final = read_call(request, gateway.commons.regions, tenant), False
+    (asked, wanted), final = read_call(request, gateway.commons.regions, caller), False
     async with aclosing(gateway.infer(config.name, config.version, asked)) as responses:
         async for response in responses:
             final = response.final or not config.decoupled

@@ -7,6 +7,8 @@ from typing import Annotated, Literal, TypeAlias
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
+from ..core.log_settings import LogSettings
+
 Port: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lte=65535))]
 Boolean: TypeAlias = Literal["true", "false", "1", "0"]
 """As tritonserver takes them: `--flag=false` and `--flag false` alike."""
@@ -46,9 +48,30 @@ class ServerOptions:
     """Ready only when every known model is."""
     exit_timeout_secs: Annotated[float, Parameter(validator=Number(gte=0))] = 30
     """How long running requests may take to finish on SIGTERM or SIGINT."""
+    log_info: Boolean = "true"
+    """Log what informs: loads, requests."""
+    log_warning: Boolean = "true"
+    """Log warnings."""
+    log_error: Boolean = "true"
+    """Log errors."""
     log_verbose: Annotated[int, Parameter(validator=Number(gte=0))] = 0
     """Above 0: a line for every HTTP request too, health and lookups included, in the web server's words."""
     log_format: Literal["default", "ISO8601", "json"] = "default"
     """Format of times in the log; json: every record is a line of JSON."""
+    allow_client_shm: Boolean = "false"
+    """Let clients register regions of system shared memory."""
+    trace_config: Annotated[tuple[str, ...], Parameter(negative=())] = ()
+    """A setting of traces, as `level=TIMESTAMPS`, `rate=100`, `count=-1`, or `triton,file=PATH` and
+    `triton,log-frequency=N`; may be given several times."""
     otlp_traces_endpoint: str = ""
     """Where to send the spans of requests, by OTLP over HTTP; without it OTEL_EXPORTER_OTLP_ENDPOINT says."""
+
+    @property
+    def log_settings(self) -> LogSettings:
+        return LogSettings(
+            log_info=true(self.log_info),
+            log_warning=true(self.log_warning),
+            log_error=true(self.log_error),
+            log_verbose_level=self.log_verbose,
+            log_format=self.log_format,
+        )

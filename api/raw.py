@@ -5,8 +5,7 @@ Knows section 5 of v2 and its error texts; not which protocol carries the bytes.
 
 import math
 import struct
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +16,12 @@ from ..core.tensor import NUMPY_TYPES, Tensor
 Raw: TypeAlias = bytes | bytearray | memoryview
 """What a tensor is read from, left where it is: numbers are views of it."""
 
+_DTYPES = {datatype: np.dtype(dtype) for datatype, dtype in NUMPY_TYPES.items()}
 _LENGTH = struct.Struct("<I")
 _MOST_ELEMENTS = 2**63 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Which input of which request: what an error says of where it happened."""
 
     request_id: str
@@ -43,14 +42,14 @@ def element_count(shape: tuple[int, ...], place: Place) -> int:
     Raises:
         InvalidArgument: no tensor can have this shape.
     """
-    dims, count = f"[{','.join(map(str, shape))}]", math.prod(shape)
-    start = f"invalid shape for input '{place.input}': shape {dims}"
-    if any(dim < 0 for dim in shape):
-        raise InvalidArgument(f"{start} contains one or more invalid dimensions", field=place.input)
-    if count > _MOST_ELEMENTS:
-        text = f"{start} causes total element count to exceed maximum size of {_MOST_ELEMENTS}"
-        raise InvalidArgument(text, field=place.input)
-    return count
+    count = math.prod(shape)
+    if count <= _MOST_ELEMENTS and (not shape or min(shape) >= 0):
+        return count
+    text = f"invalid shape for input '{place.input}': shape [{','.join(map(str, shape))}]"
+    if min(shape) < 0:
+        raise InvalidArgument(f"{text} contains one or more invalid dimensions", field=place.input)
+    text += f" causes total element count to exceed maximum size of {_MOST_ELEMENTS}"
+    raise InvalidArgument(text, field=place.input)
 
 
 def decode(datatype: str, shape: tuple[int, ...], raw: Raw, place: Place) -> Tensor:
@@ -127,12 +126,13 @@ def write(tensor: Tensor, into: memoryview) -> None:
 
 
 def _numbers(datatype: str, count: int, raw: Raw, place: Place) -> NDArray[Any]:
-    dtype = np.dtype(NUMPY_TYPES[datatype])
+    dtype = _DTYPES[datatype]
     check_byte_size(count * dtype.itemsize, len(raw), place)
     if datatype == "BOOL":  # a byte may say true in 255 ways
         return np.frombuffer(raw, np.uint8).astype(np.bool_)
     data = np.frombuffer(raw, dtype)
-    data.flags.writeable = False
+    if type(raw) is not bytes:
+        data.flags.writeable = False
     return data
 
 

@@ -18,6 +18,7 @@ from ..core.errors import Unavailable
 from .tls import KeyPair
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ACCESS = logging.getLogger("uvicorn.access")
 _FLUSH_SECONDS = 2
 """How long responses that are written may take to reach their clients' sockets at the very end."""
 
@@ -91,12 +92,12 @@ class StopSignals:
 
 class HttpServer:
     """One application on one bound socket, encrypted with `tls`, until `stop`. With `access_log`, uvicorn writes a line
-    for each of its requests."""
+    for each of its requests as long as somebody wants to see it."""
 
     def __init__(self, app: Any, sock: socket.socket, access_log: bool, tls: KeyPair | None = None) -> None:
         config = uvicorn.Config(
             app,
-            http=HttpToolsProtocol if access_log else _WithoutAccessLog,
+            http=_WithAccessLog if access_log else _WithoutAccessLog,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -131,6 +132,18 @@ class HttpServer:
                 task.cancel()
         self._server.should_exit = True
         await self._serving
+
+
+class _WithAccessLog(HttpToolsProtocol):
+    """uvicorn itself asks only when a connection begins; what is wanted may change."""
+
+    @property
+    def access_log(self) -> bool:
+        return _ACCESS.isEnabledFor(logging.INFO)
+
+    @access_log.setter
+    def access_log(self, wanted: bool) -> None:
+        pass
 
 
 class _WithoutAccessLog(HttpToolsProtocol):

@@ -5,9 +5,10 @@ model was found leaves one as well as an answer does.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
+from types import TracebackType
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from .errors import CharoniaError, Code, QueueFull, RequestTimeout
@@ -177,15 +178,32 @@ def current() -> Exchange | None:
     return _current.get()
 
 
-@contextmanager
-def serving(exchange: Exchange) -> Iterator[Exchange]:
-    """Makes it the current one of the block, and of the tasks started there; closes it, whatever ends the block."""
-    token = _current.set(exchange)
-    try:
-        yield exchange
-    except Exception as error:
-        exchange.fail(error)
-        raise
-    finally:
-        _current.reset(token)
-        exchange.close()
+class _Serving(AbstractContextManager[Exchange]):
+    """A block that serves an exchange. No generator: every request passes here."""
+
+    __slots__ = ("_ended", "_exchange", "_token")
+    _token: Token[Exchange | None]
+
+    def __init__(self, exchange: Exchange, ended: Callable[[Exchange], None] | None) -> None:
+        self._exchange = exchange
+        self._ended = ended
+
+    def __enter__(self) -> Exchange:
+        self._token = _current.set(self._exchange)
+        return self._exchange
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            self._exchange.fail(error)
+        _current.reset(self._token)
+        self._exchange.close()
+        if self._ended is not None:
+            self._ended(self._exchange)
+
+
+def serving(exchange: Exchange, ended: Callable[[Exchange], None] | None = None) -> AbstractContextManager[Exchange]:
+    """Makes it the current one of the block, and of the tasks started there; closes it, whatever ends the block, and
+    tells `ended`."""
+    return _Serving(exchange, ended)

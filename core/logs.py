@@ -7,31 +7,61 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from logging.handlers import QueueHandler, QueueListener
 from queue import SimpleQueue
-from typing import Literal, TypeAlias
+
+from .log_settings import Form, Logs, LogSettings
 
 _LEFT_OUT = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", "color_message"}
 """What every record has, or is written under another name; and uvicorn's message once more, in colours."""
 
-Form: TypeAlias = Literal["default", "ISO8601", "json"]
+_LINE = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
+_TIMES = {"default": "%m%d %H:%M:%S", "ISO8601": "%Y-%m-%dT%H:%M:%S%z"}
 
 
 @contextmanager
-def logging_as(form: Form, verbose: bool) -> Iterator[None]:
-    """Set logging up for the block, to stderr; records that end requests and still stand in line are written at its
-    end."""
-    line = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
-    times = "%Y-%m-%dT%H:%M:%S%z" if form == "ISO8601" else "%m%d %H:%M:%S"
-    logging.basicConfig(level=logging.WARNING, format=line, datefmt=times, stream=sys.stderr)
-    if form == "json":
-        logging.getLogger().handlers[0].setFormatter(JsonFormatter())
-    logging.getLogger("charonia").setLevel(logging.DEBUG if verbose else logging.INFO)
-    # It tells of every connection and of its own start and stop, which are told elsewhere.
-    logging.getLogger("uvicorn").setLevel(logging.INFO if verbose else logging.WARNING)
+def logging_as(settings: LogSettings) -> Iterator[Logs]:
+    """Set logging up for the block, to stderr, and let it be changed there; records that end requests and still stand
+    in line are written at its end."""
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    apply(settings)
     listener = write_in_thread(logging.getLogger("charonia.requests"))
     try:
-        yield
+        yield Logs(settings, apply)
     finally:
         listener.stop()
+
+
+def apply(settings: LogSettings) -> None:
+    """Make the handlers and loggers of this process do so."""
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(formatter(settings.log_format))
+        handler.filters = [_Wanted(settings)]
+    verbose = settings.log_verbose_level > 0
+    logging.getLogger("charonia").setLevel(logging.DEBUG if verbose else logging.INFO)
+    # Nobody would see them: then they are not even made.
+    logging.getLogger("charonia.requests").setLevel(logging.NOTSET if settings.log_info else logging.WARNING)
+    # It tells of every connection and of its own start and stop, which are told elsewhere.
+    logging.getLogger("uvicorn").setLevel(logging.INFO if verbose else logging.WARNING)
+
+
+def formatter(form: Form) -> logging.Formatter:
+    return JsonFormatter() if form == "json" else logging.Formatter(_LINE, _TIMES[form])
+
+
+class _Wanted(logging.Filter):
+    """Lets pass the levels that the settings want to see."""
+
+    def __init__(self, settings: LogSettings) -> None:
+        super().__init__()
+        levels = {
+            logging.INFO: settings.log_info,
+            logging.WARNING: settings.log_warning,
+            logging.ERROR: settings.log_error,
+            logging.CRITICAL: settings.log_error,
+        }
+        self._unwanted = frozenset(level for level, wanted in levels.items() if not wanted)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno not in self._unwanted
 
 
 class JsonFormatter(logging.Formatter):

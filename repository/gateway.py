@@ -5,7 +5,7 @@ Knows nothing of protocols, and of models only the contract.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from ..core.commons import Commons
 from ..core.errors import InvalidArgument, Unavailable
@@ -93,16 +93,8 @@ class Hub:
         # No model has dependents yet: ensembles are not served.
         await self.control.unload(name)
 
-    @contextmanager
-    def open(self, door: str, headers: Headers = ()) -> Iterator[Exchange]:
-        exchange = Exchange(door, headers)
-        try:
-            with serving(exchange):
-                yield exchange
-        finally:
-            self._count(exchange)
-            for witness in self._witnesses:
-                witness(exchange)
+    def open(self, door: str, headers: Headers = ()) -> AbstractContextManager[Exchange]:
+        return serving(Exchange(door, headers), self._ended)
 
     def infer(self, name: str, version: str, request: InferRequest) -> Stream[InferResponse]:
         _name(request.id)
@@ -159,6 +151,11 @@ class Hub:
         await self.lifecycle.close()
 
     # Inside
+
+    def _ended(self, exchange: Exchange) -> None:
+        self._count(exchange)
+        for witness in self._witnesses:
+            witness(exchange)
 
     def _count(self, exchange: Exchange) -> None:
         """With the model that it was for, if that counts; any name a client makes up would be a series forever."""

@@ -11,9 +11,9 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from charonia.api.grpc_options import GrpcOptions
+from charonia.api.grpc_rules import Caller
 from charonia.api.grpc_server import GrpcServer
 from charonia.api.grpc_stream import InferStream
-from charonia.api.keys import Tenant
 from charonia.api.metadata import EXTENSIONS, ServerInfo
 from charonia.api.server import bind
 from charonia.core.errors import Internal, InvalidArgument, QueueFull, Unavailable, Unsupported
@@ -422,7 +422,7 @@ class Gone:
 
 
 async def test_who_left_a_stream_has_cancelled_its_requests(gateway: Any, caplog: pytest.LogCaptureFixture) -> None:
-    await InferStream(gateway, Gone(), asyncio.Event(), Tenant("", 1.0)).run()
+    await InferStream(gateway, Gone(), asyncio.Event(), Caller()).run()
     (exchange,) = gateway.exchanges
     assert exchange.end.outcome is Outcome.CANCELLED
     assert not caplog.records

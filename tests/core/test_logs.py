@@ -1,0 +1,76 @@
+"""Logging set up for a process, and changed while it runs."""
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from charonia.core.log_settings import LogSettings
+from charonia.core.logs import logging_as
+
+log = logging.getLogger("charonia.test")
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Without pytest's handlers; afterwards the process's loggers are as they were."""
+    names = ("", "charonia", "charonia.requests", "uvicorn")
+    loggers = [(each := logging.getLogger(name), each.level, each.handlers, each.propagate) for name in names]
+    logging.getLogger().handlers = []
+    yield
+    for each, level, handlers, propagate in loggers:
+        each.setLevel(level)
+        each.handlers, each.propagate = handlers, propagate
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().err.splitlines()
+
+
+def say_all() -> None:
+    log.debug("d")
+    log.info("i")
+    log.warning("w")
+    log.error("e")
+
+
+def test_levels_and_formats_change_while_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    with alone(), logging_as(LogSettings()) as logs:
+        say_all()
+        assert [re.sub(r"^\d{4} \d\d:\d\d:\d\d ", "", line) for line in said(capsys)] == [
+            "I charonia.test: i",
+            "W charonia.test: w",
+            "E charonia.test: e",
+        ]
+        logs.update(replace(logs.settings, log_verbose_level=1, log_info=False, log_error=False))
+        say_all()
+        assert [line[-1] for line in said(capsys)] == ["d", "w"]
+        logs.update(LogSettings(log_format="ISO8601", log_warning=False))
+        say_all()
+        lines = said(capsys)
+        assert [line[-1] for line in lines] == ["i", "e"]
+        assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4} I ", lines[0])
+        logs.update(LogSettings(log_format="json"))
+        say_all()
+        assert [json.loads(line)["message"] for line in said(capsys)] == ["i", "w", "e"]
+
+
+def test_records_that_end_requests_go_with_what_informs(capsys: pytest.CaptureFixture[str]) -> None:
+    requests = logging.getLogger("charonia.requests")
+    with alone(), logging_as(LogSettings(log_info=False)) as logs:
+        assert not requests.isEnabledFor(logging.INFO)
+        logs.update(LogSettings())
+        requests.info("one")
+    assert [line[-3:] for line in said(capsys)] == ["one"]
+
+
+def test_lines_of_the_web_server_are_for_the_curious() -> None:
+    access = logging.getLogger("uvicorn.access")
+    with alone(), logging_as(LogSettings()) as logs:
+        assert not access.isEnabledFor(logging.INFO)
+        logs.update(LogSettings(log_verbose_level=1))
+        assert access.isEnabledFor(logging.INFO)

@@ -1,0 +1,328 @@
+"""The published tritonclient drives every RPC of a real server: identity and an LLM, sync and aio."""
+
+import asyncio
+import json
+import os
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+import tritonclient.grpc.aio as triton_aio
+import tritonclient.utils.shared_memory as shared_memory
+from tritonclient.utils import InferenceServerException
+
+IDENTITY = """
+name: "{name}"
+backend: "identity"
+max_batch_size: 8
+input {{ name: "INPUT0" data_type: TYPE_FP32 dims: [ 16 ] }}
+input {{ name: "INPUT1" data_type: TYPE_STRING dims: [ -1 ] optional: true }}
+output {{ name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 16 ] label_filename: "labels.txt" }}
+output {{ name: "OUTPUT1" data_type: TYPE_STRING dims: [ -1 ] }}
+"""
+NUMBERS = np.arange(32, dtype=np.float32).reshape(2, 16)
+
+
+@pytest.fixture(scope="module")
+def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traces") / "trace.json"
+
+
+@pytest.fixture(scope="module")
+def server(
+    tmp_path_factory: pytest.TempPathFactory,
+    sibling: Callable[[str], ModuleType],
+    tokenizer_only: Path,
+    trace_file: Path,
+) -> Iterator[Any]:
+    conftest = sibling("e2e/conftest.py")
+    repository = tmp_path_factory.mktemp("models")
+    for name in ("identity", "spare"):
+        (repository / name / "1").mkdir(parents=True)
+        (repository / name / "config.pbtxt").write_text(IDENTITY.format(name=name))
+        (repository / name / "labels.txt").write_text("zero\none\n")
+    conftest.write_model(repository, "llm", tokenizer_only, **conftest.FAKE)
+    flags = ["--model-repository", str(repository), "--model-control-mode", "explicit", "--allow-client-shm=true"]
+    flags += ["--load-model", "identity", "--load-model", "llm", "--trace-config", f"triton,file={trace_file}"]
+    with conftest.serving(tmp_path_factory.mktemp("g") / "t", *flags) as running:
+        yield running
+        assert running.stop() == 0, running.said
+        assert "Traceback" not in running.said
+
+
+@pytest.fixture
+def client(server: Any) -> Iterator[Any]:
+    with triton.InferenceServerClient(server.grpc_address) as connected:
+        yield connected
+
+
+def numbers(data: Any = NUMBERS) -> Any:
+    made = triton.InferInput("INPUT0", list(data.shape), "FP32")
+    made.set_data_from_numpy(data)
+    return made
+
+
+def texts(*words: bytes) -> Any:
+    made = triton.InferInput("INPUT1", [1, len(words)], "BYTES")
+    made.set_data_from_numpy(np.array([words], np.object_))
+    return made
+
+
+def refused(code: str, text: str) -> Any:
+    return pytest.raises(InferenceServerException, match=f"(?s)StatusCode.{code}.*{text}")
+
+
+def test_who_is_there(client: Any) -> None:
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("identity", "1")
+    assert client.get_server_metadata().name == "triton"
+    metadata = client.get_model_metadata("identity")
+    assert (list(metadata.versions), metadata.platform) == (["1"], "identity")
+    assert [(each.name, list(each.shape)) for each in metadata.inputs] == [("INPUT0", [-1, 16]), ("INPUT1", [-1, -1])]
+    config = client.get_model_config("identity").config
+    assert (config.name, config.max_batch_size, config.backend) == ("identity", 8, "identity")
+    assert config.instance_group[0].count >= 1
+    assert client.get_model_config("llm").config.model_transaction_policy.decoupled
+
+
+def test_tensors_come_back(client: Any) -> None:
+    words = (b"a", b"", b"\xff\0\xfe", "ü".encode())
+    outputs = [triton.InferRequestedOutput("OUTPUT1"), triton.InferRequestedOutput("OUTPUT0")]
+    for given in (None, outputs):
+        result = client.infer("identity", [numbers(NUMBERS[:1]), texts(*words)], request_id="7", outputs=given)
+        np.testing.assert_array_equal(result.as_numpy("OUTPUT0"), NUMBERS[:1])
+        assert result.as_numpy("OUTPUT1").tolist() == [[*words]]
+        response = result.get_response()
+        assert (response.id, response.model_name, response.model_version) == ("7", "identity", "1")
+    result = client.infer("identity", [numbers()], outputs=[triton.InferRequestedOutput("OUTPUT0")])
+    assert [each.name for each in result.get_response().outputs] == ["OUTPUT0"]
+
+
+@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
+def test_compressed_requests(client: Any, algorithm: str) -> None:
+    result = client.infer("identity", [numbers()], compression_algorithm=algorithm)
+    np.testing.assert_array_equal(result.as_numpy("OUTPUT0"), NUMBERS)
+
+
+def test_parameters_of_a_request(client: Any) -> None:
+    result = client.infer(
+        "identity",
+        [numbers()],
+        priority=3,
+        timeout=1_000_000,
+        sequence_id="s",
+        sequence_start=True,
+        parameters={"x": 1},
+    )
+    assert result.as_numpy("OUTPUT0").shape == (2, 16)
+    heard: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    client.async_infer("identity", [numbers()], lambda result, error: heard.put((result, error)), client_timeout=60)
+    result, error = heard.get(timeout=60)
+    assert error is None
+    np.testing.assert_array_equal(result.as_numpy("OUTPUT0"), NUMBERS)
+
+
+def test_classes(client: Any) -> None:
+    wanted = triton.InferRequestedOutput("OUTPUT0", class_count=2)
+    data = np.zeros((1, 16), np.float32)
+    data[0, :3] = 0.5, 2.25, 1
+    result = client.infer("identity", [numbers(data)], outputs=[wanted])
+    assert result.as_numpy("OUTPUT0").tolist() == [[b"2.250000:1:one", b"1.000000:2"]]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "code", "text"),
+    [
+        ([numbers(NUMBERS[:, :8].copy())], "INVALID_ARGUMENT", r"unexpected shape for input 'INPUT0'"),
+        ([texts(b"a")], "INVALID_ARGUMENT", "missing required input"),
+        ([numbers(np.zeros((9, 16), np.float32))], "INVALID_ARGUMENT", "inference request batch-size must be <= 8"),
+    ],
+)
+def test_what_does_not_fit(client: Any, inputs: Any, code: str, text: str) -> None:
+    with refused(code, text):
+        client.infer("identity", inputs)
+
+
+def test_statistics(client: Any) -> None:
+    def counted() -> Any:
+        [said] = client.get_inference_statistics("identity").model_stats
+        return said
+
+    before = counted()
+    client.infer("identity", [numbers()])
+    after = counted()
+    assert after.inference_count == before.inference_count + 2
+    assert after.execution_count == before.execution_count + 1
+    assert after.inference_stats.success.count == before.inference_stats.success.count + 1
+    assert after.last_inference > 0
+    assert {each.name for each in client.get_inference_statistics().model_stats} == {"identity", "llm"}
+    with refused("INVALID_ARGUMENT", "requested model 'no' is not available"):
+        client.get_inference_statistics("no")
+
+
+def states(client: Any) -> dict[str, str]:
+    return {each.name: each.state for each in client.get_model_repository_index().models}
+
+
+def test_models_are_loaded_and_unloaded(server: Any, client: Any) -> None:
+    assert states(client) == {"identity": "READY", "llm": "READY", "spare": ""}
+    assert not any(
+        each.name == "spare" for each in client.get_model_repository_index(as_json=False).models if each.state
+    )
+    with refused("NOT_FOUND", "Request for unknown model: 'spare'"):
+        client.infer("spare", [numbers()])
+    client.load_model("spare")
+    np.testing.assert_array_equal(client.infer("spare", [numbers()]).as_numpy("OUTPUT0"), NUMBERS)
+    override = {"backend": "identity", "max_batch_size": 1, **tensors()}
+    client.load_model("spare", config=json.dumps(override))
+    assert client.get_model_config("spare").config.max_batch_size == 1
+    client.unload_model("spare")
+    server.until(lambda: states(client)["spare"] == "UNAVAILABLE")
+    with refused("INTERNAL", "failed to load 'no', failed to poll from model repository"):
+        client.load_model("no")
+
+
+def tensors() -> dict[str, Any]:
+    tensor = {"data_type": "TYPE_FP32", "dims": [16]}
+    return {"input": [{"name": "INPUT0", **tensor}], "output": [{"name": "OUTPUT0", **tensor}]}
+
+
+@contextmanager
+def region(client: Any, name: str, size: int) -> Iterator[Any]:
+    """Shared memory that the server knows by `name`."""
+    key = f"/charonia_e2e_{name}_{os.getpid()}"
+    handle = shared_memory.create_shared_memory_region(name, key, size, create_only=True)
+    client.register_system_shared_memory(name, key, size)
+    try:
+        yield handle
+    finally:
+        client.unregister_system_shared_memory(name)
+        shared_memory.destroy_shared_memory_region(handle)
+
+
+def test_tensors_in_shared_memory(client: Any) -> None:
+    size = NUMBERS.nbytes
+    with region(client, "in", size) as given, region(client, "out", 2 * size) as made:
+        shared_memory.set_shared_memory_region(given, [NUMBERS])
+        lent = triton.InferInput("INPUT0", [2, 16], "FP32")
+        lent.set_shared_memory("in", size)
+        wanted = triton.InferRequestedOutput("OUTPUT0")
+        wanted.set_shared_memory("out", size, offset=size)
+        result = client.infer("identity", [lent], outputs=[wanted])
+        output = result.get_output("OUTPUT0")
+        assert (output.datatype, list(output.shape)) == ("FP32", [2, 16])
+        assert list(result.get_response().raw_output_contents) == [b""]
+        there = shared_memory.get_contents_as_numpy(made, np.float32, [2, 16], offset=size)
+        np.testing.assert_array_equal(there, NUMBERS)
+        assert {*client.get_system_shared_memory_status().regions} == {"in", "out"}
+        wanted.set_shared_memory("out", 8)
+        with refused("INTERNAL", r"request for output 'OUTPUT0' \(8 bytes\) should be at least 128 bytes"):
+            client.infer("identity", [lent], outputs=[wanted])
+        wanted.set_shared_memory("out", size, offset=2 * size)
+        with refused("INVALID_ARGUMENT", r"Invalid offset \+ byte size for shared memory region: 'out'"):
+            client.infer("identity", [lent], outputs=[wanted])
+        lent.set_shared_memory("never", size)
+        with refused("NOT_FOUND", "Unable to find shared memory region: 'never'"):
+            client.infer("identity", [lent])
+    assert not client.get_system_shared_memory_status().regions
+    with refused("NOT_FOUND", "Unable to find system shared memory region: 'in'"):
+        client.get_system_shared_memory_status("in")
+
+
+def test_memory_of_gpus(client: Any) -> None:
+    assert not client.get_cuda_shared_memory_status().regions
+    with refused("INVALID_ARGUMENT", "failed to register CUDA shared memory region: 'g', GPUs not supported"):
+        client.register_cuda_shared_memory("g", b"aGk=", 0, 8)
+    client.unregister_cuda_shared_memory("g")
+
+
+def test_log_settings(server: Any, client: Any) -> None:
+    defaults = client.get_log_settings(as_json=True)["settings"]
+    assert defaults["log_format"] == {"string_param": "default"}
+    client.infer("identity", [numbers()], request_id="loud")
+    client.update_log_settings({"log_info": False, "log_verbose_level": 1})
+    client.infer("identity", [numbers()], request_id="quiet")
+    client.update_log_settings({"log_info": True, "log_verbose_level": 0})
+    client.infer("identity", [numbers()], request_id="again")
+    server.until(lambda: "request_id=again" in server.said)
+    assert "request_id=loud" in server.said
+    assert "request_id=quiet" not in server.said
+    assert client.get_log_settings(as_json=True)["settings"] == defaults
+    with refused("UNIMPLEMENTED", "log file location can not be updated through network protocol"):
+        client.update_log_settings({"log_file": "x"})
+    with refused("INVALID_ARGUMENT", "invalid argument for log_format, got: x"):
+        client.update_log_settings({"log_format": "x"})
+
+
+def test_trace_settings(client: Any, trace_file: Path) -> None:
+    said = client.get_trace_settings(as_json=True)["settings"]
+    assert (said["trace_level"], said["trace_file"]) == ({"value": ["OFF"]}, {"value": [str(trace_file)]})
+    client.update_trace_settings("identity", {"trace_level": ["TIMESTAMPS"], "trace_rate": "1", "trace_count": "2"})
+    for number in range(3):
+        client.infer("identity", [numbers()], request_id=f"t{number}")
+    traces = json.loads(trace_file.read_text())
+    assert [each["request_id"] for each in traces if "request_id" in each] == ["t0", "t1"]
+    names = [[stamp["name"] for stamp in each["timestamps"]] for each in traces if "timestamps" in each]
+    assert all(each[0] == "REQUEST_START" and each[-1] == "REQUEST_END" for each in names)
+    cleared = {"trace_level": None, "trace_rate": None, "trace_count": None}
+    assert client.update_trace_settings("identity", cleared, as_json=True)["settings"] == said
+    with refused("INVALID_ARGUMENT", "Unable to parse 'trace_rate', got: x"):
+        client.update_trace_settings(settings={"trace_rate": "x"})
+
+
+def test_a_stream_serves_both_kinds(client: Any) -> None:
+    heard: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    client.start_stream(lambda result, error: heard.put((result, error)))
+    ids = triton.InferInput("input_ids", [1], "INT32")
+    ids.set_data_from_numpy(np.array([5], np.int32))
+    for number in range(3):
+        client.async_stream_infer("identity", [numbers(NUMBERS + number)], request_id=str(number))
+    client.async_stream_infer("llm", [ids], request_id="llm", parameters={"max_tokens": 3})
+    plain = []
+    for _ in range(4):
+        result, error = heard.get(timeout=60)
+        assert error is None
+        response = result.get_response()
+        assert response.parameters["triton_final_response"].bool_param
+        if response.id != "llm":
+            np.testing.assert_array_equal(result.as_numpy("OUTPUT0"), NUMBERS + int(response.id))
+            plain.append(response.id)
+    client.stop_stream()
+    assert plain == ["0", "1", "2"], "plain models answer in the order of their requests"
+
+
+async def test_the_aio_client(server: Any) -> None:
+    async with triton_aio.InferenceServerClient(server.grpc_address) as client, asyncio.timeout(60):
+        assert await client.is_server_live()
+        assert await client.is_server_ready()
+        assert await client.is_model_ready("identity")
+        assert (await client.get_server_metadata()).name == "triton"
+        assert (await client.get_model_metadata("identity")).name == "identity"
+        assert (await client.get_model_config("identity")).config.max_batch_size == 8
+        assert (await client.get_inference_statistics("identity")).model_stats[0].name == "identity"
+        assert {each.name for each in (await client.get_model_repository_index()).models} >= {"identity", "spare"}
+        await client.load_model("spare")
+        await client.unload_model("spare")
+        with refused("INTERNAL", "Unable to open shared memory region: '/charonia_no_such_key'"):
+            await client.register_system_shared_memory("a", "/charonia_no_such_key", 8)
+        assert not (await client.get_system_shared_memory_status()).regions
+        await client.unregister_system_shared_memory()
+        assert not (await client.get_cuda_shared_memory_status()).regions
+        with refused("INVALID_ARGUMENT", "GPUs not supported"):
+            await client.register_cuda_shared_memory("g", b"", 0, 8)
+        await client.unregister_cuda_shared_memory()
+        assert (await client.get_log_settings()).settings["log_info"].bool_param
+        assert (await client.update_log_settings({"log_error": True})).settings["log_error"].bool_param
+        assert (await client.get_trace_settings("identity")).settings["trace_rate"].value == ["1000"]
+        await client.update_trace_settings("identity", {"trace_rate": "5"})
+        await client.update_trace_settings("identity", {"trace_rate": None})
+        results = await asyncio.gather(*(client.infer("identity", [numbers(NUMBERS + each)]) for each in range(20)))
+        for each, result in enumerate(results):
+            np.testing.assert_array_equal(result.as_numpy("OUTPUT0"), NUMBERS + each)
