@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AbstractContextManager, asynccontextmanager, closing, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
@@ -24,7 +25,7 @@ from .core.errors import CharoniaError
 from .core.logs import logging_as
 from .core.tracing import endpoint_of, tracing
 from .engine.options import EngineOptions
-from .repository.options import RepositoryOptions
+from .repository.options import CheckOptions, RepositoryOptions
 
 if TYPE_CHECKING:
     import socket
@@ -73,6 +74,24 @@ def serve(
         except CharoniaError as error:
             print(f"charonia: {error.message}", file=sys.stderr)
             return 1
+
+
+@app.command
+def check(repository: Path, /, *, options: Annotated[CheckOptions, Parameter("*")] = CheckOptions()) -> int:  # noqa: B008
+    """Say what is wrong with a model repository, without serving it; the status is 1 if a model would not load.
+
+    Parameters
+    ----------
+    repository
+        Directory of models.
+    """
+    from .repository.check import report
+
+    try:
+        return report(repository, options)
+    except CharoniaError as error:
+        print(f"charonia: {error.message}", file=sys.stderr)
+        return 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from ..core.errors import CharoniaError
 from ..core.gateway import State
@@ -20,7 +21,7 @@ from .entry import UNLOADED, Entry, Serving
 from .kinds import OnProgress
 from .registry import Registry
 from .running import Tally
-from .source import ModelSource, VersionSource
+from .source import ModelSource, VersionSource, located
 
 log = logging.getLogger(__name__)
 
@@ -105,12 +106,17 @@ class Lifecycle:
         async def recipe() -> Recipe:
             return await asyncio.to_thread(self._builder.recipe, source, version)
 
-        serving = await self._attempt(entry, version.number, recipe, on_progress)
+        serving = await self._attempt(entry, version.number, recipe, on_progress, source.file)
         serving.mark, serving.release = version.mark, shared.take()
         return serving
 
     async def _attempt(
-        self, entry: Entry, number: str, recipe: Callable[[], Awaitable[Recipe]], on_progress: OnProgress = silent
+        self,
+        entry: Entry,
+        number: str,
+        recipe: Callable[[], Awaitable[Recipe]],
+        on_progress: OnProgress = silent,
+        file: Path | None = None,
     ) -> Serving:
         started = time.monotonic()
         if _served(entry, number) is None:
@@ -119,10 +125,13 @@ class Lifecycle:
             made = await recipe()
             model = made.make(on_progress)
             await model.load()
+        except CharoniaError as error:
+            told = located(error, file)
+            entry.fail(told.message, [number])
+            raise LoadFailure(number, told) from error
         except Exception as error:
             entry.fail(str(error), [number])
-            if not isinstance(error, CharoniaError):
-                log.exception("model '%s' failed to load", entry.name)
+            log.exception("model '%s' failed to load", entry.name)
             raise LoadFailure(number, error) from error
         tally = Tally(self._registry.tally)
         return Serving(model, made.describe(model.config), tally, time.monotonic() - started)

@@ -27,4 +27,16 @@ class RepositoryOptions:
     disable_auto_complete_config: Annotated[bool, Parameter(negative=())] = False
     """Take configs as they are written, instead of completing them from the models' files."""
     backend_config: Annotated[tuple[str, ...], Parameter(negative=())] = ()
-    """<backend>,<key>=<value> or <key>=<value>; may be given several times."""
+    """Parameter of a backend, as BACKEND,KEY=VALUE, or of all, as KEY=VALUE; may be given several times."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckOptions:
+    """How configs are read that are only to be checked."""
+
+    model_config_name: str = ""
+    """Name of the config file to use, in configs/ of each model that has it."""
+    disable_auto_complete_config: Annotated[bool, Parameter(negative=())] = False
+    """Take configs as they are written, instead of completing them from the models' files."""
+    backend_config: Annotated[tuple[str, ...], Parameter(negative=())] = ()
+    """Parameter of a backend, as BACKEND,KEY=VALUE, or of all, as KEY=VALUE; may be given several times."""

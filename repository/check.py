@@ -1,0 +1,64 @@
+"""Says what is wrong with a repository, without serving it: configs, versions, completion, labels, warm-up data.
+
+Builds models and loads none: what only loading finds, it does not find.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..core.errors import CharoniaError
+from .builder import BackendSettings, Builder
+from .catalog import Catalog
+from .effects import idle_fields
+from .lifecycle import silent
+from .options import CheckOptions
+from .source import ModelSource, located
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`error`: the model would not load; else it would, `text` says how or what it would leave out."""
+
+    model: str
+    text: str
+    error: bool = False
+
+
+def report(repository: Path, options: CheckOptions) -> int:
+    """Print what there is to say; the exit status.
+
+    Raises:
+        InvalidArgument: there is no such directory, or an option is wrong.
+    """
+    builder = Builder(BackendSettings.parse(options.backend_config), not options.disable_auto_complete_config)
+    catalog = Catalog([repository], config_name=options.model_config_name)
+    status = 0
+    for finding in check_repository(catalog, builder):
+        print(f"{finding.model}: {'WRONG: ' if finding.error else ''}{finding.text}")
+        status |= finding.error
+    return int(status)
+
+
+def check_repository(catalog: Catalog, builder: Builder) -> Iterator[Finding]:
+    """Every model in its turn: what is wrong, or what would be served."""
+    for name in catalog.names():
+        try:
+            source = catalog.read(name)
+            yield from _check(source, builder)
+        except CharoniaError as error:
+            yield Finding(name, error.message, error=True)
+    for name in catalog.repeated():
+        yield Finding(name, f"model '{name}' appears in two places; the first is served", error=True)
+
+
+def _check(source: ModelSource, builder: Builder) -> Iterator[Finding]:
+    for version in source.versions:
+        try:
+            builder.recipe(source, version).make(silent)
+        except CharoniaError as error:
+            raise located(error, source.file) from None
+    for path in idle_fields(source.config):
+        yield Finding(source.name, f"{source.where(path)}{path} has no effect here")
+    numbers = ", ".join(version.number for version in source.versions)
+    yield Finding(source.name, f"good: {source.backend}, version {numbers}")

@@ -1,0 +1,60 @@
+"""`charonia check`: the real backends' configs, read, completed and built, and nothing loaded."""
+
+from pathlib import Path
+
+import pytest
+
+from charonia.core.errors import InvalidArgument
+from charonia.repository.check import report
+from charonia.repository.options import CheckOptions
+
+GOOD = """
+backend: "identity"
+input { name: "A" data_type: TYPE_FP32 dims: 16 }
+output { name: "B" data_type: TYPE_FP32 dims: 16 }
+"""
+
+
+def write(root: Path, name: str, config: str, version: str = "1") -> None:
+    (root / name / version).mkdir(parents=True)
+    (root / name / "config.pbtxt").write_text(config)
+
+
+def test_a_good_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, "a", GOOD + 'host_policy: "x"'.replace("host_policy", "runtime"))
+    write(tmp_path, "llm", 'backend: "charonia" parameters { key: "max_num_seqs" value { string_value: "3" } }')
+    assert report(tmp_path, CheckOptions()) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"a: {tmp_path}/a/config.pbtxt:5: runtime has no effect here",
+        "a: good: identity, version 1",
+        "llm: good: charonia, version 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("nonsense", "failed to read text proto from {file}:1:1 : "),
+        (GOOD.replace("FP32", "FP33", 1), "failed to read text proto from {file}:3:"),
+        (GOOD.replace("dims: 16", "dims: -2", 1), "{file}:3: model input dimension must be integer >= 1"),
+        (GOOD + "instance_group { passive: true }", "{file}:5: model 'm' has no instance that takes requests"),
+        (GOOD + 'batch_input { target_name: "L" source_input: "X" }', "{file}:5: batch_input of m has source input"),
+        (
+            'backend: "charonia"\nparameters { key: "bogus" value { string_value: "3" } }',
+            "{file}:2: unknown parameter 'bogus'",
+        ),
+    ],
+)
+def test_what_would_not_load(tmp_path: Path, capsys: pytest.CaptureFixture[str], config: str, says: str) -> None:
+    write(tmp_path, "m", config)
+    assert report(tmp_path, CheckOptions()) == 1
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("m: WRONG: " + says.format(file=tmp_path / "m" / "config.pbtxt"))
+
+
+def test_options_that_are_wrong(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="is not a directory"):
+        report(tmp_path / "no", CheckOptions())
+    for flag in ("onnxruntime", "a,b", "default-max-batch-size=many"):
+        with pytest.raises(InvalidArgument, match="--backend-config"):
+            report(tmp_path, CheckOptions(backend_config=(flag,)))
