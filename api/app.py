@@ -6,7 +6,8 @@ What is asked often never reaches FastAPI: its middleware costs a third of a req
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeAlias
+from functools import lru_cache
+from typing import Any, TypeAlias
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -34,6 +35,9 @@ from .v2_memory import SharedMemory
 log = logging.getLogger(__name__)
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
+
+_KNOWN_PATHS = 256
+"""Paths whose routes are remembered."""
 
 _CLIENT_LEFT = 499
 """What nginx logs for it; nobody receives it."""
@@ -70,15 +74,23 @@ class HotRoutes:
         for route in routes:
             if route.methods and "POST" in route.methods:
                 self._ending[_last(route.path)].append(route)
+        self._find = lru_cache(_KNOWN_PATHS)(self._search)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
-            for route in self._ending.get(_last(scope["path"]), ()):
-                if found := route.path_regex.match(scope["path"]):
-                    convert = route.param_convertors
-                    scope["path_params"] = {key: convert[key].convert(text) for key, text in found.groupdict().items()}
-                    return await _answer(route.endpoint, scope, receive, send)
+            found = self._find(scope["path"])
+            if found is not None:
+                endpoint, scope["path_params"] = found
+                return await _answer(endpoint, scope, receive, send)
         return await self._app(scope, receive, send)
+
+    def _search(self, path: str) -> tuple[Endpoint, dict[str, Any]] | None:
+        """Whose path it is, and what it says; not to be changed."""
+        for route in self._ending.get(_last(path), ()):
+            if found := route.path_regex.match(path):
+                convert = route.param_convertors
+                return route.endpoint, {key: convert[key].convert(text) for key, text in found.groupdict().items()}
+        return None
 
 
 def _last(path: str) -> str:

@@ -43,29 +43,32 @@ async def read_body(request: Request, limit: int) -> bytes:
         InvalidArgument: the body is longer than `limit`.
         ClientLeft: the client hung up while sending it.
     """
-    return bytes(await receive_body(request, lambda size: check_json(size, limit)))
+    announced = request.headers.get("content-length", "").encode()
+    return bytes(await receive_body(request.receive, announced, lambda size: check_json(size, limit)))
 
 
-async def receive_body(request: Request, check: Check) -> bytes | bytearray:
-    """The whole body, copied once if it came in parts. Raises what `check` says of its size, and `ClientLeft`."""
-    announced = request.headers.get("content-length", "")
+async def receive_body(receive: Receive, announced: bytes, check: Check) -> bytes | bytearray:
+    """The whole body, of which a header may have `announced` the length; copied once if it came in parts.
+
+    Raises what `check` says of its size, and `ClientLeft`.
+    """
     if announced.isdigit():
         check(int(announced))
-    message = await _receive(request)
+    message = await _received(receive)
     first: bytes = message.get("body", b"")
     check(len(first))
     if not message.get("more_body", False):
         return first
     body = bytearray(first)
     while message.get("more_body", False):
-        message = await _receive(request)
+        message = await _received(receive)
         body += message.get("body", b"")
         check(len(body))
     return body
 
 
-async def _receive(request: Request) -> Message:
-    message = await request.receive()
+async def _received(receive: Receive) -> Message:
+    message = await receive()
     if message["type"] == "http.disconnect":
         raise ClientLeft
     return message

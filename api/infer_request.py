@@ -95,7 +95,7 @@ class _Reading:
     def _input(self, given: Document) -> tuple[str, Tensor]:
         name = string("name", member(given, "name"))
         datatype = string("datatype", member(given, "datatype"))
-        shape = tuple([signed("shape", dim) for dim in array("shape", member(given, "shape"))])
+        shape = _shape(array("shape", member(given, "shape")))
         parameters = object_("parameters", given["parameters"]) if "parameters" in given else {}
         _check_one_source(name, given, parameters)
         place = raw.Place(self._id, self._config.name, name)
@@ -163,9 +163,16 @@ class _Reading:
         return self._reader.regions.view(Span(region, offset, size))
 
 
+def _shape(dims: list[Any]) -> tuple[int, ...]:
+    for dim in dims:
+        if type(dim) is not int:
+            signed("shape", dim)
+    return tuple(dims)
+
+
 def _check_one_source(name: str, given: Document, parameters: Document) -> None:
     sources = ("data" in given, "binary_data_size" in parameters, "shared_memory_region" in parameters)
-    if sum(sources) == 1:
+    if sources.count(True) == 1:
         return
     found = [source.split()[0] for source, there in zip(_SOURCES, sources, strict=True) if there]
     said = f"But set {' '.join(found)}" if found else "But no field is set"

@@ -65,9 +65,9 @@ class Infer:
 
     async def _read(self, config: ModelConfig, headers: Headers, request: Request) -> Call:
         encoding = headers.get(b"content-encoding", b"").decode("latin-1")
-        compressed = encodings.check_encoding(encoding)
+        compressed = encodings.check_encoding(encoding) if encoding else False
         length, limit = _header_length(headers), self._max_size
-        body = await receive_body(request, _check_of(length, limit))
+        body = await receive_body(request.receive, headers.get(b"content-length", b""), _check_of(length, limit))
         if compressed:
             body = await _run(len(body), encodings.decompress, body, encoding, limit)
         if length is not None and not 0 <= length <= len(body):
