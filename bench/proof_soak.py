@@ -125,6 +125,16 @@ def _disappointed(kind: str, verdict: Verdict) -> str:
     return f"answered {verdict.kind} with {verdict.answer}" if good and verdict.answer not in _RIGHT else ""
 
 
+async def fill(place: Place, model: str) -> None:
+    """The heaviest bodies there can be, before anybody looks: they come rarely, and what allocators keep of one in the
+    middle would look like growth."""
+    many = {"model": model, "prompt": ["x"] * 4, "n": 128, "max_tokens": 32, "logprobs": 20}
+    long = {"model": model, "prompt": [1] * (LIMIT // 2 - 100)}
+    for body in (many, long, {**many, "stream": True}):
+        path = "/v1/completions"
+        await ask_http(place, Mutant(path, path, request(path, orjson.dumps(body))))
+
+
 async def soak(
     place: Place, model: str, seconds: float, seed: int, tell: Callable[[float], None] = lambda at: None
 ) -> Soaked:
@@ -192,6 +202,7 @@ def main(seconds: float = 600.0, seed: int = 0, plot: Path | None = None) -> Non
         require_matplotlib()
     with tiny_server("--http-max-input-size", str(LIMIT)) as place, Progress(console=console) as progress:
         task = progress.add_task("under load", total=seconds)
+        asyncio.run(fill(place, NAME))
         soaked = asyncio.run(soak(place, NAME, seconds, seed, lambda at: progress.update(task, completed=at)))
         broken = tracebacks(place)
     trends = soaked.trends()
