@@ -36,7 +36,7 @@ class Batch(NamedTuple, Generic[T]):
 
 
 class Turn(NamedTuple, Generic[T]):
-    """What comes of asking: a `batch` that left, or None; requests `refused` because their time ran out, which left
+    """What comes of asking: a `batch`, or None; requests `refused` because their time ran out, which left
     too; and without a batch, the time at which to ask again `until` which nothing changes by itself (None: never)."""
 
     batch: Batch[T] | None
@@ -91,18 +91,29 @@ class Batcher(Generic[T]):
         """What time alone does, while no instance is free."""
         return Turn(None, self._queue.expire(now), self._queue.next_deadline)
 
-    def take(self, now: int) -> Turn[T]:
-        """What an instance that is free should do."""
+    def look(self, now: int) -> Turn[T]:
+        """What an instance that is free would do; a batch stays in the queue, and may still grow."""
         refused = self._queue.expire(now)
         batch = None
         if refused or not self._pauses(now):
             self._pause = None
             batch = self._next(now)
-        if batch is not None:
-            for request in batch.requests:
-                self._queue.remove(request)
         until = None if self._pause is None else self._pause.until
         return Turn(batch, refused, _earlier(until, self._queue.next_deadline))
+
+    def take(self, now: int) -> Turn[T]:
+        """What an instance that is free does: a batch leaves the queue."""
+        turn = self.look(now)
+        if turn.batch is None:
+            return turn
+        for request in turn.batch.requests:
+            self._queue.remove(request)
+        return turn._replace(until=self._queue.next_deadline)
+
+    @property
+    def backlog(self) -> int:
+        """How much waits, as `Batching.portion` counts it."""
+        return self._queue.size if self._rules.combine else len(self._queue)
 
     def drain(self) -> list[Waiting[T]]:
         """Everybody out."""

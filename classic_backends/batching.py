@@ -61,6 +61,11 @@ class Batching:
         """No batch waits for more than this."""
         return max(self.preferred, default=self.max_size)
 
+    @property
+    def portion(self) -> int:
+        """How much of a backlog keeps one instance busy."""
+        return self.largest if self.combine else 1
+
     def level_of(self, priority: int) -> int:
         """The level of a request that asked for `priority`; 0, or one that there is not, means the default."""
         return priority if 1 <= priority <= self.levels else self.default_level

@@ -1,7 +1,8 @@
 """Between the event loop and the instances of one model: requests queue up, free instances take batches of them.
 
-The queue is under one lock. An instance that ends a batch takes the next by itself; one that is free is given work by
-the event loop, which also watches the times. What becomes of requests is told to a `Clerk` in the loop's thread.
+The queue is under one lock. An instance takes its batches by itself, when it has ended one or was woken up: what comes
+until it runs joins the batch. The event loop wakes those that are free, and watches the times. What becomes of requests
+is told to a `Clerk` in the loop's thread.
 """
 
 import asyncio
@@ -57,7 +58,9 @@ class Dispatcher:
         self._decoupled = decoupled
         self._lock = threading.Lock()
         self._batcher: Batcher[Job] = Batcher(rules)
+        self._portion = rules.portion
         self._free: list[Worker] = []
+        self._waking: set[Worker] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0
         self._closed = False
@@ -107,16 +110,23 @@ class Dispatcher:
             self._clerk.refused(request, stopping(request))
 
     def _look(self) -> None:
-        """Give work to free instances as long as there is any; see to what time does."""
+        """Wake as many free instances as have something to do; see to what time does."""
         while True:
+            worker = None
             with self._lock:
-                now = time.monotonic_ns()
-                turn = self._batcher.take(now) if self._free else self._batcher.expire(now)
-                worker = self._free.pop() if turn.batch is not None else None
+                wanted = self._wants_another()
+                turn = self._batcher.look(time.monotonic_ns()) if wanted else self._batcher.expire(time.monotonic_ns())
+                if turn.batch is not None:
+                    worker = self._free.pop()
+                    self._waking.add(worker)
             self._settle(turn)
-            if worker is None or turn.batch is None:
+            if worker is None:
                 return
-            worker.give(self, turn.batch)
+            worker.wake(self)
+
+    def _wants_another(self) -> bool:
+        """Somebody is free, and those who were woken will not take all that waits. Under the lock."""
+        return bool(self._free) and self._batcher.backlog > len(self._waking) * self._portion
 
     def _settle(self, turn: Turn[Job]) -> None:
         for request in turn.refused:
@@ -165,11 +175,15 @@ class Dispatcher:
 
     def next(self, instance: Worker) -> Work | None:
         with self._lock:
+            self._waking.discard(instance)
             turn = self._batcher.take(time.monotonic_ns())
             if turn.batch is None:
                 self._free.append(instance)
+            more = turn.batch is not None and self._wants_another()
         if turn.refused or turn.until is not None:
             self._tell(self._settle, turn)
+        if more:
+            self._tell(self._look)
         return turn.batch
 
     def _tell(self, call: Callable[..., None], *arguments: object) -> None:

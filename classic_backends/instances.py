@@ -1,6 +1,6 @@
 """The instances of a model: each a thread that loads its runtime, executes what it is given, and closes it.
 
-Knows nothing of queues: asks for its next batch, and is given one when it has none.
+Knows nothing of queues: takes one batch after another until there is none, and sleeps until it is woken.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class Source(Protocol[T]):
         """Never raises."""
 
     def next(self, instance: "Instance[T]") -> T | None:
-        """None: from now on `instance` is free, and will be given something."""
+        """None: from now on `instance` is free, and will be woken."""
 
 
 class Instance(Generic[T]):
@@ -40,7 +40,6 @@ class Instance(Generic[T]):
         self._loaded: asyncio.Future[Runtime] = self._loop.create_future()
         self._ended = asyncio.Event()
         self._inbox: SimpleQueue[Source[T] | None] = SimpleQueue()
-        self._given: T | None = None
         self._thread = threading.Thread(target=self._live, name=name, daemon=True)
         self.runtime: Runtime
 
@@ -49,9 +48,8 @@ class Instance(Generic[T]):
         self._thread.start()
         self.runtime = await asyncio.shield(self._loaded)
 
-    def give(self, source: Source[T], work: T) -> None:
-        """Have it executed. Only for an instance that is free."""
-        self._given = work
+    def wake(self, source: Source[T]) -> None:
+        """Let it take work from there. Only for an instance that is free."""
         self._inbox.put(source)
 
     async def stop(self) -> None:
@@ -75,11 +73,9 @@ class Instance(Generic[T]):
 
     def _work(self) -> None:
         while (source := self._inbox.get()) is not None:
-            work, self._given = self._given, None
-            while work is not None:
+            while (work := source.next(self)) is not None:
                 source.execute(self, work)
                 work = None  # nothing of a batch outlives it here
-                work = source.next(self)
 
     def _close(self, runtime: Runtime) -> None:
         try:

@@ -250,10 +250,12 @@ def test_it_does_what_the_rules_say(rules: Batching, steps: list[tuple[Any, ...]
             if waited:
                 plain._leave([request])
         elif verb in ("take", "expire"):
-            turn = batcher.take(now) if verb == "take" else batcher.expire(now)
-            assert {request.item for request in turn.refused} == plain.expire(now)
+            seen = batcher.look(now) if verb == "take" else batcher.expire(now)
+            assert {request.item for request in seen.refused} == plain.expire(now)
+            assert len(batcher) == len(plain.order())
+            turn = batcher.take(now) if verb == "take" else seen
             if verb == "take":
-                assert names(turn) == plain.take(now)
+                assert names(seen) == names(turn) == plain.take(now)
                 assert turn.batch is None or turn.batch.size <= rules.max_size
                 # Whoever waits is looked at again, or needs nobody to.
                 assert turn.batch is not None or turn.until is not None or not plain.order()

@@ -288,6 +288,7 @@ async def test_instances_are_threads_of_their_own() -> None:
     async with serving(runtime, config(document={"instance_group": groups})) as model:
         runtime.gate.clear()
         tasks = [asyncio.create_task(answer(model, number)) for number in range(4)]
+        await asyncio.sleep(0)
         await until(lambda: waiting(model) == 0)
         runtime.gate.set()
         assert await asyncio.gather(*tasks) == [[0], [2], [4], [6]]
