@@ -28,7 +28,7 @@ from .classic_bare import NAME
 from .classic_load import Door, Load, Report
 from .serve_server import LOOPBACK, CpuMeter, Place, free_ports, own_server, process, until_open
 
-_CONFIG = """\
+IDENTITY = """\
 name: "identity"
 backend: "identity"
 max_batch_size: 8
@@ -146,7 +146,7 @@ def _servers() -> Iterator[dict[str, Place]]:
     with ExitStack() as stack:
         repository = Path(stack.enter_context(TemporaryDirectory(prefix="charonia-bench-")))
         (repository / NAME / "1").mkdir(parents=True)
-        (repository / NAME / "config.pbtxt").write_text(_CONFIG)
+        (repository / NAME / "config.pbtxt").write_text(IDENTITY)
         ours = stack.enter_context(own_server("--model-repository", str(repository)))
         yield {_OURS: ours, _BARE: stack.enter_context(bare_server())}
 

@@ -140,7 +140,7 @@ class Account:
             inference=self._inference(),
             batches=tuple(BatchStatistics(size, *parts.read()) for size, parts in sorted(self.batches.items())),
             responses={str(place): each.read() for place, each in sorted(self.responses.items())},
-            explain={cause.value: self.alone[cause] for cause in Cause},
+            explain={cause.value: self.alone[cause] for cause in Cause if self.alone[cause]},
         )
 
     def _inference(self) -> InferenceStatistics:

@@ -1,12 +1,16 @@
 """The bench of v2's infer: its generator against the bare servers, and figures out of turns made by hand."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
+from rich.console import Console
 
-from charonia.bench import classic
+from charonia.bench import classic, classic_models
 from charonia.bench.classic import Comparison, Leg, Trial, generate
 from charonia.bench.classic_load import Door, Load, http_request
+from charonia.bench.classic_models import Rates
 from charonia.bench.serve_server import Place
 from charonia.core.errors import Unavailable
 
@@ -58,3 +62,26 @@ def test_turns_are_told_by_their_medians() -> None:
     comparison = Comparison(Trial(), [*turns, leg("charonia", 2.0)])
     assert comparison.median("bare", "json", 8, lambda leg: leg.per_second) == 2.0
     assert comparison.median("charonia", "json", 8, lambda leg: leg.per_cpu_second) == 4.0
+
+
+def test_models_are_told_beside_what_they_are_measured_against(capsys: pytest.CaptureFixture[str]) -> None:
+    turns = {
+        "identity": [100.0],
+        "small": [60.0],
+        "large": [18.0, 20.0],
+        "large_unbatched": [2.0],
+        "onnxruntime": [20.0],
+    }
+    classic_models.show(Console(width=100), Rates(classic_models.Trial(), turns))
+    said = capsys.readouterr().out
+    for words in ("60%", "95%", "10%", "9.5 times as fast"):
+        assert words in said
+
+
+def test_the_network_is_one_that_onnxruntime_runs(tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    classic_models.write_network(tmp_path / "model.onnx", (3, 5, 2))
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
+    [made] = session.run(None, {"INPUT": np.ones((4, 3), np.float32)})
+    assert made.shape == (4, 2)
+    assert np.abs(made).max() > 0

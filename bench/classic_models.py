@@ -1,0 +1,211 @@
+"""What batching brings where the model is the work: ONNX models behind binary HTTP, beside onnxruntime in a process.
+
+    python -m charonia.bench.classic_models --connections 32 --seconds 5
+
+Two networks of linear layers with random weights. A small one (50-1024-1024-1), whose time goes into the server as much
+as into the model, beside our own rate with the identity model. A large one of 35 M weights (139 MB), whose time goes
+into reading them, with dynamic batching and without, beside onnxruntime alone at batch 32 with as many threads. Needs
+the packages `onnx` and `onnxruntime`.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from cyclopts import App, Parameter
+from cyclopts.validators import Number
+from rich.console import Console
+from rich.table import Table
+
+from ..core.errors import CharoniaError, Unsupported
+from ..core.host import cores
+from .classic import IDENTITY, generate
+from .classic_bare import NAME
+from .classic_load import Load
+from .serve_server import Place, own_server
+
+_BATCH = 32
+_SMALL = (50, 1024, 1024, 1)
+_LARGE = (256, 4096, 4096, 4096, 32)
+_CONFIG = """\
+backend: "onnxruntime"
+max_batch_size: 32
+instance_group { kind: KIND_CPU count: 1 }
+"""
+_DYNAMIC = "dynamic_batching { max_queue_delay_microseconds: 2000 }\n"
+_ALONE = "onnxruntime"
+
+app = App(name="python -m charonia.bench.classic_models", help=__doc__)
+
+_Count = Annotated[int, Parameter(validator=Number(gt=0))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What every contender does."""
+
+    connections: _Count = 32
+    """Requests at a time."""
+    seconds: Annotated[float, Parameter(validator=Number(gt=0))] = 4.0
+    """Of each turn."""
+    repeats: _Count = 3
+    """Turns of each contender."""
+
+
+class Contender(msgspec.Struct, frozen=True):
+    """A model of the repository; `beside` names the one whose rate its own is a part of."""
+
+    name: str
+    sizes: tuple[int, ...]
+    config: str
+    beside: str
+
+
+CONTENDERS = (
+    Contender("small", _SMALL, _CONFIG + "dynamic_batching { }\n", NAME),
+    Contender("large", _LARGE, _CONFIG + _DYNAMIC, _ALONE),
+    Contender("large_unbatched", _LARGE, _CONFIG, _ALONE),
+)
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """Requests per second in each turn, by contender; of onnxruntime alone, items per second."""
+
+    trial: Trial
+    turns: dict[str, list[float]]
+
+    def median(self, name: str) -> float:
+        return median(self.turns[name])
+
+
+def measure(trial: Trial, log: Callable[[str], None]) -> Rates:
+    """Run the contenders in turns.
+
+    Raises:
+        Unavailable, Unsupported: the server cannot be started, a generator failed, or a package is missing.
+    """
+    with TemporaryDirectory(prefix="charonia-bench-") as directory:
+        repository = Path(directory)
+        _write(repository)
+        with own_server("--model-repository", directory) as place:
+            turns: dict[str, list[float]] = {}
+            for _ in range(trial.repeats):
+                for name, rate in _turn(trial, place, repository):
+                    turns.setdefault(name, []).append(rate)
+                    log(f"{name:16} {rate:8.0f}/s")
+    return Rates(trial, turns)
+
+
+def _turn(trial: Trial, place: Place, repository: Path) -> Iterator[tuple[str, float]]:
+    common: Mapping[str, Any] = {
+        "door": "binary",
+        "port": place.http_port,
+        "connections": trial.connections,
+        "seconds": trial.seconds,
+    }
+    yield NAME, generate(Load(**common)).rate
+    for each in CONTENDERS:
+        yield each.name, generate(Load(**common, model=each.name, name="INPUT", shape=(1, each.sizes[0]))).rate
+    yield _ALONE, _alone(repository / "large" / "1" / "model.onnx", trial.seconds)
+
+
+def _alone(file: Path, seconds: float) -> float:
+    """Items per second of onnxruntime in this process, in batches as large as the server's may be."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = cores().threads
+    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    given = {"INPUT": np.zeros((_BATCH, _LARGE[0]), np.float32)}
+    session.run(None, given)
+    count, begun = 0, perf_counter()
+    while perf_counter() - begun < seconds:
+        session.run(None, given)
+        count += _BATCH
+    return count / (perf_counter() - begun)
+
+
+def _write(repository: Path) -> None:
+    (repository / NAME / "1").mkdir(parents=True)
+    (repository / NAME / "config.pbtxt").write_text(IDENTITY)
+    for each in CONTENDERS:
+        (repository / each.name / "1").mkdir(parents=True)
+        (repository / each.name / "config.pbtxt").write_text(each.config)
+        write_network(repository / each.name / "1" / "model.onnx", each.sizes)
+
+
+def write_network(file: Path, sizes: Sequence[int]) -> None:
+    """Linear layers of these sizes with ReLU between: INPUT becomes OUTPUT, FP32, the batch in front.
+
+    Raises:
+        Unsupported: there is no `onnx`.
+    """
+    try:
+        import onnx
+    except ModuleNotFoundError:
+        raise Unsupported("this needs the package `onnx`: pip install onnx") from None
+    make, rng = onnx.helper, np.random.default_rng(0)
+    nodes, weights, here = [], [], "INPUT"
+    layers = list(pairwise(sizes))
+    for index, (wide, long) in enumerate(layers):
+        there = "OUTPUT" if index == len(layers) - 1 else f"linear{index}"
+        values = rng.standard_normal((wide, long), np.float32) / np.sqrt(wide, dtype=np.float32)
+        weights.append(onnx.numpy_helper.from_array(values, f"weight{index}"))
+        nodes.append(make.make_node("MatMul", [here, f"weight{index}"], [there]))
+        if there != "OUTPUT":
+            here = f"relu{index}"
+            nodes.append(make.make_node("Relu", [there], [here]))
+    ends = [("INPUT", sizes[0]), ("OUTPUT", sizes[-1])]
+    given, made = (make.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", size]) for name, size in ends)
+    graph = make.make_graph(nodes, "network", [given], [made], weights)
+    onnx.save(make.make_model(graph, opset_imports=[make.make_opsetid("", 21)], ir_version=10), file)
+
+
+def show(console: Console, rates: Rates) -> None:
+    """Medians, and what part they are of those beside them."""
+    table = Table("model", "per second", "beside", "part of it")
+    for each in CONTENDERS:
+        rate, other = rates.median(each.name), rates.median(each.beside)
+        table.add_row(each.name, f"{rate:.0f}", f"{each.beside} {other:.0f}", f"{rate / other:.0%}")
+    console.print(table)
+    gain = rates.median("large") / rates.median("large_unbatched")
+    console.print(f"batching makes the large one {gain:.1f} times as fast", highlight=False)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except CharoniaError as error:
+        print(f"charonia: {error.message}", file=sys.stderr)
+        sys.exit(1)
+
+
+@app.default
+def models(*, trial: Annotated[Trial, Parameter("*")] = Trial(), json: Path | None = None) -> None:
+    """Compare what models give through the server with what they give without one.
+
+    Parameters
+    ----------
+    json
+        Write the turns to this file.
+    """
+    console = Console()
+    with _told():
+        rates = measure(trial, lambda line: console.print(line, highlight=False))
+    show(console, rates)
+    if json:
+        json.write_bytes(msgspec.json.encode(rates))
+
+
+if __name__ == "__main__":
+    app()
