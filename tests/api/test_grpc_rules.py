@@ -1,0 +1,150 @@
+"""Who may call what over gRPC, what of his metadata models get, and how answers are compressed."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import grpc
+import pytest
+from grpc import StatusCode
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
+
+from charonia.api.grpc_options import GrpcOptions
+from charonia.api.grpc_rules import GrpcRules, read_rules
+from charonia.api.grpc_server import GrpcServer
+from charonia.api.keys import Keyring
+from charonia.api.metadata import ServerInfo
+from charonia.api.restricted import APIS
+from charonia.api.server import bind
+from charonia.core.errors import InvalidArgument
+from charonia.core.metrics import Outcome
+
+ASKED = pb.ModelInferRequest(model_name="llm")
+PAID = (("triton-grpc-protocol-infer-key", "secret"),)
+RESTRICTED = "This protocol is restricted, expecting header 'triton-grpc-protocol-infer-key'"
+
+
+@asynccontextmanager
+async def served(gateway: Any, **options: Any) -> AsyncIterator[Any]:
+    with bind("127.0.0.1", 0, "--grpc-port") as sock:
+        server = GrpcServer(gateway, ServerInfo(), GrpcOptions(grpc_address="127.0.0.1", **options), sock)
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{sock.getsockname()[1]}") as channel:
+            yield GRPCInferenceServiceStub(channel)
+        await server.stop(force=True)
+
+
+async def refused(call: Any) -> tuple[StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code(), caught.value.details() or ""
+
+
+async def streamed(stub: Any, metadata: Any = ()) -> Any:
+    async def requests() -> Any:
+        yield ASKED
+
+    return [answer async for answer in stub.ModelStreamInfer(requests(), metadata=metadata)]
+
+
+async def test_a_restricted_protocol_wants_its_header(gateway: Any) -> None:
+    gateway.texts = ("x",)
+    async with served(gateway, grpc_restricted_protocol=("inference,logging:infer-key=secret",)) as stub:
+        for metadata in ((), (("triton-grpc-protocol-infer-key", "no"),), (("infer-key", "secret"),)):
+            assert await refused(stub.ModelInfer(ASKED, metadata=metadata)) == (StatusCode.UNAVAILABLE, RESTRICTED)
+            assert await refused(streamed(stub, metadata)) == (StatusCode.UNAVAILABLE, RESTRICTED)
+            refusal = await refused(stub.LogSettings(pb.LogSettingsRequest(), metadata=metadata))
+            assert refusal == (StatusCode.UNAVAILABLE, RESTRICTED)
+        assert not gateway.asked
+        assert {exchange.end.outcome for exchange in gateway.exchanges} == {Outcome.REJECTED}
+        await stub.ModelInfer(ASKED, metadata=PAID)
+        assert len(await streamed(stub, PAID)) == 1
+        assert (await stub.LogSettings(pb.LogSettingsRequest(), metadata=PAID)).settings
+        assert (await stub.ServerLive(pb.ServerLiveRequest())).live
+
+
+def test_every_rpc_belongs_to_a_protocol() -> None:
+    groups = tuple(f"{name}:{name}=v" for name in APIS)
+    rules = read_rules(GrpcOptions(grpc_restricted_protocol=groups), Keyring())
+    methods = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
+    assert {*rules.tolls} == {*methods}
+    assert {toll.key for toll in rules.tolls.values()} == {*APIS}
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"grpc_restricted_protocol": ("inference",)}, "--grpc-restricted-protocol must be <api>"),
+        ({"grpc_restricted_protocol": ("all:k=v",)}, "--grpc-restricted-protocol: unknown API 'all'"),
+        ({"grpc_restricted_protocol": ("health:k=v", "health:k=w")}, "can not be specified in multiple groups"),
+        ({"grpc_header_forward_pattern": "("}, "--grpc-header-forward-pattern: '[(]' is no regular expression"),
+    ],
+)
+def test_flags_that_mean_nothing(options: Any, text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        read_rules(GrpcOptions(**options), Keyring())
+
+
+async def test_metadata_becomes_parameters(gateway: Any) -> None:
+    gateway.texts = ("x",)
+    headers = (("x-color", "red"), ("x-bin", b"\0"), ("other", "1"))
+    asked = pb.ModelInferRequest(model_name="llm", parameters={"x-size": pb.InferParameter(int64_param=1)})
+    async with served(gateway, grpc_header_forward_pattern="^X-") as stub:
+        await stub.ModelInfer(asked, metadata=headers)
+        await streamed(stub, headers)
+        assert [request.parameters for request in gateway.asked] == [
+            {"x-color": "red", "x-size": 1},
+            {"x-color": "red"},
+        ]
+    async with served(gateway, grpc_header_forward_pattern="prio|triton_") as stub:
+        for name in ("priority", "triton_x"):
+            text = f"Header '{name}' is reserved for Triton usage and cannot be forwarded."
+            assert await refused(stub.ModelInfer(ASKED, metadata=((name, "1"),))) == (StatusCode.INVALID_ARGUMENT, text)
+
+
+def test_nothing_is_read_where_nothing_is_asked_for() -> None:
+    assert GrpcRules().caller("ModelInfer", None) is GrpcRules().caller("ModelStreamInfer", None)  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def counted(port: int) -> AsyncIterator[tuple[int, list[int]]]:
+    """A port that leads to another one, and the sizes of what came back from there."""
+    sizes: list[int] = []
+    leading: list[asyncio.Task[None]] = []
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, note: Any) -> None:
+        while data := await reader.read(1 << 16):
+            note(len(data))
+            writer.write(data)
+        writer.close()
+        await writer.wait_closed()
+
+    async def lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back, there = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(
+            pump(reader, there, lambda _: None), pump(back, writer, sizes.append), return_exceptions=True
+        )
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        leading.append(asyncio.create_task(lead(reader, writer)))
+
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as proxy:
+        yield proxy.sockets[0].getsockname()[1], sizes
+    await asyncio.gather(*leading)
+
+
+@pytest.mark.parametrize(("level", "smaller"), [("none", False), ("low", True), ("medium", True), ("high", True)])
+async def test_answers_are_compressed(gateway: Any, level: str, smaller: bool) -> None:
+    gateway.texts = ("x" * 10_000,)
+    with bind("127.0.0.1", 0, "--grpc-port") as sock:
+        options = GrpcOptions(grpc_address="127.0.0.1", grpc_infer_response_compression_level=cast(Any, level))
+        server = GrpcServer(gateway, ServerInfo(), options, sock)
+        await server.start()
+        async with counted(sock.getsockname()[1]) as (port, sizes):
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                answer = await GRPCInferenceServiceStub(channel).ModelInfer(ASKED)
+            await server.stop(force=True)
+    assert len(answer.raw_output_contents[0]) == 10_004
+    assert (sum(sizes) < 5_000) is smaller
