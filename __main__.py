@@ -18,6 +18,7 @@ from cyclopts import App, Parameter
 
 from . import __version__
 from .api.grpc_options import GrpcOptions
+from .api.http_options import HttpOptions
 from .api.keys import KeyOptions, Keyring, read_keys
 from .api.options import ServerOptions, true
 from .api.tls import KeyPair, key_pair
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     import socket
 
     from .api.grpc_server import GrpcServer
+    from .api.http_rules import HttpRules
     from .api.metadata import ServerInfo
     from .api.metrics import Source
     from .api.server import Servers, StopSignals
@@ -53,6 +55,7 @@ def serve(
     *,
     repository: Annotated[RepositoryOptions, Parameter("*")] = RepositoryOptions(),  # noqa: B008
     server: Annotated[ServerOptions, Parameter("*")] = ServerOptions(),  # noqa: B008
+    http: Annotated[HttpOptions, Parameter("*")] = HttpOptions(),  # noqa: B008
     access: Annotated[KeyOptions, Parameter("*")] = KeyOptions(),  # noqa: B008
     grpc: Annotated[GrpcOptions, Parameter("*")] = GrpcOptions(),  # noqa: B008
     engine: Annotated[EngineOptions, Parameter("*")] = EngineOptions(),  # noqa: B008
@@ -68,7 +71,8 @@ def serve(
 
     with logging_as(server.log_settings) as logs:
         try:
-            plan = _Plan(_select(model, repository, engine), server, grpc, read_keys(access), _tls(server))
+            selection = _select(model, repository, engine)
+            plan = _Plan(selection, server, grpc, _rules(http), read_keys(access), _tls(server))
             with tracing(endpoint_of(server.otlp_traces_endpoint, os.environ), __version__) as tracer:
                 return uvloop.run(_run(plan, tracer, _commons(server, logs)))
         except CharoniaError as error:
@@ -101,6 +105,7 @@ class _Plan:
     selection: "Selection"
     server: ServerOptions
     grpc: GrpcOptions
+    rules: "HttpRules"
     keys: Keyring
     tls: KeyPair | None = None
 
@@ -213,7 +218,8 @@ async def _serve(plan: _Plan, hub: "Hub", sock: "socket.socket", grpc: "GrpcServ
     from .api.server import HttpServer, Servers, first_of
 
     options = plan.server
-    http = HttpServer(build_app(hub, _info(options), plan.keys), sock, access_log=True, tls=plan.tls)
+    door = build_app(hub, _info(options), plan.keys, plan.rules)
+    http = HttpServer(door, sock, access_log=True, tls=plan.tls)
     server = Servers(http, grpc)
     await server.start()
     print(f"gRPC on {_reachable(plan.grpc.grpc_address, grpc.port)}")
@@ -236,6 +242,12 @@ def _info(options: ServerOptions) -> "ServerInfo":
     from .api.metadata import ServerInfo
 
     return ServerInfo(options.id, __version__, options.http_max_input_size)
+
+
+def _rules(options: HttpOptions) -> "HttpRules":
+    from .api.http_rules import read_rules
+
+    return read_rules(options)
 
 
 def _tls(options: ServerOptions) -> KeyPair | None:
