@@ -6,7 +6,6 @@ Heavy imports wait until they are needed: `charonia --help` is for people.
 import asyncio
 import logging
 import os
-import shlex
 import sys
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AbstractContextManager, asynccontextmanager, closing, nullcontext
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from . import __version__
+from .api.announcement import reachable, say_ready, url
 from .api.grpc_options import GrpcOptions
 from .api.http_options import HttpOptions
 from .api.keys import KeyOptions, Keyring, read_keys
@@ -195,7 +195,7 @@ async def _metrics(
     registry = build_registry(sources, vllm=options.metrics_names == "vllm")
     server = HttpServer(MetricsApp(registry), sock, access_log=False)
     await server.start()
-    print(f"Metrics on {_url(*sock.getsockname()[:2])}/metrics")
+    print(f"Metrics on {url(*sock.getsockname()[:2])}/metrics")
     try:
         yield
     finally:
@@ -222,8 +222,8 @@ async def _serve(plan: _Plan, hub: "Hub", sock: "socket.socket", grpc: "GrpcServ
     http = HttpServer(door, sock, access_log=True, tls=plan.tls)
     server = Servers(http, grpc)
     await server.start()
-    print(f"gRPC on {_reachable(plan.grpc.grpc_address, grpc.port)}")
-    _say_ready(hub, _url(options.http_address, sock.getsockname()[1], plan.tls), bool(plan.keys))
+    print(f"gRPC on {reachable(plan.grpc.grpc_address, grpc.port)}")
+    say_ready(hub, url(options.http_address, sock.getsockname()[1], plan.tls is not None), bool(plan.keys))
     await first_of(stop.asked.wait(), server.ended())
     await _drain(hub, server, stop, options.exit_timeout_secs)
 
@@ -252,28 +252,6 @@ def _rules(options: HttpOptions) -> "HttpRules":
 
 def _tls(options: ServerOptions) -> KeyPair | None:
     return key_pair(options.http_server_cert, options.http_server_key, "--http-server")
-
-
-def _url(address: str, port: int, tls: KeyPair | None = None) -> str:
-    return f"{'http' if tls is None else 'https'}://{_reachable(address, port)}"
-
-
-def _reachable(address: str, port: int) -> str:
-    """Where somebody on this machine finds what listens on `address`."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _say_ready(hub: "Hub", url: str, guarded: bool) -> None:
-    """The URL, and a line to paste."""
-    key = "-H 'Authorization: Bearer <key>' " if guarded else ""
-    print(f"Serving on {url}")
-    for config in hub.models():
-        if any(spec.name == "text_input" for spec in config.inputs):
-            body = shlex.quote('{"text_input": "def fibonacci(n):", "max_tokens": 64}')
-            print(f"Try: curl -N {key}{url}/v2/models/{config.name}/generate_stream -d {body}")
-            break
-    sys.stdout.flush()
 
 
 def main() -> None:

@@ -1,6 +1,5 @@
 """Who decides what is served: the start alone, changes on disk, or requests; model-config.md section 9."""
 
-import asyncio
 import logging
 import shutil
 import tempfile
@@ -74,8 +73,8 @@ class Explicit:
         try:
             override = None if config is None else parse_override(config)
             if not files:
-                return await asyncio.to_thread(self._catalog.read, name, override), lambda: None
-            scratch, directory = await asyncio.to_thread(_write, name, files)
+                return await self._lifecycle.aside(self._catalog.read, name, override), lambda: None
+            scratch, directory = await self._lifecycle.aside(_write, name, files)
         except InvalidArgument as error:
             raise self._failed(name, error) from None
 
@@ -83,7 +82,7 @@ class Explicit:
             shutil.rmtree(scratch, ignore_errors=True)
 
         try:
-            return await asyncio.to_thread(self._catalog.read, name, override, directory), release
+            return await self._lifecycle.aside(self._catalog.read, name, override, directory), release
         except CharoniaError as error:
             release()
             raise self._failed(name, error) from None

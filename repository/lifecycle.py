@@ -9,8 +9,10 @@ import gc
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from ..core.errors import CharoniaError
 from ..core.gateway import State
@@ -24,6 +26,8 @@ from .running import Tally
 from .source import ModelSource, VersionSource, located
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def silent(phase: str, fraction: float, seconds: float, detail: str) -> None:
@@ -48,6 +52,12 @@ class Lifecycle:
         self._loading = asyncio.Lock()
         self._leaving: set[asyncio.Task[None]] = set()
         self._hurry = asyncio.Event()
+        # One thread for all that blocks: each that ever ran keeps some memory of what it did.
+        self._thread = ThreadPoolExecutor(1, "loading")
+
+    async def aside(self, work: Callable[..., T], *arguments: object) -> T:
+        """Do what blocks, outside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     async def load(
         self, source: ModelSource, on_progress: OnProgress = silent, release: Callable[[], None] = lambda: None
@@ -99,12 +109,13 @@ class Lifecycle:
                 self._retire(entry, serving)
         while self._leaving:
             await asyncio.gather(*self._leaving)
+        self._thread.shutdown(wait=False)
 
     async def _start(
         self, entry: Entry, source: ModelSource, version: VersionSource, on_progress: OnProgress, shared: "_Shared"
     ) -> Serving:
         async def recipe() -> Recipe:
-            return await asyncio.to_thread(self._builder.recipe, source, version)
+            return await self.aside(self._builder.recipe, source, version)
 
         serving = await self._attempt(entry, version.number, recipe, on_progress, source.file)
         serving.mark, serving.release = version.mark, shared.take()
@@ -155,7 +166,7 @@ class Lifecycle:
         await _unload(serving)
         if version is not None and gone and version.state == State.UNLOADING:
             version.state = State.UNAVAILABLE
-        await asyncio.to_thread(_return_memory)
+        await self.aside(_return_memory)
 
     async def _drained(self, serving: Serving) -> None:
         waits = [asyncio.ensure_future(wait) for wait in (serving.tally.drained(), self._hurry.wait())]

@@ -66,7 +66,7 @@ class Keeper:
 
     async def look(self, watcher: Watcher) -> None:
         """Load what is new or has changed, unload what has gone."""
-        names = await asyncio.to_thread(self._catalog.names)
+        names = await self._lifecycle.aside(self._catalog.names)
         for name in names:
             await self._load(name, watcher)
         for name in set(self._tried) - set(names):
@@ -88,7 +88,7 @@ class Keeper:
     async def _attempt(self, name: str, watcher: Watcher) -> bool:
         """Load it, if it is not what was tried the last time."""
         try:
-            source = await asyncio.to_thread(self._catalog.read, name)
+            source = await self._lifecycle.aside(self._catalog.read, name)
         except CharoniaError as error:
             if not self._new(name, error.message):
                 return False

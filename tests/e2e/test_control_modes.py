@@ -1,0 +1,161 @@
+"""Models come and go while a real server runs: by requests of the published client, and by changes on disk."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton
+from tritonclient.utils import InferenceServerException
+
+IDENTITY = """
+backend: "identity"
+input { name: "A" data_type: TYPE_FP32 dims: [ 4 ] }
+output { name: "B" data_type: TYPE_FP32 dims: [ 4 ] }
+"""
+
+
+def write(repository: Path, name: str, config: str = IDENTITY, version: str = "1") -> None:
+    (repository / name / version).mkdir(parents=True, exist_ok=True)
+    (repository / name / "config.pbtxt").write_text(config)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    write(tmp_path / "models", "a")
+    write(tmp_path / "models", "b")
+    write(tmp_path / "models", "wrong", IDENTITY.replace("[ 4 ]", "[ 0 ]", 1))
+    return tmp_path / "models"
+
+
+@pytest.fixture
+def explicit(serve: Callable[..., Any], repository: Path) -> Iterator[Any]:
+    mode = "--model-control-mode", "explicit", "--load-model", "a"
+    with serve("--model-repository", str(repository), *mode) as server:
+        yield server
+        assert server.stop() == 0, server.said
+
+
+@pytest.fixture
+def client(explicit: Any) -> Iterator[Any]:
+    with triton.InferenceServerClient(explicit.url.removeprefix("http://")) as client:
+        yield client
+
+
+def states(client: Any) -> dict[str, str | None]:
+    return {each["name"]: each.get("state") for each in client.get_model_repository_index()}
+
+
+def ask(client: Any, name: str, size: int = 4, module: Any = triton) -> Any:
+    given = module.InferInput("A", [size], "FP32")
+    given.set_data_from_numpy(np.arange(size, dtype=np.float32))
+    return client.infer(name, [given]).as_numpy("B").tolist()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_requests_decide_what_is_served(explicit: Any, client: Any) -> None:
+    assert client.is_server_ready()
+    assert states(client) == {"a": "READY", "b": None, "wrong": None}
+    client.load_model("b")
+    assert ask(client, "b") == [0, 1, 2, 3]
+    wide = {"backend": "identity"} | {
+        side: [{"name": name, "data_type": "TYPE_FP32", "dims": [6]}]
+        for side, name in (("input", "A"), ("output", "B"))
+    }
+    client.load_model("b", config=json.dumps(wide))
+    assert ask(client, "b", 6) == [0, 1, 2, 3, 4, 5]
+    client.load_model("new", config=json.dumps(wide), files={"file:7/nothing": b"x"})
+    assert client.get_model_metadata("new")["versions"] == ["7"]
+    with pytest.raises(
+        InferenceServerException, match=r"wrong/config.pbtxt:3: model input dimension must be"
+    ) as caught:
+        client.load_model("wrong")
+    assert caught.value.status() == "400"
+    for name in ("b", "new"):
+        client.unload_model(name)
+    until(lambda: states(client) == {"a": "READY", "b": "UNAVAILABLE", "new": "UNAVAILABLE", "wrong": "UNAVAILABLE"})
+    with triton_grpc.InferenceServerClient(explicit.grpc_address) as grpc:
+        grpc.load_model("b", config=json.dumps(wide))
+        assert ask(grpc, "b", 6, triton_grpc) == [0, 1, 2, 3, 4, 5]
+        grpc.unload_model("b")
+    assert not list(explicit.scratch.glob("charonia-model-*"))
+
+
+def resident(server: Any) -> int:
+    """KiB."""
+    lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
+
+
+@pytest.fixture
+def large(repository: Path, sibling: Callable[..., ModuleType]) -> int:
+    """A model of 67 MB; its size in KiB."""
+    models = sibling("onnx_models.py")
+    file = repository / "large" / "1" / "model.onnx"
+    models.write_mlp(file, [2900, 2900, 2900])
+    return file.stat().st_size // 1024
+
+
+def test_unloading_gives_memory_back(explicit: Any, large: int, client: Any) -> None:
+    def one_round() -> int:
+        client.load_model("large")
+        loaded = resident(explicit)
+        client.unload_model("large")
+        until(lambda: states(client)["large"] == "UNAVAILABLE")
+        return loaded
+
+    for _ in range(2):
+        one_round()
+    before = resident(explicit)
+    for _ in range(10):
+        assert one_round() > before + large // 2
+    until(lambda: resident(explicit) < before * 1.05)
+
+
+def test_polling_follows_the_files(serve: Callable[..., Any], repository: Path) -> None:
+    shutil.rmtree(repository / "wrong")
+    poll = "--model-control-mode", "poll", "--repository-poll-secs", "0.2"
+    with serve("--model-repository", str(repository), *poll) as server:
+        v2 = f"{server.url}/v2"
+        write(repository, "c", "nonsense")
+        until(lambda: httpx.get(f"{v2}/health/ready").status_code == 400)
+        write(repository, "c", IDENTITY, version="3")
+        until(lambda: httpx.get(f"{v2}/models/c/versions/3/ready").status_code == 200)
+        assert httpx.get(f"{v2}/health/ready").status_code == 200
+        shutil.rmtree(repository / "a")
+        until(lambda: httpx.get(f"{v2}/models/a/ready").status_code == 400)
+        refused = httpx.post(f"{v2}/repository/models/b/load")
+        assert (refused.status_code, refused.json()) == (
+            503,
+            {"error": "explicit model load / unload is not allowed if polling is enabled"},
+        )
+        assert server.stop() == 0, server.said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--load-model", "a"), "--load-model needs --model-control-mode=explicit"),
+        (("--model-control-mode", "explicit", "--load-model", "*", "--load-model", "a"), "must be the only one"),
+        (("--backend-config", "x"), "--backend-config must be"),
+    ],
+)
+def test_flags_that_contradict_each_other(
+    serve: Callable[..., Any], repository: Path, arguments: tuple[str, ...], says: str
+) -> None:
+    with serve("--model-repository", str(repository), *arguments) as server:
+        assert server.process.wait(60) == 1
+        assert says in server.said
