@@ -129,9 +129,10 @@ async def fill(place: Place, model: str) -> None:
     """The heaviest bodies there can be, before anybody looks: they come rarely, and what allocators keep of one in the
     middle would look like growth."""
     many = {"model": model, "prompt": ["x"] * 4, "n": 128, "max_tokens": 32, "logprobs": 20}
-    long = {"model": model, "prompt": [1] * (LIMIT // 2 - 100)}
-    for body in (many, long, {**many, "stream": True}):
-        path = "/v1/completions"
+    ids = {"model": model, "prompt": [1] * (LIMIT // 2 - 100)}
+    text = {"model": model, "prompt": "many words, " * (LIMIT // 13)}
+    path = "/v1/completions"
+    for body in (many, ids, text, {**many, "stream": True}, text):
         await ask_http(place, Mutant(path, path, request(path, orjson.dumps(body))))
 
 
