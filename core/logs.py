@@ -4,14 +4,19 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from logging.handlers import QueueHandler, QueueListener
 from queue import SimpleQueue
+from threading import Event
+from typing import Any
 
 from .log_settings import Form, Logs, LogSettings
 
 _LEFT_OUT = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", "color_message"}
 """What every record has, or is written under another name; and uvicorn's message once more, in colours."""
+
+_MOMENT = 0.05
+"""Seconds that a record may wait for others to be written with."""
 
 _LINE = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 _TIMES = {"default": "%m%d %H:%M:%S", "ISO8601": "%Y-%m-%dT%H:%M:%S%z"}
@@ -87,11 +92,56 @@ class _Handover(QueueHandler):
         return record
 
 
+class _Writer(QueueListener):
+    """Writes what came in a moment all together: a thread that woke up for each record would stand in the way of what
+    makes them."""
+
+    def __init__(self, records: "SimpleQueue[logging.LogRecord]", *handlers: logging.Handler) -> None:
+        super().__init__(records, *handlers)
+        self._records = records
+        self._stopping = Event()
+        self._lines: dict[logging.StreamHandler[Any], list[str]] = {}
+
+    def dequeue(self, block: bool) -> logging.LogRecord:
+        if not self._records.empty():
+            return self._records.get()
+        self._write()
+        record = self._records.get(block)
+        self._stopping.wait(_MOMENT)
+        return record
+
+    def handle(self, record: logging.LogRecord) -> None:
+        for handler in self.handlers:
+            if type(handler) is not logging.StreamHandler:
+                handler.handle(record)
+            elif handler.filter(record):
+                self._keep(handler, record)
+
+    def _keep(self, handler: "logging.StreamHandler[Any]", record: logging.LogRecord) -> None:
+        try:
+            self._lines.setdefault(handler, []).append(handler.format(record) + handler.terminator)
+        except Exception:
+            handler.handleError(record)
+
+    def stop(self) -> None:
+        """Return when everything is written."""
+        self._stopping.set()
+        super().stop()
+        self._write()
+
+    def _write(self) -> None:
+        for handler, lines in self._lines.items():
+            with handler.lock or nullcontext(), suppress(OSError):  # nobody reads it any more
+                handler.stream.write("".join(lines))
+                handler.stream.flush()
+        self._lines.clear()
+
+
 def write_in_thread(logger: logging.Logger) -> QueueListener:
     """Let the records of `logger` be written to the root's handlers by a thread, started here, until `stop()`."""
     records: SimpleQueue[logging.LogRecord] = SimpleQueue()
     logger.addHandler(_Handover(records))
     logger.propagate = False
-    listener = QueueListener(records, *logging.getLogger().handlers)
+    listener = _Writer(records, *logging.getLogger().handlers)
     listener.start()
     return listener

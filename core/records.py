@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import time
 from typing import NamedTuple
 
 from .exchange import Exchange, Summary
@@ -43,14 +44,42 @@ class RequestRecord(NamedTuple):
         return " ".join([f"{name}={_plain(value)}" for name, value in said if value != ""])
 
 
+_BLANK = vars(logging.LogRecord(log.name, logging.INFO, __file__, 0, "%s", (), None))
+"""What every entry begins with; finding out which line of ours logs it would cost more than all the rest."""
+
+
+class _Entry(logging.LogRecord):
+    """The record of an exchange, put into words by who writes it: the thread that serves has better things to do."""
+
+    levelno = logging.INFO
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.created = time.time()
+        self._exchange: Exchange | None = exchange
+
+    def getMessage(self) -> str:
+        self._fill()
+        return super().getMessage()
+
+    def __getattr__(self, name: str) -> object:
+        if not self._fill():
+            raise AttributeError(name)
+        return getattr(self, name)
+
+    def _fill(self) -> bool:
+        """Whether anything was left to fill."""
+        exchange = self.__dict__.pop("_exchange", None)
+        if exchange is None:
+            return False
+        record = record_of(exchange)
+        self.__dict__ = {**_BLANK, "created": self.created, "args": (record,), **record._asdict()}
+        return True
+
+
 def write_record(exchange: Exchange) -> None:
     """Log an exchange that was closed."""
     if log.isEnabledFor(logging.INFO):
-        record = record_of(exchange)
-        # Not log.info(): finding out which line of ours logs this costs more than all the rest.
-        entry = logging.LogRecord(log.name, logging.INFO, __file__, 0, "%s", (record,), None)
-        entry.__dict__.update(record._asdict())
-        log.handle(entry)
+        log.handle(_Entry(exchange))
 
 
 def record_of(exchange: Exchange) -> RequestRecord:

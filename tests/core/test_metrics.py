@@ -1,8 +1,10 @@
 """Instruments, how they read, and the loop's lag by a clock that the test turns."""
 
+import io
 import json
 import logging
 import sys
+import time
 
 import pytest
 
@@ -127,3 +129,24 @@ def test_a_thread_writes_everything_before_it_stops(caplog: pytest.LogCaptureFix
         logger.info("record %d", number, extra={"number": number})
     listener.stop()
     assert [record.number for record in caplog.records] == list(range(100))
+
+
+def test_a_thread_writes_in_order_and_what_is_left_at_the_end() -> None:
+    logger, stream = logging.getLogger("tests.written"), io.StringIO()
+    logger.setLevel(logging.INFO)
+    root, handler = logging.getLogger(), logging.StreamHandler(stream)
+    handler.addFilter(lambda record: "unwanted" not in record.getMessage())
+    root.addHandler(handler)
+    try:
+        listener = write_in_thread(logger)
+        logger.info("0")
+        deadline = time.monotonic() + 60
+        while not stream.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for number in range(1, 100):
+            logger.info("%d", number)
+            logger.info("unwanted %d", number)
+        listener.stop()
+    finally:
+        root.removeHandler(handler)
+    assert stream.getvalue().split() == [str(number) for number in range(100)]
