@@ -16,6 +16,9 @@ from ..core.statistics import BatchStatistics, Duration, InferenceStatistics, Re
 from .batcher import Cause
 from .execution import Timing
 
+_PLACES = 1024
+"""Places of a stream that are booked apart: a stream has no end, memory has."""
+
 
 class Failure(StrEnum):
     """Triton's reasons: refused for want of room or time; cancelled; the model's own; any other."""
@@ -124,8 +127,11 @@ class Account:
         self.fail.add(whole)
 
     def response(self, place: int) -> Responses:
-        """Of the responses in that place of a stream."""
-        return self.responses.setdefault(place, Responses())
+        """Of the responses in that place of a stream; those far out share the last."""
+        place = min(place, _PLACES - 1)
+        if place not in self.responses:
+            self.responses[place] = Responses()
+        return self.responses[place]
 
     def count(self, exchange: Exchange) -> None:
         """A request of a door has ended that was for this model."""

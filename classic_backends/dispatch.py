@@ -91,8 +91,7 @@ class Dispatcher:
             self._watch(request.deadline)
 
     def leave(self, request: Request) -> None:
-        """Nobody reads its responses any more: out of the queue at once, or abandoned."""
-        request.item.give_up()
+        """It was given up: out of the queue at once; what runs is abandoned."""
         with self._lock:
             waited = self._batcher.remove(request)
             free = bool(self._free)

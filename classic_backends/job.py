@@ -60,6 +60,12 @@ class Answer:
         self.future: asyncio.Future[InferResponse] = loop.create_future()
         self._responses: list[InferResponse] = []
 
+    def abandoned(self) -> bool:
+        """Of a reader that was cancelled: the answer had not come. If it had, an error that it was counts as read."""
+        if not self.future.cancelled():
+            self.future.exception()
+        return self.future.cancelled()
+
     def put(self, response: InferResponse) -> None:
         self._responses.append(response)
 

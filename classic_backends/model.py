@@ -136,18 +136,19 @@ class ClassicModel:
 
     async def _infer_once(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         answer = Answer(asyncio.get_running_loop())
-        waiting = self._waiting(request, self._in_line(answer))
+        waiting = self._waiting(request, answer)
         self._submit(waiting)
         try:
             response = await answer.future
         except asyncio.CancelledError:
-            self._give_up(waiting)
+            if answer.abandoned():
+                self._give_up(waiting)
             raise
         yield response
 
     async def _infer_streamed(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         channel = Channel(asyncio.get_running_loop())
-        waiting = self._waiting(request, self._in_line(channel))
+        waiting = self._waiting(request, channel)
         waiting.item.room = channel.room
         self._submit(waiting)
         try:
@@ -164,13 +165,12 @@ class ClassicModel:
         timeout = _number(request, "timeout") * _MICROSECOND
         return Waiting(job, signature.size(request), kind, _number(request, "priority"), timeout)
 
-    def _in_line(self, sink: Sink) -> Sink:
-        return self._line.enter(sink) if self._rules.ordered else sink
-
     def _submit(self, waiting: Request) -> None:
         try:
             if self._dispatcher is None:
                 raise Unavailable(f"model '{self._config.name}' is not loaded")
+            if self._rules.ordered:
+                waiting.item.sink = self._line.enter(waiting.item.sink)
             self._dispatcher.submit(waiting)
         except CharoniaError:
             self._account.lose(Failure.REJECTED, 0)
@@ -180,6 +180,7 @@ class ClassicModel:
     def _give_up(self, waiting: Request) -> None:
         """Its reader left."""
         self._account.lose(Failure.CANCELED, time.monotonic_ns() - waiting.arrived)
+        waiting.item.give_up()
         if self._dispatcher is not None:
             self._dispatcher.leave(waiting)
         waiting.item.sink.end()

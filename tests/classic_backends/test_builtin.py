@@ -139,10 +139,14 @@ async def test_an_error_of_a_stream_is_its_end() -> None:
 async def test_square_answers_as_often_as_it_is_told() -> None:
     config = described(SQUARE, "square")
     async with serving(SQUARE, config) as model:
-        responses = await answers(model, ask(config, IN=[1000]))
+        responses = await answers(model, ask(config, IN=[2000]))
         assert await answers(model, ask(config, IN=[0])) == []
-    assert len(responses) == 1000
-    assert {int(each.outputs[0].data.item()) for each in responses} == {1000}
+        booked = model.statistics().responses
+    assert len(responses) == 2000
+    # Beyond a thousand places nothing grows.
+    assert len(booked) == 1024
+    assert booked["1023"].success.count == 2000 - 1023
+    assert {int(each.outputs[0].data.item()) for each in responses} == {2000}
 
 
 async def test_a_reader_who_leaves_ends_what_never_would() -> None:

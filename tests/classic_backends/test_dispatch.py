@@ -115,6 +115,7 @@ async def test_one_who_was_woken_for_nothing_is_free_again() -> None:
     dispatcher, (worker,), _ = dispatching(1, combine=True, max_size=8)
     gone = request()
     dispatcher.submit(gone)
+    gone.item.give_up()
     dispatcher.leave(gone)
     assert sizes(dispatcher, worker) == []
     dispatcher.submit(request())

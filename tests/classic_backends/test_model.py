@@ -332,6 +332,41 @@ async def test_one_who_leaves_holds_nobody_up_in_order() -> None:
         assert [type(result) for result in results] == [list, asyncio.CancelledError, list]
 
 
+async def test_one_who_is_refused_holds_nobody_up_in_order() -> None:
+    async with serving(Gated(), config({"preserve_ordering": True})) as model:
+        with pytest.raises(InvalidArgument):
+            await answer(model, 1, parameters={"priority": -1})
+        assert await answer(model, 2) == [4]
+
+
+async def test_an_answer_that_came_before_its_reader_left_counts_as_given() -> None:
+    runtime = Gated()
+    async with serving(runtime, config({})) as model:
+        [first, failing] = await held_up(model, runtime, ask(-1))
+        first.add_done_callback(lambda _: failing.cancel())
+        runtime.gate.set()
+        await asyncio.gather(first, failing, return_exceptions=True)
+        assert model.stats().success + model.stats().failure + model.stats().cancelled == 2
+
+
+async def test_a_stream_whose_reader_leaves_after_the_unload_holds_nothing_up() -> None:
+    class Endless(Gated):
+        def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
+            while True:
+                yield {"Y": inputs["X"]}
+
+    runtime = Endless()
+    async with serving(runtime, config(decoupled=True)) as model:
+        stream = model.infer(ask(1))
+        await anext(stream)
+        unloading = asyncio.create_task(model.unload())
+        await asyncio.sleep(0.01)
+        await stream.aclose()  # type: ignore[attr-defined]
+        async with asyncio.timeout(10):
+            await unloading
+    assert runtime.closed == 1
+
+
 async def test_a_runtime_that_makes_the_wrong_thing_is_told() -> None:
     class Wrong(Gated):
         def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
