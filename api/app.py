@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ..core.errors import CharoniaError, NotFound
 from ..core.gateway import Gateway
 from .connection import ClientLeft
+from .embeddings import Encoders
 from .exchanges import Exchanges, note
 from .faults import UNEXPECTED, error_response, json_response, speaks_openai
 from .guard import Guard
@@ -37,7 +38,8 @@ log = logging.getLogger(__name__)
 Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
 
 _KNOWN_PATHS = 256
-"""Paths whose routes are remembered."""
+_LONGEST_KNOWN = 256
+"""Paths whose routes are remembered: how many, and up to what length."""
 
 _CLIENT_LEFT = 499
 """What nginx logs for it; nobody receives it."""
@@ -53,6 +55,7 @@ def build_app(
         *SharedMemory(gateway, info.max_input_size).routes(),
         *V2(gateway, info, rules.forwarding).routes(),
         *OpenAI(gateway, info.max_input_size).routes(),
+        *Encoders(gateway, info.max_input_size).routes(),
         *Tokenization(gateway, info.max_input_size).routes(),
     ]
     fastapi = FastAPI(openapi_url=None, redirect_slashes=False)
@@ -78,7 +81,8 @@ class HotRoutes:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
-            found = self._find(scope["path"])
+            path = scope["path"]
+            found = self._find(path) if len(path) < _LONGEST_KNOWN else self._search(path)
             if found is not None:
                 endpoint, scope["path_params"] = found
                 return await _answer(endpoint, scope, receive, send)

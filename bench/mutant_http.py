@@ -6,14 +6,17 @@ A mutant is drawn from (seed, number) alone: each can be made again without thos
 import json
 from collections.abc import Callable, Mapping
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from .mutant_binary import BINARIES, raw_of
 from .mutant_json import MUTATIONS, Tree
 
 LIMIT = 1 << 20
 """Bytes of a body that the server under proof is told to allow."""
 
 _FRAMING_SHARE = 0.2
+_BINARY_SHARE = 0.6
+"""Of the requests that may bring raw tensors."""
 
 
 class Valid(NamedTuple):
@@ -32,8 +35,12 @@ class Mutant(NamedTuple):
     unframed: bool = False
 
 
-def valid_requests(model: str) -> tuple[Valid, ...]:
-    """One or two for every door that takes a body."""
+def valid_requests(model: str, identity: str = "") -> tuple[Valid, ...]:
+    """One or two for every door that takes a body, of a language model and of one that gives back what it gets."""
+    return (*_of_language(model), *_of_control(model), *(_of_identity(identity) if identity else ()))
+
+
+def _of_language(model: str) -> tuple[Valid, ...]:
     few = {"max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "seed": 7}
     v2, chat = f"/v2/models/{model}", [{"role": "system", "content": "Be."}, {"role": "user", "content": "Hello"}]
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}]
@@ -52,7 +59,32 @@ def valid_requests(model: str) -> tuple[Valid, ...]:
         Valid("/tokenize", {"model": model, "prompt": "Hello", "add_special_tokens": False}),
         Valid("/tokenize", {"model": model, "messages": chat, "add_generation_prompt": True}),
         Valid("/detokenize", {"model": model, "tokens": [1, 2, 3, 4]}),
+        Valid(f"{v2}/infer", {"inputs": [_tensor("text_input", "BYTES", "Hello")], "parameters": few, "id": "a"}),
+        Valid(f"{v2}/infer", {"inputs": [_tensor("input_ids", "INT32", 5, 6)], "outputs": [{"name": "output_ids"}]}),
     )
+
+
+def _of_control(model: str) -> tuple[Valid, ...]:
+    """Nothing that changes what the proof sees: the log stays as it is."""
+    return (
+        Valid("/v2/repository/index", {"ready": True}),
+        Valid(f"/v2/models/{model}/trace/setting", {"trace_level": ["OFF"], "trace_rate": "5", "trace_count": "7"}),
+    )
+
+
+def _of_identity(model: str) -> tuple[Valid, ...]:
+    numbers, path = {**_tensor("IN", "FP32", *range(16)), "shape": [1, 16]}, f"/v2/models/{model}"
+    outputs = [{"name": "OUT", "parameters": {"classification": 3}}]
+    limits = {"priority": 1, "timeout": 10**7, "a": "b"}
+    return (
+        Valid(f"{path}/infer", {"inputs": [numbers], "parameters": limits}),
+        Valid(f"{path}/infer", {"inputs": [numbers], "outputs": outputs, "id": "a"}),
+        Valid(f"{path}/generate", {"IN": [*range(16)], "id": "a"}),
+    )
+
+
+def _tensor(name: str, datatype: str, *values: Any) -> Tree:
+    return {"name": name, "datatype": datatype, "shape": [len(values)], "data": [*values]}
 
 
 def mutant(valid: tuple[Valid, ...], seed: int, number: int) -> Mutant:
@@ -62,6 +94,10 @@ def mutant(valid: tuple[Valid, ...], seed: int, number: int) -> Mutant:
     if random.random() < _FRAMING_SHARE:
         kind = random.choice(list(FRAMINGS))
         return FRAMINGS[kind](random, path, json.dumps(tree).encode())._replace(kind=kind)
+    if "inputs" in tree and random.random() < _BINARY_SHARE:
+        kind = random.choice(list(BINARIES))
+        body, headers = BINARIES[kind](random, raw_of(tree))
+        return Mutant(kind, path, request(path, body, *headers))
     kind = random.choice(list(MUTATIONS))
     return Mutant(kind, path, request(path, MUTATIONS[kind](random, tree)))
 

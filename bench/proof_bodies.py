@@ -23,7 +23,7 @@ from .mutant_http import LIMIT, Mutant, mutant, valid_requests
 from .mutant_rpc import RpcMutant, rpc_mutant
 from .serve_census import Census, census, until_idle
 from .serve_server import Place
-from .serve_tiny import NAME, tiny_server
+from .serve_tiny import ECHO, NAME, tiny_server
 from .trend import Trend, trend
 
 AT_ONCE = 24
@@ -41,8 +41,24 @@ _REFUSALS = ("OK", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED", "UNIMP
 QUEUE_FULL = "429"
 _EXPIRED = "Request timeout expired"
 """Triton's 503 for a request whose own `timeout`, mutated to almost nothing, was over: asked for, and given."""
+_TRITONS = (
+    _EXPIRED,
+    "hape does not match true shape",
+    "HTTP end point doesn't support models with decoupled transaction policy",
+    "Unsupported compression type",
+    "can not be updated through network protocol",
+    "trace level 'TENSORS' is not served",
+)
+"""What Triton's protocol answers with 5xx although it is the request's fault."""
 
 app = App(name="python -m charonia.bench.proof_bodies", help=__doc__)
+
+
+class Targets(NamedTuple):
+    """A language model, and one of the backend `identity` if there is one."""
+
+    model: str
+    identity: str = ""
 
 
 class Verdict(NamedTuple):
@@ -111,8 +127,8 @@ async def _hear(reader: asyncio.StreamReader, answer: Answer) -> None:
 
 def _fault_of(asked: Mutant, answer: Answer) -> str:
     if answer.status >= 500:
-        expired = answer.status == 503 and _EXPIRED.encode() in answer.body
-        return "" if expired else f"{answer.status} {answer.body[:200]!r}"
+        listed = any(text.encode() in answer.body for text in _TRITONS)
+        return "" if listed else f"{answer.status} {answer.body[:200]!r}"
     if not (asked.unframed or answer.complete):
         return f"hung up on, {answer.status or 'without an answer'}"
     for event in answer.events:
@@ -178,10 +194,11 @@ def _said(responses: list[bytes]) -> str:
 
 
 async def assail(
-    place: Place, model: str, numbers: range, seed: int, tell: Callable[[], None] = lambda: None
+    place: Place, targets: Targets, numbers: range, seed: int, tell: Callable[[], None] = lambda: None
 ) -> Findings:
     """Send the mutants of these numbers, some at a time, and look at the server's processes in between."""
-    valid, remaining, rpc = valid_requests(model), iter(numbers), Rpc(place)
+    model = targets.model
+    valid, remaining, rpc = valid_requests(model, targets.identity), iter(numbers), Rpc(place)
     found, every = Findings([], []), max(1, len(numbers) // LOOKS)
 
     async def one_after_another() -> None:
@@ -251,7 +268,9 @@ def main(count: int = 10_000, seed: int = 0, first: int = 0) -> None:
     console = Console()
     with tiny_server("--http-max-input-size", str(LIMIT)) as place, Progress(console=console) as progress:
         task = progress.add_task("mutants", total=count)
-        found = asyncio.run(assail(place, NAME, range(first, first + count), seed, lambda: progress.advance(task)))
+        found = asyncio.run(
+            assail(place, Targets(NAME, ECHO), range(first, first + count), seed, lambda: progress.advance(task))
+        )
         cores, broken = census(place).cores, tracebacks(place)
     same = cores[0].pid == found.looks[0].seen.cores[0].pid
     trends = memory(found.looks)

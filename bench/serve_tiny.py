@@ -1,4 +1,7 @@
-"""A server of our own whose one model computes: random weights, so small that the doors have most of the work."""
+"""A server of our own whose language model computes: random weights, so small that the doors have most of the work.
+
+Beside it a model that gives back what it gets.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +14,7 @@ from .serve_fake import VOCAB, write_config, write_words
 from .serve_server import Place, own_server
 
 NAME = "tiny"
+ECHO = "echo"
 LENGTH = 256
 """Tokens a sequence may have."""
 
@@ -28,15 +32,25 @@ _LLAMA: dict[str, Any] = {
     "eos_token_id": None,
     "dtype": "float32",
 }
+_IDENTITY = f"""
+name: "{ECHO}"
+backend: "identity"
+max_batch_size: 8
+dynamic_batching {{ max_queue_delay_microseconds: 500 }}
+input {{ name: "IN" data_type: TYPE_FP32 dims: [ 16 ] }}
+output {{ name: "OUT" data_type: TYPE_FP32 dims: [ 16 ] }}
+"""
 _ENGINE = {"threads": 1, "kv_cache_bytes": 16 << 20}
 
 
 def write_repository(directory: Path, parameters: Mapping[str, object]) -> Path:
-    """Make `directory` a repository with the model `tiny`."""
+    """Make `directory` a repository with the models `tiny` and `echo`."""
     checkpoint = directory / NAME / "1"
     write_words(checkpoint)
     write_random(checkpoint, _LLAMA)
     write_config(directory / NAME, parameters)
+    (directory / ECHO / "1").mkdir(parents=True)
+    (directory / ECHO / "config.pbtxt").write_text(_IDENTITY)
     return directory
 
 

@@ -2,12 +2,13 @@
 
 import json
 
+from charonia.bench.mutant_binary import BINARIES, raw_of, sent
 from charonia.bench.mutant_http import FRAMINGS, mutant, valid_requests
 from charonia.bench.mutant_json import MUTATIONS
 from charonia.bench.mutant_rpc import OF_THE_BYTES, OF_THE_MESSAGE, rpc_mutant
 from charonia.bench.visits import Moment, visit
 
-VALID = valid_requests("m")
+VALID = valid_requests("m", "echo")
 MANY = range(1500)
 
 
@@ -15,7 +16,7 @@ def test_http_mutants_repeat_and_are_of_every_kind() -> None:
     made = [mutant(VALID, 3, number) for number in MANY]
     assert made[700:] == [mutant(VALID, 3, number) for number in MANY[700:]]
     assert made != [mutant(VALID, 4, number) for number in MANY]
-    assert {each.kind for each in made} == {*MUTATIONS, *FRAMINGS}
+    assert {each.kind for each in made} == {*MUTATIONS, *FRAMINGS, *BINARIES}
     assert {each.path for each in made} == {each.path for each in VALID}
 
 
@@ -37,3 +38,15 @@ def test_visitors_leave_at_every_moment_by_every_door() -> None:
     made = [visit(1, number) for number in range(500)]
     assert made == [visit(1, number) for number in range(500)]
     assert len({(each.door, each.moment) for each in made}) == 4 * len(Moment)
+
+
+def test_a_binary_mutant_begins_as_a_request_that_is_right() -> None:
+    from charonia.api.infer_request import Reader
+    from charonia.core.model import ModelConfig
+
+    for document in (each.body for each in VALID if "inputs" in each.body):
+        body, [header] = sent(raw_of(document))
+        call = Reader().read(ModelConfig("m", "1", "b"), body, int(header.partition(": ")[2]))
+        [given] = document["inputs"]
+        [tensor] = call.request.inputs.values()
+        assert (tensor.name, tensor.data.size) == (given["name"], len(given["data"]))

@@ -22,7 +22,7 @@ def place(server: Any) -> Place:
 
 async def test_wrong_requests_hurt_nobody(place: Place) -> None:
     cores, broken = census(place).cores, proof_bodies.tracebacks(place)
-    found = await proof_bodies.assail(place, "tiny", range(160), seed=11)
+    found = await proof_bodies.assail(place, proof_bodies.Targets("tiny"), range(160), seed=11)
     assert found.faults == []
     assert len(found.verdicts) == 160
     assert {"2xx", "4xx", "OK", "INVALID_ARGUMENT"} <= {verdict.answer for verdict in found.verdicts}
