@@ -38,10 +38,12 @@ class Serving:
 
 @dataclass(slots=True)
 class Version:
-    """A version that was asked for. `serving` is there while it is served; `state` and `reason` say why it is not."""
+    """A version that was asked for. `serving` is there while it is served; `state` and `reason` say why it is not.
+    `superseded`: what served it a moment ago, for requests that were told so and are still being read."""
 
     number: str
     serving: Serving | None = None
+    superseded: Serving | None = None
     state: State = State.UNAVAILABLE
     reason: str = ""
 
@@ -89,6 +91,7 @@ class Entry:
         for number in {*new, *self.versions}:
             version = self.version(number)
             version.serving = new.get(number)
+            version.superseded = old.get(number) if new and number not in new else None
             version.state = State.READY if number in new else State.UNAVAILABLE
             version.reason = "" if number in new else UNLOADED
         self.reason = ""

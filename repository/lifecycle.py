@@ -8,7 +8,7 @@ import ctypes
 import gc
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +19,7 @@ from ..core.gateway import State
 from ..core.model import Model
 from .builder import Builder, Recipe
 from .effects import idle_fields
-from .entry import UNLOADED, Entry, Serving
+from .entry import Entry, Serving, Version
 from .kinds import OnProgress
 from .registry import Registry
 from .running import Tally
@@ -44,9 +44,11 @@ class LoadFailure(Exception):
 
 
 class Lifecycle:
-    """Changes what a registry serves."""
+    """Changes what a registry serves. `grace`: seconds for which a version that another replaced still takes requests
+    that ask for it by its number."""
 
-    def __init__(self, registry: Registry, builder: Builder) -> None:
+    def __init__(self, registry: Registry, builder: Builder, grace: float = 1.0) -> None:
+        self._grace = grace
         self._registry = registry
         self._builder = builder
         self._loading = asyncio.Lock()
@@ -103,13 +105,17 @@ class Lifecycle:
 
     async def close(self) -> None:
         """Unload everything at once, drained or not, whatever one of the models says."""
-        self._hurry.set()
+        self.hurry()
         for entry in self._registry.entries.values():
             for serving in entry.publish(()):
                 self._retire(entry, serving)
         while self._leaving:
             await asyncio.gather(*self._leaving)
         self._thread.shutdown(wait=False)
+
+    def hurry(self) -> None:
+        """Wait no more for what was replaced or unloaded."""
+        self._hurry.set()
 
     async def _start(
         self, entry: Entry, source: ModelSource, version: VersionSource, on_progress: OnProgress, shared: "_Shared"
@@ -152,29 +158,35 @@ class Lifecycle:
         await asyncio.gather(*(_unload(serving) for serving in loaded))
 
     def _retire(self, entry: Entry, serving: Serving) -> None:
-        task = asyncio.create_task(self._leave(entry, serving), name=f"unload {entry.name}")
+        """Unload it when its last request is done."""
+        version = entry.version(serving.config.version)
+        if version.serving is None:
+            version.state = State.UNLOADING
+        task = asyncio.create_task(self._leave(version, serving), name=f"unload {entry.name}")
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
-    async def _leave(self, entry: Entry, serving: Serving) -> None:
-        """Unload it when its last request is done; none is new."""
-        version = entry.versions.get(serving.config.version)
-        gone = version is not None and version.reason == UNLOADED
-        if version is not None and gone:
-            version.state = State.UNLOADING
-        await self._drained(serving)
+    async def _leave(self, version: Version, serving: Serving) -> None:
+        await self._be_superseded(version)
+        await self._unless_hurried(serving.tally.drained())
         await _unload(serving)
-        if version is not None and gone and version.state == State.UNLOADING:
+        if version.state == State.UNLOADING:
             version.state = State.UNAVAILABLE
         await self.aside(_return_memory)
 
-    async def _drained(self, serving: Serving) -> None:
-        waits = [asyncio.ensure_future(wait) for wait in (serving.tally.drained(), self._hurry.wait())]
+    async def _be_superseded(self, version: Version) -> None:
+        """A door may have looked it up, and still be reading the request."""
+        if version.superseded is not None:
+            await self._unless_hurried(asyncio.sleep(self._grace))
+            version.superseded = None
+
+    async def _unless_hurried(self, wait: Coroutine[None, None, None]) -> None:
+        waits = [asyncio.ensure_future(each) for each in (wait, self._hurry.wait())]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for wait in waits:
-                wait.cancel()
+            for each in waits:
+                each.cancel()
 
 
 class _Shared:

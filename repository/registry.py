@@ -52,8 +52,10 @@ class Registry:
             Unavailable: that version is not served.
         """
         version = self.find(name, number)
-        if version is not None and version.serving is not None:
-            return version.serving
+        if version is not None:
+            serving = version.serving or version.superseded
+            if serving is not None:
+                return serving
         if number:
             raise Unavailable(f"Request for unknown model: '{name}' version {number} is not at ready state")
         raise NotFound(f"Request for unknown model: '{name}' has no available versions")

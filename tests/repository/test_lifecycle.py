@@ -108,6 +108,22 @@ async def test_a_request_that_has_not_begun_keeps_its_model(world: World, toys: 
     assert toys[0].unloaded
 
 
+async def test_a_request_that_a_door_still_reads_finds_the_version_it_was_told(world: World, toys: list[Toy]) -> None:
+    world.explicit()
+    world.write("m", {"1": 10})
+    await world.hub.load_model("m")
+    told = world.hub.model("m").version
+    world.write("m", {"2": 20})
+    await world.hub.load_model("m")
+    assert (await world.ask("m"), await world.ask("m", told)) == (20, 10)
+    assert world.states() == {("m", "1"): "UNLOADING", ("m", "2"): "READY"}
+    world.hub.lifecycle.hurry()
+    await settled()
+    assert toys[0].unloaded
+    with pytest.raises(Unavailable, match="version 1 is not at ready state"):
+        await world.ask("m", told)
+
+
 async def test_what_has_not_changed_is_not_loaded_again(world: World, toys: list[Toy]) -> None:
     world.explicit()
     world.write("m", {"1": 10, "2": 20}, ALL)
@@ -145,7 +161,6 @@ async def test_unloading(world: World, toys: list[Toy]) -> None:
     running = asyncio.create_task(world.ask("m", wait=True))
     await asyncio.sleep(0)
     await world.hub.unload_model("m")
-    await asyncio.sleep(0)
     assert world.states() == {("m", "1"): "UNLOADING"}
     with pytest.raises(NotFound, match="'m' has no available versions"):
         await world.ask("m")
