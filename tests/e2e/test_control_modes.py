@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -92,6 +94,36 @@ def test_requests_decide_what_is_served(explicit: Any, client: Any) -> None:
         assert ask(grpc, "b", 6, triton_grpc) == [0, 1, 2, 3, 4, 5]
         grpc.unload_model("b")
     assert not list(explicit.scratch.glob("charonia-model-*"))
+
+
+def test_a_reload_loses_no_request(explicit: Any, client: Any, repository: Path) -> None:
+    """Four clients ask all the time, while the version changes and while the config does."""
+    stop, seen, address = threading.Event(), set(), explicit.url.removeprefix("http://")
+
+    def keep_asking() -> int:
+        count = 0
+        with triton.InferenceServerClient(address) as own:
+            while not stop.is_set():
+                given = triton.InferInput("A", [4], "FP32")
+                given.set_data_from_numpy(np.arange(4, dtype=np.float32))
+                made = own.infer("a", [given])
+                assert made.as_numpy("B").tolist() == [0, 1, 2, 3]
+                seen.add(made.get_response()["model_version"])
+                count += 1
+        return count
+
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(keep_asking) for _ in range(4)]
+        until(lambda: "1" in seen)
+        for version in range(2, 7):
+            write(repository, "a", IDENTITY, str(version))
+            client.load_model("a")
+            write(repository, "a", f"{IDENTITY}\nmetric_tags {{ key: 'n' value: '{version}' }}", str(version))
+            client.load_model("a")
+            until(lambda version=version: str(version) in seen)
+        stop.set()
+        assert all(each.result(60) > 0 for each in asking)
+    assert {"1", "2", "3", "4", "5", "6"} <= seen
 
 
 def resident(server: Any) -> int:
