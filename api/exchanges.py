@@ -11,6 +11,8 @@ from ..core.gateway import Gateway
 _DOORS = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat",
+    "/v1/embeddings": "embeddings",
+    "/v1/rerank": "rerank",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import CharoniaError, Internal, InvalidArgument, Unsupported
+from ..core.host import give_back_memory
 from ..core.model import ModelConfig
 from .completion import check_fit, completed, is_complete
 from .onnx_options import KNOWN, read_plan
@@ -85,6 +86,7 @@ class OnnxRuntime:
 
     def close(self) -> None:
         self._session = self._run = None
+        give_back_memory()
 
 
 def _refusal(error: Exception) -> CharoniaError:

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import onnxruntime
 
 from ..core.errors import InvalidArgument, NotFound, Unsupported
+from ..core.host import keep_large_blocks_apart
 from .completion import Found, FoundModel
 from .onnx_options import SessionPlan
 
@@ -71,6 +72,7 @@ def open_session(file: Path, plan: SessionPlan) -> Session:
     with _lock:
         session = _sessions.get(key)
         if session is None:
+            keep_large_blocks_apart()
             session = _sessions[key] = Session(file, plan)
         return session
 

@@ -13,6 +13,7 @@ from zipfile import BadZipFile, ZipFile
 import torch
 
 from ..core.errors import InvalidArgument, NotFound, Unsupported
+from ..core.host import keep_large_blocks_apart
 from .completion import Found, FoundModel
 
 DATATYPES: Mapping[torch.dtype, str] = {
@@ -53,6 +54,7 @@ def open_model(file: Path, device: str | None) -> Opened:
     """
     if not file.is_file():
         raise NotFound(f"unable to find '{file}' for model '{file.parent.parent.name}'")
+    keep_large_blocks_apart()
     if file.suffix != ".pt2":
         return _loaded(file, lambda: _open_script(file, device))
     if _is_compiled(file):

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import Internal, InvalidArgument, Unsupported
-from ..core.host import cores
+from ..core.host import cores, give_back_memory
 from ..core.model import ModelConfig
 from .completion import check_fit, completed, is_complete
 from .parameters import flag, integer, report_unknown
@@ -172,6 +172,7 @@ class TorchRuntime:
 
     def close(self) -> None:
         self._opened = None
+        give_back_memory()
 
     def _run(self, inputs: Arrays) -> Any:
         assert self._opened is not None

@@ -1,13 +1,21 @@
-"""What this machine and its cgroup give a process: cores, where they lie, and memory. Knows nothing of models.
+"""What this machine and its cgroup give a process, and take back: cores, where they lie, memory. Knows no models.
 
 Read from the kernel's files below `root`; what a system does not tell limits nothing.
 """
 
+import ctypes
 import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+_libc = ctypes.CDLL(None)
+_M_MMAP_THRESHOLD = -3
+"""From glibc's malloc.h."""
+
+_LARGE = 4 << 20
+"""Bytes, to fill which takes far longer than to map them."""
 
 _ROOT = Path("/")
 _UNLIMITED = 1 << 60
@@ -50,6 +58,21 @@ def cores(root: Path = _ROOT) -> Cores:
 def available_memory(root: Path = _ROOT) -> int:
     """Bytes this process may still take: what the kernel calls available, and what its cgroups leave."""
     return max(0, int(min(_mem_available(root), _UNLIMITED, *_memory_left(root))))
+
+
+def keep_large_blocks_apart() -> None:
+    """Let weights come and go as mappings of their own. glibc begins so, and at the first large block that is freed
+    starts to put the next ones among the small, which then hold their pages."""
+    mallopt = getattr(_libc, "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE)
+
+
+def give_back_memory() -> None:
+    """Return to the system what this process has freed: glibc keeps it, in an arena for each thread that ever was."""
+    trim = getattr(_libc, "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 # Cores

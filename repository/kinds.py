@@ -52,6 +52,7 @@ LOADERS = {
     "identity": ("classic_backends.builtin", "IDENTITY"),
     "onnxruntime": ("classic_backends.onnx", "ONNX"),
     "pytorch": ("classic_backends.torchscript", "PYTORCH"),
+    "encoder": ("classic_backends.encoders", "ENCODER"),
     "repeat": ("classic_backends.builtin", "REPEAT"),
     "square": ("classic_backends.builtin", "SQUARE"),
 }

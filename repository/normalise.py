@@ -3,6 +3,7 @@
 Works on the message in place. Refuses only what names no backend; whether the rest makes sense, rules.py says.
 """
 
+import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ FRAMEWORKS = (
 """In the order in which a version's files are tried."""
 
 LANGUAGE_MODEL = "charonia"
+ENCODER = "encoder"
 ENSEMBLE = "ensemble"
 
 
@@ -47,13 +49,26 @@ def fill_backend(config: Config, directory: Path | None) -> None:
         config.platform = config.platform or ENSEMBLE
         return
     _pair(config)
-    if not config.default_model_filename and config.backend not in (LANGUAGE_MODEL, ENSEMBLE):
+    if not config.default_model_filename and config.backend not in (LANGUAGE_MODEL, ENCODER, ENSEMBLE):
         config.default_model_filename = _file(config, directory)
 
 
+def checkpoint_backend(directory: Path) -> str:
+    """What serves a checkpoint: encoders are published with modules.json, or classify sequences."""
+    if (directory / "modules.json").is_file():
+        return ENCODER
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        architectures = [str(each) for each in config.get("architectures") or ()]
+    except (ValueError, AttributeError, TypeError, OSError):
+        return LANGUAGE_MODEL  # which says what is wrong with it
+    classifies = any(each.endswith("ForSequenceClassification") for each in architectures)
+    return ENCODER if classifies else LANGUAGE_MODEL
+
+
 def _guess(config: Config, directory: Path | None) -> None:
-    if directory is not None and (directory / "config.json").is_file():
-        config.backend = LANGUAGE_MODEL
+    if directory is not None and ((directory / "config.json").is_file() or (directory / "modules.json").is_file()):
+        config.backend = checkpoint_backend(directory)
         return
     for framework in FRAMEWORKS if directory is not None else ():
         if directory is not None and (directory / framework.file).exists():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..core.errors import CharoniaError, InvalidArgument
 from .document import FILES, Config, find_config, line_of, new_config, parse_file
-from .normalise import LANGUAGE_MODEL, fill_backend
+from .normalise import LANGUAGE_MODEL, checkpoint_backend, fill_backend
 from .versions import chosen, versions_in
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -112,7 +112,7 @@ def _stamps(path: Path) -> list[tuple[str, int, int]]:
 
 
 def is_checkpoint(directory: Path) -> bool:
-    return (directory / "config.json").is_file()
+    return (directory / "config.json").is_file() or (directory / "modules.json").is_file()
 
 
 def is_repository(directory: Path) -> bool:
@@ -141,7 +141,8 @@ def checkpoint_source(model: str, name: str = "", parameters: Mapping[str, str] 
             "(folders with config.pbtxt or numbered versions), nor a hub id (owner/name)"
         )
     config = new_config()
-    config.name, config.backend = name or path.resolve().name, LANGUAGE_MODEL
+    config.name = name or path.resolve().name
+    config.backend = checkpoint_backend(path) if path.exists() else LANGUAGE_MODEL
     for key, value in (parameters or {}).items():
         config.parameters[key].string_value = value
     checkpoint = str(path.resolve()) if path.exists() else model

@@ -35,7 +35,7 @@ class Tokenizer:
             NotFound: no tokenizer.json in it.
             InvalidArgument: a file there cannot be read.
         """
-        backend = _read_backend(directory / "tokenizer.json")
+        backend = read_backend(directory / "tokenizer.json")
         named = named_tokens(directory)
         complete(backend, read_json(directory / "tokenizer_config.json"), named)
         backend.no_truncation()
@@ -95,7 +95,8 @@ class Tokenizer:
         return self._chat.render(conversation.messages, invite)
 
 
-def _read_backend(path: Path) -> tokenizers.Tokenizer:
+def read_backend(path: Path) -> tokenizers.Tokenizer:
+    """Raises `NotFound` where there is no such file, and `InvalidArgument` for one that cannot be read."""
     if not path.is_file():
         raise NotFound(f"{path.parent} has no tokenizer.json, the only tokenizer format supported")
     try:

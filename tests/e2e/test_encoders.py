@@ -1,0 +1,62 @@
+"""Encoders as they are published, served without a config: OpenAI's client, /v1/rerank, and plain infer."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import tritonclient.http as triton
+
+TEXTS = ["the ferry crosses the river", "a boat", "two coins for charon"]
+
+
+@pytest.fixture(scope="module")
+def served(sibling: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    models, serving = sibling("encoder_models.py"), sibling("e2e/conftest.py").serving
+    repository: Path = tmp_path_factory.mktemp("encoders") / "models"
+    models.write_embedder(repository / "embedder" / "1")
+    models.write_cross_encoder(repository / "ranker" / "1")
+    with serving(repository.parent / "t", "--model-repository", str(repository)) as server:
+        yield server
+        assert server.stop() == 0
+
+
+def infer(server: Any, model: str, output: str, **texts: list[str]) -> Any:
+    with triton.InferenceServerClient(server.url.removeprefix("http://")) as client:
+        inputs = []
+        for name, given in texts.items():
+            inputs.append(triton.InferInput(name, [len(given), 1], "BYTES"))
+            inputs[-1].set_data_from_numpy(np.array([[text.encode()] for text in given], object))
+        return client.infer(model, inputs).as_numpy(output)
+
+
+def test_openais_client_gets_what_infer_gives(served: Any) -> None:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        made = client.embeddings.create(model="embedder", input=TEXTS)
+    vectors = np.array([each.embedding for each in made.data])
+    np.testing.assert_allclose(vectors, infer(served, "embedder", "embedding", text_input=TEXTS), atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    assert made.usage.prompt_tokens == sum(len(text.split()) + 2 for text in TEXTS)
+
+
+def test_documents_are_ranked_by_what_infer_gives(served: Any) -> None:
+    query = "where is the ferry"
+    body = {"model": "ranker", "query": query, "documents": TEXTS, "top_n": 2}
+    results = httpx.post(f"{served.url}/v1/rerank", json=body, timeout=60).json()["results"]
+    scores = infer(served, "ranker", "score", text_input=[query] * len(TEXTS), text_pair=TEXTS)[:, 0]
+    assert [each["index"] for each in results] == np.argsort(-scores)[:2].tolist()
+    assert [each["relevance_score"] for each in results] == pytest.approx(np.sort(scores)[::-1][:2], abs=1e-5)
+
+
+def test_a_single_encoder_is_served_by_its_directory(
+    serve: Any, sibling: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    sibling("encoder_models.py").write_embedder(tmp_path / "mini")
+    with serve(str(tmp_path / "mini")) as server:
+        body = {"model": "mini", "input": TEXTS[0], "dimensions": 8}
+        answered = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60)
+        assert len(answered.json()["data"][0]["embedding"]) == 8

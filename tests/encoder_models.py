@@ -1,0 +1,104 @@
+"""Tiny encoders as they are published: transformers with random weights, a WordPiece tokenizer, modules.json."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+TEXT = "the ferry crosses a river by night and day fast slow boat charon waits for two coins where is it"
+WORDS = TEXT.split()
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
+SIZE = 32
+LENGTH = 16
+
+SIZES = {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "bert": {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64},
+    "roberta": {
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 66,
+    },
+    "distilbert": {"dim": SIZE, "hidden_dim": 48, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 64},
+}
+
+
+def write_transformer(directory: Path, kind: str, auto: Any, **more: Any) -> Any:
+    """Weights, config.json and tokenizer.json; the module that was written."""
+    torch.manual_seed(7)
+    vocabulary = len(SPECIAL) + len(WORDS)
+    sizes = {"hidden_size": SIZE} if kind != "distilbert" else {}
+    config = AutoConfig.for_model(kind, vocab_size=vocabulary, pad_token_id=0, **sizes, **CONFIGS[kind], **more)
+    module = auto.from_config(config).eval()
+    for parameter in module.parameters():
+        # transformers' own start is so small that texts hardly differ.
+        parameter.data.add_(torch.randn_like(parameter) * 0.2)
+    module.save_pretrained(directory)
+    write_tokenizer(directory)
+    return module
+
+
+def write_tokenizer(directory: Path) -> None:
+    vocabulary = {word: index for index, word in enumerate((*SPECIAL, *WORDS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])],
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    write_json(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **special})
+
+
+def write_embedder(
+    directory: Path, kind: str = "bert", pooling: str = "mean_tokens", tail: Sequence[str] = ("Normalize",)
+) -> Any:
+    """A sentence-transformers directory; the transformer that was written. `tail`: Dense, Normalize."""
+    directory.mkdir(parents=True, exist_ok=True)
+    module = write_transformer(directory, kind, AutoModel)
+    write_json(directory / "sentence_bert_config.json", {"max_seq_length": LENGTH, "do_lower_case": True})
+    write_json(directory / "1_Pooling" / "config.json", {f"pooling_mode_{pooling}": True})
+    steps = [("Transformer", ""), ("Pooling", "1_Pooling")]
+    steps += [(name, f"{index}_{name}") for index, name in enumerate(tail, 2)]
+    if "Dense" in tail:
+        write_dense(directory / "2_Dense")
+    modules = [
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
+        for index, (name, path) in enumerate(steps)
+    ]
+    write_json(directory / "modules.json", modules)
+    return module
+
+
+def write_dense(directory: Path) -> None:
+    torch.manual_seed(8)
+    write_json(
+        directory / "config.json",
+        {
+            "in_features": SIZE,
+            "out_features": 8,
+            "bias": True,
+            "activation_function": "torch.nn.modules.activation.Tanh",
+        },
+    )
+    save_file({"linear.weight": torch.randn(8, SIZE), "linear.bias": torch.randn(8)}, directory / "model.safetensors")
+
+
+def write_cross_encoder(directory: Path, labels: int = 1, **more: Any) -> Any:
+    """A cross-encoder's directory; the module that was written."""
+    directory.mkdir(parents=True, exist_ok=True)
+    return write_transformer(directory, "bert", AutoModelForSequenceClassification, num_labels=labels, **more)
+
+
+def write_json(file: Path, content: Any) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content))
