@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..core.errors import CharoniaError, InvalidArgument
 from ..core.model import Model, ModelConfig
+from .budget import Budget, stated_bytes
 from .config import described, model_config
 from .document import Config, from_fields, to_fields
 from .effects import refuse_unserved
@@ -56,18 +57,21 @@ class BackendSettings:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All that is needed to make a model. `describe`: its config, once it is loaded."""
+    """All that is needed to make a model. `describe`: its config, once it is loaded. `release` is called when it has
+    gone, or could not load."""
 
     make: Callable[[OnProgress], Model]
     describe: Callable[[ModelConfig], ModelConfig]
+    release: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
 class Builder:
-    """`complete`: let backends complete configs from their models' files."""
+    """`complete`: let backends complete configs from their models' files. `budget`: what models may hold."""
 
     backends: BackendSettings = field(default_factory=BackendSettings)
     complete: bool = True
+    budget: Budget = field(default_factory=Budget)
 
     def recipe(self, source: ModelSource, version: VersionSource) -> Recipe:
         """Reads files and imports what it needs, which may take a while.
@@ -92,12 +96,21 @@ class Builder:
         )
 
     def _classic(self, source: ModelSource, version: VersionSource) -> Recipe:
+        # Before anything reads the model, as completing its config does.
+        release = self.budget.take(source.name, version.number, stated_bytes(source, version))
+        try:
+            return self._classic_within(source, version, release)
+        except BaseException:
+            release()
+            raise
+
+    def _classic_within(self, source: ModelSource, version: VersionSource, release: Callable[[], None]) -> Recipe:
         build, loader, directory = classic(), loader_of(source.backend), Path(version.path)
         whole = self.whole_config(source, version)
         config = model_config(whole, version.number, source.directory)
         parameters = self.backends.of(source.backend)
         warm_up = () if source.directory is None else read_warmup(whole, source.directory)
-        return Recipe(lambda _: build(config, loader, directory, parameters, warm_up), lambda config: config)
+        return Recipe(lambda _: build(config, loader, directory, parameters, warm_up), lambda config: config, release)
 
     def whole_config(self, source: ModelSource, version: VersionSource) -> Config:
         """The config of one version, completed, normalised and checked."""

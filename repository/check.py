@@ -3,11 +3,13 @@
 Builds models and loads none: what only loading finds, it does not find.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.errors import CharoniaError
+from .budget import Budget
 from .builder import BackendSettings, Builder
 from .catalog import Catalog
 from .effects import idle_fields
@@ -31,7 +33,9 @@ def report(repository: Path, options: CheckOptions) -> int:
     Raises:
         InvalidArgument: there is no such directory, or an option is wrong.
     """
-    builder = Builder(BackendSettings.parse(options.backend_config), not options.disable_auto_complete_config)
+    backends = BackendSettings.parse(options.backend_config)
+    # Where it will be served there may be more memory than here.
+    builder = Builder(backends, not options.disable_auto_complete_config, Budget(lambda: sys.maxsize))
     catalog = Catalog([repository], config_name=options.model_config_name)
     status = 0
     for finding in check_repository(catalog, builder):

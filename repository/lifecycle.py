@@ -4,13 +4,10 @@ One model loads at a time, so that each sizes itself by what the others left.
 """
 
 import asyncio
-import ctypes
-import gc
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +19,7 @@ from .effects import idle_fields
 from .entry import Entry, Serving, Version
 from .kinds import OnProgress
 from .registry import Registry
+from .release import Shared, both, return_memory
 from .running import Tally
 from .source import ModelSource, VersionSource, located
 
@@ -73,7 +71,7 @@ class Lifecycle:
         async with self._loading:
             entry = self._registry.entry(source.name)
             entry.wanted = True
-            new, shared = {}, _Shared(release)
+            new, shared = {}, Shared(release)
             try:
                 for version in source.versions:
                     kept = _unchanged(entry, version)
@@ -118,13 +116,13 @@ class Lifecycle:
         self._hurry.set()
 
     async def _start(
-        self, entry: Entry, source: ModelSource, version: VersionSource, on_progress: OnProgress, shared: "_Shared"
+        self, entry: Entry, source: ModelSource, version: VersionSource, on_progress: OnProgress, shared: Shared
     ) -> Serving:
         async def recipe() -> Recipe:
             return await self.aside(self._builder.recipe, source, version)
 
         serving = await self._attempt(entry, version.number, recipe, on_progress, source.file)
-        serving.mark, serving.release = version.mark, shared.take()
+        serving.mark, serving.release = version.mark, both(serving.release, shared.take())
         return serving
 
     async def _attempt(
@@ -140,8 +138,7 @@ class Lifecycle:
             entry.version(number).state, entry.version(number).reason = State.LOADING, ""
         try:
             made = await recipe()
-            model = made.make(on_progress)
-            await model.load()
+            model = await _loaded(made, on_progress)
         except CharoniaError as error:
             told = located(error, file)
             entry.fail(told.message, [number])
@@ -151,7 +148,8 @@ class Lifecycle:
             log.exception("model '%s' failed to load", entry.name)
             raise LoadFailure(number, error) from error
         tally = Tally(self._registry.tally)
-        return Serving(model, made.describe(model.config), tally, time.monotonic() - started)
+        took = time.monotonic() - started
+        return Serving(model, made.describe(model.config), tally, took, release=made.release)
 
     async def _abandon(self, loaded: Sequence[Serving]) -> None:
         """They were loaded in vain."""
@@ -172,7 +170,7 @@ class Lifecycle:
         await _unload(serving)
         if version.state == State.UNLOADING:
             version.state = State.UNAVAILABLE
-        await self.aside(_return_memory)
+        await self.aside(return_memory)
 
     async def _be_superseded(self, version: Version) -> None:
         """A door may have looked it up, and still be reading the request."""
@@ -189,21 +187,14 @@ class Lifecycle:
                 each.cancel()
 
 
-class _Shared:
-    """What several versions are made from: released once, when the last of them has gone."""
-
-    def __init__(self, release: Callable[[], None]) -> None:
-        self._release = release
-        self._holders = 1  # whoever loads them
-
-    def take(self) -> Callable[[], None]:
-        self._holders += 1
-        return self.leave
-
-    def leave(self) -> None:
-        self._holders -= 1
-        if not self._holders:
-            self._release()
+async def _loaded(recipe: Recipe, on_progress: OnProgress) -> Model:
+    try:
+        model = recipe.make(on_progress)
+        await model.load()
+    except BaseException:
+        recipe.release()
+        raise
+    return model
 
 
 async def _by_hand(build: Callable[[], Model]) -> Recipe:
@@ -232,10 +223,3 @@ def _unchanged(entry: Entry, version: VersionSource) -> Serving | None:
 def _tell_idle(source: ModelSource) -> None:
     for path in idle_fields(source.config):
         log.warning("%smodel '%s': %s has no effect here", source.where(path), source.name, path)
-
-
-def _return_memory() -> None:
-    """What a model held and the allocator kept for others; glibc alone keeps much."""
-    gc.collect()
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
