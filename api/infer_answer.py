@@ -62,7 +62,7 @@ def write_answer(config: ModelConfig, call: Call, response: InferResponse) -> An
         binary, classes, memory = call.wanted.get(tensor.name, call.rest)
         outputs.append(writing.output(classify(config, tensor, classes) if classes else tensor, binary, memory))
     document: dict[str, Any] = {"id": call.request.id} if call.request.id else {}
-    document |= {"model_name": config.name, "model_version": config.version}
+    document["model_name"], document["model_version"] = config.name, config.version
     if response.parameters:
         document["parameters"] = response.parameters
     document["outputs"] = outputs

@@ -7,7 +7,6 @@ does not ask.
 import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import replace
 from functools import cached_property
 from typing import ParamSpec, TypeAlias, TypeVar
@@ -20,6 +19,7 @@ from ..core.gateway import Gateway
 from ..core.model import ModelConfig
 from ..core.request import InferResponse
 from . import encodings, sizes
+from .begun import Begun
 from .connection import Check, WhileConnected, receive_body
 from .forwarding import Forwarding
 from .guard import tenant_of
@@ -81,8 +81,14 @@ class Infer:
 
     async def _infer(self, config: ModelConfig, call: Call, receive: Receive) -> InferResponse:
         stream = self._gateway.infer(config.name, config.version, call.request)
-        async with WhileConnected(receive), aclosing(stream) as responses:
-            answers = await at_most_two(responses)
+        try:
+            answering = Begun(at_most_two(stream))
+            if not answering.done:
+                async with WhileConnected(receive):
+                    await answering
+            answers = await answering
+        finally:
+            await stream.aclose()
         if len(answers) != 1:
             raise Internal(f"expected a single response, got {len(answers)}")
         return answers[0]

@@ -50,7 +50,7 @@ class Running(Generic[T]):
 
     def __init__(self, stream: AsyncIterator[T], tally: Tally, accounted: bool = True) -> None:
         # Models promise an AsyncIterator and write generators; only those can be closed.
-        self._stream = cast(Stream[T], stream)
+        self._stream = cast("Stream[T]", stream)
         self._next: Callable[[], Awaitable[T]] = self._stream.__anext__ if accounted else self._observed
         self._tally: Tally | None = tally
         tally.enter()
