@@ -18,6 +18,7 @@ from cyclopts import App, Parameter
 from . import __version__
 from .api.announcement import reachable, say_ready, url
 from .api.grpc_options import GrpcOptions
+from .api.grpc_tls import tls_files
 from .api.http_options import HttpOptions
 from .api.keys import KeyOptions, Keyring, read_keys
 from .api.options import ServerOptions, true
@@ -71,6 +72,7 @@ def serve(
 
     with logging_as(server.log_settings) as logs:
         try:
+            tls_files(grpc)  # what is wrong with them is told before anything is loaded
             selection = _select(model, repository, engine)
             plan = _Plan(selection, server, grpc, _rules(http), read_keys(access), _tls(server))
             with tracing(endpoint_of(server.otlp_traces_endpoint, os.environ), __version__) as tracer:

@@ -38,12 +38,14 @@ def _answering(handler: Handler, name: str) -> Handler:
         try:
             return await handler(request, context)
         except CharoniaError as error:
-            await refuse(context, error)
+            # Its frames hold the request, and memory that a client lends: grpc keeps what ends a call for a while.
+            refusal = error.with_traceback(None)
         except grpc.aio.BaseError:  # the client is gone
             raise
         except Exception:
             log.exception("%s failed", name)
-            await refuse(context, UNEXPECTED)
+            refusal = UNEXPECTED
+        return await refuse(context, refusal)
 
     return answer
 

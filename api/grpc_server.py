@@ -2,9 +2,7 @@
 
 import asyncio
 import socket
-import ssl
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,14 +10,14 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from google.protobuf.message_factory import GetMessageClass  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2
 
-from ..core.errors import InvalidArgument, Unavailable
+from ..core.errors import Unavailable
 from ..core.gateway import Gateway
 from .grpc_door import GrpcDoor, Handler, Health
 from .grpc_options import GrpcOptions
 from .grpc_rules import read_rules
+from .grpc_tls import tls_files
 from .keys import Keyring
 from .metadata import ServerInfo
-from .tls import KeyPair, check_pair
 
 _LARGEST_MESSAGE = 2**31 - 1
 _COMPRESSION = {
@@ -144,37 +142,8 @@ def _ages(options: GrpcOptions) -> Iterator[tuple[str, int]]:
 
 
 def credentials(options: GrpcOptions) -> grpc.ServerCredentials | None:
-    """What TLS needs; None without it.
-
-    Raises:
-        InvalidArgument: a file is missing, unreadable or not what it should be; the message names the flag.
-    """
-    if not options.encrypted:
+    """What TLS needs; None without it. Raises as `tls_files` does."""
+    files = tls_files(options)
+    if files is None:
         return None
-    certificate = _read(options.grpc_server_cert, "--grpc-server-cert")
-    key = _read(options.grpc_server_key, "--grpc-server-key")
-    assert options.grpc_server_cert
-    assert options.grpc_server_key
-    # grpc would only log that it cannot use them, and refuse every client.
-    check_pair(KeyPair(options.grpc_server_cert, options.grpc_server_key), "--grpc-server")
-    root = None
-    if options.mutual or options.grpc_root_cert is not None:
-        root = _read(options.grpc_root_cert, "--grpc-root-cert")
-        _check_root(options)
-    return grpc.ssl_server_credentials([(key, certificate)], root, options.mutual)
-
-
-def _read(path: Path | None, flag: str) -> bytes:
-    if path is None:
-        raise InvalidArgument(f"TLS on gRPC needs {flag}")
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InvalidArgument(f"cannot read {flag} {path}: {error.strerror}") from None
-
-
-def _check_root(options: GrpcOptions) -> None:
-    try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=options.grpc_root_cert)
-    except (ssl.SSLError, OSError) as error:
-        raise InvalidArgument(f"--grpc-root-cert holds no certificate: {error}") from None
+    return grpc.ssl_server_credentials([(files.key, files.certificate)], files.root, options.mutual)

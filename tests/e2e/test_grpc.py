@@ -101,8 +101,6 @@ def test_health_and_metadata(server: Any, client: Any) -> None:
     metadata = client.get_model_metadata("tiny")
     assert [tensor.name for tensor in metadata.inputs] == [tensor["name"] for tensor in over_http["inputs"]]
     assert [list(tensor.shape) for tensor in metadata.outputs] == [tensor["shape"] for tensor in over_http["outputs"]]
-    with pytest.raises(InferenceServerException, match="UNIMPLEMENTED"):
-        client.get_model_config("tiny")
 
 
 def test_grpc_says_what_http_says(server: Any, client: Any) -> None:

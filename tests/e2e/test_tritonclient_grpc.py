@@ -207,7 +207,7 @@ def region(client: Any, name: str, size: int) -> Iterator[Any]:
         shared_memory.destroy_shared_memory_region(handle)
 
 
-def test_tensors_in_shared_memory(client: Any) -> None:
+def test_tensors_in_shared_memory(server: Any, client: Any) -> None:
     size = NUMBERS.nbytes
     with region(client, "in", size) as given, region(client, "out", 2 * size) as made:
         shared_memory.set_shared_memory_region(given, [NUMBERS])
@@ -232,6 +232,8 @@ def test_tensors_in_shared_memory(client: Any) -> None:
         with refused("NOT_FOUND", "Unable to find shared memory region: 'never'"):
             client.infer("identity", [lent])
     assert not client.get_system_shared_memory_status().regions
+    mapped = Path(f"/proc/{server.process.pid}/maps")
+    server.until(lambda: "charonia_e2e" not in mapped.read_text())
     with refused("NOT_FOUND", "Unable to find system shared memory region: 'in'"):
         client.get_system_shared_memory_status("in")
 
