@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from charonia.__main__ import _reachable
+from charonia.api.announcement import reachable
 
 FLAGS = ["--executor", "fake", "--fake-vocab-size", "384", "--served-model-name", "m"]
 LONG = {"input_ids": [1], "max_tokens": 200}
@@ -209,7 +209,7 @@ def test_wrong_commands(serve: Any, arguments: list[str], says: str) -> None:
     ],
 )
 def test_the_start_says_where_a_client_may_go(address: str, shown: str) -> None:
-    assert _reachable(address, 8000) == shown
+    assert reachable(address, 8000) == shown
 
 
 def test_lenient_readiness_and_another_name(serve: Any, tmp_path: Path, tokenizer_only: Path) -> None:
