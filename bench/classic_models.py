@@ -9,10 +9,10 @@ the packages `onnx` and `onnxruntime`.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -31,6 +31,7 @@ from ..core.host import cores
 from .classic import IDENTITY, generate
 from .classic_bare import NAME
 from .classic_load import Load
+from .onnx_mlp import write_mlp
 from .serve_server import Place, own_server
 
 _BATCH = 32
@@ -135,39 +136,13 @@ def _alone(file: Path, seconds: float) -> float:
 
 
 def _write(repository: Path) -> None:
+    if find_spec("onnx") is None:
+        raise Unsupported("this needs the package `onnx`: pip install onnx")
     (repository / NAME / "1").mkdir(parents=True)
     (repository / NAME / "config.pbtxt").write_text(IDENTITY)
     for each in CONTENDERS:
-        (repository / each.name / "1").mkdir(parents=True)
+        write_mlp(repository / each.name / "1" / "model.onnx", each.sizes)
         (repository / each.name / "config.pbtxt").write_text(each.config)
-        write_network(repository / each.name / "1" / "model.onnx", each.sizes)
-
-
-def write_network(file: Path, sizes: Sequence[int]) -> None:
-    """Linear layers of these sizes with ReLU between: INPUT becomes OUTPUT, FP32, the batch in front.
-
-    Raises:
-        Unsupported: there is no `onnx`.
-    """
-    try:
-        import onnx
-    except ModuleNotFoundError:
-        raise Unsupported("this needs the package `onnx`: pip install onnx") from None
-    make, rng = onnx.helper, np.random.default_rng(0)
-    nodes, weights, here = [], [], "INPUT"
-    layers = list(pairwise(sizes))
-    for index, (wide, long) in enumerate(layers):
-        there = "OUTPUT" if index == len(layers) - 1 else f"linear{index}"
-        values = rng.standard_normal((wide, long), np.float32) / np.sqrt(wide, dtype=np.float32)
-        weights.append(onnx.numpy_helper.from_array(values, f"weight{index}"))
-        nodes.append(make.make_node("MatMul", [here, f"weight{index}"], [there]))
-        if there != "OUTPUT":
-            here = f"relu{index}"
-            nodes.append(make.make_node("Relu", [there], [here]))
-    ends = [("INPUT", sizes[0]), ("OUTPUT", sizes[-1])]
-    given, made = (make.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", size]) for name, size in ends)
-    graph = make.make_graph(nodes, "network", [given], [made], weights)
-    onnx.save(make.make_model(graph, opset_imports=[make.make_opsetid("", 21)], ir_version=10), file)
 
 
 def show(console: Console, rates: Rates) -> None:

@@ -1,9 +1,7 @@
 """The bench of v2's infer: its generator against the bare servers, and figures out of turns made by hand."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
-import numpy as np
 import pytest
 from rich.console import Console
 
@@ -76,12 +74,3 @@ def test_models_are_told_beside_what_they_are_measured_against(capsys: pytest.Ca
     said = capsys.readouterr().out
     for words in ("60%", "95%", "10%", "9.5 times as fast"):
         assert words in said
-
-
-def test_the_network_is_one_that_onnxruntime_runs(tmp_path: Path) -> None:
-    onnxruntime = pytest.importorskip("onnxruntime")
-    classic_models.write_network(tmp_path / "model.onnx", (3, 5, 2))
-    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
-    [made] = session.run(None, {"INPUT": np.ones((4, 3), np.float32)})
-    assert made.shape == (4, 2)
-    assert np.abs(made).max() > 0
