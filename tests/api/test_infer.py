@@ -564,3 +564,24 @@ async def test_reserved_headers_are_not_forwarded(answered: Any, header: str) ->
         response = await post(own, {"inputs": [MATRIX]}, **{header: "1"})
     text = f"Header '{header}' is reserved for Triton usage and cannot be forwarded."
     assert (response.status_code, response.json()) == (400, {"error": text})
+
+
+async def test_a_client_who_leaves_is_not_computed_for(gateway: Any) -> None:
+    gateway.texts, gateway.hang = (), True
+    body = [{"type": "http.request", "body": json.dumps({"inputs": [MATRIX]}).encode(), "more_body": False}]
+
+    async def receive() -> Any:
+        if body:
+            return body.pop()
+        await gateway.waiting.wait()
+        return {"type": "http.disconnect"}
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": NUMBERS, "headers": [], "query_string": b""}
+    await build_app(gateway, ServerInfo())(scope, receive, send)
+    assert (sent[0]["status"], gateway.open_streams) == (499, 0)
+    assert [exchange.end.outcome for exchange in gateway.exchanges] == ["cancelled"]
