@@ -1,6 +1,6 @@
 """The `pytorch` backend: TorchScript, exported programs and AOTInductor packages, on the CPU or a GPU.
 
-torch is imported when the first such model is loaded, and stays: about 200 MB of the server's process. Its threads are
+torch is imported when the first such model is loaded, and stays: about 190 MB of the server's process. Its threads are
 those of the host; they compute for one instance as for several.
 """
 
