@@ -12,7 +12,7 @@ import pytest
 import yaml
 from cyclopts.exceptions import CycloptsError
 from google.protobuf import text_format
-from tritonclient.grpc import model_config_pb2, service_pb2
+from tritonclient.grpc import model_config_pb2
 
 from charonia.__main__ import app
 from charonia.api import openai_requests, tokenization
@@ -232,9 +232,3 @@ def test_every_field_stands_there(heading: str, names: set[str], page: Any, code
 def test_every_output_stands_there(page: Any) -> None:
     said = page("clients.md").text
     assert [spec.name for spec in infer.OUTPUTS if spec.name not in said] == []
-
-
-def test_every_rpc_stands_there(page: Any, codes: Any) -> None:
-    methods = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
-    told = {name for cells in page("clients.md").rows("method") for name in codes(cells[0]) if "/" not in name}
-    assert told == {*methods}
