@@ -42,7 +42,7 @@ backend: "onnxruntime"
 max_batch_size: 32
 instance_group { kind: KIND_CPU count: 1 }
 """
-_DYNAMIC = "dynamic_batching { max_queue_delay_microseconds: 2000 }\n"
+_DYNAMIC = "dynamic_batching { max_queue_delay_microseconds: 10000 }\n"
 _ALONE = "onnxruntime"
 
 app = App(name="python -m charonia.bench.classic_models", help=__doc__)
