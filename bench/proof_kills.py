@@ -136,12 +136,20 @@ def _load(place: Place, door: DoorName, rate: float, seconds: float, seed: int) 
 
 
 def _kill_at(place: Place, kills: Sequence[float], patience: float, tell: Callable[[str], None]) -> Iterator[float]:
-    begun = time.monotonic()
+    begun = _begun(place, patience)
     for number, due in enumerate(kills, 1):
         time.sleep(max(0.0, begun + due - time.monotonic()))
         away = kill(place, patience)
         tell(f"killed {number}, ready again after {away:.2f} s")
         yield away
+
+
+def _begun(place: Place, patience: float) -> float:
+    """When the first request runs: generators take a while to start, and a kill that meets nobody proves nothing."""
+    deadline = time.monotonic() + patience
+    while not scrape(place).total("charonia_requests_running") and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return time.monotonic()
 
 
 def kill(place: Place, patience: float) -> float:
