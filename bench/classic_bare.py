@@ -6,14 +6,12 @@ What Charonia's doors are measured against. No routes, no checks, no model: uvic
 protobuf. Knows nothing of Charonia.
 """
 
-import sys
 from typing import Any
 
 import numpy as np
 import orjson
-import uvicorn
 
-from .serve_server import LOOPBACK
+from .bare import serve_bare
 
 NAME = "identity"
 
@@ -76,7 +74,7 @@ async def _infer(request: Any, context: Any) -> Any:
     return response
 
 
-async def _serve(http_port: int, grpc_port: int) -> None:
+def main() -> None:
     import grpc
     from tritonclient.grpc import service_pb2
 
@@ -85,23 +83,7 @@ async def _serve(http_port: int, grpc_port: int) -> None:
         request_deserializer=service_pb2.ModelInferRequest.FromString,
         response_serializer=service_pb2.ModelInferResponse.SerializeToString,
     )
-    server = grpc.aio.server()
-    service = {"ModelInfer": method}
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("inference.GRPCInferenceService", service)])
-    server.add_insecure_port(f"{LOOPBACK}:{grpc_port}")
-    await server.start()
-    config = uvicorn.Config(
-        app, host=LOOPBACK, port=http_port, http="httptools", ws="none", lifespan="off", log_config=None,
-        access_log=False, server_header=False,
-    )  # fmt: skip
-    await uvicorn.Server(config).serve()
-    await server.stop(0)
-
-
-def main() -> None:
-    import uvloop
-
-    uvloop.run(_serve(int(sys.argv[1]), int(sys.argv[2])))
+    serve_bare(app, {"ModelInfer": method})
 
 
 if __name__ == "__main__":

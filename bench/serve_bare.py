@@ -8,14 +8,12 @@ than its milliseconds). Knows nothing of Charonia.
 """
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 import orjson
-import uvicorn
 
-from .serve_server import LOOPBACK
+from .bare import serve_bare
 
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 _EVENT = b'data: {"choices":[{"text":"%s"}]}\n\n'
@@ -90,30 +88,14 @@ async def _stream_infer(requests: AsyncIterator[Any], context: Any) -> AsyncIter
                 await asyncio.sleep(frames.pause)
 
 
-async def _serve(http_port: int, grpc_port: int) -> None:
+def main() -> None:
     import grpc
     from tritonclient.grpc import service_pb2
 
     method = grpc.stream_stream_rpc_method_handler(
         _stream_infer, request_deserializer=service_pb2.ModelInferRequest.FromString, response_serializer=None
     )
-    server = grpc.aio.server()
-    service = {"ModelStreamInfer": method}
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("inference.GRPCInferenceService", service)])
-    server.add_insecure_port(f"{LOOPBACK}:{grpc_port}")
-    await server.start()
-    config = uvicorn.Config(
-        app, host=LOOPBACK, port=http_port, http="httptools", ws="none", lifespan="off", log_config=None,
-        access_log=False, server_header=False,
-    )  # fmt: skip
-    await uvicorn.Server(config).serve()
-    await server.stop(0)
-
-
-def main() -> None:
-    import uvloop
-
-    uvloop.run(_serve(int(sys.argv[1]), int(sys.argv[2])))
+    serve_bare(app, {"ModelStreamInfer": method})
 
 
 if __name__ == "__main__":
