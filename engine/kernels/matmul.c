@@ -118,11 +118,11 @@ static int64_t groups_together(const Product *p, int64_t rows, int64_t groups)
     return p->chunks == 1 ? groups : fit < wide ? wide : fit;
 }
 
-/* Bytes of accumulators that one thread keeps between chunks, at most. */
+/* Bytes of accumulators that one thread keeps between chunks, at most: fewer rows (the last ones) take more groups. */
 static int64_t sums_bytes(const Product *p, int64_t rows)
 {
-    const int64_t together = least(rows, p->plan->block), groups = groups_together(p, together, 0);
-    return p->chunks == 1 ? 0 : together * groups * p->kernel->sum_bytes;
+    const int64_t panel = least(rows, p->plan->block) * p->plan->groups * p->kernel->sum_bytes;
+    return p->chunks == 1 ? 0 : panel > SUMS_BYTES ? panel : SUMS_BYTES;
 }
 
 /* `rows` rows times the groups `from` to `to`. */

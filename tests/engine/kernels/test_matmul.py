@@ -1,5 +1,9 @@
 """Packed products against float64, at every level; and rows that do not notice each other."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -148,3 +152,26 @@ def test_memory_is_zeros_at_lines_and_lives_with_its_parts() -> None:
     del memory
     parts[0].fill_(1)
     assert not parts[1].any()
+
+
+UNEVEN = """
+import torch
+from charonia.engine.kernels import library
+from charonia.engine.kernels.matmul import Form, Packed
+from charonia.engine.kernels.memory import Memory
+
+torch.set_num_threads(1)
+with library.at("{level}"):
+    for kept, x, rows in ((torch.float32,) * 2 + (92,), (torch.bfloat16,) * 2 + (92,), (torch.int8, torch.bfloat16, 142)):
+        packed, company = Packed(Form(4400, 1700, kept, x, x), None, Memory()), torch.zeros(rows, 1700, dtype=x)
+        for _ in range(3):
+            packed(company)
+"""
+
+
+def test_a_last_few_rows_stay_within_their_memory(level: str) -> None:
+    """They sum more groups at once than those before them: the allocator ends a process that wrote too far."""
+    environment = {**os.environ, "LD_PRELOAD": "libc_malloc_debug.so.0", "GLIBC_TUNABLES": "glibc.malloc.check=3"}
+    asked = [sys.executable, "-c", UNEVEN.format(level=level)]
+    done = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
