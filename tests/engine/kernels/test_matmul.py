@@ -162,7 +162,8 @@ from charonia.engine.kernels.memory import Memory
 
 torch.set_num_threads(1)
 with library.at("{level}"):
-    for kept, x, rows in ((torch.float32,) * 2 + (92,), (torch.bfloat16,) * 2 + (92,), (torch.int8, torch.bfloat16, 142)):
+    for kept, rows in ((torch.float32, 92), (torch.bfloat16, 92), (torch.int8, 142)):
+        x = torch.float32 if kept == torch.float32 else torch.bfloat16
         packed, company = Packed(Form(4400, 1700, kept, x, x), None, Memory()), torch.zeros(rows, 1700, dtype=x)
         for _ in range(3):
             packed(company)
