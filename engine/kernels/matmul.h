@@ -41,6 +41,7 @@ typedef struct {
     int64_t steps;
     const char *next;       /* lines to fetch meanwhile: as many steps of `streams` groups */
     int64_t streams;        /* 1, 2, or all of the tile's groups */
+    int32_t slower;         /* a single stream: a line only every 2^slower steps */
     char *sums;             /* the accumulators between chunks */
     int32_t first, last;    /* whether the chunk begins the sums, and whether it completes them */
     int64_t output;         /* of the tile's first column */
