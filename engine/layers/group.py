@@ -17,8 +17,8 @@ class Group(Protocol):
     def sum(self, partial: Tensor) -> Tensor:
         """The sum of every rank's `partial`, on every rank."""
 
-    def gather(self, part: Tensor) -> Tensor:
-        """Every rank's `part` side by side along the last axis, on every rank."""
+    def gather(self, part: Tensor, total: int) -> Tensor:
+        """Every rank's `part` of `total` (see `part` below) side by side along the last axis, on every rank."""
 
 
 class Alone:
@@ -30,7 +30,7 @@ class Alone:
     def sum(self, partial: Tensor) -> Tensor:
         return partial
 
-    def gather(self, part: Tensor) -> Tensor:
+    def gather(self, part: Tensor, total: int) -> Tensor:
         return part
 
 
