@@ -134,8 +134,10 @@ class Threads:
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._exchange(partial)).sum(0)
 
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self._exchange(part), -1)
+    def gather(self, part: torch.Tensor, total: int) -> torch.Tensor:
+        whole = torch.cat(self._exchange(part), -1)
+        assert whole.shape[-1] == total
+        return whole
 
     def _exchange(self, mine: torch.Tensor) -> list[torch.Tensor]:
         self._parts[self.rank] = mine
