@@ -18,8 +18,8 @@ from charonia.engine.attention.registry import attention_backend
 from charonia.engine.checkpoint import open_checkpoint
 from charonia.engine.kernels import library
 from charonia.engine.layers.group import Alone, Group, kv_part, part
-from charonia.engine.models.base import Place
 from charonia.engine.models.registry import recipe
+from charonia.engine.place import Place, Seat
 
 CPU = torch.device("cpu")
 NAMES = ["llama", "llama-llama3-tied", "llama-linear-biased", "qwen2"]
@@ -63,7 +63,7 @@ def logits(
 ) -> torch.Tensor:
     """[all tokens, vocabulary] of the sequences in one packed step."""
     group, found = group or Alone(), recipe(open_checkpoint(directory))
-    model, shape = found.build(Place(dtype, CPU, group, found.max_position))
+    model, shape = found.build(Place(dtype, CPU, found.max_position, Seat(group)))
     heads, kv_heads = part(shape.heads, group), kv_part(shape.kv_heads, group)
     cache = CacheSpec(
         shape.views, heads.stop - heads.start, kv_heads.stop - kv_heads.start, shape.head_dim, 16, dtype, CPU
