@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..scheduler.plan import NewSequence, StepPlan, StepResult
+from ..scheduler.plan import IntArray, NewSequence, StepPlan
 from .attention.base import Batch
 from .random import signed
 from .sampling import CHOICE, Choices
@@ -92,12 +92,10 @@ class Rows:
         """Store the sampled `tokens` [S] behind what their rows know."""
         self._tokens[self._to(inputs.rows), self._to(inputs.choices["position"])] = tokens.to(torch.int32)
 
-    def learn(self, result: StepResult) -> None:
-        """Store tokens that were sampled elsewhere."""
-        rows, counts = np.repeat(result.rows, result.counts), result.counts.astype(np.int64)
-        first = np.repeat(result.offsets - counts.cumsum() + counts, counts)
-        positions = first + np.arange(len(result.tokens))
-        self._tokens[self._to(rows.astype(np.int64)), self._to(positions)] = self._to(result.tokens)
+    def learn(self, rows: IntArray, positions: IntArray, tokens: IntArray) -> None:
+        """Store `tokens` [S] that were sampled elsewhere, at `positions` [S] of `rows` [S]."""
+        places = self._to(rows.astype(np.int64)), self._to(positions.astype(np.int64))
+        self._tokens[places] = self._to(tokens.astype(np.int32))
 
     def _enter(self, sequence: NewSequence) -> None:
         row = sequence.row

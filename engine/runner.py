@@ -23,10 +23,10 @@ class Runner:
         self._rows.clear()
         self._attention.allocate(blocks)
 
-    def learn(self, result: StepResult) -> None:
-        """Keep the tokens of `result` in their rows, before the first step that computes them: stages that choose no
-        tokens hear of them so. To the others, who have them, it is nothing new."""
-        self._rows.learn(result)
+    def learn(self, rows: IntArray, positions: IntArray, tokens: IntArray) -> None:
+        """Keep `tokens` [S] at `positions` [S] of `rows` [S]: so hear stages that choose none of those chosen, before
+        the next plan after they were. Told to a stage that chose them, it changes nothing."""
+        self._rows.learn(rows, positions, tokens)
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult:
