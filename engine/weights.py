@@ -1,7 +1,7 @@
 """Tensors out of a checkpoint's safetensors, slice by slice. Knows nothing of architectures."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .kernels.memory import Memory
-from .layers.group import Group
+from .place import Place
 from .spec import CheckpointError
 
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -120,23 +120,20 @@ def _check(found: Any, piece: Piece, path: Path) -> None:
 class Loader:
     """Hands layers their weights: this rank's pieces, in the dtype and on the device the model computes in."""
 
-    def __init__(
-        self,
-        weights: Weights,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: Group,
-        progress: Callable[[float], None] = lambda _: None,
-        quantized: bool = False,
-    ) -> None:
-        """`progress` is told the fraction of the rank's bytes read so far. `quantized`: matrices become int8."""
-        self.dtype, self.device, self.group, self.quantized = dtype, device, group, quantized
+    def __init__(self, weights: Weights, place: Place) -> None:
+        self.place = place
+        self.dtype, self.device, self.quantized = place.dtype, place.device, place.quantized
+        self.group = place.seat.group
         self.memory = Memory()
         """For what is packed."""
-        self._weights, self._progress = weights, progress
-        self._read, self._total = 0, weights.bytes / group.size
+        self._weights, self._progress = weights, place.progress
+        self._read, self._total = 0, weights.bytes / self.group.size / place.seat.stage.count
         self._shared: WeakValueDictionary[tuple[str, int, int], Tensor] = WeakValueDictionary()
         self._counted: set[str] = set()
+
+    def layers(self, total: int) -> range:
+        """Those this rank has, of the model's `total`."""
+        return self.place.seat.stage.layers(total)
 
     def vector(self, name: str, size: int) -> Tensor:
         """A whole one-dimensional tensor [size]."""

@@ -17,8 +17,8 @@ class Group(Protocol):
     def sum(self, partial: Tensor) -> Tensor:
         """The sum of every rank's `partial`, on every rank."""
 
-    def gather(self, part: Tensor) -> Tensor:
-        """Every rank's `part` side by side along the last axis, on every rank."""
+    def gather(self, part: Tensor, total: int) -> Tensor:
+        """Every rank's `part` of `total` (see `part` below) side by side along the last axis, on every rank."""
 
 
 class Alone:
@@ -30,13 +30,18 @@ class Alone:
     def sum(self, partial: Tensor) -> Tensor:
         return partial
 
-    def gather(self, part: Tensor) -> Tensor:
+    def gather(self, part: Tensor, total: int) -> Tensor:
         return part
 
 
 def part(total: int, group: Group) -> slice:
     """This rank's share of `total` things: contiguous, and equal up to one."""
-    return slice(total * group.rank // group.size, total * (group.rank + 1) // group.size)
+    return parts(total, group.size)[group.rank]
+
+
+def parts(total: int, size: int) -> list[slice]:
+    """Every rank's share."""
+    return [slice(total * rank // size, total * (rank + 1) // size) for rank in range(size)]
 
 
 def kv_part(heads: int, group: Group) -> slice:

@@ -49,7 +49,7 @@ class Head:
     def __init__(self, load: Loader, name: str, vocab: int, hidden: int) -> None:
         rows = part(vocab, load.group)
         self._matmul = prepare(load, [Piece(name, (vocab, hidden), rows)], use=HEAD)
-        self._group = load.group
+        self._group, self._vocab = load.group, vocab
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._group.gather(self._matmul(x))
+        return self._group.gather(self._matmul(x), self._vocab)

@@ -20,6 +20,7 @@ from charonia.core.request import (
     FinishReason,
     GenerateChunk,
     GenerateRequest,
+    Guide,
     InferRequest,
     InferResponse,
     Message,
@@ -214,11 +215,13 @@ async def test_refusals_name_the_field(load: Load) -> None:
         (ask("w1", max_tokens=2**70), "max_tokens"),
         (GenerateRequest(id="", prompt="w1", cache_salt="\ud800"), "cache_salt"),
         (ask(Conversation(())), "messages"),
+        (GenerateRequest(id="", prompt="w1", adapter="a"), "lora_name"),
+        (GenerateRequest(id="", prompt="w1", guide=Guide("json")), "guided_decoding_guide_type"),
     ]:
         with pytest.raises(InvalidArgument, match=field) as refusal:
             await generate(model, request)
         assert refusal.value.field == field
-    assert model.stats().failure == 10
+    assert model.stats().failure == 12
     huge = GenerateRequest(id="", prompt="w1", priority=2**70, sampling=HUGE)
     assert text(await generate(model, huge)) == " w2"
 

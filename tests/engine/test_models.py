@@ -18,8 +18,8 @@ from charonia.engine.attention.registry import attention_backend
 from charonia.engine.checkpoint import open_checkpoint
 from charonia.engine.kernels import library
 from charonia.engine.layers.group import Alone, Group, kv_part, part
-from charonia.engine.models.base import Place
 from charonia.engine.models.registry import recipe
+from charonia.engine.place import Place, Seat
 
 CPU = torch.device("cpu")
 NAMES = ["llama", "llama-llama3-tied", "llama-linear-biased", "qwen2"]
@@ -63,7 +63,7 @@ def logits(
 ) -> torch.Tensor:
     """[all tokens, vocabulary] of the sequences in one packed step."""
     group, found = group or Alone(), recipe(open_checkpoint(directory))
-    model, shape = found.build(Place(dtype, CPU, group, found.max_position))
+    model, shape = found.build(Place(dtype, CPU, found.max_position, Seat(group)))
     heads, kv_heads = part(shape.heads, group), kv_part(shape.kv_heads, group)
     cache = CacheSpec(
         shape.views, heads.stop - heads.start, kv_heads.stop - kv_heads.start, shape.head_dim, 16, dtype, CPU
@@ -134,8 +134,10 @@ class Threads:
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._exchange(partial)).sum(0)
 
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self._exchange(part), -1)
+    def gather(self, part: torch.Tensor, total: int) -> torch.Tensor:
+        whole = torch.cat(self._exchange(part), -1)
+        assert whole.shape[-1] == total
+        return whole
 
     def _exchange(self, mine: torch.Tensor) -> list[torch.Tensor]:
         self._parts[self.rank] = mine

@@ -22,9 +22,8 @@ MEASURE = """
 import sys, torch
 from pathlib import Path
 from charonia.engine.checkpoint import open_checkpoint
-from charonia.engine.layers.group import Alone
-from charonia.engine.models.base import Place
 from charonia.engine.models.registry import recipe
+from charonia.engine.place import Place, Seat
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -36,7 +35,7 @@ found, seen = recipe(open_checkpoint(sys.argv[1])), []
 torch.zeros(4, 4).bfloat16().float()
 before = anonymous()
 cpu, quantized = torch.device("cpu"), sys.argv[2] == "int8"
-built = found.build(Place(torch.bfloat16, cpu, Alone(), 64, lambda _: seen.append(anonymous()), quantized))
+built = found.build(Place(torch.bfloat16, cpu, 64, Seat(), lambda _: seen.append(anonymous()), quantized))
 print(before, max(seen), anonymous())
 """
 
