@@ -153,7 +153,6 @@ static int64_t spread_out(int64_t bytes)
     return bytes % 1024 ? bytes : bytes + LINE;
 }
 
-/* out [rows, outputs] = x [rows, inputs] W^T + b; strides in elements. Returns 0, or 1 when memory is short. */
 EXPORT int charonia_matmul(const Matrix *m, const void *x, int64_t x_stride, int64_t rows, void *out, int64_t out_stride)
 {
     const Kernel *kernel = kernel_of(m->kind);

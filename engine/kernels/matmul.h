@@ -72,6 +72,9 @@ typedef struct {
     int32_t direct;     /* whether that is how the activations are stored */
 } Kernel;
 
+/* out [rows, outputs] = x [rows, inputs] W^T + b; strides in elements. Returns 0, or 1 when memory is short. */
+EXPORT int charonia_matmul(const Matrix *m, const void *x, int64_t x_stride, int64_t rows, void *out, int64_t out_stride);
+
 extern const Kernel matmul_portable[KINDS], matmul_avx2[KINDS], matmul_avx512[KINDS];
 
 ALWAYS_INLINE int inputs_a_step(int kind) { return kind == FLOAT32 ? 1 : kind == BFLOAT16 ? 2 : 4; }

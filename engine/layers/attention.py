@@ -41,8 +41,7 @@ class SelfAttention:
     def __call__(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
         packed = self._qkv(x).view(len(x), -1, self._head_dim)
         if self._norm is not None:
-            turning = packed[:, : self._heads + self._kv_heads]
-            turning.copy_(self._norm(turning))
+            self._norm.within(packed, self._heads + self._kv_heads)
         return self._out(attend.turned(self._index, packed, angles))
 
     def _head_norm(self, load: Loader, name: str, spec: ModelSpec, norm: NormMaker) -> Norm:

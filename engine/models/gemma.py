@@ -3,7 +3,6 @@ and without a window. Gemma 2 caps scores and logits; Gemma 3 normalises heads, 
 
 import math
 
-import torch
 from torch import Tensor
 
 from ..attention.base import Attend
@@ -12,6 +11,7 @@ from ..layers.ends import inlet, outlet
 from ..layers.mlp import GatedMLP
 from ..layers.norm import Norm, offset_rms_norm
 from ..layers.rotary import Angles, rotary
+from ..layers.stack import Stack
 from ..spec import ModelSpec
 from ..weights import Loader
 from .llama import mlp
@@ -23,20 +23,15 @@ class Gemma:
     def __init__(self, spec: ModelSpec, load: Loader, has: Projections) -> None:
         layers = load.layers(spec.layers)
         self._inlet = inlet(spec, load, math.sqrt(spec.hidden_size))
-        self._layers = [Layer(spec, load, index, has) for index in layers]
-        self._ropes = [spec.local_rope if spec.views[index].window else spec.rope for index in layers]
-        self._rotary = {
-            rope: rotary(rope, spec.head_dim, load.place.positions, load.dtype, load.device)
-            for rope in set(self._ropes)
-        }
+        ropes = [spec.local_rope if spec.views[index].window else spec.rope for index in layers]
+        kinds = list(dict.fromkeys(ropes))
+        self._layers = Stack([Layer(spec, load, index, has) for index in layers], [kinds.index(rope) for rope in ropes])
+        self._rotary = [rotary(rope, spec.head_dim, load.place.positions, load.dtype, load.device) for rope in kinds]
         self._outlet = outlet(spec, load, offset_rms_norm)
 
     def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, chosen: Tensor) -> Tensor | None:
-        x = self._inlet(tokens)
-        angles = {rope: turning(positions) for rope, turning in self._rotary.items()}
-        delta = torch.zeros_like(x)
-        for layer, rope in zip(self._layers, self._ropes, strict=True):
-            delta = layer(x, delta, angles[rope], attend)
+        angles = [turning(positions) for turning in self._rotary]
+        x, delta = self._layers(self._inlet(tokens), angles, attend)
         return self._outlet(x, delta, chosen)
 
 

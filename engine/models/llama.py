@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
 from ..attention.base import Attend
@@ -12,6 +11,7 @@ from ..layers.ends import inlet, outlet
 from ..layers.mlp import Gated, GatedMLP
 from ..layers.norm import rms_norm
 from ..layers.rotary import Angles, rotary
+from ..layers.stack import Stack
 from ..spec import ModelSpec
 from ..weights import Loader
 
@@ -42,15 +42,11 @@ class Llama:
     def __init__(self, spec: ModelSpec, load: Loader, kin: Kin) -> None:
         self._inlet = inlet(spec, load)
         self._rotary = rotary(spec.rope, spec.head_dim, load.place.positions, load.dtype, load.device)
-        self._layers = [Layer(spec, load, index, kin) for index in load.layers(spec.layers)]
+        self._layers = Stack([Layer(spec, load, index, kin) for index in load.layers(spec.layers)])
         self._outlet = outlet(spec, load, rms_norm)
 
     def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, chosen: Tensor) -> Tensor | None:
-        x = self._inlet(tokens)
-        angles = self._rotary(positions)
-        delta = torch.zeros_like(x)
-        for layer in self._layers:
-            delta = layer(x, delta, angles, attend)
+        x, delta = self._layers(self._inlet(tokens), [self._rotary(positions)], attend)
         return self._outlet(x, delta, chosen)
 
 
