@@ -34,8 +34,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     `max_queued_requests`, `max_queued_tokens`: what may wait, prompt tokens in the latter. `default_request_timeout`:
     seconds a request may take that says nothing else; 0 is no limit.
 
-    `executor`: "inline" computes in the core process; "fake" counts (next token = last + 1) and is for
-    measuring everything around the engine. `threads` 0 means every usable core.
+    `data_parallel_size`: engine cores behind the model's name, each with the cache and sequences that are configured
+    here, and with `threads` of its own. `replica` numbers them, and `host_memory` is what one may take of the host's
+    memory in bytes, weights included, None whatever is free: the frontend fills these two in.
+
+    `executor`: "inline" computes in the core process, "ranks" in processes of their own, "auto" in the core while one
+    rank is enough; "fake" counts (next token = last + 1) and is for measuring everything around the engine. `threads`
+    0 means every usable core, divided over the replicas.
     """
 
     model: str
@@ -52,3 +57,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     fake: FakeConfig = FakeConfig()
+    data_parallel_size: int = 1
+    replica: int = 0
+    host_memory: int | None = None

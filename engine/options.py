@@ -17,6 +17,7 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Bytes: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+Replicas: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=128)]
 Fraction: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
@@ -35,7 +36,9 @@ class EngineOptions:
     executor: Literal["inline", "fake"] | None = None
     """Who computes; fake counts instead, to measure everything around the engine."""
     threads: Count | None = None
-    """CPU threads; 0 means every usable core."""
+    """CPU threads of a replica; 0 means every usable core, divided over all of them."""
+    data_parallel_size: Replicas | None = None
+    """Replicas of the engine; each has weights, cache and sequences of its own."""
     max_model_len: AtLeastOne | None = None
     """Longest sequence, prompt included."""
     max_queued_requests: AtLeastOne | None = None
