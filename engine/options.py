@@ -4,14 +4,14 @@ Knows the names and their ranges; not what the engine does with them. None leave
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from ..core.errors import InvalidArgument
 from ..scheduler.config import SchedulerConfig
 from .config import CacheConfig, EngineConfig, FakeConfig
+from .parameters import parse
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -95,7 +95,6 @@ _SCHEDULER_FIELDS = {
     name: name for name in ("max_num_seqs", "max_num_batched_tokens", "target_step_ms", "ahead", "admission")
 }
 _FAKE_FIELDS = {f"fake_{name}": name for name in ("step_seconds", "token_seconds", "vocab_size", "max_model_len")}
-_FIELDS = {field.name: field.type for field in fields(EngineOptions)}
 
 
 def parse_options(parameters: Mapping[str, Any]) -> EngineOptions:
@@ -104,7 +103,7 @@ def parse_options(parameters: Mapping[str, Any]) -> EngineOptions:
     Raises:
         InvalidArgument: an unknown name, or a value of the wrong type or out of range; it names the parameter.
     """
-    return EngineOptions(**{name: _value(name, text) for name, text in parameters.items()})
+    return parse(parameters, EngineOptions)
 
 
 def engine_config(model: str, options: EngineOptions) -> EngineConfig:
@@ -118,20 +117,3 @@ def engine_config(model: str, options: EngineOptions) -> EngineConfig:
 
 def _take(options: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     return {field: options.pop(name) for name, field in names.items() if name in options}
-
-
-def _value(name: str, text: Any) -> Any:
-    if name not in _FIELDS:
-        known = ", ".join(_FIELDS)
-        raise InvalidArgument(f"unknown parameter '{name}'; known are {known}", field=name)
-    try:
-        return msgspec.convert(text, _FIELDS[name], strict=False)
-    except msgspec.ValidationError as error:
-        raise InvalidArgument(f"parameter '{name}': {_reason(name, error)}, got {text!r}", field=name) from None
-
-
-def _reason(name: str, error: msgspec.ValidationError) -> str:
-    choices = [choice for kind in get_args(_FIELDS[name]) for choice in get_args(kind) if isinstance(choice, str)]
-    if choices:
-        return f"expected one of {', '.join(choices)}"
-    return str(error).partition(",")[0].replace(" | null", "").replace("Expected", "expected")
