@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import zmq
 
-from ..core.errors import CharoniaError, Code, Internal, InvalidArgument, NotFound, Unavailable, Unsupported
+from ..core.errors import CharoniaError, Unavailable, error_of
 from .config import EngineConfig
 from .link import CoreLink
 from .messages import Failed, FromCore, Load, Loading, Ready, Refused, ToCore, Updates
@@ -19,10 +19,6 @@ log = logging.getLogger(__name__)
 
 _SILENT_DEATHS = 3
 """A first load is given up after this many cores that died without a word."""
-
-_ERRORS: dict[Code, type[CharoniaError]] = {
-    error.code: error for error in (Internal, InvalidArgument, NotFound, Unavailable, Unsupported)
-}
 
 
 class Patience(NamedTuple):
@@ -63,13 +59,13 @@ class CoreSupervisor:
     """`info` says what the engine is while one serves, otherwise None; `load` is its last turn's.
 
     Once closed, it is not started again.
-        self._name = "the engine core"
-        if config.data_parallel_size > 1:
-            self._name += f" of replica {config.replica}"
     """
 
     def __init__(self, config: EngineConfig, listener: Listener, patience: Patience) -> None:
         self._config = config
+        self._name = "the engine core"
+        if config.data_parallel_size > 1:
+            self._name += f" of replica {config.replica}"
         self._listener = listener
         self._patience = patience
         self._link: CoreLink | None = None
@@ -189,7 +185,7 @@ class CoreSupervisor:
             case Ready():
                 self._serve(message)
             case Failed():
-                self._failure = _ERRORS.get(Code(message.code), Internal)(message.message)
+                self._failure = error_of(message.code, message.message)
 
     def _serve(self, info: Ready) -> None:
         self.info = info
