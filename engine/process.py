@@ -104,11 +104,19 @@ def start(config: EngineConfig, executor: Executor, phases: Phases) -> tuple[Eng
 
 def scheduling(config: EngineConfig, length: int) -> SchedulerConfig:
     """The scheduler's numbers for sequences of at most `length` tokens. Every stage of a pipeline computes a step of
-    its own, and of each sequence one at a time: the next one needs what the last brings."""
+    its own, and of each sequence one at a time: the next one needs what the last brings.
+
+    Raises:
+        InvalidArgument: another number of steps ahead is configured.
+    """
     scheduler = msgspec.structs.replace(config.scheduler, max_model_len=length)
     stages = config.parallel.pipeline
     if stages == 1:
         return scheduler
+    if scheduler.ahead not in (0, stages - 1):
+        raise InvalidArgument(
+            f"ahead: {stages} stages have {stages - 1} steps ahead, not {scheduler.ahead}", field="ahead"
+        )
     return msgspec.structs.replace(scheduler, ahead=stages - 1, in_flight_per_sequence=1)
 
 

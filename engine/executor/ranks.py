@@ -127,7 +127,7 @@ class RanksExecutor:
     ) -> dict[int, R]:
         """What every rank says of this kind. On the way there, tell `progress` of weights read."""
         heard: dict[int, R] = {}
-        read = dict.fromkeys(range(self._layout.world), 0.0)
+        read, told = dict.fromkeys(range(self._layout.world), 0.0), 0.0
         while len(heard) < self._layout.world:
             said = self._started.watch.next(deadline)
             if said is None:
@@ -137,7 +137,9 @@ class RanksExecutor:
                 heard[rank] = report
             elif isinstance(report, WeightsRead):
                 read[rank] = report.fraction
-                progress("weights", sum(read.values()) / len(read))
+                if (fraction := sum(read.values()) / len(read)) > told:
+                    told = fraction
+                    progress("weights", told)
         return heard
 
     def _absent(self, heard: dict[int, R]) -> Unavailable:
