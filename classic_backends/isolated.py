@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ..core.errors import CharoniaError, Internal
+from ..core.errors import CharoniaError, Internal, error_of
 from ..core.model import ModelConfig
 from .completion import is_complete
 from .isolated_link import Link, Lost
@@ -24,7 +24,6 @@ from .isolated_messages import (
     Made,
     Resume,
     ToInstance,
-    error_of,
 )
 from .isolated_process import Origin, Regions, Task, complete, execute
 from .parameters import choice
@@ -95,7 +94,7 @@ def _first(link: Link, who: str) -> FromInstance:
 def _failure(said: Failed, who: str, message: str) -> CharoniaError:
     """The error that was meant for clients; for any other, `message`, and all of it in the log."""
     if not said.report:
-        return error_of(said)
+        return error_of(said.code, said.message, said.field)
     log.error("%s failed: %s", who, said.report)
     return Internal(message)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
+from ..core.child import PARENTS_SIGNALS
 from .isolated_messages import FromInstance, Said, ToInstance
-from .isolated_process import SERVERS_SIGNALS
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class Link:
     def _spawn(self) -> None:
         # It begins deaf to what stops servers: signals may reach the whole group.
         resource_tracker.ensure_running()  # it is started with the first process, and would make this one hear again
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SERVERS_SIGNALS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
         try:
             self._process.start()
         finally:

@@ -8,16 +8,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from ..core.errors import (
-    AlreadyExists,
-    CharoniaError,
-    Code,
-    Internal,
-    InvalidArgument,
-    NotFound,
-    Unavailable,
-    Unsupported,
-)
+from ..core.errors import CharoniaError, Code
 from .region import Packed
 
 
@@ -79,10 +70,6 @@ class Said(msgspec.Struct, frozen=True, array_like=True, tag=True):
 ToInstance: TypeAlias = Execute | Resume | Abandon
 FromInstance: TypeAlias = Loaded | Made | Done | Completed | Failed | Said
 
-_ERRORS: dict[Code, type[CharoniaError]] = {
-    error.code: error for error in (AlreadyExists, Internal, InvalidArgument, NotFound, Unavailable, Unsupported)
-}
-
 
 def failed(error: BaseException) -> Failed:
     """What to say of an error."""
@@ -91,8 +78,3 @@ def failed(error: BaseException) -> Failed:
     return Failed(
         f"{type(error).__name__}: {error}", Code.UNKNOWN.value, None, "".join(traceback.format_exception(error))
     )
-
-
-def error_of(said: Failed) -> CharoniaError:
-    """The error that was meant for clients; of any other the text."""
-    return _ERRORS.get(Code(said.code), Internal)(said.message, field=said.field)

@@ -5,19 +5,17 @@ Knows nothing of queues and requests.
 
 import json
 import logging
-import os
-import signal
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from importlib import import_module
-from multiprocessing import connection, parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import msgspec
 
+from ..core.child import die_with_parent, leave_signals_to_parent, show_name
 from ..core.errors import Internal
 from ..core.model import ModelConfig
 from .isolated_messages import (
@@ -34,9 +32,6 @@ from .isolated_messages import (
 )
 from .region import Region
 from .runtime import Arrays, Document, Place, Runtime, RuntimeLoader
-
-SERVERS_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
-"""Ctrl-C and service managers signal the whole group: the server decides what that means to its instances."""
 
 
 class Origin(NamedTuple):
@@ -181,20 +176,9 @@ def _close(made: Any) -> None:
 
 def _settle(ours: Connection) -> Voice:
     """Be the server's, and nobody else's."""
-    for number in SERVERS_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SERVERS_SIGNALS)
-    with suppress(OSError):  # Linux alone has it
-        Path("/proc/self/comm").write_text("charonia-model")
-    parent = parent_process()
-    if parent is not None:
-        threading.Thread(target=_die_after, args=(parent.sentinel,), name="parent", daemon=True).start()
+    leave_signals_to_parent()
+    show_name("charonia-model")
+    die_with_parent()
     voice = Voice(ours)
     logging.basicConfig(level=logging.INFO, handlers=[_Reporter(voice)], format="%(message)s")
     return voice
-
-
-def _die_after(parent: int) -> None:
-    """However the server ends, kill -9 included, and whatever the model does."""
-    connection.wait([parent])
-    os._exit(1)
