@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import msgspec
 
 from ..core.errors import Unavailable
-from ..core.host import available_memory
+from ..core.host import available_memory, cores
 from ..core.metrics import LlmMetrics
 from .admission import Admission
 from .config import EngineConfig
@@ -20,12 +20,18 @@ from .routing import Prospect, choose
 from .supervisor import Patience
 
 
-def divided(config: EngineConfig, memory: int) -> Iterator[EngineConfig]:
-    """What each replica's core is told, when the host has `memory` bytes free: the same share to each, so that their
-    caches are alike however they come to load, and again when one is restarted beside the others."""
+def divided(config: EngineConfig, threads: int, memory: int) -> list[EngineConfig]:
+    """What each replica's core is told, on a host that has so many `threads` to compute with and `memory` bytes free.
+
+    An even share to each: so their caches are alike whoever loads first, and when one is restarted beside the others.
+    """
     count = config.data_parallel_size
-    for number in range(count):
-        yield msgspec.structs.replace(config, replica=number, host_memory=memory // count if count > 1 else None)
+    if count == 1:
+        return [config]
+    shared = msgspec.structs.replace(
+        config, threads=config.threads or max(1, threads // count), host_memory=memory // count
+    )
+    return [msgspec.structs.replace(shared, replica=number) for number in range(count)]
 
 
 class Replicas:
@@ -40,7 +46,7 @@ class Replicas:
         patience: Patience,
         affinity: bool = True,
     ) -> None:
-        configs = divided(config, available_memory())
+        configs = divided(config, cores().threads, available_memory())
         self._all = [Replica(each, admission, metrics, on_progress, patience) for each in configs]
         self._affinity = affinity and config.cache.prefix_caching and len(self._all) > 1
 
