@@ -31,15 +31,29 @@ class Place:
     name: str = ""
 
 
+class Life(Protocol):
+    """Of a runtime that may end by itself, as a process does. `lost`: an execution found that it has. `sentinel`: a
+    descriptor that can be read as soon as it has."""
+
+    lost: bool
+
+    @property
+    def sentinel(self) -> int: ...
+
+    def kill(self) -> None:
+        """End it now, whatever it executes; from any thread."""
+
+
 class Traits(NamedTuple):
     """What its scheduler must know of a runtime.
 
     `inline`: an execution takes microseconds, so it may run in the event loop's thread. `ragged`: inputs that allow it
-    come with the elements of a whole batch in one flat tensor.
+    come with the elements of a whole batch in one flat tensor. `life`: it may end by itself, and is replaced then.
     """
 
     inline: bool = False
     ragged: bool = False
+    life: Life | None = None
 
 
 class Runtime(Protocol):
@@ -54,8 +68,8 @@ class Runtime(Protocol):
     def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
         """Outputs for a batch of inputs; of a decoupled model any number of times, else exactly once.
 
-        `inputs` are read-only and lack what is optional and was not given. `wanted` names the outputs that are read;
-        more do no harm. Closing the iterator early abandons what is left to compute.
+        `inputs` are read-only, last until the next execution, and lack what is optional and was not given. `wanted`
+        names the outputs that are read; more do no harm. Closing the iterator early abandons what is left to compute.
         """
 
     def close(self) -> None:

@@ -38,6 +38,8 @@ CHARONIA = (
     Family("charonia_step_tokens", "histogram", "Tokens computed in one engine step"),
     Family("charonia_step_sequences", "histogram", "Sequences in one engine step"),
     Family("charonia_core_restarts_total", "counter", "Engine cores that were lost and started again"),
+    Family("charonia_replicas_ready", "gauge", "Engine cores that serve now"),
+    Family("charonia_instance_restarts_total", "counter", "Instances that were lost and replaced"),
     Family("charonia_unbatched_requests_total", "counter", "Requests that were executed alone, by why"),
     Family("charonia_event_loop_lag_seconds", "gauge", "Longest recent delay of the frontend's event loop"),
     Family("charonia_model_ready", "gauge", "1 where the model serves, 0 where it does not"),

@@ -114,6 +114,7 @@ class EngineState(NamedTuple):
     prefix_hits: int = 0
     preemptions: int = 0
     core_restarts: int = 0
+    replicas_ready: int = 0
 
 
 def _seconds() -> Histogram:
@@ -225,3 +226,4 @@ def _engine(state: EngineState) -> Iterator[Reading]:
     yield Reading("charonia_prefix_cache_hits_total", state.prefix_hits)
     yield Reading("charonia_preemptions_total", state.preemptions)
     yield Reading("charonia_core_restarts_total", state.core_restarts)
+    yield Reading("charonia_replicas_ready", state.replicas_ready)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core.errors import InvalidArgument
-from ..core.host import available_memory, cores
+from ..core.host import anonymous_memory, available_memory, cores
 from .attention.base import Attention, CacheSpec
 from .attention.registry import Wanted, attention_backend, check_backend
 from .checkpoint import open_checkpoint
@@ -39,7 +39,8 @@ class Engine:
 
     def capacity(self, neighbours: int = 1) -> Capacity:
         """What there is for this rank's cache, when all `neighbours` that share its memory have loaded."""
-        free = _free_memory(self.place.device) // neighbours - _working_memory(self.shape, self.config)
+        left = _free_memory(self.place.device, neighbours, self.config.host_memory)
+        free = left - _working_memory(self.shape, self.config)
         machine = self._machine() if self.place.device.type == "cpu" else ""
         sizes = self.shape.vocab_size, self.place.positions, self.attention.block_bytes
         return Capacity(*sizes, max(free, 0), machine)
@@ -120,8 +121,13 @@ def _max_tokens(wanted: int | None, own: int) -> int:
     return wanted or own
 
 
-def _free_memory(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+def _free_memory(device: torch.device, neighbours: int, host_memory: int | None) -> int:
+    """Bytes left to each of `neighbours`. Other replicas may be loading still, and take theirs later: of the host's
+    memory no more than `host_memory` is for these, what they have taken already included."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // neighbours
+    free = available_memory() // neighbours
+    return free if host_memory is None else min(free, host_memory // neighbours - anonymous_memory())
 
 
 def _working_memory(shape: Shape, config: EngineConfig) -> int:

@@ -23,6 +23,7 @@ class Runner:
         self._rows.clear()
         self._attention.allocate(blocks)
 
+    @torch.inference_mode()
     def learn(self, rows: IntArray, positions: IntArray, tokens: IntArray) -> None:
         """Keep `tokens` [S] at `positions` [S] of `rows` [S]: so hear stages that choose none of those chosen, before
         the next plan after they were. Told to a stage that chose them, it changes nothing."""

@@ -50,9 +50,9 @@ CLASSIC = ("classic_backends.model", "ClassicModel")
 
 LOADERS = {
     "identity": ("classic_backends.builtin", "IDENTITY"),
-    "onnxruntime": ("classic_backends.onnx", "ONNX"),
-    "pytorch": ("classic_backends.torchscript", "PYTORCH"),
-    "encoder": ("classic_backends.encoders", "ENCODER"),
+    "onnxruntime": ("classic_backends.isolated", "ONNX"),
+    "pytorch": ("classic_backends.isolated", "PYTORCH"),
+    "encoder": ("classic_backends.isolated", "ENCODER"),
     "repeat": ("classic_backends.builtin", "REPEAT"),
     "square": ("classic_backends.builtin", "SQUARE"),
 }

@@ -6,13 +6,14 @@ and a server without weights run on it.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from random import Random
 
 import numpy as np
 
+from ...core.errors import CharoniaError
 from ...scheduler.plan import StepPlan, StepResult
 from .base import Capacity, Progress
 
@@ -87,6 +88,9 @@ class FakeExecutor:
         except AssertionError as broken:
             done.set_exception(broken)
         return done
+
+    def watch(self, tell: Callable[[CharoniaError], None]) -> None:
+        """It cannot be lost by itself."""
 
     def close(self) -> None:
         if self._worker is not None:

@@ -4,12 +4,15 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 
+import msgspec
 import torch
 
+from ...core.errors import CharoniaError
 from ...core.host import cores
 from ...scheduler.plan import StepPlan, StepResult
 from ..assembly import Engine, assemble
 from ..config import EngineConfig
+from ..device import own_device
 from .base import Capacity, Progress
 
 
@@ -45,6 +48,9 @@ class InlineExecutor:
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         return self._worker.submit(self._loaded.runner.step, plan)
 
+    def watch(self, tell: Callable[[CharoniaError], None]) -> None:
+        """It cannot be lost by itself."""
+
     def close(self) -> None:
         self._worker.shutdown(cancel_futures=True)
         self._engine = None
@@ -57,5 +63,6 @@ class InlineExecutor:
 
     def _load(self, progress: Callable[[float], None]) -> Capacity:
         torch.set_num_threads(self._config.threads or cores().threads)
-        self._engine = assemble(self._config, progress=progress)
+        config = msgspec.structs.replace(self._config, device=own_device(self._config))
+        self._engine = assemble(config, progress=progress)
         return self._engine.capacity()
