@@ -77,8 +77,8 @@ class NativeAttend:
     @property
     def scene(self) -> Scene:
         """The step as a program wants it; good as long as this object."""
-        addresses = np.array([plan.addresses for plan in self._plans], np.int64).T
-        return Scene(self._plans[0].step.address, *np.ascontiguousarray(addresses), np.array(self._caches, np.int64))
+        manners, plans, scratches = np.array([plan.addresses for plan in self._plans], np.int64).T.copy()
+        return Scene(self._plans[0].step.address, manners, plans, scratches, np.array(self._caches, np.int64))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._plans[layer].apart(self._caches[layer], *(_side_by_side(heads) for heads in (q, k, v)))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import library
-from .tape import GATE, NORM, Operation, Slot
+from .tape import GATE, NORM, Operation, Rows, Slot
 
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1}
 """config.json's name -> `enum activation` in elementwise.c."""
@@ -24,21 +24,21 @@ class FusedNorm:
         self._size, self._weights = weight.shape[-1], weight.numel() // weight.shape[-1]
         self._address, self._norm = self._weight.data_ptr(), library.bind("charonia_norm")
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Rows) -> Rows:
         return self._rows(x, None)
 
-    def after(self, x: Tensor, delta: Tensor) -> Tensor:
+    def after(self, x: Rows, delta: Rows) -> Rows:
         """Adds `delta` to x [N, n] in place; the norm of the sum. Both are contiguous."""
         return self._rows(x, delta)
 
-    def within(self, x: Tensor, heads: int) -> None:
+    def within(self, x: Rows, heads: int) -> None:
         """The first `heads` of x [N, more, n], contiguous, in place."""
         if isinstance(x, Slot):
             x.tape.change(self._operation(heads, x.width), x)
         else:
             self._into(x, x, 0, heads, x.stride(0))
 
-    def _rows(self, x: Tensor, delta: Tensor | None) -> Tensor:
+    def _rows(self, x: Rows, delta: Rows | None) -> Rows:
         if isinstance(x, Slot):
             return x.tape.add(self._operation(1, self._size), x, self._size, delta)
         out = torch.empty_like(x)
@@ -60,7 +60,7 @@ class FusedGate:
     def __init__(self, activation: str) -> None:
         self._activation, self._gate = ACTIVATIONS[activation], library.bind("charonia_gate")
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Rows) -> Rows:
         if isinstance(x, Slot):
             size = x.width // 2
             return x.tape.add(Operation(kind=GATE, size=size, activation=self._activation), x, size)

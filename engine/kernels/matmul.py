@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import library
 from .memory import Memory
-from .tape import PRODUCT, Operation, Slot
+from .tape import PRODUCT, Operation, Rows, Slot
 
 LANES, LINE = 16, 64
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -77,7 +77,7 @@ class Packed:
         target = (_address(self._lines), _address(self._scales), _address(self._offsets))
         _check(library.bind("charonia_pack")(*source, KINDS[self.form.kept], *target))
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Rows) -> Rows:
         if isinstance(x, Slot):
             return self._recorded(x)
         if x.stride(1) != 1:

@@ -52,7 +52,7 @@ class Program:
 
     def __init__(self, tape: Tape, ends: Ends) -> None:
         self._dtype, kind = tape.dtype, library.DTYPES[tape.dtype]
-        places = _places(tape, ends)
+        self.places = places = _places(tape, ends)
         self._ends = [(places[slot], slot.width) for slot in ends]
         self._token_bytes = max(at + _bytes(slot, tape.dtype) for slot, at in places.items())
         for use in tape.uses:

@@ -5,9 +5,10 @@ else meets one fails, and then there is nothing to run again. Nothing is compute
 """
 
 import ctypes
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 NORM, GATE, PRODUCT, ATTENTION = range(4)
 """Kinds of operations, as in tape.c."""
@@ -37,6 +38,10 @@ class Slot:
     def view(self, *_: int) -> "Slot":
         """However it is looked at, it lies the same."""
         return self
+
+
+Rows = TypeVar("Rows", Tensor, Slot)
+"""What our kernels compute from, and as what it comes out."""
 
 
 class Use(NamedTuple):

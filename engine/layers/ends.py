@@ -67,7 +67,7 @@ class _Sent:
         self._pipe = pipe
 
     def __call__(self, x: Tensor, delta: Tensor, chosen: Tensor) -> None:
-        self._pipe.send(x.add_(delta))
+        self._pipe.send(x + delta)
 
 
 class _Logits:
