@@ -43,11 +43,20 @@ def wheel(source: Path, into: Path, **environment: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def installed(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The machine's, that leaves out what takes long: how fast the kernels are is not asked here."""
+    script = tmp_path_factory.mktemp("cc") / "cc"
+    script.write_text(f'#!/bin/sh\nexec {os.environ.get("CC", "cc")} "$@" -O0\n')
+    script.chmod(0o755)
+    return script
+
+
+@pytest.fixture(scope="module")
+def installed(root: Path, compiler: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bin folder of a fresh environment that holds the wheel, and sees our dependencies through a .pth."""
     scratch = tmp_path_factory.mktemp("wheel")
     source = copy_of_what_ships(root, scratch / "source")
-    made = wheel(source, scratch)
+    made = wheel(source, scratch, CC=str(compiler))
     venv.create(scratch / "venv", with_pip=False, symlinks=True)
     [site] = (scratch / "venv" / "lib").glob("python*/site-packages")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]

@@ -98,13 +98,13 @@ class Writer:
         for flag, pairs in ((_APPENDED, plan.appended), (_COPIES, plan.copies)):
             if len(pairs):
                 rare |= flag
-                columns += pairs[:, 0], pairs[:, 1]
+                columns += _distances(pairs[:, 0]), pairs[:, 1]
         if len(plan.closed):
             rare |= _CLOSED
             columns.append(plan.closed)
         if landed is not None:
             rare |= _LANDED
-            columns += landed.rows, landed.positions - self._ends.of(landed.rows), landed.tokens
+            columns += _distances(landed.rows), landed.positions - self._ends.of(landed.rows), landed.tokens
         return rare, columns
 
 
@@ -131,8 +131,8 @@ class Reader:
     def read(self, message: Bytes) -> Bulletin:
         step, rare = _PLAN.unpack_from(message)
         columns = Columns(message, _PLAN.size)
-        rows, moved, counts, samples = (columns.next() for _ in range(4))
-        rows = rows.cumsum(dtype=np.int32) - np.int32(1)
+        rows = _rows(columns)
+        moved, counts, samples = (columns.next() for _ in range(3))
         appended = _pairs(columns) if rare & _APPENDED else _NO_PAIRS
         copies = _pairs(columns) if rare & _COPIES else _NO_PAIRS
         closed = columns.next() if rare & _CLOSED else _NONE
@@ -145,12 +145,17 @@ class Reader:
         return Bulletin(plan, landed)
 
     def _landed(self, columns: Columns) -> Landed:
-        rows, beyond, tokens = (columns.next() for _ in range(3))
+        rows, beyond, tokens = _rows(columns), columns.next(), columns.next()
         return Landed(rows, beyond + self._ends.of(rows), tokens)
 
 
+def _rows(columns: Columns) -> IntArray:
+    rows: IntArray = columns.next().cumsum(dtype=np.int32) - np.int32(1)
+    return rows
+
+
 def _pairs(columns: Columns) -> IntArray:
-    return np.stack([columns.next(), columns.next()], 1)
+    return np.stack([_rows(columns), columns.next()], 1)
 
 
 def _sequence(entry: _New) -> NewSequence:
