@@ -23,7 +23,7 @@ from .api.http_options import HttpOptions
 from .api.keys import KeyOptions, Keyring, read_keys
 from .api.options import ServerOptions, true
 from .api.tls import KeyPair, key_pair
-from .core.errors import CharoniaError
+from .core.errors import CharoniaError, InvalidArgument
 from .core.logs import logging_as
 from .core.tracing import endpoint_of, tracing
 from .engine.options import EngineOptions
@@ -83,18 +83,36 @@ def serve(
 
 
 @app.command
-def check(repository: Path, /, *, options: Annotated[CheckOptions, Parameter("*")] = CheckOptions()) -> int:  # noqa: B008
+def check(
+    repository: str | None = None,
+    /,
+    *,
+    tensorrt_llm: Annotated[bool, Parameter(negative=())] = False,
+    options: Annotated[CheckOptions, Parameter("*")] = CheckOptions(),  # noqa: B008
+) -> int:
     """Say what is wrong with a model repository, without serving it; the status is 1 if a model would not load.
 
     Parameters
     ----------
     repository
-        Directory of models.
+        Directory of models; with --tensorrt-llm, a checkpoint to generate with.
+    tensorrt_llm
+        Instead, hold the installed TensorRT-LLM against what its adapter expects.
     """
+    if tensorrt_llm:
+        from .engine.trtllm.check import report as report_package
+
+        return report_package(repository)
+    return _check_repository(repository, options)
+
+
+def _check_repository(repository: str | None, options: CheckOptions) -> int:
     from .repository.check import report
 
     try:
-        return report(repository, options)
+        if repository is None:
+            raise InvalidArgument("nothing to check: name a model repository")
+        return report(Path(repository), options)
     except CharoniaError as error:
         print(f"charonia: {error.message}", file=sys.stderr)
         return 1

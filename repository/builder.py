@@ -90,8 +90,9 @@ class Builder:
         build = kind_of(source.backend)
         if build is None:
             return None
+        parameters = {**self.backends.settings.get(source.backend, {}), **source.parameters}
         return Recipe(
-            lambda on_progress: build(source.name, version.number, version.path, source.parameters, on_progress),
+            lambda on_progress: build(source.name, version.number, version.path, parameters, on_progress),
             lambda config: described(config, source.config),
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ..core.errors import Unsupported
 from .document import Config
-from .normalise import LANGUAGE_MODEL
+from .normalise import LANGUAGE_MODELS
 
 _REFUSED = {
     "sequence_batching": "sequences are not served",
@@ -47,7 +47,7 @@ def idle_fields(config: Config) -> Iterator[str]:
     yield from _set(config, _IDLE)
     if config.response_cache.enable:
         yield "response_cache"
-    if config.backend == LANGUAGE_MODEL:
+    if config.backend in LANGUAGE_MODELS:
         yield from _set(config, _OF_CLASSIC_MODELS)
         return
     yield from (f"optimization.{field}" for field in _set(config.optimization, _IDLE_OPTIMIZATION))

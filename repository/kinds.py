@@ -43,7 +43,10 @@ class BuildClassic(Protocol):
     ) -> Model: ...
 
 
-KINDS = {"charonia": ("engine.build", "language_model")}
+KINDS = {
+    "charonia": ("engine.build", "language_model"),
+    "tensorrtllm": ("engine.trtllm.build", "tensorrt_llm"),
+}
 """Backend name -> module of ours and the `Build` in it."""
 
 CLASSIC = ("classic_backends.model", "ClassicModel")

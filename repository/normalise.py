@@ -32,8 +32,11 @@ FRAMEWORKS = (
 """In the order in which a version's files are tried."""
 
 LANGUAGE_MODEL = "charonia"
+LANGUAGE_MODELS = (LANGUAGE_MODEL, "tensorrtllm")
 ENCODER = "encoder"
 ENSEMBLE = "ensemble"
+
+_ALIASES = {"tensorrt-llm": "tensorrtllm"}
 
 
 def fill_backend(config: Config, directory: Path | None) -> None:
@@ -43,14 +46,20 @@ def fill_backend(config: Config, directory: Path | None) -> None:
     Raises:
         InvalidArgument: backend and platform contradict each other, or nothing tells them.
     """
+    config.backend = named(config.backend)
     if not config.backend and not config.platform:
         _guess(config, directory)
     if config.platform == ENSEMBLE or config.HasField("ensemble_scheduling"):
         config.platform = config.platform or ENSEMBLE
         return
     _pair(config)
-    if not config.default_model_filename and config.backend not in (LANGUAGE_MODEL, ENCODER, ENSEMBLE):
+    if not config.default_model_filename and config.backend not in (*LANGUAGE_MODELS, ENCODER, ENSEMBLE):
         config.default_model_filename = _file(config, directory)
+
+
+def named(backend: str) -> str:
+    """A backend's name as we write it."""
+    return _ALIASES.get(backend, backend)
 
 
 def checkpoint_backend(directory: Path) -> str:
@@ -146,7 +155,7 @@ def _instances(config: Config, gpus: tuple[int, ...]) -> None:
 
 def _kind(config: Config, group: Config, gpus: tuple[int, ...]) -> int:
     """Triton takes a GPU wherever there is one; here only a group that names GPUs gets them."""
-    if config.backend == LANGUAGE_MODEL:
+    if config.backend in LANGUAGE_MODELS:
         return int(group.KIND_MODEL)
     named = bool(group.gpus) and set(group.gpus) <= set(gpus)
     return int(group.KIND_GPU if named else group.KIND_CPU)

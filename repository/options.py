@@ -16,6 +16,8 @@ class RepositoryOptions:
     """Directory of models; may be given several times."""
     served_model_name: str = ""
     """Name of a single checkpoint, instead of its directory's."""
+    backend: str = ""
+    """What serves a single checkpoint, instead of what its files say: charonia, tensorrtllm or encoder."""
     model_control_mode: Literal["none", "poll", "explicit"] = "none"
     """Who changes what is served: nobody, the repository's files, or requests."""
     load_model: Annotated[tuple[str, ...], Parameter(negative=())] = ()

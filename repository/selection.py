@@ -67,7 +67,7 @@ def select(model: str | None, options: RepositoryOptions, engine: Mapping[str, s
     if model is not None and Path(model).is_dir() and is_repository(Path(model)):
         repositories.append(Path(model))
     elif model is not None:
-        single = checkpoint_source(model, options.served_model_name, engine)
+        single = checkpoint_source(model, options.served_model_name, engine, options.backend)
     if single is None:
         _refuse_for_repository(options, engine, repositories)
     return _selection(repositories, single, options)
@@ -89,7 +89,7 @@ def _check_mode(options: RepositoryOptions) -> None:
 def _refuse_for_repository(options: RepositoryOptions, engine: Mapping[str, str], repositories: list[Path]) -> None:
     if not repositories:
         raise InvalidArgument("nothing to serve: name a checkpoint or give --model-repository")
-    flags = [*engine, *(["served_model_name"] if options.served_model_name else [])]
+    flags = [*engine, *(name for name in ("served_model_name", "backend") if getattr(options, name))]
     if flags:
         flag = f"--{flags[0].replace('_', '-')}"
         raise InvalidArgument(f"{flag} is for a single checkpoint; in a repository, set it in config.pbtxt")
