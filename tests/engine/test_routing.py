@@ -30,7 +30,7 @@ def test_of_equally_busy_ones_the_one_with_most_of_it_cached(prospects: list[Pro
     even = [each._replace(work=0, sibling=False) for each in prospects]
     chosen, most = even[choose(even, prompt)], max(each.cached for each in even)
     if most * 4 >= prompt:
-        assert min(chosen.cached, REACH) == min(most, REACH)
+        assert min(2 * chosen.cached, REACH) == min(2 * most, REACH)
 
 
 @given(prospect_lists, tokens, st.data())
@@ -47,7 +47,7 @@ def _cost(prospect: Prospect, prompt: int) -> int:
     """By what stands in the documentation."""
     if prospect.sibling:
         return prospect.work - REACH
-    return prospect.work - (min(prospect.cached, REACH) if prospect.cached >= prompt / 4 else 0)
+    return prospect.work - (min(2 * prospect.cached, REACH) if prospect.cached >= prompt / 4 else 0)
 
 
 @given(prospect_lists, tokens, st.integers(0, 7), st.integers(1, REACH))
@@ -65,7 +65,8 @@ def test_more_work_never_draws_a_request(prospects: list[Prospect], prompt: int,
     [
         ([Prospect(SEQUENCE), Prospect(0)], 1),
         ([Prospect(SEQUENCE, cached=600), Prospect(0)], 0),
-        ([Prospect(3 * SEQUENCE, cached=600), Prospect(0)], 1),
+        ([Prospect(4 * SEQUENCE, cached=600), Prospect(0)], 0),
+        ([Prospect(5 * SEQUENCE, cached=600), Prospect(0)], 1),
         ([Prospect(0, cached=200), Prospect(0, kept=0)], 0),
         ([Prospect(0, cached=100, kept=1), Prospect(0)], 1),  # a beginning that everybody has is no reason
         ([Prospect(0, kept=9000), Prospect(0, kept=100)], 1),
