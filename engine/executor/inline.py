@@ -13,6 +13,8 @@ from ...scheduler.plan import StepPlan, StepResult
 from ..assembly import Engine, assemble
 from ..config import EngineConfig
 from ..device import own_device
+from ..place import Seat
+from ..stage import Stage
 from .base import Capacity, Progress
 
 
@@ -64,5 +66,5 @@ class InlineExecutor:
     def _load(self, progress: Callable[[float], None]) -> Capacity:
         torch.set_num_threads(self._config.threads or cores().threads)
         config = msgspec.structs.replace(self._config, device=own_device(self._config))
-        self._engine = assemble(config, progress=progress)
+        self._engine = assemble(config, Seat(stage=Stage(split=config.parallel.layers)), progress)
         return self._engine.capacity()

@@ -3,12 +3,12 @@
 Knows where they run no better than the `Crew` that started them, and of torch nothing.
 """
 
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Container
 from concurrent.futures import Future
 from contextlib import suppress
 from time import monotonic
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -19,7 +19,7 @@ from ..parallel.board import Board
 from ..parallel.codec import Bulletin, Landed, Writer
 from ..parallel.crew import Crew, Processes
 from ..parallel.layout import Layout
-from ..parallel.messages import PLAN, Allocate, Allocated, Command, Here, Joined, Leave, Loaded, Meet, Result
+from ..parallel.messages import PLAN, Allocate, Allocated, Command, Here, Joined, Leave, Loaded, Meet, Report, Result
 from ..parallel.messages import Progress as WeightsRead
 from ..parallel.watch import Watch
 from .base import Capacity, Progress
@@ -58,6 +58,8 @@ class RanksExecutor:
         self._pending = Pending()
         self._landed: deque[StepResult] = deque()
         self._staff: _Staff | None = None
+        # By what is said and who says it: a quick rank may say the next thing before a slow one says this.
+        self._heard: defaultdict[type[Report], dict[int, Any]] = defaultdict(dict)
 
     def load(self, progress: Progress) -> Capacity:
         """Start the ranks and let each load its share; `progress` is called on the caller's thread.
@@ -74,6 +76,7 @@ class RanksExecutor:
         self._everyone(Joined, deadline)
         progress("ranks", 1.0)
         loaded = self._everyone(Loaded, progress=progress)
+        progress("weights", 1.0)
         return _tightest([loaded[rank].read() for rank in range(self._layout.world)], self._layout)
 
     def allocate(self, blocks: int) -> None:
@@ -126,23 +129,19 @@ class RanksExecutor:
         self, kind: type[R], deadline: float | None = None, progress: Progress = lambda phase, fraction: None
     ) -> dict[int, R]:
         """What every rank says of this kind. On the way there, tell `progress` of weights read."""
-        heard: dict[int, R] = {}
-        read, told = dict.fromkeys(range(self._layout.world), 0.0), 0.0
-        while len(heard) < self._layout.world:
+        told = 0.0
+        while len(self._heard[kind]) < self._layout.world:
             said = self._started.watch.next(deadline)
             if said is None:
-                raise self._absent(heard)
-            rank, report = said
-            if isinstance(report, kind):
-                heard[rank] = report
-            elif isinstance(report, WeightsRead):
-                read[rank] = report.fraction
-                if (fraction := sum(read.values()) / len(read)) > told:
-                    told = fraction
-                    progress("weights", told)
-        return heard
+                raise self._absent(self._heard[kind])
+            self._heard[type(said.report)][said.rank] = said.report
+            read = sum(report.fraction for report in self._heard[WeightsRead].values()) / self._layout.world
+            if told < read < 1.0:
+                told = read
+                progress("weights", told)
+        return self._heard.pop(kind)
 
-    def _absent(self, heard: dict[int, R]) -> Unavailable:
+    def _absent(self, heard: Container[int]) -> Unavailable:
         absent = [self._layout.name(rank) for rank in range(self._layout.world) if rank not in heard]
         return Unavailable(f"{', '.join(absent)} did not join within {self._join_seconds:g} s")
 

@@ -13,7 +13,7 @@ from .crew import Crew
 from .layout import Layout
 from .messages import Broken, Report, Result
 
-_GRACE_SECONDS = 2.0
+_GRACE_SECONDS = 1.0
 """How long a rank that lost another one waits for that one's own end to be known, which says more."""
 
 
