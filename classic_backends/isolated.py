@@ -27,6 +27,7 @@ from .isolated_messages import (
 )
 from .isolated_process import Origin, Regions, Task, complete, execute
 from .parameters import choice
+from .places import host_instances, read_slots
 from .region import Region
 from .runtime import Arrays, Document, Place, Runtime, Traits
 
@@ -38,11 +39,13 @@ THREAD: Literal["thread"] = "thread"
 
 
 class Separable(NamedTuple):
-    """A `RuntimeLoader` that loads what `origin` does, where the parameter says or else `default`. `heavy`: to complete
-    a config, it imports what the server must not."""
+    """A `RuntimeLoader` that loads what `origin` does, where the parameter says or else `default`. `libraries`: bytes
+    that a process takes with what it imports. `heavy`: completing a config imports them too, which the server must not.
+    """
 
     origin: Origin
     default: Literal["isolated", "thread"] = THREAD
+    libraries: int = 32 << 20
     heavy: bool = False
 
     def load(self, directory: Path, config: ModelConfig, place: Place, parameters: Mapping[str, str]) -> Runtime:
@@ -55,6 +58,16 @@ class Separable(NamedTuple):
         if isolated:
             return IsolatedRuntime(Task(self.origin, directory, config, place, own))
         return self.origin.find().load(directory, config, place, own)
+
+    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> int:
+        """As the backend's own, and for each process the libraries that it imports."""
+        isolated, own = self._read(parameters)
+        loader = self.origin.find()
+        if not isolated:
+            return loader.needs(directory, document, own)
+        alone = {**document, "instance_group": []}  # processes share nothing
+        each = loader.needs(directory, alone, own)
+        return each * host_instances(document) + self.libraries * len(read_slots("", document))
 
     def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
         """As the backend's own, and as `load`."""
@@ -155,6 +168,6 @@ class IsolatedRuntime:
             region.close()
 
 
-PYTORCH = Separable(Origin(f"{__package__}.torchscript", "PYTORCH"), ISOLATED, heavy=True)
-ENCODER = Separable(Origin(f"{__package__}.encoders", "ENCODER"), ISOLATED)
+PYTORCH = Separable(Origin(f"{__package__}.torchscript", "PYTORCH"), ISOLATED, libraries=145 << 20, heavy=True)
+ENCODER = Separable(Origin(f"{__package__}.encoders", "ENCODER"), ISOLATED, libraries=250 << 20)
 ONNX = Separable(Origin(f"{__package__}.onnx", "ONNX"))

@@ -14,6 +14,7 @@ from ..core.model import ModelConfig
 from .completion import check_fit, completed, is_complete
 from .onnx_options import KNOWN, read_plan
 from .parameters import report_unknown
+from .places import bytes_of
 from .runtime import Arrays, Document, Place, Runtime, Traits
 
 if TYPE_CHECKING:
@@ -35,6 +36,11 @@ class OnnxLoader:
         session = sessions.open_session(_file(directory, config.document), plan)
         check_fit(config, sessions.describe(session))
         return OnnxRuntime(session, config)
+
+    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> int:
+        """All instances share the weights."""
+        file = _file(directory, document)
+        return bytes_of(file if file.parent == directory else file.parent)
 
     def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
         if is_complete(document):

@@ -87,6 +87,10 @@ class RuntimeLoader(Protocol):
             CharoniaError: the model cannot be loaded; the message says why, and `field` names a wrong parameter.
         """
 
+    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> int:
+        """Bytes of the host's memory that all instances take at least, by the size of what they load; `document`: the
+        config as it was written."""
+
     def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
         """`document` with what it lacks and the model's file tells: `input`, `output` and `max_batch_size`.
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import msgspec
 
 from ..core.errors import RequestTimeout, Unavailable
+from ..core.holding import Holding, processes_memory
 from ..core.metrics import EngineState, LlmMetrics
 from ..core.request import GenerateRequest
 from .account import Account
@@ -47,6 +48,7 @@ class EngineClient:
         self._on_progress = on_progress
         self.replicas = Replicas(config, self._admission, self._metrics, self._report, patience, affinity)
         self._last_key = 0
+        self._promised = 0
 
     @property
     def info(self) -> Ready | None:
@@ -102,7 +104,13 @@ class EngineClient:
         Raises:
             CharoniaError: one cannot; the message says why.
         """
-        return await self.replicas.start()
+        info = await self.replicas.start()
+        self._promised = processes_memory(self.pids) + info.cache_bytes * len(self.replicas)
+        return info
+
+    def holding(self) -> Holding:
+        """What its cores and their ranks hold of the host's memory, and will."""
+        return Holding(self._promised, processes_memory(self.pids))
 
     async def close(self) -> None:
         """Stop the cores; streams still open end with `Unavailable`. May be called again."""

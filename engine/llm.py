@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from ..core.errors import Unavailable
 from ..core.exchange import Exchange
+from ..core.holding import Holder, Holding
 from ..core.metrics import LlmMetrics, Outcome, Reading
 from ..core.model import ModelConfig, ModelStats
 from ..core.request import (
@@ -122,6 +123,10 @@ class LlmModel:
 
     def count(self, exchange: Exchange) -> None:
         self._accounts.count(exchange)
+
+    def holding(self) -> Holding:
+        """What it holds of the host's memory; nothing is known of somebody else's engine."""
+        return self._client.holding() if isinstance(self._client, Holder) else Holding()
 
     async def load(self) -> None:
         """Return when a token was generated.

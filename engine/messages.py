@@ -68,12 +68,14 @@ class Loading(msgspec.Struct, array_like=True, tag="loading", frozen=True):
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready", frozen=True):
-    """Warm-up generated a token; requests are served from here on."""
+    """Warm-up generated a token; requests are served from here on. `cache_bytes`: of the host's memory, that the cache
+    will take when it is full."""
 
     vocab_size: int
     max_model_len: int
     block_size: int
     blocks: int
+    cache_bytes: int = 0
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):

@@ -99,7 +99,8 @@ def start(config: EngineConfig, executor: Executor, phases: Phases) -> tuple[Eng
     core.warm_up()
     _settle_garbage()
     phases.report("warm-up", 1.0)
-    return core, Ready(capacity.vocab_size, length, config.cache.block_size, blocks)
+    cache_bytes = blocks * capacity.block_bytes * config.parallel.world if capacity.machine else 0
+    return core, Ready(capacity.vocab_size, length, config.cache.block_size, blocks, cache_bytes)
 
 
 def scheduling(config: EngineConfig, length: int) -> SchedulerConfig:

@@ -46,7 +46,8 @@ class Replicas:
         patience: Patience,
         affinity: bool = True,
     ) -> None:
-        configs = divided(config, cores().threads, available_memory())
+        memory = available_memory() if config.host_memory is None else config.host_memory
+        configs = divided(config, cores().threads, memory)
         self._all = [Replica(each, admission, metrics, on_progress, patience) for each in configs]
         self._affinity = affinity and config.cache.prefix_caching and len(self._all) > 1
 

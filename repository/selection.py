@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.errors import InvalidArgument
+from .budget import Budget
 from .builder import BackendSettings, Builder
 from .catalog import Catalog
 from .control import Explicit
@@ -75,7 +76,8 @@ def select(model: str | None, options: RepositoryOptions, engine: Mapping[str, s
 
 def _selection(repositories: list[Path], single: ModelSource | None, options: RepositoryOptions) -> Selection:
     catalog = Catalog(repositories, single, options.model_config_name)
-    builder = Builder(BackendSettings.parse(options.backend_config), not options.disable_auto_complete_config)
+    backends, budget = BackendSettings.parse(options.backend_config), Budget(limit=options.memory_limit)
+    builder = Builder(backends, not options.disable_auto_complete_config, budget)
     return Selection(catalog, builder, options, single is not None and not repositories)
 
 
