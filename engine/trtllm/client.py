@@ -153,8 +153,9 @@ class TrtllmClient:
                 if ride.channel.ended:
                     break
         except Exception as error:
-            ride.fail(error)
-            if not runtime.is_of_the_request(error):
+            if runtime.is_of_the_request(error):
+                ride.fail(error)
+            else:
                 log.exception("TensorRT-LLM broke")
                 self._end(Unavailable(f"TensorRT-LLM broke: {error}"))
         finally:
