@@ -40,6 +40,7 @@ LAYOUTS = {
 SLIDING = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
+    "llama-linear-biased": {},
     "qwen2": {},
     "qwen3": {},
     "qwen3-moe": {},
@@ -48,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2": {"layer_types": SLIDING},
     "gemma3": {"layer_types": SLIDING},
 }
-"""Four layers each, and of key/value heads fewer than four ranks."""
+"""Four layers each, and, all but the biased one, fewer key/value heads than four ranks."""
 SHAPED = RowSampling(
     0.9, 40, 0.95, 3, shaping=Shaping(1.3, 0.5, 0.2, bias=((7, 2.0),), bad_words=((5, 9), (11,))), logprobs=2
 )
