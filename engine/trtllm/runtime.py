@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from ...core.errors import CharoniaError, Internal, InvalidArgument, Unavailable
@@ -50,21 +51,18 @@ class Runtime:
             Unavailable: it is shutting down.
         """
         _check_length(add, self.ready.max_model_len)
-        arguments: dict[str, Any] = {"sampling_params": self._sampling(add), "streaming": True}
+        try:
+            return self.package.tell(self.llm, "LLM.generate_async", inputs=add.prompt, **self._arguments(add))
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise InvalidArgument(f"TensorRT-LLM refuses the request: {error}") from error
+
+    def _arguments(self, add: Add) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"sampling_params": self.sampler.params(add), "streaming": True}
         if add.adapter:
             arguments["lora_request"] = self._adapter(add.adapter)
         if salt := _salt(add):
             arguments["cache_salt"] = salt
-        try:
-            return self.package.tell(self.llm, "LLM.generate_async", inputs=add.prompt, **arguments)
-        except (ValueError, TypeError, NotImplementedError) as error:
-            raise InvalidArgument(f"TensorRT-LLM refuses the request: {error}") from error
-
-    def _sampling(self, add: Add) -> Any:
-        try:
-            return self.sampler.params(add)
-        except ValueError as error:
-            raise InvalidArgument(f"TensorRT-LLM refuses the request: {error}") from error
+        return arguments
 
     def _adapter(self, name: str) -> Any:
         if name not in self.adapters:
@@ -146,6 +144,7 @@ class Maker:
 
     def _load(self) -> Runtime:
         package, options = self._find(), self._options
+        _check_adapters(options.adapters)
         checkpoint = read_checkpoint(self._model, options.max_model_len)
         try:
             call, arguments = construction(package, checkpoint, options)
@@ -157,6 +156,12 @@ class Maker:
         except Exception as error:  # drivers, memory, MPI
             raise Unavailable(f"TensorRT-LLM cannot load the model: {error}") from error
         return _runtime(package, llm, checkpoint, options)
+
+
+def _check_adapters(adapters: dict[str, str]) -> None:
+    for name, path in adapters.items():
+        if not Path(path).exists():
+            raise InvalidArgument(f"lora_modules: adapter '{name}' is not at {path}", field="lora_modules")
 
 
 def _shut_down(made: "Future[Runtime]") -> None:

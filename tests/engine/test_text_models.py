@@ -71,6 +71,7 @@ async def load(
         return LlmModel("words", "1", config)
 
     def theirs(step_seconds: float, max_num_seqs: int, **limits: float) -> LlmModel:
+        monkeypatch.setenv("TRTLLM_NO_USAGE_STATS", "1")
         package = sibling("engine/trtllm/fake.py").FakePackage(engine).install(monkeypatch)
         package.step_seconds = step_seconds
         return LlmModel("words", "1", driver(str(words), TrtllmOptions(max_num_seqs=max_num_seqs, **limits)))

@@ -20,6 +20,9 @@ def fake(sibling: Callable[[str], ModuleType]) -> ModuleType:
 def install(fake: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Put a version in place; the fake package."""
 
+    # Finding a package sets it, for the process.
+    monkeypatch.setenv("TRTLLM_NO_USAGE_STATS", "1")
+
     def install(version: str = NEW) -> Any:
         return fake.FakePackage(version).install(monkeypatch)
 

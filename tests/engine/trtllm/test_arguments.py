@@ -181,6 +181,12 @@ def test_a_checkpoint(tmp_path: Path) -> None:
     assert read_checkpoint(write(tmp_path, vocab_size=10), 5).max_model_len == 5
 
 
+def test_weights_of_a_hub_id_are_for_tensorrt_llm_to_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, vocab_size=10, max_position_embeddings=20)
+    monkeypatch.setattr("charonia.engine.trtllm.checkpoint.locate", lambda model: tmp_path)
+    assert read_checkpoint("owner/name", None) == Checkpoint("owner/name", 10, 20)
+
+
 def test_an_engine(tmp_path: Path) -> None:
     built = {"max_seq_len": 20, "max_batch_size": 4}
     model = write(tmp_path, pretrained_config={"vocab_size": 10}, build_config=built)

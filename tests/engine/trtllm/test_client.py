@@ -1,6 +1,7 @@
 """A model over TensorRT-LLM: what is particular to it. What all text models do: test_text_models.py."""
 
 import asyncio
+import json
 import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -59,8 +60,14 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_one_call_for_each_sequence_with_everything_in_it(load: Load, package: Any) -> None:
-    model = await load(lora_modules='{"x": "/x", "y": "/y"}', guided_decoding_backend="xgrammar")
+def adapters(directory: Path, *names: str) -> str:
+    for name in names:
+        (directory / name).mkdir()
+    return json.dumps({name: str(directory / name) for name in names})
+
+
+async def test_one_call_for_each_sequence_with_everything_in_it(load: Load, package: Any, tmp_path: Path) -> None:
+    model = await load(lora_modules=adapters(tmp_path, "x", "y"), guided_decoding_backend="xgrammar")
     request = GenerateRequest(
         id="1", prompt="w1 w2", tenant="t", cache_salt="s", adapter="y", guide=Guide("regex", "w.*"),
         sampling=SamplingParams(max_tokens=3, seed=5),
@@ -69,12 +76,15 @@ async def test_one_call_for_each_sequence_with_everything_in_it(load: Load, pack
     [llm] = package.made
     _warm_up, call = llm.calls
     assert (call["inputs"], call["streaming"], call["cache_salt"]) == ([1, 2], True, "1:ts")
-    assert vars(call["lora_request"]) == {"lora_name": "y", "lora_int_id": 2, "lora_path": "/y"}
+    assert vars(call["lora_request"]) == {"lora_name": "y", "lora_int_id": 2, "lora_path": f"{tmp_path}/y"}
     assert (call["sampling_params"].guided_decoding.regex, call["sampling_params"].seed) == ("w.*", 5)
 
 
-async def test_an_adapter_that_is_not_there(load: Load) -> None:
-    model = await load(lora_modules='{"x": "/x"}')
+async def test_an_adapter_that_is_not_there(load: Load, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="lora_modules: adapter 'a' is not at /nowhere") as refusal:
+        await load(lora_modules='{"a": "/nowhere"}')
+    assert refusal.value.field == "lora_modules"
+    model = await load(lora_modules=adapters(tmp_path, "x"))
     with pytest.raises(InvalidArgument, match="lora_name: no adapter 'z'; known are x") as refusal:
         await generate(model, GenerateRequest(id="", prompt="w1", adapter="z"))
     assert refusal.value.field == "lora_name"
@@ -193,6 +203,20 @@ async def test_what_it_refuses_is_the_requests_fault(load: Load, package: Any, m
     monkeypatch.setattr(type(package.made[0]), "generate_async", refuse)
     with pytest.raises(InvalidArgument, match="TensorRT-LLM refuses the request: draft tokens"):
         await generate(model, ask("w1"))
+    assert model.stats().ready
+
+
+async def test_what_it_does_not_take_breaks_no_engine(
+    load: Load, package: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = await load(lora_modules=adapters(tmp_path, "x"))
+
+    def refuse(**arguments: Any) -> None:
+        raise ValueError(f"lora_path ({arguments['lora_path']}) does not exist.")
+
+    package.place("tensorrt_llm.llmapi.LoRARequest", refuse)
+    with pytest.raises(InvalidArgument, match="does not exist"):
+        await generate(model, GenerateRequest(id="", prompt="w1", adapter="x"))
     assert model.stats().ready
 
 

@@ -1,6 +1,7 @@
 """The data about TensorRT-LLM's API, the door to the package, and the check that holds one against the other."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +82,18 @@ def test_a_package_that_does_not_import_says_why(tmp_path: Path, monkeypatch: py
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(Unsupported, match="installed and cannot be imported: libcuda"):
         Package.find()
+
+
+@pytest.mark.parametrize(("asked", "kept"), [(None, "1"), ("0", "0")])
+def test_it_reports_its_use_to_nobody_unless_asked_to(
+    install: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, asked: str | None, kept: str
+) -> None:
+    install()
+    monkeypatch.delenv("TRTLLM_NO_USAGE_STATS")
+    if asked is not None:
+        monkeypatch.setenv("TRTLLM_NO_USAGE_STATS", asked)
+    Package.find()
+    assert os.environ["TRTLLM_NO_USAGE_STATS"] == kept
 
 
 # The check

@@ -86,3 +86,10 @@ def test_ends_that_are_errors(reason: str | None, error: type[CharoniaError], sa
     end(said, reason, 5)
     with pytest.raises(error, match=says):
         reader().read(said)
+
+
+def test_an_error_that_is_not_raised_is_told() -> None:
+    said = result()
+    said.error, said.finished = "out of blocks", True
+    with pytest.raises(Internal, match="TensorRT-LLM: out of blocks"):
+        reader().read(said)
