@@ -1,4 +1,4 @@
-"""A model over TensorRT-LLM: what is particular to it. What all text models do: test_text_models.py."""
+"""A model over TensorRT-LLM: what is particular to it. What all text models do: text_models/."""
 
 import asyncio
 import json
@@ -128,15 +128,6 @@ async def test_a_minimum_holds_back_every_stop_token(load: Load, package: Any, h
     assert (whole.text, whole.usage.completion_tokens) == (" w4 w5 w6 w7", 5)
     ends = await generate(model, ask("w88", min_tokens=1))
     assert (ends.text, ends.token_ids, ends.finish_reason) == (" w89", (89, 90), FinishReason.STOP)
-
-
-async def test_logprobs_come_with_their_tokens(load: Load) -> None:
-    model = await load()
-    whole = await generate(model, ask("w1", max_tokens=2, logprobs=2))
-    assert [(each.id, each.text, each.logprob) for each in whole.logprobs] == [(2, " w2", -1.0), (3, " w3", -1.0)]
-    assert [(top.id, top.logprob) for top in whole.logprobs[0].top] == [(2, -1.0), (3, -2.0)]
-    chosen = await generate(model, ask("w1", max_tokens=2, logprobs=0))
-    assert [(each.logprob, each.top) for each in chosen.logprobs] == [(-1.0, ()), (-1.0, ())]
 
 
 async def test_a_slow_reader_holds_nobody_up(load: Load, package: Any) -> None:
