@@ -45,6 +45,8 @@ class Delivery:
         [request], result = done.work.requests, done.result
         stream = self._streams.setdefault(request, _Stream())
         booked = self._account.response(stream.count)
+        if not stream.count:
+            self._account.latencies.respond(time.monotonic_ns() - request.arrived)
         stream.count += 1
         if request.item.given_up:
             return booked.cancel.add(0)
