@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from ..core.errors import CharoniaError, InvalidArgument, Unavailable
-from ..core.exchange import Exchange
+from ..core.exchange import Computed, Exchange, current
 from ..core.metrics import Reading
 from ..core.model import ModelConfig, ModelStats
 from ..core.request import InferRequest, InferResponse
@@ -130,6 +130,9 @@ class ClassicModel:
         begun = time.monotonic_ns()
         result = execute_alone(runtime, self._form, request, self._slots[0].place.name)
         whole = time.monotonic_ns() - begun
+        exchange = current()
+        if exchange is not None:
+            exchange.computed = Computed(begun, begun, result.timing)
         if result.error is not None:
             self._account.lose(Failure.BACKEND, whole)
             raise result.error
@@ -164,7 +167,7 @@ class ClassicModel:
 
     def _waiting(self, request: InferRequest, sink: Sink) -> Request:
         signature = self._form.signature
-        job = Job(signature.arrays(request), request.outputs, sink, request.id)
+        job = Job(signature.arrays(request), request.outputs, sink, request.id, exchange=current())
         kind = signature.kind(request) if self._rules.combine else None
         timeout = _number(request, "timeout") * _MICROSECOND
         return Waiting(job, signature.size(request), kind, _number(request, "priority"), timeout)
