@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from ...core.errors import CharoniaError, Internal, InvalidArgument, Unavailable
@@ -144,7 +143,6 @@ class Maker:
 
     def _load(self) -> Runtime:
         package, options = self._find(), self._options
-        _check_adapters(options.adapters)
         checkpoint = read_checkpoint(self._model, options.max_model_len)
         try:
             call, arguments = construction(package, checkpoint, options)
@@ -156,12 +154,6 @@ class Maker:
         except Exception as error:  # drivers, memory, MPI
             raise Unavailable(f"TensorRT-LLM cannot load the model: {error}") from error
         return _runtime(package, llm, checkpoint, options)
-
-
-def _check_adapters(adapters: dict[str, str]) -> None:
-    for name, path in adapters.items():
-        if not Path(path).exists():
-            raise InvalidArgument(f"lora_modules: adapter '{name}' is not at {path}", field="lora_modules")
 
 
 def _shut_down(made: "Future[Runtime]") -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from charonia.core.errors import CharoniaError, InvalidArgument, NotFound, Unsupported
 from charonia.engine.parameters import parse
+from charonia.engine.trtllm.adapters import needs_of
 from charonia.engine.trtllm.arguments import construction
 from charonia.engine.trtllm.checkpoint import Checkpoint, read_checkpoint
 from charonia.engine.trtllm.options import TrtllmOptions
@@ -82,10 +83,39 @@ def test_the_cache(package: Package) -> None:
     assert vars(cache) == expected
 
 
-def test_adapters(package: Package) -> None:
-    arguments = built(package, lora_modules='{"a": "/a"}', max_lora_rank="16", max_loras="2")
+def adapter(directory: Path, name: str, **config: Any) -> None:
+    (directory / name).mkdir()
+    (directory / name / "adapter_config.json").write_text(json.dumps(config))
+
+
+def test_adapters_say_what_they_need(package: Package, tmp_path: Path) -> None:
+    adapter(tmp_path, "a", r=8, target_modules=["q_proj", "v_proj"])
+    adapter(tmp_path, "b", r=16, target_modules=["model.layers.0.self_attn.q_proj", "down_proj"])
+    modules = json.dumps({name: str(tmp_path / name) for name in "ab"})
+    arguments = built(package, lora_modules=modules)
     assert arguments["enable_lora"] is True
-    assert (arguments["lora_config"].max_lora_rank, arguments["lora_config"].max_loras) == (16, 2)
+    config = arguments["lora_config"]
+    assert config.lora_target_modules == ["attn_q", "attn_v", "mlp_4h_to_h"]
+    assert (config.max_lora_rank, config.max_loras) == (16, 2)
+    config = built(package, lora_modules=modules, max_lora_rank="64", max_loras="1")["lora_config"]
+    assert (config.max_lora_rank, config.max_loras) == (64, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({}, "has no adapter_config.json"),
+        ({"r": 8}, "adapter 'a' must list its target_modules, got None"),
+        ({"r": 8, "target_modules": "all-linear"}, "got 'all-linear'"),
+        ({"r": 8, "target_modules": ["q_proj", "lm_head"]}, "changes lm_head, which TensorRT-LLM cannot"),
+        ({"target_modules": ["q_proj"]}, r"no rank \(r\)"),
+    ],
+)
+def test_an_adapter_that_cannot_be_served(tmp_path: Path, config: dict[str, Any], says: str) -> None:
+    adapter(tmp_path, "a", **config)
+    with pytest.raises(InvalidArgument, match=says) as refusal:
+        needs_of({"a": str(tmp_path / "a")})
+    assert refusal.value.field == "lora_modules"
 
 
 def test_speculation(package: Package) -> None:
@@ -140,8 +170,11 @@ def test_a_prebuilt_engine_where_the_version_has_them(package: Package) -> None:
             built(package, ENGINE, tokenizer="/t")
         return
     made = construction(package, ENGINE, TrtllmOptions(tokenizer="/t"))
-    assert (made.call, made.arguments["tokenizer"], "max_batch_size" in made.arguments) == ("EngineLLM", "/t", False)
+    assert (made.call, made.arguments["tokenizer"]) == ("EngineLLM", "/t")
+    assert not {"max_batch_size", "enable_chunked_prefill"} & made.arguments.keys()
     package.make(made.call, **made.arguments)
+    asked = construction(package, ENGINE, TrtllmOptions(tokenizer="/t", chunked_prefill=True))
+    assert asked.arguments["enable_chunked_prefill"] is True
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ async def until(holds: Callable[[], bool]) -> None:
 def adapters(directory: Path, *names: str) -> str:
     for name in names:
         (directory / name).mkdir()
+        (directory / name / "adapter_config.json").write_text('{"r": 8, "target_modules": ["q_proj"]}')
     return json.dumps({name: str(directory / name) for name in names})
 
 
@@ -81,7 +82,7 @@ async def test_one_call_for_each_sequence_with_everything_in_it(load: Load, pack
 
 
 async def test_an_adapter_that_is_not_there(load: Load, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="lora_modules: adapter 'a' is not at /nowhere") as refusal:
+    with pytest.raises(InvalidArgument, match="lora_modules: /nowhere of 'a' has no adapter_config") as refusal:
         await load(lora_modules='{"a": "/nowhere"}')
     assert refusal.value.field == "lora_modules"
     model = await load(lora_modules=adapters(tmp_path, "x"))
@@ -183,6 +184,20 @@ async def test_an_engine_that_shuts_down_by_itself_is_lost(load: Load, package: 
     with pytest.raises(Unavailable, match="TensorRT-LLM broke: LLM is shutting down"):
         await generate(model, ask("w1"))
     assert not model.stats().ready
+
+
+async def test_a_request_that_ends_without_a_word(
+    load: Load, package: Any, fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = await load()
+
+    async def nothing(result: Any) -> Any:
+        raise StopAsyncIteration
+
+    monkeypatch.setattr(fake.Result, "__anext__", nothing)
+    with pytest.raises(Internal, match="without a word"):
+        await generate(model, ask("w1"))
+    assert model.client.state().running == 0
 
 
 async def test_what_it_refuses_is_the_requests_fault(load: Load, package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
