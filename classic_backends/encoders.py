@@ -22,6 +22,7 @@ from .parameters import integer, report_unknown
 from .places import bytes_of, host_instances, threads_each
 from .runtime import Arrays, Document, Place, Runtime, Traits
 from .token_batches import token_batches
+from .torch_build import torch_has_cuda
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,6 +55,9 @@ class EncoderLoader:
         device = f"cuda:{place.device}" if place.kind == "KIND_GPU" else "cpu"
         tokenizer = SequenceTokenizer.load(files.directory, files.tokens.length, files.tokens.lowercase)
         return EncoderRuntime(_encoder(files, device), Reader(files, tokenizer), budget, device)
+
+    def uses_gpus(self) -> bool:
+        return torch_has_cuda()
 
     def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> int:
         return bytes_of(directory) * host_instances(document)

@@ -59,6 +59,9 @@ class Separable(NamedTuple):
             return IsolatedRuntime(Task(self.origin, directory, config, place, own))
         return self.origin.find().load(directory, config, place, own)
 
+    def uses_gpus(self) -> bool:
+        return self.origin.find().uses_gpus()
+
     def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> int:
         """As the backend's own, and for each process the libraries that it imports."""
         isolated, own = self._read(parameters)
@@ -170,4 +173,4 @@ class IsolatedRuntime:
 
 PYTORCH = Separable(Origin(f"{__package__}.torchscript", "PYTORCH"), ISOLATED, libraries=145 << 20, heavy=True)
 ENCODER = Separable(Origin(f"{__package__}.encoders", "ENCODER"), ISOLATED, libraries=250 << 20)
-ONNX = Separable(Origin(f"{__package__}.onnx", "ONNX"))
+ONNX = Separable(Origin(f"{__package__}.onnx", "ONNX"), heavy=True)

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from ..core.errors import CharoniaError, InvalidArgument, Unavailable
-from ..core.exchange import Exchange
+from ..core.exchange import Computed, Exchange, current
 from ..core.metrics import Reading
 from ..core.model import ModelConfig, ModelStats
 from ..core.request import InferRequest, InferResponse
@@ -23,6 +23,7 @@ from .delivery import Delivery
 from .dispatch import Dispatcher, Request, prefix
 from .execution import Form, execute, execute_alone, stream
 from .job import Answer, AtOnce, Channel, Job, Nobody, Sink
+from .latencies import Latencies, first_response_bounds
 from .ordering import Line
 from .places import Slot, read_slots
 from .ragged import read_ragged
@@ -38,7 +39,8 @@ class ClassicModel:
     """One version of a model, on as many instances as its config asks for.
 
     `directory`: of the version. `parameters`: the backend's own; the model's are added to them. `warm_up`: requests
-    that every instance answers before the model is ready; what goes wrong there fails the load.
+    that every instance answers before the model is ready; what goes wrong there fails the load. `quantiles`: of the
+    summaries of its latencies, none for no summaries.
 
     Raises:
         InvalidArgument: the config contradicts itself; `field` names the culprit.
@@ -51,6 +53,7 @@ class ClassicModel:
         directory: Path,
         parameters: Mapping[str, str] | None = None,
         warm_up: Sequence[InferRequest] = (),
+        quantiles: Sequence[float] = (),
     ) -> None:
         self._config = config
         self._loader = loader
@@ -60,7 +63,8 @@ class ClassicModel:
         self._rules = read_batching(config.document, config.max_batch_size, config.decoupled)
         self._form = Form(Signature(config), read_ragged(config.document))
         self._slots = read_slots(config.name, config.document)
-        self._account = Account()
+        bounds = first_response_bounds(config.document) if config.decoupled else ()
+        self._account = Account(Latencies(quantiles, bounds))
         self._delivery = Delivery(self._account, self._form.signature.batched)
         self._line = Line()
         self._crew = Crew(self._load)
@@ -126,6 +130,9 @@ class ClassicModel:
         begun = time.monotonic_ns()
         result = execute_alone(runtime, self._form, request, self._slots[0].place.name)
         whole = time.monotonic_ns() - begun
+        exchange = current()
+        if exchange is not None:
+            exchange.computed = Computed(begun, begun, result.timing)
         if result.error is not None:
             self._account.lose(Failure.BACKEND, whole)
             raise result.error
@@ -160,7 +167,7 @@ class ClassicModel:
 
     def _waiting(self, request: InferRequest, sink: Sink) -> Request:
         signature = self._form.signature
-        job = Job(signature.arrays(request), request.outputs, sink, request.id)
+        job = Job(signature.arrays(request), request.outputs, sink, request.id, exchange=current())
         kind = signature.kind(request) if self._rules.combine else None
         timeout = _number(request, "timeout") * _MICROSECOND
         return Waiting(job, signature.size(request), kind, _number(request, "priority"), timeout)

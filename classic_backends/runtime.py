@@ -87,6 +87,9 @@ class RuntimeLoader(Protocol):
             CharoniaError: the model cannot be loaded; the message says why, and `field` names a wrong parameter.
         """
 
+    def uses_gpus(self) -> bool:
+        """Whether what it computes with was built for them."""
+
     def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> int:
         """Bytes of the host's memory that all instances take at least, by the size of what they load; `document`: the
         config as it was written."""

@@ -19,6 +19,7 @@ from .completion import check_fit, completed, is_complete
 from .parameters import flag, integer, report_unknown
 from .places import bytes_of, host_instances, threads_each
 from .runtime import Arrays, Document, Place, Runtime, Traits
+from .torch_build import torch_has_cuda
 from .torch_names import argument_places, result_places
 
 if TYPE_CHECKING:
@@ -66,6 +67,9 @@ class TorchLoader:
             made = _names(results, [spec.name for spec in config.outputs], len(opened.found.outputs))
             check_fit(config, renamed(opened.found, names, made))
         return TorchRuntime(opened, config, Call(arguments, results, device or "cpu", modes))
+
+    def uses_gpus(self) -> bool:
+        return torch_has_cuda()
 
     def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> int:
         return bytes_of(_file(directory, document)) * host_instances(document)

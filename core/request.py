@@ -171,6 +171,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     to its last token; 0 leaves it to the model. `choice` numbers several answers to one prompt: with the same seed,
     each has random numbers of its own. `choices`: how many there are, and `prompts` how many prompts are asked about
     together, in as many requests as that makes. `adapter`: the LoRA adapter by its name; empty is the model itself.
+    `guide`: what the text must be; not every engine can hold to one, or has adapters.
 
     Raises:
         InvalidArgument: `priority` is negative.

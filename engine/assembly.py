@@ -77,7 +77,8 @@ def assemble(config: EngineConfig, seat: Seat = ALONE, progress: Callable[[float
 def _place(config: EngineConfig, found: Recipe, seat: Seat, progress: Callable[[float], None]) -> Place:
     device, dtype = _device(config.device), _dtype(config.dtype, found.dtype)
     max_tokens = _max_tokens(config.max_model_len, found.max_position)
-    return Place(dtype, device, max_tokens, seat, progress, _quantized(config.quantization, device))
+    quantized, whole_experts = _quantized(config.quantization, device), config.parallel.whole_experts
+    return Place(dtype, device, max_tokens, seat, progress, quantized, whole_experts)
 
 
 def _cache(shape: Shape, cache: CacheConfig, place: Place) -> CacheSpec:

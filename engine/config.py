@@ -19,11 +19,13 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks of one engine: `tensor` of them share every layer, `pipeline` stages follow each other. `layers`: how many
-    each stage has, as even as can be if it does not say."""
+    each stage has, as even as can be if it does not say. `whole_experts`: a rank has some experts of a mixture whole
+    instead of a slice of each."""
 
     tensor: int = 1
     pipeline: int = 1
     layers: tuple[int, ...] = ()
+    whole_experts: bool = False
 
     @property
     def world(self) -> int:

@@ -43,6 +43,8 @@ class EngineOptions:
     """Stages that follow each other, each with a part of the layers."""
     pipeline_layers: Layers | None = None
     """Layers of each stage, as in 10,12; unset: as even as can be."""
+    enable_expert_parallel: bool | None = None
+    """Give the ranks of a stage whole experts of a mixture, instead of a slice of each."""
     threads: Count | None = None
     """CPU threads of a replica, divided over its ranks; 0 means every usable core, divided over all replicas."""
     data_parallel_size: Replicas | None = None
@@ -102,7 +104,12 @@ _CACHE_FIELDS = {
 _SCHEDULER_FIELDS = {
     name: name for name in ("max_num_seqs", "max_num_batched_tokens", "target_step_ms", "ahead", "admission")
 }
-_PARALLEL_FIELDS = {"tensor_parallel_size": "tensor", "pipeline_parallel_size": "pipeline", "pipeline_layers": "layers"}
+_PARALLEL_FIELDS = {
+    "tensor_parallel_size": "tensor",
+    "pipeline_parallel_size": "pipeline",
+    "pipeline_layers": "layers",
+    "enable_expert_parallel": "whole_experts",
+}
 _FAKE_FIELDS = {f"fake_{name}": name for name in ("step_seconds", "token_seconds", "vocab_size", "max_model_len")}
 
 

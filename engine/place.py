@@ -51,7 +51,8 @@ class Seat(NamedTuple):
 class Place(NamedTuple):
     """This rank's device and share, for sequences of at most `positions` tokens.
 
-    `progress` is told the fraction of the rank's bytes read so far. `quantized`: its matrices become int8."""
+    `progress` is told the fraction of the rank's bytes read so far. `quantized`: its matrices become int8.
+    `whole_experts`: of a mixture it has some experts whole, instead of a slice of each."""
 
     dtype: torch.dtype
     device: torch.device
@@ -59,3 +60,4 @@ class Place(NamedTuple):
     seat: Seat = Seat()
     progress: Callable[[float], None] = lambda _: None
     quantized: bool = False
+    whole_experts: bool = False

@@ -5,7 +5,7 @@ from .spec import ModelSpec
 from .stage import Stage
 
 
-def check_split(spec: ModelSpec, model: str, tensor: int, stage: Stage) -> None:
+def check_split(spec: ModelSpec, model: str, tensor: int, stage: Stage, whole_experts: bool = False) -> None:
     """Whether `tensor` ranks in each stage can share the `model`'s layers, and `stage.count` stages its depth.
 
     Slices need not be equal, but heads are whole: every rank has as many as the others, with key/value heads to them.
@@ -13,10 +13,10 @@ def check_split(spec: ModelSpec, model: str, tensor: int, stage: Stage) -> None:
     Raises:
         InvalidArgument: they can't; the message names the model and the numbers.
     """
+    if whole_experts and spec.experts is None:
+        raise InvalidArgument(f"model {model}: it has no experts to share", field="enable_expert_parallel")
     _check_heads(spec, model, tensor)
-    for what, size in (("intermediate_size", spec.intermediate_size), ("vocab_size", spec.vocab_size)):
-        if size < tensor:
-            raise _refusal(model, f"{what} {size} gives nothing to some of {tensor} ranks")
+    _check_sizes(spec, model, tensor, whole_experts)
     _check_layers(spec.layers, model, stage)
 
 
@@ -29,6 +29,17 @@ def _check_heads(spec: ModelSpec, model: str, tensor: int) -> None:
             f"{spec.kv_heads} key/value heads can be neither shared evenly by {tensor} ranks"
             " nor held by equally many of them each",
         )
+
+
+def _check_sizes(spec: ModelSpec, model: str, tensor: int, whole_experts: bool) -> None:
+    sizes = {"intermediate_size": spec.intermediate_size, "vocab_size": spec.vocab_size}
+    if spec.experts is not None and whole_experts:
+        sizes["experts"] = spec.experts.count
+    elif spec.experts is not None:
+        sizes["intermediate_size of an expert"] = spec.experts.intermediate_size
+    for what, size in sizes.items():
+        if size < tensor:
+            raise _refusal(model, f"its {what}, {size}, gives nothing to some of {tensor} ranks")
 
 
 def _check_layers(layers: int, model: str, stage: Stage) -> None:

@@ -1,7 +1,8 @@
 """Tensors out of a checkpoint's safetensors, slice by slice. Knows nothing of architectures."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -11,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .kernels.memory import Memory
+from .layers.group import Group
 from .place import Place
 from .spec import CheckpointError
 
@@ -117,6 +119,25 @@ def _check(found: Any, piece: Piece, path: Path) -> None:
         )
 
 
+class Read:
+    """Counts the bytes that a rank reads, `expected` more or less, and tells `progress` the fraction."""
+
+    def __init__(self, expected: float, progress: Callable[[float], None]) -> None:
+        self.bytes = 0
+        self._expected, self._progress = expected, progress
+        self._mapped: set[str] = set()
+
+    def once(self, name: str, view: Tensor) -> None:
+        """A table that is both mapped and packed is one tensor of the file."""
+        self.count(name, view)
+        self._mapped.add(name)
+
+    def count(self, name: str, view: Tensor) -> None:
+        if name not in self._mapped:
+            self.bytes += view.numel() * view.element_size()
+        self._progress(min(self.bytes / self._expected, 1.0))
+
+
 class Loader:
     """Hands layers their weights: this rank's pieces, in the dtype and on the device the model computes in."""
 
@@ -126,10 +147,15 @@ class Loader:
         self.group = place.seat.group
         self.memory = Memory()
         """For what is packed."""
-        self._weights, self._progress = weights, place.progress
-        self._read, self._total = 0, weights.bytes / self.group.size / place.seat.stage.count
+        self.read = Read(weights.bytes / self.group.size / place.seat.stage.count, place.progress)
+        self._weights = weights
         self._shared: WeakValueDictionary[tuple[str, int, int], Tensor] = WeakValueDictionary()
-        self._counted: set[str] = set()
+
+    def within(self, group: Group) -> "Loader":
+        """The same for layers that another group shares."""
+        other = copy(self)
+        other.group = group
+        return other
 
     def layers(self, total: int) -> range:
         """Those this rank has, of the model's `total`."""
@@ -146,8 +172,7 @@ class Loader:
         if tensor is None:
             view = self._weights.read(piece)
             tensor = self._shared[key] = view.to(self.device, self.dtype)
-            self._count(piece, view)
-            self._counted.add(piece.name)
+            self.read.once(piece.name, view)
         return tensor
 
     def stack(self, pieces: Iterable[Piece]) -> Tensor:
@@ -159,7 +184,7 @@ class Loader:
         targets = torch.split(whole, [len(view) for view in views])
         for piece, target, view in zip(pieces, targets, views, strict=True):
             target.copy_(view)
-            self._count(piece, view)
+            self.read.count(piece.name, view)
         return whole
 
     def tiles(self, pieces: Iterable[Piece]) -> Iterator[Tile]:
@@ -173,10 +198,4 @@ class Loader:
                 view = self._weights.read(part)
                 yield Tile(first, view)
                 first += len(view)
-                self._count(piece, view)
-
-    def _count(self, piece: Piece, view: Tensor) -> None:
-        """A table that is both mapped and packed is one tensor of the file."""
-        if piece.name not in self._counted:
-            self._read += view.numel() * view.element_size()
-        self._progress(min(self._read / self._total, 1.0))
+                self.read.count(piece.name, view)

@@ -69,11 +69,13 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Builder:
-    """`complete`: let backends complete configs from their models' files. `budget`: what models may hold."""
+    """`complete`: let backends complete configs from their models' files. `budget`: what models may hold.
+    `quantiles`: of the summaries of their latencies, none for no summaries."""
 
     backends: BackendSettings = field(default_factory=BackendSettings)
     complete: bool = True
     budget: Budget = field(default_factory=Budget)
+    quantiles: tuple[float, ...] = ()
 
     def recipe(self, source: ModelSource, version: VersionSource) -> Recipe:
         """Reads files and imports what it needs, which may take a while.
@@ -121,7 +123,7 @@ class Builder:
         config = model_config(whole, version.number, source.directory)
         parameters = self.backends.of(source.backend)
         warm_up = () if source.directory is None else read_warmup(whole, source.directory)
-        make = partial(build, config, loader, directory, parameters, warm_up)
+        make = partial(build, config, loader, directory, parameters, warm_up, self.quantiles)
         return Recipe(lambda _: make(), lambda config: config, hold.loaded, hold.release)
 
     def whole_config(self, source: ModelSource, version: VersionSource) -> Config:
@@ -134,7 +136,7 @@ class Builder:
             whole = from_fields(fields)
             invite_batching(whole, size_given)
         gpus = usable_gpus()
-        normalise(whole, gpus)
+        normalise(whole, gpus, bool(gpus) and loader_of(source.backend).uses_gpus())
         check_config(whole, gpus)
         return whole
 

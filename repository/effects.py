@@ -16,7 +16,7 @@ _REFUSED = {
 }
 """What changes the answers, so that a model without it would be another."""
 
-_IDLE = ("runtime", "cc_model_filenames", "model_metrics")
+_IDLE = ("runtime", "cc_model_filenames")
 _IDLE_OPTIMIZATION = ("priority", "cuda", "gather_kernel_buffer_threshold", "eager_batching")
 _IDLE_GROUP = ("rate_limiter", "profile", "host_policy", "secondary_devices")
 _IDLE_TENSOR = ("is_shape_tensor", "is_non_linear_format_io")
@@ -32,6 +32,7 @@ _OF_CLASSIC_MODELS = (
     "model_warmup",
     "model_transaction_policy",
     "default_model_filename",
+    "model_metrics",
 )
 
 

@@ -41,6 +41,8 @@ class Loader(Protocol):
         self, directory: Path, document: Mapping[str, Any], parameters: Mapping[str, str]
     ) -> Mapping[str, Any]: ...
 
+    def uses_gpus(self) -> bool: ...
+
     def needs(self, directory: Path, document: Mapping[str, Any], parameters: Mapping[str, str]) -> int: ...
 
 
@@ -54,6 +56,7 @@ class BuildClassic(Protocol):
         directory: Path,
         parameters: Mapping[str, str] | None = None,
         warm_up: Sequence[InferRequest] = (),
+        quantiles: Sequence[float] = (),
     ) -> Model: ...
 
 

@@ -13,7 +13,7 @@ from .catalog import Catalog
 from .control import Explicit
 from .gateway import Hub
 from .options import RepositoryOptions
-from .source import ModelSource, checkpoint_source, is_repository
+from .source import checkpoint_source, is_repository
 from .startup import Keeper
 
 _ALL = "*"
@@ -57,8 +57,11 @@ class Selection:
                 await polling
 
 
-def select(model: str | None, options: RepositoryOptions, engine: Mapping[str, str]) -> Selection:
-    """`model`: a checkpoint, a hub id or a repository, on its own; `engine`: settings for a checkpoint.
+def select(
+    model: str | None, options: RepositoryOptions, engine: Mapping[str, str], quantiles: tuple[float, ...] = ()
+) -> Selection:
+    """`model`: a checkpoint, a hub id or a repository, on its own; `engine`: settings for a checkpoint. `quantiles`: of
+    the summaries of latencies, none for no summaries.
 
     Raises:
         InvalidArgument: there is nothing to serve, or what is asked for contradicts itself.
@@ -71,13 +74,9 @@ def select(model: str | None, options: RepositoryOptions, engine: Mapping[str, s
         single = checkpoint_source(model, options.served_model_name, engine, options.backend)
     if single is None:
         _refuse_for_repository(options, engine, repositories)
-    return _selection(repositories, single, options)
-
-
-def _selection(repositories: list[Path], single: ModelSource | None, options: RepositoryOptions) -> Selection:
     catalog = Catalog(repositories, single, options.model_config_name)
     backends, budget = BackendSettings.parse(options.backend_config), Budget(limit=options.memory_limit)
-    builder = Builder(backends, not options.disable_auto_complete_config, budget)
+    builder = Builder(backends, not options.disable_auto_complete_config, budget, quantiles)
     return Selection(catalog, builder, options, single is not None and not repositories)
 
 

@@ -48,7 +48,8 @@ class Native:
         return self.spec.max_position
 
     def build(self, place: Place) -> Built:
-        check_split(self.spec, str(self.directory), place.seat.group.size, place.seat.stage)
+        seat = place.seat
+        check_split(self.spec, str(self.directory), seat.group.size, seat.stage, place.whole_experts)
         return Built(self.builder(self.spec, Loader(Weights(self.directory), place)), self.spec)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from struct import Struct
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 SIZE = 1 << 20
 """Bytes of shared memory: some hundred long prompts, or tens of thousands of steps."""
@@ -47,7 +47,13 @@ class Memory:
         os.close(self._descriptor)
 
 
-def _inherited(descriptor: "reduction.DupFd", size: int) -> Memory:
+class _Travelling(Protocol):
+    """A descriptor on its way to another process."""
+
+    def detach(self) -> int: ...
+
+
+def _inherited(descriptor: _Travelling, size: int) -> Memory:
     return Memory(descriptor.detach(), size)
 
 

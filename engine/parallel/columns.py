@@ -7,7 +7,7 @@ takes: none at all if the values are equal.
 from collections.abc import Sequence
 from itertools import accumulate
 from struct import Struct
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -16,7 +16,12 @@ from ...scheduler.plan import IntArray
 Bytes: TypeAlias = bytes | memoryview
 
 _HEAD = Struct("<BIi")  # bytes of each distance, how many, the least value
-_NARROW = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
+_NARROW: dict[int, np.dtype[np.unsignedinteger[Any]]] = {
+    1: np.dtype(np.uint8),
+    2: np.dtype(np.uint16),
+    4: np.dtype(np.uint32),
+}
+"""Little-endian, as every machine that we compute on."""
 
 
 def pack(columns: Sequence[IntArray]) -> bytes:
@@ -40,8 +45,9 @@ def _written(column: IntArray, least: int, most: int) -> bytes:
         return head
     distances = (column - np.int32(least)).view(np.uint32)  # beyond int32 it wraps, and back again where it is read
     if width in _NARROW:
-        return head + distances.astype(_NARROW[width]).tobytes()
-    return head + distances.astype("<u4").view(np.uint8).reshape(-1, 4)[:, :width].tobytes()
+        narrow: bytes = distances.astype(_NARROW[width]).tobytes()
+        return head + narrow
+    return head + distances.view(np.uint8).reshape(-1, 4)[:, :width].tobytes()
 
 
 class Columns:
@@ -64,7 +70,7 @@ class Columns:
             return np.frombuffer(self._message, _NARROW[width], count, begin).astype(np.uint32).view(np.int32)
         wide = np.zeros((count, 4), np.uint8)
         wide[:, :width] = np.frombuffer(self._message, np.uint8, count * width, begin).reshape(count, width)
-        return wide.view("<u4")[:, 0].astype(np.uint32).view(np.int32)
+        return wide.view(np.uint32)[:, 0].view(np.int32)
 
     @property
     def rest(self) -> memoryview:

@@ -52,7 +52,7 @@ class Store:
         self.meeting = Meeting(host, listener.getsockname()[1])
         patience = timedelta(seconds=seconds)
         descriptor = listener.detach()  # the store closes it
-        self._store = dist.TCPStore(
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
             host,
             self.meeting.port,
             is_master=True,
@@ -74,7 +74,9 @@ def join(meeting: Meeting, rank: int, layout: Layout, device: torch.device, seco
 def _join(meeting: Meeting, rank: int, layout: Layout, device: torch.device, patience: timedelta) -> None:
     if meeting.host in ("127.0.0.1", "::1"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
-    store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=patience, wait_for_workers=False)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        meeting.host, meeting.port, is_master=False, timeout=patience, wait_for_workers=False
+    )
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=store,

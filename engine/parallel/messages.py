@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from ...core.request import Logprobs
-from ...scheduler.plan import StepResult
+from ...scheduler.plan import IntArray, StepResult
 from ..executor.base import Capacity
 
 PLAN = b"\0"
@@ -83,12 +83,16 @@ class Result(msgspec.Struct, array_like=True, tag="result", frozen=True):
 
     @classmethod
     def of(cls, result: StepResult) -> "Result":
-        columns = (np.ascontiguousarray(column, "<i4").tobytes() for column in result[1:5])
-        return cls(result.step, *columns, list(result.logprobs))
+        step, rows, offsets, counts, tokens, logprobs = result
+        return cls(step, rows.tobytes(), offsets.tobytes(), counts.tobytes(), tokens.tobytes(), list(logprobs))
 
     def read(self) -> StepResult:
-        columns = (np.frombuffer(column, "<i4") for column in (self.rows, self.offsets, self.counts, self.tokens))
-        return StepResult(self.step, *columns, self.logprobs)
+        rows, offsets, counts = map(_column, (self.rows, self.offsets, self.counts))
+        return StepResult(self.step, rows, offsets, counts, _column(self.tokens), self.logprobs)
+
+
+def _column(written: bytes) -> IntArray:
+    return np.frombuffer(written, np.int32)
 
 
 class Broken(msgspec.Struct, array_like=True, tag="broken", frozen=True):

@@ -132,7 +132,8 @@ class _Rank:
             self.report(Result.of(result))
 
     def _hear(self) -> Command:
-        return self._decode(self._desk.read())
+        command: Command = self._decode(self._desk.read())
+        return command
 
 
 def threads(config: EngineConfig, neighbours: int) -> int:

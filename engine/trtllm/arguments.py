@@ -6,6 +6,7 @@ Only what was asked for is passed, and what must be: their defaults are theirs. 
 from typing import Any, NamedTuple
 
 from ...core.errors import InvalidArgument, Unsupported
+from .adapters import needs_of
 from .checkpoint import Checkpoint
 from .options import TrtllmOptions
 from .package import Package
@@ -49,9 +50,11 @@ def _shared(package: Package, checkpoint: Checkpoint, options: TrtllmOptions) ->
         "tokenizer": options.tokenizer or checkpoint.path,
         "trust_remote_code": options.trust_remote_code,
         "kv_cache_config": _cache(package, options),
-        # Without it a prompt longer than a step is refused.
-        "enable_chunked_prefill": options.chunked_prefill,
     }
+    # Without it a prompt longer than a step is refused; not every prebuilt engine can do it.
+    chunked = not checkpoint.engine if options.chunked_prefill is None else options.chunked_prefill
+    if chunked or options.chunked_prefill is not None:
+        arguments["enable_chunked_prefill"] = chunked
     if options.admission is not None:
         policy = _CAPACITY[options.admission]
         arguments["scheduler_config"] = package.make("SchedulerConfig", capacity_scheduler_policy=policy)
@@ -122,6 +125,11 @@ def _speculation(package: Package, asked: dict[str, Any]) -> Any:
 def _lora(package: Package, options: TrtllmOptions) -> dict[str, Any]:
     if not options.adapters:
         return {}
-    room = {"max_lora_rank": options.max_lora_rank, "max_loras": options.max_loras}
-    given = {name: value for name, value in room.items() if value is not None}
-    return {"enable_lora": True, "lora_config": package.make("LoraConfig", **given)}
+    needs = needs_of(options.adapters)
+    config = package.make(
+        "LoraConfig",
+        lora_target_modules=needs.modules,
+        max_lora_rank=options.max_lora_rank or needs.rank,
+        max_loras=options.max_loras or len(options.adapters),
+    )
+    return {"enable_lora": True, "lora_config": config}

@@ -11,8 +11,8 @@ from ...tokenization.files import locate, read_json
 
 
 class Checkpoint(NamedTuple):
-    """`max_model_len`: the longest sequence it is made for. `max_num_seqs`: sequences that a prebuilt engine has room
-    for; None where that is free to choose."""
+    """`path`: a directory, or the hub id that its weights are to be fetched from. `max_model_len`: the longest sequence
+    it is made for. `max_num_seqs`: sequences that a prebuilt engine has room for; None where that is free to choose."""
 
     path: str
     vocab_size: int
@@ -35,7 +35,9 @@ def read_checkpoint(model: str, max_model_len: int | None) -> Checkpoint:
     text = config.get("text_config", config)  # of models that see, too
     vocab_size = _number(text, "vocab_size", directory)
     length = max_model_len or _number(text, "max_position_embeddings", directory)
-    return Checkpoint(str(directory), vocab_size, length)
+    # Of a hub id, only the small files are here.
+    path = str(directory) if Path(model).expanduser().is_dir() else model
+    return Checkpoint(path, vocab_size, length)
 
 
 def _engine(directory: Path, config: dict[str, Any], asked: int | None) -> Checkpoint:

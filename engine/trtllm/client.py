@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from ...core.errors import CharoniaError, RequestTimeout, Unavailable
+from ...core.errors import CharoniaError, Internal, RequestTimeout, Unavailable
 from ...core.metrics import EngineState, LlmMetrics
 from ...core.request import FinishReason, GenerateRequest
 from ..account import Account
@@ -151,10 +151,12 @@ class TrtllmClient:
             async for _ in ride.result:
                 self._count(ride, first=not ride.channel.started, tokens=ride.hear())
                 if ride.channel.ended:
-                    break
+                    return
+            ride.fail(Internal("TensorRT-LLM ended the request without a word"))
         except Exception as error:
-            ride.fail(error)
-            if not runtime.is_of_the_request(error):
+            if runtime.is_of_the_request(error):
+                ride.fail(error)
+            else:
                 log.exception("TensorRT-LLM broke")
                 self._end(Unavailable(f"TensorRT-LLM broke: {error}"))
         finally:

@@ -33,7 +33,7 @@ class TrtllmOptions:
     max_queued_requests: AtLeastOne = 512
     max_queued_tokens: AtLeastOne = 1_048_576
     default_request_timeout: Seconds = 0.0
-    chunked_prefill: bool = True
+    chunked_prefill: bool | None = None
     admission: Literal["optimistic", "no_evict"] | None = None
     prefix_caching: bool = True
     block_size: AtLeastOne | None = None

@@ -3,6 +3,7 @@
 Importing it takes seconds and brings torch and MPI into the process, so that waits until a model needs it.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -13,6 +14,9 @@ from ...core.errors import Unsupported
 from .contract import World, world_of
 
 NAME = "tensorrt_llm"
+
+_NO_TELEMETRY = "TRTLLM_NO_USAGE_STATS"
+"""Newer versions report their use to NVIDIA unless this is 1; a server of ours does so only if its operator says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,7 @@ class Package:
         """
         if find_spec(NAME) is None:
             raise Unsupported("this model needs TensorRT-LLM: pip install 'charonia[tensorrt-llm]'", field="backend")
+        os.environ.setdefault(_NO_TELEMETRY, "1")
         try:
             version = str(import_module(NAME).__version__)
         except Exception as error:  # a missing driver or library says so in many ways

@@ -34,6 +34,8 @@ class Reader:
         """Raises `CharoniaError` if TensorRT-LLM gave the request up, or says what nobody expects."""
         output = result.outputs[0]
         tokens = list(output.token_ids[self._seen :])
+        if said := getattr(result, "error", None):  # newer versions do not raise it
+            raise Internal(f"TensorRT-LLM: {said}")
         reason = _reason(output.finish_reason, result.finished)
         if (stop := self._stop(tokens)) is not None:
             tokens, reason = tokens[: stop + 1], FinishReason.STOP

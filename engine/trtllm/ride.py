@@ -68,5 +68,5 @@ class Ride:
             return
         try:
             self._package.tell(result, "RequestOutput.abort")
-        except Exception:  # it may be gone by now, and no client is to suffer for that
-            log.warning("TensorRT-LLM could not be told to abort", exc_info=True)
+        except Exception as error:  # it may be gone by now, and no client is to suffer for that
+            log.warning("TensorRT-LLM could not be told to abort: %s", error)

@@ -50,21 +50,18 @@ class Runtime:
             Unavailable: it is shutting down.
         """
         _check_length(add, self.ready.max_model_len)
-        arguments: dict[str, Any] = {"sampling_params": self._sampling(add), "streaming": True}
+        try:
+            return self.package.tell(self.llm, "LLM.generate_async", inputs=add.prompt, **self._arguments(add))
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise InvalidArgument(f"TensorRT-LLM refuses the request: {error}") from error
+
+    def _arguments(self, add: Add) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"sampling_params": self.sampler.params(add), "streaming": True}
         if add.adapter:
             arguments["lora_request"] = self._adapter(add.adapter)
         if salt := _salt(add):
             arguments["cache_salt"] = salt
-        try:
-            return self.package.tell(self.llm, "LLM.generate_async", inputs=add.prompt, **arguments)
-        except (ValueError, TypeError, NotImplementedError) as error:
-            raise InvalidArgument(f"TensorRT-LLM refuses the request: {error}") from error
-
-    def _sampling(self, add: Add) -> Any:
-        try:
-            return self.sampler.params(add)
-        except ValueError as error:
-            raise InvalidArgument(f"TensorRT-LLM refuses the request: {error}") from error
+        return arguments
 
     def _adapter(self, name: str) -> Any:
         if name not in self.adapters:

@@ -1,4 +1,4 @@
-"""The language model over our own engine: what is particular to it. What all text models do: test_text_models.py."""
+"""The language model over our own engine: what is particular to it. What all text models do: text_models/."""
 
 import subprocess
 import sys

@@ -40,6 +40,7 @@ class Toy:
         directory: Path,
         parameters: Mapping[str, str] | None = None,
         warm_up: tuple[InferRequest, ...] = (),
+        quantiles: tuple[float, ...] = (),
     ) -> None:
         self.config = config
         self.directory = directory

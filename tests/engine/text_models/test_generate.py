@@ -1,15 +1,8 @@
-"""What every text model does, whichever engine is behind it: our own core and TensorRT-LLM, in two versions.
-
-Real tokenizer, real core process with the fake executor; a fake `tensorrt_llm` with the signatures of its contract. The
-next token is the last one plus one.
-"""
+"""What every text model does, whichever engine is behind it; see conftest.py."""
 
 import asyncio
-import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -23,68 +16,21 @@ from charonia.core.request import (
     GenerateChunk,
     GenerateRequest,
     Guide,
-    InferRequest,
-    InferResponse,
     Message,
     Prompt,
     SamplingParams,
     TokenizeRequest,
     Usage,
+    joined,
 )
-from charonia.core.tensor import Tensor
-from charonia.engine.config import EngineConfig, FakeConfig
 from charonia.engine.llm import LlmModel
-from charonia.engine.trtllm.build import driver
-from charonia.engine.trtllm.options import TrtllmOptions
-from charonia.scheduler.config import SchedulerConfig
 
 LENGTH = 64
-ENGINES = ("core", "1.2.0", "1.3.0")
 HUGE = SamplingParams(
     max_tokens=1, temperature=1e300, top_k=2**70, top_p=1e-300, stop_token_ids=(2**70,), seed=2**64 - 1
 )
 ENDLESS = {"max_tokens": LENGTH - 2, "ignore_eos": True}
 Load = Callable[..., Awaitable[LlmModel]]
-
-
-@pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-async def load(
-    engine: str,
-    words: Path,
-    sibling: Callable[[str], ModuleType],
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
-) -> AsyncIterator[Load]:
-    sockets = tmp_path_factory.mktemp("s")
-    monkeypatch.setattr(tempfile, "tempdir", str(sockets))
-    loaded: list[LlmModel] = []
-
-    def ours(step_seconds: float, max_num_seqs: int, **limits: float) -> LlmModel:
-        fake = FakeConfig(vocab_size=100, max_model_len=LENGTH, step_seconds=step_seconds)
-        scheduler = SchedulerConfig(max_num_seqs=max_num_seqs)
-        config = EngineConfig(model=str(words), executor="fake", fake=fake, scheduler=scheduler, **limits)
-        return LlmModel("words", "1", config)
-
-    def theirs(step_seconds: float, max_num_seqs: int, **limits: float) -> LlmModel:
-        package = sibling("engine/trtllm/fake.py").FakePackage(engine).install(monkeypatch)
-        package.step_seconds = step_seconds
-        return LlmModel("words", "1", driver(str(words), TrtllmOptions(max_num_seqs=max_num_seqs, **limits)))
-
-    async def load(step_seconds: float = 0.0, max_num_seqs: int = 8, **limits: float) -> LlmModel:
-        make = ours if engine == "core" else theirs
-        loaded.append(make(step_seconds, max_num_seqs, **limits))
-        await loaded[-1].load()
-        return loaded[-1]
-
-    yield load
-    for model in loaded:
-        await model.unload()
-    assert list(sockets.iterdir()) == []
 
 
 def ask(prompt: Prompt, **sampling: object) -> GenerateRequest:
@@ -110,21 +56,6 @@ async def generate(model: LlmModel, request: GenerateRequest) -> list[GenerateCh
 
 def text(chunks: list[GenerateChunk]) -> str:
     return "".join(chunk.text for chunk in chunks)
-
-
-def question(parameters: dict[str, object] | None = None, **inputs: object) -> InferRequest:
-    datatypes = {"text_input": "BYTES", "input_ids": "INT32", "stream": "BOOL", "sampling_parameters": "BYTES"}
-    tensors = {name: Tensor.of(name, datatypes[name], value) for name, value in inputs.items()}
-    return InferRequest(id="1", inputs=tensors, parameters=parameters or {})
-
-
-async def infer(model: LlmModel, request: InferRequest) -> list[dict[str, object]]:
-    async with aclosing(model.infer(request)) as responses:
-        return [plain(response) async for response in responses]
-
-
-def plain(response: InferResponse) -> dict[str, object]:
-    return {tensor.name: tensor.data.tolist() for tensor in response.outputs}
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -197,27 +128,6 @@ async def test_the_last_chunk_comes_when_the_engine_was_told(load: Load) -> None
     assert model.stats().success == 1
 
 
-async def test_several_answers_to_one_question(load: Load) -> None:
-    model = await load()
-    wanted = {"n": 2, "max_tokens": 2, "return_finish_reason": True, "exclude_input_in_output": False}
-    [answer] = await infer(model, question(wanted, text_input=[b"w1"]))
-    assert answer == {"text_output": [b"w1 w2 w3"] * 2, "finish_reason": [b"length"] * 2}
-    with pytest.raises(InvalidArgument) as refusal:
-        await infer(model, question(wanted | {"exclude_input_in_output": True}, text_input=[b"w1"], stream=[True]))
-    assert refusal.value.field == "n"
-    with pytest.raises(InvalidArgument, match="vocabulary"):
-        await infer(model, question({"n": 3}, input_ids=[500]))
-
-
-async def test_several_answers_are_one_request(load: Load) -> None:
-    model = await load()
-    with counted(model) as exchange:
-        await infer(model, question({"n": 3, "max_tokens": 2}, text_input=[b"w1 w2"]))
-    summary = exchange.summary
-    assert (summary.choices, summary.prompt, summary.generated) == (3, 2, 6)
-    assert model.stats().success == 1
-
-
 async def test_requests_are_counted_by_how_they_ended(load: Load) -> None:
     model = await load(step_seconds=0.01)
     await generate(model, ask("w1", max_tokens=2))
@@ -230,47 +140,6 @@ async def test_requests_are_counted_by_how_they_ended(load: Load) -> None:
         await generate(model, ask((500,)))
     stats = model.stats()
     assert (stats.ready, stats.success, stats.failure, stats.cancelled) == (True, 1, 1, 2)
-
-
-async def test_a_unary_question_has_one_answer(load: Load) -> None:
-    model = await load()
-    assert await infer(model, question({"max_tokens": 3}, text_input=[b"w1"])) == [{"text_output": [b" w2 w3 w4"]}]
-    wanted = {"max_tokens": 2, "return_finish_reason": True, "return_num_input_tokens": True, "return_output_ids": True}
-    [answer] = await infer(model, question({**wanted, "return_num_output_tokens": True}, input_ids=[7, 8]))
-    assert answer == {
-        "text_output": [b" w9 w10"],
-        "finish_reason": [b"length"],
-        "num_input_tokens": [2],
-        "num_output_tokens": [2],
-        "output_ids": [9, 10],
-    }
-
-
-async def test_the_prompt_is_echoed_when_asked_for(load: Load) -> None:
-    model = await load()
-    echo = {"max_tokens": 2, "exclude_input_in_output": False}
-    assert await infer(model, question(echo, text_input=[b"w1"])) == [{"text_output": [b"w1 w2 w3"]}]
-    assert await infer(model, question(echo, input_ids=[1])) == [{"text_output": [b"w1 w2 w3"]}]
-    with pytest.raises(InvalidArgument, match="exclude_input_in_output"):
-        await infer(model, question(echo, text_input=[b"w1"], stream=[True]))
-
-
-async def test_a_streamed_question_has_an_answer_per_step(load: Load) -> None:
-    model = await load()
-    request = question({"max_tokens": 4, "return_finish_reason": True}, text_input=[b"w1"], stream=[True])
-    answers = await infer(model, request)
-    assert b"".join(answer["text_output"][0] for answer in answers) == b" w2 w3 w4 w5"
-    assert [answer["finish_reason"] for answer in answers] == [[b""]] * (len(answers) - 1) + [[b"length"]]
-
-
-async def test_wanted_outputs_may_be_named(load: Load) -> None:
-    model = await load()
-    request = InferRequest(
-        inputs={"text_input": Tensor.of("text_input", "BYTES", [b"w1"])},
-        outputs=("num_output_tokens", "text_output"),
-        parameters={"max_tokens": 1},
-    )
-    assert list((await infer(model, request))[0].items()) == [("num_output_tokens", [1]), ("text_output", [b" w2"])]
 
 
 async def test_refusals_name_the_field(load: Load) -> None:
@@ -296,6 +165,16 @@ async def test_refusals_name_the_field(load: Load) -> None:
     assert model.stats().failure == 12
     huge = GenerateRequest(id="", prompt="w1", priority=2**70, sampling=HUGE)
     assert text(await generate(model, huge)) == " w2"
+
+
+async def test_logprobs_come_with_their_tokens(load: Load) -> None:
+    model = await load()
+    whole = joined(await generate(model, ask("w1", max_tokens=2, logprobs=2)))
+    assert [(each.id, each.text, each.logprob) for each in whole.logprobs] == [(2, " w2", -1.0), (3, " w3", -1.0)]
+    assert [(top.id, top.logprob) for top in whole.logprobs[0].top] == [(2, -1.0), (3, -2.0)]
+    chosen = joined(await generate(model, ask("w1", max_tokens=2, logprobs=0)))
+    assert [(each.logprob, each.top) for each in chosen.logprobs] == [(-1.0, ()), (-1.0, ())]
+    assert joined(await generate(model, ask("w1", max_tokens=2))).logprobs == ()
 
 
 async def test_a_reader_that_leaves_frees_everything(load: Load) -> None:
