@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..core.errors import Unavailable
+from .chunks import FewChunks
 from .tls import KeyPair
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -134,7 +134,7 @@ class HttpServer:
         await self._serving
 
 
-class _WithAccessLog(HttpToolsProtocol):
+class _WithAccessLog(FewChunks):
     """uvicorn itself asks only when a connection begins; what is wanted may change."""
 
     @property
@@ -146,7 +146,7 @@ class _WithAccessLog(HttpToolsProtocol):
         pass
 
 
-class _WithoutAccessLog(HttpToolsProtocol):
+class _WithoutAccessLog(FewChunks):
     """uvicorn's own setting would silence the access log of every server in the process."""
 
     def __init__(self, *args: Any, **named: Any) -> None:

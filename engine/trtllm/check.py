@@ -67,16 +67,25 @@ def differences(world: World) -> Iterator[str]:
 
 
 def arguments(call: Call) -> Mapping[str, Argument]:
-    """What the real one takes, by name."""
+    """What the real one takes, by name; where it does not say, what we expect."""
     found = resolve(call.path)
+    if _is_open(found) and not call.fields:
+        return call.arguments
     there = dict(_fields(found)) if hasattr(found, "model_fields") else dict(_parameters(found))
     return there | (dict(_fields(resolve(call.fields))) if call.fields else {})
 
 
+_OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _is_open(function: Any) -> bool:
+    """It takes any keyword, as what wraps another function may."""
+    return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(function).parameters.values())
+
+
 def _parameters(function: Any) -> Iterator[tuple[str, Argument]]:
-    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     for name, parameter in inspect.signature(function).parameters.items():
-        if name != "self" and parameter.kind not in open_ended:
+        if name != "self" and parameter.kind not in _OPEN:
             required = parameter.default is inspect.Parameter.empty
             yield name, Argument(required=required, default=_UNKNOWN if required else parameter.default)
 

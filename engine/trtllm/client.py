@@ -6,7 +6,6 @@ Token ids in, token ids out. Lives in one event loop.
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,6 +17,7 @@ from ...core.request import FinishReason, GenerateRequest
 from ..account import Account
 from ..admission import Admission, QueueLimits
 from ..channel import Channel
+from ..engine import by_class
 from ..messages import Add, Loading, Ready
 from .line import Line
 from .options import TrtllmOptions
@@ -26,8 +26,6 @@ from .runtime import Maker, Runtime
 from .statistics import Iterations
 
 log = logging.getLogger(__name__)
-
-_LOWEST_CLASS = 9
 
 
 class TrtllmClient:
@@ -65,7 +63,7 @@ class TrtllmClient:
         used, capacity = self.kv_tokens
         return EngineState(
             running=self._line.running,
-            waiting=Counter(str(min(ride.add.priority, _LOWEST_CLASS)) for ride in waiting),
+            waiting=by_class(ride.add.priority for ride in waiting),
             queue_age=max((ride.channel.account.waited for ride in waiting), default=0.0),
             kv_usage=used / capacity if capacity else 0.0,
             prefix_queries=self._iterations.prefix_queries,

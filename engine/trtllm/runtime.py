@@ -139,7 +139,9 @@ class Maker:
         ended = asyncio.wrap_future(self._thread.submit(_shut_down, made))
         self._thread.shutdown(wait=False)
         if made.done():
-            await asyncio.wait([ended], timeout=_PATIENCE)
+            _, late = await asyncio.wait([ended], timeout=_PATIENCE)
+            if late:
+                log.warning("TensorRT-LLM did not shut down within %g s", _PATIENCE)
 
     def _load(self) -> Runtime:
         package, options = self._find(), self._options
