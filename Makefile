@@ -43,8 +43,11 @@ install: $(VENV)/run.stamp  ## make the virtual environment and install charonia
 serve: $(VENV)/run.stamp  ## serve the demo model (ARGS="--http-port 9000" for more)
 	@exec $(BIN)/charonia serve --model-repository $(MODELS) $(ARGS)
 
+# Side by side, a file's tests in one worker; ARGS that choose some run alone (tests/conftest.py). A test that starts a
+# server starts two processes: they read our compiled code, even where Python was told to leave none behind.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/dev.stamp  ## run the tests (ARGS="-k scheduler" for some)
-	@$(BIN)/python -m pytest -q $(ARGS)
+	@$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # mypy takes the checkout's folder name for the package's, hence the link that is always called charonia.
 lint: $(VENV)/dev.stamp  ## ruff, and mypy --strict on the shipped code
@@ -68,3 +71,4 @@ gpu:  ## on a machine with a CUDA torch: the engine on the device
 
 clean:  ## remove everything that make made
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis engine/kernels/*.so
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -23,8 +23,9 @@ from .api.http_options import HttpOptions
 from .api.keys import KeyOptions, Keyring, read_keys
 from .api.options import ServerOptions, true
 from .api.tls import KeyPair, key_pair
-from .core.errors import CharoniaError
+from .core.errors import CharoniaError, InvalidArgument
 from .core.logs import logging_as
+from .core.metrics_config import MetricsConfig, read_metrics_config
 from .core.tracing import endpoint_of, tracing
 from .engine.options import EngineOptions
 from .repository.options import CheckOptions, RepositoryOptions
@@ -73,8 +74,9 @@ def serve(
     with logging_as(server.log_settings) as logs:
         try:
             tls_files(grpc)  # what is wrong with them is told before anything is loaded
-            selection = _select(model, repository, engine)
-            plan = _Plan(selection, server, grpc, _rules(http), read_keys(access), _tls(server))
+            metrics = read_metrics_config(server.metrics_config)
+            selection = _select(model, repository, engine, metrics)
+            plan = _Plan(selection, server, grpc, _rules(http), read_keys(access), metrics, _tls(server))
             with tracing(endpoint_of(server.otlp_traces_endpoint, os.environ), __version__) as tracer:
                 return uvloop.run(_run(plan, tracer, _commons(server, logs)))
         except CharoniaError as error:
@@ -83,18 +85,36 @@ def serve(
 
 
 @app.command
-def check(repository: Path, /, *, options: Annotated[CheckOptions, Parameter("*")] = CheckOptions()) -> int:  # noqa: B008
+def check(
+    repository: str | None = None,
+    /,
+    *,
+    tensorrt_llm: Annotated[bool, Parameter(negative=())] = False,
+    options: Annotated[CheckOptions, Parameter("*")] = CheckOptions(),  # noqa: B008
+) -> int:
     """Say what is wrong with a model repository, without serving it; the status is 1 if a model would not load.
 
     Parameters
     ----------
     repository
-        Directory of models.
+        Directory of models; with --tensorrt-llm, a checkpoint to generate with.
+    tensorrt_llm
+        Instead, hold the installed TensorRT-LLM against what its adapter expects.
     """
+    if tensorrt_llm:
+        from .engine.trtllm.check import report as report_package
+
+        return report_package(repository)
+    return _check_repository(repository, options)
+
+
+def _check_repository(repository: str | None, options: CheckOptions) -> int:
     from .repository.check import report
 
     try:
-        return report(repository, options)
+        if repository is None:
+            raise InvalidArgument("nothing to check: name a model repository")
+        return report(Path(repository), options)
     except CharoniaError as error:
         print(f"charonia: {error.message}", file=sys.stderr)
         return 1
@@ -109,13 +129,17 @@ class _Plan:
     grpc: GrpcOptions
     rules: "HttpRules"
     keys: Keyring
+    metrics: MetricsConfig
     tls: KeyPair | None = None
 
 
-def _select(model: str | None, repository: RepositoryOptions, engine: EngineOptions) -> "Selection":
+def _select(
+    model: str | None, repository: RepositoryOptions, engine: EngineOptions, metrics: MetricsConfig
+) -> "Selection":
     from .repository.selection import select
 
-    return select(model, repository, {name: str(value) for name, value in engine.given().items()})
+    given = {name: str(value) for name, value in engine.given().items()}
+    return select(model, repository, given, metrics.quantiles if metrics.summaries else ())
 
 
 def _commons(options: ServerOptions, logs: "Logs") -> "Commons":
@@ -148,12 +172,13 @@ async def _run(plan: _Plan, tracer: "Tracer | None", commons: "Commons") -> int:
         lag,
         closing(traces),
     ):
-        loading = asyncio.create_task(_load(plan.selection, keeper, stop))
+        loading = asyncio.create_task(_load(plan.selection, keeper, stop, true(options.exit_on_error)))
         try:
             grpc = await _grpc_door(plan, hub, rpc)
             if not await loading:
                 return 0 if stop.asked.is_set() else 1
-            async with _metrics(options, metrics, (hub.measure, lag.measure)), plan.selection.kept(keeper):
+            sources = hub.measure, lag.measure, *_machine(options)
+            async with _metrics(plan, metrics, sources), plan.selection.kept(keeper):
                 await _serve(plan, hub, sock, grpc, stop)
             return 0
         finally:
@@ -183,10 +208,15 @@ def _metrics_socket(options: ServerOptions) -> "AbstractContextManager[socket.so
     return bind(options.metrics_address or options.http_address, options.metrics_port, "--metrics-port")
 
 
+def _machine(options: ServerOptions) -> "Iterable[Source]":
+    """What is measured of the machine."""
+    from .core.machine import Machine
+
+    return [Machine().measure] if true(options.allow_cpu_metrics) else []
+
+
 @asynccontextmanager
-async def _metrics(
-    options: ServerOptions, sock: "socket.socket | None", sources: "Iterable[Source]"
-) -> AsyncIterator[None]:
+async def _metrics(plan: _Plan, sock: "socket.socket | None", sources: "Iterable[Source]") -> AsyncIterator[None]:
     """Serve metrics meanwhile, if somebody wants them."""
     from .api.metrics import MetricsApp, build_registry
     from .api.server import HttpServer
@@ -194,7 +224,7 @@ async def _metrics(
     if sock is None:
         yield
         return
-    registry = build_registry(sources, vllm=options.metrics_names == "vllm")
+    registry = build_registry(sources, plan.server.metrics_names == "vllm", plan.metrics.hidden)
     server = HttpServer(MetricsApp(registry), sock, access_log=False)
     await server.start()
     print(f"Metrics on {url(*sock.getsockname()[:2])}/metrics")
@@ -204,15 +234,19 @@ async def _metrics(
         await server.stop(force=True)
 
 
-async def _load(selection: "Selection", keeper: "Keeper", stop: "StopSignals") -> bool:
-    """Whether there is something to serve, and still someone who wants it."""
+async def _load(selection: "Selection", keeper: "Keeper", stop: "StopSignals", strict: bool) -> bool:
+    """Whether there is something to serve, and still someone who wants it. `strict`: all of it, or nothing."""
     from .api.server import first_of
     from .repository.display import Display
 
     with Display() as display:
         loading = asyncio.create_task(keeper.start(selection.names, display))
         await first_of(loading, stop.asked.wait())
-    return not stop.asked.is_set() and (loading.result() or not selection.single)
+    if stop.asked.is_set():
+        return False
+    if not loading.result() and strict and not selection.single:
+        print("charonia: a model failed to load; --exit-on-error=false serves the others", file=sys.stderr)
+    return loading.result() or not (strict or selection.single)
 
 
 async def _serve(plan: _Plan, hub: "Hub", sock: "socket.socket", grpc: "GrpcServer", stop: "StopSignals") -> None:

@@ -3,7 +3,7 @@
 Knows families and readings; not what is measured, and not how a scrape is stored.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..core.metric_families import CHARONIA, TRITON, VLLM, vllm_readings
 from ..core.metrics import Histogram, Labels, Measurement, Reading
+from ..core.summary import Summary
 
 _CONTENT_TYPE = "text/plain; charset=utf-8"
 
@@ -21,22 +22,23 @@ Source = Callable[[], Iterable[Measurement]]
 """Who measures; asked at each scrape."""
 
 
-def build_registry(sources: Iterable[Source], vllm: bool = False) -> CollectorRegistry:
-    """A registry of its own; `vllm`: vLLM's names beside ours."""
+def build_registry(sources: Iterable[Source], vllm: bool = False, hidden: Collection[str] = ()) -> CollectorRegistry:
+    """A registry of its own; `vllm`: vLLM's names beside ours. `hidden`: families that are not shown."""
     registry = CollectorRegistry()
-    registry.register(Readings(tuple(sources), vllm))
+    registry.register(Readings(tuple(sources), vllm, hidden))
     return registry
 
 
 class Readings(Collector):
     """Every family is there at every scrape, its series as long as their model is."""
 
-    def __init__(self, sources: tuple[Source, ...], vllm: bool) -> None:
+    def __init__(self, sources: tuple[Source, ...], vllm: bool, hidden: Collection[str]) -> None:
         self._sources = sources
         self._vllm = vllm
+        self._shown = [family for family in (*CHARONIA, *TRITON) if family.name not in hidden]
 
     def collect(self) -> Iterator[Metric]:
-        ours, theirs = _families(CHARONIA + TRITON), _families(VLLM if self._vllm else ())
+        ours, theirs = _families(self._shown), _families(VLLM if self._vllm else ())
         for source in self._sources:
             for labels, readings in source():
                 _fill(ours, labels, readings)
@@ -56,18 +58,32 @@ def _fill(metrics: Mapping[str, Metric], labels: Labels, readings: Iterable[Read
             _add(metric, {**labels, **reading.labels}, reading.value)
 
 
-def _add(metric: Metric, labels: dict[str, str], value: float | Histogram) -> None:
+def _add(metric: Metric, labels: dict[str, str], value: float | Histogram | Summary) -> None:
     # To Prometheus an empty label is no label.
     labels = {name: text for name, text in labels.items() if text}
-    if not isinstance(value, Histogram):
-        metric.add_sample(metric.name, labels, value)
-        return
+    match value:
+        case Histogram():
+            _add_histogram(metric, labels, value)
+        case Summary():
+            _add_summary(metric, labels, value)
+        case _:
+            metric.add_sample(metric.name, labels, value)
+
+
+def _add_histogram(metric: Metric, labels: dict[str, str], value: Histogram) -> None:
     count = 0
     for bound, within in zip((*value.bounds, float("inf")), value.counts, strict=True):
         count += within
         metric.add_sample(f"{metric.name}_bucket", {**labels, "le": _number(float(bound))}, count)
     metric.add_sample(f"{metric.name}_sum", labels, value.sum)
     metric.add_sample(f"{metric.name}_count", labels, count)
+
+
+def _add_summary(metric: Metric, labels: dict[str, str], value: Summary) -> None:
+    for quantile, each in zip(value.quantiles, value.values(), strict=True):
+        metric.add_sample(metric.name, {**labels, "quantile": repr(quantile)}, each)
+    metric.add_sample(f"{metric.name}_sum", labels, value.sum)
+    metric.add_sample(f"{metric.name}_count", labels, value.count)
 
 
 def render(metrics: Iterable[Metric]) -> bytes:
@@ -93,6 +109,8 @@ def _escaped(text: str, quoted: bool = False) -> str:
 
 def _number(value: float) -> str:
     """Counts stay whole numbers, however large."""
+    if value != value:
+        return "NaN"
     return "+Inf" if value == float("inf") else repr(value)
 
 

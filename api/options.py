@@ -38,6 +38,10 @@ class ServerOptions:
     """Address to serve metrics on, when it is not --http-address."""
     metrics_port: Port = 8002
     """Port of Prometheus metrics."""
+    metrics_config: Annotated[tuple[str, ...], Parameter(negative=())] = ()
+    """What is measured of latencies, as NAME=VALUE; may be given several times."""
+    allow_cpu_metrics: Boolean = "true"
+    """Measure the host's CPUs and memory too."""
     metrics_names: Literal["charonia", "vllm"] = "charonia"
     """Names of what Triton has no name for; vllm: vLLM's names beside ours."""
     max_loop_lag_secs: Annotated[float, Parameter(validator=Number(gt=0))] = 10
@@ -46,6 +50,8 @@ class ServerOptions:
     """Largest request body in bytes."""
     strict_readiness: Boolean = "true"
     """Ready only when every known model is."""
+    exit_on_error: Boolean = "true"
+    """End if a model fails to load at the start."""
     exit_timeout_secs: Annotated[float, Parameter(validator=Number(gte=0))] = 30
     """How long running requests may take to finish on SIGTERM or SIGINT."""
     log_info: Boolean = "true"

@@ -7,6 +7,7 @@ be ready again before the next kill; and afterwards no process, zombie, descript
 
 import asyncio
 import os
+import random
 import signal
 import sys
 import time
@@ -38,6 +39,13 @@ _LONGEST = 60.0
 _POLL_SECONDS = 0.02
 
 app = App(name="python -m charonia.bench.proof_kills", help=__doc__)
+
+
+class Quarry(NamedTuple):
+    """The model that is asked, and those of the server's processes of which one dies at a time."""
+
+    model: str
+    pids: Callable[[Place], list[int]]
 
 
 class Aftermath(NamedTuple):
@@ -72,7 +80,7 @@ class Aftermath(NamedTuple):
         if dict(+counted) != {name: count for name, count in seen.items() if count}:
             found.append(f"clients saw {seen}, the server counted {self.outcomes}")
         if self.restarts != len(self.away):
-            found.append(f"{len(self.away)} cores were killed, {self.restarts} restarted")
+            found.append(f"{len(self.away)} times it was killed, {self.restarts} times restarted")
         return [*found, *self.after.beyond(self.before)]
 
 
@@ -92,21 +100,34 @@ def _fate(record: Record) -> str:
     return f"after {record.tokens} of {NEW} tokens" if record.status == OK else record.status
 
 
+def living_cores(place: Place) -> list[int]:
+    return [core.pid for core in census(place).cores if not core.zombie]
+
+
+CORE = Quarry(NAME, living_cores)
+
+
 def batter(
-    place: Place, rate: float, kills: Sequence[float], patience: float, tell: Callable[[str], None] = lambda line: None
+    place: Place,
+    rate: float,
+    kills: Sequence[float],
+    patience: float,
+    tell: Callable[[str], None] = lambda line: None,
+    quarry: Quarry = CORE,
 ) -> Aftermath:
-    """Ask `rate` times a second while the core dies at these seconds, and as long after the last as before the first.
+    """Ask `rate` times a second while one of the `quarry` dies at these seconds; after the last as long as before the
+    first.
 
     Raises:
         Unavailable: the server was not ready again within `patience` seconds.
     """
     seconds = kills[-1] + kills[0]
-    asyncio.run(_tried(place, tell))
+    asyncio.run(_tried(place, patience, tell, quarry))
     before, seen = census(place), scrape(place)
     with ThreadPoolExecutor(len(DOORS)) as threads:
-        loads = [_load(place, door, rate / len(DOORS), seconds, seed) for seed, door in enumerate(DOORS)]
+        loads = [_load(place, door, rate / len(DOORS), seconds, seed, quarry) for seed, door in enumerate(DOORS)]
         putting = [threads.submit(run, load) for load in loads]
-        away = list(_kill_at(place, kills, patience, tell))
+        away = list(_kill_at(place, kills, patience, tell, quarry))
         records = [record for put in putting for outcome in put.result() for record in outcome.records]
     now = asyncio.run(until_idle(place))
     after = asyncio.run(settled(place, before))
@@ -114,20 +135,20 @@ def batter(
     return Aftermath(records, away, since(seen.outcomes(), now.outcomes()), restarts, before, after)
 
 
-async def _tried(place: Place, tell: Callable[[str], None]) -> None:
+async def _tried(place: Place, patience: float, tell: Callable[[str], None], quarry: Quarry) -> None:
     """Everything once before the first census: every door asked, and a core lost."""
     with ThreadPoolExecutor(len(DOORS)) as threads:
-        list(threads.map(run, (_load(place, door, 8, 1, -1 - seed) for seed, door in enumerate(DOORS))))
+        list(threads.map(run, (_load(place, door, 8, 1, -1 - seed, quarry) for seed, door in enumerate(DOORS))))
     tell("killing one before it counts")
-    kill(place, 30.0)
+    kill(place, max(patience, 30.0), quarry)
     await until_idle(place)
 
 
-def _load(place: Place, door: DoorName, rate: float, seconds: float, seed: int) -> Load:
+def _load(place: Place, door: DoorName, rate: float, seconds: float, seed: int, quarry: Quarry) -> Load:
     arrivals = poisson(rate, round(2 * rate * seconds) + 20, abs(seed))
     port = place.grpc_port if door == "grpc" else place.http_port
     return Load(
-        target=Target(host=place.host, port=port, door=door, manner=Manner(NAME)),
+        target=Target(host=place.host, port=port, door=door, manner=Manner(quarry.model)),
         jobs=until(uniform_jobs(arrivals, PROMPT, NEW), seconds),
         prompts=Prompts(form="text" if door == "chat" else "ids", seed=abs(seed)),
         pace=Pace(timeout=_LONGEST),
@@ -135,11 +156,13 @@ def _load(place: Place, door: DoorName, rate: float, seconds: float, seed: int) 
     )
 
 
-def _kill_at(place: Place, kills: Sequence[float], patience: float, tell: Callable[[str], None]) -> Iterator[float]:
+def _kill_at(
+    place: Place, kills: Sequence[float], patience: float, tell: Callable[[str], None], quarry: Quarry
+) -> Iterator[float]:
     begun = _begun(place, patience)
     for number, due in enumerate(kills, 1):
         time.sleep(max(0.0, begun + due - time.monotonic()))
-        away = kill(place, patience)
+        away = kill(place, patience, quarry)
         tell(f"killed {number}, ready again after {away:.2f} s")
         yield away
 
@@ -152,20 +175,20 @@ def _begun(place: Place, patience: float) -> float:
     return time.monotonic()
 
 
-def kill(place: Place, patience: float) -> float:
-    """Kill the core; seconds until another one serves.
+def kill(place: Place, patience: float, quarry: Quarry = CORE) -> float:
+    """Kill one of the quarry; seconds until another core serves.
 
     Raises:
         Unavailable: there was none to kill, or none came within `patience` seconds.
     """
-    cores = [core.pid for core in census(place).cores if not core.zombie]
-    if not cores:
-        raise Unavailable("there is no core to kill")
-    os.kill(cores[0], signal.SIGKILL)
+    cores, quarry_pids = living_cores(place), quarry.pids(place)
+    if not quarry_pids:
+        raise Unavailable("there is nothing to kill")
+    os.kill(random.choice(quarry_pids), signal.SIGKILL)
     killed = time.monotonic()
     while _pids(place) in ([], cores) or not is_ready(place):
         if time.monotonic() - killed > patience:
-            raise Unavailable(f"not ready {patience:g} s after its core was killed")
+            raise Unavailable(f"not ready {patience:g} s after the kill")
         time.sleep(_POLL_SECONDS)
     return time.monotonic() - killed
 
@@ -179,11 +202,19 @@ def _restarts(seen: Scrape) -> float:
 
 
 def show(console: Console, aftermath: Aftermath) -> None:
-    """How the streams ended, as the clients saw it."""
+    """How the streams ended, as the clients saw it; and what was lost."""
     table = Table("ended", "streams")
     for status, count in Counter(record.status for record in aftermath.records).most_common():
         table.add_row(status, str(count))
     console.print(table)
+    for fault in aftermath.faults[:20]:
+        print(fault)
+    away = sorted(aftermath.away)
+    print(
+        f"{len(away)} kills, ready again after {away[len(away) // 2]:.2f} s (longest {away[-1]:.2f}); "
+        f"{len(aftermath.records):,} streams: {aftermath.answered:,} answered, {aftermath.told:,} told so; "
+        f"the server counted {aftermath.outcomes}"
+    )
 
 
 @app.default
@@ -195,14 +226,6 @@ def main(seconds: float = 120.0, every: float = 10.0, rate: float = 40.0) -> Non
         kills = [(number + 0.5) * every for number in range(max(1, round(seconds / every)))]
         aftermath = batter(place, rate, kills, every, lambda line: progress.update(task, description=line))
     show(console, aftermath)
-    for fault in aftermath.faults[:20]:
-        print(fault)
-    away = sorted(aftermath.away)
-    print(
-        f"{len(away)} kills in {seconds:g} s, ready again after {away[len(away) // 2]:.2f} s (longest {away[-1]:.2f}); "
-        f"{len(aftermath.records):,} streams: {aftermath.answered:,} answered, {aftermath.told:,} told so; "
-        f"the server counted {aftermath.outcomes}"
-    )
     sys.exit(bool(aftermath.faults))
 
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from ..engine.attention.base import Attention, Batch, CacheSpec
 from ..engine.attention.registry import attention_backend
 from ..engine.checkpoint import open_checkpoint
-from ..engine.layers.group import Alone
-from ..engine.models.base import Decoder, Place
+from ..engine.models.base import Decoder
 from ..engine.models.registry import recipe
+from ..engine.place import Place
 
 BLOCK, WINDOW = 16, 512
 SEED, SHARE = 20261120, 0.04
@@ -50,7 +50,7 @@ class Model:
     """A checkpoint in one precision, with a cache for one window."""
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype, quantized: bool) -> None:
-        place = Place(dtype, torch.device("cpu"), Alone(), WINDOW, quantized=quantized)
+        place = Place(dtype, torch.device("cpu"), WINDOW, quantized=quantized)
         built = recipe(open_checkpoint(str(checkpoint))).build(place)
         self._decoder: Decoder = built.decoder
         heads = built.shape.heads, built.shape.kv_heads, built.shape.head_dim
@@ -64,6 +64,7 @@ class Model:
         step = _whole(len(window))
         attend = self._attention.begin(step)
         logits = self._decoder.logits(window, step.positions, attend, step.positions[:-1])
+        assert logits is not None, "one rank is the last stage too"
         return F.cross_entropy(logits.float(), window[1:], reduction="none")
 
 

@@ -5,9 +5,10 @@ the fake's next token is the last one plus one, so every token of every sequence
 """
 
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
+import msgspec
 import numpy as np
 
 from ..engine.executor.base import Capacity
@@ -67,6 +68,13 @@ class World:
                 target_step_ms=random.choice((None, None, 0, 50)),
             ),
         )
+
+    def staged(self, stages: int) -> "World":
+        """The same over a pipeline, as a step loop has it scheduled; one stage is as drawn."""
+        if stages == 1:
+            return self
+        scheduler = msgspec.structs.replace(self.scheduler, ahead=stages - 1, in_flight_per_sequence=1)
+        return replace(self, scheduler=scheduler)
 
 
 @dataclass(slots=True)

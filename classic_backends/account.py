@@ -15,6 +15,7 @@ from ..core.metrics import End, Microseconds, Outcome, Reading, ended_readings
 from ..core.statistics import BatchStatistics, Duration, InferenceStatistics, ResponseStatistics, Statistics
 from .batcher import Cause
 from .execution import Timing
+from .latencies import Latencies
 
 _PLACES = 1024
 """Places of a stream that are booked apart: a stream has no end, memory has."""
@@ -83,6 +84,7 @@ class Responses:
 class Account:
     """Of one model, from its load to its unload. `queued`: nanoseconds; `last`: seconds since the epoch."""
 
+    latencies: Latencies = field(default_factory=Latencies)
     success: Sum = field(default_factory=Sum)
     fail: Sum = field(default_factory=Sum)
     queued: int = 0
@@ -120,6 +122,7 @@ class Account:
         spent.compute_input += timing.input // 1000
         spent.compute_infer += timing.infer // 1000
         spent.compute_output += timing.output // 1000
+        self.latencies.succeed(whole, queued, timing)
 
     def lose(self, reason: Failure, whole: int) -> None:
         """A request was not answered."""
@@ -169,3 +172,4 @@ class Account:
         yield Reading("nv_inference_compute_infer_duration_us", self.spent.compute_infer)
         yield Reading("nv_inference_compute_output_duration_us", self.spent.compute_output)
         yield Reading("nv_inference_pending_request_count", pending)
+        yield from self.latencies.readings()

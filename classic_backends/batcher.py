@@ -89,7 +89,10 @@ class Batcher(Generic[T]):
 
     def expire(self, now: int) -> Turn[T]:
         """What time alone does, while no instance is free."""
-        return Turn(None, self._queue.expire(now), self._queue.next_deadline)
+        refused = self._queue.expire(now)
+        if refused:
+            self._pause = None
+        return Turn(None, refused, self._queue.next_deadline)
 
     def look(self, now: int) -> Turn[T]:
         """What an instance that is free would do; a batch stays in the queue, and may still grow."""

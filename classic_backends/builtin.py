@@ -92,6 +92,12 @@ class IdentityLoader:
         pairs = [(given.name, made.name) for given, made in zip(config.inputs, config.outputs, strict=True)]
         return Identity(pairs, delay, _check_ragged(config, pairs))
 
+    def uses_gpus(self) -> bool:
+        return False
+
+    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> int:
+        return 0
+
     def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
         return document
 
@@ -111,6 +117,12 @@ class DecoupledLoader:
         _check_specs(config, "input", config.inputs, self._inputs)
         _check_specs(config, "output", config.outputs, self._outputs)
         return self._make()
+
+    def uses_gpus(self) -> bool:
+        return False
+
+    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> int:
+        return 0
 
     def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
         """`document` with what every such model has where it says nothing of it."""

@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass
 
 from ..core.errors import RequestTimeout, Unavailable
+from ..core.exchange import Computed
 from .account import Account, Failure
 from .dispatch import Done, Request, Work
 from .execution import NO_TIME, Timing
@@ -34,6 +35,7 @@ class Delivery:
         for index, request in enumerate(requests):
             if request.item.given_up:
                 continue
+            _note(request, begun, result.timing)
             if result.error is not None:
                 self._fail(request, result.error, Failure.BACKEND)
                 continue
@@ -45,6 +47,8 @@ class Delivery:
         [request], result = done.work.requests, done.result
         stream = self._streams.setdefault(request, _Stream())
         booked = self._account.response(stream.count)
+        if not stream.count:
+            self._account.latencies.respond(time.monotonic_ns() - request.arrived)
         stream.count += 1
         if request.item.given_up:
             return booked.cancel.add(0)
@@ -56,6 +60,7 @@ class Delivery:
         booked.output.add(result.timing.output)
         booked.success.add(result.timing.infer + result.timing.output)
         stream.timing = Timing(*map(sum, zip(stream.timing, result.timing, strict=True)))
+        _note(request, done.begun, stream.timing)
         return request.item.sink.put(result.responses[0])
 
     def ended(self, work: Work, begun: int) -> None:
@@ -81,3 +86,9 @@ class Delivery:
     def _size(self, work: Work) -> int:
         """Triton books a model that does not batch under the size 1."""
         return work.size if self._batched else 1
+
+
+def _note(request: Request, begun: int, timing: Timing) -> None:
+    """For traces: when what happened to it."""
+    if request.item.exchange is not None:
+        request.item.exchange.computed = Computed(request.arrived, begun, timing)

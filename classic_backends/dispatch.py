@@ -59,6 +59,7 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._batcher: Batcher[Job] = Batcher(rules)
         self._portion = rules.portion
+        self._workers: set[Worker] = set()
         self._free: list[Worker] = []
         self._waking: set[Worker] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -74,12 +75,25 @@ class Dispatcher:
     def add_worker(self, worker: Worker) -> None:
         with self._lock:
             self._free.append(worker)
+        self._workers.add(worker)
         self._look()
 
+    def remove_worker(self, worker: Worker) -> None:
+        """It is lost. Without another one nobody waits: when there will be one is uncertain."""
+        self._workers.discard(worker)
+        with self._lock:
+            if worker in self._free:
+                self._free.remove(worker)
+            waiting = [] if self._workers else self._batcher.drain()
+        for request in waiting:
+            self._clerk.refused(request, restarting(request))
+
     def submit(self, request: Request) -> None:
-        """Raises `Unavailable` where the queue is full, or closed."""
+        """Raises `Unavailable` where the queue is full, or closed, or nobody is there to serve it."""
         if self._closed:
             raise stopping(request)
+        if not self._workers:
+            raise restarting(request)
         now = time.monotonic_ns()
         with self._lock:
             if not self._batcher.add(request, now):
@@ -173,6 +187,11 @@ class Dispatcher:
         self._tell(self._clerk.ended, work, begun)
 
     def next(self, instance: Worker) -> Work | None:
+        if instance.lost:
+            with self._lock:
+                self._waking.discard(instance)
+            self._tell(self._look)
+            return None
         with self._lock:
             self._waking.discard(instance)
             turn = self._batcher.take(time.monotonic_ns())
@@ -195,6 +214,12 @@ class Dispatcher:
 def stopping(request: Request) -> Unavailable:
     message = "Server is stopping, scheduler for model has stopped accepting new inference requests"
     return Unavailable(f"{prefix(request.item.id)}{message}")
+
+
+def restarting(request: Request) -> Unavailable:
+    return Unavailable(
+        f"{prefix(request.item.id)}the model's instances have ended unexpectedly and are being restarted"
+    )
 
 
 def prefix(request_id: str) -> str:

@@ -12,15 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import InvalidArgument
-from ..core.host import cores, give_back_memory
+from ..core.host import give_back_memory
 from ..core.model import ModelConfig
 from ..tokenization.files import read_json
 from ..tokenization.sequences import SequenceTokenizer, TokenSequence
 from .completion import Found, FoundModel, check_fit, completed, is_complete
 from .encoder_files import CrossEncoderFiles, EmbedderFiles, read_encoder
 from .parameters import integer, report_unknown
+from .places import bytes_of, host_instances, threads_each
 from .runtime import Arrays, Document, Place, Runtime, Traits
 from .token_batches import token_batches
+from .torch_build import torch_has_cuda
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,12 +49,18 @@ class EncoderLoader:
 
         report_unknown(config.name, parameters, _KNOWN)
         budget = integer(parameters, "max_batch_tokens", _MAX_BATCH_TOKENS, least=1)
-        torch.set_num_threads(integer(parameters, "intra_op_thread_count", 0) or cores().threads)
+        torch.set_num_threads(integer(parameters, "intra_op_thread_count", 0) or threads_each(config.document))
         files = read_encoder(directory)
         check_fit(config, tensors_of(files))
         device = f"cuda:{place.device}" if place.kind == "KIND_GPU" else "cpu"
         tokenizer = SequenceTokenizer.load(files.directory, files.tokens.length, files.tokens.lowercase)
         return EncoderRuntime(_encoder(files, device), Reader(files, tokenizer), budget, device)
+
+    def uses_gpus(self) -> bool:
+        return torch_has_cuda()
+
+    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> int:
+        return bytes_of(directory) * host_instances(document)
 
     def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
         if is_complete(document):

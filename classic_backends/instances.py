@@ -10,7 +10,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
-from .runtime import Runtime
+from .runtime import Life, Runtime
 
 log = logging.getLogger(__name__)
 
@@ -42,15 +42,22 @@ class Instance(Generic[T]):
         self._inbox: SimpleQueue[Source[T] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._live, name=name, daemon=True)
         self.runtime: Runtime
+        self.life: Life | None = None
 
     async def start(self) -> None:
         """Return when it is loaded; raises what loading raises."""
         self._thread.start()
         self.runtime = await asyncio.shield(self._loaded)
+        self.life = self.runtime.traits.life
 
     def wake(self, source: Source[T]) -> None:
         """Let it take work from there. Only for an instance that is free."""
         self._inbox.put(source)
+
+    @property
+    def lost(self) -> bool:
+        """Its runtime has ended by itself: it takes no more work."""
+        return self.life is not None and self.life.lost
 
     async def stop(self) -> None:
         """Return when its runtime is closed; what it executes it finishes first."""
@@ -58,7 +65,15 @@ class Instance(Generic[T]):
         try:
             await asyncio.wait_for(self._ended.wait(), _CLOSE_SECONDS)
         except TimeoutError:
-            log.error("instance '%s' still executes after %g s: left to itself", self.name, _CLOSE_SECONDS)
+            await self._end()
+
+    async def _end(self) -> None:
+        """It still executes: kill what can be killed."""
+        end = "left to itself" if self.life is None else "killed"
+        log.error("instance '%s' still executes after %g s: %s", self.name, _CLOSE_SECONDS, end)
+        if self.life is not None:
+            self.life.kill()
+            await self._ended.wait()
 
     def _live(self) -> None:
         try:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self
 from numpy.typing import NDArray
 
 from ..core.errors import Internal
+from ..core.exchange import Exchange
 from ..core.request import InferResponse
 
 _UNREAD = 256
@@ -28,7 +29,7 @@ class Sink(Protocol):
 class Job:
     """`inputs`: in the model's shapes; `wanted`: the outputs asked for, None for all. `room`: for responses that nobody
     has read yet; one who makes several takes a place for each. `given_up`: nobody reads what comes; set by the event
-    loop, read by the thread that computes."""
+    loop, read by the thread that computes. `exchange`: which it answers, if it is one that is counted."""
 
     inputs: Mapping[str, NDArray[Any]]
     wanted: Sequence[str] | None
@@ -36,6 +37,7 @@ class Job:
     id: str = ""
     room: threading.Semaphore | None = None
     given_up: bool = False
+    exchange: Exchange | None = None
 
     def give_up(self) -> None:
         self.given_up = True

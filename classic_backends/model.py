@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from ..core.errors import CharoniaError, InvalidArgument, Unavailable
-from ..core.exchange import Exchange
+from ..core.exchange import Computed, Exchange, current
 from ..core.metrics import Reading
 from ..core.model import ModelConfig, ModelStats
 from ..core.request import InferRequest, InferResponse
@@ -18,11 +18,12 @@ from ..core.statistics import Statistics
 from .account import Account, Failure
 from .batcher import Cause
 from .batching import read_batching
+from .crew import Crew
 from .delivery import Delivery
-from .dispatch import Dispatcher, Request, Worker, prefix
+from .dispatch import Dispatcher, Request, prefix
 from .execution import Form, execute, execute_alone, stream
-from .instances import Instance
 from .job import Answer, AtOnce, Channel, Job, Nobody, Sink
+from .latencies import Latencies, first_response_bounds
 from .ordering import Line
 from .places import Slot, read_slots
 from .ragged import read_ragged
@@ -38,7 +39,8 @@ class ClassicModel:
     """One version of a model, on as many instances as its config asks for.
 
     `directory`: of the version. `parameters`: the backend's own; the model's are added to them. `warm_up`: requests
-    that every instance answers before the model is ready; what goes wrong there fails the load.
+    that every instance answers before the model is ready; what goes wrong there fails the load. `quantiles`: of the
+    summaries of its latencies, none for no summaries.
 
     Raises:
         InvalidArgument: the config contradicts itself; `field` names the culprit.
@@ -51,6 +53,7 @@ class ClassicModel:
         directory: Path,
         parameters: Mapping[str, str] | None = None,
         warm_up: Sequence[InferRequest] = (),
+        quantiles: Sequence[float] = (),
     ) -> None:
         self._config = config
         self._loader = loader
@@ -60,10 +63,11 @@ class ClassicModel:
         self._rules = read_batching(config.document, config.max_batch_size, config.decoupled)
         self._form = Form(Signature(config), read_ragged(config.document))
         self._slots = read_slots(config.name, config.document)
-        self._account = Account()
+        bounds = first_response_bounds(config.document) if config.decoupled else ()
+        self._account = Account(Latencies(quantiles, bounds))
         self._delivery = Delivery(self._account, self._form.signature.batched)
         self._line = Line()
-        self._workers: list[Worker] = []
+        self._crew = Crew(self._load)
         self._dispatcher: Dispatcher | None = None
         self._inline: Runtime | None = None
 
@@ -75,7 +79,7 @@ class ClassicModel:
         account = self._account
         cancelled = account.failures[Failure.CANCELED]
         return ModelStats(
-            self._dispatcher is not None,
+            self._inline is not None or (self._dispatcher is not None and self._crew.ready),
             success=account.success.count,
             failure=account.failures.total() - cancelled,
             cancelled=cancelled,
@@ -89,20 +93,21 @@ class ClassicModel:
 
     def readings(self) -> Iterator[Reading]:
         """Everything measured, for a scrape."""
-        return self._account.readings(0 if self._dispatcher is None else len(self._dispatcher))
+        yield from self._account.readings(0 if self._dispatcher is None else len(self._dispatcher))
+        yield Reading("charonia_instance_restarts_total", self._crew.restarts)
 
     async def load(self) -> None:
         """Return when every instance is loaded and warm. Raises what loading one raises; then nothing is left."""
         first, *others = self._slots
         try:
-            await self._start([first])
-            traits = self._workers[0].runtime.traits
+            await self._crew.start([first])
+            traits = self._crew.first.traits
             require_ragged(self._form.signature, traits.ragged, self._config.backend)
             if traits.inline and not self._config.decoupled and not self._rules.max_delay:
                 # Nothing ever waits for it: no queue, no thread.
-                self._inline = self._workers[0].runtime
+                self._inline = self._crew.first
             else:
-                await self._start(others)
+                await self._crew.start(others)
         except BaseException:
             await self.unload()
             raise
@@ -111,9 +116,8 @@ class ClassicModel:
     async def unload(self) -> None:
         if self._dispatcher is not None:
             self._dispatcher.close()
-        workers, self._workers = self._workers, []
         self._dispatcher = self._inline = None
-        await asyncio.gather(*(worker.stop() for worker in workers))
+        await self._crew.stop()
 
     def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:
         """Raises what the runtime raises; `Unavailable` where the queue is full or the model is not loaded, and
@@ -126,6 +130,9 @@ class ClassicModel:
         begun = time.monotonic_ns()
         result = execute_alone(runtime, self._form, request, self._slots[0].place.name)
         whole = time.monotonic_ns() - begun
+        exchange = current()
+        if exchange is not None:
+            exchange.computed = Computed(begun, begun, result.timing)
         if result.error is not None:
             self._account.lose(Failure.BACKEND, whole)
             raise result.error
@@ -160,7 +167,7 @@ class ClassicModel:
 
     def _waiting(self, request: InferRequest, sink: Sink) -> Request:
         signature = self._form.signature
-        job = Job(signature.arrays(request), request.outputs, sink, request.id)
+        job = Job(signature.arrays(request), request.outputs, sink, request.id, exchange=current())
         kind = signature.kind(request) if self._rules.combine else None
         timeout = _number(request, "timeout") * _MICROSECOND
         return Waiting(job, signature.size(request), kind, _number(request, "priority"), timeout)
@@ -185,14 +192,6 @@ class ClassicModel:
             self._dispatcher.leave(waiting)
         waiting.item.sink.end()
 
-    async def _start(self, slots: Sequence[Slot]) -> None:
-        workers: list[Worker] = [Instance(slot.place.name, partial(self._load, slot)) for slot in slots]
-        results = await asyncio.gather(*(worker.start() for worker in workers), return_exceptions=True)
-        self._workers += [worker for worker, result in zip(workers, results, strict=True) if result is None]
-        for result in results:
-            if result is not None:
-                raise result
-
     def _load(self, slot: Slot) -> Runtime:
         """In the thread of the instance."""
         runtime = self._loader.load(self._directory, self._config, slot.place, self._parameters)
@@ -216,9 +215,8 @@ class ClassicModel:
 
     def _open(self) -> None:
         self._dispatcher = Dispatcher(self._rules, self._form, self._delivery, self._config.decoupled)
-        for slot, worker in zip(self._slots, self._workers, strict=False):
-            if not slot.passive and self._inline is None:
-                self._dispatcher.add_worker(worker)
+        if self._inline is None:
+            self._crew.serve(self._dispatcher)
 
 
 def _number(request: InferRequest, name: str) -> int:

@@ -14,6 +14,7 @@ from ..core.model import ModelConfig
 from .completion import check_fit, completed, is_complete
 from .onnx_options import KNOWN, read_plan
 from .parameters import report_unknown
+from .places import bytes_of, read_slots
 from .runtime import Arrays, Document, Place, Runtime, Traits
 
 if TYPE_CHECKING:
@@ -21,27 +22,44 @@ if TYPE_CHECKING:
     from .onnx_values import Run
 
 _FILE = "model.onnx"
-_UNCHANGED = {"optimization": {"graph": {"level": 2}}}
 _COMPLAINT = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
 
 
 class OnnxLoader:
-    """Loads `model.onnx`, or what `default_model_filename` names; either may be a directory with that file in it."""
+    """Loads `model.onnx`, or what `default_model_filename` names; either may be a directory with that file in it.
+
+    What was opened to complete a config is kept for the load that follows, or until the next config: a file is read
+    once.
+    """
+
+    def __init__(self) -> None:
+        self._completed: Session | None = None
 
     def load(self, directory: Path, config: ModelConfig, place: Place, parameters: Mapping[str, str]) -> Runtime:
         sessions = _import_sessions()
         report_unknown(config.name, parameters, KNOWN)
         plan = read_plan(config.document, place, parameters)
         session = sessions.open_session(_file(directory, config.document), plan)
+        self._completed = None
         check_fit(config, sessions.describe(session))
         return OnnxRuntime(session, config)
+
+    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> int:
+        """All instances share the weights."""
+        file = _file(directory, document)
+        return bytes_of(file if file.parent == directory else file.parent)
 
     def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
         if is_complete(document):
             return document
         sessions = _import_sessions()
-        session = sessions.open_session(_file(directory, document), read_plan(_UNCHANGED, Place(), {}))
-        return completed(document, sessions.describe(session), parameters)
+        self._completed = None
+        plan = read_plan(document, read_slots("", document)[0].place, parameters)
+        self._completed = sessions.open_session(_file(directory, document), plan)
+        return completed(document, sessions.describe(self._completed), parameters)
+
+    def uses_gpus(self) -> bool:
+        return "CUDAExecutionProvider" in _import_sessions().onnxruntime.get_available_providers()
 
 
 def _import_sessions() -> Any:

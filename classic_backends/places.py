@@ -1,9 +1,11 @@
 """Where the instances of a model go: `instance_group` of its config, normalised."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.errors import InvalidArgument
+from ..core.host import cores
 from .runtime import Place
 
 
@@ -26,6 +28,23 @@ def read_slots(model: str, document: Mapping[str, Any]) -> tuple[Slot, ...]:
         message = f"model '{model}' has no instance that takes requests"
         raise InvalidArgument(message, field="instance_group")
     return slots
+
+
+def host_instances(document: Mapping[str, Any]) -> int:
+    """How many there are, less those on a GPU, whose weights are there."""
+    groups = document.get("instance_group") or [{}]
+    return sum(len(list(_slots("", group))) for group in groups if group.get("kind") != "KIND_GPU")
+
+
+def threads_each(document: Mapping[str, Any]) -> int:
+    """How many an instance computes with that has threads of its own: the host's, shared out over the instances."""
+    return max(1, cores().threads // max(1, host_instances(document)))
+
+
+def bytes_of(path: Path) -> int:
+    """Of a file, or of all files in a directory; 0 where nothing is."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _slots(default_name: str, group: Mapping[str, Any]) -> Iterator[Slot]:

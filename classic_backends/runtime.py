@@ -31,15 +31,29 @@ class Place:
     name: str = ""
 
 
+class Life(Protocol):
+    """Of a runtime that may end by itself, as a process does. `lost`: an execution found that it has. `sentinel`: a
+    descriptor that can be read as soon as it has."""
+
+    lost: bool
+
+    @property
+    def sentinel(self) -> int: ...
+
+    def kill(self) -> None:
+        """End it now, whatever it executes; from any thread."""
+
+
 class Traits(NamedTuple):
     """What its scheduler must know of a runtime.
 
     `inline`: an execution takes microseconds, so it may run in the event loop's thread. `ragged`: inputs that allow it
-    come with the elements of a whole batch in one flat tensor.
+    come with the elements of a whole batch in one flat tensor. `life`: it may end by itself, and is replaced then.
     """
 
     inline: bool = False
     ragged: bool = False
+    life: Life | None = None
 
 
 class Runtime(Protocol):
@@ -54,8 +68,8 @@ class Runtime(Protocol):
     def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
         """Outputs for a batch of inputs; of a decoupled model any number of times, else exactly once.
 
-        `inputs` are read-only and lack what is optional and was not given. `wanted` names the outputs that are read;
-        more do no harm. Closing the iterator early abandons what is left to compute.
+        `inputs` are read-only, last until the next execution, and lack what is optional and was not given. `wanted`
+        names the outputs that are read; more do no harm. Closing the iterator early abandons what is left to compute.
         """
 
     def close(self) -> None:
@@ -72,6 +86,13 @@ class RuntimeLoader(Protocol):
         Raises:
             CharoniaError: the model cannot be loaded; the message says why, and `field` names a wrong parameter.
         """
+
+    def uses_gpus(self) -> bool:
+        """Whether what it computes with was built for them."""
+
+    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> int:
+        """Bytes of the host's memory that all instances take at least, by the size of what they load; `document`: the
+        config as it was written."""
 
     def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
         """`document` with what it lacks and the model's file tells: `input`, `output` and `max_batch_size`.

@@ -13,11 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import Internal, InvalidArgument, Unsupported
-from ..core.host import cores, give_back_memory
+from ..core.host import give_back_memory
 from ..core.model import ModelConfig
 from .completion import check_fit, completed, is_complete
 from .parameters import flag, integer, report_unknown
+from .places import bytes_of, host_instances, threads_each
 from .runtime import Arrays, Document, Place, Runtime, Traits
+from .torch_build import torch_has_cuda
 from .torch_names import argument_places, result_places
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ class TorchLoader:
         report_unknown(config.name, parameters, KNOWN)
         modes = read_modes(parameters)
         _check_config(config)
-        _set_threads(parameters)
+        _set_threads(parameters, threads_each(config.document))
         device = _device(place)
         opened = open_model(_file(directory, config.document), device)
         arguments = argument_places(config.name, [spec.name for spec in config.inputs], opened.inputs)
@@ -65,6 +67,12 @@ class TorchLoader:
             made = _names(results, [spec.name for spec in config.outputs], len(opened.found.outputs))
             check_fit(config, renamed(opened.found, names, made))
         return TorchRuntime(opened, config, Call(arguments, results, device or "cpu", modes))
+
+    def uses_gpus(self) -> bool:
+        return torch_has_cuda()
+
+    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> int:
+        return bytes_of(_file(directory, document)) * host_instances(document)
 
     def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
         """TorchScript does not tell its tensors' types and shapes, nor does an AOTInductor package."""
@@ -100,11 +108,11 @@ def _check_config(config: ModelConfig) -> None:
                 raise Unsupported(message, field=f"{side}.{spec.name}")
 
 
-def _set_threads(parameters: Mapping[str, str]) -> None:
+def _set_threads(parameters: Mapping[str, str], default: int) -> None:
     """For the thread that calls this, which is the instance's own; between operators, once for the whole process."""
     import torch
 
-    torch.set_num_threads(integer(parameters, "INTRA_OP_THREAD_COUNT", 0) or cores().threads)
+    torch.set_num_threads(integer(parameters, "INTRA_OP_THREAD_COUNT", 0) or default)
     between = integer(parameters, "INTER_OP_THREAD_COUNT", 0)
     if between and between != torch.get_num_interop_threads():
         with suppress(RuntimeError):  # they are there already

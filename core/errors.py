@@ -79,3 +79,13 @@ class QueueFull(CharoniaError):
         super().__init__(message)
         self.retry_after = retry_after
         self.limit = limit
+
+
+_BY_CODE: dict[Code, type[CharoniaError]] = {
+    error.code: error for error in (Internal, InvalidArgument, NotFound, Unavailable, Unsupported)
+}
+
+
+def error_of(code: str, message: str, field: str | None = None) -> CharoniaError:
+    """What another process raised, once more: `Internal` where its kind is not known."""
+    return _BY_CODE.get(Code(code), Internal)(message, field=field)

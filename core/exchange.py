@@ -73,16 +73,26 @@ class Summary(NamedTuple):
     last: float | None
 
 
+class Computed(NamedTuple):
+    """When a model without parts did what, nanoseconds of `time.monotonic_ns`: the request was `queued`, its execution
+    `begun`. `spent`: how long it took to prepare inputs, to compute, and to take outputs apart."""
+
+    queued: int
+    begun: int
+    spent: tuple[int, int, int]
+
+
 class Exchange:
     """Opened by a door, filled in by whoever learns something, closed once. Lives in one event loop.
 
     `model` and `version` are as asked for until they are found; `found`: they were. `end` and `ended` are there from
-    `close` on; the end is that of the parts, or for want of parts what `finish` or `fail` said.
+    `close` on; the end is that of the parts, or for want of parts what `finish` or `fail` said, and `computed` when.
     """
 
     __slots__ = (
         "_summary",
         "arrived",
+        "computed",
         "door",
         "end",
         "ended",
@@ -104,6 +114,7 @@ class Exchange:
         self.arrived = self.ended = time.monotonic()
         self.parts: list[Part] = []
         self.end: End | None = None
+        self.computed: Computed | None = None
         self._summary: Summary | None = None
 
     def finish(self) -> None:

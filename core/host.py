@@ -60,6 +60,14 @@ def available_memory(root: Path = _ROOT) -> int:
     return max(0, int(min(_mem_available(root), _UNLIMITED, *_memory_left(root))))
 
 
+def anonymous_memory(root: Path = _ROOT) -> int:
+    """Bytes of this process's own: what it has in memory that is no file's."""
+    for line in _read(root / "proc/self/status").splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
 def keep_large_blocks_apart() -> None:
     """Let weights come and go as mappings of their own. glibc begins so, and at the first large block that is freed
     starts to put the next ones among the small, which then hold their pages."""

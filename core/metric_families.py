@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, TypeAlias
 
 from .metrics import Histogram, Labels, Reading
+from .summary import Summary
 
-Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
+Kind: TypeAlias = Literal["counter", "gauge", "histogram", "summary"]
 
 
 class Family(NamedTuple):
@@ -38,10 +39,32 @@ CHARONIA = (
     Family("charonia_step_tokens", "histogram", "Tokens computed in one engine step"),
     Family("charonia_step_sequences", "histogram", "Sequences in one engine step"),
     Family("charonia_core_restarts_total", "counter", "Engine cores that were lost and started again"),
+    Family("charonia_replicas_ready", "gauge", "Engine cores that serve now"),
+    Family("charonia_instance_restarts_total", "counter", "Instances that were lost and replaced"),
     Family("charonia_unbatched_requests_total", "counter", "Requests that were executed alone, by why"),
     Family("charonia_event_loop_lag_seconds", "gauge", "Longest recent delay of the frontend's event loop"),
     Family("charonia_model_ready", "gauge", "1 where the model serves, 0 where it does not"),
     Family("charonia_model_load_failures_total", "counter", "Loads of the model that failed"),
+)
+
+DURATIONS = (
+    Family("nv_inference_request_duration_us", "counter", "Cumulative inference request duration in microseconds"),
+    Family("nv_inference_queue_duration_us", "counter", "Cumulative queuing duration in microseconds"),
+    Family("nv_inference_compute_input_duration_us", "counter", "Cumulative input preparation in microseconds"),
+    Family("nv_inference_compute_infer_duration_us", "counter", "Cumulative inference in microseconds"),
+    Family("nv_inference_compute_output_duration_us", "counter", "Cumulative output extraction in microseconds"),
+)
+
+SUMMARIES = (
+    Family("nv_inference_request_summary_us", "summary", "Inference request duration in microseconds"),
+    Family("nv_inference_queue_summary_us", "summary", "Queuing duration in microseconds"),
+    Family("nv_inference_compute_input_summary_us", "summary", "Input preparation in microseconds"),
+    Family("nv_inference_compute_infer_summary_us", "summary", "Inference in microseconds"),
+    Family("nv_inference_compute_output_summary_us", "summary", "Output extraction in microseconds"),
+)
+
+FIRST_RESPONSES = (
+    Family("nv_inference_first_response_histogram_ms", "histogram", "Arrival to first response in milliseconds"),
 )
 
 TRITON = (
@@ -49,13 +72,16 @@ TRITON = (
     Family("nv_inference_request_failure", "counter", "Number of failed inference requests"),
     Family("nv_inference_count", "counter", "Number of inferences performed"),
     Family("nv_inference_exec_count", "counter", "Number of model executions performed"),
-    Family("nv_inference_request_duration_us", "counter", "Cumulative inference request duration in microseconds"),
-    Family("nv_inference_queue_duration_us", "counter", "Cumulative queuing duration in microseconds"),
-    Family("nv_inference_compute_input_duration_us", "counter", "Cumulative input preparation in microseconds"),
-    Family("nv_inference_compute_infer_duration_us", "counter", "Cumulative inference in microseconds"),
-    Family("nv_inference_compute_output_duration_us", "counter", "Cumulative output extraction in microseconds"),
+    *DURATIONS,
     Family("nv_inference_pending_request_count", "gauge", "Requests accepted and not yet begun"),
     Family("nv_model_load_duration_secs", "gauge", "Duration of the model's last load in seconds"),
+    *SUMMARIES,
+    *FIRST_RESPONSES,
+    Family("nv_cpu_utilization", "gauge", "CPU utilization rate since the last scrape, 0.0 to 1.0"),
+    Family("nv_cpu_memory_total_bytes", "gauge", "The host's memory in bytes"),
+    Family("nv_cpu_memory_used_bytes", "gauge", "The host's memory in use in bytes"),
+    Family("nv_pinned_memory_pool_total_bytes", "gauge", "Pinned memory pool in bytes: there is none"),
+    Family("nv_pinned_memory_pool_used_bytes", "gauge", "Pinned memory pool in use in bytes"),
 )
 
 _OURS = {family.name: family for family in CHARONIA}
@@ -98,6 +124,8 @@ def vllm_readings(readings: Iterable[Reading]) -> Iterator[Reading]:
     """What vLLM exports too, as it does: summed over the labels that it does not have."""
     sums: dict[tuple[str, str], float] = {}
     for reading in readings:
+        if isinstance(reading.value, Summary):
+            continue
         if isinstance(reading.value, Histogram):
             yield from _renamed(reading.family, reading.value)
         elif reading.family in _VLLM_NAMES and (finished := _finished(reading.labels)) is not None:

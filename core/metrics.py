@@ -11,10 +11,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
+from .summary import Summary
+
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _GAPS = _SECONDS[:11]
 _STEPS = (0.0005, *_SECONDS[:10])
 _SIZES = tuple(2**power for power in range(15))
+FIRST_RESPONSE = (100, 500, 2000, 5000)
+"""Triton's bounds, milliseconds."""
+
 _LENGTHS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 
@@ -40,7 +45,7 @@ class Reading(NamedTuple):
     """One series at a scrape; `labels` beyond those of its model."""
 
     family: str
-    value: "float | Histogram"
+    value: "float | Histogram | Summary"
     labels: Labels = {}
 
 
@@ -114,6 +119,7 @@ class EngineState(NamedTuple):
     prefix_hits: int = 0
     preemptions: int = 0
     core_restarts: int = 0
+    replicas_ready: int = 0
 
 
 def _seconds() -> Histogram:
@@ -136,6 +142,7 @@ class LlmMetrics:
     tenants: dict[str, TenantTokens] = field(default_factory=lambda: {"": TenantTokens()})
     durations: Microseconds = field(default_factory=Microseconds)
     first_token: Histogram = field(default_factory=_seconds)
+    first_response: Histogram = field(default_factory=lambda: Histogram(FIRST_RESPONSE))
     inter_token: Histogram = field(default_factory=lambda: Histogram(_GAPS))
     request: Histogram = field(default_factory=_seconds)
     queue: Histogram = field(default_factory=_seconds)
@@ -173,6 +180,7 @@ class LlmMetrics:
 
     def _histograms(self) -> Iterator[Reading]:
         yield Reading("charonia_time_to_first_token_seconds", self.first_token)
+        yield Reading("nv_inference_first_response_histogram_ms", self.first_response)
         yield Reading("charonia_inter_token_latency_seconds", self.inter_token)
         yield Reading("charonia_request_seconds", self.request)
         yield Reading("charonia_queue_seconds", self.queue)
@@ -225,3 +233,4 @@ def _engine(state: EngineState) -> Iterator[Reading]:
     yield Reading("charonia_prefix_cache_hits_total", state.prefix_hits)
     yield Reading("charonia_preemptions_total", state.preemptions)
     yield Reading("charonia_core_restarts_total", state.core_restarts)
+    yield Reading("charonia_replicas_ready", state.replicas_ready)

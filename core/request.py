@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -150,13 +150,25 @@ Prompt: TypeAlias = str | tuple[int, ...] | Conversation
 """Text to tokenize, token ids as they are, or a conversation to render."""
 
 
+GuideKind: TypeAlias = Literal["json", "json_schema", "regex", "ebnf_grammar"]
+
+
+class Guide(NamedTuple):
+    """What a text must be: any JSON, JSON of a schema, or what a regular expression or an EBNF grammar describes.
+    `text` is the schema, expression or grammar; empty for `json`."""
+
+    kind: GuideKind
+    text: str = ""
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One text generation. `priority` 0 is the most urgent class; `tenant` and `cache_salt` part the prefix cache.
 
     `weight`: the tenant's share beside the other tenants of a class. `timeout`: seconds it may take, from its arrival
     to its last token; 0 leaves it to the model. `choice` numbers several answers to one prompt: with the same seed,
     each has random numbers of its own. `choices`: how many there are, and `prompts` how many prompts are asked about
-    together, in as many requests as that makes.
+    together, in as many requests as that makes. `adapter`: the LoRA adapter by its name; empty is the model itself.
+    `guide`: what the text must be; not every engine can hold to one, or has adapters.
 
     Raises:
         InvalidArgument: `priority` is negative.
@@ -173,6 +185,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     choice: int = 0
     choices: int = 1
     prompts: int = 1
+    adapter: str = ""
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         _check("priority", self.priority, "at least 0", lambda v: v >= 0)

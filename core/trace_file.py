@@ -6,10 +6,11 @@ A trace is two objects of one `id`: what was asked, and the times. Those are nan
 import json
 import logging
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import IO
 
-from .exchange import Exchange, Summary
+from .exchange import Computed, Exchange, Summary
 from .trace_settings import Traces, TraceSettings
 
 log = logging.getLogger(__name__)
@@ -82,13 +83,19 @@ class TraceFile:
 def _objects(number: int, exchange: Exchange) -> Iterator[dict[str, object]]:
     asked = {"id": number, "model_name": exchange.model, "model_version": int(exchange.version or 0)}
     yield asked | ({"request_id": exchange.id} if exchange.id else {})
-    stamps = [{"name": name, "ns": int(seconds * 1e9)} for name, seconds in _times(exchange, exchange.summary)]
-    yield {"id": number, "timestamps": stamps}
+    yield {"id": number, "timestamps": [{"name": name, "ns": ns} for name, ns in _times(exchange)]}
 
 
-def _times(exchange: Exchange, summary: Summary) -> Iterator[tuple[str, float]]:
+def _times(exchange: Exchange) -> Iterator[tuple[str, int]]:
     """What happened, by Triton's names; what never did is left out."""
-    yield "REQUEST_START", exchange.arrived
+    yield "REQUEST_START", _ns(exchange.arrived)
+    if exchange.computed is not None:
+        yield from _executed(exchange.computed)
+    yield from _generated(exchange.summary)
+    yield "REQUEST_END", _ns(exchange.ended)
+
+
+def _generated(summary: Summary) -> Iterator[tuple[str, int]]:
     for name, seconds in (
         ("QUEUE_START", summary.submitted),
         ("COMPUTE_START", summary.begun),
@@ -96,5 +103,14 @@ def _times(exchange: Exchange, summary: Summary) -> Iterator[tuple[str, float]]:
         ("COMPUTE_END", summary.last),
     ):
         if seconds is not None:
-            yield name, seconds
-    yield "REQUEST_END", exchange.ended
+            yield name, _ns(seconds)
+
+
+def _executed(computed: Computed) -> Iterator[tuple[str, int]]:
+    yield "QUEUE_START", computed.queued
+    names = ("COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END")
+    yield from zip(names, accumulate(computed.spent, initial=computed.begun), strict=True)
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)

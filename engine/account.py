@@ -91,6 +91,7 @@ class Account:
     def _receive_first(self, at: float) -> None:
         self.first = at
         self.metrics.first_token.observe(at - self.arrived)
+        self.metrics.first_response.observe(1000 * (at - self.arrived))
         if self.begun is not None:
             self.metrics.prefill.observe(at - self.begun)
 

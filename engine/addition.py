@@ -53,6 +53,8 @@ def addition(
         priority=min(request.priority, _LEAST_URGENT),
         tenant=_unicode(request.tenant, "tenant"),
         salt=_unicode(request.cache_salt, "cache_salt"),
+        adapter=_unicode(request.adapter, "lora_name"),
+        guide=request.guide,
         weight=request.weight,
         timeout=request.timeout,
         min_p=sampling.min_p,

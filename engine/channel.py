@@ -27,13 +27,14 @@ class Channel:
     """One writer, one reader, both in the same event loop. Ends with a finish reason or an error.
 
     `account` learns of everything when it is written, however late it is read. `place`: what it has in line, in the
-    class `priority`, until it starts.
+    class `priority`, until it starts. `owed`: prompt tokens still to be computed, as its replica counts.
     """
 
-    def __init__(self, account: Account, place: Place, priority: int = 0) -> None:
+    def __init__(self, account: Account, place: Place, priority: int = 0, owed: int = 0) -> None:
         self.account = account
         self.place = place
         self.priority = priority
+        self.owed = owed
         self._written = False
         self._tokens: list[int] = []
         self._logprobs: list[Logprobs] = []

@@ -1,4 +1,4 @@
-"""The frontend's side of an engine: carries requests to its core and tokens back to their readers.
+"""The frontend's side of a model's engine: carries requests to its cores and tokens back to their readers.
 
 Knows nothing of text: token ids in, token ids out. Lives in one event loop.
 """
@@ -10,25 +10,29 @@ from contextlib import contextmanager
 
 import msgspec
 
-from ..core.errors import CharoniaError, InvalidArgument, RequestTimeout, Unavailable
+from ..core.errors import RequestTimeout, Unavailable
+from ..core.holding import Holding, processes_memory
 from ..core.metrics import EngineState, LlmMetrics
-from ..core.request import FinishReason, GenerateRequest
+from ..core.request import GenerateRequest
 from .account import Account
 from .admission import Admission, QueueLimits
 from .channel import Channel
 from .config import EngineConfig
-from .messages import NO_TOTALS, Abort, Add, Load, Loading, Ready, Refused, Totals, Turn, Updates
-from .supervisor import PATIENCE, CoreSupervisor, Patience
+from .messages import Add, Load, Loading, Ready
+from .replicas import Replicas
+from .supervisor import PATIENCE, Patience
 
 _CLIENT = 0
-"""This client's number; the core has no other yet."""
+"""This client's number; a core has no other yet."""
 
 _LOWEST_CLASS = 9
 """Classes below are shown as this one: requests name their class, and every name would be a series forever."""
 
 
 class EngineClient:
-    """Requests to one engine core, which is spawned by `start()`, restarted when it dies, and gone after `close()`."""
+    """Requests to the engine cores of one model, which are spawned by `start()`, restarted when they die, and gone
+    after `close()`. `affinity`: see `Replicas`.
+    """
 
     def __init__(
         self,
@@ -36,79 +40,81 @@ class EngineClient:
         on_progress: Callable[[Loading], None] = lambda loading: None,
         patience: Patience = PATIENCE,
         metrics: LlmMetrics | None = None,
+        affinity: bool = True,
     ) -> None:
         self._metrics = metrics or LlmMetrics()
-        self._totals = Lifelong()
-        self._losses = 0
-        self._closing = False
-        self._core = CoreSupervisor(config, self, patience)
         self._admission = Admission(QueueLimits(config.max_queued_requests, config.max_queued_tokens))
         self._default_timeout = config.default_request_timeout
-        self.on_progress = on_progress
-        self._channels: dict[int, Channel] = {}
+        self._on_progress = on_progress
+        self.replicas = Replicas(config, self._admission, self._metrics, self._report, patience, affinity)
         self._last_key = 0
+        self._promised = 0
 
     @property
     def info(self) -> Ready | None:
         """What the engine is; None while no core serves."""
-        return self._core.info
+        return self.replicas.info
 
     @property
     def load(self) -> Load:
         """The engine's state after its last turn."""
-        return self._core.load
+        return self.replicas.load
 
     @property
     def ready(self) -> bool:
-        """Warm-up generated a token, and the step loop turned not long ago."""
-        return self._core.ready
+        """Some core's warm-up generated a token, and its step loop turned not long ago."""
+        return self.replicas.ready
 
     @property
-    def pid(self) -> int | None:
-        """The core process, while there is one."""
-        return self._core.pid
+    def pids(self) -> list[int]:
+        """The core processes that there are."""
+        return [replica.pid for replica in self.replicas if replica.pid is not None]
 
     @property
     def queued(self) -> int:
-        """Requests that the engine has not begun yet, those being prepared for it included."""
+        """Requests that no engine has begun yet, those being prepared included."""
         return self._admission.requests
 
     @property
     def kv_tokens(self) -> tuple[int, int]:
         """Tokens that the cache blocks in use hold, and that all of them would."""
-        info = self._core.info
-        if info is None:
-            return 0, 0
-        return (info.blocks - self.load.free_blocks) * info.block_size, info.blocks * info.block_size
+        return self.replicas.kv_tokens
 
     def state(self) -> EngineState:
         """The engine at this moment, as a scrape sees it."""
-        totals = self._totals.sums
+        totals, running = self.replicas.totals, self.replicas.load.running
         used, capacity = self.kv_tokens
-        waiting = [channel for channel in self._channels.values() if not channel.started]
+        channels = [channel for replica in self.replicas for channel in replica.channels]
+        waiting = [channel for channel in channels if not channel.started]
         return EngineState(
-            running=self.load.running,
+            running=running,
             waiting=Counter(str(min(channel.priority, _LOWEST_CLASS)) for channel in waiting),
             queue_age=max((channel.account.waited for channel in waiting), default=0.0),
             kv_usage=used / capacity if capacity else 0.0,
             prefix_queries=totals.prefix_queries,
             prefix_hits=totals.prefix_hits,
             preemptions=totals.preemptions,
-            core_restarts=self._losses,
+            core_restarts=sum(replica.losses for replica in self.replicas),
+            replicas_ready=sum(replica.ready for replica in self.replicas),
         )
 
     async def start(self) -> Ready:
-        """Return when the engine serves.
+        """Return when every core serves.
 
         Raises:
-            CharoniaError: it cannot; the message says why.
+            CharoniaError: one cannot; the message says why.
         """
-        return await self._core.start()
+        info = await self.replicas.start()
+        self._promised = processes_memory(self.pids) + info.cache_bytes * len(self.replicas)
+        return info
+
+    def holding(self) -> Holding:
+        """What its cores and their ranks hold of the host's memory, and will."""
+        return Holding(self._promised, processes_memory(self.pids))
 
     async def close(self) -> None:
-        """Stop the core; streams still open end with `Unavailable`. May be called again."""
-        self._closing = True
-        await self._core.close()
+        """Stop the cores; streams still open end with `Unavailable`. May be called again."""
+        await self.replicas.close()
 
     def admit(self, tenant: str = "", prompt: int = 0) -> Ready:
         """What the engine is, if it takes another request of this tenant now, with so many prompt tokens.
@@ -117,10 +123,11 @@ class EngineClient:
             Unavailable: no core serves.
             QueueFull: too many requests, or prompt tokens, wait already.
         """
-        if self._core.info is None:
+        info = self.info
+        if info is None:
             raise Unavailable("the engine is not ready")
         self._admission.check(tenant, prompt)
-        return self._core.info
+        return info
 
     def check_size(self, request: GenerateRequest, tokens: int = 0) -> None:
         """Refuse what no queue is long enough for; `tokens`: of its prompt, once they are counted.
@@ -154,28 +161,28 @@ class EngineClient:
             RequestTimeout: its time is over already.
 
         `Channel.read` raises InvalidArgument if the engine can never satisfy this request (`field` names the culprit),
-        Unavailable if the core dies on the way, and RequestTimeout if its time was over before the first token.
+        Unavailable if its core dies on the way, and RequestTimeout if its time was over before the first token.
         """
         self.admit(add.tenant, len(add.prompt))
         account = account or Account(self._metrics)
-        timeout = self._time_left(add, account)
-        key, channel = self._enter(add, account)
+        add = self._numbered(add, account)
+        replica, cached = self.replicas.choose(add)
+        channel = self._enter(add, account, cached)
+        replica.take(add, channel)
         try:
-            self._core.send(msgspec.structs.replace(add, client=_CLIENT, key=key, timeout=timeout))
             yield channel
         finally:
-            del self._channels[key]
-            if not channel.started:
-                self._admission.leave(channel.place)
-            if not channel.ended:
-                self._core.send(Abort(_CLIENT, [key]))
+            replica.drop(add)
 
-    def _enter(self, add: Add, account: Account) -> tuple[int, Channel]:
+    def _numbered(self, add: Add, account: Account) -> Add:
+        timeout = self._time_left(add, account)
+        self._last_key += 1
+        return msgspec.structs.replace(add, client=_CLIENT, key=self._last_key, timeout=timeout)
+
+    def _enter(self, add: Add, account: Account, cached: int) -> Channel:
         account.submit(len(add.prompt))
         place = self._admission.enter(add.tenant, len(add.prompt))
-        self._last_key += 1
-        channel = self._channels[self._last_key] = Channel(account, place, add.priority)
-        return self._last_key, channel
+        return Channel(account, place, add.priority, len(add.prompt) - cached)
 
     def _time_left(self, add: Add, account: Account) -> float:
         """Seconds until the request's time is over; 0 is no limit."""
@@ -185,63 +192,8 @@ class EngineClient:
             raise RequestTimeout
         return left if limit else 0.0
 
-    # What the core says
-
-    def on_updates(self, updates: Updates) -> None:
-        channels, now = self._channels, time.monotonic()
-        self._measure(updates.turn)
-        self._totals.see(updates.totals)
-        for key, cached in updates.started:
-            self._admission.note_start()
-            if key in channels:
-                self._admission.leave(channels[key].place)
-                channels[key].start(cached, now - updates.turn.seconds)
-        tokens, logprobs, at = updates.tokens, updates.logprobs, 0
-        for key, count in zip(updates.keys, updates.counts, strict=True):
-            channel, end = channels.get(key), at + count
-            if channel is not None:
-                channel.push(tokens[at:end], now, logprobs[at:end])
-            at = end
-        for key, reason in updates.finished:
-            if key in channels:
-                channels[key].finish(FinishReason(reason))
-
-    def on_refused(self, refused: Refused) -> None:
-        if refused.key in self._channels:
-            self._channels[refused.key].fail(InvalidArgument(refused.message, field=refused.field or None))
-
-    def on_loss(self, error: CharoniaError) -> None:
-        self._losses += not self._closing
-        self._totals.start_over()
-        for channel in self._channels.values():
-            channel.fail(error)
-
-    def _measure(self, turn: Turn) -> None:
-        if turn.tokens:
-            self._metrics.step.observe(turn.seconds)
-            self._metrics.step_tokens.observe(turn.tokens)
-            self._metrics.step_sequences.observe(turn.sequences)
-
-
-class Lifelong:
-    """Totals of a core and all cores before it."""
-
-    def __init__(self) -> None:
-        self._before = self._seen = NO_TOTALS
-
-    def see(self, totals: Totals) -> None:
-        """What the core of now has counted so far."""
-        self._seen = totals
-
-    def start_over(self) -> None:
-        """The core is gone; the next one counts from zero."""
-        self._before, self._seen = self.sums, NO_TOTALS
-
-    @property
-    def sums(self) -> Totals:
-        before, seen = self._before, self._seen
-        return Totals(
-            before.preemptions + seen.preemptions,
-            before.prefix_queries + seen.prefix_queries,
-            before.prefix_hits + seen.prefix_hits,
-        )
+    def _report(self, replica: int, loading: Loading) -> None:
+        """Progress of one of several says whose it is."""
+        if len(self.replicas) > 1:
+            loading = msgspec.structs.replace(loading, phase=f"replica {replica}: {loading.phase}")
+        self._on_progress(loading)

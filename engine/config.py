@@ -17,6 +17,21 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
 
 
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Ranks of one engine: `tensor` of them share every layer, `pipeline` stages follow each other. `layers`: how many
+    each stage has, as even as can be if it does not say. `whole_experts`: a rank has some experts of a mixture whole
+    instead of a slice of each."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    layers: tuple[int, ...] = ()
+    whole_experts: bool = False
+
+    @property
+    def world(self) -> int:
+        return self.tensor * self.pipeline
+
+
 class FakeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the fake executor pretends to be: a step takes `step_seconds`, and each token in it `token_seconds`."""
 
@@ -34,8 +49,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     `max_queued_requests`, `max_queued_tokens`: what may wait, prompt tokens in the latter. `default_request_timeout`:
     seconds a request may take that says nothing else; 0 is no limit.
 
-    `executor`: "inline" computes in the core process; "fake" counts (next token = last + 1) and is for
-    measuring everything around the engine. `threads` 0 means every usable core.
+    `data_parallel_size`: engine cores behind the model's name, each with the cache and sequences that are configured
+    here, and with `threads` of its own. `replica` numbers them, and `host_memory` is what one may take of the host's
+    memory in bytes, weights included, None whatever is free: the frontend fills these two in, and the threads.
+
+    `executor`: "inline" computes in the core process, "ranks" in processes of their own, "auto" in the core while one
+    rank is enough; "fake" counts (next token = last + 1) and is for measuring everything around the engine. `threads`
+    0 means every usable core, divided over the replicas.
     """
 
     model: str
@@ -43,12 +63,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str = "none"
     device: str = "auto"
     attention: str = "auto"
-    executor: str = "inline"
+    executor: str = "auto"
     threads: int = 0
+    data_parallel_size: int = 1
+    replica: int = 0
+    host_memory: int | None = None
     max_model_len: int | None = None
     max_queued_requests: int = 512
     max_queued_tokens: int = 1_048_576
     default_request_timeout: float = 0.0
     cache: CacheConfig = CacheConfig()
+    parallel: ParallelConfig = ParallelConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     fake: FakeConfig = FakeConfig()

@@ -86,6 +86,8 @@ def read_question(request: InferRequest) -> Question:
         weight=request.weight,
         timeout=manner.timeout / 1e6,
         choices=manner.n,
+        adapter=manner.lora_name,
+        guide=manner.guide,
     )
     requests = (msgspec.structs.replace(generate, choice=choice) for choice in range(manner.n))
     return Question(tuple(requests), manner, outputs)

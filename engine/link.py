@@ -16,9 +16,10 @@ from tempfile import TemporaryDirectory
 import msgspec
 import zmq
 
+from ..core.child import PARENTS_SIGNALS
 from .config import EngineConfig
 from .messages import FromCore, Shutdown, ToCore
-from .process import FRONTENDS_SIGNALS, main
+from .process import main
 from .wire import Address
 
 _LAST_WORDS_SECONDS = 0.1
@@ -104,7 +105,7 @@ class CoreLink:
     def _spawn(self) -> None:
         # A core begins deaf to what stops servers: signals may reach the whole group, and the frontend decides.
         resource_tracker.ensure_running()  # it is started with the first process, and would make this one hear again
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, FRONTENDS_SIGNALS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
         try:
             self._process.start()
         finally:

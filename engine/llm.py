@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from ..core.errors import Unavailable
 from ..core.exchange import Exchange
+from ..core.holding import Holder, Holding
 from ..core.metrics import LlmMetrics, Outcome, Reading
 from ..core.model import ModelConfig, ModelStats
 from ..core.request import (
@@ -31,6 +32,7 @@ from .account import Accounts
 from .addition import addition
 from .client import EngineClient
 from .config import EngineConfig
+from .engine import Driver, Engine
 from .infer import INPUTS, OUTPUTS, Spoken, read_question, whole_answer
 from .intake import check_vocabulary
 from .messages import Loading
@@ -64,23 +66,30 @@ class Language:
         return cls(tokenizer, read_defaults(directory, tokenizer))
 
 
+def our_own(config: EngineConfig) -> Driver:
+    """Our own engine."""
+    return Driver("charonia", config.model, lambda told, metrics: EngineClient(config, told, metrics=metrics))
+
+
 class LlmModel:
-    """One checkpoint served by one engine: a `TextModel`.
+    """One checkpoint served by one engine: a `TextModel`. `engine`: what drives it, or our own's configuration.
 
     `generate` and `infer` raise what `EngineClient.stream` raises, and `InvalidArgument` for a prompt that cannot
     be tokenized.
     """
 
-    def __init__(self, name: str, version: str, engine: EngineConfig, on_progress: OnProgress = silent) -> None:
+    def __init__(
+        self, name: str, version: str, engine: EngineConfig | Driver, on_progress: OnProgress = silent
+    ) -> None:
+        self._driver = driver = engine if isinstance(engine, Driver) else our_own(engine)
         created = int(time.time())
         self._config = ModelConfig(
-            name, version, "charonia", decoupled=True, inputs=INPUTS, outputs=OUTPUTS, created=created
+            name, version, driver.backend, decoupled=True, inputs=INPUTS, outputs=OUTPUTS, created=created
         )
-        self._checkpoint = engine.model
         self._on_progress = on_progress
         self._metrics = LlmMetrics()
         self._accounts = Accounts(self._metrics)
-        self._client = EngineClient(engine, self._report, metrics=self._metrics)
+        self._client = driver.connect(self._report, self._metrics)
         self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, "tokenizer")
         self._loaded: Language | None = None
         self._vocab_size = 0
@@ -90,7 +99,7 @@ class LlmModel:
         return self._config
 
     @property
-    def client(self) -> EngineClient:
+    def client(self) -> Engine:
         """The engine behind it."""
         return self._client
 
@@ -115,6 +124,10 @@ class LlmModel:
     def count(self, exchange: Exchange) -> None:
         self._accounts.count(exchange)
 
+    def holding(self) -> Holding:
+        """What it holds of the host's memory; nothing is known of somebody else's engine."""
+        return self._client.holding() if isinstance(self._client, Holder) else Holding()
+
     async def load(self) -> None:
         """Return when a token was generated.
 
@@ -123,7 +136,7 @@ class LlmModel:
         """
         starting = asyncio.create_task(self._client.start())  # takes longest: the tokenizer is read meanwhile
         try:
-            self._loaded = await asyncio.to_thread(Language.load, self._checkpoint)
+            self._loaded = await asyncio.to_thread(Language.load, self._driver.language)
             info = await starting
             self._vocab_size = info.vocab_size
             parameters = {"max_model_len": str(info.max_model_len)}
@@ -141,6 +154,7 @@ class LlmModel:
         # The whole way of a token in one generator: each more would cost every frame of every stream.
         with self._accounts.open(request) as account:
             language = self._language
+            self._driver.check(request)
             self._client.check_size(request)
             with self._client.place(request.tenant) as engine:
                 prompt = await self._prompt_ids(request.prompt)

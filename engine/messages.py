@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from ..core.request import Logprobs
+from ..core.request import Guide, Logprobs
 from ..scheduler.plan import Shaping
 
 
@@ -16,8 +16,8 @@ class Add(msgspec.Struct, array_like=True, tag="add", kw_only=True, frozen=True)
 
     `stop_token_ids` ends the sequence, model eos included (unless ignored). Prompt and `max_tokens` together must
     fit the model's length. `weight`: the tenant's share. `timeout`: seconds left to it; 0 is no limit. `min_p`,
-    `shaping` and `logprobs`: see `scheduler.plan.RowSampling`. `grammar`, `adapter`, `pooling` and `embeds` are
-    reserved.
+    `shaping` and `logprobs`: see `scheduler.plan.RowSampling`. `guide` and `adapter`: as in
+    `GenerateRequest`. `pooling` and `embeds` are reserved.
     """
 
     client: int
@@ -34,7 +34,7 @@ class Add(msgspec.Struct, array_like=True, tag="add", kw_only=True, frozen=True)
     tenant: str = ""
     salt: str = ""
     adapter: str = ""
-    grammar: str = ""
+    guide: Guide | None = None
     pooling: str = ""
     embeds: bytes = b""
     weight: float = 1.0
@@ -68,12 +68,14 @@ class Loading(msgspec.Struct, array_like=True, tag="loading", frozen=True):
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready", frozen=True):
-    """Warm-up generated a token; requests are served from here on."""
+    """Warm-up generated a token; requests are served from here on. `cache_bytes`: of the host's memory, that the cache
+    will take when it is full."""
 
     vocab_size: int
     max_model_len: int
     block_size: int
     blocks: int
+    cache_bytes: int = 0
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):

@@ -4,19 +4,22 @@ Knows the names and their ranges; not what the engine does with them. None leave
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from ..core.errors import InvalidArgument
 from ..scheduler.config import SchedulerConfig
-from .config import CacheConfig, EngineConfig, FakeConfig
+from .config import CacheConfig, EngineConfig, FakeConfig, ParallelConfig
+from .parameters import parse
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Bytes: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+Replicas: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=128)]
+Ranks: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=128)]
+Layers: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,6}(,[0-9]{1,6})*$")]
 Fraction: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
@@ -32,10 +35,20 @@ class EngineOptions:
     """Make matrices 8-bit integers while they are loaded: half the memory, nearly the same text. CPU only."""
     attention: str | None = None
     """Attention backend."""
-    executor: Literal["inline", "fake"] | None = None
-    """Who computes; fake counts instead, to measure everything around the engine."""
+    executor: Literal["auto", "inline", "ranks", "fake"] | None = None
+    """Who computes: the core itself or rank processes; fake counts instead, to measure everything around the engine."""
+    tensor_parallel_size: Ranks | None = None
+    """Ranks that share every layer."""
+    pipeline_parallel_size: Ranks | None = None
+    """Stages that follow each other, each with a part of the layers."""
+    pipeline_layers: Layers | None = None
+    """Layers of each stage, as in 10,12; unset: as even as can be."""
+    enable_expert_parallel: bool | None = None
+    """Give the ranks of a stage whole experts of a mixture, instead of a slice of each."""
     threads: Count | None = None
-    """CPU threads; 0 means every usable core."""
+    """CPU threads of a replica, divided over its ranks; 0 means every usable core, divided over all replicas."""
+    data_parallel_size: Replicas | None = None
+    """Replicas of the engine; each has weights, cache and sequences of its own."""
     max_model_len: AtLeastOne | None = None
     """Longest sequence, prompt included."""
     max_queued_requests: AtLeastOne | None = None
@@ -91,8 +104,13 @@ _CACHE_FIELDS = {
 _SCHEDULER_FIELDS = {
     name: name for name in ("max_num_seqs", "max_num_batched_tokens", "target_step_ms", "ahead", "admission")
 }
+_PARALLEL_FIELDS = {
+    "tensor_parallel_size": "tensor",
+    "pipeline_parallel_size": "pipeline",
+    "pipeline_layers": "layers",
+    "enable_expert_parallel": "whole_experts",
+}
 _FAKE_FIELDS = {f"fake_{name}": name for name in ("step_seconds", "token_seconds", "vocab_size", "max_model_len")}
-_FIELDS = {field.name: field.type for field in fields(EngineOptions)}
 
 
 def parse_options(parameters: Mapping[str, Any]) -> EngineOptions:
@@ -101,7 +119,7 @@ def parse_options(parameters: Mapping[str, Any]) -> EngineOptions:
     Raises:
         InvalidArgument: an unknown name, or a value of the wrong type or out of range; it names the parameter.
     """
-    return EngineOptions(**{name: _value(name, text) for name, text in parameters.items()})
+    return parse(parameters, EngineOptions)
 
 
 def engine_config(model: str, options: EngineOptions) -> EngineConfig:
@@ -110,25 +128,11 @@ def engine_config(model: str, options: EngineOptions) -> EngineConfig:
     cache = CacheConfig(**_take(given, _CACHE_FIELDS))
     scheduler = SchedulerConfig(**_take(given, _SCHEDULER_FIELDS))
     fake = FakeConfig(**_take(given, _FAKE_FIELDS))
-    return EngineConfig(model=model, cache=cache, scheduler=scheduler, fake=fake, **given)
+    if options.pipeline_layers is not None:
+        given["pipeline_layers"] = tuple(map(int, options.pipeline_layers.split(",")))
+    parallel = ParallelConfig(**_take(given, _PARALLEL_FIELDS))
+    return EngineConfig(model=model, cache=cache, scheduler=scheduler, parallel=parallel, fake=fake, **given)
 
 
 def _take(options: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     return {field: options.pop(name) for name, field in names.items() if name in options}
-
-
-def _value(name: str, text: Any) -> Any:
-    if name not in _FIELDS:
-        known = ", ".join(_FIELDS)
-        raise InvalidArgument(f"unknown parameter '{name}'; known are {known}", field=name)
-    try:
-        return msgspec.convert(text, _FIELDS[name], strict=False)
-    except msgspec.ValidationError as error:
-        raise InvalidArgument(f"parameter '{name}': {_reason(name, error)}, got {text!r}", field=name) from None
-
-
-def _reason(name: str, error: msgspec.ValidationError) -> str:
-    choices = [choice for kind in get_args(_FIELDS[name]) for choice in get_args(kind) if isinstance(choice, str)]
-    if choices:
-        return f"expected one of {', '.join(choices)}"
-    return str(error).partition(",")[0].replace(" | null", "").replace("Expected", "expected")

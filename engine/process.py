@@ -6,19 +6,17 @@ Knows nothing of the frontend but its sockets, their directory, and that it must
 import gc
 import os
 import shutil
-import signal
 import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
-from multiprocessing import connection, parent_process
-from pathlib import Path
 
 import msgspec
 
+from ..core.child import die_with_parent, leave_signals_to_parent, show_name
 from ..core.errors import CharoniaError, Code, InvalidArgument
 from ..kvcache.manager import KVCacheManager
+from ..scheduler.config import SchedulerConfig
 from ..scheduler.scheduler import Scheduler
 from .config import CacheConfig, EngineConfig
 from .core import EngineCore
@@ -26,9 +24,6 @@ from .executor.base import Capacity, Executor
 from .executor.registry import build_executor
 from .messages import Failed, Loading, Ready
 from .wire import Address, Wire
-
-FRONTENDS_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
-"""Ctrl-C and service managers signal the whole group: the frontend decides what that means to its cores."""
 
 _SHAPE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _SHAPES = "256"
@@ -40,11 +35,9 @@ _USEFUL_TIMES = 4
 
 def main(config: EngineConfig, directory: str) -> None:
     """Serve the client whose sockets lie in `directory` until it says so, or dies."""
-    for number in FRONTENDS_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FRONTENDS_SIGNALS)
-    _show_name()
-    _die_with_parent(directory)
+    leave_signals_to_parent()
+    show_name("charonia-core")
+    die_with_parent(lambda: shutil.rmtree(directory, ignore_errors=True))
     wire = Wire([Address.under(directory)])
     try:
         _serve(config, wire)
@@ -65,6 +58,7 @@ def _serve(config: EngineConfig, wire: Wire) -> None:
     try:
         core, ready = start(config, executor, phases)
         threading.excepthook = lambda thread: core.fail(thread.exc_value or RuntimeError("a thread died"))
+        executor.watch(core.fail)
         wire.listen(core.accept)
         wire.broadcast(ready)
         core.run(wire)
@@ -99,13 +93,32 @@ def start(config: EngineConfig, executor: Executor, phases: Phases) -> tuple[Eng
     executor.allocate(blocks)
     phases.report("cache", 1.0, f"{blocks} blocks of {config.cache.block_size} tokens")
     cache = KVCacheManager(blocks, config.cache.block_size, config.cache.prefix_caching)
-    scheduler = Scheduler(msgspec.structs.replace(config.scheduler, max_model_len=length), cache)
+    scheduler = Scheduler(scheduling(config, length), cache)
     core = EngineCore(scheduler, cache, executor, capacity.vocab_size)
     phases.report("warm-up", 0.0)
     core.warm_up()
     _settle_garbage()
     phases.report("warm-up", 1.0)
-    return core, Ready(capacity.vocab_size, length, config.cache.block_size, blocks)
+    cache_bytes = blocks * capacity.block_bytes * config.parallel.world if capacity.machine else 0
+    return core, Ready(capacity.vocab_size, length, config.cache.block_size, blocks, cache_bytes)
+
+
+def scheduling(config: EngineConfig, length: int) -> SchedulerConfig:
+    """The scheduler's numbers for sequences of at most `length` tokens. Every stage of a pipeline computes a step of
+    its own, and of each sequence one at a time: the next one needs what the last brings.
+
+    Raises:
+        InvalidArgument: another number of steps ahead is configured.
+    """
+    scheduler = msgspec.structs.replace(config.scheduler, max_model_len=length)
+    stages = config.parallel.pipeline
+    if stages == 1:
+        return scheduler
+    if scheduler.ahead not in (0, stages - 1):
+        raise InvalidArgument(
+            f"ahead: {stages} stages have {stages - 1} steps ahead, not {scheduler.ahead}", field="ahead"
+        )
+    return msgspec.structs.replace(scheduler, ahead=stages - 1, in_flight_per_sequence=1)
 
 
 def model_length(wanted: int | None, capacity: Capacity) -> int:
@@ -144,25 +157,6 @@ def _settle_garbage() -> None:
     # What start-up made lives as long as the process; the collector need not look at it in every step.
     gc.collect()
     gc.freeze()
-
-
-def _show_name() -> None:
-    """Be `charonia-core` to ps, top and pkill."""
-    with suppress(OSError):  # Linux alone has it
-        Path("/proc/self/comm").write_text("charonia-core")
-
-
-def _die_with_parent(directory: str) -> None:
-    """However the frontend ends, kill -9 included, this process ends too, and so do their sockets."""
-    parent = parent_process()
-    if parent is not None:
-        threading.Thread(target=_die_after, args=(parent.sentinel, directory), name="parent", daemon=True).start()
-
-
-def _die_after(parent: int, directory: str) -> None:
-    connection.wait([parent])
-    shutil.rmtree(directory, ignore_errors=True)
-    os._exit(1)
 
 
 def _last_words(error: Exception) -> Failed:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..scheduler.plan import NewSequence, StepPlan
+from ..scheduler.plan import IntArray, NewSequence, StepPlan
 from .attention.base import Batch
 from .random import signed
 from .sampling import CHOICE, Choices
@@ -91,6 +91,11 @@ class Rows:
     def write(self, inputs: Inputs, tokens: Tensor) -> None:
         """Store the sampled `tokens` [S] behind what their rows know."""
         self._tokens[self._to(inputs.rows), self._to(inputs.choices["position"])] = tokens.to(torch.int32)
+
+    def learn(self, rows: IntArray, positions: IntArray, tokens: IntArray) -> None:
+        """Store `tokens` [S] that were sampled elsewhere, at `positions` [S] of `rows` [S]."""
+        places = self._to(rows.astype(np.int64)), self._to(positions.astype(np.int64))
+        self._tokens[places] = self._to(tokens.astype(np.int32))
 
     def _enter(self, sequence: NewSequence) -> None:
         row = sequence.row

@@ -24,18 +24,25 @@ class Runner:
         self._attention.allocate(blocks)
 
     @torch.inference_mode()
+    def learn(self, rows: IntArray, positions: IntArray, tokens: IntArray) -> None:
+        """Keep `tokens` [S] at `positions` [S] of `rows` [S]: so hear stages that choose none of those chosen, before
+        the next plan after they were. Told to a stage that chose them, it changes nothing."""
+        self._rows.learn(rows, positions, tokens)
+
+    @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult:
-        """Compute `plan`'s tokens, sample where it says so, and keep the samples in their rows."""
+        """Compute `plan`'s tokens; on the last stage, sample where it says so and keep the samples in their rows. The
+        other stages' results are empty."""
         self._rows.update(plan)
         if len(plan.copies):
             self._attention.copy(torch.from_numpy(plan.copies.astype(np.int64)).to(self._device))
         if not len(plan.rows):
-            return _result(plan, np.zeros(0, np.int32))
+            return _nothing(plan)
         inputs = self._rows.inputs(plan)
         positions, attend = inputs.batch.positions, self._attention.begin(inputs.batch)
         logits = self._model.logits(inputs.tokens, positions, attend, inputs.last)
-        if not len(inputs.rows):
-            return _result(plan, np.zeros(0, np.int32))
+        if logits is None or not len(inputs.rows):
+            return _nothing(plan)
         tokens = self._choose(inputs, logits)
         self._rows.write(inputs, tokens)
         logprobs = top_logprobs(logits, tokens, inputs.logprobs)
@@ -54,7 +61,12 @@ class Runner:
         return sample(logits, inputs.choices).index_copy(0, at, theirs)
 
 
-def _result(plan: StepPlan, tokens: IntArray, logprobs: tuple[Logprobs | None, ...] = ()) -> StepResult:
+def _nothing(plan: StepPlan) -> StepResult:
+    none = np.zeros(0, np.int32)
+    return StepResult(plan.step, none, none, none, none)
+
+
+def _result(plan: StepPlan, tokens: IntArray, logprobs: tuple[Logprobs | None, ...]) -> StepResult:
     sampled = plan.samples
     rows = plan.rows[sampled]
     return StepResult(plan.step, rows, (plan.starts + plan.counts)[sampled], np.ones_like(rows), tokens, logprobs)

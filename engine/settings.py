@@ -10,7 +10,7 @@ import msgspec
 import orjson
 
 from ..core.errors import InvalidArgument
-from ..core.request import SamplingParams, Scalar
+from ..core.request import Guide, GuideKind, SamplingParams, Scalar
 from ..core.tensor import Tensor
 
 T = TypeVar("T")
@@ -36,6 +36,22 @@ class Manner(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     timeout: Microseconds = 0
+    lora_name: str = ""
+    guided_decoding_guide_type: GuideKind | None = None
+    guided_decoding_guide: str = ""
+
+    @property
+    def guide(self) -> Guide | None:
+        """Raises `InvalidArgument` for a guide without its type, or the other way round."""
+        kind, text = self.guided_decoding_guide_type, self.guided_decoding_guide
+        if kind is None and text:
+            message = "guided_decoding_guide needs guided_decoding_guide_type"
+            raise InvalidArgument(message, field="guided_decoding_guide_type")
+        if kind is not None and (kind == "json") == bool(text):
+            needs = "takes no guide" if kind == "json" else "needs one"
+            message = f"guided_decoding_guide: type '{kind}' {needs}"
+            raise InvalidArgument(message, field="guided_decoding_guide")
+        return None if kind is None else Guide(kind, text)
 
 
 class Settings(NamedTuple):
@@ -84,11 +100,8 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "detokenize": (True,),
     "truncate_prompt_tokens": (),
     "guided_decoding": (),
-    "guided_decoding_guide_type": (),
-    "guided_decoding_guide": (),
     "structured_outputs": (),
     "response_format": (),
-    "lora_name": (),
     "lora_id": (),
     "lora_task_id": (),
     "logits_post_processor_name": (),

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import zmq
 
-from ..core.errors import CharoniaError, Code, Internal, InvalidArgument, NotFound, Unavailable, Unsupported
+from ..core.errors import CharoniaError, Unavailable, error_of
 from .config import EngineConfig
 from .link import CoreLink
 from .messages import Failed, FromCore, Load, Loading, Ready, Refused, ToCore, Updates
@@ -19,10 +19,6 @@ log = logging.getLogger(__name__)
 
 _SILENT_DEATHS = 3
 """A first load is given up after this many cores that died without a word."""
-
-_ERRORS: dict[Code, type[CharoniaError]] = {
-    error.code: error for error in (Internal, InvalidArgument, NotFound, Unavailable, Unsupported)
-}
 
 
 class Patience(NamedTuple):
@@ -67,6 +63,9 @@ class CoreSupervisor:
 
     def __init__(self, config: EngineConfig, listener: Listener, patience: Patience) -> None:
         self._config = config
+        self._name = "the engine core"
+        if config.data_parallel_size > 1:
+            self._name += f" of replica {config.replica}"
         self._listener = listener
         self._patience = patience
         self._link: CoreLink | None = None
@@ -121,7 +120,7 @@ class CoreSupervisor:
             try:
                 self._mourn(await self._live())
             except (OSError, zmq.ZMQError) as error:
-                self._failure = Unavailable(f"the engine core cannot be spawned: {error}")
+                self._failure = Unavailable(f"{self._name} cannot be spawned: {error}")
                 self._mourn(-1)
             if not first.done() and (hopeless := self._hopeless()):
                 first.set_exception(hopeless)
@@ -136,12 +135,12 @@ class CoreSupervisor:
             # Twice in a row: the first time, it may be this loop that was stuck and has messages to read.
             looks = looks + 1 if self._hung() else 0
             if looks > 1:
-                log.error("the engine core does not turn any more; killing it")
+                log.error("%s does not turn any more; killing it", self._name)
                 link.kill()
         return link.ended.result()
 
     def _mourn(self, exit_code: int) -> None:
-        why = self._failure.message if self._failure else f"the engine core died (exit code {exit_code})"
+        why = self._failure.message if self._failure else f"{self._name} died (exit code {exit_code})"
         log.error("%s", why)
         stable = self.info is not None and time.monotonic() - self._born > self._patience.stable
         self._deaths = 1 if stable else self._deaths + 1
@@ -158,7 +157,7 @@ class CoreSupervisor:
         if self._failure is not None:
             return self._failure
         if self._deaths >= _SILENT_DEATHS:
-            return Unavailable(f"the engine core died {self._deaths} times while it was loading")
+            return Unavailable(f"{self._name} died {self._deaths} times while it was loading")
         return None
 
     def _backoff(self) -> float:
@@ -186,7 +185,7 @@ class CoreSupervisor:
             case Ready():
                 self._serve(message)
             case Failed():
-                self._failure = _ERRORS.get(Code(message.code), Internal)(message.message)
+                self._failure = error_of(message.code, message.message)
 
     def _serve(self, info: Ready) -> None:
         self.info = info

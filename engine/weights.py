@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from .kernels.memory import Memory
 from .layers.group import Group
+from .place import Place
 from .spec import CheckpointError
 
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -117,26 +119,47 @@ def _check(found: Any, piece: Piece, path: Path) -> None:
         )
 
 
+class Read:
+    """Counts the bytes that a rank reads, `expected` more or less, and tells `progress` the fraction."""
+
+    def __init__(self, expected: float, progress: Callable[[float], None]) -> None:
+        self.bytes = 0
+        self._expected, self._progress = expected, progress
+        self._mapped: set[str] = set()
+
+    def once(self, name: str, view: Tensor) -> None:
+        """A table that is both mapped and packed is one tensor of the file."""
+        self.count(name, view)
+        self._mapped.add(name)
+
+    def count(self, name: str, view: Tensor) -> None:
+        if name not in self._mapped:
+            self.bytes += view.numel() * view.element_size()
+        self._progress(min(self.bytes / self._expected, 1.0))
+
+
 class Loader:
     """Hands layers their weights: this rank's pieces, in the dtype and on the device the model computes in."""
 
-    def __init__(
-        self,
-        weights: Weights,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: Group,
-        progress: Callable[[float], None] = lambda _: None,
-        quantized: bool = False,
-    ) -> None:
-        """`progress` is told the fraction of the rank's bytes read so far. `quantized`: matrices become int8."""
-        self.dtype, self.device, self.group, self.quantized = dtype, device, group, quantized
+    def __init__(self, weights: Weights, place: Place) -> None:
+        self.place = place
+        self.dtype, self.device, self.quantized = place.dtype, place.device, place.quantized
+        self.group = place.seat.group
         self.memory = Memory()
         """For what is packed."""
-        self._weights, self._progress = weights, progress
-        self._read, self._total = 0, weights.bytes / group.size
+        self.read = Read(weights.bytes / self.group.size / place.seat.stage.count, place.progress)
+        self._weights = weights
         self._shared: WeakValueDictionary[tuple[str, int, int], Tensor] = WeakValueDictionary()
-        self._counted: set[str] = set()
+
+    def within(self, group: Group) -> "Loader":
+        """The same for layers that another group shares."""
+        other = copy(self)
+        other.group = group
+        return other
+
+    def layers(self, total: int) -> range:
+        """Those this rank has, of the model's `total`."""
+        return self.place.seat.stage.layers(total)
 
     def vector(self, name: str, size: int) -> Tensor:
         """A whole one-dimensional tensor [size]."""
@@ -149,8 +172,7 @@ class Loader:
         if tensor is None:
             view = self._weights.read(piece)
             tensor = self._shared[key] = view.to(self.device, self.dtype)
-            self._count(piece, view)
-            self._counted.add(piece.name)
+            self.read.once(piece.name, view)
         return tensor
 
     def stack(self, pieces: Iterable[Piece]) -> Tensor:
@@ -162,7 +184,7 @@ class Loader:
         targets = torch.split(whole, [len(view) for view in views])
         for piece, target, view in zip(pieces, targets, views, strict=True):
             target.copy_(view)
-            self._count(piece, view)
+            self.read.count(piece.name, view)
         return whole
 
     def tiles(self, pieces: Iterable[Piece]) -> Iterator[Tile]:
@@ -176,10 +198,4 @@ class Loader:
                 view = self._weights.read(part)
                 yield Tile(first, view)
                 first += len(view)
-                self._count(piece, view)
-
-    def _count(self, piece: Piece, view: Tensor) -> None:
-        """A table that is both mapped and packed is one tensor of the file."""
-        if piece.name not in self._counted:
-            self._read += view.numel() * view.element_size()
-        self._progress(min(self._read / self._total, 1.0))
+                self.read.count(piece.name, view)

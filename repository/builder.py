@@ -7,15 +7,16 @@ import glob
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ..core.errors import CharoniaError, InvalidArgument
 from ..core.model import Model, ModelConfig
-from .budget import Budget, stated_bytes
+from .budget import Budget, Hold
 from .config import described, model_config
 from .document import Config, from_fields, to_fields
 from .effects import refuse_unserved
-from .kinds import OnProgress, check_backend, classic, kind_of, loader_of
+from .kinds import OnProgress, check_backend, classic, kind_of, loader_of, needs_of
 from .normalise import invite_batching, normalise
 from .rules import check_config
 from .source import ModelSource, VersionSource, located
@@ -57,21 +58,24 @@ class BackendSettings:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All that is needed to make a model. `describe`: its config, once it is loaded. `release` is called when it has
-    gone, or could not load."""
+    """All that is needed to make a model. `describe`: its config, once it is loaded; `loaded` is called then. `release`
+    is called when it has gone, or could not load."""
 
     make: Callable[[OnProgress], Model]
     describe: Callable[[ModelConfig], ModelConfig]
+    loaded: Callable[[Model], None] = lambda model: None
     release: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
 class Builder:
-    """`complete`: let backends complete configs from their models' files. `budget`: what models may hold."""
+    """`complete`: let backends complete configs from their models' files. `budget`: what models may hold.
+    `quantiles`: of the summaries of their latencies, none for no summaries."""
 
     backends: BackendSettings = field(default_factory=BackendSettings)
     complete: bool = True
     budget: Budget = field(default_factory=Budget)
+    quantiles: tuple[float, ...] = ()
 
     def recipe(self, source: ModelSource, version: VersionSource) -> Recipe:
         """Reads files and imports what it needs, which may take a while.
@@ -87,30 +91,40 @@ class Builder:
             raise located(error, source.file) from None
 
     def _language(self, source: ModelSource, version: VersionSource) -> Recipe | None:
-        build = kind_of(source.backend)
+        build, needs = kind_of(source.backend), needs_of(source.backend)
         if build is None:
             return None
+        parameters = {**self.backends.settings.get(source.backend, {}), **source.parameters}
+        needed = 0 if needs is None else needs(version.path, parameters, bool(usable_gpus()))
+        left = self.budget.left
+        hold = self.budget.take(source.name, version.number, needed)
+        granted = {} if needs is None else {"memory": left}
         return Recipe(
-            lambda on_progress: build(source.name, version.number, version.path, source.parameters, on_progress),
+            lambda on_progress: build(source.name, version.number, version.path, parameters, on_progress, **granted),
             lambda config: described(config, source.config),
+            hold.loaded,
+            hold.release,
         )
 
     def _classic(self, source: ModelSource, version: VersionSource) -> Recipe:
         # Before anything reads the model, as completing its config does.
-        release = self.budget.take(source.name, version.number, stated_bytes(source, version))
+        parameters = {**self.backends.of(source.backend), **source.parameters}
+        needed = loader_of(source.backend).needs(Path(version.path), to_fields(source.config), parameters)
+        hold = self.budget.take(source.name, version.number, needed)
         try:
-            return self._classic_within(source, version, release)
+            return self._classic_within(source, version, hold)
         except BaseException:
-            release()
+            hold.release()
             raise
 
-    def _classic_within(self, source: ModelSource, version: VersionSource, release: Callable[[], None]) -> Recipe:
+    def _classic_within(self, source: ModelSource, version: VersionSource, hold: Hold) -> Recipe:
         build, loader, directory = classic(), loader_of(source.backend), Path(version.path)
         whole = self.whole_config(source, version)
         config = model_config(whole, version.number, source.directory)
         parameters = self.backends.of(source.backend)
         warm_up = () if source.directory is None else read_warmup(whole, source.directory)
-        return Recipe(lambda _: build(config, loader, directory, parameters, warm_up), lambda config: config, release)
+        make = partial(build, config, loader, directory, parameters, warm_up, self.quantiles)
+        return Recipe(lambda _: make(), lambda config: config, hold.loaded, hold.release)
 
     def whole_config(self, source: ModelSource, version: VersionSource) -> Config:
         """The config of one version, completed, normalised and checked."""
@@ -122,7 +136,7 @@ class Builder:
             whole = from_fields(fields)
             invite_batching(whole, size_given)
         gpus = usable_gpus()
-        normalise(whole, gpus)
+        normalise(whole, gpus, bool(gpus) and loader_of(source.backend).uses_gpus())
         check_config(whole, gpus)
         return whole
 

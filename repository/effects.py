@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ..core.errors import Unsupported
 from .document import Config
-from .normalise import LANGUAGE_MODEL
+from .normalise import LANGUAGE_MODELS
 
 _REFUSED = {
     "sequence_batching": "sequences are not served",
@@ -16,7 +16,7 @@ _REFUSED = {
 }
 """What changes the answers, so that a model without it would be another."""
 
-_IDLE = ("runtime", "cc_model_filenames", "model_metrics")
+_IDLE = ("runtime", "cc_model_filenames")
 _IDLE_OPTIMIZATION = ("priority", "cuda", "gather_kernel_buffer_threshold", "eager_batching")
 _IDLE_GROUP = ("rate_limiter", "profile", "host_policy", "secondary_devices")
 _IDLE_TENSOR = ("is_shape_tensor", "is_non_linear_format_io")
@@ -32,6 +32,7 @@ _OF_CLASSIC_MODELS = (
     "model_warmup",
     "model_transaction_policy",
     "default_model_filename",
+    "model_metrics",
 )
 
 
@@ -47,7 +48,7 @@ def idle_fields(config: Config) -> Iterator[str]:
     yield from _set(config, _IDLE)
     if config.response_cache.enable:
         yield "response_cache"
-    if config.backend == LANGUAGE_MODEL:
+    if config.backend in LANGUAGE_MODELS:
         yield from _set(config, _OF_CLASSIC_MODELS)
         return
     yield from (f"optimization.{field}" for field in _set(config.optimization, _IDLE_OPTIMIZATION))

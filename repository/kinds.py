@@ -15,11 +15,23 @@ OnProgress: TypeAlias = Callable[[str, float, float, str], None]
 
 class Build(Protocol):
     """How a kind of model is built that makes its own config: not loaded yet, but refused at once if a parameter is
-    wrong."""
+    wrong. `granted`: to kinds in `NEEDS`, `memory`, all the bytes of the host's memory that it may take."""
 
     def __call__(
-        self, name: str, version: str, path: str, parameters: Mapping[str, str], on_progress: OnProgress
+        self,
+        name: str,
+        version: str,
+        path: str,
+        parameters: Mapping[str, str],
+        on_progress: OnProgress,
+        **granted: int,
     ) -> Model: ...
+
+
+class Needs(Protocol):
+    """Bytes of the host's memory that a model takes at least; `gpu`: there is one. Raises as `Build`."""
+
+    def __call__(self, path: str, parameters: Mapping[str, str], gpu: bool) -> int: ...
 
 
 class Loader(Protocol):
@@ -28,6 +40,10 @@ class Loader(Protocol):
     def complete(
         self, directory: Path, document: Mapping[str, Any], parameters: Mapping[str, str]
     ) -> Mapping[str, Any]: ...
+
+    def uses_gpus(self) -> bool: ...
+
+    def needs(self, directory: Path, document: Mapping[str, Any], parameters: Mapping[str, str]) -> int: ...
 
 
 class BuildClassic(Protocol):
@@ -40,19 +56,26 @@ class BuildClassic(Protocol):
         directory: Path,
         parameters: Mapping[str, str] | None = None,
         warm_up: Sequence[InferRequest] = (),
+        quantiles: Sequence[float] = (),
     ) -> Model: ...
 
 
-KINDS = {"charonia": ("engine.build", "language_model")}
+KINDS = {
+    "charonia": ("engine.build", "language_model"),
+    "tensorrtllm": ("engine.trtllm.build", "tensorrt_llm"),
+}
 """Backend name -> module of ours and the `Build` in it."""
+
+NEEDS = {"charonia": ("engine.build", "host_memory_needed")}
+"""Backend name -> module of ours and the `Needs` in it, where a model sizes itself by the memory that it is granted."""
 
 CLASSIC = ("classic_backends.model", "ClassicModel")
 
 LOADERS = {
     "identity": ("classic_backends.builtin", "IDENTITY"),
-    "onnxruntime": ("classic_backends.onnx", "ONNX"),
-    "pytorch": ("classic_backends.torchscript", "PYTORCH"),
-    "encoder": ("classic_backends.encoders", "ENCODER"),
+    "onnxruntime": ("classic_backends.isolated", "ONNX"),
+    "pytorch": ("classic_backends.isolated", "PYTORCH"),
+    "encoder": ("classic_backends.isolated", "ENCODER"),
     "repeat": ("classic_backends.builtin", "REPEAT"),
     "square": ("classic_backends.builtin", "SQUARE"),
 }
@@ -70,6 +93,11 @@ def check_backend(name: str, backend: str) -> None:
 def kind_of(backend: str) -> Build | None:
     """What builds models of that backend, if they make their own config."""
     return cast(Build, _import(KINDS[backend])) if backend in KINDS else None
+
+
+def needs_of(backend: str) -> Needs | None:
+    """What says how much memory models of that backend need, if they take as much more as they are granted."""
+    return cast(Needs, _import(NEEDS[backend])) if backend in NEEDS else None
 
 
 def loader_of(backend: str) -> Loader:

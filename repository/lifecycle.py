@@ -191,6 +191,7 @@ async def _loaded(recipe: Recipe, on_progress: OnProgress) -> Model:
     try:
         model = recipe.make(on_progress)
         await model.load()
+        recipe.loaded(model)
     except BaseException:
         recipe.release()
         raise

@@ -32,8 +32,11 @@ FRAMEWORKS = (
 """In the order in which a version's files are tried."""
 
 LANGUAGE_MODEL = "charonia"
+LANGUAGE_MODELS = (LANGUAGE_MODEL, "tensorrtllm")
 ENCODER = "encoder"
 ENSEMBLE = "ensemble"
+
+_ALIASES = {"tensorrt-llm": "tensorrtllm"}
 
 
 def fill_backend(config: Config, directory: Path | None) -> None:
@@ -43,14 +46,20 @@ def fill_backend(config: Config, directory: Path | None) -> None:
     Raises:
         InvalidArgument: backend and platform contradict each other, or nothing tells them.
     """
+    config.backend = named(config.backend)
     if not config.backend and not config.platform:
         _guess(config, directory)
     if config.platform == ENSEMBLE or config.HasField("ensemble_scheduling"):
         config.platform = config.platform or ENSEMBLE
         return
     _pair(config)
-    if not config.default_model_filename and config.backend not in (LANGUAGE_MODEL, ENCODER, ENSEMBLE):
+    if not config.default_model_filename and config.backend not in (*LANGUAGE_MODELS, ENCODER, ENSEMBLE):
         config.default_model_filename = _file(config, directory)
+
+
+def named(backend: str) -> str:
+    """A backend's name as we write it."""
+    return _ALIASES.get(backend, backend)
 
 
 def checkpoint_backend(directory: Path) -> str:
@@ -106,8 +115,8 @@ def _file(config: Config, directory: Path | None) -> str:
     return (there or files or [f"model.{config.backend}"])[0]
 
 
-def normalise(config: Config, gpus: tuple[int, ...]) -> None:
-    """Everything else that has a default. `gpus`: those that are here."""
+def normalise(config: Config, gpus: tuple[int, ...], uses_gpus: bool = True) -> None:
+    """Everything else that has a default. `gpus`: those that are here; `uses_gpus`: the backend can."""
     if not config.version_policy.WhichOneof("policy_choice"):
         config.version_policy.latest.num_versions = 1
     if config.platform == ENSEMBLE:
@@ -115,7 +124,7 @@ def normalise(config: Config, gpus: tuple[int, ...]) -> None:
     _batching(config)
     for buffer in (config.optimization.input_pinned_memory, config.optimization.output_pinned_memory):
         buffer.enable = buffer.enable or not buffer.ListFields()
-    _instances(config, gpus)
+    _instances(config, gpus, uses_gpus)
 
 
 def invite_batching(config: Config, size_given: bool) -> None:
@@ -131,13 +140,13 @@ def _batching(config: Config) -> None:
         config.dynamic_batching.preferred_batch_size.append(config.max_batch_size)
 
 
-def _instances(config: Config, gpus: tuple[int, ...]) -> None:
+def _instances(config: Config, gpus: tuple[int, ...], uses_gpus: bool) -> None:
     if not config.instance_group:
         config.instance_group.add(name=config.name)
     for number, group in enumerate(config.instance_group):
         group.name = group.name or f"{config.name}_{number}"
         if group.kind == group.KIND_AUTO:
-            group.kind = _kind(config, group, gpus)
+            group.kind = _kind(config, group, gpus if uses_gpus else ())
         if group.kind == group.KIND_GPU and not group.gpus:
             group.gpus.extend(gpus)
         if not group.count:
@@ -145,8 +154,8 @@ def _instances(config: Config, gpus: tuple[int, ...]) -> None:
 
 
 def _kind(config: Config, group: Config, gpus: tuple[int, ...]) -> int:
-    """Triton takes a GPU wherever there is one; here only a group that names GPUs gets them."""
-    if config.backend == LANGUAGE_MODEL:
+    """A GPU wherever there is one that the backend can use, as Triton."""
+    if config.backend in LANGUAGE_MODELS:
         return int(group.KIND_MODEL)
-    named = bool(group.gpus) and set(group.gpus) <= set(gpus)
-    return int(group.KIND_GPU if named else group.KIND_CPU)
+    there = bool(gpus) and set(group.gpus) <= set(gpus)
+    return int(group.KIND_GPU if there else group.KIND_CPU)

@@ -16,6 +16,8 @@ class RepositoryOptions:
     """Directory of models; may be given several times."""
     served_model_name: str = ""
     """Name of a single checkpoint, instead of its directory's."""
+    backend: str = ""
+    """What serves a single checkpoint, instead of what its files say: charonia, tensorrtllm or encoder."""
     model_control_mode: Literal["none", "poll", "explicit"] = "none"
     """Who changes what is served: nobody, the repository's files, or requests."""
     load_model: Annotated[tuple[str, ...], Parameter(negative=())] = ()
@@ -28,6 +30,8 @@ class RepositoryOptions:
     """Take configs as they are written, instead of completing them from the models' files."""
     backend_config: Annotated[tuple[str, ...], Parameter(negative=())] = ()
     """Parameter of a backend, as BACKEND,KEY=VALUE, or of all, as KEY=VALUE; may be given several times."""
+    memory_limit: Annotated[int | None, Parameter(validator=Number(gt=0))] = None
+    """Bytes of the host's memory that all models may hold together; without it, what is free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

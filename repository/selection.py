@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.errors import InvalidArgument
+from .budget import Budget
 from .builder import BackendSettings, Builder
 from .catalog import Catalog
 from .control import Explicit
 from .gateway import Hub
 from .options import RepositoryOptions
-from .source import ModelSource, checkpoint_source, is_repository
+from .source import checkpoint_source, is_repository
 from .startup import Keeper
 
 _ALL = "*"
@@ -56,8 +57,11 @@ class Selection:
                 await polling
 
 
-def select(model: str | None, options: RepositoryOptions, engine: Mapping[str, str]) -> Selection:
-    """`model`: a checkpoint, a hub id or a repository, on its own; `engine`: settings for a checkpoint.
+def select(
+    model: str | None, options: RepositoryOptions, engine: Mapping[str, str], quantiles: tuple[float, ...] = ()
+) -> Selection:
+    """`model`: a checkpoint, a hub id or a repository, on its own; `engine`: settings for a checkpoint. `quantiles`: of
+    the summaries of latencies, none for no summaries.
 
     Raises:
         InvalidArgument: there is nothing to serve, or what is asked for contradicts itself.
@@ -67,15 +71,12 @@ def select(model: str | None, options: RepositoryOptions, engine: Mapping[str, s
     if model is not None and Path(model).is_dir() and is_repository(Path(model)):
         repositories.append(Path(model))
     elif model is not None:
-        single = checkpoint_source(model, options.served_model_name, engine)
+        single = checkpoint_source(model, options.served_model_name, engine, options.backend)
     if single is None:
         _refuse_for_repository(options, engine, repositories)
-    return _selection(repositories, single, options)
-
-
-def _selection(repositories: list[Path], single: ModelSource | None, options: RepositoryOptions) -> Selection:
     catalog = Catalog(repositories, single, options.model_config_name)
-    builder = Builder(BackendSettings.parse(options.backend_config), not options.disable_auto_complete_config)
+    backends, budget = BackendSettings.parse(options.backend_config), Budget(limit=options.memory_limit)
+    builder = Builder(backends, not options.disable_auto_complete_config, budget, quantiles)
     return Selection(catalog, builder, options, single is not None and not repositories)
 
 
@@ -89,7 +90,7 @@ def _check_mode(options: RepositoryOptions) -> None:
 def _refuse_for_repository(options: RepositoryOptions, engine: Mapping[str, str], repositories: list[Path]) -> None:
     if not repositories:
         raise InvalidArgument("nothing to serve: name a checkpoint or give --model-repository")
-    flags = [*engine, *(["served_model_name"] if options.served_model_name else [])]
+    flags = [*engine, *(name for name in ("served_model_name", "backend") if getattr(options, name))]
     if flags:
         flag = f"--{flags[0].replace('_', '-')}"
         raise InvalidArgument(f"{flag} is for a single checkpoint; in a repository, set it in config.pbtxt")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..core.errors import CharoniaError, InvalidArgument
 from .document import FILES, Config, find_config, line_of, new_config, parse_file
-from .normalise import LANGUAGE_MODEL, checkpoint_backend, fill_backend
+from .normalise import LANGUAGE_MODEL, checkpoint_backend, fill_backend, named
 from .versions import chosen, versions_in
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -128,8 +128,11 @@ def _is_model(folder: Path) -> bool:
     )
 
 
-def checkpoint_source(model: str, name: str = "", parameters: Mapping[str, str] | None = None) -> ModelSource:
-    """A checkpoint directory or hub id as a model of its own, named after its last part.
+def checkpoint_source(
+    model: str, name: str = "", parameters: Mapping[str, str] | None = None, backend: str = ""
+) -> ModelSource:
+    """A checkpoint directory or hub id as a model of its own, named after its last part; `backend` serves it, or what
+    its files say.
 
     Raises:
         InvalidArgument: it is neither.
@@ -142,7 +145,7 @@ def checkpoint_source(model: str, name: str = "", parameters: Mapping[str, str] 
         )
     config = new_config()
     config.name = name or path.resolve().name
-    config.backend = checkpoint_backend(path) if path.exists() else LANGUAGE_MODEL
+    config.backend = named(backend) or (checkpoint_backend(path) if path.exists() else LANGUAGE_MODEL)
     for key, value in (parameters or {}).items():
         config.parameters[key].string_value = value
     checkpoint = str(path.resolve()) if path.exists() else model

@@ -10,12 +10,42 @@ from types import ModuleType
 import pytest
 from hypothesis import settings
 
+from charonia.core.host import cores
+
 # Two shared cores: a deadline per example would test the neighbours.
 settings.register_profile("charonia", deadline=None)
 settings.load_profile("charonia")
 
 # Nothing under test may reach for a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Here many processes share few cores: an idle thread that spins takes one from those that compute.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+WORKERS = 4
+"""At most: each reads all tests and starts servers of its own."""
+
+LONG_ONES = (
+    "tests/engine/parallel",
+    "tests/engine/test_equality.py",
+    "tests/e2e",
+    "tests/scheduler/test_machine.py",
+    "tests/test_packaging.py",
+)
+"""They begin first, so that the workers end together."""
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A worker for each core; none where only some tests are asked for, which begin sooner without."""
+    asked = config.option
+    if asked.file_or_dir or asked.keyword or asked.markexpr or asked.lf:
+        return 0
+    return min(WORKERS, cores().logical)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not item.nodeid.startswith(LONG_ONES))
 
 
 @pytest.fixture(scope="session")

@@ -100,7 +100,14 @@ def test_only_the_two_faces_stand_at_the_root(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["charonia.api", "charonia.api.app", "charonia.repository.gateway", "charonia.engine.llm"]
+    "module",
+    [
+        "charonia.api",
+        "charonia.api.app",
+        "charonia.repository.gateway",
+        "charonia.engine.llm",
+        "charonia.engine.trtllm.build",
+    ],
 )
 def test_the_frontend_is_free_of_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

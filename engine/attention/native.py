@@ -6,12 +6,14 @@ prompt was cut, and on any number of threads.
 
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..kernels import library
 from ..kernels.attention import INT8, MOST_HEAD, MOST_QUERIES, TILE, Manner, Planned, Step
 from ..kernels.memory import Memory
+from ..kernels.program import Scene
 from ..layers.rotary import Angles, FusedAngles
 from ..spec import View
 from .base import Attend, Batch, CacheSpec, Support
@@ -60,15 +62,23 @@ class NativeAttention:
     def begin(self, batch: Batch) -> Attend:
         step = Step(batch.starts, batch.counts, batch.tables.contiguous())
         plans = [Planned(manner, step, self._spec.dtype) for manner in self._manners]
-        return _Attending(self._spec, [plans[manner] for manner in self._manner_of], self._addresses)
+        return NativeAttend(self._spec, [plans[manner] for manner in self._manner_of], self._addresses)
 
 
-class _Attending:
+class NativeAttend:
     """One step; `plans` and the caches' addresses by layer."""
 
     def __init__(self, spec: CacheSpec, plans: list[Planned], caches: list[int]) -> None:
         self._heads, self._turning = spec.heads, spec.heads + spec.kv_heads
         self._plans, self._caches = plans, caches
+        self.width = spec.heads * spec.head_dim
+        """Features that come out."""
+
+    @property
+    def scene(self) -> Scene:
+        """The step as a program wants it; good as long as this object."""
+        manners, plans, scratches = np.array([plan.addresses for plan in self._plans], np.int64).T.copy()
+        return Scene(self._plans[0].step.address, manners, plans, scratches, np.array(self._caches, np.int64))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._plans[layer].apart(self._caches[layer], *(_side_by_side(heads) for heads in (q, k, v)))

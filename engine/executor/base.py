@@ -4,6 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
+from ...core.errors import CharoniaError
 from ...scheduler.plan import StepPlan, StepResult
 
 Progress = Callable[[str, float], None]
@@ -33,6 +34,10 @@ class Executor(Protocol):
         """Allocate the cache: `blocks` blocks."""
 
     def execute(self, plan: StepPlan) -> Future[StepResult]: ...
+
+    def watch(self, tell: Callable[[CharoniaError], None]) -> None:
+        """Let `tell` know, from any thread, when it is lost between steps, at once if it is already; what computes in
+        this process never is."""
 
     def close(self) -> None:
         """Stop and free everything; pending futures are cancelled."""

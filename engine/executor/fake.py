@@ -6,13 +6,15 @@ and a server without weights run on it.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from random import Random
 
 import numpy as np
 
+from ...core.errors import CharoniaError
+from ...core.request import Logprobs
 from ...scheduler.plan import StepPlan, StepResult
 from .base import Capacity, Progress
 
@@ -41,6 +43,7 @@ class FakeRow:
     tokens: list[int]
     computed: int
     blocks: list[int] = field(default_factory=list)
+    logprobs: int | None = None
 
 
 class FakeExecutor:
@@ -88,6 +91,9 @@ class FakeExecutor:
             done.set_exception(broken)
         return done
 
+    def watch(self, tell: Callable[[CharoniaError], None]) -> None:
+        """It cannot be lost by itself."""
+
     def close(self) -> None:
         if self._worker is not None:
             self._worker.shutdown(wait=True, cancel_futures=True)
@@ -109,7 +115,7 @@ class FakeExecutor:
         for new in plan.new:
             assert new.row not in self._rows, f"row {new.row} is occupied"
             assert 0 <= new.computed < len(new.tokens), "nothing to compute for a new row"
-            self._rows[new.row] = FakeRow(new.tokens.tolist(), new.computed)
+            self._rows[new.row] = FakeRow(new.tokens.tolist(), new.computed, logprobs=new.sampling.logprobs)
         assert not len(plan.copies), "block moves are not known here"
         for row, block in plan.appended.tolist():
             assert block not in self._rows[row].blocks, f"row {row} has block {block} already"
@@ -127,7 +133,9 @@ class FakeExecutor:
         counts = [len(tokens) for tokens in drawn]
         tokens = [token for tokens in drawn for token in tokens]
         columns = [np.array(values, np.int32) for values in (sampled, offsets, counts, tokens)]
-        return StepResult(plan.step, columns[0], columns[1], columns[2], columns[3])
+        wanted = [self._rows[row].logprobs for row, count in zip(sampled, counts, strict=True) for _ in range(count)]
+        logprobs = [self._logprobs(token, top) for token, top in zip(tokens, wanted, strict=True)]
+        return StepResult(plan.step, columns[0], columns[1], columns[2], columns[3], logprobs if any(logprobs) else ())
 
     def _compute(self, row: FakeRow, start: int, count: int) -> None:
         """Compute up to `count` tokens: a plan made ahead may count on tokens that an earlier step did not bring."""
@@ -158,6 +166,12 @@ class FakeExecutor:
         tokens = list(self._successors(row.tokens[-1], self._random.randint(*self._manner.burst)))
         row.tokens.extend(tokens)
         return tokens
+
+    def _logprobs(self, token: int, top: int | None) -> Logprobs | None:
+        """The chosen token is the likeliest, its successors follow: -1, -2, ..."""
+        if top is None:
+            return None
+        return Logprobs(-1.0, [token, *self._successors(token, top - 1)][:top], [-1.0 - rank for rank in range(top)])
 
     def _successors(self, token: int, count: int) -> Iterator[int]:
         for _ in range(count):

@@ -20,7 +20,6 @@ static write_piece *const write_pieces[LEVELS] = ALL_LEVELS(write);
 static attend_piece *const attend_pieces[LEVELS] = ALL_LEVELS(attend);
 static attend_piece *const fold_pieces[LEVELS] = ALL_LEVELS(gather_up);
 
-/* One layer of a step that `plan` was made for, with plan->scratch floats of memory for it. */
 EXPORT void charonia_attention(const struct manner *m, const struct step *s, const struct plan *plan,
                                const struct call *c, float *scratch)
 {

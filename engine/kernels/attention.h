@@ -13,6 +13,8 @@
 
 #include <stdint.h>
 
+#include "level.h"
+
 enum { TILE = 16, SPLIT = 256, TILES = SPLIT / TILE };
 
 /* Bytes of a line of 16 pairs; from one line of keys to the next, from one pair of tokens' values to the next; where in
@@ -71,5 +73,9 @@ struct plan {
     int64_t writes, works, folds, scratch, cost;
     struct piece *to_write, *to_work, *to_fold;
 };
+
+/* One layer of a step that `plan` was made for, with plan->scratch floats of memory for it. */
+EXPORT void charonia_attention(const struct manner *m, const struct step *s, const struct plan *plan,
+                               const struct call *c, float *scratch);
 
 #endif

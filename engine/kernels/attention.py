@@ -77,7 +77,7 @@ class Planned:
     """A step divided into pieces for layers of one manner."""
 
     def __init__(self, manner: Manner, step: Step, dtype: torch.dtype) -> None:
-        self._manner, self._step = manner, step
+        self._manner, self.step = manner, step
         self._plan, self._call = _Plan(), _Call()
         self._make(64 + step.tokens * manner.kv_heads)
         self._scratch = torch.empty(self._plan.scratch)
@@ -85,8 +85,10 @@ class Planned:
         self._call.out = self._out.data_ptr()
         self._heads = manner.heads * manner.head_dim * dtype.itemsize
         self._kv_heads = manner.kv_heads * manner.head_dim * dtype.itemsize
-        addresses = (ctypes.addressof(one) for one in (self._plan, self._call))
-        self._addresses = (ctypes.addressof(manner), step.address, *addresses, self._scratch.data_ptr())
+        self.addresses = (ctypes.addressof(manner), ctypes.addressof(self._plan), self._scratch.data_ptr())
+        """Of manner, plan, and memory for partial sums."""
+        of, plan, scratch = self.addresses
+        self._addresses = (of, step.address, plan, ctypes.addressof(self._call), scratch)
         self._attend = library.bind("charonia_attention")
 
     def packed(self, cache: int, packed: Tensor, turns: Tensor) -> Tensor:
@@ -116,6 +118,6 @@ class Planned:
         at, size = self._pieces.ctypes.data, room * _PIECE_BYTES
         self._plan.to_write, self._plan.to_work, self._plan.to_fold = at, at + size, at + 2 * size
         plan = library.bind("charonia_attention_plan")
-        taken = plan(ctypes.addressof(self._manner), self._step.address, ctypes.addressof(self._plan), room)
+        taken = plan(ctypes.addressof(self._manner), self.step.address, ctypes.addressof(self._plan), room)
         if taken > room:
             self._make(taken)

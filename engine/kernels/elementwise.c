@@ -1,5 +1,5 @@
 /* Normalisation, gating and rotation over many rows. Each row by itself: no result depends on another row. */
-#include <stdint.h>
+#include "elementwise.h"
 
 enum activation { SILU, GELU };
 
@@ -17,20 +17,17 @@ static turn_row *const turn_rows[LEVELS] = ALL_LEVELS(turn);
 
 static char *place(const void *base, int64_t element, int kind) { return (char *)base + element * KIND_BYTES(kind); }
 
-/* out [rows, heads, n] = norm of x [rows, heads, n] (rows `stride` elements apart); weight [heads or 1, n].
-   With `delta`, laid out as x, x becomes x + delta first. */
 EXPORT void charonia_norm(void *x, const void *delta, const float *weight, void *out, int64_t rows, int64_t heads,
-                          int64_t stride, int64_t weights, int64_t n, float eps, int kind)
+                          int64_t stride, int64_t out_stride, int64_t weights, int64_t n, float eps, int kind)
 {
     norm_row *norm = norms[charonia_level()];
     FOR_ROWS(rows, rows * heads * n, for (int64_t h = 0; h < heads; h++) {
         int64_t from = row * stride + h * n;
         norm(place(x, from, kind), delta ? place(delta, from, kind) : 0, weight + h % weights * n,
-             place(out, (row * heads + h) * n, kind), n, eps, kind);
+             place(out, row * out_stride + h * n, kind), n, eps, kind);
     });
 }
 
-/* out [rows, n] = activation(gate) * up of x [rows, gate and up, n]. */
 EXPORT void charonia_gate(const void *x, void *out, int64_t rows, int64_t n, int activation, int kind)
 {
     gate_row *gate = gates[charonia_level()];
@@ -38,7 +35,6 @@ EXPORT void charonia_gate(const void *x, void *out, int64_t rows, int64_t n, int
              gate(place(x, 2 * row * n, kind), place(out, row * n, kind), n, activation, kind));
 }
 
-/* out [rows, heads, 2 * half] = x (rows `stride` elements apart), turned by cosines and sines [rows, 2, half]. */
 EXPORT void charonia_turn(const void *x, const float *turns, void *out, int64_t rows, int64_t heads, int64_t stride,
                           int64_t half, int kind)
 {

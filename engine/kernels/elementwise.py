@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from . import library
+from .tape import GATE, NORM, Operation, Rows, Slot
 
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1}
 """config.json's name -> `enum activation` in elementwise.c."""
 
 
 class FusedNorm:
-    """x [N, n] or [N, heads, n] in `dtype` -> x / rms(x) * weight (arXiv 1910.07467).
+    """x [N, n] in `dtype`, contiguous -> x / rms(x) * weight (arXiv 1910.07467).
 
     `weight` [n] or [heads, n] is float32."""
 
@@ -23,25 +24,34 @@ class FusedNorm:
         self._size, self._weights = weight.shape[-1], weight.numel() // weight.shape[-1]
         self._address, self._norm = self._weight.data_ptr(), library.bind("charonia_norm")
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.dim() == 2:
-            return self._rows(x, 0)
-        out = torch.empty(x.shape, dtype=x.dtype)
-        self._into(out, x, 0, x.shape[1], x.stride(0))
-        return out
+    def __call__(self, x: Rows) -> Rows:
+        return self._rows(x, None)
 
-    def after(self, x: Tensor, delta: Tensor) -> Tensor:
+    def after(self, x: Rows, delta: Rows) -> Rows:
         """Adds `delta` to x [N, n] in place; the norm of the sum. Both are contiguous."""
-        return self._rows(x, delta.data_ptr())
+        return self._rows(x, delta)
 
-    def _rows(self, x: Tensor, delta: int) -> Tensor:
+    def within(self, x: Rows, heads: int) -> None:
+        """The first `heads` of x [N, more, n], contiguous, in place."""
+        if isinstance(x, Slot):
+            x.tape.change(self._operation(heads, x.width), x)
+        else:
+            self._into(x, x, 0, heads, x.stride(0))
+
+    def _rows(self, x: Rows, delta: Rows | None) -> Rows:
+        if isinstance(x, Slot):
+            return x.tape.add(self._operation(1, self._size), x, self._size, delta)
         out = torch.empty_like(x)
-        self._into(out, x, delta, 1, self._size)
+        self._into(out, x, 0 if delta is None else delta.data_ptr(), 1, self._size)
         return out
 
     def _into(self, out: Tensor, x: Tensor, delta: int, heads: int, stride: int) -> None:
-        sizes = x.shape[0], heads, stride, self._weights, self._size
+        sizes = x.shape[0], heads, stride, stride, self._weights, self._size
         self._norm(x.data_ptr(), delta, self._address, out.data_ptr(), *sizes, self._eps, self._kind)
+
+    def _operation(self, heads: int, stride: int) -> Operation:
+        numbers = {"heads": heads, "stride": stride, "weights": self._weights, "size": self._size}
+        return Operation(kind=NORM, what=self._address, eps=self._eps, **numbers)
 
 
 class FusedGate:
@@ -50,7 +60,10 @@ class FusedGate:
     def __init__(self, activation: str) -> None:
         self._activation, self._gate = ACTIVATIONS[activation], library.bind("charonia_gate")
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Rows) -> Rows:
+        if isinstance(x, Slot):
+            size = x.width // 2
+            return x.tape.add(Operation(kind=GATE, size=size, activation=self._activation), x, size)
         rows, size = x.shape[0], x.shape[1] // 2
         out = torch.empty((rows, size), dtype=x.dtype)
         self._gate(x.data_ptr(), out.data_ptr(), rows, size, self._activation, library.DTYPES[x.dtype])

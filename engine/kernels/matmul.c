@@ -68,13 +68,20 @@ static const char *lines_after(const Product *p, const Block *b, int64_t group, 
     return chunk + 1 < p->chunks ? lines_at(p, b->group, chunk + 1) : 0;
 }
 
-/* The tiles of a panel share the fetching: which streams fall to tile `index` of `count`. With nothing left to fetch a
-   tile asks for its own lines, which costs nothing. */
+/* The tiles of a panel share the fetching: which streams fall to tile `index` of `count`, or which part of a single one.
+   With nothing left to fetch a tile asks for its own lines, which costs nothing. */
 static void fetch_ahead(Tile *t, const char *after, int64_t wide, int64_t index, int64_t count)
 {
     const int64_t each = count >= wide || count == 3 ? 1 : wide / count;
     t->next = t->lines;
     t->streams = 1;
+    if (wide == 1 && after) {
+        while (t->slower < 3 && 2 << t->slower <= count)
+            t->slower++;
+        if (index < 1 << t->slower)
+            t->next = after + ((t->steps * index >> t->slower) * LINE);
+        return;
+    }
     if (!after || index * each >= wide)
         return;
     t->next = after + index * each * t->group_stride;
@@ -146,7 +153,6 @@ static int64_t spread_out(int64_t bytes)
     return bytes % 1024 ? bytes : bytes + LINE;
 }
 
-/* out [rows, outputs] = x [rows, inputs] W^T + b; strides in elements. Returns 0, or 1 when memory is short. */
 EXPORT int charonia_matmul(const Matrix *m, const void *x, int64_t x_stride, int64_t rows, void *out, int64_t out_stride)
 {
     const Kernel *kernel = kernel_of(m->kind);

@@ -41,6 +41,7 @@ typedef struct {
     int64_t steps;
     const char *next;       /* lines to fetch meanwhile: as many steps of `streams` groups */
     int64_t streams;        /* 1, 2, or all of the tile's groups */
+    int32_t slower;         /* a single stream: a line only every 2^slower steps */
     char *sums;             /* the accumulators between chunks */
     int32_t first, last;    /* whether the chunk begins the sums, and whether it completes them */
     int64_t output;         /* of the tile's first column */
@@ -70,6 +71,9 @@ typedef struct {
     int32_t sum_bytes;  /* of a group's accumulators */
     int32_t direct;     /* whether that is how the activations are stored */
 } Kernel;
+
+/* out [rows, outputs] = x [rows, inputs] W^T + b; strides in elements. Returns 0, or 1 when memory is short. */
+EXPORT int charonia_matmul(const Matrix *m, const void *x, int64_t x_stride, int64_t rows, void *out, int64_t out_stride);
 
 extern const Kernel matmul_portable[KINDS], matmul_avx2[KINDS], matmul_avx512[KINDS];
 

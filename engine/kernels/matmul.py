@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import library
 from .memory import Memory
+from .tape import PRODUCT, Operation, Rows, Slot
 
 LANES, LINE = 16, 64
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -76,13 +77,21 @@ class Packed:
         target = (_address(self._lines), _address(self._scales), _address(self._offsets))
         _check(library.bind("charonia_pack")(*source, KINDS[self.form.kept], *target))
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Rows) -> Rows:
+        if isinstance(x, Slot):
+            return self._recorded(x)
         if x.stride(1) != 1:
             x = x.contiguous()
         rows = len(x)
         out = torch.empty(rows, self.form.outputs, dtype=self.form.out)
         _check(self._multiply(self._at, x.data_ptr(), x.stride(0), rows, out.data_ptr(), self.form.outputs))
         return out
+
+    def _recorded(self, x: Slot) -> Slot:
+        if self.form.out != x.tape.dtype:
+            raise TypeError(f"a tape of {x.tape.dtype} holds no {self.form.out}")
+        operation = Operation(kind=PRODUCT, what=self._at, stride=self.form.inputs, size=self.form.outputs)
+        return x.tape.add(operation, x, self.form.outputs)
 
 
 def _address(tensor: Tensor | None) -> int:

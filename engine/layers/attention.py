@@ -30,7 +30,7 @@ class SelfAttention:
     def __init__(self, load: Loader, spec: ModelSpec, index: int, has: Projections) -> None:
         name, size = f"model.layers.{index}.self_attn", spec.head_dim
         heads, kv_heads = part(spec.heads, load.group), kv_part(spec.kv_heads, load.group)
-        self._index, self._head_dim = index, size
+        self._index, self._head_dim = load.layers(spec.layers).index(index), size
         self._heads, self._kv_heads = heads.stop - heads.start, kv_heads.stop - kv_heads.start
         outputs = (_fused if has.fused else _separate)(name, spec, times(heads, size), times(kv_heads, size))
         self._qkv = ColumnLinear(load, outputs, spec.hidden_size, bias=has.qkv_bias)
@@ -41,8 +41,7 @@ class SelfAttention:
     def __call__(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
         packed = self._qkv(x).view(len(x), -1, self._head_dim)
         if self._norm is not None:
-            turning = packed[:, : self._heads + self._kv_heads]
-            turning.copy_(self._norm(turning))
+            self._norm.within(packed, self._heads + self._kv_heads)
         return self._out(attend.turned(self._index, packed, angles))
 
     def _head_norm(self, load: Loader, name: str, spec: ModelSpec, norm: NormMaker) -> Norm:

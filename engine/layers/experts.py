@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..spec import Experts
 from ..weights import Loader, Piece
+from .group import Alone, part
 from .matmul import ROUTER, prepare
 from .mlp import Gated, GatedMLP
 
@@ -38,22 +39,26 @@ class Router:
 class MixtureOfExperts:
     """x [N, hidden] -> the weighted sum of its experts' outputs [N, hidden].
 
-    Every rank holds a slice of every expert. Experts go one by one, each over its tokens."""
+    Every rank holds a slice of every expert, or some experts whole: the sum over ranks is the same. Experts go one by
+    one, each over its tokens."""
 
     def __init__(self, load: Loader, router: Router, experts: list[Gated]) -> None:
         self._router, self._group = router, load.group
-        self._experts = [GatedMLP(load, expert) for expert in experts]
+        whole = load.place.whole_experts
+        self._mine = part(len(experts), load.group) if whole else slice(0, len(experts))
+        holding = load.within(Alone()) if whole else load
+        self._experts = [GatedMLP(holding, expert) for expert in experts[self._mine]]
+        self._count = len(experts)
 
     def __call__(self, x: Tensor) -> Tensor:
         routed = self._router(x)
         order = routed.experts.flatten().argsort(stable=True)
         tokens = torch.div(order, routed.experts.shape[1], rounding_mode="floor")
         weights = routed.weights.flatten()[order].unsqueeze(-1)
-        counts = torch.bincount(routed.experts.flatten(), minlength=len(self._experts)).tolist()
+        counts = torch.bincount(routed.experts.flatten(), minlength=self._count).tolist()
         total = torch.zeros_like(x)
-        for expert, mine, weight in zip(
-            self._experts, torch.split(tokens, counts), torch.split(weights, counts), strict=True
-        ):
+        shares = list(zip(torch.split(tokens, counts), torch.split(weights, counts), strict=True))
+        for expert, (mine, weight) in zip(self._experts, shares[self._mine], strict=True):
             if len(mine):
                 total.index_add_(0, mine, expert.partial(x[mine]).mul_(weight))
         return self._group.sum(total)

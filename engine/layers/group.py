@@ -36,7 +36,12 @@ class Alone:
 
 def part(total: int, group: Group) -> slice:
     """This rank's share of `total` things: contiguous, and equal up to one."""
-    return slice(total * group.rank // group.size, total * (group.rank + 1) // group.size)
+    return parts(total, group.size)[group.rank]
+
+
+def parts(total: int, size: int) -> list[slice]:
+    """Every rank's share."""
+    return [slice(total * rank // size, total * (rank + 1) // size) for rank in range(size)]
 
 
 def kv_part(heads: int, group: Group) -> slice:

@@ -17,6 +17,9 @@ class Norm(Protocol):
     def after(self, x: Tensor, delta: Tensor) -> Tensor:
         """Adds `delta` to x [N, n] in place; the norm of the sum."""
 
+    def within(self, x: Tensor, heads: int) -> None:
+        """The first `heads` of x [N, more, n] in place."""
+
 
 class NormMaker(Protocol):
     def __call__(self, weight: Tensor, eps: float) -> Norm:
@@ -35,6 +38,9 @@ class RMSNorm:
     def after(self, x: Tensor, delta: Tensor) -> Tensor:
         return self(x.add_(delta))
 
+    def within(self, x: Tensor, heads: int) -> None:
+        _within(self, x[:, :heads])
+
 
 class OffsetRMSNorm:
     """Gemma's: x [..., n] / rms(x) * (1 + weight), all of it in float32."""
@@ -48,6 +54,9 @@ class OffsetRMSNorm:
     def after(self, x: Tensor, delta: Tensor) -> Tensor:
         return self(x.add_(delta))
 
+    def within(self, x: Tensor, heads: int) -> None:
+        _within(self, x[:, :heads])
+
 
 def rms_norm(weight: Tensor, eps: float) -> Norm:
     """The fastest RMSNorm here."""
@@ -59,6 +68,10 @@ def offset_rms_norm(weight: Tensor, eps: float) -> Norm:
     """The fastest OffsetRMSNorm here."""
     fused = library.serves(weight.dtype, weight.device)
     return FusedNorm(1.0 + weight.float(), eps, weight.dtype) if fused else OffsetRMSNorm(weight, eps)
+
+
+def _within(norm: Norm, x: Tensor) -> None:
+    x.copy_(norm(x))
 
 
 def _normalised(x: Tensor, scale: float, eps: float) -> Tensor:

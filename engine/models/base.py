@@ -3,41 +3,28 @@
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeAlias
 
-import torch
 from torch import Tensor
 
 from ..attention.base import Attend
-from ..layers.group import Group
+from ..place import Place
 from ..spec import ModelSpec, Shape
 from ..weights import Loader
 
 
 class Decoder(Protocol):
-    """A causal language model over packed sequences."""
+    """A causal language model over packed sequences, or a rank's share of it."""
 
-    def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, chosen: Tensor) -> Tensor:
-        """Compute ids and positions [N]; keys and values go through `attend`.
+    def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, chosen: Tensor) -> Tensor | None:
+        """Compute ids and positions [N]; keys and values go through `attend`, which counts this rank's layers from 0.
 
         Returns the logits [S, vocabulary] of the packed places `chosen` [S], maybe none, in the model's dtype or in
-        float32.
+        float32, the same on every rank of the last stage. The other stages hand on what they computed, return None,
+        and all but the first ignore `tokens`.
         """
 
 
-Builder: TypeAlias = Callable[[ModelSpec, Loader, int], Decoder]
-"""Builds a decoder from its spec and weights, for sequences of at most so many tokens."""
-
-
-class Place(NamedTuple):
-    """What a decoder is built for: this rank's device, and sequences of at most `positions` tokens.
-
-    `progress` is told the fraction of the rank's bytes read so far. `quantized`: its matrices become int8."""
-
-    dtype: torch.dtype
-    device: torch.device
-    group: Group
-    positions: int
-    progress: Callable[[float], None] = lambda _: None
-    quantized: bool = False
+Builder: TypeAlias = Callable[[ModelSpec, Loader], Decoder]
+"""Builds a decoder, or the rank's share of it, from its spec and weights."""
 
 
 class Built(NamedTuple):

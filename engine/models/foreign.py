@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..attention.base import Attend
 from ..checkpoint import Checkpoint
+from ..place import Place
 from ..spec import DTYPES, LAYER_TYPES, CheckpointError, Shape
-from .base import Built, Place
+from .base import Built
 from .foreign_attention import NAME, Call, register
 from .foreign_trial import Heard, listen, try_out
 
@@ -68,7 +69,7 @@ class ForeignRecipe:
             CheckpointError: the weights are broken, or the model does not work over our cache; says why.
         """
         try:
-            if place.group.size > 1:
+            if not place.seat.alone:
                 raise CheckpointError("its layers can't be split over ranks")
             if place.quantized:
                 raise CheckpointError(

@@ -3,16 +3,15 @@ and without a window. Gemma 2 caps scores and logits; Gemma 3 normalises heads, 
 
 import math
 
-import torch
 from torch import Tensor
 
 from ..attention.base import Attend
 from ..layers.attention import Projections, SelfAttention
-from ..layers.embedding import Embedding
-from ..layers.linear import Head
+from ..layers.ends import inlet, outlet
 from ..layers.mlp import GatedMLP
 from ..layers.norm import Norm, offset_rms_norm
 from ..layers.rotary import Angles, rotary
+from ..layers.stack import Stack
 from ..spec import ModelSpec
 from ..weights import Loader
 from .llama import mlp
@@ -21,27 +20,19 @@ from .llama import mlp
 class Gemma:
     """Token ids and positions [N] of packed sequences -> hidden states [N, hidden] -> logits of chosen places."""
 
-    def __init__(self, spec: ModelSpec, load: Loader, positions: int, has: Projections) -> None:
-        """Build from the checkpoint; `positions` is the longest sequence to be served, in tokens."""
-        self._embed = Embedding(load, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-        self._scale = torch.tensor(math.sqrt(spec.hidden_size), dtype=load.dtype, device=load.device)
-        ropes = {spec.rope, spec.local_rope}
-        self._rotary = {rope: rotary(rope, spec.head_dim, positions, load.dtype, load.device) for rope in ropes}
-        self._layers = [Layer(spec, load, index, has) for index in range(spec.layers)]
-        self._ropes = [spec.local_rope if view.window else spec.rope for view in spec.views]
-        self._norm = _norm(load, "model.norm", spec)
-        head = "model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight"
-        self._head = Head(load, head, spec.vocab_size, spec.hidden_size)
-        self._cap = spec.logit_cap
+    def __init__(self, spec: ModelSpec, load: Loader, has: Projections) -> None:
+        layers = load.layers(spec.layers)
+        self._inlet = inlet(spec, load, math.sqrt(spec.hidden_size))
+        ropes = [spec.local_rope if spec.views[index].window else spec.rope for index in layers]
+        kinds = list(dict.fromkeys(ropes))
+        self._layers = Stack([Layer(spec, load, index, has) for index in layers], [kinds.index(rope) for rope in ropes])
+        self._rotary = [rotary(rope, spec.head_dim, load.place.positions, load.dtype, load.device) for rope in kinds]
+        self._outlet = outlet(spec, load, offset_rms_norm)
 
-    def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, chosen: Tensor) -> Tensor:
-        x = self._embed(tokens) * self._scale
-        angles = {rope: turning(positions) for rope, turning in self._rotary.items()}
-        delta = torch.zeros_like(x)
-        for layer, rope in zip(self._layers, self._ropes, strict=True):
-            delta = layer(x, delta, angles[rope], attend)
-        logits = self._head(self._norm.after(x[chosen], delta[chosen]))
-        return logits if self._cap is None else (logits / self._cap).tanh_().mul_(self._cap)
+    def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, chosen: Tensor) -> Tensor | None:
+        angles = [turning(positions) for turning in self._rotary]
+        x, delta = self._layers(self._inlet(tokens), angles, attend)
+        return self._outlet(x, delta, chosen)
 
 
 class Layer:
@@ -66,10 +57,10 @@ def _norm(load: Loader, name: str, spec: ModelSpec) -> Norm:
     return offset_rms_norm(load.vector(f"{name}.weight", spec.hidden_size), spec.norm_eps)
 
 
-def gemma2(spec: ModelSpec, load: Loader, positions: int) -> Gemma:
-    return Gemma(spec, load, positions, Projections(qkv_bias=spec.attention_bias, out_bias=spec.attention_bias))
+def gemma2(spec: ModelSpec, load: Loader) -> Gemma:
+    return Gemma(spec, load, Projections(qkv_bias=spec.attention_bias, out_bias=spec.attention_bias))
 
 
-def gemma3(spec: ModelSpec, load: Loader, positions: int) -> Gemma:
+def gemma3(spec: ModelSpec, load: Loader) -> Gemma:
     bias = spec.attention_bias
-    return Gemma(spec, load, positions, Projections(qkv_bias=bias, out_bias=bias, norm=offset_rms_norm))
+    return Gemma(spec, load, Projections(qkv_bias=bias, out_bias=bias, norm=offset_rms_norm))

@@ -3,16 +3,15 @@
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
 from ..attention.base import Attend
 from ..layers.attention import Projections, SelfAttention
-from ..layers.embedding import Embedding
-from ..layers.linear import Head
+from ..layers.ends import inlet, outlet
 from ..layers.mlp import Gated, GatedMLP
 from ..layers.norm import rms_norm
 from ..layers.rotary import Angles, rotary
+from ..layers.stack import Stack
 from ..spec import ModelSpec
 from ..weights import Loader
 
@@ -40,22 +39,15 @@ class Kin(NamedTuple):
 class Llama:
     """Token ids and positions [N] of packed sequences -> hidden states [N, hidden] -> logits of chosen places."""
 
-    def __init__(self, spec: ModelSpec, load: Loader, positions: int, kin: Kin) -> None:
-        """Build from the checkpoint; `positions` is the longest sequence to be served, in tokens."""
-        self._embed = Embedding(load, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-        self._rotary = rotary(spec.rope, spec.head_dim, positions, load.dtype, load.device)
-        self._layers = [Layer(spec, load, index, kin) for index in range(spec.layers)]
-        self._norm = rms_norm(load.vector("model.norm.weight", spec.hidden_size), spec.norm_eps)
-        head = "model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight"
-        self._head = Head(load, head, spec.vocab_size, spec.hidden_size)
+    def __init__(self, spec: ModelSpec, load: Loader, kin: Kin) -> None:
+        self._inlet = inlet(spec, load)
+        self._rotary = rotary(spec.rope, spec.head_dim, load.place.positions, load.dtype, load.device)
+        self._layers = Stack([Layer(spec, load, index, kin) for index in load.layers(spec.layers)])
+        self._outlet = outlet(spec, load, rms_norm)
 
-    def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, chosen: Tensor) -> Tensor:
-        x = self._embed(tokens)
-        angles = self._rotary(positions)
-        delta = torch.zeros_like(x)
-        for layer in self._layers:
-            delta = layer(x, delta, angles, attend)
-        return self._head(self._norm.after(x[chosen], delta[chosen]))
+    def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, chosen: Tensor) -> Tensor | None:
+        x, delta = self._layers(self._inlet(tokens), [self._rotary(positions)], attend)
+        return self._outlet(x, delta, chosen)
 
 
 class Layer:
@@ -75,6 +67,6 @@ class Layer:
         return self._mlp(self._before_mlp.after(x, mixed))
 
 
-def llama(spec: ModelSpec, load: Loader, positions: int) -> Llama:
+def llama(spec: ModelSpec, load: Loader) -> Llama:
     bias = spec.attention_bias
-    return Llama(spec, load, positions, Kin(Projections(qkv_bias=bias, out_bias=bias)))
+    return Llama(spec, load, Kin(Projections(qkv_bias=bias, out_bias=bias)))

@@ -5,5 +5,5 @@ from ..weights import Loader
 from .llama import Kin, Llama
 
 
-def mistral(spec: ModelSpec, load: Loader, positions: int) -> Llama:
-    return Llama(spec, load, positions, Kin())
+def mistral(spec: ModelSpec, load: Loader) -> Llama:
+    return Llama(spec, load, Kin())

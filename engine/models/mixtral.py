@@ -7,8 +7,8 @@ from ..weights import Loader
 from .llama import FeedForward, Kin, Llama
 
 
-def mixtral(spec: ModelSpec, load: Loader, positions: int) -> Llama:
-    return Llama(spec, load, positions, Kin(feed_forward=_sparse))
+def mixtral(spec: ModelSpec, load: Loader) -> Llama:
+    return Llama(spec, load, Kin(feed_forward=_sparse))
 
 
 def _sparse(spec: ModelSpec, load: Loader, index: int) -> FeedForward:

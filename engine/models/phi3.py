@@ -7,8 +7,8 @@ from ..weights import Loader
 from .llama import FeedForward, Kin, Llama, mlp
 
 
-def phi3(spec: ModelSpec, load: Loader, positions: int) -> Llama:
-    return Llama(spec, load, positions, Kin(Projections(fused=True), _fused))
+def phi3(spec: ModelSpec, load: Loader) -> Llama:
+    return Llama(spec, load, Kin(Projections(fused=True), _fused))
 
 
 def _fused(spec: ModelSpec, load: Loader, index: int) -> FeedForward:

@@ -6,5 +6,5 @@ from ..weights import Loader
 from .llama import Kin, Llama
 
 
-def qwen2(spec: ModelSpec, load: Loader, positions: int) -> Llama:
-    return Llama(spec, load, positions, Kin(Projections(qkv_bias=True)))
+def qwen2(spec: ModelSpec, load: Loader) -> Llama:
+    return Llama(spec, load, Kin(Projections(qkv_bias=True)))

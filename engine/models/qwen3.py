@@ -8,12 +8,12 @@ from ..weights import Loader
 from .llama import FeedForward, Kin, Llama, gated, mlp
 
 
-def qwen3(spec: ModelSpec, load: Loader, positions: int) -> Llama:
-    return Llama(spec, load, positions, Kin(_projections(spec)))
+def qwen3(spec: ModelSpec, load: Loader) -> Llama:
+    return Llama(spec, load, Kin(_projections(spec)))
 
 
-def qwen3_moe(spec: ModelSpec, load: Loader, positions: int) -> Llama:
-    return Llama(spec, load, positions, Kin(_projections(spec), _sparse))
+def qwen3_moe(spec: ModelSpec, load: Loader) -> Llama:
+    return Llama(spec, load, Kin(_projections(spec), _sparse))
 
 
 def _projections(spec: ModelSpec) -> Projections:

@@ -4,9 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint import Checkpoint
+from ..place import Place
 from ..spec import ModelSpec
+from ..split import check_split
 from ..weights import Loader, Weights
-from .base import Builder, Built, Place, Recipe
+from .base import Builder, Built, Recipe
 from .gemma import gemma2, gemma3
 from .llama import llama
 from .mistral import mistral
@@ -46,8 +48,9 @@ class Native:
         return self.spec.max_position
 
     def build(self, place: Place) -> Built:
-        load = Loader(Weights(self.directory), place.dtype, place.device, place.group, place.progress, place.quantized)
-        return Built(self.builder(self.spec, load, place.positions), self.spec)
+        seat = place.seat
+        check_split(self.spec, str(self.directory), seat.group.size, seat.stage, place.whole_experts)
+        return Built(self.builder(self.spec, Loader(Weights(self.directory), place)), self.spec)
 
 
 def recipe(checkpoint: Checkpoint) -> Recipe:

@@ -263,6 +263,15 @@ def test_it_does_what_the_rules_say(rules: Batching, steps: list[tuple[Any, ...]
         assert len(batcher) == len(plain.order())
 
 
+def test_a_pause_ends_when_those_it_was_for_ran_out_of_time() -> None:
+    policy = QueuePolicy(timeout=5)
+    batcher: Batcher[str] = Batcher(Batching(combine=True, max_size=2, max_delay=10, policies={1: policy}))
+    batcher.add(Waiting("late", 1), 0)
+    assert batcher.take(0).batch is None
+    assert [request.item for request in batcher.expire(6).refused] == ["late"]
+    batcher.check_integrity()
+
+
 def test_the_rules_are_read_from_a_config() -> None:
     document = {
         "dynamic_batching": {

@@ -14,6 +14,7 @@ from charonia.core.model import ModelConfig
 class Worker:
     def __init__(self) -> None:
         self.woken = 0
+        self.lost = False
 
     def wake(self, source: Any) -> None:
         self.woken += 1

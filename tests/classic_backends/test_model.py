@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from charonia.classic_backends.builtin import IDENTITY
 from charonia.classic_backends.model import ClassicModel
 from charonia.classic_backends.runtime import Arrays, Document, Place, Traits
 from charonia.core.errors import CharoniaError, Code, InvalidArgument
+from charonia.core.exchange import Computed, Exchange
+from charonia.core.exchange import serving as exchanging
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest
 from charonia.core.tensor import Tensor, TensorSpec
@@ -503,3 +506,37 @@ async def test_identity_gives_back_what_it_gets() -> None:
         assert [tensor.name for tensor in one.outputs] == ["D"]
         [without] = await answers(model, InferRequest(inputs={"A": given["A"]}))
         assert [tensor.name for tensor in without.outputs] == ["C"]
+
+
+async def times(model: ClassicModel, request: InferRequest) -> Computed:
+    """What a trace would say of one request."""
+    with exchanging(Exchange("infer")) as exchange:
+        before = time.monotonic_ns()
+        await answers(model, request)
+        made = exchange.computed
+    assert made is not None
+    assert before <= made.queued <= made.begun
+    assert made.begun + sum(made.spent) <= time.monotonic_ns()
+    return made
+
+
+async def test_traces_are_told_when_what_happened_to_a_request() -> None:
+    async with serving(Gated(), config({})) as model:
+        made = await times(model, ask(1))
+        assert made.begun > made.queued
+        assert all(made.spent)
+    inline = ModelConfig("i", "1", "identity", inputs=FLOATS, outputs=FLOATS)
+    numbers = Tensor("X", "FP32", (1,), np.ones(1, np.float32))
+    async with serving(IDENTITY, inline) as model:
+        made = await times(model, InferRequest(inputs={"X": numbers}))
+        assert made.begun == made.queued
+
+
+async def test_traces_are_told_of_a_request_that_failed() -> None:
+    async with serving(Gated(), config({})) as model:
+        with exchanging(Exchange("infer")) as exchange, pytest.raises(CharoniaError):
+            await answer(model, -1)
+        assert exchange.computed is not None
+
+
+FLOATS = (TensorSpec("X", "FP32", (-1,)),)

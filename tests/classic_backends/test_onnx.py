@@ -15,6 +15,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from charonia import classic_backends
+from charonia.classic_backends import onnx_session
 from charonia.classic_backends.onnx import ONNX
 from charonia.classic_backends.onnx_options import read_plan
 from charonia.classic_backends.runtime import Arrays, Place, Runtime
@@ -363,3 +364,24 @@ def test_without_onnxruntime_the_model_says_what_to_install(
         monkeypatch.delattr(classic_backends, module, raising=False)
     with pytest.raises(CharoniaError, match=r"pip install 'charonia\[onnx\]'"):
         load(version, described(MLP))
+
+
+def test_a_file_is_read_once_to_be_completed_and_loaded(
+    version: Path, onnx_models: ModuleType, described: Describe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    onnx_models.write_mlp(version / "model.onnx", [4, 2])
+    opened = []
+    make = onnx_session.Session.__init__
+
+    def counted(session: Any, *arguments: Any) -> None:
+        opened.append(weakref.ref(session))
+        make(session, *arguments)
+
+    monkeypatch.setattr(onnx_session.Session, "__init__", counted)
+    parameters = {"intra_op_thread_count": "1"}
+    document = ONNX.complete(version, {"name": "model"}, parameters)
+    runtimes = [ONNX.load(version, described(document), Place(), parameters) for _ in range(2)]
+    [only] = opened
+    for runtime in runtimes:
+        runtime.close()
+    assert only() is None

@@ -34,6 +34,13 @@ def test_this_machine_has_cores_and_memory() -> None:
     found = host.cores()
     assert 1 <= found.threads <= found.physical <= found.logical
     assert host.available_memory() > 1 << 20
+    assert 1 << 20 < host.anonymous_memory() < 1 << 40
+
+
+def test_what_a_process_has_that_is_no_files(root: Path) -> None:
+    assert host.anonymous_memory(root) == 0
+    write(root, {"proc/self/status": "VmRSS:\t  900 kB\nRssAnon:\t     300 kB\nRssFile:\t  600 kB"})
+    assert host.anonymous_memory(root) == 300 * 1024
 
 
 # Cores

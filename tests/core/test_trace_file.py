@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.exchange import Exchange
+from charonia.core.exchange import Computed, Exchange
 from charonia.core.trace_file import TraceFile
 from charonia.core.trace_settings import Traces, TraceSettings, read_trace_config
 
@@ -46,6 +46,22 @@ def test_a_trace_says_what_was_asked_and_when(path: Path) -> None:
     assert times["id"] == 1
     stamps = {each["name"]: each["ns"] for each in times["timestamps"]}
     assert stamps == {"REQUEST_START": int(exchange.arrived * 1e9), "REQUEST_END": int(exchange.ended * 1e9)}
+
+
+def test_a_trace_of_a_classic_model_says_what_was_done_when(path: Path) -> None:
+    _, file = tracing(path)
+    exchange = ended()
+    exchange.computed = Computed(queued=100, begun=250, spent=(10, 20, 30))
+    file(exchange)
+    file.close()
+    [_, times] = json.loads(path.read_text())
+    assert [(each["name"], each["ns"]) for each in times["timestamps"][1:-1]] == [
+        ("QUEUE_START", 100),
+        ("COMPUTE_START", 250),
+        ("COMPUTE_INPUT_END", 260),
+        ("COMPUTE_OUTPUT_START", 280),
+        ("COMPUTE_END", 310),
+    ]
 
 
 def test_the_file_is_whole_when_a_count_is_out_a_setting_changed_or_at_the_end(path: Path) -> None:

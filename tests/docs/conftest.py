@@ -76,7 +76,8 @@ def page(root: Path) -> Callable[[str], Page]:
 def demo(root: Path, sibling: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     serving = sibling("e2e/conftest.py").serving
     models = root / "examples" / "model_repository"
-    flags = ("--model-repository", str(models), "--metrics-names", "vllm", "--log-format", "json")
+    flags = ["--model-repository", str(models), "--metrics-names", "vllm", "--log-format", "json"]
+    flags += ["--metrics-config=summary_latencies=true", "--metrics-config=histogram_latencies=true"]
     with serving(tmp_path_factory.mktemp("s") / "t", *flags) as server:
         assert server.url
         yield server

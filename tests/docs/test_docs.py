@@ -4,6 +4,7 @@ import importlib
 import re
 import shlex
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -23,9 +24,11 @@ from charonia.core.request import SamplingParams
 from charonia.engine import infer, settings
 from charonia.engine.attention.registry import BACKENDS
 from charonia.engine.kernels import library
-from charonia.engine.options import EngineOptions, engine_config, parse_options
+from charonia.engine.options import EngineOptions, engine_config
+from charonia.engine.parameters import parse
+from charonia.engine.trtllm.options import TrtllmOptions
 
-PAGES = ("README.md", "operating.md", "metrics.md", "clients.md", "architecture.md", "benchmarks.md")
+PAGES = ("README.md", "operating.md", "tensorrt-llm.md", "metrics.md", "clients.md", "architecture.md", "benchmarks.md")
 OTHERS = ("README.md", "CONTRIBUTING.md", "examples/README.md")
 MANNERS = ("streaming", "exclude_input_from_output")
 """Other names of what does not choose tokens."""
@@ -169,7 +172,15 @@ def test_configurations_are_understood(page: Any) -> None:
     assert models
     for text in models:
         config = text_format.Parse(text, model_config_pb2.ModelConfig())
-        parse_options({name: value.string_value for name, value in config.parameters.items()})
+        parameters = {name: value.string_value for name, value in config.parameters.items()}
+        parse(parameters, TrtllmOptions if config.backend == "tensorrtllm" else EngineOptions)
+
+
+def test_every_option_of_tensorrt_llm_stands_there_with_its_default(page: Any) -> None:
+    true = {field.name: field.default for field in fields(TrtllmOptions)}
+    told = {cells[0].strip("`"): cells[1] for cells in page("tensorrt-llm.md").rows("parameter")}
+    assert told.keys() == true.keys()
+    assert [name for name, cell in told.items() if not is_right(cell, true[name])] == []
 
 
 def test_every_bench_and_make_target_stands_there(root: Path, page: Any) -> None:

@@ -27,9 +27,10 @@ class Steps:
         self.reports: list[Updates] = []
         self.aborted_after: int | None = None
         self._more = asyncio.Event()
-        self._hear, self._send = model.client.on_updates, model.client._core.send
-        monkeypatch.setattr(model.client, "on_updates", self._on_updates)
-        monkeypatch.setattr(model.client._core, "send", self._on_send)
+        [replica] = model.client.replicas
+        self._hear, self._send = replica.on_updates, replica._core.send
+        monkeypatch.setattr(replica, "on_updates", self._on_updates)
+        monkeypatch.setattr(replica._core, "send", self._on_send)
 
     def _on_updates(self, updates: Updates) -> None:
         self.reports.append(updates)

@@ -214,8 +214,17 @@ def test_the_start_says_where_a_client_may_go(address: str, shown: str) -> None:
 
 def test_lenient_readiness_and_another_name(serve: Any, tmp_path: Path, tokenizer_only: Path) -> None:
     (tmp_path / "r" / "broken" / "1").mkdir(parents=True)
-    flags = ["--strict-readiness", "false", "--id", "ferry"]
+    flags = ["--strict-readiness", "false", "--exit-on-error", "false", "--id", "ferry"]
     with serve("--model-repository", str(tmp_path / "r"), *flags) as server:
         assert server.status("/v2/health/ready") == 200
         assert httpx.get(f"{server.url}/v2").json()["name"] == "ferry"
         assert "broken: FAILED: " in server.said
+
+
+def test_a_model_that_fails_at_the_start_ends_the_server(serve: Any, tmp_path: Path) -> None:
+    (tmp_path / "r" / "broken" / "1").mkdir(parents=True)
+    (tmp_path / "r" / "fine.identity" / "1").mkdir(parents=True)
+    with serve("--model-repository", str(tmp_path / "r")) as server:
+        assert server.process.wait(90) == 1
+        assert "broken: FAILED: " in server.said
+        assert "a model failed to load; --exit-on-error=false serves the others" in server.said

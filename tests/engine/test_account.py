@@ -8,8 +8,8 @@ from charonia.core.exchange import Exchange, serving
 from charonia.core.metrics import End, LlmMetrics, Outcome
 from charonia.core.request import FinishReason, GenerateRequest
 from charonia.engine.account import Account, Accounts
-from charonia.engine.client import Lifelong
 from charonia.engine.messages import Totals
+from charonia.engine.replica import Lifelong
 
 
 def ended(metrics: LlmMetrics) -> dict[End, int]:

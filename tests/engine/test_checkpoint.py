@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 from charonia.core.errors import InvalidArgument, NotFound
 from charonia.engine.checkpoint import open_checkpoint
 from charonia.engine.dialects import read_spec
-from charonia.engine.layers.group import Alone
-from charonia.engine.models.base import Place
 from charonia.engine.models.registry import recipe
+from charonia.engine.place import Place
 from charonia.engine.spec import CheckpointError, Rope, View
 from charonia.engine.weights import Loader, Piece, Weights
 
@@ -41,7 +40,7 @@ def edit_tensors(directory: Path, **changes: Any) -> None:
 
 
 def build(directory: Path, progress: Callable[[float], None] = lambda _: None) -> Any:
-    return recipe(open_checkpoint(directory)).build(Place(torch.float32, torch.device("cpu"), Alone(), 64, progress))
+    return recipe(open_checkpoint(directory)).build(Place(torch.float32, torch.device("cpu"), 64, progress=progress))
 
 
 def test_a_checkpoint_says_what_it_is(checkpoint: Callable[..., Path]) -> None:
@@ -225,7 +224,7 @@ def test_progress_ends_at_one(checkpoint: Callable[..., Path]) -> None:
 
 def test_a_mapped_table_takes_no_memory_of_its_own(checkpoint: Callable[..., Path]) -> None:
     directory = checkpoint("llama")
-    load = Loader(Weights(directory), torch.float32, torch.device("cpu"), Alone())
+    load = Loader(Weights(directory), Place(torch.float32, torch.device("cpu"), 64))
     piece = Piece("model.embed_tokens.weight", (384, 64))
     assert load.mapped(piece) is load.mapped(piece)
     maps = Path("/proc/self/maps").read_text().splitlines()

@@ -55,10 +55,10 @@ async def start(sockets: Path) -> AsyncIterator[Start]:
         return clients[-1]
 
     yield start
-    pids = [client.pid for client in clients]
+    pids = [pid for client in clients for pid in client.pids]
     for client in clients:
         await client.close()
-    assert not any(alive(pid) for pid in pids if pid is not None)
+    assert not any(alive(pid) for pid in pids)
     assert left_in(sockets) == []
 
 
@@ -203,8 +203,7 @@ async def test_a_killed_core_ends_its_streams_and_comes_back(start: Start, socke
     client = await start(step_seconds=0.01)
     reader = asyncio.create_task(read_all(client, [1], max_tokens=400))
     await until(lambda: client.load.running == 1)
-    killed = client.pid
-    assert killed is not None
+    [killed] = client.pids
     os.kill(killed, signal.SIGKILL)
     with pytest.raises(Unavailable, match="exit code -9"):
         await reader
@@ -213,7 +212,7 @@ async def test_a_killed_core_ends_its_streams_and_comes_back(start: Start, socke
         await read_all(client, [1])
     await until(lambda: client.ready)
     assert tokens(await read_all(client, [1], max_tokens=3)) == [2, 3, 4]
-    assert client.pid != killed
+    assert client.pids != [killed]
     assert not alive(killed)
     assert len(left_in(sockets)) == 1
 
@@ -222,8 +221,7 @@ async def test_a_core_that_hangs_is_killed_and_comes_back(start: Start) -> None:
     client = await start(Patience(turn=2.5, hung=1.2, watch=0.1), step_seconds=0.01)
     reader = asyncio.create_task(read_all(client, [1], max_tokens=400))
     await until(lambda: client.load.running == 1)
-    hung = client.pid
-    assert hung is not None
+    [hung] = client.pids
     os.kill(hung, signal.SIGSTOP)
     await until(lambda: not client.ready)
     with pytest.raises(Unavailable):
@@ -237,18 +235,16 @@ async def test_signals_to_the_group_are_the_frontends_to_decide(start: Start, nu
     client = await start(step_seconds=0.01)
     reader = asyncio.create_task(read_all(client, [1], max_tokens=50))
     await until(lambda: client.load.running == 1)
-    assert client.pid is not None
-    os.kill(client.pid, number)
+    os.kill(client.pids[0], number)
     assert tokens(await reader) == list(range(2, 52))
 
 
 async def test_a_core_is_deaf_to_the_groups_signals_from_its_birth(sockets: Path) -> None:
     client = EngineClient(config())
     starting = asyncio.create_task(client.start())
-    await until(lambda: client.pid is not None)
-    assert client.pid is not None
+    await until(lambda: client.pids)
     for number in (signal.SIGINT, signal.SIGTERM):
-        os.kill(client.pid, number)
+        os.kill(client.pids[0], number)
     await starting
     await client.close()
     assert left_in(sockets) == []
@@ -315,7 +311,7 @@ async def test_closing_ends_streams_and_may_be_repeated(start: Start) -> None:
 async def test_closing_while_it_loads(sockets: Path) -> None:
     client = EngineClient(config())
     loading = asyncio.create_task(client.start())
-    await until(lambda: client.pid)
+    await until(lambda: client.pids)
     await client.close()
     with pytest.raises(asyncio.CancelledError):
         await loading

@@ -12,10 +12,10 @@ from transformers import AutoConfig
 
 from charonia.engine.attention.base import Attend
 from charonia.engine.checkpoint import open_checkpoint
-from charonia.engine.layers.group import Alone
-from charonia.engine.models.base import Built, Place
+from charonia.engine.models.base import Built
 from charonia.engine.models.foreign import Foreign
 from charonia.engine.models.registry import recipe
+from charonia.engine.place import Place
 from charonia.engine.spec import CheckpointError, View
 
 SIZES = {
@@ -30,7 +30,7 @@ SIZES = {
 
 
 def build(directory: Path, dtype: torch.dtype = torch.float32) -> Built:
-    return recipe(open_checkpoint(directory)).build(Place(dtype, torch.device("cpu"), Alone(), 256))
+    return recipe(open_checkpoint(directory)).build(Place(dtype, torch.device("cpu"), 256))
 
 
 @pytest.mark.parametrize(

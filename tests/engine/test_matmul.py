@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from charonia.engine.kernels import library
-from charonia.engine.layers.group import Alone
 from charonia.engine.layers.matmul import (
     LAYER,
     ROUTER,
@@ -18,6 +17,7 @@ from charonia.engine.layers.matmul import (
     prepare,
     quantize,
 )
+from charonia.engine.place import Place
 from charonia.engine.weights import Loader, Piece, Weights
 
 NAMES = [f"model.layers.0.mlp.{one}_proj.weight" for one in ("gate", "up")]
@@ -25,7 +25,7 @@ PIECES = [Piece(name, (96, 64), slice(10, 75), slice(3, 64)) for name in NAMES]
 
 
 def loader(directory: Path, dtype: torch.dtype, quantized: bool) -> Loader:
-    return Loader(Weights(directory), dtype, torch.device("cpu"), Alone(), quantized=quantized)
+    return Loader(Weights(directory), Place(dtype, torch.device("cpu"), 64, quantized=quantized))
 
 
 @pytest.mark.parametrize("quantized", [False, True])

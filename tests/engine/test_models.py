@@ -1,8 +1,6 @@
-"""Logits against transformers, packed against alone, one rank against two."""
+"""Logits against transformers, packed against alone."""
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cache
 from itertools import product
@@ -17,9 +15,8 @@ from charonia.engine.attention.base import Batch, CacheSpec
 from charonia.engine.attention.registry import attention_backend
 from charonia.engine.checkpoint import open_checkpoint
 from charonia.engine.kernels import library
-from charonia.engine.layers.group import Alone, Group, kv_part, part
-from charonia.engine.models.base import Place
 from charonia.engine.models.registry import recipe
+from charonia.engine.place import Place
 
 CPU = torch.device("cpu")
 NAMES = ["llama", "llama-llama3-tied", "llama-linear-biased", "qwen2"]
@@ -54,20 +51,11 @@ def batch(lengths: list[int], block_size: int) -> Batch:
 
 
 @torch.inference_mode()
-def logits(
-    directory: Path,
-    sequences: list[torch.Tensor],
-    dtype: torch.dtype,
-    backend: str = "auto",
-    group: Group | None = None,
-) -> torch.Tensor:
+def logits(directory: Path, sequences: list[torch.Tensor], dtype: torch.dtype, backend: str = "auto") -> torch.Tensor:
     """[all tokens, vocabulary] of the sequences in one packed step."""
-    group, found = group or Alone(), recipe(open_checkpoint(directory))
-    model, shape = found.build(Place(dtype, CPU, group, found.max_position))
-    heads, kv_heads = part(shape.heads, group), kv_part(shape.kv_heads, group)
-    cache = CacheSpec(
-        shape.views, heads.stop - heads.start, kv_heads.stop - kv_heads.start, shape.head_dim, 16, dtype, CPU
-    )
+    found = recipe(open_checkpoint(directory))
+    model, shape = found.build(Place(dtype, CPU, found.max_position))
+    cache = CacheSpec(shape.views, shape.heads, shape.kv_heads, shape.head_dim, 16, dtype, CPU)
     attention = attention_backend(backend, cache)
     attention.allocate(40)
     step = batch([len(tokens) for tokens in sequences], 16)
@@ -122,40 +110,3 @@ def test_packed_is_one_by_one(checkpoint: Callable[..., Path], backend: str) -> 
     packed = logits(checkpoint("llama"), prompts(), torch.float32, backend)
     alone = torch.cat([logits(checkpoint("llama"), [tokens], torch.float32, backend) for tokens in prompts()])
     assert torch.allclose(packed, alone, atol=1e-4)
-
-
-class Threads:
-    """A group whose ranks are threads of this process."""
-
-    def __init__(self, rank: int, parts: list[torch.Tensor], barrier: threading.Barrier) -> None:
-        self.rank, self.size = rank, len(parts)
-        self._parts, self._barrier = parts, barrier
-
-    def sum(self, partial: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._exchange(partial)).sum(0)
-
-    def gather(self, part: torch.Tensor, total: int) -> torch.Tensor:
-        whole = torch.cat(self._exchange(part), -1)
-        assert whole.shape[-1] == total
-        return whole
-
-    def _exchange(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        self._parts[self.rank] = mine
-        self._barrier.wait(timeout=30)
-        everyone = list(self._parts)
-        self._barrier.wait(timeout=30)
-        return everyone
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", [*NAMES, "qwen3", "qwen3-moe", "mixtral", "phi3", "gemma3"])
-def test_ranks_that_share_the_weights_agree_with_one(checkpoint: Callable[..., Path], name: str, ranks: int) -> None:
-    """Four ranks are more than some of these have key/value heads: those are held twice."""
-    directory = checkpoint(name)
-    parts, barrier = [torch.empty(0)] * ranks, threading.Barrier(ranks)
-    with ThreadPoolExecutor(ranks) as pool:
-        groups = [Threads(rank, parts, barrier) for rank in range(ranks)]
-        shared = list(pool.map(lambda group: logits(directory, prompts(), torch.float32, "auto", group), groups))
-    whole = logits(directory, prompts(), torch.float32)
-    for found in shared:
-        assert torch.allclose(found, whole, atol=2e-4)

@@ -3,7 +3,7 @@
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.engine.config import CacheConfig, EngineConfig, FakeConfig
+from charonia.engine.config import CacheConfig, EngineConfig, FakeConfig, ParallelConfig
 from charonia.engine.options import EngineOptions, engine_config, parse_options
 from charonia.scheduler.config import SchedulerConfig
 
@@ -13,7 +13,12 @@ ALL = {
     "quantization": "int8",
     "attention": "reference",
     "executor": "fake",
+    "tensor_parallel_size": "2",
+    "pipeline_parallel_size": "3",
+    "pipeline_layers": "4,5,6",
+    "enable_expert_parallel": "true",
     "threads": "2",
+    "data_parallel_size": "3",
     "max_model_len": "128",
     "max_queued_requests": "9",
     "max_queued_tokens": "5000",
@@ -44,7 +49,9 @@ def test_every_name_arrives() -> None:
         quantization="int8",
         attention="reference",
         executor="fake",
+        parallel=ParallelConfig(tensor=2, pipeline=3, layers=(4, 5, 6), whole_experts=True),
         threads=2,
+        data_parallel_size=3,
         max_model_len=128,
         max_queued_requests=9,
         max_queued_tokens=5000,

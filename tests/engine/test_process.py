@@ -23,7 +23,7 @@ from charonia.engine.messages import Add
 async def main():
     client = EngineClient(EngineConfig(model="", executor="fake"))
     await client.start()
-    print(client.pid, flush=True)
+    print(client.pids[0], flush=True)
     {then}
 
 tempfile.tempdir = sys.argv[1]

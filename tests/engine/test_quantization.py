@@ -22,9 +22,12 @@ MEASURE = """
 import sys, torch
 from pathlib import Path
 from charonia.engine.checkpoint import open_checkpoint
-from charonia.engine.layers.group import Alone
-from charonia.engine.models.base import Place
 from charonia.engine.models.registry import recipe
+from charonia.engine.place import Place, Seat
+from charonia.engine.layers.group import Alone
+
+class Half(Alone):
+    size = 2
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -36,7 +39,8 @@ found, seen = recipe(open_checkpoint(sys.argv[1])), []
 torch.zeros(4, 4).bfloat16().float()
 before = anonymous()
 cpu, quantized = torch.device("cpu"), sys.argv[2] == "int8"
-built = found.build(Place(torch.bfloat16, cpu, Alone(), 64, lambda _: seen.append(anonymous()), quantized))
+group = Half() if sys.argv[3] == "2" else Alone()
+built = found.build(Place(torch.bfloat16, cpu, 64, Seat(group), lambda _: seen.append(anonymous()), quantized))
 print(before, max(seen), anonymous())
 """
 
@@ -74,11 +78,13 @@ def middling(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("quantization", "each"), [("int8", 1), ("none", 2)])
-def test_loading_takes_little_more_than_the_result(middling: tuple[Path, int], quantization: str, each: int) -> None:
-    """At its end, and after every tile on the way."""
+@pytest.mark.parametrize(("quantization", "ranks", "each"), [("int8", 1, 1), ("none", 1, 2), ("none", 2, 1)])
+def test_loading_takes_little_more_than_the_result(
+    middling: tuple[Path, int], quantization: str, ranks: int, each: float
+) -> None:
+    """At its end, and after every tile on the way; `each`: bytes of a number."""
     directory, numbers = middling
-    command = [sys.executable, "-c", MEASURE, str(directory), quantization]
+    command = [sys.executable, "-c", MEASURE, str(directory), quantization, str(ranks)]
     said = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
     before, most, after = map(int, said.split())
     assert after - before > 0.9 * numbers * each, "where are the weights?"

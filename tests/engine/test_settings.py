@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.request import InferRequest, SamplingParams
+from charonia.core.request import Guide, InferRequest, SamplingParams
 from charonia.core.tensor import Tensor
 from charonia.engine.infer import read_question
 from charonia.engine.settings import Manner, read_settings
@@ -110,6 +110,23 @@ def test_a_negative_priority_is_refused_as_on_every_door() -> None:
         with pytest.raises(InvalidArgument, match="priority must be at least 0, got -3") as refusal:
             read_question(InferRequest(inputs=PROMPT, parameters=parameters))
         assert refusal.value.field == "priority"
+
+
+def test_a_guide_and_its_type_come_together() -> None:
+    schema = {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": "{}", "lora_name": "a"}
+    asked = read_question(InferRequest(inputs=PROMPT, parameters=schema)).requests[0]
+    assert (asked.guide, asked.adapter) == (Guide("json_schema", "{}"), "a")
+    plain = {"guided_decoding_guide_type": "json"}
+    assert read_question(InferRequest(inputs=PROMPT, parameters=plain)).requests[0].guide == Guide("json")
+    for wrong, field in [
+        ({"guided_decoding_guide": "{}"}, "guided_decoding_guide_type"),
+        ({"guided_decoding_guide_type": "regex"}, "guided_decoding_guide"),
+        (schema | {"guided_decoding_guide_type": "json"}, "guided_decoding_guide"),
+        (schema | {"guided_decoding_guide_type": "yaml"}, "guided_decoding_guide_type"),
+    ]:
+        with pytest.raises(InvalidArgument) as refusal:
+            read_question(InferRequest(inputs=PROMPT, parameters=wrong))
+        assert refusal.value.field == field
 
 
 def test_a_question_is_its_tenants() -> None:

@@ -76,11 +76,17 @@ def right_tokens(checkpoint: Path, device: str) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "llama-llama3-tied", "llama-linear-biased", "qwen2", "qwen3-moe", "gemma2", "granite"]
-)
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gemma2", "granite"])
 def test_greedy_tokens_are_transformers(checkpoint: Callable[..., Path], name: str, device: str) -> None:
     assert engine_tokens(checkpoint(name), device) == right_tokens(checkpoint(name), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", ["llama-llama3-tied", "llama-linear-biased", "qwen2"])
+def test_more_greedy_tokens_are_transformers(checkpoint: Callable[..., Path], name: str) -> None:
+    """Whose layers tests/engine/ proves on the CPU."""
+    test_greedy_tokens_are_transformers(checkpoint, name, "cuda")
 
 
 def test_seeded_tokens_do_not_depend_on_chunks(checkpoint: Callable[..., Path], device: str) -> None:

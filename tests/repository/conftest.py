@@ -40,6 +40,7 @@ class Toy:
         directory: Path,
         parameters: Mapping[str, str] | None = None,
         warm_up: tuple[InferRequest, ...] = (),
+        quantiles: tuple[float, ...] = (),
     ) -> None:
         self.config = config
         self.directory = directory
@@ -73,7 +74,10 @@ class Toy:
 
 
 class ToyLoader:
-    """Completes configs with the file `completes`, a config in JSON's terms."""
+    """A directory with files `size` or `contradicts` completes its config; needs as many bytes as `needs` has."""
+
+    def needs(self, directory: Path, document: Mapping[str, Any], parameters: Mapping[str, str]) -> int:
+        return (directory / "needs").stat().st_size if (directory / "needs").exists() else 0
 
     def complete(self, directory: Path, document: Mapping[str, Any], parameters: Mapping[str, str]) -> dict[str, Any]:
         if (directory / "size").exists() and not document["max_batch_size"]:

@@ -1,18 +1,29 @@
-"""Memory that models hold: refused naming the largest holders, given back at unload."""
+"""Memory that models hold: refused naming the largest holders, given back at unload; promises count."""
 
 from pathlib import Path
 
 import pytest
 
 from charonia.core.errors import Unavailable
-from charonia.repository.budget import Budget, stated_bytes
+from charonia.core.holding import Holding
+from charonia.repository.budget import Budget
 from charonia.repository.builder import Builder
 from charonia.repository.gateway import Hub
-from charonia.repository.source import read_model
 
-from .conftest import CONFIG, Toy, World
+from .conftest import Toy, World
 
 MIB = 2**20
+
+
+class Growing:
+    """A model that takes its memory bit by bit."""
+
+    def __init__(self, promised: int, resident: int) -> None:
+        self.promised = promised
+        self.resident = resident
+
+    def holding(self) -> Holding:
+        return Holding(self.promised, self.resident)
 
 
 def test_what_does_not_fit_is_refused_naming_the_largest() -> None:
@@ -27,31 +38,53 @@ def test_what_does_not_fit_is_refused_naming_the_largest() -> None:
         "model 'n' version 1 needs at least 4.0 MiB of memory and 3.0 MiB is free; most is held by "
         "'m' version 2 (60.0 MiB), 'm' version 1 (30.0 MiB), 'm' version 3 (10.0 MiB)"
     )
-    last()
-    last()
+    last.release()
+    last.release()
     assert budget.held == 100 * MIB
 
 
-@pytest.mark.parametrize(("inside", "size"), [("", 7), ("deep/weights", 7), (None, 0)])
-def test_what_a_version_states(tmp_path: Path, inside: str | None, size: int) -> None:
-    (tmp_path / "m" / "1").mkdir(parents=True)
-    (tmp_path / "m" / "config.pbtxt").write_text('backend: "toy" default_model_filename: "f"')
-    (tmp_path / "m" / "1" / "other").write_bytes(b"not counted")
-    if inside is not None:
-        file = tmp_path / "m" / "1" / "f" / inside
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(b"7 bytes")
-    source = read_model(tmp_path / "m")
-    assert stated_bytes(source, source.versions[0]) == size
+def test_a_limit_is_for_all_of_them_together() -> None:
+    budget = Budget(lambda: 100 * MIB, limit=10 * MIB)
+    first = budget.take("m", "1", 7 * MIB)
+    assert budget.left == 3 * MIB
+    with pytest.raises(Unavailable, match=r"4.0 MiB of memory and 3.0 MiB of 10.0 MiB is free; .* 'm' version 1 \(7.0"):
+        budget.take("n", "1", 4 * MIB)
+    first.release()
+    assert budget.left == 10 * MIB
+
+
+def test_what_was_promised_is_not_free_until_it_is_taken_and_counted_by_the_kernel() -> None:
+    free = 100
+    budget = Budget(lambda: free)
+    hold = budget.take("llm", "1", 20)
+    free = 80
+    assert budget.left == 80
+    model = Growing(promised=60, resident=20)
+    hold.loaded(model)
+    assert (budget.held, budget.left) == (60, 40)
+    model.resident, free = 50, 50
+    assert budget.left == 40
+    model.resident, free = 70, 30
+    assert budget.left == 30
+    hold.release()
+    assert (budget.held, budget.left) == (0, 30)
+
+
+def test_a_model_holds_no_less_than_it_stated() -> None:
+    budget = Budget(lambda: 100)
+    hold = budget.take("m", "1", 20)
+    hold.loaded(object())
+    assert budget.held == 20
+    hold.loaded(Growing(promised=10, resident=0))
+    assert budget.held == 20
 
 
 async def test_models_hold_and_give_back(tmp_path: Path, toys: list[Toy]) -> None:
-    world, budget = World(tmp_path), Budget(lambda: 100)
+    world, budget = World(tmp_path), Budget(lambda: 100, limit=105)
     world.hub = Hub(builder=Builder(budget=budget))
     world.explicit()
-    config = CONFIG + 'default_model_filename: "f"'
-    for name, size in (("a", 60), ("b", 90), ("c", 101)):
-        (world.write(name, {"1": 1}, config) / "1" / "f").write_bytes(bytes(size))
+    for name, size in (("a", 60), ("b", 40), ("c", 101)):
+        (world.write(name, {"1": 1}) / "1" / "needs").write_bytes(bytes(size))
     (tmp_path / "b" / "1" / "fails").write_text("no weights")
     await world.hub.load_model("a")
     with pytest.raises(Exception, match="no weights"):

@@ -36,6 +36,28 @@ def test_what_is_filled_in() -> None:
     check_config(config, ())
 
 
+@pytest.mark.parametrize(
+    ("group", "gpus", "uses", "kind", "of"),
+    [
+        ("", (0, 1), True, "KIND_GPU", [0, 1]),
+        ("", (0, 1), False, "KIND_CPU", []),
+        ("", (), True, "KIND_CPU", []),
+        ("gpus: 1", (0, 1), True, "KIND_GPU", [1]),
+        ("gpus: 7", (0, 1), True, "KIND_CPU", [7]),
+        ("kind: KIND_MODEL", (0, 1), True, "KIND_MODEL", []),
+        ("kind: KIND_CPU", (0, 1), True, "KIND_CPU", []),
+        ("kind: KIND_GPU", (0, 1), False, "KIND_GPU", [0, 1]),
+    ],
+)
+def test_an_instance_goes_where_its_kind_says(
+    group: str, gpus: tuple[int, ...], uses: bool, kind: str, of: list[int]
+) -> None:
+    config = text_format.Parse(f"{LONE} instance_group {{ {group} }}", model_config_pb2.ModelConfig())
+    normalise(config, gpus, uses)
+    [made] = config.instance_group
+    assert (made.Kind.Name(made.kind), list(made.gpus)) == (kind, of)
+
+
 def test_what_was_written_stays() -> None:
     text = """
     version_policy { all {} } dynamic_batching { preferred_batch_size: 3 }

@@ -192,7 +192,7 @@ class Fleet:
 
 
 BUSY = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=64, max_model_len=200)
-PROMPT, NEW, STEPS = 48, 24, 2000
+PROMPT, NEW, STEPS = 48, 24, 1000
 LONGEST_LINE = 100
 """Of the flood: what is more would be refused at the door."""
 

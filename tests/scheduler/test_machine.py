@@ -15,11 +15,11 @@ OPERATIONS = 5_000
 
 @pytest.mark.parametrize("seed", range(DRIVERS))
 def test_random_interleavings(seed: int) -> None:
-    """100,000 calls in all, in random worlds of at most 64 blocks."""
+    """100,000 calls in all, in random worlds of at most 64 blocks, half of them over pipelines."""
     assert DRIVERS * OPERATIONS >= 100_000
     random, operations = Random(seed), 0
     while operations < OPERATIONS:
-        trial = Trial(World.drawn(random), seed)
+        trial = Trial(World.drawn(random).staged(max(seed % 4, 1)), seed)
         ramble(trial, random, 500)
         operations += trial.operations
 
@@ -27,9 +27,9 @@ def test_random_interleavings(seed: int) -> None:
 class SchedulerMachine(RuleBasedStateMachine):
     """The same calls in an order that hypothesis chooses, and shrinks when something breaks."""
 
-    @initialize(seed=st.integers(0, 2**16))
-    def begin(self, seed: int) -> None:
-        self.trial = Trial(World.drawn(Random(seed)), seed)
+    @initialize(seed=st.integers(0, 2**16), stages=st.sampled_from((1, 1, 2, 3)))
+    def begin(self, seed: int, stages: int) -> None:
+        self.trial = Trial(World.drawn(Random(seed)).staged(stages), seed)
 
     @precondition(lambda self: not self.trial.crowded)
     @rule(

@@ -1,0 +1,153 @@
+"""The instances of a model: started together, stopped together, and replaced when they are lost.
+
+An instance that can end by itself, as a process does, is watched. Knows nothing of requests: whoever gives the
+instances work is told who comes and who goes.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from .dispatch import Worker
+from .instances import Instance
+from .places import Slot
+from .runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+
+class Patience(NamedTuple):
+    """Seconds. A lost instance is replaced after `first_retry`, then twice as long each time up to `last_retry`, until
+    one has lived for `stable`."""
+
+    first_retry: float = 0.1
+    last_retry: float = 30.0
+    stable: float = 5.0
+
+
+PATIENCE = Patience()
+
+
+class Roster(Protocol):
+    """Hears who can work."""
+
+    def add_worker(self, worker: Worker) -> None: ...
+
+    def remove_worker(self, worker: Worker) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class _Member:
+    """`born`: when it began to work, of `time.monotonic`."""
+
+    slot: Slot
+    worker: Worker
+    born: float = field(default_factory=time.monotonic)
+
+
+class Crew:
+    """`load` makes the runtime of a slot, in its instance's thread. `restarts`: replacements of lost ones."""
+
+    def __init__(self, load: Callable[[Slot], Runtime], patience: Patience | None = None) -> None:
+        self._load = load
+        self._patience = patience or PATIENCE
+        self._members: list[_Member] = []
+        self._roster: Roster | None = None
+        self._replacing: set[asyncio.Task[None]] = set()
+        self._stopping = asyncio.Event()
+        self.restarts = 0
+
+    @property
+    def first(self) -> Runtime:
+        return self._members[0].worker.runtime
+
+    @property
+    def ready(self) -> bool:
+        """Somebody is there to work."""
+        return any(not member.slot.passive and not member.worker.lost for member in self._members)
+
+    async def start(self, slots: Sequence[Slot]) -> None:
+        """Return when all of them are loaded. Raises what loading one raises."""
+        members = [_Member(slot, self._instance(slot)) for slot in slots]
+        results = await asyncio.gather(*(each.worker.start() for each in members), return_exceptions=True)
+        self._members += [member for member, result in zip(members, results, strict=True) if result is None]
+        for result in results:
+            if result is not None:
+                raise result
+
+    def serve(self, roster: Roster) -> None:
+        """Let them work, and whoever replaces them."""
+        self._roster = roster
+        for member in self._members:
+            self._enlist(member)
+
+    async def stop(self) -> None:
+        """Return when nothing of them is left."""
+        self._stopping.set()
+        for member in self._members:
+            _unwatch(member.worker)
+        await asyncio.gather(*self._replacing)
+        members, self._members = self._members, []
+        await asyncio.gather(*(member.worker.stop() for member in members))
+
+    def _instance(self, slot: Slot) -> Worker:
+        return Instance(slot.place.name, partial(self._load, slot))
+
+    def _enlist(self, member: _Member, pause: float | None = None) -> None:
+        """`pause`: before it is replaced, should it be lost soon."""
+        if member.worker.life is not None:
+            sentinel = member.worker.life.sentinel
+            asyncio.get_running_loop().add_reader(sentinel, self._lost, member, pause or self._patience.first_retry)
+        if self._roster is not None and not member.slot.passive:
+            self._roster.add_worker(member.worker)
+
+    def _lost(self, member: _Member, pause: float) -> None:
+        _unwatch(member.worker)
+        self._members.remove(member)
+        if self._roster is not None:
+            self._roster.remove_worker(member.worker)
+        if time.monotonic() - member.born >= self._patience.stable:
+            pause = self._patience.first_retry
+        task = asyncio.create_task(self._replace(member, pause), name=f"replace {member.worker.name}")
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+
+    async def _replace(self, lost: _Member, pause: float) -> None:
+        """Try it for ever."""
+        log.error("instance '%s' has ended unexpectedly; another one starts in %g s", lost.worker.name, pause)
+        await lost.worker.stop()
+        while not await self._stops_within(pause):
+            pause = min(2 * pause, self._patience.last_retry)
+            member = _Member(lost.slot, self._instance(lost.slot))
+            try:
+                await member.worker.start()
+            except Exception as error:
+                log.error("instance '%s' did not start again: %s", member.worker.name, error)
+            else:
+                await self._take(member, pause)
+                break
+
+    async def _take(self, member: _Member, pause: float) -> None:
+        if self._stopping.is_set():
+            await member.worker.stop()
+            return
+        self.restarts += 1
+        self._members.append(member)
+        log.warning("instance '%s' works again", member.worker.name)
+        self._enlist(member, pause)
+
+    async def _stops_within(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+
+def _unwatch(worker: Worker) -> None:
+    if worker.life is not None:
+        asyncio.get_running_loop().remove_reader(worker.life.sentinel)

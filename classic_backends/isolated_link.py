@@ -1,0 +1,124 @@
+"""An instance's process, seen from the thread that uses it: spawned, told, heard, and buried.
+
+Knows nothing of models. Used once: a process that is lost is lost, and another one is another link.
+"""
+
+import atexit
+import logging
+import signal
+from collections.abc import Callable
+from multiprocessing import connection, get_context, resource_tracker
+from typing import Any
+
+import msgspec
+
+from ..core.child import PARENTS_SIGNALS
+from .isolated_messages import FromInstance, Said, ToInstance
+
+log = logging.getLogger(__name__)
+
+_LEAVE_SECONDS = 5.0
+"""What a process gets to close its model, before it is killed."""
+
+
+class Lost(Exception):
+    """The process has ended, by itself; the message says how."""
+
+
+class Link:
+    """Runs `target(connection, *arguments)` in a process of its own. `send` and `receive` belong to one thread.
+
+    Raises:
+        OSError: there can be no process.
+    """
+
+    def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode: Callable[[bytes], FromInstance] = msgspec.msgpack.Decoder(FromInstance).decode
+        context = get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=target, args=(theirs, *arguments), name="charonia-model")
+        self.lost = False
+        atexit.register(self.kill)
+        try:
+            self._spawn()
+        except BaseException:
+            atexit.unregister(self.kill)
+            self._connection.close()
+            raise
+        finally:
+            theirs.close()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    @property
+    def sentinel(self) -> int:
+        """A descriptor that can be read when the process has ended."""
+        return self._process.sentinel
+
+    def send(self, message: ToInstance) -> None:
+        """Raises `Lost`."""
+        try:
+            self._connection.send_bytes(self._encode(message))
+        except OSError:
+            raise self._loss() from None
+
+    def receive(self) -> FromInstance:
+        """The next message; what it wants in the log goes there. Raises `Lost`."""
+        while isinstance(message := self._receive(), Said):
+            logging.getLogger(message.logger).log(message.level, "%s", message.text)
+        return message
+
+    def kill(self) -> None:
+        """From any thread."""
+        try:
+            self._process.kill()
+        except ValueError:
+            return  # it is buried
+
+    def close(self) -> None:
+        """Let it end by itself, or else kill it; it is gone afterwards."""
+        self._connection.close()
+        self._process.join(_LEAVE_SECONDS)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
+        self._process.close()
+        atexit.unregister(self.kill)
+
+    def _spawn(self) -> None:
+        # It begins deaf to what stops servers: signals may reach the whole group.
+        resource_tracker.ensure_running()  # it is started with the first process, and would make this one hear again
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _receive(self) -> FromInstance:
+        # Processes that the model started may hold the connection open.
+        ready = connection.wait([self._connection, self._process.sentinel])
+        if self._connection not in ready:
+            raise self._loss()
+        try:
+            return self._decode(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            raise self._loss() from None
+
+    def _loss(self) -> Lost:
+        self.lost = True
+        self._process.join(_LEAVE_SECONDS)
+        return Lost(_how(self._process.exitcode))
+
+
+def _how(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "it hung up"
+    if exit_code >= 0:
+        return f"it exited with {exit_code}"
+    try:
+        return f"it was ended by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"it was ended by signal {-exit_code}"

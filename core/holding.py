@@ -1,0 +1,47 @@
+"""What a model holds of the host's memory, and what it was promised and takes bit by bit."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple, Protocol, runtime_checkable
+
+_PROC = Path("/proc")
+
+
+class Holding(NamedTuple):
+    """Bytes. `promised`: all it will ever hold; `resident`: what of it is in memory now."""
+
+    promised: int = 0
+    resident: int = 0
+
+    @property
+    def to_come(self) -> int:
+        return max(0, self.promised - self.resident)
+
+
+@runtime_checkable
+class Holder(Protocol):
+    """Who takes memory as it goes, and knows how much it will be."""
+
+    def holding(self) -> Holding: ...
+
+
+def processes_memory(pids: Iterable[int], root: Path = _PROC) -> int:
+    """Bytes of these processes' own, and of all that they started: what they have in memory that is no file's. One that
+    has gone has none."""
+    return sum(_own(root / str(pid)) + processes_memory(_children(root / str(pid)), root) for pid in pids)
+
+
+def _own(process: Path) -> int:
+    try:
+        lines = (process / "status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+
+
+def _children(process: Path) -> list[int]:
+    """The kernel lists them by the thread that started them."""
+    try:
+        return [int(pid) for each in process.glob("task/*/children") for pid in each.read_text().split()]
+    except OSError:
+        return []

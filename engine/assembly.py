@@ -1,0 +1,139 @@
+"""One rank's engine out of a configuration: model, attention, rows and runner, and what is left for the cache.
+
+Every executor builds its ranks here. Knows nothing of threads, processes, or how ranks reach each other.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..core.errors import InvalidArgument
+from ..core.host import anonymous_memory, available_memory, cores
+from .attention.base import Attention, CacheSpec
+from .attention.registry import Wanted, attention_backend, check_backend
+from .checkpoint import open_checkpoint
+from .config import CacheConfig, EngineConfig
+from .executor.base import Capacity
+from .kernels import library
+from .models.base import Recipe
+from .models.registry import recipe
+from .place import Place, Seat
+from .roof import roof
+from .rows import Rows
+from .runner import Runner
+from .spec import DTYPES, Shape
+
+ALONE = Seat()
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A loaded rank; `shape` is the whole model's."""
+
+    config: EngineConfig
+    place: Place
+    shape: Shape
+    attention: Attention
+    runner: Runner
+
+    def capacity(self, neighbours: int = 1) -> Capacity:
+        """What there is for this rank's cache, when all `neighbours` that share its memory have loaded."""
+        left = _free_memory(self.place.device, neighbours, self.config.host_memory)
+        free = left - _working_memory(self.shape, self.config)
+        machine = self._machine() if self.place.device.type == "cpu" else ""
+        sizes = self.shape.vocab_size, self.place.positions, self.attention.block_bytes
+        return Capacity(*sizes, max(free, 0), machine)
+
+    def _machine(self) -> str:
+        """Cores, threads, and the bound that memory sets a rank that is alone, for people."""
+        threads = torch.get_num_threads()
+        said = f"{cores()}; {threads} thread{'s' if threads > 1 else ''}; {library.described()}"
+        kept = torch.int8 if self.place.quantized else self.place.dtype
+        bound = roof(self.shape, kept) if self.place.seat.alone else None
+        return said if bound is None else f"{said}; {bound}"
+
+
+def assemble(config: EngineConfig, seat: Seat = ALONE, progress: Callable[[float], None] = lambda _: None) -> Engine:
+    """Load this rank's share of the model. `progress` is told the fraction of its bytes read so far.
+
+    Computes on torch's threads as they are set; ranks of a stage must have the same number of them, for each chooses
+    tokens by itself.
+
+    Raises:
+        CheckpointError: the checkpoint is broken or not supported.
+        InvalidArgument: the configuration does not fit it, its split or the machine.
+    """
+    found, block_size = recipe(open_checkpoint(config.model)), config.cache.block_size
+    place = _place(config, found, seat, progress)
+    check_backend(config.attention, Wanted(place.device, place.dtype, block_size, config.cache.dtype))
+    decoder, shape = found.build(place)
+    progress(1.0)
+    attention = attention_backend(config.attention, _cache(seat.share(shape), config.cache, place))
+    rows = Rows(place.positions, block_size, place.device)
+    return Engine(config, place, shape, attention, Runner(decoder, attention, rows, place.device))
+
+
+def _place(config: EngineConfig, found: Recipe, seat: Seat, progress: Callable[[float], None]) -> Place:
+    device, dtype = _device(config.device), _dtype(config.dtype, found.dtype)
+    max_tokens = _max_tokens(config.max_model_len, found.max_position)
+    quantized, whole_experts = _quantized(config.quantization, device), config.parallel.whole_experts
+    return Place(dtype, device, max_tokens, seat, progress, quantized, whole_experts)
+
+
+def _cache(shape: Shape, cache: CacheConfig, place: Place) -> CacheSpec:
+    heads = shape.heads, shape.kv_heads, shape.head_dim
+    return CacheSpec(shape.views, *heads, cache.block_size, place.dtype, place.device, cache.dtype)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidArgument(f"device {name!r} is unknown: auto, cpu and cuda are not", field="device") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise InvalidArgument(f"device {name!r} is not on this machine; supported: auto, cpu, cuda", field="device")
+    return device
+
+
+def _dtype(name: str, stored: str) -> torch.dtype:
+    name = stored if name == "auto" else name
+    if name not in DTYPES:
+        raise InvalidArgument(f"dtype must be auto, {', '.join(DTYPES)}, got {name!r}", field="dtype")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _quantized(name: str, device: torch.device) -> bool:
+    if name not in ("none", "int8"):
+        raise InvalidArgument(f"quantization must be none or int8, got {name!r}", field="quantization")
+    if name == "int8" and device.type != "cpu":
+        raise InvalidArgument(f"quantization int8 computes on the cpu only, not on {device}", field="quantization")
+    return name == "int8"
+
+
+def _max_tokens(wanted: int | None, own: int) -> int:
+    if wanted is not None and not 1 <= wanted <= own:
+        raise InvalidArgument(
+            f"max_model_len must be between 1 and the checkpoint's {own}, got {wanted}", field="max_model_len"
+        )
+    return wanted or own
+
+
+def _free_memory(device: torch.device, neighbours: int, host_memory: int | None) -> int:
+    """Bytes left to each of `neighbours`. Other replicas may be loading still, and take theirs later: of the host's
+    memory no more than `host_memory` is for these, what they have taken already included."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // neighbours
+    free = available_memory() // neighbours
+    return free if host_memory is None else min(free, host_memory // neighbours - anonymous_memory())
+
+
+def _working_memory(shape: Shape, config: EngineConfig) -> int:
+    """Bytes a step may take beside weights and cache: activations of its tokens, logits of its rows (float32,
+    three times: logits, probabilities, their sums)."""
+    scheduler = config.scheduler
+    activations = scheduler.max_num_batched_tokens * (8 * shape.hidden_size + 4 * shape.intermediate_size) * 4
+    return activations + scheduler.max_num_seqs * shape.vocab_size * 12

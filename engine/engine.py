@@ -1,0 +1,90 @@
+"""What a language model asks of whatever computes for it: our own core behind its client, or somebody else's engine.
+
+Token ids in, token ids out. Knows no engine.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+from ..core.errors import InvalidArgument
+from ..core.metrics import EngineState, LlmMetrics
+from ..core.request import GenerateRequest
+from .account import Account
+from .channel import Channel
+from .messages import Add, Loading, Ready
+
+
+class Engine(Protocol):
+    """Lives in one event loop, from `start` to `close`."""
+
+    @property
+    def ready(self) -> bool:
+        """It generated a token, and is well."""
+
+    @property
+    def kv_tokens(self) -> tuple[int, int]:
+        """Tokens that the cache blocks in use hold, and that all of them would."""
+
+    def state(self) -> EngineState:
+        """The engine at this moment, as a scrape sees it."""
+
+    async def start(self) -> Ready:
+        """Return when it serves.
+
+        Raises:
+            CharoniaError: it cannot; the message says why.
+        """
+
+    async def close(self) -> None:
+        """Streams still open end with `Unavailable`. May be called again."""
+
+    def check_size(self, request: GenerateRequest, tokens: int = 0) -> None:
+        """Refuse what no queue is long enough for; `tokens`: of its prompt, once they are counted.
+
+        Raises:
+            InvalidArgument: see `Admission.check_size`.
+        """
+
+    def place(self, tenant: str = "") -> AbstractContextManager[Ready]:
+        """A place in line while a request is prepared.
+
+        Raises:
+            QueueFull: too many wait already.
+            Unavailable: it does not serve.
+        """
+
+    def open(self, add: Add, account: Account | None = None) -> AbstractContextManager[Channel]:
+        """Where the tokens of one request come out, until the block is left; leaving it before the end aborts.
+
+        Raises:
+            QueueFull, Unavailable: see `place`.
+            RequestTimeout: its time is over already.
+        """
+
+
+Connect: TypeAlias = Callable[[Callable[[Loading], None], LlmMetrics], Engine]
+"""Makes an engine that tells of its start, and counts its steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """What computes for a model. `backend`: its name in a model's config. `language`: the checkpoint directory or hub
+    id that tokenizer and generation defaults are read from. `grants`: fields of `GenerateRequest` that it can satisfy
+    and not every engine can."""
+
+    backend: str
+    language: str
+    connect: Connect
+    grants: frozenset[str] = field(default_factory=frozenset)
+
+    def check(self, request: GenerateRequest) -> None:
+        """Raises `InvalidArgument` for what this engine cannot do; `field` names the parameter."""
+        for wish, parameter in _WISHES.items():
+            if getattr(request, wish) and wish not in self.grants:
+                raise InvalidArgument(f"parameter '{parameter}' is not supported by this model", field=parameter)
+
+
+_WISHES = {"adapter": "lora_name", "guide": "guided_decoding_guide_type"}
+"""Fields of a request that not every engine grants, and the parameter that clients ask for it by."""

@@ -1,0 +1,84 @@
+"""Where a stage's hidden states come from and where they go: embedding and head, or the stages beside it.
+
+What travels is the residual stream with everything added to it, [N, hidden] in the model's dtype: a stage goes on with
+the very numbers that one rank would have.
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..place import Pipe
+from ..spec import ModelSpec
+from ..weights import Loader
+from .embedding import Embedding
+from .linear import Head
+from .norm import NormMaker
+
+EMBEDDING = "model.embed_tokens.weight"
+
+Inlet: TypeAlias = Callable[[Tensor], Tensor]
+"""Token ids [N] -> hidden states [N, hidden], in memory of their own."""
+
+Outlet: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor | None]
+"""Hidden states and what is still to be added to them, both [N, hidden], and packed places [S] -> the logits
+[S, vocabulary] there; None from a stage that is not the last."""
+
+
+def inlet(spec: ModelSpec, load: Loader, scale: float | None = None) -> Inlet:
+    """The embedding, multiplied by `scale` in the model's dtype; or what the stage before sends."""
+    seat = load.place.seat
+    if seat.pipe is not None and not seat.stage.first:
+        return _Received(seat.pipe, spec.hidden_size, load.dtype, load.device)
+    embed = Embedding(load, EMBEDDING, spec.vocab_size, spec.hidden_size)
+    return embed if scale is None else _Scaled(embed, torch.tensor(scale, dtype=load.dtype, device=load.device))
+
+
+def outlet(spec: ModelSpec, load: Loader, norm: NormMaker) -> Outlet:
+    """The last norm and the head; or the way to the stage after."""
+    seat = load.place.seat
+    if seat.pipe is not None and not seat.stage.last:
+        return _Sent(seat.pipe)
+    return _Logits(spec, load, norm)
+
+
+class _Received:
+    def __init__(self, pipe: Pipe, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._pipe, self._hidden, self._dtype, self._device = pipe, hidden, dtype, device
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        x = torch.empty(len(tokens), self._hidden, dtype=self._dtype, device=self._device)
+        self._pipe.receive(x)
+        return x
+
+
+class _Scaled:
+    def __init__(self, embed: Embedding, scale: Tensor) -> None:
+        self._embed, self._scale = embed, scale
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        return self._embed(tokens) * self._scale
+
+
+class _Sent:
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+
+    def __call__(self, x: Tensor, delta: Tensor, chosen: Tensor) -> None:
+        self._pipe.send(x + delta)
+
+
+class _Logits:
+    """Softly capped where the model wants it: cap * tanh(logit / cap)."""
+
+    def __init__(self, spec: ModelSpec, load: Loader, norm: NormMaker) -> None:
+        self._norm = norm(load.vector("model.norm.weight", spec.hidden_size), spec.norm_eps)
+        name = EMBEDDING if spec.tied_embeddings else "lm_head.weight"
+        self._head = Head(load, name, spec.vocab_size, spec.hidden_size)
+        self._cap = spec.logit_cap
+
+    def __call__(self, x: Tensor, delta: Tensor, chosen: Tensor) -> Tensor:
+        logits = self._head(self._norm.after(x[chosen], delta[chosen]))
+        return logits if self._cap is None else (logits / self._cap).tanh_().mul_(self._cap)

@@ -1,0 +1,140 @@
+"""The board that ranks read: one writer, and readers in processes of the same machine.
+
+A message lies once in shared memory that has no name, so nothing of it can be left behind; over its line each reader is
+told where. What is short or does not fit, and everything where no memory is shared, goes over the lines themselves.
+Knows nothing of what messages mean.
+"""
+
+import mmap
+import os
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from struct import Struct
+from typing import NamedTuple, Protocol
+
+SIZE = 1 << 20
+"""Bytes of shared memory: some hundred long prompts, or tens of thousands of steps."""
+
+_SHORT = 512
+"""Bytes that are copied to each reader sooner than looked up by it."""
+
+_HERE, _THERE = b"\0", b"\1"
+_WHERE = Struct("<cII")  # _THERE, offset, bytes
+
+
+class Memory:
+    """`size` bytes that its processes share. It goes to a spawned process as an argument, and is gone with the last."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self._descriptor, self.size = descriptor, size
+        self.view = mmap.mmap(descriptor, size)
+
+    @classmethod
+    def create(cls, size: int = SIZE) -> "Memory":
+        """Raises OSError: there is none."""
+        descriptor = _anonymous()
+        os.ftruncate(descriptor, size)
+        return cls(descriptor, size)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _inherited, (reduction.DupFd(self._descriptor), self.size)
+
+    def close(self) -> None:
+        self.view.close()
+        os.close(self._descriptor)
+
+
+class _Travelling(Protocol):
+    """A descriptor on its way to another process."""
+
+    def detach(self) -> int: ...
+
+
+def _inherited(descriptor: _Travelling, size: int) -> Memory:
+    return Memory(descriptor.detach(), size)
+
+
+def _anonymous() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("charonia-board")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+class Span(NamedTuple):
+    begin: int
+    end: int
+
+
+class Board:
+    """Belongs to the writer. What `post` wrote stays until `forget` has been called once for it, in the same order;
+    the two may be called by two threads."""
+
+    def __init__(self, lines: Sequence[Connection], memory: Memory | None = None) -> None:
+        self._lines, self._memory = lines, memory
+        self._size = 0 if memory is None else memory.size
+        self._posted: deque[Span] = deque()
+        self._end = 0
+
+    def post(self, message: bytes) -> None:
+        """Let every reader have `message`. Waits where there is no room for it but in the lines.
+
+        Raises:
+            OSError: a reader is gone.
+        """
+        span = self._room(len(message))
+        self._posted.append(span)
+        if self._memory is None or span.begin == span.end:
+            self.tell(message)
+            return
+        self._memory.view[span.begin : span.end] = message
+        self._end = span.end
+        where = _WHERE.pack(_THERE, span.begin, len(message))
+        for line in self._lines:
+            line.send_bytes(where)
+
+    def tell(self, message: bytes) -> None:
+        """Let every reader have `message`, over its line; it need not be forgotten."""
+        for line in self._lines:
+            line.send_bytes(_HERE + message)
+
+    def forget(self) -> None:
+        """All readers have read the oldest of what was posted."""
+        self._posted.popleft()
+
+    def _room(self, size: int) -> Span:
+        """Where `size` bytes are free, in one piece; an empty span at the end where they are not."""
+        held = next((span.begin for span in list(self._posted) if span.begin < span.end), None)
+        end, nowhere = self._end, Span(self._end, self._end)
+        if size <= _SHORT:
+            return nowhere
+        if held is None:
+            return Span(0, size) if size <= self._size else nowhere
+        if end > held:  # what is held lies in [held, end)
+            if end + size <= self._size:
+                return Span(end, end + size)
+            return Span(0, size) if size < held else nowhere
+        return Span(end, end + size) if end + size < held else nowhere
+
+
+class Desk:
+    """Belongs to one reader."""
+
+    def __init__(self, line: Connection, memory: Memory | None = None) -> None:
+        self._line, self._memory = line, memory
+
+    def read(self) -> bytes:
+        """The next message. Waits for it.
+
+        Raises:
+            EOFError, OSError: the writer is gone.
+        """
+        told = self._line.recv_bytes()
+        if told[:1] == _HERE:
+            return told[1:]
+        assert self._memory is not None
+        _, begin, size = _WHERE.unpack(told)
+        return self._memory.view[begin : begin + size]

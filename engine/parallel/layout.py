@@ -1,0 +1,42 @@
+"""How a model's ranks are arranged: numbers alone. Knows no processes, no machines and no tensors."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Layout(NamedTuple):
+    """`tensor` ranks share every layer of a stage, `pipeline` stages follow each other; a stage's ranks are neighbours:
+    rank = stage * tensor + place in the stage."""
+
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def world(self) -> int:
+        """Ranks in all."""
+        return self.tensor * self.pipeline
+
+    @property
+    def reporter(self) -> int:
+        """The one rank that tells results: the first of the last stage."""
+        return self.world - self.tensor
+
+    def stage(self, rank: int) -> int:
+        return rank // self.tensor
+
+    def members(self, stage: int) -> range:
+        """The ranks of a stage."""
+        return range(stage * self.tensor, (stage + 1) * self.tensor)
+
+    def stages(self) -> Iterator[range]:
+        return map(self.members, range(self.pipeline))
+
+    def name(self, rank: int) -> str:
+        """For people: which one of how many, and what it is there for."""
+        parts = [f"rank {rank} of {self.world}"]
+        if self.tensor > 1 and self.pipeline > 1:
+            parts.append(f"stage {self.stage(rank)}, tensor {rank % self.tensor}")
+        return " (".join(parts) + ")" * (len(parts) - 1)
+
+    def __str__(self) -> str:
+        return f"{self.world} ranks (tensor {self.tensor}, pipeline {self.pipeline})"

@@ -1,0 +1,28 @@
+"""Which layers of a model a stage of a pipeline computes: numbers alone. Knows no ranks and no tensors."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One of `count` consecutive parts of a model's depth. `split`: how many layers each has; empty: as even as can
+    be, the last ones the shorter, for the head is theirs. The plain case is the only one."""
+
+    index: int = 0
+    count: int = 1
+    split: tuple[int, ...] = ()
+
+    @property
+    def first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def last(self) -> bool:
+        return self.index == self.count - 1
+
+    def layers(self, total: int) -> range:
+        """This stage's, of a model that has `total`."""
+        if self.split:
+            start = sum(self.split[: self.index])
+            return range(start, start + self.split[self.index])
+        return range(-(-total * self.index // self.count), -(-total * (self.index + 1) // self.count))

@@ -1,0 +1,1 @@
+"""TensorRT-LLM as an engine behind our language model: its `LLM` API, with our queue in front of it."""

@@ -1,0 +1,193 @@
+"""Holds the contract against the installed package: every signature we call, then a real generation.
+
+What it finds is for people; the adapter itself never looks.
+"""
+
+import asyncio
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ...core.errors import CharoniaError
+from ..messages import Add
+from .contract import Argument, Call, World
+from .options import TrtllmOptions
+from .package import Package, resolve
+from .results import Reader
+from .runtime import Maker, Runtime
+
+_TOKENS = 8
+_SECONDS = 120.0
+"""Given to one generation, once the model is loaded."""
+
+_UNKNOWN = msgspec.UNSET
+"""A default that is made anew for each call."""
+
+
+def report(model: str | None, find: Callable[[], Package] = Package.find) -> int:
+    """Compare signatures and, with a `model` (checkpoint directory, hub id or prebuilt engine), generate. Print what
+    differs; the exit status."""
+    try:
+        package = find()
+    except CharoniaError as error:
+        print(f"charonia: {error.message}", file=sys.stderr)
+        return 1
+    print(f"tensorrt_llm {package.version}, held against what the adapter expects of {package.world}")
+    found = list(differences(package.world))
+    if model is None:
+        print("signatures only: name a checkpoint to generate with it")
+    else:
+        found += asyncio.run(trial(package, model))
+    for line in found:
+        print(f"DIFFERS: {line}")
+    print(f"{len(found)} differences" if found else "good: nothing differs")
+    return int(bool(found))
+
+
+# Signatures
+
+
+def differences(world: World) -> Iterator[str]:
+    """What the installed package lacks of the contract, or has otherwise."""
+    for name, call in world.calls.items():
+        try:
+            there = arguments(call)
+        except (ImportError, AttributeError) as error:
+            yield f"{name}: {call.path} is not there ({error})"
+            continue
+        yield from (f"{name}: {said}" for said in _compare(call, there))
+    try:
+        resolve(world.request_error)
+    except (ImportError, AttributeError):
+        yield f"{world.request_error} is not there"
+
+
+def arguments(call: Call) -> Mapping[str, Argument]:
+    """What the real one takes, by name."""
+    found = resolve(call.path)
+    there = dict(_fields(found)) if hasattr(found, "model_fields") else dict(_parameters(found))
+    return there | (dict(_fields(resolve(call.fields))) if call.fields else {})
+
+
+def _parameters(function: Any) -> Iterator[tuple[str, Argument]]:
+    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name != "self" and parameter.kind not in open_ended:
+            required = parameter.default is inspect.Parameter.empty
+            yield name, Argument(required=required, default=_UNKNOWN if required else parameter.default)
+
+
+def _fields(model: Any) -> Iterator[tuple[str, Argument]]:
+    """Of a pydantic model."""
+    for name, info in model.model_fields.items():
+        made = info.is_required() or info.default_factory is not None
+        yield name, Argument(required=info.is_required(), default=_UNKNOWN if made else info.default)
+
+
+def _compare(call: Call, there: Mapping[str, Argument]) -> Iterator[str]:
+    for name, expected in call.arguments.items():
+        real = there.get(name)
+        if real is None:
+            yield f"has no argument {name}"
+        elif msgspec.UNSET not in (expected.default, real.default) and real.default != expected.default:
+            yield f"{name} is {real.default!r} by default, expected {expected.default!r}"
+    for name, real in there.items():
+        if real.required and name not in call.arguments:
+            yield f"needs {name}, which the adapter does not know"
+
+
+# A generation
+
+
+@dataclass(slots=True)
+class Witness:
+    """Looks at results as they come. `found`: what is not as expected."""
+
+    world: World
+    found: list[str] = field(default_factory=list)
+
+    def see(self, result: Any) -> None:
+        self._has("RequestOutput", result)
+        if getattr(result, "outputs", None):
+            output = result.outputs[0]
+            self._has("CompletionOutput", output)
+            for likely in output.logprobs or ():
+                if isinstance(likely, Mapping):
+                    self._has("Logprob", next(iter(likely.values())))
+
+    def expect(self, holds: bool, said: str) -> None:
+        if not holds and said not in self.found:
+            self.found.append(said)
+
+    def _has(self, owner: str, thing: Any) -> None:
+        for name in self.world.attributes[owner]:
+            self.expect(hasattr(thing, name), f"{owner} has no attribute {name}")
+
+
+async def trial(package: Package, model: str) -> list[str]:
+    """Load it, generate, abort, ask for statistics, shut down; what was not as expected."""
+    maker, witness = Maker(model, TrtllmOptions(max_num_seqs=4), lambda: package), Witness(package.world)
+    try:
+        runtime = await maker.make()
+        async with asyncio.timeout(_SECONDS):
+            await _generate(runtime, witness)
+            await _abort(runtime, witness)
+            await _ask(runtime, witness)
+    except CharoniaError as error:
+        witness.expect(False, error.message)
+    except TimeoutError:
+        witness.expect(False, f"no end within {_SECONDS:g} s")
+    except Exception as error:
+        witness.expect(False, f"{type(error).__name__}: {error}")
+    finally:
+        await maker.close()
+    return witness.found
+
+
+async def _generate(runtime: Runtime, witness: Witness) -> None:
+    add = Add(client=0, key=1, prompt=[1, 2, 3], max_tokens=_TOKENS, temperature=0.0, logprobs=1)
+    submitted, reader, tokens, items = runtime.submit(add), Reader(add), 0, 0
+    async for result in submitted:
+        items += 1
+        witness.see(result)
+        witness.expect(result is submitted, "results are not one object, changed in place")
+        news = reader.read(result)
+        tokens += len(news.tokens)
+        witness.expect(len(news.tokens) == len(news.logprobs), "there is not one log-probability for each token")
+    said = submitted.outputs[0].finish_reason
+    witness.expect(said in witness.world.finish_reasons, f"a generation ended with '{said}'")
+    witness.expect(tokens == _TOKENS, f"{tokens} tokens came, {_TOKENS} were asked for")
+    print(f"generated {tokens} tokens in {items} items: {list(submitted.outputs[0].token_ids)}")
+
+
+async def _abort(runtime: Runtime, witness: Witness) -> None:
+    """An aborted one must end by itself."""
+    longest = runtime.ready.max_model_len - 3
+    add = Add(client=0, key=2, prompt=[1, 2, 3], max_tokens=longest, temperature=0.0)
+    submitted = runtime.submit(add)
+    async for result in submitted:
+        runtime.package.tell(result, "RequestOutput.abort")
+    came = len(submitted.outputs[0].token_ids)
+    witness.expect(came < longest, "an abort changes nothing")
+    print(f"aborted after the first item, ended after {came} tokens")
+
+
+async def _ask(runtime: Runtime, witness: Witness) -> None:
+    records = [record async for record in runtime.package.tell(runtime.llm, "LLM.get_stats_async", timeout=2.0)]
+    witness.expect(bool(records), "there are no statistics")
+    for record in records[-1:]:
+        plain = msgspec.json.decode(record) if isinstance(record, str | bytes) else record
+        for path in witness.world.statistics:
+            witness.expect(_leads(plain, path), f"statistics have no {path}")
+
+
+def _leads(record: Any, path: str) -> bool:
+    for name in path.split("."):
+        if not isinstance(record, Mapping) or name not in record:
+            return False
+        record = record[name]
+    return True

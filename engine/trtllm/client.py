@@ -1,0 +1,191 @@
+"""An `Engine` over TensorRT-LLM: our queue, admission and deadlines in front, its `LLM` behind.
+
+Token ids in, token ids out. Lives in one event loop.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from ...core.errors import CharoniaError, Internal, RequestTimeout, Unavailable
+from ...core.metrics import EngineState, LlmMetrics
+from ...core.request import FinishReason, GenerateRequest
+from ..account import Account
+from ..admission import Admission, QueueLimits
+from ..channel import Channel
+from ..messages import Add, Loading, Ready
+from .line import Line
+from .options import TrtllmOptions
+from .ride import Ride
+from .runtime import Maker, Runtime
+from .statistics import Iterations
+
+log = logging.getLogger(__name__)
+
+_LOWEST_CLASS = 9
+
+
+class TrtllmClient:
+    """Requests to one `LLM`, which `start()` makes and `close()` ends. If it breaks it is not made again: it is not
+    ready any more, and whoever runs the server loads the model anew."""
+
+    def __init__(
+        self, maker: Maker, options: TrtllmOptions, on_progress: Callable[[Loading], None], metrics: LlmMetrics
+    ) -> None:
+        self._maker = maker
+        self._default_timeout = options.default_request_timeout
+        self._on_progress = on_progress
+        self._metrics = metrics
+        self._admission = Admission(QueueLimits(options.max_queued_requests, options.max_queued_tokens))
+        self._iterations = Iterations(metrics)
+        self._rides: dict[int, Ride] = {}
+        self._line = Line(1)
+        self._last_key = 0
+        self._runtime: Runtime | None = None
+        self._why_not = "the engine is not ready"
+        self._following: asyncio.Task[None] | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self._runtime is not None
+
+    @property
+    def kv_tokens(self) -> tuple[int, int]:
+        used, capacity = self._iterations.kv_tokens
+        # Of the last iteration: none has said since that all was freed.
+        return used if self._line.running else 0, capacity
+
+    def state(self) -> EngineState:
+        waiting = [ride for ride in self._rides.values() if ride.task is None]
+        used, capacity = self.kv_tokens
+        return EngineState(
+            running=self._line.running,
+            waiting=Counter(str(min(ride.add.priority, _LOWEST_CLASS)) for ride in waiting),
+            queue_age=max((ride.channel.account.waited for ride in waiting), default=0.0),
+            kv_usage=used / capacity if capacity else 0.0,
+            prefix_queries=self._iterations.prefix_queries,
+            prefix_hits=self._iterations.prefix_hits,
+            preemptions=self._iterations.preemptions,
+            replicas_ready=int(self.ready),
+        )
+
+    async def start(self) -> Ready:
+        began = time.monotonic()
+        self._on_progress(Loading("TensorRT-LLM", 0.0, 0.0))
+        runtime = await self._maker.make()
+        self._on_progress(Loading("TensorRT-LLM", 1.0, time.monotonic() - began, runtime.package.version))
+        self._line = Line(runtime.places)
+        self._runtime = runtime
+        self._following = asyncio.create_task(self._iterations.follow(runtime.package, runtime.llm))
+        return runtime.ready
+
+    async def close(self) -> None:
+        self._end(Unavailable("the engine was stopped"))
+        await self._maker.close()
+
+    def check_size(self, request: GenerateRequest, tokens: int = 0) -> None:
+        self._admission.check_size(request.prompts, request.choices, tokens)
+
+    @contextmanager
+    def place(self, tenant: str = "") -> Iterator[Ready]:
+        runtime = self._admit(tenant)
+        place = self._admission.enter(tenant)
+        try:
+            yield runtime.ready
+        finally:
+            self._admission.leave(place)
+
+    @contextmanager
+    def open(self, add: Add, account: Account | None = None) -> Iterator[Channel]:
+        runtime = self._admit(add.tenant, len(add.prompt))
+        ride = self._enter(runtime, add, account or Account(self._metrics))
+        try:
+            yield ride.channel
+        finally:
+            self._leave(ride)
+
+    def _admit(self, tenant: str, prompt: int = 0) -> Runtime:
+        if self._runtime is None:
+            raise Unavailable(self._why_not)
+        self._admission.check(tenant, prompt)
+        return self._runtime
+
+    def _enter(self, runtime: Runtime, add: Add, account: Account) -> Ride:
+        left = self._time_left(add, account)
+        self._last_key += 1
+        add = msgspec.structs.replace(add, key=self._last_key)
+        account.submit(len(add.prompt))
+        place = self._admission.enter(add.tenant, len(add.prompt))
+        channel = Channel(account, place, add.priority)
+        ride = self._rides[add.key] = Ride(add, channel, self._line.join(add), runtime.package)
+        if left:
+            ride.timer = asyncio.get_running_loop().call_later(left, self._expire, ride)
+        self._begin_next()
+        return ride
+
+    def _time_left(self, add: Add, account: Account) -> float:
+        """Seconds until the request's time is over; 0 is no limit."""
+        limit = add.timeout or self._default_timeout
+        left = limit - (time.monotonic() - account.arrived)
+        if limit and left <= 0:
+            raise RequestTimeout
+        return left if limit else 0.0
+
+    def _begin_next(self) -> None:
+        """Hand over whoever has his turn, while there are places."""
+        while self._runtime is not None and (sequence := self._line.next()) is not None:
+            ride = self._rides[sequence.key]
+            self._admission.leave(ride.channel.place)
+            self._admission.note_start()
+            ride.task = asyncio.create_task(self._carry(ride, self._runtime))
+
+    async def _carry(self, ride: Ride, runtime: Runtime) -> None:
+        """Its tokens to its reader, who may be slow: nothing here waits for him."""
+        try:
+            ride.begin(runtime.submit(ride.add))
+            async for _ in ride.result:
+                self._count(ride, first=not ride.channel.started, tokens=ride.hear())
+                if ride.channel.ended:
+                    return
+            ride.fail(Internal("TensorRT-LLM ended the request without a word"))
+        except Exception as error:
+            if runtime.is_of_the_request(error):
+                ride.fail(error)
+            else:
+                log.exception("TensorRT-LLM broke")
+                self._end(Unavailable(f"TensorRT-LLM broke: {error}"))
+        finally:
+            self._leave(ride)
+
+    def _count(self, ride: Ride, first: bool, tokens: int) -> None:
+        prompt, cached = (len(ride.add.prompt), ride.channel.account.cached or 0) if first else (0, 0)
+        self._iterations.look_up(prompt, cached)
+        self._line.charge(ride.sequence, prompt - cached, tokens)
+
+    def _expire(self, ride: Ride) -> None:
+        ride.channel.finish(FinishReason.TIMEOUT)
+        self._leave(ride)
+
+    def _leave(self, ride: Ride) -> None:
+        """It has ended, or nobody wants it any more; the second time changes nothing."""
+        if self._rides.pop(ride.add.key, None) is None:
+            return
+        if ride.task is None:
+            self._admission.leave(ride.channel.place)
+        ride.stop()
+        self._line.leave(ride.sequence)
+        self._begin_next()
+
+    def _end(self, error: CharoniaError) -> None:
+        """It serves no more, and whoever is on the way is told."""
+        self._runtime, self._why_not = None, error.message
+        if self._following is not None:
+            self._following.cancel()
+        for ride in list(self._rides.values()):
+            ride.channel.fail(error)
+            self._leave(ride)

@@ -1,0 +1,189 @@
+"""A loaded `LLM` of TensorRT-LLM: made in a thread of its own, asked in the event loop, shut down.
+
+Knows nothing of queues and channels.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from ...core.errors import CharoniaError, Internal, InvalidArgument, Unavailable
+from ...tokenization.files import locate
+from ...tokenization.tokenizer import Tokenizer
+from ..messages import Add, Ready
+from .arguments import construction
+from .checkpoint import Checkpoint, read_checkpoint
+from .options import TrtllmOptions
+from .package import Package, resolve
+from .results import Reader
+from .sampling import Sampler
+
+log = logging.getLogger(__name__)
+
+_PATIENCE = 60.0
+"""Seconds that a shutdown may take; then the process goes on without it."""
+
+_BLOCK = 32
+"""Tokens in a block where nobody says; theirs is the same."""
+
+
+@dataclass(eq=False, slots=True)
+class Runtime:
+    """`llm` is theirs. `places`: sequences it runs at once. `adapters`: paths of LoRA adapters by name."""
+
+    package: Package
+    llm: Any
+    ready: Ready
+    places: int
+    sampler: Sampler
+    adapters: dict[str, str] = field(default_factory=dict)
+
+    def submit(self, add: Add) -> Any:
+        """Their `RequestOutput`; in the event loop that is going to iterate it.
+
+        Raises:
+            InvalidArgument: it can never be satisfied; `field` names the culprit where that is known.
+            Unavailable: it is shutting down.
+        """
+        _check_length(add, self.ready.max_model_len)
+        try:
+            return self.package.tell(self.llm, "LLM.generate_async", inputs=add.prompt, **self._arguments(add))
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise InvalidArgument(f"TensorRT-LLM refuses the request: {error}") from error
+
+    def _arguments(self, add: Add) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"sampling_params": self.sampler.params(add), "streaming": True}
+        if add.adapter:
+            arguments["lora_request"] = self._adapter(add.adapter)
+        if salt := _salt(add):
+            arguments["cache_salt"] = salt
+        return arguments
+
+    def _adapter(self, name: str) -> Any:
+        if name not in self.adapters:
+            known = ", ".join(self.adapters)
+            raise InvalidArgument(f"lora_name: no adapter '{name}'; known are {known}", field="lora_name")
+        number = 1 + list(self.adapters).index(name)
+        path = self.adapters[name]
+        return self.package.make("LoRARequest", lora_name=name, lora_int_id=number, lora_path=path)
+
+    def is_of_the_request(self, error: Exception) -> bool:
+        """The engine goes on after this error."""
+        return isinstance(error, CharoniaError | resolve(self.package.world.request_error))
+
+    async def warm_up(self) -> None:
+        """Return when it generated a token."""
+        add = Add(client=0, key=0, prompt=[0], max_tokens=1, temperature=0.0)
+        reader = Reader(add)
+        async for result in self.submit(add):
+            if reader.read(result).finish_reason is not None:
+                return
+        raise Internal("TensorRT-LLM generated nothing")
+
+    def shut_down(self) -> None:
+        """Takes a while."""
+        self.package.tell(self.llm, "LLM.shutdown")
+
+
+def _check_length(add: Add, longest: int) -> None:
+    prompt, new = len(add.prompt), add.max_tokens
+    if prompt < 1:
+        raise InvalidArgument("the prompt is empty", field="prompt")
+    if prompt + new > longest:
+        field = "max_tokens" if prompt < longest else "prompt"
+        message = f"{field}: {prompt} prompt tokens and {new} new ones exceed the model's {longest}"
+        raise InvalidArgument(message, field=field)
+
+
+def _salt(add: Add) -> str:
+    """Tenants share no cached prefix, nor do salts of one: their names' lengths keep the two apart."""
+    return f"{len(add.tenant)}:{add.tenant}{add.salt}" if add.tenant or add.salt else ""
+
+
+class Maker:
+    """Makes a `Runtime`. `Package.find`, reading and loading take their time in one thread of its own."""
+
+    def __init__(self, model: str, options: TrtllmOptions, find: Callable[[], Package] = Package.find) -> None:
+        self._model = model
+        self._options = options
+        self._find = find
+        self._thread = ThreadPoolExecutor(1, "tensorrt-llm")
+        self._made: Future[Runtime] | None = None
+
+    async def make(self) -> Runtime:
+        """Load it and generate a token.
+
+        Raises:
+            CharoniaError: it cannot; the message says why, and nothing is left running.
+        """
+        self._made = self._thread.submit(self._load)
+        runtime = await asyncio.wrap_future(self._made)
+        try:
+            await runtime.warm_up()
+        except CharoniaError:
+            raise
+        except Exception as error:
+            raise Unavailable(f"TensorRT-LLM loaded the model and generates nothing: {error}") from error
+        return runtime
+
+    async def close(self) -> None:
+        """Shut it down, if it was made; if it is still being made, as soon as it is. May be called again."""
+        made, self._made = self._made, None
+        if made is None:
+            return
+        made.cancel()
+        ended = asyncio.wrap_future(self._thread.submit(_shut_down, made))
+        self._thread.shutdown(wait=False)
+        if made.done():
+            await asyncio.wait([ended], timeout=_PATIENCE)
+
+    def _load(self) -> Runtime:
+        package, options = self._find(), self._options
+        checkpoint = read_checkpoint(self._model, options.max_model_len)
+        try:
+            call, arguments = construction(package, checkpoint, options)
+            llm = package.make(call, **arguments)
+        except CharoniaError:
+            raise
+        except ValueError as error:
+            raise InvalidArgument(f"TensorRT-LLM refuses the model: {error}") from error
+        except Exception as error:  # drivers, memory, MPI
+            raise Unavailable(f"TensorRT-LLM cannot load the model: {error}") from error
+        return _runtime(package, llm, checkpoint, options)
+
+
+def _shut_down(made: "Future[Runtime]") -> None:
+    if made.cancelled() or made.exception() is not None:
+        return
+    try:
+        made.result().shut_down()
+    except Exception:
+        log.warning("TensorRT-LLM did not shut down", exc_info=True)
+
+
+def _runtime(package: Package, llm: Any, checkpoint: Checkpoint, options: TrtllmOptions) -> Runtime:
+    applies = checkpoint.engine or options.sampler_type == "TRTLLMSampler"
+    unapplied = frozenset() if applies else frozenset(package.world.unapplied)
+    words = _Words(options.tokenizer or checkpoint.path)
+    sampler = Sampler(package, checkpoint.vocab_size, unapplied, words.text)
+    ready = Ready(checkpoint.vocab_size, checkpoint.max_model_len, options.block_size or _BLOCK, 0)
+    places = min(options.max_num_seqs, checkpoint.max_num_seqs or options.max_num_seqs)
+    return Runtime(package, llm, ready, places, sampler, options.adapters)
+
+
+class _Words:
+    """Text of token ids, for the rare request that bans a word of several: read when the first one does."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(locate(self._model))
+
+    def text(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids)

@@ -1,0 +1,50 @@
+"""Quantiles of the last minute, whatever came before."""
+
+import math
+import random
+
+import pytest
+
+from charonia.core.summary import Summary
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_quantiles_are_right_to_a_hundredth() -> None:
+    values = [random.Random(7).lognormvariate(5, 2) for _ in range(20_000)]
+    summary = Summary((0, 0.5, 0.9, 0.99, 1), Clock())
+    for value in values:
+        summary.observe(value)
+    assert (summary.count, summary.sum) == (20_000, pytest.approx(sum(values)))
+    ordered = sorted(values)
+    exact = [ordered[int(each * (len(values) - 1))] for each in summary.quantiles]
+    assert summary.values() == pytest.approx(exact, rel=0.0101)
+
+
+def test_it_looks_back_a_minute_and_counts_for_ever() -> None:
+    clock = Clock()
+    summary = Summary((1.0,), clock)
+    assert math.isnan(summary.values()[0])
+    summary.observe(1000)
+    clock.now = 30
+    summary.observe(10)
+    assert summary.values() == pytest.approx([1000], rel=0.01)
+    clock.now = 61
+    assert summary.values() == pytest.approx([10], rel=0.01)
+    clock.now = 95
+    assert math.isnan(summary.values()[0])
+    clock.now = 10_000
+    summary.observe(5)
+    assert summary.values() == pytest.approx([5], rel=0.01)
+    assert (summary.count, summary.sum) == (3, 1015)
+
+
+def test_nothing_takes_no_time() -> None:
+    summary = Summary((0.5,), Clock())
+    summary.observe(0)
+    assert summary.values()[0] < 0.01

@@ -1,0 +1,137 @@
+"""Every metric that Triton has: a series of a real server's, or the reason why there is none."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+IDENTITY = """
+backend: "identity" max_batch_size: 4
+input { name: "X" data_type: TYPE_FP32 dims: 1 }
+output { name: "X" data_type: TYPE_FP32 dims: 1 }
+metric_tags { key: "team" value: "ferry" }
+"""
+SQUARE = """
+backend: "square"
+model_metrics { metric_control {
+  metric_identifier { family: "nv_inference_first_response_histogram_ms" }
+  histogram_options { buckets: [ 1, 60000 ] }
+} }
+"""
+PER_MODEL = (
+    "nv_inference_request_success",
+    "nv_inference_request_failure",
+    "nv_inference_count",
+    "nv_inference_exec_count",
+    "nv_inference_request_duration_us",
+    "nv_inference_queue_duration_us",
+    "nv_inference_compute_input_duration_us",
+    "nv_inference_compute_infer_duration_us",
+    "nv_inference_compute_output_duration_us",
+    "nv_inference_pending_request_count",
+    "nv_model_load_duration_secs",
+)
+SUMMARIES = (
+    "nv_inference_request_summary_us",
+    "nv_inference_queue_summary_us",
+    "nv_inference_compute_input_summary_us",
+    "nv_inference_compute_infer_summary_us",
+    "nv_inference_compute_output_summary_us",
+)
+OF_THE_SERVER = (
+    "nv_pinned_memory_pool_total_bytes",
+    "nv_pinned_memory_pool_used_bytes",
+    "nv_cpu_utilization",
+    "nv_cpu_memory_total_bytes",
+    "nv_cpu_memory_used_bytes",
+)
+ABSENT = {
+    "nv_cache_num_hits_per_model": "no response cache",
+    "nv_cache_num_misses_per_model": "no response cache",
+    "nv_cache_hit_duration_per_model": "no response cache",
+    "nv_cache_miss_duration_per_model": "no response cache",
+    "nv_cache_hit_summary_per_model": "no response cache",
+    "nv_cache_miss_summary_per_model": "no response cache",
+    "nv_gpu_utilization": "the host's, shown by DCGM's own exporter",
+    "nv_gpu_memory_total_bytes": "the host's, shown by DCGM's own exporter",
+    "nv_gpu_memory_used_bytes": "the host's, shown by DCGM's own exporter",
+    "nv_gpu_power_usage": "the host's, shown by DCGM's own exporter",
+    "nv_gpu_power_limit": "the host's, shown by DCGM's own exporter",
+    "nv_energy_consumption": "the host's, shown by DCGM's own exporter",
+}
+
+
+@pytest.fixture(scope="module")
+def served(sibling: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    repository: Path = tmp_path_factory.mktemp("metrics") / "models"
+    for name, config in (("same", IDENTITY), ("square", SQUARE)):
+        (repository / name / "1").mkdir(parents=True)
+        (repository / name / "config.pbtxt").write_text(config)
+    flags = ["--metrics-config=summary_latencies=true", "--metrics-config=histogram_latencies=true"]
+    flags += ["--metrics-config=summary_quantiles=0.5:0.05,0.99:0.001", "--model-repository", str(repository)]
+    with sibling("e2e/conftest.py").serving(repository.parent / "t", *flags) as server:
+        body = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [1, 1], "data": [2.0]}]}
+        httpx.post(f"{server.url}/v2/models/same/infer", json=body).raise_for_status()
+        httpx.post(f"{server.url}/v2/models/square/generate_stream", json={"IN": 3}).raise_for_status()
+        yield server
+        assert server.stop() == 0, server.said
+
+
+@pytest.fixture(scope="module")
+def samples(served: Any) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """Of each name on the wire: value by labels."""
+    served.until(lambda: "nv_cpu_utilization " in httpx.get(served.metrics_url).text)
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(httpx.get(served.metrics_url).text):
+        for sample in family.samples:
+            name = sample.name.removesuffix("_total") if sample.name.startswith("nv_") else sample.name
+            found.setdefault(name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    return found
+
+
+SAME = (("_team", "ferry"), ("model", "same"), ("version", "1"))
+
+
+@pytest.mark.parametrize("name", PER_MODEL)
+def test_each_model_has_a_series(samples: Any, name: str) -> None:
+    labels = [dict(each) for each in samples[name]]
+    assert {(each["model"], each["version"]) for each in labels} == {("same", "1"), ("square", "1")}
+    assert {each.get("_team") for each in labels} == {"ferry", None}
+
+
+def test_failures_have_every_reason_from_the_start(samples: Any) -> None:
+    reasons = {dict(each)["reason"]: value for each, value in samples["nv_inference_request_failure"].items()}
+    assert reasons == {"REJECTED": 0, "CANCELED": 0, "BACKEND": 0, "OTHER": 0}
+
+
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_summaries_have_quantiles_count_and_sum(samples: Any, name: str) -> None:
+    quantiles = {dict(each)["quantile"] for each in samples[name]}
+    assert quantiles == {"0.5", "0.99"}
+    assert samples[f"{name}_count"][SAME] == 1
+    counter = samples[name.replace("_summary_us", "_duration_us")][SAME]
+    assert samples[f"{name}_sum"][SAME] == counter
+
+
+def test_the_first_response_has_the_configs_buckets(samples: Any) -> None:
+    name = "nv_inference_first_response_histogram_ms"
+    bounds = {dict(each)["le"]: value for each, value in samples[f"{name}_bucket"].items()}
+    assert set(bounds) == {"1.0", "60000.0", "+Inf"}
+    assert bounds["60000.0"] == 1
+    assert {dict(each)["model"] for each in samples[f"{name}_count"]} == {"square"}
+
+
+@pytest.mark.parametrize("name", OF_THE_SERVER)
+def test_the_server_has_one_series(samples: Any, name: str) -> None:
+    assert list(samples[name]) == [()]
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_what_is_absent_is_told_in_the_documentation(samples: Any, root: Path, name: str) -> None:
+    assert name not in samples
+    told = (root / "docs" / "metrics.md").read_text().partition("### Not there")[2].partition("###")[0]
+    assert name in told or f"{'_'.join(name.split('_')[:2])}_..." in told

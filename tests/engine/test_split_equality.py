@@ -1,0 +1,249 @@
+"""Split over ranks and stages, a model says what it says on one rank: greedy, token for token, whatever happens to its
+requests. Ranks are threads here; processes have tests of their own."""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from charonia.bench.loop import Outcome
+from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
+from charonia.engine.executor.base import Executor
+from charonia.kvcache.manager import KVCacheManager
+from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.plan import RowSampling, Shaping, StepPlan, StepResult
+from charonia.scheduler.scheduler import Scheduler
+from charonia.scheduler.sequence import SequenceRequest
+
+BLOCK, NEW, VOCAB = 16, 18, 384
+LENGTHS = (3, 9, 44, 5, 10, 8, 17, 2, 21, 6)
+SHARED = 33
+"""Tokens that every second prompt begins with."""
+CANCELLED = {4: 2, 9: 5}
+"""Step -> who leaves before it."""
+BLOCKS = 15
+"""A third of what all of them need."""
+
+LAYOUTS = {
+    "TP 2": (2,),
+    "TP 4": (4,),
+    "PP 2": (1, 2),
+    "PP 3 uneven": (1, 3, (1, 2, 1)),
+    "TP 2 x PP 2": (2, 2),
+}
+SLIDING = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-linear-biased": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3-moe": {},
+    "mixtral": {},
+    "phi3": {},
+    "gemma2": {"layer_types": SLIDING},
+    "gemma3": {"layer_types": SLIDING},
+}
+"""Four layers each, and, all but the biased one, fewer key/value heads than four ranks."""
+SHAPED = RowSampling(
+    0.9, 40, 0.95, 3, shaping=Shaping(1.3, 0.5, 0.2, bias=((7, 2.0),), bad_words=((5, 9), (11,))), logprobs=2
+)
+
+
+class Asked(NamedTuple):
+    """How requests are served, and how they choose."""
+
+    chunk: int = 19
+    prefix: bool = True
+    blocks: int = BLOCKS
+    sampling: RowSampling = RowSampling()
+
+
+ALONE = Asked(4096, False, 64)
+"""Undisturbed."""
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(17)
+    drawn = [torch.randint(1, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
+    common = torch.randint(1, VOCAB, (SHARED,), generator=generator).tolist()
+    return [common + own if number % 2 else own for number, own in enumerate(drawn)]
+
+
+class Events(NamedTuple):
+    outcome: Outcome
+    unfinished_chunks: int
+    preemptions: int
+
+
+def serve(executor: Executor, asked: Asked, stages: int, cancelled: dict[int, int], ahead: int = 0) -> Events:
+    """All requests at once, some of which leave, with every stage busy if it can be."""
+    executor.allocate(asked.blocks)
+    cache = KVCacheManager(asked.blocks, BLOCK, asked.prefix)
+    config = SchedulerConfig(
+        max_num_seqs=8,
+        max_num_batched_tokens=asked.chunk,
+        max_model_len=256,
+        ahead=ahead or stages - 1,
+        in_flight_per_sequence=1 if stages > 1 else None,
+    )
+    scheduler = Scheduler(config, cache)
+    for request in requests(cache, asked.sampling):
+        scheduler.add(request)
+    events = turn(scheduler, executor, cancelled)
+    scheduler.check_integrity()
+    assert cache.free_blocks == asked.blocks
+    return events
+
+
+def requests(cache: KVCacheManager, sampling: RowSampling) -> Iterable[SequenceRequest]:
+    for key, prompt in enumerate(prompts()):
+        tokens = np.array(prompt, np.int32)
+        yield SequenceRequest(key=key, prompt=tokens, max_tokens=NEW, hashes=cache.digest(tokens), sampling=sampling)
+
+
+def turn(scheduler: Scheduler, executor: Executor, cancelled: dict[int, int]) -> Events:
+    outcome, flying, plans = Outcome(), deque[Future[StepResult]](), list[StepPlan]()
+    while scheduler.has_work:
+        if outcome.steps in cancelled:
+            scheduler.abort([cancelled[outcome.steps]])
+        while plan := scheduler.schedule():
+            plans.append(plan)
+            flying.append(executor.execute(plan))
+        outcome.most_in_flight = max(outcome.most_in_flight, len(flying))
+        outcome.steps += 1
+        if flying:
+            outcome.add(scheduler.apply(flying.popleft().result()))
+    unfinished = sum(int((~plan.samples).sum()) for plan in plans)
+    return Events(outcome, unfinished, scheduler.totals.preemptions)
+
+
+@pytest.fixture(scope="module")
+def threads(sibling: Callable[[str], ModuleType]) -> ModuleType:
+    return sibling("engine/threads.py")
+
+
+@pytest.fixture(scope="module")
+def config(checkpoint: Callable[..., Path]) -> Callable[..., EngineConfig]:
+    def make(name: str, **changes: Any) -> EngineConfig:
+        directory = checkpoint(name, num_hidden_layers=4, **MODELS[name])
+        cache = CacheConfig(block_size=BLOCK)
+        return EngineConfig(model=str(directory), device="cpu", dtype="float32", cache=cache, **changes)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def one_rank(threads: ModuleType, config: Callable[..., EngineConfig]) -> Callable[..., Outcome]:
+    """What each model says, undisturbed."""
+    known: dict[tuple[str, RowSampling], Outcome] = {}
+
+    def ask(name: str, sampling: RowSampling = ALONE.sampling) -> Outcome:
+        if (name, sampling) not in known:
+            with threads.ranks(config(name), threads.Layout()) as executor:
+                known[name, sampling] = serve(executor, ALONE._replace(sampling=sampling), 1, {}).outcome
+        return known[name, sampling]
+
+    return ask
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_are_those_of_one_rank(
+    name: str,
+    layout: tuple[Any, ...],
+    threads: ModuleType,
+    config: Callable[..., EngineConfig],
+    one_rank: Callable[..., Outcome],
+) -> None:
+    """With chunks, prefix hits, preemption and cancels, all of which happen."""
+    split = threads.Layout(*layout)
+    with threads.ranks(config(name), split) as executor:
+        events = serve(executor, Asked(), split.stages, CANCELLED)
+    assert texts(events.outcome, *CANCELLED.values()) == texts(one_rank(name), *CANCELLED.values())
+    assert events.outcome.finished.keys().isdisjoint(CANCELLED.values())
+    assert events.unfinished_chunks > 2
+    assert sum(events.outcome.cached.values()) >= 2 * BLOCK
+    assert events.preemptions > 0
+    assert events.outcome.most_in_flight == split.stages
+
+
+def texts(outcome: Outcome, *left: int) -> dict[int, list[int]]:
+    """Of those who did not leave."""
+    return {key: outcome.tokens[key] for key in range(len(LENGTHS)) if key not in left}
+
+
+@pytest.mark.parametrize("layout", [(2,), (4,), (2, 2)], ids=["TP 2", "TP 4", "TP 2 x PP 2"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+def test_whole_experts_say_the_same(
+    name: str,
+    layout: tuple[int, ...],
+    threads: ModuleType,
+    config: Callable[..., EngineConfig],
+    one_rank: Callable[..., Outcome],
+) -> None:
+    split = threads.Layout(*layout)
+    with threads.ranks(config(name, parallel=ParallelConfig(whole_experts=True)), split) as executor:
+        events = serve(executor, Asked(), split.stages, {})
+    assert texts(events.outcome) == texts(one_rank(name))
+
+
+@pytest.mark.parametrize("layout", [(4,), (1, 3)], ids=["TP 4", "PP 3"])
+def test_slices_need_not_be_equal(
+    layout: tuple[int, ...], threads: ModuleType, checkpoint: Callable[..., Path]
+) -> None:
+    """Nothing here can be divided by four but the heads."""
+    directory = checkpoint(
+        "qwen3-moe", num_hidden_layers=4, vocab_size=391, intermediate_size=97, moe_intermediate_size=49
+    )
+    config = EngineConfig(model=str(directory), device="cpu", cache=CacheConfig(block_size=BLOCK))
+    with threads.ranks(config, threads.Layout()) as executor:
+        whole = serve(executor, ALONE, 1, {}).outcome
+    split = threads.Layout(*layout)
+    with threads.ranks(config, split) as executor:
+        assert texts(serve(executor, Asked(), split.stages, {}).outcome) == texts(whole)
+
+
+@pytest.mark.parametrize("layout", [(2,), (1, 3), (2, 2)], ids=["TP 2", "PP 3", "TP 2 x PP 2"])
+def test_sampled_tokens_are_those_of_one_rank(
+    layout: tuple[int, ...], threads: ModuleType, config: Callable[..., EngineConfig], one_rank: Callable[..., Outcome]
+) -> None:
+    """With penalties, bans and logprobs: the last stage knows what it chose, and what it was told."""
+    split, right = threads.Layout(*layout), one_rank("llama", SHAPED)
+    with threads.ranks(config("llama"), split) as executor:
+        found = serve(executor, Asked(sampling=SHAPED), split.stages, {}).outcome
+    assert texts(found) == texts(right)
+    for key, logprobs in found.logprobs.items():
+        assert np.allclose([each.chosen for each in logprobs], [each.chosen for each in right.logprobs[key]], atol=1e-3)
+
+
+def test_ranks_choose_alike_while_plans_run_ahead(
+    threads: ModuleType, config: Callable[..., EngineConfig], one_rank: Callable[..., Outcome]
+) -> None:
+    """A row's next step is planned before the host knows its token: every rank has it by then."""
+    with threads.ranks(config("llama"), threads.Layout(2)) as executor:
+        found = serve(executor, Asked(sampling=SHAPED), 1, {}, ahead=2).outcome
+    assert texts(found) == texts(one_rank("llama", SHAPED))
+    assert found.most_in_flight == 3
+
+
+def test_int8_on_two_ranks_is_as_near_as_on_one(threads: ModuleType, config: Callable[..., EngineConfig]) -> None:
+    """Activations of a row-parallel layer are scaled by the largest number of a rank's slice, not of the whole: what
+    comes out is not the same, and about as good."""
+
+    def first_logprobs(layout: Any, quantization: str) -> np.ndarray:
+        asked = ALONE._replace(sampling=RowSampling(logprobs=VOCAB))
+        with threads.ranks(config("llama", quantization=quantization), layout) as executor:
+            outcome = serve(executor, asked, 1, {}).outcome
+        firsts = [outcome.logprobs[key][0] for key in range(len(LENGTHS))]
+        return np.array([np.array(each.values)[np.argsort(each.ids)] for each in firsts])
+
+    right = first_logprobs(threads.Layout(), "none")
+    one, two = (first_logprobs(threads.Layout(tensor), "int8") - right for tensor in (1, 2))
+    assert not np.array_equal(one, two)
+    assert np.square(two).mean() < 2 * np.square(one).mean()

@@ -1,0 +1,68 @@
+"""Layers by one recorded call against layers one by one: the same bits."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from charonia.engine.attention.base import Batch, CacheSpec
+from charonia.engine.attention.native import NativeAttention
+from charonia.engine.checkpoint import open_checkpoint
+from charonia.engine.kernels import library
+from charonia.engine.kernels.program import Program
+from charonia.engine.layers.stack import Stack
+from charonia.engine.models.base import Decoder
+from charonia.engine.models.registry import recipe
+from charonia.engine.place import Place
+
+CPU = torch.device("cpu")
+DENSE = ["llama", "llama-linear-biased", "qwen2", "mistral", "qwen3", "phi3", "gemma2", "gemma3"]
+SPARSE = ["qwen3-moe", "mixtral"]
+
+pytestmark = pytest.mark.skipif(library.level() is None, reason="no C extension here")
+
+
+def prefill(tokens: int, start: int = 0) -> Batch:
+    """One sequence's next tokens, in blocks one after the other."""
+    tables, positions = torch.arange(8).view(1, 8), torch.arange(start, start + tokens)
+    return Batch(np.array([start]), np.array([tokens]), tables, positions, torch.zeros(tokens, dtype=torch.int64))
+
+
+@torch.inference_mode()
+def spoken(decoder: Decoder, attention: NativeAttention) -> list[torch.Tensor]:
+    """Logits of a prompt in two chunks, then of single tokens."""
+    attention.allocate(8)
+    ids, at, found = torch.arange(3, 128), 0, []
+    for count in (40, 17, 1, 1):
+        step = prefill(count, at)
+        logits = decoder.logits(ids[at : at + count], step.positions, attention.begin(step), torch.arange(count))
+        assert logits is not None
+        found.append(logits.clone())
+        at += count
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [*DENSE, *SPARSE])
+def test_a_program_changes_no_bit(
+    checkpoint: Callable[..., Path], name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = 0
+    run = Program.__call__
+
+    def counted(*args: object) -> object:
+        nonlocal runs
+        runs += 1
+        return run(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Program, "__call__", counted)
+    found = recipe(open_checkpoint(checkpoint(name)))
+    decoder, shape = found.build(Place(dtype, CPU, 128))
+    attention = NativeAttention(CacheSpec(shape.views, shape.heads, shape.kv_heads, shape.head_dim, 16, dtype, CPU))
+    by_program = spoken(decoder, attention)
+    assert runs == (0 if name in SPARSE else 4)
+    monkeypatch.setattr(Stack, "_recorded", lambda *_: None)
+    one_by_one = spoken(decoder, attention)
+    assert all(torch.equal(a, b) for a, b in zip(by_program, one_by_one, strict=True))

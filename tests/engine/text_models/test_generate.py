@@ -1,0 +1,263 @@
+"""What every text model does, whichever engine is behind it; see conftest.py."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+
+import pytest
+
+from charonia.core.errors import InvalidArgument, QueueFull, RequestTimeout, Unavailable
+from charonia.core.exchange import Exchange, serving
+from charonia.core.metrics import Histogram
+from charonia.core.model import MeasuredModel, TextModel
+from charonia.core.request import (
+    Conversation,
+    FinishReason,
+    GenerateChunk,
+    GenerateRequest,
+    Guide,
+    Message,
+    Prompt,
+    SamplingParams,
+    TokenizeRequest,
+    Usage,
+    joined,
+)
+from charonia.engine.llm import LlmModel
+
+LENGTH = 64
+HUGE = SamplingParams(
+    max_tokens=1, temperature=1e300, top_k=2**70, top_p=1e-300, stop_token_ids=(2**70,), seed=2**64 - 1
+)
+ENDLESS = {"max_tokens": LENGTH - 2, "ignore_eos": True}
+Load = Callable[..., Awaitable[LlmModel]]
+
+
+def ask(prompt: Prompt, **sampling: object) -> GenerateRequest:
+    return GenerateRequest(id="1", prompt=prompt, sampling=SamplingParams(**sampling))
+
+
+@contextmanager
+def counted(model: LlmModel) -> Iterator[Exchange]:
+    """A request of the model, counted as the hub would."""
+    exchange = Exchange("test")
+    try:
+        with serving(exchange):
+            yield exchange
+    finally:
+        model.count(exchange)
+
+
+async def generate(model: LlmModel, request: GenerateRequest) -> list[GenerateChunk]:
+    with counted(model):
+        async with aclosing(model.generate(request)) as chunks:
+            return [chunk async for chunk in chunks]
+
+
+def text(chunks: list[GenerateChunk]) -> str:
+    return "".join(chunk.text for chunk in chunks)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def waiting(model: LlmModel) -> int:
+    return sum(model.client.state().waiting.values())
+
+
+async def idle(model: LlmModel) -> None:
+    """Return when nothing runs or waits, and the cache holds nothing for anybody."""
+    await until(lambda: not (model.client.state().running or waiting(model) or model.stats().kv_tokens))
+
+
+async def test_text_streams_out_with_its_usage(load: Load) -> None:
+    model = await load()
+    chunks = await generate(model, ask("w1 w2 w3", max_tokens=4))
+    assert text(chunks) == " w4 w5 w6 w7"
+    assert [token for chunk in chunks for token in chunk.token_ids] == [4, 5, 6, 7]
+    assert chunks[-1].usage == Usage(prompt_tokens=3, completion_tokens=4)
+    assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == [FinishReason.LENGTH]
+    assert isinstance(model, TextModel)
+
+
+async def test_every_kind_of_prompt(load: Load) -> None:
+    model = await load()
+    chat = Conversation((Message("user", "w5 w6"),))
+    assert text(await generate(model, ask((20, 21), max_tokens=1))) == " w22"
+    assert text(await generate(model, ask(chat, max_tokens=1))) == " w1"
+    assert await model.tokenize(TokenizeRequest(prompt=chat)) == [5, 6, 0]
+    assert await model.detokenize([5, 6]) == "w5 w6"
+    for wrong in (100, -1, 2**70):
+        with pytest.raises(InvalidArgument, match=f"tokens: token id {wrong} is outside the vocabulary of 100") as said:
+            await model.detokenize([5, wrong])
+        assert said.value.field == "tokens"
+
+
+async def test_where_a_text_ends(load: Load) -> None:
+    model = await load()
+    ends = await generate(model, ask("w88", max_tokens=None))
+    assert (text(ends), ends[-1].finish_reason, ends[-1].usage.completion_tokens) == (" w89", FinishReason.STOP, 2)
+    stopped = await generate(model, ask("w10", max_tokens=20, stop_token_ids=(12,)))
+    assert (text(stopped), stopped[-1].finish_reason) == (" w11", FinishReason.STOP)
+    ignored = await generate(model, ask("w88", max_tokens=3, ignore_eos=True))
+    assert (text(ignored), ignored[-1].finish_reason) == (" w89 w90 w91", FinishReason.LENGTH)
+    whole = await generate(model, ask("w1", max_tokens=None))
+    assert whole[-1].usage == Usage(1, LENGTH - 1)
+
+
+async def test_a_stop_string_ends_the_text_and_the_sequence(load: Load) -> None:
+    model = await load(step_seconds=0.01)
+    chunks = await generate(model, ask("w1", max_tokens=60, stop=("w5 w6", "w50")))
+    assert (text(chunks), chunks[-1].finish_reason) == (" w2 w3 w4 ", FinishReason.STOP)
+    assert chunks[-1].usage == Usage(1, 5)
+    await idle(model)
+    assert (model.stats().success, model.stats().cancelled) == (1, 0)
+
+
+async def test_the_last_chunk_comes_when_the_engine_was_told(load: Load) -> None:
+    model = await load(step_seconds=0.01)
+    request = ask("w1", max_tokens=60, stop=("w3",))
+    with counted(model):
+        async with aclosing(model.generate(request)) as chunks:
+            while (await anext(chunks)).finish_reason is None:
+                pass
+            await idle(model)
+    assert model.stats().success == 1
+
+
+async def test_requests_are_counted_by_how_they_ended(load: Load) -> None:
+    model = await load(step_seconds=0.01)
+    await generate(model, ask("w1", max_tokens=2))
+    with counted(model):
+        async with aclosing(model.generate(ask("w1", max_tokens=40))) as chunks:
+            await anext(chunks)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(generate(model, ask("w1", max_tokens=40, ignore_eos=True)), timeout=0.1)
+    with pytest.raises(InvalidArgument):
+        await generate(model, ask((500,)))
+    stats = model.stats()
+    assert (stats.ready, stats.success, stats.failure, stats.cancelled) == (True, 1, 1, 2)
+
+
+async def test_refusals_name_the_field(load: Load) -> None:
+    model = await load()
+    too_long = "w1 " * LENGTH
+    for request, field in [
+        (ask((500,)), "prompt"),
+        (ask((-1,)), "prompt"),
+        (ask((2**70,)), "prompt"),
+        (ask(too_long), "prompt"),
+        (ask(too_long, max_tokens=None), "prompt"),
+        (ask(""), "prompt"),
+        (ask("w1", max_tokens=LENGTH), "max_tokens"),
+        (ask("w1", max_tokens=2**70), "max_tokens"),
+        (GenerateRequest(id="", prompt="w1", cache_salt="\ud800"), "cache_salt"),
+        (ask(Conversation(())), "messages"),
+        (GenerateRequest(id="", prompt="w1", adapter="a"), "lora_name"),
+        (GenerateRequest(id="", prompt="w1", guide=Guide("json")), "guided_decoding_guide_type"),
+    ]:
+        with pytest.raises(InvalidArgument, match=field) as refusal:
+            await generate(model, request)
+        assert refusal.value.field == field
+    assert model.stats().failure == 12
+    huge = GenerateRequest(id="", prompt="w1", priority=2**70, sampling=HUGE)
+    assert text(await generate(model, huge)) == " w2"
+
+
+async def test_logprobs_come_with_their_tokens(load: Load) -> None:
+    model = await load()
+    whole = joined(await generate(model, ask("w1", max_tokens=2, logprobs=2)))
+    assert [(each.id, each.text, each.logprob) for each in whole.logprobs] == [(2, " w2", -1.0), (3, " w3", -1.0)]
+    assert [(top.id, top.logprob) for top in whole.logprobs[0].top] == [(2, -1.0), (3, -2.0)]
+    chosen = joined(await generate(model, ask("w1", max_tokens=2, logprobs=0)))
+    assert [(each.logprob, each.top) for each in chosen.logprobs] == [(-1.0, ()), (-1.0, ())]
+    assert joined(await generate(model, ask("w1", max_tokens=2))).logprobs == ()
+
+
+async def test_a_reader_that_leaves_frees_everything(load: Load) -> None:
+    model = await load(step_seconds=0.01)
+    with counted(model):
+        async with aclosing(model.generate(ask("w1", **ENDLESS))) as chunks:
+            await anext(chunks)
+    await idle(model)
+    assert model.stats().cancelled == 1
+
+
+async def test_time_that_runs_out(load: Load) -> None:
+    model = await load(step_seconds=0.02, max_num_seqs=1)
+    begun = GenerateRequest(id="1", prompt="w1", sampling=SamplingParams(**ENDLESS), timeout=0.5)
+    late = GenerateRequest(id="2", prompt="w1", sampling=SamplingParams(**ENDLESS), timeout=0.1)
+    running = asyncio.create_task(generate(model, begun))
+    await until(lambda: model.client.state().running == 1)
+    with pytest.raises(RequestTimeout):
+        await generate(model, late)
+    chunks = await running
+    assert chunks[-1].finish_reason is FinishReason.TIMEOUT
+    assert text(chunks).startswith(" w2 w3")
+    await idle(model)
+    # A text that its time cut short counts as one that timed out, like one that never began.
+    assert model.stats().failure == 2
+
+
+async def test_a_full_queue_refuses_before_any_work(load: Load) -> None:
+    model = await load(step_seconds=0.02, max_num_seqs=1, max_queued_requests=1)
+    async with aclosing(model.generate(ask("w1", **ENDLESS))) as running:
+        await anext(running)
+        second = asyncio.create_task(generate(model, ask("w5", max_tokens=1)))
+        await until(lambda: waiting(model) == 1)
+        with pytest.raises(QueueFull, match="max_queued_requests"):
+            await generate(model, ask("w7", max_tokens=1))
+    assert text(await second) == " w6"
+    with pytest.raises(InvalidArgument, match="max_queued_requests"):
+        await generate(model, GenerateRequest(id="", prompt="w1", choices=2))
+
+
+async def test_the_urgent_go_first(load: Load) -> None:
+    model = await load(step_seconds=0.01, max_num_seqs=1)
+    ended: list[int] = []
+
+    async def one(priority: int) -> None:
+        request = GenerateRequest(id="", prompt="w1", sampling=SamplingParams(max_tokens=2), priority=priority)
+        await generate(model, request)
+        ended.append(priority)
+
+    async with aclosing(model.generate(ask("w1", max_tokens=12))) as running:
+        await anext(running)
+        tasks = [asyncio.create_task(one(priority)) for priority in (4, 2, 0)]
+        await until(lambda: waiting(model) == len(tasks))
+    await asyncio.gather(*tasks)
+    assert ended == [0, 2, 4]
+
+
+async def test_unloading_ends_what_runs_and_what_waits(load: Load) -> None:
+    model = await load(step_seconds=0.02, max_num_seqs=1)
+    tasks = [asyncio.create_task(generate(model, ask("w1", **ENDLESS))) for _ in range(2)]
+    await until(lambda: bool(model.client.state().running and waiting(model)))
+    await model.unload()
+    for task in tasks:
+        with pytest.raises(Unavailable):
+            await asyncio.wait_for(task, timeout=10)
+    assert not model.stats().ready
+    with pytest.raises(Unavailable):
+        await generate(model, ask("w1"))
+
+
+async def test_what_is_measured(load: Load) -> None:
+    model = await load()
+    assert isinstance(model, MeasuredModel)
+    await generate(model, ask("w1 w2 w3", max_tokens=4))
+    await generate(model, ask("w1 w2 w3", max_tokens=4))
+    found = {(reading.family, *reading.labels.values()): reading.value for reading in model.readings()}
+    assert found["charonia_requests_total", "length", ""] == 2
+    assert found["charonia_prompt_tokens_total", ""] == 6
+    assert found["charonia_generation_tokens_total", ""] == 8
+    assert found["charonia_prefix_cache_queries_total",] == 6
+    for family in ("time_to_first_token", "queue", "prefill", "decode", "request"):
+        histogram = found[f"charonia_{family}_seconds",]
+        assert isinstance(histogram, Histogram)
+        assert sum(histogram.counts) == 2, family
+    statistics = model.statistics()
+    assert (statistics.inference_count, statistics.execution_count) == (2, 2)

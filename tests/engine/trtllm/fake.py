@@ -1,0 +1,232 @@
+"""A `tensorrt_llm` made of the adapter's contract: exactly its signatures, defaults and attributes, by version.
+
+Its next token is the last one plus one, as the fake executor's. Results behave as theirs: one object per request,
+changed in place, its text and tokens cumulative; an abort is heard one step late.
+"""
+
+import asyncio
+import inspect
+import sys
+from collections.abc import AsyncIterator
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from charonia.engine.trtllm.contract import Call, world_of
+
+VOCABULARY = 100
+BROKEN = 13
+"""A prompt that ends with this token breaks its request; with the next one, the engine."""
+
+
+def signature(call: Call, of_method: bool = False) -> inspect.Signature:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = []
+    for name, argument in sorted(call.arguments.items(), key=lambda item: not item[1].required):
+        default = inspect.Parameter.empty if argument.required else argument.default
+        parameters.append(inspect.Parameter(name, kind, default=default))
+    own = [inspect.Parameter("self", kind)] if of_method else []
+    return inspect.Signature([*own, *parameters])
+
+
+class Fields:
+    """Holds what it was called with, defaults filled in; whatever the contract lacks is a TypeError."""
+
+    contract: ClassVar[inspect.Signature]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        bound = self.contract.bind(*args, **kwargs)
+        bound.apply_defaults()
+        self.__dict__.update(bound.arguments)
+
+
+class RequestError(RuntimeError):
+    pass
+
+
+class Result:
+    """Their `RequestOutput`."""
+
+    def __init__(self, llm: "Llm", prompt: list[int], params: Any) -> None:
+        self.request_id = len(llm.results)
+        self.prompt_token_ids = prompt
+        self.outputs = [
+            SimpleNamespace(index=0, text="", token_ids=[], logprobs=[], finish_reason=None, stop_reason=None)
+        ]
+        self.finished = False
+        self.cached_tokens = 0
+        self.aborts = 0
+        self._llm = llm
+        self._params = params
+        self._queue: asyncio.Queue[Exception | None] = asyncio.Queue()
+        self._task = asyncio.get_running_loop().create_task(self._generate())
+
+    def abort(self) -> None:
+        self.aborts += 1
+
+    def __aiter__(self) -> AsyncIterator["Result"]:
+        return self
+
+    async def __anext__(self) -> "Result":
+        if self.finished and self._queue.empty():
+            raise StopAsyncIteration
+        if (error := await self._queue.get()) is not None:
+            raise error
+        return self
+
+    async def _generate(self) -> None:
+        llm, output, token = self._llm, self.outputs[0], self.prompt_token_ids[-1]
+        llm.enter(self)
+        try:
+            if token in (BROKEN, BROKEN + 1):
+                self._queue.put_nowait(RequestError("no") if token == BROKEN else RuntimeError("a rank died"))
+                return
+            while not self.finished:
+                aborted = self.aborts > 0
+                await asyncio.sleep(llm.package.step_seconds)
+                token = (token + 1) % VOCABULARY
+                self._append(output, token)
+                if aborted:
+                    output.finish_reason, self.finished = "cancelled", True
+                llm.note_step()
+                self._queue.put_nowait(None)
+        finally:
+            llm.leave(self)
+
+    def _append(self, output: Any, token: int) -> None:
+        params = self._params
+        made = len(output.token_ids)
+        output.token_ids.append(token)
+        output.text += f" w{token}" if params.detokenize else ""
+        if params.logprobs:
+            places = enumerate(range(token, token + params.logprobs), start=1)
+            likely = {other % VOCABULARY: SimpleNamespace(logprob=-float(rank), rank=rank) for rank, other in places}
+            output.logprobs.append(likely)
+        if params.end_id == token and not params.ignore_eos and made >= (params.min_tokens or 0):
+            output.token_ids = output.token_ids[: -1 if self._llm.package.hides_end else None]
+            output.finish_reason, self.finished = "stop", True
+        elif token in (params.stop_token_ids or ()):
+            output.token_ids = output.token_ids if params.include_stop_str_in_output else output.token_ids[:-1]
+            output.finish_reason, output.stop_reason, self.finished = "stop", token, True
+        elif made + 1 == params.max_tokens:
+            output.finish_reason, self.finished = "length", True
+
+
+class Llm(Fields):
+    """Their `LLM`."""
+
+    package: ClassVar["FakePackage"]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.calls: list[dict[str, Any]] = []
+        self.results: list[Result] = []
+        self.running: list[Result] = []
+        self.most = 0
+        self.down = False
+        self.records: list[dict[str, Any]] = []
+        self.package.made.append(self)
+
+    def generate_async(self, **asked: Any) -> Result:
+        if self.down:
+            raise RuntimeError("LLM is shutting down")
+        assert asked["streaming"]
+        result = Result(self, list(asked["inputs"]), asked["sampling_params"])
+        result.cached_tokens = max((_shared(each, asked) for each in self.calls), default=0)
+        self.calls.append(asked)
+        self.results.append(result)
+        return result
+
+    async def get_stats_async(self, **asked: Any) -> AsyncIterator[dict[str, Any]]:
+        while self.records:
+            yield self.records.pop(0)
+
+    def shutdown(self) -> None:
+        self.down = True
+
+    def enter(self, result: Result) -> None:
+        self.running.append(result)
+        self.most = max(self.most, len(self.running))
+
+    def leave(self, result: Result) -> None:
+        self.running.remove(result)
+
+    def note_step(self) -> None:
+        running = len(self.running)
+        cache = {"usedNumBlocks": running, "maxNumBlocks": 8, "tokensPerBlock": 32}
+        batching = {"numScheduledRequests": running, "numGenRequests": running, "numCtxTokens": 0}
+        batching["numPausedRequests"] = 0
+        self.records.append({"iterLatencyMS": 1.5, "kvCacheStats": cache, "inflightBatchingStats": batching})
+
+
+def _shared(before: dict[str, Any], asked: dict[str, Any]) -> int:
+    alike = (before["cache_salt"], before["inputs"]) == (asked["cache_salt"], asked["inputs"])
+    return len(asked["inputs"]) - 1 if alike else 0
+
+
+class FakePackage:
+    """The modules of one version, to be put into `sys.modules`. `made`: every `LLM` that was. `hides_end`: an end
+    token is not among the tokens of its text."""
+
+    step_seconds = 0.0
+    hides_end = False
+
+    def __init__(self, version: str) -> None:
+        self.world = world_of(version)
+        self.modules: dict[str, ModuleType] = {}
+        self.made: list[Llm] = []
+        self._module("tensorrt_llm").__version__ = version
+        for name, call in self.world.calls.items():
+            if "." not in name:
+                self.place(call.path, self._class(name, call))
+            if call.fields:
+                self.place(call.fields, type("Args", (), {"model_fields": _model_fields(call)}))
+        self.place("tensorrt_llm.llmapi.RequestOutput", Result)
+        self.place(self.world.request_error, RequestError)
+
+    def _class(self, name: str, call: Call) -> type[Fields]:
+        base = Llm if name in ("LLM", "EngineLLM") else Fields
+        own: dict[str, Any] = {"contract": signature(call), "__signature__": signature(call), "package": self}
+        for method, its in self.world.calls.items():
+            if base is Llm and method.startswith("LLM."):
+                own[method[4:]] = _checked(getattr(Llm, method[4:]), signature(its, of_method=True))
+        return type(name, (base,), own)
+
+    def place(self, path: str, thing: Any) -> None:
+        module, _, name = path.rpartition(".")
+        setattr(self._module(module), name, thing)
+
+    def _module(self, name: str) -> ModuleType:
+        if name not in self.modules:
+            module = self.modules[name] = ModuleType(name)
+            module.__path__, module.__spec__ = [], ModuleSpec(name, None)
+            parent, _, own = name.rpartition(".")
+            if parent:
+                setattr(self._module(parent), own, module)
+        return self.modules[name]
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> "FakePackage":
+        for name, module in self.modules.items():
+            monkeypatch.setitem(sys.modules, name, module)
+        return self
+
+
+def _checked(function: Any, its: inspect.Signature) -> Any:
+    """Takes what the contract has, and hands all of it on by name."""
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        bound = its.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return function(**bound.arguments)
+
+    method.__signature__ = its  # type: ignore[attr-defined]
+    return method
+
+
+def _model_fields(call: Call) -> dict[str, Any]:
+    return {
+        name: SimpleNamespace(default=each.default, default_factory=None, is_required=lambda each=each: each.required)
+        for name, each in call.arguments.items()
+    }

@@ -1,0 +1,114 @@
+"""What a request asks for, in TensorRT-LLM's words, and what it would accept and not do."""
+
+from typing import Any
+
+import pytest
+
+from charonia.core.errors import InvalidArgument
+from charonia.core.request import Guide
+from charonia.engine.messages import Add
+from charonia.engine.trtllm.package import Package
+from charonia.engine.trtllm.sampling import Sampler
+from charonia.scheduler.plan import RowSampling, Shaping
+
+MAPPED = {
+    "repetition_penalty": (Shaping(repetition_penalty=1.5), {"repetition_penalty": 1.5}),
+    "presence_penalty": (Shaping(presence_penalty=0.5), {"presence_penalty": 0.5}),
+    "frequency_penalty": (Shaping(frequency_penalty=-0.5), {"frequency_penalty": -0.5}),
+    "bad_words": (Shaping(bad_words=((5,), (6, 7))), {"bad_token_ids": [5], "bad": ["6-7"]}),
+    "min_tokens": (Shaping(min_tokens=3, stops=(9,)), {"min_tokens": 3, "end_id": 9, "ignore_eos": False}),
+}
+
+
+def sampler(package: Package, unapplied: bool = False) -> Sampler:
+    gaps = frozenset(package.world.unapplied) if unapplied else frozenset[str]()
+    return Sampler(package, 12, gaps, lambda ids: "-".join(map(str, ids)))
+
+
+def add(**asked: Any) -> Add:
+    return Add(client=0, key=1, prompt=[1, 2, 3, 4], max_tokens=7, **asked)
+
+
+def given(params: Any, names: Any) -> dict[str, Any]:
+    return {name: getattr(params, name) for name in names}
+
+
+def test_drawing(package: Package) -> None:
+    asked = add(temperature=0.5, top_k=4, top_p=0.25, min_p=0.125, seed=2**63 - 1, choice=1, stop_token_ids=[7, 9])
+    expected = {"max_tokens": 7, "temperature": 0.5, "top_k": 4, "top_p": 0.25, "min_p": 0.125, "seed": 0, "n": 1}
+    stops = {"stop_token_ids": [7, 9], "ignore_eos": True, "include_stop_str_in_output": True, "end_id": None}
+    expected |= stops | {"logprobs": None, "detokenize": False}
+    assert given(sampler(package).params(asked), expected) == expected
+
+
+def test_greedy_is_the_likeliest_token_in_every_version(package: Package) -> None:
+    expected = {"top_k": 1, "temperature": None, "top_p": None, "stop_token_ids": None}
+    assert given(sampler(package).params(add(temperature=0.0)), expected) == expected
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_shaping(package: Package, name: str) -> None:
+    shaping, expected = MAPPED[name]
+    params = sampler(package).params(add(shaping=shaping, stop_token_ids=[9]))
+    assert given(params, expected) == expected
+
+
+def test_every_field_that_shapes_is_passed_on_or_refused() -> None:
+    elsewhere = {"bias", "stops"}  # the next test's, and a part of min_tokens
+    assert {*Shaping._fields} == {*MAPPED} | elsewhere
+    assert {*RowSampling._fields} == {
+        "temperature", "top_k", "top_p", "seed", "choice", "min_p", "shaping", "logprobs"
+    }  # fmt: skip
+
+
+def test_a_bias_is_a_number_for_every_token(package: Package) -> None:
+    params = sampler(package).params(add(shaping=Shaping(bias=((3, 2.0), (11, -1.0)))))
+    assert params.embedding_bias.tolist() == [0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, -1]
+    assert str(params.embedding_bias.dtype) == "torch.float32"
+
+
+def test_penalties_leave_the_prompt_out_where_they_can(package: Package) -> None:
+    params = sampler(package).params(add(shaping=Shaping(presence_penalty=1.0)))
+    if package.world.engine_directories:
+        assert not hasattr(params, "prompt_ignore_length")
+    else:
+        assert params.prompt_ignore_length == 4
+        repeated = sampler(package).params(add(shaping=Shaping(repetition_penalty=2.0)))
+        assert repeated.prompt_ignore_length is None
+
+
+@pytest.mark.parametrize(("asked", "passed"), [(0, 1), (1, 1), (5, 5)])
+def test_logprobs_are_asked_for_even_of_none_but_the_chosen(package: Package, asked: int, passed: int) -> None:
+    assert sampler(package).params(add(logprobs=asked)).logprobs == passed
+
+
+@pytest.mark.parametrize(
+    ("guide", "field", "value"),
+    [
+        (Guide("json"), "json_object", True),
+        (Guide("json_schema", "{}"), "json", "{}"),
+        (Guide("regex", "a+"), "regex", "a+"),
+        (Guide("ebnf_grammar", "x"), "grammar", "x"),
+    ],
+)
+def test_guides(package: Package, guide: Guide, field: str, value: Any) -> None:
+    assert getattr(sampler(package).params(add(guide=guide)).guided_decoding, field) == value
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "min_p"])
+def test_what_a_sampler_would_ignore_is_refused_by_name(package: Package, name: str) -> None:
+    asked = add(min_p=0.5) if name == "min_p" else add(shaping=MAPPED[name][0])
+    choosy = sampler(package, unapplied=True)
+    if name not in package.world.unapplied:
+        assert not package.world.engine_directories
+        choosy.params(asked)
+        return
+    with pytest.raises(InvalidArgument, match=f"{name}: the PyTorch sampler of tensorrt_llm 1.2.0 does") as refusal:
+        choosy.params(asked)
+    assert refusal.value.field == name
+
+
+def test_what_does_not_go_together_is_refused(package: Package) -> None:
+    shaping = Shaping(min_tokens=2, stops=(9,), bad_words=((1, 2),))
+    with pytest.raises(InvalidArgument, match="min_tokens and bad_words"):
+        sampler(package).params(add(shaping=shaping, stop_token_ids=[9]))
