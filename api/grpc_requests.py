@@ -193,7 +193,7 @@ def _place_of(given: Message, message: Message) -> raw.Place:
 
 def _contents(given: Message, place: raw.Place) -> NDArray[Any]:
     """The one typed field that is filled, as the input's datatype."""
-    count = raw.element_count(tuple(given.shape), place)
+    count = raw.element_count(given.datatype, tuple(given.shape), place)
     values: Any = ()
     for field, held in ((descriptor.name, value) for descriptor, value in given.contents.ListFields()):
         if _CONTENTS[field] != _NARROW.get(given.datatype, given.datatype):

@@ -16,9 +16,10 @@ from urllib.parse import unquote
 import uvicorn
 from httptools import parse_url
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from .begun import Begun
+from .chunks import FewChunks
 
 CYCLE = "charonia.cycle"
 
@@ -44,7 +45,7 @@ def _parsed(url: bytes) -> _Target:
 _known = lru_cache(_LONGEST_KNOWN)(_parsed)
 
 
-class HttpProtocol(HttpToolsProtocol):
+class HttpProtocol(FewChunks):
     """One connection. `tells`: it has an access log, which is what the logger wants now; uvicorn itself asks when a
     connection begins."""
 

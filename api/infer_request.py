@@ -102,7 +102,7 @@ class _Reading:
 
     def _from_json(self, datatype: str, shape: tuple[int, ...], data: Any, place: raw.Place) -> Tensor:
         json_tensors.refuse_binary_only(datatype, place.input)
-        count = raw.element_count(shape, place)
+        count = raw.element_count(datatype, shape, place)
         sizes.check_json_tensor(place.input, json_tensors.byte_size(datatype, count), self._reader.max_size)
         values = json_tensors.flat(array("data", data))
         if datatype not in json_tensors.READABLE:  # no model has such an input, which is said later

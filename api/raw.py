@@ -19,6 +19,8 @@ Raw: TypeAlias = bytes | bytearray | memoryview
 _DTYPES = {datatype: np.dtype(dtype) for datatype, dtype in NUMPY_TYPES.items()}
 _LENGTH = struct.Struct("<I")
 _MOST_ELEMENTS = 2**63 - 1
+_MOST_BYTES = _MOST_ELEMENTS // 8
+"""So many elements of any datatype are no more bytes than that."""
 
 
 class Place(NamedTuple):
@@ -36,20 +38,31 @@ class Place(NamedTuple):
         return f"input '{self.input}' for model '{self.model}'"
 
 
-def element_count(shape: tuple[int, ...], place: Place) -> int:
+def element_count(datatype: str, shape: tuple[int, ...], place: Place) -> int:
     """How many elements a tensor of this shape has.
 
     Raises:
         InvalidArgument: no tensor can have this shape.
     """
     count = math.prod(shape)
-    if count <= _MOST_ELEMENTS and (not shape or min(shape) >= 0):
+    if count <= _MOST_BYTES and (not shape or min(shape) >= 0):
         return count
-    text = f"invalid shape for input '{place.input}': shape [{','.join(map(str, shape))}]"
+    shown = f"[{','.join(map(str, shape))}]"
+    text = f"invalid shape for input '{place.input}': shape {shown}"
     if min(shape) < 0:
-        raise InvalidArgument(f"{text} contains one or more invalid dimensions", field=place.input)
-    text += f" causes total element count to exceed maximum size of {_MOST_ELEMENTS}"
+        text += " contains one or more invalid dimensions"
+    elif count > _MOST_ELEMENTS:
+        text += f" causes total element count to exceed maximum size of {_MOST_ELEMENTS}"
+    elif count * _width(datatype) > _MOST_ELEMENTS:
+        text = f"byte size overflow for input '{place.input}': shape {shown} exceeds {_MOST_ELEMENTS} bytes"
+    else:
+        return count
     raise InvalidArgument(text, field=place.input)
+
+
+def _width(datatype: str) -> int:
+    """Bytes of an element; 1 where each has its own, or nobody knows."""
+    return _DTYPES[datatype].itemsize if datatype in NUMPY_TYPES and datatype != "BYTES" else 1
 
 
 def decode(datatype: str, shape: tuple[int, ...], raw: Raw, place: Place) -> Tensor:
@@ -59,7 +72,7 @@ def decode(datatype: str, shape: tuple[int, ...], raw: Raw, place: Place) -> Ten
     Raises:
         InvalidArgument: there are more or fewer bytes than the shape needs.
     """
-    count = element_count(shape, place)
+    count = element_count(datatype, shape, place)
     if datatype == "BYTES":
         data = _objects(_elements(raw, count, place))
     elif datatype in NUMPY_TYPES:

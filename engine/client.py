@@ -4,7 +4,6 @@ Knows nothing of text: token ids in, token ids out. Lives in one event loop.
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,15 +17,13 @@ from .account import Account
 from .admission import Admission, QueueLimits
 from .channel import Channel
 from .config import EngineConfig
+from .engine import by_class
 from .messages import Add, Load, Loading, Ready
 from .replicas import Replicas
 from .supervisor import PATIENCE, Patience
 
 _CLIENT = 0
 """This client's number; a core has no other yet."""
-
-_LOWEST_CLASS = 9
-"""Classes below are shown as this one: requests name their class, and every name would be a series forever."""
 
 
 class EngineClient:
@@ -88,7 +85,7 @@ class EngineClient:
         waiting = [channel for channel in channels if not channel.started]
         return EngineState(
             running=running,
-            waiting=Counter(str(min(channel.priority, _LOWEST_CLASS)) for channel in waiting),
+            waiting=by_class(channel.priority for channel in waiting),
             queue_age=max((channel.account.waited for channel in waiting), default=0.0),
             kv_usage=used / capacity if capacity else 0.0,
             prefix_queries=totals.prefix_queries,

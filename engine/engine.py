@@ -3,7 +3,8 @@
 Token ids in, token ids out. Knows no engine.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
@@ -14,6 +15,14 @@ from ..core.request import GenerateRequest
 from .account import Account
 from .channel import Channel
 from .messages import Add, Loading, Ready
+
+_LOWEST_CLASS = 9
+"""Classes below are shown as this one: requests name their class, and every name would be a series forever."""
+
+
+def by_class(priorities: Iterable[int]) -> Counter[str]:
+    """How many there are of each class, as `EngineState.waiting` has them."""
+    return Counter(str(min(priority, _LOWEST_CLASS)) for priority in priorities)
 
 
 class Engine(Protocol):

@@ -67,16 +67,25 @@ def differences(world: World) -> Iterator[str]:
 
 
 def arguments(call: Call) -> Mapping[str, Argument]:
-    """What the real one takes, by name."""
+    """What the real one takes, by name; where it does not say, what we expect."""
     found = resolve(call.path)
+    if _is_open(found) and not call.fields:
+        return call.arguments
     there = dict(_fields(found)) if hasattr(found, "model_fields") else dict(_parameters(found))
     return there | (dict(_fields(resolve(call.fields))) if call.fields else {})
 
 
+_OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _is_open(function: Any) -> bool:
+    """It takes any keyword, as what wraps another function may."""
+    return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(function).parameters.values())
+
+
 def _parameters(function: Any) -> Iterator[tuple[str, Argument]]:
-    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     for name, parameter in inspect.signature(function).parameters.items():
-        if name != "self" and parameter.kind not in open_ended:
+        if name != "self" and parameter.kind not in _OPEN:
             required = parameter.default is inspect.Parameter.empty
             yield name, Argument(required=required, default=_UNKNOWN if required else parameter.default)
 
@@ -111,19 +120,19 @@ class Witness:
     found: list[str] = field(default_factory=list)
 
     def see(self, result: Any) -> None:
-        self._has("RequestOutput", result)
+        self.has("RequestOutput", result)
         if getattr(result, "outputs", None):
             output = result.outputs[0]
-            self._has("CompletionOutput", output)
+            self.has("CompletionOutput", output)
             for likely in output.logprobs or ():
                 if isinstance(likely, Mapping):
-                    self._has("Logprob", next(iter(likely.values())))
+                    self.has("Logprob", next(iter(likely.values())))
 
     def expect(self, holds: bool, said: str) -> None:
         if not holds and said not in self.found:
             self.found.append(said)
 
-    def _has(self, owner: str, thing: Any) -> None:
+    def has(self, owner: str, thing: Any) -> None:
         for name in self.world.attributes[owner]:
             self.expect(hasattr(thing, name), f"{owner} has no attribute {name}")
 
@@ -133,6 +142,7 @@ async def trial(package: Package, model: str) -> list[str]:
     maker, witness = Maker(model, TrtllmOptions(max_num_seqs=4), lambda: package), Witness(package.world)
     try:
         runtime = await maker.make()
+        witness.has("LLM", runtime.llm)
         async with asyncio.timeout(_SECONDS):
             await _generate(runtime, witness)
             await _abort(runtime, witness)
@@ -150,7 +160,7 @@ async def trial(package: Package, model: str) -> list[str]:
 
 async def _generate(runtime: Runtime, witness: Witness) -> None:
     add = Add(client=0, key=1, prompt=[1, 2, 3], max_tokens=_TOKENS, temperature=0.0, logprobs=1)
-    submitted, reader, tokens, items = runtime.submit(add), Reader(add), 0, 0
+    submitted, reader, tokens, items = runtime.submit(runtime.translate(add)), Reader(add), 0, 0
     async for result in submitted:
         items += 1
         witness.see(result)
@@ -168,7 +178,7 @@ async def _abort(runtime: Runtime, witness: Witness) -> None:
     """An aborted one must end by itself."""
     longest = runtime.ready.max_model_len - 3
     add = Add(client=0, key=2, prompt=[1, 2, 3], max_tokens=longest, temperature=0.0)
-    submitted = runtime.submit(add)
+    submitted = runtime.submit(runtime.translate(add))
     async for result in submitted:
         runtime.package.tell(result, "RequestOutput.abort")
     came = len(submitted.outputs[0].token_ids)

@@ -6,7 +6,6 @@ Token ids in, token ids out. Lives in one event loop.
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,6 +17,7 @@ from ...core.request import FinishReason, GenerateRequest
 from ..account import Account
 from ..admission import Admission, QueueLimits
 from ..channel import Channel
+from ..engine import by_class
 from ..messages import Add, Loading, Ready
 from .line import Line
 from .options import TrtllmOptions
@@ -26,8 +26,6 @@ from .runtime import Maker, Runtime
 from .statistics import Iterations
 
 log = logging.getLogger(__name__)
-
-_LOWEST_CLASS = 9
 
 
 class TrtllmClient:
@@ -65,7 +63,7 @@ class TrtllmClient:
         used, capacity = self.kv_tokens
         return EngineState(
             running=self._line.running,
-            waiting=Counter(str(min(ride.add.priority, _LOWEST_CLASS)) for ride in waiting),
+            waiting=by_class(ride.add.priority for ride in waiting),
             queue_age=max((ride.channel.account.waited for ride in waiting), default=0.0),
             kv_usage=used / capacity if capacity else 0.0,
             prefix_queries=self._iterations.prefix_queries,
@@ -116,13 +114,14 @@ class TrtllmClient:
         return self._runtime
 
     def _enter(self, runtime: Runtime, add: Add, account: Account) -> Ride:
+        submission = runtime.translate(add)  # what can never be satisfied does not wait to hear so
         left = self._time_left(add, account)
         self._last_key += 1
         add = msgspec.structs.replace(add, key=self._last_key)
         account.submit(len(add.prompt))
         place = self._admission.enter(add.tenant, len(add.prompt))
         channel = Channel(account, place, add.priority)
-        ride = self._rides[add.key] = Ride(add, channel, self._line.join(add), runtime.package)
+        ride = self._rides[add.key] = Ride(add, submission, channel, self._line.join(add), runtime.package)
         if left:
             ride.timer = asyncio.get_running_loop().call_later(left, self._expire, ride)
         self._begin_next()
@@ -147,7 +146,7 @@ class TrtllmClient:
     async def _carry(self, ride: Ride, runtime: Runtime) -> None:
         """Its tokens to its reader, who may be slow: nothing here waits for him."""
         try:
-            ride.begin(runtime.submit(ride.add))
+            ride.begin(runtime.submit(ride.submission))
             async for _ in ride.result:
                 self._count(ride, first=not ride.channel.started, tokens=ride.hear())
                 if ride.channel.ended:

@@ -18,7 +18,6 @@ TICKS = 50
 """A second's."""
 _AGEING = 5 * TICKS
 """Ticks after which whoever waits is as urgent as the next class."""
-_CLASSES = 10
 _CREDIT = 8192.0
 """Tokens that a tenant may save who asks for less than his share."""
 _NO_TOKENS = np.empty(0, np.int32)
@@ -41,7 +40,7 @@ class Line:
 
     def join(self, add: Add) -> Sequence:
         """Stand in line."""
-        seniority = self._now() + min(add.priority, _CLASSES - 1) * _AGEING
+        seniority = self._now() + add.priority * _AGEING
         slot = self._fairness.slot(add.tenant, add.weight)
         request = SequenceRequest(key=add.key, prompt=_NO_TOKENS, max_tokens=add.max_tokens)
         sequence = Sequence(request, self._arrivals, seniority, seniority, [], slot)

@@ -4,7 +4,7 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import AbstractContextManager, aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import httpx
 import posix_ipc
@@ -72,6 +72,7 @@ UNLISTED = (
     _single("texts", "BYTES", (2,)),
     _single("free", "FP32", (-1, -1)),
     _single("decoupled", "FP32", (1,), decoupled=True),
+    replace(_single("nested", "FP32", (1,)), inputs=(TensorSpec("parameters", "FP32", (1,)),)),
 )
 """Models of one input, for those who know their names."""
 

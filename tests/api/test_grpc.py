@@ -266,6 +266,10 @@ WRONG = [
         "of 9223372036854775807",
     ),
     (
+        {"inputs": [numbers([2**31, 2**31])], "raw_input_contents": [b""]},
+        "byte size overflow for input 'MATRIX': shape [2147483648,2147483648] exceeds 9223372036854775807 bytes",
+    ),
+    (
         {"inputs": [numbers([1]), numbers([1])], "raw_input_contents": [b"1234", b"1234"]},
         "input 'MATRIX' already exists in request",
     ),

@@ -314,6 +314,12 @@ REFUSED: list[tuple[Any, int, str]] = [
     (with_input(shape=[True]), 400, cannot("shape", SIGNED)),
     (with_input(shape=[-1, 2, 1]), 400, "shape [-1,2,1] contains one or more invalid dimensions"),
     (with_input(shape=[2**40, 2**40]), 400, "causes total element count to exceed maximum size of 9223372036854775807"),
+    (
+        with_input(shape=[2**31, 2**31]),
+        400,
+        "byte size overflow for input 'MATRIX': shape [2147483648,2147483648] exceeds 9223372036854775807 bytes",
+    ),
+    (with_input(shape=[2**31, 2**31], datatype="UINT8"), 400, "(4611686018427387904 bytes) that exceeds the maximum"),
     (with_input(shape=[1, 2, 1000]), 400, "JSON input 'MATRIX' has a byte_size (8000 bytes) that exceeds the maximum"),
     (with_input(data=5), 400, cannot("data", ARRAY)),
     (with_input(data=["1", 2]), 400, cannot("data", NUMBER)),

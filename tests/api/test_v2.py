@@ -208,6 +208,12 @@ MALFORMED = [
 ]
 
 
+async def test_an_input_that_is_called_parameters_leaves_no_room_for_them(client: httpx.AsyncClient) -> None:
+    text = "Keyword 'parameters' for nested schema also given as input tensor name"
+    response = await client.post("/v2/models/nested/generate", json={"parameters": {"a": 1}})
+    assert (response.status_code, response.json()) == (400, {"error": text})
+
+
 @pytest.mark.parametrize("path", [GENERATE, STREAM])
 @pytest.mark.parametrize(("body", "text"), MALFORMED)
 async def test_malformed_bodies(client: httpx.AsyncClient, gateway: Any, path: str, body: Any, text: str) -> None:
