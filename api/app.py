@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..core.errors import CharoniaError, NotFound
 from ..core.gateway import Gateway
+from .begun import in_task
 from .connection import ClientLeft
 from .embeddings import Encoders
 from .exchanges import Exchanges, note
@@ -40,6 +41,9 @@ Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
 _KNOWN_PATHS = 256
 _LONGEST_KNOWN = 256
 """Paths whose routes are remembered: how many, and up to what length."""
+
+_PROMPT = "/infer"
+"""What these paths end with needs no task unless it says so."""
 
 _CLIENT_LEFT = 499
 """What nginx logs for it; nobody receives it."""
@@ -80,8 +84,10 @@ class HotRoutes:
         self._find = lru_cache(_KNOWN_PATHS)(self._search)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if not path.endswith(_PROMPT):
+            await in_task()
         if scope["type"] == "http" and scope["method"] == "POST":
-            path = scope["path"]
             found = self._find(path) if len(path) < _LONGEST_KNOWN else self._search(path)
             if found is not None:
                 endpoint, scope["path_params"] = found
@@ -114,7 +120,12 @@ async def _answer(endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
 
 
 class LastResort:
-    """Answers what nobody expected, once, and keeps the connection: the traceback is for the log."""
+    """Answers what nobody expected, once, and keeps the connection: the traceback is for the log.
+
+    What it runs may be begun outside of any task: who needs one waits for it (`in_task`).
+    """
+
+    begins_at_once = True
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

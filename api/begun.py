@@ -1,8 +1,9 @@
-"""Awaitables that are begun at once, without the event loop: what needs not wait needs not be watched either.
+"""Awaitables that are begun at once, without the event loop: what needs not wait needs no task, and not to be watched.
 
 Knows nothing of what is awaited.
 """
 
+import asyncio
 from collections.abc import Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
@@ -10,9 +11,9 @@ T = TypeVar("T")
 
 
 class Begun(Generic[T]):
-    """A coroutine of the current task, run until it waits for the first time, or to its end. Raises what it raises.
+    """A coroutine, run until it waits for the first time, or to its end. Raises what it raises.
 
-    Unless it is `done` it must be awaited, by the same task and before anything else is.
+    Unless it is `done` it must be awaited: by the same task, or by a new one if it was begun in none.
     """
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:
@@ -39,3 +40,9 @@ class Begun(Generic[T]):
             self._waits_for = resume(value)
         except StopIteration as end:
             self._result, self.done = end.value, True
+
+
+async def in_task() -> None:
+    """Return in a task of its own, for what needs one: who was begun in none gets it when he waits."""
+    if asyncio.current_task() is None:
+        await asyncio.sleep(0)

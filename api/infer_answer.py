@@ -12,7 +12,7 @@ from ..core.request import InferResponse
 from ..core.tensor import Tensor
 from . import json_tensors, raw
 from .classification import classify
-from .infer_request import Call
+from .infer_call import Call
 from .outputs import place
 
 _COPIED = 1 << 16

@@ -4,9 +4,8 @@ Knows v2's sections 3.1 to 3.4 and nothing of HTTP beyond its body. Tensors are 
 JSON, BYTES and BOOL hold.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..core.errors import InvalidArgument
 from ..core.model import ModelConfig
@@ -14,7 +13,9 @@ from ..core.request import InferRequest, Scalar
 from ..core.shared_memory import Regions, Span
 from ..core.tensor import Tensor
 from . import json_tensors, raw, sizes
+from .infer_call import Call, Wanted
 from .json_values import Document, array, boolean, member, object_, parameter, parse_object, signed, string, unsigned
+from .outlines import Outlines
 from .raw_request import read_raw
 
 _SOURCES = ("'data'", "'binary_data_size' in 'parameters'", "'shared_memory_region' in 'parameters'")
@@ -23,29 +24,13 @@ _FLAGS = ("sequence_start", "sequence_end")
 _NUMBERS = ("priority", "timeout")
 
 
-class Wanted(NamedTuple):
-    """How one output is to be answered. `classes`: as that many classes, 0 for its numbers; `memory`: into this, which
-    the client lends."""
-
-    binary: bool = False
-    classes: int = 0
-    memory: memoryview | None = None
-
-
-class Call(NamedTuple):
-    """What is asked, and how to answer: outputs by name, `rest` those that nobody named."""
-
-    request: InferRequest
-    wanted: Mapping[str, Wanted]
-    rest: Wanted
-
-
 @dataclass(frozen=True, slots=True)
 class Reader:
     """Reads requests. `max_size`: the most bytes of JSON, and of a tensor in it."""
 
     regions: Regions = field(default_factory=Regions)
     max_size: int = 64 * 1024 * 1024
+    _outlines: Outlines = field(default_factory=Outlines, init=False)
 
     def read(self, config: ModelConfig, body: bytes | bytearray, header_length: int | None) -> Call:
         """`header_length`: of the JSON in front of raw tensors; None: all is JSON; 0: nothing is.
@@ -53,15 +38,23 @@ class Reader:
         Raises:
             CharoniaError: it is no such request.
         """
+        if header_length:
+            return self._outlines.call(config.name, body, header_length) or self._mixed(config, body, header_length)
         view = memoryview(body).toreadonly()
         if header_length == 0:
             sizes.check_raw(len(body), self.max_size)
             return Call(read_raw(config, view), {}, Wanted(binary=True))
-        size = len(body) if header_length is None else header_length
-        sizes.check_json(size, self.max_size)
-        document = parse_object(view[:size])
-        blob = None if header_length is None else view[size:]
-        return _Reading(config, blob, self).call(document)
+        sizes.check_json(len(body), self.max_size)
+        return _Reading(config, None, self).call(parse_object(view))
+
+    def _mixed(self, config: ModelConfig, body: bytes | bytearray, header_length: int) -> Call:
+        """JSON, and raw tensors behind it."""
+        sizes.check_json(header_length, self.max_size)
+        view = memoryview(body).toreadonly()
+        document = parse_object(view[:header_length])
+        call = _Reading(config, view[header_length:], self).call(document)
+        self._outlines.learn(config.name, body, header_length, document, call)
+        return call
 
 
 class _Reading:

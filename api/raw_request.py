@@ -4,7 +4,8 @@ v2's section 3.4 in code; the shape is what the model's config says and the byte
 """
 
 import math
-from dataclasses import replace
+
+import msgspec
 
 from ..core.errors import InvalidArgument
 from ..core.model import ModelConfig
@@ -28,7 +29,7 @@ def read_raw(config: ModelConfig, body: memoryview) -> InferRequest:
     else:
         tensor = raw.decode(spec.datatype, _deduced(spec, len(body)), body, place)
     if config.max_batch_size > 0:
-        tensor = replace(tensor, shape=(1, *tensor.shape))
+        tensor = msgspec.structs.replace(tensor, shape=(1, *tensor.shape))
     return InferRequest(inputs={spec.name: tensor})
 
 

@@ -14,11 +14,10 @@ from typing import Any, Protocol
 import uvicorn
 
 from ..core.errors import Unavailable
-from .chunks import FewChunks
+from .http_protocol import HttpProtocol
 from .tls import KeyPair
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_ACCESS = logging.getLogger("uvicorn.access")
 _FLUSH_SECONDS = 2
 """How long responses that are written may take to reach their clients' sockets at the very end."""
 
@@ -97,7 +96,7 @@ class HttpServer:
     def __init__(self, app: Any, sock: socket.socket, access_log: bool, tls: KeyPair | None = None) -> None:
         config = uvicorn.Config(
             app,
-            http=_WithAccessLog if access_log else _WithoutAccessLog,
+            http=HttpProtocol if access_log else _WithoutAccessLog,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -134,24 +133,10 @@ class HttpServer:
         await self._serving
 
 
-class _WithAccessLog(FewChunks):
-    """uvicorn itself asks only when a connection begins; what is wanted may change."""
-
-    @property
-    def access_log(self) -> bool:
-        return _ACCESS.isEnabledFor(logging.INFO)
-
-    @access_log.setter
-    def access_log(self, wanted: bool) -> None:
-        pass
-
-
-class _WithoutAccessLog(FewChunks):
+class _WithoutAccessLog(HttpProtocol):
     """uvicorn's own setting would silence the access log of every server in the process."""
 
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
-        self.access_log = False
+    tells = False
 
 
 class _Uvicorn(uvicorn.Server):

@@ -14,7 +14,7 @@ async def at_most_two(responses: Stream[InferResponse]) -> list[InferResponse]:
     async for response in responses:
         if not is_nothing(response):
             answers.append(response)
-        if len(answers) == 2:
+        if response.final or len(answers) == 2:
             break
     return answers
 

@@ -4,8 +4,8 @@ Translates between the protocol and the gateway; decides nothing.
 """
 
 from contextlib import aclosing
-from dataclasses import replace
 
+import msgspec
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
@@ -100,7 +100,7 @@ class V2:
             raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
         body = await read_body(request, self._info.max_input_size)
         name, weight = tenant_of(request)
-        return config, replace(parse_generate(body, config, stream), tenant=name, weight=weight)
+        return config, msgspec.structs.replace(parse_generate(body, config, stream), tenant=name, weight=weight)
 
     def _load_header(self, request: Request, config: ModelConfig) -> dict[str, str]:
         form = request.headers.get(orca.ASKED)

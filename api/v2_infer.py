@@ -7,10 +7,10 @@ does not ask.
 import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import ParamSpec, TypeAlias, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -19,12 +19,14 @@ from ..core.gateway import Gateway
 from ..core.model import ModelConfig
 from ..core.request import InferResponse
 from . import encodings, sizes
-from .begun import Begun
+from .begun import Begun, in_task
 from .connection import Check, WhileConnected, receive_body
 from .forwarding import Forwarding
 from .guard import tenant_of
+from .http_protocol import cycle_of
 from .infer_answer import Answer, write_answer
-from .infer_request import Call, Reader
+from .infer_call import Call
+from .infer_request import Reader
 from .unary import asks_for_stream, at_most_two, can_answer_once
 
 _DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
@@ -66,10 +68,10 @@ class Infer:
     async def _read(self, config: ModelConfig, headers: Headers, request: Request) -> Call:
         encoding = headers.get(b"content-encoding", b"").decode("latin-1")
         compressed = encodings.check_encoding(encoding) if encoding else False
-        length, limit = _header_length(headers), self._max_size
-        body = await receive_body(request.receive, headers.get(b"content-length", b""), _check_of(length, limit))
+        length = _header_length(headers)
+        body = await self._body(request, headers, length)
         if compressed:
-            body = await _run(len(body), encodings.decompress, body, encoding, limit)
+            body = await _run(len(body), encodings.decompress, body, encoding, self._max_size)
         if length is not None and not 0 <= length <= len(body):
             raise InvalidArgument(f"inference header size should be in range (0, {len(body)}), got: {length}")
         call = self._reader.read(config, body, length)
@@ -77,13 +79,25 @@ class Infer:
         if not forwarded and not name:
             return call
         parameters = {**call.request.parameters, **forwarded}
-        return call._replace(request=replace(call.request, parameters=parameters, tenant=name, weight=weight))
+        asked = msgspec.structs.replace(call.request, parameters=parameters, tenant=name, weight=weight)
+        return call._replace(request=asked)
+
+    async def _body(self, request: Request, headers: Headers, header_length: int | None) -> bytes | bytearray:
+        check, cycle = _check_of(header_length, self._max_size), cycle_of(request.scope)
+        whole = None if cycle is None else cycle.whole_body()
+        if whole is None:
+            return await receive_body(request.receive, headers.get(b"content-length", b""), check)
+        check(len(whole))
+        return whole
 
     async def _infer(self, config: ModelConfig, call: Call, receive: Receive) -> InferResponse:
         stream = self._gateway.infer(config.name, config.version, call.request)
         try:
+            if config.decoupled:
+                await in_task()
             answering = Begun(at_most_two(stream))
             if not answering.done:
+                await in_task()
                 async with WhileConnected(receive):
                     await answering
             answers = await answering
@@ -98,6 +112,8 @@ def _header_length(headers: Headers) -> int | None:
     given = headers.get(b"inference-header-content-length")
     if given is None:
         return None
+    if given.isdigit() and len(given) < 19:
+        return int(given)
     if not _INTEGER.fullmatch(given):
         raise InvalidArgument(f"Unable to parse {_HEADER_LENGTH}, got: {given.decode('latin-1')}")
     return int(given)
@@ -119,27 +135,31 @@ async def _reply(answer: Answer, headers: Headers) -> ASGIApp:
     return Reply((body,), answer.header_length, encoding)
 
 
-_JSON = (b"content-type", b"application/json")
-_BINARY = (b"content-type", b"application/octet-stream")
-
-
 class Reply:
     """A body in parts, whose JSON is as long as `header_length` says, if there is more than JSON."""
 
     def __init__(self, parts: Sequence[bytes | memoryview], header_length: int | None, encoding: str = "") -> None:
         self._parts = parts
-        self._headers = [_JSON if header_length is None else _BINARY]
-        if header_length is not None:
-            self._headers.append((b"inference-header-content-length", b"%d" % header_length))
-        if encoding:
-            self._headers.append((b"content-encoding", encoding.encode()))
-        self._headers.append((b"content-length", b"%d" % sum(map(len, parts))))
+        self._head = _head(sum(map(len, parts)), header_length, encoding)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        cycle = cycle_of(scope)
+        if cycle is not None and cycle.answer(self._head, self._parts):
+            return
+        headers = [tuple(line.split(b": ", 1)) for line in self._head.split(b"\r\n")[:-1]]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         last = len(self._parts) - 1
         for number, part in enumerate(self._parts):
             await send({"type": "http.response.body", "body": part, "more_body": number < last})
+
+
+def _head(size: int, header_length: int | None, encoding: str) -> bytes:
+    """The headers, as they go over the wire."""
+    coded = b"content-encoding: %b\r\n" % encoding.encode() if encoding else b""
+    if header_length is None:
+        return b"content-type: application/json\r\n%bcontent-length: %d\r\n" % (coded, size)
+    kind = b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n" % header_length
+    return b"%b%bcontent-length: %d\r\n" % (kind, coded, size)
 
 
 async def _run(size: int, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:

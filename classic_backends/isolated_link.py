@@ -5,9 +5,10 @@ Knows nothing of models. Used once: a process that is lost is lost, and another 
 
 import atexit
 import logging
+import select
 import signal
 from collections.abc import Callable
-from multiprocessing import connection, get_context, resource_tracker
+from multiprocessing import get_context, resource_tracker
 from typing import Any
 
 import msgspec
@@ -48,6 +49,9 @@ class Link:
             raise
         finally:
             theirs.close()
+        self._waits = select.poll()
+        for descriptor in (self._connection.fileno(), self._process.sentinel):
+            self._waits.register(descriptor, select.POLLIN)
 
     @property
     def pid(self) -> int | None:
@@ -99,8 +103,8 @@ class Link:
 
     def _receive(self) -> FromInstance:
         # Processes that the model started may hold the connection open.
-        ready = connection.wait([self._connection, self._process.sentinel])
-        if self._connection not in ready:
+        ready = {descriptor for descriptor, _ in self._waits.poll()}
+        if self._connection.fileno() not in ready:
             raise self._loss()
         try:
             return self._decode(self._connection.recv_bytes())

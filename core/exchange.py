@@ -145,7 +145,12 @@ class Exchange:
         return self._summary
 
 
+_NO_PARTS = Summary(0, None, None, 0, None, None, None, None)
+
+
 def _summary(parts: list[Part]) -> Summary:
+    if not parts:
+        return _NO_PARTS
     if len(parts) == 1:
         [one] = parts
         return Summary(1, one.prompt, one.cached, one.generated, one.submitted, one.begun, one.first, one.last)

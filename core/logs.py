@@ -3,14 +3,17 @@
 import json
 import logging
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from logging.handlers import QueueHandler, QueueListener
-from queue import SimpleQueue
-from threading import Event
-from typing import Any
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
+from typing import Any, TypeAlias
+
+import msgspec
 
 from .log_settings import Form, Logs, LogSettings
+from .records import Entry
 
 _LEFT_OUT = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", "color_message"}
 """What every record has, or is written under another name; and uvicorn's message once more, in colours."""
@@ -28,11 +31,11 @@ def logging_as(settings: LogSettings) -> Iterator[Logs]:
     in line are written at its end."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     apply(settings)
-    listener = write_in_thread(logging.getLogger("charonia.requests"))
+    lines = Lines(logging.getLogger("charonia.requests"))
     try:
         yield Logs(settings, apply)
     finally:
-        listener.stop()
+        lines.stop()
 
 
 def apply(settings: LogSettings) -> None:
@@ -49,7 +52,35 @@ def apply(settings: LogSettings) -> None:
 
 
 def formatter(form: Form) -> logging.Formatter:
-    return JsonFormatter() if form == "json" else logging.Formatter(_LINE, _TIMES[form])
+    return JsonFormatter() if form == "json" else LineFormatter(_LINE, _TIMES[form])
+
+
+class _Clock:
+    """Times of records in the form of `time.strftime`, which change once a second."""
+
+    def __init__(self, form: str) -> None:
+        self._form = form
+        self._last = (-1, "")
+
+    def __call__(self, record: logging.LogRecord) -> str:
+        second, text = self._last
+        if int(record.created) != second:
+            second, text = int(record.created), time.strftime(self._form, time.localtime(record.created))
+            self._last = (second, text)
+        return text
+
+
+class LineFormatter(logging.Formatter):
+    """As logging's own, but quick with the records that end requests."""
+
+    def __init__(self, line: str, times: str) -> None:
+        super().__init__(line, times)
+        self._clock = _Clock(times)
+
+    def format(self, record: logging.LogRecord) -> str:
+        if type(record) is Entry:
+            return f"{self._clock(record)} I {record.name}: {record.words()}"
+        return super().format(record)
 
 
 class _Wanted(logging.Filter):
@@ -72,76 +103,80 @@ class _Wanted(logging.Filter):
 class JsonFormatter(logging.Formatter):
     """One JSON object a line: time, level, logger, message, and every field that came as `extra`."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._clock = _Clock("%Y-%m-%dT%H:%M:%S%z")
+
     def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
+        line: dict[str, object] = {"time": self._clock(record), "level": record.levelname, "logger": record.name}
+        if type(record) is Entry:
+            line |= {"message": record.words(), **record.fields()}
+            return msgspec.json.encode(line).decode()
+        line["message"] = record.getMessage()
         line |= {name: value for name, value in vars(record).items() if name not in _LEFT_OUT}
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
 
 
-class _Handover(QueueHandler):
-    """Hands records over as they are: theirs hold nothing that changes."""
-
-    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        return record
+_Line: TypeAlias = "tuple[logging.StreamHandler[Any], str]"
 
 
-class _Writer(QueueListener):
-    """Writes what came in a moment all together: a thread that woke up for each record would stand in the way of what
-    makes them."""
+class Lines(logging.Handler):
+    """Puts what `logger` records into words at once, as the root's handlers would, and leaves the writing to a thread,
+    until `stop`: a pipe that nobody reads stops no request. Did the thread put them into words, it would stand in the
+    way of what makes them."""
 
-    def __init__(self, records: "SimpleQueue[logging.LogRecord]", *handlers: logging.Handler) -> None:
-        super().__init__(records, *handlers)
-        self._records = records
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__()
+        self._logger = logger
+        self._handlers = logging.getLogger().handlers
+        self._lines: SimpleQueue[_Line | None] = SimpleQueue()
         self._stopping = Event()
-        self._lines: dict[logging.StreamHandler[Any], list[str]] = {}
+        self._thread = Thread(target=self._live, name="request-log", daemon=True)
+        self._thread.start()
+        logger.addHandler(self)
+        logger.propagate = False
 
-    def dequeue(self, block: bool) -> logging.LogRecord:
-        if not self._records.empty():
-            return self._records.get()
-        self._write()
-        record = self._records.get(block)
-        self._stopping.wait(_MOMENT)
-        return record
-
-    def handle(self, record: logging.LogRecord) -> None:
-        for handler in self.handlers:
+    def handle(self, record: logging.LogRecord) -> bool:
+        for handler in self._handlers:
             if type(handler) is not logging.StreamHandler:
                 handler.handle(record)
             elif handler.filter(record):
                 self._keep(handler, record)
+        return True
 
     def _keep(self, handler: "logging.StreamHandler[Any]", record: logging.LogRecord) -> None:
         try:
-            self._lines.setdefault(handler, []).append(handler.format(record) + handler.terminator)
+            line = handler.format(record) + handler.terminator
         except Exception:
             handler.handleError(record)
+        else:
+            self._lines.put((handler, line))
+
+    def _live(self) -> None:
+        """Write what came in a moment all together."""
+        while not self._stopping.is_set() and (first := self._lines.get()) is not None:
+            self._stopping.wait(_MOMENT)
+            self._write([first, *self._waiting()])
 
     def stop(self) -> None:
-        """Return when everything is written."""
+        """Return when everything is written; what comes later is written by who makes it."""
+        self._logger.removeHandler(self)
+        self._logger.propagate = True
         self._stopping.set()
-        super().stop()
-        self._write()
+        self._lines.put(None)
+        self._thread.join()
+        self._write([*self._waiting()])
 
-    def _write(self) -> None:
-        for handler, lines in self._lines.items():
+    def _waiting(self) -> "Iterator[_Line]":
+        with suppress(Empty):
+            while (line := self._lines.get_nowait()) is not None:
+                yield line
+
+    def _write(self, lines: "list[_Line]") -> None:
+        for handler in {handler for handler, _ in lines}:
+            text = "".join([line for whose, line in lines if whose is handler])
             with handler.lock or nullcontext(), suppress(OSError):  # nobody reads it any more
-                handler.stream.write("".join(lines))
+                handler.stream.write(text)
                 handler.stream.flush()
-        self._lines.clear()
-
-
-def write_in_thread(logger: logging.Logger) -> QueueListener:
-    """Let the records of `logger` be written to the root's handlers by a thread, started here, until `stop()`."""
-    records: SimpleQueue[logging.LogRecord] = SimpleQueue()
-    logger.addHandler(_Handover(records))
-    logger.propagate = False
-    listener = _Writer(records, *logging.getLogger().handlers)
-    listener.start()
-    return listener

@@ -61,7 +61,9 @@ class Model(Protocol):
     async def unload(self) -> None:
         """Free everything; called after draining."""
 
-    def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]: ...
+    def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:
+        """If it is not decoupled, the stream may be begun outside of any task: until it waits for the first time it
+        must not need one (as timeouts and task groups do)."""
 
     def stats(self) -> ModelStats: ...
 

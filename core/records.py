@@ -4,9 +4,11 @@ import json
 import logging
 import re
 import time
+from functools import lru_cache
 from typing import NamedTuple
 
 from .exchange import Exchange, Summary
+from .metrics import End
 
 log = logging.getLogger("charonia.requests")
 
@@ -14,6 +16,9 @@ _WORD = re.compile(r"[\w.,:/@+-]+", re.ASCII)
 
 _LONGEST = 256
 """Characters shown of a name that a client made up."""
+
+_KNOWN = 256
+"""Texts that are remembered."""
 
 
 class RequestRecord(NamedTuple):
@@ -40,22 +45,41 @@ class RequestRecord(NamedTuple):
     e2e_ms: float
 
     def __str__(self) -> str:
-        said = [(name, value) for name, value in zip(self._fields, self, strict=True) if value is not None]
-        return " ".join([f"{name}={_plain(value)}" for name, value in said if value != ""])
+        return " ".join(
+            [
+                f"{name}={_word(value) if type(value) is str else value}"
+                for name, value in zip(_NAMES, self, strict=True)
+                if value is not None and value != ""
+            ]
+        )
+
+
+_NAMES = RequestRecord._fields
 
 
 _BLANK = vars(logging.LogRecord(log.name, logging.INFO, __file__, 0, "%s", (), None))
 """What every entry begins with; finding out which line of ours logs it would cost more than all the rest."""
 
 
-class _Entry(logging.LogRecord):
-    """The record of an exchange, put into words by who writes it: the thread that serves has better things to do."""
+class Entry(logging.LogRecord):
+    """The record of an exchange; nothing is made of it that nobody asks for."""
 
+    name = log.name
     levelno = logging.INFO
+    levelname = "INFO"
 
     def __init__(self, exchange: Exchange) -> None:
         self.created = time.time()
-        self._exchange: Exchange | None = exchange
+        self._exchange = exchange
+        self._filled = False
+
+    def words(self) -> str:
+        """The message, at no cost for those who want nothing else."""
+        return words(self._exchange)
+
+    def fields(self) -> dict[str, object]:
+        """Those of the `RequestRecord`."""
+        return record_of(self._exchange)._asdict()
 
     def getMessage(self) -> str:
         self._fill()
@@ -68,18 +92,17 @@ class _Entry(logging.LogRecord):
 
     def _fill(self) -> bool:
         """Whether anything was left to fill."""
-        exchange = self.__dict__.pop("_exchange", None)
-        if exchange is None:
+        if self.__dict__.get("_filled", True):
             return False
-        record = record_of(exchange)
-        self.__dict__ = {**_BLANK, "created": self.created, "args": (record,), **record._asdict()}
+        record = record_of(self._exchange)
+        self.__dict__ |= {**_BLANK, "created": self.created, "args": (record,), **record._asdict(), "_filled": True}
         return True
 
 
 def write_record(exchange: Exchange) -> None:
     """Log an exchange that was closed."""
     if log.isEnabledFor(logging.INFO):
-        log.handle(_Entry(exchange))
+        log.handle(Entry(exchange))
 
 
 def record_of(exchange: Exchange) -> RequestRecord:
@@ -105,6 +128,25 @@ def record_of(exchange: Exchange) -> RequestRecord:
     )
 
 
+def words(exchange: Exchange) -> str:
+    """The text of its `record_of`. Without parts most of it is that of many others, and is remembered."""
+    if exchange.parts or exchange.end is None:
+        return str(record_of(exchange))
+    model, version = exchange.model[:_LONGEST], exchange.version[:_LONGEST]
+    common = _common(exchange.door, model, version, exchange.tenant, exchange.end)
+    whole = f"{common}{_milliseconds(exchange.ended - exchange.arrived)}"
+    if exchange.trace_id:
+        whole = f"trace_id={exchange.trace_id} {whole}"
+    return f"request_id={_word(exchange.id[:_LONGEST])} {whole}" if exchange.id else whole
+
+
+@lru_cache(_KNOWN)
+def _common(door: str, model: str, version: str, tenant: str, end: End) -> str:
+    exchange = Exchange(door)
+    exchange.model, exchange.version, exchange.tenant, exchange.end = model, version, tenant, end
+    return str(record_of(exchange)).removesuffix("0.0")
+
+
 def _finish_reason(exchange: Exchange) -> str | None:
     """Those of all answers, each once."""
     if len(exchange.parts) == 1:
@@ -124,8 +166,7 @@ def _milliseconds(seconds: float) -> float:
     return round(1e3 * seconds, 3)
 
 
-def _plain(value: object) -> str:
+@lru_cache(_KNOWN)
+def _word(text: str) -> str:
     """One word: what clients call things must not look like another field, or another record."""
-    if not isinstance(value, str):
-        return str(value)
-    return value if _WORD.fullmatch(value) else json.dumps(value)
+    return text if _WORD.fullmatch(text) else json.dumps(text)

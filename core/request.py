@@ -1,7 +1,6 @@
 """What goes into a model and what streams out of it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -13,28 +12,26 @@ from .tensor import Tensor
 Scalar: TypeAlias = str | int | float | bool
 
 
-@dataclass(frozen=True, slots=True)
-class InferRequest:
+class InferRequest(msgspec.Struct, frozen=True):
     """One v2 inference request. `outputs` names the wanted outputs; None means all of them. `tenant` and `weight` are
     as in `GenerateRequest`."""
 
     id: str = ""
-    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    inputs: Mapping[str, Tensor] = {}
     outputs: tuple[str, ...] | None = None
-    parameters: Mapping[str, Scalar] = field(default_factory=dict)
+    parameters: Mapping[str, Scalar] = {}
     tenant: str = ""
     weight: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class InferResponse:
+class InferResponse(msgspec.Struct, frozen=True):
     """One response of the stream that answers an `InferRequest`.
 
     `final` says that it is the last one; a stream may also end without having said so.
     """
 
     outputs: tuple[Tensor, ...]
-    parameters: Mapping[str, Scalar] = field(default_factory=dict)
+    parameters: Mapping[str, Scalar] = {}
     final: bool = False
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
@@ -25,8 +26,7 @@ NUMPY_TYPES: dict[str, DTypeLike] = {
 """v2 datatype -> numpy dtype. BF16, for which numpy has no type, is its bits; BYTES elements are `bytes`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(msgspec.Struct, frozen=True):
     """A named array. `data` has the numpy dtype of `datatype` and any shape of `shape`'s size."""
 
     name: str

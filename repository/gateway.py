@@ -97,8 +97,10 @@ class Hub:
         return serving(Exchange(door, headers), self._ended)
 
     def infer(self, name: str, version: str, request: InferRequest) -> Stream[InferResponse]:
-        _name(request.id)
-        self._refuse_when_exiting()
+        if request.id:
+            _name(request.id)
+        if self._exiting:
+            self._refuse_when_exiting()
         serves = self.registry.serving(name, version)
         check(serves.config, request)
         return Running(serves.model.infer(request), serves.tally, accounted=serves.text is not None)

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar, cast
 
 from ..core.exchange import current
 from ..core.gateway import Stream
+from ..core.request import InferResponse
 
 T = TypeVar("T")
 
@@ -64,11 +65,14 @@ class Running(Generic[T]):
 
     async def _observed(self) -> T:
         try:
-            return await self._stream.__anext__()
+            item = await self._stream.__anext__()
         except StopAsyncIteration:
             self._leave()
             finish()
             raise
+        if isinstance(item, InferResponse) and item.final:
+            finish()
+        return item
 
     async def aclose(self) -> None:
         try:

@@ -7,6 +7,7 @@ cannot take: neither is stuck behind the other. Knows no results and no time but
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .config import SchedulerConfig
 from .cost import Work
@@ -15,6 +16,9 @@ from .fairness import Fairness
 from .pace import Lane, Pace
 from .sequence import Sequence
 from .stays import Stays
+
+LEAST_GROUP = 8
+"""Decoding rows that share a step of a pipeline in any case: what a step costs whoever is in it would be paid twice."""
 
 
 class Gap(NamedTuple):
@@ -34,6 +38,7 @@ class Packer:
     def __init__(self, config: SchedulerConfig, stays: Stays, fairness: Fairness, pace: Pace) -> None:
         self._config = config
         self._in_flight_cap = config.in_flight_per_sequence or config.ahead + 1
+        self._groups = config.ahead + 1 if self._in_flight_cap == 1 else 1
         self._stays = stays
         self._rows, self._cache, self._line = stays.rows, stays.cache, stays.line
         self._fairness = fairness
@@ -55,7 +60,7 @@ class Packer:
         """Sequences that caught up once compute what their last result brought; senior ones first if the budget
         is short (never with one token each)."""
         gaps = self._rows.gaps(self._in_flight_cap)
-        rows = np.flatnonzero(self._rows.caught_up & (gaps > 0))
+        rows = self._group(np.flatnonzero(self._rows.caught_up & (gaps > 0)))
         counts = gaps[rows]
         if counts.sum() > draft.left:
             rows = np.array(self._rows.by_seniority(rows))
@@ -64,6 +69,15 @@ class Packer:
         lacking = rows[self._rows.scheduled[rows] + counts > self._rows.capacity[rows]]
         for row in self._rows.by_seniority(lacking):
             self._grow(draft, row)
+
+    def _group(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where a row waits for its own last result while plans of other rows may be under way, a plan takes its share
+        of all that decode: were they together, they would wait together, for one stage after the other."""
+        if self._groups == 1:
+            return rows
+        decoding = int((self._rows.caught_up & self._rows.running).sum())
+        share = max(-(-decoding // self._groups), LEAST_GROUP)
+        return rows if len(rows) <= share else np.array(self._rows.by_seniority(rows)[:share])
 
     # Prompts
 

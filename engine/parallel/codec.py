@@ -60,9 +60,11 @@ class _Ends:
         self._ends: IntArray = np.zeros(256, np.int32)
 
     def of(self, rows: IntArray) -> IntArray:
-        if len(rows) and (most := int(rows.max())) >= len(self._ends):
-            self._ends = np.concatenate([self._ends, np.zeros(most + 1, np.int32)])
-        return self._ends[rows]
+        try:
+            return self._ends[rows]
+        except IndexError:
+            self._ends = np.concatenate([self._ends, np.zeros(int(rows.max()) + 1, np.int32)])
+            return self._ends[rows]
 
     def enter(self, new: tuple[NewSequence, ...]) -> None:
         if new:
@@ -155,7 +157,10 @@ def _rows(columns: Columns) -> IntArray:
 
 
 def _pairs(columns: Columns) -> IntArray:
-    return np.stack([_rows(columns), columns.next()], 1)
+    rows, others = _rows(columns), columns.next()
+    pairs: IntArray = np.empty((len(rows), 2), np.int32)
+    pairs[:, 0], pairs[:, 1] = rows, others
+    return pairs
 
 
 def _sequence(entry: _New) -> NewSequence:

@@ -72,6 +72,8 @@ def join(meeting: Meeting, rank: int, layout: Layout, device: torch.device, seco
 
 
 def _join(meeting: Meeting, rank: int, layout: Layout, device: torch.device, patience: timedelta) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if meeting.host in ("127.0.0.1", "::1"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     store = dist.TCPStore(  # type: ignore[attr-defined]

@@ -106,7 +106,8 @@ class _Rank:
         place = seat(post.rank, post.layout, config.parallel.layers)
         engine = assemble(config, place, lambda fraction: self.report(Progress(fraction)))
         wait_for_all()  # what is free is known when all have taken what they need
-        self.report(Loaded.of(engine.capacity(post.neighbours)))
+        sharing = 1 if engine.place.device.type == "cuda" else post.neighbours
+        self.report(Loaded.of(engine.capacity(sharing)))
         return engine
 
     def _turn(self, engine: Engine) -> bool:

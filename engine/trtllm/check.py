@@ -120,19 +120,19 @@ class Witness:
     found: list[str] = field(default_factory=list)
 
     def see(self, result: Any) -> None:
-        self._has("RequestOutput", result)
+        self.has("RequestOutput", result)
         if getattr(result, "outputs", None):
             output = result.outputs[0]
-            self._has("CompletionOutput", output)
+            self.has("CompletionOutput", output)
             for likely in output.logprobs or ():
                 if isinstance(likely, Mapping):
-                    self._has("Logprob", next(iter(likely.values())))
+                    self.has("Logprob", next(iter(likely.values())))
 
     def expect(self, holds: bool, said: str) -> None:
         if not holds and said not in self.found:
             self.found.append(said)
 
-    def _has(self, owner: str, thing: Any) -> None:
+    def has(self, owner: str, thing: Any) -> None:
         for name in self.world.attributes[owner]:
             self.expect(hasattr(thing, name), f"{owner} has no attribute {name}")
 
@@ -142,6 +142,7 @@ async def trial(package: Package, model: str) -> list[str]:
     maker, witness = Maker(model, TrtllmOptions(max_num_seqs=4), lambda: package), Witness(package.world)
     try:
         runtime = await maker.make()
+        witness.has("LLM", runtime.llm)
         async with asyncio.timeout(_SECONDS):
             await _generate(runtime, witness)
             await _abort(runtime, witness)
@@ -159,7 +160,7 @@ async def trial(package: Package, model: str) -> list[str]:
 
 async def _generate(runtime: Runtime, witness: Witness) -> None:
     add = Add(client=0, key=1, prompt=[1, 2, 3], max_tokens=_TOKENS, temperature=0.0, logprobs=1)
-    submitted, reader, tokens, items = runtime.submit(add), Reader(add), 0, 0
+    submitted, reader, tokens, items = runtime.submit(runtime.translate(add)), Reader(add), 0, 0
     async for result in submitted:
         items += 1
         witness.see(result)
@@ -177,7 +178,7 @@ async def _abort(runtime: Runtime, witness: Witness) -> None:
     """An aborted one must end by itself."""
     longest = runtime.ready.max_model_len - 3
     add = Add(client=0, key=2, prompt=[1, 2, 3], max_tokens=longest, temperature=0.0)
-    submitted = runtime.submit(add)
+    submitted = runtime.submit(runtime.translate(add))
     async for result in submitted:
         runtime.package.tell(result, "RequestOutput.abort")
     came = len(submitted.outputs[0].token_ids)

@@ -114,13 +114,14 @@ class TrtllmClient:
         return self._runtime
 
     def _enter(self, runtime: Runtime, add: Add, account: Account) -> Ride:
+        submission = runtime.translate(add)  # what can never be satisfied does not wait to hear so
         left = self._time_left(add, account)
         self._last_key += 1
         add = msgspec.structs.replace(add, key=self._last_key)
         account.submit(len(add.prompt))
         place = self._admission.enter(add.tenant, len(add.prompt))
         channel = Channel(account, place, add.priority)
-        ride = self._rides[add.key] = Ride(add, channel, self._line.join(add), runtime.package)
+        ride = self._rides[add.key] = Ride(add, submission, channel, self._line.join(add), runtime.package)
         if left:
             ride.timer = asyncio.get_running_loop().call_later(left, self._expire, ride)
         self._begin_next()
@@ -145,7 +146,7 @@ class TrtllmClient:
     async def _carry(self, ride: Ride, runtime: Runtime) -> None:
         """Its tokens to its reader, who may be slow: nothing here waits for him."""
         try:
-            ride.begin(runtime.submit(ride.add))
+            ride.begin(runtime.submit(ride.submission))
             async for _ in ride.result:
                 self._count(ride, first=not ride.channel.started, tokens=ride.hear())
                 if ride.channel.ended:

@@ -6,7 +6,7 @@ Knows nothing of other sequences.
 import asyncio
 import logging
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...core.errors import CharoniaError
 from ...scheduler.sequence import Sequence
@@ -18,11 +18,20 @@ from .results import Reader, failure
 log = logging.getLogger(__name__)
 
 
+class Submission(NamedTuple):
+    """A sequence in TensorRT-LLM's words: what `generate_async` is called with."""
+
+    arguments: dict[str, Any]
+
+
 class Ride:
     """Waits while `task` is None. `result`: TensorRT-LLM's, while it works on this. `timer`: ends it in time."""
 
-    def __init__(self, add: Add, channel: Channel, sequence: Sequence, package: Package) -> None:
+    def __init__(
+        self, add: Add, submission: Submission, channel: Channel, sequence: Sequence, package: Package
+    ) -> None:
         self.add = add
+        self.submission = submission
         self.channel = channel
         self.sequence = sequence
         self.task: asyncio.Task[None] | None = None

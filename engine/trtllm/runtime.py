@@ -5,21 +5,19 @@ Knows nothing of queues and channels.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from ...core.errors import CharoniaError, Internal, InvalidArgument, Unavailable
-from ...tokenization.files import locate
-from ...tokenization.tokenizer import Tokenizer
 from ..messages import Add, Ready
 from .arguments import construction
 from .checkpoint import Checkpoint, read_checkpoint
 from .options import TrtllmOptions
 from .package import Package, resolve
 from .results import Reader
+from .ride import Submission
 from .sampling import Sampler
 
 log = logging.getLogger(__name__)
@@ -42,21 +40,31 @@ class Runtime:
     sampler: Sampler
     adapters: dict[str, str] = field(default_factory=dict)
 
-    def submit(self, add: Add) -> Any:
-        """Their `RequestOutput`; in the event loop that is going to iterate it.
+    def translate(self, add: Add) -> Submission:
+        """What is asked of it for a sequence.
 
         Raises:
             InvalidArgument: it can never be satisfied; `field` names the culprit where that is known.
-            Unavailable: it is shutting down.
         """
         _check_length(add, self.ready.max_model_len)
         try:
-            return self.package.tell(self.llm, "LLM.generate_async", inputs=add.prompt, **self._arguments(add))
+            return Submission(self._arguments(add))
         except (ValueError, TypeError, NotImplementedError) as error:
-            raise InvalidArgument(f"TensorRT-LLM refuses the request: {error}") from error
+            raise _refused(error) from error
+
+    def submit(self, submission: Submission) -> Any:
+        """Their `RequestOutput`; in the event loop that is going to iterate it.
+
+        Raises:
+            InvalidArgument: they refuse it. What else they raise means that the engine is lost.
+        """
+        try:
+            return self.package.tell(self.llm, "LLM.generate_async", **submission.arguments)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise _refused(error) from error
 
     def _arguments(self, add: Add) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"sampling_params": self.sampler.params(add), "streaming": True}
+        arguments = {"inputs": add.prompt, "sampling_params": self.sampler.params(add), "streaming": True}
         if add.adapter:
             arguments["lora_request"] = self._adapter(add.adapter)
         if salt := _salt(add):
@@ -79,7 +87,7 @@ class Runtime:
         """Return when it generated a token."""
         add = Add(client=0, key=0, prompt=[0], max_tokens=1, temperature=0.0)
         reader = Reader(add)
-        async for result in self.submit(add):
+        async for result in self.submit(self.translate(add)):
             if reader.read(result).finish_reason is not None:
                 return
         raise Internal("TensorRT-LLM generated nothing")
@@ -87,6 +95,10 @@ class Runtime:
     def shut_down(self) -> None:
         """Takes a while."""
         self.package.tell(self.llm, "LLM.shutdown")
+
+
+def _refused(error: Exception) -> InvalidArgument:
+    return InvalidArgument(f"TensorRT-LLM refuses the request: {error}")
 
 
 def _check_length(add: Add, longest: int) -> None:
@@ -170,22 +182,7 @@ def _shut_down(made: "Future[Runtime]") -> None:
 def _runtime(package: Package, llm: Any, checkpoint: Checkpoint, options: TrtllmOptions) -> Runtime:
     applies = checkpoint.engine or options.sampler_type == "TRTLLMSampler"
     unapplied = frozenset() if applies else frozenset(package.world.unapplied)
-    words = _Words(options.tokenizer or checkpoint.path)
-    sampler = Sampler(package, checkpoint.vocab_size, unapplied, words.text)
+    sampler = Sampler(package, checkpoint.vocab_size, unapplied, lambda ids: str(llm.tokenizer.decode(list(ids))))
     ready = Ready(checkpoint.vocab_size, checkpoint.max_model_len, options.block_size or _BLOCK, 0)
     places = min(options.max_num_seqs, checkpoint.max_num_seqs or options.max_num_seqs)
     return Runtime(package, llm, ready, places, sampler, options.adapters)
-
-
-class _Words:
-    """Text of token ids, for the rare request that bans a word of several: read when the first one does."""
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-
-    @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        return Tokenizer.load(locate(self._model))
-
-    def text(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from charonia.api.begun import Begun
+from charonia.api.begun import Begun, in_task
 
 
 async def test_what_does_not_wait_is_done_at_once() -> None:
@@ -85,3 +85,27 @@ async def test_errors_of_what_it_waits_for_may_be_caught() -> None:
         return "missed"
 
     assert await Begun(work()) == "caught"
+
+
+async def test_who_needs_a_task_gets_one() -> None:
+    tasks = []
+
+    async def work() -> str:
+        await in_task()
+        tasks.append(asyncio.current_task())
+        async with asyncio.timeout(60):
+            await asyncio.sleep(0)
+        return "ended"
+
+    async def rest(begun: Begun[str]) -> str:
+        return await begun
+
+    made: asyncio.Future[asyncio.Task[str]] = asyncio.get_running_loop().create_future()
+
+    def outside() -> None:
+        made.set_result(asyncio.create_task(rest(Begun(work()))))
+
+    asyncio.get_running_loop().call_soon(outside)
+    task = await made
+    assert await task == "ended"
+    assert tasks == [task]

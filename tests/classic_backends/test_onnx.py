@@ -16,6 +16,7 @@ from onnx import TensorProto, helper
 
 from charonia import classic_backends
 from charonia.classic_backends import onnx_session
+from charonia.classic_backends.isolated import ONNX as ISOLATED
 from charonia.classic_backends.onnx import ONNX
 from charonia.classic_backends.onnx_options import read_plan
 from charonia.classic_backends.runtime import Arrays, Place, Runtime
@@ -385,3 +386,16 @@ def test_a_file_is_read_once_to_be_completed_and_loaded(
     for runtime in runtimes:
         runtime.close()
     assert only() is None
+
+
+def test_an_instance_may_be_a_process(version: Path, onnx_models: ModuleType, described: Describe) -> None:
+    layers = onnx_models.write_mlp(version / "model.onnx", [4, 3])
+    document = ISOLATED.complete(version, {"name": "model"}, {"EXECUTION": "isolated"})
+    assert document == ONNX.complete(version, {"name": "model"}, {})
+    runtime = ISOLATED.load(version, described(document), Place(name="m_0"), {"EXECUTION": "isolated"})
+    batch = np.random.default_rng(1).random((2, 4), np.float32)
+    [(weights, bias)] = layers
+    np.testing.assert_allclose(run(runtime, ["OUTPUT"], INPUT=batch)["OUTPUT"], batch @ weights + bias, rtol=1e-5)
+    with pytest.raises(Internal, match="onnx runtime error 2: "):
+        run(runtime, ["OUTPUT"], INPUT=batch[:, :3])
+    runtime.close()

@@ -9,8 +9,10 @@ from dataclasses import replace
 
 import pytest
 
+from charonia.core.exchange import Exchange
 from charonia.core.log_settings import LogSettings
 from charonia.core.logs import logging_as
+from charonia.core.records import write_record
 
 log = logging.getLogger("charonia.test")
 
@@ -74,3 +76,32 @@ def test_lines_of_the_web_server_are_for_the_curious() -> None:
         assert not access.isEnabledFor(logging.INFO)
         logs.update(LogSettings(log_verbose_level=1))
         assert access.isEnabledFor(logging.INFO)
+
+
+def ended(tenant: str) -> Exchange:
+    exchange = Exchange("infer")
+    exchange.tenant = tenant
+    exchange.finish()
+    exchange.close()
+    return exchange
+
+
+def test_requests_that_ended_in_both_forms(capsys: pytest.CaptureFixture[str]) -> None:
+    with alone(), logging_as(LogSettings()) as logs:
+        write_record(ended("é"))
+        logs.update(LogSettings(log_format="json"))
+        write_record(ended("é"))
+    text, line = said(capsys)
+    assert re.match(r'\d{4} \d\d:\d\d:\d\d I charonia.requests: door=infer tenant="\\u00e9" outcome=done ', text)
+    told = json.loads(line)
+    assert (told["logger"], told["level"], told["tenant"], told["ttft_ms"]) == ("charonia.requests", "INFO", "é", None)
+    assert told["message"].startswith("door=infer ")
+
+
+def test_what_comes_after_the_end_is_written_too(capsys: pytest.CaptureFixture[str]) -> None:
+    requests = logging.getLogger("charonia.requests")
+    with alone():
+        with logging_as(LogSettings()):
+            requests.info("one")
+        requests.info("two")
+    assert [line[-3:] for line in said(capsys)] == ["one", "two"]

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from charonia.core.logs import JsonFormatter, write_in_thread
+from charonia.core.logs import JsonFormatter, Lines
 from charonia.core.looplag import LoopLag
 from charonia.core.metric_families import CHARONIA, TRITON, VLLM, vllm_readings
 from charonia.core.metrics import QUEUE_FULL, End, EngineState, Histogram, LlmMetrics, Outcome, Reading
@@ -124,10 +124,10 @@ def test_a_record_is_one_line_of_json() -> None:
 def test_a_thread_writes_everything_before_it_stops(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("tests.handed.over")
     logger.setLevel(logging.INFO)
-    listener = write_in_thread(logger)
+    lines = Lines(logger)
     for number in range(100):
         logger.info("record %d", number, extra={"number": number})
-    listener.stop()
+    lines.stop()
     assert [record.number for record in caplog.records] == list(range(100))
 
 
@@ -138,7 +138,7 @@ def test_a_thread_writes_in_order_and_what_is_left_at_the_end() -> None:
     handler.addFilter(lambda record: "unwanted" not in record.getMessage())
     root.addHandler(handler)
     try:
-        listener = write_in_thread(logger)
+        lines = Lines(logger)
         logger.info("0")
         deadline = time.monotonic() + 60
         while not stream.getvalue() and time.monotonic() < deadline:
@@ -146,7 +146,7 @@ def test_a_thread_writes_in_order_and_what_is_left_at_the_end() -> None:
         for number in range(1, 100):
             logger.info("%d", number)
             logger.info("unwanted %d", number)
-        listener.stop()
+        lines.stop()
     finally:
         root.removeHandler(handler)
     assert stream.getvalue().split() == [str(number) for number in range(100)]

@@ -6,7 +6,7 @@ import pytest
 
 from charonia.core.errors import NotFound
 from charonia.core.exchange import Exchange
-from charonia.core.records import RequestRecord, record_of, write_record
+from charonia.core.records import Entry, RequestRecord, record_of, words, write_record
 
 
 def refused(model: str) -> Exchange:
@@ -45,3 +45,33 @@ def test_a_made_up_name_stays_one_word_of_one_line(name: str) -> None:
 
 def test_a_long_name_is_cut() -> None:
     assert len(record_of(refused("x" * 10_000)).model) == 256
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"id": "a b", "trace_id": "ff"},
+        {"id": "x" * 300, "model": "y" * 300, "version": "3"},
+        {"tenant": "alice", "model": 'a"b'},
+        {"ended": 2.0},
+    ],
+)
+def test_remembered_words_are_those_of_the_record(said: dict[str, object]) -> None:
+    exchange = Exchange("infer")
+    exchange.finish()
+    exchange.close()
+    exchange.arrived, exchange.ended = 0.0, 1.2345678
+    for name, value in said.items():
+        setattr(exchange, name, value)
+    for _ in range(2):
+        assert words(exchange) == str(record_of(exchange))
+
+
+def test_an_entry_has_the_fields_of_its_record() -> None:
+    exchange = refused("nope")
+    entry = Entry(exchange)
+    assert entry.fields() == record_of(exchange)._asdict()
+    assert entry.words() == entry.getMessage() == str(record_of(exchange))
+    with pytest.raises(AttributeError):
+        _ = entry.nonsense

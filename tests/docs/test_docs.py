@@ -79,7 +79,8 @@ def flags() -> dict[str, Any]:
 def engine_default(option: str) -> Any:
     """What the engine's configuration says at the place that the option changes."""
     untouched = dict(leaves(engine_config("m", EngineOptions())))
-    touched = dict(leaves(engine_config("m", EngineOptions(**{option: cast(Any, 99)}))))
+    another = cast(Any, "99" if option == "pipeline_layers" else 99)
+    touched = dict(leaves(engine_config("m", EngineOptions(**{option: another}))))
     [place] = [place for place in untouched if touched[place] != untouched[place]]
     return untouched[place]
 

@@ -150,6 +150,28 @@ def test_in_a_pipeline_a_sequence_is_in_one_plan_at_a_time() -> None:
     assert planned(one).rows.tolist() == [0]
 
 
+def test_in_a_pipeline_those_who_decode_are_shared_out_among_the_plans() -> None:
+    """They came together; were they to go on together, one stage at a time would have work."""
+    one = trial(rows=26, ahead=2, in_flight=1, budget=64)
+    for _ in range(26):
+        one.arrive(family=0, prompt=2, new=6)
+    assert [len(planned(one).rows), one.schedule()] == [26, None]
+    one.apply()
+    groups = [planned(one).rows.tolist() for _ in range(3)]
+    assert [len(group) for group in groups] == [9, 9, 8]
+    assert one.schedule() is None
+    one.apply()
+    assert planned(one).rows.tolist() == groups[0], "and so they stay"
+
+
+def test_a_few_that_decode_go_through_a_pipeline_together() -> None:
+    one = trial(rows=8, ahead=1, in_flight=1, budget=16)
+    for _ in range(8):
+        one.arrive(family=0, prompt=2, new=6)
+    step(one)
+    assert [len(planned(one).rows), one.schedule()] == [8, None]
+
+
 def test_a_stop_token_ends_a_sequence_and_what_ran_ahead_is_dropped() -> None:
     one = trial(ahead=1)
     key = one.arrive(family=0, prompt=4, new=10, stop=2)

@@ -121,6 +121,7 @@ class Llm(Fields):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.tokenizer = SimpleNamespace(decode=lambda ids: " ".join(f"w{token}" for token in ids))
         self.calls: list[dict[str, Any]] = []
         self.results: list[Result] = []
         self.running: list[Result] = []

@@ -226,6 +226,16 @@ async def test_what_it_does_not_take_breaks_no_engine(
     assert model.stats().ready
 
 
+async def test_what_can_never_be_satisfied_does_not_wait_to_hear_so(load: Load) -> None:
+    model = await load(step_seconds=0.002, max_num_seqs=1)
+    async with aclosing(model.generate(ask("w20", **ENDLESS))) as running:
+        await anext(running)
+        with pytest.raises(InvalidArgument, match="exceed the model's 64"):
+            await generate(model, ask("w1", max_tokens=64))
+        assert model.client.state().running == 1
+        assert sum(model.client.state().waiting.values()) == 0
+
+
 async def test_tenants_and_salts_share_no_prefix(load: Load, package: Any) -> None:
     model = await load()
     prompt = "w1 w2 w3 w4"

@@ -1,0 +1,166 @@
+"""What telling ranks of a step costs: `python -m charonia.bench.broadcast [--rows 256] [--ranks 2]`.
+
+Plans go the way they go while serving: encoded by rows, posted to a board in shared memory, read and decoded by rank
+processes, which answer with one byte. Every kind of step is timed alone; nothing is computed between.
+"""
+
+import multiprocessing
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import numpy as np
+from cyclopts import App
+from rich.console import Console
+from rich.table import Table
+
+from ..engine.parallel.board import Board, Desk, Memory
+from ..engine.parallel.codec import Bulletin, Landed, Reader, Writer
+from ..scheduler.plan import IntArray, NewSequence, RowSampling, StepPlan
+
+BLOCK = 16
+_NOTHING: IntArray = np.zeros(0, np.int32)
+_NO_PAIRS: IntArray = np.zeros((0, 2), np.int32)
+_BLOCKS, _VOCAB = 1_000_000, 256_000
+_PROMPT = 512
+_WARM_UP = 50
+
+app = App(name="python -m charonia.bench.broadcast", help=__doc__)
+
+
+class Kind(NamedTuple):
+    """A step in which all rows decode: the share of them that takes a block, how many sequences are new, and whether
+    stages are told what was sampled."""
+
+    name: str
+    blocks: float
+    new: int = 0
+    landed: bool = False
+
+
+KINDS = (
+    Kind("decode", 0.0),
+    Kind("decode, a block for every 16th", 1 / BLOCK),
+    Kind("decode, a block for each", 1.0),
+    Kind("decode, a block for each, stages told", 1.0, landed=True),
+    Kind(f"the first, and a new prompt of {_PROMPT}", 1 / BLOCK, new=1),
+)
+
+
+class Cost(NamedTuple):
+    """Of one kind of step: its bytes, and microseconds of the median step. `told`: from the plan to the last rank's
+    word that it has read it, which is on its way for a part of that time."""
+
+    size: int
+    written: float
+    posted: float
+    read: float
+    told: float
+
+
+def bulletins(kind: Kind, rows: int, steps: int) -> Iterator[Bulletin]:
+    """A run of steps of one kind, after one in which all rows are new."""
+    random = np.random.default_rng(1)
+    all_rows: IntArray = np.arange(rows, dtype=np.int32)
+    ones = np.ones_like(all_rows)
+    starts: IntArray = random.integers(100, 100_000, rows).astype(np.int32)
+    for step in range(steps):
+        owners: IntArray = all_rows[: round(rows * kind.blocks)]
+        blocks = random.integers(0, _BLOCKS, len(owners)).astype(np.int32)
+        fresh = tuple(_newcomer(row, random) for row in range(kind.new))
+        tokens = random.integers(0, _VOCAB, rows).astype(np.int32)
+        landed = Landed(all_rows, starts, tokens) if kind.landed else None
+        plan = StepPlan(
+            step, all_rows, starts, ones, ones == 1, np.stack([owners, blocks], 1), fresh, _NOTHING, _NO_PAIRS
+        )
+        yield Bulletin(plan, landed)
+        starts = starts + ones
+
+
+def _newcomer(row: int, random: np.random.Generator) -> NewSequence:
+    return NewSequence(row, random.integers(0, _VOCAB, _PROMPT).astype(np.int32), 0, RowSampling(), _PROMPT)
+
+
+def measure(kind: Kind, rows: int, ranks: int, steps: int) -> Cost:
+    """Time `steps` steps of a kind."""
+    writer, reader = Writer(), Reader()
+    sizes: list[int] = []
+    written, posted, read, told = (list[float]() for _ in range(4))
+    with readers(ranks) as (board, lines):
+        for bulletin in bulletins(kind, rows, _WARM_UP + steps):
+            begun = time.perf_counter()
+            message = writer.write(bulletin)
+            encoded = time.perf_counter()
+            board.post(message)
+            sent = time.perf_counter()
+            for line in lines:
+                line.recv_bytes()
+            answered = time.perf_counter()
+            board.forget()
+            reader.read(message)
+            decoded = time.perf_counter()
+            sizes.append(len(message))
+            written.append(encoded - begun)
+            posted.append(sent - encoded)
+            read.append(decoded - answered)
+            told.append(answered - begun)
+    return Cost(sizes[-1], *(statistics.median(each[_WARM_UP:]) * 1e6 for each in (written, posted, read, told)))
+
+
+@contextmanager
+def readers(count: int) -> Iterator[tuple[Board, Sequence[Connection]]]:
+    """A board before so many processes, and their lines."""
+    context = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
+        memory = stack.enter_context(closing(Memory.create()))
+        lines = []
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_read, args=(theirs, memory), daemon=True)
+            process.start()
+            theirs.close()
+            stack.callback(process.join)
+            lines.append(stack.enter_context(ours))
+        for line in lines:
+            line.recv_bytes()
+        yield Board(lines, memory), lines
+
+
+def _read(line: Connection, memory: Memory) -> None:
+    desk, reader = Desk(line, memory), Reader()
+    line.send_bytes(b"!")
+    try:
+        while True:
+            reader.read(desk.read())
+            line.send_bytes(b"!")
+    except EOFError:
+        return
+
+
+@app.default
+def main(rows: int = 256, ranks: int = 2, steps: int = 1000) -> None:
+    """Print bytes and microseconds of each kind of step.
+
+    Parameters
+    ----------
+    rows
+        Sequences in every step.
+    ranks
+        Processes that read.
+    steps
+        Steps of each kind; the median is shown.
+    """
+    table = Table("step", "bytes", "encode us", "post us", "decode us", "all three us", "until all have read us")
+    for kind in KINDS:
+        cost = measure(kind, rows, ranks, steps)
+        own = cost.written + cost.posted + cost.read
+        figures = (cost.written, cost.posted, cost.read, own, cost.told)
+        table.add_row(kind.name, str(cost.size), *(f"{figure:.0f}" for figure in figures))
+    Console().print(f"{rows} rows, {ranks} ranks", table)
+
+
+if __name__ == "__main__":
+    app()

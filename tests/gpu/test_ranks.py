@@ -1,0 +1,58 @@
+"""Ranks that have a GPU each and meet over NCCL say what one rank says there."""
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from charonia.bench.loop import run
+from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
+from charonia.engine.executor.base import Executor
+from charonia.engine.executor.inline import InlineExecutor
+from charonia.engine.executor.ranks import RanksExecutor
+from charonia.engine.process import scheduling
+from charonia.kvcache.manager import KVCacheManager
+from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.scheduler import Scheduler
+from charonia.scheduler.sequence import SequenceRequest
+
+DEVICE = "cuda"
+BLOCKS, BLOCK, NEW = 96, 8, 16
+LENGTHS = (1, 7, 16, 33, 60, 90)
+
+
+def tokens_of(executor: Executor, config: EngineConfig) -> dict[int, list[int]]:
+    """Prompts in chunks, every stage busy."""
+    random, cache = np.random.default_rng(5), KVCacheManager(BLOCKS, BLOCK)
+    prompts = [random.integers(1, 384, length).astype(np.int32) for length in LENGTHS]
+    with closing(executor):
+        executor.load(lambda phase, fraction: None)
+        executor.allocate(BLOCKS)
+        requests = [
+            SequenceRequest(key=key, prompt=prompt, max_tokens=NEW, hashes=cache.digest(prompt))
+            for key, prompt in enumerate(prompts)
+        ]
+        return run(Scheduler(scheduling(config, 256), cache), executor, requests).tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_ranks_say_what_one_says(checkpoint: Callable[[str], Path], tensor: int, pipeline: int) -> None:
+    if torch.cuda.device_count() < tensor * pipeline:
+        pytest.skip(f"fewer than {tensor * pipeline} CUDA devices")
+    config = EngineConfig(
+        model=str(checkpoint("llama")),
+        device=DEVICE,
+        attention="reference",
+        cache=CacheConfig(block_size=BLOCK),
+        parallel=ParallelConfig(tensor=tensor, pipeline=pipeline),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=40),
+    )
+    split = tokens_of(RanksExecutor(config), config)
+    alone = EngineConfig(
+        model=config.model, device=DEVICE, attention="reference", cache=config.cache, scheduler=config.scheduler
+    )
+    assert split == tokens_of(InlineExecutor(alone), alone)
