@@ -1,9 +1,14 @@
 """Which executors there are. Each is imported when it is asked for: some of them load torch."""
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from ...core.errors import InvalidArgument
+from ..checkpoint import open_checkpoint
 from ..config import EngineConfig
+from ..spec import CheckpointError
+from ..split import check_split
+from ..stage import Stage
 from .base import Capacity, Executor
 
 
@@ -11,7 +16,7 @@ def build_executor(config: EngineConfig) -> Executor:
     """The executor that `config.executor` names.
 
     Raises:
-        InvalidArgument: there is none of that name, or it has no ranks.
+        CharoniaError: there is none of that name, it has no ranks, or there is no checkpoint that they can share.
     """
     if config.executor in ("inline", "fake") and config.parallel.world > 1:
         raise InvalidArgument(
@@ -35,7 +40,16 @@ def _inline(config: EngineConfig) -> Executor:
 def _ranks(config: EngineConfig) -> Executor:
     from .ranks import RanksExecutor
 
+    _check_split(config)
     return RanksExecutor(config)
+
+
+def _check_split(config: EngineConfig) -> None:
+    """Refuse now what ranks would refuse when all of them have torch; what only they can tell is left to them."""
+    checkpoint, parallel = open_checkpoint(config.model), config.parallel
+    with suppress(CheckpointError):
+        spec, stage = checkpoint.spec, Stage(0, parallel.pipeline, parallel.layers)
+        check_split(spec, str(checkpoint.directory), parallel.tensor, stage, parallel.whole_experts)
 
 
 def _fake(config: EngineConfig) -> Executor:

@@ -13,8 +13,11 @@ def scraped(making: ModuleType, sibling: Callable[[str], ModuleType], tmp_path_f
     checkpoint.mkdir()
     making.write_tokenizer(checkpoint)
     (checkpoint / "config.json").write_text("{}")
+    classic = checkpoint.parent / "models" / "square"
+    (classic / "1").mkdir(parents=True)
+    (classic / "config.pbtxt").write_text('backend: "square"')
     serving = sibling("e2e/conftest.py").serving
-    flags = ("--executor", "fake", "--fake-vocab-size", "384")
+    flags = ("--executor", "fake", "--fake-vocab-size", "384", "--model-repository", str(classic.parent))
     with serving(tmp_path_factory.mktemp("s") / "t", str(checkpoint), *flags) as server:
         httpx.post(f"{server.url}/v2/models/fake/generate", json={"input_ids": [1], "max_tokens": 2}, timeout=60)
         text: str = httpx.get(server.metrics_url).text

@@ -75,7 +75,7 @@ def test_the_rules_watch_what_there_is(rules: list[Any], series: dict[str, set[s
     wrong = [said for rule in rules for said in complaints(rule["expr"], str(rule["annotations"]), series)]
     assert wrong == []
     watched = " ".join(rule["expr"] for rule in rules)
-    for name in ("load_failures", "model_ready", "queue_age", "kv_cache_usage", "core_restarts"):
+    for name in ("load_failures", "model_ready", "queue_age", "kv_cache_usage", "core_restarts", "instance_restarts"):
         assert name in watched
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.engine.config import CacheConfig
+from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
 from charonia.engine.executor.base import Capacity
-from charonia.engine.process import cache_blocks, model_length
+from charonia.engine.process import cache_blocks, model_length, scheduling
+from charonia.scheduler.config import SchedulerConfig
 
 CAPACITY = Capacity(vocab_size=100, max_model_len=1024, block_bytes=1000, free_bytes=100_000)
 FRONTEND = """
@@ -96,3 +97,20 @@ def test_a_frontend_that_forgets_to_close_leaves_nothing(tmp_path_factory: pytes
     script.write_text(FRONTEND.format(then="return"))
     frontend = subprocess.run([sys.executable, script, sockets], capture_output=True, timeout=60, check=True)
     until_nothing_is_left(int(frontend.stdout), sockets)
+
+
+@pytest.mark.parametrize(
+    ("stages", "wanted", "ahead", "each"), [(1, 0, 0, None), (1, 2, 2, None), (2, 0, 1, 1), (3, 0, 2, 1), (3, 2, 2, 1)]
+)
+def test_every_stage_has_a_step_of_its_own(stages: int, wanted: int, ahead: int, each: int | None) -> None:
+    config = EngineConfig(
+        model="", parallel=ParallelConfig(pipeline=stages), scheduler=SchedulerConfig(ahead=wanted, max_num_seqs=9)
+    )
+    found = scheduling(config, 77)
+    assert (found.ahead, found.in_flight_per_sequence, found.max_model_len, found.max_num_seqs) == (ahead, each, 77, 9)
+
+
+def test_a_pipeline_has_no_other_number_of_steps_ahead() -> None:
+    config = EngineConfig(model="", parallel=ParallelConfig(pipeline=2), scheduler=SchedulerConfig(ahead=2))
+    with pytest.raises(InvalidArgument, match="ahead: 2 stages have 1 steps ahead, not 2"):
+        scheduling(config, 77)

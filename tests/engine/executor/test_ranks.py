@@ -1,10 +1,13 @@
 """What the executor makes of what ranks say, and of those that say nothing: the ranks here are threads' words."""
 
+import json
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
+from pathlib import Path
 from threading import Event, Lock, Thread
+from types import ModuleType
 
 import msgspec
 import numpy as np
@@ -327,3 +330,14 @@ def test_one_rank_is_no_place_for_several() -> None:
         config = EngineConfig(model="", executor=name, parallel=ParallelConfig(tensor=2))
         with pytest.raises(InvalidArgument, match="is one rank, and 2 are wanted"):
             build_executor(config)
+
+
+def test_what_cannot_be_split_is_refused_before_a_rank_is_started(making: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **making.LLAMA}))
+    for parallel, reason in (
+        (ParallelConfig(tensor=3), "4 attention heads can't be shared evenly by 3 ranks"),
+        (ParallelConfig(pipeline=3), "2 layers can't be split over 3 stages"),
+        (ParallelConfig(pipeline=2, layers=(2, 1)), "are not its 2 layers"),
+    ):
+        with pytest.raises(InvalidArgument, match=reason):
+            build_executor(EngineConfig(model=str(tmp_path), parallel=parallel))

@@ -17,6 +17,8 @@ from charonia.engine.parallel.crew import Processes
 from charonia.engine.parallel.layout import Layout
 
 LAYERS = 4
+VOCAB = 385
+"""No number of ranks has equal parts of it."""
 CASES = {
     "llama, tensor 2": ("llama", ParallelConfig(tensor=2)),
     "llama, pipeline 2": ("llama", ParallelConfig(pipeline=2, layers=(1, 3))),
@@ -37,7 +39,7 @@ class Ranks(NamedTuple):
 @pytest.fixture(scope="module")
 def config(checkpoint: Callable[..., Path]) -> Callable[..., EngineConfig]:
     def make(name: str, parallel: ParallelConfig) -> EngineConfig:
-        directory = checkpoint(name, num_hidden_layers=LAYERS)
+        directory = checkpoint(name, num_hidden_layers=LAYERS, vocab_size=VOCAB)
         cache = CacheConfig(block_size=16)
         return EngineConfig(model=str(directory), device="cpu", threads=1, parallel=parallel, cache=cache)
 
