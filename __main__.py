@@ -7,7 +7,7 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,11 +208,15 @@ def _metrics_socket(options: ServerOptions) -> "AbstractContextManager[socket.so
     return bind(options.metrics_address or options.http_address, options.metrics_port, "--metrics-port")
 
 
-def _machine(options: ServerOptions) -> "Iterable[Source]":
+def _machine(options: ServerOptions) -> "Iterator[Source]":
     """What is measured of the machine."""
+    from .core.gpus import Gpus
     from .core.machine import Machine
 
-    return [Machine().measure] if true(options.allow_cpu_metrics) else []
+    if true(options.allow_cpu_metrics):
+        yield Machine().measure
+    if true(options.allow_gpu_metrics):
+        yield Gpus().measure
 
 
 @asynccontextmanager

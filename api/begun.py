@@ -5,9 +5,13 @@ Knows nothing of what is awaited.
 
 import asyncio
 from collections.abc import Coroutine, Generator
+from types import coroutine
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+_TASK = object()
+"""What one waits for who waits for a task."""
 
 
 class Begun(Generic[T]):
@@ -26,6 +30,8 @@ class Begun(Generic[T]):
             self._result, self.done = end.value, True
 
     def __await__(self) -> Generator[Any, Any, T]:
+        if not self.done and self._waits_for is _TASK:
+            self._step(self._work.send, None)
         while not self.done:
             try:
                 sent = yield self._waits_for
@@ -43,6 +49,11 @@ class Begun(Generic[T]):
 
 
 async def in_task() -> None:
-    """Return in a task of its own, for what needs one: who was begun in none gets it when he waits."""
+    """Return in a task, for what needs one: who was begun in none gets it now, from whoever awaits the `Begun`."""
     if asyncio.current_task() is None:
-        await asyncio.sleep(0)
+        await _ask_for_task()
+
+
+@coroutine
+def _ask_for_task() -> Generator[object, None, None]:
+    yield _TASK

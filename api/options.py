@@ -42,6 +42,8 @@ class ServerOptions:
     """What is measured of latencies, as NAME=VALUE; may be given several times."""
     allow_cpu_metrics: Boolean = "true"
     """Measure the host's CPUs and memory too."""
+    allow_gpu_metrics: Boolean = "true"
+    """Measure the host's GPUs too."""
     metrics_names: Literal["charonia", "vllm"] = "charonia"
     """Names of what Triton has no name for; vllm: vLLM's names beside ours."""
     max_loop_lag_secs: Annotated[float, Parameter(validator=Number(gt=0))] = 10

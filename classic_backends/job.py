@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -118,23 +118,25 @@ class Channel:
             self._reader.set_result(None)
 
 
-class AtOnce:
+class Once:
     """A stream of the one response that `make` makes when it is asked for. A generator would cost as much again as a
     small execution."""
 
     __slots__ = ("_make",)
 
-    def __init__(self, make: Callable[[], InferResponse]) -> None:
-        self._make: Callable[[], InferResponse] | None = make
+    def __init__(self, make: Callable[[], Coroutine[Any, Any, InferResponse]]) -> None:
+        self._make: Callable[[], Coroutine[Any, Any, InferResponse]] | None = make
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> InferResponse:
+    def __anext__(self) -> Coroutine[Any, Any, InferResponse]:
         make, self._make = self._make, None
-        if make is None:
-            raise StopAsyncIteration
-        return make()
+        return _nothing() if make is None else make()
 
     async def aclose(self) -> None:
         self._make = None
+
+
+async def _nothing() -> InferResponse:
+    raise StopAsyncIteration

@@ -22,7 +22,7 @@ from .crew import Crew
 from .delivery import Delivery
 from .dispatch import Dispatcher, Request, prefix
 from .execution import Form, execute, execute_alone, stream
-from .job import Answer, AtOnce, Channel, Job, Nobody, Sink
+from .job import Answer, Channel, Job, Nobody, Once, Sink
 from .latencies import Latencies, first_response_bounds
 from .ordering import Line
 from .places import Slot, read_slots
@@ -123,10 +123,10 @@ class ClassicModel:
         """Raises what the runtime raises; `Unavailable` where the queue is full or the model is not loaded, and
         `RequestTimeout` where its time in the queue ran out."""
         if self._inline is not None:
-            return AtOnce(partial(self._infer_inline, self._inline, request))
-        return self._infer_streamed(request) if self._config.decoupled else self._infer_once(request)
+            return Once(partial(self._infer_inline, self._inline, request))
+        return self._infer_streamed(request) if self._config.decoupled else Once(partial(self._infer_once, request))
 
-    def _infer_inline(self, runtime: Runtime, request: InferRequest) -> InferResponse:
+    async def _infer_inline(self, runtime: Runtime, request: InferRequest) -> InferResponse:
         begun = time.monotonic_ns()
         result = execute_alone(runtime, self._form, request, self._slots[0].place.name)
         whole = time.monotonic_ns() - begun
@@ -141,17 +141,16 @@ class ClassicModel:
         self._account.succeed(size, whole, 0, result.timing)
         return result.responses[0]
 
-    async def _infer_once(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+    async def _infer_once(self, request: InferRequest) -> InferResponse:
         answer = Answer(asyncio.get_running_loop())
         waiting = self._waiting(request, answer)
         self._submit(waiting)
         try:
-            response = await answer.future
+            return await answer.future
         except asyncio.CancelledError:
             if answer.abandoned():
                 self._give_up(waiting)
             raise
-        yield response
 
     async def _infer_streamed(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         channel = Channel(asyncio.get_running_loop())

@@ -80,6 +80,12 @@ TRITON = (
     Family("nv_cpu_utilization", "gauge", "CPU utilization rate since the last scrape, 0.0 to 1.0"),
     Family("nv_cpu_memory_total_bytes", "gauge", "The host's memory in bytes"),
     Family("nv_cpu_memory_used_bytes", "gauge", "The host's memory in use in bytes"),
+    Family("nv_gpu_utilization", "gauge", "GPU utilization rate, 0.0 to 1.0"),
+    Family("nv_gpu_memory_total_bytes", "gauge", "The GPU's memory in bytes"),
+    Family("nv_gpu_memory_used_bytes", "gauge", "The GPU's memory in use in bytes"),
+    Family("nv_gpu_power_usage", "gauge", "What the GPU draws in watts"),
+    Family("nv_gpu_power_limit", "gauge", "What the GPU may draw in watts"),
+    Family("nv_energy_consumption", "counter", "The GPU's energy since the server's start in joules"),
     Family("nv_pinned_memory_pool_total_bytes", "gauge", "Pinned memory pool in bytes: there is none"),
     Family("nv_pinned_memory_pool_used_bytes", "gauge", "Pinned memory pool in use in bytes"),
 )

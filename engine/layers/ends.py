@@ -67,7 +67,7 @@ class _Sent:
         self._pipe = pipe
 
     def __call__(self, x: Tensor, delta: Tensor, chosen: Tensor) -> None:
-        self._pipe.send(x + delta)
+        self._pipe.send(x + delta)  # in memory of its own: the layers' is written to again while this is on its way
 
 
 class _Logits:

@@ -24,8 +24,9 @@ from .layout import Layout
 P = ParamSpec("P")
 T = TypeVar("T")
 
-JOIN_SECONDS = 300.0
-"""How long ranks that meet wait for each other, and for each other's part of a step."""
+PATIENCE_SECONDS = 1800.0
+"""How long ranks wait for each other: where one loads from a slow disk, or computes. Whoever started them gives up one
+that does not join at all much sooner."""
 
 _UNREAD = 4
 """Steps that a stage may be ahead of the one after it before it waits."""
@@ -47,7 +48,7 @@ class Meeting(NamedTuple):
 class Store:
     """Rank 0's, listening on `host` alone."""
 
-    def __init__(self, host: str, seconds: float = JOIN_SECONDS) -> None:
+    def __init__(self, host: str, seconds: float = PATIENCE_SECONDS) -> None:
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.meeting = Meeting(host, listener.getsockname()[1])
         patience = timedelta(seconds=seconds)
@@ -62,7 +63,7 @@ class Store:
         )
 
 
-def join(meeting: Meeting, rank: int, layout: Layout, device: torch.device, seconds: float = JOIN_SECONDS) -> None:
+def join(meeting: Meeting, rank: int, layout: Layout, device: torch.device, seconds: float = PATIENCE_SECONDS) -> None:
     """Meet the other ranks. Returns when all are there.
 
     Raises:

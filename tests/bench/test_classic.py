@@ -8,7 +8,7 @@ from rich.console import Console
 from charonia.bench import classic, classic_models
 from charonia.bench.classic import Comparison, Leg, Trial, generate
 from charonia.bench.classic_load import Door, Load, http_request
-from charonia.bench.classic_models import Rates
+from charonia.bench.classic_models import Rates, Turn
 from charonia.bench.serve_server import Place
 from charonia.core.errors import Unavailable
 
@@ -64,13 +64,13 @@ def test_turns_are_told_by_their_medians() -> None:
 
 def test_models_are_told_beside_what_they_are_measured_against(capsys: pytest.CaptureFixture[str]) -> None:
     turns = {
-        "identity": [100.0],
-        "small": [60.0],
-        "large": [18.0, 20.0],
-        "large_unbatched": [2.0],
-        "onnxruntime": [20.0],
+        "identity": [Turn(100.0)],
+        "small": [Turn(60.0)],
+        "large": [Turn(16.0, 0.2), Turn(16.0, 0.2)],
+        "large_unbatched": [Turn(2.0)],
+        "onnxruntime": [Turn(20.0)],
     }
     classic_models.show(Console(width=100), Rates(classic_models.Trial(), turns))
     said = capsys.readouterr().out
-    for words in ("60%", "95%", "10%", "9.5 times as fast"):
+    for words in ("60%", "80%", "100%", "10%", "8.0 times as fast"):
         assert words in said

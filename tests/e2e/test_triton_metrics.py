@@ -49,6 +49,14 @@ OF_THE_SERVER = (
     "nv_cpu_memory_total_bytes",
     "nv_cpu_memory_used_bytes",
 )
+OF_EACH_GPU = (
+    "nv_gpu_utilization",
+    "nv_gpu_memory_total_bytes",
+    "nv_gpu_memory_used_bytes",
+    "nv_gpu_power_usage",
+    "nv_gpu_power_limit",
+    "nv_energy_consumption",
+)
 ABSENT = {
     "nv_cache_num_hits_per_model": "no response cache",
     "nv_cache_num_misses_per_model": "no response cache",
@@ -56,12 +64,6 @@ ABSENT = {
     "nv_cache_miss_duration_per_model": "no response cache",
     "nv_cache_hit_summary_per_model": "no response cache",
     "nv_cache_miss_summary_per_model": "no response cache",
-    "nv_gpu_utilization": "the host's, shown by DCGM's own exporter",
-    "nv_gpu_memory_total_bytes": "the host's, shown by DCGM's own exporter",
-    "nv_gpu_memory_used_bytes": "the host's, shown by DCGM's own exporter",
-    "nv_gpu_power_usage": "the host's, shown by DCGM's own exporter",
-    "nv_gpu_power_limit": "the host's, shown by DCGM's own exporter",
-    "nv_energy_consumption": "the host's, shown by DCGM's own exporter",
 }
 
 
@@ -128,6 +130,11 @@ def test_the_first_response_has_the_configs_buckets(samples: Any) -> None:
 @pytest.mark.parametrize("name", OF_THE_SERVER)
 def test_the_server_has_one_series(samples: Any, name: str) -> None:
     assert list(samples[name]) == [()]
+
+
+@pytest.mark.parametrize("name", OF_EACH_GPU)
+def test_gpus_have_a_family_whether_there_are_any_or_not(served: Any, name: str) -> None:
+    assert f"# TYPE {name} " in httpx.get(served.metrics_url).text
 
 
 @pytest.mark.parametrize("name", ABSENT)

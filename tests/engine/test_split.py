@@ -4,13 +4,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from charonia.core.errors import InvalidArgument
+from charonia.engine.assembly import assemble
 from charonia.engine.checkpoint import open_checkpoint
-from charonia.engine.config import EngineConfig, ParallelConfig
+from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
 from charonia.engine.executor.inline import InlineExecutor
 from charonia.engine.layers.group import Alone
 from charonia.engine.models.registry import ARCHITECTURES, recipe
@@ -19,6 +21,7 @@ from charonia.engine.spec import CheckpointError, Experts, ModelSpec, Rope, View
 from charonia.engine.split import check_split
 from charonia.engine.stage import Stage
 from charonia.engine.weights import Loader, Piece, Weights
+from charonia.scheduler.plan import NewSequence, RowSampling, StepPlan
 
 CPU = torch.device("cpu")
 SPEC = ModelSpec(
@@ -50,6 +53,19 @@ class Silent(Alone):
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
+
+
+class Keeping:
+    """A pipe to nowhere."""
+
+    def __init__(self) -> None:
+        self.sent: list[torch.Tensor] = []
+
+    def receive(self, into: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def send(self, x: torch.Tensor) -> None:
+        self.sent.append(x)
 
 
 @pytest.mark.parametrize(
@@ -155,21 +171,34 @@ def test_of_a_mixture_a_rank_reads_its_part(checkpoint: Callable[..., Path], who
 
 def test_a_stage_reads_its_layers_alone(checkpoint: Callable[..., Path]) -> None:
     """Embedding and head are one tensor, which two of them have."""
-    directory, pipe = checkpoint("gemma3"), NoPipe()
+    directory, pipe = checkpoint("gemma3"), Keeping()
     shares = [read(directory, Seat(stage=Stage(index, 3), pipe=pipe)) for index in range(3)]
     table = 384 * 64 * 4
     assert sum(shares) == read(directory, Seat()) + table
     assert shares[1] < min(shares[0], shares[2])
 
 
-class NoPipe:
-    """Where nothing is computed."""
+def plan(step: int, start: int, count: int) -> StepPlan:
+    """`count` tokens of row 0 from `start` on, of a sequence that enters at 0."""
+    new = (NewSequence(0, np.arange(1, 9, dtype=np.int32), 0, RowSampling()),) if step == 0 else ()
+    blocks = [[0, 0]] if step == 0 else []
+    row, starts, counts = (np.array([value], np.int32) for value in (0, start, count))
+    appended, copies = (np.array(pairs, np.int32).reshape(-1, 2) for pairs in (blocks, []))
+    return StepPlan(step, row, starts, counts, np.array([False]), appended, new, np.zeros(0, np.int32), copies)
 
-    def receive(self, into: torch.Tensor) -> None:
-        raise NotImplementedError
 
-    def send(self, x: torch.Tensor) -> None:
-        raise NotImplementedError
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gemma2"])
+def test_what_a_stage_has_sent_it_writes_to_no_more(checkpoint: Callable[..., Path], name: str) -> None:
+    config = EngineConfig(model=str(checkpoint(name)), device="cpu", cache=CacheConfig(block_size=16))
+    pipe = Keeping()
+    runner = assemble(config, Seat(stage=Stage(0, 2), pipe=pipe)).runner
+    runner.allocate(2)
+    first = runner.step(plan(0, 0, 4))
+    before = pipe.sent[0].clone()
+    runner.step(plan(1, 4, 4))
+    assert pipe.sent[0].equal(before)
+    assert not pipe.sent[1].equal(before)
+    assert len(first.rows) == len(first.tokens) == 0, "it chooses nothing"
 
 
 def test_a_slice_of_columns_is_not_copied(checkpoint: Callable[..., Path]) -> None:

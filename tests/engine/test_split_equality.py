@@ -15,6 +15,7 @@ import torch
 from charonia.bench.loop import Outcome
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
 from charonia.engine.executor.base import Executor
+from charonia.engine.kernels import library
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import RowSampling, Shaping, StepPlan, StepResult
@@ -130,10 +131,10 @@ def threads(sibling: Callable[[str], ModuleType]) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def config(checkpoint: Callable[..., Path]) -> Callable[..., EngineConfig]:
-    def make(name: str, **changes: Any) -> EngineConfig:
+    def make(name: str, dtype: str = "float32", **changes: Any) -> EngineConfig:
         directory = checkpoint(name, num_hidden_layers=4, **MODELS[name])
         cache = CacheConfig(block_size=BLOCK)
-        return EngineConfig(model=str(directory), device="cpu", dtype="float32", cache=cache, **changes)
+        return EngineConfig(model=str(directory), device="cpu", dtype=dtype, cache=cache, **changes)
 
     return make
 
@@ -220,6 +221,34 @@ def test_sampled_tokens_are_those_of_one_rank(
     assert texts(found) == texts(right)
     for key, logprobs in found.logprobs.items():
         assert np.allclose([each.chosen for each in logprobs], [each.chosen for each in right.logprobs[key]], atol=1e-3)
+
+
+NATIVE = pytest.mark.skipif(library.level() is None, reason="torch's own products promise no such thing")
+
+
+@NATIVE
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_pipeline_changes_no_bit(name: str, threads: ModuleType, config: Callable[..., EngineConfig]) -> None:
+    """What travels is what one rank goes on with, in bfloat16 too."""
+    half = config(name, "bfloat16")
+    with threads.ranks(half, threads.Layout()) as executor:
+        whole = serve(executor, ALONE._replace(sampling=SHAPED), 1, {}).outcome
+    with threads.ranks(half, threads.Layout(1, 3)) as executor:
+        staged = serve(executor, Asked(sampling=SHAPED), 3, {}).outcome
+    assert staged.tokens == whole.tokens
+    assert staged.logprobs == whole.logprobs
+
+
+@NATIVE
+def test_on_two_ranks_too_a_request_gets_the_same_in_any_company(
+    threads: ModuleType, config: Callable[..., EngineConfig]
+) -> None:
+    """Bit for bit: the sum of two is the same in either order."""
+    with threads.ranks(config("llama", "bfloat16"), threads.Layout(2)) as executor:
+        alone = serve(executor, ALONE._replace(sampling=SHAPED), 1, {}).outcome
+        found = serve(executor, Asked(sampling=SHAPED), 1, {}).outcome
+    assert found.tokens == alone.tokens
+    assert found.logprobs == alone.logprobs
 
 
 def test_ranks_choose_alike_while_plans_run_ahead(

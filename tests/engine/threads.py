@@ -63,7 +63,7 @@ class Threads:
 
 
 class Queues(NamedTuple):
-    """A pipe. What is sent is a copy: here the sender's memory would be seen to change."""
+    """A pipe that lends what is sent: were it written to again, the next stage would see it."""
 
     before: SimpleQueue[Tensor]
     after: SimpleQueue[Tensor]
@@ -73,7 +73,7 @@ class Queues(NamedTuple):
 
     def send(self, x: Tensor) -> None:
         assert x.is_contiguous()
-        self.after.put(x.clone())
+        self.after.put(x)
 
 
 class Layout(NamedTuple):

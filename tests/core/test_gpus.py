@@ -1,0 +1,78 @@
+"""GPUs' gauges, read by the driver's calls: from a library that stands in for it, built here."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from charonia.core.gpus import Gpus
+
+DRIVER = r"""
+#include <string.h>
+typedef struct { unsigned gpu, memory; } utilization;
+typedef struct { unsigned long long total, free, used; } memory;
+static int cards[2];
+static unsigned long long energy = 5000;
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **card) { *card = &cards[index]; return 0; }
+int nvmlDeviceGetUUID(void *card, char *uuid, unsigned size) {
+    if (size < 12) return 7;
+    strcpy(uuid, card == &cards[0] ? "GPU-first" : "GPU-second");
+    return 0;
+}
+int nvmlDeviceGetUtilizationRates(void *card, utilization *rates) {
+    if (card != &cards[0]) return 3;
+    rates->gpu = 37; rates->memory = 1;
+    return 0;
+}
+int nvmlDeviceGetMemoryInfo(void *card, memory *info) {
+    info->total = 80ull << 30; info->free = 60ull << 30; info->used = 20ull << 30;
+    return 0;
+}
+int nvmlDeviceGetPowerUsage(void *card, unsigned *milliwatts) { *milliwatts = 120500; return 0; }
+int nvmlDeviceGetTotalEnergyConsumption(void *card, unsigned long long *millijoules) {
+    if (card != &cards[0]) return 3;
+    *millijoules = energy; energy += 2500;
+    return 0;
+}
+"""
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> str:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    (tmp_path / "driver.c").write_text(DRIVER)
+    made = tmp_path / "libnvidia-ml.so.1"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(made), str(tmp_path / "driver.c")], check=True)
+    return str(made)
+
+
+def readings(gpus: Gpus) -> dict[str, dict[str, object]]:
+    return {each.labels["gpu_uuid"]: {read.family: read.value for read in each.readings} for each in gpus.measure()}
+
+
+def test_each_gpu_says_what_it_can(library: str) -> None:
+    memory = {"nv_gpu_memory_total_bytes": 80 << 30, "nv_gpu_memory_used_bytes": 20 << 30}
+    # This driver knows no limit of power, and the second GPU neither its load nor its energy.
+    assert readings(Gpus(library)) == {
+        "GPU-first": {
+            "nv_gpu_utilization": 0.37,
+            **memory,
+            "nv_gpu_power_usage": 120.5,
+            "nv_energy_consumption": 2.5,
+        },
+        "GPU-second": {**memory, "nv_gpu_power_usage": 120.5},
+    }
+
+
+def test_energy_counts_from_the_start(library: str) -> None:
+    gpus = Gpus(library)
+    assert [readings(gpus)["GPU-first"]["nv_energy_consumption"] for _ in range(3)] == [2.5, 5.0, 7.5]
+
+
+def test_without_a_driver_there_are_none(tmp_path: Path) -> None:
+    assert readings(Gpus(str(tmp_path / "libnvidia-ml.so.1"))) == {}
