@@ -4,7 +4,8 @@ The same functions with the same numbers as one by one: not a bit differs. What 
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,7 +26,10 @@ class _Scene(ctypes.Structure):
 
     _fields_ = [
         ("tokens", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("step", "turns", "manners", "plans", "scratches", "caches", "memory")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("step", "turns", "manners", "plans", "scratches", "caches", "memory", "seconds")
+        ),
     ]
 
 
@@ -46,6 +50,27 @@ class Ends(NamedTuple):
     stream: Slot
     zeros: Slot
     rest: Slot
+
+
+class Timed(NamedTuple):
+    """What one run took, by operation: kinds (tape.py has their numbers) and seconds."""
+
+    tokens: int
+    kinds: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+
+
+_listeners: list[Callable[[Timed], None]] = []
+
+
+@contextmanager
+def timed(listener: Callable[[Timed], None]) -> Iterator[None]:
+    """Tell `listener` of every run: for measurements."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
 
 
 class Program:
@@ -77,10 +102,18 @@ class Program:
         zeros.zero_()
         angles = np.array([each.data_ptr() for each in turns], np.int64)
         columns = (each.ctypes.data for each in (angles, *scene[1:]))
-        asked = _Scene(tokens, scene.step, *columns, memory.data_ptr())
+        seconds = np.zeros(len(self._operations)) if _listeners else None
+        clock = None if seconds is None else seconds.ctypes.data
+        asked = _Scene(tokens, scene.step, *columns, memory.data_ptr(), clock)
         if self._run(self._operations, len(self._operations), ctypes.byref(asked)):
             raise MemoryError("no memory for a matrix product")
+        if seconds is not None:
+            self._tell(Timed(tokens, np.array([each.kind for each in self._operations]), seconds))
         return stream, rest
+
+    def _tell(self, timed: Timed) -> None:
+        for listener in _listeners:
+            listener(timed)
 
     def _room(self, tokens: int) -> Tensor:
         size = tokens * self._token_bytes

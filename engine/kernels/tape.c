@@ -1,5 +1,6 @@
 /* A decoder's layers by one call: what a tape recorded of them, in order, for any number of tokens. */
 #include <stdlib.h>
+#include <time.h>
 
 #include "attention.h"
 #include "elementwise.h"
@@ -28,7 +29,8 @@ typedef struct {
     const struct plan *const *plans;
     float *const *scratches;
     char *const *caches;
-    char *memory; /* of all slots */
+    char *memory;    /* of all slots */
+    double *seconds; /* that each operation takes, or null */
 } Scene;
 
 static char *slot(const Scene *s, int64_t at) { return at < 0 ? 0 : s->memory + at * s->tokens; }
@@ -66,10 +68,24 @@ static void operate(Team *team, const Operation *o, const Scene *s, char *memory
     meet(team);
 }
 
+static double now(void)
+{
+    struct timespec at;
+    timespec_get(&at, TIME_UTC);
+    return (double)at.tv_sec + 1e-9 * (double)at.tv_nsec;
+}
+
 static void run(Team *team, const Operation *operations, int64_t count, const Scene *s, char *memory)
 {
-    for (int64_t i = 0; i < count; i++)
+    double *seconds = team->me ? 0 : s->seconds, before = seconds ? now() : 0;
+    for (int64_t i = 0; i < count; i++) {
         operate(team, operations + i, s, memory);
+        if (seconds) {
+            const double after = now();
+            seconds[i] = after - before;
+            before = after;
+        }
+    }
 }
 
 /* Bytes that any product needs beside its operands. */

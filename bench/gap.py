@@ -1,0 +1,164 @@
+"""Where the time of a step goes: `python -m charonia.bench.gap CHECKPOINT [--precision int8] [--sequences 1 4 16 32]`.
+
+Decode steps of so many sequences, and the prompt's step before them, taken apart: the layers' matrix products,
+attention, norms and gates as the C program times them, the head, and what is left (rows, embedding, sampling, Python).
+Of every part the fastest try counts. `least` is what the machine's limits allow, measured in the same run.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, NamedTuple
+
+import numpy as np
+from cyclopts import App, Parameter
+from cyclopts.validators import Number
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from ..core.errors import InvalidArgument
+from ..core.host import cores
+from ..engine.checkpoint import open_checkpoint
+from ..engine.kernels.program import Timed, timed
+from ..engine.kernels.tape import ATTENTION, GATE, NORM, PRODUCT
+from ..engine.layers.linear import Head
+from .gauge import Gauge
+from .limits import Demand, Job, Machine, Precision
+from .peer_charonia import Peer
+from .peer_runner import Setup
+
+PARTS = {"products": PRODUCT, "attention": ATTENTION, "norms": NORM, "gates": GATE}
+
+_Positive = Parameter(validator=Number(gt=0))
+app = App(name="python -m charonia.bench.gap", help=__doc__)
+
+
+class Step(NamedTuple):
+    """Steps of so many tokens: seconds of each part, the best of all tries, and of the whole."""
+
+    tokens: int
+    parts: dict[str, float]
+    whole: float
+
+    @property
+    def rest(self) -> float:
+        return max(self.whole - sum(self.parts.values()), 0.0)
+
+
+class Watch:
+    """Keeps the best time of everything that is timed, by the step's tokens."""
+
+    def __init__(self) -> None:
+        self._best: dict[int, NDArray[np.float64]] = {}
+        self._kinds: dict[int, NDArray[np.int64]] = {}
+        self._heads: dict[int, float] = defaultdict(lambda: float("inf"))
+        self._wholes: dict[int, float] = defaultdict(lambda: float("inf"))
+        self._tokens, self._began = 0, 0.0
+
+    def see(self, run: Timed) -> None:
+        """The layers of a step are done: the one before ended as long ago as this one took."""
+        now = perf_counter()
+        if self._tokens == run.tokens:
+            self._wholes[run.tokens] = min(self._wholes[run.tokens], now - self._began)
+        self._tokens, self._began = run.tokens, now
+        best = self._best.get(run.tokens)
+        self._best[run.tokens] = run.seconds if best is None else np.minimum(best, run.seconds)
+        self._kinds[run.tokens] = run.kinds
+
+    def see_head(self, seconds: float) -> None:
+        self._heads[self._tokens] = min(self._heads[self._tokens], seconds)
+
+    def steps(self) -> Iterator[Step]:
+        """Those of which one followed another."""
+        for tokens, whole in sorted(self._wholes.items()):
+            best, kinds = self._best[tokens], self._kinds[tokens]
+            parts = {name: float(best[kinds == kind].sum()) for name, kind in PARTS.items()}
+            yield Step(tokens, {**parts, "head": self._heads[tokens]}, whole)
+
+
+@app.default
+def main(
+    checkpoint: Path,
+    *,
+    precision: Precision = "int8",
+    sequences: Annotated[tuple[int, ...], Parameter(consume_multiple=True)] = (1, 4, 16, 32),
+    prompt: Annotated[int, _Positive] = 128,
+    new: Annotated[int, _Positive] = 32,
+    tries: Annotated[int, _Positive] = 3,
+) -> None:
+    """Take steps apart.
+
+    Args:
+        checkpoint: Of an architecture of ours, dense.
+        precision: What to compute with.
+        sequences: That run at once; one line each.
+        prompt: Tokens of each sequence's prompt.
+        new: Tokens that each generates.
+        tries: Runs of each number of sequences.
+    """
+    threads = cores().threads
+    demand = Demand.of(open_checkpoint(str(checkpoint)).spec, precision)
+    machine = Gauge([precision], "cpu", threads).measure()[precision]
+    table = _table(precision, threads, machine)
+    for count in sequences:
+        setup = Setup(str(checkpoint), precision, count, prompt + new, 512, threads, "cpu", "")
+        step = _decode(Peer(setup), Job(count, prompt, new), tries)
+        _row(table, step, _least(demand, Job(count, prompt, new), machine))
+    Console().print(table)
+
+
+def _decode(peer: Peer, job: Job, tries: int) -> Step:
+    """Raises InvalidArgument: the layers run as no program here, or no step followed another."""
+    watch, random = Watch(), np.random.default_rng(0)
+    with timed(watch.see), _heads(watch):
+        for _ in range(tries):
+            peer.generate(random.integers(1, 60, (job.sequences, job.prompt)).tolist(), job.new)
+    for step in watch.steps():
+        if step.tokens == job.sequences:
+            return step
+    raise InvalidArgument("no decode step was timed: its layers are not run by the C kernels as one program")
+
+
+@contextmanager
+def _heads(watch: Watch) -> Iterator[None]:
+    """Times the head, which is no part of the layers' program."""
+    plain = Head.__call__
+
+    def watched(head: Head, x: Tensor) -> Tensor:
+        began = perf_counter()
+        logits = plain(head, x)
+        watch.see_head(perf_counter() - began)
+        return logits
+
+    Head.__call__ = watched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Head.__call__ = plain  # type: ignore[method-assign]
+
+
+def _least(demand: Demand, job: Job, machine: Machine) -> float:
+    """Seconds of a decode step in the middle of the job."""
+    read = demand.weight_bytes + job.sequences * demand.context_bytes(job.prompt + job.new // 2)
+    return max(read / machine.read, demand.decode_ops(job) / machine.peak)
+
+
+def _table(precision: Precision, threads: int, machine: Machine) -> Table:
+    said = f"{precision}, {threads} threads; {machine.read / 1e9:.1f} GB/s, {machine.peak / 1e9:.0f} GOP/s"
+    table = Table(title=f"ms of a decode step: {said}")
+    for name in ("sequences", "least", "step", *PARTS, "head", "rest"):
+        table.add_column(name, justify="right")
+    return table
+
+
+def _row(table: Table, step: Step, least: float) -> None:
+    seconds = (least, step.whole, *step.parts.values(), step.rest)
+    table.add_row(str(step.tokens), *(f"{1000 * each:.2f}" for each in seconds))
+
+
+if __name__ == "__main__":
+    app()
