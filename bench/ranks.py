@@ -1,4 +1,4 @@
-"""What ranks cost and what they save: `python -m charonia.bench.ranks CHECKPOINT [--tokens 4096]`.
+"""What ranks cost and what they save: `python -m charonia.bench.ranks CHECKPOINT [--tokens 1024]`.
 
 Loads the checkpoint as one rank and over several, with the same cache in all, and says of every rank the memory that is
 its own: anonymous, above that of a process that has imported torch and nothing else; and how long loading and a
@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from cyclopts import App
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from ..engine.config import CacheConfig, EngineConfig, ParallelConfig
@@ -35,7 +36,7 @@ from .loop import run
 
 SPLITS = (ParallelConfig(), ParallelConfig(tensor=2), ParallelConfig(pipeline=2), ParallelConfig(tensor=2, pipeline=2))
 BLOCK = 16
-_PROMPT, _NEW = 64, 32
+_PROMPT, _NEW = 16, 12
 _ANONYMOUS = re.compile(r"^Anonymous:\s+(\d+) kB", re.MULTILINE)
 
 app = App(name="python -m charonia.bench.ranks", help=__doc__)
@@ -115,7 +116,7 @@ def _generate(executor: RanksExecutor, config: EngineConfig, tokens: int, fill: 
 
 
 @app.default
-def main(checkpoint: str | None = None, /, *, tokens: int = 4096, sequences: int = 8) -> None:
+def main(checkpoint: str | None = None, /, *, tokens: int = 1024, sequences: int = 4) -> None:
     """Print one row for each split.
 
     Parameters
@@ -132,9 +133,11 @@ def main(checkpoint: str | None = None, /, *, tokens: int = 4096, sequences: int
             checkpoint = stack.enter_context(tempfile.TemporaryDirectory(prefix="charonia-bench-"))
             write_shape(Path(checkpoint))
         empty = anonymous(stack.enter_context(empty_process()))
+        console = Console()
+        console.print(f"above an empty torch process of {empty / 2**20:.0f} MiB; {tokens} tokens of cache")
         table = Table("ranks", "load s", "anonymous MiB of a rank", "of one rank's", "ms a step")
         whole = 0
-        for parallel in SPLITS:
+        for parallel in track(SPLITS, console=console):
             cost = measure(checkpoint, parallel, tokens, sequences)
             own = [held - empty for held in cost.bytes]
             whole = whole or own[0]
@@ -145,7 +148,7 @@ def main(checkpoint: str | None = None, /, *, tokens: int = 4096, sequences: int
                 ", ".join(f"{each / whole:.0%}" for each in own),
                 f"{cost.step:.1f}",
             )
-    Console().print(f"above an empty torch process of {empty / 2**20:.0f} MiB; {tokens} tokens of cache", table)
+        console.print(table)
 
 
 if __name__ == "__main__":

@@ -239,8 +239,11 @@ def cpu_seconds(pid: int | None) -> CpuSeconds | None:
 
 def children(pid: int) -> list[int]:
     """The processes that a process has started and that are not reaped yet; /proc lists them per thread."""
-    tasks = Path(f"/proc/{pid}/task")
-    return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile has none
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def _cpu(pid: int) -> float:

@@ -71,11 +71,12 @@ class Rows:
         owners = np.repeat(np.arange(len(rows)), counts)
         positions = np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)
         samples = np.flatnonzero(plan.samples)
-        device_positions = self._to(positions)
         blocks = -(-int((starts + counts).max()) // self._block_size)
         return Inputs(
-            self._tokens[self._to(rows[owners]), device_positions],
-            Batch(starts, counts, self._tables[self._to(rows), :blocks], device_positions, self._to(owners)),
+            self._picked(self._tokens, (rows[owners], positions)),
+            Batch(
+                starts, counts, self._picked(self._tables, (rows,))[:, :blocks], self._to(positions), self._to(owners)
+            ),
             self._to(ends[samples] - 1),
             rows[samples],
             self._choices(rows[samples], (starts + counts)[samples]),
@@ -90,12 +91,11 @@ class Rows:
 
     def write(self, inputs: Inputs, tokens: Tensor) -> None:
         """Store the sampled `tokens` [S] behind what their rows know."""
-        self._tokens[self._to(inputs.rows), self._to(inputs.choices["position"])] = tokens.to(torch.int32)
+        self._keep(inputs.rows, inputs.choices["position"], tokens.to(torch.int32))
 
     def learn(self, rows: IntArray, positions: IntArray, tokens: IntArray) -> None:
         """Store `tokens` [S] that were sampled elsewhere, at `positions` [S] of `rows` [S]."""
-        places = self._to(rows.astype(np.int64)), self._to(positions.astype(np.int64))
-        self._tokens[places] = self._to(tokens.astype(np.int32))
+        self._keep(rows.astype(np.int64), positions.astype(np.int64), self._to(tokens.astype(np.int32)))
 
     def _enter(self, sequence: NewSequence) -> None:
         row = sequence.row
@@ -142,6 +142,19 @@ class Rows:
         self._sampling = np.concatenate([self._sampling, np.zeros(more, dtype=CHOICE)])
         self._tokens = torch.cat([self._tokens, self._tokens.new_zeros((more, self._width[0]))])
         self._tables = torch.cat([self._tables, self._tables.new_zeros((more, self._width[1]))])
+
+    def _picked(self, table: Tensor, at: tuple[LongArray, ...]) -> Tensor:
+        """table[at]; on the CPU by numpy, which begins sooner than torch."""
+        if self._device.type == "cpu":
+            return torch.from_numpy(table.numpy()[at])
+        return table[tuple(self._to(column) for column in at)]
+
+    def _keep(self, rows: LongArray, positions: LongArray, tokens: Tensor) -> None:
+        """int32 `tokens` [S] behind what their rows know."""
+        if self._device.type == "cpu":
+            self._tokens.numpy()[rows, positions] = tokens.numpy()
+        else:
+            self._tokens[self._to(rows), self._to(positions)] = tokens
 
     def _to(self, column: NDArray[np.signedinteger[Any]]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(column)).to(self._device)

@@ -119,7 +119,7 @@ def _check(found: Any, piece: Piece, path: Path) -> None:
         )
 
 
-class Read:
+class Reading:
     """Counts the bytes that a rank reads, `expected` more or less, and tells `progress` the fraction."""
 
     def __init__(self, expected: float, progress: Callable[[float], None]) -> None:
@@ -147,7 +147,7 @@ class Loader:
         self.group = place.seat.group
         self.memory = Memory()
         """For what is packed."""
-        self.read = Read(weights.bytes / self.group.size / place.seat.stage.count, place.progress)
+        self.reading = Reading(weights.bytes / self.group.size / place.seat.stage.count, place.progress)
         self._weights = weights
         self._shared: WeakValueDictionary[tuple[str, int, int], Tensor] = WeakValueDictionary()
 
@@ -172,7 +172,7 @@ class Loader:
         if tensor is None:
             view = self._weights.read(piece)
             tensor = self._shared[key] = view.to(self.device, self.dtype)
-            self.read.once(piece.name, view)
+            self.reading.once(piece.name, view)
         return tensor
 
     def stack(self, pieces: Iterable[Piece]) -> Tensor:
@@ -184,7 +184,7 @@ class Loader:
         targets = torch.split(whole, [len(view) for view in views])
         for piece, target, view in zip(pieces, targets, views, strict=True):
             target.copy_(view)
-            self.read.count(piece.name, view)
+            self.reading.count(piece.name, view)
         return whole
 
     def tiles(self, pieces: Iterable[Piece]) -> Iterator[Tile]:
@@ -198,4 +198,4 @@ class Loader:
                 view = self._weights.read(part)
                 yield Tile(first, view)
                 first += len(view)
-                self.read.count(piece.name, view)
+                self.reading.count(piece.name, view)

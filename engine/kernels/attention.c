@@ -9,9 +9,6 @@
 #define SUBJECT "attention.inc"
 #include "each_level.h"
 
-/* Products of numbers below which threads would cost more than they give. */
-#define WORTH_THREADS 500000
-
 typedef void write_piece(const struct manner *, const struct step *, const struct call *, const struct piece *);
 typedef void attend_piece(const struct manner *, const struct step *, const struct call *, const struct piece *,
                           float *);
@@ -20,33 +17,41 @@ static write_piece *const write_pieces[LEVELS] = ALL_LEVELS(write);
 static attend_piece *const attend_pieces[LEVELS] = ALL_LEVELS(attend);
 static attend_piece *const fold_pieces[LEVELS] = ALL_LEVELS(gather_up);
 
+static void attend_alone(const struct manner *m, const struct step *s, const struct plan *plan, const struct call *c,
+                         float *scratch)
+{
+    const int level = charonia_level();
+    for (int64_t i = 0; i < plan->writes; i++)
+        write_pieces[level](m, s, c, plan->to_write + i);
+    for (int64_t i = 0; i < plan->works; i++)
+        attend_pieces[level](m, s, c, plan->to_work + i, scratch);
+    for (int64_t i = 0; i < plan->folds; i++)
+        fold_pieces[level](m, s, c, plan->to_fold + i, scratch);
+}
+
+void attend_together(Team *team, const struct manner *m, const struct step *s, const struct plan *plan,
+                     const struct call *c, float *scratch)
+{
+    const int level = charonia_level();
+    if (plan->cost < WORTH_ATTENDING) {
+        if (team->me == 0)
+            attend_alone(m, s, plan, c, scratch);
+        return;
+    }
+    for (int64_t i = part(plan->writes, team, team->me); i < part(plan->writes, team, team->me + 1); i++)
+        write_pieces[level](m, s, c, plan->to_write + i);
+    meet_and_deal(team);
+    for (int64_t i; (i = take(team)) < plan->works;)
+        attend_pieces[level](m, s, c, plan->to_work + i, scratch);
+    if (!plan->folds)
+        return;
+    meet_and_deal(team);
+    for (int64_t i; (i = take(team)) < plan->folds;)
+        fold_pieces[level](m, s, c, plan->to_fold + i, scratch);
+}
+
 EXPORT void charonia_attention(const struct manner *m, const struct step *s, const struct plan *plan,
                                const struct call *c, float *scratch)
 {
-    int level = charonia_level();
-    write_piece *write = write_pieces[level];
-    attend_piece *attend = attend_pieces[level], *fold = fold_pieces[level];
-    if (plan->cost < WORTH_THREADS) {
-        for (int64_t i = 0; i < plan->writes; i++)
-            write(m, s, c, plan->to_write + i);
-        for (int64_t i = 0; i < plan->works; i++)
-            attend(m, s, c, plan->to_work + i, scratch);
-        for (int64_t i = 0; i < plan->folds; i++)
-            fold(m, s, c, plan->to_fold + i, scratch);
-        return;
-    }
-#pragma omp parallel
-    {
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < plan->writes; i++)
-            write(m, s, c, plan->to_write + i);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < plan->works; i++)
-            attend(m, s, c, plan->to_work + i, scratch);
-        if (plan->folds) {
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t i = 0; i < plan->folds; i++)
-                fold(m, s, c, plan->to_fold + i, scratch);
-        }
-    }
+    TOGETHER(plan->cost < WORTH_ATTENDING ? 1 : omp_get_max_threads(), attend_together(team, m, s, plan, c, scratch));
 }

@@ -13,7 +13,7 @@
 
 #include <stdint.h>
 
-#include "level.h"
+#include "team.h"
 
 enum { TILE = 16, SPLIT = 256, TILES = SPLIT / TILE };
 
@@ -74,8 +74,11 @@ struct plan {
     struct piece *to_write, *to_work, *to_fold;
 };
 
+/* Work below which threads would cost more than they give. */
+enum { WORTH_ATTENDING = 100000 };
+
 /* One layer of a step that `plan` was made for, with plan->scratch floats of memory for it. */
-EXPORT void charonia_attention(const struct manner *m, const struct step *s, const struct plan *plan,
-                               const struct call *c, float *scratch);
+void attend_together(Team *, const struct manner *, const struct step *, const struct plan *, const struct call *,
+                     float *scratch);
 
 #endif

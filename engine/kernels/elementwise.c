@@ -5,7 +5,6 @@ enum activation { SILU, GELU };
 
 #define SUBJECT "elementwise.inc"
 #include "each_level.h"
-#include "rows.h"
 
 typedef void norm_row(void *, const void *, const float *, void *, long, float, int);
 typedef void gate_row(const void *, void *, long, int, int);
@@ -17,29 +16,45 @@ static turn_row *const turn_rows[LEVELS] = ALL_LEVELS(turn);
 
 static char *place(const void *base, int64_t element, int kind) { return (char *)base + element * KIND_BYTES(kind); }
 
-EXPORT void charonia_norm(void *x, const void *delta, const float *weight, void *out, int64_t rows, int64_t heads,
-                          int64_t stride, int64_t out_stride, int64_t weights, int64_t n, float eps, int kind)
+static int threads_for(int64_t elements) { return elements < WORTH_THREADS ? 1 : omp_get_max_threads(); }
+
+void norm_together(Team *team, const Norm *o)
 {
     norm_row *norm = norms[charonia_level()];
-    FOR_ROWS(rows, rows * heads * n, for (int64_t h = 0; h < heads; h++) {
-        int64_t from = row * stride + h * n;
-        norm(place(x, from, kind), delta ? place(delta, from, kind) : 0, weight + h % weights * n,
-             place(out, row * out_stride + h * n, kind), n, eps, kind);
+    FOR_ROWS(team, o->rows, o->rows * o->heads * o->n, for (int64_t h = 0; h < o->heads; h++) {
+        const int64_t at = row * o->stride + h * o->n;
+        norm(place(o->x, at, o->kind), o->delta ? place(o->delta, at, o->kind) : 0, o->weight + h % o->weights * o->n,
+             place(o->out, at, o->kind), o->n, o->eps, o->kind);
     });
+}
+
+void gate_together(Team *team, const Gate *o)
+{
+    gate_row *gate = gates[charonia_level()];
+    FOR_ROWS(team, o->rows, 2 * o->rows * o->n,
+             gate(place(o->x, 2 * row * o->n, o->kind), place(o->out, row * o->n, o->kind), o->n, o->activation, o->kind));
+}
+
+EXPORT void charonia_norm(void *x, const void *delta, const float *weight, void *out, int64_t rows, int64_t heads,
+                          int64_t stride, int64_t weights, int64_t n, float eps, int kind)
+{
+    const Norm norm = {x, delta, weight, out, rows, heads, stride, weights, n, eps, kind};
+    TOGETHER(threads_for(rows * heads * n), norm_together(team, &norm));
 }
 
 EXPORT void charonia_gate(const void *x, void *out, int64_t rows, int64_t n, int activation, int kind)
 {
-    gate_row *gate = gates[charonia_level()];
-    FOR_ROWS(rows, 2 * rows * n,
-             gate(place(x, 2 * row * n, kind), place(out, row * n, kind), n, activation, kind));
+    const Gate gate = {x, out, rows, n, activation, kind};
+    TOGETHER(threads_for(2 * rows * n), gate_together(team, &gate));
 }
 
+/* out [rows, heads, 2 * half] = x (rows `stride` elements apart), turned by cosines and sines [rows, 2, half]. */
 EXPORT void charonia_turn(const void *x, const float *turns, void *out, int64_t rows, int64_t heads, int64_t stride,
                           int64_t half, int kind)
 {
     turn_row *turn = turn_rows[charonia_level()];
-    FOR_ROWS(rows, 2 * rows * heads * half, for (int64_t h = 0; h < heads; h++)
-        turn(place(x, row * stride + h * 2 * half, kind), turns + row * 2 * half,
-             place(out, (row * heads + h) * 2 * half, kind), half, kind));
+    TOGETHER(threads_for(2 * rows * heads * half),
+             FOR_ROWS(team, rows, 2 * rows * heads * half, for (int64_t h = 0; h < heads; h++)
+                 turn(place(x, row * stride + h * 2 * half, kind), turns + row * 2 * half,
+                      place(out, (row * heads + h) * 2 * half, kind), half, kind)));
 }

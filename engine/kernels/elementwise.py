@@ -46,7 +46,7 @@ class FusedNorm:
         return out
 
     def _into(self, out: Tensor, x: Tensor, delta: int, heads: int, stride: int) -> None:
-        sizes = x.shape[0], heads, stride, stride, self._weights, self._size
+        sizes = x.shape[0], heads, stride, self._weights, self._size
         self._norm(x.data_ptr(), delta, self._address, out.data_ptr(), *sizes, self._eps, self._kind)
 
     def _operation(self, heads: int, stride: int) -> Operation:

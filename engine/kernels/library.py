@@ -26,14 +26,14 @@ SIGNATURES = {
     "charonia_level": "",
     "charonia_limit": "i",
     "charonia_threads": "",
-    "charonia_norm": "ppppllllllfi",
+    "charonia_norm": "pppplllllfi",
     "charonia_gate": "ppllii",
     "charonia_attention_plan": "pppl",
     "charonia_attention": "ppppp",
     "charonia_turn": "ppplllli",
     "charonia_matmul": "ppllpl",
     "charonia_pack": "pillllippp",
-    "charonia_run": "plpp",
+    "charonia_run": "plp",
 }
 """Every exported function: a letter an argument (p: address, i: int, l: int64, f: float). All return int or nothing."""
 

@@ -3,15 +3,7 @@
 
 #include <stdlib.h>
 
-#ifdef _OPENMP
-#include <omp.h>
-#else
-#define omp_get_max_threads() 1
-#define omp_get_num_threads() 1
-#define omp_get_thread_num() 0
-#endif
-
-enum { SUMS_BYTES = 1 << 18, WORTH_THREADS = 1 << 18 };
+enum { SUMS_BYTES = 1 << 18, WORTH_MULTIPLYING = 1 << 18, FEW_ROWS = 2 };
 
 /* One call: the rows as the tiles read them, and where results go. */
 typedef struct {
@@ -23,6 +15,7 @@ typedef struct {
     const float *row_scales;
     char *out;
     int64_t out_stride;
+    const char *after; /* what this thread reads when it has done its part, or null */
 } Product;
 
 /* Rows and groups that are worked on together, chunk after chunk. */
@@ -60,12 +53,12 @@ static const char *lines_at(const Product *p, int64_t group, int64_t chunk)
     return p->matrix->lines + (group * p->steps + first_step(p, chunk)) * LINE;
 }
 
-/* What the tiles after these will read. Null at the end of the block: nobody knows what follows. */
+/* What the tiles after these will read; null where nobody knows. */
 static const char *lines_after(const Product *p, const Block *b, int64_t group, int64_t chunk)
 {
     if (group + p->plan->groups < b->end)
         return lines_at(p, group + p->plan->groups, chunk);
-    return chunk + 1 < p->chunks ? lines_at(p, b->group, chunk + 1) : 0;
+    return chunk + 1 < p->chunks ? lines_at(p, b->group, chunk + 1) : p->after;
 }
 
 /* The tiles of a panel share the fetching: which streams fall to tile `index` of `count`, or which part of a single one.
@@ -153,38 +146,88 @@ static int64_t spread_out(int64_t bytes)
     return bytes % 1024 ? bytes : bytes + LINE;
 }
 
+/* Everything but where its own memory is. */
+static Product product(const Asked *a)
+{
+    const Matrix *m = a->matrix;
+    const Kernel *kernel = kernel_of(m->kind);
+    const int64_t steps = steps_of(m->kind, m->inputs), x_bytes = (m->x_kind == BFLOAT16 ? 2 : 4) * a->x_stride;
+    const int direct = kernel->direct && m->inputs % inputs_a_step(m->kind) == 0 && (x_bytes % 1024 || a->rows == 1);
+    const Plan *plan = plan_for(kernel, a->rows);
+    return (Product){
+        .matrix = m,
+        .kernel = kernel,
+        .plan = plan,
+        .rows = direct ? a->x : 0,
+        .row_stride = direct ? x_bytes : spread_out(steps * kernel->step_bytes),
+        .steps = steps,
+        .chunks = (steps + plan->chunk - 1) / plan->chunk,
+        .out = a->out,
+        .out_stride = a->out_stride,
+    };
+}
+
+static int64_t scales_bytes(int64_t rows) { return (rows * 4 + LINE - 1) / LINE * LINE; }
+
+/* Few rows every thread prepares for itself: that takes less time than to wait for each other. */
+static int64_t copies(const Asked *a, int threads) { return a->rows <= FEW_ROWS ? threads : 1; }
+
+static int64_t prepared_bytes(const Product *p, int64_t rows)
+{
+    return p->rows ? 0 : scales_bytes(rows) + rows * p->row_stride;
+}
+
+int64_t product_bytes(const Asked *a, int threads)
+{
+    const Product p = product(a);
+    return copies(a, threads) * prepared_bytes(&p, a->rows) + threads * sums_bytes(&p, a->rows);
+}
+
+/* Rows `from` to `to` as the tiles read them, with scales and rows in `memory`. */
+static void prepare(Product *p, const Asked *a, int64_t from, int64_t to, char *memory)
+{
+    const Matrix *m = p->matrix;
+    const int64_t x_bytes = (m->x_kind == BFLOAT16 ? 2 : 4) * a->x_stride;
+    float *scales = (float *)memory;
+    char *rows = memory + scales_bytes(a->rows);
+    for (int64_t r = from; r < to; r++)
+        scales[r] = p->kernel->row((const char *)a->x + r * x_bytes, m->x_kind, m->inputs, p->steps, rows + r * p->row_stride);
+    p->row_scales = scales;
+    p->rows = rows;
+}
+
+static int64_t groups_of(const Matrix *m) { return (m->outputs + LANES - 1) / LANES; }
+
+static const char *first_lines(const Matrix *m, const Team *t)
+{
+    return m->lines + part(groups_of(m), t, t->me) * steps_of(m->kind, m->inputs) * LINE;
+}
+
+void multiply_together(Team *t, const Asked *a, char *memory)
+{
+    Product p = product(a);
+    const int64_t prepared = prepared_bytes(&p, a->rows), own = copies(a, (int)t->all) > 1;
+    const int64_t kept = sums_bytes(&p, a->rows), groups = groups_of(a->matrix);
+    char *sums = memory + copies(a, (int)t->all) * prepared + t->me * kept;
+    if (prepared && own) {
+        prepare(&p, a, 0, a->rows, memory + t->me * prepared);
+    } else if (prepared) {
+        prepare(&p, a, part(a->rows, t, t->me), part(a->rows, t, t->me + 1), memory);
+        meet(t);
+    }
+    p.after = a->next ? first_lines(a->next, t) : 0;
+    multiply(&p, a->rows, part(groups, t, t->me), part(groups, t, t->me + 1), sums);
+}
+
+/* See Asked. Returns 0, or 1 when memory is short. */
 EXPORT int charonia_matmul(const Matrix *m, const void *x, int64_t x_stride, int64_t rows, void *out, int64_t out_stride)
 {
-    const Kernel *kernel = kernel_of(m->kind);
-    const int64_t steps = steps_of(m->kind, m->inputs), groups = (m->outputs + LANES - 1) / LANES;
-    const int64_t x_bytes = (m->x_kind == BFLOAT16 ? 2 : 4) * x_stride;
-    const int direct = kernel->direct && m->inputs % inputs_a_step(m->kind) == 0 && (x_bytes % 1024 || rows == 1);
-    Product p = {m, kernel, plan_for(kernel, rows), x, x_bytes, steps, 1, 0, out, out_stride};
-    p.chunks = (steps + p.plan->chunk - 1) / p.plan->chunk;
-    if (!direct)
-        p.row_stride = spread_out(steps * kernel->step_bytes);
-    const int threads = rows * m->outputs * m->inputs < WORTH_THREADS ? 1 : omp_get_max_threads();
-    const int64_t scales = (rows * 4 + LINE - 1) / LINE * LINE, prepared = direct ? 0 : rows * p.row_stride;
-    const int64_t kept = sums_bytes(&p, rows);
-    char *memory = aligned_alloc(LINE, (size_t)(scales + prepared + threads * kept));
+    const Asked asked = {m, 0, x, x_stride, rows, out, out_stride};
+    const int all = rows * m->outputs * m->inputs < WORTH_MULTIPLYING ? 1 : omp_get_max_threads();
+    char *memory = aligned_alloc(LINE, (size_t)(product_bytes(&asked, all) + LINE));
     if (!memory)
         return 1;
-    float *row_scales = (float *)memory;
-    char *own = memory + scales, *sums = own + prepared;
-    p.row_scales = row_scales;
-    if (!direct)
-        p.rows = own;
-#pragma omp parallel num_threads(threads)
-    {
-        const int64_t me = omp_get_thread_num(), all = omp_get_num_threads();
-        if (!direct) {
-            for (int64_t r = rows * me / all; r < rows * (me + 1) / all; r++)
-                row_scales[r] =
-                    kernel->row((const char *)x + r * x_bytes, m->x_kind, m->inputs, steps, own + r * p.row_stride);
-#pragma omp barrier
-        }
-        multiply(&p, rows, groups * me / all, groups * (me + 1) / all, sums + me * kept);
-    }
+    TOGETHER(all, multiply_together(team, &asked, memory));
     free(memory);
     return 0;
 }

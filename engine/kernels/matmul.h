@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#include "level.h"
+#include "team.h"
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
@@ -72,8 +72,21 @@ typedef struct {
     int32_t direct;     /* whether that is how the activations are stored */
 } Kernel;
 
-/* out [rows, outputs] = x [rows, inputs] W^T + b; strides in elements. Returns 0, or 1 when memory is short. */
-EXPORT int charonia_matmul(const Matrix *m, const void *x, int64_t x_stride, int64_t rows, void *out, int64_t out_stride);
+/* out [rows, outputs] = x [rows, inputs] W^T + b; strides in elements. `next`: a matrix that the same threads will
+   multiply after this one, or null; its first lines are fetched. */
+typedef struct {
+    const Matrix *matrix, *next;
+    const void *x;
+    int64_t x_stride, rows;
+    void *out;
+    int64_t out_stride;
+} Asked;
+
+/* Bytes of memory that so many threads need for it; a multiple of a line. */
+int64_t product_bytes(const Asked *, int threads);
+
+/* With product_bytes() of memory, at the beginning of a line. */
+void multiply_together(Team *, const Asked *, char *memory);
 
 extern const Kernel matmul_portable[KINDS], matmul_avx2[KINDS], matmul_avx512[KINDS];
 

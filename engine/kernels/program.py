@@ -5,6 +5,7 @@ The same functions with the same numbers as one by one: not a bit differs. What 
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import library
-from .tape import Operation, Slot, Tape
+from .tape import PRODUCT, Operation, Slot, Tape
 
 _LINE = 64
 _NONE = -1
@@ -24,7 +25,7 @@ class _Scene(ctypes.Structure):
 
     _fields_ = [
         ("tokens", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("step", "turns", "manners", "plans", "scratches", "caches")),
+        *((name, ctypes.c_void_p) for name in ("step", "turns", "manners", "plans", "scratches", "caches", "memory")),
     ]
 
 
@@ -58,6 +59,7 @@ class Program:
         for use in tape.uses:
             to, delta = use.operation, _NONE if use.delta is None else places[use.delta]
             to.x, to.delta, to.out, to.dtype = places[use.x], delta, places[use.out], kind
+        _chain([use.operation for use in tape.uses])
         self._operations = (Operation * len(tape.uses))(*(use.operation for use in tape.uses))
         self._memory, self._run = torch.empty(0, dtype=torch.uint8), library.bind("charonia_run")
 
@@ -75,8 +77,8 @@ class Program:
         zeros.zero_()
         angles = np.array([each.data_ptr() for each in turns], np.int64)
         columns = (each.ctypes.data for each in (angles, *scene[1:]))
-        asked = _Scene(tokens, scene.step, *columns)
-        if self._run(self._operations, len(self._operations), ctypes.byref(asked), memory.data_ptr()):
+        asked = _Scene(tokens, scene.step, *columns, memory.data_ptr())
+        if self._run(self._operations, len(self._operations), ctypes.byref(asked)):
             raise MemoryError("no memory for a matrix product")
         return stream, rest
 
@@ -90,6 +92,13 @@ class Program:
     def _tensor(self, memory: Tensor, tokens: int, place: int, width: int) -> Tensor:
         size = tokens * width * self._dtype.itemsize
         return memory[place * tokens : place * tokens + size].view(self._dtype).view(tokens, width)
+
+
+def _chain(operations: list[Operation]) -> None:
+    """Tell each product which matrix is read after its own."""
+    products = [each for each in operations if each.kind == PRODUCT]
+    for product, following in pairwise(products):
+        product.next = following.what
 
 
 def _bytes(slot: Slot, dtype: torch.dtype) -> int:

@@ -1,4 +1,6 @@
 /* A decoder's layers by one call: what a tape recorded of them, in order, for any number of tokens. */
+#include <stdlib.h>
+
 #include "attention.h"
 #include "elementwise.h"
 #include "matmul.h"
@@ -12,6 +14,7 @@ typedef struct {
     const void *what;            /* a norm's weights, a product's Matrix */
     int64_t heads, stride, weights, size;
     int64_t layer, angles;       /* attention: which cache, and which angles turn it */
+    const Matrix *next;          /* product: of the one after it */
     float eps;
     int32_t dtype, activation;
 } Operation;
@@ -25,32 +28,71 @@ typedef struct {
     const struct plan *const *plans;
     float *const *scratches;
     char *const *caches;
+    char *memory; /* of all slots */
 } Scene;
 
-static void attend(const Operation *o, const Scene *s, char *x, void *out)
+static char *slot(const Scene *s, int64_t at) { return at < 0 ? 0 : s->memory + at * s->tokens; }
+
+static Asked asked(const Operation *o, const Scene *s)
+{
+    return (Asked){o->what, o->next, slot(s, o->x), o->stride, s->tokens, slot(s, o->out), o->size};
+}
+
+static void attend(Team *team, const Operation *o, const Scene *s)
 {
     const struct manner *m = s->manners[o->layer];
     const int64_t head = m->head_dim * (o->dtype == FLOAT32 ? 4 : 2), stride = (m->heads + 2 * m->kv_heads) * m->head_dim;
-    char *keys = x + m->heads * head;
-    const struct call call = {x,      keys,   keys + m->kv_heads * head, stride, stride, stride, s->turns[o->angles],
-                              s->caches[o->layer], out};
-    charonia_attention(m, s->step, s->plans[o->layer], &call, s->scratches[o->layer]);
+    char *queries = slot(s, o->x), *keys = queries + m->heads * head, *values = keys + m->kv_heads * head;
+    const struct call call = {queries, keys, values, stride, stride, stride, s->turns[o->angles],
+                              s->caches[o->layer], slot(s, o->out)};
+    attend_together(team, m, s->step, s->plans[o->layer], &call, s->scratches[o->layer]);
 }
 
-/* Returns 0, or 1 when memory is short. `memory` holds every slot of so many tokens. */
-EXPORT int charonia_run(const Operation *operations, int64_t count, const Scene *s, char *memory)
+static void operate(Team *team, const Operation *o, const Scene *s, char *memory)
 {
-    const int64_t rows = s->tokens;
-    for (const Operation *o = operations; o < operations + count; o++) {
-        char *x = memory + o->x * rows, *out = memory + o->out * rows, *delta = o->delta < 0 ? 0 : memory + o->delta * rows;
-        if (o->kind == NORM)
-            charonia_norm(x, delta, o->what, out, rows, o->heads, o->stride, o->stride, o->weights, o->size, o->eps, o->dtype);
-        else if (o->kind == GATE)
-            charonia_gate(x, out, rows, o->size, o->activation, o->dtype);
-        else if (o->kind == ATTENTION)
-            attend(o, s, x, out);
-        else if (charonia_matmul(o->what, x, o->stride, rows, out, o->size))
-            return 1;
+    if (o->kind == NORM) {
+        const Norm norm = {slot(s, o->x), slot(s, o->delta), o->what, slot(s, o->out), s->tokens, o->heads,
+                           o->stride, o->weights, o->size, o->eps, o->dtype};
+        norm_together(team, &norm);
+    } else if (o->kind == GATE) {
+        const Gate gate = {slot(s, o->x), slot(s, o->out), s->tokens, o->size, o->activation, o->dtype};
+        gate_together(team, &gate);
+    } else if (o->kind == ATTENTION) {
+        attend(team, o, s);
+    } else {
+        const Asked product = asked(o, s);
+        multiply_together(team, &product, memory);
     }
+    meet(team);
+}
+
+static void run(Team *team, const Operation *operations, int64_t count, const Scene *s, char *memory)
+{
+    for (int64_t i = 0; i < count; i++)
+        operate(team, operations + i, s, memory);
+}
+
+/* Bytes that any product needs beside its operands. */
+static int64_t most_bytes(const Operation *operations, int64_t count, const Scene *s, int threads)
+{
+    int64_t most = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (operations[i].kind == PRODUCT) {
+            const Asked product = asked(operations + i, s);
+            const int64_t bytes = product_bytes(&product, threads);
+            most = bytes > most ? bytes : most;
+        }
+    return most;
+}
+
+/* Returns 0, or 1 when memory is short. */
+EXPORT int charonia_run(const Operation *operations, int64_t count, const Scene *s)
+{
+    const int all = omp_get_max_threads();
+    char *memory = aligned_alloc(LINE, (size_t)(most_bytes(operations, count, s, all) + LINE));
+    if (!memory)
+        return 1;
+    TOGETHER(all, run(team, operations, count, s, memory));
+    free(memory);
     return 0;
 }

@@ -21,6 +21,7 @@ class Operation(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("kind", "x", "delta", "out")),
         ("what", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("heads", "stride", "weights", "size", "layer", "angles")),
+        ("next", ctypes.c_void_p),
         ("eps", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("dtype", "activation")),
     ]

@@ -16,7 +16,7 @@ from charonia.scheduler.config import SchedulerConfig
 
 CAPACITY = Capacity(vocab_size=100, max_model_len=1024, block_bytes=1000, free_bytes=100_000)
 FRONTEND = """
-import asyncio, sys, tempfile
+import asyncio, signal, sys, tempfile
 from charonia.engine.client import EngineClient
 from charonia.engine.config import EngineConfig
 from charonia.engine.messages import Add
@@ -28,6 +28,7 @@ async def main():
     {then}
 
 tempfile.tempdir = sys.argv[1]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 if __name__ == "__main__":
     asyncio.run(main())
 """

@@ -57,6 +57,19 @@ def test_a_sampled_token_is_there_for_the_next_step() -> None:
     assert rows.inputs(second).tokens.tolist() == [99]
 
 
+def test_tokens_chosen_elsewhere_are_learnt() -> None:
+    """Rows as the last stage has them, in any order."""
+    rows = Rows(8, 4, torch.device("cpu"))
+    first = plan(
+        ints(0, 3), ints(0, 0), ints(2, 1), new=(new(0, ints(3, 4)), new(3, ints(5))), appended=pairs((0, 1), (3, 2))
+    )
+    rows.update(first)
+    rows.learn(ints(3, 0), ints(1, 2), ints(77, 99))
+    second = plan(ints(0, 3), ints(2, 1), ints(1, 1))
+    rows.update(second)
+    assert rows.inputs(second).tokens.tolist() == [99, 77]
+
+
 def test_only_rows_that_sample_are_asked_to() -> None:
     rows = Rows(8, 4, torch.device("cpu"))
     step = plan(

@@ -142,7 +142,7 @@ def read(directory: Path, seat: Seat, whole_experts: bool = False) -> int:
     spec = open_checkpoint(directory).spec
     load = Loader(Weights(directory), Place(torch.float32, CPU, 64, seat, whole_experts=whole_experts))
     ARCHITECTURES[spec.architecture](spec, load)
-    return load.read.bytes
+    return load.reading.bytes
 
 
 def vectors(directory: Path) -> int:

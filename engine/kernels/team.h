@@ -1,0 +1,95 @@
+/* Threads that go through the same work together: each does its part, and they meet before anyone reads another's. */
+#ifndef CHARONIA_TEAM_H
+#define CHARONIA_TEAM_H
+
+#include <sched.h>
+#include <stdint.h>
+
+#include "level.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#else
+#define omp_get_max_threads() 1
+#define omp_get_num_threads() 1
+#define omp_get_thread_num() 0
+#endif
+
+/* What the threads of a region share. Both counters stand on lines of their own. */
+typedef struct {
+    int64_t arrived; /* at all meetings together */
+    char apart[56];
+    int64_t taken;   /* pieces of the work in hand */
+    char aside[56];
+} Region;
+
+/* One thread of it. */
+typedef struct {
+    Region *region;
+    int64_t me, all, meetings;
+} Team;
+
+/* Elements below which one thread is done before a second one has begun. */
+enum { WORTH_THREADS = 16384 };
+
+enum { SPINS = 4096 }; /* about 50 us; whoever is later than that has lost its processor to somebody */
+
+static inline void pause_a_little(void)
+{
+#ifdef CHARONIA_X86
+    __builtin_ia32_pause();
+#endif
+}
+
+/* Returns when all have come. */
+static inline void meet(Team *t)
+{
+    const int64_t all = t->all * ++t->meetings;
+    if (t->all == 1 || __atomic_add_fetch(&t->region->arrived, 1, __ATOMIC_ACQ_REL) == all)
+        return;
+    for (int64_t spins = 0; __atomic_load_n(&t->region->arrived, __ATOMIC_ACQUIRE) < all; spins++)
+        spins < SPINS ? pause_a_little() : (void)sched_yield();
+}
+
+/* As meet; afterwards take() counts from 0 again. */
+static inline void meet_and_deal(Team *t)
+{
+    meet(t);
+    if (t->me == 0)
+        __atomic_store_n(&t->region->taken, 0, __ATOMIC_RELAXED);
+    meet(t);
+}
+
+/* The next piece that nobody has taken. */
+static inline int64_t take(Team *t) { return __atomic_fetch_add(&t->region->taken, 1, __ATOMIC_RELAXED); }
+
+/* Where the part of thread `me` begins, of `count` things; that of the next is where it ends. */
+static inline int64_t part(int64_t count, const Team *t, int64_t me) { return count * me / t->all; }
+
+/* Runs the rest with a `team` in a region of so many threads. */
+#define TOGETHER(wanted, ...)                                                                                 \
+    do {                                                                                                      \
+        Region region = {0};                                                                                  \
+        const int threads = (wanted);                                                                         \
+        if (threads == 1) {                                                                                   \
+            Team alone = {&region, 0, 1, 0}, *team = &alone;                                                  \
+            __VA_ARGS__;                                                                                      \
+        } else {                                                                                              \
+            _Pragma("omp parallel num_threads(threads)")                                                      \
+            {                                                                                                 \
+                Team mine = {&region, omp_get_thread_num(), omp_get_num_threads(), 0}, *team = &mine;         \
+                __VA_ARGS__;                                                                                  \
+            }                                                                                                 \
+        }                                                                                                     \
+    } while (0)
+
+/* Runs the rest for `row` from 0 to `rows`, which are `elements` together: of few the first thread does all. */
+#define FOR_ROWS(team, rows, elements, ...)                                                                   \
+    do {                                                                                                      \
+        const int few = (elements) < WORTH_THREADS;                                                           \
+        const int64_t end = few ? (team->me ? 0 : (rows)) : part(rows, team, team->me + 1);                   \
+        for (int64_t row = few ? 0 : part(rows, team, team->me); row < end; row++)                            \
+            __VA_ARGS__;                                                                                      \
+    } while (0)
+
+#endif
