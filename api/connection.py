@@ -103,6 +103,7 @@ class WhileConnected:
         self._later.cancel()
         if self._watch is not None:
             self._watch.cancel()
+            self._watch = None  # what it ends with names what it began with
         if self._left and self._task.uncancel() == 0 and kind is asyncio.CancelledError:
             raise ClientLeft from None
 

@@ -28,6 +28,10 @@ _LONGEST_KNOWN = 256
 """Targets that are remembered: how many, and up to what length."""
 
 
+_JOINED = 1 << 16
+"""Bytes up to which it is cheaper to copy them than to write them apart."""
+
+
 class _Target(NamedTuple):
     """What a request line points at, as ASGI has it."""
 
@@ -161,6 +165,12 @@ class Cycle(RequestResponseCycle):
             connection.on_response_complete,
         )
 
+    async def run_asgi(self, app: Any) -> None:
+        try:
+            await super().run_asgi(app)
+        finally:  # the scope names the cycle, which holds the scope
+            self.scope["extensions"].clear()
+
     def whole_body(self) -> bytes | None:
         """The body, if all of it is there; then nobody needs to receive it."""
         if self.more_body or self.disconnected:
@@ -177,7 +187,11 @@ class Cycle(RequestResponseCycle):
             self.response_started = self.response_complete = True
             defaults = b"".join([b"%b: %b\r\n" % header for header in self.default_headers])
             end = b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"
-            self.transport.writelines((b"".join((b"HTTP/1.1 200 OK\r\n", defaults, head, end)), *parts))
+            first = b"".join((b"HTTP/1.1 200 OK\r\n", defaults, head, end))
+            if sum(map(len, parts)) < _JOINED:
+                self.transport.write(b"".join((first, *parts)))
+            else:
+                self.transport.writelines((first, *parts))
             self.message_event.set()
             if not self.keep_alive:
                 self.transport.close()

@@ -4,7 +4,7 @@ Knows nothing of models.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from typing import Generic, TypeVar, cast
 
 from ..core.exchange import current
@@ -47,12 +47,12 @@ class Running(Generic[T]):
     """A model's stream, counted until it is closed or has ended. Of one that keeps no account of its own
     (`accounted`), the end is the request's."""
 
-    __slots__ = ("_next", "_stream", "_tally")
+    __slots__ = ("_accounted", "_stream", "_tally")
 
     def __init__(self, stream: AsyncIterator[T], tally: Tally, accounted: bool = True) -> None:
         # Models promise an AsyncIterator and write generators; only those can be closed.
         self._stream = cast("Stream[T]", stream)
-        self._next: Callable[[], Awaitable[T]] = self._stream.__anext__ if accounted else self._observed
+        self._accounted = accounted
         self._tally: Tally | None = tally
         tally.enter()
 
@@ -61,7 +61,7 @@ class Running(Generic[T]):
 
     def __anext__(self) -> Awaitable[T]:
         # A generator of ours would be resumed once more for each token of each stream.
-        return self._next()
+        return self._stream.__anext__() if self._accounted else self._observed()
 
     async def _observed(self) -> T:
         try:

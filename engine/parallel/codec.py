@@ -1,7 +1,8 @@
 """Step plans as few bytes: what ranks are told once a step. Knows nothing of how bytes travel.
 
-Plans go by rows: a row is written as its distance from the one before, its start as what differs from where it stopped.
-A step in which everybody decodes is a few dozen bytes, however many decode. Sequences that are new go whole.
+Plans go by rows. What can be foretold is not said: that the rows are those of the step before, that each goes on where
+it stopped, with one token, and is sampled. So a step in which everybody decodes is a few bytes, however many decode.
+What cannot goes as narrow columns, rows as their distances from each other. Sequences that are new go whole.
 """
 
 from collections.abc import Sequence
@@ -14,8 +15,8 @@ import numpy as np
 from ...scheduler.plan import IntArray, NewSequence, RowSampling, StepPlan, StepResult
 from .columns import Bytes, Columns, pack
 
-_PLAN = Struct("<iB")  # step, which of the rare parts are there
-_APPENDED, _COPIES, _CLOSED, _LANDED, _NEW = (1 << place for place in range(5))
+_PLAN = Struct("<iHI")  # step, what is said of it, how many rows
+_SAME_ROWS, _GOES_ON, _ONE_EACH, _ALL_SAMPLED, _APPENDED, _COPIES, _CLOSED, _LANDED, _NEW = (1 << n for n in range(9))
 _NONE: IntArray = np.zeros(0, np.int32)
 _NO_PAIRS: IntArray = np.zeros((0, 2), np.int32)
 
@@ -53,13 +54,22 @@ class _New(msgspec.Struct, array_like=True, frozen=True):
     tokens: bytes
 
 
-class _Ends:
-    """Where each row stopped; writer and readers know the same."""
+class _Known:
+    """What writer and readers know of the steps so far: the last one's rows, and where every row stopped."""
 
     def __init__(self) -> None:
+        self.rows = _NONE
         self._ends: IntArray = np.zeros(256, np.int32)
+        self._ones = _NONE
 
-    def of(self, rows: IntArray) -> IntArray:
+    def ones(self, count: int) -> IntArray:
+        """[count], for reading alone."""
+        if count != len(self._ones):
+            self._ones = np.ones(count, np.int32)
+            self._ones.flags.writeable = False
+        return self._ones
+
+    def ends(self, rows: IntArray) -> IntArray:
         try:
             return self._ends[rows]
         except IndexError:
@@ -69,10 +79,11 @@ class _Ends:
     def enter(self, new: tuple[NewSequence, ...]) -> None:
         if new:
             rows = np.array([sequence.row for sequence in new], np.int32)
-            self.of(rows)
+            self.ends(rows)
             self._ends[rows] = [sequence.computed for sequence in new]
 
     def move(self, plan: StepPlan) -> None:
+        self.rows = plan.rows
         self._ends[plan.rows] = plan.starts + plan.counts
 
 
@@ -80,19 +91,39 @@ class Writer:
     """Writes bulletins, in the order of their steps."""
 
     def __init__(self) -> None:
-        self._ends = _Ends()
+        self._known = _Known()
         self._encode = msgspec.msgpack.Encoder().encode
 
     def write(self, bulletin: Bulletin) -> bytes:
         plan, landed = bulletin
-        rare, columns = self._rare(plan, landed)
-        self._ends.enter(plan.new)
-        distances = _distances(plan.rows)
-        moved = plan.starts - self._ends.of(plan.rows)
-        self._ends.move(plan)
-        columns = [distances, moved, plan.counts, plan.samples.astype(np.int32), *columns]
+        rare, rare_columns = self._rare(plan, landed)
+        self._known.enter(plan.new)
+        said, columns = self._running(plan)
+        self._known.move(plan)
         new = self._encode([_entry(sequence) for sequence in plan.new]) if plan.new else b""
-        return _PLAN.pack(plan.step, rare) + pack(columns) + new
+        return _PLAN.pack(plan.step, said | rare, len(plan.rows)) + pack([*columns, *rare_columns]) + new
+
+    def _running(self, plan: StepPlan) -> tuple[int, list[IntArray]]:
+        """The rows that run: what can be foretold as a flag, the rest as columns. Bytes compare faster than arrays."""
+        said, columns = 0, list[IntArray]()
+        if plan.rows.tobytes() == self._known.rows.tobytes():
+            said |= _SAME_ROWS
+        else:
+            columns.append(_distances(plan.rows))
+        ends = self._known.ends(plan.rows)
+        if plan.starts.tobytes() == ends.tobytes():
+            said |= _GOES_ON
+        else:
+            columns.append(plan.starts - ends)
+        if plan.counts.tobytes() == self._known.ones(len(plan.rows)).tobytes():
+            said |= _ONE_EACH
+        else:
+            columns.append(plan.counts)
+        if b"\0" not in plan.samples.tobytes():
+            said |= _ALL_SAMPLED
+        else:
+            columns.append(plan.samples.astype(np.int32))
+        return said, columns
 
     def _rare(self, plan: StepPlan, landed: Landed | None) -> tuple[int, list[IntArray]]:
         columns: list[IntArray] = []
@@ -106,7 +137,7 @@ class Writer:
             columns.append(plan.closed)
         if landed is not None:
             rare |= _LANDED
-            columns += _distances(landed.rows), landed.positions - self._ends.of(landed.rows), landed.tokens
+            columns += _distances(landed.rows), landed.positions - self._known.ends(landed.rows), landed.tokens
         return rare, columns
 
 
@@ -127,28 +158,30 @@ class Reader:
     """Reads what one `Writer` wrote: all of it, and in that order."""
 
     def __init__(self) -> None:
-        self._ends = _Ends()
+        self._known = _Known()
         self._decode = msgspec.msgpack.Decoder(list[_New]).decode
 
     def read(self, message: Bytes) -> Bulletin:
-        step, rare = _PLAN.unpack_from(message)
+        step, said, count = _PLAN.unpack_from(message)
         columns = Columns(message, _PLAN.size)
-        rows = _rows(columns)
-        moved, counts, samples = (columns.next() for _ in range(3))
-        appended = _pairs(columns) if rare & _APPENDED else _NO_PAIRS
-        copies = _pairs(columns) if rare & _COPIES else _NO_PAIRS
-        closed = columns.next() if rare & _CLOSED else _NONE
-        landed = self._landed(columns) if rare & _LANDED else None
-        new = tuple(map(_sequence, self._decode(columns.rest))) if rare & _NEW else ()
-        self._ends.enter(new)
-        starts = moved + self._ends.of(rows)
+        rows = self._known.rows if said & _SAME_ROWS else _rows(columns)
+        moved = _NONE if said & _GOES_ON else columns.next()
+        counts = self._known.ones(count) if said & _ONE_EACH else columns.next()
+        samples = self._known.ones(count) if said & _ALL_SAMPLED else columns.next()
+        appended = _pairs(columns) if said & _APPENDED else _NO_PAIRS
+        copies = _pairs(columns) if said & _COPIES else _NO_PAIRS
+        closed = columns.next() if said & _CLOSED else _NONE
+        landed = self._landed(columns) if said & _LANDED else None
+        new = tuple(map(_sequence, self._decode(columns.rest))) if said & _NEW else ()
+        self._known.enter(new)
+        starts = self._known.ends(rows) if said & _GOES_ON else self._known.ends(rows) + moved
         plan = StepPlan(step, rows, starts, counts, samples != 0, appended, new, closed, copies)
-        self._ends.move(plan)
+        self._known.move(plan)
         return Bulletin(plan, landed)
 
     def _landed(self, columns: Columns) -> Landed:
         rows, beyond, tokens = _rows(columns), columns.next(), columns.next()
-        return Landed(rows, beyond + self._ends.of(rows), tokens)
+        return Landed(rows, beyond + self._known.ends(rows), tokens)
 
 
 def _rows(columns: Columns) -> IntArray:

@@ -16,6 +16,7 @@ from ...scheduler.plan import IntArray
 Bytes: TypeAlias = bytes | memoryview
 
 _HEAD = Struct("<BIi")  # bytes of each distance, how many, the least value
+_EMPTY = _HEAD.pack(0, 0, 0)
 _NARROW: dict[int, np.dtype[np.unsignedinteger[Any]]] = {
     1: np.dtype(np.uint8),
     2: np.dtype(np.uint16),
@@ -28,14 +29,12 @@ def pack(columns: Sequence[IntArray]) -> bytes:
     """Columns [n], int32, one after the other."""
     filled = [column for column in columns if len(column)]
     if not filled:
-        return _HEAD.pack(0, 0, 0) * len(columns)
+        return _EMPTY * len(columns)
     together = np.concatenate(filled)
     begins = list(accumulate(map(len, filled[:-1]), initial=0))
     least = iter(np.minimum.reduceat(together, begins).tolist())
     most = iter(np.maximum.reduceat(together, begins).tolist())
-    return b"".join(
-        _written(column, next(least), next(most)) if len(column) else _HEAD.pack(0, 0, 0) for column in columns
-    )
+    return b"".join(_written(column, next(least), next(most)) if len(column) else _EMPTY for column in columns)
 
 
 def _written(column: IntArray, least: int, most: int) -> bytes:

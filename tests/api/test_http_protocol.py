@@ -1,6 +1,7 @@
 """What our HTTP protocol does in another way than uvicorn's: whole answers, tasks only for who waits, one timer."""
 
 import asyncio
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -254,3 +255,29 @@ async def test_an_application_that_fails_is_answered_for() -> None:
     connection = Connection(Failing())
     await connection.send(request(b"abcd"))
     assert connection.transport.written.startswith(b"HTTP/1.1 500 ")
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_request_leaves_nothing_for_the_garbage_collector(waits: bool) -> None:
+    app = App()
+    connection = Connection(app)
+
+    async def ask(times: int) -> None:
+        for _ in range(times):
+            app.gate = asyncio.Event() if waits else None
+            await connection.send(request(b"abcd"))
+            if app.gate is not None:
+                app.gate.set()
+                await turns()
+        app.scopes.clear()
+        app.tasks.clear()
+
+    await ask(3)
+    gc.collect()
+    gc.disable()
+    try:
+        await ask(30)
+        assert gc.collect() < 30
+    finally:
+        gc.enable()
+    assert len(connection.answers) == 33

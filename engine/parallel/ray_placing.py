@@ -1,0 +1,82 @@
+"""What ranks ask of a Ray cluster, and which of them takes which of the places that they get. Knows no Ray."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from ...core.errors import InvalidArgument
+from ...core.host import cores
+from ..config import EngineConfig
+from .layout import Layout
+
+
+class Share(NamedTuple):
+    """What one rank asks for: a GPU for itself, or CPUs. `threads`: what it computes with."""
+
+    gpus: int
+    cpus: int
+    threads: int
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        return {"GPU": float(self.gpus)} if self.gpus else {"CPU": float(self.cpus)}
+
+    def __str__(self) -> str:
+        return f"{self.gpus} GPU" if self.gpus else f"{self.cpus} CPU{'s' if self.cpus > 1 else ''}"
+
+
+class Place(NamedTuple):
+    """Where one rank runs: a bundle of the placement group, on the machine with this address, where it is number
+    `local` of `neighbours` ranks."""
+
+    bundle: int
+    host: str
+    local: int
+    neighbours: int
+
+
+def share(config: EngineConfig, layout: Layout, resources: Mapping[str, float]) -> Share:
+    """What each rank asks for; device auto is a GPU wherever the cluster's `resources` name one.
+
+    Raises:
+        InvalidArgument: one GPU is named for all.
+    """
+    kind, _, number = config.device.partition(":")
+    if number:
+        message = f"device {config.device!r} names one GPU, and Ray chooses them: cuda is enough"
+        raise InvalidArgument(message, field="device")
+    threads = max(1, (config.threads or cores().threads) // layout.world)
+    if kind == "cuda" or (kind == "auto" and resources.get("GPU", 0.0) >= 1.0):
+        return Share(1, 0, threads)
+    return Share(0, threads, threads)
+
+
+def places(hosts: Sequence[str]) -> list[Place]:
+    """Each rank's place, where bundle b was put on `hosts[b]`. Ranks that follow each other, as those of a stage
+    do, are put together: machine after machine, the one with the most bundles first."""
+    count = Counter(hosts)
+    order = sorted(range(len(hosts)), key=lambda bundle: (-count[hosts[bundle]], hosts[bundle], bundle))
+    seated: Counter[str] = Counter()
+    found = []
+    for bundle in order:
+        host = hosts[bundle]
+        found.append(Place(bundle, host, seated[host], count[host]))
+        seated[host] += 1
+    return found
+
+
+def rank_config(config: EngineConfig, asked: Share, place: Place) -> EngineConfig:
+    """The engine's configuration, as the machine of that rank should understand it: memory and cores are its own."""
+    threads = asked.threads * neighbours(config, asked, place)
+    device = "cuda:0" if asked.gpus else "cpu"  # Ray lets it see no other
+    return msgspec.structs.replace(
+        config, device=device, threads=threads, data_parallel_size=1, replica=0, host_memory=None
+    )
+
+
+def neighbours(config: EngineConfig, asked: Share, place: Place) -> int:
+    """Ranks that share a machine's memory with this one, itself included: of other replicas as many as of its own. A
+    GPU is not shared."""
+    return 1 if asked.gpus else place.neighbours * config.data_parallel_size

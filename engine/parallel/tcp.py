@@ -1,0 +1,131 @@
+"""Lines between machines: TCP connections of whoever has a ticket. Knows nothing of what is said on them.
+
+What is said is not encrypted: the ticket keeps strangers out who cannot read the network, no others.
+"""
+
+import hmac
+import secrets
+import select
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from struct import Struct
+from time import monotonic
+from typing import NamedTuple
+
+_GREETING = Struct("<32sI")  # secret, rank
+_GREETING_SECONDS = 2.0
+"""How long one who calls may take to say who he is; those after him wait."""
+
+_SILENT_SECONDS = 10
+"""A machine that has not answered for so long is gone."""
+
+
+class Ticket(NamedTuple):
+    """What `rank` needs to call."""
+
+    host: str
+    port: int
+    secret: bytes
+    rank: int
+
+    def __repr__(self) -> str:
+        return f"Ticket({self.host}:{self.port}, rank {self.rank})"
+
+
+class Called(NamedTuple):
+    rank: int
+    line: Connection
+
+
+class Gate:
+    """Where ranks call, on `host` alone.
+
+    Raises:
+        OSError: this machine does not have that address.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._listener = socket.create_server((host, 0), family=_family(host))
+        self._host, self._port = self._listener.getsockname()[:2]
+        self._secret = secrets.token_bytes(32)
+
+    def ticket(self, rank: int) -> Ticket:
+        return Ticket(self._host, self._port, self._secret, rank)
+
+    def accept(self, seconds: float) -> Called | None:
+        """The next rank that calls; None if none does within so many seconds. Others are hung up on."""
+        deadline = monotonic() + seconds
+        while (left := deadline - monotonic()) > 0:
+            self._listener.settimeout(left)
+            try:
+                caller = self._listener.accept()[0]
+            except TimeoutError:
+                return None
+            if (rank := self._greeted(caller)) is not None:
+                return Called(rank, _line(caller))
+            caller.close()
+        return None
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _greeted(self, caller: socket.socket) -> int | None:
+        """Which rank it is."""
+        caller.settimeout(_GREETING_SECONDS)
+        try:
+            greeting = caller.recv(_GREETING.size, socket.MSG_WAITALL)
+        except OSError:
+            return None
+        if len(greeting) < _GREETING.size:
+            return None
+        secret, rank = _GREETING.unpack(greeting)
+        return int(rank) if hmac.compare_digest(secret, self._secret) else None
+
+
+def call(ticket: Ticket) -> Connection:
+    """A line to whoever gave the ticket.
+
+    Raises:
+        OSError: nobody answers there.
+    """
+    caller = socket.create_connection((ticket.host, ticket.port), timeout=_SILENT_SECONDS)
+    caller.sendall(_GREETING.pack(ticket.secret, ticket.rank))
+    return _line(caller)
+
+
+def until_broken(lines: Iterable[Connection], seconds: float) -> bool:
+    """Whether all lines are broken by those who called, in so many seconds. Others may read them meanwhile."""
+    deadline, broken = monotonic() + seconds, True
+    for line in lines:
+        poll = select.poll()
+        poll.register(line.fileno(), getattr(select, "POLLRDHUP", select.POLLHUP))
+        broken = bool(poll.poll(1000 * max(0.0, deadline - monotonic()))) and broken
+    return broken
+
+
+def hang_up(line: Connection) -> None:
+    """Break a line under whoever reads it, here and there."""
+    with suppress(OSError), socket.socket(fileno=socket.dup(line.fileno())) as ours:
+        ours.shutdown(socket.SHUT_RDWR)
+
+
+def _line(connected: socket.socket) -> Connection:
+    connected.setblocking(True)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a plan waits for no other
+    _notice_silence(connected)
+    return Connection(connected.detach())
+
+
+def _notice_silence(connected: socket.socket) -> None:
+    """A machine without power breaks no connection by itself."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {"TCP_KEEPIDLE": _SILENT_SECONDS // 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": _SILENT_SECONDS // 2}
+    for name, value in (options | {"TCP_USER_TIMEOUT": 1000 * _SILENT_SECONDS}).items():
+        if hasattr(socket, name):
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
