@@ -11,7 +11,6 @@ from charonia.core.errors import InvalidArgument
 from charonia.engine.kernels import library
 from charonia.engine.layers.stack import Stack
 
-
 TINY = {
     "model_type": "qwen2",
     "hidden_size": 64,
