@@ -69,7 +69,7 @@ class ForeignRecipe:
             CheckpointError: the weights are broken, or the model does not work over our cache; says why.
         """
         try:
-            if not place.seat.alone:
+            if not place.seat.alone or place.whole_experts:
                 raise CheckpointError("its layers can't be split over ranks")
             if place.quantized:
                 raise CheckpointError(
