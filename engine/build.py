@@ -35,13 +35,14 @@ def language_model(
 
 def host_memory_needed(path: str, parameters: Mapping[str, str], gpu: bool) -> int:
     """Bytes of the host's memory for weights, and for a cache whose bytes are given. None of a checkpoint that is to be
-    downloaded yet, and on a GPU.
+    downloaded yet, on a GPU, and of ranks that Ray places: it knows each machine better.
 
     Raises:
         InvalidArgument: see `language_model`.
     """
     checkpoint, options = _read(path, parameters)
-    if options.executor == "fake" or not _on_host(options.device or "auto", gpu):
+    placed = options.distributed_executor_backend == "ray"
+    if options.executor == "fake" or placed or not _on_host(options.device or "auto", gpu):
         return 0
     stored = sum(file.stat().st_size for file in Path(checkpoint).glob("*.safetensors"))
     each = int(stored * _shrunk(checkpoint, options)) + (options.kv_cache_bytes or 0)

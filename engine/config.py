@@ -20,12 +20,17 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks of one engine: `tensor` of them share every layer, `pipeline` stages follow each other. `layers`: how many
     each stage has, as even as can be if it does not say. `whole_experts`: a rank has some experts of a mixture whole
-    instead of a slice of each."""
+    instead of a slice of each.
+
+    `backend`: who places them, "mp" as processes of this machine, "ray" on the machines of the cluster at
+    `ray_address`, of which "" is the one that Ray finds by itself."""
 
     tensor: int = 1
     pipeline: int = 1
     layers: tuple[int, ...] = ()
     whole_experts: bool = False
+    backend: str = "mp"
+    ray_address: str = ""
 
     @property
     def world(self) -> int:
@@ -54,8 +59,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     memory in bytes, weights included, None whatever is free: the frontend fills these two in, and the threads.
 
     `executor`: "inline" computes in the core process, "ranks" in processes of their own, "auto" in the core while one
-    rank is enough; "fake" counts (next token = last + 1) and is for measuring everything around the engine. `threads`
-    0 means every usable core, divided over the replicas.
+    rank of this machine is enough; "fake" counts (next token = last + 1) and is for measuring everything around the
+    engine. `threads` 0 means every usable core, divided over the replicas.
     """
 
     model: str

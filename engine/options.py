@@ -45,6 +45,10 @@ class EngineOptions:
     """Layers of each stage, as in 10,12; unset: as even as can be."""
     enable_expert_parallel: bool | None = None
     """Give the ranks of a stage whole experts of a mixture, instead of a slice of each."""
+    distributed_executor_backend: Literal["mp", "ray"] | None = None
+    """Who places ranks: mp on this machine, ray on the machines of a Ray cluster."""
+    ray_address: str | None = None
+    """Ray cluster, as in 10.0.0.1:6379; unset: RAY_ADDRESS, or the one that this machine belongs to."""
     threads: Count | None = None
     """CPU threads of a replica, divided over its ranks; 0 means every usable core, divided over all replicas."""
     data_parallel_size: Replicas | None = None
@@ -109,6 +113,8 @@ _PARALLEL_FIELDS = {
     "pipeline_parallel_size": "pipeline",
     "pipeline_layers": "layers",
     "enable_expert_parallel": "whole_experts",
+    "distributed_executor_backend": "backend",
+    "ray_address": "ray_address",
 }
 _FAKE_FIELDS = {f"fake_{name}": name for name in ("step_seconds", "token_seconds", "vocab_size", "max_model_len")}
 

@@ -99,7 +99,8 @@ def start(config: EngineConfig, executor: Executor, phases: Phases) -> tuple[Eng
     core.warm_up()
     _settle_garbage()
     phases.report("warm-up", 1.0)
-    cache_bytes = blocks * capacity.block_bytes * config.parallel.world if capacity.machine else 0
+    here = capacity.machine and config.parallel.backend == "mp"
+    cache_bytes = blocks * capacity.block_bytes * config.parallel.world if here else 0
     return core, Ready(capacity.vocab_size, length, config.cache.block_size, blocks, cache_bytes)
 
 

@@ -6,10 +6,12 @@ from contextlib import suppress
 from ...core.errors import InvalidArgument
 from ..checkpoint import open_checkpoint
 from ..config import EngineConfig
+from ..parallel.crew import Processes
 from ..spec import CheckpointError
 from ..split import check_split
 from ..stage import Stage
 from .base import Capacity, Executor
+from .ranks import Muster, RanksExecutor
 
 
 def build_executor(config: EngineConfig) -> Executor:
@@ -22,13 +24,17 @@ def build_executor(config: EngineConfig) -> Executor:
         raise InvalidArgument(
             f"executor {config.executor!r} is one rank, and {config.parallel.world} are wanted", field="executor"
         )
+    if config.executor in ("inline", "fake") and config.parallel.backend != "mp":
+        message = f"executor {config.executor!r} has no ranks for {config.parallel.backend!r} to place"
+        raise InvalidArgument(message, field="distributed_executor_backend")
     if config.executor not in _BUILDERS:
         raise InvalidArgument(f"unknown executor {config.executor!r}; there are {', '.join(_BUILDERS)}")
     return _BUILDERS[config.executor](config)
 
 
 def _auto(config: EngineConfig) -> Executor:
-    return _inline(config) if config.parallel.world == 1 else _ranks(config)
+    parallel = config.parallel
+    return _inline(config) if parallel.world == 1 and parallel.backend == "mp" else _ranks(config)
 
 
 def _inline(config: EngineConfig) -> Executor:
@@ -38,10 +44,22 @@ def _inline(config: EngineConfig) -> Executor:
 
 
 def _ranks(config: EngineConfig) -> Executor:
-    from .ranks import RanksExecutor
-
     _check_split(config)
-    return RanksExecutor(config)
+    return RanksExecutor(config, _muster(config.parallel.backend))
+
+
+def _muster(backend: str) -> Muster:
+    if backend not in ("mp", "ray"):
+        message = f"distributed_executor_backend must be mp or ray, got {backend!r}"
+        raise InvalidArgument(message, field="distributed_executor_backend")
+    if backend == "mp":
+        return Processes
+    try:
+        from ..parallel.ray_crew import RayCrew
+    except ModuleNotFoundError as error:
+        message = f"distributed_executor_backend ray needs Ray ({error.name}): pip install 'charonia[ray]'"
+        raise InvalidArgument(message, field="distributed_executor_backend") from None
+    return RayCrew
 
 
 def _check_split(config: EngineConfig) -> None:

@@ -31,6 +31,7 @@ def checkpoint(tmp_path: Path) -> Path:
         ({"device": "cpu"}, True, 1000),
         ({"device": "cuda"}, False, 0),
         ({"executor": "fake"}, False, 0),
+        ({"distributed_executor_backend": "ray", "kv_cache_bytes": "70"}, False, 0),
     ],
 )
 def test_weights_are_needed_as_they_will_be(

@@ -17,6 +17,8 @@ ALL = {
     "pipeline_parallel_size": "3",
     "pipeline_layers": "4,5,6",
     "enable_expert_parallel": "true",
+    "distributed_executor_backend": "ray",
+    "ray_address": "10.0.0.1:6379",
     "threads": "2",
     "data_parallel_size": "3",
     "max_model_len": "128",
@@ -49,7 +51,9 @@ def test_every_name_arrives() -> None:
         quantization="int8",
         attention="reference",
         executor="fake",
-        parallel=ParallelConfig(tensor=2, pipeline=3, layers=(4, 5, 6), whole_experts=True),
+        parallel=ParallelConfig(
+            tensor=2, pipeline=3, layers=(4, 5, 6), whole_experts=True, backend="ray", ray_address="10.0.0.1:6379"
+        ),
         threads=2,
         data_parallel_size=3,
         max_model_len=128,
