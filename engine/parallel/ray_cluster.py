@@ -35,7 +35,7 @@ def connect(address: str) -> None:
     try:
         with _signals_kept():
             ray.init(address, logging_level="warning", log_to_driver=False)
-    except (ConnectionError, RuntimeError) as error:
+    except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
         raise Unavailable(f"cannot join the Ray cluster at {address!r}: {_first_line(error)}") from error
     except ValueError as error:
         raise InvalidArgument(f"ray_address {address!r}: {_first_line(error)}", field="ray_address") from error

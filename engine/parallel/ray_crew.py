@@ -5,10 +5,10 @@ They belong to this process: when it ends, Ray ends them and takes the places ba
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from time import monotonic
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
@@ -27,8 +27,15 @@ log = logging.getLogger(__name__)
 Actor: TypeAlias = Any
 """Ray has no type for a handle that a checker without Ray could read."""
 
-PLACE_SECONDS = 300.0
-"""How long the cluster may take to find room, and then the ranks to call."""
+
+class Patience(NamedTuple):
+    """How long the cluster may take to find `room`, and then the ranks to `join`, in seconds."""
+
+    room: float = 300.0
+    join: float = 300.0
+
+
+PATIENCE = Patience()
 
 _TELL_SECONDS = 10.0
 """After which it is told that ranks wait for room."""
@@ -49,8 +56,8 @@ class RayCrew:
 
     memory = None
 
-    def __init__(self, config: EngineConfig, layout: Layout, seconds: float = PLACE_SECONDS) -> None:
-        self._layout, self._seconds = layout, seconds
+    def __init__(self, config: EngineConfig, layout: Layout, patience: Patience = PATIENCE) -> None:
+        self._layout, self._patience = layout, patience
         self._actors: list[Actor] = []
         self._served: list[Any] = []
         self._lines: dict[int, Connection] = {}
@@ -101,23 +108,22 @@ class RayCrew:
 
     def _placed(self, asked: Share) -> list[Place]:
         """Every rank's place, once the cluster has room for all."""
-        self._group = group = placement_group([asked.bundle] * self._layout.world, strategy="PACK")
-        if not self._within(self._seconds, lambda seconds: group.wait(seconds), self._wanted(asked)):
-            raise Unavailable(f"{self._wanted(asked)}: it had no room for {self._seconds:g} s{_free()}")
-        nodes, known = placement_group_table(group)["bundles_to_node_id"], hosts()
+        self._group = placement_group([asked.bundle] * self._layout.world, strategy="PACK")
+        self._wait_for_room(f"{self._layout} want {asked} each of the Ray cluster")
+        nodes, known = placement_group_table(self._group)["bundles_to_node_id"], hosts()
         try:
             return places([known[nodes[bundle]] for bundle in range(self._layout.world)])
         except KeyError as lost:
-            raise Unavailable(f"{self._wanted(asked)}: a machine left while they were placed") from lost
+            raise Unavailable("a machine left the Ray cluster while ranks were placed") from lost
 
-    def _within(self, seconds: float, wait: Callable[[float], bool], wanted: str) -> bool:
-        if wait(min(seconds, _TELL_SECONDS)):
-            return True
-        log.warning("%s: waiting for room%s", wanted, _free())
-        return wait(max(0.0, seconds - _TELL_SECONDS))
-
-    def _wanted(self, asked: Share) -> str:
-        return f"{self._layout} want {asked} each of the Ray cluster"
+    def _wait_for_room(self, wanted: str) -> None:
+        if self._group.wait(min(self._patience.room, _TELL_SECONDS)):
+            return
+        if (left := self._patience.room - _TELL_SECONDS) > 0.0:
+            log.warning("%s: waiting for room; %s", wanted, _free())
+            if self._group.wait(left):
+                return
+        raise Unavailable(f"{wanted}: it had no room for {self._patience.room:g} s; {_free()}")
 
     def _start(self, config: EngineConfig, asked: Share, rank: int, place: Place) -> None:
         seat = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place.bundle)
@@ -133,7 +139,7 @@ class RayCrew:
 
     def _meet(self) -> None:
         """Have a line to every rank."""
-        deadline = monotonic() + self._seconds
+        deadline = monotonic() + self._patience.join
         while len(self._lines) < self._layout.world:
             if called := self._gate.accept(min(_LOOK_SECONDS, max(0.0, deadline - monotonic()))):
                 self._lines[called.rank] = called.line
@@ -141,7 +147,9 @@ class RayCrew:
             absent = [rank for rank in range(self._layout.world) if rank not in self._lines]
             self._check_alive(absent)
             if monotonic() >= deadline:
-                raise Unavailable(f"{', '.join(map(self._named, absent))} did not join within {self._seconds:g} s")
+                raise Unavailable(
+                    f"{', '.join(map(self._named, absent))} did not join within {self._patience.join:g} s"
+                )
 
     def _check_alive(self, absent: Sequence[int]) -> None:
         for rank in absent:
@@ -159,8 +167,7 @@ def _running(served: list[Any], seconds: float) -> list[Any]:
 
 
 def _free() -> str:
-    said = ", ".join(f"{amount:g} {kind}" for kind, amount in resources(free=True).items())
-    return f"; {said} are free"
+    return ", ".join(f"{amount:g} {kind}" for kind, amount in resources(free=True).items()) + " are free"
 
 
 def _reason(served: Any) -> str:

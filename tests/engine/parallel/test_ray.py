@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -26,7 +27,8 @@ from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
 from charonia.engine.executor.inline import InlineExecutor
 from charonia.engine.messages import Add
 from charonia.engine.parallel.layout import Layout
-from charonia.engine.parallel.ray_crew import RayCrew
+from charonia.engine.parallel.ray_crew import Patience, RayCrew
+from charonia.engine.parallel.tcp import Gate, Ticket
 
 SECONDS = 60.0
 """Anything here may take so long on a machine that is busy with something else."""
@@ -66,12 +68,7 @@ class Machines:
 
     def ranks(self) -> dict[int, int]:
         """Every process that is a rank, and the raylet that started it."""
-        return {
-            pid: raylet
-            for raylet in self.raylets()
-            for pid in children(raylet)
-            if name(pid) == "charonia-rank" and "RankActor" in title(pid)
-        }
+        return {pid: raylet for raylet in self.raylets() for pid in children(raylet) if "RankActor" in title(pid)}
 
     def groups(self) -> list[str]:
         """The placement groups that are not removed."""
@@ -212,20 +209,32 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 def test_ranks_for_which_there_is_no_room_are_told(config: Callable[..., EngineConfig], machines: Machines) -> None:
-    message = (
-        r"^4 ranks \(tensor 4, pipeline 1\) want 1 CPU each of the Ray cluster: it had no room for 0.5 s; 2 CPU, 0 GPU"
-    )
-    with pytest.raises(Unavailable, match=message):
-        RayCrew(config(4), Layout(4), seconds=0.5)
+    wanted = r"^4 ranks \(tensor 4, pipeline 1\) want 1 CPU each of the Ray cluster"
+    with pytest.raises(Unavailable, match=wanted + r": it had no room for 0.5 s; \d CPU, 0 GPU are free$"):
+        RayCrew(config(4), Layout(4), Patience(room=0.5))
     assert machines.groups() == []
 
 
-def test_ranks_that_do_not_join_are_named(config: Callable[..., EngineConfig], machines: Machines) -> None:
-    """A process takes longer to start."""
+async def test_ranks_that_do_not_join_are_named(
+    config: Callable[..., EngineConfig], machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They call one who never answers."""
     message = r"^rank 0 of 2 on 127.0.0.1, rank 1 of 2 on 127.0.0.1 did not join within 0.2 s$"
-    with pytest.raises(Unavailable, match=message):
-        RayCrew(config(), Layout(2), seconds=0.2)
-    assert machines.groups() == []
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        port = deaf.getsockname()[1]
+        monkeypatch.setattr(Gate, "ticket", lambda gate, rank: Ticket("127.0.0.1", port, bytes(32), rank))
+        with pytest.raises(Unavailable, match=message):
+            RayCrew(config(), Layout(2), Patience(join=0.2))
+        await until(lambda: not machines.ranks() and not machines.groups())
+
+
+async def test_ranks_that_cannot_call_say_why(
+    config: Callable[..., EngineConfig], machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Gate, "ticket", lambda gate, rank: Ticket("127.0.0.1", 1, bytes(32), rank))
+    with pytest.raises(Unavailable, match=r"^rank [01] of 2 on 127.0.0.1 did not start: ConnectionRefusedError: "):
+        RayCrew(config(), Layout(2))
+    await until(lambda: not machines.ranks() and not machines.groups())
 
 
 @pytest.mark.parametrize(
@@ -251,17 +260,9 @@ def children(pid: int) -> list[int]:
         return []
 
 
-def name(pid: int) -> str:
-    return read(f"/proc/{pid}/comm").strip()
-
-
 def title(pid: int) -> str:
-    return read(f"/proc/{pid}/cmdline")
-
-
-def read(path: str) -> str:
     """Nothing of a process that is gone."""
     try:
-        return Path(path).read_text()
+        return Path(f"/proc/{pid}/cmdline").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return ""
