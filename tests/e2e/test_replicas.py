@@ -39,10 +39,9 @@ def test_a_lost_replica_takes_only_its_own_streams(serve: Any, root: Path) -> No
     checkpoint = root / "examples" / "model_repository" / "demo" / "1"
     flags = ["--served-model-name", "demo", "--data-parallel-size", "2", "--kv-cache-blocks", "512"]
     with serve(str(checkpoint), *flags) as server, ExitStack() as stack:
+        lost, kept = server.cores()
         streams = [stack.enter_context(stream(server, prompt)) for prompt in PROMPTS]
         texts = [next(events)["text_output"] for events in streams]
-        assert metric(server, "charonia_requests_running") == 2
-        lost, kept = server.cores()
         os.kill(lost, signal.SIGKILL)
         ends = [list(events) for events in streams]
         broken = ["error" in events[-1] for events in ends]
