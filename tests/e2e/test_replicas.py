@@ -39,6 +39,7 @@ def test_a_lost_replica_takes_only_its_own_streams(serve: Any, root: Path) -> No
     checkpoint = root / "examples" / "model_repository" / "demo" / "1"
     flags = ["--served-model-name", "demo", "--data-parallel-size", "2", "--kv-cache-blocks", "512"]
     with serve(str(checkpoint), *flags) as server, ExitStack() as stack:
+        assert server.status("/v2/health/ready") == 200
         lost, kept = server.cores()
         streams = [stack.enter_context(stream(server, prompt)) for prompt in PROMPTS]
         texts = [next(events)["text_output"] for events in streams]
