@@ -28,7 +28,16 @@ from charonia.engine.options import EngineOptions, engine_config
 from charonia.engine.parameters import parse
 from charonia.engine.trtllm.options import TrtllmOptions
 
-PAGES = ("README.md", "operating.md", "tensorrt-llm.md", "metrics.md", "clients.md", "architecture.md", "benchmarks.md")
+PAGES = (
+    "README.md",
+    "operating.md",
+    "tensorrt-llm.md",
+    "metrics.md",
+    "clients.md",
+    "architecture.md",
+    "performance.md",
+    "benchmarks.md",
+)
 OTHERS = ("README.md", "CONTRIBUTING.md", "examples/README.md")
 MANNERS = ("streaming", "exclude_input_from_output")
 """Other names of what does not choose tokens."""
