@@ -8,12 +8,12 @@ import logging
 import select
 import signal
 from collections.abc import Callable
-from multiprocessing import get_context, resource_tracker
+from multiprocessing import get_context
 from typing import Any
 
 import msgspec
 
-from ..core.child import PARENTS_SIGNALS
+from ..core.child import start_deaf
 from .isolated_messages import FromInstance, Said, ToInstance
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Link:
         self.lost = False
         atexit.register(self.kill)
         try:
-            self._spawn()
+            start_deaf(self._process)
         except BaseException:
             atexit.unregister(self.kill)
             self._connection.close()
@@ -91,15 +91,6 @@ class Link:
             self._process.join()
         self._process.close()
         atexit.unregister(self.kill)
-
-    def _spawn(self) -> None:
-        # It begins deaf to what stops servers: signals may reach the whole group.
-        resource_tracker.ensure_running()  # it is started with the first process, and would make this one hear again
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
-        try:
-            self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _receive(self) -> FromInstance:
         # Processes that the model started may hold the connection open.

@@ -1,15 +1,26 @@
-"""What a process of ours owes the one that started it: not to outlive it, and to leave the signals to it."""
+"""Starts processes of ours, and says what they owe who started them: not to outlive it, to leave the signals to it."""
 
 import os
 import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import connection, parent_process
+from multiprocessing import connection, parent_process, resource_tracker
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 PARENTS_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 """Ctrl-C and service managers signal the whole group: the frontend decides what that means to everybody else."""
+
+
+def start_deaf(process: BaseProcess) -> None:
+    """Start it deaf to what stops servers: signals may reach the whole group before it has left them to its parent."""
+    resource_tracker.ensure_running()  # it is started with the first process, and would make this one hear again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def leave_signals_to_parent() -> None:

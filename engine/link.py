@@ -6,17 +6,15 @@ Knows nothing of requests. Used once; a restart makes a new link, so no message 
 import asyncio
 import atexit
 import multiprocessing
-import signal
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
-from multiprocessing import resource_tracker
 from tempfile import TemporaryDirectory
 
 import msgspec
 import zmq
 
-from ..core.child import PARENTS_SIGNALS
+from ..core.child import start_deaf
 from .config import EngineConfig
 from .messages import FromCore, Shutdown, ToCore
 from .process import main
@@ -54,7 +52,7 @@ class CoreLink:
             self._process = multiprocessing.get_context("spawn").Process(
                 target=main, args=(config, directory), name="charonia-core"
             )
-            self._spawn()
+            start_deaf(self._process)
             self._belongings = belongings.pop_all()
         atexit.register(self._abandon)
         self._listen()
@@ -101,15 +99,6 @@ class CoreLink:
             socket.close()
             raise
         return socket
-
-    def _spawn(self) -> None:
-        # A core begins deaf to what stops servers: signals may reach the whole group, and the frontend decides.
-        resource_tracker.ensure_running()  # it is started with the first process, and would make this one hear again
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
-        try:
-            self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _listen(self) -> None:
         self._loop.add_reader(self._inbox.FD, self._hear)

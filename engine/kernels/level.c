@@ -1,8 +1,4 @@
-#include "level.h"
-
-#ifdef _OPENMP
-#include <omp.h>
-#endif
+#include "team.h"
 
 static int chosen = -1;
 
@@ -38,11 +34,4 @@ EXPORT int charonia_limit(int level)
 }
 
 /* Threads that a parallel region started here would have. */
-EXPORT int charonia_threads(void)
-{
-#ifdef _OPENMP
-    return omp_get_max_threads();
-#else
-    return 1;
-#endif
-}
+EXPORT int charonia_threads(void) { return omp_get_max_threads(); }
