@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.errors import CharoniaError
-from .budget import Budget
+from .budget import Budget, Memory
 from .builder import BackendSettings, Builder
 from .catalog import Catalog
 from .effects import idle_fields
@@ -35,7 +35,7 @@ def report(repository: Path, options: CheckOptions) -> int:
     """
     backends = BackendSettings.parse(options.backend_config)
     # Where it will be served there may be more memory than here.
-    builder = Builder(backends, not options.disable_auto_complete_config, Budget(lambda: sys.maxsize))
+    builder = Builder(backends, not options.disable_auto_complete_config, Budget(Memory(lambda: sys.maxsize)))
     catalog = Catalog([repository], config_name=options.model_config_name)
     status = 0
     for finding in check_repository(catalog, builder):

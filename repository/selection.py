@@ -75,7 +75,8 @@ def select(
     if single is None:
         _refuse_for_repository(options, engine, repositories)
     catalog = Catalog(repositories, single, options.model_config_name)
-    backends, budget = BackendSettings.parse(options.backend_config), Budget(limit=options.memory_limit)
+    backends = BackendSettings.parse(options.backend_config)
+    budget = Budget.of_machine(options.memory_limit, options.gpu_memory_limit)
     builder = Builder(backends, not options.disable_auto_complete_config, budget, quantiles)
     return Selection(catalog, builder, options, single is not None and not repositories)
 
