@@ -21,6 +21,7 @@ from .api.http_options import HttpOptions
 from .api.keys import KeyOptions, Keyring, read_keys
 from .api.options import ServerOptions, true
 from .api.tls import KeyPair, key_pair
+from .core import garbage
 from .core.errors import CharoniaError, InvalidArgument
 from .core.logs import logging_as
 from .core.metrics_config import MetricsConfig, read_metrics_config
@@ -236,6 +237,7 @@ async def _serve(plan: _Plan, hub: "Hub", grpc: "GrpcServer", ports: "Ports", st
     options, entry = plan.server, plan.entry
     app = build_app(hub, _info(options), entry.keys, entry.rules)
     doors = Servers(HttpServer(app, ports.http, access_log=True, tls=entry.tls), grpc)
+    garbage.settle()
     await doors.start()
     print(f"gRPC on {reachable(plan.grpc.grpc_address, grpc.port)}")
     say_ready(hub, url(options.http_address, ports.http.getsockname()[1], entry.tls is not None), bool(entry.keys))
