@@ -233,3 +233,15 @@ def test_parameters_are_tritons(version: Path, described: Describe) -> None:
     with pytest.raises(InvalidArgument) as caught:
         load(version, described(document(["value"], ["same"])), INTRA_OP_THREAD_COUNT="many")
     assert caught.value.field == "INTRA_OP_THREAD_COUNT"
+
+
+def test_unloading_gives_back_what_torch_keeps_of_a_gpu(
+    version: Path, described: Describe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the weights are gone, and not before."""
+    script(Same(), version / "model.pt")
+    runtime: Any = load(version, described(document(["INPUT__0"], ["OUTPUT__0"])))
+    left: list[object] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: left.append(runtime._opened))
+    runtime.close()
+    assert left == [None]
