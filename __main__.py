@@ -4,11 +4,9 @@ Heavy imports wait until they are needed: `charonia --help` is for people.
 """
 
 import asyncio
-import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, closing, nullcontext
+from contextlib import AbstractAsyncContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,6 +21,7 @@ from .api.http_options import HttpOptions
 from .api.keys import KeyOptions, Keyring, read_keys
 from .api.options import ServerOptions, true
 from .api.tls import KeyPair, key_pair
+from .core import garbage
 from .core.errors import CharoniaError, InvalidArgument
 from .core.logs import logging_as
 from .core.metrics_config import MetricsConfig, read_metrics_config
@@ -31,21 +30,20 @@ from .engine.options import EngineOptions
 from .repository.options import CheckOptions, RepositoryOptions
 
 if TYPE_CHECKING:
-    import socket
-
     from .api.grpc_server import GrpcServer
     from .api.http_rules import HttpRules
     from .api.metadata import ServerInfo
     from .api.metrics import Source
-    from .api.server import Servers, StopSignals
+    from .api.ports import Ports
+    from .api.server import StopSignals
     from .core.commons import Commons
     from .core.log_settings import Logs
+    from .core.looplag import LoopLag
     from .core.otlp import Tracer
+    from .core.trace_file import TraceFile
     from .repository.gateway import Hub
     from .repository.selection import Selection
     from .repository.startup import Keeper
-
-log = logging.getLogger("charonia.main")
 
 app = App(name="charonia", version=__version__, help="A streaming, LLM-centric inference server.")
 
@@ -76,9 +74,9 @@ def serve(
             tls_files(grpc)  # what is wrong with them is told before anything is loaded
             metrics = read_metrics_config(server.metrics_config)
             selection = _select(model, repository, engine, metrics)
-            plan = _Plan(selection, server, grpc, _rules(http), read_keys(access), metrics, _tls(server))
+            plan = _Plan(selection, _commons(server, logs), server, grpc, _entry(server, http, access), metrics)
             with tracing(endpoint_of(server.otlp_traces_endpoint, os.environ), __version__) as tracer:
-                return uvloop.run(_run(plan, tracer, _commons(server, logs)))
+                return uvloop.run(_run(plan, tracer))
         except CharoniaError as error:
             print(f"charonia: {error.message}", file=sys.stderr)
             return 1
@@ -121,16 +119,24 @@ def _check_repository(repository: str | None, options: CheckOptions) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class _Entry:
+    """Who may come in over HTTP or gRPC, and how."""
+
+    keys: Keyring
+    rules: "HttpRules"
+    tls: KeyPair | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Plan:
     """What to serve and how."""
 
     selection: "Selection"
+    commons: "Commons"
     server: ServerOptions
     grpc: GrpcOptions
-    rules: "HttpRules"
-    keys: Keyring
+    entry: _Entry
     metrics: MetricsConfig
-    tls: KeyPair | None = None
 
 
 def _select(
@@ -150,36 +156,31 @@ def _commons(options: ServerOptions, logs: "Logs") -> "Commons":
     return Commons(Regions(true(options.allow_client_shm)), logs, Traces(read_trace_config(options.trace_config)))
 
 
-async def _run(plan: _Plan, tracer: "Tracer | None", commons: "Commons") -> int:
-    from .api.server import StopSignals, bind
-    from .core.looplag import LoopLag
-    from .core.records import write_record
-    from .core.trace_file import TraceFile
-    from .repository.gateway import Hub
+def _entry(server: ServerOptions, http: HttpOptions, access: KeyOptions) -> _Entry:
+    from .api.http_rules import read_rules
 
-    options = plan.server
-    lag = LoopLag(options.max_loop_lag_secs)
-    # The tracer first: the record names the trace.
-    traces = TraceFile(commons.traces)
-    witnesses = (write_record, traces) if tracer is None else (tracer, write_record, traces)
-    hub = Hub(true(options.strict_readiness), lambda: not lag.stuck, witnesses, commons, plan.selection.builder)
+    tls = key_pair(server.http_server_cert, server.http_server_key, "--http-server")
+    return _Entry(read_keys(access), read_rules(http), tls)
+
+
+async def _run(plan: _Plan, tracer: "Tracer | None") -> int:
+    """Serve; the status to exit with."""
+    from .api.ports import reserved
+    from .api.server import StopSignals
+    from .core.looplag import LoopLag
+    from .core.trace_file import TraceFile
+
+    lag, traces = LoopLag(plan.server.max_loop_lag_secs), TraceFile(plan.commons.traces)
+    hub = _hub(plan, lag, traces, tracer)
     keeper = plan.selection.keeper(hub)
-    with (
-        bind(options.http_address, options.http_port, "--http-port") as sock,
-        bind(plan.grpc.grpc_address, plan.grpc.grpc_port, "--grpc-port") as rpc,
-        _metrics_socket(options) as metrics,
-        StopSignals() as stop,
-        lag,
-        closing(traces),
-    ):
-        loading = asyncio.create_task(_load(plan.selection, keeper, stop, true(options.exit_on_error)))
+    with reserved(plan.server, plan.grpc) as ports, StopSignals() as stop, lag, closing(traces):
+        loading = asyncio.create_task(_load(plan, keeper, stop))
         try:
-            grpc = await _grpc_door(plan, hub, rpc)
+            grpc = await _grpc_door(plan, hub, ports)
             if not await loading:
                 return 0 if stop.asked.is_set() else 1
-            sources = hub.measure, lag.measure, *_machine(options)
-            async with _metrics(plan, metrics, sources), plan.selection.kept(keeper):
-                await _serve(plan, hub, sock, grpc, stop)
+            async with _metrics_served(plan, (hub.measure, lag.measure), ports), plan.selection.kept(keeper):
+                await _serve(plan, hub, grpc, ports, stop)
             return 0
         finally:
             loading.cancel()
@@ -187,111 +188,66 @@ async def _run(plan: _Plan, tracer: "Tracer | None", commons: "Commons") -> int:
             await hub.unload()
 
 
-async def _grpc_door(plan: _Plan, hub: "Hub", sock: "socket.socket") -> "GrpcServer":
+def _hub(plan: _Plan, lag: "LoopLag", traces: "TraceFile", tracer: "Tracer | None") -> "Hub":
+    from .core.records import write_record
+    from .repository.gateway import Hub
+
+    # The tracer first: the record names the trace.
+    witnesses = (write_record, traces) if tracer is None else (tracer, write_record, traces)
+    strict = true(plan.server.strict_readiness)
+    return Hub(strict, lambda: not lag.stuck, witnesses, plan.commons, plan.selection.builder)
+
+
+async def _load(plan: _Plan, keeper: "Keeper", stop: "StopSignals") -> bool:
+    """Whether there is something to serve, and still someone who wants it."""
+    from .api.server import first_of
+
+    loading = asyncio.create_task(plan.selection.load(keeper, strict=true(plan.server.exit_on_error)))
+    await first_of(loading, stop.asked.wait())
+    return not stop.asked.is_set() and loading.result()
+
+
+async def _grpc_door(plan: _Plan, hub: "Hub", ports: "Ports") -> "GrpcServer":
     """Made while models load, which begins first; imports of what all doors need go on beside it."""
     await asyncio.sleep(0)
     await asyncio.to_thread(_import_doors)
     from .api.grpc_server import GrpcServer
 
-    return GrpcServer(hub, _info(plan.server), plan.grpc, sock, plan.keys)
+    return GrpcServer(hub, _info(plan.server), plan.grpc, ports.grpc, plan.entry.keys)
 
 
 def _import_doors() -> None:
-    from .api import app, grpc_server, metrics  # noqa: F401
+    from .api import app, grpc_server, metrics_server, serving  # noqa: F401
 
 
-def _metrics_socket(options: ServerOptions) -> "AbstractContextManager[socket.socket | None]":
-    from .api.server import bind
+def _metrics_served(plan: _Plan, sources: "tuple[Source, ...]", ports: "Ports") -> AbstractAsyncContextManager[None]:
+    from .api.metrics import build_registry
+    from .api.metrics_server import metrics_served, of_machine
 
-    if not true(options.allow_metrics):
-        return nullcontext()
-    return bind(options.metrics_address or options.http_address, options.metrics_port, "--metrics-port")
-
-
-def _machine(options: ServerOptions) -> "Iterator[Source]":
-    """What is measured of the machine."""
-    from .core.gpus import Gpus
-    from .core.machine import Machine
-
-    if true(options.allow_cpu_metrics):
-        yield Machine().measure
-    if true(options.allow_gpu_metrics):
-        yield Gpus().measure
+    vllm = plan.server.metrics_names == "vllm"
+    registry = build_registry((*sources, *of_machine(plan.server)), vllm, plan.metrics.hidden)
+    return metrics_served(registry, ports.metrics)
 
 
-@asynccontextmanager
-async def _metrics(plan: _Plan, sock: "socket.socket | None", sources: "Iterable[Source]") -> AsyncIterator[None]:
-    """Serve metrics meanwhile, if somebody wants them."""
-    from .api.metrics import MetricsApp, build_registry
-    from .api.server import HttpServer
-
-    if sock is None:
-        yield
-        return
-    registry = build_registry(sources, plan.server.metrics_names == "vllm", plan.metrics.hidden)
-    server = HttpServer(MetricsApp(registry), sock, access_log=False)
-    await server.start()
-    print(f"Metrics on {url(*sock.getsockname()[:2])}/metrics")
-    try:
-        yield
-    finally:
-        await server.stop(force=True)
-
-
-async def _load(selection: "Selection", keeper: "Keeper", stop: "StopSignals", strict: bool) -> bool:
-    """Whether there is something to serve, and still someone who wants it. `strict`: all of it, or nothing."""
-    from .api.server import first_of
-    from .repository.display import Display
-
-    with Display() as display:
-        loading = asyncio.create_task(keeper.start(selection.names, display))
-        await first_of(loading, stop.asked.wait())
-    if stop.asked.is_set():
-        return False
-    if not loading.result() and strict and not selection.single:
-        print("charonia: a model failed to load; --exit-on-error=false serves the others", file=sys.stderr)
-    return loading.result() or not (strict or selection.single)
-
-
-async def _serve(plan: _Plan, hub: "Hub", sock: "socket.socket", grpc: "GrpcServer", stop: "StopSignals") -> None:
+async def _serve(plan: _Plan, hub: "Hub", grpc: "GrpcServer", ports: "Ports", stop: "StopSignals") -> None:
     from .api.app import build_app
-    from .api.server import HttpServer, Servers, first_of
+    from .api.server import HttpServer, Servers
+    from .api.serving import serve
 
-    options = plan.server
-    door = build_app(hub, _info(options), plan.keys, plan.rules)
-    http = HttpServer(door, sock, access_log=True, tls=plan.tls)
-    server = Servers(http, grpc)
-    await server.start()
+    options, entry = plan.server, plan.entry
+    app = build_app(hub, _info(options), entry.keys, entry.rules)
+    doors = Servers(HttpServer(app, ports.http, access_log=True, tls=entry.tls), grpc)
+    garbage.settle()
+    await doors.start()
     print(f"gRPC on {reachable(plan.grpc.grpc_address, grpc.port)}")
-    say_ready(hub, url(options.http_address, sock.getsockname()[1], plan.tls is not None), bool(plan.keys))
-    await first_of(stop.asked.wait(), server.ended())
-    await _drain(hub, server, stop, options.exit_timeout_secs)
-
-
-async def _drain(hub: "Hub", server: "Servers", stop: "StopSignals", seconds: float) -> None:
-    """Refuse what is new, let finish what runs; then, or when someone insists, stop."""
-    from .api.server import first_of
-
-    hub.exit()
-    log.info("shutting down: up to %g s for running requests; another signal forces", seconds)
-    await first_of(hub.drained(), stop.insisted.wait(), timeout=seconds)
-    await server.stop(force=hub.running > 0)
+    say_ready(hub, url(options.http_address, ports.http.getsockname()[1], entry.tls is not None), bool(entry.keys))
+    await serve(hub, doors, stop, options.exit_timeout_secs)
 
 
 def _info(options: ServerOptions) -> "ServerInfo":
     from .api.metadata import ServerInfo
 
     return ServerInfo(options.id, __version__, options.http_max_input_size)
-
-
-def _rules(options: HttpOptions) -> "HttpRules":
-    from .api.http_rules import read_rules
-
-    return read_rules(options)
-
-
-def _tls(options: ServerOptions) -> KeyPair | None:
-    return key_pair(options.http_server_cert, options.http_server_key, "--http-server")
 
 
 def main() -> None:

@@ -2,10 +2,9 @@
 
 Decode steps of so many sequences, and the prompt's step before them, taken apart: the layers' matrix products,
 attention, norms and gates as the C program times them, the head, and what is left (rows, embedding, sampling, Python).
-Of every part the fastest try counts. `least` is what the machine's limits allow, measured in the same run.
+Of all steps the fastest counts, with its parts. `least` is what the machine's limits allow, measured in the same run.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,6 @@ from unittest.mock import patch
 import numpy as np
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -39,7 +37,7 @@ app = App(name="python -m charonia.bench.gap", help=__doc__)
 
 
 class Step(NamedTuple):
-    """Steps of so many tokens: seconds of each part, the best of all tries, and of the whole."""
+    """A step of so many tokens: seconds of each part, and of the whole."""
 
     tokens: int
     parts: dict[str, float]
@@ -51,34 +49,29 @@ class Step(NamedTuple):
 
 
 class Watch:
-    """Keeps the best time of everything that is timed, by the step's tokens."""
+    """Keeps of all steps with as many tokens the fastest, with its parts as they were in it."""
 
     def __init__(self) -> None:
-        self._best: dict[int, NDArray[np.float64]] = {}
-        self._kinds: dict[int, NDArray[np.int64]] = {}
-        self._heads: dict[int, float] = defaultdict(lambda: float("inf"))
-        self._wholes: dict[int, float] = defaultdict(lambda: float("inf"))
-        self._tokens, self._began = 0, 0.0
+        self._best: dict[int, Step] = {}
+        self._tokens, self._began, self._head = 0, 0.0, 0.0
 
     def see(self, run: Timed) -> None:
-        """The layers of a step are done: the one before ended as long ago as this one took."""
+        """The layers of a step are done, and were of the one before when it began: between lie that one's head and
+        sampling, and these layers."""
         now = perf_counter()
         if self._tokens == run.tokens:
-            self._wholes[run.tokens] = min(self._wholes[run.tokens], now - self._began)
-        self._tokens, self._began = run.tokens, now
-        best = self._best.get(run.tokens)
-        self._best[run.tokens] = run.seconds if best is None else np.minimum(best, run.seconds)
-        self._kinds[run.tokens] = run.kinds
+            whole = now - self._began
+            if run.tokens not in self._best or whole < self._best[run.tokens].whole:
+                parts = {name: float(run.seconds[run.kinds == kind].sum()) for name, kind in PARTS.items()}
+                self._best[run.tokens] = Step(run.tokens, {**parts, "head": self._head}, whole)
+        self._tokens, self._began, self._head = run.tokens, now, 0.0
 
     def see_head(self, seconds: float) -> None:
-        self._heads[self._tokens] = min(self._heads[self._tokens], seconds)
+        self._head = seconds
 
     def steps(self) -> Iterator[Step]:
         """Those of which one followed another."""
-        for tokens, whole in sorted(self._wholes.items()):
-            best, kinds = self._best[tokens], self._kinds[tokens]
-            parts = {name: float(best[kinds == kind].sum()) for name, kind in PARTS.items()}
-            yield Step(tokens, {**parts, "head": self._heads[tokens]}, whole)
+        return (self._best[tokens] for tokens in sorted(self._best))
 
 
 @app.default

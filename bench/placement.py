@@ -46,11 +46,11 @@ def place(checkpoint: Path, threads: int, nice: int, streams: int, busy: int, si
         yield_to_engine(at.pid, nice)
         asked = Asked(at, first_model(at), open_checkpoint(checkpoint).spec.vocab_size)
         jobs = uniform_jobs([0.0] * streams, sizes.prompt, sizes.new)
-        asked.put(jobs[:1], 1)
+        asked.put(jobs[:1])
         meter = CpuMeter(at.pid)
         with tokenizing(at, asked.model, busy):
             meter.start()
-            outcome = asked.put(jobs, 2, concurrency=streams)
+            outcome = asked.put(jobs, concurrency=streams)
             cores = meter.cores()
     itl, slow = np.percentile(steady_gaps(outcome.records), (50, 99))
     return Placed(speed(outcome), float(itl), float(slow), cores)

@@ -104,7 +104,7 @@ async def _ask_on(client: EngineClient, waiting: Iterator[list[int]], answer: in
     """Ask one question after another; how long each first token took goes into `times`."""
     for prompt in waiting:
         began, finish = time.perf_counter(), None
-        with client.open(Add(client=0, key=0, prompt=prompt, max_tokens=answer, temperature=0.0)) as channel:
+        with client.open(Add(client=0, key=0, prompt=prompt, max_tokens=answer)) as channel:
             _, _, finish, _ = await channel.read()
             times.append(time.perf_counter() - began)
             while finish is None:

@@ -4,8 +4,9 @@ prompts that no long one delays, prefixes that are computed once.
 Each trial asks a server that runs and returns its ratio, the same work with and without what is examined, in turns.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count, islice
 from statistics import median
 from typing import Annotated, NamedTuple, TypeAlias
 
@@ -23,7 +24,6 @@ from .load_worker import Load, Outcome, Target, run
 from .serve_server import Place
 
 Log: TypeAlias = Callable[[str], None]
-_WARM_SEED = 1 << 30
 _Positive = Parameter(validator=Number(gt=0))
 
 
@@ -70,22 +70,31 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A server, the model to ask there, and the ids that prompts are made of."""
+    """A server, the model to ask there, the ids that prompts are made of, and seeds: with one of its own a load shares
+    no prompt with what was asked before."""
 
     place: Place
     model: str
     vocab: int
+    seeds: Iterator[int] = field(default_factory=count)
 
     def put(
-        self, jobs: Sequence[Job], seed: int, *, concurrency: int = 0, shared: int = 0, warm_up: int = 0
+        self,
+        jobs: Sequence[Job],
+        *,
+        seed: int | None = None,
+        concurrency: int = 0,
+        shared: int = 0,
+        warm_up: int = 0,
     ) -> Outcome:
-        """A load in a process of its own, after `warm_up` requests like it; all requests ended well.
+        """A load in a process of its own, after `warm_up` requests like it; all requests ended well. Its prompts are
+        new, or those of `seed`.
 
         Raises:
             Unavailable: one did not.
         """
         target = Target(host=self.place.host, port=self.place.http_port, door="completions", manner=Manner(self.model))
-        prompts = Prompts(vocab=self.vocab, shared=shared, seed=seed)
+        prompts = Prompts(vocab=self.vocab, shared=shared, seed=next(self.seeds) if seed is None else seed)
         (outcome,) = run(
             Load(target=target, jobs=list(jobs), prompts=prompts, pace=Pace(concurrency=concurrency), warm_up=warm_up)
         )
@@ -110,10 +119,10 @@ def throughput(asked: Asked, engine: Contender, sizes: Sizes, cores: int, log: L
     for streams in sizes.streams:
         served, alone = [], []
         jobs = uniform_jobs([0.0] * streams, sizes.prompt, sizes.new)
-        for repeat in range(sizes.repeats):
-            outcome = asked.put(jobs, repeat, concurrency=streams, warm_up=1)
+        for seed in islice(asked.seeds, sizes.repeats):
+            outcome = asked.put(jobs, seed=seed, concurrency=streams, warm_up=1)
             served.append(net(speed(outcome), outcome.cpu / outcome.seconds, cores))
-            ids = [_ids(asked, job, repeat) for job in jobs]
+            ids = [_ids(asked, job, seed) for job in jobs]
             spent = engine.generate(ids, sizes.new)
             alone.append(spent.tokens / spent.seconds)
             log(f"{streams} streams: {speed(outcome):.1f} tokens/s, {served[-1]:.1f} net; engine {alone[-1]:.1f}")
@@ -123,7 +132,7 @@ def throughput(asked: Asked, engine: Contender, sizes: Sizes, cores: int, log: L
 
 
 def _warm(asked: Asked) -> None:
-    asked.put(uniform_jobs([0.0], 16, 2), _WARM_SEED)
+    asked.put(uniform_jobs([0.0], 16, 2))
 
 
 def net(tokens: float, generator: float, cores: int) -> float:
@@ -143,12 +152,12 @@ def prefill(asked: Asked, sizes: Sizes, log: Log) -> list[Verdict]:
     ratios = []
     running = uniform_jobs([0.0] * sizes.running, sizes.prompt, sizes.running_new)
     _warm(asked)
-    for repeat in range(sizes.repeats):
-        alone = asked.put(running, 2 * repeat).records
+    for _ in range(sizes.repeats):
+        alone = asked.put(running).records
         usual = median(steady_gaps(alone))
         begun, ended = max(record.times[0] for record in alone), min(record.ended for record in alone)
         long = Job(sizes.running, begun + (ended - begun) / 4, sizes.long, 1)
-        slow = float(np.percentile(gaps_during(asked.put([*running, long], 2 * repeat + 1).records, long.index), 99))
+        slow = float(np.percentile(gaps_during(asked.put([*running, long]).records, long.index), 99))
         log(f"gaps of {sizes.running} streams: median {usual * 1e3:.1f} ms, p99 beside a prefill {slow * 1e3:.1f} ms")
         ratios.append(slow / usual)
     return [Verdict(f"p99 ITL beside a {sizes.long}-token prefill, of the median without", median(ratios), 2.0, False)]
@@ -189,9 +198,9 @@ def mixed(asked: Asked, sizes: Sizes, log: Log) -> list[Verdict]:
     shorts = [Job(index, 0.0, length, sizes.new) for index, length in enumerate(lengths)]
     _warm(asked)
     longs = [Job(len(shorts) + index, 0.0, sizes.long, sizes.new) for index in range(sizes.longs)]
-    for repeat in range(sizes.repeats):
-        alone = _median_ttft(asked.put(shorts, 2 * repeat).records, len(shorts))
-        behind = _median_ttft(asked.put([*longs, *shorts], 2 * repeat + 1).records, len(shorts))
+    for _ in range(sizes.repeats):
+        alone = _median_ttft(asked.put(shorts).records, len(shorts))
+        behind = _median_ttft(asked.put([*longs, *shorts]).records, len(shorts))
         log(f"TTFT of {len(shorts)} short prompts: {alone * 1e3:.0f} ms alone, {behind * 1e3:.0f} ms behind long ones")
         ratios.append(behind / alone)
     what = f"p50 TTFT of short prompts behind {sizes.longs} of {sizes.long} tokens, of theirs alone"
@@ -210,10 +219,10 @@ def prefix(asked: Asked, sizes: Sizes, log: Log) -> list[Verdict]:
     """Throughput of prompts with a beginning that is cached already, over that of prompts with nothing in common."""
     ratios = []
     jobs = uniform_jobs([0.0] * sizes.sharing, sizes.shared + _OWN, sizes.new)
-    for repeat in range(sizes.repeats):
+    for _ in range(sizes.repeats):
         # The request that warms up has the same beginning.
-        cached = speed(asked.put(jobs, 2 * repeat, concurrency=sizes.sharing, shared=sizes.shared, warm_up=1))
-        computed = speed(asked.put(jobs, 2 * repeat + 1, concurrency=sizes.sharing, warm_up=1))
+        cached = speed(asked.put(jobs, concurrency=sizes.sharing, shared=sizes.shared, warm_up=1))
+        computed = speed(asked.put(jobs, concurrency=sizes.sharing, warm_up=1))
         log(f"{sizes.shared} tokens of each prompt cached: {cached:.1f} tokens/s, computed: {computed:.1f}")
         ratios.append(cached / computed)
     return [Verdict(f"throughput with {sizes.shared} prompt tokens cached, of that without", median(ratios), 4.0, True)]

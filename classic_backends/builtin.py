@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ..core.errors import InvalidArgument
+from ..core.holding import Share
 from ..core.model import ModelConfig
 from ..core.tensor import TensorSpec
 from .parameters import integer, report_unknown
@@ -100,8 +101,8 @@ class IdentityLoader:
     def uses_gpus(self) -> bool:
         return False
 
-    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> int:
-        return 0
+    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> tuple[Share, ...]:
+        return ()
 
     def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
         return document
@@ -126,8 +127,8 @@ class DecoupledLoader:
     def uses_gpus(self) -> bool:
         return False
 
-    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> int:
-        return 0
+    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> tuple[Share, ...]:
+        return ()
 
     def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
         """`document` with what every such model has where it says nothing of it."""

@@ -12,17 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import InvalidArgument
+from ..core.holding import Share
 from ..core.host import give_back_memory
 from ..core.model import ModelConfig
+from ..core.torch_build import torch_has_cuda
 from ..tokenization.files import read_json
 from ..tokenization.sequences import SequenceTokenizer, TokenSequence
 from .completion import Found, FoundModel, check_fit, completed, is_complete
 from .encoder_files import CrossEncoderFiles, EmbedderFiles, read_encoder
 from .parameters import integer, report_unknown
-from .places import bytes_of, host_instances, threads_each
+from .places import bytes_of, each_instance, threads_each
 from .runtime import Arrays, Document, Place, Runtime, Traits
 from .token_batches import token_batches
-from .torch_build import torch_has_cuda
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,8 +60,8 @@ class EncoderLoader:
     def uses_gpus(self) -> bool:
         return torch_has_cuda()
 
-    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> int:
-        return bytes_of(directory) * host_instances(document)
+    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> tuple[Share, ...]:
+        return each_instance(document, bytes_of(directory))
 
     def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
         if is_complete(document):

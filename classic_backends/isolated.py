@@ -7,10 +7,12 @@ in the server itself. Tensors cross by memory that both sides map, and beside th
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ..core.errors import CharoniaError, Internal, error_of
+from ..core.holding import Share
 from ..core.model import ModelConfig
 from .completion import is_complete
 from .isolated_link import Link, Lost
@@ -27,7 +29,7 @@ from .isolated_messages import (
 )
 from .isolated_process import Origin, Regions, Task, complete, execute
 from .parameters import choice
-from .places import host_instances, read_slots
+from .places import alone, read_slots
 from .region import Region
 from .runtime import Arrays, Document, Place, Runtime, Traits
 
@@ -62,15 +64,15 @@ class Separable(NamedTuple):
     def uses_gpus(self) -> bool:
         return self.origin.find().uses_gpus()
 
-    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> int:
-        """As the backend's own, and for each process the libraries that it imports."""
+    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> tuple[Share, ...]:
+        """As the backend's own, and for each process, which shares nothing, the libraries that it imports."""
         isolated, own = self._read(parameters)
         loader = self.origin.find()
         if not isolated:
             return loader.needs(directory, document, own)
-        alone = {**document, "instance_group": []}  # processes share nothing
-        each = loader.needs(directory, alone, own)
-        return each * host_instances(document) + self.libraries * len(read_slots("", document))
+        places = [slot.place for slot in read_slots("", document)]
+        weights = [loader.needs(directory, alone(document, place), own) for place in places]
+        return (Share(self.libraries * len(places)), *chain.from_iterable(weights))
 
     def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
         """As the backend's own, and as `load`."""

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import CharoniaError, Internal, InvalidArgument, Unsupported
+from ..core.holding import Share
 from ..core.host import give_back_memory
 from ..core.model import ModelConfig
 from .completion import check_fit, completed, is_complete
 from .onnx_options import KNOWN, read_plan
 from .parameters import report_unknown
-from .places import bytes_of, read_slots
+from .places import bytes_of, each_memory, read_slots
 from .runtime import Arrays, Document, Place, Runtime, Traits
 
 if TYPE_CHECKING:
@@ -44,10 +45,10 @@ class OnnxLoader:
         check_fit(config, sessions.describe(session))
         return OnnxRuntime(session, config)
 
-    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> int:
-        """All instances share the weights."""
+    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> tuple[Share, ...]:
+        """The instances on a device share the weights."""
         file = _file(directory, document)
-        return bytes_of(file if file.parent == directory else file.parent)
+        return each_memory(document, bytes_of(file if file.parent == directory else file.parent))
 
     def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
         if is_complete(document):

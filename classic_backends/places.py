@@ -1,10 +1,12 @@
 """Where the instances of a model go: `instance_group` of its config, normalised."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.errors import InvalidArgument
+from ..core.holding import Share
 from ..core.host import cores
 from .runtime import Place
 
@@ -22,29 +24,48 @@ def read_slots(model: str, document: Mapping[str, Any]) -> tuple[Slot, ...]:
     Raises:
         InvalidArgument: none of them would take requests.
     """
-    groups = document.get("instance_group") or [{}]
-    slots = tuple(slot for index, group in enumerate(groups) for slot in _slots(f"{model}_{index}", group))
+    slots = tuple(_all_slots(model, document))
     if all(slot.passive for slot in slots):
         message = f"model '{model}' has no instance that takes requests"
         raise InvalidArgument(message, field="instance_group")
     return slots
 
 
-def host_instances(document: Mapping[str, Any]) -> int:
-    """How many there are, less those on a GPU, whose weights are there."""
-    groups = document.get("instance_group") or [{}]
-    return sum(len(list(_slots("", group))) for group in groups if group.get("kind") != "KIND_GPU")
+def instances(document: Mapping[str, Any]) -> Counter[int | None]:
+    """How many there are on each GPU, and under None all others."""
+    return Counter(slot.place.gpu for slot in _all_slots("", document))
+
+
+def alone(document: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    """The config of a model that has one instance, there."""
+    group = {"kind": place.kind, "gpus": [] if place.gpu is None else [place.gpu]}
+    return {**document, "instance_group": [group]}
+
+
+def each_instance(document: Mapping[str, Any], size: int) -> tuple[Share, ...]:
+    """What a model needs whose instances have `size` bytes of weights each, where they are."""
+    return tuple(Share(size * count, gpu) for gpu, count in instances(document).items())
+
+
+def each_memory(document: Mapping[str, Any], size: int) -> tuple[Share, ...]:
+    """What a model needs whose instances share `size` bytes of weights in each memory that some of them use."""
+    return tuple(Share(size, gpu) for gpu in instances(document))
 
 
 def threads_each(document: Mapping[str, Any]) -> int:
     """How many an instance computes with that has threads of its own: the host's, shared out over the instances."""
-    return max(1, cores().threads // max(1, host_instances(document)))
+    return max(1, cores().threads // max(1, instances(document)[None]))
 
 
 def bytes_of(path: Path) -> int:
     """Of a file, or of all files in a directory; 0 where nothing is."""
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _all_slots(model: str, document: Mapping[str, Any]) -> Iterator[Slot]:
+    groups = document.get("instance_group") or [{}]
+    return (slot for index, group in enumerate(groups) for slot in _slots(f"{model}_{index}", group))
 
 
 def _slots(default_name: str, group: Mapping[str, Any]) -> Iterator[Slot]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from numpy.typing import NDArray
 
+from ..core.holding import Share
 from ..core.model import ModelConfig
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
@@ -29,6 +30,11 @@ class Place:
     device: int = 0
     index: int = 0
     name: str = ""
+
+    @property
+    def gpu(self) -> int | None:
+        """Whose memory its weights take; None: the host's, or what the model itself chooses."""
+        return self.device if self.kind == "KIND_GPU" else None
 
 
 class Life(Protocol):
@@ -90,9 +96,9 @@ class RuntimeLoader(Protocol):
     def uses_gpus(self) -> bool:
         """Whether what it computes with was built for them."""
 
-    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> int:
-        """Bytes of the host's memory that all instances take at least, by the size of what they load; `document`: the
-        config as it was written."""
+    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> tuple[Share, ...]:
+        """What all instances take at least of each memory, by the size of what they load. `document`: the config as it
+        was written, but for its `instance_group`, which is normalised. One memory may be there several times."""
 
     def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
         """`document` with what it lacks and the model's file tells: `input`, `output` and `max_batch_size`.

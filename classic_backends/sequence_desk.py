@@ -43,8 +43,12 @@ class SequenceDesk:
 
     def remove_worker(self, worker: Worker) -> None:
         """It is lost, and its sequences are. Without another one nobody waits: when there will be one is uncertain."""
+        if worker not in self._hosts:
+            return  # a passive one
         self._roll.remove_host(worker)
-        self._hosts.pop(worker).remove_worker(worker)
+        host = self._hosts.pop(worker)
+        host.remove_worker(worker)
+        host.close()
         if not self._hosts:
             self._refuse(self._roll.clear(), restarting)
 

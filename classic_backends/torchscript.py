@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import Internal, InvalidArgument, Unsupported
+from ..core.holding import Share
 from ..core.host import give_back_memory
 from ..core.model import ModelConfig
+from ..core.torch_build import torch_has_cuda
 from .completion import check_fit, completed, is_complete
 from .parameters import flag, integer, report_unknown
-from .places import bytes_of, host_instances, threads_each
+from .places import bytes_of, each_instance, threads_each
 from .runtime import Arrays, Document, Place, Runtime, Traits
-from .torch_build import torch_has_cuda
 from .torch_names import argument_places, result_places
 
 if TYPE_CHECKING:
@@ -71,8 +72,8 @@ class TorchLoader:
     def uses_gpus(self) -> bool:
         return torch_has_cuda()
 
-    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> int:
-        return bytes_of(_file(directory, document)) * host_instances(document)
+    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> tuple[Share, ...]:
+        return each_instance(document, bytes_of(_file(directory, document)))
 
     def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
         """TorchScript does not tell its tensors' types and shapes, nor does an AOTInductor package."""

@@ -1,18 +1,23 @@
-"""The NVIDIA GPUs at a scrape: Triton's gauges, by the driver's own library.
+"""The NVIDIA GPUs by the driver's own library: which there are, what is free on them, Triton's gauges at a scrape.
 
 Loaded by its name where a driver is installed; no package is needed. Functions and structures are those of NVIDIA's
-NVML API reference. What a GPU, or its driver, does not tell has no series.
+NVML API reference. What a GPU, or its driver, does not tell has no series and limits nothing. Where GPUs differ, CUDA
+counts them as the driver does only with CUDA_DEVICE_ORDER=PCI_BUS_ID.
 """
 
 import ctypes
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import takewhile
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from .metrics import Measurement, Reading
 
 _LIBRARY = "libnvidia-ml.so.1"
 _UUID_BYTES = 96
+_UNLIMITED = 1 << 60
 
 
 class _Utilization(ctypes.Structure):
@@ -35,10 +40,25 @@ class _Gpu(NamedTuple):
     began: int | None
 
 
+def usable_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> tuple[int, ...]:
+    """Numbers of the GPUs here, as this process may use them."""
+    there = len(list(devices.glob("nvidia[0-9]*")))
+    visible = _visible(environment)
+    return tuple(range(there if visible is None else min(there, len(visible))))
+
+
+def _visible(environment: Mapping[str, str]) -> list[str] | None:
+    """What CUDA may see, by the driver's numbers or names, None for everything; an invalid one hides all behind it."""
+    told = environment.get("CUDA_VISIBLE_DEVICES")
+    names = None if told is None else (name.strip() for name in told.split(","))
+    return None if names is None else list(takewhile(lambda name: name not in ("", "-1"), names))
+
+
 class Gpus:
     """Those of this machine; none without a driver."""
 
-    def __init__(self, library: str = _LIBRARY) -> None:
+    def __init__(self, library: str = _LIBRARY, environment: Mapping[str, str] = os.environ) -> None:
+        self._visible = _visible(environment)
         self._nvml: Any = None
         self._gpus: list[_Gpu] = []
         with suppress(OSError, _Refused, AttributeError):
@@ -51,12 +71,30 @@ class Gpus:
         for gpu in self._gpus:
             yield Measurement({"gpu_uuid": gpu.uuid}, tuple(self._readings(gpu)))
 
+    def free(self, number: int) -> int:
+        """Bytes that are free on the GPU that has this number for CUDA in this process."""
+        with suppress(OSError, _Refused, AttributeError, IndexError):
+            return int(self._read("nvmlDeviceGetMemoryInfo", _Memory(), self._handle(number)).free)
+        return _UNLIMITED
+
+    def _handle(self, number: int) -> ctypes.c_void_p:
+        name = str(number) if self._visible is None else self._visible[number]
+        if name.isdecimal():
+            return self._gpus[int(name)].handle
+        named = [gpu.handle for gpu in self._gpus if gpu.uuid.startswith(name)]
+        return named[0] if named else self._find("nvmlDeviceGetHandleByUUID", name.encode())
+
     def _open(self, index: int) -> _Gpu:
-        handle = ctypes.c_void_p()
-        self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
+        handle = self._find("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index))
         uuid = ctypes.create_string_buffer(_UUID_BYTES)
         self._call("nvmlDeviceGetUUID", handle, uuid, ctypes.c_uint(_UUID_BYTES))
         return _Gpu(handle, uuid.value.decode(), self._energy(handle))
+
+    def _find(self, function: str, by: Any) -> ctypes.c_void_p:
+        """The handle of a GPU, or of a part of one that has a name of its own."""
+        handle = ctypes.c_void_p()
+        self._call(function, by, ctypes.byref(handle))
+        return handle
 
     def _readings(self, gpu: _Gpu) -> Iterator[Reading]:
         for readings in (self._utilization, self._memory, self._power, self._limit, self._consumption):

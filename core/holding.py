@@ -1,10 +1,17 @@
-"""What a model holds of the host's memory, and what it was promised and takes bit by bit."""
+"""What a model holds of a memory, the host's or a GPU's; what it was promised of the host's and takes bit by bit."""
 
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 _PROC = Path("/proc")
+
+
+class Share(NamedTuple):
+    """Bytes that a model needs of one memory: of GPU `gpu`, as this process numbers them; None: of the host's."""
+
+    size: int
+    gpu: int | None = None
 
 
 class Holding(NamedTuple):
@@ -20,7 +27,7 @@ class Holding(NamedTuple):
 
 @runtime_checkable
 class Holder(Protocol):
-    """Who takes memory as it goes, and knows how much it will be."""
+    """Who takes the host's memory as it goes, and knows how much it will be."""
 
     def holding(self) -> Holding: ...
 

@@ -44,6 +44,7 @@ CHARONIA = (
     Family("charonia_unbatched_requests_total", "counter", "Requests that were executed alone, by why"),
     Family("charonia_event_loop_lag_seconds", "gauge", "Longest recent delay of the frontend's event loop"),
     Family("charonia_model_ready", "gauge", "1 where the model serves, 0 where it does not"),
+    Family("charonia_memory_held_bytes", "gauge", "What the model holds of the host's memory, or of a GPU's"),
     Family("charonia_model_load_failures_total", "counter", "Loads of the model that failed"),
 )
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ..core.errors import InvalidArgument
 from ..core.request import GenerateRequest, SamplingParams
-from ..scheduler.plan import Shaping
+from ..scheduler.plan import RowSampling, Shaping
 from ..tokenization.generation import GenerationDefaults, Sampling, resolve
 from .intake import check_vocabulary
 from .messages import Add, Ready
@@ -37,18 +37,15 @@ def addition(
         InvalidArgument: it asks for what this engine never has.
     """
     check_vocabulary(prompt, engine.vocab_size)
-    asked, sampling = request.sampling, resolve(request.sampling, defaults)
+    sampling = resolve(request.sampling, defaults)
     stops = [token for token in sampling.stop_token_ids if token < engine.vocab_size]
+    shaping = _shaping(request.sampling, sampling, stops, bad_words, engine.vocab_size)
     return Add(
         client=0,
         key=0,
         prompt=prompt,
-        max_tokens=_max_tokens(asked.max_tokens, len(prompt), engine.max_model_len),
-        temperature=min(sampling.temperature, _FLAT),
-        top_k=min(sampling.top_k, engine.vocab_size),
-        top_p=max(sampling.top_p, _ONE_TOKEN),
-        seed=secrets.randbits(63) if asked.seed is None else asked.seed,
-        choice=request.choice,
+        max_tokens=_max_tokens(request.sampling.max_tokens, len(prompt), engine.max_model_len),
+        sampling=_choosing(request, sampling, shaping, engine.vocab_size),
         stop_token_ids=stops,
         priority=min(request.priority, _LEAST_URGENT),
         tenant=_unicode(request.tenant, "tenant"),
@@ -57,9 +54,20 @@ def addition(
         guide=request.guide,
         weight=request.weight,
         timeout=request.timeout,
+    )
+
+
+def _choosing(request: GenerateRequest, sampling: Sampling, shaping: Shaping | None, vocab_size: int) -> RowSampling:
+    seed = request.sampling.seed
+    return RowSampling(
+        temperature=min(sampling.temperature, _FLAT),
+        top_k=min(sampling.top_k, vocab_size),
+        top_p=max(sampling.top_p, _ONE_TOKEN),
+        seed=secrets.randbits(63) if seed is None else seed,
+        choice=request.choice,
         min_p=sampling.min_p,
-        shaping=_shaping(asked, sampling, stops, bad_words, engine.vocab_size),
-        logprobs=asked.logprobs,
+        shaping=shaping,
+        logprobs=request.sampling.logprobs,
     )
 
 

@@ -39,7 +39,7 @@ class Engine:
 
     def capacity(self, neighbours: int = 1) -> Capacity:
         """What there is for this rank's cache, when all `neighbours` that share its memory have loaded."""
-        left = _free_memory(self.place.device, neighbours, self.config.host_memory)
+        left = _free_memory(self.place.device, neighbours, self.config)
         free = left - _working_memory(self.shape, self.config)
         machine = self._machine() if self.place.device.type == "cpu" else ""
         sizes = self.shape.vocab_size, self.place.positions, self.attention.block_bytes
@@ -122,13 +122,15 @@ def _max_tokens(wanted: int | None, own: int) -> int:
     return wanted or own
 
 
-def _free_memory(device: torch.device, neighbours: int, host_memory: int | None) -> int:
-    """Bytes left to each of `neighbours`. Other replicas may be loading still, and take theirs later: of the host's
-    memory no more than `host_memory` is for these, what they have taken already included."""
+def _free_memory(device: torch.device, neighbours: int, config: EngineConfig) -> int:
+    """Bytes left to each of `neighbours`. Other replicas may be loading still, and take theirs later, and other models
+    have what they were promised: no more than what was granted is for these, what they have taken already included."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] // neighbours
-    free = available_memory() // neighbours
-    return free if host_memory is None else min(free, host_memory // neighbours - anonymous_memory())
+        free, granted = torch.cuda.mem_get_info(device)[0], config.gpu_memory
+        taken = torch.cuda.memory_reserved(device) if granted is not None else 0
+    else:
+        free, granted, taken = available_memory(), config.host_memory, anonymous_memory()
+    return free // neighbours if granted is None else min(free // neighbours, granted // neighbours - taken)
 
 
 def _working_memory(shape: Shape, config: EngineConfig) -> int:

@@ -1,11 +1,13 @@
 """What the repository's table of kinds knows of this floor: how to build a language model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from ..core.holding import Share
 from ..core.model import Model
+from ..core.torch_build import torch_has_cuda
 from ..tokenization.files import read_json
 from .llm import LlmModel
 from .options import EngineOptions, engine_config, parse_options
@@ -21,32 +23,38 @@ def language_model(
     parameters: Mapping[str, str],
     on_progress: Callable[[str, float, float, str], None],
     memory: int | None = None,
+    gpu_memory: int | None = None,
 ) -> Model:
-    """A language model over the checkpoint at `path`, which the parameter `model` may replace. `memory`: all the bytes
-    of the host's that it may take, None whatever is free.
+    """A language model over the checkpoint at `path`, which the parameter `model` may replace. `memory`, `gpu_memory`:
+    all the bytes of the host's, and of each GPU's, that it may take; None whatever is free.
 
     Raises:
         InvalidArgument: a parameter is unknown or wrong; the message names it.
     """
     checkpoint, options = _read(path, parameters)
-    config = msgspec.structs.replace(engine_config(checkpoint, options), host_memory=memory)
+    plain = engine_config(checkpoint, options)
+    config = msgspec.structs.replace(plain, host_memory=memory, gpu_memory=gpu_memory)
     return LlmModel(name, version, config, on_progress)
 
 
-def host_memory_needed(path: str, parameters: Mapping[str, str], gpu: bool) -> int:
-    """Bytes of the host's memory for weights, and for a cache whose bytes are given. None of a checkpoint that is to be
-    downloaded yet, on a GPU, and of ranks that Ray places: it knows each machine better.
+def memory_needed(path: str, parameters: Mapping[str, str], gpus: Sequence[int]) -> tuple[Share, ...]:
+    """What weights need, and a cache whose bytes are given: of the host's memory, or of each GPU that has a rank.
+    `gpus`: that are here. Nothing for a checkpoint that is to be downloaded yet, but where it goes; nothing for ranks
+    that Ray places: it knows each machine better.
 
     Raises:
         InvalidArgument: see `language_model`.
     """
     checkpoint, options = _read(path, parameters)
-    placed = options.distributed_executor_backend == "ray"
-    if options.executor == "fake" or placed or not _on_host(options.device or "auto", gpu):
-        return 0
+    if options.executor == "fake" or options.distributed_executor_backend == "ray":
+        return ()
     stored = sum(file.stat().st_size for file in Path(checkpoint).glob("*.safetensors"))
-    each = int(stored * _shrunk(checkpoint, options)) + (options.kv_cache_bytes or 0)
-    return each * (options.data_parallel_size or 1)
+    weights, cache = int(stored * _shrunk(checkpoint, options)), options.kv_cache_bytes or 0
+    replicas = options.data_parallel_size or 1
+    if _on_host(options.device or "auto", gpus):
+        return (Share((weights + cache) * replicas),)
+    ranks = (options.tensor_parallel_size or 1) * (options.pipeline_parallel_size or 1)
+    return tuple(Share(weights // ranks + cache, gpu) for gpu in _taken(options.device or "auto", ranks * replicas))
 
 
 def _read(path: str, parameters: Mapping[str, str]) -> tuple[str, EngineOptions]:
@@ -54,8 +62,15 @@ def _read(path: str, parameters: Mapping[str, str]) -> tuple[str, EngineOptions]
     return settings.pop("model", path), parse_options(settings)
 
 
-def _on_host(device: str, gpu: bool) -> bool:
-    return device == "cpu" or (device == "auto" and not gpu)
+def _on_host(device: str, gpus: Sequence[int]) -> bool:
+    """As torch will find it, which is not imported here."""
+    return device == "cpu" or (device == "auto" and not (gpus and torch_has_cuda()))
+
+
+def _taken(device: str, ranks: int) -> Sequence[int]:
+    """The GPUs of so many ranks: see `device.own_device`."""
+    _, _, number = device.partition(":")
+    return [int(number)] if number.isdecimal() else range(ranks)
 
 
 def _shrunk(checkpoint: str, options: EngineOptions) -> float:

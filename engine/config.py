@@ -56,7 +56,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `data_parallel_size`: engine cores behind the model's name, each with the cache and sequences that are configured
     here, and with `threads` of its own. `replica` numbers them, and `host_memory` is what one may take of the host's
-    memory in bytes, weights included, None whatever is free: the frontend fills these two in, and the threads.
+    memory in bytes, weights included, None whatever is free; `gpu_memory` likewise of each GPU's, where it computes on
+    some. The frontend fills these in, and the threads.
 
     `executor`: "inline" computes in the core process, "ranks" in processes of their own, "auto" in the core while one
     rank of this machine is enough; "fake" counts (next token = last + 1) and is for measuring everything around the
@@ -73,6 +74,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_size: int = 1
     replica: int = 0
     host_memory: int | None = None
+    gpu_memory: int | None = None
     max_model_len: int | None = None
     max_queued_requests: int = 512
     max_queued_tokens: int = 1_048_576

@@ -9,7 +9,6 @@ import numpy as np
 
 from ..core.errors import InvalidArgument
 from ..kvcache.manager import KVCacheManager
-from ..scheduler.plan import RowSampling
 from ..scheduler.sequence import SequenceRequest
 from .clients import scheduler_key
 from .messages import Add
@@ -29,9 +28,7 @@ def sequence(add: Add, vocab_size: int, cache: KVCacheManager) -> SequenceReques
         prompt=prompt,
         max_tokens=add.max_tokens,
         hashes=cache.digest(prompt, extras),
-        sampling=RowSampling(
-            add.temperature, add.top_k, add.top_p, add.seed, add.choice, add.min_p, add.shaping, add.logprobs
-        ),
+        sampling=add.sampling,
         stop_token_ids=frozenset(add.stop_token_ids),
         priority=add.priority,
         tenant=add.tenant,

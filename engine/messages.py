@@ -8,27 +8,23 @@ from typing import TypeAlias
 import msgspec
 
 from ..core.request import Guide, Logprobs
-from ..scheduler.plan import Shaping
+from ..scheduler.plan import RowSampling
+from ..scheduler.sequence import GREEDY
 
 
 class Add(msgspec.Struct, array_like=True, tag="add", kw_only=True, frozen=True):
     """A new sequence. `key` is the client's own, unique among its live requests and below 2**48.
 
     `stop_token_ids` ends the sequence, model eos included (unless ignored). Prompt and `max_tokens` together must
-    fit the model's length. `weight`: the tenant's share. `timeout`: seconds left to it; 0 is no limit. `min_p`,
-    `shaping` and `logprobs`: see `scheduler.plan.RowSampling`. `guide` and `adapter`: as in
-    `GenerateRequest`. `pooling` and `embeds` are reserved.
+    fit the model's length. `weight`: the tenant's share. `timeout`: seconds left to it; 0 is no limit. `guide` and
+    `adapter`: as in `GenerateRequest`. `pooling` and `embeds` are reserved.
     """
 
     client: int
     key: int
     prompt: list[int]
     max_tokens: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    choice: int = 0
+    sampling: RowSampling = GREEDY
     stop_token_ids: list[int] = []
     priority: int = 0
     tenant: str = ""
@@ -39,9 +35,6 @@ class Add(msgspec.Struct, array_like=True, tag="add", kw_only=True, frozen=True)
     embeds: bytes = b""
     weight: float = 1.0
     timeout: float = 0.0
-    min_p: float = 0.0
-    shaping: Shaping | None = None
-    logprobs: int | None = None
 
 
 class Abort(msgspec.Struct, array_like=True, tag="abort", frozen=True):

@@ -3,7 +3,6 @@
 Knows nothing of the frontend but its sockets, their directory, and that it must not outlive it.
 """
 
-import gc
 import os
 import shutil
 import sys
@@ -13,6 +12,7 @@ import traceback
 
 import msgspec
 
+from ..core import garbage
 from ..core.child import die_with_parent, leave_signals_to_parent, show_name
 from ..core.errors import CharoniaError, Code, InvalidArgument
 from ..kvcache.manager import KVCacheManager
@@ -97,7 +97,7 @@ def start(config: EngineConfig, executor: Executor, phases: Phases) -> tuple[Eng
     core = EngineCore(scheduler, cache, executor, capacity.vocab_size)
     phases.report("warm-up", 0.0)
     core.warm_up()
-    _settle_garbage()
+    garbage.settle()
     phases.report("warm-up", 1.0)
     here = capacity.machine and config.parallel.backend == "mp"
     cache_bytes = blocks * capacity.block_bytes * config.parallel.world if here else 0
@@ -152,12 +152,6 @@ def cache_blocks(cache: CacheConfig, capacity: Capacity, useful_tokens: int) -> 
             f" and the configuration is {cache}"
         )
     return blocks
-
-
-def _settle_garbage() -> None:
-    # What start-up made lives as long as the process; the collector need not look at it in every step.
-    gc.collect()
-    gc.freeze()
 
 
 def _last_words(error: Exception) -> Failed:

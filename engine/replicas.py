@@ -125,5 +125,5 @@ class Replicas:
 
 def _prospect(replica: Replica, beginnings: list[Prefix], add: Add) -> Prospect:
     cached = replica.known.longest(beginnings)
-    sibling = add.choice > 0 and cached == len(add.prompt)
+    sibling = add.sampling.choice > 0 and cached == len(add.prompt)
     return Prospect(replica.work, cached, replica.known.tokens, sibling)

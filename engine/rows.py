@@ -157,7 +157,8 @@ class Rows:
             self._tokens[self._to(rows), self._to(positions)] = tokens
 
     def _to(self, column: NDArray[np.signedinteger[Any]]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(column)).to(self._device)
+        tensor = torch.from_numpy(np.ascontiguousarray(column))
+        return tensor if self._device.type == "cpu" else tensor.to(self._device)
 
 
 def _occurrence(rows: LongArray) -> LongArray:

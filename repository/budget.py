@@ -1,31 +1,98 @@
-"""The host's memory, as models share it: who holds how much, and whether one more fits.
+"""Memory as models share it, the host's and each GPU's: who holds how much of it, and whether one more fits.
 
-A model states its bytes before it loads. What it was promised and has not touched yet, as a language model its cache,
-counts as taken: the kernel would call it free.
+A model states its bytes before it loads. What it was promised of the host's and has not touched yet, as a language
+model its cache, counts as taken: the kernel would call it free. On a GPU models take all while they load, one at a
+time, so that what is free no longer when one has loaded is what it holds.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 
 from ..core.errors import Unavailable
-from ..core.holding import Holder
+from ..core.gpus import Gpus, usable_gpus
+from ..core.holding import Holder, Share
 from ..core.host import available_memory
+from ..core.metrics import Measurement, Reading
 
 _SHOWN = 3
 
 
-class Hold:
-    """The bytes of one version of a model: those that it stated, or what it says of itself once it has loaded."""
+class NoRoom(Unavailable):
+    """A memory has not as much left as a model needs."""
 
-    def __init__(self, name: str, version: str, size: int, release: Callable[["Hold"], None]) -> None:
+
+class Memory:
+    """One memory. `free`: bytes that are left there now, by what processes really use. `limit`: all that models may
+    hold of it together, None for what there is. `gpu`: whose it is, None for the host's."""
+
+    def __init__(self, free: Callable[[], int], limit: int | None = None, gpu: int | None = None) -> None:
+        self.free = free
+        self.gpu = gpu
+        self._limit = limit
+        self.claims: list[Claim] = []
+
+    @property
+    def held(self) -> int:
+        return sum(claim.size for claim in self.claims)
+
+    @property
+    def left(self) -> int:
+        """Bytes for those to come; at least 0."""
+        there = self.free() - sum(claim.to_come for claim in self.claims)
+        allowed = there if self._limit is None else min(there, self._limit - self.held)
+        return max(0, allowed)
+
+    def claim(self, name: str, version: str, size: int) -> "Claim":
+        """Hold them for a model.
+
+        Raises:
+            NoRoom: they are not there; the message names the largest holders.
+        """
+        left = self.left
+        if size > left:
+            limit = "" if self._limit is None else f" of {shown(self._limit)}"
+            needs = f"model '{name}' version {version} needs at least {shown(size)} of {self}"
+            raise NoRoom(f"{needs} and {shown(left)}{limit} is free{self._largest()}")
+        claim = Claim(self, name, version, size)
+        self.claims.append(claim)
+        return claim
+
+    def give_back(self, claim: "Claim") -> None:
+        """May be called again."""
+        if claim in self.claims:
+            self.claims.remove(claim)
+
+    def _largest(self) -> str:
+        largest = sorted(self.claims, key=lambda claim: -claim.size)[:_SHOWN]
+        names = ", ".join(str(claim) for claim in largest if claim.size)
+        return f"; most is held by {names}" if names else ""
+
+    @property
+    def label(self) -> str:
+        return "host" if self.gpu is None else f"gpu{self.gpu}"
+
+    def __str__(self) -> str:
+        return "memory" if self.gpu is None else f"memory of GPU {self.gpu}"
+
+
+class Claim:
+    """What one version of a model has of one memory: what it stated, or what is known of it once it has loaded."""
+
+    def __init__(self, memory: Memory, name: str, version: str, stated: int) -> None:
         self.name = name
         self.version = version
-        self._stated = size
-        self._release = release
+        self._memory = memory
+        self._stated = stated
+        self._before = memory.free()
+        self._taken = 0
         self._holder: Holder | None = None
 
     @property
     def size(self) -> int:
-        return self._stated if self._holder is None else max(self._stated, self._holder.holding().promised)
+        known = self._taken if self._holder is None else self._holder.holding().promised
+        return max(self._stated, known)
 
     @property
     def to_come(self) -> int:
@@ -34,62 +101,81 @@ class Hold:
 
     def loaded(self, model: object) -> None:
         """From now on it speaks for itself, if it can."""
-        if isinstance(model, Holder):
+        if self._memory.gpu is not None:
+            self._taken = self._before - self._memory.free()
+        elif isinstance(model, Holder):
             self._holder = model
 
     def release(self) -> None:
         """It has gone. May be called again."""
-        self._release(self)
+        self._memory.give_back(self)
 
     def __str__(self) -> str:
         return f"'{self.name}' version {self.version} ({shown(self.size)})"
 
 
+class Hold:
+    """All that one version of a model has, of every memory."""
+
+    def __init__(self, claims: Sequence[Claim]) -> None:
+        self._claims = claims
+
+    def loaded(self, model: object) -> None:
+        for claim in self._claims:
+            claim.loaded(model)
+
+    def release(self) -> None:
+        """May be called again."""
+        for claim in self._claims:
+            claim.release()
+
+
 class Budget:
-    """`free`: bytes that are left on this host now, by what processes really use. `limit`: all that models may hold
-    together, None for what there is."""
+    """The host's memory and that of GPUs, by their numbers. What is needed of a GPU that is not there limits nothing:
+    whoever places the model says so."""
 
-    def __init__(self, free: Callable[[], int] = available_memory, limit: int | None = None) -> None:
-        self._free = free
-        self._limit = limit
-        self._holds: list[Hold] = []
+    def __init__(self, host: Memory | None = None, gpus: Mapping[int, Memory] = MappingProxyType({})) -> None:
+        self.host = host or Memory(available_memory)
+        self._gpus = gpus
+        self._memories = (self.host, *gpus.values())
 
-    @property
-    def held(self) -> int:
-        return sum(hold.size for hold in self._holds)
+    @classmethod
+    def of_machine(cls, limit: int | None, gpu_limit: int | None) -> "Budget":
+        """`limit`, `gpu_limit`: bytes that models may hold together of the host's memory, and of each GPU's."""
+        driver, numbers = Gpus(), usable_gpus()
+        gpus = {gpu: Memory(partial(driver.free, gpu), gpu_limit, gpu) for gpu in numbers}
+        return cls(Memory(available_memory, limit), gpus)
 
-    @property
-    def left(self) -> int:
-        """Bytes for those to come; at least 0."""
-        there = self._free() - sum(hold.to_come for hold in self._holds)
-        allowed = there if self._limit is None else min(there, self._limit - self.held)
-        return max(0, allowed)
+    def left(self, gpus: Sequence[int]) -> int | None:
+        """Bytes of the memory of each of these `gpus`; None where nothing is known of them."""
+        return min((self._gpus[gpu].left for gpu in gpus if gpu in self._gpus), default=None)
 
-    def take(self, name: str, version: str, size: int) -> Hold:
-        """Hold them for a model.
+    def take(self, name: str, version: str, needs: Sequence[Share]) -> Hold:
+        """Hold all of it for a model, or nothing. Of every GPU, for it may go where it does not say.
 
         Raises:
-            Unavailable: they are not there; the message names the largest holders.
+            NoRoom: see `Memory.claim`.
         """
-        left = self.left
-        if size > left:
-            limit = "" if self._limit is None else f" of {shown(self._limit)}"
-            raise Unavailable(
-                f"model '{name}' version {version} needs at least {shown(size)} of memory and {shown(left)}{limit} "
-                f"is free{self._largest()}"
-            )
-        hold = Hold(name, version, size, self._give_back)
-        self._holds.append(hold)
-        return hold
+        claims: list[Claim] = []
+        try:
+            for memory in self._memories:
+                size = sum(share.size for share in needs if share.gpu == memory.gpu)
+                claims.append(memory.claim(name, version, size))
+        except NoRoom:
+            Hold(claims).release()
+            raise
+        return Hold(claims)
 
-    def _give_back(self, hold: Hold) -> None:
-        if hold in self._holds:
-            self._holds.remove(hold)
-
-    def _largest(self) -> str:
-        largest = sorted(self._holds, key=lambda hold: -hold.size)[:_SHOWN]
-        names = ", ".join(str(hold) for hold in largest if hold.size)
-        return f"; most is held by {names}" if names else ""
+    def measure(self) -> Iterator[Measurement]:
+        """What each version of a model holds; while it replaces itself, both together. Of a GPU only who has some."""
+        for memory in self._memories:
+            sizes: Counter[tuple[str, str]] = Counter()
+            for claim in memory.claims:
+                sizes[claim.name, claim.version] += claim.size
+            for (name, version), size in sizes.items():
+                if size or memory is self.host:
+                    reading = Reading("charonia_memory_held_bytes", size, {"memory": memory.label})
+                    yield Measurement({"model": name, "version": version}, (reading,))
 
 
 def shown(size: int) -> str:

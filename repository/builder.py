@@ -3,14 +3,14 @@
 Loads nothing. Knows backends only as the table of kinds has them.
 """
 
-import glob
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from ..core.errors import CharoniaError, InvalidArgument
+from ..core.gpus import usable_gpus
+from ..core.holding import Share
 from ..core.model import Model, ModelConfig, Samples
 from .budget import Budget, Hold
 from .config import described, model_config
@@ -96,10 +96,9 @@ class Builder:
         if build is None:
             return None
         parameters = {**self.backends.settings.get(source.backend, {}), **source.parameters}
-        needed = 0 if needs is None else needs(version.path, parameters, bool(usable_gpus()))
-        left = self.budget.left
+        needed = () if needs is None else needs(version.path, parameters, usable_gpus())
+        granted = {} if needs is None else self._granted(needed)
         hold = self.budget.take(source.name, version.number, needed)
-        granted = {} if needs is None else {"memory": left}
         return Recipe(
             lambda on_progress: build(source.name, version.number, version.path, parameters, on_progress, **granted),
             lambda config: described(config, source.config),
@@ -107,10 +106,18 @@ class Builder:
             hold.release,
         )
 
+    def _granted(self, needed: Sequence[Share]) -> dict[str, int]:
+        """All that is left where it goes."""
+        granted = {"memory": self.budget.host.left}
+        on_each = self.budget.left([share.gpu for share in needed if share.gpu is not None])
+        return granted if on_each is None else {**granted, "gpu_memory": on_each}
+
     def _classic(self, source: ModelSource, version: VersionSource) -> Recipe:
         # Before anything reads the model, as completing its config does.
         parameters = {**self.backends.of(source.backend), **source.parameters}
-        needed = loader_of(source.backend).needs(Path(version.path), to_fields(source.config), parameters)
+        placed = from_fields(to_fields(source.config))
+        self._normalise(placed, source.backend)
+        needed = loader_of(source.backend).needs(Path(version.path), to_fields(placed), parameters)
         hold = self.budget.take(source.name, version.number, needed)
         try:
             return self._classic_within(source, version, hold)
@@ -135,22 +142,16 @@ class Builder:
             size_given = whole.max_batch_size > 0
             whole = from_fields(fields)
             invite_batching(whole, size_given)
-        gpus = usable_gpus()
-        normalise(whole, gpus, bool(gpus) and loader_of(source.backend).uses_gpus())
-        check_config(whole, gpus)
+        self._normalise(whole, source.backend)
+        check_config(whole, usable_gpus())
         return whole
+
+    def _normalise(self, config: Config, backend: str) -> None:
+        gpus = usable_gpus()
+        normalise(config, gpus, bool(gpus) and loader_of(backend).uses_gpus())
 
 
 def _samples(config: Config, directory: Path | None) -> Samples:
     if directory is None:
         return Samples()
     return Samples(read_warmup(config, directory), read_initial_states(config, directory))
-
-
-def usable_gpus() -> tuple[int, ...]:
-    """Numbers of the GPUs here, as this process may use them."""
-    there = len(glob.glob("/dev/nvidia[0-9]*"))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return tuple(range(there))
-    return tuple(range(min(there, len([gpu for gpu in visible.split(",") if gpu.strip() not in ("", "-1")]))))

@@ -22,8 +22,7 @@ class Catalog:
         self, repositories: Sequence[Path] = (), single: ModelSource | None = None, config_name: str = ""
     ) -> None:
         for repository in repositories:
-            if not repository.is_dir():
-                raise InvalidArgument(f"model repository '{repository}' is not a directory")
+            _check_directory(repository)
         self._repositories = tuple(repositories)
         self._single = single
         self._config_name = config_name
@@ -60,8 +59,17 @@ class Catalog:
             raise Internal(f"failed to load '{name}', failed to poll from model repository")
         try:
             return read_model(directory, override, self._config_name)
-        except OSError as error:
-            raise InvalidArgument(str(error)) from None
+        except (OSError, ValueError, RuntimeError) as error:  # of a loop of links, or a name that no file can have
+            raise InvalidArgument(f"cannot read model '{name}': {error}") from None
+
+
+def _check_directory(repository: Path) -> None:
+    try:
+        there = repository.is_dir()
+    except OSError as error:
+        raise InvalidArgument(f"cannot read model repository '{repository}': {error.strerror}") from None
+    if not there:
+        raise InvalidArgument(f"model repository '{repository}' is not a directory")
 
 
 def _models(repository: Path) -> list[Path]:

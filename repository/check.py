@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core.errors import CharoniaError
-from .budget import Budget
+from ..core.errors import CharoniaError, InvalidArgument
+from .budget import Budget, Memory
 from .builder import BackendSettings, Builder
 from .catalog import Catalog
 from .effects import idle_fields
 from .lifecycle import silent
 from .options import CheckOptions
-from .source import ModelSource, located
+from .source import ModelSource, is_checkpoint, located
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +31,25 @@ def report(repository: Path, options: CheckOptions) -> int:
     """Print what there is to say; the exit status.
 
     Raises:
-        InvalidArgument: there is no such directory, or an option is wrong.
+        InvalidArgument: there is no such directory, or nothing in it, or an option is wrong.
     """
     backends = BackendSettings.parse(options.backend_config)
     # Where it will be served there may be more memory than here.
-    builder = Builder(backends, not options.disable_auto_complete_config, Budget(lambda: sys.maxsize))
+    builder = Builder(backends, not options.disable_auto_complete_config, Budget(Memory(lambda: sys.maxsize)))
     catalog = Catalog([repository], config_name=options.model_config_name)
+    if not catalog.names():
+        raise InvalidArgument(_nothing(repository))
     status = 0
     for finding in check_repository(catalog, builder):
         print(f"{finding.model}: {'WRONG: ' if finding.error else ''}{finding.text}")
         status |= finding.error
     return int(status)
+
+
+def _nothing(repository: Path) -> str:
+    if is_checkpoint(repository):
+        return f"'{repository}' is a checkpoint and no model repository: charonia serve {repository}"
+    return f"nothing to check: model repository '{repository}' has no folders"
 
 
 def check_repository(catalog: Catalog, builder: Builder) -> Iterator[Finding]:

@@ -139,6 +139,8 @@ def _yaml(text: str, file: Path) -> Any:
         where = f":{mark.line + 1}:{mark.column + 1}" if mark is not None else ""
         reason = getattr(error, "problem", None) or error
         raise InvalidArgument(f"failed to read YAML from {file}{where}: {reason}") from None
+    except (ValueError, RecursionError) as error:  # a date that is none, a number without end, no end of brackets
+        raise InvalidArgument(f"failed to read YAML from {file}: {error}") from None
 
 
 def _json(text: str, file: Path) -> Any:
@@ -146,6 +148,8 @@ def _json(text: str, file: Path) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise InvalidArgument(f"failed to read JSON from {file}:{error.lineno}:{error.colno}: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"failed to read JSON from {file}: {error}") from None
 
 
 def _refusal(text: str) -> InvalidArgument:

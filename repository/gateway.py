@@ -40,11 +40,13 @@ class Hub:
     ) -> None:
         self.commons = commons or Commons()
         self.registry = Registry()
-        self.lifecycle = Lifecycle(self.registry, builder or Builder())
+        builder = builder or Builder()
+        self.lifecycle = Lifecycle(self.registry, builder)
         self.control: Control = Fixed()
         self._strict = strict
         self._healthy = healthy
         self._witnesses = witnesses
+        self._budget = builder.budget
         self._homeless: Counter[End] = Counter()
         self._exiting = False
 
@@ -134,6 +136,7 @@ class Hub:
         """What there is to know of each model at a scrape, and of requests that were for none."""
         yield Measurement({}, tuple(ended_readings(self._homeless)))
         yield from self.registry.measure()
+        yield from self._budget.measure()
 
     def exit(self) -> None:
         """Refuse what is new from here on."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast
 
 from ..core.errors import InvalidArgument
+from ..core.holding import Share
 from ..core.model import Model, ModelConfig, Samples
 
 OnProgress: TypeAlias = Callable[[str, float, float, str], None]
@@ -14,7 +15,8 @@ OnProgress: TypeAlias = Callable[[str, float, float, str], None]
 
 class Build(Protocol):
     """How a kind of model is built that makes its own config: not loaded yet, but refused at once if a parameter is
-    wrong. `granted`: to kinds in `NEEDS`, `memory`, all the bytes of the host's memory that it may take."""
+    wrong. `granted`: to kinds in `NEEDS`, all the bytes that it may take, `memory` of the host's and, if it needs any
+    there, `gpu_memory` of each GPU's."""
 
     def __call__(
         self,
@@ -28,9 +30,9 @@ class Build(Protocol):
 
 
 class Needs(Protocol):
-    """Bytes of the host's memory that a model takes at least; `gpu`: there is one. Raises as `Build`."""
+    """What a model takes at least of each memory. `gpus`: numbers of those that are here. Raises as `Build`."""
 
-    def __call__(self, path: str, parameters: Mapping[str, str], gpu: bool) -> int: ...
+    def __call__(self, path: str, parameters: Mapping[str, str], gpus: Sequence[int]) -> Sequence[Share]: ...
 
 
 class Loader(Protocol):
@@ -42,7 +44,7 @@ class Loader(Protocol):
 
     def uses_gpus(self) -> bool: ...
 
-    def needs(self, directory: Path, document: Mapping[str, Any], parameters: Mapping[str, str]) -> int: ...
+    def needs(self, directory: Path, document: Mapping[str, Any], parameters: Mapping[str, str]) -> Sequence[Share]: ...
 
 
 class BuildClassic(Protocol):
@@ -65,7 +67,7 @@ KINDS = {
 }
 """Backend name -> module of ours and the `Build` in it."""
 
-NEEDS = {"charonia": ("engine.build", "host_memory_needed")}
+NEEDS = {"charonia": ("engine.build", "memory_needed")}
 """Backend name -> module of ours and the `Needs` in it, where a model sizes itself by the memory that it is granted."""
 
 CLASSIC = ("classic_backends.model", "ClassicModel")

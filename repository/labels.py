@@ -23,7 +23,11 @@ def inside(directory: Path, path: str) -> Path:
         InvalidArgument: it would be outside the directory.
     """
     file = directory / path
-    if not file.resolve().is_relative_to(directory.resolve()):
+    try:
+        within = file.resolve().is_relative_to(directory.resolve())
+    except (OSError, ValueError, RuntimeError) as error:  # of a loop of links, or a name that no file can have
+        raise InvalidArgument(f"cannot read {path!r}: {error}", field=path) from None
+    if not within:
         raise InvalidArgument(f"'{path}' must stay within the model directory", field=path)
     return file
 

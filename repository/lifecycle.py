@@ -8,12 +8,14 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from ..core.errors import CharoniaError
 from ..core.gateway import State
 from ..core.model import Model
+from .budget import NoRoom
 from .builder import Builder, Recipe
 from .effects import idle_fields
 from .entry import Entry, Serving, Version
@@ -26,6 +28,9 @@ from .source import ModelSource, VersionSource, located
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_PATIENCE = 10.0
+"""Seconds for which what does not fit waits for the next of those that are leaving to be gone."""
 
 
 def silent(phase: str, fraction: float, seconds: float, detail: str) -> None:
@@ -119,11 +124,21 @@ class Lifecycle:
         self, entry: Entry, source: ModelSource, version: VersionSource, on_progress: OnProgress, shared: Shared
     ) -> Serving:
         async def recipe() -> Recipe:
-            return await self.aside(self._builder.recipe, source, version)
+            return await self._where_room_is(partial(self._builder.recipe, source, version))
 
         serving = await self._attempt(entry, version.number, recipe, on_progress, source.file)
         serving.mark, serving.release = version.mark, both(serving.release, shared.take())
         return serving
+
+    async def _where_room_is(self, recipe: Callable[[], Recipe]) -> Recipe:
+        """Those that are leaving still hold what they will give back."""
+        while True:
+            leaving = set(self._leaving)
+            try:
+                return await self.aside(recipe)
+            except NoRoom:
+                if not leaving or not await _one_has_gone(leaving):
+                    raise
 
     async def _attempt(
         self,
@@ -185,6 +200,11 @@ class Lifecycle:
         finally:
             for each in waits:
                 each.cancel()
+
+
+async def _one_has_gone(leaving: set[asyncio.Task[None]]) -> bool:
+    gone, _ = await asyncio.wait(leaving, timeout=_PATIENCE, return_when=asyncio.FIRST_COMPLETED)
+    return bool(gone)
 
 
 async def _loaded(recipe: Recipe, on_progress: OnProgress) -> Model:

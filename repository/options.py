@@ -32,6 +32,8 @@ class RepositoryOptions:
     """Parameter of a backend, as BACKEND,KEY=VALUE, or of all, as KEY=VALUE; may be given several times."""
     memory_limit: Annotated[int | None, Parameter(validator=Number(gt=0))] = None
     """Bytes of the host's memory that all models may hold together; without it, what is free."""
+    gpu_memory_limit: Annotated[int | None, Parameter(validator=Number(gt=0))] = None
+    """Bytes of each GPU's memory that all models may hold together; without it, what is free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

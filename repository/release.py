@@ -1,8 +1,8 @@
 """Giving back what models were made from and what they held, when the last who needs it has gone."""
 
-import gc
 from collections.abc import Callable
 
+from ..core import garbage
 from ..core.host import give_back_memory
 
 
@@ -35,5 +35,5 @@ def both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], 
 
 def return_memory() -> None:
     """To the system, what a model held, cycles included."""
-    gc.collect()
+    garbage.collect()
     give_back_memory()

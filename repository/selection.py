@@ -1,6 +1,7 @@
 """What the command line asks to serve: the models there are, those to begin with, and who changes that later."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ from .budget import Budget
 from .builder import BackendSettings, Builder
 from .catalog import Catalog
 from .control import Explicit
+from .display import Display
 from .gateway import Hub
 from .options import RepositoryOptions
-from .source import checkpoint_source, is_repository
+from .source import ModelSource, checkpoint_source, is_repository
 from .startup import Keeper
 
 _ALL = "*"
@@ -42,6 +44,15 @@ class Selection:
             hub.control = Explicit(self.catalog, hub.registry, hub.lifecycle)
         return Keeper(self.catalog, hub.registry, hub.lifecycle)
 
+    async def load(self, keeper: Keeper, strict: bool) -> bool:
+        """Load what there is to begin with, before the eyes of who started it; whether that is enough to serve.
+        `strict`: nothing but all of it is."""
+        with Display() as display:
+            complete = await keeper.start(self.names, display)
+        if not complete and strict and not self.single:
+            print("charonia: a model failed to load; --exit-on-error=false serves the others", file=sys.stderr)
+        return complete or not (strict or self.single)
+
     @asynccontextmanager
     async def kept(self, keeper: Keeper) -> AsyncIterator[None]:
         """In mode poll, follow the repository meanwhile."""
@@ -67,17 +78,27 @@ def select(
         InvalidArgument: there is nothing to serve, or what is asked for contradicts itself.
     """
     _check_mode(options)
-    repositories, single = list(options.model_repository), None
-    if model is not None and Path(model).is_dir() and is_repository(Path(model)):
+    repositories = list(options.model_repository)
+    single = None if model is None else _single(model, options, engine)
+    if model is not None and single is None:
         repositories.append(Path(model))
-    elif model is not None:
-        single = checkpoint_source(model, options.served_model_name, engine, options.backend)
     if single is None:
         _refuse_for_repository(options, engine, repositories)
     catalog = Catalog(repositories, single, options.model_config_name)
-    backends, budget = BackendSettings.parse(options.backend_config), Budget(limit=options.memory_limit)
+    backends = BackendSettings.parse(options.backend_config)
+    budget = Budget.of_machine(options.memory_limit, options.gpu_memory_limit)
     builder = Builder(backends, not options.disable_auto_complete_config, budget, quantiles)
     return Selection(catalog, builder, options, single is not None and not repositories)
+
+
+def _single(model: str, options: RepositoryOptions, engine: Mapping[str, str]) -> ModelSource | None:
+    """The checkpoint that is meant; None for a repository."""
+    try:
+        if Path(model).is_dir() and is_repository(Path(model)):
+            return None
+        return checkpoint_source(model, options.served_model_name, engine, options.backend)
+    except OSError as error:
+        raise InvalidArgument(f"cannot read '{model}': {error.strerror}") from None
 
 
 def _check_mode(options: RepositoryOptions) -> None:

@@ -20,7 +20,7 @@ RESPONSE_SECONDS = 0.25
 ARRIVAL_SECONDS = 0.125
 """A step in which nobody waits for a token may take so long: whoever arrives meanwhile waits for its end."""
 
-LEAST_CHUNK = 8
+LEAST_CHUNK = 4
 """Tokens that a lane's first prompt gets in a step whatever they cost: every prompt gets on."""
 
 PROBE_STEPS = 32

@@ -31,6 +31,7 @@ SIGNATURES = {
     "charonia_attention_plan": "pppl",
     "charonia_attention": "ppppp",
     "charonia_turn": "ppplllli",
+    "charonia_largest": "ppllli",
     "charonia_matmul": "ppllpl",
     "charonia_pack": "pillllippp",
     "charonia_run": "plp",

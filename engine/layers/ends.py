@@ -23,8 +23,8 @@ Inlet: TypeAlias = Callable[[Tensor], Tensor]
 """Token ids [N] -> hidden states [N, hidden], in memory of their own."""
 
 Outlet: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor | None]
-"""Hidden states and what is still to be added to them, both [N, hidden], and packed places [S] -> the logits
-[S, vocabulary] there; None from a stage that is not the last."""
+"""Hidden states and what is still to be added to them, both [N, hidden] and not needed any more, and packed places [S],
+each of them once and in order -> the logits [S, vocabulary] there; None from a stage that is not the last."""
 
 
 def inlet(spec: ModelSpec, load: Loader, scale: float | None = None) -> Inlet:
@@ -80,5 +80,7 @@ class _Logits:
         self._cap = spec.logit_cap
 
     def __call__(self, x: Tensor, delta: Tensor, chosen: Tensor) -> Tensor:
-        logits = self._head(self._norm.after(x[chosen], delta[chosen]))
+        if len(chosen) < len(x):
+            x, delta = x[chosen], delta[chosen]
+        logits = self._head(self._norm.after(x, delta))
         return logits if self._cap is None else (logits / self._cap).tanh_().mul_(self._cap)

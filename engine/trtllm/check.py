@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from ...core.errors import CharoniaError
+from ...scheduler.plan import RowSampling
 from ..messages import Add
 from .contract import Argument, Call, World
 from .options import TrtllmOptions
@@ -159,7 +160,7 @@ async def trial(package: Package, model: str) -> list[str]:
 
 
 async def _generate(runtime: Runtime, witness: Witness) -> None:
-    add = Add(client=0, key=1, prompt=[1, 2, 3], max_tokens=_TOKENS, temperature=0.0, logprobs=1)
+    add = Add(client=0, key=1, prompt=[1, 2, 3], max_tokens=_TOKENS, sampling=RowSampling(logprobs=1))
     submitted, reader, tokens, items = runtime.submit(runtime.translate(add)), Reader(add), 0, 0
     async for result in submitted:
         items += 1
@@ -177,7 +178,7 @@ async def _generate(runtime: Runtime, witness: Witness) -> None:
 async def _abort(runtime: Runtime, witness: Witness) -> None:
     """An aborted one must end by itself."""
     longest = runtime.ready.max_model_len - 3
-    add = Add(client=0, key=2, prompt=[1, 2, 3], max_tokens=longest, temperature=0.0)
+    add = Add(client=0, key=2, prompt=[1, 2, 3], max_tokens=longest)
     submitted = runtime.submit(runtime.translate(add))
     async for result in submitted:
         runtime.package.tell(result, "RequestOutput.abort")

@@ -26,8 +26,8 @@ class Reader:
 
     def __init__(self, add: Add) -> None:
         self._stops = frozenset(add.stop_token_ids)
-        self._min_tokens = 0 if add.shaping is None else add.shaping.min_tokens
-        self._top = add.logprobs
+        self._min_tokens = 0 if add.sampling.shaping is None else add.sampling.shaping.min_tokens
+        self._top = add.sampling.logprobs
         self._seen = 0
 
     def read(self, result: Any) -> News:

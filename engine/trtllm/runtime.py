@@ -85,7 +85,7 @@ class Runtime:
 
     async def warm_up(self) -> None:
         """Return when it generated a token."""
-        add = Add(client=0, key=0, prompt=[0], max_tokens=1, temperature=0.0)
+        add = Add(client=0, key=0, prompt=[0], max_tokens=1)
         reader = Reader(add)
         async for result in self.submit(self.translate(add)):
             if reader.read(result).finish_reason is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...core.errors import InvalidArgument
 from ...core.request import Guide
-from ...scheduler.plan import Shaping
+from ...scheduler.plan import RowSampling, Shaping
 from ..messages import Add
 from .package import Package
 
@@ -34,18 +34,18 @@ class Sampler:
         Raises:
             InvalidArgument: the sampler cannot do what is asked; `field` names it.
         """
-        shaping = add.shaping or _NO_SHAPING
-        self._refuse(add, shaping)
-        given = _ends(add, shaping) | _choice(add) | self._shaped(shaping, len(add.prompt))
-        if add.logprobs is not None:
-            given["logprobs"] = max(1, add.logprobs)  # older versions take 0 for none
+        shaping = add.sampling.shaping or _NO_SHAPING
+        self._refuse(shaping, add.sampling.min_p)
+        given = _ends(add, shaping) | _choice(add.sampling) | self._shaped(shaping, len(add.prompt))
+        if add.sampling.logprobs is not None:
+            given["logprobs"] = max(1, add.sampling.logprobs)  # older versions take 0 for none
         if add.guide is not None:
             given["guided_decoding"] = self.package.make("GuidedDecodingParams", **_guide(add.guide))
         return self.package.make("SamplingParams", detokenize=False, **given)
 
-    def _refuse(self, add: Add, shaping: Shaping) -> None:
+    def _refuse(self, shaping: Shaping, min_p: float) -> None:
         asked = {name: getattr(shaping, name) != getattr(_NO_SHAPING, name) for name in Shaping._fields}
-        asked["min_p"] = add.min_p > 0
+        asked["min_p"] = min_p > 0
         for name in self.unapplied:
             if asked[name]:
                 raise InvalidArgument(
@@ -92,13 +92,13 @@ def _ends(add: Add, shaping: Shaping) -> dict[str, Any]:
     return given | {"ignore_eos": True, "stop_token_ids": list(add.stop_token_ids) or None}
 
 
-def _choice(add: Add) -> dict[str, Any]:
-    if add.temperature == 0:
+def _choice(sampling: RowSampling) -> dict[str, Any]:
+    if sampling.temperature == 0:
         return {"top_k": 1}  # a temperature of 0 is none in older versions
-    given = {"temperature": add.temperature, "top_k": add.top_k, "top_p": add.top_p}
+    given = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     # Answers to one prompt that share a seed have random numbers of their own.
-    given["seed"] = (add.seed + add.choice) % _SEEDS
-    return given | ({"min_p": add.min_p} if add.min_p else {})
+    given["seed"] = (sampling.seed + sampling.choice) % _SEEDS
+    return given | ({"min_p": sampling.min_p} if sampling.min_p else {})
 
 
 def _guide(guide: Guide) -> dict[str, Any]:

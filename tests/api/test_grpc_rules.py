@@ -54,7 +54,8 @@ async def test_a_restricted_protocol_wants_its_header(gateway: Any) -> None:
     async with served(gateway, grpc_restricted_protocol=("inference,logging:infer-key=secret",)) as stub:
         for metadata in ((), (("triton-grpc-protocol-infer-key", "no"),), (("infer-key", "secret"),)):
             assert await refused(stub.ModelInfer(ASKED, metadata=metadata)) == (StatusCode.UNAVAILABLE, RESTRICTED)
-            assert await refused(streamed(stub, metadata)) == (StatusCode.UNAVAILABLE, RESTRICTED)
+            refusal = await refused(stub.ModelStreamInfer(metadata=metadata).read())
+            assert refusal == (StatusCode.UNAVAILABLE, RESTRICTED)
             refusal = await refused(stub.LogSettings(pb.LogSettingsRequest(), metadata=metadata))
             assert refusal == (StatusCode.UNAVAILABLE, RESTRICTED)
         assert not gateway.asked

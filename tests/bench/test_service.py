@@ -74,9 +74,9 @@ def test_every_trial_gives_its_ratio_over_a_real_server(asked: Asked) -> None:
 
 def test_a_load_whose_requests_fail_is_no_measurement(asked: Asked) -> None:
     with pytest.raises(Unavailable, match="1 of 1 requests failed: HTTP 400"):
-        asked.put(uniform_jobs([0.0], 8, 100_000), 0)
+        asked.put(uniform_jobs([0.0], 8, 100_000))
 
 
 def test_speed_counts_every_token_to_the_last_end(asked: Asked) -> None:
-    outcome = asked.put(uniform_jobs([0.0, 0.0], 8, 5), 0, concurrency=2)
+    outcome = asked.put(uniform_jobs([0.0, 0.0], 8, 5), concurrency=2)
     assert speed(outcome) == pytest.approx(10 / max(each.ended for each in outcome.records))

@@ -1,5 +1,6 @@
-"""What models need of the host's memory, by the files that they load and the processes that they start."""
+"""What models need of each memory, by the files that they load and the processes that they start."""
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from charonia.core.host import Cores
 
 TWO = {"instance_group": [{"count": 2}]}
 ON_GPU = {"instance_group": [{"kind": "KIND_GPU", "gpus": [0, 1], "count": 2}]}
+MIXED = {"instance_group": [{"kind": "KIND_GPU", "gpus": [1]}, {"kind": "KIND_CPU", "count": 2}]}
 THREAD, ISOLATED = {"EXECUTION": "thread"}, {"EXECUTION": "isolated"}
 
 
@@ -33,27 +35,39 @@ def directory(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("loader", "document", "parameters", "needs"),
     [
-        (ONNX, TWO, {}, 7),
-        (ONNX, {"default_model_filename": "apart.onnx"}, {}, 33),
-        (ONNX, {"default_model_filename": "absent.onnx"}, {}, 0),
-        (ONNX, TWO, ISOLATED, 14 + 2 * ONNX.libraries),
-        (PYTORCH, {}, THREAD, 100),
-        (PYTORCH, TWO, THREAD, 200),
-        (PYTORCH, TWO, {}, 200 + 2 * PYTORCH.libraries),
-        (PYTORCH, ON_GPU, {}, 4 * PYTORCH.libraries),
-        (ENCODER, {}, THREAD, 140),
-        (IDENTITY, {}, {}, 0),
-        (SQUARE, {}, {}, 0),
+        (ONNX, TWO, {}, {None: 7}),
+        (ONNX, {"default_model_filename": "apart.onnx"}, {}, {None: 33}),
+        (ONNX, {"default_model_filename": "absent.onnx"}, {}, {}),
+        (ONNX, TWO, ISOLATED, {None: 14 + 2 * ONNX.libraries}),
+        (ONNX, ON_GPU, {}, {0: 7, 1: 7}),
+        (ONNX, MIXED, {}, {None: 7, 1: 7}),
+        (ONNX, MIXED, ISOLATED, {None: 14 + 3 * ONNX.libraries, 1: 7}),
+        (PYTORCH, {}, THREAD, {None: 100}),
+        (PYTORCH, TWO, THREAD, {None: 200}),
+        (PYTORCH, TWO, {}, {None: 200 + 2 * PYTORCH.libraries}),
+        (PYTORCH, ON_GPU, {}, {None: 4 * PYTORCH.libraries, 0: 200, 1: 200}),
+        (PYTORCH, MIXED, THREAD, {None: 200, 1: 100}),
+        (ENCODER, {}, THREAD, {None: 140}),
+        (ENCODER, ON_GPU, THREAD, {0: 280, 1: 280}),
+        (IDENTITY, {}, {}, {}),
+        (SQUARE, {}, {}, {}),
     ],
 )
-def test_a_model_needs_what_it_loads(
-    directory: Path, loader: Any, document: Mapping[str, Any], parameters: Mapping[str, str], needs: int
+def test_a_model_needs_what_it_loads_where_it_goes(
+    directory: Path,
+    loader: Any,
+    document: Mapping[str, Any],
+    parameters: Mapping[str, str],
+    needs: Mapping[int | None, int],
 ) -> None:
-    assert loader.needs(directory, document, parameters) == needs
+    sums: Counter[int | None] = Counter()
+    for share in loader.needs(directory, document, parameters):
+        sums[share.gpu] += share.size
+    assert +sums == needs
 
 
 @pytest.mark.parametrize(
-    ("document", "threads"), [({}, 8), (TWO, 4), ({"instance_group": [{"count": 20}]}, 1), (ON_GPU, 8)]
+    ("document", "threads"), [({}, 8), (TWO, 4), ({"instance_group": [{"count": 20}]}, 1), (ON_GPU, 8), (MIXED, 4)]
 )
 def test_instances_share_the_cores(monkeypatch: pytest.MonkeyPatch, document: Mapping[str, Any], threads: int) -> None:
     monkeypatch.setattr(places, "cores", lambda: Cores(16, 8, 1, 9.5))

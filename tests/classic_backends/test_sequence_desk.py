@@ -242,7 +242,8 @@ class Alone(Rows):
 async def test_a_lost_instance_fails_who_waits_and_forgets_its_sequences() -> None:
     table = Table(*KINDS["direct"], instances=1)
     asked = [table.ask(client) for client in (0, 1, 2)]
-    table.desk.remove_worker(table.hands[0])  # type: ignore[arg-type]
+    for lost in (Hand(Rows()), table.hands[0]):
+        table.desk.remove_worker(lost)  # type: ignore[arg-type]
     assert ["being restarted" in str(each.error) for each in asked] == [True] * 3
     table.sums.clear()
     with pytest.raises(CharoniaError, match="being restarted"):

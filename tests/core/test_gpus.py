@@ -1,4 +1,4 @@
-"""GPUs' gauges, read by the driver's calls: from a library that stands in for it, built here."""
+"""What GPUs say by the driver's calls: from a library that stands in for it, built here."""
 
 import shutil
 import subprocess
@@ -6,17 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from charonia.core.gpus import Gpus
+from charonia.core.gpus import Gpus, usable_gpus
 
 DRIVER = r"""
 #include <string.h>
 typedef struct { unsigned gpu, memory; } utilization;
 typedef struct { unsigned long long total, free, used; } memory;
-static int cards[2];
+static int cards[2], part;
 static unsigned long long energy = 5000;
 int nvmlInit_v2(void) { return 0; }
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **card) { *card = &cards[index]; return 0; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **card) { *card = &part; return strcmp(uuid, "MIG-part") != 0; }
 int nvmlDeviceGetUUID(void *card, char *uuid, unsigned size) {
     if (size < 12) return 7;
     strcpy(uuid, card == &cards[0] ? "GPU-first" : "GPU-second");
@@ -28,7 +29,8 @@ int nvmlDeviceGetUtilizationRates(void *card, utilization *rates) {
     return 0;
 }
 int nvmlDeviceGetMemoryInfo(void *card, memory *info) {
-    info->total = 80ull << 30; info->free = 60ull << 30; info->used = 20ull << 30;
+    info->total = 80ull << 30; info->used = 20ull << 30;
+    info->free = (card == &cards[0] ? 60ull : card == &cards[1] ? 10ull : 5ull) << 30;
     return 0;
 }
 int nvmlDeviceGetPowerUsage(void *card, unsigned *milliwatts) { *milliwatts = 120500; return 0; }
@@ -76,3 +78,34 @@ def test_energy_counts_from_the_start(library: str) -> None:
 
 def test_without_a_driver_there_are_none(tmp_path: Path) -> None:
     assert readings(Gpus(str(tmp_path / "libnvidia-ml.so.1"))) == {}
+
+
+@pytest.mark.parametrize(
+    ("visible", "free"),
+    [
+        (None, [60, 10, 1 << 30]),
+        ("1", [10, 1 << 30]),
+        ("1, 0", [10, 60]),
+        ("GPU-sec,GPU-first", [10, 60]),
+        ("0,-1,1", [60, 1 << 30]),
+        ("MIG-part", [5]),
+        ("MIG-other,7", [1 << 30, 1 << 30]),
+        ("", [1 << 30]),
+    ],
+)
+def test_what_is_free_on_each_as_cuda_numbers_them(library: str, visible: str | None, free: list[int]) -> None:
+    """What nobody knows is without limit."""
+    gpus = Gpus(library, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    assert [gpus.free(number) >> 30 for number in range(len(free))] == free
+
+
+def test_without_a_driver_nothing_limits(tmp_path: Path) -> None:
+    assert Gpus(str(tmp_path / "libnvidia-ml.so.1")).free(0) == 1 << 60
+
+
+@pytest.mark.parametrize(("visible", "usable"), [(None, 3), ("2,0", 2), ("1,-1,0", 1), ("", 0), ("0,1,2,3,4", 3)])
+def test_which_may_be_used(tmp_path: Path, visible: str | None, usable: int) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert usable_gpus(environment, tmp_path) == tuple(range(usable))

@@ -16,7 +16,7 @@ def scraped(making: ModuleType, sibling: Callable[[str], ModuleType], tmp_path_f
     classic = checkpoint.parent / "models" / "square"
     (classic / "1").mkdir(parents=True)
     (classic / "config.pbtxt").write_text('backend: "square"')
-    serving = sibling("e2e/conftest.py").serving
+    serving = sibling("e2e/serving.py").serving
     flags = ("--executor", "fake", "--fake-vocab-size", "384", "--model-repository", str(classic.parent))
     with serving(tmp_path_factory.mktemp("s") / "t", str(checkpoint), *flags) as server:
         httpx.post(f"{server.url}/v2/models/fake/generate", json={"input_ids": [1], "max_tokens": 2}, timeout=60)

@@ -74,7 +74,7 @@ def page(root: Path) -> Callable[[str], Page]:
 
 @pytest.fixture(scope="session")
 def demo(root: Path, sibling: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    serving = sibling("e2e/conftest.py").serving
+    serving = sibling("e2e/serving.py").serving
     models = root / "examples" / "model_repository"
     flags = ["--model-repository", str(models), "--metrics-names", "vllm", "--log-format", "json"]
     flags += ["--metrics-config=summary_latencies=true", "--metrics-config=histogram_latencies=true"]

@@ -9,6 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from .models import write_model
+from .serving import serving
+
 MIB = 1 << 20
 NAMES = ["encoder", "llm", "one", "three", "two"]
 
@@ -17,10 +20,9 @@ NAMES = ["encoder", "llm", "one", "three", "two"]
 def served(
     sibling: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory, checkpoint: Path
 ) -> Iterator[Any]:
-    of = sibling("e2e/conftest.py")
-    repository: Path = tmp_path_factory.mktemp("budget") / "models"
+    repository = tmp_path_factory.mktemp("budget") / "models"
     sibling("encoder_models.py").write_embedder(repository / "encoder" / "1")
-    of.write_model(repository, "llm", checkpoint)
+    write_model(repository, "llm", checkpoint)
     for name in ("one", "two", "three"):
         sibling("onnx_models.py").write_mlp(repository / name / "1" / "model.onnx", [4, 2])
     (repository / "huge" / "1").mkdir(parents=True)
@@ -28,7 +30,7 @@ def served(
     os.truncate(repository / "huge" / "1" / "model.onnx", 1000 * MIB)
     arguments = ["--model-repository", str(repository), "--memory-limit", str(1200 * MIB)]
     arguments += ["--model-control-mode", "explicit", *(f"--load-model={name}" for name in NAMES)]
-    with of.serving(repository.parent / "t", *arguments) as server:
+    with serving(repository.parent / "t", *arguments) as server:
         yield server
         assert server.stop() == 0, server.said
 
@@ -54,4 +56,4 @@ def test_what_does_not_fit_is_refused_and_unloading_gives_back(served: Any) -> N
     for name in ("llm", "encoder"):
         httpx.post(f"{served.url}/v2/repository/models/{name}/unload")
     # Now it is the file that is wrong: it holds nothing.
-    served.until(lambda: "onnxruntime cannot load" in load(served, "huge"))
+    assert "onnxruntime cannot load" in load(served, "huge")

@@ -17,6 +17,9 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
+from .models import write_config
+from .tensors import given
+
 IDENTITY = """
 backend: "identity"
 input { name: "A" data_type: TYPE_FP32 dims: [ 4 ] }
@@ -24,16 +27,11 @@ output { name: "B" data_type: TYPE_FP32 dims: [ 4 ] }
 """
 
 
-def write(repository: Path, name: str, config: str = IDENTITY, version: str = "1") -> None:
-    (repository / name / version).mkdir(parents=True, exist_ok=True)
-    (repository / name / "config.pbtxt").write_text(config)
-
-
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    write(tmp_path / "models", "a")
-    write(tmp_path / "models", "b")
-    write(tmp_path / "models", "wrong", IDENTITY.replace("[ 4 ]", "[ 0 ]", 1))
+    write_config(tmp_path / "models", "a", IDENTITY)
+    write_config(tmp_path / "models", "b", IDENTITY)
+    write_config(tmp_path / "models", "wrong", IDENTITY.replace("[ 4 ]", "[ 0 ]", 1))
     return tmp_path / "models"
 
 
@@ -47,7 +45,7 @@ def explicit(serve: Callable[..., Any], repository: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def client(explicit: Any) -> Iterator[Any]:
-    with triton.InferenceServerClient(explicit.url.removeprefix("http://")) as client:
+    with triton.InferenceServerClient(explicit.http_address) as client:
         yield client
 
 
@@ -56,9 +54,8 @@ def states(client: Any) -> dict[str, str | None]:
 
 
 def ask(client: Any, name: str, size: int = 4, module: Any = triton) -> Any:
-    given = module.InferInput("A", [size], "FP32")
-    given.set_data_from_numpy(np.arange(size, dtype=np.float32))
-    return client.infer(name, [given]).as_numpy("B").tolist()
+    numbers = given(module, "A", np.arange(size, dtype=np.float32))
+    return client.infer(name, [numbers]).as_numpy("B").tolist()
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -98,15 +95,13 @@ def test_requests_decide_what_is_served(explicit: Any, client: Any) -> None:
 
 def test_a_reload_loses_no_request(explicit: Any, client: Any, repository: Path) -> None:
     """Four clients ask all the time, while the version changes and while the config does."""
-    stop, seen, address = threading.Event(), set(), explicit.url.removeprefix("http://")
+    stop, seen, address = threading.Event(), set(), explicit.http_address
 
     def keep_asking() -> int:
         count = 0
         with triton.InferenceServerClient(address) as own:
             while not stop.is_set():
-                given = triton.InferInput("A", [4], "FP32")
-                given.set_data_from_numpy(np.arange(4, dtype=np.float32))
-                made = own.infer("a", [given])
+                made = own.infer("a", [given(triton, "A", np.arange(4, dtype=np.float32))])
                 assert made.as_numpy("B").tolist() == [0, 1, 2, 3]
                 seen.add(made.get_response()["model_version"])
                 count += 1
@@ -116,9 +111,9 @@ def test_a_reload_loses_no_request(explicit: Any, client: Any, repository: Path)
         asking = [pool.submit(keep_asking) for _ in range(4)]
         until(lambda: "1" in seen)
         for version in range(2, 7):
-            write(repository, "a", IDENTITY, str(version))
+            write_config(repository, "a", IDENTITY, str(version))
             client.load_model("a")
-            write(repository, "a", f"{IDENTITY}\nmetric_tags {{ key: 'n' value: '{version}' }}", str(version))
+            write_config(repository, "a", f"{IDENTITY}\nmetric_tags {{ key: 'n' value: '{version}' }}", str(version))
             client.load_model("a")
             until(lambda version=version: str(version) in seen)
         stop.set()
@@ -162,9 +157,9 @@ def test_polling_follows_the_files(serve: Callable[..., Any], repository: Path) 
     poll = "--model-control-mode", "poll", "--repository-poll-secs", "0.2"
     with serve("--model-repository", str(repository), *poll) as server:
         v2 = f"{server.url}/v2"
-        write(repository, "c", "nonsense")
+        write_config(repository, "c", "nonsense")
         until(lambda: httpx.get(f"{v2}/health/ready").status_code == 400)
-        write(repository, "c", IDENTITY, version="3")
+        write_config(repository, "c", IDENTITY, version="3")
         until(lambda: httpx.get(f"{v2}/models/c/versions/3/ready").status_code == 200)
         assert httpx.get(f"{v2}/health/ready").status_code == 200
         shutil.rmtree(repository / "a")

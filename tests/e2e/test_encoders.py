@@ -11,12 +11,15 @@ import openai
 import pytest
 import tritonclient.http as triton
 
+from .serving import serving
+from .tensors import given
+
 TEXTS = ["the ferry crosses the river", "a boat", "two coins for charon"]
 
 
 @pytest.fixture(scope="module")
 def served(sibling: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    models, serving = sibling("encoder_models.py"), sibling("e2e/conftest.py").serving
+    models = sibling("encoder_models.py")
     repository: Path = tmp_path_factory.mktemp("encoders") / "models"
     models.write_embedder(repository / "embedder" / "1")
     models.write_cross_encoder(repository / "ranker" / "1")
@@ -26,11 +29,9 @@ def served(sibling: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPa
 
 
 def infer(server: Any, model: str, output: str, **texts: list[str]) -> Any:
-    with triton.InferenceServerClient(server.url.removeprefix("http://")) as client:
-        inputs = []
-        for name, given in texts.items():
-            inputs.append(triton.InferInput(name, [len(given), 1], "BYTES"))
-            inputs[-1].set_data_from_numpy(np.array([[text.encode()] for text in given], object))
+    with triton.InferenceServerClient(server.http_address) as client:
+        columns = {name: np.array([[text.encode()] for text in column], object) for name, column in texts.items()}
+        inputs = [given(triton, name, column) for name, column in columns.items()]
         return client.infer(model, inputs).as_numpy(output)
 
 

@@ -19,6 +19,8 @@ import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
+from .tensors import given
+
 FLAGS = ["--executor", "fake", "--fake-vocab-size", "384", "--served-model-name", "m"]
 STOPPING = "GRPC server is shutting down and has stopped accepting new requests."
 
@@ -30,21 +32,15 @@ def client(server: Any) -> Iterator[Any]:
 
 
 def text(prompt: str) -> list[Any]:
-    made = triton.InferInput("text_input", [1], "BYTES")
-    made.set_data_from_numpy(np.array([prompt.encode()], np.object_))
-    return [made]
+    return [given(triton, "text_input", np.array([prompt.encode()], np.object_))]
 
 
 def ids(*prompt: int) -> list[Any]:
-    made = triton.InferInput("input_ids", [len(prompt)], "INT32")
-    made.set_data_from_numpy(np.array(prompt, np.int32))
-    return [made]
+    return [given(triton, "input_ids", np.array(prompt, np.int32))]
 
 
 def streaming(inputs: list[Any]) -> list[Any]:
-    made = triton.InferInput("stream", [1], "BOOL")
-    made.set_data_from_numpy(np.array([True]))
-    return [*inputs, made]
+    return [*inputs, given(triton, "stream", np.array([True]))]
 
 
 class Answers:

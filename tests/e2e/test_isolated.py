@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import httpx
@@ -14,6 +13,10 @@ import numpy as np
 import pytest
 import torch
 import tritonclient.http as triton
+
+from .models import write_config
+from .serving import Server, children, name, serving
+from .tensors import given
 
 CONFIG = """
 platform: "pytorch_libtorch"
@@ -30,29 +33,26 @@ class Double(torch.nn.Module):
 
 
 @pytest.fixture(scope="module")
-def served(sibling: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    repository: Path = tmp_path_factory.mktemp("isolated") / "models"
-    (repository / "double" / "1").mkdir(parents=True)
-    (repository / "double" / "config.pbtxt").write_text(CONFIG)
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("isolated") / "models"
+    version = write_config(repository, "double", CONFIG)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        torch.jit.script(Double()).save(str(repository / "double" / "1" / "model.pt"))
-    with sibling("e2e/conftest.py").serving(repository.parent / "t", "--model-repository", str(repository)) as server:
+        torch.jit.script(Double()).save(str(version / "model.pt"))
+    with serving(repository.parent / "t", "--model-repository", str(repository)) as server:
         yield server
 
 
 @pytest.fixture
-def instances(served: Any, sibling: Callable[[str], ModuleType]) -> Callable[[], list[int]]:
+def instances(served: Server) -> Callable[[], list[int]]:
     """The processes of the server's instances."""
-    of = sibling("e2e/conftest.py")
-    return lambda: [pid for pid in of.children(served.process.pid) if of.name(pid) == "charonia-model"]
+    return lambda: [pid for pid in children(served.process.pid) if name(pid) == "charonia-model"]
 
 
 def double(served: Any) -> Any:
-    with triton.InferenceServerClient(served.url.removeprefix("http://")) as client:
-        given = triton.InferInput("INPUT__0", [1, 3], "FP32")
-        given.set_data_from_numpy(np.array([[1, 2, 3]], np.float32))
-        return client.infer("double", [given]).as_numpy("OUTPUT__0").tolist()
+    with triton.InferenceServerClient(served.http_address) as client:
+        values = given(triton, "INPUT__0", np.array([[1, 2, 3]], np.float32))
+        return client.infer("double", [values]).as_numpy("OUTPUT__0").tolist()
 
 
 def has_torch(pid: int) -> bool:

@@ -108,16 +108,20 @@ def test_unready_while_the_core_is_away(serve: Any, tokenizer_only: Path) -> Non
 @pytest.mark.parametrize("send", [os.kill, os.killpg])
 def test_sigterm_lets_running_requests_finish(serve: Any, tokenizer_only: Path, send: Callable[..., None]) -> None:
     """To the frontend alone, as Docker does it, or to the whole group, as service managers do."""
-    with serve(str(tokenizer_only), *FLAGS, "--fake-step-seconds", "0.01") as server, stream(server) as lines:
-        next(lines)
-        cores = server.cores()
-        send(server.process.pid, signal.SIGTERM)
-        server.until(lambda: server.status("/v2/health/ready") == 503)
-        assert httpx.get(f"{server.url}/v2/health/ready").json() == {"error": "Server exiting"}
-        assert generate(server) == 503
-        assert sum('"text_output"' in line for line in lines) > 50
+    with serve(str(tokenizer_only), *FLAGS, "--fake-step-seconds", "0.01") as server:
+        with stream(server, body=LONG | {"return_num_output_tokens": True}) as lines:
+            first = next(lines)
+            [core] = server.cores()
+            os.kill(core, signal.SIGSTOP)  # or the stream might end before anybody looked at it
+            send(server.process.pid, signal.SIGTERM)
+            server.until(lambda: server.status("/v2/health/ready") == 503)
+            assert httpx.get(f"{server.url}/v2/health/ready").json() == {"error": "Server exiting"}
+            assert generate(server) == 503
+            os.kill(core, signal.SIGCONT)
+            events = [json.loads(line.removeprefix("data: ")) for line in (first, *lines)]
+        assert sum(event["num_output_tokens"] for event in events) == LONG["max_tokens"]
         assert server.process.wait(60) == 0
-        assert_nothing_left(server, cores)
+        assert_nothing_left(server, [core])
 
 
 def test_a_second_signal_forces(serve: Any, tokenizer_only: Path) -> None:
@@ -180,6 +184,7 @@ def test_a_single_checkpoint_that_fails(serve: Any, tokenizer_only: Path) -> Non
     [
         ([], "charonia: nothing to serve: name a checkpoint or give --model-repository"),
         (["/no/where"], "charonia: '/no/where' is neither a checkpoint"),
+        (["/" + "x" * 300], "charonia: cannot read '/xxx"),
         (["--model-repository", "/no/where"], "charonia: model repository '/no/where' is not a directory"),
         (["--model-repository", "/", "--ahead", "1"], "charonia: --ahead is for a single checkpoint"),
         (["x/y", "--http-port", "70000"], "--http-port"),

@@ -15,6 +15,9 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 from numpy.typing import NDArray
 
+from .serving import serving
+from .tensors import given
+
 CLASSIFIER = """
 name: "classifier"
 platform: "onnxruntime_onnx"
@@ -56,7 +59,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(sibling: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    models, serving = sibling("onnx_models.py"), sibling("e2e/conftest.py").serving
+    models = sibling("onnx_models.py")
     repository = tmp_path_factory.mktemp("triton") / "models"
     write(repository / "classifier" / "config.pbtxt", CLASSIFIER)
     write(repository / "classifier" / "labels.txt", "cat\ndog\nferry\n")
@@ -86,15 +89,9 @@ def write_torch(repository: Path) -> None:
     torch.export.save(program, repository / "exported" / "1" / "model.pt2")
 
 
-def given(name: str, array: NDArray[Any], module: Any = triton) -> Any:
-    tensor = module.InferInput(name, list(array.shape), "FP32")
-    tensor.set_data_from_numpy(array)
-    return tensor
-
-
 @pytest.fixture
 def client(served: Served) -> Iterator[Any]:
-    with triton.InferenceServerClient(served.server.url.removeprefix("http://")) as client:
+    with triton.InferenceServerClient(served.server.http_address) as client:
         yield client
 
 
@@ -103,21 +100,21 @@ BATCH = np.random.default_rng(1).random((3, 5), np.float32)
 
 @pytest.mark.parametrize("version", ["1", "3"])
 def test_each_version_computes_its_own(served: Served, client: Any, version: str) -> None:
-    made = client.infer("classifier", [given("INPUT", BATCH)], model_version=version)
+    made = client.infer("classifier", [given(triton, "INPUT", BATCH)], model_version=version)
     np.testing.assert_allclose(made.as_numpy("OUTPUT"), served.expected(version, BATCH), rtol=1e-5)
     assert made.get_response()["model_version"] == version
 
 
 def test_the_latest_version_is_meant_without_one(served: Served, client: Any) -> None:
-    made = client.infer("classifier", [given("INPUT", BATCH)])
+    made = client.infer("classifier", [given(triton, "INPUT", BATCH)])
     np.testing.assert_allclose(made.as_numpy("OUTPUT"), served.expected("3", BATCH), rtol=1e-5)
 
 
 def test_many_clients_share_batches_and_get_their_own(served: Served) -> None:
-    address = served.server.url.removeprefix("http://")
+    address = served.server.http_address
     rows = np.random.default_rng(2).random((64, 1, 5), np.float32)
     with triton.InferenceServerClient(address, concurrency=16) as client:
-        pending = [client.async_infer("classifier", [given("INPUT", row)]) for row in rows]
+        pending = [client.async_infer("classifier", [given(triton, "INPUT", row)]) for row in rows]
         made = [each.get_result(timeout=30).as_numpy("OUTPUT") for each in pending]
     expected = [served.expected("3", row) for row in rows]
     np.testing.assert_allclose(np.array(made), np.array(expected), rtol=1e-4)
@@ -125,13 +122,13 @@ def test_many_clients_share_batches_and_get_their_own(served: Served) -> None:
 
 def test_grpc_computes_the_same(served: Served) -> None:
     with triton_grpc.InferenceServerClient(served.server.grpc_address) as client:
-        made = client.infer("classifier", [given("INPUT", BATCH, triton_grpc)], client_timeout=30)
+        made = client.infer("classifier", [given(triton_grpc, "INPUT", BATCH)], client_timeout=30)
     np.testing.assert_allclose(made.as_numpy("OUTPUT"), served.expected("3", BATCH), rtol=1e-5)
 
 
 def test_classes_have_their_labels(served: Served, client: Any) -> None:
     wanted = [triton.InferRequestedOutput("OUTPUT", class_count=1)]
-    made = client.infer("classifier", [given("INPUT", BATCH[:1])], outputs=wanted).as_numpy("OUTPUT")
+    made = client.infer("classifier", [given(triton, "INPUT", BATCH[:1])], outputs=wanted).as_numpy("OUTPUT")
     index = int(served.expected("3", BATCH[:1]).argmax())
     value, place, label = made.ravel()[0].decode().split(":")
     assert (int(place), label) == (index, ["cat", "dog", "ferry"][index])
@@ -145,19 +142,20 @@ def test_a_model_without_a_config_is_completed_from_its_file(served: Served, cli
     assert [(each["name"], each["data_type"], each["dims"]) for each in config["input"]] == [
         ("INPUT", "TYPE_FP32", [4])
     ]
-    assert client.infer("bare", [given("INPUT", np.ones((2, 4), np.float32))]).as_numpy("OUTPUT").shape == (2, 2)
+    made = client.infer("bare", [given(triton, "INPUT", np.ones((2, 4), np.float32))])
+    assert made.as_numpy("OUTPUT").shape == (2, 2)
 
 
 @pytest.mark.parametrize(("model", "names"), [("scaler", ("INPUT__0", "INPUT__1")), ("exported", ("value", "factor"))])
 def test_pytorch_models(client: Any, model: str, names: tuple[str, str]) -> None:
     tensors = np.array([[1, 2, 3]], np.float32), np.array([[2]], np.float32)
-    made = client.infer(model, [given(name, tensor) for name, tensor in zip(names, tensors, strict=True)])
+    made = client.infer(model, [given(triton, name, tensor) for name, tensor in zip(names, tensors, strict=True)])
     assert made.as_numpy("OUTPUT__0").tolist() == [[2, 4, 6]]
 
 
 def test_statistics_count_each_version_apart(served: Served, client: Any) -> None:
     before = client.get_inference_statistics("classifier", "1")["model_stats"][0]["inference_count"]
-    client.infer("classifier", [given("INPUT", BATCH)], model_version="1")
+    client.infer("classifier", [given(triton, "INPUT", BATCH)], model_version="1")
     after = client.get_inference_statistics("classifier", "1")["model_stats"][0]["inference_count"]
     assert after - before == len(BATCH)
 

@@ -10,7 +10,9 @@ import httpx
 import numpy as np
 import pytest
 
-from .conftest import serving
+from .models import write_config
+from .serving import serving
+from .tensors import given
 
 _ENDS = """\
 max_batch_size: 8
@@ -31,8 +33,7 @@ _MODELS = {
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     models = tmp_path_factory.mktemp("models")
     for name, config in _MODELS.items():
-        (models / name / "1").mkdir(parents=True)
-        (models / name / "config.pbtxt").write_text(config)
+        write_config(models, name, config)
     with serving(Path(tmp_path_factory.mktemp("t") / "t"), "--model-repository", str(models)) as server:
         yield server
 
@@ -113,13 +114,10 @@ def test_a_decoupled_model_streams_over_grpc(server: Any) -> None:
     import tritonclient.grpc as triton
 
     answers: queue.Queue[Any] = queue.Queue()
-    given = {"IN": ("INT32", [5, 6]), "DELAY": ("UINT32", [1, 1]), "WAIT": ("UINT32", [0])}
+    tensors = {"IN": (np.int32, [5, 6]), "DELAY": (np.uint32, [1, 1]), "WAIT": (np.uint32, [0])}
     with triton.InferenceServerClient(server.grpc_address) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
-        inputs = []
-        for name, (datatype, values) in given.items():
-            inputs.append(triton.InferInput(name, [len(values)], datatype))
-            inputs[-1].set_data_from_numpy(np.array(values, np.dtype(datatype.lower())))
+        inputs = [given(triton, name, np.array(values, datatype)) for name, (datatype, values) in tensors.items()]
         client.async_stream_infer("repeat", inputs, enable_empty_final_response=True, request_id="r")
         got = [answers.get(timeout=60) for _ in range(3)]
         client.stop_stream()

@@ -13,6 +13,10 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
+from .models import write_config
+from .serving import Server, serving
+from .tensors import given
+
 OLDEST = "oldest { max_candidate_sequences: 3 preferred_batch_size: [ 2 ] }"
 DIRECT = "direct { max_queue_delay_microseconds: 500 minimum_slot_utilization: 0.25 }"
 IDLE = "max_sequence_idle_microseconds: 600000000"
@@ -20,19 +24,18 @@ INITIAL = 'dims: 1 initial_state { name: "i" data_type: TYPE_INT32 dims: 1 data_
 
 
 @pytest.fixture(scope="module")
-def server(sibling: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    models, serving = sibling("onnx_models.py"), sibling("e2e/conftest.py").serving
-    repository = tmp_path_factory.mktemp("stateful") / "models"
-    begin = "sequence_batching {"
+def server(sibling: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    models, repository = sibling("onnx_models.py"), tmp_path_factory.mktemp("stateful") / "models"
+    begin, words = "sequence_batching {", models.ACCUMULATOR.replace("INT64", "STRING")
     for name, config in (
         ("oldest", models.ACCUMULATOR.replace(begin, f"{begin} {IDLE} {OLDEST}")),
         ("direct", models.ACCUMULATOR.replace(begin, f"{begin} {IDLE} {DIRECT}")),
-        ("texts", models.ACCUMULATOR.replace("INT64", "STRING").replace("dims: 1 }\n}", f"{INITIAL} }}\n}}")),
+        ("words", words.replace("dims: 1 }\n}", f"{INITIAL} }}\n}}")),
     ):
-        models.write_accumulator(repository / name / "1" / "model.onnx", name == "texts")
-        (repository / name / "config.pbtxt").write_text(config)
-    (repository / "texts" / "initial_state").mkdir()
-    (repository / "texts" / "initial_state" / "hundred").write_bytes(np.int32(100).tobytes())
+        version = write_config(repository, name, config)
+        models.write_accumulator(version / "model.onnx", text_ids=name == "words")
+    (repository / "words" / "initial_state").mkdir()
+    (repository / "words" / "initial_state" / "hundred").write_bytes(np.int32(100).tobytes())
     with serving(repository.parent / "t", "--model-repository", str(repository)) as running:
         yield running
         assert running.stop() == 0, running.said
@@ -40,21 +43,19 @@ def server(sibling: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture
-def client(server: Any) -> Iterator[Any]:
-    with triton.InferenceServerClient(server.url.removeprefix("http://")) as connected:
+def client(server: Server) -> Iterator[Any]:
+    with triton.InferenceServerClient(server.http_address) as connected:
         yield connected
 
 
 def value(number: int, module: Any = triton, rows: int = 1) -> Any:
-    tensor = module.InferInput("X", [rows, 1], "INT32")
-    tensor.set_data_from_numpy(np.full((rows, 1), number, np.int32))
-    return tensor
+    return given(module, "X", np.full((rows, 1), number, np.int32))
 
 
-def whole(server: Any, model: str, name: int | str, numbers: list[int]) -> list[int]:
+def whole(server: Server, model: str, name: int | str, numbers: list[int]) -> list[int]:
     """A sequence from its start to its end, each request after the answer to the one before."""
     sums = []
-    with triton.InferenceServerClient(server.url.removeprefix("http://")) as client:
+    with triton.InferenceServerClient(server.http_address) as client:
         for place, number in enumerate(numbers):
             flags = {"sequence_start": not place, "sequence_end": place == len(numbers) - 1}
             made = client.infer(model, [value(number)], sequence_id=name, **flags)
@@ -65,7 +66,7 @@ def whole(server: Any, model: str, name: int | str, numbers: list[int]) -> list[
 
 
 @pytest.mark.parametrize("model", ["oldest", "direct"])
-def test_sequences_of_many_clients_do_not_mix(server: Any, model: str) -> None:
+def test_sequences_of_many_clients_do_not_mix(server: Server, model: str) -> None:
     """More of them than there are seats."""
     sequences = [[name + step for step in range(5 + name % 4)] for name in range(1, 21)]
     with ThreadPoolExecutor(12) as clients:
@@ -77,7 +78,7 @@ def test_sequences_of_many_clients_do_not_mix(server: Any, model: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["oldest", "direct"])
-def test_sequences_of_one_stream_are_answered_in_the_order_of_its_requests(server: Any, model: str) -> None:
+def test_sequences_of_one_stream_are_answered_in_the_order_of_its_requests(server: Server, model: str) -> None:
     heard: queue.Queue[Any] = queue.Queue()
     with triton_grpc.InferenceServerClient(server.grpc_address) as client:
         client.start_stream(lambda result, error: heard.put(error or result))
@@ -95,10 +96,10 @@ def test_sequences_of_one_stream_are_answered_in_the_order_of_its_requests(serve
         assert sums[name - 101 :: 8] == np.cumsum([name + step for step in range(8)]).tolist()
 
 
-def test_ids_may_be_texts_and_states_may_begin_with_a_file(server: Any) -> None:
-    with triton.InferenceServerClient(server.url.removeprefix("http://")) as client:
-        begun = client.infer("texts", [value(1)], sequence_id="één", sequence_start=True)
-        ended = client.infer("texts", [value(2)], sequence_id="één", sequence_end=True)
+def test_ids_may_be_texts_and_states_may_begin_with_a_file(server: Server) -> None:
+    with triton.InferenceServerClient(server.http_address) as client:
+        begun = client.infer("words", [value(1)], sequence_id="één", sequence_start=True)
+        ended = client.infer("words", [value(2)], sequence_id="één", sequence_end=True)
     assert [each.as_numpy("SUM").item() for each in (begun, ended)] == [101, 103]
     assert begun.as_numpy("WHO").item() == "één".encode()
 
@@ -111,7 +112,7 @@ def test_ids_may_be_texts_and_states_may_begin_with_a_file(server: Any) -> None:
         ({"sequence_id": "x"}, "control 'ID' data-type is 'BYTES', but model 'oldest' expects 'INT64'"),
     ],
 )
-def test_a_request_of_no_sequence_is_refused(server: Any, client: Any, fields: dict[str, Any], says: str) -> None:
+def test_a_request_of_no_sequence_is_refused(server: Server, client: Any, fields: dict[str, Any], says: str) -> None:
     with pytest.raises(InferenceServerException, match=says) as refused:
         client.infer("oldest", [value(1)], **fields)
     assert refused.value.status() == "400"
@@ -137,7 +138,7 @@ def test_a_client_sees_neither_controls_nor_states(client: Any) -> None:
     assert "sequence" in client.get_server_metadata()["extensions"]
 
 
-def test_a_sequence_outlives_the_connection_that_began_it(server: Any, client: Any) -> None:
+def test_a_sequence_outlives_the_connection_that_began_it(server: Server, client: Any) -> None:
     with triton_grpc.InferenceServerClient(server.grpc_address) as leaving:
         heard: queue.Queue[Any] = queue.Queue()
         leaving.start_stream(lambda result, error: heard.put(error or result))

@@ -1,13 +1,15 @@
 """Every metric that Triton has: a series of a real server's, or the reason why there is none."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
+from .models import write_config
+from .serving import Server, serving
 
 IDENTITY = """
 backend: "identity" max_batch_size: 4
@@ -68,14 +70,13 @@ ABSENT = {
 
 
 @pytest.fixture(scope="module")
-def served(sibling: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    repository: Path = tmp_path_factory.mktemp("metrics") / "models"
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("metrics") / "models"
     for name, config in (("same", IDENTITY), ("square", SQUARE)):
-        (repository / name / "1").mkdir(parents=True)
-        (repository / name / "config.pbtxt").write_text(config)
+        write_config(repository, name, config)
     flags = ["--metrics-config=summary_latencies=true", "--metrics-config=histogram_latencies=true"]
     flags += ["--metrics-config=summary_quantiles=0.5:0.05,0.99:0.001", "--model-repository", str(repository)]
-    with sibling("e2e/conftest.py").serving(repository.parent / "t", *flags) as server:
+    with serving(repository.parent / "t", *flags) as server:
         body = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [1, 1], "data": [2.0]}]}
         httpx.post(f"{server.url}/v2/models/same/infer", json=body).raise_for_status()
         httpx.post(f"{server.url}/v2/models/square/generate_stream", json={"IN": 3}).raise_for_status()

@@ -2,12 +2,9 @@
 
 import asyncio
 import json
-import os
 import queue
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,15 +14,10 @@ import tritonclient.grpc.aio as triton_aio
 import tritonclient.utils.shared_memory as shared_memory
 from tritonclient.utils import InferenceServerException
 
-IDENTITY = """
-name: "{name}"
-backend: "identity"
-max_batch_size: 8
-input {{ name: "INPUT0" data_type: TYPE_FP32 dims: [ 16 ] }}
-input {{ name: "INPUT1" data_type: TYPE_STRING dims: [ -1 ] optional: true }}
-output {{ name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 16 ] label_filename: "labels.txt" }}
-output {{ name: "OUTPUT1" data_type: TYPE_STRING dims: [ -1 ] }}
-"""
+from .models import FAKE, write_labelled, write_model
+from .serving import Server, serving
+from .tensors import given, lent
+
 NUMBERS = np.arange(32, dtype=np.float32).reshape(2, 16)
 
 
@@ -35,22 +27,13 @@ def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(
-    tmp_path_factory: pytest.TempPathFactory,
-    sibling: Callable[[str], ModuleType],
-    tokenizer_only: Path,
-    trace_file: Path,
-) -> Iterator[Any]:
-    conftest = sibling("e2e/conftest.py")
+def server(tmp_path_factory: pytest.TempPathFactory, tokenizer_only: Path, trace_file: Path) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("models")
-    for name in ("identity", "spare"):
-        (repository / name / "1").mkdir(parents=True)
-        (repository / name / "config.pbtxt").write_text(IDENTITY.format(name=name))
-        (repository / name / "labels.txt").write_text("zero\none\n")
-    conftest.write_model(repository, "llm", tokenizer_only, **conftest.FAKE)
+    write_labelled(repository, "identity", "spare")
+    write_model(repository, "llm", tokenizer_only, **FAKE)
     flags = ["--model-repository", str(repository), "--model-control-mode", "explicit", "--allow-client-shm=true"]
     flags += ["--load-model", "identity", "--load-model", "llm", "--trace-config", f"triton,file={trace_file}"]
-    with conftest.serving(tmp_path_factory.mktemp("g") / "t", *flags) as running:
+    with serving(tmp_path_factory.mktemp("g") / "t", *flags) as running:
         yield running
         assert running.stop() == 0, running.said
         assert "Traceback" not in running.said
@@ -63,15 +46,11 @@ def client(server: Any) -> Iterator[Any]:
 
 
 def numbers(data: Any = NUMBERS) -> Any:
-    made = triton.InferInput("INPUT0", list(data.shape), "FP32")
-    made.set_data_from_numpy(data)
-    return made
+    return given(triton, "INPUT0", data)
 
 
 def texts(*words: bytes) -> Any:
-    made = triton.InferInput("INPUT1", [1, len(words)], "BYTES")
-    made.set_data_from_numpy(np.array([words], np.object_))
-    return made
+    return given(triton, "INPUT1", np.array([words], np.object_))
 
 
 def refused(code: str, text: str) -> Any:
@@ -95,8 +74,8 @@ def test_who_is_there(client: Any) -> None:
 def test_tensors_come_back(client: Any) -> None:
     words = (b"a", b"", b"\xff\0\xfe", "ü".encode())
     outputs = [triton.InferRequestedOutput("OUTPUT1"), triton.InferRequestedOutput("OUTPUT0")]
-    for given in (None, outputs):
-        result = client.infer("identity", [numbers(NUMBERS[:1]), texts(*words)], request_id="7", outputs=given)
+    for wanted in (None, outputs):
+        result = client.infer("identity", [numbers(NUMBERS[:1]), texts(*words)], request_id="7", outputs=wanted)
         np.testing.assert_array_equal(result.as_numpy("OUTPUT0"), NUMBERS[:1])
         assert result.as_numpy("OUTPUT1").tolist() == [[*words]]
         response = result.get_response()
@@ -194,43 +173,30 @@ def tensors() -> dict[str, Any]:
     return {"input": [{"name": "INPUT0", **tensor}], "output": [{"name": "OUTPUT0", **tensor}]}
 
 
-@contextmanager
-def region(client: Any, name: str, size: int) -> Iterator[Any]:
-    """Shared memory that the server knows by `name`."""
-    key = f"/charonia_e2e_{name}_{os.getpid()}"
-    handle = shared_memory.create_shared_memory_region(name, key, size, create_only=True)
-    client.register_system_shared_memory(name, key, size)
-    try:
-        yield handle
-    finally:
-        client.unregister_system_shared_memory(name)
-        shared_memory.destroy_shared_memory_region(handle)
-
-
 def test_tensors_in_shared_memory(server: Any, client: Any) -> None:
     size = NUMBERS.nbytes
-    with region(client, "in", size) as given, region(client, "out", 2 * size) as made:
-        shared_memory.set_shared_memory_region(given, [NUMBERS])
-        lent = triton.InferInput("INPUT0", [2, 16], "FP32")
-        lent.set_shared_memory("in", size)
+    with lent(client, "in", size) as theirs, lent(client, "out", 2 * size) as ours:
+        shared_memory.set_shared_memory_region(theirs, [NUMBERS])
+        there = triton.InferInput("INPUT0", [2, 16], "FP32")
+        there.set_shared_memory("in", size)
         wanted = triton.InferRequestedOutput("OUTPUT0")
         wanted.set_shared_memory("out", size, offset=size)
-        result = client.infer("identity", [lent], outputs=[wanted])
+        result = client.infer("identity", [there], outputs=[wanted])
         output = result.get_output("OUTPUT0")
         assert (output.datatype, list(output.shape)) == ("FP32", [2, 16])
         assert list(result.get_response().raw_output_contents) == [b""]
-        there = shared_memory.get_contents_as_numpy(made, np.float32, [2, 16], offset=size)
-        np.testing.assert_array_equal(there, NUMBERS)
+        written = shared_memory.get_contents_as_numpy(ours, np.float32, [2, 16], offset=size)
+        np.testing.assert_array_equal(written, NUMBERS)
         assert {*client.get_system_shared_memory_status().regions} == {"in", "out"}
         wanted.set_shared_memory("out", 8)
         with refused("INTERNAL", r"request for output 'OUTPUT0' \(8 bytes\) should be at least 128 bytes"):
-            client.infer("identity", [lent], outputs=[wanted])
+            client.infer("identity", [there], outputs=[wanted])
         wanted.set_shared_memory("out", size, offset=2 * size)
         with refused("INVALID_ARGUMENT", r"Invalid offset \+ byte size for shared memory region: 'out'"):
-            client.infer("identity", [lent], outputs=[wanted])
-        lent.set_shared_memory("never", size)
+            client.infer("identity", [there], outputs=[wanted])
+        there.set_shared_memory("never", size)
         with refused("NOT_FOUND", "Unable to find shared memory region: 'never'"):
-            client.infer("identity", [lent])
+            client.infer("identity", [there])
     assert not client.get_system_shared_memory_status().regions
     mapped = Path(f"/proc/{server.process.pid}/maps")
     server.until(lambda: "charonia_e2e" not in mapped.read_text())
@@ -282,8 +248,7 @@ def test_trace_settings(client: Any, trace_file: Path) -> None:
 def test_a_stream_serves_both_kinds(client: Any) -> None:
     heard: queue.Queue[tuple[Any, Any]] = queue.Queue()
     client.start_stream(lambda result, error: heard.put((result, error)))
-    ids = triton.InferInput("input_ids", [1], "INT32")
-    ids.set_data_from_numpy(np.array([5], np.int32))
+    ids = given(triton, "input_ids", np.array([5], np.int32))
     for number in range(3):
         client.async_stream_infer("identity", [numbers(NUMBERS + number)], request_id=str(number))
     client.async_stream_infer("llm", [ids], request_id="llm", parameters={"max_tokens": 3})

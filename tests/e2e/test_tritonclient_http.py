@@ -1,10 +1,7 @@
 """The published tritonclient drives every endpoint of a real server over HTTP: identity and an LLM, sync and aio."""
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import httpx
@@ -15,15 +12,10 @@ import tritonclient.http.aio as triton_aio
 import tritonclient.utils.shared_memory as shared_memory
 from tritonclient.utils import InferenceServerException
 
-IDENTITY = """
-name: "{name}"
-backend: "identity"
-max_batch_size: 8
-input {{ name: "INPUT0" data_type: TYPE_FP32 dims: [ 16 ] }}
-input {{ name: "INPUT1" data_type: TYPE_STRING dims: [ -1 ] optional: true }}
-output {{ name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 16 ] label_filename: "labels.txt" }}
-output {{ name: "OUTPUT1" data_type: TYPE_STRING dims: [ -1 ] }}
-"""
+from .models import FAKE, write_config, write_labelled, write_model
+from .serving import Server, serving
+from .tensors import given, lent
+
 ANYTHING = """
 name: "anything"
 backend: "identity"
@@ -34,22 +26,16 @@ NUMBERS = np.arange(32, dtype=np.float32).reshape(2, 16)
 
 
 @pytest.fixture(scope="module")
-def server(
-    tmp_path_factory: pytest.TempPathFactory, sibling: Callable[[str], ModuleType], tokenizer_only: Path
-) -> Iterator[Any]:
-    conftest = sibling("e2e/conftest.py")
+def server(tmp_path_factory: pytest.TempPathFactory, tokenizer_only: Path) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("models")
-    texts = {"identity": IDENTITY.format(name="identity"), "spare": IDENTITY.format(name="spare"), "anything": ANYTHING}
-    for name, text in texts.items():
-        (repository / name / "1").mkdir(parents=True)
-        (repository / name / "config.pbtxt").write_text(text)
-        (repository / name / "labels.txt").write_text("zero\none\n")
-    conftest.write_model(repository, "llm", tokenizer_only, **conftest.FAKE)
+    write_labelled(repository, "identity", "spare")
+    write_config(repository, "anything", ANYTHING)
+    write_model(repository, "llm", tokenizer_only, **FAKE)
     flags = ["--model-repository", str(repository), "--model-control-mode", "explicit", "--allow-client-shm=true"]
     for name in ("identity", "anything", "llm"):
         flags += ["--load-model", name]
     flags += ["--http-restricted-api", "logging:let=me", "--http-header-forward-pattern", "^x-"]
-    with conftest.serving(tmp_path_factory.mktemp("h") / "t", *flags) as running:
+    with serving(tmp_path_factory.mktemp("h") / "t", *flags) as running:
         yield running
         assert running.stop() == 0, running.said
         assert "Traceback" not in running.said
@@ -57,14 +43,12 @@ def server(
 
 @pytest.fixture
 def client(server: Any) -> Iterator[Any]:
-    with triton.InferenceServerClient(server.url.removeprefix("http://"), network_timeout=30) as connected:
+    with triton.InferenceServerClient(server.http_address, network_timeout=30) as connected:
         yield connected
 
 
 def numbers(data: Any = NUMBERS, binary: bool = True) -> Any:
-    made = triton.InferInput("INPUT0", list(data.shape), "FP32")
-    made.set_data_from_numpy(data, binary_data=binary)
-    return made
+    return given(triton, "INPUT0", data, binary_data=binary)
 
 
 def refused(status: int, text: str) -> Any:
@@ -88,8 +72,7 @@ def test_who_is_there(client: Any) -> None:
 @pytest.mark.parametrize("binary_out", [False, True])
 @pytest.mark.parametrize("binary_in", [False, True])
 def test_infer_in_every_mixture(client: Any, binary_in: bool, binary_out: bool) -> None:
-    words = triton.InferInput("INPUT1", [2, 1], "BYTES")
-    words.set_data_from_numpy(np.array([["h\u00e9"], [""]], np.object_), binary_data=not binary_in)
+    words = given(triton, "INPUT1", np.array([["h\u00e9"], [""]], np.object_), binary_data=not binary_in)
     outputs = [
         triton.InferRequestedOutput("OUTPUT0", binary_data=binary_out),
         triton.InferRequestedOutput("OUTPUT1", binary_data=not binary_out),
@@ -136,21 +119,7 @@ def test_a_raw_request(server: Any) -> None:
 
 def test_a_body_of_megabytes(client: Any) -> None:
     data = np.arange(2_000_000, dtype=np.int32)
-    made = triton.InferInput("IN", [len(data)], "INT32")
-    made.set_data_from_numpy(data)
-    assert np.array_equal(client.infer("anything", [made]).as_numpy("OUT"), data)
-
-
-@contextmanager
-def lent(client: Any, name: str, size: int) -> Iterator[Any]:
-    key = f"/charonia_http_{name}_{os.getpid()}"
-    region = shared_memory.create_shared_memory_region(name, key, size)
-    client.register_system_shared_memory(name, key, size)
-    try:
-        yield region
-    finally:
-        client.unregister_system_shared_memory(name)
-        shared_memory.destroy_shared_memory_region(region)
+    assert np.array_equal(client.infer("anything", [given(triton, "IN", data)]).as_numpy("OUT"), data)
 
 
 def test_tensors_in_shared_memory(client: Any) -> None:
@@ -214,12 +183,10 @@ def test_settings(client: Any) -> None:
 
 
 def test_a_language_model(client: Any) -> None:
-    prompt = triton.InferInput("text_input", [1], "BYTES")
-    prompt.set_data_from_numpy(np.array([b"hi"], np.object_))
+    prompt = given(triton, "text_input", np.array([b"hi"], np.object_))
     result = client.infer("llm", [prompt], parameters={"max_tokens": 4, "temperature": 0})
     assert result.as_numpy("text_output").shape == (1,)
-    stream = triton.InferInput("stream", [1], "BOOL")
-    stream.set_data_from_numpy(np.array([True]))
+    stream = given(triton, "stream", np.array([True]))
     with refused(501, "HTTP end point doesn't support models with decoupled transaction policy"):
         client.infer("llm", [prompt, stream])
 
@@ -301,7 +268,7 @@ def test_what_core_refuses(server: Any, model: str, body: Any, status: int, text
 
 
 async def test_aio(server: Any) -> None:
-    async with triton_aio.InferenceServerClient(server.url.removeprefix("http://")) as client:
+    async with triton_aio.InferenceServerClient(server.http_address) as client:
         assert await client.is_server_live()
         assert await client.is_server_ready()
         assert await client.is_model_ready("identity")

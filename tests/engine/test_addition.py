@@ -20,10 +20,11 @@ def add(model: GenerationDefaults = MODEL, bad_words: tuple[tuple[int, ...], ...
 
 
 def test_who_asks_for_nothing_gets_no_shaping() -> None:
-    assert add().shaping is None
-    assert add(min_tokens=3, ignore_eos=True).shaping is None
-    assert add(repetition_penalty=1.0, presence_penalty=0.0, stop=("x",)).shaping is None
-    assert (add().choice, add().logprobs, add(logprobs=0).logprobs) == (3, None, 0)
+    assert add().sampling.shaping is None
+    assert add(min_tokens=3, ignore_eos=True).sampling.shaping is None
+    assert add(repetition_penalty=1.0, presence_penalty=0.0, stop=("x",)).sampling.shaping is None
+    assert add().sampling.choice == 3
+    assert (add().sampling.logprobs, add(logprobs=0).sampling.logprobs) == (None, 0)
 
 
 def test_shaping_crosses_the_wire_as_it_is() -> None:
@@ -31,14 +32,15 @@ def test_shaping_crosses_the_wire_as_it_is() -> None:
     asked = add(bad_words=((1, 2), (5, 100), (4,)), min_p=0.1, repetition_penalty=1e-300, **wishes)
     expected = Shaping(1e-4, 0.5, -0.5, ((3, -100.0),), ((1, 2), (4,)), 2, (7,))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(asked), type=Add) == asked
-    assert asked.shaping == expected
-    assert asked.min_p == 0.1
+    assert asked.sampling.shaping == expected
+    assert asked.sampling.min_p == 0.1
 
 
 def test_the_models_own_penalty_counts() -> None:
     model = MODEL._replace(min_p=0.2, repetition_penalty=1.1)
-    assert (add(model).min_p, add(model).shaping) == (0.2, Shaping(repetition_penalty=1.1))
-    assert add(model, repetition_penalty=1.0, min_p=0.0).shaping is None
+    sampling = add(model).sampling
+    assert (sampling.min_p, sampling.shaping) == (0.2, Shaping(repetition_penalty=1.1))
+    assert add(model, repetition_penalty=1.0, min_p=0.0).sampling.shaping is None
 
 
 def test_a_bias_for_a_token_that_is_none_is_refused() -> None:

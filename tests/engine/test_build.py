@@ -1,13 +1,18 @@
-"""What a language model needs of the host's memory before it loads, and what it is granted."""
+"""What a language model needs of each memory before it loads, and what it is granted."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.engine.build import host_memory_needed, language_model
+from charonia.core.holding import Share
+from charonia.engine import build
+from charonia.engine.build import language_model, memory_needed
+
+HOST = [Share(1000)]
 
 
 @pytest.fixture
@@ -20,38 +25,56 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("parameters", "gpu", "needed"),
+    ("parameters", "gpus", "needed"),
     [
-        ({}, False, 1000),
-        ({"dtype": "float32"}, False, 2000),
-        ({"quantization": "int8"}, False, 500),
-        ({"kv_cache_bytes": "70"}, False, 1070),
-        ({"kv_cache_bytes": "70", "data_parallel_size": "2"}, False, 2140),
-        ({}, True, 0),
-        ({"device": "cpu"}, True, 1000),
-        ({"device": "cuda"}, False, 0),
-        ({"executor": "fake"}, False, 0),
-        ({"distributed_executor_backend": "ray", "kv_cache_bytes": "70"}, False, 0),
+        ({}, (), HOST),
+        ({"dtype": "float32"}, (), [Share(2000)]),
+        ({"quantization": "int8"}, (), [Share(500)]),
+        ({"kv_cache_bytes": "70"}, (), [Share(1070)]),
+        ({"kv_cache_bytes": "70", "data_parallel_size": "2"}, (), [Share(2140)]),
+        ({}, (0, 1), [Share(1000, 0)]),
+        ({"kv_cache_bytes": "70", "tensor_parallel_size": "2"}, (0, 1), [Share(570, 0), Share(570, 1)]),
+        ({"pipeline_parallel_size": "2", "data_parallel_size": "2"}, range(4), [Share(500, gpu) for gpu in range(4)]),
+        ({"device": "cuda:1"}, (0, 1), [Share(1000, 1)]),
+        ({"device": "cpu"}, (0,), HOST),
+        ({"device": "cuda"}, (), [Share(1000, 0)]),
+        ({"executor": "fake"}, (), []),
+        ({"distributed_executor_backend": "ray", "kv_cache_bytes": "70"}, (), []),
     ],
 )
 def test_weights_are_needed_as_they_will_be(
-    checkpoint: Path, parameters: dict[str, str], gpu: bool, needed: int
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    parameters: dict[str, str],
+    gpus: Sequence[int],
+    needed: list[Share],
 ) -> None:
-    assert host_memory_needed(str(checkpoint), parameters, gpu) == needed
-    assert host_memory_needed("/nowhere", {**parameters, "model": str(checkpoint)}, gpu) == needed
+    monkeypatch.setattr(build, "torch_has_cuda", lambda: True)
+    assert list(memory_needed(str(checkpoint), parameters, gpus)) == needed
+    assert list(memory_needed("/nowhere", {**parameters, "model": str(checkpoint)}, gpus)) == needed
+
+
+def test_a_torch_that_knows_no_gpu_computes_on_the_host(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "torch_has_cuda", lambda: False)
+    assert list(memory_needed(str(checkpoint), {}, (0,))) == HOST
 
 
 def test_what_is_to_be_downloaded_yet_is_not_known() -> None:
-    assert host_memory_needed("someone/something", {}, False) == 0
+    assert memory_needed("someone/something", {}, ()) == (Share(0),)
 
 
 def test_wrong_parameters_are_refused_by_name(checkpoint: Path) -> None:
     with pytest.raises(InvalidArgument, match="unknown parameter 'bogus'"):
-        host_memory_needed(str(checkpoint), {"bogus": "1"}, False)
+        memory_needed(str(checkpoint), {"bogus": "1"}, ())
 
 
 def test_a_core_is_told_what_it_may_take(checkpoint: Path) -> None:
-    model: Any = language_model("m", "1", str(checkpoint), {}, lambda *phase: None, memory=123)
-    assert [each._core._config.host_memory for each in model.client.replicas] == [123]
-    free: Any = language_model("m", "1", str(checkpoint), {}, lambda *phase: None)
-    assert [each._core._config.host_memory for each in free.client.replicas] == [None]
+    def told(model: Any) -> list[tuple[int | None, int | None]]:
+        configs = [replica._core._config for replica in model.client.replicas]
+        return [(config.host_memory, config.gpu_memory) for config in configs]
+
+    place = "m", "1", str(checkpoint)
+    assert told(language_model(*place, {}, lambda *phase: None, memory=123, gpu_memory=45)) == [(123, 45)]
+    assert told(language_model(*place, {}, lambda *phase: None)) == [(None, None)]
+    two = {"data_parallel_size": "2", "device": "cuda"}
+    assert told(language_model(*place, two, lambda *phase: None, memory=100, gpu_memory=45)) == [(50, 45)] * 2

@@ -61,7 +61,20 @@ def test_a_replica_counts_what_it_took_already_into_its_share(monkeypatch: pytes
     monkeypatch.setattr(assembly, "available_memory", lambda: 5000)
     monkeypatch.setattr(assembly, "anonymous_memory", lambda: 300)
     cpu = torch.device("cpu")
-    assert assembly._free_memory(cpu, 1, None) == 5000
-    assert assembly._free_memory(cpu, 1, 1000) == 700
-    assert assembly._free_memory(cpu, 2, 1000) == 200
-    assert assembly._free_memory(cpu, 1, 9000) == 5000  # more was promised than there is by now
+
+    def left(neighbours: int, granted: int | None) -> int:
+        return assembly._free_memory(cpu, neighbours, EngineConfig(model="", host_memory=granted, gpu_memory=1))
+
+    assert (left(1, None), left(1, 1000), left(2, 1000)) == (5000, 700, 200)
+    assert left(1, 9000) == 5000  # more was promised than there is by now
+
+
+def test_on_a_gpu_it_takes_what_it_was_granted_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5000, 8000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+
+    def left(granted: int | None) -> int:
+        config = EngineConfig(model="", host_memory=1, gpu_memory=granted)
+        return assembly._free_memory(torch.device("cuda:1"), 1, config)
+
+    assert (left(None), left(1000), left(9000)) == (5000, 700, 5000)

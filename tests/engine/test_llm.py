@@ -24,14 +24,14 @@ def test_numbers_that_no_device_can_hold_are_clipped_to_what_they_mean() -> None
     asked = addition(
         request, [1], GenerationDefaults((7,)), Ready(vocab_size=100, max_model_len=8, block_size=4, blocks=2)
     )
-    assert (asked.temperature, asked.top_k, asked.top_p, asked.stop_token_ids) == (1e6, 100, 1e-6, [7])
-    assert asked.priority == 2**16
+    assert (asked.sampling.temperature, asked.sampling.top_k, asked.sampling.top_p) == (1e6, 100, 1e-6)
+    assert (asked.stop_token_ids, asked.priority) == ([7], 2**16)
 
 
 def test_an_unseeded_request_draws_its_own_seed() -> None:
     request = GenerateRequest(id="", prompt="", sampling=SamplingParams(max_tokens=1))
     ready = Ready(vocab_size=100, max_model_len=8, block_size=4, blocks=2)
-    seeds = {addition(request, [1], GenerationDefaults(()), ready).seed for _ in range(9)}
+    seeds = {addition(request, [1], GenerationDefaults(()), ready).sampling.seed for _ in range(9)}
     assert len(seeds) == 9
 
 

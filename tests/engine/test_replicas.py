@@ -28,6 +28,7 @@ from charonia.engine.replicas import Replicas, divided
 from charonia.engine.routing import SEQUENCE
 from charonia.engine.supervisor import PATIENCE
 from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.plan import RowSampling
 
 READY = Ready(vocab_size=1000, max_model_len=4096, block_size=16, blocks=1000)
 DOCUMENT = list(range(400))
@@ -75,7 +76,8 @@ class Fleet:
 
     def open(self, prompt: list[int], choice: int = 0, tenant: str = "") -> int:
         """Which replica gets it."""
-        add = Add(client=0, key=next(self._keys), prompt=prompt, max_tokens=9, choice=choice, tenant=tenant)
+        sampling = RowSampling(choice=choice)
+        add = Add(client=0, key=next(self._keys), prompt=prompt, max_tokens=9, sampling=sampling, tenant=tenant)
         replica, cached = self.replicas.choose(add)
         place = self.admission.enter(tenant, len(prompt))
         channel = Channel(Account(self.metrics), place, owed=len(prompt) - cached)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import CharoniaError, InvalidArgument
+from charonia.core.holding import Share
 from charonia.core.model import Model, ModelConfig, ModelStats, Samples
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.statistics import Statistics
@@ -77,10 +78,16 @@ class Toy:
 
 
 class ToyLoader:
-    """A directory with files `size` or `contradicts` completes its config; needs as many bytes as `needs` has."""
+    """A directory with files `size` or `contradicts` completes its config; needs as many bytes as `needs` has, of each
+    GPU that its instances are on or else of the host's."""
 
-    def needs(self, directory: Path, document: Mapping[str, Any], parameters: Mapping[str, str]) -> int:
-        return (directory / "needs").stat().st_size if (directory / "needs").exists() else 0
+    def uses_gpus(self) -> bool:
+        return True
+
+    def needs(self, directory: Path, document: Mapping[str, Any], parameters: Mapping[str, str]) -> tuple[Share, ...]:
+        size = (directory / "needs").stat().st_size if (directory / "needs").exists() else 0
+        gpus = [gpu for group in document["instance_group"] for gpu in group.get("gpus", ())]
+        return tuple(Share(size, gpu) for gpu in gpus or [None])
 
     def complete(self, directory: Path, document: Mapping[str, Any], parameters: Mapping[str, str]) -> dict[str, Any]:
         if (directory / "size").exists() and not document["max_batch_size"]:

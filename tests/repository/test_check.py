@@ -52,6 +52,29 @@ def test_what_would_not_load(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     assert line.startswith("m: WRONG: " + says.format(file=tmp_path / "m" / "config.pbtxt"))
 
 
+def test_a_model_that_cannot_be_read_leaves_the_others_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, "fine", GOOD)
+    for name, output in (("loop", "loop"), ("nul", r"\000")):
+        write(tmp_path, name, GOOD.replace('name: "B"', f'name: "B" label_filename: "{output}"'))
+    (tmp_path / "loop" / "loop").symlink_to("loop")
+    assert report(tmp_path, CheckOptions()) == 1
+    fine, *wrong = capsys.readouterr().out.splitlines()
+    assert fine == "fine: good: identity, version 1"
+    assert [line.partition(": WRONG: ")[0] for line in wrong] == ["loop", "nul"]
+
+
+def test_what_is_no_repository(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="has no folders"):
+        report(tmp_path, CheckOptions())
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InvalidArgument, match="is a checkpoint and no model repository: charonia serve"):
+        report(tmp_path, CheckOptions())
+    with pytest.raises(InvalidArgument, match="cannot read model repository '/xxx"):
+        report(Path("/" + "x" * 300), CheckOptions())
+
+
 def test_options_that_are_wrong(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="is not a directory"):
         report(tmp_path / "no", CheckOptions())

@@ -64,6 +64,11 @@ def test_one_config_in_three_forms(tmp_path: Path) -> None:
         ("config.json", '{"name": "m",\n}', "config.json:2:1: "),
         ("config.json", '{\n"dynamic_batching": 3}', "config.json:2: dynamic_batching: "),
         ("config.json", '{"version_policy": {"latest": {}, "all": {}}}', "config.json:1: version_policy: "),
+        ("config.yaml", "name: 2026-13-41", "failed to read YAML from "),
+        ("config.yaml", "max_batch_size: " + "9" * 5000, "failed to read YAML from "),
+        ("config.yaml", "[" * 5000, "failed to read YAML from "),
+        ("config.json", '{"max_batch_size": ' + "9" * 5000, "failed to read JSON from "),
+        ("config.json", "[" * 100_000, "failed to read JSON from "),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, file: str, text: str, says: str) -> None:

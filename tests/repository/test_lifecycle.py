@@ -181,6 +181,18 @@ async def test_unloading(world: World, toys: list[Toy]) -> None:
     assert await world.ask("m") == 10
 
 
+async def test_unloading_with_dependents_leaves_others_alone(world: World, toys: list[Toy]) -> None:
+    """Only an ensemble has any."""
+    world.explicit()
+    for name in ("m", "other"):
+        world.write(name, {"1": 10})
+        await world.hub.load_model(name)
+    await world.hub.unload_model("m", dependents=True)
+    await settled()
+    assert [toy.unloaded for toy in toys] == [True, False]
+    assert await world.ask("other") == 10
+
+
 async def test_leaving_at_once_at_the_end(world: World, toys: list[Toy]) -> None:
     world.explicit()
     world.write("m", {"1": 10})

@@ -183,7 +183,7 @@ async def answers(client: EngineClient, split: Any) -> dict[int, list[int]]:
 
 
 async def answer(client: EngineClient, prompt: list[int], count: int) -> list[int]:
-    with client.open(Add(client=0, key=0, prompt=prompt, max_tokens=count, temperature=0.0)) as channel:
+    with client.open(Add(client=0, key=0, prompt=prompt, max_tokens=count)) as channel:
         tokens: list[int] = []
         finished = False
         while not finished:

@@ -1,5 +1,6 @@
 """One object, changed in place: what is read of it, piece by piece."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ from charonia.core.errors import CharoniaError, Internal, Unavailable
 from charonia.core.request import FinishReason, Logprobs
 from charonia.engine.messages import Add
 from charonia.engine.trtllm.results import News, Reader
-from charonia.scheduler.plan import Shaping
+from charonia.scheduler.plan import RowSampling, Shaping
 
 
 def result() -> Any:
@@ -17,8 +18,9 @@ def result() -> Any:
     return SimpleNamespace(outputs=[output], finished=False)
 
 
-def reader(**asked: Any) -> Reader:
-    return Reader(Add(client=0, key=1, prompt=[1], max_tokens=9, **asked))
+def reader(stops: Sequence[int] = (), **sampling: Any) -> Reader:
+    asked = RowSampling(**sampling)
+    return Reader(Add(client=0, key=1, prompt=[1], max_tokens=9, stop_token_ids=list(stops), sampling=asked))
 
 
 def end(of: Any, reason: str | None, *tokens: int, stop_reason: int | None = None) -> None:
@@ -43,14 +45,14 @@ def test_a_stop_token_is_the_last_one_wherever_it_was_left() -> None:
     for tokens, stop_reason in [((5, 9), 9), ((5, 9), None), ((5,), 9), ((5,), None)]:
         said = result()
         end(said, "stop", *tokens, stop_reason=stop_reason)
-        assert reader(stop_token_ids=[9]).read(said) == News([5, 9], [], FinishReason.STOP)
+        assert reader([9]).read(said) == News([5, 9], [], FinishReason.STOP)
     said = result()
     end(said, "stop", 5, stop_reason=8)
-    assert reader(stop_token_ids=[7, 8]).read(said).tokens == [5, 8]
+    assert reader([7, 8]).read(said).tokens == [5, 8]
 
 
 def test_a_stop_token_that_only_we_look_for_cuts_the_rest() -> None:
-    reads, said = reader(stop_token_ids=[7, 9], shaping=Shaping(min_tokens=2, stops=(7, 9))), result()
+    reads, said = reader([7, 9], shaping=Shaping(min_tokens=2, stops=(7, 9))), result()
     said.outputs[0].token_ids += [9, 9, 5]
     assert reads.read(said) == News([9, 9, 5], [], None), "the first two came too early"
     said.outputs[0].token_ids += [4, 9, 3]
@@ -59,17 +61,17 @@ def test_a_stop_token_that_only_we_look_for_cuts_the_rest() -> None:
 
 
 def test_logprobs_of_each_token() -> None:
-    reads, said = reader(logprobs=2, stop_token_ids=[9]), result()
+    reads, said = reader([9], logprobs=2), result()
     likely = {token: SimpleNamespace(logprob=-float(token)) for token in (3, 1, 2)}
     said.outputs[0].token_ids += [3, 8]
     said.outputs[0].logprobs += [likely, -0.5]
     assert reads.read(said).logprobs == [Logprobs(-3.0, [1, 2], [-1.0, -2.0]), Logprobs(-0.5, [], [])]
     end(said, "stop")
     assert reads.read(said) == News([9], [Logprobs(0.0, [], [])], FinishReason.STOP)
-    assert reader(stop_token_ids=[9]).read(said).logprobs == []
+    assert reader([9]).read(said).logprobs == []
     said.outputs[0].token_ids[0] = 4
     with pytest.raises(Internal, match="no log-probability"):
-        reader(logprobs=0, stop_token_ids=[9]).read(said)
+        reader([9], logprobs=0).read(said)
 
 
 @pytest.mark.parametrize(

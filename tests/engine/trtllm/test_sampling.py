@@ -1,5 +1,6 @@
 """What a request asks for, in TensorRT-LLM's words, and what it would accept and not do."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -25,8 +26,11 @@ def sampler(package: Package, unapplied: bool = False) -> Sampler:
     return Sampler(package, 12, gaps, lambda ids: "-".join(map(str, ids)))
 
 
-def add(**asked: Any) -> Add:
-    return Add(client=0, key=1, prompt=[1, 2, 3, 4], max_tokens=7, **asked)
+def add(stops: Sequence[int] = (), guide: Guide | None = None, **sampling: Any) -> Add:
+    asked = RowSampling(**sampling)
+    return Add(
+        client=0, key=1, prompt=[1, 2, 3, 4], max_tokens=7, stop_token_ids=list(stops), guide=guide, sampling=asked
+    )
 
 
 def given(params: Any, names: Any) -> dict[str, Any]:
@@ -34,7 +38,7 @@ def given(params: Any, names: Any) -> dict[str, Any]:
 
 
 def test_drawing(package: Package) -> None:
-    asked = add(temperature=0.5, top_k=4, top_p=0.25, min_p=0.125, seed=2**63 - 1, choice=1, stop_token_ids=[7, 9])
+    asked = add([7, 9], temperature=0.5, top_k=4, top_p=0.25, min_p=0.125, seed=2**63 - 1, choice=1)
     expected = {"max_tokens": 7, "temperature": 0.5, "top_k": 4, "top_p": 0.25, "min_p": 0.125, "seed": 0, "n": 1}
     stops = {"stop_token_ids": [7, 9], "ignore_eos": True, "include_stop_str_in_output": True, "end_id": None}
     expected |= stops | {"logprobs": None, "detokenize": False}
@@ -43,13 +47,13 @@ def test_drawing(package: Package) -> None:
 
 def test_greedy_is_the_likeliest_token_in_every_version(package: Package) -> None:
     expected = {"top_k": 1, "temperature": None, "top_p": None, "stop_token_ids": None}
-    assert given(sampler(package).params(add(temperature=0.0)), expected) == expected
+    assert given(sampler(package).params(add()), expected) == expected
 
 
 @pytest.mark.parametrize("name", MAPPED)
 def test_shaping(package: Package, name: str) -> None:
     shaping, expected = MAPPED[name]
-    params = sampler(package).params(add(shaping=shaping, stop_token_ids=[9]))
+    params = sampler(package).params(add([9], shaping=shaping))
     assert given(params, expected) == expected
 
 
@@ -111,4 +115,4 @@ def test_what_a_sampler_would_ignore_is_refused_by_name(package: Package, name: 
 def test_what_does_not_go_together_is_refused(package: Package) -> None:
     shaping = Shaping(min_tokens=2, stops=(9,), bad_words=((1, 2),))
     with pytest.raises(InvalidArgument, match="min_tokens and bad_words"):
-        sampler(package).params(add(shaping=shaping, stop_token_ids=[9]))
+        sampler(package).params(add([9], shaping=shaping))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from charonia.classic_backends import torch_build
+from charonia.core import torch_build
 
 
 def test_it_says_what_torch_itself_says() -> None:

@@ -1,0 +1,37 @@
+"""Serves metrics on a port of their own while the doors are open. Knows neither models nor readings."""
+
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+from prometheus_client import CollectorRegistry
+
+from ..core.gpus import Gpus
+from ..core.machine import Machine
+from .announcement import url
+from .metrics import MetricsApp, Source
+from .options import ServerOptions, true
+from .server import HttpServer
+
+
+def of_machine(options: ServerOptions) -> Iterator[Source]:
+    """Who measures the machine, as far as `options` ask for it."""
+    if true(options.allow_cpu_metrics):
+        yield Machine().measure
+    if true(options.allow_gpu_metrics):
+        yield Gpus().measure
+
+
+@asynccontextmanager
+async def metrics_served(registry: CollectorRegistry, sock: socket.socket | None) -> AsyncIterator[None]:
+    """Serve what `registry` collects during the block; without a socket nobody wants it."""
+    if sock is None:
+        yield
+        return
+    server = HttpServer(MetricsApp(registry), sock, access_log=False)
+    await server.start()
+    print(f"Metrics on {url(*sock.getsockname()[:2])}/metrics")
+    try:
+        yield
+    finally:
+        await server.stop(force=True)
