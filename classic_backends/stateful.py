@@ -13,6 +13,7 @@ from ..core.errors import Internal
 from ..core.tensor import NUMPY_TYPES, blank
 from .job import Job, Nobody
 from .runtime import Arrays
+from .sequence_context import Flags
 from .sequence_tensors import Control, Kind, State
 
 _NOBODY = Nobody()
@@ -50,8 +51,12 @@ class Stateful(NamedTuple):
         return told | {state.input: _fed(state, jobs) for state in self.states}
 
     def _told(self, control: Control, jobs: Sequence[Job]) -> NDArray[Any]:
-        values = [_value(control, job) for job in jobs for _ in range(job.rows)]
-        array = np.array(values, NUMPY_TYPES[control.datatype])
+        dtype = NUMPY_TYPES[control.datatype]
+        flags = [job.flags for job in jobs for _ in range(job.rows)]
+        if control.kind is Kind.ID:
+            array = np.array([_id(control, each) for each in flags], dtype)
+        else:
+            array = np.array(control.values, dtype)[[_holds(control.kind, each) for each in flags]]
         return array[:, np.newaxis] if self.batched else array
 
     def keep(self, jobs: Sequence[Job], parts: Sequence[Arrays]) -> None:
@@ -79,15 +84,17 @@ class Stateful(NamedTuple):
         return array if alone else array.copy()
 
 
-def _value(control: Control, job: Job) -> Any:
-    flags = job.flags
-    if control.kind is Kind.ID:
-        found = b"" if control.datatype == "BYTES" else 0
-        if flags is not None:
-            found = flags.id.encode() if isinstance(flags.id, str) else flags.id
-        return found
-    holds = flags is not None and {Kind.READY: True, Kind.START: flags.start, Kind.END: flags.end}[control.kind]
-    return control.values[holds]
+def _id(control: Control, flags: Flags | None) -> int | bytes:
+    if flags is None:
+        return b"" if control.datatype == "BYTES" else 0
+    return flags.id.encode() if isinstance(flags.id, str) else flags.id
+
+
+def _holds(kind: Kind, flags: Flags | None) -> int:
+    """0 or 1."""
+    if flags is None:
+        return 0
+    return int(kind is Kind.READY or (flags.start if kind is Kind.START else flags.end))
 
 
 def _fed(state: State, jobs: Sequence[Job]) -> NDArray[Any]:

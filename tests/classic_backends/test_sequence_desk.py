@@ -220,6 +220,24 @@ async def test_who_leaves_takes_his_sequence_along() -> None:
     assert (runs.got, again.got, leaves.got) == ([runs.expected], [again.expected], [])
 
 
+async def test_nothing_of_a_cancelled_sequence_begins_while_it_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table(*KINDS["direct"], instances=1)
+    leaves, behind = table.ask(0), table.ask(0)
+    [host], [hand] = table.desk._hosts.values(), table.hands
+    withdraw = host.leave
+
+    def meanwhile(request: Request) -> bool:
+        withdrawn = withdraw(request)
+        hand.step()
+        return withdrawn
+
+    monkeypatch.setattr(host, "leave", meanwhile)
+    table.leave(leaves)
+    await table.settle()
+    table.check()
+    assert isinstance(behind.error, Cancelled)
+
+
 async def test_who_leaves_the_backlog_leaves_nothing_there() -> None:
     table = Table(config(max_batch_size=0), Alone, instances=1)
     held, waits, behind = table.ask(0), table.ask(1), table.ask(1)

@@ -92,6 +92,14 @@ async def test_an_onnx_model_is_told_where_a_request_stands(accumulator: Callabl
     await model.unload()
 
 
+async def test_a_start_begins_a_sequence_anew_that_had_not_ended(accumulator: Callable[..., ClassicModel]) -> None:
+    model = accumulator()
+    await model.load()
+    assert await ask(model, 1, 2, end=False) == [1, 3]
+    assert await ask(model, 5, 6) == [5, 11]
+    await model.unload()
+
+
 def test_a_config_is_completed_without_the_tensors_of_its_sequences(
     accumulator: Callable[..., ClassicModel], version: Path
 ) -> None:
