@@ -32,13 +32,14 @@ app = App(name="python -m charonia.bench.broadcast", help=__doc__)
 
 
 class Kind(NamedTuple):
-    """A step in which all rows decode: the share of them that takes a block, how many sequences are new, and whether
-    stages are told what was sampled."""
+    """A step in which rows decode: the share of them that takes a block, how many sequences are new, whether stages are
+    told what was sampled, and how many groups of the rows take turns, as they do in a pipeline."""
 
     name: str
     blocks: float
     new: int = 0
     landed: bool = False
+    groups: int = 1
 
 
 KINDS = (
@@ -46,6 +47,7 @@ KINDS = (
     Kind("decode, a block for every 16th", 1 / BLOCK),
     Kind("decode, a block for each", 1.0),
     Kind("decode, a block for each, stages told", 1.0, landed=True),
+    Kind("decode, half of them in turn, stages told", 1 / BLOCK, landed=True, groups=2),
     Kind(f"the first, and a new prompt of {_PROMPT}", 1 / BLOCK, new=1),
 )
 
@@ -63,22 +65,23 @@ class Cost(NamedTuple):
 
 
 def bulletins(kind: Kind, rows: int, steps: int) -> Iterator[Bulletin]:
-    """A run of steps of one kind, after one in which all rows are new."""
+    """A run of steps of one kind."""
     random = np.random.default_rng(1)
     all_rows: IntArray = np.arange(rows, dtype=np.int32)
-    ones = np.ones_like(all_rows)
-    starts: IntArray = random.integers(100, 100_000, rows).astype(np.int32)
+    ends: IntArray = random.integers(100, 100_000, rows).astype(np.int32)
     for step in range(steps):
-        owners: IntArray = all_rows[: round(rows * kind.blocks)]
+        running: IntArray = all_rows[step % kind.groups :: kind.groups].copy()
+        starts, ones = ends[running], np.ones_like(running)
+        owners = running[: round(len(running) * kind.blocks)]
         blocks = random.integers(0, _BLOCKS, len(owners)).astype(np.int32)
         fresh = tuple(_newcomer(row, random) for row in range(kind.new))
-        tokens = random.integers(0, _VOCAB, rows).astype(np.int32)
-        landed = Landed(all_rows, starts, tokens) if kind.landed else None
+        tokens = random.integers(0, _VOCAB, len(running)).astype(np.int32)
+        landed = Landed(running, starts, tokens) if kind.landed else None
         plan = StepPlan(
-            step, all_rows, starts, ones, ones == 1, np.stack([owners, blocks], 1), fresh, _NOTHING, _NO_PAIRS
+            step, running, starts, ones, ones == 1, np.stack([owners, blocks], 1), fresh, _NOTHING, _NO_PAIRS
         )
         yield Bulletin(plan, landed)
-        starts = starts + ones
+        ends[running] += 1
 
 
 def _newcomer(row: int, random: np.random.Generator) -> NewSequence:

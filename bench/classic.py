@@ -23,9 +23,10 @@ from cyclopts.validators import Number
 from rich.console import Console
 from rich.table import Table
 
-from ..core.errors import CharoniaError, Unavailable
+from ..core.errors import Unavailable
 from .classic_bare import NAME
 from .classic_load import Door, Load, Report
+from .plainly import plainly
 from .serve_server import LOOPBACK, CpuMeter, Place, free_ports, own_server, process, until_open
 
 IDENTITY = """\
@@ -191,7 +192,7 @@ def _cells(comparison: Comparison, door: Door, connections: int) -> Sequence[str
 
 
 @app.default
-def classic(*, trial: Annotated[Trial, Parameter("*")] = Trial(), json: Path | None = None) -> int:
+def classic(*, trial: Annotated[Trial, Parameter("*")] = Trial(), json: Path | None = None) -> None:
     """Compare Charonia's doors with bare handlers.
 
     Parameters
@@ -200,16 +201,12 @@ def classic(*, trial: Annotated[Trial, Parameter("*")] = Trial(), json: Path | N
         Write the turns to this file.
     """
     console = Console()
-    try:
+    with plainly():
         comparison = compare(trial, lambda line: console.print(line, highlight=False))
-    except CharoniaError as error:
-        print(f"charonia: {error.message}", file=sys.stderr)
-        return 1
     show(console, comparison)
     if json:
         json.write_bytes(msgspec.json.encode(comparison))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(app())
+    app()

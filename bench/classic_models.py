@@ -10,9 +10,7 @@ a shorter one they part into two groups, which take turns. The generator compute
 what it took of them. Needs the packages `onnx` and `onnxruntime`.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,12 +26,13 @@ from cyclopts.validators import Number
 from rich.console import Console
 from rich.table import Table
 
-from ..core.errors import CharoniaError, Unsupported
+from ..core.errors import Unsupported
 from ..core.host import cores
 from .classic import IDENTITY, generate
 from .classic_bare import NAME
 from .classic_load import Load
 from .onnx_mlp import write_mlp
+from .plainly import plainly
 from .serve_server import Place, own_server
 
 _BATCH = 32
@@ -178,15 +177,6 @@ def show(console: Console, rates: Rates) -> None:
     console.print(f"batching makes the large one {gain:.1f} times as fast", highlight=False)
 
 
-@contextmanager
-def _told() -> Iterator[None]:
-    try:
-        yield
-    except CharoniaError as error:
-        print(f"charonia: {error.message}", file=sys.stderr)
-        sys.exit(1)
-
-
 @app.default
 def models(*, trial: Annotated[Trial, Parameter("*")] = Trial(), json: Path | None = None) -> None:
     """Compare what models give through the server with what they give without one.
@@ -197,7 +187,7 @@ def models(*, trial: Annotated[Trial, Parameter("*")] = Trial(), json: Path | No
         Write the turns to this file.
     """
     console = Console()
-    with _told():
+    with plainly():
         rates = measure(trial, lambda line: console.print(line, highlight=False))
     show(console, rates)
     if json:

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ..core.errors import CharoniaError, InvalidArgument
+from ..core.errors import InvalidArgument
 from . import serve_frontend
 from .load_doors import DoorName, Manner
 from .load_drive import Pace
@@ -32,6 +32,7 @@ from .load_figures import Slo, figures
 from .load_plan import Form, Job, Prompts, poisson, read_trace, uniform_jobs, until
 from .load_report import Cpu, Result, require_matplotlib, show, write_json, write_plot
 from .load_worker import Load, Outcome, Progress, Target, run
+from .plainly import plainly
 from .serve_server import (
     GRPC_PORT,
     CpuMeter,
@@ -147,7 +148,7 @@ def load(
         http://host:port of a server that runs; otherwise give --model-repository or --checkpoint.
     """
     console = Console()
-    with _told():
+    with plainly():
         if output.plot:
             require_matplotlib()
         with _place(url, server, console) as place:
@@ -174,22 +175,12 @@ def frontend(
         Write the turns to this file.
     """
     console = Console()
-    with _told():
+    with plainly():
         comparison = serve_frontend.compare(trial, lambda line: console.print(line, highlight=False))
         serve_frontend.show(console, comparison)
         if json:
             json.write_bytes(msgspec.json.encode(comparison))
     return 0
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """Errors that say what is wrong end the command with that, and nothing more."""
-    try:
-        yield
-    except CharoniaError as error:
-        print(f"charonia: {error.message}", file=sys.stderr)
-        sys.exit(1)
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from ..core.errors import CharoniaError
 from ..core.host import cores
 from ..engine.checkpoint import open_checkpoint
 from .checkpoint import ShapeName
@@ -26,6 +25,7 @@ from .contender import OURS, Contender, Entry
 from .limits import Precision
 from .offline import at_hand
 from .peer_runner import Setup
+from .plainly import plainly
 from .serve_server import first_model, own_server
 from .service_trials import Asked, Log, Sizes, Verdict, mixed, prefill, prefix, throughput
 
@@ -128,11 +128,8 @@ def main(
     def log(line: str) -> None:
         console.print(line, highlight=False)
 
-    try:
-        with at_hand(checkpoint, shape, scratch, log) as (found, _):
-            verdicts = judge(found, precision, trials, sizes, server_args, log)
-    except CharoniaError as error:
-        sys.exit(f"charonia: {error.message}")
+    with plainly(), at_hand(checkpoint, shape, scratch, log) as (found, _):
+        verdicts = judge(found, precision, trials, sizes, server_args, log)
     show(console, verdicts)
     if json:
         json.write_bytes(msgspec.json.encode(verdicts))

@@ -107,6 +107,14 @@ class Microseconds:
     compute_output: int = 0
     last: int = 0
 
+    def readings(self) -> Iterator[Reading]:
+        """Triton's counters of durations."""
+        yield Reading("nv_inference_request_duration_us", self.request)
+        yield Reading("nv_inference_queue_duration_us", self.queue)
+        yield Reading("nv_inference_compute_input_duration_us", self.compute_input)
+        yield Reading("nv_inference_compute_infer_duration_us", self.compute_infer)
+        yield Reading("nv_inference_compute_output_duration_us", self.compute_output)
+
 
 class EngineState(NamedTuple):
     """An engine at a scrape. `waiting`: requests not begun, by class. Counters outlive the core that counted."""
@@ -193,18 +201,14 @@ class LlmMetrics:
         yield Reading("vllm:request_generation_tokens", self.generation_length)
 
     def _triton(self, pending: int) -> Iterator[Reading]:
-        answered, spent = self.answered, self.durations
+        answered = self.answered
         yield Reading("nv_inference_request_success", answered)
         for reason, count in self._failures().items():
             yield Reading("nv_inference_request_failure", count, {"reason": reason})
         # A sequence joins steps by itself: as in Triton's own decoupled back ends, one request is one execution.
         yield Reading("nv_inference_count", answered)
         yield Reading("nv_inference_exec_count", answered)
-        yield Reading("nv_inference_request_duration_us", spent.request)
-        yield Reading("nv_inference_queue_duration_us", spent.queue)
-        yield Reading("nv_inference_compute_input_duration_us", spent.compute_input)
-        yield Reading("nv_inference_compute_infer_duration_us", spent.compute_infer)
-        yield Reading("nv_inference_compute_output_duration_us", spent.compute_output)
+        yield from self.durations.readings()
         yield Reading("nv_inference_pending_request_count", pending)
 
     def _failures(self) -> dict[str, int]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ..core.errors import RequestTimeout
 from ..core.exchange import CANCELLED, Exchange, current, end_of
 from ..core.metrics import End, LlmMetrics, Outcome
 from ..core.request import FinishReason, GenerateRequest, SamplingParams
@@ -54,6 +55,17 @@ class Account:
         self.generated = 0
         self.finish_reason: FinishReason | None = None
         self.end: End | None = None
+
+    def time_left(self, limit: float) -> float:
+        """Of `limit` seconds since it arrived; 0 is no limit.
+
+        Raises:
+            RequestTimeout: they are over.
+        """
+        left = limit - (time.monotonic() - self.arrived)
+        if limit and left <= 0:
+            raise RequestTimeout
+        return left if limit else 0.0
 
     def join(self, exchange: Exchange) -> None:
         """It is for this request."""

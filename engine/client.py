@@ -3,13 +3,12 @@
 Knows nothing of text: token ids in, token ids out. Lives in one event loop.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import msgspec
 
-from ..core.errors import RequestTimeout, Unavailable
+from ..core.errors import Unavailable
 from ..core.holding import Holding, processes_memory
 from ..core.metrics import EngineState, LlmMetrics
 from ..core.request import GenerateRequest
@@ -172,7 +171,7 @@ class EngineClient:
             replica.drop(add)
 
     def _numbered(self, add: Add, account: Account) -> Add:
-        timeout = self._time_left(add, account)
+        timeout = account.time_left(add.timeout or self._default_timeout)
         self._last_key += 1
         return msgspec.structs.replace(add, client=_CLIENT, key=self._last_key, timeout=timeout)
 
@@ -180,14 +179,6 @@ class EngineClient:
         account.submit(len(add.prompt))
         place = self._admission.enter(add.tenant, len(add.prompt))
         return Channel(account, place, add.priority, len(add.prompt) - cached)
-
-    def _time_left(self, add: Add, account: Account) -> float:
-        """Seconds until the request's time is over; 0 is no limit."""
-        limit = add.timeout or self._default_timeout
-        left = limit - (time.monotonic() - account.arrived)
-        if limit and left <= 0:
-            raise RequestTimeout
-        return left if limit else 0.0
 
     def _report(self, replica: int, loading: Loading) -> None:
         """Progress of one of several says whose it is."""

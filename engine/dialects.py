@@ -18,7 +18,14 @@ def read_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
     architecture = _Fields(config, where).architecture()
     dialect = _DIALECTS.get(architecture, _PLAIN)
     fields = _Fields({**dialect.absent, **config}, where)
-    fields.refuse_unsupported()
+    try:
+        fields.refuse_unsupported()
+        return _spec(architecture, fields, dialect.slides)
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        raise fields.error(f"a field has a value of the wrong kind: {error}") from error
+
+
+def _spec(architecture: str, fields: "_Fields", slides: "Slides") -> ModelSpec:
     heads, hidden = fields.number("num_attention_heads"), fields.number("hidden_size")
     return ModelSpec(
         architecture=architecture,
@@ -28,7 +35,7 @@ def read_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
         heads=heads,
         kv_heads=fields.number("num_key_value_heads", heads),
         head_dim=fields.number("head_dim", hidden // heads),
-        views=fields.views(dialect.slides),
+        views=fields.views(slides),
         norm_eps=fields.real("rms_norm_eps") or 1e-6,
         rope=fields.rope("full_attention"),
         local_rope=fields.rope("sliding_attention"),
@@ -55,7 +62,7 @@ class _Fields(NamedTuple):
     def number(self, name: str, default: int | None = None) -> int:
         value = self.config.get(name)
         value = default if value is None else value
-        if not isinstance(value, int) or value < 1:
+        if type(value) is not int or value < 1:
             raise self.error(f"{name} must be a positive whole number, got {value!r}")
         return value
 
@@ -64,7 +71,7 @@ class _Fields(NamedTuple):
         value = self.config.get(name)
         if value is None:
             return None
-        if not isinstance(value, int | float) or not value > 0:
+        if type(value) not in (int, float) or not value > 0:
             raise self.error(f"{name} must be a positive number, got {value!r}")
         return float(value)
 

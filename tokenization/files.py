@@ -41,7 +41,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise InvalidArgument(f"{path} holds no JSON object")

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..core.errors import InvalidArgument
 from ..core.request import SamplingParams
 from .files import read_json
 from .tokenizer import Tokenizer
@@ -31,21 +32,29 @@ class Sampling(NamedTuple):
 
 
 def read_defaults(directory: Path, tokenizer: Tokenizer) -> GenerationDefaults:
-    """Read generation_config.json; eos is looked for there, then in config.json, then with the tokenizer."""
+    """Read generation_config.json; eos is looked for there, then in config.json, then with the tokenizer.
+
+    Raises:
+        InvalidArgument: what stands there is no number.
+    """
     generation = read_json(directory / "generation_config.json")
     eos = generation.get("eos_token_id")
     if eos is None:
         eos = read_json(directory / "config.json").get("eos_token_id")
     if eos is None:
         eos = tokenizer.token_id("eos_token")
-    return GenerationDefaults(
-        eos=_ids(eos),
-        temperature=_temperature(generation),
-        top_k=_or(generation.get("top_k"), 0),
-        top_p=_or(generation.get("top_p"), 1.0),
-        min_p=_or(generation.get("min_p"), 0.0),
-        repetition_penalty=_or(generation.get("repetition_penalty"), 1.0),
-    )
+    try:
+        return GenerationDefaults(
+            eos=_ids(eos),
+            temperature=_temperature(generation),
+            top_k=int(_or(generation.get("top_k"), 0)),
+            top_p=float(_or(generation.get("top_p"), 1.0)),
+            min_p=float(_or(generation.get("min_p"), 0.0)),
+            repetition_penalty=float(_or(generation.get("repetition_penalty"), 1.0)),
+        )
+    except (TypeError, ValueError, OverflowError) as error:
+        where = f"{directory / 'generation_config.json'}, or the eos_token_id of config.json"
+        raise InvalidArgument(f"{where}: a field has a value of the wrong kind: {error}") from error
 
 
 def resolve(asked: SamplingParams, defaults: GenerationDefaults) -> Sampling:
@@ -70,7 +79,7 @@ def _temperature(generation: dict[str, Any]) -> float:
 def _ids(eos: int | list[int] | None) -> tuple[int, ...]:
     if eos is None:
         return ()
-    return (eos,) if isinstance(eos, int) else tuple(eos)
+    return (eos,) if isinstance(eos, int) else tuple(map(int, eos))
 
 
 def _or(value: Any, default: Any) -> Any:

@@ -22,7 +22,9 @@ _SHORT = 512
 """Bytes that are copied to each reader sooner than looked up by it."""
 
 _HERE, _THERE = b"\0", b"\1"
-_WHERE = Struct("<cII")  # _THERE, offset, bytes
+_FRAME = Struct("<cI")  # where the message is, and its bytes: they follow, or their offset does
+_OFFSET = Struct("<I")
+_AT_ONCE = 1 << 16
 
 
 class Memory:
@@ -92,14 +94,18 @@ class Board:
             return
         self._memory.view[span.begin : span.end] = message
         self._end = span.end
-        where = _WHERE.pack(_THERE, span.begin, len(message))
-        for line in self._lines:
-            line.send_bytes(where)
+        self._write(_FRAME.pack(_THERE, len(message)) + _OFFSET.pack(span.begin))
 
     def tell(self, message: bytes) -> None:
         """Let every reader have `message`, over its line; it need not be forgotten."""
+        self._write(_FRAME.pack(_HERE, len(message)) + message)
+
+    def _write(self, frame: bytes) -> None:
+        # By send_bytes it takes twice as long: more than the system needs, for every line and step.
         for line in self._lines:
-            line.send_bytes(_HERE + message)
+            written = os.write(line.fileno(), frame)
+            while written < len(frame):
+                written += os.write(line.fileno(), frame[written:])
 
     def forget(self) -> None:
         """All readers have read the oldest of what was posted."""
@@ -107,10 +113,10 @@ class Board:
 
     def _room(self, size: int) -> Span:
         """Where `size` bytes are free, in one piece; an empty span at the end where they are not."""
-        held = next((span.begin for span in list(self._posted) if span.begin < span.end), None)
         end, nowhere = self._end, Span(self._end, self._end)
         if size <= _SHORT:
             return nowhere
+        held = next((span.begin for span in list(self._posted) if span.begin < span.end), None)
         if held is None:
             return Span(0, size) if size <= self._size else nowhere
         if end > held:  # what is held lies in [held, end)
@@ -125,6 +131,7 @@ class Desk:
 
     def __init__(self, line: Connection, memory: Memory | None = None) -> None:
         self._line, self._memory = line, memory
+        self._unread = b""
 
     def read(self) -> bytes:
         """The next message. Waits for it.
@@ -132,9 +139,26 @@ class Desk:
         Raises:
             EOFError, OSError: the writer is gone.
         """
-        told = self._line.recv_bytes()
-        if told[:1] == _HERE:
-            return told[1:]
+        where, size = _FRAME.unpack(self._take(_FRAME.size))
+        if where == _HERE:
+            return self._take(size)
         assert self._memory is not None
-        _, begin, size = _WHERE.unpack(told)
+        (begin,) = _OFFSET.unpack(self._take(_OFFSET.size))
         return self._memory.view[begin : begin + size]
+
+    def _take(self, size: int) -> bytes:
+        """The next bytes of the line."""
+        if len(self._unread) < size:
+            self._unread += self._receive(size - len(self._unread))
+        taken, self._unread = self._unread[:size], self._unread[size:]
+        return taken
+
+    def _receive(self, missing: int) -> bytes:
+        """At least so many bytes; and what else is there already."""
+        pieces = []
+        while missing > 0:
+            pieces.append(os.read(self._line.fileno(), _AT_ONCE))
+            if not pieces[-1]:
+                raise EOFError
+            missing -= len(pieces[-1])
+        return b"".join(pieces)

@@ -1,8 +1,8 @@
 """Step plans as few bytes: what ranks are told once a step. Knows nothing of how bytes travel.
 
-Plans go by rows. What can be foretold is not said: that the rows are those of the step before, that each goes on where
+Plans go by rows. What can be foretold is not told: that the rows are those of the step before, that each goes on where
 it stopped, with one token, and is sampled. So a step in which everybody decodes is a few bytes, however many decode.
-What cannot goes as narrow columns, rows as their distances from each other. Sequences that are new go whole.
+What cannot goes as narrow columns. Sequences that are new go whole.
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,15 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from ...scheduler.plan import IntArray, NewSequence, RowSampling, StepPlan, StepResult
-from .columns import Bytes, Columns, pack
+from .columns import Bytes, Columns, pack, pack_bytes
 
-_PLAN = Struct("<iHI")  # step, what is said of it, how many rows
-_SAME_ROWS, _GOES_ON, _ONE_EACH, _ALL_SAMPLED, _APPENDED, _COPIES, _CLOSED, _LANDED, _NEW = (1 << n for n in range(9))
+_PLAN = Struct("<iH")  # step, what is told of it
+_NEW, _ROWS, _STARTS, _COUNTS, _SAMPLES, _APPENDED, _COPIES, _CLOSED, _LANDED, _LANDED_HERE = (
+    1 << bit for bit in range(10)
+)
 _NONE: IntArray = np.zeros(0, np.int32)
 _NO_PAIRS: IntArray = np.zeros((0, 2), np.int32)
 
@@ -34,6 +37,8 @@ class Landed(NamedTuple):
         """Of steps in which no row was twice."""
         columns = (result[1:5] for result in results)
         rows, offsets, counts, tokens = (np.concatenate(column) for column in zip(*columns, strict=True))
+        if b"\1\0\0\0" * len(counts) == counts.tobytes():  # one token each, as nearly always
+            return cls(rows, offsets, tokens)
         before = np.repeat(counts.cumsum(dtype=np.int32) - counts, counts)
         positions = np.repeat(offsets, counts) + np.arange(len(tokens), dtype=np.int32) - before
         return cls(np.repeat(rows, counts), positions, tokens)
@@ -55,36 +60,62 @@ class _New(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Known:
-    """What writer and readers know of the steps so far: the last one's rows, and where every row stopped."""
+    """What writer and readers know of the steps so far.
+
+    `rows` ran in the last one, and each of them would go on at `following`, where it stopped. `ones` and `all_true`
+    [rows]: one token each, and each sampled. None of these arrays is ever changed: plans hold them too.
+    """
 
     def __init__(self) -> None:
-        self.rows = _NONE
+        self.rows = self.following = self.ones = _NONE
+        self.all_true: NDArray[np.bool_] = np.ones(0, np.bool_)
         self._ends: IntArray = np.zeros(256, np.int32)
-        self._ones = _NONE
 
-    def ones(self, count: int) -> IntArray:
-        """[count], for reading alone."""
-        if count != len(self._ones):
-            self._ones = np.ones(count, np.int32)
-            self._ones.flags.writeable = False
-        return self._ones
+    def enter(self, new: Sequence[NewSequence]) -> None:
+        """They are in these rows now."""
+        entered = np.array([sequence.row for sequence in new], np.int32)
+        self.ends(entered)
+        self._ends[entered] = [sequence.computed for sequence in new]
+        self.following = self._ends[self.rows]
+
+    def turn_to(self, rows: IntArray) -> None:
+        """Others run than in the step before."""
+        self.following = self.ends(rows)
+        self.rows = rows
+        if len(rows) != len(self.ones):
+            self.ones, self.all_true = np.ones(len(rows), np.int32), np.ones(len(rows), np.bool_)
+
+    def move(self, starts: IntArray, counts: IntArray) -> None:
+        """The rows compute so much from there on."""
+        self.following = starts + counts
 
     def ends(self, rows: IntArray) -> IntArray:
+        """Where each of any rows stopped."""
+        self._ends[self.rows] = self.following
         try:
             return self._ends[rows]
         except IndexError:
             self._ends = np.concatenate([self._ends, np.zeros(int(rows.max()) + 1, np.int32)])
             return self._ends[rows]
 
-    def enter(self, new: tuple[NewSequence, ...]) -> None:
-        if new:
-            rows = np.array([sequence.row for sequence in new], np.int32)
-            self.ends(rows)
-            self._ends[rows] = [sequence.computed for sequence in new]
 
-    def move(self, plan: StepPlan) -> None:
-        self.rows = plan.rows
-        self._ends[plan.rows] = plan.starts + plan.counts
+class _Told:
+    """A message in the making. `told`: of what it tells."""
+
+    def __init__(self) -> None:
+        self.told = 0
+        self._parts: list[bytes] = []
+
+    def tell(self, what: int, *columns: IntArray) -> None:
+        self.told |= what
+        self._parts += map(pack, columns)
+
+    def tell_bytes(self, what: int, content: bytes) -> None:
+        self.told |= what
+        self._parts.append(pack_bytes(content))
+
+    def message(self, step: int) -> bytes:
+        return b"".join((_PLAN.pack(step, self.told), *self._parts))
 
 
 class Writer:
@@ -96,62 +127,56 @@ class Writer:
 
     def write(self, bulletin: Bulletin) -> bytes:
         plan, landed = bulletin
-        rare, rare_columns = self._rare(plan, landed)
-        self._known.enter(plan.new)
-        said, columns = self._running(plan)
-        self._known.move(plan)
-        new = self._encode([_entry(sequence) for sequence in plan.new]) if plan.new else b""
-        return _PLAN.pack(plan.step, said | rare, len(plan.rows)) + pack([*columns, *rare_columns]) + new
-
-    def _running(self, plan: StepPlan) -> tuple[int, list[IntArray]]:
-        """The rows that run: what can be foretold as a flag, the rest as columns. Bytes compare faster than arrays."""
-        said, columns = 0, list[IntArray]()
-        if plan.rows.tobytes() == self._known.rows.tobytes():
-            said |= _SAME_ROWS
-        else:
-            columns.append(_distances(plan.rows))
-        ends = self._known.ends(plan.rows)
-        if plan.starts.tobytes() == ends.tobytes():
-            said |= _GOES_ON
-        else:
-            columns.append(plan.starts - ends)
-        if plan.counts.tobytes() == self._known.ones(len(plan.rows)).tobytes():
-            said |= _ONE_EACH
-        else:
-            columns.append(plan.counts)
-        if b"\0" not in plan.samples.tobytes():
-            said |= _ALL_SAMPLED
-        else:
-            columns.append(plan.samples.astype(np.int32))
-        return said, columns
-
-    def _rare(self, plan: StepPlan, landed: Landed | None) -> tuple[int, list[IntArray]]:
-        columns: list[IntArray] = []
-        rare = _NEW if plan.new else 0
-        for flag, pairs in ((_APPENDED, plan.appended), (_COPIES, plan.copies)):
-            if len(pairs):
-                rare |= flag
-                columns += _distances(pairs[:, 0]), pairs[:, 1]
-        if len(plan.closed):
-            rare |= _CLOSED
-            columns.append(plan.closed)
+        told = _Told()
+        if plan.new:
+            told.tell_bytes(_NEW, self._encode([_entry(sequence) for sequence in plan.new]))
+            self._known.enter(plan.new)
+        self._tell_running(told, plan)
+        _tell_rare(told, plan)
         if landed is not None:
-            rare |= _LANDED
-            columns += _distances(landed.rows), landed.positions - self._known.ends(landed.rows), landed.tokens
-        return rare, columns
+            self._tell_landed(told, plan, landed)
+        self._known.move(plan.starts, plan.counts)
+        return told.message(plan.step)
+
+    def _tell_running(self, told: _Told, plan: StepPlan) -> None:
+        """The rows that run, as far as they cannot be foretold."""
+        known = self._known
+        if not _same(plan.rows, known.rows):
+            told.tell(_ROWS, plan.rows)
+            known.turn_to(plan.rows)
+        if not _same(plan.starts, known.following):
+            told.tell(_STARTS, plan.starts - known.following)
+        if not _same(plan.counts, known.ones):
+            told.tell(_COUNTS, plan.counts)
+        if not _same(plan.samples, known.all_true):
+            told.tell(_SAMPLES, plan.samples.astype(np.int32))
+
+    def _tell_landed(self, told: _Told, plan: StepPlan, landed: Landed) -> None:
+        """Mostly they are what the rows go on with."""
+        rows, positions, tokens = landed
+        if _same(rows, plan.rows) and _same(positions, plan.starts):
+            told.tell(_LANDED_HERE, tokens)
+        else:
+            told.tell(_LANDED, rows, positions - self._known.ends(rows), tokens)
 
 
-def _distances(rows: IntArray) -> IntArray:
-    """From the row before; of the first, from -1: a block of rows from 0 on is all ones."""
-    distances = rows.copy()
-    distances[1:] -= rows[:-1]
-    distances[:1] += np.int32(1)
-    return distances
+def _tell_rare(told: _Told, plan: StepPlan) -> None:
+    if len(plan.appended):
+        told.tell(_APPENDED, plan.appended[:, 0], plan.appended[:, 1])
+    if len(plan.copies):
+        told.tell(_COPIES, plan.copies[:, 0], plan.copies[:, 1])
+    if len(plan.closed):
+        told.tell(_CLOSED, plan.closed)
+
+
+def _same(one: NDArray[np.int32] | NDArray[np.bool_], other: NDArray[np.int32] | NDArray[np.bool_]) -> bool:
+    """Bytes compare faster than arrays."""
+    return one.tobytes() == other.tobytes()
 
 
 def _entry(sequence: NewSequence) -> _New:
     row, tokens, computed, sampling, prompt = sequence
-    return _New(row, computed, prompt, sampling, pack([tokens]))
+    return _New(row, computed, prompt, sampling, pack(tokens))
 
 
 class Reader:
@@ -162,37 +187,43 @@ class Reader:
         self._decode = msgspec.msgpack.Decoder(list[_New]).decode
 
     def read(self, message: Bytes) -> Bulletin:
-        step, said, count = _PLAN.unpack_from(message)
+        known = self._known
+        step, told = _PLAN.unpack_from(message)
         columns = Columns(message, _PLAN.size)
-        rows = self._known.rows if said & _SAME_ROWS else _rows(columns)
-        moved = _NONE if said & _GOES_ON else columns.next()
-        counts = self._known.ones(count) if said & _ONE_EACH else columns.next()
-        samples = self._known.ones(count) if said & _ALL_SAMPLED else columns.next()
-        appended = _pairs(columns) if said & _APPENDED else _NO_PAIRS
-        copies = _pairs(columns) if said & _COPIES else _NO_PAIRS
-        closed = columns.next() if said & _CLOSED else _NONE
-        landed = self._landed(columns) if said & _LANDED else None
-        new = tuple(map(_sequence, self._decode(columns.rest))) if said & _NEW else ()
-        self._known.enter(new)
-        starts = self._known.ends(rows) if said & _GOES_ON else self._known.ends(rows) + moved
-        plan = StepPlan(step, rows, starts, counts, samples != 0, appended, new, closed, copies)
-        self._known.move(plan)
+        new = self._newcomers(columns) if told & _NEW else ()
+        if told & _ROWS:
+            known.turn_to(columns.next())
+        rows, starts = known.rows, known.following
+        if told & _STARTS:
+            starts = starts + columns.next()
+        counts = columns.next() if told & _COUNTS else known.ones
+        samples = columns.next() != 0 if told & _SAMPLES else known.all_true
+        appended = _pairs(columns) if told & _APPENDED else _NO_PAIRS
+        copies = _pairs(columns) if told & _COPIES else _NO_PAIRS
+        closed = columns.next() if told & _CLOSED else _NONE
+        plan = StepPlan(step, rows, starts, counts, samples, appended, new, closed, copies)
+        landed = self._landed(told, plan, columns)
+        known.move(starts, counts)
         return Bulletin(plan, landed)
 
-    def _landed(self, columns: Columns) -> Landed:
-        rows, beyond, tokens = _rows(columns), columns.next(), columns.next()
-        return Landed(rows, beyond + self._known.ends(rows), tokens)
+    def _newcomers(self, columns: Columns) -> tuple[NewSequence, ...]:
+        new = tuple(map(_sequence, self._decode(columns.bytes())))
+        self._known.enter(new)
+        return new
 
-
-def _rows(columns: Columns) -> IntArray:
-    rows: IntArray = columns.next().cumsum(dtype=np.int32) - np.int32(1)
-    return rows
+    def _landed(self, told: int, plan: StepPlan, columns: Columns) -> Landed | None:
+        if told & _LANDED_HERE:
+            return Landed(plan.rows, plan.starts, columns.next())
+        if told & _LANDED:
+            rows, beyond, tokens = columns.next(), columns.next(), columns.next()
+            return Landed(rows, self._known.ends(rows) + beyond, tokens)
+        return None
 
 
 def _pairs(columns: Columns) -> IntArray:
-    rows, others = _rows(columns), columns.next()
-    pairs: IntArray = np.empty((len(rows), 2), np.int32)
-    pairs[:, 0], pairs[:, 1] = rows, others
+    firsts, seconds = columns.next(), columns.next()
+    pairs: IntArray = np.empty((len(firsts), 2), np.int32)
+    pairs[:, 0], pairs[:, 1] = firsts, seconds
     return pairs
 
 

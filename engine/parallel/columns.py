@@ -1,13 +1,11 @@
 """Columns of integers as few bytes. Knows nothing of what they count.
 
-Each is written as its least value and, for every value, the distance from it in as few bytes as the largest distance
-takes: none at all if the values are equal.
+The lowest bytes of all values come first, then the next ones, up to the highest that are not all 0: none of a column of
+zeros. For some hundred values slices of bytes take less time than any call of numpy that looks at them.
 """
 
-from collections.abc import Sequence
-from itertools import accumulate
 from struct import Struct
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -15,65 +13,46 @@ from ...scheduler.plan import IntArray
 
 Bytes: TypeAlias = bytes | memoryview
 
-_HEAD = Struct("<BIi")  # bytes of each distance, how many, the least value
-_EMPTY = _HEAD.pack(0, 0, 0)
-_NARROW: dict[int, np.dtype[np.unsignedinteger[Any]]] = {
-    1: np.dtype(np.uint8),
-    2: np.dtype(np.uint16),
-    4: np.dtype(np.uint32),
-}
-"""Little-endian, as every machine that we compute on."""
+_HEAD = Struct("<BI")  # bytes of each value, how many
+_SIZE = Struct("<I")
+_ZERO = b"\0"
 
 
-def pack(columns: Sequence[IntArray]) -> bytes:
-    """Columns [n], int32, one after the other."""
-    filled = [column for column in columns if len(column)]
-    if not filled:
-        return _EMPTY * len(columns)
-    together = np.concatenate(filled)
-    begins = list(accumulate(map(len, filled[:-1]), initial=0))
-    least = iter(np.minimum.reduceat(together, begins).tolist())
-    most = iter(np.maximum.reduceat(together, begins).tolist())
-    return b"".join(_written(column, next(least), next(most)) if len(column) else _EMPTY for column in columns)
+def pack(column: IntArray) -> bytes:
+    """A column [n], int32: little-endian, as every machine that we compute on."""
+    wide = column.tobytes()
+    planes = [wide[0::4], wide[1::4], wide[2::4], wide[3::4]]
+    while planes and not planes[-1].strip(_ZERO):
+        planes.pop()
+    return _HEAD.pack(len(planes), len(column)) + b"".join(planes)
 
 
-def _written(column: IntArray, least: int, most: int) -> bytes:
-    width = ((most - least).bit_length() + 7) // 8
-    head = _HEAD.pack(width, len(column), least)
-    if not width:
-        return head
-    distances = (column - np.int32(least)).view(np.uint32)  # beyond int32 it wraps, and back again where it is read
-    if width in _NARROW:
-        narrow: bytes = distances.astype(_NARROW[width]).tobytes()
-        return head + narrow
-    return head + distances.view(np.uint8).reshape(-1, 4)[:, :width].tobytes()
+def pack_bytes(content: bytes) -> bytes:
+    """Something that is no column, in its place among them."""
+    return _SIZE.pack(len(content)) + content
 
 
 class Columns:
     """Reads one column after the other."""
 
     def __init__(self, message: Bytes, place: int = 0) -> None:
-        self._message, self._place = message, place
+        self._message, self.place = memoryview(message), place
 
     def next(self) -> IntArray:
         """[n], int32"""
-        width, count, least = _HEAD.unpack_from(self._message, self._place)
-        begin = self._place + _HEAD.size
-        self._place = begin + width * count
-        if not width:
-            equal: IntArray = np.empty(count, np.int32)
-            equal.fill(least)  # half of what np.full takes
-            return equal
-        return self._distances(width, count, begin) + np.int32(least)
+        planes, count = _HEAD.unpack_from(self._message, self.place)
+        self.place += _HEAD.size
+        wide = bytearray(4 * count)
+        for plane in range(planes):
+            wide[plane::4] = self._take(count)
+        return np.frombuffer(wide, np.int32)
 
-    def _distances(self, width: int, count: int, begin: int) -> IntArray:
-        if width in _NARROW:
-            return np.frombuffer(self._message, _NARROW[width], count, begin).astype(np.uint32).view(np.int32)
-        wide = np.zeros((count, 4), np.uint8)
-        wide[:, :width] = np.frombuffer(self._message, np.uint8, count * width, begin).reshape(count, width)
-        return wide.view(np.uint32)[:, 0].view(np.int32)
+    def bytes(self) -> memoryview:
+        """What `pack_bytes` packed."""
+        (size,) = _SIZE.unpack_from(self._message, self.place)
+        self.place += _SIZE.size
+        return self._take(size)
 
-    @property
-    def rest(self) -> memoryview:
-        """What comes after the columns that were read."""
-        return memoryview(self._message)[self._place :]
+    def _take(self, size: int) -> memoryview:
+        begin, self.place = self.place, self.place + size
+        return self._message[begin : self.place]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from ...core.errors import CharoniaError, Internal, RequestTimeout, Unavailable
+from ...core.errors import CharoniaError, Internal, Unavailable
 from ...core.metrics import EngineState, LlmMetrics
 from ...core.request import FinishReason, GenerateRequest
 from ..account import Account
@@ -115,7 +115,7 @@ class TrtllmClient:
 
     def _enter(self, runtime: Runtime, add: Add, account: Account) -> Ride:
         submission = runtime.translate(add)  # what can never be satisfied does not wait to hear so
-        left = self._time_left(add, account)
+        left = account.time_left(add.timeout or self._default_timeout)
         self._last_key += 1
         add = msgspec.structs.replace(add, key=self._last_key)
         account.submit(len(add.prompt))
@@ -126,14 +126,6 @@ class TrtllmClient:
             ride.timer = asyncio.get_running_loop().call_later(left, self._expire, ride)
         self._begin_next()
         return ride
-
-    def _time_left(self, add: Add, account: Account) -> float:
-        """Seconds until the request's time is over; 0 is no limit."""
-        limit = add.timeout or self._default_timeout
-        left = limit - (time.monotonic() - account.arrived)
-        if limit and left <= 0:
-            raise RequestTimeout
-        return left if limit else 0.0
 
     def _begin_next(self) -> None:
         """Hand over whoever has his turn, while there are places."""

@@ -8,15 +8,13 @@ import grpc
 import httpx
 import pytest
 from tritonclient.grpc import service_pb2 as pb
-from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from charonia.api.app import build_app
-from charonia.api.grpc_options import GrpcOptions
-from charonia.api.grpc_server import GrpcServer
 from charonia.api.keys import Keyring, Tenant
 from charonia.api.metadata import ServerInfo
-from charonia.api.server import bind
 from charonia.core.errors import InvalidArgument, QueueFull, Unavailable
+
+from .grpc_serving import Served, serving
 
 KEYS = Keyring([("k", Tenant("alice"))])
 KEY = {"authorization": "Bearer k"}
@@ -97,18 +95,14 @@ async def test_what_is_no_request_leaves_nothing(keyed: httpx.AsyncClient, gatew
 
 
 @pytest.fixture
-async def served(gateway: Any) -> AsyncIterator[grpc.aio.Channel]:
-    with bind("127.0.0.1", 0, "--grpc-port") as sock:
-        server = GrpcServer(gateway, ServerInfo("triton", "9.9"), GrpcOptions(grpc_address="127.0.0.1"), sock, KEYS)
-        await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{sock.getsockname()[1]}") as channel:
-            yield channel
-        await server.stop(force=True)
+async def served(gateway: Any) -> AsyncIterator[Served]:
+    async with serving(gateway, KEYS) as server:
+        yield server
 
 
 @pytest.fixture
-def stub(served: grpc.aio.Channel) -> Any:
-    return GRPCInferenceServiceStub(served)
+def stub(served: Served) -> Any:
+    return served.stub
 
 
 METADATA = (("authorization", "Bearer k"),)
@@ -130,8 +124,8 @@ async def test_a_unary_call_is_one_request(stub: Any, gateway: Any) -> None:
     assert ("authorization", "Bearer k") in gateway.exchanges[1].headers
 
 
-async def test_bytes_that_are_no_message_are_a_request_too(served: grpc.aio.Channel, gateway: Any) -> None:
-    call = served.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+async def test_bytes_that_are_no_message_are_a_request_too(served: Served, gateway: Any) -> None:
+    call = served.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await asyncio.wait_for(call(b"\xff", metadata=METADATA), 60)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -8,39 +8,23 @@ import grpc
 import pytest
 from grpc import StatusCode
 from tritonclient.grpc import service_pb2 as pb
-from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
-from charonia.api.grpc_options import GrpcOptions
 from charonia.api.grpc_rules import Caller
-from charonia.api.grpc_server import GrpcServer
 from charonia.api.grpc_stream import InferStream
-from charonia.api.metadata import EXTENSIONS, ServerInfo
-from charonia.api.server import bind
+from charonia.api.metadata import EXTENSIONS
 from charonia.core.errors import Internal, InvalidArgument, QueueFull, Unavailable, Unsupported
 from charonia.core.metrics import Outcome
+
+from .grpc_serving import Served, refused, serving
 
 STOPPING = "GRPC server is shutting down and has stopped accepting new requests."
 DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 
 
-class Served:
-    """A running server and a channel to it."""
-
-    def __init__(self, server: GrpcServer, channel: Any) -> None:
-        self.server = server
-        self.channel = channel
-        self.stub = GRPCInferenceServiceStub(channel)
-
-
 @pytest.fixture
 async def served(gateway: Any) -> AsyncIterator[Served]:
-    options = GrpcOptions(grpc_address="127.0.0.1")
-    with bind("127.0.0.1", 0, "--grpc-port") as sock:
-        server = GrpcServer(gateway, ServerInfo("triton", "9.9"), options, sock)
-        await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{sock.getsockname()[1]}") as channel:
-            yield Served(server, channel)
-        await server.stop(force=True)
+    async with serving(gateway) as server:
+        yield server
 
 
 @pytest.fixture
@@ -60,12 +44,6 @@ async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-
-
-async def refused(call: Any) -> tuple[StatusCode, str]:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await asyncio.wait_for(call, 60)
-    return caught.value.code(), caught.value.details() or ""
 
 
 async def test_server_and_model_say_what_they_are(stub: Any) -> None:

@@ -3,17 +3,11 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
 import pytest
 from grpc import StatusCode
 from tritonclient.grpc import model_config_pb2
 from tritonclient.grpc import service_pb2 as pb
-from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
-from charonia.api.grpc_options import GrpcOptions
-from charonia.api.grpc_server import GrpcServer
-from charonia.api.metadata import ServerInfo
-from charonia.api.server import bind
 from charonia.core.commons import Commons
 from charonia.core.errors import Internal, Unavailable
 from charonia.core.gateway import IndexEntry, State
@@ -30,24 +24,16 @@ from charonia.core.statistics import (
 )
 from charonia.core.trace_settings import Traces, TraceSettings
 
+from .grpc_serving import refused, serving
+
 DISABLED = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
 REPOSITORY = "'repository_name' specification is not supported"
 
 
 @pytest.fixture
 async def stub(gateway: Any) -> AsyncIterator[Any]:
-    with bind("127.0.0.1", 0, "--grpc-port") as sock:
-        server = GrpcServer(gateway, ServerInfo("triton", "9.9"), GrpcOptions(grpc_address="127.0.0.1"), sock)
-        await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{sock.getsockname()[1]}") as channel:
-            yield GRPCInferenceServiceStub(channel)
-        await server.stop(force=True)
-
-
-async def refused(call: Any) -> tuple[StatusCode, str]:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value.code(), caught.value.details() or ""
+    async with serving(gateway) as server:
+        yield server.stub
 
 
 async def test_config(stub: Any) -> None:

@@ -1,20 +1,15 @@
 """Keys over gRPC: metadata `authorization`, and the same answers for every call that is not health."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
 import pytest
 from grpc import StatusCode
 from tritonclient.grpc import service_pb2 as pb
-from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
-from charonia.api.grpc_options import GrpcOptions
-from charonia.api.grpc_server import GrpcServer
 from charonia.api.keys import Keyring, Tenant
-from charonia.api.metadata import ServerInfo
-from charonia.api.server import bind
+
+from .grpc_serving import refused, serving
 
 RIGHT = (("authorization", "Bearer k-a"),)
 TEXT = {"name": "text_input", "datatype": "BYTES", "shape": [1], "contents": {"bytes_contents": [b"hi"]}}
@@ -23,13 +18,8 @@ ASKED = pb.ModelInferRequest(model_name="llm", inputs=[TEXT])
 
 @pytest.fixture
 async def stub(gateway: Any) -> AsyncIterator[Any]:
-    keys = Keyring([("k-a", Tenant("alpha", 2.0))])
-    with bind("127.0.0.1", 0, "--grpc-port") as sock:
-        server = GrpcServer(gateway, ServerInfo("triton", "9.9"), GrpcOptions(grpc_address="127.0.0.1"), sock, keys)
-        await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{sock.getsockname()[1]}") as channel:
-            yield GRPCInferenceServiceStub(channel)
-        await server.stop(force=True)
+    async with serving(gateway, Keyring([("k-a", Tenant("alpha", 2.0))])) as server:
+        yield server.stub
 
 
 async def test_health_is_for_everybody(stub: Any) -> None:
@@ -48,10 +38,9 @@ async def test_nothing_else_is(stub: Any, gateway: Any, metadata: tuple[Any, ...
         stub.ModelStreamInfer(metadata=metadata).read(),  # of a call that ends while it writes, grpc.aio forgets why
     )
     for call in calls:
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await asyncio.wait_for(call, 60)
-        assert refused.value.code() is StatusCode.UNAUTHENTICATED
-        assert "API key" in (refused.value.details() or "")
+        code, text = await refused(call)
+        assert code is StatusCode.UNAUTHENTICATED
+        assert "API key" in text
     assert not gateway.asked
 
 

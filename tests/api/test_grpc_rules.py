@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import pytest
@@ -13,33 +13,16 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from charonia.api.grpc_options import GrpcOptions
 from charonia.api.grpc_rules import GrpcRules, read_rules
-from charonia.api.grpc_server import GrpcServer
 from charonia.api.keys import Keyring
-from charonia.api.metadata import ServerInfo
 from charonia.api.restricted import APIS
-from charonia.api.server import bind
 from charonia.core.errors import InvalidArgument
 from charonia.core.metrics import Outcome
+
+from .grpc_serving import refused, serving
 
 ASKED = pb.ModelInferRequest(model_name="llm")
 PAID = (("triton-grpc-protocol-infer-key", "secret"),)
 RESTRICTED = "This protocol is restricted, expecting header 'triton-grpc-protocol-infer-key'"
-
-
-@asynccontextmanager
-async def served(gateway: Any, **options: Any) -> AsyncIterator[Any]:
-    with bind("127.0.0.1", 0, "--grpc-port") as sock:
-        server = GrpcServer(gateway, ServerInfo(), GrpcOptions(grpc_address="127.0.0.1", **options), sock)
-        await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{sock.getsockname()[1]}") as channel:
-            yield GRPCInferenceServiceStub(channel)
-        await server.stop(force=True)
-
-
-async def refused(call: Any) -> tuple[StatusCode, str]:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value.code(), caught.value.details() or ""
 
 
 async def streamed(stub: Any, metadata: Any = ()) -> Any:
@@ -51,7 +34,8 @@ async def streamed(stub: Any, metadata: Any = ()) -> Any:
 
 async def test_a_restricted_protocol_wants_its_header(gateway: Any) -> None:
     gateway.texts = ("x",)
-    async with served(gateway, grpc_restricted_protocol=("inference,logging:infer-key=secret",)) as stub:
+    async with serving(gateway, grpc_restricted_protocol=("inference,logging:infer-key=secret",)) as server:
+        stub = server.stub
         for metadata in ((), (("triton-grpc-protocol-infer-key", "no"),), (("infer-key", "secret"),)):
             assert await refused(stub.ModelInfer(ASKED, metadata=metadata)) == (StatusCode.UNAVAILABLE, RESTRICTED)
             refusal = await refused(stub.ModelStreamInfer(metadata=metadata).read())
@@ -92,14 +76,16 @@ async def test_metadata_becomes_parameters(gateway: Any) -> None:
     gateway.texts = ("x",)
     headers = (("x-color", "red"), ("x-bin", b"\0"), ("other", "1"))
     asked = pb.ModelInferRequest(model_name="llm", parameters={"x-size": pb.InferParameter(int64_param=1)})
-    async with served(gateway, grpc_header_forward_pattern="^X-") as stub:
+    async with serving(gateway, grpc_header_forward_pattern="^X-") as server:
+        stub = server.stub
         await stub.ModelInfer(asked, metadata=headers)
         await streamed(stub, headers)
         assert [request.parameters for request in gateway.asked] == [
             {"x-color": "red", "x-size": 1},
             {"x-color": "red"},
         ]
-    async with served(gateway, grpc_header_forward_pattern="prio|triton_") as stub:
+    async with serving(gateway, grpc_header_forward_pattern="prio|triton_") as server:
+        stub = server.stub
         for name in ("priority", "triton_x"):
             text = f"Header '{name}' is reserved for Triton usage and cannot be forwarded."
             assert await refused(stub.ModelInfer(ASKED, metadata=((name, "1"),))) == (StatusCode.INVALID_ARGUMENT, text)
@@ -139,13 +125,11 @@ async def counted(port: int) -> AsyncIterator[tuple[int, list[int]]]:
 @pytest.mark.parametrize(("level", "smaller"), [("none", False), ("low", True), ("medium", True), ("high", True)])
 async def test_answers_are_compressed(gateway: Any, level: str, smaller: bool) -> None:
     gateway.texts = ("x" * 10_000,)
-    with bind("127.0.0.1", 0, "--grpc-port") as sock:
-        options = GrpcOptions(grpc_address="127.0.0.1", grpc_infer_response_compression_level=cast(Any, level))
-        server = GrpcServer(gateway, ServerInfo(), options, sock)
-        await server.start()
-        async with counted(sock.getsockname()[1]) as (port, sizes):
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-                answer = await GRPCInferenceServiceStub(channel).ModelInfer(ASKED)
-            await server.stop(force=True)
+    async with (
+        serving(gateway, grpc_infer_response_compression_level=level) as served,
+        counted(served.server.port) as (port, sizes),
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        answer = await GRPCInferenceServiceStub(channel).ModelInfer(ASKED)
     assert len(answer.raw_output_contents[0]) == 10_004
     assert (sum(sizes) < 5_000) is smaller

@@ -1,6 +1,9 @@
 import json
 from pathlib import Path
 
+import pytest
+
+from charonia.core.errors import InvalidArgument
 from charonia.core.request import SamplingParams
 from charonia.tokenization.generation import GenerationDefaults, read_defaults, resolve
 from charonia.tokenization.tokenizer import Tokenizer
@@ -23,6 +26,15 @@ def test_sampling_defaults_come_from_the_model(checkpoint: Path) -> None:
     wanted = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}
     assert defaults(checkpoint, generation_config=wanted)[1:] == (0.6, 20, 0.9, 0.1, 1.1)
     assert defaults(checkpoint, generation_config={"do_sample": False}).temperature == 0.0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [{"temperature": "hot"}, {"top_k": [1]}, {"top_k": 1e400}, {"eos_token_id": "</s>"}, {"eos_token_id": [None]}],
+)
+def test_what_is_no_number_is_refused_when_it_is_read(checkpoint: Path, content: object) -> None:
+    with pytest.raises(InvalidArgument, match=r"generation_config\.json.*wrong kind"):
+        defaults(checkpoint, generation_config=content)
 
 
 def test_the_request_wins() -> None:

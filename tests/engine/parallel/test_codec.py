@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from charonia.core.request import Logprobs
 from charonia.engine.parallel.codec import Bulletin, Landed, Reader, Writer
-from charonia.engine.parallel.columns import Columns, pack
+from charonia.engine.parallel.columns import Columns, pack, pack_bytes
 from charonia.engine.parallel.messages import PLAN, Allocate, Leave, Meet, Result
 from charonia.scheduler.plan import NewSequence, RowSampling, Shaping, StepPlan, StepResult
 
@@ -58,19 +58,30 @@ columns = st.lists(INT32, max_size=40).map(lambda values: np.array(values, np.in
 
 @given(st.lists(columns, max_size=5))
 def test_columns_survive(written: list[NDArray[np.int32]]) -> None:
-    read = Columns(pack(written))
+    """Wherever they lie in a message, and with other things among them."""
+    message = b"?".join([b"", *map(pack, written), pack_bytes(b"other")])
+    read = Columns(message)
     for column in written:
+        read.place += 1
         again = read.next()
         assert again.dtype == np.int32
         assert np.array_equal(again, column)
-    assert not len(read.rest)
+    read.place += 1
+    assert read.bytes() == b"other"
+    assert read.place == len(message)
 
 
-@pytest.mark.parametrize(("span", "width"), [(0, 0), (255, 1), (256, 2), (65_536, 3), (1 << 24, 4), ((1 << 32) - 1, 4)])
-def test_a_column_takes_the_bytes_of_its_span(span: int, width: int) -> None:
-    column = np.array([-(2**31), -(2**31) + span] * 50, np.int32)
-    empty = len(pack([ints()]))
-    assert len(pack([column])) == empty + 100 * width
+@pytest.mark.parametrize(
+    ("most", "width"), [(0, 0), (255, 1), (256, 2), (65_536, 3), (1 << 24, 4), (2**31 - 1, 4), (-1, 4)]
+)
+def test_a_column_takes_the_bytes_of_its_largest_value(most: int, width: int) -> None:
+    empty = len(pack(ints()))
+    assert len(pack(ints(0, most, *[0] * 98))) == empty + 100 * width
+
+
+def test_a_column_of_pairs_is_written_where_it_lies() -> None:
+    pairs = np.arange(200_000, 200_020, dtype=np.int32).reshape(-1, 2)
+    assert Columns(pack(pairs[:, 1])).next().tolist() == pairs[:, 1].tolist()
 
 
 SAMPLINGS = (
@@ -92,28 +103,48 @@ def drawn(random: Random) -> Bulletin:
             random.randrange(700), tokens, random.randrange(len(tokens)), random.choice(SAMPLINGS), random.randrange(99)
         )
 
-    rows = np.array(sorted(random.sample(range(700), random.randint(1, 30))), np.int32)
+    rows = np.array(random.choice([range(20), sorted(random.sample(range(700), random.randint(1, 30)))]), np.int32)
     starts, counts, samples = (column(len(rows)) for _ in range(3))
     appended, copies = (column(2 * random.randrange(5), 2**31).reshape(-1, 2) for _ in range(2))
     closed, new = column(random.randrange(4)), tuple(newcomer() for _ in range(random.randrange(3)))
-    landed = Landed(rows, starts, counts) if random.random() < 0.5 else None
+    landed = random.choice([None, Landed(rows, starts, counts), Landed(rows[::-1].copy(), counts, starts)])
     step = random.randrange(2**31)
     return Bulletin(StepPlan(step, rows, starts, counts, samples % 2 > 0, appended, new, closed, copies), landed)
 
 
-@given(st.integers(0, 2**32), st.integers(1, 6))
+def going_on(random: Random, before: Bulletin) -> Bulletin:
+    """The rows of a step go on with what it sampled; some of what else could happen, happens."""
+    plan, other = before.plan, drawn(random)
+    starts, ones = plan.starts + plan.counts, np.ones_like(plan.rows)
+    usual = plan._replace(starts=starts, counts=ones, samples=ones == 1, new=(), closed=ints(), appended=NO_PAIRS)
+    changes = {name: getattr(other.plan, name) for name in ("new", "closed", "appended") if random.random() < 0.3}
+    tokens = np.array([random.randrange(200_000) for _ in starts], np.int32)
+    landed = random.choice([None, Landed(plan.rows, starts, tokens), other.landed])
+    return Bulletin(usual._replace(step=other.plan.step, **changes), landed)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 8))
 def test_bulletins_survive(seed: int, steps: int) -> None:
     """Each builds on those before it."""
     random, writer, reader = Random(seed), Writer(), Reader()
+    bulletin = drawn(random)
     for _ in range(steps):
-        bulletin = drawn(random)
         assert_same(reader.read(memoryview(writer.write(bulletin))), bulletin)
+        bulletin = going_on(random, bulletin) if random.random() < 0.5 else drawn(random)
 
 
 def test_a_step_in_which_everybody_decodes_is_a_few_bytes() -> None:
     writer, starts = Writer(), np.random.default_rng(1).integers(1, 200_000, ROWS).astype(np.int32)
     writer.write(Bulletin(decoding(0, starts)))
-    assert len(writer.write(Bulletin(decoding(1, starts + 1)))) < 64
+    assert len(writer.write(Bulletin(decoding(1, starts + 1)))) < 16
+
+
+def test_what_rows_go_on_with_is_told_as_tokens_alone() -> None:
+    writer, starts = Writer(), np.random.default_rng(1).integers(1, 200_000, ROWS).astype(np.int32)
+    writer.write(Bulletin(decoding(0, starts)))
+    tokens = np.full(ROWS, 200, np.int32)
+    told = writer.write(Bulletin(decoding(1, starts + 1), Landed(np.arange(ROWS, dtype=np.int32), starts + 1, tokens)))
+    assert ROWS < len(told) < ROWS + 16
 
 
 def test_the_largest_step_of_known_rows_fits_two_kilobytes() -> None:

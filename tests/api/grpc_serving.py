@@ -1,0 +1,48 @@
+"""The gRPC door on a port of its own, and a client that is refused there."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import grpc
+import pytest
+from grpc import StatusCode
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
+
+from charonia.api.grpc_options import GrpcOptions
+from charonia.api.grpc_server import GrpcServer
+from charonia.api.keys import Keyring
+from charonia.api.metadata import ServerInfo
+from charonia.api.server import bind
+
+INFO = ServerInfo("triton", "9.9")
+
+
+class Served(NamedTuple):
+    """A server that listens, and a channel to it."""
+
+    server: GrpcServer
+    channel: grpc.aio.Channel
+
+    @property
+    def stub(self) -> Any:
+        return GRPCInferenceServiceStub(self.channel)
+
+
+@asynccontextmanager
+async def serving(gateway: Any, keys: Keyring | None = None, **options: Any) -> AsyncIterator[Served]:
+    """The door to `gateway`, under `options` of the command line."""
+    with bind("127.0.0.1", 0, "--grpc-port") as sock:
+        server = GrpcServer(gateway, INFO, GrpcOptions(grpc_address="127.0.0.1", **options), sock, keys)
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            yield Served(server, channel)
+        await server.stop(force=True)
+
+
+async def refused(call: Any) -> tuple[StatusCode, str]:
+    """With which status and words a call ends."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await asyncio.wait_for(call, 60)
+    return caught.value.code(), caught.value.details() or ""
