@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from ..core.errors import InvalidArgument
 from ..core.holding import Share
-from ..core.host import give_back_memory
 from ..core.model import ModelConfig
 from ..core.torch_build import torch_has_cuda
 from ..tokenization.files import read_json
@@ -46,11 +45,11 @@ class EncoderLoader:
     """
 
     def load(self, directory: Path, config: ModelConfig, place: Place, parameters: Mapping[str, str]) -> Runtime:
-        import torch
+        from .torch_process import use_threads
 
         report_unknown(config.name, parameters, _KNOWN)
         budget = integer(parameters, "max_batch_tokens", _MAX_BATCH_TOKENS, least=1)
-        torch.set_num_threads(integer(parameters, "intra_op_thread_count", 0) or threads_each(config.document))
+        use_threads(integer(parameters, "intra_op_thread_count", 0) or threads_each(config.document))
         files = read_encoder(directory)
         check_fit(config, tensors_of(files))
         device = f"cuda:{place.device}" if place.kind == "KIND_GPU" else "cpu"
@@ -149,8 +148,10 @@ class EncoderRuntime:
         yield {self._reader.output: self._compute(sequences), COUNT: counts}
 
     def close(self) -> None:
+        from .torch_process import give_back
+
         self._encoder = None
-        give_back_memory()
+        give_back()
 
     def _compute(self, sequences: Sequence[TokenSequence]) -> NDArray[np.float32]:
         import torch

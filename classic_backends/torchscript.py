@@ -5,7 +5,7 @@ those of the host; they compute for one instance as for several.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from ..core.errors import Internal, InvalidArgument, Unsupported
 from ..core.holding import Share
-from ..core.host import give_back_memory
 from ..core.model import ModelConfig
 from ..core.torch_build import torch_has_cuda
 from .completion import check_fit, completed, is_complete
@@ -54,11 +53,13 @@ class TorchLoader:
 
     def load(self, directory: Path, config: ModelConfig, place: Place, parameters: Mapping[str, str]) -> Runtime:
         from .torch_modules import open_model, renamed
+        from .torch_process import use_threads
 
         report_unknown(config.name, parameters, KNOWN)
         modes = read_modes(parameters)
         _check_config(config)
-        _set_threads(parameters, threads_each(config.document))
+        threads = integer(parameters, "INTRA_OP_THREAD_COUNT", 0) or threads_each(config.document)
+        use_threads(threads, integer(parameters, "INTER_OP_THREAD_COUNT", 0))
         device = _device(place)
         opened = open_model(_file(directory, config.document), device)
         arguments = argument_places(config.name, [spec.name for spec in config.inputs], opened.inputs)
@@ -107,17 +108,6 @@ def _check_config(config: ModelConfig) -> None:
                     f"{side} '{spec.name}' of model '{config.name}' is TYPE_STRING, which PyTorch has no tensors of"
                 )
                 raise Unsupported(message, field=f"{side}.{spec.name}")
-
-
-def _set_threads(parameters: Mapping[str, str], default: int) -> None:
-    """For the thread that calls this, which is the instance's own; between operators, once for the whole process."""
-    import torch
-
-    torch.set_num_threads(integer(parameters, "INTRA_OP_THREAD_COUNT", 0) or default)
-    between = integer(parameters, "INTER_OP_THREAD_COUNT", 0)
-    if between and between != torch.get_num_interop_threads():
-        with suppress(RuntimeError):  # they are there already
-            torch.set_num_interop_threads(between)
 
 
 def _device(place: Place) -> str | None:
@@ -180,8 +170,10 @@ class TorchRuntime:
             torch.cuda.empty_cache()
 
     def close(self) -> None:
+        from .torch_process import give_back
+
         self._opened = None
-        give_back_memory()
+        give_back()
 
     def _run(self, inputs: Arrays) -> Any:
         assert self._opened is not None

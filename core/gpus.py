@@ -1,8 +1,7 @@
 """The NVIDIA GPUs by the driver's own library: which there are, what is free on them, Triton's gauges at a scrape.
 
 Loaded by its name where a driver is installed; no package is needed. Functions and structures are those of NVIDIA's
-NVML API reference. What a GPU, or its driver, does not tell has no series and limits nothing. Where GPUs differ, CUDA
-counts them as the driver does only with CUDA_DEVICE_ORDER=PCI_BUS_ID.
+NVML API reference. What a GPU, or its driver, does not tell has no series and limits nothing.
 """
 
 import ctypes
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 from .metrics import Measurement, Reading
 
 _LIBRARY = "libnvidia-ml.so.1"
-_UUID_BYTES = 96
+_NAME_BYTES = 96
 _UNLIMITED = 1 << 60
 
 
@@ -33,10 +32,12 @@ class _Refused(Exception):
 
 
 class _Gpu(NamedTuple):
-    """`began`: millijoules at the start, None where they are not counted."""
+    """`product`: its name, of which there may be several. `began`: millijoules at the start, None where they are not
+    counted."""
 
     handle: ctypes.c_void_p
     uuid: str
+    product: str
     began: int | None
 
 
@@ -59,6 +60,7 @@ class Gpus:
 
     def __init__(self, library: str = _LIBRARY, environment: Mapping[str, str] = os.environ) -> None:
         self._visible = _visible(environment)
+        self._in_order = environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
         self._nvml: Any = None
         self._gpus: list[_Gpu] = []
         with suppress(OSError, _Refused, AttributeError):
@@ -66,6 +68,8 @@ class Gpus:
             self._call("nvmlInit_v2")
             count = self._read("nvmlDeviceGetCount_v2", ctypes.c_uint())
             self._gpus = [self._open(index) for index in range(count.value)]
+            # Of several kinds CUDA counts the fastest first, and the driver as they are plugged in.
+            self._in_order = self._in_order or len({gpu.product for gpu in self._gpus}) == 1
 
     def measure(self) -> Iterator[Measurement]:
         for gpu in self._gpus:
@@ -73,12 +77,15 @@ class Gpus:
 
     def free(self, number: int) -> int:
         """Bytes that are free on the GPU that has this number for CUDA in this process."""
-        with suppress(OSError, _Refused, AttributeError, IndexError):
+        with suppress(OSError, _Refused, AttributeError, LookupError):
             return int(self._read("nvmlDeviceGetMemoryInfo", _Memory(), self._handle(number)).free)
         return _UNLIMITED
 
     def _handle(self, number: int) -> ctypes.c_void_p:
+        """Raises `LookupError` where that is nobody, or anybody."""
         name = str(number) if self._visible is None else self._visible[number]
+        if name.isdecimal() and not self._in_order:
+            raise LookupError("CUDA has an order of its own")
         if name.isdecimal():
             return self._gpus[int(name)].handle
         named = [gpu.handle for gpu in self._gpus if gpu.uuid.startswith(name)]
@@ -86,9 +93,13 @@ class Gpus:
 
     def _open(self, index: int) -> _Gpu:
         handle = self._find("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index))
-        uuid = ctypes.create_string_buffer(_UUID_BYTES)
-        self._call("nvmlDeviceGetUUID", handle, uuid, ctypes.c_uint(_UUID_BYTES))
-        return _Gpu(handle, uuid.value.decode(), self._energy(handle))
+        uuid, product = self._name("nvmlDeviceGetUUID", handle), self._name("nvmlDeviceGetName", handle)
+        return _Gpu(handle, uuid, product, self._energy(handle))
+
+    def _name(self, function: str, handle: ctypes.c_void_p) -> str:
+        name = ctypes.create_string_buffer(_NAME_BYTES)
+        self._call(function, handle, name, ctypes.c_uint(_NAME_BYTES))
+        return name.value.decode()
 
     def _find(self, function: str, by: Any) -> ctypes.c_void_p:
         """The handle of a GPU, or of a part of one that has a name of its own."""

@@ -36,6 +36,9 @@ class Subject:
     def process(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
         yield {"Y": np.array([[os.getpid(), threading.current_thread() is threading.main_thread()]], np.int64)}
 
+    def shares(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
+        yield {"Y": np.array([[os.nice(0), int(os.environ.get("GOMP_SPINCOUNT", "-1"))]], np.int64)}
+
     def count(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
         try:
             for number in range(int(inputs["X"].ravel()[0])):

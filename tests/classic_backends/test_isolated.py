@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from charonia.classic_backends import crew, instances
 from charonia.classic_backends.isolated import ISOLATED, PARAMETER, IsolatedRuntime, Separable
-from charonia.classic_backends.isolated_process import Origin, Task
+from charonia.classic_backends.isolated_process import NICE, SPINS, Origin, Task
 from charonia.classic_backends.model import ClassicModel
 from charonia.classic_backends.region import Region
 from charonia.classic_backends.runtime import Place
@@ -140,6 +140,23 @@ def test_it_computes_in_another_process_whose_main_thread_is_the_models(runtime:
     assert made["Y"][0, 1] == 1
     assert runtime.traits.ragged
     assert Path(f"/proc/{made['Y'][0, 0]}/comm").read_text() == "charonia-model\n"
+
+
+@pytest.mark.parametrize(("told", "spins"), [(None, SPINS), ("passive", -1)])
+def test_it_leaves_the_cores_to_others(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, told: str | None, spins: int
+) -> None:
+    """Unless the user has said how threads are to wait."""
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if told is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", told)
+    runtime = opened(directory)
+    try:
+        [made] = runtime.execute({"DO": order("shares")}, ["Y"])
+    finally:
+        runtime.close()
+    assert made["Y"].tolist() == [[min(os.nice(0) + NICE, 19), spins]]
 
 
 def test_outputs_stay_when_the_next_batch_comes(runtime: IsolatedRuntime) -> None:

@@ -23,6 +23,11 @@ int nvmlDeviceGetUUID(void *card, char *uuid, unsigned size) {
     strcpy(uuid, card == &cards[0] ? "GPU-first" : "GPU-second");
     return 0;
 }
+int nvmlDeviceGetName(void *card, char *name, unsigned size) {
+    if (size < 12) return 7;
+    strcpy(name, card == &cards[0] ? "Charon 1" : SECOND);
+    return 0;
+}
 int nvmlDeviceGetUtilizationRates(void *card, utilization *rates) {
     if (card != &cards[0]) return 3;
     rates->gpu = 37; rates->memory = 1;
@@ -42,15 +47,21 @@ int nvmlDeviceGetTotalEnergyConsumption(void *card, unsigned long long *millijou
 """
 
 
-@pytest.fixture
-def library(tmp_path: Path) -> str:
+def build(tmp_path: Path, second: str = "Charon 1") -> str:
+    """The second GPU's kind is `second`."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler")
     (tmp_path / "driver.c").write_text(DRIVER)
     made = tmp_path / "libnvidia-ml.so.1"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(made), str(tmp_path / "driver.c")], check=True)
+    define = f'-DSECOND="{second}"'
+    subprocess.run([compiler, "-shared", "-fPIC", define, "-o", str(made), str(tmp_path / "driver.c")], check=True)
     return str(made)
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> str:
+    return build(tmp_path)
 
 
 def readings(gpus: Gpus) -> dict[str, dict[str, object]]:
@@ -97,6 +108,16 @@ def test_what_is_free_on_each_as_cuda_numbers_them(library: str, visible: str | 
     """What nobody knows is without limit."""
     gpus = Gpus(library, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     assert [gpus.free(number) >> 30 for number in range(len(free))] == free
+
+
+def test_cuda_may_count_unequal_gpus_otherwise(tmp_path: Path) -> None:
+    unequal = build(tmp_path, "Charon 2")
+
+    def free(**environment: str) -> int:
+        return Gpus(unequal, environment).free(0) >> 30
+
+    assert (free(), free(CUDA_VISIBLE_DEVICES="1")) == (1 << 30, 1 << 30)
+    assert (free(CUDA_DEVICE_ORDER="PCI_BUS_ID"), free(CUDA_VISIBLE_DEVICES="GPU-second")) == (60, 10)
 
 
 def test_without_a_driver_nothing_limits(tmp_path: Path) -> None:
