@@ -11,9 +11,14 @@ from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest, InferResponse
 
 
+HERE = Path()
+
+
 @asynccontextmanager
-async def serving(loader: Any, settings: ModelConfig, **fields: Any) -> AsyncIterator[ClassicModel]:
-    model = ClassicModel(settings, loader, Path("."), **fields)
+async def serving(
+    loader: Any, settings: ModelConfig, directory: Path = HERE, **fields: Any
+) -> AsyncIterator[ClassicModel]:
+    model = ClassicModel(settings, loader, directory, **fields)
     await model.load()
     try:
         yield model
