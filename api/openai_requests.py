@@ -13,7 +13,17 @@ import msgspec
 import orjson
 
 from ..core.errors import InvalidArgument
-from ..core.request import MAX_LOGPROBS, Conversation, GenerateRequest, Message, Prompt, SamplingParams
+from ..core.request import (
+    MAX_LOGPROBS,
+    Conversation,
+    GenerateRequest,
+    Guide,
+    GuideKind,
+    Message,
+    Prompt,
+    SamplingParams,
+)
+from .openai_formats import ResponseFormat, guide_of
 
 HARMLESS = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"})
 """Fields that change nothing about the answer."""
@@ -30,7 +40,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -89,6 +98,17 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    lora_name: str | None = None
+    response_format: ResponseFormat | None = None
+    guided_decoding_guide_type: GuideKind | None = None
+    guided_decoding_guide: str | None = None
+
+    @property
+    def guide(self) -> Guide | None:
+        """What the text must be. Raises `InvalidArgument` where that contradicts itself."""
+        return guide_of(
+            self.response_format, Guide.of(self.guided_decoding_guide_type, self.guided_decoding_guide or "")
+        )
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -212,7 +232,7 @@ def _convert(members: Any, kind: type[_Any], where: str = "") -> _Any:
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$")
         if reason.startswith("Object missing required field"):
-            path = f".{reason.split('`')[1]}`"
+            path = f"{path.rstrip('`')}.{reason.split('`')[1]}"
         field = f"{where}{path.rstrip('`')}".lstrip(".")
         raise InvalidArgument(f"{field}: {reason}" if field else reason, field=field or None) from None
 
@@ -279,7 +299,7 @@ def _asked(request_id: str, fields: _Common, prompts: list[Prompt], max_tokens: 
     if timeout < 0:
         raise InvalidArgument(f"timeout must be a number of seconds of at least 0, got {timeout}", field="timeout")
     sampling = _sampling(fields, max_tokens)
-    salt = fields.cache_salt or ""
+    salt, adapter, guide = fields.cache_salt or "", fields.lora_name or "", fields.guide
     choices = _choices(fields.n)
     if len(prompts) * choices > _MAX_ANSWERS:
         message = f"{len(prompts)} prompts with n {choices} ask for more than {_MAX_ANSWERS} answers at once"
@@ -295,6 +315,8 @@ def _asked(request_id: str, fields: _Common, prompts: list[Prompt], max_tokens: 
             choice=choice,
             choices=choices,
             prompts=len(prompts),
+            adapter=adapter,
+            guide=guide,
         )
         for prompt in prompts
         for choice in range(choices)

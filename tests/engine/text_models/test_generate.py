@@ -158,11 +158,12 @@ async def test_refusals_name_the_field(load: Load) -> None:
         (ask(Conversation(())), "messages"),
         (GenerateRequest(id="", prompt="w1", adapter="a"), "lora_name"),
         (GenerateRequest(id="", prompt="w1", guide=Guide("json")), "guided_decoding_guide_type"),
+        (GenerateRequest(id="", prompt="w1", guide=Guide("json", "", "response_format")), "response_format"),
     ]:
         with pytest.raises(InvalidArgument, match=field) as refusal:
             await generate(model, request)
         assert refusal.value.field == field
-    assert model.stats().failure == 12
+    assert model.stats().failure == 13
     huge = GenerateRequest(id="", prompt="w1", priority=2**70, sampling=HUGE)
     assert text(await generate(model, huge)) == " w2"
 
