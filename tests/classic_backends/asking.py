@@ -10,7 +10,6 @@ from charonia.classic_backends.model import ClassicModel
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest, InferResponse
 
-
 HERE = Path()
 
 
@@ -29,6 +28,12 @@ async def serving(
 async def answers(model: ClassicModel, request: InferRequest) -> list[InferResponse]:
     async with aclosing(model.infer(request)) as responses:
         return [response async for response in responses]
+
+
+def waiting(model: ClassicModel) -> int:
+    """Requests that no instance has yet."""
+    [count] = [r.value for r in model.readings() if r.family == "nv_inference_pending_request_count"]
+    return int(count)  # type: ignore[arg-type]
 
 
 async def until(holds: Callable[[], bool]) -> None:

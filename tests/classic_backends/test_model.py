@@ -22,7 +22,7 @@ from charonia.core.model import ModelConfig, Samples
 from charonia.core.request import InferRequest
 from charonia.core.tensor import Tensor, TensorSpec
 
-from .asking import answers, serving, until
+from .asking import answers, serving, until, waiting
 
 DELAY = 10_000_000
 """Microseconds that no test waits for."""
@@ -91,11 +91,6 @@ async def answer(model: ClassicModel, *numbers: int, **fields: Any) -> list[int]
 async def begun(runtime: Gated) -> None:
     assert await asyncio.to_thread(runtime.entered.wait, 30)
     runtime.entered.clear()
-
-
-def waiting(model: ClassicModel) -> int:
-    [count] = [r.value for r in model.readings() if r.family == "nv_inference_pending_request_count"]
-    return int(count)  # type: ignore[arg-type]
 
 
 async def held_up(model: ClassicModel, runtime: Gated, *requests: InferRequest) -> list["asyncio.Task[Any]"]:

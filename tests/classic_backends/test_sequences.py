@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,13 +18,14 @@ from charonia.classic_backends.builtin import IDENTITY
 from charonia.classic_backends.isolated import ONNX
 from charonia.classic_backends.model import ClassicModel
 from charonia.classic_backends.runtime import Arrays
+from charonia.classic_backends.sequence_desk import SequenceDesk
 from charonia.core.errors import CharoniaError, InvalidArgument
 from charonia.core.model import ModelConfig, Samples
 from charonia.core.request import InferRequest
 from charonia.core.tensor import Tensor
 from charonia.repository.document import to_fields
 
-from .asking import answers, serving, until
+from .asking import answers, serving, until, waiting
 from .sequence_subjects import Carried, Rows, config, control, state
 
 NONE = Samples()
@@ -150,6 +152,27 @@ async def test_a_client_that_leaves_ends_his_sequence() -> None:
         with pytest.raises(CharoniaError, match="sequence 1 to model 'm' must specify the START flag"):
             await answers(model, step(1))
         assert model.stats().failure == 1
+
+
+@pytest.mark.parametrize("strategy", [{}, {"oldest": OLDEST}])
+async def test_clients_that_leave_at_any_time_disturb_nobody(strategy: Mapping[str, Any]) -> None:
+    """Far more of them than there are places."""
+    chance = random.Random(1)
+    settings = config(state=[state([1])], max_sequence_idle_microseconds=2_000_000, **strategy)
+    async with serving(Carried(), settings) as model:
+        lengths = [chance.randint(1, 6) for _ in range(300)]
+        clients = [asyncio.create_task(ask(model, *range(n), name=name)) for name, n in enumerate(lengths, 1)]
+        leaving = {client for client in clients if chance.random() < 0.4}
+        for client in chance.sample(sorted(leaving, key=clients.index), len(leaving)):
+            for _ in range(chance.randint(0, 3)):
+                await asyncio.sleep(0)
+            client.cancel()
+        sums = await asyncio.gather(*clients, return_exceptions=True)
+        for client, made, length in zip(clients, sums, lengths, strict=True):
+            assert made == np.cumsum(range(length)).tolist() or client in leaving
+        assert isinstance(model._dispatcher, SequenceDesk)
+        model._dispatcher._roll.check_integrity()
+        assert waiting(model) == 0
 
 
 async def test_unloading_with_sequences_open_leaves_nothing_of_them() -> None:
