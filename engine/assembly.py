@@ -92,9 +92,9 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise InvalidArgument(f"device {name!r} is unknown: auto, cpu and cuda are not", field="device") from error
+        raise InvalidArgument(f"device {name!r} is unknown; known are auto, cpu and cuda", field="device") from error
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise InvalidArgument(f"device {name!r} is not on this machine; supported: auto, cpu, cuda", field="device")
+        raise InvalidArgument(f"device {name!r} is not on this machine", field="device")
     return device
 
 
