@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from .errors import InvalidArgument
+from .logprobs import MAX_LOGPROBS, PromptToken, TokenLogprob
 from .tensor import Tensor
 
 Scalar: TypeAlias = str | int | float | bool
@@ -45,9 +46,6 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-MAX_LOGPROBS = 20
-"""Likeliest tokens that may be asked for beside each chosen one."""
-
 _MAX_WORDS = 64
 _MAX_WORD = 256
 
@@ -56,12 +54,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """How to choose tokens. None leaves the choice to the model's generation_config.
 
     `temperature` 0 is greedy; `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `max_tokens` None means up to the
-    model's length. Without a `seed` the engine draws one.
+    model's length, 0 to compute the prompt alone. Without a `seed` the engine draws one.
 
     `repetition_penalty` counts prompt and output, `presence_penalty` and `frequency_penalty` the output alone.
     `logit_bias`: token id -> number added to its logit. `bad_words` are never written. Neither stop tokens nor `stop`
     strings end a text of less than `min_tokens` tokens, nor do those that begin in it; a stop string is cut off unless
-    `include_stop_str_in_output`. `logprobs`: how many of the likeliest tokens to name beside each chosen one.
+    `include_stop_str_in_output`. `logprobs`: how many of the likeliest tokens to name beside each chosen one;
+    `prompt_logprobs`: beside each one of the prompt. None asks for no logprob at all.
 
     Raises:
         InvalidArgument: a value is out of range; `field` names it.
@@ -84,9 +83,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _check("max_tokens", self.max_tokens, "at least 1", lambda v: v >= 1)
+        _check("max_tokens", self.max_tokens, "at least 0", lambda v: v >= 0)
         _check("temperature", self.temperature, "a finite number of at least 0", lambda v: 0 <= v < float("inf"))
         _check("top_k", self.top_k, "-1, 0 (both off) or a positive number", lambda v: v >= -1)
         _check("top_p", self.top_p, "above 0 and at most 1", lambda v: 0 < v <= 1)
@@ -107,7 +107,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _check("logit_bias", bias, "between -100 and 100", lambda v: -100 <= v <= 100)
         most = float("inf") if self.max_tokens is None else self.max_tokens
         _check("min_tokens", self.min_tokens, "between 0 and max_tokens", lambda v: 0 <= v <= most)
-        _check("logprobs", self.logprobs, f"between 0 and {MAX_LOGPROBS}", lambda v: 0 <= v <= MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            _check(name, getattr(self, name), f"between 0 and {MAX_LOGPROBS}", lambda v: 0 <= v <= MAX_LOGPROBS)
 
 
 def _check(name: str, value: Any, must_be: str, holds: Any) -> None:
@@ -133,17 +134,6 @@ class Conversation(msgspec.Struct, frozen=True):
     """A prompt that the model's chat template still has to render."""
 
     messages: tuple[Message, ...]
-
-
-class Logprobs(NamedTuple):
-    """What the model itself gave one token, before penalties and temperature: natural logarithms of probabilities.
-
-    `chosen` is the token's own; `ids` are the likeliest tokens, the likeliest first, and `values` theirs.
-    """
-
-    chosen: float
-    ids: list[int]
-    values: list[float]
 
 
 Prompt: TypeAlias = str | tuple[int, ...] | Conversation
@@ -185,10 +175,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     to its last token; 0 leaves it to the model. `choice` numbers several answers to one prompt: with the same seed,
     each has random numbers of its own. `choices`: how many there are, and `prompts` how many prompts are asked about
     together, in as many requests as that makes. `adapter`: the LoRA adapter by its name; empty is the model itself.
-    `guide`: what the text must be; not every engine can hold to one, or has adapters.
+    `guide`: what the text must be; not every engine can hold to one, or has adapters. `echo`: the answer begins with
+    the prompt's text.
 
     Raises:
-        InvalidArgument: `priority` is negative.
+        InvalidArgument: `priority` is negative, or nothing at all is asked for.
     """
 
     id: str
@@ -204,9 +195,23 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompts: int = 1
     adapter: str = ""
     guide: Guide | None = None
+    echo: bool = False
 
     def __post_init__(self) -> None:
         _check("priority", self.priority, "at least 0", lambda v: v >= 0)
+        if self.prompt_only and not (self.echo or self.scored):
+            message = "max_tokens must be at least 1 unless the prompt is to be echoed or scored, got 0"
+            raise InvalidArgument(message, field="max_tokens")
+
+    @property
+    def scored(self) -> bool:
+        """The logprobs of the prompt's tokens are wanted."""
+        return self.sampling.prompt_logprobs is not None
+
+    @property
+    def prompt_only(self) -> bool:
+        """No token is to be generated."""
+        return self.sampling.max_tokens == 0
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -228,25 +233,12 @@ class Usage(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
-    """A token, and the natural logarithm of the probability that the model itself gave it.
-
-    `text` is its own, where half a character shows as U+FFFD; `data` are its bytes. `top`: the likeliest tokens in its
-    place, which have no `top`.
-    """
-
-    id: int
-    text: str
-    data: bytes
-    logprob: float
-    top: tuple["TokenLogprob", ...] = ()
-
-
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     """What was generated since the last chunk: unread tokens of a slow reader arrive merged.
 
     `text` may be empty while a character is incomplete, or a stop string may have begun. The last chunk, and only it,
-    has a `finish_reason`. `logprobs`: one for each of `token_ids` if they were asked for.
+    has a `finish_reason`. `logprobs`: one for each of `token_ids` if they were asked for. `prompt`: in the first chunk,
+    all tokens of the prompt if theirs were.
     """
 
     text: str
@@ -254,6 +246,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt: tuple[PromptToken, ...] = ()
 
 
 def joined(chunks: Sequence[GenerateChunk]) -> GenerateChunk:
@@ -263,4 +256,5 @@ def joined(chunks: Sequence[GenerateChunk]) -> GenerateChunk:
         text="".join(chunk.text for chunk in chunks),
         token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
         logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
+        prompt=chunks[0].prompt,
     )

@@ -90,7 +90,8 @@ class Driver:
 
     def check(self, request: GenerateRequest) -> None:
         """Raises `InvalidArgument` for what this engine cannot do; `field` names the parameter."""
-        wishes = {"adapter": "lora_name", "guide": request.guide.parameter if request.guide else ""}
+        guide = request.guide.parameter if request.guide else ""
+        wishes = {"adapter": "lora_name", "guide": guide, "scored": "prompt_logprobs"}
         for wish, parameter in wishes.items():
             if getattr(request, wish) and wish not in self.grants:
                 raise InvalidArgument(f"parameter '{parameter}' is not supported by this model", field=parameter)

@@ -53,7 +53,7 @@ class Settings(NamedTuple):
     manner: Manner
 
 
-_SAMPLING = set(SamplingParams.__struct_fields__) - {"logprobs"}
+_SAMPLING = set(SamplingParams.__struct_fields__) - {"logprobs", "prompt_logprobs"}
 _MANNER = set(Manner.__struct_fields__)
 _ALIASES = {
     "end_id": "stop_token_ids",
