@@ -124,7 +124,7 @@ def throughput(asked: Asked, engine: Contender, sizes: Sizes, cores: int, log: L
             served.append(net(speed(outcome), outcome.cpu / outcome.seconds, cores))
             ids = [_ids(asked, job, seed) for job in jobs]
             spent = engine.generate(ids, sizes.new)
-            alone.append(spent.tokens / spent.seconds)
+            alone.append(spent.speed)
             log(f"{streams} streams: {speed(outcome):.1f} tokens/s, {served[-1]:.1f} net; engine {alone[-1]:.1f}")
         share = median(served) / median(alone)
         verdicts.append(Verdict(f"{streams} streams over HTTP, net, of the engine without doors", share, 0.95, True))
