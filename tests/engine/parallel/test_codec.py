@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from charonia.core.logprobs import Logprobs, Scores
 from charonia.engine.parallel.codec import Bulletin, Landed, Reader, Writer
-from charonia.engine.parallel.columns import Columns, pack, pack_bytes
+from charonia.engine.parallel.columns import Columns, pack, pack_bytes, pack_pairs
 from charonia.engine.parallel.messages import PLAN, Allocate, Leave, Meet, Result
 from charonia.scheduler.plan import NewSequence, RowSampling, Shaping, StepPlan, StepResult
 
@@ -79,9 +79,12 @@ def test_a_column_takes_the_bytes_of_its_largest_value(most: int, width: int) ->
     assert len(pack(ints(0, most, *[0] * 98))) == empty + 100 * width
 
 
-def test_a_column_of_pairs_is_written_where_it_lies() -> None:
-    pairs = np.arange(200_000, 200_020, dtype=np.int32).reshape(-1, 2)
-    assert Columns(pack(pairs[:, 1])).next().tolist() == pairs[:, 1].tolist()
+@given(columns)
+def test_pairs_survive(column: NDArray[np.int32]) -> None:
+    pairs = np.stack([column, column >> 20], 1)
+    read = Columns(pack_pairs(pairs))
+    again = read.pairs()
+    assert (again.dtype, again.shape, again.tolist()) == (np.int32, pairs.shape, pairs.tolist())
 
 
 SAMPLINGS = (
