@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import InvalidArgument
-from .openai_requests import decode
+from .openai_fields import decode
 
 MAX_INPUTS = 2048
 """OpenAI's: texts of one request."""

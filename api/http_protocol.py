@@ -185,9 +185,8 @@ class Cycle(RequestResponseCycle):
             return False
         if not self.disconnected:
             self.response_started = self.response_complete = True
-            defaults = b"".join([b"%b: %b\r\n" % header for header in self.default_headers])
             end = b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"
-            first = b"".join((b"HTTP/1.1 200 OK\r\n", defaults, head, end))
+            first = b"".join((_begin(self.default_headers), head, end))
             if sum(map(len, parts)) < _JOINED:
                 self.transport.write(b"".join((first, *parts)))
             else:
@@ -197,6 +196,25 @@ class Cycle(RequestResponseCycle):
                 self.transport.close()
             self.on_response()
         return True
+
+
+class _Beginning(NamedTuple):
+    """What every whole response begins with, as long as these are the headers of all."""
+
+    headers: object
+    lines: bytes
+
+
+_beginning = _Beginning(None, b"")
+
+
+def _begin(headers: list[tuple[bytes, bytes]]) -> bytes:
+    """uvicorn puts another list in the place of `headers` when the date changes."""
+    global _beginning
+    if headers is not _beginning.headers:
+        lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+        _beginning = _Beginning(headers, b"HTTP/1.1 200 OK\r\n" + lines)
+    return _beginning.lines
 
 
 def _scope(connection: HttpProtocol, version: str) -> Any:

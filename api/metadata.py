@@ -9,6 +9,7 @@ from ..core.tensor import TensorSpec
 
 EXTENSIONS = (
     "classification",
+    "sequence",
     "model_repository",
     "model_repository(unload_dependents)",
     "schedule_policy",

@@ -57,11 +57,12 @@ class OpenAI:
 
     async def _answer(self, request: Request, parse: Callable[[bytes], Asked], shape: Shape) -> ASGIApp:
         asked = parse(await read_body(request, self._max_input_size))
-        self._lookup(asked.model)
-        writer = Writer(shape, asked.id, asked.model, asked.include_usage, asked.choices)
+        model = asked.reply.model
+        self._lookup(model)
+        writer = Writer(shape, asked.reply)
         name, weight = tenant_of(request)
         requests = [msgspec.structs.replace(each, tenant=name, weight=weight) for each in asked.requests]
-        streams = [self._gateway.generate(asked.model, each) for each in requests]
+        streams = [self._gateway.generate(model, each) for each in requests]
         if not asked.stream:
             async with WhileConnected(request.receive), aclosing(merged(streams)) as chunks:
                 return json_response(await _whole(writer, chunks, len(requests)))

@@ -5,17 +5,15 @@ Knows the two shapes and nothing of where the text comes from.
 
 import time
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, Protocol
 
 import orjson
 
 from ..core.model import ModelConfig
-from ..core.request import FinishReason, GenerateChunk, TokenLogprob, Usage
+from ..core.request import FinishReason, GenerateChunk, Usage
 from .connection import event
-
-Object = dict[str, Any]
-"""A JSON object."""
+from .openai_logprobs import Object, best, of_message, of_prompt, of_text
+from .openai_requests import Reply
 
 _TEXT = "\0text\0"
 """Stands for a text that is not known yet; no model is called so."""
@@ -34,8 +32,11 @@ class Shape(Protocol):
 
     def delta(self, index: int, text: str, reason: FinishReason | None, logprobs: Object | None) -> Object: ...
 
-    def logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> Object:
+    def logprobs(self, chunk: GenerateChunk, offset: int, reply: Reply) -> Object:
         """`offset`: characters that the tokens before wrote."""
+
+    def show_prompts(self, body: Object, prompts: Sequence[Any]) -> None:
+        """Put the logprobs of the choices' prompts where they belong."""
 
 
 class CompletionShape:
@@ -50,14 +51,13 @@ class CompletionShape:
 
     delta = choice
 
-    def logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> Object:
-        ends = accumulate((len(each.text) for each in tokens), initial=offset)
-        return {
-            "tokens": [each.text for each in tokens],
-            "token_logprobs": [each.logprob for each in tokens],
-            "top_logprobs": [_by_text(each) for each in tokens],
-            "text_offset": list(ends)[:-1],
-        }
+    def logprobs(self, chunk: GenerateChunk, offset: int, reply: Reply) -> Object:
+        prompt = chunk.prompt if reply.echo else ()
+        return of_text(prompt, chunk.logprobs, offset, reply.logprobs or 0)
+
+    def show_prompts(self, body: Object, prompts: Sequence[Any]) -> None:
+        for choice, prompt in zip(body["choices"], prompts, strict=True):
+            choice["prompt_logprobs"] = prompt
 
 
 class ChatShape:
@@ -76,60 +76,53 @@ class ChatShape:
         delta = {"content": text} if text else {}
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
-    def logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> Object:
-        content = [_entry(each) | {"top_logprobs": [_entry(other) for other in each.top]} for each in tokens]
-        return {"content": content, "refusal": None}
+    def logprobs(self, chunk: GenerateChunk, offset: int, reply: Reply) -> Object:
+        return of_message(chunk.logprobs)
 
-
-def _entry(token: TokenLogprob) -> Object:
-    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.data)}
-
-
-def _by_text(token: TokenLogprob) -> dict[str, float]:
-    """The likeliest tokens and the chosen one; of several that read the same, the likeliest."""
-    named: dict[str, float] = {}
-    for each in (*token.top, token):
-        named.setdefault(each.text, each.logprob)
-    return named
+    def show_prompts(self, body: Object, prompts: Sequence[Any]) -> None:
+        body["prompt_logprobs"] = prompts[0]
 
 
 class Writer:
     """Writes one answer, whole or as server-sent events: the members that all its objects share, and what was counted.
 
-    Choices stand in the order of the prompts, `choices` for each.
+    Choices stand in the order of the prompts.
     """
 
-    def __init__(self, shape: Shape, request_id: str, model: str, include_usage: bool, choices: int = 1) -> None:
+    def __init__(self, shape: Shape, reply: Reply) -> None:
         self._shape = shape
-        self._head = {"id": request_id, "created": int(time.time()), "model": model}
-        self._include_usage = include_usage
-        self._choices = choices
+        self._reply = reply
+        self._head = {"id": reply.id, "created": int(time.time()), "model": reply.model}
         self._usage: dict[int, Usage] = {}
         self._offsets: dict[int, int] = {}
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
     def whole(self, answers: Sequence[GenerateChunk]) -> Object:
-        """All in one; `answers[i]` is everything that choice i says."""
+        """All in one; `answers[i]` is everything that was said as choice i."""
         self._usage = {index: answer.usage for index, answer in enumerate(answers)}
+        shown = best(answers, self._reply.choices, self._reply.kept)
         choices = [
             self._shape.choice(index, answer.text, answer.finish_reason, self._logprobs(index, answer))
-            for index, answer in enumerate(answers)
+            for index, answer in enumerate(shown)
         ]
-        return {**self._head, "object": self._shape.object, "choices": choices, "usage": self._total()}
+        body = {**self._head, "object": self._shape.object, "choices": choices, "usage": self._total()}
+        if (most := self._reply.prompt_logprobs) is not None:
+            self._shape.show_prompts(body, [of_prompt(answer.prompt, most) for answer in shown])
+        return body
 
     def event(self, index: int, chunk: GenerateChunk) -> bytes:
         """What to send for one chunk: nothing while a character is incomplete."""
         opening = None if index in self._usage else self._shape.opening(index)
         self._usage[index] = chunk.usage
         begin = b"" if opening is None else self._event([opening])
-        if chunk.finish_reason or chunk.logprobs:
+        if chunk.finish_reason or chunk.logprobs or chunk.prompt:
             logprobs = self._logprobs(index, chunk)
             return begin + self._event([self._shape.delta(index, chunk.text, chunk.finish_reason, logprobs)])
         return begin + self._plain(index, chunk.text) if chunk.text else begin
 
     def closing(self) -> bytes:
         """The usage of a stream, if it was asked for."""
-        return self._event([], self._total()) if self._include_usage else b""
+        return self._event([], self._total()) if self._reply.include_usage else b""
 
     def _plain(self, index: int, text: str) -> bytes:
         """An event of text alone. Most are: all but the text is written once for all of them."""
@@ -141,18 +134,19 @@ class Writer:
 
     def _event(self, choices: list[Object], usage: Object | None = None) -> bytes:
         chunk: Object = {**self._head, "object": self._shape.chunk_object, "choices": choices}
-        return event(orjson.dumps({**chunk, "usage": usage} if self._include_usage else chunk))
+        return event(orjson.dumps({**chunk, "usage": usage} if self._reply.include_usage else chunk))
 
     def _logprobs(self, index: int, chunk: GenerateChunk) -> Object | None:
-        if not chunk.logprobs:
+        if self._reply.logprobs is None or not (chunk.logprobs or chunk.prompt):
             return None
         offset = self._offsets.get(index, 0)
-        self._offsets[index] = offset + sum(len(each.text) for each in chunk.logprobs)
-        return self._shape.logprobs(chunk.logprobs, offset)
+        written = sum(len(each.text) for each in chunk.prompt) + sum(len(each.text) for each in chunk.logprobs)
+        self._offsets[index] = offset + written
+        return self._shape.logprobs(chunk, offset, self._reply)
 
     def _total(self) -> Object:
         """A prompt counts once, however many choices it has."""
-        prompts = [usage for index, usage in self._usage.items() if index % self._choices == 0]
+        prompts = [usage for index, usage in self._usage.items() if index % self._reply.choices == 0]
         prompt = sum(usage.prompt_tokens for usage in prompts)
         completion = sum(usage.completion_tokens for usage in self._usage.values())
         return {

@@ -1,13 +1,17 @@
 """The ports of a server, reserved before there is anything to serve. Knows their flags; not what will listen there."""
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import combinations
 from typing import NamedTuple
 
+from ..core.errors import InvalidArgument
 from .grpc_options import GrpcOptions
 from .options import ServerOptions, true
 from .server import bind
+
+_EVERYWHERE = {"0.0.0.0", "::"}
 
 
 class Ports(NamedTuple):
@@ -24,13 +28,24 @@ def reserved(server: ServerOptions, grpc: GrpcOptions) -> Iterator[Ports]:
 
     Raises:
         Unavailable: one is taken, or its address is not ours; the message names the flag.
+        InvalidArgument: two of them are one.
     """
     with (
         bind(server.http_address, server.http_port, "--http-port") as http,
         bind(grpc.grpc_address, grpc.grpc_port, "--grpc-port") as rpc,
         _metrics(server) as metrics,
     ):
-        yield Ports(http, rpc, metrics)
+        ports = Ports(http, rpc, metrics)
+        _check_apart({name: sock for name, sock in ports._asdict().items() if sock is not None})
+        yield ports
+
+
+def _check_apart(ports: Mapping[str, socket.socket]) -> None:
+    """Until somebody listens on it, a port may be reserved twice."""
+    for (one, mine), (other, theirs) in combinations(ports.items(), 2):
+        (host, port), (its_host, its_port) = mine.getsockname()[:2], theirs.getsockname()[:2]
+        if port == its_port and (host == its_host or {host, its_host} & _EVERYWHERE):
+            raise InvalidArgument(f"--{one}-port and --{other}-port are both {port}")
 
 
 def _metrics(server: ServerOptions) -> AbstractContextManager[socket.socket | None]:

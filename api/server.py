@@ -4,6 +4,7 @@ Knows nothing of doors and models; who drains says so through an awaitable.
 """
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
@@ -18,6 +19,7 @@ from .http_protocol import HttpProtocol
 from .tls import KeyPair
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_PORTS_FAULT = (errno.EADDRINUSE, errno.EACCES)
 _FLUSH_SECONDS = 2
 """How long responses that are written may take to reach their clients' sockets at the very end."""
 
@@ -26,7 +28,8 @@ def bind(address: str, port: int, flag: str) -> socket.socket:
     """The port, reserved but not listening: clients are turned away until there is something to serve.
 
     Raises:
-        Unavailable: the port is taken, or the address is not ours; the message names `flag`.
+        Unavailable: the port is taken, or the address is not ours; the message names `flag`, or the one that goes
+            with it.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -35,7 +38,8 @@ def bind(address: str, port: int, flag: str) -> socket.socket:
         sock.bind((address, port))
     except OSError as error:
         sock.close()
-        raise Unavailable(f"cannot open port {port} on {address}: {error.strerror} ({flag})") from None
+        wrong = flag if error.errno in _PORTS_FAULT else flag.replace("-port", "-address")
+        raise Unavailable(f"cannot open port {port} on {address}: {error.strerror} ({wrong})") from None
     return sock
 
 

@@ -16,7 +16,8 @@ from ..core.model import ModelConfig
 from ..core.request import TokenizeRequest
 from .connection import WhileConnected, read_body
 from .faults import json_response
-from .openai_requests import decode, read_messages
+from .openai_fields import decode
+from .openai_messages import read_messages
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_token_strs": (False,),

@@ -21,6 +21,8 @@ OURS = "charonia"
 PEERS: Mapping[str, Sequence[Precision]] = {
     "transformers": ("bf16", "fp16", "fp32"),
     "openvino": ("bf16", "int8"),
+    "llamacpp": ("bf16", "fp16", "fp32", "int8"),
+    "vllm": ("bf16", "fp32"),
 }
 """Those we know how to run, and what they compute with."""
 
@@ -42,10 +44,15 @@ class Entry(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """New tokens and the seconds they took."""
+    """New tokens of each prompt, and the seconds that all took."""
 
-    tokens: int
+    tokens: Sequence[Sequence[int]]
     seconds: float
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return sum(map(len, self.tokens)) / self.seconds
 
 
 def entries(precisions: Sequence[Precision], peers: Sequence[str]) -> list[Entry]:
@@ -107,7 +114,7 @@ class Contender:
         """Continue all prompts, submitted at once, by `new` tokens each.
 
         Raises:
-            Unavailable: it failed, or answered with another number of tokens.
+            Unavailable: it failed, or made another number of tokens of a prompt.
         """
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
@@ -116,8 +123,8 @@ class Contender:
         answer = self._hear()
         self._signal(signal.SIGSTOP)
         spent = Spent(answer["tokens"], answer["seconds"])
-        if spent.tokens != len(prompts) * new:
-            raise Unavailable(f"{self.entry.label} made {spent.tokens} tokens, not {len(prompts) * new}")
+        if (lengths := [len(made) for made in spent.tokens]) != [new] * len(prompts):
+            raise Unavailable(f"{self.entry.label} made {lengths} tokens of {len(prompts)} prompts, not {new} of each")
         return spent
 
     def close(self) -> None:

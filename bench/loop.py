@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TypeAlias
 
-from ..core.request import Logprobs
+from ..core.logprobs import Logprobs, Score
 from ..engine.executor.base import Executor
 from ..scheduler.plan import StepPlan, StepResult, StepUpdates
 from ..scheduler.scheduler import Scheduler
@@ -19,12 +19,13 @@ Observe: TypeAlias = Callable[[StepPlan], None]
 @dataclass
 class Outcome:
     """What a run brought, by sequence key: new tokens, prompt tokens out of the prefix cache, finish reason, and
-    logprobs of the tokens where they were asked for."""
+    logprobs of the tokens, new ones and the prompt's, where they were asked for."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
     finished: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
+    scores: dict[int, list[Score]] = field(default_factory=dict)
     steps: int = 0
     most_in_flight: int = 0
     seconds: float = 0.0
@@ -40,6 +41,8 @@ class Outcome:
         for key, count in zip(updates.keys, updates.counts, strict=True):
             self.tokens.setdefault(key, []).extend(next(stream) for _ in range(count))
         self._add_logprobs(updates)
+        for key, scores in updates.scores:
+            self.scores.setdefault(key, []).extend(scores.read())
 
     def _add_logprobs(self, updates: StepUpdates) -> None:
         owners = [key for key, count in zip(updates.keys, updates.counts, strict=True) for _ in range(count)]

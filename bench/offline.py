@@ -28,7 +28,7 @@ from ..core.host import cores
 from ..engine.checkpoint import open_checkpoint
 from ..engine.spec import ModelSpec
 from .checkpoint import ShapeName, write_shape
-from .contender import Contender, entries
+from .contender import OURS, Contender, Spent, entries
 from .gauge import Gauge
 from .limits import Demand, Job, Machine, Precision, limit
 from .load_report import require_matplotlib
@@ -135,22 +135,30 @@ def _warm(contender: Contender, work: Work, vocab: int) -> None:
 
 def _round(field: Field, job: Job, seed: int, log: Log) -> Iterator[Turn]:
     asked = prompts(job, field.spec.vocab_size, seed)
-    before = field.gauge.measure()
+    before, ours = field.gauge.measure(), Spent((), 0.0)
     for contender in field.contenders:
         spent = contender.generate(asked, job.new)
         after, entry = field.gauge.measure(), contender.entry
+        ours = spent if entry.name == OURS else ours
         machine = better(before[entry.precision], after[entry.precision])
         turn = Turn(
             name=entry.name,
             precision=entry.precision,
             job=job,
-            speed=spent.tokens / spent.seconds,
+            speed=spent.speed,
             machine=machine,
             limit=limit(Demand.of(field.spec, entry.precision), job, machine),
+            agreement=agreement(spent.tokens, ours.tokens),
         )
         log(f"{job.sequences} sequences, {entry.label}: {turn.speed:.1f} tokens/s, {turn.speed / turn.limit:.0%}")
         yield turn
         before = after
+
+
+def agreement(tokens: Sequence[Sequence[int]], ours: Sequence[Sequence[int]]) -> float:
+    """Share of the prompts whose first new token is ours. Later ones follow from it: a near tie that rounding decides
+    another way takes all that come after it along."""
+    return sum(one[0] == other[0] for one, other in zip(tokens, ours, strict=True)) / len(ours)
 
 
 def better(one: Machine, other: Machine) -> Machine:
@@ -198,7 +206,7 @@ def main(
     scratch
         Keep made checkpoints and peers' exports here; by default they are made anew each time.
     peer
-        transformers or openvino, with =PYTHON where another interpreter has it; may be repeated.
+        transformers, openvino, llamacpp or vllm, with =PYTHON where another interpreter has it; may be repeated.
     json
         Write every turn to this file.
     plot

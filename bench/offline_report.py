@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import msgspec
@@ -16,7 +16,10 @@ from .load_report import require_matplotlib
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One contender once: output tokens a second, beside the limit of the machine as it was measured next to it."""
+    """One contender once: output tokens a second, beside the limit of the machine as it was measured next to it.
+
+    `agreement`: share of the prompts whose first new token is ours in this precision.
+    """
 
     name: str
     precision: Precision
@@ -24,6 +27,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     speed: float
     machine: Machine
     limit: float
+    agreement: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,10 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     def cell(self, name: str, precision: Precision, job: Job) -> Cell:
         return Cell([turn for turn in self.turns if (turn.name, turn.precision, turn.job) == (name, precision, job)])
 
+    def agreement(self, name: str, precision: Precision) -> float:
+        """Mean of that contender's turns."""
+        return fmean(turn.agreement for turn in self.turns if (turn.name, turn.precision) == (name, precision))
+
     def ratio(self, name: str, precision: Precision, job: Job) -> float:
         """Our speed over that contender's, medians both."""
         return self.cell(OURS, precision, job).speed / self.cell(name, precision, job).speed
@@ -93,6 +101,9 @@ def show(console: Console, seen: Comparison) -> None:
             table.add_row(f"{OURS} / {name}, {precision}", *(f"{ratio:.2f}" for ratio in ratios))
     console.print(table)
     console.print(_machine(seen), highlight=False)
+    for name, precision in seen.rows:
+        if name != OURS:
+            console.print(f"{name} {precision} begins as we do in {seen.agreement(name, precision):.0%} of the prompts")
 
 
 def _machine(seen: Comparison) -> str:
@@ -115,6 +126,7 @@ def write_json(path: Path, seen: Comparison) -> None:
             "limit": cell.limit,
             "share": cell.share,
             "ours_over_this": seen.ratio(name, precision, job),
+            "agreement": seen.agreement(name, precision),
         }
         for name, precision in seen.rows
         for job in seen.jobs

@@ -35,12 +35,13 @@ class Peer:
         )
         self._scheduler = Scheduler(rule, KVCacheManager(blocks, BLOCK, prefix_caching=False))
 
-    def generate(self, prompts: list[list[int]], new: int) -> int:
+    def generate(self, prompts: list[list[int]], new: int) -> list[list[int]]:
         requests = [
             SequenceRequest(key=key, prompt=np.array(prompt, np.int32), max_tokens=new)
             for key, prompt in enumerate(prompts)
         ]
-        return run(self._scheduler, self._executor, requests).generated
+        made = run(self._scheduler, self._executor, requests).tokens
+        return [made[key] for key in range(len(prompts))]
 
 
 def _config(setup: Setup) -> EngineConfig:

@@ -24,10 +24,10 @@ class Peer:
         options = {"INFERENCE_NUM_THREADS": setup.threads}
         self._pipeline = self._genai.ContinuousBatchingPipeline(_exported(setup), self._schedule(setup), "CPU", options)
 
-    def generate(self, prompts: list[list[int]], new: int) -> int:
+    def generate(self, prompts: list[list[int]], new: int) -> list[list[int]]:
         ids = [self._openvino.Tensor(self._numpy.array([prompt], self._numpy.int64)) for prompt in prompts]
         answers = self._pipeline.generate(ids, [self._sampling(new)] * len(ids))
-        return sum(len(answer.m_generation_ids[0]) for answer in answers)
+        return [list(answer.m_generation_ids[0]) for answer in answers]
 
     def _schedule(self, setup: "Setup") -> Any:
         config = self._genai.SchedulerConfig()

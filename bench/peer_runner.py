@@ -3,8 +3,9 @@
     python -P peer_runner.py NAME SETUP
 
 NAME is a file `peer_NAME.py` beside this one with a class `Peer`; SETUP is a `Setup` as JSON. Once the peer stands, a
-line with `about` says what it is; then each line {"prompts": [[ids]], "new": n} is answered by {"tokens", "seconds"},
-or by {"error"} and the end. Of the standard library alone: a peer's interpreter holds the peer, and no charonia.
+line with `about` says what it is; then each line {"prompts": [[ids]], "new": n} is answered by {"tokens": [[ids]],
+"seconds": s}, or by {"error"} and the end. Of the standard library alone: a peer's interpreter holds the peer, and no
+charonia.
 """
 
 import json

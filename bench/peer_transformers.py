@@ -19,9 +19,10 @@ class Peer:
         model = transformers.AutoModelForCausalLM.from_pretrained(setup.checkpoint, dtype=dtype)
         self._model, self._device = model.to(setup.device), setup.device
 
-    def generate(self, prompts: list[list[int]], new: int) -> int:
+    def generate(self, prompts: list[list[int]], new: int) -> list[list[int]]:
         ids = self._torch.tensor(prompts, device=self._device)
         options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
         with self._torch.inference_mode():
             out = self._model.generate(ids, attention_mask=self._torch.ones_like(ids), **options)
-        return int(out.shape[0] * (out.shape[1] - ids.shape[1]))
+        made: list[list[int]] = out[:, ids.shape[1] :].tolist()
+        return made

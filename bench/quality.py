@@ -63,9 +63,9 @@ class Model:
         """[n - 1] in nats, of all tokens int64 [n] but the first."""
         step = _whole(len(window))
         attend = self._attention.begin(step)
-        logits = self._decoder.logits(window, step.positions, attend, step.positions[:-1])
+        logits = self._decoder.logits(window, step.positions, attend, [step.positions[:-1]])
         assert logits is not None, "one rank is the last stage too"
-        return F.cross_entropy(logits.float(), window[1:], reduction="none")
+        return F.cross_entropy(next(logits).float(), window[1:], reduction="none")
 
 
 def score(name: str, model: Model, windows: list[Tensor]) -> Score:

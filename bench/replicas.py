@@ -105,10 +105,10 @@ async def _ask_on(client: EngineClient, waiting: Iterator[list[int]], answer: in
     for prompt in waiting:
         began, finish = time.perf_counter(), None
         with client.open(Add(client=0, key=0, prompt=prompt, max_tokens=answer)) as channel:
-            _, _, finish, _ = await channel.read()
+            finish = (await channel.read()).finish_reason
             times.append(time.perf_counter() - began)
             while finish is None:
-                _, _, finish, _ = await channel.read()
+                finish = (await channel.read()).finish_reason
 
 
 def microseconds(length: int) -> float:

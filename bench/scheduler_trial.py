@@ -5,82 +5,30 @@ the fake's next token is the last one plus one, so every token of every sequence
 """
 
 from collections import Counter, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
-import msgspec
 import numpy as np
 
 from ..engine.executor.base import Capacity
 from ..engine.executor.fake import FakeExecutor, Manner
 from ..kvcache.manager import KVCacheManager
-from ..scheduler.config import SchedulerConfig
 from ..scheduler.pace import LEAST_CHUNK
-from ..scheduler.plan import StepPlan, StepResult, StepUpdates
+from ..scheduler.plan import RowSampling, StepPlan, StepResult, StepUpdates
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceRequest
 from ..scheduler.waiting import SENIORS_TURN
+from .scheduler_world import World
 
 VOCABULARY = 1000
 FAMILY = 250  # a family's prompts are prefixes of one stream, so they share blocks, generated ones too
-SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class World:
-    """What a trial runs in. `live`: sequences it lets in at once. Of a rambling trial's prompts, `long_prompts` may be
-    of any length; `outputs`: the most new tokens it asks for. `tenants`: how many there are; each weighs twice the one
-    before. `token_seconds`: what the scheduler is told that a token of a step takes, more or less; 0 tells nothing."""
-
-    blocks: int = 24
-    block_size: int = 4
-    prefix_caching: bool = True
-    burst: tuple[int, int] = (1, 1)
-    live: int = 16
-    long_prompts: float = 0.3
-    outputs: int = 20
-    tenants: int = 1
-    token_seconds: float = 0.0
-    scheduler: SchedulerConfig = SMALL
-
-    @classmethod
-    def drawn(cls, random: Random) -> "World":
-        rows = random.choice((1, 2, 4, 8))
-        ahead = random.choice((0, 1, 2))
-        return cls(
-            blocks=random.choice((8, 12, 24, 64)),
-            block_size=random.choice((1, 2, 4)),
-            prefix_caching=random.random() < 0.8,
-            burst=random.choice(((1, 1), (1, 1), (0, 1), (1, 3), (0, 3))),
-            live=4 * rows,
-            long_prompts=random.choice((0.0, 0.1, 0.4)),
-            outputs=random.choice((4, 20, 60)),
-            tenants=random.choice((1, 1, 2, 4)),
-            token_seconds=random.choice((0.0, 0.0, 1e-4, 0.02, 0.2)),
-            scheduler=SchedulerConfig(
-                max_num_seqs=rows,
-                max_num_batched_tokens=rows + random.choice((0, 1, 4, 16)),
-                max_model_len=random.choice((16, 48, 96)),
-                ahead=ahead,
-                in_flight_per_sequence=random.choice((None, None, 1)),
-                admission=random.choice(("optimistic", "optimistic", "no_evict")),
-                ageing_steps=random.choice((1, 4, 16)),
-                target_step_ms=random.choice((None, None, 0, 50)),
-            ),
-        )
-
-    def staged(self, stages: int) -> "World":
-        """The same over a pipeline, as a step loop has it scheduled; one stage is as drawn."""
-        if stages == 1:
-            return self
-        scheduler = msgspec.structs.replace(self.scheduler, ahead=stages - 1, in_flight_per_sequence=1)
-        return replace(self, scheduler=scheduler)
 
 
 @dataclass(slots=True)
 class Expected:
     """What a sequence has yet to give. In plans: when it arrived, until when newcomers may overtake it, and when it
-    must have been admitted. `work`: plans it needs for itself."""
+    must have been admitted. `work`: plans it needs for itself. Of its prompt's tokens from position `scored` on, up to
+    `prompt`, scores are to come."""
 
     tokens: deque[int]
     reason: str
@@ -88,6 +36,8 @@ class Expected:
     overtaken_until: int
     deadline: int
     work: int
+    prompt: int
+    scored: int
     started: bool = False
 
 
@@ -129,19 +79,32 @@ class Trial:
         return min(self.world.scheduler.max_model_len, self.world.blocks * self.world.block_size)
 
     def arrive(
-        self, *, family: int, prompt: int, new: int, priority: int = 0, stop: int | None = None, tenant: int = 0
+        self,
+        *,
+        family: int,
+        prompt: int,
+        new: int,
+        priority: int = 0,
+        stop: int | None = None,
+        tenant: int = 0,
+        scored: bool = False,
     ) -> int:
-        """A sequence of `prompt` tokens of a family; `stop`: which of its new tokens is a stop token, from 1."""
+        """A sequence of `prompt` tokens of a family; `stop`: which of its new tokens is a stop token, from 1. `scored`:
+        it wants to know of its prompt's tokens what the model gave them."""
         key, self._arrivals = self._arrivals, self._arrivals + 1
         first = FAMILY * family
         tokens = np.arange(first, first + prompt, dtype=np.int32)
-        ends = new if stop is None else min(stop, new)
+        least = max(new, 1)
+        ends = least if stop is None else min(stop, least)
         outputs = [(first + prompt + n) % VOCABULARY for n in range(ends)]
-        reason = "stop" if stop is not None and stop <= new else "length"
+        reason = "stop" if stop is not None and stop <= least else "length"
         overtaken_until, deadline = self._patience(prompt, priority)
         work = self._work(prompt, new)
         self._burden_others(work)
-        self.expected[key] = Expected(deque(outputs), reason, self.plans, overtaken_until, deadline, work)
+        unscored = 1 if scored else prompt
+        self.expected[key] = Expected(
+            deque(outputs), reason, self.plans, overtaken_until, deadline, work, prompt, unscored
+        )
         stops = frozenset() if stop is None else frozenset([(first + prompt + stop - 1) % VOCABULARY])
         hashes = self.cache.digest(tokens)
         self.scheduler.add(
@@ -150,6 +113,7 @@ class Trial:
                 prompt=tokens,
                 max_tokens=new,
                 hashes=hashes,
+                sampling=RowSampling(prompt_logprobs=1 if scored else None),
                 stop_token_ids=stops,
                 priority=priority,
                 tenant=f"tenant {tenant}",
@@ -168,7 +132,7 @@ class Trial:
         if self.world.token_seconds:
             chunk, new = max(min(chunk, LEAST_CHUNK) // 2, 1), new + prompt
         chances = 1 if self.world.burst[0] else 8
-        return (-(-prompt // chunk) + new) * (config.ahead + 1) * chances
+        return (-(-prompt // chunk) + max(new, 1)) * (config.ahead + 1) * chances
 
     def _patience(self, prompt: int, priority: int) -> tuple[int, int]:
         """Until when newcomers may overtake, and when it must be admitted if none does: the most senior sequence
@@ -228,9 +192,11 @@ class Trial:
         plan, result = self._flights.popleft()
         updates = self.scheduler.apply(result, self._seconds(plan))
         self._take_started(updates)
+        self._take_scores(updates)
         self._take_tokens(updates)
         for key, reason in updates.finished:
             expected = self.expected.pop(key)
+            assert expected.scored == expected.prompt, f"{key} lacks scores"
             assert (reason, len(expected.tokens)) == (expected.reason, 0), f"{key} ended early or for another reason"
         self._check()
         return updates
@@ -257,6 +223,14 @@ class Trial:
             assert expected.started, "tokens before the start"
             for _ in range(count):
                 assert next(tokens) == expected.tokens.popleft(), f"{key} got another token than last + 1"
+
+    def _take_scores(self, updates: StepUpdates) -> None:
+        """Every token once, in order; each is the one that follows the one before."""
+        for key, scores in updates.scores:
+            expected, found = self.expected[key], scores.read()
+            assert scores.first == expected.scored, f"{key} got scores twice, or not all"
+            assert {score.rank for score in found} == {1}, f"{key} got another token's score"
+            expected.scored += len(found)
 
     def drain(self) -> None:
         """Run until nothing is left, then nothing may be held."""
@@ -293,8 +267,9 @@ def ramble(trial: Trial, random: Random, operations: int) -> None:
 def _arrive(trial: Trial, random: Random, longest: int) -> None:
     long = random.random() < trial.world.long_prompts
     prompt = random.randint(1, longest - 1 if long else min(12, longest - 1))
-    new = random.randint(1, min(longest - prompt, trial.world.outputs))
+    new = random.randint(0, min(longest - prompt, trial.world.outputs))
     stop = random.randint(1, new + 2) if random.random() < 0.3 else None
+    scored = random.random() < 0.2
     family, priority = random.randrange(3), random.choice((0, 0, 1, 2))
     tenant = random.randrange(trial.world.tenants)
-    trial.arrive(family=family, prompt=prompt, new=new, priority=priority, stop=stop, tenant=tenant)
+    trial.arrive(family=family, prompt=prompt, new=new, priority=priority, stop=stop, tenant=tenant, scored=scored)

@@ -112,22 +112,23 @@ def speed(outcome: Outcome) -> float:
 def throughput(asked: Asked, engine: Contender, sizes: Sizes, cores: int, log: Log) -> list[Verdict]:
     """A closed loop beside the engine without doors, on the same prompts, submitted at once in both.
 
-    The generator takes its share of the machine: what is left of it is what the server is held to.
+    The generator takes its share of the machine: what is left of it is what the server is held to. The machine's speed
+    is not constant: each turn is compared with the one beside it.
     """
     verdicts = []
     engine.generate([[1] * sizes.prompt], 2)
     for streams in sizes.streams:
-        served, alone = [], []
+        shares = []
         jobs = uniform_jobs([0.0] * streams, sizes.prompt, sizes.new)
         for seed in islice(asked.seeds, sizes.repeats):
             outcome = asked.put(jobs, seed=seed, concurrency=streams, warm_up=1)
-            served.append(net(speed(outcome), outcome.cpu / outcome.seconds, cores))
+            served = net(speed(outcome), outcome.cpu / outcome.seconds, cores)
             ids = [_ids(asked, job, seed) for job in jobs]
-            spent = engine.generate(ids, sizes.new)
-            alone.append(spent.tokens / spent.seconds)
-            log(f"{streams} streams: {speed(outcome):.1f} tokens/s, {served[-1]:.1f} net; engine {alone[-1]:.1f}")
-        share = median(served) / median(alone)
-        verdicts.append(Verdict(f"{streams} streams over HTTP, net, of the engine without doors", share, 0.95, True))
+            alone = engine.generate(ids, sizes.new).speed
+            shares.append(served / alone)
+            log(f"{streams} streams: {speed(outcome):.1f} tokens/s, {served:.1f} net; engine {alone:.1f}")
+        what = f"{streams} streams over HTTP, net, of the engine without doors"
+        verdicts.append(Verdict(what, median(shares), 0.95, True))
     return verdicts
 
 

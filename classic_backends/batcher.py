@@ -114,8 +114,13 @@ class Batcher(Generic[T]):
         return turn._replace(until=self._queue.next_deadline)
 
     @property
+    def portion(self) -> int:
+        """How much of a backlog keeps one instance busy."""
+        return self._rules.portion
+
+    @property
     def backlog(self) -> int:
-        """How much waits, as `Batching.portion` counts it."""
+        """How much waits, as `portion` counts it."""
         return self._queue.size if self._rules.combine else len(self._queue)
 
     def drain(self) -> list[Waiting[T]]:

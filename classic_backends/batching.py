@@ -88,7 +88,7 @@ def read_batching(document: _Message, max_batch_size: int, decoupled: bool) -> B
     rules = Batching(
         combine=max_batch_size > 0 and not decoupled,
         max_size=max(max_batch_size, 1),
-        preferred=_preferred(asked, max_batch_size),
+        preferred=preferred_sizes(asked, max_batch_size, "dynamic_batching"),
         max_delay=int(asked.get("max_queue_delay_microseconds", 0)) * _MICROSECOND,
         ordered=bool(asked.get("preserve_ordering", False)),
         levels=max(levels, 1),
@@ -100,14 +100,14 @@ def read_batching(document: _Message, max_batch_size: int, decoupled: bool) -> B
     return rules
 
 
-def _preferred(asked: _Message, max_batch_size: int) -> frozenset[int]:
+def preferred_sizes(asked: _Message, max_batch_size: int, field: str) -> frozenset[int]:
+    """Of the batcher in the `field` of a config. Raises `InvalidArgument` for one that no batch has."""
     sizes = frozenset(int(size) for size in asked.get("preferred_batch_size", ()))
     for size in sizes:
         if size < 1 or size > max(max_batch_size, 1):
-            message = (
-                f"dynamic batching preferred size must be between 1 and max_batch_size {max_batch_size}, got {size}"
-            )
-            raise InvalidArgument(message, field="dynamic_batching.preferred_batch_size")
+            batcher = field.partition(".")[0].replace("_", " ")
+            message = f"{batcher} preferred size must be between 1 and max_batch_size {max_batch_size}, got {size}"
+            raise InvalidArgument(message, field=f"{field}.preferred_batch_size")
     return sizes
 
 

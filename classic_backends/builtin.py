@@ -7,6 +7,7 @@ response, so that `WAIT`, after which Triton's takes the next one, changes nothi
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from ..core.model import ModelConfig
 from ..core.tensor import TensorSpec
 from .parameters import integer, report_unknown
 from .runtime import Arrays, Document, Place, Runtime, Traits
+from .sequence_tensors import hidden_tensors
 
 _MILLISECOND = 1e-3
 _IDENTITY_PARAMETERS = ("execute_delay_ms", "instance_wise_delay_multiplier", "creation_delay_sec")
@@ -85,6 +87,9 @@ class IdentityLoader:
     """
 
     def load(self, directory: Path, config: ModelConfig, place: Place, parameters: Mapping[str, str]) -> Runtime:
+        # Triton's takes no notice of a sequence's controls.
+        hidden, _ = hidden_tensors(config.document)
+        config = replace(config, inputs=tuple(spec for spec in config.inputs if spec.name not in hidden))
         _check_pairs(config)
         time.sleep(integer(parameters, "creation_delay_sec", 0))
         factor = max(1, place.index * integer(parameters, "instance_wise_delay_multiplier", 0))

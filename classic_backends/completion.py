@@ -11,6 +11,7 @@ from ..core.model import ModelConfig
 from ..core.tensor import TensorSpec
 from .parameters import integer
 from .runtime import Document
+from .sequence_tensors import hidden_tensors
 
 DEFAULT_MAX_BATCH_SIZE = 4
 """Triton's, for a model that can batch and whose config does not say how much."""
@@ -51,7 +52,11 @@ def completed(document: Document, found: FoundModel, parameters: Mapping[str, st
         raise InvalidArgument(f"autofill failed for model '{name}': {message}", field="max_batch_size")
     if batches and not size:
         size = integer(parameters, "default-max-batch-size", DEFAULT_MAX_BATCH_SIZE)
-    sides = {"input": found.inputs, "output": found.outputs}
+    inputs, outputs = hidden_tensors(document)
+    sides = {
+        "input": [each for each in found.inputs if each.name not in inputs],
+        "output": [each for each in found.outputs if each.name not in outputs],
+    }
     filled = {side: [_tensor(each, size > 0) for each in tensors] for side, tensors in sides.items()}
     given = {side: document[side] for side in sides if document.get(side)}
     return {**document, **filled, **given, "max_batch_size": size}

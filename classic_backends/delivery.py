@@ -3,11 +3,14 @@
 import time
 from dataclasses import dataclass
 
-from ..core.errors import RequestTimeout, Unavailable
+from ..core.errors import CharoniaError, Code
 from ..core.exchange import Computed
 from .account import Account, Failure
 from .dispatch import Done, Request, Work
 from .execution import NO_TIME, Timing
+
+_REASONS = {Code.UNAVAILABLE: Failure.REJECTED, Code.CANCELLED: Failure.CANCELED}
+"""Of what was not executed."""
 
 
 @dataclass(slots=True)
@@ -76,8 +79,8 @@ class Delivery:
         request.item.sink.end()
 
     def refused(self, request: Request, error: Exception) -> None:
-        rejected = isinstance(error, RequestTimeout | Unavailable)
-        self._fail(request, error, Failure.REJECTED if rejected else Failure.OTHER)
+        code = error.code if isinstance(error, CharoniaError) else Code.INTERNAL
+        self._fail(request, error, _REASONS.get(code, Failure.OTHER))
 
     def _fail(self, request: Request, error: Exception, reason: Failure) -> None:
         self._account.lose(reason, time.monotonic_ns() - request.arrived)

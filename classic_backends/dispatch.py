@@ -8,12 +8,12 @@ is told to a `Clerk` in the loop's thread.
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 from ..core.errors import RequestTimeout, Unavailable
-from .batcher import Batch, Batcher, Turn
-from .batching import Batching
+from .alarm import Alarm
+from .batcher import Batch, Turn
 from .execution import Form, Result, execute, stream
 from .instances import Instance
 from .job import Job
@@ -48,27 +48,50 @@ class Clerk(Protocol):
         """It left the queue without being executed."""
 
 
-class Dispatcher:
-    """`decoupled`: its instances make any number of responses."""
+class Queue(Protocol):
+    """Who waits, and which of them leave together; see `Batcher`. One caller at a time."""
 
-    def __init__(self, rules: Batching, form: Form, clerk: Clerk, decoupled: bool) -> None:
+    @property
+    def portion(self) -> int: ...
+
+    @property
+    def backlog(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def add(self, request: Request, now: int) -> bool: ...
+
+    def remove(self, request: Request) -> bool: ...
+
+    def expire(self, now: int) -> Turn[Job]: ...
+
+    def look(self, now: int) -> Turn[Job]: ...
+
+    def take(self, now: int) -> Turn[Job]: ...
+
+    def drain(self) -> Sequence[Request]: ...
+
+
+class Dispatcher:
+    """Owns `queue`. `decoupled`: its instances make any number of responses."""
+
+    def __init__(self, queue: Queue, form: Form, clerk: Clerk, decoupled: bool) -> None:
         self._loop = asyncio.get_running_loop()
         self._form = form
         self._clerk = clerk
         self._decoupled = decoupled
         self._lock = threading.Lock()
-        self._batcher: Batcher[Job] = Batcher(rules)
-        self._portion = rules.portion
+        self._queue = queue
+        self._portion = queue.portion
+        self._alarm = Alarm(self._look)
         self._workers: set[Worker] = set()
         self._free: list[Worker] = []
         self._waking: set[Worker] = set()
-        self._timer: asyncio.TimerHandle | None = None
-        self._due = 0
         self._closed = False
 
     def __len__(self) -> int:
         """Requests that wait."""
-        return len(self._batcher)
+        return len(self._queue)
 
     # The event loop's side
 
@@ -84,7 +107,7 @@ class Dispatcher:
         with self._lock:
             if worker in self._free:
                 self._free.remove(worker)
-            waiting = [] if self._workers else self._batcher.drain()
+            waiting = [] if self._workers else self._queue.drain()
         for request in waiting:
             self._clerk.refused(request, restarting(request))
 
@@ -96,29 +119,29 @@ class Dispatcher:
             raise restarting(request)
         now = time.monotonic_ns()
         with self._lock:
-            if not self._batcher.add(request, now):
+            if not self._queue.add(request, now):
                 raise Unavailable(f"{prefix(request.item.id)}Exceeds maximum queue size")
             free = bool(self._free)
         if free:
             self._look()
         elif request.deadline is not None:
-            self._watch(request.deadline)
+            self._alarm.set(request.deadline)
 
-    def leave(self, request: Request) -> None:
-        """It was given up: out of the queue at once; what runs is abandoned."""
+    def leave(self, request: Request) -> bool:
+        """It was given up: out of the queue at once; what runs is abandoned, and False."""
         with self._lock:
-            waited = self._batcher.remove(request)
+            waited = self._queue.remove(request)
             free = bool(self._free)
         if waited and free:
             self._look()
+        return waited
 
     def close(self) -> None:
         """Refuse whoever waits or comes."""
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._alarm.stop()
         with self._lock:
-            waiting = self._batcher.drain()
+            waiting = self._queue.drain()
         for request in waiting:
             self._clerk.refused(request, stopping(request))
 
@@ -128,7 +151,7 @@ class Dispatcher:
             worker = None
             with self._lock:
                 wanted = self._wants_another()
-                turn = self._batcher.look(time.monotonic_ns()) if wanted else self._batcher.expire(time.monotonic_ns())
+                turn = self._queue.look(time.monotonic_ns()) if wanted else self._queue.expire(time.monotonic_ns())
                 if turn.batch is not None:
                     worker = self._free.pop()
                     self._waking.add(worker)
@@ -139,26 +162,13 @@ class Dispatcher:
 
     def _wants_another(self) -> bool:
         """Somebody is free, and those who were woken will not take all that waits. Under the lock."""
-        return bool(self._free) and self._batcher.backlog > len(self._waking) * self._portion
+        return bool(self._free) and self._queue.backlog > len(self._waking) * self._portion
 
     def _settle(self, turn: Turn[Job]) -> None:
         for request in turn.refused:
             self._clerk.refused(request, RequestTimeout())
         if turn.until is not None:
-            self._watch(turn.until)
-
-    def _watch(self, until: int) -> None:
-        """Look again at that time, unless that happens earlier anyway."""
-        if self._closed or (self._timer is not None and self._due <= until):
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._due = until
-        self._timer = self._loop.call_later(max(0, until - time.monotonic_ns()) / 1e9, self._ring)
-
-    def _ring(self) -> None:
-        self._timer = None
-        self._look()
+            self._alarm.set(turn.until)
 
     # The instances' side
 
@@ -194,7 +204,7 @@ class Dispatcher:
             return None
         with self._lock:
             self._waking.discard(instance)
-            turn = self._batcher.take(time.monotonic_ns())
+            turn = self._queue.take(time.monotonic_ns())
             if turn.batch is None:
                 self._free.append(instance)
             more = turn.batch is not None and self._wants_another()

@@ -18,6 +18,7 @@ from .job import Job
 from .ragged import Ragged, scattered
 from .runtime import Arrays, Runtime
 from .signature import Signature
+from .stateful import Stateful
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +47,14 @@ class Form(NamedTuple):
 
     signature: Signature
     ragged: Ragged = Ragged()
+    stateful: Stateful | None = None
 
 
 def execute(runtime: Runtime, form: Form, jobs: Sequence[Job], name: str) -> Result:
     """Run a batch on the instance `name` of a model that answers each request once. Never raises."""
     marks = [perf_counter_ns()]
     try:
+        jobs = jobs if form.stateful is None else form.stateful.laid_out(jobs)
         inputs = gather(form, jobs)
         marks.append(perf_counter_ns())
         made = _only(runtime, inputs, _wanted(form, jobs))
@@ -104,7 +107,7 @@ def gather(form: Form, jobs: Sequence[Job]) -> Arrays:
     for made in form.ragged.inputs:
         if made.source in inputs:
             inputs[made.name] = made.make([job.inputs[made.source].shape for job in jobs])
-    return inputs
+    return inputs if form.stateful is None else inputs | form.stateful.inputs(jobs)
 
 
 def _joined(arrays: list[NDArray[Any]], flat: bool) -> NDArray[Any]:
@@ -114,16 +117,24 @@ def _joined(arrays: list[NDArray[Any]], flat: bool) -> NDArray[Any]:
 
 
 def split(form: Form, jobs: Sequence[Job], made: Arrays) -> list[InferResponse]:
-    """Each job's part of the outputs.
+    """Each job's part of the outputs; none of rows that were idle.
 
     Raises:
         Internal: an output is not as large as the batch.
     """
+    parts = _split(form, jobs, made)
+    if form.stateful is None:
+        return [_response(form, job, part) for job, part in zip(jobs, parts, strict=True)]
+    form.stateful.keep(jobs, parts)
+    return [_response(form, job, part) for job, part in zip(jobs, parts, strict=True) if job.context is not None]
+
+
+def _split(form: Form, jobs: Sequence[Job], made: Arrays) -> Sequence[Arrays]:
     scatter = form.ragged.outputs
     if len(jobs) == 1 and not scatter:
-        return [InferResponse(form.signature.tensors(made, jobs[0].wanted), final=True)]
+        return [made]
     parts = {name: _parts(name, array, jobs, scatter.get(name)) for name, array in made.items()}
-    return [_response(form, job, {name: each[index] for name, each in parts.items()}) for index, job in enumerate(jobs)]
+    return [{name: each[index] for name, each in parts.items()} for index in range(len(jobs))]
 
 
 def _response(form: Form, job: Job, made: Arrays) -> InferResponse:
@@ -133,23 +144,20 @@ def _response(form: Form, job: Job, made: Arrays) -> InferResponse:
 def _parts(name: str, array: NDArray[Any], jobs: Sequence[Job], source: str | None) -> Sequence[NDArray[Any]]:
     if source is not None:
         return scattered(name, array, [job.inputs[source].shape for job in jobs])
-    sizes = [rows(job) for job in jobs]
+    sizes = [job.rows for job in jobs]
     if array.ndim == 0 or len(array) != sum(sizes):
         raise Internal(f"output '{name}' has shape {list(array.shape)} for a batch of {sum(sizes)}")
     ends = np.cumsum(sizes).tolist()
     return [array[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
-def rows(job: Job) -> int:
-    """How many items of a batch the job has."""
-    return len(next(iter(job.inputs.values()))) if job.inputs else 1
-
-
 def _wanted(form: Form, jobs: Sequence[Job]) -> Sequence[str]:
-    if any(job.wanted is None for job in jobs):
-        return form.signature.outputs
-    asked = {name for job in jobs for name in job.wanted or ()}
-    return [name for name in form.signature.outputs if name in asked]
+    names = form.signature.outputs
+    kept = () if form.stateful is None else form.stateful.made
+    if all(job.wanted is not None for job in jobs):
+        asked = {name for job in jobs for name in job.wanted or ()}
+        names = tuple(name for name in names if name in asked)
+    return (*names, *(name for name in kept if name not in names))
 
 
 def _only(runtime: Runtime, inputs: Arrays, wanted: Sequence[str]) -> Arrays:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ..core.errors import Internal
 from ..core.exchange import Exchange
 from ..core.request import InferResponse
+from .sequence_context import Flags, SequenceContext
 
 _UNREAD = 256
 """Responses of one request that may wait for their reader before the instance that makes them does."""
@@ -29,7 +30,8 @@ class Sink(Protocol):
 class Job:
     """`inputs`: in the model's shapes; `wanted`: the outputs asked for, None for all. `room`: for responses that nobody
     has read yet; one who makes several takes a place for each. `given_up`: nobody reads what comes; set by the event
-    loop, read by the thread that computes. `exchange`: which it answers, if it is one that is counted."""
+    loop, read by the thread that computes. `exchange`: which it answers, if it is one that is counted. Of a stateful
+    model's, `flags`: what it says of its sequence, and `context`: which that is, once it is known."""
 
     inputs: Mapping[str, NDArray[Any]]
     wanted: Sequence[str] | None
@@ -38,6 +40,13 @@ class Job:
     room: threading.Semaphore | None = None
     given_up: bool = False
     exchange: Exchange | None = None
+    flags: Flags | None = None
+    context: SequenceContext | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many items of a batch it has."""
+        return len(next(iter(self.inputs.values()))) if self.inputs else 1
 
     def give_up(self) -> None:
         self.given_up = True

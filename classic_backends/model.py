@@ -12,11 +12,11 @@ from pathlib import Path
 from ..core.errors import CharoniaError, InvalidArgument, Unavailable
 from ..core.exchange import Computed, Exchange, current
 from ..core.metrics import Reading
-from ..core.model import ModelConfig, ModelStats
+from ..core.model import ModelConfig, ModelStats, Samples
 from ..core.request import InferRequest, InferResponse
 from ..core.statistics import Statistics
 from .account import Account, Failure
-from .batcher import Cause
+from .batcher import Batcher, Cause
 from .batching import read_batching
 from .crew import Crew
 from .delivery import Delivery
@@ -29,21 +29,24 @@ from .places import Slot, read_slots
 from .ragged import read_ragged
 from .request_queue import Waiting
 from .runtime import Runtime, RuntimeLoader
+from .sequence_desk import SequenceDesk
+from .sequences import read_sequences
 from .signature import Signature, require_ragged
 
 _MICROSECOND = 1000
 _NOBODY = Nobody()
+_NO_SAMPLES = Samples()
 
 
 class ClassicModel:
     """One version of a model, on as many instances as its config asks for.
 
-    `directory`: of the version. `parameters`: the backend's own; the model's are added to them. `warm_up`: requests
-    that every instance answers before the model is ready; what goes wrong there fails the load. `quantiles`: of the
-    summaries of its latencies, none for no summaries.
+    `directory`: of the version. `parameters`: the backend's own; the model's are added to them. `samples`: what goes
+    wrong with warm-up fails the load. `quantiles`: of the summaries of its latencies, none for no summaries.
 
     Raises:
         InvalidArgument: the config contradicts itself; `field` names the culprit.
+        Unsupported: it wants what is not served.
     """
 
     def __init__(
@@ -52,23 +55,26 @@ class ClassicModel:
         loader: RuntimeLoader,
         directory: Path,
         parameters: Mapping[str, str] | None = None,
-        warm_up: Sequence[InferRequest] = (),
+        samples: Samples = _NO_SAMPLES,
         quantiles: Sequence[float] = (),
     ) -> None:
         self._config = config
         self._loader = loader
         self._directory = directory
         self._parameters = {**(parameters or {}), **config.parameters}
-        self._warm_up = warm_up
-        self._rules = read_batching(config.document, config.max_batch_size, config.decoupled)
-        self._form = Form(Signature(config), read_ragged(config.document))
+        self._warm_up = samples.warm_up
+        self._sequences = sequences = read_sequences(config, samples.states)
+        rules = read_batching(config.document, config.max_batch_size, config.decoupled)
+        self._rules = rules if sequences is None else sequences.rules.batching
+        stateful = None if sequences is None else sequences.stateful
+        self._form = Form(Signature(config), read_ragged(config.document), stateful)
         self._slots = read_slots(config.name, config.document)
         bounds = first_response_bounds(config.document) if config.decoupled else ()
         self._account = Account(Latencies(quantiles, bounds))
         self._delivery = Delivery(self._account, self._form.signature.batched)
         self._line = Line()
         self._crew = Crew(self._load)
-        self._dispatcher: Dispatcher | None = None
+        self._dispatcher: Dispatcher | SequenceDesk | None = None
         self._inline: Runtime | None = None
 
     @property
@@ -103,8 +109,9 @@ class ClassicModel:
             await self._crew.start([first])
             traits = self._crew.first.traits
             require_ragged(self._form.signature, traits.ragged, self._config.backend)
-            if traits.inline and not self._config.decoupled and not self._rules.max_delay:
-                # Nothing ever waits for it: no queue, no thread.
+            waits = self._config.decoupled or self._rules.max_delay or self._sequences is not None
+            if traits.inline and not waits:
+                # No queue, no thread.
                 self._inline = self._crew.first
             else:
                 await self._crew.start(others)
@@ -166,10 +173,15 @@ class ClassicModel:
 
     def _waiting(self, request: InferRequest, sink: Sink) -> Request:
         signature = self._form.signature
-        job = Job(signature.arrays(request), request.outputs, sink, request.id, exchange=current())
+        job, size = self._job(request, sink), signature.size(request)
+        if self._sequences is not None:
+            job.flags = self._sequences.flags.read(request, size)
         kind = signature.kind(request) if self._rules.combine else None
         timeout = _number(request, "timeout") * _MICROSECOND
-        return Waiting(job, signature.size(request), kind, _number(request, "priority"), timeout)
+        return Waiting(job, size, kind, _number(request, "priority"), timeout)
+
+    def _job(self, request: InferRequest, sink: Sink) -> Job:
+        return Job(self._form.signature.arrays(request), request.outputs, sink, request.id, exchange=current())
 
     def _submit(self, waiting: Request) -> None:
         try:
@@ -193,7 +205,8 @@ class ClassicModel:
 
     def _load(self, slot: Slot) -> Runtime:
         """In the thread of the instance."""
-        runtime = self._loader.load(self._directory, self._config, slot.place, self._parameters)
+        config = self._config if self._sequences is None else self._sequences.config
+        runtime = self._loader.load(self._directory, config, slot.place, self._parameters)
         try:
             for request in self._warm_up:
                 self._warm(runtime, request, slot.place.name)
@@ -203,7 +216,9 @@ class ClassicModel:
         return runtime
 
     def _warm(self, runtime: Runtime, request: InferRequest, name: str) -> None:
-        job = self._waiting(request, _NOBODY).item
+        job = self._job(request, _NOBODY)
+        if self._sequences is not None:
+            self._sequences.rehearse(job)
         if self._config.decoupled:
             results = list(stream(runtime, self._form, job, name))
         else:
@@ -213,7 +228,11 @@ class ClassicModel:
                 raise InvalidArgument(f"failed to run warmup sample on '{name}': {result.error}")
 
     def _open(self) -> None:
-        self._dispatcher = Dispatcher(self._rules, self._form, self._delivery, self._config.decoupled)
+        form, clerk, decoupled = self._form, self._delivery, self._config.decoupled
+        if self._sequences is None:
+            self._dispatcher = Dispatcher(Batcher(self._rules), form, clerk, decoupled)
+        else:
+            self._dispatcher = SequenceDesk(self._sequences.rules, form, clerk, decoupled)
         if self._inline is None:
             self._crew.serve(self._dispatcher)
 

@@ -55,6 +55,12 @@ class Unavailable(CharoniaError):
     code = Code.UNAVAILABLE
 
 
+class Cancelled(CharoniaError):
+    """Not by whoever asked: by someone else whom it belongs to."""
+
+    code = Code.CANCELLED
+
+
 class Unsupported(CharoniaError):
     code = Code.UNSUPPORTED
 
@@ -66,8 +72,8 @@ class Internal(CharoniaError):
 class RequestTimeout(Unavailable):
     """The request's own time ran out before anything was generated for it; Triton's words."""
 
-    def __init__(self) -> None:
-        super().__init__("Request timeout expired")
+    def __init__(self, message: str = "Request timeout expired") -> None:
+        super().__init__(message)
 
 
 class QueueFull(CharoniaError):

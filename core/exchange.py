@@ -11,7 +11,7 @@ from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
-from .errors import CharoniaError, Code, QueueFull, RequestTimeout
+from .errors import Cancelled, CharoniaError, Code, QueueFull, RequestTimeout
 from .metrics import QUEUE_FULL, End, Outcome
 from .request import FinishReason, SamplingParams
 
@@ -181,6 +181,8 @@ def end_of(error: Exception, submitted: bool) -> End:
         return QUEUE_FULL[error.limit]
     if isinstance(error, RequestTimeout):
         return End(Outcome.TIMEOUT)
+    if isinstance(error, Cancelled):
+        return CANCELLED
     code = error.code if isinstance(error, CharoniaError) else Code.INTERNAL
     refused = code in _REFUSALS or (code is Code.UNAVAILABLE and not submitted)
     return End(Outcome.REJECTED if refused else Outcome.ERROR, code.value.lower())

@@ -1,14 +1,14 @@
 """The contract: a request goes into a Model, a stream of responses comes out."""
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from .exchange import Exchange
 from .metrics import Reading
 from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
 from .statistics import Statistics
-from .tensor import TensorSpec
+from .tensor import Tensor, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,14 @@ class ModelStats:
     cancelled: int = 0
     kv_tokens: int = 0
     kv_token_capacity: int = 0
+
+
+class Samples(NamedTuple):
+    """Data that a config asks for and that lies beside it: `warm_up`, requests that every instance answers before the
+    model is ready; `states`, what the first request of a sequence gets of a state, by the state's input."""
+
+    warm_up: Sequence[InferRequest] = ()
+    states: Mapping[str, Tensor] = {}
 
 
 class Model(Protocol):

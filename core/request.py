@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from .errors import InvalidArgument
+from .logprobs import MAX_LOGPROBS, PromptToken, TokenLogprob
 from .tensor import Tensor
 
 Scalar: TypeAlias = str | int | float | bool
@@ -45,9 +46,6 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-MAX_LOGPROBS = 20
-"""Likeliest tokens that may be asked for beside each chosen one."""
-
 _MAX_WORDS = 64
 _MAX_WORD = 256
 
@@ -56,12 +54,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """How to choose tokens. None leaves the choice to the model's generation_config.
 
     `temperature` 0 is greedy; `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `max_tokens` None means up to the
-    model's length. Without a `seed` the engine draws one.
+    model's length, 0 to compute the prompt alone. Without a `seed` the engine draws one.
 
     `repetition_penalty` counts prompt and output, `presence_penalty` and `frequency_penalty` the output alone.
     `logit_bias`: token id -> number added to its logit. `bad_words` are never written. Neither stop tokens nor `stop`
     strings end a text of less than `min_tokens` tokens, nor do those that begin in it; a stop string is cut off unless
-    `include_stop_str_in_output`. `logprobs`: how many of the likeliest tokens to name beside each chosen one.
+    `include_stop_str_in_output`. `logprobs`: how many of the likeliest tokens to name beside each chosen one;
+    `prompt_logprobs`: beside each one of the prompt. None asks for no logprob at all.
 
     Raises:
         InvalidArgument: a value is out of range; `field` names it.
@@ -84,9 +83,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _check("max_tokens", self.max_tokens, "at least 1", lambda v: v >= 1)
+        _check("max_tokens", self.max_tokens, "at least 0", lambda v: v >= 0)
         _check("temperature", self.temperature, "a finite number of at least 0", lambda v: 0 <= v < float("inf"))
         _check("top_k", self.top_k, "-1, 0 (both off) or a positive number", lambda v: v >= -1)
         _check("top_p", self.top_p, "above 0 and at most 1", lambda v: 0 < v <= 1)
@@ -107,7 +107,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _check("logit_bias", bias, "between -100 and 100", lambda v: -100 <= v <= 100)
         most = float("inf") if self.max_tokens is None else self.max_tokens
         _check("min_tokens", self.min_tokens, "between 0 and max_tokens", lambda v: 0 <= v <= most)
-        _check("logprobs", self.logprobs, f"between 0 and {MAX_LOGPROBS}", lambda v: 0 <= v <= MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            _check(name, getattr(self, name), f"between 0 and {MAX_LOGPROBS}", lambda v: 0 <= v <= MAX_LOGPROBS)
 
 
 def _check(name: str, value: Any, must_be: str, holds: Any) -> None:
@@ -135,17 +136,6 @@ class Conversation(msgspec.Struct, frozen=True):
     messages: tuple[Message, ...]
 
 
-class Logprobs(NamedTuple):
-    """What the model itself gave one token, before penalties and temperature: natural logarithms of probabilities.
-
-    `chosen` is the token's own; `ids` are the likeliest tokens, the likeliest first, and `values` theirs.
-    """
-
-    chosen: float
-    ids: list[int]
-    values: list[float]
-
-
 Prompt: TypeAlias = str | tuple[int, ...] | Conversation
 """Text to tokenize, token ids as they are, or a conversation to render."""
 
@@ -155,10 +145,27 @@ GuideKind: TypeAlias = Literal["json", "json_schema", "regex", "ebnf_grammar"]
 
 class Guide(NamedTuple):
     """What a text must be: any JSON, JSON of a schema, or what a regular expression or an EBNF grammar describes.
-    `text` is the schema, expression or grammar; empty for `json`."""
+    `text` is the schema, expression or grammar; empty for `json`. `parameter`: what the client asked for it by."""
 
     kind: GuideKind
     text: str = ""
+    parameter: str = "guided_decoding_guide_type"
+
+    @classmethod
+    def of(cls, kind: GuideKind | None, text: str) -> "Guide | None":
+        """By the parameters `guided_decoding_guide_type` and `guided_decoding_guide`; neither asks for nothing.
+
+        Raises:
+            InvalidArgument: one needs the other, or must come alone.
+        """
+        if kind is None and text:
+            message = "guided_decoding_guide needs guided_decoding_guide_type"
+            raise InvalidArgument(message, field="guided_decoding_guide_type")
+        if kind is not None and (kind == "json") == bool(text):
+            needs = "takes no guide" if kind == "json" else "needs one"
+            message = f"guided_decoding_guide: type '{kind}' {needs}"
+            raise InvalidArgument(message, field="guided_decoding_guide")
+        return None if kind is None else cls(kind, text)
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,10 +175,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     to its last token; 0 leaves it to the model. `choice` numbers several answers to one prompt: with the same seed,
     each has random numbers of its own. `choices`: how many there are, and `prompts` how many prompts are asked about
     together, in as many requests as that makes. `adapter`: the LoRA adapter by its name; empty is the model itself.
-    `guide`: what the text must be; not every engine can hold to one, or has adapters.
+    `guide`: what the text must be; not every engine can hold to one, or has adapters. `echo`: the answer begins with
+    the prompt's text.
 
     Raises:
-        InvalidArgument: `priority` is negative.
+        InvalidArgument: `priority` is negative, or nothing at all is asked for.
     """
 
     id: str
@@ -187,9 +195,23 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompts: int = 1
     adapter: str = ""
     guide: Guide | None = None
+    echo: bool = False
 
     def __post_init__(self) -> None:
         _check("priority", self.priority, "at least 0", lambda v: v >= 0)
+        if self.prompt_only and not (self.echo or self.scored):
+            message = "max_tokens must be at least 1 unless the prompt is to be echoed or scored, got 0"
+            raise InvalidArgument(message, field="max_tokens")
+
+    @property
+    def scored(self) -> bool:
+        """The logprobs of the prompt's tokens are wanted."""
+        return self.sampling.prompt_logprobs is not None
+
+    @property
+    def prompt_only(self) -> bool:
+        """No token is to be generated."""
+        return self.sampling.max_tokens == 0
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,25 +233,12 @@ class Usage(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
-    """A token, and the natural logarithm of the probability that the model itself gave it.
-
-    `text` is its own, where half a character shows as U+FFFD; `data` are its bytes. `top`: the likeliest tokens in its
-    place, which have no `top`.
-    """
-
-    id: int
-    text: str
-    data: bytes
-    logprob: float
-    top: tuple["TokenLogprob", ...] = ()
-
-
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     """What was generated since the last chunk: unread tokens of a slow reader arrive merged.
 
     `text` may be empty while a character is incomplete, or a stop string may have begun. The last chunk, and only it,
-    has a `finish_reason`. `logprobs`: one for each of `token_ids` if they were asked for.
+    has a `finish_reason`. `logprobs`: one for each of `token_ids` if they were asked for. `prompt`: in the first chunk,
+    all tokens of the prompt if theirs were.
     """
 
     text: str
@@ -237,6 +246,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt: tuple[PromptToken, ...] = ()
 
 
 def joined(chunks: Sequence[GenerateChunk]) -> GenerateChunk:
@@ -246,4 +256,5 @@ def joined(chunks: Sequence[GenerateChunk]) -> GenerateChunk:
         text="".join(chunk.text for chunk in chunks),
         token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
         logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
+        prompt=chunks[0].prompt,
     )

@@ -26,6 +26,11 @@ NUMPY_TYPES: dict[str, DTypeLike] = {
 """v2 datatype -> numpy dtype. BF16, for which numpy has no type, is its bits; BYTES elements are `bytes`."""
 
 
+def blank(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Zeros; of BYTES, empty ones."""
+    return np.full(shape, b"", object) if dtype.hasobject else np.zeros(shape, dtype)
+
+
 class Tensor(msgspec.Struct, frozen=True):
     """A named array. `data` has the numpy dtype of `datatype` and any shape of `shape`'s size."""
 

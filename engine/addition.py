@@ -68,6 +68,7 @@ def _choosing(request: GenerateRequest, sampling: Sampling, shaping: Shaping | N
         min_p=sampling.min_p,
         shaping=shaping,
         logprobs=request.sampling.logprobs,
+        prompt_logprobs=request.sampling.prompt_logprobs,
     )
 
 

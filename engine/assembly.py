@@ -22,6 +22,7 @@ from .place import Place, Seat
 from .roof import roof
 from .rows import Rows
 from .runner import Runner
+from .scoring import PIECE
 from .spec import DTYPES, Shape
 
 ALONE = Seat()
@@ -92,9 +93,9 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise InvalidArgument(f"device {name!r} is unknown: auto, cpu and cuda are not", field="device") from error
+        raise InvalidArgument(f"device {name!r} is unknown; known are auto, cpu and cuda", field="device") from error
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise InvalidArgument(f"device {name!r} is not on this machine; supported: auto, cpu, cuda", field="device")
+        raise InvalidArgument(f"device {name!r} is not on this machine", field="device")
     return device
 
 
@@ -134,8 +135,8 @@ def _free_memory(device: torch.device, neighbours: int, config: EngineConfig) ->
 
 
 def _working_memory(shape: Shape, config: EngineConfig) -> int:
-    """Bytes a step may take beside weights and cache: activations of its tokens, logits of its rows (float32,
-    three times: logits, probabilities, their sums)."""
+    """Bytes a step may take beside weights and cache: activations of its tokens, logits of its rows or of a piece of a
+    prompt (float32, three times: logits, probabilities, their sums)."""
     scheduler = config.scheduler
     activations = scheduler.max_num_batched_tokens * (8 * shape.hidden_size + 4 * shape.intermediate_size) * 4
-    return activations + scheduler.max_num_seqs * shape.vocab_size * 12
+    return activations + max(scheduler.max_num_seqs, PIECE) * shape.vocab_size * 12

@@ -8,19 +8,21 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..core.errors import CharoniaError, RequestTimeout
-from ..core.request import FinishReason, Logprobs
+from ..core.logprobs import Logprobs, Scores
+from ..core.request import FinishReason
 from .account import Account
 from .admission import Place
 
 
 class Delta(NamedTuple):
     """Tokens since the last one; `cached_tokens` of the prompt came out of the prefix cache. `logprobs`: one for each
-    token if the request wants them."""
+    token if the request wants them; `scores`: of the prompt's tokens, in the first one."""
 
     token_ids: tuple[int, ...]
     cached_tokens: int
     finish_reason: FinishReason | None
     logprobs: tuple[Logprobs, ...] = ()
+    scores: tuple[Scores, ...] = ()
 
 
 class Channel:
@@ -28,6 +30,8 @@ class Channel:
 
     `account` learns of everything when it is written, however late it is read. `place`: what it has in line, in the
     class `priority`, until it starts. `owed`: prompt tokens still to be computed, as its replica counts.
+
+    Where no new tokens are wanted, the one that a computed prompt brings anyway goes no further.
     """
 
     def __init__(self, account: Account, place: Place, priority: int = 0, owed: int = 0) -> None:
@@ -36,8 +40,10 @@ class Channel:
         self.priority = priority
         self.owed = owed
         self._written = False
+        self._prompt_only = account.sampling.max_tokens == 0
         self._tokens: list[int] = []
         self._logprobs: list[Logprobs] = []
+        self._scores: list[Scores] = []
         self._cached = 0
         self._finish: FinishReason | None = None
         self._error: CharoniaError | None = None
@@ -55,8 +61,14 @@ class Channel:
         self._cached = cached
         self.account.begin(cached, at)
 
+    def score(self, scores: Scores) -> None:
+        """Some of the prompt. No news: the last of it come with the first token."""
+        self._scores.append(scores)
+
     def push(self, tokens: list[int], at: float, logprobs: Sequence[Logprobs | None] = ()) -> None:
         self._written = True
+        if self._prompt_only:
+            tokens, logprobs = [], ()
         self._tokens += tokens
         if logprobs:
             self._logprobs += [each for each in logprobs if each is not None]
@@ -67,6 +79,8 @@ class Channel:
         """There will be no more; time that ran out before the first token is an error."""
         if reason is FinishReason.TIMEOUT and not self._written:
             self._error = RequestTimeout()
+        elif self._prompt_only:
+            self._finish = FinishReason.LENGTH
         else:
             self._finish = reason
         self._tell()
@@ -88,10 +102,11 @@ class Channel:
         if self._error is not None:
             raise self._error
         tokens, self._tokens = tuple(self._tokens), []
-        if not self._logprobs:
+        if not self._logprobs and not self._scores:
             return Delta(tokens, self._cached, self._finish)
         logprobs, self._logprobs = tuple(self._logprobs), []
-        return Delta(tokens, self._cached, self._finish, logprobs)
+        scores, self._scores = tuple(self._scores), []
+        return Delta(tokens, self._cached, self._finish, logprobs, scores)
 
     def _tell(self) -> None:
         self._news = True

@@ -32,6 +32,9 @@ def split(
         message.tokens.extend(updates.tokens[at : at + count])
         message.logprobs.extend(updates.logprobs[at : at + count])
         at += count
+    for key, scores in updates.scores:
+        client, own = client_key(key)
+        messages[client].scores.append((own, scores))
     for key, cached in updates.started:
         client, own = client_key(key)
         messages[client].started.append((own, cached))

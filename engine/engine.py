@@ -90,10 +90,8 @@ class Driver:
 
     def check(self, request: GenerateRequest) -> None:
         """Raises `InvalidArgument` for what this engine cannot do; `field` names the parameter."""
-        for wish, parameter in _WISHES.items():
+        guide = request.guide.parameter if request.guide else ""
+        wishes = {"adapter": "lora_name", "guide": guide, "scored": "prompt_logprobs"}
+        for wish, parameter in wishes.items():
             if getattr(request, wish) and wish not in self.grants:
                 raise InvalidArgument(f"parameter '{parameter}' is not supported by this model", field=parameter)
-
-
-_WISHES = {"adapter": "lora_name", "guide": "guided_decoding_guide_type"}
-"""Fields of a request that not every engine grants, and the parameter that clients ask for it by."""

@@ -4,7 +4,7 @@ Names are those that Triton's TensorRT-LLM and vLLM back ends made known. Knows 
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
@@ -46,7 +46,6 @@ answers, but `output_ids` stand one after the other and rows of `output_log_prob
 _LOG_PROBS = ("cum_log_probs", "output_log_probs")
 _LOGPROBS = {*_LOG_PROBS, "cumulative_logprob"}
 
-Detokenize = Callable[[Sequence[int]], Awaitable[str]]
 Chunks = AsyncGenerator[GenerateChunk, None]
 
 
@@ -88,6 +87,7 @@ def read_question(request: InferRequest) -> Question:
         choices=manner.n,
         adapter=manner.lora_name,
         guide=manner.guide,
+        echo=not manner.exclude_input_in_output,
     )
     requests = (msgspec.structs.replace(generate, choice=choice) for choice in range(manner.n))
     return Question(tuple(requests), manner, outputs)
@@ -118,12 +118,9 @@ _COUNT_TOKENS = {"output_ids", "output_log_probs", "num_output_tokens"}
 """Outputs that would lose tokens if a response without text were left out."""
 
 
-async def whole_answer(question: Question, streams: Sequence[Chunks], detokenize: Detokenize) -> InferResponse:
+async def whole_answer(question: Question, streams: Sequence[Chunks]) -> InferResponse:
     """The one response that says what the chunks of all the question's requests say."""
     wholes = await _wholes(streams)
-    if not question.manner.exclude_input_in_output:
-        prompt = await _text(question.requests[0].prompt, detokenize)
-        wholes = [msgspec.structs.replace(whole, text=prompt + whole.text) for whole in wholes]
     return _response(_Answers(wholes, [_sum(whole) for whole in wholes]), question.outputs)
 
 
@@ -142,10 +139,6 @@ async def _wholes(streams: Sequence[Chunks]) -> list[GenerateChunk]:
 async def _whole(stream: Chunks) -> GenerateChunk:
     async with aclosing(stream) as chunks:
         return joined([chunk async for chunk in chunks])
-
-
-async def _text(prompt: Prompt, detokenize: Detokenize) -> str:
-    return prompt if isinstance(prompt, str) else await detokenize(prompt if isinstance(prompt, tuple) else ())
 
 
 def _sum(chunk: GenerateChunk) -> float:

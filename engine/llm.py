@@ -68,7 +68,11 @@ class Language:
 
 def our_own(config: EngineConfig) -> Driver:
     """Our own engine."""
-    return Driver("charonia", config.model, lambda told, metrics: EngineClient(config, told, metrics=metrics))
+
+    def connect(told: Callable[[Loading], None], metrics: LlmMetrics) -> EngineClient:
+        return EngineClient(config, told, metrics=metrics)
+
+    return Driver("charonia", config.model, connect, frozenset({"scored"}))
 
 
 class LlmModel:
@@ -161,7 +165,8 @@ class LlmModel:
                 self._client.check_size(request, len(prompt))
                 banned = language.tokenizer.word_ids(request.sampling.bad_words)
                 add = addition(request, prompt, language.defaults, engine, banned)
-            writer = Writer(language.tokenizer, prompt, request.sampling)
+            echo = language.tokenizer.text(request.prompt, prompt) if request.echo else ""
+            writer = Writer(language.tokenizer, prompt, request.sampling, echo)
             with self._client.open(add, account) as channel:
                 while (chunk := writer.chunk(await channel.read())).finish_reason is None:
                     yield chunk
@@ -173,7 +178,7 @@ class LlmModel:
         question = read_question(request)
         streams = [self.generate(each) for each in question.requests]
         if not question.manner.stream:
-            yield await whole_answer(question, streams, self.detokenize)
+            yield await whole_answer(question, streams)
             return
         spoken = Spoken(question.outputs)
         async with aclosing(streams[0]) as chunks:

@@ -1,15 +1,33 @@
-"""What the model itself gave the tokens that were chosen, for the rows that want to know.
+"""What the model itself gave tokens: those that were chosen, for the rows that want to know.
 
 Of the logits as the model made them: penalties, bans and temperature do not show. Knows nothing of rows.
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.request import Logprobs
+from ..core.logprobs import Logprobs
+
+
+class Measured(NamedTuple):
+    """Logprobs of S tokens, `chosen` [S]; of the likeliest ones in their places, `ids` and `values`, both [S, most], or
+    as many as there are."""
+
+    chosen: Tensor
+    ids: Tensor
+    values: Tensor
+
+
+def measure(logits: Tensor, tokens: Tensor, most: int) -> Measured:
+    """Of int64 `tokens` [S] by float32 `logits` [S, vocabulary]."""
+    total = logits.logsumexp(-1, keepdim=True)
+    chosen = logits.gather(-1, tokens.unsqueeze(-1)) - total
+    values, ids = logits.topk(min(most, logits.shape[-1]))
+    return Measured(chosen.squeeze(-1), ids, values - total)
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, wanted: Mapping[int, int]) -> tuple[Logprobs | None, ...]:
@@ -18,11 +36,8 @@ def top_logprobs(logits: Tensor, tokens: Tensor, wanted: Mapping[int, int]) -> t
     if not wanted:
         return ()
     places = torch.from_numpy(np.fromiter(wanted, np.int64)).to(logits.device)
-    rows = logits[places].float()
-    total = rows.logsumexp(-1, keepdim=True)
-    chosen = rows.gather(-1, tokens[places].unsqueeze(-1)) - total
-    values, ids = rows.topk(min(max(wanted.values()), rows.shape[-1]))
-    columns = (chosen.squeeze(-1).tolist(), ids.tolist(), (values - total).tolist())
+    measured = measure(logits[places].float(), tokens[places], max(wanted.values()))
+    columns = (column.tolist() for column in measured)
     found: list[Logprobs | None] = [None] * len(tokens)
     for (place, most), own, top, theirs in zip(wanted.items(), *columns, strict=True):
         found[place] = Logprobs(own, top[:most], theirs[:most])

@@ -7,7 +7,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from ..core.request import Guide, Logprobs
+from ..core.logprobs import Logprobs, Scores
+from ..core.request import Guide
 from ..scheduler.plan import RowSampling
 from ..scheduler.sequence import GREEDY
 
@@ -115,6 +116,7 @@ class Updates(msgspec.Struct, array_like=True, tag="updates", frozen=True):
     turn: Turn = IDLE
     totals: Totals = NO_TOTALS
     logprobs: list[Logprobs | None] = []
+    scores: list[tuple[int, Scores]] = []
 
 
 class Refused(msgspec.Struct, array_like=True, tag="refused", frozen=True):

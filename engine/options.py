@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
+from ..core.errors import InvalidArgument
 from ..scheduler.config import SchedulerConfig
 from .config import CacheConfig, EngineConfig, FakeConfig, ParallelConfig
 from .parameters import parse
@@ -129,8 +130,14 @@ def parse_options(parameters: Mapping[str, Any]) -> EngineOptions:
 
 
 def engine_config(model: str, options: EngineOptions) -> EngineConfig:
-    """The engine's own configuration for a checkpoint directory or hub id."""
+    """The engine's own configuration for a checkpoint directory or hub id.
+
+    Raises:
+        InvalidArgument: the fake executor is set up, and another one computes.
+    """
     given = options.given()
+    if options.executor != "fake" and (stray := next(filter(given.__contains__, _FAKE_FIELDS), None)):
+        raise InvalidArgument(f"{stray} is for the executor fake alone", field=stray)
     cache = CacheConfig(**_take(given, _CACHE_FIELDS))
     scheduler = SchedulerConfig(**_take(given, _SCHEDULER_FIELDS))
     fake = FakeConfig(**_take(given, _FAKE_FIELDS))

@@ -148,10 +148,16 @@ def cache_blocks(cache: CacheConfig, capacity: Capacity, useful_tokens: int) -> 
         blocks = min(share, _USEFUL_TIMES * useful_tokens // cache.block_size + 1)
     if blocks < 1:
         raise InvalidArgument(
-            f"no room for the cache: a block takes {capacity.block_bytes} bytes, {capacity.free_bytes} are free,"
-            f" and the configuration is {cache}"
+            f"no room for the cache: a block of {cache.block_size} tokens takes {capacity.block_bytes} bytes,"
+            f" and {_allowed(cache, capacity)}"
         )
     return blocks
+
+
+def _allowed(cache: CacheConfig, capacity: Capacity) -> str:
+    if cache.bytes is not None:
+        return f"kv_cache_bytes is {cache.bytes}"
+    return f"of {capacity.free_bytes} that are free it may have kv_cache_memory_fraction {cache.memory_fraction:g}"
 
 
 def _last_words(error: Exception) -> Failed:

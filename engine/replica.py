@@ -136,6 +136,9 @@ class Replica:
         self._measure(updates.turn)
         self._totals.see(updates.totals)
         self._start(updates, now)
+        for key, scores in updates.scores:
+            if key in channels:
+                channels[key].score(scores)
         tokens, logprobs, at = updates.tokens, updates.logprobs, 0
         for key, count in zip(updates.keys, updates.counts, strict=True):
             channel, end = channels.get(key), at + count

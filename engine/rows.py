@@ -16,6 +16,7 @@ from ..scheduler.plan import IntArray, NewSequence, StepPlan
 from .attention.base import Batch
 from .random import signed
 from .sampling import CHOICE, Choices
+from .scoring import Scored, Wish, Wishes, spread
 from .shaping import Shapes
 
 LongArray = NDArray[np.int64]
@@ -26,6 +27,7 @@ class Inputs(NamedTuple):
 
     `last` [S] are the packed places whose hidden states give the next token, `rows` [S] the rows they belong to.
     `shaped`: the places in `rows` whose logits are to be changed; `logprobs`: those that want some, and how many.
+    `scored`: tokens of prompts that want theirs, if there are any.
     """
 
     tokens: Tensor
@@ -35,6 +37,7 @@ class Inputs(NamedTuple):
     choices: Choices
     shaped: LongArray
     logprobs: Mapping[int, int]
+    scored: Scored | None
 
 
 class Rows:
@@ -54,6 +57,7 @@ class Rows:
         self._sampling: Choices = np.zeros(0, dtype=CHOICE)
         self._shapes = Shapes(self._device)
         self._logprobs: dict[int, int] = {}
+        self._scored = Wishes()
 
     def update(self, plan: StepPlan) -> None:
         """Apply what changed since the last plan; `plan.copies` is the cache's business."""
@@ -82,6 +86,7 @@ class Rows:
             self._choices(rows[samples], (starts + counts)[samples]),
             self._shapes.places(rows[samples]),
             self._wanted(rows[samples]),
+            self._to_score(plan),
         )
 
     def shape(self, inputs: Inputs, logits: Tensor) -> None:
@@ -110,12 +115,15 @@ class Rows:
             self._shapes.enter(row, sequence.prompt, asked.shaping)
         if asked.logprobs is not None:
             self._logprobs[row] = asked.logprobs
+        if asked.prompt_logprobs is not None:
+            self._scored.enter(row, Wish(sequence.prompt, asked.prompt_logprobs))
 
     def _forget(self, rows: Iterable[int]) -> None:
         """What left asks for nothing more: a step without wishes looks for none."""
         for row in rows:
             self._logprobs.pop(row, None)
             self._shapes.leave(row)
+            self._scored.leave(row)
 
     def _append(self, appended: LongArray) -> None:
         rows, blocks = appended[:, 0], appended[:, 1]
@@ -132,6 +140,13 @@ class Rows:
         if not self._logprobs:
             return {}
         return {place: self._logprobs[row] for place, row in enumerate(rows.tolist()) if row in self._logprobs}
+
+    def _to_score(self, plan: StepPlan) -> Scored | None:
+        stretches = self._scored.stretches(plan)
+        if not stretches:
+            return None
+        rows, positions, places = spread(stretches)
+        return Scored(stretches, self._to(places), self._picked(self._tokens, (rows, positions)).long())
 
     def _grow(self, rows: int) -> None:
         have = len(self._blocks)

@@ -1,9 +1,12 @@
 """One rank's computation of a step: rows, model, attention, sampler. Knows nothing of threads or processes."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
+from torch import Tensor
 
-from ..core.request import Logprobs
+from ..core.logprobs import Logprobs
 from ..scheduler.plan import IntArray, StepPlan, StepResult
 from .attention.base import Attention
 from .logprobs import top_logprobs
@@ -39,16 +42,26 @@ class Runner:
         if not len(plan.rows):
             return _nothing(plan)
         inputs = self._rows.inputs(plan)
-        positions, attend = inputs.batch.positions, self._attention.begin(inputs.batch)
-        logits = self._model.logits(inputs.tokens, positions, attend, inputs.last)
-        if logits is None or not len(inputs.rows):
+        logits = self._logits(inputs)
+        if logits is None:
             return _nothing(plan)
+        result = self._sampled(plan, inputs, next(logits)) if len(inputs.rows) else _nothing(plan)
+        return result if inputs.scored is None else result._replace(scores=inputs.scored.read(logits))
+
+    def _logits(self, inputs: Inputs) -> Iterator[Tensor] | None:
+        """Those of the rows that are sampled, if any, then piece by piece those that score prompts."""
+        sampled = (inputs.last,) if len(inputs.rows) else ()
+        scored = () if inputs.scored is None else inputs.scored.pieces
+        attend = self._attention.begin(inputs.batch)
+        return self._model.logits(inputs.tokens, inputs.batch.positions, attend, (*sampled, *scored))
+
+    def _sampled(self, plan: StepPlan, inputs: Inputs, logits: Tensor) -> StepResult:
         tokens = self._choose(inputs, logits)
         self._rows.write(inputs, tokens)
         logprobs = top_logprobs(logits, tokens, inputs.logprobs)
         return _result(plan, tokens.to(torch.int32).cpu().numpy(), logprobs)
 
-    def _choose(self, inputs: Inputs, logits: torch.Tensor) -> torch.Tensor:
+    def _choose(self, inputs: Inputs, logits: Tensor) -> Tensor:
         """Token ids [S]. Logits that rows want changed are changed in a copy: the others pay nothing for them."""
         if not len(inputs.shaped):
             return sample(logits, inputs.choices)

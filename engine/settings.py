@@ -43,15 +43,7 @@ class Manner(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def guide(self) -> Guide | None:
         """Raises `InvalidArgument` for a guide without its type, or the other way round."""
-        kind, text = self.guided_decoding_guide_type, self.guided_decoding_guide
-        if kind is None and text:
-            message = "guided_decoding_guide needs guided_decoding_guide_type"
-            raise InvalidArgument(message, field="guided_decoding_guide_type")
-        if kind is not None and (kind == "json") == bool(text):
-            needs = "takes no guide" if kind == "json" else "needs one"
-            message = f"guided_decoding_guide: type '{kind}' {needs}"
-            raise InvalidArgument(message, field="guided_decoding_guide")
-        return None if kind is None else Guide(kind, text)
+        return Guide.of(self.guided_decoding_guide_type, self.guided_decoding_guide)
 
 
 class Settings(NamedTuple):
@@ -61,7 +53,7 @@ class Settings(NamedTuple):
     manner: Manner
 
 
-_SAMPLING = set(SamplingParams.__struct_fields__) - {"logprobs"}
+_SAMPLING = set(SamplingParams.__struct_fields__) - {"logprobs", "prompt_logprobs"}
 _MANNER = set(Manner.__struct_fields__)
 _ALIASES = {
     "end_id": "stop_token_ids",

@@ -50,8 +50,8 @@ def _check_layers(layers: int, model: str, stage: Stage) -> None:
         )
     if stage.split and (len(stage.split) != stage.count or sum(stage.split) != layers or min(stage.split) < 1):
         raise InvalidArgument(
-            f"model {model}: {stage.count} stages of {list(stage.split)} layers are not its {layers} layers,"
-            " at least one in each",
+            f"model {model}: pipeline_layers must give each of its {layers} layers to one of {stage.count} stages"
+            f" (pipeline_parallel_size), at least one to each, got {','.join(map(str, stage.split))}",
             field="pipeline_layers",
         )
 

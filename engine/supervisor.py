@@ -141,7 +141,8 @@ class CoreSupervisor:
 
     def _mourn(self, exit_code: int) -> None:
         why = self._failure.message if self._failure else f"{self._name} died (exit code {exit_code})"
-        log.error("%s", why)
+        if self._failure is None or self._first is None or self._first.done():  # else who waits for the start says it
+            log.error("%s", why)
         stable = self.info is not None and time.monotonic() - self._born > self._patience.stable
         self._deaths = 1 if stable else self._deaths + 1
         self._lose(Unavailable(f"{why}; it is being restarted"))

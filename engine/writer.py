@@ -5,7 +5,8 @@ Knows nothing of where tokens come from; decides nothing but where a stop string
 
 from collections.abc import Sequence
 
-from ..core.request import FinishReason, GenerateChunk, Logprobs, SamplingParams, TokenLogprob, Usage
+from ..core.logprobs import Logprobs, PromptToken, Score, Scores, TokenLogprob
+from ..core.request import FinishReason, GenerateChunk, SamplingParams, Usage
 from ..tokenization.detokenizer import detokenizer
 from ..tokenization.stops import StopStrings
 from ..tokenization.tokenizer import Tokenizer
@@ -16,11 +17,14 @@ _LEAST_LOGPROB = -9999.0
 
 
 class Writer:
-    """Writes the text of one request. The chunk with a finish reason is the last one, though the engine may go on."""
+    """Writes the text of one request, which begins with `echo`. The chunk with a finish reason is the last one, though
+    the engine may go on."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int], asked: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int], asked: SamplingParams, echo: str = "") -> None:
         self._tokenizer = tokenizer
         self._prompt_tokens = len(prompt)
+        self._echo = echo
+        self._unsaid = [] if asked.prompt_logprobs is None else prompt
         self._completion_tokens = 0
         self._min_tokens = asked.min_tokens
         self._text = detokenizer(tokenizer, prompt)
@@ -31,16 +35,20 @@ class Writer:
         text, taken = self._write(delta)
         self._completion_tokens += taken
         token_ids = delta.token_ids[:taken]
+        echo, self._echo = self._echo, ""
         return GenerateChunk(
-            text=text,
+            text=echo + text,
             token_ids=token_ids,
             usage=Usage(self._prompt_tokens, self._completion_tokens, delta.cached_tokens),
             finish_reason=delta.finish_reason if self._stops.found is None else FinishReason.STOP,
             logprobs=self._logprobs(token_ids, delta.logprobs) if delta.logprobs else (),
+            prompt=self._scored(delta.scores) if self._unsaid else (),
         )
 
     def _write(self, delta: Delta) -> tuple[str, int]:
         """The text of the delta, and how many of its tokens it took."""
+        if not (delta.token_ids or self._completion_tokens):
+            return "", 0  # nor does what the prompt left incomplete belong to it
         if delta.finish_reason is None and not self._stops:
             return self._text.push(delta.token_ids), len(delta.token_ids)
         # The token that stopped it ends the text and is no part of it.
@@ -66,6 +74,19 @@ class Writer:
     def _show(self, piece: str, taken: int) -> str:
         too_early = self._completion_tokens + taken < self._min_tokens
         return piece if too_early else self._stops.push(piece)
+
+    def _scored(self, scores: Sequence[Scores]) -> tuple[PromptToken, ...]:
+        """The whole prompt, once."""
+        (first, *others), self._unsaid = self._unsaid, []
+        found = (score for each in scores for score in each.read())
+        return (
+            PromptToken(first, self._tokenizer.piece(first).text),
+            *(self._prompt_token(token, score) for token, score in zip(others, found, strict=True)),
+        )
+
+    def _prompt_token(self, token: int, score: Score) -> PromptToken:
+        given = self._logprob(token, score.logprobs)
+        return PromptToken(token, given.text, given, score.rank)
 
     def _logprobs(self, tokens: tuple[int, ...], logprobs: Sequence[Logprobs]) -> tuple[TokenLogprob, ...]:
         return tuple(self._logprob(token, each) for token, each in zip(tokens, logprobs, strict=False))

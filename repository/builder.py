@@ -11,11 +11,12 @@ from pathlib import Path
 from ..core.errors import CharoniaError, InvalidArgument
 from ..core.gpus import usable_gpus
 from ..core.holding import Share
-from ..core.model import Model, ModelConfig
+from ..core.model import Model, ModelConfig, Samples
 from .budget import Budget, Hold
 from .config import described, model_config
 from .document import Config, from_fields, to_fields
 from .effects import refuse_unserved
+from .initial_states import read_initial_states
 from .kinds import OnProgress, check_backend, classic, kind_of, loader_of, needs_of
 from .normalise import invite_batching, normalise
 from .rules import check_config
@@ -129,8 +130,7 @@ class Builder:
         whole = self.whole_config(source, version)
         config = model_config(whole, version.number, source.directory)
         parameters = self.backends.of(source.backend)
-        warm_up = () if source.directory is None else read_warmup(whole, source.directory)
-        make = partial(build, config, loader, directory, parameters, warm_up, self.quantiles)
+        make = partial(build, config, loader, directory, parameters, _samples(whole, source.directory), self.quantiles)
         return Recipe(lambda _: make(), lambda config: config, hold.loaded, hold.release)
 
     def whole_config(self, source: ModelSource, version: VersionSource) -> Config:
@@ -149,3 +149,9 @@ class Builder:
     def _normalise(self, config: Config, backend: str) -> None:
         gpus = usable_gpus()
         normalise(config, gpus, bool(gpus) and loader_of(backend).uses_gpus())
+
+
+def _samples(config: Config, directory: Path | None) -> Samples:
+    if directory is None:
+        return Samples()
+    return Samples(read_warmup(config, directory), read_initial_states(config, directory))

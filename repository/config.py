@@ -6,10 +6,9 @@ from pathlib import Path
 
 from ..core.model import ModelConfig
 from ..core.tensor import TensorSpec
-from .document import Config, from_fields, to_fields
+from .document import Config, datatype_of, from_fields, to_fields
 from .labels import read_labels
 from .normalise import normalise
-from .warmup import datatype_of
 
 
 def model_config(config: Config, version: str, directory: Path | None = None) -> ModelConfig:

@@ -184,3 +184,10 @@ def _plain(value: Any, field: Any) -> Any:
     if field.type == field.TYPE_FLOAT:
         return float(str(np.float32(value)))  # the shortest decimal that is this number
     return value
+
+
+def datatype_of(message: Any) -> str:
+    """v2's name of a field `data_type`: FP32 for TYPE_FP32, BYTES for TYPE_STRING."""
+    values = message.DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number
+    name = str(values[message.data_type].name).removeprefix("TYPE_")
+    return "BYTES" if name == "STRING" else name

@@ -10,7 +10,6 @@ from .document import Config
 from .normalise import LANGUAGE_MODELS
 
 _REFUSED = {
-    "sequence_batching": "sequences are not served",
     "model_repository_agents": "repository agents are not run",
     "model_operations": "operator libraries are not loaded",
 }
@@ -19,6 +18,7 @@ _REFUSED = {
 _IDLE = ("runtime", "cc_model_filenames")
 _IDLE_OPTIMIZATION = ("priority", "cuda", "gather_kernel_buffer_threshold", "eager_batching")
 _IDLE_GROUP = ("rate_limiter", "profile", "host_policy", "secondary_devices")
+_IDLE_STATE = ("use_same_buffer_for_input_output", "use_growable_memory")
 _IDLE_TENSOR = ("is_shape_tensor", "is_non_linear_format_io")
 _OF_CLASSIC_MODELS = (
     "max_batch_size",
@@ -41,6 +41,9 @@ def refuse_unserved(config: Config) -> None:
     for field, reason in _REFUSED.items():
         if config.HasField(field):
             raise Unsupported(f"model '{config.name}' has {field}: {reason} here", field=field)
+    if config.backend in LANGUAGE_MODELS and config.HasField("sequence_batching"):
+        message = f"model '{config.name}' has sequence_batching: language models keep no sequences between requests"
+        raise Unsupported(message, field="sequence_batching")
 
 
 def idle_fields(config: Config) -> Iterator[str]:
@@ -54,6 +57,8 @@ def idle_fields(config: Config) -> Iterator[str]:
     yield from (f"optimization.{field}" for field in _set(config.optimization, _IDLE_OPTIMIZATION))
     for group in config.instance_group:
         yield from (f"instance_group.{field}" for field in _set(group, _IDLE_GROUP))
+    for state in config.sequence_batching.state:
+        yield from (f"sequence_batching.state.{field}" for field in _set(state, _IDLE_STATE))
     for side, tensors in (("input", config.input), ("output", config.output)):
         for tensor in tensors:
             yield from (f"{side}.{tensor.name}.{field}" for field in _set(tensor, _IDLE_TENSOR))

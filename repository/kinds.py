@@ -7,8 +7,7 @@ from typing import Any, Protocol, TypeAlias, cast
 
 from ..core.errors import InvalidArgument
 from ..core.holding import Share
-from ..core.model import Model, ModelConfig
-from ..core.request import InferRequest
+from ..core.model import Model, ModelConfig, Samples
 
 OnProgress: TypeAlias = Callable[[str, float, float, str], None]
 """Called while a model loads: phase, fraction done, seconds it took once done, detail."""
@@ -57,7 +56,7 @@ class BuildClassic(Protocol):
         loader: Loader,
         directory: Path,
         parameters: Mapping[str, str] | None = None,
-        warm_up: Sequence[InferRequest] = (),
+        samples: Samples = ...,
         quantiles: Sequence[float] = (),
     ) -> Model: ...
 

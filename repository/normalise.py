@@ -36,6 +36,9 @@ LANGUAGE_MODELS = (LANGUAGE_MODEL, "tensorrtllm")
 ENCODER = "encoder"
 ENSEMBLE = "ensemble"
 
+_SEQUENCE_IDLE = 1_000_000
+"""Microseconds."""
+
 _ALIASES = {"tensorrt-llm": "tensorrtllm"}
 
 
@@ -134,10 +137,13 @@ def invite_batching(config: Config, size_given: bool) -> None:
 
 
 def _batching(config: Config) -> None:
-    if not config.HasField("dynamic_batching") or config.max_batch_size <= 0:
-        return
-    if not config.dynamic_batching.preferred_batch_size:
-        config.dynamic_batching.preferred_batch_size.append(config.max_batch_size)
+    sequences = config.sequence_batching
+    if config.HasField("sequence_batching"):
+        sequences.max_sequence_idle_microseconds = sequences.max_sequence_idle_microseconds or _SEQUENCE_IDLE
+    batchers = ((config, "dynamic_batching"), (sequences, "oldest"))
+    for batcher in [getattr(message, field) for message, field in batchers if message.HasField(field)]:
+        if config.max_batch_size > 0 and not batcher.preferred_batch_size:
+            batcher.preferred_batch_size.append(config.max_batch_size)
 
 
 def _instances(config: Config, gpus: tuple[int, ...], uses_gpus: bool) -> None:

@@ -138,6 +138,8 @@ def checkpoint_source(
         InvalidArgument: it is neither.
     """
     path = Path(model)
+    if not is_checkpoint(path) and path.is_dir() and _is_model(path):
+        raise InvalidArgument(f"'{model}' is a model of a repository: give --model-repository {path.resolve().parent}")
     if not is_checkpoint(path) and (path.exists() or not _HUB_ID.fullmatch(model)):
         raise InvalidArgument(
             f"'{model}' is neither a checkpoint (a directory with config.json), nor a model repository "

@@ -92,8 +92,8 @@ class Draft:
 
     def _newcomer(self, row: int) -> NewSequence:
         sequence = self._rows.sequences[row]
-        request, computed = sequence.request, int(self._rows.scheduled[row])
-        return NewSequence(row, sequence.tokens(), computed, request.sampling, len(request.prompt))
+        computed, prompt = int(self._rows.scheduled[row]), len(sequence.request.prompt)
+        return NewSequence(row, sequence.tokens(), computed, sequence.sampling, prompt)
 
     def _appended(self) -> IntArray:
         owners: list[int] = []

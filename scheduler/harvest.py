@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.request import Logprobs
+from ..core.logprobs import Logprobs, Scores
 from .draft import Flight
 from .plan import IntArray, StepResult
 from .rows import BoolArray, Rows
@@ -14,13 +14,14 @@ from .rows import BoolArray, Rows
 
 class Harvest(NamedTuple):
     """`counts[i]` new tokens for `rows[i]`, `tokens` their concatenation; rows without one are left out.
-    `finished`: (row, finish reason). `logprobs`: as in StepResult."""
+    `finished`: (row, finish reason). `logprobs`: as in StepResult. `scores`: (row, of the prompt's next tokens)."""
 
     rows: list[int]
     counts: list[int]
     tokens: list[int]
     finished: list[tuple[int, str]]
     logprobs: Sequence[Logprobs | None]
+    scores: list[tuple[int, Scores]]
 
 
 def harvest(rows: Rows, flight: Flight, result: StepResult) -> Harvest:
@@ -67,7 +68,13 @@ def _gather(rows: Rows, result: StepResult, kept: IntArray, stopped: set[int]) -
     finished += [(int(result.rows[place]), "length") for place in np.flatnonzero(full) if place not in stopped]
     got = kept > 0
     logprobs = list(compress(result.logprobs, keeps))
-    return Harvest(result.rows[got].tolist(), kept[got].tolist(), tokens, finished, logprobs)
+    return Harvest(result.rows[got].tolist(), kept[got].tolist(), tokens, finished, logprobs, _scores(rows, result))
+
+
+def _scores(rows: Rows, result: StepResult) -> list[tuple[int, Scores]]:
+    """What is new of the result's, of rows that still want it."""
+    taken = [(row, rows.sequences[row].take(scores)) for row, scores in result.scores if not rows.ended[row]]
+    return [(row, fresh) for row, fresh in taken if fresh]
 
 
 def _keeps(result: StepResult, kept: IntArray) -> BoolArray:

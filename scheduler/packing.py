@@ -158,12 +158,12 @@ class Packer:
     def _admit(self, draft: Draft, lane: Lane, sequence: Sequence) -> None:
         """Give it a row and its first chunk; or set it aside until a block it can share is computed; or note that it
         does not fit, whereupon nobody is admissible until more blocks are free."""
-        awaited = self._cache.awaits(sequence.hashes, sequence.known)
+        awaited = self._cache.awaits(sequence.hashes, sequence.sharable)
         if awaited is not None:
             self._line.park(sequence, awaited)
             return
         spare, free = self._spare(), self._cache.free_blocks
-        table = self._cache.open(sequence.hashes, sequence.known)
+        table = self._cache.open(sequence.hashes, sequence.sharable)
         reserve = sequence.limit - 1 if self._config.admission == "no_evict" else sequence.known
         if not self._cache.room_for(table, reserve, spare):
             self._cache.close(table)

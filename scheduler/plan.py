@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.request import Logprobs
+from ..core.logprobs import Logprobs, Scores
 
 IntArray = NDArray[np.int32]
 
@@ -33,7 +33,7 @@ class RowSampling(NamedTuple):
 
     `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off. The token at absolute position p of choice
     c depends on the logits and on (seed, c, p) alone. `logprobs`: how many of the likeliest tokens to report beside
-    each chosen one; None reports nothing.
+    each chosen one; `prompt_logprobs`: beside each token of the prompt but the first. None reports nothing.
     """
 
     temperature: float = 0.0
@@ -44,6 +44,7 @@ class RowSampling(NamedTuple):
     min_p: float = 0.0
     shaping: Shaping | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 class NewSequence(NamedTuple):
@@ -91,7 +92,8 @@ class StepPlan(NamedTuple):
 class StepResult(NamedTuple):
     """The tokens a step sampled, ragged: `counts[i]` tokens (0 to k) for `rows[i]`, which begin at position
     `offsets[i]` of the sequence; `tokens` is their concatenation. `logprobs` is empty if no row wants any, else one
-    for each token, None where the row does not want it."""
+    for each token, None where the row does not want it. `scores`: (row, of the prompt's tokens that follow computed
+    ones) for rows that want them, known or not."""
 
     step: int
     rows: IntArray
@@ -99,6 +101,7 @@ class StepResult(NamedTuple):
     counts: IntArray
     tokens: IntArray
     logprobs: Sequence[Logprobs | None] = ()
+    scores: Sequence[tuple[int, Scores]] = ()
 
 
 class StepUpdates(NamedTuple):
@@ -106,7 +109,7 @@ class StepUpdates(NamedTuple):
 
     `started`: (key, prompt tokens found in the prefix cache) of sequences first admitted since the last
     updates. `keys[i]` got `counts[i]` of the concatenated `tokens`. `finished`: (key, finish reason).
-    `logprobs`: as in StepResult.
+    `logprobs`: as in StepResult. `scores`: (key, of the prompt's next tokens), each token's once.
     """
 
     keys: list[int]
@@ -115,3 +118,4 @@ class StepUpdates(NamedTuple):
     started: list[tuple[int, int]]
     finished: list[tuple[int, str]]
     logprobs: Sequence[Logprobs | None] = ()
+    scores: Sequence[tuple[int, Scores]] = ()

@@ -20,6 +20,7 @@ from .harvest import Harvest, harvest
 from .pace import Pace
 from .packing import Packer
 from .plan import StepPlan, StepResult, StepUpdates
+from .refusals import refuse_impossible
 from .rows import Rows
 from .sequence import Sequence, SequenceRequest
 from .stays import Stays
@@ -62,7 +63,7 @@ class Scheduler:
         self._arrivals = 0
 
     def _is_long(self, sequence: Sequence) -> bool:
-        shared = self._cache.shareable(sequence.hashes, sequence.known)
+        shared = self._cache.shareable(sequence.hashes, sequence.sharable)
         return self._pace.is_long(sequence.known - shared, shared)
 
     @property
@@ -108,7 +109,9 @@ class Scheduler:
         Raises:
             InvalidArgument: it can never run; nothing was done.
         """
-        self._refuse_impossible(request)
+        if request.key in self._live:
+            raise InvalidArgument(f"sequence {request.key} is already being served")
+        refuse_impossible(request, self.config.max_model_len, self._cache)
         priority = min(max(request.priority, 0), CLASSES - 1)
         seniority = self._step + priority * self.config.ageing_steps
         rank = seniority + len(request.prompt) // self.config.turn_tokens
@@ -118,25 +121,6 @@ class Scheduler:
         self._arrivals += 1
         self._live[request.key] = sequence
         self._line.join(sequence)
-
-    def _refuse_impossible(self, request: SequenceRequest) -> None:
-        prompt, new, cache = len(request.prompt), request.max_tokens, self._cache
-        if request.key in self._live:
-            raise InvalidArgument(f"sequence {request.key} is already being served")
-        if prompt < 1:
-            raise InvalidArgument("the prompt is empty", field="prompt")
-        if new < 1:
-            raise InvalidArgument(f"max_tokens must be at least 1, got {new}", field="max_tokens")
-        if prompt + new > self.config.max_model_len:
-            raise InvalidArgument(
-                f"{prompt} prompt tokens and {new} new ones exceed the model's {self.config.max_model_len}",
-                field="max_tokens" if prompt < self.config.max_model_len else "prompt",
-            )
-        if cache.blocks_for(prompt + new - 1) > cache.blocks:
-            raise InvalidArgument(
-                f"{prompt} prompt tokens and {new} new ones exceed the cache's {cache.blocks * cache.block_size}",
-                field="max_tokens" if cache.blocks_for(prompt) <= cache.blocks else "prompt",
-            )
 
     def abort(self, keys: Iterable[int]) -> None:
         """Forget these sequences: nothing of them is reported any more. Unknown keys are ignored.
@@ -205,7 +189,8 @@ class Scheduler:
         finished = [(keys[row], reason) for row, reason in gathered.finished]
         started, self._stays.started = self._stays.started, []
         owners = [keys[row] for row in gathered.rows]
-        return StepUpdates(owners, gathered.counts, gathered.tokens, started, finished, gathered.logprobs)
+        scores = [(keys[row], fresh) for row, fresh in gathered.scores]
+        return StepUpdates(owners, gathered.counts, gathered.tokens, started, finished, gathered.logprobs, scores)
 
     def _release_landed(self, flight: Flight) -> None:
         rows = self._rows

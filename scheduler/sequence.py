@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..core.logprobs import Scores
 from .plan import IntArray, RowSampling
 
 GREEDY = RowSampling()
@@ -13,7 +14,8 @@ GREEDY = RowSampling()
 class SequenceRequest:
     """One sequence to run. `key` is unique among the live ones; `hashes` come from `KVCacheManager.digest(prompt)`.
 
-    `max_tokens` counts new tokens. `stop_token_ids` end the sequence, the stop token being its last.
+    `max_tokens` counts new tokens; 0 wants none, and gets the one that a computed prompt brings anyway.
+    `stop_token_ids` end the sequence, the stop token being its last.
     `priority` 0 is the most urgent class; `weight` is the share of `tenant` beside others of a class. `extras` are
     those the hashes were made with: generated blocks need them.
     """
@@ -37,7 +39,8 @@ class Sequence:
     `seniority`: the step it arrived in, later by `ageing_steps` for each class below the most urgent one.
     `number` counts arrivals and breaks ties. `slot`: its tenant's number. `rank`: its place in the line, see
     `Scheduler.add`. `row`: where it runs, if it does. `awaited`: the hash of the block it is parked for. `long`: its
-    prompt goes in the lane of long ones, see `Pace`.
+    prompt goes in the lane of long ones, see `Pace`. `scored`: prompt tokens with nothing more to be said of them, the
+    first at least, before which there is nothing.
     """
 
     request: SequenceRequest
@@ -51,6 +54,10 @@ class Sequence:
     awaited: bytes | None = None
     long: bool = False
     admitted: bool = False
+    scored: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scored = len(self.request.prompt) if self.request.sampling.prompt_logprobs is None else 1
 
     @property
     def key(self) -> int:
@@ -64,7 +71,35 @@ class Sequence:
     @property
     def limit(self) -> int:
         """Tokens at which it ends."""
-        return len(self.request.prompt) + self.request.max_tokens
+        return len(self.request.prompt) + max(self.request.max_tokens, 1)
+
+    @property
+    def lacks_scores(self) -> bool:
+        """Not all of its prompt that is to be scored is."""
+        return self.scored < len(self.request.prompt)
+
+    @property
+    def sharable(self) -> int:
+        """Of so many tokens it may share the blocks, the last one's apart: what is to be scored has to run."""
+        return self.scored if self.lacks_scores else self.known
+
+    @property
+    def sampling(self) -> RowSampling:
+        """What it still wants."""
+        asked = self.request.sampling
+        return asked if asked.prompt_logprobs is None or self.lacks_scores else asked._replace(prompt_logprobs=None)
+
+    def take(self, scores: Scores) -> Scores:
+        """Those of them that are new: after a preemption some come again.
+
+        Raises:
+            RuntimeError: some before them are missing.
+        """
+        if scores.first > self.scored:
+            raise RuntimeError(f"scores from position {scores.first} on, where {self.scored} is next")
+        fresh = scores.since(min(self.scored, scores.end))
+        self.scored = max(self.scored, scores.end)
+        return fresh
 
     def tokens(self) -> IntArray:
         """All known tokens."""

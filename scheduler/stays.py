@@ -29,7 +29,8 @@ class Stays:
         row = self.rows.occupy(sequence, table, reserve)
         if not sequence.admitted:
             sequence.admitted = True
-            self.prefix_queries += len(sequence.request.prompt) if self.cache.prefix_caching else 0
+            looks = self.cache.prefix_caching and not sequence.lacks_scores
+            self.prefix_queries += len(sequence.request.prompt) if looks else 0
             self.prefix_hits += table.cached
             self.started.append((sequence.key, table.cached))
         return row

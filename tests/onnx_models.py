@@ -35,3 +35,42 @@ def write_identity(file: Path, element: int, shape: Sequence[int | str | None] =
     """Y is X."""
     node = helper.make_node("Identity", ["X"], ["Y"])
     write_model(file, [node], {"X": (element, shape)}, {"Y": (element, shape)})
+
+
+def write_accumulator(file: Path, text_ids: bool = False) -> None:
+    """SUM is X and the state S; TOLD is START, READY and END, and WHO the ID."""
+    numbers, ids = onnx.TensorProto.INT32, onnx.TensorProto.STRING if text_ids else onnx.TensorProto.INT64
+    nodes = [
+        helper.make_node("Add", ["S", "X"], ["SUM"]),
+        helper.make_node("Identity", ["SUM"], ["T"]),
+        helper.make_node("Cast", ["READY"], ["ready"], to=numbers),
+        helper.make_node("Cast", ["END"], ["ends"], to=numbers),
+        helper.make_node("Concat", ["START", "ready", "ends"], ["TOLD"], axis=1),
+        helper.make_node("Identity", ["ID"], ["WHO"]),
+    ]
+    types = {"X": numbers, "START": numbers, "READY": onnx.TensorProto.FLOAT, "END": onnx.TensorProto.BOOL}
+    inputs = {name: (element, ("n", 1)) for name, element in (types | {"ID": ids, "S": numbers}).items()}
+    made = {"SUM": (numbers, ("n", 1)), "TOLD": (numbers, ("n", 3)), "WHO": (ids, ("n", 1)), "T": (numbers, ("n", 1))}
+    write_model(file, nodes, inputs, made)
+
+
+ACCUMULATOR = """
+platform: "onnxruntime_onnx"
+max_batch_size: 4
+input { name: "X" data_type: TYPE_INT32 dims: 1 }
+output [
+  { name: "SUM" data_type: TYPE_INT32 dims: 1 }, { name: "TOLD" data_type: TYPE_INT32 dims: 3 },
+  { name: "WHO" data_type: TYPE_INT64 dims: 1 }
+]
+instance_group { count: 2 kind: KIND_CPU }
+sequence_batching {
+  control_input [
+    { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } },
+    { name: "READY" control { kind: CONTROL_SEQUENCE_READY fp32_false_true: [ 0, 1 ] } },
+    { name: "END" control { kind: CONTROL_SEQUENCE_END bool_false_true: [ false, true ] } },
+    { name: "ID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_INT64 } }
+  ]
+  state { input_name: "S" output_name: "T" data_type: TYPE_INT32 dims: 1 }
+}
+"""
+"""The config of `write_accumulator`; with text ids, INT64 is STRING."""

@@ -69,6 +69,10 @@ class Tokenizer:
         except OverflowError as error:
             raise InvalidArgument("token ids must be between 0 and 2**32 - 1", field="tokens") from error
 
+    def text(self, prompt: Prompt, ids: Sequence[int]) -> str:
+        """What a prompt with these ids says: itself, or what it is decoded to."""
+        return prompt if isinstance(prompt, str) else self.decode(ids)
+
     def token_id(self, name: str) -> int | None:
         """The id of a named special token, such as `eos_token`."""
         text = self._named.get(name)

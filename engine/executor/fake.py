@@ -14,8 +14,8 @@ from random import Random
 import numpy as np
 
 from ...core.errors import CharoniaError
-from ...core.request import Logprobs
-from ...scheduler.plan import StepPlan, StepResult
+from ...core.logprobs import Logprobs, Scores
+from ...scheduler.plan import IntArray, NewSequence, RowSampling, StepPlan, StepResult
 from .base import Capacity, Progress
 
 EMPTY = -1
@@ -38,12 +38,18 @@ class Manner:
 
 @dataclass(slots=True)
 class FakeRow:
-    """What an executor keeps for a row: token ids, its block table, and how far it is computed."""
+    """What an executor keeps for a row: token ids, of which `prompt` are its prompt, what is asked of them, its block
+    table, and how far it is computed."""
 
     tokens: list[int]
     computed: int
+    prompt: int
+    sampling: RowSampling
     blocks: list[int] = field(default_factory=list)
-    logprobs: int | None = None
+
+    @classmethod
+    def of(cls, new: NewSequence) -> "FakeRow":
+        return cls(new.tokens.tolist(), new.computed, new.prompt, new.sampling)
 
 
 class FakeExecutor:
@@ -115,7 +121,7 @@ class FakeExecutor:
         for new in plan.new:
             assert new.row not in self._rows, f"row {new.row} is occupied"
             assert 0 <= new.computed < len(new.tokens), "nothing to compute for a new row"
-            self._rows[new.row] = FakeRow(new.tokens.tolist(), new.computed, logprobs=new.sampling.logprobs)
+            self._rows[new.row] = FakeRow.of(new)
         assert not len(plan.copies), "block moves are not known here"
         for row, block in plan.appended.tolist():
             assert block not in self._rows[row].blocks, f"row {row} has block {block} already"
@@ -132,10 +138,13 @@ class FakeExecutor:
         drawn = [self._sample(self._rows[row]) for row in sampled]
         counts = [len(tokens) for tokens in drawn]
         tokens = [token for tokens in drawn for token in tokens]
-        columns = [np.array(values, np.int32) for values in (sampled, offsets, counts, tokens)]
-        wanted = [self._rows[row].logprobs for row, count in zip(sampled, counts, strict=True) for _ in range(count)]
-        logprobs = [self._logprobs(token, top) for token, top in zip(tokens, wanted, strict=True)]
-        return StepResult(plan.step, columns[0], columns[1], columns[2], columns[3], logprobs if any(logprobs) else ())
+        result = StepResult(plan.step, _ints(sampled), _ints(offsets), _ints(counts), _ints(tokens))
+        logprobs = self._wanted_logprobs(sampled, counts, tokens)
+        scores = [(row, self._scores(self._rows[row], start, count)) for row, start, count, _ in ran]
+        return result._replace(
+            logprobs=logprobs if any(logprobs) else (),
+            scores=[(row, found) for row, found in scores if found is not None],
+        )
 
     def _compute(self, row: FakeRow, start: int, count: int) -> None:
         """Compute up to `count` tokens: a plan made ahead may count on tokens that an earlier step did not bring."""
@@ -167,6 +176,22 @@ class FakeExecutor:
         row.tokens.extend(tokens)
         return tokens
 
+    def _wanted_logprobs(self, rows: list[int], counts: list[int], tokens: list[int]) -> list[Logprobs | None]:
+        owners = (self._rows[row] for row, count in zip(rows, counts, strict=True) for _ in range(count))
+        return [self._logprobs(token, row.sampling.logprobs) for token, row in zip(tokens, owners, strict=True)]
+
+    def _scores(self, row: FakeRow, start: int, count: int) -> Scores | None:
+        """Of the tokens of its prompt that come after those: the likeliest has rank 1 and logprob -1, and so on."""
+        most, ends = row.sampling.prompt_logprobs, range(start + 1, min(start + count + 1, row.prompt))
+        if most is None or not ends:
+            return None
+        befores = [row.tokens[end - 1] for end in ends]
+        pairs = zip(befores, row.tokens[start + 1 :], strict=False)
+        ranks = np.array([(token - before - 1) % self._capacity.vocab_size + 1 for before, token in pairs], np.int32)
+        ids = np.array([list(self._successors(before, most)) for before in befores], np.int32)
+        values = np.tile(-np.arange(1, most + 1, dtype=np.float32), (len(ends), 1))
+        return Scores.of(start + 1, -ranks.astype(np.float32), ranks, ids, values)
+
     def _logprobs(self, token: int, top: int | None) -> Logprobs | None:
         """The chosen token is the likeliest, its successors follow: -1, -2, ..."""
         if top is None:
@@ -177,3 +202,7 @@ class FakeExecutor:
         for _ in range(count):
             token = (token + 1) % self._capacity.vocab_size
             yield token
+
+
+def _ints(values: list[int]) -> IntArray:
+    return np.array(values, np.int32)

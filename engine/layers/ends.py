@@ -4,7 +4,7 @@ What travels is the residual stream with everything added to it, [N, hidden] in 
 the very numbers that one rank would have.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import torch
@@ -22,9 +22,10 @@ EMBEDDING = "model.embed_tokens.weight"
 Inlet: TypeAlias = Callable[[Tensor], Tensor]
 """Token ids [N] -> hidden states [N, hidden], in memory of their own."""
 
-Outlet: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor | None]
-"""Hidden states and what is still to be added to them, both [N, hidden] and not needed any more, and packed places [S],
-each of them once and in order -> the logits [S, vocabulary] there; None from a stage that is not the last."""
+Outlet: TypeAlias = Callable[[Tensor, Tensor, Sequence[Tensor]], Iterator[Tensor] | None]
+"""Hidden states and what is still to be added to them, both [N, hidden] and not needed any more, and selections of
+packed places, each [S] in order, no place twice in all of them -> the logits [S, vocabulary] of each when it is asked
+for; None from a stage that is not the last."""
 
 
 def inlet(spec: ModelSpec, load: Loader, scale: float | None = None) -> Inlet:
@@ -66,7 +67,7 @@ class _Sent:
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
 
-    def __call__(self, x: Tensor, delta: Tensor, chosen: Tensor) -> None:
+    def __call__(self, x: Tensor, delta: Tensor, chosen: Sequence[Tensor]) -> None:
         self._pipe.send(x + delta)  # in memory of its own: the layers' is written to again while this is on its way
 
 
@@ -79,8 +80,11 @@ class _Logits:
         self._head = Head(load, name, spec.vocab_size, spec.hidden_size)
         self._cap = spec.logit_cap
 
-    def __call__(self, x: Tensor, delta: Tensor, chosen: Tensor) -> Tensor:
-        if len(chosen) < len(x):
-            x, delta = x[chosen], delta[chosen]
+    def __call__(self, x: Tensor, delta: Tensor, chosen: Sequence[Tensor]) -> Iterator[Tensor]:
+        return (self._logits(x, delta, places) for places in chosen)
+
+    def _logits(self, x: Tensor, delta: Tensor, places: Tensor) -> Tensor:
+        if len(places) < len(x):
+            x, delta = x[places], delta[places]
         logits = self._head(self._norm.after(x, delta))
         return logits if self._cap is None else (logits / self._cap).tanh_().mul_(self._cap)

@@ -1,6 +1,6 @@
 """What the executor needs of an architecture."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
@@ -10,16 +10,21 @@ from ..place import Place
 from ..spec import ModelSpec, Shape
 from ..weights import Loader
 
+Logits: TypeAlias = Iterator[Tensor]
+"""Logits [S, vocabulary] of one selection of places after the other, each computed when it is asked for, and good until
+the next one is."""
+
 
 class Decoder(Protocol):
     """A causal language model over packed sequences, or a rank's share of it."""
 
-    def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, chosen: Tensor) -> Tensor | None:
+    def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, chosen: Sequence[Tensor]) -> Logits | None:
         """Compute ids and positions [N]; keys and values go through `attend`, which counts this rank's layers from 0.
 
-        Returns the logits [S, vocabulary] of the packed places `chosen` [S], maybe none, in the model's dtype or in
-        float32, the same on every rank of the last stage. The other stages hand on what they computed, return None,
-        and all but the first ignore `tokens`.
+        Returns the logits of each selection of packed places [S] in `chosen`, which are in order and no place is twice,
+        in the model's dtype or in float32, the same on every rank of the last stage. All its ranks must ask for equally
+        many, before the next step. The other stages hand on what they computed, return None, and all but the first
+        ignore `tokens`.
         """
 
 

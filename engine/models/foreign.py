@@ -5,17 +5,19 @@ it. Imports transformers, so only for such checkpoints.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..attention.base import Attend
 from ..checkpoint import Checkpoint
 from ..place import Place
 from ..spec import DTYPES, LAYER_TYPES, CheckpointError, Shape
-from .base import Built
+from .base import Built, Logits
 from .foreign_attention import NAME, Call, register
 from .foreign_trial import Heard, listen, try_out
 
@@ -26,12 +28,13 @@ _LONGEST = {"dynamic", "longrope"}
 
 
 class Foreign:
-    """A transformers model as a Decoder: packed tokens are its one sequence, told apart by our attention alone."""
+    """A transformers model as a Decoder: packed tokens are its one sequence, told apart by our attention alone. Its own
+    head computes all logits of a step at once."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
 
-    def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, chosen: Tensor) -> Tensor:
+    def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, chosen: Sequence[Tensor]) -> Logits:
         def listen(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(call.module.layer_idx, q, k, v)
 
@@ -39,11 +42,11 @@ class Foreign:
             input_ids=tokens.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
             use_cache=False,
-            logits_to_keep=chosen,
+            logits_to_keep=torch.cat([positions[:0], *chosen]),
             attend=listen,
         )
         logits: Tensor = out.logits[0]
-        return logits
+        return iter(torch.split(logits, [len(places) for places in chosen]) if chosen else ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 and without a window. Gemma 2 caps scores and logits; Gemma 3 normalises heads, and near layers turn faster."""
 
 import math
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from ..layers.rotary import Angles, rotary
 from ..layers.stack import Stack
 from ..spec import ModelSpec
 from ..weights import Loader
+from .base import Logits
 from .llama import mlp
 
 
@@ -29,7 +31,7 @@ class Gemma:
         self._rotary = [rotary(rope, spec.head_dim, load.place.positions, load.dtype, load.device) for rope in kinds]
         self._outlet = outlet(spec, load, offset_rms_norm)
 
-    def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, chosen: Tensor) -> Tensor | None:
+    def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, chosen: Sequence[Tensor]) -> Logits | None:
         angles = [turning(positions) for turning in self._rotary]
         x, delta = self._layers(self._inlet(tokens), angles, attend)
         return self._outlet(x, delta, chosen)

@@ -1,6 +1,6 @@
 """Llama 1 to 3.x (arXiv 2302.13971, 2407.21783), and the shape of its kin: pre-norm, RoPE, grouped queries, SwiGLU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from ..layers.rotary import Angles, rotary
 from ..layers.stack import Stack
 from ..spec import ModelSpec
 from ..weights import Loader
+from .base import Logits
 
 FeedForward: TypeAlias = Callable[[Tensor], Tensor]
 """x [N, hidden] -> [N, hidden]."""
@@ -45,7 +46,7 @@ class Llama:
         self._layers = Stack([Layer(spec, load, index, kin) for index in load.layers(spec.layers)])
         self._outlet = outlet(spec, load, rms_norm)
 
-    def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, chosen: Tensor) -> Tensor | None:
+    def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, chosen: Sequence[Tensor]) -> Logits | None:
         x, delta = self._layers(self._inlet(tokens), [self._rotary(positions)], attend)
         return self._outlet(x, delta, chosen)
 

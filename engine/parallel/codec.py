@@ -7,14 +7,14 @@ What cannot goes as narrow columns. Sequences that are new go whole.
 
 from collections.abc import Sequence
 from struct import Struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ...scheduler.plan import IntArray, NewSequence, RowSampling, StepPlan, StepResult
-from .columns import Bytes, Columns, pack, pack_bytes
+from .columns import Bytes, Columns, pack, pack_bytes, pack_pairs
 
 _PLAN = Struct("<iH")  # step, what is told of it
 _NEW, _ROWS, _STARTS, _COUNTS, _SAMPLES, _APPENDED, _COPIES, _CLOSED, _LANDED, _LANDED_HERE = (
@@ -70,18 +70,20 @@ class _Known:
         self.rows = self.following = self.ones = _NONE
         self.all_true: NDArray[np.bool_] = np.ones(0, np.bool_)
         self._ends: IntArray = np.zeros(256, np.int32)
+        self._places = np.zeros(0, np.intp)  # rows, as numpy finds them faster
 
     def enter(self, new: Sequence[NewSequence]) -> None:
         """They are in these rows now."""
         entered = np.array([sequence.row for sequence in new], np.int32)
         self.ends(entered)
         self._ends[entered] = [sequence.computed for sequence in new]
-        self.following = self._ends[self.rows]
+        self.following = self._ends[self._places]
 
     def turn_to(self, rows: IntArray) -> None:
         """Others run than in the step before."""
-        self.following = self.ends(rows)
-        self.rows = rows
+        places = rows.astype(np.intp)
+        self.following = self.ends(places)
+        self.rows, self._places = rows, places
         if len(rows) != len(self.ones):
             self.ones, self.all_true = np.ones(len(rows), np.int32), np.ones(len(rows), np.bool_)
 
@@ -89,9 +91,9 @@ class _Known:
         """The rows compute so much from there on."""
         self.following = starts + counts
 
-    def ends(self, rows: IntArray) -> IntArray:
+    def ends(self, rows: NDArray[np.integer[Any]]) -> IntArray:
         """Where each of any rows stopped."""
-        self._ends[self.rows] = self.following
+        self._ends[self._places] = self.following
         try:
             return self._ends[rows]
         except IndexError:
@@ -110,9 +112,9 @@ class _Told:
         self.told |= what
         self._parts += map(pack, columns)
 
-    def tell_bytes(self, what: int, content: bytes) -> None:
+    def tell_packed(self, what: int, packed: bytes) -> None:
         self.told |= what
-        self._parts.append(pack_bytes(content))
+        self._parts.append(packed)
 
     def message(self, step: int) -> bytes:
         return b"".join((_PLAN.pack(step, self.told), *self._parts))
@@ -129,7 +131,7 @@ class Writer:
         plan, landed = bulletin
         told = _Told()
         if plan.new:
-            told.tell_bytes(_NEW, self._encode([_entry(sequence) for sequence in plan.new]))
+            told.tell_packed(_NEW, pack_bytes(self._encode([_entry(sequence) for sequence in plan.new])))
             self._known.enter(plan.new)
         self._tell_running(told, plan)
         _tell_rare(told, plan)
@@ -162,9 +164,9 @@ class Writer:
 
 def _tell_rare(told: _Told, plan: StepPlan) -> None:
     if len(plan.appended):
-        told.tell(_APPENDED, plan.appended[:, 0], plan.appended[:, 1])
+        told.tell_packed(_APPENDED, pack_pairs(plan.appended))
     if len(plan.copies):
-        told.tell(_COPIES, plan.copies[:, 0], plan.copies[:, 1])
+        told.tell_packed(_COPIES, pack_pairs(plan.copies))
     if len(plan.closed):
         told.tell(_CLOSED, plan.closed)
 
@@ -198,8 +200,8 @@ class Reader:
             starts = starts + columns.next()
         counts = columns.next() if told & _COUNTS else known.ones
         samples = columns.next() != 0 if told & _SAMPLES else known.all_true
-        appended = _pairs(columns) if told & _APPENDED else _NO_PAIRS
-        copies = _pairs(columns) if told & _COPIES else _NO_PAIRS
+        appended = columns.pairs() if told & _APPENDED else _NO_PAIRS
+        copies = columns.pairs() if told & _COPIES else _NO_PAIRS
         closed = columns.next() if told & _CLOSED else _NONE
         plan = StepPlan(step, rows, starts, counts, samples, appended, new, closed, copies)
         landed = self._landed(told, plan, columns)
@@ -218,13 +220,6 @@ class Reader:
             rows, beyond, tokens = columns.next(), columns.next(), columns.next()
             return Landed(rows, self._known.ends(rows) + beyond, tokens)
         return None
-
-
-def _pairs(columns: Columns) -> IntArray:
-    firsts, seconds = columns.next(), columns.next()
-    pairs: IntArray = np.empty((len(firsts), 2), np.int32)
-    pairs[:, 0], pairs[:, 1] = firsts, seconds
-    return pairs
 
 
 def _sequence(entry: _New) -> NewSequence:

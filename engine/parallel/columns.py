@@ -20,11 +20,22 @@ _ZERO = b"\0"
 
 def pack(column: IntArray) -> bytes:
     """A column [n], int32: little-endian, as every machine that we compute on."""
-    wide = column.tobytes()
-    planes = [wide[0::4], wide[1::4], wide[2::4], wide[3::4]]
+    return _packed(column.tobytes(), 0, 4)
+
+
+def pack_pairs(pairs: IntArray) -> bytes:
+    """Two columns side by side, [n, 2], int32."""
+    wide = pairs.tobytes()
+    return _packed(wide, 0, 8) + _packed(wide, 4, 8)
+
+
+def _packed(wide: bytes, place: int, stride: int) -> bytes:
+    """The column whose values are at `place` of every `stride` bytes."""
+    planes = [wide[place::stride], wide[place + 1 :: stride], wide[place + 2 :: stride], wide[place + 3 :: stride]]
+    count = len(planes[0])
     while planes and not planes[-1].strip(_ZERO):
         planes.pop()
-    return _HEAD.pack(len(planes), len(column)) + b"".join(planes)
+    return _HEAD.pack(len(planes), count) + b"".join(planes)
 
 
 def pack_bytes(content: bytes) -> bytes:
@@ -40,18 +51,34 @@ class Columns:
 
     def next(self) -> IntArray:
         """[n], int32"""
-        planes, count = _HEAD.unpack_from(self._message, self.place)
-        self.place += _HEAD.size
+        planes, count = self._head()
         wide = bytearray(4 * count)
         for plane in range(planes):
             wide[plane::4] = self._take(count)
         return np.frombuffer(wide, np.int32)
+
+    def pairs(self) -> IntArray:
+        """[n, 2], int32"""
+        planes, count = self._head()
+        wide = bytearray(8 * count)
+        for plane in range(planes):
+            wide[plane::8] = self._take(count)
+        planes, count = self._head()
+        for plane in range(4, 4 + planes):
+            wide[plane::8] = self._take(count)
+        return np.frombuffer(wide, np.int32).reshape(-1, 2)
 
     def bytes(self) -> memoryview:
         """What `pack_bytes` packed."""
         (size,) = _SIZE.unpack_from(self._message, self.place)
         self.place += _SIZE.size
         return self._take(size)
+
+    def _head(self) -> tuple[int, int]:
+        """Planes of the next column, and its values."""
+        planes, count = _HEAD.unpack_from(self._message, self.place)
+        self.place += _HEAD.size
+        return planes, count
 
     def _take(self, size: int) -> memoryview:
         begin, self.place = self.place, self.place + size

@@ -5,7 +5,7 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
-from ...core.request import Logprobs
+from ...core.logprobs import Logprobs, Scores
 from ...scheduler.plan import IntArray, StepResult
 from ..executor.base import Capacity
 
@@ -80,15 +80,17 @@ class Result(msgspec.Struct, array_like=True, tag="result", frozen=True):
     counts: bytes
     tokens: bytes
     logprobs: list[Logprobs | None] = []
+    scores: list[tuple[int, Scores]] = []
 
     @classmethod
     def of(cls, result: StepResult) -> "Result":
-        step, rows, offsets, counts, tokens, logprobs = result
-        return cls(step, rows.tobytes(), offsets.tobytes(), counts.tobytes(), tokens.tobytes(), list(logprobs))
+        step, *columns, logprobs, scores = result
+        rows, offsets, counts, tokens = (column.tobytes() for column in columns)
+        return cls(step, rows, offsets, counts, tokens, list(logprobs), list(scores))
 
     def read(self) -> StepResult:
         rows, offsets, counts = map(_column, (self.rows, self.offsets, self.counts))
-        return StepResult(self.step, rows, offsets, counts, _column(self.tokens), self.logprobs)
+        return StepResult(self.step, rows, offsets, counts, _column(self.tokens), self.logprobs, self.scores)
 
 
 def _column(written: bytes) -> IntArray:

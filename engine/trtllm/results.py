@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...core.errors import CharoniaError, Internal, Unavailable
-from ...core.request import FinishReason, Logprobs
+from ...core.logprobs import Logprobs
+from ...core.request import FinishReason
 from ..messages import Add
 
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "timeout": FinishReason.TIMEOUT}

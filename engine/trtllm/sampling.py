@@ -86,7 +86,7 @@ class Sampler:
 
 def _ends(add: Add, shaping: Shaping) -> dict[str, Any]:
     """Theirs holds back one end token until `min_tokens`; what stops beside it, whoever reads the tokens must see."""
-    given: dict[str, Any] = {"max_tokens": add.max_tokens, "include_stop_str_in_output": True}
+    given: dict[str, Any] = {"max_tokens": max(add.max_tokens, 1), "include_stop_str_in_output": True}
     if shaping.min_tokens:
         return given | {"min_tokens": shaping.min_tokens, "end_id": add.stop_token_ids[0]}
     return given | {"ignore_eos": True, "stop_token_ids": list(add.stop_token_ids) or None}

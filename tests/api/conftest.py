@@ -16,6 +16,7 @@ from charonia.core.commons import Commons
 from charonia.core.errors import NotFound
 from charonia.core.exchange import Exchange, Headers, serving
 from charonia.core.gateway import NO_FILES, IndexEntry, State
+from charonia.core.logprobs import PromptToken, TokenLogprob
 from charonia.core.model import ModelConfig
 from charonia.core.request import (
     FinishReason,
@@ -24,7 +25,6 @@ from charonia.core.request import (
     InferRequest,
     InferResponse,
     TokenizeRequest,
-    TokenLogprob,
     Usage,
 )
 from charonia.core.statistics import ModelStatistics
@@ -81,7 +81,8 @@ UNLISTED = (
 class FakeGateway:
     """Answers with `texts` (the last of them `final`), then raises `error`, then waits if `hang`.
 
-    Remembers what it was asked. `responses`: what `infer` answers instead of texts.
+    Remembers what it was asked. `responses`: what `infer` answers instead of texts. `chosen`: the logprob of a choice's
+    tokens, -1 of those that are not in it.
     """
 
     texts: tuple[str, ...] = ("one", " two")
@@ -98,6 +99,7 @@ class FakeGateway:
     commons: Commons = field(default_factory=Commons)
     responses: tuple[InferResponse, ...] | None = None
     counted: list[ModelStatistics] = field(default_factory=list)
+    chosen: dict[int, float] = field(default_factory=dict)
     indexed: list[IndexEntry] = field(default_factory=list)
     loads: list[tuple[object, ...]] = field(default_factory=list)
 
@@ -164,11 +166,12 @@ class FakeGateway:
                 count += 1
                 reason = FinishReason.STOP if count == len(self.texts) and not self.error else None
                 yield GenerateChunk(
-                    text=text,
+                    text=f"hi{text}" if request.echo and count == 1 else text,
                     token_ids=(count,),
                     usage=Usage(5, count, 2),
                     finish_reason=reason,
-                    logprobs=_logprobs(count, text, request.sampling.logprobs),
+                    logprobs=_logprobs(count, text, request.sampling.logprobs, self.chosen.get(request.choice, -1.0)),
+                    prompt=_prompt(request.sampling.prompt_logprobs) if count == 1 else (),
                 )
 
     async def tokenize(self, name: str, request: TokenizeRequest) -> list[int]:
@@ -192,13 +195,21 @@ class FakeGateway:
             self.open_streams -= 1
 
 
-def _logprobs(token: int, text: str, top: int | None) -> tuple[TokenLogprob, ...]:
+def _logprobs(token: int, text: str, top: int | None, chosen: float = -1.0) -> tuple[TokenLogprob, ...]:
     """The chosen token is the second likeliest."""
     if top is None:
         return ()
-    own = TokenLogprob(token, text, text.encode(), -1.0)
+    own = TokenLogprob(token, text, text.encode(), chosen)
     likelier = TokenLogprob(0, "?", b"?", -0.5)
-    return (TokenLogprob(token, text, text.encode(), -1.0, (likelier, own)[:top]),)
+    return (TokenLogprob(token, text, text.encode(), chosen, (likelier, own)[:top]),)
+
+
+def _prompt(top: int | None) -> tuple[PromptToken, ...]:
+    """The prompt is always hi."""
+    if top is None:
+        return ()
+    [second] = _logprobs(8, "i", top)
+    return PromptToken(7, "h"), PromptToken(8, "i", second, 2)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from charonia.core.errors import Internal, InvalidArgument, QueueFull, Unavailab
 
 EXTENSIONS = [
     "classification",
+    "sequence",
     "model_repository",
     "model_repository(unload_dependents)",
     "schedule_policy",

@@ -1,6 +1,7 @@
 """A real step taken apart."""
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -11,22 +12,11 @@ from charonia.core.errors import InvalidArgument
 from charonia.engine.kernels import library
 from charonia.engine.layers.stack import Stack
 
-TINY = {
-    "model_type": "qwen2",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "vocab_size": 64,
-    "dtype": "float32",
-}
-
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny(making: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("gap")
-    write_random(directory, TINY)
+    write_random(directory, making.CONFIGS["qwen2"])
     return directory
 
 

@@ -11,7 +11,7 @@ from charonia.bench.checkpoint import write_random
 from charonia.bench.contender import Contender, Entry, entries
 from charonia.bench.gauge import Gauge
 from charonia.bench.limits import Job, Machine
-from charonia.bench.offline import better, identity, prompts
+from charonia.bench.offline import agreement, better, identity, prompts
 from charonia.bench.offline_report import Comparison, Turn, show, write_json
 from charonia.bench.peer_runner import Setup
 from charonia.core.errors import InvalidArgument, Unavailable
@@ -46,7 +46,8 @@ def test_a_contender_continues_every_prompt(checkpoint: Path) -> None:
     with Contender(Entry("charonia", "fp32", PYTHON), setup(checkpoint)) as contender:
         for count in (1, 3):
             spent = contender.generate(asked[:count], 4)
-            assert (spent.tokens, spent.seconds > 0) == (count * 4, True)
+            assert [len(made) for made in spent.tokens] == [4] * count
+            assert spent.speed == count * 4 / spent.seconds > 0
         assert contender.about.startswith("charonia ")
 
 
@@ -64,7 +65,7 @@ def test_ours_comes_first_in_each_precision_and_peers_where_they_can() -> None:
         "charonia int8",
         "openvino int8",
     ]
-    with pytest.raises(InvalidArgument, match="peer 'tgi' is unknown: transformers, openvino are not"):
+    with pytest.raises(InvalidArgument, match="peer 'tgi' is unknown: transformers, openvino, llamacpp, vllm are not"):
         entries(("bf16",), ["tgi"])
     with pytest.raises(InvalidArgument, match="there is no interpreter /nowhere"):
         entries(("bf16",), ["openvino=/nowhere"])
@@ -81,6 +82,12 @@ def test_the_better_of_two_measurements_takes_each_number_by_itself() -> None:
     assert better(Machine(1.0, 4.0), Machine(2.0, 3.0)) == Machine(2.0, 4.0)
 
 
+def test_a_prompt_agrees_where_its_first_new_token_does() -> None:
+    ours = [[1, 2], [3, 4], [5, 6], [7, 8]]
+    assert agreement(ours, ours) == 1.0
+    assert agreement([[1, 9], [3, 4], [0, 6], [7, 9]], ours) == 0.75
+
+
 def test_exports_are_kept_for_one_state_of_one_checkpoint(tmp_path: Path) -> None:
     one, other = tmp_path / "a" / "1", tmp_path / "b" / "1"
     for folder in (one, other):
@@ -92,14 +99,15 @@ def test_exports_are_kept_for_one_state_of_one_checkpoint(tmp_path: Path) -> Non
     assert identity(one) != before
 
 
-def turn(name: str, speed: float, limit: float) -> Turn:
-    return Turn(name=name, precision="bf16", job=Job(1, 8, 4), speed=speed, machine=Machine(1e9, 1e12), limit=limit)
+def turn(name: str, speed: float, limit: float, agreement: float = 1.0) -> Turn:
+    job, machine = Job(1, 8, 4), Machine(1e9, 1e12)
+    return Turn(name=name, precision="bf16", job=job, speed=speed, machine=machine, limit=limit, agreement=agreement)
 
 
 @pytest.fixture
 def comparison() -> Comparison:
     ours = [turn("charonia", speed, limit) for speed, limit in ((8.0, 10.0), (9.0, 18.0), (30.0, 40.0))]
-    theirs = [turn("openvino", speed, 20.0) for speed in (4.0, 6.0, 5.0)]
+    theirs = [turn("openvino", speed, 20.0, agreement) for speed, agreement in ((4.0, 0.5), (6.0, 1.0), (5.0, 0.75))]
     turns = [each for pair in zip(ours, theirs, strict=True) for each in pair]
     return Comparison(
         checkpoint="c", threads=2, about={"charonia bf16": "charonia 1"}, ways={"bf16": "mm"}, turns=turns
@@ -119,7 +127,8 @@ def test_the_report_tells_limit_speeds_shares_and_ratios(
 ) -> None:
     show(Console(width=120), comparison)
     said = capsys.readouterr().out
-    for text in ("the machine's limit, bf16", "9.0  75%", "5.0  25%", "charonia / openvino, bf16", "1.80", "1.0 GB/s"):
+    told = ("the machine's limit, bf16", "9.0  75%", "5.0  25%", "charonia / openvino, bf16", "1.80", "1.0 GB/s")
+    for text in (*told, "openvino bf16 begins as we do in 75%"):
         assert text in said
     write_json(tmp_path / "seen.json", comparison)
     content = json.loads((tmp_path / "seen.json").read_bytes())

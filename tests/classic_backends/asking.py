@@ -10,10 +10,14 @@ from charonia.classic_backends.model import ClassicModel
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest, InferResponse
 
+HERE = Path()
+
 
 @asynccontextmanager
-async def serving(loader: Any, settings: ModelConfig, **fields: Any) -> AsyncIterator[ClassicModel]:
-    model = ClassicModel(settings, loader, Path("."), **fields)
+async def serving(
+    loader: Any, settings: ModelConfig, directory: Path = HERE, **fields: Any
+) -> AsyncIterator[ClassicModel]:
+    model = ClassicModel(settings, loader, directory, **fields)
     await model.load()
     try:
         yield model
@@ -24,6 +28,12 @@ async def serving(loader: Any, settings: ModelConfig, **fields: Any) -> AsyncIte
 async def answers(model: ClassicModel, request: InferRequest) -> list[InferResponse]:
     async with aclosing(model.infer(request)) as responses:
         return [response async for response in responses]
+
+
+def waiting(model: ClassicModel) -> int:
+    """Requests that no instance has yet."""
+    [count] = [r.value for r in model.readings() if r.family == "nv_inference_pending_request_count"]
+    return int(count)  # type: ignore[arg-type]
 
 
 async def until(holds: Callable[[], bool]) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from charonia.classic_backends.batcher import Batcher
 from charonia.classic_backends.batching import Batching
 from charonia.classic_backends.dispatch import Dispatcher, Request
 from charonia.classic_backends.execution import Form
@@ -42,7 +43,7 @@ class Told(list[Any]):
 
 def dispatching(count: int, **rules: Any) -> tuple[Dispatcher, list[Worker], Told]:
     form = Form(Signature(ModelConfig("m", "1", "test")))
-    dispatcher = Dispatcher(Batching(**rules), form, Clerk(), decoupled=False)  # type: ignore[arg-type]
+    dispatcher = Dispatcher(Batcher(Batching(**rules)), form, Clerk(), decoupled=False)  # type: ignore[arg-type]
     told = Told()
     dispatcher._tell = told  # type: ignore[method-assign]
     workers = [Worker() for _ in range(count)]
@@ -103,7 +104,7 @@ async def test_a_batch_that_waits_wakes_nobody_and_is_looked_at_again() -> None:
     dispatcher, (worker,), told = dispatching(1, combine=True, max_size=8, max_delay=10**12)
     dispatcher.submit(request())
     assert worker.woken == 0
-    assert dispatcher._timer is not None
+    assert dispatcher._alarm.due is not None
     for _ in range(7):
         dispatcher.submit(request())
     assert worker.woken == 1

@@ -18,11 +18,11 @@ from charonia.classic_backends.runtime import Arrays, Document, Place, Traits
 from charonia.core.errors import CharoniaError, Code, InvalidArgument
 from charonia.core.exchange import Computed, Exchange
 from charonia.core.exchange import serving as exchanging
-from charonia.core.model import ModelConfig
+from charonia.core.model import ModelConfig, Samples
 from charonia.core.request import InferRequest
 from charonia.core.tensor import Tensor, TensorSpec
 
-from .asking import answers, serving, until
+from .asking import answers, serving, until, waiting
 
 DELAY = 10_000_000
 """Microseconds that no test waits for."""
@@ -91,11 +91,6 @@ async def answer(model: ClassicModel, *numbers: int, **fields: Any) -> list[int]
 async def begun(runtime: Gated) -> None:
     assert await asyncio.to_thread(runtime.entered.wait, 30)
     runtime.entered.clear()
-
-
-def waiting(model: ClassicModel) -> int:
-    [count] = [r.value for r in model.readings() if r.family == "nv_inference_pending_request_count"]
-    return int(count)  # type: ignore[arg-type]
 
 
 async def held_up(model: ClassicModel, runtime: Gated, *requests: InferRequest) -> list["asyncio.Task[Any]"]:
@@ -408,11 +403,13 @@ async def test_a_load_that_fails_leaves_nothing() -> None:
 
 async def test_every_instance_is_warmed_up_and_warm_up_that_fails_fails_the_load() -> None:
     runtime = Gated()
-    async with serving(runtime, config(document={"instance_group": [{"count": 2}]}), warm_up=[ask(7)]) as model:
+    async with serving(
+        runtime, config(document={"instance_group": [{"count": 2}]}), samples=Samples([ask(7)])
+    ) as model:
         assert runtime.batches == [[7], [7]]
         assert model.statistics().execution_count == 0
     with pytest.raises(InvalidArgument, match=r"failed to run warmup sample on 'gated_0_0': .*negative"):
-        async with serving(runtime, config(), warm_up=[ask(-1)]):
+        async with serving(runtime, config(), samples=Samples([ask(-1)])):
             pass
     assert runtime.closed == 3
 

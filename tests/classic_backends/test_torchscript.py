@@ -15,6 +15,11 @@ from charonia.classic_backends.torch_names import argument_places, result_places
 from charonia.classic_backends.torchscript import PYTORCH, Modes, read_modes
 from charonia.core.errors import Internal, InvalidArgument, NotFound, Unsupported
 from charonia.core.model import ModelConfig
+from charonia.core.request import InferRequest
+from charonia.core.tensor import Tensor
+
+from .asking import answers, serving
+from .sequence_subjects import control
 
 Describe = Callable[[Mapping[str, Any]], ModelConfig]
 
@@ -37,6 +42,19 @@ class Same(torch.nn.Module):
 class Wrong(torch.nn.Module):
     def forward(self, value: torch.Tensor) -> int:
         return int(value.sum().item())
+
+
+class Rows(torch.nn.Module):
+    """Adds up for itself what comes in each row of its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sums", torch.zeros(4, 1))
+
+    def forward(self, value: torch.Tensor, start: torch.Tensor, ready: torch.Tensor) -> torch.Tensor:
+        before = self.sums[: value.shape[0]]
+        self.sums[: value.shape[0]] = torch.where(ready, before * (1 - start) + value, before)
+        return self.sums[: value.shape[0]].clone()
 
 
 def script(module: torch.nn.Module, file: Path) -> None:
@@ -121,6 +139,31 @@ def test_datatypes_go_through(version: Path, described: Describe, value: Any) ->
     script(Same(), version / "model.pt")
     made = run(load(version, described(document(["value"], ["same"]))), ["same"], value=value)["same"]
     assert (made.dtype, made.tolist()) == (value.dtype, value.tolist())
+
+
+async def test_a_model_may_keep_the_state_of_its_sequences_itself(version: Path, described: Describe) -> None:
+    script(Rows(), version / "model.pt")
+    controls = [
+        control("START__1", "START", int32_false_true=[0, 1]),
+        control("READY__2", "READY", bool_false_true=[False, True]),
+    ]
+    tensors = {"data_type": "TYPE_FP32", "dims": [1]}
+    settings = described(
+        {
+            "max_batch_size": 4,
+            "input": [tensors | {"name": "INPUT__0"}],
+            "output": [tensors | {"name": "SUM__0"}],
+            "sequence_batching": {"control_input": controls},
+        }
+    )
+    async with serving(PYTORCH, settings, directory=version) as model:
+        sums = []
+        for name, value, flag in (("a", 1, "start"), ("b", 10, "start"), ("a", 2, ""), ("b", 20, ""), ("a", 4, "end")):
+            given = Tensor.of("INPUT__0", "FP32", [[value]])
+            parameters = {"sequence_id": name} | ({f"sequence_{flag}": True} if flag else {})
+            [response] = await answers(model, InferRequest(inputs={"INPUT__0": given}, parameters=parameters))
+            sums.append(response.outputs[0].scalar)
+    assert sums == [1, 10, 3, 30, 7]
 
 
 def test_bfloat16_goes_through_as_its_bits(version: Path, described: Describe) -> None:

@@ -5,7 +5,15 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from charonia.core.errors import CharoniaError, InvalidArgument, QueueFull, RequestTimeout, Unauthenticated, Unavailable
+from charonia.core.errors import (
+    Cancelled,
+    CharoniaError,
+    InvalidArgument,
+    QueueFull,
+    RequestTimeout,
+    Unauthenticated,
+    Unavailable,
+)
 from charonia.core.exchange import Exchange, current, end_of, serving
 from charonia.core.metrics import End, Outcome
 from charonia.core.request import FinishReason, SamplingParams
@@ -48,6 +56,7 @@ def ended(*parts: Done) -> End:
         (Unavailable("not yet"), False, End(REJECTED, "unavailable")),
         (Unavailable("no longer"), True, End(Outcome.ERROR, "unavailable")),
         (RequestTimeout(), True, End(Outcome.TIMEOUT)),
+        (Cancelled("not by you"), True, End(Outcome.CANCELLED)),
         (CharoniaError("what"), True, End(Outcome.ERROR, "unknown")),
         (ZeroDivisionError(), False, End(Outcome.ERROR, "internal")),
     ],

@@ -4,13 +4,13 @@ import msgspec
 import pytest
 
 from charonia.core.errors import Code, InvalidArgument
-from charonia.core.request import SamplingParams
+from charonia.core.request import GenerateRequest, SamplingParams
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("max_tokens", 0),
+        ("max_tokens", -1),
         ("max_tokens", -5),
         ("temperature", -0.1),
         ("temperature", float("nan")),
@@ -31,6 +31,7 @@ from charonia.core.request import SamplingParams
         ("min_tokens", -1),
         ("min_tokens", 17),
         ("logprobs", 21),
+        ("prompt_logprobs", 21),
         ("stop", ("",)),
         ("stop", ("x" * 257,)),
         ("bad_words", ("x",) * 65),
@@ -48,6 +49,14 @@ def test_the_edges_are_allowed() -> None:
     SamplingParams(max_tokens=1, temperature=0, top_k=-1, top_p=1, seed=2**64 - 1, stop_token_ids=(0,))
     SamplingParams(min_p=1, presence_penalty=-2, frequency_penalty=2, logit_bias={0: -100}, logprobs=0)
     SamplingParams(max_tokens=None, min_tokens=10**6, stop=("x" * 256,), bad_words=("y",) * 64)
+
+
+def test_no_new_tokens_are_for_those_who_want_the_prompt() -> None:
+    for wanted in ({"echo": True}, {"sampling": SamplingParams(max_tokens=0, prompt_logprobs=0)}):
+        GenerateRequest(**{"id": "", "prompt": "x", "sampling": SamplingParams(max_tokens=0)} | wanted)
+    with pytest.raises(InvalidArgument, match="max_tokens must be at least 1") as caught:
+        GenerateRequest(id="", prompt="x", sampling=SamplingParams(max_tokens=0))
+    assert caught.value.field == "max_tokens"
 
 
 def test_an_unknown_field_is_not_ignored() -> None:

@@ -16,7 +16,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from charonia.__main__ import app
-from charonia.api import openai_requests, tokenization
+from charonia.api import openai_bodies, openai_fields, openai_messages, tokenization
 from charonia.api.app import build_app
 from charonia.api.metadata import ServerInfo
 from charonia.api.options import Boolean
@@ -41,6 +41,8 @@ PAGES = (
 OTHERS = ("README.md", "CONTRIBUTING.md", "examples/README.md")
 MANNERS = ("streaming", "exclude_input_from_output")
 """Other names of what does not choose tokens."""
+LOGPROBS = ("logprobs", "prompt_logprobs")
+"""v2 asks for them otherwise, or not at all."""
 
 
 def test_every_page_is_in_the_index(root: Path, page: Any) -> None:
@@ -228,13 +230,13 @@ def plain(path: str) -> str:
 @pytest.mark.parametrize(
     ("heading", "names"),
     [
-        ("What chooses tokens", {*SamplingParams.__struct_fields__, *settings._ALIASES} - {"logprobs", *MANNERS}),
+        ("What chooses tokens", {*SamplingParams.__struct_fields__, *settings._ALIASES} - {*LOGPROBS, *MANNERS}),
         ("What else v2 takes", {*settings.Manner.__struct_fields__, *settings._NOT_YET, *MANNERS} - {"n"}),
         (
             "What else OpenAI's door takes",
-            {*openai_requests.ChatBody.__struct_fields__, *openai_requests.CompletionBody.__struct_fields__}
+            {*openai_bodies.ChatBody.__struct_fields__, *openai_bodies.CompletionBody.__struct_fields__}
             - {*SamplingParams.__struct_fields__, "n", "max_completion_tokens"}
-            | {*openai_requests.HARMLESS, *openai_requests.NEUTRAL, *openai_requests._MESSAGE_NEUTRAL},
+            | {*LOGPROBS, *openai_fields.HARMLESS, *openai_bodies.NEUTRAL, *openai_messages.NEUTRAL},
         ),
         (
             "HTTP: tokens",

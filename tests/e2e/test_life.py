@@ -171,10 +171,19 @@ def test_a_port_in_use(serve: Any, tokenizer_only: Path) -> None:
             assert server.said == expected
 
 
+def test_two_doors_on_one_port(serve: Any, tokenizer_only: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    with serve(str(tokenizer_only), *FLAGS, "--http-port", port, "--metrics-port", port) as server:
+        assert server.process.wait(60) == 1
+        assert server.said == f"charonia: --http-port and --metrics-port are both {port}\n"
+
+
 def test_a_single_checkpoint_that_fails(serve: Any, tokenizer_only: Path) -> None:
     with serve(str(tokenizer_only), "--executor", "inline", "--served-model-name", "m") as server:
         assert server.process.wait(60) == 1
         assert "m: FAILED: " in server.said
+        assert server.said.count("safetensors") == server.said.count("FAILED") == 1, "said twice"
         assert "Serving" not in server.said
         assert "Traceback" not in server.said
 

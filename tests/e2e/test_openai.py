@@ -102,6 +102,82 @@ def test_logprobs_add_up(server: Any) -> None:
     assert len(text.logprobs.tokens) == len(text.logprobs.text_offset or []) == 12
 
 
+def test_scoring_a_text_says_what_writing_it_said(server: Any) -> None:
+    """As evaluation harnesses ask and read: a batch of token ids, an echo, one token more."""
+    asked = {
+        "max_tokens": 12,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_output_ids": True,
+        "return_log_probs": True,
+    }
+    beginnings = [[72, 90, 71], list(range(100, 140))]
+    written = [
+        httpx.post(f"{server.url}/v2/models/tiny/generate", json={"input_ids": ids, **asked}).json()
+        for ids in beginnings
+    ]
+    texts = [[*ids, *each["output_ids"]] for ids, each in zip(beginnings, written, strict=True)]
+    with openai.OpenAI(**options(server)) as client:
+        scored = client.completions.create(
+            model="tiny", prompt=texts, echo=True, logprobs=1, max_tokens=1, temperature=0, seed=1234
+        )
+    for choice, ids, each in zip(scored.choices, beginnings, written, strict=True):
+        assert choice.logprobs
+        own, top = choice.logprobs.token_logprobs or [], choice.logprobs.top_logprobs or []
+        assert (own[0], top[0], len(own), len(top)) == (None, None, len(ids) + 13, len(ids) + 13)
+        assert own[len(ids) : -1] == pytest.approx(each["output_log_probs"], abs=1e-5)
+        greedy = [value == max(likeliest.values()) for value, likeliest in zip(own[1:], top[1:], strict=True)]
+        assert all(greedy[len(ids) - 1 :])
+        assert not all(greedy)
+
+
+def test_an_echo_and_nothing_else(server: Any) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "echo": True, "max_tokens": 0}
+    with openai.OpenAI(**options(server)) as client:
+        whole = client.completions.create(prompt="def fib(n):", logprobs=2, **asked)
+        plain = client.completions.create(prompt=[72, 90], **asked)
+        [chunk] = client.completions.create(prompt="def fib(n):", logprobs=2, stream=True, **asked)
+    said = whole.choices[0]
+    assert (said.text, said.finish_reason) == ("def fib(n):", "length")
+    assert said.logprobs
+    assert "".join(said.logprobs.tokens or []) == said.text
+    assert chunk.choices[0] == said
+    assert plain.choices[0].text
+    assert whole.usage
+    assert (whole.usage.completion_tokens, whole.usage.prompt_tokens) == (0, len(said.logprobs.tokens or []))
+
+
+def test_a_chat_has_prompt_logprobs_beside_it(server: Any) -> None:
+    with openai.OpenAI(**options(server)) as client:
+        chat: Any = client.chat.completions.create(
+            model="tiny", messages=MESSAGES, max_tokens=1, extra_body={"prompt_logprobs": 1}
+        )
+    assert chat.usage
+    assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
+    assert chat.prompt_logprobs[0] is None
+    for named in chat.prompt_logprobs[1:]:
+        token, *_ = named.values()
+        assert token.keys() == {"logprob", "rank", "decoded_token"}
+        assert len(named) == (1 if token["rank"] == 1 else 2)
+
+
+def test_the_best_of_several_is_the_likeliest(server: Any) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "def fib", "max_tokens": 8, "seed": 5, "logprobs": 0}
+    with openai.OpenAI(**options(server)) as client:
+        every = client.completions.create(n=6, **asked)
+        best = client.completions.create(n=2, best_of=6, **asked)
+    ranked = sorted(every.choices, key=mean_logprob, reverse=True)
+    assert [choice.text for choice in best.choices] == [choice.text for choice in ranked[:2]]
+    assert every.usage
+    assert best.usage
+    assert best.usage.completion_tokens == every.usage.completion_tokens
+
+
+def mean_logprob(choice: Any) -> float:
+    values = choice.logprobs.token_logprobs
+    return float(sum(values) / len(values))
+
+
 def test_biases_and_bans(server: Any) -> None:
     asked: dict[str, Any] = {"model": "tiny", "prompt": "def fib", "max_tokens": 12, "temperature": 0}
     with openai.OpenAI(**options(server)) as client:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import tritonclient.grpc
 
 from charonia.bench.serve_server import children
@@ -31,6 +32,7 @@ def test_ranks_behind_the_doors(serve: Any, root: Path, tmp_path: Path) -> None:
     with serve("--model-repository", str(repository(root, tmp_path / "split"))) as server:
         for model in ("across", "along"):
             every_door_says(server, model, generate(server, "whole"))
+            assert scores(server, model) == pytest.approx(scores(server, "whole"), abs=1e-4)
         a_killed_rank_takes_its_model_away_for_a_while(server)
         a_killed_core_takes_its_ranks_along(server)
         everybody = ranks(server)
@@ -54,6 +56,15 @@ def repository(root: Path, directory: Path) -> Path:
 def generate(server: Any, model: str) -> str:
     answer = httpx.post(f"{server.url}/v2/models/{model}/generate", json=ASKED, timeout=60)
     return str(answer.json()["text_output"])
+
+
+def scores(server: Any, model: str) -> list[float]:
+    """What the model gives the prompt's tokens; the first one has none."""
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": 0}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    first, *others = answer.json()["choices"][0]["logprobs"]["token_logprobs"]
+    assert first is None
+    return [float(each) for each in others]
 
 
 def events(server: Any, model: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.request import FinishReason, GenerateChunk, InferRequest, TokenLogprob, Usage
+from charonia.core.logprobs import TokenLogprob
+from charonia.core.request import FinishReason, GenerateChunk, InferRequest, Usage
 from charonia.core.tensor import Tensor
 from charonia.engine.infer import Spoken, read_question, whole_answer
 
@@ -46,16 +47,13 @@ class Streams:
 
 
 async def respond(request: InferRequest, streams: Streams) -> list[dict[str, Any]]:
-    async def detokenize(ids: Sequence[int]) -> str:
-        return "prompt"
-
     question = read_question(request)
     if question.manner.stream:
         spoken = Spoken(question.outputs)
         said = [spoken.response(chunk) async for chunk in streams.all[0]]
         responses = [response for response in said if response is not None]
     else:
-        responses = [await whole_answer(question, streams.all, detokenize)]
+        responses = [await whole_answer(question, streams.all)]
     assert not streams.open
     return [{tensor.name: tensor.data.tolist() for tensor in response.outputs} for response in responses]
 
@@ -102,6 +100,14 @@ async def test_one_of_several_that_fails_ends_all_of_them() -> None:
     with pytest.raises(InvalidArgument, match="no"):
         await respond(asked(n=2), streams := Streams([chunk(4, -1.0)], long, error=InvalidArgument("no")))
     assert not streams.open
+
+
+def test_no_new_tokens_are_for_those_who_want_the_prompt() -> None:
+    with pytest.raises(InvalidArgument, match="max_tokens must be at least 1") as refused:
+        read_question(asked(max_tokens=0))
+    assert refused.value.field == "max_tokens"
+    [request] = read_question(asked(max_tokens=0, exclude_input_in_output=False)).requests
+    assert (request.echo, request.prompt_only) == (True, True)
 
 
 def test_nobody_pays_for_log_probs_unasked() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from charonia.bench.loop import Outcome, run
-from charonia.core.request import Logprobs
+from charonia.core.logprobs import Logprobs
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.executor.inline import InlineExecutor
 from charonia.engine.kernels import library

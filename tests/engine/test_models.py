@@ -60,7 +60,7 @@ def logits(directory: Path, sequences: list[torch.Tensor], dtype: torch.dtype, b
     attention.allocate(40)
     step = batch([len(tokens) for tokens in sequences], 16)
     tokens = torch.cat(sequences)
-    return model.logits(tokens, step.positions, attention.begin(step), torch.arange(len(tokens))).float()
+    return next(model.logits(tokens, step.positions, attention.begin(step), [torch.arange(len(tokens))])).float()
 
 
 @cache

@@ -71,6 +71,12 @@ def test_every_name_arrives() -> None:
     assert set(ALL) == set(EngineOptions.__dataclass_fields__)
 
 
+def test_the_fake_executors_settings_are_for_it_alone() -> None:
+    for executor in (None, "inline"):
+        with pytest.raises(InvalidArgument, match="fake_vocab_size is for the executor fake alone"):
+            engine_config("x", EngineOptions(executor=executor, fake_vocab_size=9))
+
+
 def test_nothing_given_is_the_engines_choice() -> None:
     assert engine_config("x", EngineOptions()) == EngineConfig(model="x")
 

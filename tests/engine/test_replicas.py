@@ -314,10 +314,9 @@ def alive(pid: int) -> bool:
 async def ask(client: EngineClient, prompt: list[int], max_tokens: int) -> list[int]:
     tokens: list[int] = []
     with client.open(Add(client=0, key=0, prompt=prompt, max_tokens=max_tokens)) as channel:
-        finish = None
-        while finish is None:
-            new, _, finish, _ = await channel.read()
-            tokens += new
+        while (delta := await channel.read()).finish_reason is None:
+            tokens += delta.token_ids
+        tokens += delta.token_ids
     return tokens
 
 

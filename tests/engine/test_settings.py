@@ -74,7 +74,7 @@ def test_wishes_for_nothing_and_words_of_the_protocol_pass() -> None:
         ({"presence_penalty": 3}, "presence_penalty", "between -2 and 2"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "'logit_bias'"),
         ({"max_tokens": "many"}, "max_tokens", "'max_tokens': Expected `int | null`"),
-        ({"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1"),
+        ({"max_tokens": -1}, "max_tokens", "max_tokens must be at least 0"),
         ({"stream": "maybe"}, "stream", "'stream': Expected `bool`"),
         ({"max_tokens": 1, "request_output_len": 2}, "request_output_len", "says again"),
     ],

@@ -1,12 +1,14 @@
 """Text of one request: what a stop string cuts, and what is counted then."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from charonia.core.request import FinishReason, GenerateChunk, Logprobs, SamplingParams, Usage
+from charonia.core.logprobs import Logprobs, Scores
+from charonia.core.request import FinishReason, GenerateChunk, SamplingParams, Usage
 from charonia.core.request import joined as join
 from charonia.engine.channel import Delta
 from charonia.engine.writer import Writer
@@ -80,3 +82,36 @@ def test_logprobs_are_named_and_finite() -> None:
     assert (first.text, first.data, first.logprob) == ("a", b"a", -0.5)
     assert [(other.text, other.logprob) for other in first.top] == [("a", -0.5), ("b", -1.0)]
     assert second.logprob == -9999.0
+
+
+def scores(first: int, *chosen: float) -> Scores:
+    """The likeliest token is always b."""
+    count = len(chosen)
+    ones = np.ones((count, 1), np.int32)
+    return Scores.of(first, np.array(chosen, np.float32), 2 * ones[:, 0], ones, -ones.astype(np.float32) / 4)
+
+
+def test_the_whole_prompt_stands_in_the_first_chunk() -> None:
+    writer = Writer(ALPHABET, [0, 2, 3], SamplingParams(prompt_logprobs=1), echo="acd")
+    first = writer.chunk(Delta(ids("b"), 0, None, (), (scores(1, -0.5), scores(2, -2.0))))
+    second = writer.chunk(Delta(ids("a"), 0, LENGTH))
+    assert [(token.text, token.id, token.rank) for token in first.prompt] == [("a", 0, 0), ("c", 2, 2), ("d", 3, 2)]
+    opening, *others = [token.given for token in first.prompt]
+    assert opening is None
+    assert [(given.logprob, given.text, given.top[0].text) for given in others if given] == [
+        (-0.5, "c", "b"),
+        (-2.0, "d", "b"),
+    ]
+    assert (first.text, second.text, second.prompt) == ("acdb", "a", ())
+
+
+def test_a_prompt_of_one_token_has_nothing_before_it() -> None:
+    writer = Writer(ALPHABET, [2], SamplingParams(prompt_logprobs=0))
+    [token] = writer.chunk(Delta(ids("b"), 0, None)).prompt
+    assert (token.text, token.given) == ("c", None)
+
+
+def test_an_echo_alone_ends_where_the_prompt_does() -> None:
+    chunk = Writer(ALPHABET, [0], SamplingParams(max_tokens=0), echo="a").chunk(Delta((), 0, LENGTH))
+    assert (chunk.text, chunk.token_ids, chunk.finish_reason) == ("a", (), LENGTH)
+    assert chunk.usage == Usage(1, 0)

@@ -9,7 +9,7 @@ import pytest
 
 from charonia.core.errors import CharoniaError, InvalidArgument
 from charonia.core.holding import Share
-from charonia.core.model import Model, ModelConfig, ModelStats
+from charonia.core.model import Model, ModelConfig, ModelStats, Samples
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.statistics import Statistics
 from charonia.core.tensor import Tensor
@@ -26,6 +26,9 @@ output { name: "A" data_type: TYPE_INT32 dims: 1 }
 """
 
 
+_NO_SAMPLES = Samples()
+
+
 class Toy:
     """Answers with its directory's file `answer`; a file `fails` fails its load, saying what stands in it.
 
@@ -40,13 +43,13 @@ class Toy:
         loader: object,
         directory: Path,
         parameters: Mapping[str, str] | None = None,
-        warm_up: tuple[InferRequest, ...] = (),
+        samples: Samples = _NO_SAMPLES,
         quantiles: tuple[float, ...] = (),
     ) -> None:
         self.config = config
         self.directory = directory
         self.parameters = dict(parameters or {})
-        self.warm_up = warm_up
+        self.warm_up = samples.warm_up
         self.answer = (directory / "answer").read_text()
         self.go = asyncio.Event()
         self.unloaded = False

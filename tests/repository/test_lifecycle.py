@@ -43,7 +43,7 @@ async def test_a_wrong_config_fails_its_model_alone(world: World) -> None:
     world.write("b", {"1": 2})
     world.write("c", {"1": 3}, "nonsense")
     world.write("d", {"1": 4}, 'backend: "tensorflow"')
-    world.write("e", {"1": 5}, CONFIG + "sequence_batching {}")
+    world.write("e", {"1": 5}, CONFIG + "model_operations {}")
     (world.write("f", {"1": 6}) / "1" / "contradicts").write_text("")
     assert not await world.start()
     assert world.failures["a"].startswith(f"{world.root}/a/config.pbtxt:3: model input dimension must be integer >= 1")
@@ -52,7 +52,9 @@ async def test_a_wrong_config_fails_its_model_alone(world: World) -> None:
         "config.pbtxt:1: model 'd': unknown backend 'tensorflow'; known are charonia, encoder, identity"
         in world.failures["d"]
     )
-    assert "config.pbtxt:5: model 'e' has sequence_batching: sequences are not served here" in world.failures["e"]
+    assert (
+        "config.pbtxt:5: model 'e' has model_operations: operator libraries are not loaded here" in world.failures["e"]
+    )
     assert world.failures["f"].endswith("config.pbtxt:3: the file says otherwise")
     assert await world.ask("b") == 2
     assert (world.hub.ready(), world.hub.model_ready("b"), world.hub.model_ready("a")) == (False, True, False)

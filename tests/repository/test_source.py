@@ -147,6 +147,13 @@ def test_no_such_repository(tmp_path: Path) -> None:
         Catalog([tmp_path / "nowhere"])
 
 
+def test_one_model_of_a_repository_is_told_from_a_checkpoint(tmp_path: Path) -> None:
+    for config in ("", None):
+        model = make(tmp_path / str(config), "m", config, "1")
+        with pytest.raises(InvalidArgument, match=f"a model of a repository: give --model-repository {model.parent}"):
+            checkpoint_source(str(model))
+
+
 def test_telling_repositories_from_checkpoints(tmp_path: Path) -> None:
     model = make(tmp_path / "repository", "m", None, "1") if (tmp_path / "repository").mkdir() is None else None
     assert model is not None

@@ -6,7 +6,8 @@ from statistics import median
 import numpy as np
 import pytest
 
-from charonia.bench.scheduler_trial import Trial, World
+from charonia.bench.scheduler_trial import Trial
+from charonia.bench.scheduler_world import World
 from charonia.engine.executor.fake import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig

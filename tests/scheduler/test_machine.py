@@ -7,7 +7,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from charonia.bench.scheduler_trial import Trial, World, ramble
+from charonia.bench.scheduler_trial import Trial, ramble
+from charonia.bench.scheduler_world import World
 from charonia.scheduler import packing
 
 DRIVERS = 20
@@ -41,13 +42,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         stop=st.none() | st.integers(1, 12),
         tenant=st.integers(0, 3),
+        scored=st.booleans(),
     )
-    def arrive(self, data: st.DataObject, family: int, priority: int, stop: int | None, tenant: int) -> None:
+    def arrive(
+        self, data: st.DataObject, family: int, priority: int, stop: int | None, tenant: int, scored: bool
+    ) -> None:
         longest = self.trial.longest()
         prompt = data.draw(st.integers(1, min(longest - 1, 24)))
-        new = data.draw(st.integers(1, min(longest - prompt, 12)))
+        new = data.draw(st.integers(0, min(longest - prompt, 12)))
         tenant %= self.trial.world.tenants
-        self.trial.arrive(family=family, prompt=prompt, new=new, priority=priority, stop=stop, tenant=tenant)
+        self.trial.arrive(
+            family=family, prompt=prompt, new=new, priority=priority, stop=stop, tenant=tenant, scored=scored
+        )
 
     @precondition(lambda self: self.trial.expected)
     @rule(data=st.data())

@@ -24,7 +24,7 @@ def request(prompt: int, new: int, key: int = 0) -> SequenceRequest:
     ("prompt", "new", "field"),
     [
         (0, 1, "prompt"),
-        (1, 0, "max_tokens"),
+        (1, -1, "max_tokens"),
         (90, 11, "max_tokens"),
         (100, 1, "prompt"),
         (10, 8, "max_tokens"),

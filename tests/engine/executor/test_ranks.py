@@ -337,7 +337,7 @@ def test_what_cannot_be_split_is_refused_before_a_rank_is_started(making: Module
     for parallel, reason in (
         (ParallelConfig(tensor=3), "4 attention heads can't be shared evenly by 3 ranks"),
         (ParallelConfig(pipeline=3), "2 layers can't be split over 3 stages"),
-        (ParallelConfig(pipeline=2, layers=(2, 1)), "are not its 2 layers"),
+        (ParallelConfig(pipeline=2, layers=(2, 1)), "must give each of its 2 layers to one of 2 stages"),
     ):
         with pytest.raises(InvalidArgument, match=reason):
             build_executor(EngineConfig(model=str(tmp_path), parallel=parallel))

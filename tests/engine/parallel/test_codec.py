@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from charonia.core.request import Logprobs
+from charonia.core.logprobs import Logprobs, Scores
 from charonia.engine.parallel.codec import Bulletin, Landed, Reader, Writer
-from charonia.engine.parallel.columns import Columns, pack, pack_bytes
+from charonia.engine.parallel.columns import Columns, pack, pack_bytes, pack_pairs
 from charonia.engine.parallel.messages import PLAN, Allocate, Leave, Meet, Result
 from charonia.scheduler.plan import NewSequence, RowSampling, Shaping, StepPlan, StepResult
 
@@ -79,14 +79,17 @@ def test_a_column_takes_the_bytes_of_its_largest_value(most: int, width: int) ->
     assert len(pack(ints(0, most, *[0] * 98))) == empty + 100 * width
 
 
-def test_a_column_of_pairs_is_written_where_it_lies() -> None:
-    pairs = np.arange(200_000, 200_020, dtype=np.int32).reshape(-1, 2)
-    assert Columns(pack(pairs[:, 1])).next().tolist() == pairs[:, 1].tolist()
+@given(columns)
+def test_pairs_survive(column: NDArray[np.int32]) -> None:
+    pairs = np.stack([column, column >> 20], 1)
+    read = Columns(pack_pairs(pairs))
+    again = read.pairs()
+    assert (again.dtype, again.shape, again.tolist()) == (np.int32, pairs.shape, pairs.tolist())
 
 
 SAMPLINGS = (
     RowSampling(),
-    RowSampling(0.8, 40, 0.9, 2**64 - 1, 3, 0.05, None, 20),
+    RowSampling(0.8, 40, 0.9, 2**64 - 1, 3, 0.05, None, 20, 5),
     RowSampling(1.0, shaping=Shaping(1.3, bias=((5, -2.5),), bad_words=((1, 2), (3,)), min_tokens=4, stops=(0,))),
 )
 
@@ -166,12 +169,15 @@ def test_landed_tokens_are_found_by_row_and_position() -> None:
 
 def test_results_survive() -> None:
     logprobs = [Logprobs(-0.5, [3, 4], [-0.5, -2.0]), None]
-    result = StepResult(9, ints(1, 4), ints(11, 12), ints(1, 1), ints(383, 0), logprobs)
+    values = np.array([[-1.0], [-0.5]], np.float32)
+    scores = [(4, Scores.of(3, values[:, 0], ints(2, 1), ints(7, 8).reshape(2, 1), values))]
+    result = StepResult(9, ints(1, 4), ints(11, 12), ints(1, 1), ints(383, 0), logprobs, scores)
     encoded = msgspec.msgpack.encode(Result.of(result))
     again = msgspec.msgpack.decode(encoded, type=Result).read()
     assert again.step == 9
     assert all(map(np.array_equal, again[1:5], result[1:5]))
     assert list(again.logprobs) == logprobs
+    assert again.scores == scores
 
 
 @pytest.mark.parametrize("command", [Meet("127.0.0.1", 1), Allocate(7), Leave()])

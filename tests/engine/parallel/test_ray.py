@@ -10,6 +10,7 @@ import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,12 +20,15 @@ import pytest
 pytest.importorskip("ray", reason="ranks on several machines need Ray: pip install 'charonia[ray]'")
 
 from ray._private import ray_constants
+from ray._private import utils as ray_utils
+from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
 from charonia.core.errors import CharoniaError, InvalidArgument, Unavailable
 from charonia.engine.client import EngineClient
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
 from charonia.engine.executor.inline import InlineExecutor
+from charonia.engine.executor.ranks import RanksExecutor
 from charonia.engine.messages import Add
 from charonia.engine.parallel.layout import Layout
 from charonia.engine.parallel.ray_crew import Patience, RayCrew
@@ -37,7 +41,14 @@ ENVIRONMENT = {
     "RAY_enable_worker_prestart": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # everywhere: a machine's address is loopback
 }
-NODE = {"node_ip_address": "127.0.0.1", "num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
+NODE = {
+    "node_ip_address": "127.0.0.1",
+    "num_cpus": 1,
+    "object_store_memory": 80 << 20,
+    "include_dashboard": False,
+    "include_log_monitor": False,
+    "no_monitor": True,
+}
 """A CPU each: two ranks need both."""
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray's own processes
@@ -48,7 +59,7 @@ class Machines:
 
     def __init__(self) -> None:
         self._cluster = Cluster(initialize_head=True, head_node_args=NODE)
-        self._other = self._cluster.add_node(**NODE)
+        self.bring_back()
 
     @property
     def address(self) -> str:
@@ -60,6 +71,7 @@ class Machines:
 
     def bring_back(self) -> None:
         self._other = self._cluster.add_node(**NODE)
+        self._cluster.wait_for_nodes()
 
     def raylets(self) -> list[int]:
         """What starts processes, on each machine."""
@@ -87,6 +99,9 @@ def machines() -> Iterator[Machines]:
             patch.setenv(variable, value)
         patch.setenv("RAY_TMPDIR", scratch)
         patch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)  # the same here, where it was read already
+        # Seconds of processor time for what people would look at.
+        patch.setattr(Node, "start_api_server", lambda node, **how: None)
+        patch.setattr(ray_utils, "get_dashboard_dependency_error", lambda: ImportError("no dashboard"))
         logging.getLogger("ray").setLevel(logging.ERROR)
         machines = Machines()
         try:
@@ -99,11 +114,16 @@ def machines() -> Iterator[Machines]:
 
 @pytest.fixture(scope="module")
 def config(checkpoint: Callable[..., Path], machines: Machines) -> Callable[..., EngineConfig]:
-    def make(tensor: int = 2, **parallel: Any) -> EngineConfig:
+    def make(tensor: int = 2, replicas: int = 1, **parallel: Any) -> EngineConfig:
         placed = {"backend": "ray", "ray_address": machines.address} | parallel
-        cache = CacheConfig(block_size=16, blocks=128)
-        split = ParallelConfig(tensor=tensor, **placed)
-        return EngineConfig(model=str(checkpoint("llama")), device="cpu", threads=tensor, parallel=split, cache=cache)
+        return EngineConfig(
+            model=str(checkpoint("llama")),
+            device="cpu",
+            threads=tensor * placed.get("pipeline", 1),
+            parallel=ParallelConfig(tensor=tensor, **placed),
+            cache=CacheConfig(block_size=16, blocks=128),
+            data_parallel_size=replicas,
+        )
 
     return make
 
@@ -125,31 +145,54 @@ def expected(config: Callable[..., EngineConfig], split: Any) -> dict[int, list[
         executor.close()
 
 
-@pytest.fixture
-async def client(config: Callable[..., EngineConfig], machines: Machines) -> AsyncIterator[EngineClient]:
-    """An engine core with a rank on each machine; nothing of it may be left."""
-    client = EngineClient(config())
+@asynccontextmanager
+async def serving(config: EngineConfig, machines: Machines) -> AsyncIterator[EngineClient]:
+    """An engine with a rank on each machine; nothing of it may be left."""
+    client = EngineClient(config)
     try:
         async with asyncio.timeout(SECONDS):
             await client.start()
+        assert sorted(machines.ranks().values()) == sorted(machines.raylets())
         yield client
     finally:
         await client.close()
     await until(lambda: not machines.ranks() and not machines.groups())
 
 
-async def test_ranks_on_two_machines(
-    client: EngineClient, machines: Machines, split: Any, expected: dict[int, list[int]]
+async def test_ranks_that_share_layers(
+    config: Callable[..., EngineConfig], machines: Machines, split: Any, expected: dict[int, list[int]]
 ) -> None:
     """They say what one says; a machine that is lost ends the streams, and the model serves again when it is back; a
     core that is killed takes its ranks along, wherever they are."""
-    assert sorted(machines.ranks().values()) == sorted(machines.raylets())
-    assert await answers(client, split) == expected
-    await a_lost_machine_ends_streams(client, machines, split)
-    machines.bring_back()
-    await until(lambda: client.info is not None)
-    assert await answers(client, split) == expected
-    await a_killed_core_takes_its_ranks_along(client, machines)
+    async with serving(config(), machines) as client:
+        assert await answers(client, split) == expected
+        await a_lost_machine_ends_streams(client, machines, split)
+        machines.bring_back()
+        await until(lambda: client.info is not None)
+        assert await answers(client, split) == expected
+        await a_killed_core_takes_its_ranks_along(client, machines)
+
+
+async def test_replicas(
+    config: Callable[..., EngineConfig], machines: Machines, split: Any, expected: dict[int, list[int]]
+) -> None:
+    """Each has its one rank where there is room, and takes its part of the requests."""
+    async with serving(config(1, replicas=2), machines) as client:
+        assert await answers(client, split) == expected
+        assert all(replica.totals.prefix_queries for replica in client.replicas)
+
+
+def test_stages(
+    config: Callable[..., EngineConfig], machines: Machines, split: Any, expected: dict[int, list[int]]
+) -> None:
+    executor = RanksExecutor(config(1, pipeline=2), RayCrew)
+    try:
+        executor.load(lambda phase, fraction: None)
+        assert sorted(machines.ranks().values()) == sorted(machines.raylets())
+        assert split.serve(executor, split.ALONE, 2, {}).outcome.tokens == expected
+    finally:
+        executor.close()
+    assert machines.groups() == []
 
 
 async def a_lost_machine_ends_streams(client: EngineClient, machines: Machines, split: Any) -> None:

@@ -96,6 +96,34 @@ async def test_every_kind_of_prompt(load: Load) -> None:
         assert said.value.field == "tokens"
 
 
+async def test_a_prompt_may_be_all_that_is_wanted(load: Load) -> None:
+    """Though an end token would have come next."""
+    model = await load()
+    for prompt in ("w1 w89", (1, 89)):
+        request = GenerateRequest(id="1", prompt=prompt, sampling=SamplingParams(max_tokens=0), echo=True)
+        with counted(model) as exchange:
+            [chunk] = [chunk async for chunk in model.generate(request)]
+        assert (chunk.text, chunk.token_ids, chunk.finish_reason) == ("w1 w89", (), FinishReason.LENGTH)
+        assert (chunk.usage.prompt_tokens, chunk.usage.completion_tokens) == (2, 0)
+        assert (exchange.summary.prompt, exchange.summary.generated) == (2, 0)
+
+
+async def test_a_prompt_is_scored_or_refused(load: Load, engine: str) -> None:
+    """The fake's ranks and logprobs say how far a token is from the one that it would have chosen."""
+    model = await load()
+    request = ask("w1 w2 w5 w6", max_tokens=2, prompt_logprobs=1)
+    if engine != "core":
+        with pytest.raises(InvalidArgument, match="prompt_logprobs"):
+            await generate(model, request)
+        return
+    first, *others = await generate(model, request)
+    assert [(token.text.strip(), token.rank) for token in first.prompt] == [("w1", 0), ("w2", 1), ("w5", 3), ("w6", 1)]
+    given = [token.given for token in first.prompt if token.given]
+    assert [(each.logprob, each.top[0].id) for each in given] == [(-1.0, 2), (-3.0, 3), (-1.0, 6)]
+    assert not any(chunk.prompt for chunk in others)
+    assert text([first, *others]).strip() == "w7 w8"
+
+
 async def test_where_a_text_ends(load: Load) -> None:
     model = await load()
     ends = await generate(model, ask("w88", max_tokens=None))
@@ -158,11 +186,12 @@ async def test_refusals_name_the_field(load: Load) -> None:
         (ask(Conversation(())), "messages"),
         (GenerateRequest(id="", prompt="w1", adapter="a"), "lora_name"),
         (GenerateRequest(id="", prompt="w1", guide=Guide("json")), "guided_decoding_guide_type"),
+        (GenerateRequest(id="", prompt="w1", guide=Guide("json", "", "response_format")), "response_format"),
     ]:
         with pytest.raises(InvalidArgument, match=field) as refusal:
             await generate(model, request)
         assert refusal.value.field == field
-    assert model.stats().failure == 12
+    assert model.stats().failure == 13
     huge = GenerateRequest(id="", prompt="w1", priority=2**70, sampling=HUGE)
     assert text(await generate(model, huge)) == " w2"
 

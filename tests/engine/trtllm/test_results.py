@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import CharoniaError, Internal, Unavailable
-from charonia.core.request import FinishReason, Logprobs
+from charonia.core.logprobs import Logprobs
+from charonia.core.request import FinishReason
 from charonia.engine.messages import Add
 from charonia.engine.trtllm.results import News, Reader
 from charonia.scheduler.plan import RowSampling, Shaping

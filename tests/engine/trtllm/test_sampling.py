@@ -61,7 +61,7 @@ def test_every_field_that_shapes_is_passed_on_or_refused() -> None:
     elsewhere = {"bias", "stops"}  # the next test's, and a part of min_tokens
     assert {*Shaping._fields} == {*MAPPED} | elsewhere
     assert {*RowSampling._fields} == {
-        "temperature", "top_k", "top_p", "seed", "choice", "min_p", "shaping", "logprobs"
+        "temperature", "top_k", "top_p", "seed", "choice", "min_p", "shaping", "logprobs", "prompt_logprobs"
     }  # fmt: skip
 
 

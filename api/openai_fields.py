@@ -1,0 +1,78 @@
+"""The fields of a JSON body in OpenAI's manner: decoded into a struct, what is wrong named by its path.
+
+A field is supported, harmless, neutral at the value given, or refused by name: nothing is silently ignored. Knows no
+endpoint.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+import orjson
+
+from ..core.errors import InvalidArgument
+
+Neutral: TypeAlias = Mapping[str, tuple[Any, ...]]
+"""Fields that are known and not supported, and the values besides null that ask for nothing."""
+
+HARMLESS = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"})
+"""Fields that change nothing about the answer."""
+
+_Body = TypeVar("_Body", bound=msgspec.Struct)
+_Any = TypeVar("_Any")
+
+
+def decode(body: bytes, kind: type[_Body], neutral: Neutral) -> _Body:
+    """A JSON object with the fields of `kind`, harmless ones, and those of `neutral` at a value that asks for nothing.
+
+    Raises:
+        InvalidArgument: it is not; `field` names the culprit.
+    """
+    try:
+        members = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidArgument(f"the body is not valid JSON: {error.msg} at {error.pos}") from None
+    if not isinstance(members, dict):
+        raise InvalidArgument("the body must be a JSON object")
+    names = _names(kind)
+    refuse_others(members, names | HARMLESS, neutral, "")
+    supported = {key: value for key, value in members.items() if key in names}
+    return convert(supported, kind)
+
+
+@lru_cache
+def _names(kind: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(kind.__struct_fields__)
+
+
+def refuse_others(members: Mapping[str, Any], known: frozenset[str], neutral: Neutral, where: str) -> None:
+    """Raises `InvalidArgument` for a member that is neither `known` nor `neutral` at its value; `where` is its path."""
+    for key, value in members.items():
+        if key in known:
+            continue
+        if key not in neutral:
+            raise InvalidArgument(f"unknown field: {where}{key}", field=f"{where}{key}")
+        if value is not None and value not in neutral[key]:
+            raise InvalidArgument(f"{where}{key} is not supported yet, got {short(value)}", field=f"{where}{key}")
+
+
+def short(value: Any) -> str:
+    """As much of it as a message has room for."""
+    try:
+        text = orjson.dumps(value).decode()
+    except orjson.JSONEncodeError:
+        return "something nested too deeply to show"  # it reads deeper than it writes
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def convert(members: Any, kind: type[_Any], where: str = "") -> _Any:
+    """`members` as a `kind`; raises `InvalidArgument`, whose `field` is the path under `where`."""
+    try:
+        return msgspec.convert(members, kind)
+    except msgspec.ValidationError as error:
+        reason, _, path = str(error).partition(" - at `$")
+        if reason.startswith("Object missing required field"):
+            path = f"{path.rstrip('`')}.{reason.split('`')[1]}"
+        field = f"{where}{path.rstrip('`')}".lstrip(".")
+        raise InvalidArgument(f"{field}: {reason}" if field else reason, field=field or None) from None

@@ -1,0 +1,30 @@
+"""Scores of prompts: what is written is read, from any position on."""
+
+import numpy as np
+import pytest
+
+from charonia.core.logprobs import Logprobs, Score, Scores
+
+
+def scores(count: int, most: int, first: int = 3) -> Scores:
+    """Every number its own."""
+    chosen, ranks = -np.arange(count, dtype=np.float32) - 0.5, np.arange(count, dtype=np.int32) + 1
+    ids = np.arange(count * most, dtype=np.int32).reshape(count, most)
+    return Scores.of(first, chosen, ranks, ids, -ids.astype(np.float32) / 4)
+
+
+def test_columns_are_read_token_by_token() -> None:
+    assert scores(2, 2).read() == [
+        Score(Logprobs(-0.5, [0, 1], [0.0, -0.25]), 1),
+        Score(Logprobs(-1.5, [2, 3], [-0.5, -0.75]), 2),
+    ]
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+@pytest.mark.parametrize("skipped", range(5))
+def test_those_from_a_position_on(most: int, skipped: int) -> None:
+    whole = scores(4, most)
+    rest = whole.since(3 + skipped)
+    assert (rest.first, rest.end) == (3 + skipped, 7)
+    assert rest.read() == whole.read()[skipped:]
+    assert bool(rest) == (skipped < 4)
