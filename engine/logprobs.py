@@ -24,10 +24,18 @@ class Measured(NamedTuple):
 
 def measure(logits: Tensor, tokens: Tensor, most: int) -> Measured:
     """Of int64 `tokens` [S] by float32 `logits` [S, vocabulary]."""
-    total = logits.logsumexp(-1, keepdim=True)
+    total = _total(logits)
     chosen = logits.gather(-1, tokens.unsqueeze(-1)) - total
     values, ids = logits.topk(min(most, logits.shape[-1]))
     return Measured(chosen.squeeze(-1), ids, values - total)
+
+
+def _total(logits: Tensor) -> Tensor:
+    """The logarithm of the sum of each row's exponentials, [S, 1]."""
+    if len(logits) == 1:
+        # Torch shares the sum of a row that is alone among its threads, and rounds otherwise than in company.
+        return logits.repeat(2, 1).logsumexp(-1, keepdim=True)[:1]
+    return logits.logsumexp(-1, keepdim=True)
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, wanted: Mapping[int, int]) -> tuple[Logprobs | None, ...]:

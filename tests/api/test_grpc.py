@@ -1,7 +1,7 @@
 """The gRPC door: every code and text a client may rely on, over a real port and a gateway that needs no model."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -15,6 +15,7 @@ from charonia.api.metadata import EXTENSIONS
 from charonia.core.errors import Internal, InvalidArgument, QueueFull, Unavailable, Unsupported
 from charonia.core.metrics import Outcome
 
+from ..waiting import until
 from .grpc_serving import Served, refused, serving
 
 STOPPING = "GRPC server is shutting down and has stopped accepting new requests."
@@ -38,12 +39,6 @@ def text_input(text: bytes = b"hi", name: str = "text_input") -> Any:
 
 def request(model: str = "llm", **fields: Any) -> Any:
     return pb.ModelInferRequest(model_name=model, **{"inputs": [text_input()], **fields})
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def test_server_and_model_say_what_they_are(stub: Any) -> None:

@@ -1,7 +1,6 @@
 """A classic model that serves for a while, and those who ask it."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,3 @@ def waiting(model: ClassicModel) -> int:
     """Requests that no instance has yet."""
     [count] = [r.value for r in model.readings() if r.family == "nv_inference_pending_request_count"]
     return int(count)  # type: ignore[arg-type]
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)

@@ -15,7 +15,8 @@ from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest
 from charonia.core.tensor import NUMPY_TYPES, Tensor, TensorSpec
 
-from .asking import answers, serving, until
+from ..waiting import until
+from .asking import answers, serving
 
 NOWHERE = Path(".")
 

@@ -27,7 +27,8 @@ from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.tensor import Tensor, TensorSpec
 
-from .asking import answers, until
+from ..waiting import until
+from .asking import answers
 
 ORIGIN = Origin("isolated_subject", "SUBJECT")
 LOADER = Separable(ORIGIN, ISOLATED, heavy=True)

@@ -22,7 +22,8 @@ from charonia.core.model import ModelConfig, Samples
 from charonia.core.request import InferRequest
 from charonia.core.tensor import Tensor, TensorSpec
 
-from .asking import answers, serving, until, waiting
+from ..waiting import until
+from .asking import answers, serving, waiting
 
 DELAY = 10_000_000
 """Microseconds that no test waits for."""

@@ -25,7 +25,8 @@ from charonia.core.request import InferRequest
 from charonia.core.tensor import Tensor
 from charonia.repository.document import to_fields
 
-from .asking import answers, serving, until, waiting
+from ..waiting import until
+from .asking import answers, serving, waiting
 from .sequence_subjects import Carried, Rows, config, control, state
 
 NONE = Samples()

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import tempfile
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -19,6 +18,8 @@ from charonia.engine.config import CacheConfig, EngineConfig, FakeConfig
 from charonia.engine.messages import Abort, Add, Loading, Shutdown
 from charonia.engine.supervisor import PATIENCE, Patience
 from charonia.scheduler.config import SchedulerConfig
+
+from ..waiting import until
 
 BLOCKS = 64
 SECONDS = 60.0
@@ -84,13 +85,6 @@ async def read_all(client: EngineClient, prompt: list[int], max_tokens: int = 8,
 
 def tokens(deltas: list[Delta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
-
-
-async def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])

@@ -4,8 +4,7 @@ import asyncio
 import os
 import signal
 import tempfile
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -29,6 +28,8 @@ from charonia.engine.routing import SEQUENCE
 from charonia.engine.supervisor import PATIENCE
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import RowSampling
+
+from ..waiting import until
 
 READY = Ready(vocab_size=1000, max_model_len=4096, block_size=16, blocks=1000)
 DOCUMENT = list(range(400))
@@ -318,13 +319,6 @@ async def ask(client: EngineClient, prompt: list[int], max_tokens: int) -> list[
             tokens += delta.token_ids
         tokens += delta.token_ids
     return tokens
-
-
-async def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.005)
 
 
 async def test_two_cores_serve_and_one_outlives_the_other(client: EngineClient) -> None:

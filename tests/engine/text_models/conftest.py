@@ -5,12 +5,14 @@ next token is the last one plus one.
 """
 
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from charonia.core.exchange import Exchange, serving
 from charonia.engine.config import EngineConfig, FakeConfig
 from charonia.engine.llm import LlmModel
 from charonia.engine.trtllm.build import driver
@@ -20,6 +22,17 @@ from charonia.scheduler.config import SchedulerConfig
 ENGINES = ("core", "1.2.0", "1.3.0")
 LENGTH = 64
 Load = Callable[..., Awaitable[LlmModel]]
+
+
+@contextmanager
+def counted(model: LlmModel) -> Iterator[Exchange]:
+    """A request of the model, counted as the hub would."""
+    exchange = Exchange("test")
+    try:
+        with serving(exchange):
+            yield exchange
+    finally:
+        model.count(exchange)
 
 
 @pytest.fixture(params=ENGINES)

@@ -1,13 +1,11 @@
 """What every text model does, whichever engine is behind it; see conftest.py."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 
 import pytest
 
 from charonia.core.errors import InvalidArgument, QueueFull, RequestTimeout, Unavailable
-from charonia.core.exchange import Exchange, serving
 from charonia.core.metrics import Histogram
 from charonia.core.model import MeasuredModel, TextModel
 from charonia.core.request import (
@@ -25,27 +23,18 @@ from charonia.core.request import (
 )
 from charonia.engine.llm import LlmModel
 
+from ...waiting import until
+from .conftest import Load, counted
+
 LENGTH = 64
 HUGE = SamplingParams(
     max_tokens=1, temperature=1e300, top_k=2**70, top_p=1e-300, stop_token_ids=(2**70,), seed=2**64 - 1
 )
 ENDLESS = {"max_tokens": LENGTH - 2, "ignore_eos": True}
-Load = Callable[..., Awaitable[LlmModel]]
 
 
 def ask(prompt: Prompt, **sampling: object) -> GenerateRequest:
     return GenerateRequest(id="1", prompt=prompt, sampling=SamplingParams(**sampling))
-
-
-@contextmanager
-def counted(model: LlmModel) -> Iterator[Exchange]:
-    """A request of the model, counted as the hub would."""
-    exchange = Exchange("test")
-    try:
-        with serving(exchange):
-            yield exchange
-    finally:
-        model.count(exchange)
 
 
 async def generate(model: LlmModel, request: GenerateRequest) -> list[GenerateChunk]:
@@ -56,12 +45,6 @@ async def generate(model: LlmModel, request: GenerateRequest) -> list[GenerateCh
 
 def text(chunks: list[GenerateChunk]) -> str:
     return "".join(chunk.text for chunk in chunks)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def waiting(model: LlmModel) -> int:

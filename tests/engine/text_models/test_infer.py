@@ -1,28 +1,15 @@
 """The v2 face of every text model, whichever engine is behind it: tensors in, tensors out; see conftest.py."""
 
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.exchange import Exchange, serving
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.tensor import Tensor
 from charonia.engine.llm import LlmModel
 
-Load = Callable[..., Awaitable[LlmModel]]
-
-
-@contextmanager
-def counted(model: LlmModel) -> Iterator[Exchange]:
-    """A request of the model, counted as the hub would."""
-    exchange = Exchange("test")
-    try:
-        with serving(exchange):
-            yield exchange
-    finally:
-        model.count(exchange)
+from .conftest import Load, counted
 
 
 def question(parameters: dict[str, object] | None = None, **inputs: object) -> InferRequest:

@@ -19,6 +19,8 @@ from charonia.engine.trtllm.build import driver, tensorrt_llm
 from charonia.engine.trtllm.options import TrtllmOptions
 from charonia.engine.trtllm.statistics import Iterations
 
+from ...waiting import until
+
 ENDLESS = {"max_tokens": 62, "ignore_eos": True}
 Load = Callable[..., Awaitable[LlmModel]]
 
@@ -52,12 +54,6 @@ def ask(prompt: str, tenant: str = "", **sampling: Any) -> GenerateRequest:
 async def generate(model: LlmModel, request: GenerateRequest) -> GenerateChunk:
     async with aclosing(model.generate(request)) as chunks:
         return joined([chunk async for chunk in chunks])
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 def adapters(directory: Path, *names: str) -> str:
