@@ -89,9 +89,10 @@ def flags() -> dict[str, Any]:
 
 def engine_default(option: str) -> Any:
     """What the engine's configuration says at the place that the option changes."""
-    untouched = dict(leaves(engine_config("m", EngineOptions())))
+    plain: dict[str, Any] = {"executor": "fake"} if option.startswith("fake_") else {}
+    untouched = dict(leaves(engine_config("m", EngineOptions(**plain))))
     another = cast(Any, "99" if option == "pipeline_layers" else 99)
-    touched = dict(leaves(engine_config("m", EngineOptions(**{option: another}))))
+    touched = dict(leaves(engine_config("m", EngineOptions(**plain | {option: another}))))
     [place] = [place for place in untouched if touched[place] != untouched[place]]
     return untouched[place]
 
