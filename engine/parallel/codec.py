@@ -7,7 +7,7 @@ What cannot goes as narrow columns. Sequences that are new go whole.
 
 from collections.abc import Sequence
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -74,7 +74,7 @@ class _Known:
 
     def enter(self, new: Sequence[NewSequence]) -> None:
         """They are in these rows now."""
-        entered = np.array([sequence.row for sequence in new], np.int32)
+        entered = np.array([sequence.row for sequence in new], np.intp)
         self.ends(entered)
         self._ends[entered] = [sequence.computed for sequence in new]
         self.following = self._ends[self._places]
@@ -91,7 +91,7 @@ class _Known:
         """The rows compute so much from there on."""
         self.following = starts + counts
 
-    def ends(self, rows: NDArray[np.integer[Any]]) -> IntArray:
+    def ends(self, rows: NDArray[np.intp]) -> IntArray:
         """Where each of any rows stopped."""
         self._ends[self._places] = self.following
         try:
@@ -159,7 +159,7 @@ class Writer:
         if _same(rows, plan.rows) and _same(positions, plan.starts):
             told.tell(_LANDED_HERE, tokens)
         else:
-            told.tell(_LANDED, rows, positions - self._known.ends(rows), tokens)
+            told.tell(_LANDED, rows, positions - self._known.ends(rows.astype(np.intp)), tokens)
 
 
 def _tell_rare(told: _Told, plan: StepPlan) -> None:
@@ -218,7 +218,7 @@ class Reader:
             return Landed(plan.rows, plan.starts, columns.next())
         if told & _LANDED:
             rows, beyond, tokens = columns.next(), columns.next(), columns.next()
-            return Landed(rows, self._known.ends(rows) + beyond, tokens)
+            return Landed(rows, self._known.ends(rows.astype(np.intp)) + beyond, tokens)
         return None
 
 
