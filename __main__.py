@@ -252,7 +252,14 @@ def _info(options: ServerOptions) -> "ServerInfo":
 
 def main() -> None:
     """The `charonia` command."""
-    sys.exit(app())
+    try:
+        status = app()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain once more at its end
+        print("charonia: nobody reads the standard output any more", file=sys.stderr)
+        status = 1
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -211,6 +213,16 @@ def test_wrong_commands(serve: Any, arguments: list[str], says: str) -> None:
         assert server.process.wait(60) in (1, 2)
         assert says in server.said
         assert "Traceback" not in server.said
+
+
+def test_a_reader_of_the_output_who_leaves_is_told_of_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "broken" / "1").mkdir(parents=True)
+    theirs, ours = os.pipe()
+    os.close(theirs)
+    command = [sys.executable, "-m", "charonia", "check", str(tmp_path)]
+    with os.fdopen(ours, "wb") as output:
+        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, "charonia: nobody reads the standard output any more\n")
 
 
 @pytest.mark.parametrize(
