@@ -5,8 +5,8 @@ from typing import Any, TypeAlias
 import msgspec
 
 from ..core.errors import InvalidArgument
+from ..core.guide import Guide, GuideKind
 from ..core.logprobs import MAX_LOGPROBS
-from ..core.request import Guide, GuideKind
 from .openai_fields import Neutral
 from .openai_formats import ResponseFormat, guide_of
 

@@ -9,7 +9,7 @@ import msgspec
 import orjson
 
 from ..core.errors import InvalidArgument
-from ..core.request import Guide
+from ..core.guide import Guide
 
 
 class AnyText(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="text"):

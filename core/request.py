@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
 from .errors import InvalidArgument
+from .guide import Guide
 from .logprobs import MAX_LOGPROBS, PromptToken, TokenLogprob
 from .tensor import Tensor
 
@@ -138,34 +139,6 @@ class Conversation(msgspec.Struct, frozen=True):
 
 Prompt: TypeAlias = str | tuple[int, ...] | Conversation
 """Text to tokenize, token ids as they are, or a conversation to render."""
-
-
-GuideKind: TypeAlias = Literal["json", "json_schema", "regex", "ebnf_grammar"]
-
-
-class Guide(NamedTuple):
-    """What a text must be: any JSON, JSON of a schema, or what a regular expression or an EBNF grammar describes.
-    `text` is the schema, expression or grammar; empty for `json`. `parameter`: what the client asked for it by."""
-
-    kind: GuideKind
-    text: str = ""
-    parameter: str = "guided_decoding_guide_type"
-
-    @classmethod
-    def of(cls, kind: GuideKind | None, text: str) -> "Guide | None":
-        """By the parameters `guided_decoding_guide_type` and `guided_decoding_guide`; neither asks for nothing.
-
-        Raises:
-            InvalidArgument: one needs the other, or must come alone.
-        """
-        if kind is None and text:
-            message = "guided_decoding_guide needs guided_decoding_guide_type"
-            raise InvalidArgument(message, field="guided_decoding_guide_type")
-        if kind is not None and (kind == "json") == bool(text):
-            needs = "takes no guide" if kind == "json" else "needs one"
-            message = f"guided_decoding_guide: type '{kind}' {needs}"
-            raise InvalidArgument(message, field="guided_decoding_guide")
-        return None if kind is None else cls(kind, text)
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from ..core.guide import Guide
 from ..core.logprobs import Logprobs, Scores
-from ..core.request import Guide
 from ..scheduler.plan import RowSampling
 from ..scheduler.sequence import GREEDY
 

@@ -10,7 +10,8 @@ import msgspec
 import orjson
 
 from ..core.errors import InvalidArgument
-from ..core.request import Guide, GuideKind, SamplingParams, Scalar
+from ..core.guide import Guide, GuideKind
+from ..core.request import SamplingParams, Scalar
 from ..core.tensor import Tensor
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.errors import InvalidArgument
-from ...core.request import Guide
+from ...core.guide import Guide
 from ...scheduler.plan import RowSampling, Shaping
 from ..messages import Add
 from .package import Package

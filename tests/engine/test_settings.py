@@ -4,7 +4,8 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.request import Guide, InferRequest, SamplingParams
+from charonia.core.guide import Guide
+from charonia.core.request import InferRequest, SamplingParams
 from charonia.core.tensor import Tensor
 from charonia.engine.infer import read_question
 from charonia.engine.settings import Manner, read_settings

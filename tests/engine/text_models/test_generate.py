@@ -6,6 +6,7 @@ from contextlib import aclosing
 import pytest
 
 from charonia.core.errors import InvalidArgument, QueueFull, RequestTimeout, Unavailable
+from charonia.core.guide import Guide
 from charonia.core.metrics import Histogram
 from charonia.core.model import MeasuredModel, TextModel
 from charonia.core.request import (
@@ -13,7 +14,6 @@ from charonia.core.request import (
     FinishReason,
     GenerateChunk,
     GenerateRequest,
-    Guide,
     Message,
     Prompt,
     SamplingParams,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.request import Guide
+from charonia.core.guide import Guide
 from charonia.engine.messages import Add
 from charonia.engine.trtllm.package import Package
 from charonia.engine.trtllm.sampling import Sampler
