@@ -54,7 +54,7 @@ class Sizes:
     """Tokens of a long prompt."""
     running: Annotated[int, _Positive] = 8
     """Streams that run while a long prompt is computed."""
-    running_new: Annotated[int, _Positive] = 512
+    running_new: Annotated[int, _Positive] = 768
     """Their new tokens: enough to outlast the long prompt."""
     longs: Annotated[int, _Positive] = 4
     """Long prompts that short ones queue behind."""

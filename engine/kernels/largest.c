@@ -16,8 +16,8 @@ EXPORT void charonia_largest(const void *x, int64_t *out, int64_t rows, int64_t 
 {
     largest_in *largest = kind == F32 ? largest_f32[charonia_level()] : largest_bf16[charonia_level()];
     const int64_t bytes = kind == F32 ? 4 : 2;
-    const int threads = rows * n < WORTH_THREADS ? 1 : omp_get_max_threads();
-    TOGETHER(rows < threads ? (int)rows : threads, FOR_ROWS(team, rows, rows * n, {
+    const int threads = rows < 2 || rows * n < WORTH_THREADS ? 1 : omp_get_max_threads();
+    TOGETHER(threads, FOR_ROWS(team, rows, rows * n, {
                  out[row] = largest((const char *)x + row * stride * bytes, n);
              }));
 }

@@ -192,7 +192,8 @@ async def test_an_undecided_model_counts_where_it_will_go(
         await world.hub.load_model("m")
 
 
-async def test_what_does_not_fit_waits_for_those_that_leave(tmp_path: Path, toys: list[Toy]) -> None:
+async def leaving(tmp_path: Path) -> "tuple[World, asyncio.Task[int]]":
+    """Beside "a", which leaves but still answers, there is no room for "b"."""
     world = World(tmp_path)
     world.hub = Hub(builder=Builder(budget=Budget(Memory(lambda: 100, limit=100))))
     world.explicit()
@@ -202,6 +203,11 @@ async def test_what_does_not_fit_waits_for_those_that_leave(tmp_path: Path, toys
     running = asyncio.create_task(world.ask("a", wait=True))
     await asyncio.sleep(0)
     await world.hub.unload_model("a")
+    return world, running
+
+
+async def test_what_does_not_fit_waits_for_those_that_leave(tmp_path: Path, toys: list[Toy]) -> None:
+    world, running = await leaving(tmp_path)
     loading = asyncio.create_task(world.hub.load_model("b"))
     assert not (await asyncio.wait([loading], timeout=0.1))[0]
     toys[0].go.set()
@@ -211,15 +217,7 @@ async def test_what_does_not_fit_waits_for_those_that_leave(tmp_path: Path, toys
 
 async def test_nobody_waits_for_ever(tmp_path: Path, toys: list[Toy], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifecycle, "_PATIENCE", 0.01)
-    world = World(tmp_path)
-    world.hub = Hub(builder=Builder(budget=Budget(Memory(lambda: 100, limit=100))))
-    world.explicit()
-    for name in ("a", "b"):
-        (world.write(name, {"1": 7}) / "1" / "needs").write_bytes(bytes(60))
-    await world.hub.load_model("a")
-    running = asyncio.create_task(world.ask("a", wait=True))
-    await asyncio.sleep(0)
-    await world.hub.unload_model("a")
+    world, running = await leaving(tmp_path)
     with pytest.raises(CharoniaError, match="most is held by 'a' version 1"):
         await world.hub.load_model("b")
     toys[0].go.set()

@@ -52,6 +52,10 @@ def test_what_is_no_number_still_has_a_place() -> None:
     assert largest(x).tolist() == [1, 0]
 
 
+def test_no_rows_have_no_places() -> None:
+    assert largest(torch.empty(0, 5)).tolist() == []
+
+
 def test_every_other_dtype_is_torchs() -> None:
     assert largest(torch.tensor([[1.0, 3.0, 2.0]], dtype=torch.float64)).tolist() == [1]
     assert torch.float64 not in library.DTYPES
