@@ -65,15 +65,7 @@ def read_question(request: InferRequest) -> Question:
         InvalidArgument: a name is unknown, a value is wrong, or they contradict each other; `field` names it.
     """
     settings = read_settings(request.parameters, request.inputs.get("sampling_parameters"))
-    manner = settings.manner
-    if "stream" in request.inputs:
-        manner = msgspec.structs.replace(manner, stream=bool(one_element(request.inputs["stream"])))
-    if manner.stream and not manner.exclude_input_in_output:
-        raise InvalidArgument(
-            "When streaming, `exclude_input_in_output` = False is not allowed.", field="exclude_input_in_output"
-        )
-    if manner.stream and manner.n > 1:
-        raise InvalidArgument(f"When streaming, n must be 1, got {manner.n}.", field="n")
+    manner = _manner(request, settings.manner)
     outputs = _wanted(request, manner)
     generate = GenerateRequest(
         id=request.id,
@@ -91,6 +83,19 @@ def read_question(request: InferRequest) -> Question:
     )
     requests = (msgspec.structs.replace(generate, choice=choice) for choice in range(manner.n))
     return Question(tuple(requests), manner, outputs)
+
+
+def _manner(request: InferRequest, manner: Manner) -> Manner:
+    """With the `stream` that came as a tensor, which wins."""
+    if "stream" in request.inputs:
+        manner = msgspec.structs.replace(manner, stream=bool(one_element(request.inputs["stream"])))
+    if manner.stream and not manner.exclude_input_in_output:
+        raise InvalidArgument(
+            "When streaming, `exclude_input_in_output` = False is not allowed.", field="exclude_input_in_output"
+        )
+    if manner.stream and manner.n > 1:
+        raise InvalidArgument(f"When streaming, n must be 1, got {manner.n}.", field="n")
+    return manner
 
 
 def _watched(sampling: SamplingParams, outputs: Sequence[str]) -> SamplingParams:
