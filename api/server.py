@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import uvicorn
 
 from ..core.errors import Unavailable
-from .http_protocol import HttpProtocol
+from .http_protocol import HttpProtocol, Shared
 from .tls import KeyPair
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -146,6 +146,7 @@ class _WithoutAccessLog(HttpProtocol):
 class _Uvicorn(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
+        self.server_state = Shared()
         self.listening = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

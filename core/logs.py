@@ -18,8 +18,9 @@ from .records import Entry
 _LEFT_OUT = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", "color_message"}
 """What every record has, or is written under another name; and uvicorn's message once more, in colours."""
 
-_MOMENT = 0.05
-"""Seconds that a record may wait for others to be written with."""
+_MOMENT = 0.2
+"""Seconds that a record may wait for others to be written with: each time, the thread that writes stands in the way of
+what makes them."""
 
 _LINE = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 _TIMES = {"default": "%m%d %H:%M:%S", "ISO8601": "%Y-%m-%dT%H:%M:%S%z"}
