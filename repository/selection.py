@@ -14,6 +14,7 @@ from .catalog import Catalog
 from .control import Explicit
 from .display import Display
 from .gateway import Hub
+from .normalise import CHECKPOINT_BACKENDS, named
 from .options import RepositoryOptions
 from .source import ModelSource, checkpoint_source, is_repository
 from .startup import Keeper
@@ -96,9 +97,16 @@ def _single(model: str, options: RepositoryOptions, engine: Mapping[str, str]) -
     try:
         if Path(model).is_dir() and is_repository(Path(model)):
             return None
+        _check_backend(options.backend)
         return checkpoint_source(model, options.served_model_name, engine, options.backend)
     except OSError as error:
         raise InvalidArgument(f"cannot read '{model}': {error.strerror}") from None
+
+
+def _check_backend(backend: str) -> None:
+    if backend and named(backend) not in CHECKPOINT_BACKENDS:
+        *others, last = CHECKPOINT_BACKENDS
+        raise InvalidArgument(f"--backend {backend} serves no checkpoint; {', '.join(others)} and {last} do")
 
 
 def _check_mode(options: RepositoryOptions) -> None:
