@@ -57,6 +57,8 @@ DURATIONS = (
     Family("nv_inference_compute_input_duration_us", "counter", "Cumulative input preparation in microseconds"),
     Family("nv_inference_compute_infer_duration_us", "counter", "Cumulative inference in microseconds"),
     Family("nv_inference_compute_output_duration_us", "counter", "Cumulative output extraction in microseconds"),
+    Family("nv_cache_hit_duration_per_model", "counter", "Cumulative lookups that found an answer, in microseconds"),
+    Family("nv_cache_miss_duration_per_model", "counter", "Cumulative lookups without one and insertions, likewise"),
 )
 
 SUMMARIES = (
@@ -65,6 +67,8 @@ SUMMARIES = (
     Family("nv_inference_compute_input_summary_us", "summary", "Input preparation in microseconds"),
     Family("nv_inference_compute_infer_summary_us", "summary", "Inference in microseconds"),
     Family("nv_inference_compute_output_summary_us", "summary", "Output extraction in microseconds"),
+    Family("nv_cache_hit_summary_per_model", "summary", "Lookups that found an answer in microseconds"),
+    Family("nv_cache_miss_summary_per_model", "summary", "Lookups without one and insertions in microseconds"),
 )
 
 FIRST_RESPONSES = (
@@ -77,6 +81,8 @@ TRITON = (
     Family("nv_inference_count", "counter", "Number of inferences performed"),
     Family("nv_inference_exec_count", "counter", "Number of model executions performed"),
     *DURATIONS,
+    Family("nv_cache_num_hits_per_model", "counter", "Requests whose answer was kept"),
+    Family("nv_cache_num_misses_per_model", "counter", "Requests whose answer was not"),
     Family("nv_inference_pending_request_count", "gauge", "Requests accepted and not yet begun"),
     Family("nv_model_load_duration_secs", "gauge", "Duration of the model's last load in seconds"),
     *SUMMARIES,

@@ -16,6 +16,7 @@ from .display import Display
 from .gateway import Hub
 from .normalise import CHECKPOINT_BACKENDS, named
 from .options import RepositoryOptions
+from .response_cache import read_cache_config
 from .source import ModelSource, checkpoint_source, is_repository
 from .startup import Keeper
 
@@ -87,8 +88,10 @@ def select(
         _refuse_for_repository(options, engine, repositories)
     catalog = Catalog(repositories, single, options.model_config_name)
     backends = BackendSettings.parse(options.backend_config)
-    budget = Budget.of_machine(options.memory_limit, options.gpu_memory_limit)
-    builder = Builder(backends, not options.disable_auto_complete_config, budget, quantiles)
+    cache = read_cache_config(options.cache_config)
+    promised = (lambda: 0) if cache is None else (lambda: cache.to_come)
+    budget = Budget.of_machine(options.memory_limit, options.gpu_memory_limit, promised)
+    builder = Builder(backends, not options.disable_auto_complete_config, budget, quantiles, cache)
     return Selection(catalog, builder, options, single is not None and not repositories)
 
 
