@@ -20,6 +20,8 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from .begun import Begun
 from .chunks import FewChunks
+from .old_http import UntilClosed
+from .upgrades import NoUpgrades
 
 CYCLE = "charonia.cycle"
 
@@ -49,7 +51,7 @@ def _parsed(url: bytes) -> _Target:
 _known = lru_cache(_LONGEST_KNOWN)(_parsed)
 
 
-class HttpProtocol(FewChunks):
+class HttpProtocol(NoUpgrades, FewChunks):
     """One connection. `tells`: it has an access log, which is what the logger wants now; uvicorn itself asks when a
     connection begins."""
 
@@ -77,8 +79,10 @@ class HttpProtocol(FewChunks):
         self.headers = []
 
     def on_headers_complete(self) -> None:
+        if self.offers:
+            return
         # Only the access log wants to know for whom a proxy asks.
-        before, self.cycle = self.cycle, Cycle(self)
+        before, self.cycle = self.cycle, self._cycle()
         app = self.app if self.cycle.access_log else self._direct
         if before is not None and not before.response_complete:
             self.flow.pause_reading()
@@ -87,6 +91,10 @@ class HttpProtocol(FewChunks):
             self._next = (self.cycle, app)
         else:
             self._start_asgi_task(self.cycle, app)
+
+    def _cycle(self) -> "Cycle":
+        version = self.parser.get_http_version()
+        return OldCycle(self, version) if version == "1.0" else Cycle(self, version)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -147,8 +155,7 @@ async def _rest(begun: Begun[None]) -> None:
 class Cycle(RequestResponseCycle):
     """One request and its response. Who answers finds it in the scope's `extensions`, as `CYCLE`."""
 
-    def __init__(self, connection: HttpProtocol) -> None:
-        version = connection.parser.get_http_version()
+    def __init__(self, connection: HttpProtocol, version: str) -> None:
         scope = _scope(connection, version)
         scope["extensions"][CYCLE] = self
         super().__init__(
@@ -196,6 +203,10 @@ class Cycle(RequestResponseCycle):
                 self.transport.close()
             self.on_response()
         return True
+
+
+class OldCycle(UntilClosed, Cycle):
+    """Those of HTTP/1.0."""
 
 
 class _Beginning(NamedTuple):

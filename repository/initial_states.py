@@ -8,8 +8,7 @@ from pathlib import Path
 from ..core.errors import InvalidArgument
 from ..core.tensor import Tensor
 from .document import Config, datatype_of
-from .labels import inside
-from .sample_data import from_file, zeros
+from .sample_data import Sample
 
 _FIELD = "sequence_batching.state.initial_state"
 
@@ -30,23 +29,13 @@ def _initial(config: Config, state: Config, directory: Path) -> Tensor:
         raise InvalidArgument(f"{of} is there more than once", field=_FIELD)
     [given] = state.initial_state
     _check(state, given, of)
-    datatype, shape = datatype_of(given), tuple(given.dims)
-    match given.WhichOneof("state_data"):
-        case "zero_data":
-            data = zeros(datatype, shape)
-        case "data_file":
-            data = from_file(datatype, shape, inside(directory, f"initial_state/{given.data_file}"), of)
-        case _:
-            raise InvalidArgument(f"{of} must have one of zero_data and data_file", field=_FIELD)
-    return Tensor(state.input_name, datatype, shape, data)
+    return Sample(given, of, _FIELD).tensor(state.input_name, (), directory / "initial_state")
 
 
 def _check(state: Config, given: Config, of: str) -> None:
     if given.data_type != state.data_type:
         message = f"{of} is of {datatype_of(given)}, the state of {datatype_of(state)}"
         raise InvalidArgument(message, field=f"{_FIELD}.data_type")
-    if any(dim < 0 for dim in given.dims):
-        raise InvalidArgument(f"{of} must have dims of at least 0, got {list(given.dims)}", field=f"{_FIELD}.dims")
     fits = len(given.dims) == len(state.dims) and all(
         dim in (-1, size) for dim, size in zip(state.dims, given.dims, strict=True)
     )

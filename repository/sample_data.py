@@ -1,14 +1,51 @@
-"""Data that a config asks for without spelling it out: zeros, random numbers, or what a file beside it holds."""
+"""Tensors that a config asks for without spelling them out: zeros, random numbers, or what a file beside it holds."""
 
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import InvalidArgument
-from ..core.tensor import NUMPY_TYPES, blank
+from ..core.tensor import NUMPY_TYPES, Tensor, blank
+from .document import Config, datatype_of
+from .labels import inside
+
+
+class Sample(NamedTuple):
+    """A message with `data_type`, `dims` and one of some ways to the data. Errors call it `of`, its place `field`."""
+
+    given: Config
+    of: str
+    field: str
+
+    def tensor(self, name: str, batch: tuple[int, ...], files: Path) -> Tensor:
+        """Of shape [*batch, *dims]; its file, if that is the way, is in the directory `files`.
+
+        Raises:
+            InvalidArgument: something of it is missing, or the file is not what it should be.
+        """
+        if any(dim < 0 for dim in self.given.dims):
+            message = f"{self.of} must have dims of at least 0, got {list(self.given.dims)}"
+            raise InvalidArgument(message, field=f"{self.field}.dims")
+        if self.given.data_type == 0:
+            raise InvalidArgument(f"{self.of} must specify 'data_type'", field=f"{self.field}.data_type")
+        datatype, shape = datatype_of(self.given), (*batch, *self.given.dims)
+        return Tensor(name, datatype, shape, self._data(datatype, shape, files))
+
+    def _data(self, datatype: str, shape: tuple[int, ...], files: Path) -> NDArray[Any]:
+        [ways] = self.given.DESCRIPTOR.oneofs
+        match self.given.WhichOneof(ways.name):
+            case "zero_data":
+                return zeros(datatype, shape)
+            case "random_data":
+                return random(datatype, shape)
+            case "data_file" | "input_data_file" as way:
+                file = inside(files.parent, f"{files.name}/{getattr(self.given, way)}")
+                return from_file(datatype, shape, file, self.of)
+        *others, last = (way.name for way in ways.fields)
+        raise InvalidArgument(f"{self.of} must have one of {', '.join(others)} and {last}", field=self.field)
 
 
 def zeros(datatype: str, shape: tuple[int, ...]) -> NDArray[Any]:
