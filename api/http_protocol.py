@@ -73,6 +73,10 @@ class HttpProtocol(NoUpgrades, FewChunks):
     def access_log(self, wanted: bool) -> None:
         pass
 
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._rest()
+
     def on_message_begin(self) -> None:
         self.url = b""
         self.expect_100_continue = False
@@ -81,6 +85,7 @@ class HttpProtocol(NoUpgrades, FewChunks):
     def on_headers_complete(self) -> None:
         if self.offers:
             return
+        self._idle = False
         # Only the access log wants to know for whom a proxy asks.
         before, self.cycle = self.cycle, self._cycle()
         app = self.app if self.cycle.access_log else self._direct
@@ -111,10 +116,16 @@ class HttpProtocol(NoUpgrades, FewChunks):
             task.add_done_callback(self.tasks.discard)
             self.tasks.add(task)
 
-    # An idle connection is closed after a while. Its timer may ring too early and is not moved with every request.
+    # An idle connection is closed after a while, also in the midst of a request's head: it costs a file. Its timer may
+    # ring too early and is not moved with every request.
 
     def _unset_keepalive_if_required(self) -> None:
-        self._idle = False
+        pass
+
+    def _rest(self) -> None:
+        self._idle, self._idle_since = True, self.loop.time()
+        if self.timeout_keep_alive_task is None:
+            self._ring_after(self.timeout_keep_alive)
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
@@ -124,9 +135,7 @@ class HttpProtocol(NoUpgrades, FewChunks):
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
             return
-        self._idle, self._idle_since = True, self.loop.time()
-        if self.timeout_keep_alive_task is None:
-            self._ring_after(self.timeout_keep_alive)
+        self._rest()
 
     def timeout_keep_alive_handler(self) -> None:
         self.timeout_keep_alive_task = None
