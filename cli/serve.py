@@ -10,6 +10,7 @@ from ..api.options import true
 from ..api.ports import Ports, reserved
 from ..api.server import StopSignals, first_of
 from ..core.looplag import LoopLag
+from ..core.open_files import allow_files
 from ..core.records import write_record
 from ..core.trace_file import TraceFile
 from ..repository.gateway import Hub
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 async def run(plan: Plan, tracer: "Tracer | None") -> int:
     """Serve until somebody asks to stop; the status to exit with."""
+    allow_files()
     lag, traces = LoopLag(plan.server.max_loop_lag_secs), TraceFile(plan.commons.traces)
     hub = _hub(plan, lag, traces, tracer)
     keeper = plan.selection.keeper(hub)
