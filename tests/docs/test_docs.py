@@ -131,7 +131,7 @@ def test_every_flag_stands_there_with_its_default(page: Any) -> None:
 
 def test_every_choice_stands_there(page: Any, codes: Any) -> None:
     told = {cells[0].strip("`"): codes(" ".join(cells[1:])) for cells in page("operating.md").rows("flag")}
-    choices = {name: {*names(argument.hint)} - {*get_args(Boolean)} for name, argument in arguments().items()}
+    choices = {name: {*names(argument.hint)} - {*names(Boolean)} for name, argument in arguments().items()}
     choices["--attention"] = {*BACKENDS}
     assert {name: left for name, wanted in choices.items() if (left := wanted - {*told[name]})} == {}
     [kernels] = [codes(cells[1]) for cells in page("operating.md").rows("variable") if library.VARIABLE in cells[0]]
