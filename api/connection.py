@@ -137,6 +137,7 @@ class EventStream(EventSourceResponse, Generic[T]):
 
     def __init__(self, items: Stream[T], form: Form[T], headers: Mapping[str, str] | None = None) -> None:
         super().__init__(items, headers=headers)
+        del self.headers["connection"]  # is the connection's to say
         self._items = items
         self._form = form
 

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from ..core.errors import CharoniaError, Code, Internal, QueueFull, Unauthenticated
+from ..core.errors import CharoniaError, Code, Internal, QueueFull, TooLong, Unauthenticated
 from .encodings import ACCEPTED, UnsupportedEncoding
 
 _STATUS = {
@@ -26,6 +26,7 @@ _STATUS = {
 }
 _OPENAI_TYPE = {404: "not_found_error", 429: "rate_limit_error"}
 _OPENAI_CODE = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
+_TOO_LONG = "context_length_exceeded"
 
 _OPENAI_PATHS = ("/v1/", "/tokenize", "/detokenize")
 
@@ -44,7 +45,7 @@ def v2_body(error: CharoniaError) -> dict[str, Any]:
 def openai_body(error: CharoniaError) -> dict[str, Any]:
     status = status_of(error)
     kind = _OPENAI_TYPE.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    code = _OPENAI_CODE.get(status)
+    code = _TOO_LONG if isinstance(error, TooLong) else _OPENAI_CODE.get(status)
     return {"error": {"message": printable(error.message), "type": kind, "param": error.field, "code": code}}
 
 

@@ -1,4 +1,4 @@
-"""One request over HTTP/1.1 and its response: uvicorn's, and for what is whole a way past ASGI's messages.
+"""One request over HTTP and its response: uvicorn's, and for what is whole a way past ASGI's messages.
 
 Knows nothing of applications and of how a connection goes on.
 """
@@ -13,6 +13,7 @@ from httptools import parse_url
 from starlette.types import Receive
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from .old_http import UntilClosed
 from .outbox import Outbox
 
 _LONGEST_KNOWN = 256
@@ -23,10 +24,9 @@ _JOINED = 1 << 16
 
 
 class Cycle(RequestResponseCycle):
-    """Who answers finds it by `cycle_of`."""
+    """Of HTTP/1.1. Who answers finds it by `cycle_of`."""
 
-    def __init__(self, connection: HttpToolsProtocol, outbox: Outbox) -> None:
-        version = connection.parser.get_http_version()
+    def __init__(self, connection: HttpToolsProtocol, version: str, outbox: Outbox) -> None:
         super().__init__(
             _scope(connection, version),
             connection.transport,
@@ -70,6 +70,10 @@ class Cycle(RequestResponseCycle):
         if not self.keep_alive:
             self.transport.close()
         return None
+
+
+class OldCycle(UntilClosed, Cycle):
+    """Those of HTTP/1.0."""
 
 
 def cycle_of(receive: Receive) -> Cycle | None:

@@ -15,8 +15,9 @@ from uvicorn.server import ServerState
 
 from .begun import Begun
 from .chunks import FewChunks
-from .http_cycle import Cycle
+from .http_cycle import Cycle, OldCycle
 from .outbox import Outbox
+from .upgrades import NoUpgrades
 
 _ACCESS = logging.getLogger("uvicorn.access")
 
@@ -29,7 +30,7 @@ class Shared(ServerState):
         self.outbox = Outbox()
 
 
-class HttpProtocol(FewChunks):
+class HttpProtocol(NoUpgrades, FewChunks):
     """One connection. `tells`: it has an access log, which is what the logger wants now; uvicorn itself asks when a
     connection begins."""
 
@@ -52,14 +53,21 @@ class HttpProtocol(FewChunks):
     def access_log(self, wanted: bool) -> None:
         pass
 
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._rest()
+
     def on_message_begin(self) -> None:
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
 
     def on_headers_complete(self) -> None:
+        if self.offers:
+            return
+        self._idle = False
         # Only the access log wants to know for whom a proxy asks.
-        before, self.cycle = self.cycle, Cycle(self, self.outbox)
+        before, self.cycle = self.cycle, self._cycle()
         app = self.app if self.cycle.access_log else self._direct
         if before is not None and not before.response_complete:
             self.flow.pause_reading()
@@ -68,6 +76,10 @@ class HttpProtocol(FewChunks):
             self._next = (self.cycle, app)
         else:
             self._start_asgi_task(self.cycle, app)
+
+    def _cycle(self) -> Cycle:
+        version = self.parser.get_http_version()
+        return (OldCycle if version == "1.0" else Cycle)(self, version, self.outbox)
 
     def data_received(self, data: bytes) -> None:
         if self.transport in self.outbox:  # whatever comes of this may be written at once
@@ -93,10 +105,16 @@ class HttpProtocol(FewChunks):
         self.outbox.flush()
         super().shutdown()
 
-    # An idle connection is closed after a while. Its timer may ring too early and is not moved with every request.
+    # An idle connection is closed after a while, also in the midst of a request's head: it costs a file. Its timer may
+    # ring too early and is not moved with every request.
 
     def _unset_keepalive_if_required(self) -> None:
-        self._idle = False
+        pass
+
+    def _rest(self) -> None:
+        self._idle, self._idle_since = True, self.loop.time()
+        if self.timeout_keep_alive_task is None:
+            self._ring_after(self.timeout_keep_alive)
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
@@ -106,9 +124,7 @@ class HttpProtocol(FewChunks):
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
             return
-        self._idle, self._idle_since = True, self.loop.time()
-        if self.timeout_keep_alive_task is None:
-            self._ring_after(self.timeout_keep_alive)
+        self._rest()
 
     def timeout_keep_alive_handler(self) -> None:
         self.timeout_keep_alive_task = None

@@ -24,8 +24,9 @@ _FLUSH_SECONDS = 2
 """How long responses that are written may take to reach their clients' sockets at the very end."""
 
 
-def bind(address: str, port: int, flag: str) -> socket.socket:
-    """The port, reserved but not listening: clients are turned away until there is something to serve.
+def bind(address: str, port: int, flag: str, shared: bool = False) -> socket.socket:
+    """The port, reserved but not listening: clients are turned away until there is something to serve. `shared`: other
+    processes may listen on it too, if they say so as well.
 
     Raises:
         Unavailable: the port is taken, or the address is not ours; the message names `flag`, or the one that goes
@@ -34,6 +35,8 @@ def bind(address: str, port: int, flag: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         sock.bind((address, port))
     except OSError as error:

@@ -101,6 +101,8 @@ class ClassicModel:
         """Everything measured, for a scrape."""
         yield from self._account.readings(0 if self._dispatcher is None else len(self._dispatcher))
         yield Reading("charonia_instance_restarts_total", self._crew.restarts)
+        if isinstance(self._dispatcher, SequenceDesk):
+            yield from self._dispatcher.readings()
 
     async def load(self) -> None:
         """Return when every instance is loaded and warm. Raises what loading one raises; then nothing is left."""

@@ -4,9 +4,10 @@ In the event loop's thread. What becomes of requests is told to a `Clerk`, after
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from ..core.errors import Cancelled, RequestTimeout
+from ..core.metrics import Reading
 from .alarm import Alarm
 from .dispatch import Clerk, Dispatcher, Done, Request, Work, Worker, restarting, stopping
 from .execution import Form
@@ -33,6 +34,12 @@ class SequenceDesk:
     def __len__(self) -> int:
         """Requests that wait."""
         return self._roll.waiting + sum(map(len, self._hosts.values()))
+
+    def readings(self) -> Iterator[Reading]:
+        """For a scrape, beside what it tells of requests."""
+        yield Reading("charonia_sequences_open", self._roll.taken)
+        yield Reading("charonia_sequences_waiting", self._roll.backlog)
+        yield Reading("charonia_sequence_slots", self._roll.seats)
 
     def add_worker(self, worker: Worker) -> None:
         host = Dispatcher(SequenceBatcher(self._rules), self._form, self, self._decoupled)

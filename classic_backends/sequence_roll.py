@@ -68,6 +68,21 @@ class Roll(Generic[H]):
         """Requests of sequences without a seat."""
         return sum(len(sequence.pending) for sequence in self._backlog)
 
+    @property
+    def backlog(self) -> int:
+        """Sequences without a seat."""
+        return len(self._backlog)
+
+    @property
+    def seats(self) -> int:
+        """On all hosts."""
+        return len(self._hosts) * self._seating.seats
+
+    @property
+    def taken(self) -> int:
+        """Of those, the ones that sequences sit on."""
+        return self.seats - len(self._free)
+
     def add_host(self, host: H) -> None:
         serial = next(self._serial)
         self._hosts.add(host)
@@ -197,4 +212,4 @@ class Roll(Generic[H]):
         assert all(each.pending or each in self._idle for each in known)
         taken = [each.seat for each in known if each.seat is not None and each.seat.host in self._hosts]
         seats = [*self._free, *taken]
-        assert len(seats) == len(set(seats)) == len(self._hosts) * self._seating.seats
+        assert len(seats) == len(set(seats)) == self.seats

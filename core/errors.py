@@ -37,6 +37,10 @@ class InvalidArgument(CharoniaError):
     code = Code.INVALID_ARGUMENT
 
 
+class TooLong(InvalidArgument):
+    """A prompt, or what is to come after it, for which the model's length has no room."""
+
+
 class NotFound(CharoniaError):
     code = Code.NOT_FOUND
 

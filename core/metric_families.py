@@ -42,6 +42,9 @@ CHARONIA = (
     Family("charonia_replicas_ready", "gauge", "Engine cores that serve now"),
     Family("charonia_instance_restarts_total", "counter", "Instances that were lost and replaced"),
     Family("charonia_unbatched_requests_total", "counter", "Requests that were executed alone, by why"),
+    Family("charonia_sequences_open", "gauge", "Sequences that have a slot of an instance"),
+    Family("charonia_sequences_waiting", "gauge", "Sequences that have begun and for which no slot is free"),
+    Family("charonia_sequence_slots", "gauge", "Sequences that may be open at a time, on all instances"),
     Family("charonia_event_loop_lag_seconds", "gauge", "Longest recent delay of the frontend's event loop"),
     Family("charonia_model_ready", "gauge", "1 where the model serves, 0 where it does not"),
     Family("charonia_memory_held_bytes", "gauge", "What the model holds of the host's memory, or of a GPU's"),
@@ -54,6 +57,8 @@ DURATIONS = (
     Family("nv_inference_compute_input_duration_us", "counter", "Cumulative input preparation in microseconds"),
     Family("nv_inference_compute_infer_duration_us", "counter", "Cumulative inference in microseconds"),
     Family("nv_inference_compute_output_duration_us", "counter", "Cumulative output extraction in microseconds"),
+    Family("nv_cache_hit_duration_per_model", "counter", "Cumulative lookups that found an answer, in microseconds"),
+    Family("nv_cache_miss_duration_per_model", "counter", "Cumulative lookups without one and insertions, likewise"),
 )
 
 SUMMARIES = (
@@ -62,6 +67,8 @@ SUMMARIES = (
     Family("nv_inference_compute_input_summary_us", "summary", "Input preparation in microseconds"),
     Family("nv_inference_compute_infer_summary_us", "summary", "Inference in microseconds"),
     Family("nv_inference_compute_output_summary_us", "summary", "Output extraction in microseconds"),
+    Family("nv_cache_hit_summary_per_model", "summary", "Lookups that found an answer in microseconds"),
+    Family("nv_cache_miss_summary_per_model", "summary", "Lookups without one and insertions in microseconds"),
 )
 
 FIRST_RESPONSES = (
@@ -74,6 +81,8 @@ TRITON = (
     Family("nv_inference_count", "counter", "Number of inferences performed"),
     Family("nv_inference_exec_count", "counter", "Number of model executions performed"),
     *DURATIONS,
+    Family("nv_cache_num_hits_per_model", "counter", "Requests whose answer was kept"),
+    Family("nv_cache_num_misses_per_model", "counter", "Requests whose answer was not"),
     Family("nv_inference_pending_request_count", "gauge", "Requests accepted and not yet begun"),
     Family("nv_model_load_duration_secs", "gauge", "Duration of the model's last load in seconds"),
     *SUMMARIES,

@@ -5,17 +5,41 @@ A trace is two objects of one `id`: what was asked, and the times. Those are nan
 
 import json
 import logging
+import os
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import IO
 
+from .errors import InvalidArgument
 from .exchange import Computed, Exchange, Summary
 from .trace_settings import Traces, TraceSettings
 
 log = logging.getLogger(__name__)
 
 _BUFFER = 1 << 16
+
+
+def check_writable(settings: TraceSettings) -> None:
+    """That traces can be written where they are to go. Makes no file, opens none.
+
+    Raises:
+        InvalidArgument: they cannot; the message names the flag.
+    """
+    if settings.trace_file and (wrong := _wrong(_file(settings, 0))):
+        raise InvalidArgument(f"--trace-config file={settings.trace_file}: {wrong}")
+
+
+def _file(settings: TraceSettings, number: int) -> Path:
+    return Path(settings.trace_file + (f".{number}" if settings.log_frequency else ""))
+
+
+def _wrong(file: Path) -> str:
+    if not os.path.isdir(file.parent):
+        return f"there is no directory '{file.parent}'"
+    if os.path.isdir(file):
+        return "it is a directory"
+    return "" if os.access(file if os.path.exists(file) else file.parent, os.W_OK) else "it may not be written"
 
 
 class TraceFile:
@@ -64,8 +88,7 @@ class TraceFile:
             self._flush()
 
     def _open(self, settings: TraceSettings) -> None:
-        number = f".{self._files}" if settings.log_frequency else ""
-        self._file = Path(settings.trace_file + number).open("wb", _BUFFER)  # noqa: SIM115
+        self._file = _file(settings, self._files).open("wb", _BUFFER)
         self._files += 1
 
     def _flush(self) -> None:

@@ -6,8 +6,8 @@ Knows nothing of sockets and text.
 import secrets
 from collections.abc import Sequence
 
-from ..core.errors import InvalidArgument
-from ..core.request import GenerateRequest, SamplingParams
+from ..core.errors import InvalidArgument, TooLong
+from ..core.request import Conversation, GenerateRequest, SamplingParams
 from ..scheduler.plan import RowSampling, Shaping
 from ..tokenization.generation import GenerationDefaults, Sampling, resolve
 from .intake import check_vocabulary
@@ -35,6 +35,7 @@ def addition(
 
     Raises:
         InvalidArgument: it asks for what this engine never has.
+        TooLong: for more tokens than the model's length.
     """
     check_vocabulary(prompt, engine.vocab_size)
     sampling = resolve(request.sampling, defaults)
@@ -44,7 +45,7 @@ def addition(
         client=0,
         key=0,
         prompt=prompt,
-        max_tokens=_max_tokens(request.sampling.max_tokens, len(prompt), engine.max_model_len),
+        max_tokens=_max_tokens(request, len(prompt), engine.max_model_len),
         sampling=_choosing(request, sampling, shaping, engine.vocab_size),
         stop_token_ids=stops,
         priority=min(request.priority, _LEAST_URGENT),
@@ -101,12 +102,23 @@ def _bias(bias: dict[int, float], vocab_size: int) -> tuple[tuple[int, float], .
     return tuple(bias.items())
 
 
-def _max_tokens(asked: int | None, prompt: int, length: int) -> int:
-    if asked is None:
-        return max(1, length - prompt)
-    if asked > length:
+def _max_tokens(request: GenerateRequest, prompt: int, length: int) -> int:
+    asked = request.sampling.max_tokens
+    if asked is not None and asked > length:
         raise InvalidArgument(f"max_tokens {asked} exceeds the model's length of {length} tokens", field="max_tokens")
-    return asked
+    new = max(1, length - prompt) if asked is None else asked
+    if prompt + new > length:
+        wanted = f"a prompt of {prompt} with max_tokens {new} exceeds it"
+        raise TooLong(
+            f"this model's maximum context length is {length} tokens: {wanted}",
+            field="max_tokens" if prompt < length else _field(request),
+        )
+    return new
+
+
+def _field(request: GenerateRequest) -> str:
+    """Where its prompt stands."""
+    return "messages" if isinstance(request.prompt, Conversation) else "prompt"
 
 
 def _unicode(text: str, field: str) -> str:

@@ -161,7 +161,7 @@ class LlmModel:
             self._driver.check(request)
             self._client.check_size(request)
             with self._client.place(request.tenant) as engine:
-                prompt = await self._prompt_ids(request.prompt)
+                prompt = await self._prompt_ids(request.prompt, most=engine.max_model_len)
                 self._client.check_size(request, len(prompt))
                 banned = language.tokenizer.word_ids(request.sampling.bad_words)
                 add = addition(request, prompt, language.defaults, engine, banned)
@@ -200,11 +200,13 @@ class LlmModel:
             raise Unavailable(f"model '{self._config.name}' is not loaded")
         return self._loaded
 
-    async def _prompt_ids(self, prompt: Prompt, special: bool = True, invite: bool = True) -> list[int]:
+    async def _prompt_ids(
+        self, prompt: Prompt, special: bool = True, invite: bool = True, most: int | None = None
+    ) -> list[int]:
         loop, read = asyncio.get_running_loop(), self._language.tokenizer.prompt_ids
         if isinstance(prompt, tuple) or (isinstance(prompt, str) and len(prompt) <= _SHORT):
-            return read(prompt, special, invite)
-        return await loop.run_in_executor(self._threads, read, prompt, special, invite)
+            return read(prompt, special, invite, most)
+        return await loop.run_in_executor(self._threads, read, prompt, special, invite, most)
 
     def _report(self, loading: Loading) -> None:
         self._on_progress(loading.phase, loading.fraction, loading.seconds, loading.detail)

@@ -140,11 +140,12 @@ class Budget:
         self._memories = (self.host, *gpus.values())
 
     @classmethod
-    def of_machine(cls, limit: int | None, gpu_limit: int | None) -> "Budget":
-        """`limit`, `gpu_limit`: bytes that models may hold together of the host's memory, and of each GPU's."""
+    def of_machine(cls, limit: int | None, gpu_limit: int | None, promised: Callable[[], int] = lambda: 0) -> "Budget":
+        """`limit`, `gpu_limit`: bytes that models may hold together of the host's memory, and of each GPU's. What
+        somebody else was `promised` of the host's and has not taken yet is not free."""
         driver, numbers = Gpus(), usable_gpus()
         gpus = {gpu: Memory(partial(driver.free, gpu), gpu_limit, gpu) for gpu in numbers}
-        return cls(Memory(available_memory, limit), gpus)
+        return cls(Memory(lambda: max(0, available_memory() - promised()), limit), gpus)
 
     def left(self, gpus: Sequence[int]) -> int | None:
         """Bytes of the memory of each of these `gpus`; None where nothing is known of them."""

@@ -11,14 +11,16 @@ from pathlib import Path
 from ..core.errors import CharoniaError, InvalidArgument
 from ..core.gpus import usable_gpus
 from ..core.holding import Share
-from ..core.model import Model, ModelConfig, Samples
+from ..core.model import MeasuredModel, Model, ModelConfig, Samples
 from .budget import Budget, Hold
+from .cached import CachedModel
 from .config import described, model_config
 from .document import Config, from_fields, to_fields
-from .effects import refuse_unserved
+from .effects import caches, refuse_unserved
 from .initial_states import read_initial_states
 from .kinds import OnProgress, check_backend, classic, kind_of, loader_of, needs_of
 from .normalise import invite_batching, normalise
+from .response_cache import ResponseCache
 from .rules import check_config
 from .source import ModelSource, VersionSource, located
 from .warmup import read_warmup
@@ -71,12 +73,14 @@ class Recipe:
 @dataclass(frozen=True, slots=True)
 class Builder:
     """`complete`: let backends complete configs from their models' files. `budget`: what models may hold.
-    `quantiles`: of the summaries of their latencies, none for no summaries."""
+    `quantiles`: of the summaries of their latencies, none for no summaries. `cache`: of the answers of models that want
+    one, None for none."""
 
     backends: BackendSettings = field(default_factory=BackendSettings)
     complete: bool = True
     budget: Budget = field(default_factory=Budget)
     quantiles: tuple[float, ...] = ()
+    cache: ResponseCache | None = None
 
     def recipe(self, source: ModelSource, version: VersionSource) -> Recipe:
         """Reads files and imports what it needs, which may take a while.
@@ -131,7 +135,12 @@ class Builder:
         config = model_config(whole, version.number, source.directory)
         parameters = self.backends.of(source.backend)
         make = partial(build, config, loader, directory, parameters, _samples(whole, source.directory), self.quantiles)
-        return Recipe(lambda _: make(), lambda config: config, hold.loaded, hold.release)
+        return Recipe(lambda _: self._cached(whole, make()), lambda config: config, hold.loaded, hold.release)
+
+    def _cached(self, config: Config, model: MeasuredModel) -> Model:
+        if self.cache is None or not caches(config):
+            return model
+        return CachedModel(model, self.cache, self.quantiles)
 
     def whole_config(self, source: ModelSource, version: VersionSource) -> Config:
         """The config of one version, completed, normalised and checked."""

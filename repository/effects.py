@@ -46,10 +46,17 @@ def refuse_unserved(config: Config) -> None:
         raise Unsupported(message, field="sequence_batching")
 
 
-def idle_fields(config: Config) -> Iterator[str]:
-    """The fields of a config, as it was written, that have no effect; by their paths."""
+def caches(config: Config) -> bool:
+    """The model's answers may be kept, and are to be: it answers each request once, whatever it was asked before."""
+    once = not config.model_transaction_policy.decoupled and not config.HasField("sequence_batching")
+    return bool(config.response_cache.enable) and once and config.backend not in LANGUAGE_MODELS
+
+
+def idle_fields(config: Config, caching: bool = True) -> Iterator[str]:
+    """The fields of a config, as it was written, that have no effect; by their paths. `caching`: the server has a cache
+    of responses."""
     yield from _set(config, _IDLE)
-    if config.response_cache.enable:
+    if config.response_cache.enable and not (caching and caches(config)):
         yield "response_cache"
     if config.backend in LANGUAGE_MODELS:
         yield from _set(config, _OF_CLASSIC_MODELS)

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeAlias, cast
 
 from ..core.errors import InvalidArgument
 from ..core.holding import Share
-from ..core.model import Model, ModelConfig, Samples
+from ..core.model import MeasuredModel, Model, ModelConfig, Samples
 
 OnProgress: TypeAlias = Callable[[str, float, float, str], None]
 """Called while a model loads: phase, fraction done, seconds it took once done, detail."""
@@ -58,7 +58,7 @@ class BuildClassic(Protocol):
         parameters: Mapping[str, str] | None = None,
         samples: Samples = ...,
         quantiles: Sequence[float] = (),
-    ) -> Model: ...
+    ) -> MeasuredModel: ...
 
 
 KINDS = {

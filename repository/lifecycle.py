@@ -88,7 +88,7 @@ class Lifecycle:
                 shared.leave()
             for serving in entry.publish(new.items()):
                 self._retire(entry, serving)
-            _tell_idle(source)
+            _tell_idle(source, self._builder.cache is not None)
 
     async def serve(self, name: str, number: str, build: Callable[[], Model]) -> None:
         """Load and serve a model that is made by hand. Raises `LoadFailure`."""
@@ -241,6 +241,6 @@ def _unchanged(entry: Entry, version: VersionSource) -> Serving | None:
     return serving if serving is not None and version.mark is not None and serving.mark == version.mark else None
 
 
-def _tell_idle(source: ModelSource) -> None:
-    for path in idle_fields(source.config):
+def _tell_idle(source: ModelSource, caching: bool) -> None:
+    for path in idle_fields(source.config, caching):
         log.warning("%smodel '%s': %s has no effect here", source.where(path), source.name, path)

@@ -34,6 +34,7 @@ FRAMEWORKS = (
 LANGUAGE_MODEL = "charonia"
 LANGUAGE_MODELS = (LANGUAGE_MODEL, "tensorrtllm")
 ENCODER = "encoder"
+CHECKPOINT_BACKENDS = (*LANGUAGE_MODELS, ENCODER)
 ENSEMBLE = "ensemble"
 
 _SEQUENCE_IDLE = 1_000_000
@@ -56,7 +57,7 @@ def fill_backend(config: Config, directory: Path | None) -> None:
         config.platform = config.platform or ENSEMBLE
         return
     _pair(config)
-    if not config.default_model_filename and config.backend not in (*LANGUAGE_MODELS, ENCODER, ENSEMBLE):
+    if not config.default_model_filename and config.backend not in (*CHECKPOINT_BACKENDS, ENSEMBLE):
         config.default_model_filename = _file(config, directory)
 
 

@@ -12,7 +12,9 @@ from cyclopts.validators import Number
 class RepositoryOptions:
     """Which models to serve."""
 
-    model_repository: Annotated[tuple[Path, ...], Parameter(negative=())] = ()
+    model_repository: Annotated[
+        tuple[Path, ...], Parameter(name=("--model-repository", "--model-store"), negative=())
+    ] = ()
     """Directory of models; may be given several times."""
     served_model_name: str = ""
     """Name of a single checkpoint, instead of its directory's."""
@@ -30,6 +32,8 @@ class RepositoryOptions:
     """Take configs as they are written, instead of completing them from the models' files."""
     backend_config: Annotated[tuple[str, ...], Parameter(negative=())] = ()
     """Parameter of a backend, as BACKEND,KEY=VALUE, or of all, as KEY=VALUE; may be given several times."""
+    cache_config: Annotated[tuple[str, ...], Parameter(negative=())] = ()
+    """Keep answers of models whose configs have response_cache, as local,size=BYTES."""
     memory_limit: Annotated[int | None, Parameter(validator=Number(gt=0))] = None
     """Bytes of the host's memory that all models may hold together; without it, what is free."""
     gpu_memory_limit: Annotated[int | None, Parameter(validator=Number(gt=0))] = None

@@ -14,7 +14,9 @@ from .catalog import Catalog
 from .control import Explicit
 from .display import Display
 from .gateway import Hub
+from .normalise import CHECKPOINT_BACKENDS, named
 from .options import RepositoryOptions
+from .response_cache import read_cache_config
 from .source import ModelSource, checkpoint_source, is_repository
 from .startup import Keeper
 
@@ -86,8 +88,10 @@ def select(
         _refuse_for_repository(options, engine, repositories)
     catalog = Catalog(repositories, single, options.model_config_name)
     backends = BackendSettings.parse(options.backend_config)
-    budget = Budget.of_machine(options.memory_limit, options.gpu_memory_limit)
-    builder = Builder(backends, not options.disable_auto_complete_config, budget, quantiles)
+    cache = read_cache_config(options.cache_config)
+    promised = (lambda: 0) if cache is None else (lambda: cache.to_come)
+    budget = Budget.of_machine(options.memory_limit, options.gpu_memory_limit, promised)
+    builder = Builder(backends, not options.disable_auto_complete_config, budget, quantiles, cache)
     return Selection(catalog, builder, options, single is not None and not repositories)
 
 
@@ -96,9 +100,16 @@ def _single(model: str, options: RepositoryOptions, engine: Mapping[str, str]) -
     try:
         if Path(model).is_dir() and is_repository(Path(model)):
             return None
+        _check_backend(options.backend)
         return checkpoint_source(model, options.served_model_name, engine, options.backend)
     except OSError as error:
         raise InvalidArgument(f"cannot read '{model}': {error.strerror}") from None
+
+
+def _check_backend(backend: str) -> None:
+    if backend and named(backend) not in CHECKPOINT_BACKENDS:
+        *others, last = CHECKPOINT_BACKENDS
+        raise InvalidArgument(f"--backend {backend} serves no checkpoint; {', '.join(others)} and {last} do")
 
 
 def _check_mode(options: RepositoryOptions) -> None:

@@ -1,6 +1,6 @@
 """The running set as arrays indexed by row. Keeps the counters and their order; decides nothing."""
 
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,29 +29,23 @@ class Rows:
     """
 
     def __init__(self, size: int) -> None:
-        def counter() -> IntArray:
-            return np.zeros(size, np.int32)
-
-        def flag() -> BoolArray:
-            return np.zeros(size, np.bool_)
-
         self.size = size
-        self.known = counter()
-        self.pending = counter()
-        self.scheduled = counter()
-        self.computed = counter()
-        self.committed = counter()
-        self.limit = counter()
-        self.capacity = counter()  # tokens its blocks hold
-        self.reserve = counter()  # tokens its admission counted on
-        self.in_flight = counter()  # plans with this row and without a result
-        self.announced = counter()  # blocks the executor has been told of
-        self.slot = counter()  # its tenant's number
-        self.running = flag()  # occupied, and not about to leave
-        self.ended = flag()  # about to leave for good: takes no further token
-        self.caught_up = flag()  # was sampled in this stay: it decodes
-        self.held = flag()  # a result was not what later plans built on: not scheduled until they are back
-        self.long = flag()  # its prompt goes in the lane of long ones
+        self.known = _counter(size)
+        self.pending = _counter(size)
+        self.scheduled = _counter(size)
+        self.computed = _counter(size)
+        self.committed = _counter(size)
+        self.limit = _counter(size)
+        self.capacity = _counter(size)  # tokens its blocks hold
+        self.reserve = _counter(size)  # tokens its admission counted on
+        self.in_flight = _counter(size)  # plans with this row and without a result
+        self.announced = _counter(size)  # blocks the executor has been told of
+        self.slot = _counter(size)  # its tenant's number
+        self.running = _flag(size)  # occupied, and not about to leave
+        self.ended = _flag(size)  # about to leave for good: takes no further token
+        self.caught_up = _flag(size)  # was sampled in this stay: it decodes
+        self.held = _flag(size)  # a result was not what later plans built on: not scheduled until they are back
+        self.long = _flag(size)  # its prompt goes in the lane of long ones
         self.seniority = np.zeros(size, np.int64)
         self.number = np.zeros(size, np.int64)
         self.keys = [0] * size
@@ -59,8 +53,7 @@ class Rows:
         self.outputs: list[list[int]] = [[] for _ in range(size)]  # each is its sequence's own list
         self.sequences: dict[int, Sequence] = {}
         self.tables: dict[int, BlockTable] = {}
-        self._free = list(range(size))
-        heapify(self._free)
+        self._free = list(range(size))  # a heap
 
     @property
     def free(self) -> int:
@@ -145,3 +138,11 @@ class Rows:
         assert committed == table.committed * block_size
         assert self.running[row] or self.in_flight[row], "a row that left stays occupied"
         assert not (self.running[row] and self.ended[row])
+
+
+def _counter(size: int) -> IntArray:
+    return np.zeros(size, np.int32)
+
+
+def _flag(size: int) -> BoolArray:
+    return np.zeros(size, np.bool_)

@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "repository": {"core"},
     "api": {"core", "repository"},
     "bench": {"core", "kvcache", "scheduler", "engine"},
+    "cli": {"api", "core", "engine", "repository"},
 }
 FOREIGN_BANS = {
     "core": {"torch", "transformers", "fastapi", "starlette", "uvicorn", "grpc", "zmq"},
@@ -28,6 +29,7 @@ FOREIGN_BANS = {
     "scheduler": {"torch", "transformers"},
     "api": {"torch", "transformers", "zmq"},
     "repository": {"torch", "transformers"},
+    "cli": {"torch", "transformers"},
 }
 NOT_PACKAGES = {"tests", "examples", "docs", "deploy", "build"}
 

@@ -8,12 +8,17 @@ from pathlib import Path
 
 import tokenizers
 
-from ..core.errors import InvalidArgument, NotFound
+from ..core.errors import InvalidArgument, NotFound, TooLong
 from ..core.request import Conversation, Prompt
 from .chat import ChatTemplate, find_template
 from .files import read_json
 from .pieces import Piece, read_piece, token_bytes
 from .special import complete, named_tokens
+
+_BRIEF = 1024
+"""Characters up to which it takes longer to let other threads run than to be done."""
+_PROBE = 16
+"""Characters for each token of the longest prompt, by which a text is judged that has many more."""
 
 
 class Tokenizer:
@@ -43,24 +48,46 @@ class Tokenizer:
         source = find_template(directory)
         return cls(backend, named, None if source is None else ChatTemplate(source, named))
 
-    def prompt_ids(self, prompt: Prompt, special: bool = True, invite: bool = True) -> list[int]:
+    def prompt_ids(
+        self, prompt: Prompt, special: bool = True, invite: bool = True, most: int | None = None
+    ) -> list[int]:
         """The token ids of any kind of prompt; see `TokenizeRequest`.
 
         Raises:
             InvalidArgument: a conversation that the model cannot render, or text that is not Unicode.
+            TooLong: text that has far more than `most` tokens, before all of it was read.
         """
         if isinstance(prompt, str):
-            return self.encode(prompt, special)
+            return self._bounded(prompt, special, most, "prompt")
         if isinstance(prompt, Conversation):
-            return self.encode(self._render(prompt, invite), special=False)
+            return self._bounded(self._render(prompt, invite), False, most, "messages")
         return list(prompt)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids of `text`; `special` adds what the model wants around a prompt (such as bos)."""
+        """Token ids of `text`; `special` adds what the model wants around a prompt (such as bos).
+
+        Other threads run meanwhile if the text is long: of the library's ways in, only those for batches let them.
+        """
         try:
-            return self._backend.encode(text, add_special_tokens=special).ids
+            if len(text) <= _BRIEF:
+                return self._backend.encode(text, add_special_tokens=special).ids
+            return self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
         except (UnicodeEncodeError, TypeError) as error:  # lone surrogates
             raise InvalidArgument("the prompt is not valid Unicode", field="prompt") from error
+
+    def _bounded(self, text: str, special: bool, most: int | None, field: str) -> list[int]:
+        """Each character costs the library a microsecond and 200 bytes: what is far too long is known by its beginning.
+
+        A beginning counts if it has twice as many tokens as may be, as its last ones may be others in the whole text.
+        """
+        length = len(text) if most is None else _PROBE * most
+        while most is not None and length < len(text):
+            tokens = len(self.encode(text[:length], special))
+            if tokens > 2 * most:
+                beginning = f"the first {length} characters of {field} are {tokens} tokens"
+                raise TooLong(f"this model's maximum context length is {most} tokens: {beginning}", field=field)
+            length *= 4
+        return self.encode(text, special)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens left out, and those the tokenizer does not know."""

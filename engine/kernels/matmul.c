@@ -24,7 +24,7 @@ typedef struct {
     char *sums;
 } Block;
 
-static const Kernel *kernel_of(int kind)
+const Kernel *kernel_of(int kind)
 {
 #ifdef CHARONIA_X86
     const int level = charonia_level();

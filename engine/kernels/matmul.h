@@ -2,8 +2,9 @@
  *
  * Weights are packed once. Sixteen outputs beside each other are a group; a step is four bytes of each of its outputs: one
  * fp32, two bf16 or four int8 inputs. So one step of a group is one 64-byte line, a group is one stream of lines, and what
- * is missing to whole groups and steps is zero. Every sum runs over the inputs in ascending order, one accumulator an
- * output, whatever else is computed with it: a row's result does not depend on the number of rows. */
+ * is missing to whole groups and steps is zero. A level that wants another order of int8 within a line (`halved`)
+ * multiplies only what it packed itself. Every sum runs over the inputs in ascending order, one accumulator an output,
+ * whatever else is computed with it: a row's result does not depend on the number of rows. */
 #ifndef CHARONIA_MATMUL_H
 #define CHARONIA_MATMUL_H
 
@@ -70,6 +71,7 @@ typedef struct {
     int32_t step_bytes; /* of a row as the tiles read it */
     int32_t sum_bytes;  /* of a group's accumulators */
     int32_t direct;     /* whether that is how the activations are stored */
+    int32_t halved;     /* whether a line has the first two inputs of all its outputs, then the other two */
 } Kernel;
 
 /* out [rows, outputs] = x [rows, inputs] W^T + b; strides in elements. `next`: a matrix that the same threads will
@@ -87,6 +89,9 @@ int64_t product_bytes(const Asked *, int threads);
 
 /* With product_bytes() of memory, at the beginning of a line. */
 void multiply_together(Team *, const Asked *, char *memory);
+
+/* That of the level in use. */
+const Kernel *kernel_of(int kind);
 
 extern const Kernel matmul_portable[KINDS], matmul_avx2[KINDS], matmul_avx512[KINDS];
 

@@ -36,33 +36,37 @@ ALWAYS_INLINE TARGET void store(const Tile *t, __m256 low, __m256 high, int row,
     if (left < LANES) memcpy(out, rest, left * width);
 }
 
-/* Four int32 vectors, each two halves of four outputs' sums. */
-ALWAYS_INLINE TARGET void store_scaled(const Tile *t, const __m256i sums[4], int row, int group) {
+ALWAYS_INLINE TARGET void store_scaled(const Tile *t, const __m256i sums[2], int row, int group) {
     const float *scales = t->matrix->scales + t->output + group * LANES;
     const __m256 scale = _mm256_set1_ps(t->row_scales[row]);
     __m256 values[2];
-    for (int h = 0; h < 2; h++) {
-        const __m256i paired = _mm256_permute4x64_epi64(_mm256_hadd_epi32(sums[2 * h], sums[2 * h + 1]), 0xd8);
-        values[h] = _mm256_mul_ps(_mm256_cvtepi32_ps(paired), _mm256_mul_ps(scale, _mm256_loadu_ps(scales + 8 * h)));
-    }
+    for (int h = 0; h < 2; h++)
+        values[h] = _mm256_mul_ps(_mm256_cvtepi32_ps(sums[h]), _mm256_mul_ps(scale, _mm256_loadu_ps(scales + 8 * h)));
     store(t, values[0], values[1], row, group);
 }
 
+/* A compiler that adds the products of both parts first runs out of registers. */
+ALWAYS_INLINE TARGET __m256i added(__m256i sum, __m256i products) {
+    sum = _mm256_add_epi32(sum, products);
+    __asm__("" : "+x"(sum));
+    return sum;
+}
+
 #define NAME(x) int8_##x
-#define VECTORS 4
-#define PARTS 1
+#define VECTORS 2
+#define PARTS 2
 #define STEP 8
 #define Vector __m256i
 #define Operand __m256i
 #define ZERO _mm256_setzero_si256()
-#define WEIGHTS(line, vector, part) _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(line) + (vector)))
-#define SPREAD(row, part) _mm256_set1_epi64x(*(const int64_t *)(row))
-#define DOT(sum, x, w) _mm256_add_epi32(sum, _mm256_madd_epi16(x, w))
+#define WEIGHTS(line, vector, part) _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(line) + 2 * (part) + (vector)))
+#define SPREAD(row, part) _mm256_set1_epi32(((const int32_t *)(row))[part])
+#define DOT(sum, x, w) added(sum, _mm256_madd_epi16(x, w))
 #define KEEP(to, sum) _mm256_storeu_si256((__m256i *)(to), sum)
 #define KEPT(from) _mm256_loadu_si256((const __m256i *)(from))
 #define FINISH(t, sums, row, group) store_scaled(t, sums, row, group)
 #include "matmul_tile.inc"
-TILE(1, 2) TILE(1, 1) TILE(2, 1)
+TILE(1, 2) TILE(2, 2) TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1) TILE(5, 1) TILE(6, 1)
 #undef NAME
 #undef VECTORS
 #undef PARTS
@@ -125,13 +129,13 @@ static const Plan bf16_plans[] = {
     {INT64_MAX, 5, 1, 384, 60, {bf16_1x1, bf16_2x1, bf16_3x1, bf16_4x1, bf16_5x1}},
 };
 static const Plan int8_plans[] = {
-    {1, 1, 2, 1280, 1, {int8_1x2}},
-    {INT64_MAX, 2, 1, 384, 126, {int8_1x1, int8_2x1}},
+    {2, 2, 2, 1280, 2, {int8_1x2, int8_2x2}},
+    {INT64_MAX, 6, 1, 256, 66, {int8_1x1, int8_2x1, int8_3x1, int8_4x1, int8_5x1, int8_6x1}},
 };
 
 const Kernel matmul_avx2[KINDS] = {
     {fp32_plans, copy_row, 4, LINE, 1},
     {bf16_plans, wide_row, 8, LINE, 0},
-    {int8_plans, signed_row, 8, 2 * LINE, 0},
+    {int8_plans, signed_row, 8, LINE, 0, 1},
 };
 #endif

@@ -18,6 +18,7 @@ typedef struct {
     uint32_t *lines;
     float *scales;
     int32_t *offsets;
+    int halved; /* as the kernel wants it */
 } Rows;
 
 ALWAYS_INLINE float as_float(uint32_t bits)
@@ -117,6 +118,15 @@ static void row_steps(const Rows *w, int64_t output, uint32_t *to)
         convert_row(w, row, output, FROM_FLOAT32, to);
 }
 
+/* Two inputs of every lane, then the other two. */
+ALWAYS_INLINE void halved_line(const uint32_t *rows, int64_t steps, int from, int to, uint16_t *line)
+{
+    for (int lane = from; lane < to; lane++) {
+        line[lane] = (uint16_t)rows[lane * steps];
+        line[LANES + lane] = (uint16_t)(rows[lane * steps] >> 16);
+    }
+}
+
 /* The lanes of one group that these rows have; the others are another call's. `rows` holds LANES rows of steps. */
 static void pack_group(const Rows *w, int64_t group, uint32_t *rows)
 {
@@ -126,7 +136,9 @@ static void pack_group(const Rows *w, int64_t group, uint32_t *rows)
         row_steps(w, base + lane, rows + lane * w->steps);
     uint32_t *line = w->lines + base * w->steps;
     for (int64_t step = 0; step < w->steps; step++, line += LANES) {
-        if (to - from == LANES)
+        if (w->halved)
+            halved_line(rows + step, w->steps, from, to, (uint16_t *)line);
+        else if (to - from == LANES)
             for (int lane = 0; lane < LANES; lane++)
                 line[lane] = rows[lane * w->steps + step];
         else
@@ -141,7 +153,7 @@ EXPORT int charonia_pack(const void *from, int from_kind, int64_t stride, int64_
                          int kind, void *lines, float *scales, int32_t *offsets)
 {
     const Rows w = {from,   stride,  from_kind, kind, first, outputs, inputs, steps_of(kind, inputs),
-                    lines,  scales,  offsets};
+                    lines,  scales,  offsets,   kernel_of(kind)->halved};
     const int64_t begin = first / LANES, end = (first + outputs + LANES - 1) / LANES;
     int failed = 0;
 #pragma omp parallel reduction(| : failed)

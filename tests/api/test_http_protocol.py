@@ -247,6 +247,25 @@ async def test_only_an_idle_connection_is_closed_and_not_too_early() -> None:
     assert connection.transport.closed
 
 
+@pytest.mark.parametrize("beginning", [b"", b"POST / HTTP/1.1\r\nhost: x\r\n"])
+async def test_who_never_asks_is_not_waited_for(beginning: bytes) -> None:
+    connection = Connection(App())
+    await connection.send(*(beginning[at : at + 1] for at in range(len(beginning))))
+    connection.clock.pass_to(8)
+    assert not connection.transport.closed
+    connection.clock.pass_to(9)
+    assert connection.transport.closed
+
+
+async def test_a_body_may_take_its_time() -> None:
+    connection = Connection(App())
+    whole = request(b"abcd")
+    await connection.send(whole[:-1])
+    connection.clock.pass_to(100)
+    await connection.send(whole[-1:])
+    assert connection.answers == [b"abcd"]
+
+
 async def test_an_application_that_fails_is_answered_for() -> None:
     class Failing(App):
         async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from charonia.core.errors import Internal, InvalidArgument, QueueFull
+from charonia.core.errors import Internal, InvalidArgument, QueueFull, TooLong
 from charonia.core.request import Conversation, GenerateRequest, Message
 
 CHAT = "/v1/chat/completions"
@@ -370,6 +370,13 @@ async def test_malformed_bodies(
     assert (response.status_code, error["param"]) == (400, param)
     assert param is None or param in error["message"]
     assert not gateway.asked
+
+
+async def test_clients_know_too_long_a_prompt_by_its_code(client: httpx.AsyncClient, gateway: Any) -> None:
+    gateway.texts, gateway.error = (), TooLong("too long", field="messages")
+    response = await client.post(CHAT, json=HI)
+    error = {"message": "too long", "type": "invalid_request_error", "param": "messages"}
+    assert (response.status_code, response.json()["error"]) == (400, {**error, "code": "context_length_exceeded"})
 
 
 @pytest.mark.parametrize("stream", [False, True])

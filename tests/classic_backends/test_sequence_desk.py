@@ -302,6 +302,25 @@ async def test_time_ends_the_wait_for_a_seat() -> None:
     assert [each.got for each in held] == [[1], [2]]
 
 
+async def test_a_scrape_tells_who_has_a_slot_and_who_waits_for_one() -> None:
+    table = Table(*KINDS["direct"], instances=1)
+    assert measured(table) == {"open": 0, "waiting": 0, "slots": 2}
+    for client in range(4):
+        table.ask(client)
+    assert measured(table) == {"open": 2, "waiting": 2, "slots": 2}
+    await table.settle()
+    table.ask(0, end=True)
+    await table.settle()
+    assert measured(table) == {"open": 2, "waiting": 1, "slots": 2}
+    table.desk.remove_worker(table.hands[0])  # type: ignore[arg-type]
+    assert measured(table) == {"open": 0, "waiting": 0, "slots": 0}
+
+
+def measured(table: Table) -> dict[str, float]:
+    readings = {reading.family: reading.value for reading in table.desk.readings()}
+    return {name.removeprefix("charonia_").split("_")[-1]: value for name, value in readings.items()}  # type: ignore[misc]
+
+
 async def test_who_is_idle_gives_up_his_seat() -> None:
     settings = config(max_batch_size=1, max_sequence_idle_microseconds=1)
     table = Table(settings, Rows, instances=1)

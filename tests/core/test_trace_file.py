@@ -9,7 +9,7 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.exchange import Computed, Exchange
-from charonia.core.trace_file import TraceFile
+from charonia.core.trace_file import TraceFile, check_writable
 from charonia.core.trace_settings import Traces, TraceSettings, read_trace_config
 
 
@@ -134,3 +134,19 @@ def test_what_it_cannot_start_with(word: str, text: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         read_trace_config([word])
     assert caught.value.message.startswith(text)
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("no/t", "there is no directory '{0}/no'"), ("", "it is a directory")])
+def test_a_file_that_cannot_be_written_is_told_at_the_start(tmp_path: Path, name: str, wrong: str) -> None:
+    file = str(tmp_path / name)
+    with pytest.raises(InvalidArgument) as caught:
+        check_writable(read_trace_config([f"file={file}"]))
+    assert caught.value.message == f"--trace-config file={file}: {wrong.format(tmp_path)}"
+
+
+@pytest.mark.parametrize("words", [["file={0}/new"], ["file={0}/old"], ["file={0}", "log-frequency=2"], []])
+def test_a_file_that_can_be_written_is_not_yet(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "old").write_text("what there was")
+    check_writable(read_trace_config([word.format(tmp_path) for word in words]))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["old"]
+    assert (tmp_path / "old").read_text() == "what there was"

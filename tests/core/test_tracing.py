@@ -56,7 +56,7 @@ def test_where_they_cannot_go(flag: str, environment: dict[str, str], complaint:
 def test_without_an_endpoint_nothing_is_imported_and_without_the_library_that_is_said() -> None:
     code = """
 import sys
-import charonia.__main__, charonia.repository.gateway
+import charonia.cli.serve
 from charonia.core.errors import InvalidArgument
 from charonia.core.tracing import tracing
 with tracing("", "1") as tracer:

@@ -15,11 +15,11 @@ from cyclopts.exceptions import CycloptsError
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from charonia.__main__ import app
 from charonia.api import openai_bodies, openai_fields, openai_messages, tokenization
 from charonia.api.app import build_app
 from charonia.api.metadata import ServerInfo
 from charonia.api.options import Boolean
+from charonia.cli.app import app
 from charonia.core.request import SamplingParams
 from charonia.engine import infer, settings
 from charonia.engine.attention.registry import BACKENDS
@@ -131,7 +131,7 @@ def test_every_flag_stands_there_with_its_default(page: Any) -> None:
 
 def test_every_choice_stands_there(page: Any, codes: Any) -> None:
     told = {cells[0].strip("`"): codes(" ".join(cells[1:])) for cells in page("operating.md").rows("flag")}
-    choices = {name: {*names(argument.hint)} - {*get_args(Boolean)} for name, argument in arguments().items()}
+    choices = {name: {*names(argument.hint)} - {*names(Boolean)} for name, argument in arguments().items()}
     choices["--attention"] = {*BACKENDS}
     assert {name: left for name, wanted in choices.items() if (left := wanted - {*told[name]})} == {}
     [kernels] = [codes(cells[1]) for cells in page("operating.md").rows("variable") if library.VARIABLE in cells[0]]
@@ -159,7 +159,7 @@ def test_commands_are_understood(page: Any) -> None:
     commands = [words for each in pages for fence in each.fences() for words in commands_of(fence.text)]
     assert len(commands) > 10
     for command, *words in commands:
-        module = importlib.import_module("charonia.__main__" if command == "charonia" else command)
+        module = importlib.import_module("charonia.cli.app" if command == "charonia" else command)
         if hasattr(module, "app"):
             module.app.parse_args(words, exit_on_error=False, print_error=False)
 

@@ -125,7 +125,7 @@ V2_BODIES: list[tuple[Any, str]] = [
     ({"text_input": "x", "sampling_parameters": "{"}, "sampling_parameters"),
     ({"text_input": "x", "sampling_parameters": '{"cache_salt": "\\ud800"}'}, ""),
     ({"text_input": "x", "sampling_parameters": '{"\\ud800": 1}'}, ""),
-    ({"text_input": "x " * 3000}, "exceed the model's 2048"),
+    ({"text_input": "x " * 3000}, "maximum context length is 2048"),
 ]
 
 

@@ -144,5 +144,6 @@ def test_a_sequence_outlives_the_connection_that_began_it(server: Server, client
         leaving.start_stream(lambda result, error: heard.put(error or result))
         leaving.async_stream_infer("oldest", [value(5, triton_grpc)], sequence_id=900, sequence_start=True)
         assert heard.get(timeout=60).as_numpy("SUM").item() == 5
+    assert 'charonia_sequences_open{model="oldest",version="1"} 1\n' in httpx.get(server.metrics_url).text
     # Nothing of it ran: the sequence is open still, and anybody may go on.
     assert client.infer("oldest", [value(1)], sequence_id=900, sequence_end=True).as_numpy("SUM").item() == 6

@@ -1,7 +1,6 @@
 """Every metric that Triton has: a series of a real server's, or the reason why there is none."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -59,26 +58,31 @@ OF_EACH_GPU = (
     "nv_gpu_power_limit",
     "nv_energy_consumption",
 )
-ABSENT = {
-    "nv_cache_num_hits_per_model": "no response cache",
-    "nv_cache_num_misses_per_model": "no response cache",
-    "nv_cache_hit_duration_per_model": "no response cache",
-    "nv_cache_miss_duration_per_model": "no response cache",
-    "nv_cache_hit_summary_per_model": "no response cache",
-    "nv_cache_miss_summary_per_model": "no response cache",
+OF_THE_CACHE = {
+    "nv_cache_num_hits_per_model": 2,
+    "nv_cache_num_misses_per_model": 1,
+    "nv_cache_hit_summary_per_model_count": 2,
+    "nv_cache_miss_summary_per_model_count": 1,
+    "nv_inference_request_success": 3,
+    "nv_inference_count": 1,
 }
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("metrics") / "models"
-    for name, config in (("same", IDENTITY), ("square", SQUARE)):
+    kept = IDENTITY + "response_cache { enable: true }"
+    for name, config in (("same", IDENTITY), ("square", SQUARE), ("kept", kept)):
         write_config(repository, name, config)
     flags = ["--metrics-config=summary_latencies=true", "--metrics-config=histogram_latencies=true"]
     flags += ["--metrics-config=summary_quantiles=0.5:0.05,0.99:0.001", "--model-repository", str(repository)]
+    flags += ["--cache-config=local,size=1048576"]
     with serving(repository.parent / "t", *flags) as server:
         body = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [1, 1], "data": [2.0]}]}
         httpx.post(f"{server.url}/v2/models/same/infer", json=body).raise_for_status()
+        for _ in range(3):
+            answer = httpx.post(f"{server.url}/v2/models/kept/infer", json=body).raise_for_status()
+            assert answer.json()["outputs"][0]["data"] == [2.0]
         httpx.post(f"{server.url}/v2/models/square/generate_stream", json={"IN": 3}).raise_for_status()
         yield server
         assert server.stop() == 0, server.said
@@ -102,7 +106,7 @@ SAME = (("_team", "ferry"), ("model", "same"), ("version", "1"))
 @pytest.mark.parametrize("name", PER_MODEL)
 def test_each_model_has_a_series(samples: Any, name: str) -> None:
     labels = [dict(each) for each in samples[name]]
-    assert {(each["model"], each["version"]) for each in labels} == {("same", "1"), ("square", "1")}
+    assert {(each["model"], each["version"]) for each in labels} == {("same", "1"), ("square", "1"), ("kept", "1")}
     assert {each.get("_team") for each in labels} == {"ferry", None}
 
 
@@ -138,8 +142,20 @@ def test_gpus_have_a_family_whether_there_are_any_or_not(served: Any, name: str)
     assert f"# TYPE {name} " in httpx.get(served.metrics_url).text
 
 
-@pytest.mark.parametrize("name", ABSENT)
-def test_what_is_absent_is_told_in_the_documentation(samples: Any, root: Path, name: str) -> None:
-    assert name not in samples
-    told = (root / "docs" / "metrics.md").read_text().partition("### Not there")[2].partition("###")[0]
-    assert name in told or f"{'_'.join(name.split('_')[:2])}_..." in told
+@pytest.mark.parametrize("name", OF_THE_CACHE)
+def test_answers_that_are_kept_are_counted_apart(samples: Any, name: str) -> None:
+    assert samples[name][("_team", "ferry"), ("model", "kept"), ("version", "1")] == OF_THE_CACHE[name]
+
+
+def test_answers_that_are_kept_have_durations_and_no_summary_of_the_whole(samples: Any) -> None:
+    for name in ("nv_cache_hit_duration_per_model", "nv_cache_miss_duration_per_model"):
+        assert [dict(each)["model"] for each in samples[name]] == ["kept"]
+    assert {dict(each)["model"] for each in samples["nv_inference_request_summary_us"]} == {"same", "square"}
+
+
+def test_statistics_tell_hits_and_misses(served: Any) -> None:
+    [said] = httpx.get(f"{served.url}/v2/models/kept/stats").json()["model_stats"]
+    counts = {name: times["count"] for name, times in said["inference_stats"].items()}
+    assert counts == dict.fromkeys(("success", "queue"), 3) | dict.fromkeys(
+        ("compute_input", "compute_infer", "compute_output", "cache_miss"), 1
+    ) | {"fail": 0, "cache_hit": 2}

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from charonia.core.errors import InvalidArgument
-from charonia.core.request import GenerateRequest, SamplingParams
+from charonia.core.errors import InvalidArgument, TooLong
+from charonia.core.request import Conversation, GenerateRequest, Message, Prompt, SamplingParams
 from charonia.engine.addition import addition
 from charonia.engine.messages import Add, Ready
 from charonia.scheduler.plan import Shaping
@@ -47,3 +47,23 @@ def test_a_bias_for_a_token_that_is_none_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="100") as refusal:
         add(logit_bias={100: 1.0})
     assert refusal.value.field == "logit_bias"
+
+
+CHAT = Conversation((Message("user", "x"),))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "max_tokens", "field"),
+    [("x", 64, 1, "prompt"), (CHAT, 64, None, "messages"), (CHAT, 63, 2, "max_tokens"), ("x", 10, 55, "max_tokens")],
+)
+def test_what_is_too_long_is_told_by_its_field(prompt: Prompt, tokens: int, max_tokens: int | None, field: str) -> None:
+    asked = GenerateRequest(id="", prompt=prompt, sampling=SamplingParams(max_tokens=max_tokens))
+    with pytest.raises(TooLong, match=f"maximum context length is 64 tokens: a prompt of {tokens} ") as refusal:
+        addition(asked, [1] * tokens, MODEL, READY)
+    assert refusal.value.field == field
+
+
+@pytest.mark.parametrize(("tokens", "max_tokens", "expected"), [(63, 1, 1), (63, None, 1), (1, None, 63), (64, 0, 0)])
+def test_what_just_fits_is_taken(tokens: int, max_tokens: int | None, expected: int) -> None:
+    asked = GenerateRequest(id="", prompt="x", sampling=SamplingParams(max_tokens=max_tokens), echo=True)
+    assert addition(asked, [1] * tokens, MODEL, READY).max_tokens == expected

@@ -1,17 +1,26 @@
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import transformers
 
-from charonia.core.errors import InvalidArgument, NotFound
+from charonia.core.errors import InvalidArgument, NotFound, TooLong
 from charonia.core.request import Conversation, Message
 from charonia.tokenization.files import locate
 from charonia.tokenization.tokenizer import Tokenizer
 
-TEXTS = ["the lazy dog", " leading and trailing ", "", "été 🦊 日本語 👩‍👩‍👧", "a</s>b<|user|>", "\n\n\t x"]
+TEXTS = [
+    "the lazy dog",
+    " leading and trailing ",
+    "",
+    "été 🦊 日本語 👩‍👩‍👧",
+    "a</s>b<|user|>",
+    "\n\n\t x",
+    "the 🦊</s>  dog" * 99,
+]
 
 
 def reference(directory: Path) -> transformers.PreTrainedTokenizerBase:
@@ -52,6 +61,41 @@ def test_never_truncates(checkpoint: Path) -> None:
     content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     path.write_text(json.dumps(content))
     assert len(Tokenizer.load(checkpoint).encode("the quick brown fox jumps over the lazy dog")) > 4
+
+
+def test_others_run_while_a_long_text_is_read(checkpoint: Path) -> None:
+    tokenizer, begun, turns = Tokenizer.load(checkpoint), threading.Event(), 0
+    done: list[int] = []
+
+    def read() -> None:
+        begun.set()
+        done.append(len(tokenizer.encode("the quick brown fox " * 10_000)))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    begun.wait()
+    while not done:
+        turns += 1
+    reader.join()
+    assert turns > 1000  # a turn takes a tenth of a microsecond, and the text at least 50 ms
+
+
+def test_what_is_far_too_long_is_known_by_its_beginning(checkpoint: Path) -> None:
+    tokenizer = Tokenizer.load(checkpoint)
+    with pytest.raises(TooLong, match="length is 8 tokens: the first 128 characters of prompt are 31 tokens") as error:
+        tokenizer.prompt_ids("the lazy dog " * 10**6, most=8)
+    assert error.value.field == "prompt"
+    with pytest.raises(TooLong) as error:
+        tokenizer.prompt_ids(Conversation((Message("user", "the lazy dog " * 10**6),)), most=8)
+    assert error.value.field == "messages"
+
+
+def test_a_text_of_long_tokens_is_read_to_its_end(checkpoint: Path) -> None:
+    tokenizer, text = Tokenizer.load(checkpoint), "<|assistant|>" * 30
+    assert len(text) > 16 * 20
+    ids = tokenizer.prompt_ids(text, most=20)  # too many, but for others to judge
+    assert ids == tokenizer.encode(text)
+    assert len(ids) == 31
 
 
 CHATS = [

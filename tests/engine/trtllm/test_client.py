@@ -227,7 +227,7 @@ async def test_what_can_never_be_satisfied_does_not_wait_to_hear_so(load: Load) 
     model = await load(step_seconds=0.002, max_num_seqs=1)
     async with aclosing(model.generate(ask("w20", **ENDLESS))) as running:
         await anext(running)
-        with pytest.raises(InvalidArgument, match="exceed the model's 64"):
+        with pytest.raises(InvalidArgument, match="maximum context length is 64"):
             await generate(model, ask("w1", max_tokens=64))
         assert model.client.state().running == 1
         assert sum(model.client.state().waiting.values()) == 0

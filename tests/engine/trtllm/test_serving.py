@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from charonia.__main__ import check
+from charonia.cli.app import check
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import GenerateRequest, SamplingParams
 from charonia.repository.builder import BackendSettings, Builder

@@ -1,0 +1,106 @@
+"""The commands and their flags.
+
+Heavy imports wait until they are needed: `charonia --help` is for people.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from .. import __version__
+from ..api.grpc_options import GrpcOptions
+from ..api.http_options import HttpOptions
+from ..api.keys import KeyOptions
+from ..api.options import ServerOptions
+from ..api.triton_options import TritonOptions
+from ..core.errors import CharoniaError, InvalidArgument
+from ..engine.options import EngineOptions
+from ..repository.options import CheckOptions, RepositoryOptions
+
+app = App(
+    name="charonia",
+    version=__version__,
+    help="A streaming, LLM-centric inference server.",
+    result_action="return_value",  # main has more to do before it ends with that status
+)
+
+
+@app.command
+def serve(
+    model: str | None = None,
+    /,
+    *,
+    repository: Annotated[RepositoryOptions, Parameter("*")] = RepositoryOptions(),  # noqa: B008
+    server: Annotated[ServerOptions, Parameter("*")] = ServerOptions(),  # noqa: B008
+    http: Annotated[HttpOptions, Parameter("*")] = HttpOptions(),  # noqa: B008
+    access: Annotated[KeyOptions, Parameter("*")] = KeyOptions(),  # noqa: B008
+    grpc: Annotated[GrpcOptions, Parameter("*")] = GrpcOptions(),  # noqa: B008
+    engine: Annotated[EngineOptions, Parameter("*")] = EngineOptions(),  # noqa: B008
+    triton: Annotated[TritonOptions, Parameter("*")] = TritonOptions(),  # noqa: B008
+) -> int:
+    """Serve models until SIGTERM or SIGINT; a second one forces.
+
+    Parameters
+    ----------
+    model
+        A checkpoint directory, a hub id, or a model repository.
+    """
+    import uvloop
+
+    from ..core.logs import logging_as
+    from ..core.metrics_config import read_metrics_config
+    from ..core.tracing import endpoint_of, tracing
+    from .plan import Plan, check_foreign, commons, entry, selection
+    from .serve import run
+
+    server, repository = triton.former.server(server), triton.former.repository(repository)
+    try:
+        with logging_as(server.log_settings) as logs:
+            check_foreign(triton)
+            doors, metrics = entry(server, http, access, grpc), read_metrics_config(server.metrics_config)
+            chosen = selection(model, repository, engine, metrics)
+            plan = Plan(doors, chosen, commons(server, logs), server, grpc, metrics)
+            with tracing(endpoint_of(server.otlp_traces_endpoint, os.environ), __version__) as tracer:
+                return uvloop.run(run(plan, tracer))
+    except CharoniaError as error:
+        return _failed(error)
+
+
+@app.command
+def check(
+    repository: str | None = None,
+    /,
+    *,
+    tensorrt_llm: Annotated[bool, Parameter(negative=())] = False,
+    options: Annotated[CheckOptions, Parameter("*")] = CheckOptions(),  # noqa: B008
+) -> int:
+    """Say what is wrong with a model repository, without serving it; the status is 1 if a model would not load.
+
+    Parameters
+    ----------
+    repository
+        Directory of models; with --tensorrt-llm, a checkpoint to generate with.
+    tensorrt_llm
+        Instead, hold the installed TensorRT-LLM against what its adapter expects.
+    """
+    if tensorrt_llm:
+        from ..engine.trtllm.check import report as report_package
+
+        return report_package(repository)
+    from ..repository.check import report
+
+    try:
+        if repository is None:
+            raise InvalidArgument("nothing to check: name a model repository")
+        return report(Path(repository), options)
+    except CharoniaError as error:
+        return _failed(error)
+
+
+def _failed(error: CharoniaError) -> int:
+    """Say why; the status to exit with."""
+    print(f"charonia: {error.message}", file=sys.stderr)
+    return 1

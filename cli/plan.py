@@ -1,0 +1,90 @@
+"""What to serve and how: the command line's options as what they stand for. Loads nothing, opens no port."""
+
+import logging
+from dataclasses import dataclass
+
+from ..api.grpc_options import GrpcOptions
+from ..api.grpc_tls import tls_files
+from ..api.http_options import HttpOptions
+from ..api.http_rules import HttpRules, read_rules
+from ..api.keys import KeyOptions, Keyring, read_keys
+from ..api.options import ServerOptions, true
+from ..api.tls import KeyPair, key_pair
+from ..api.triton_options import TritonOptions
+from ..core.commons import Commons
+from ..core.log_settings import Logs
+from ..core.metrics_config import MetricsConfig
+from ..core.shared_memory import Regions
+from ..core.trace_file import check_writable
+from ..core.trace_settings import Traces, read_trace_config
+from ..engine.options import EngineOptions
+from ..repository.options import RepositoryOptions
+from ..repository.selection import Selection, select
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Who may come in over HTTP or gRPC, and how."""
+
+    keys: Keyring
+    rules: HttpRules
+    tls: KeyPair | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to serve and how."""
+
+    entry: Entry
+    selection: Selection
+    commons: Commons
+    server: ServerOptions
+    grpc: GrpcOptions
+    metrics: MetricsConfig
+
+
+def check_foreign(options: TritonOptions) -> None:
+    """What tritonserver would have done and nobody does here is told, and refused where it would be missed.
+
+    Raises:
+        Unsupported: that is so; the message names the flag.
+    """
+    options.refused.check()
+    if options.idle.given:
+        log.warning("flags of tritonserver that have no effect here: %s", ", ".join(options.idle.given))
+
+
+def entry(server: ServerOptions, http: HttpOptions, access: KeyOptions, grpc: GrpcOptions) -> Entry:
+    """What the doors are made with, gRPC's files read on trial.
+
+    Raises:
+        InvalidArgument: files of TLS or keys are no good, or a rule means nothing.
+    """
+    tls_files(grpc)
+    tls = key_pair(server.http_server_cert, server.http_server_key, "--http-server")
+    return Entry(read_keys(access), read_rules(http), tls)
+
+
+def selection(
+    model: str | None, repository: RepositoryOptions, engine: EngineOptions, metrics: MetricsConfig
+) -> Selection:
+    """The models that are asked for.
+
+    Raises:
+        InvalidArgument: there is nothing to serve, or what is asked for contradicts itself.
+    """
+    given = {name: str(value) for name, value in engine.given().items()}
+    return select(model, repository, given, metrics.quantiles if metrics.summaries else ())
+
+
+def commons(server: ServerOptions, logs: Logs) -> Commons:
+    """What all models share.
+
+    Raises:
+        InvalidArgument: --trace-config says what it cannot, or names a file that cannot be written.
+    """
+    traces = read_trace_config(server.trace_config)
+    check_writable(traces)
+    return Commons(Regions(true(server.allow_client_shm)), logs, Traces(traces))

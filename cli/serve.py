@@ -1,0 +1,79 @@
+"""One server's life: models load while doors are made, the doors open, and all ends together."""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING
+
+from ..api.options import true
+from ..api.ports import Ports, reserved
+from ..api.server import StopSignals, first_of
+from ..core.looplag import LoopLag
+from ..core.open_files import allow_files
+from ..core.records import write_record
+from ..core.trace_file import TraceFile
+from ..repository.gateway import Hub
+from ..repository.startup import Keeper
+from .plan import Plan
+
+if TYPE_CHECKING:
+    from ..core.otlp import Tracer
+    from .doors import Doors
+
+
+async def run(plan: Plan, tracer: "Tracer | None") -> int:
+    """Serve until somebody asks to stop; the status to exit with."""
+    allow_files()
+    lag, traces = LoopLag(plan.server.max_loop_lag_secs), TraceFile(plan.commons.traces)
+    hub = _hub(plan, lag, traces, tracer)
+    keeper = plan.selection.keeper(hub)
+    with reserved(plan.server, plan.grpc) as ports, _killable_at_the_end(), StopSignals() as stop, lag, closing(traces):
+        loading = asyncio.create_task(_load(plan, keeper, stop))
+        try:
+            doors = await _doors(plan, hub, ports)
+            if not await loading:
+                return 0 if stop.asked.is_set() else 1
+            async with doors.metrics(hub.measure, lag.measure), plan.selection.kept(keeper):
+                await doors.serve(stop)
+            return 0
+        finally:
+            loading.cancel()
+            hub.exit()
+            await hub.unload()
+
+
+@contextmanager
+def _killable_at_the_end() -> Iterator[None]:
+    """Who insists while the interpreter tidies up ends it there and then, without a traceback of what it was doing."""
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _hub(plan: Plan, lag: LoopLag, traces: TraceFile, tracer: "Tracer | None") -> Hub:
+    # The tracer first: the record names the trace.
+    witnesses = (write_record, traces) if tracer is None else (tracer, write_record, traces)
+    strict = true(plan.server.strict_readiness)
+    return Hub(strict, lambda: not lag.stuck, witnesses, plan.commons, plan.selection.builder)
+
+
+async def _load(plan: Plan, keeper: Keeper, stop: StopSignals) -> bool:
+    """Whether there is something to serve, and still someone who wants it."""
+    loading = asyncio.create_task(plan.selection.load(keeper, strict=true(plan.server.exit_on_error)))
+    await first_of(loading, stop.asked.wait())
+    return not stop.asked.is_set() and loading.result()
+
+
+async def _doors(plan: Plan, hub: Hub, ports: Ports) -> "Doors":
+    """Made while models load, which begins first; imports of what doors need go on beside it."""
+    await asyncio.sleep(0)
+    await asyncio.to_thread(_import_doors)
+    from .doors import Doors
+
+    return Doors(plan, hub, ports)
+
+
+def _import_doors() -> None:
+    from . import doors  # noqa: F401

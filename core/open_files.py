@@ -1,0 +1,25 @@
+"""How many files this process may have open: each connection is one. Knows nothing of connections."""
+
+import logging
+import resource
+
+log = logging.getLogger(__name__)
+
+_ENOUGH = 65536
+_FEW = 1024
+
+
+def allow_files(enough: int = _ENOUGH) -> int:
+    """Raise the process's own limit to `enough`, or as near as it may; returns what it is then.
+
+    Logs a warning where that is little: beyond it, connections are cut without a word.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = enough if hard == resource.RLIM_INFINITY else min(enough, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    limit = enough if soft == resource.RLIM_INFINITY else soft
+    if limit < _FEW:
+        log.warning("%d files may be open at once, connections included; ulimit -n raises that", limit)
+    return limit

@@ -1,0 +1,127 @@
+"""Answers kept for questions that come again: model-config.md section 7, what `--cache-config` asks for.
+
+Knows no models: each has its questions apart from all others, as long as it is loaded. A question is bytes here.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.errors import InvalidArgument, Unsupported
+from ..core.request import InferRequest, InferResponse
+from ..core.tensor import Tensor
+
+_BESIDE = 512
+"""Bytes that an answer takes beside its tensors, about."""
+
+_OF_THE_QUEUE = ("priority", "timeout")
+"""Parameters that change when a question is answered, and not how."""
+
+
+class _Kept(NamedTuple):
+    """`size`: bytes that it takes."""
+
+    answer: InferResponse
+    size: int
+
+
+class ResponseCache:
+    """At most `size` bytes of answers; those that were asked for least lately make room."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.used = 0
+        self._answers: OrderedDict[tuple[Hashable, bytes], _Kept] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    @property
+    def to_come(self) -> int:
+        """Bytes that it was promised, and does not hold yet."""
+        return self.size - self.used
+
+    def find(self, owner: Hashable, question: bytes) -> InferResponse | None:
+        kept = self._answers.get((owner, question))
+        if kept is None:
+            return None
+        self._answers.move_to_end((owner, question))
+        return kept.answer
+
+    def keep(self, owner: Hashable, question: bytes, answer: InferResponse) -> None:
+        """A copy of it: what it was made from may change. One that is larger than all there is, is not kept."""
+        size = _BESIDE + sum(_bytes(tensor.data) for tensor in answer.outputs)
+        if size > self.size or (owner, question) in self._answers:
+            return
+        while self.used + size > self.size:
+            self._drop(next(iter(self._answers)))
+        outputs = tuple(msgspec.structs.replace(tensor, data=_copied(tensor.data)) for tensor in answer.outputs)
+        self._answers[owner, question] = _Kept(msgspec.structs.replace(answer, outputs=outputs), size)
+        self.used += size
+
+    def forget(self, owner: Hashable) -> None:
+        """Nobody will ask it again."""
+        for key in [key for key in self._answers if key[0] == owner]:
+            self._drop(key)
+
+    def _drop(self, key: tuple[Hashable, bytes]) -> None:
+        self.used -= self._answers.pop(key).size
+
+    def check_integrity(self) -> None:
+        """Recompute everything. Raises `AssertionError`."""
+        assert self.used == sum(kept.size for kept in self._answers.values()) <= self.size
+
+
+def question_of(request: InferRequest) -> bytes:
+    """What a model's answer depends on: inputs with types and shapes, which outputs are wanted, and parameters. Triton
+    looks at the inputs' names and bytes alone."""
+    digest = blake2b(digest_size=32)
+    told = {key: value for key, value in request.parameters.items() if key not in _OF_THE_QUEUE}
+    tensors = [request.inputs[name] for name in sorted(request.inputs)]
+    outline = [(tensor.name, tensor.datatype, tensor.shape) for tensor in tensors]
+    wanted = None if request.outputs is None else sorted(request.outputs)
+    digest.update(msgspec.msgpack.encode((outline, wanted, sorted(told.items()))))
+    for tensor in tensors:
+        _digest(tensor, digest)
+    return digest.digest()
+
+
+def _digest(tensor: Tensor, digest: Any) -> None:
+    if tensor.datatype == "BYTES":
+        digest.update(msgspec.msgpack.encode(tensor.data.ravel().tolist()))
+    else:
+        digest.update(np.ascontiguousarray(tensor.data).data)
+
+
+def _bytes(data: NDArray[Any]) -> int:
+    return data.nbytes + (sum(map(len, data.ravel())) if data.dtype.hasobject else 0)
+
+
+def _copied(data: NDArray[Any]) -> NDArray[Any]:
+    copy = data.copy()
+    copy.flags.writeable = False
+    return copy
+
+
+def read_cache_config(words: Iterable[str]) -> ResponseCache | None:
+    """What the flag says, each time it is given: `local,size=<bytes>`; without it there is no cache.
+
+    Raises:
+        InvalidArgument: it says what it cannot; the message names the flag.
+        Unsupported: it asks for another cache.
+    """
+    cache = None
+    for word in words:
+        implementation, _, setting = word.partition(",")
+        name, _, value = setting.partition("=")
+        if implementation != "local":
+            raise Unsupported(f"--cache-config {word}: only the cache 'local' is served")
+        if name != "size" or not value.isdecimal() or not int(value):
+            raise InvalidArgument(f"--cache-config {word}: expected local,size=<bytes>")
+        cache = ResponseCache(int(value))
+    return cache

@@ -1,0 +1,44 @@
+"""The command's first moments and its last: signals, and standard streams that nobody gave it."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+INTERRUPTED = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "charonia.cli.app":
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
+sys.meta_path.insert(0, Interrupting())
+from charonia.__main__ import main
+main()
+"""
+
+
+def test_ctrl_c_is_quiet_while_imports_still_go_on() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_server_starts_without_standard_streams(tmp_path: Path) -> None:
+    """As far as its ports: by then its event loop has opened files of its own."""
+    (tmp_path / "m.identity" / "1").mkdir(parents=True)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "charonia", "serve", "--model-repository", str(tmp_path)]
+        command += ["--http-address=127.0.0.1", "--http-port", port]
+        shell = f'exec "$@" <&- >&- 2>{tmp_path}/said'
+        done = subprocess.run(["sh", "-c", shell, "sh", *command], timeout=60, check=False)
+    assert done.returncode == 1
+    assert (tmp_path / "said").read_text().startswith(f"charonia: cannot open port {port}")
+
+
+def test_what_it_starts_inherits_streams_that_were_closed() -> None:
+    code = "import os; from charonia.__main__ import _open_what_was_closed as go; go(); os.execlp('cat', 'cat')"
+    done = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-c", code], timeout=60, check=False)
+    assert done.returncode == 0
