@@ -149,7 +149,9 @@ def names(hint: Any) -> Iterator[str]:
 
 def test_every_environment_variable_stands_there(root: Path, page: Any) -> None:
     shipped = (path for package in root.glob("*/__init__.py") for path in package.parent.rglob("*.py"))
-    names = {name for path in shipped for name in re.findall(r"\"((?:CHARONIA|OTEL)_[A-Z_]+)\"", path.read_text())}
+    names = {
+        name for path in shipped for name in re.findall(r"\"((?:CHARONIA|OTEL|TRITON)_[A-Z_]+)\"", path.read_text())
+    }
     assert names
     assert [name for name in names if name not in page("operating.md").text] == []
 
