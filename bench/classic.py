@@ -2,12 +2,11 @@
 
     python -m charonia.bench.classic --connections 32 --doors binary grpc
 
-A closed loop from a process of its own, at several numbers of connections. The contenders take turns in one run, for
-the machine is shared and its speed is not constant. Requests per second depend on what the generator leaves of the
-cores; requests per second of the server's CPU time do not.
+A closed loop from a process of its own, at several numbers of connections: wrk and h2load where they are installed. The
+contenders take turns in one run, for the machine is shared and its speed is not constant. Requests per second depend on
+what the generator leaves of the cores; requests per second of the server's CPU time do not.
 """
 
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,9 +22,9 @@ from cyclopts.validators import Number
 from rich.console import Console
 from rich.table import Table
 
-from ..core.errors import Unavailable
 from .classic_bare import NAME
-from .classic_load import Door, Load, Report
+from .classic_generate import Driver, Generator, driver, drivers, generate
+from .classic_load import Door, Load
 from .plainly import plainly
 from .serve_server import LOOPBACK, CpuMeter, Place, free_ports, own_server, process, until_open
 
@@ -56,6 +55,9 @@ class Trial:
     """Of each turn."""
     repeats: _Count = 3
     """Turns of each contender."""
+    generator: Generator = "auto"
+    """What drives them: wrk and h2load, which want whole seconds, or our own process; auto takes those that are
+    there."""
 
 
 class Leg(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +65,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     door: Door
+    driver: Driver
     connections: int
     per_second: float
     per_cpu_second: float
@@ -87,14 +90,15 @@ def compare(trial: Trial, log: Callable[[str], None]) -> Comparison:
     """Run the contenders in turns.
 
     Raises:
-        Unavailable: a server cannot be started, or a generator failed.
+        Unavailable: a server cannot be started, or a generator failed or is not installed.
     """
     legs: list[Leg] = []
     with _servers() as places:
         for door in trial.doors:
+            by = driver(door, trial.generator)
             for connections in trial.connections:
                 for name, place in list(places.items()) * trial.repeats:
-                    legs.append(_leg(name, place, _load(trial, place, door, connections)))
+                    legs.append(_leg(name, place, _load(trial, place, door, connections), by))
                     log(_line(legs[-1]))
     return Comparison(trial, legs)
 
@@ -104,16 +108,18 @@ def _load(trial: Trial, place: Place, door: Door, connections: int) -> Load:
     return Load(door=door, port=port, connections=connections, seconds=trial.seconds, model=NAME)
 
 
-def _leg(name: str, place: Place, load: Load) -> Leg:
+def _leg(name: str, place: Place, load: Load, by: Driver) -> Leg:
     meter = CpuMeter(place.pid)
     meter.start()
-    report = generate(load)
+    report = generate(load, by)
     cores = meter.spent()
-    # The meter sees the warm-up too, which is answered at the same rate.
-    spent = 0.0 if cores is None else cores.frontend * load.seconds / (load.seconds + load.warm_up)
+    # The meter sees our own generator's warm-up too, which is answered at the same rate.
+    warm_up = load.warm_up if by == "own" else 0.0
+    spent = 0.0 if cores is None else cores.frontend * report.seconds / (report.seconds + warm_up)
     return Leg(
         name=name,
         door=load.door,
+        driver=by,
         connections=load.connections,
         per_second=report.rate,
         per_cpu_second=report.answers / spent if spent else float("nan"),
@@ -122,24 +128,6 @@ def _leg(name: str, place: Place, load: Load) -> Leg:
         generator_cores=report.cpu / report.seconds,
         errors=report.errors,
     )
-
-
-def generate(load: Load) -> Report:
-    """Put a load to a server from a process of its own.
-
-    Raises:
-        Unavailable: the generator failed, or nothing was answered.
-    """
-    command = [sys.executable, "-m", "charonia.bench.classic_load"]
-    run = subprocess.run(command, input=msgspec.json.encode(load), capture_output=True, timeout=load.seconds + 60)
-    if run.returncode:
-        raise Unavailable(f"a generator failed:\n{run.stderr.decode(errors='replace')[-2000:]}")
-    report = msgspec.json.decode(run.stdout, type=Report)
-    if not report.answers:
-        raise Unavailable(
-            f"no {load.door} request of {load.connections} connections was answered in {load.seconds:g} s"
-        )
-    return report
 
 
 @contextmanager
@@ -173,6 +161,7 @@ def _line(leg: Leg) -> str:
 
 def show(console: Console, comparison: Comparison) -> None:
     """Medians, and Charonia's part of the bare handler's."""
+    console.print(f"driven: {drivers(comparison.trial.doors, comparison.trial.generator)}", highlight=False)
     table = Table("door", "connections", "per second", "of bare", "per CPU second", "of bare", "p50 ms", "p99 ms")
     for door in comparison.trial.doors:
         for connections in comparison.trial.connections:
@@ -202,7 +191,7 @@ def classic(*, trial: Annotated[Trial, Parameter("*")] = Trial(), json: Path | N
     """
     console = Console()
     with plainly():
-        comparison = compare(trial, lambda line: console.print(line, highlight=False))
+        comparison = compare(trial, lambda line: console.print(line, highlight=False, soft_wrap=True))
     show(console, comparison)
     if json:
         json.write_bytes(msgspec.json.encode(comparison))

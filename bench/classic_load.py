@@ -20,8 +20,8 @@ from .serve_server import LOOPBACK
 
 Door: TypeAlias = Literal["binary", "json", "grpc"]
 
-_METHOD = "/inference.GRPCInferenceService/ModelInfer"
-_PER_CHANNEL = 32
+METHOD = "/inference.GRPCInferenceService/ModelInfer"
+_SHARE = 32
 """Calls at a time that share a gRPC connection."""
 
 
@@ -140,6 +140,11 @@ def http_request(load: Load) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
+def connections(load: Load) -> int:
+    """As which its calls over gRPC go."""
+    return -(-load.connections // _SHARE)
+
+
 def grpc_request(load: Load) -> bytes:
     """A ModelInferRequest, encoded."""
     from tritonclient.grpc import service_pb2
@@ -165,9 +170,9 @@ async def _over_grpc(load: Load, watch: Watch) -> None:
 
     request = grpc_request(load)
     options = [("grpc.use_local_subchannel_pool", 1)]
-    count = -(-load.connections // _PER_CHANNEL)
+    count = connections(load)
     channels = [grpc.aio.insecure_channel(f"{LOOPBACK}:{load.port}", options=options) for _ in range(count)]
-    calls = [channel.unary_unary(_METHOD) for channel in channels]
+    calls = [channel.unary_unary(METHOD) for channel in channels]
 
     async def ask(call: Any) -> None:
         going, good = True, True

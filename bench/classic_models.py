@@ -28,8 +28,9 @@ from rich.table import Table
 
 from ..core.errors import Unsupported
 from ..core.host import cores
-from .classic import IDENTITY, generate
+from .classic import IDENTITY
 from .classic_bare import NAME
+from .classic_generate import Driver, Generator, driver, drivers, generate
 from .classic_load import Load
 from .onnx_mlp import write_mlp
 from .plainly import plainly
@@ -61,6 +62,8 @@ class Trial:
     """Of each turn."""
     repeats: _Count = 3
     """Turns of each contender."""
+    generator: Generator = "auto"
+    """What drives them: wrk, which wants whole seconds, or our own process; auto takes wrk if it is there."""
 
 
 class Contender(msgspec.Struct, frozen=True):
@@ -128,14 +131,15 @@ def _turns(trial: Trial, place: Place, repository: Path) -> Iterator[tuple[str, 
         "connections": trial.connections,
         "seconds": trial.seconds,
     }
-    yield NAME, _put(Load(**common))
+    by = driver("binary", trial.generator)
+    yield NAME, _put(Load(**common), by)
     for each in CONTENDERS:
-        yield each.name, _put(Load(**common, model=each.name, name="INPUT", shape=(1, each.sizes[0])))
+        yield each.name, _put(Load(**common, model=each.name, name="INPUT", shape=(1, each.sizes[0])), by)
     yield _ALONE, Turn(_alone(repository / "large" / "1" / "model.onnx", trial.seconds))
 
 
-def _put(load: Load) -> Turn:
-    report = generate(load)
+def _put(load: Load, by: Driver) -> Turn:
+    report = generate(load, by)
     return Turn(report.rate, report.cpu / report.seconds / cores().logical)
 
 
@@ -167,6 +171,7 @@ def _write(repository: Path) -> None:
 
 def show(console: Console, rates: Rates) -> None:
     """Medians, and what part they are of those beside them."""
+    console.print(f"driven: {drivers(['binary'], rates.trial.generator)}", highlight=False)
     table = Table("model", "per second", "beside", "part of it", "net")
     for each in CONTENDERS:
         rate, other = rates.median(each.name), rates.median(each.beside)

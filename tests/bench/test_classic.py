@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from charonia.bench import classic, classic_models
-from charonia.bench.classic import Comparison, Leg, Trial, generate
+from charonia.bench.classic import Comparison, Leg, Trial
+from charonia.bench.classic_generate import Generator, driver, generate
 from charonia.bench.classic_load import Door, Load, http_request
 from charonia.bench.classic_models import Rates, Turn
 from charonia.bench.serve_server import Place
@@ -19,10 +20,14 @@ def bare() -> Iterator[Place]:
         yield place
 
 
+def of(bare: Place, door: Door, seconds: float = 0.3) -> Load:
+    port = bare.grpc_port if door == "grpc" else bare.http_port
+    return Load(door=door, port=port, connections=4, seconds=seconds, warm_up=0.1)
+
+
 @pytest.mark.parametrize("door", ["binary", "json", "grpc"])
 def test_a_generator_keeps_its_connections_busy(bare: Place, door: Door) -> None:
-    port = bare.grpc_port if door == "grpc" else bare.http_port
-    report = generate(Load(door=door, port=port, connections=4, seconds=0.3, warm_up=0.1))
+    report = generate(of(bare, door), "own")
     assert report.answers > 10
     assert report.errors == 0
     assert report.rate == pytest.approx(report.answers / 0.3, rel=0.01)
@@ -30,9 +35,45 @@ def test_a_generator_keeps_its_connections_busy(bare: Place, door: Door) -> None
     assert report.cpu > 0
 
 
+@pytest.mark.parametrize("door", ["binary", "grpc"])
+def test_tools_do_what_our_generator_does(bare: Place, door: Door) -> None:
+    by = driver(door, "auto")
+    if by == "own":
+        pytest.skip(f"what drives {door} is not installed")
+    report = generate(of(bare, door, 1), by)
+    assert report.answers > 10
+    assert report.errors == 0
+    assert report.rate == pytest.approx(report.answers, rel=0.2)
+    assert 0 < report.p50 <= report.p99
+    assert report.cpu > 0
+
+
 def test_a_server_that_does_not_answer_is_told(bare: Place) -> None:
     with pytest.raises(Unavailable, match="no grpc request of 1 connections was answered"):
-        generate(Load(door="grpc", port=bare.http_port, connections=1, seconds=0.2, warm_up=0.0))
+        generate(Load(door="grpc", port=bare.http_port, connections=1, seconds=0.2, warm_up=0.0), "own")
+
+
+@pytest.mark.parametrize(
+    ("door", "generator", "there", "by"),
+    [
+        ("binary", "auto", True, "wrk"),
+        ("json", "wrk", True, "wrk"),
+        ("grpc", "auto", True, "h2load"),
+        ("grpc", "auto", False, "own"),
+        ("binary", "own", True, "own"),
+    ],
+)
+def test_tools_drive_where_they_are_installed(
+    monkeypatch: pytest.MonkeyPatch, door: Door, generator: Generator, there: bool, by: str
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda tool: f"/usr/bin/{tool}" if there else None)
+    assert driver(door, generator) == by
+
+
+def test_a_tool_that_is_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda tool: None)
+    with pytest.raises(Unavailable, match="h2load is not installed"):
+        driver("grpc", "wrk")
 
 
 def test_a_binary_request_announces_its_header() -> None:
@@ -47,6 +88,7 @@ def test_turns_are_told_by_their_medians() -> None:
         return Leg(
             name=name,
             door="json",
+            driver="own",
             connections=8,
             per_second=rate,
             per_cpu_second=2 * rate,
