@@ -1,7 +1,5 @@
 """Opens the exchange of each request that comes over HTTP. Knows which paths are doors; not what they do."""
 
-from contextlib import nullcontext
-
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..core.errors import CharoniaError
@@ -29,8 +27,10 @@ class Exchanges:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         door = _door(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else ""
-        with self._gateway.open(door, scope["headers"]) if door else nullcontext():
-            await self._app(scope, receive, send)
+        if not door:
+            return await self._app(scope, receive, send)
+        with self._gateway.open(door, scope["headers"]):
+            return await self._app(scope, receive, send)
 
 
 def note(error: CharoniaError) -> None:

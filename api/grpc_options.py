@@ -16,10 +16,14 @@ _Count: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lte=2**31 -
 class GrpcOptions:
     """Settings of the gRPC door."""
 
+    allow_grpc: Boolean = "true"
+    """Serve gRPC."""
     grpc_address: str = "0.0.0.0"
     """Address to listen on for gRPC."""
     grpc_port: Port = 8001
     """Port of the v2 protocol over gRPC."""
+    reuse_grpc_port: Boolean = "false"
+    """Let other servers listen on the port too: each gets some of the connections."""
     grpc_use_ssl: Boolean = "false"
     """Encrypt gRPC."""
     grpc_use_ssl_mutual: Boolean = "false"

@@ -18,6 +18,7 @@ from .grpc_rules import read_rules
 from .grpc_tls import tls_files
 from .keys import Keyring
 from .metadata import ServerInfo
+from .options import true
 
 _LARGEST_MESSAGE = 2**31 - 1
 _COMPRESSION = {
@@ -121,12 +122,12 @@ def _joined(address: str, port: int) -> str:
 
 def _channel_options(options: GrpcOptions) -> list[tuple[str, Any]]:
     return [
-        ("grpc.so_reuseport", 0),  # two servers on one port would share its clients
+        ("grpc.so_reuseport", int(true(options.reuse_grpc_port))),  # grpc's own default is to share
         ("grpc.max_send_message_length", _LARGEST_MESSAGE),
         ("grpc.max_receive_message_length", _LARGEST_MESSAGE),
         ("grpc.keepalive_time_ms", options.grpc_keepalive_time),
         ("grpc.keepalive_timeout_ms", options.grpc_keepalive_timeout),
-        ("grpc.keepalive_permit_without_calls", int(options.grpc_keepalive_permit_without_calls in ("true", "1"))),
+        ("grpc.keepalive_permit_without_calls", int(true(options.grpc_keepalive_permit_without_calls))),
         ("grpc.http2.max_pings_without_data", options.grpc_http2_max_pings_without_data),
         ("grpc.http2.min_ping_interval_without_data_ms", options.grpc_http2_min_recv_ping_interval_without_data),
         ("grpc.http2.max_ping_strikes", options.grpc_http2_max_ping_strikes),

@@ -1,7 +1,8 @@
 """Serves metrics on a port of their own while the doors are open. Knows neither models nor readings."""
 
+import os
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
@@ -13,12 +14,15 @@ from .metrics import MetricsApp, Source
 from .options import ServerOptions, true
 from .server import HttpServer
 
+_NO_GPUS = "TRITON_SERVER_CPU_ONLY"
+"""Set to anything, it turns tritonserver's gauges of GPUs off."""
 
-def of_machine(options: ServerOptions) -> Iterator[Source]:
+
+def of_machine(options: ServerOptions, environment: Mapping[str, str] = os.environ) -> Iterator[Source]:
     """Who measures the machine, as far as `options` ask for it."""
     if true(options.allow_cpu_metrics):
         yield Machine().measure
-    if true(options.allow_gpu_metrics):
+    if true(options.allow_gpu_metrics) and _NO_GPUS not in environment:
         yield Gpus().measure
 
 

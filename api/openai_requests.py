@@ -1,6 +1,6 @@
 """OpenAI's requests: their bodies turned into generate requests. Knows nothing of HTTP."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from uuid import uuid4
 
@@ -115,9 +115,18 @@ def _asked(reply: Reply, fields: Common, prompts: list[Prompt], max_tokens: int 
         prompts=len(prompts),
         echo=reply.echo,
     )
-    numbered = ((prompt, choice) for prompt in prompts for choice in range(reply.choices))
-    requests = (msgspec.structs.replace(one, prompt=prompt, choice=choice) for prompt, choice in numbered)
-    return Asked(tuple(requests), bool(fields.stream), reply)
+    stream = bool(fields.stream)
+    answers = [one, *_further(one, scored=stream)]
+    requests = (msgspec.structs.replace(answer, prompt=prompt) for prompt in prompts for answer in answers)
+    return Asked(tuple(requests), stream, reply)
+
+
+def _further(first: GenerateRequest, scored: bool) -> Iterator[GenerateRequest]:
+    """The other answers to the same prompt. Unless they are to be `scored`, too, as in a stream, where none waits for
+    another, the first alone tells of the prompt's tokens."""
+    sampling = first.sampling if scored else msgspec.structs.replace(first.sampling, prompt_logprobs=None)
+    for choice in range(1, first.choices):
+        yield msgspec.structs.replace(first, choice=choice, sampling=sampling)
 
 
 def _timeout(timeout: float | None) -> float:

@@ -4,9 +4,10 @@ Knows the two shapes and nothing of where the text comes from.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+import msgspec
 import orjson
 
 from ..core.model import ModelConfig
@@ -98,9 +99,9 @@ class Writer:
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
     def whole(self, answers: Sequence[GenerateChunk]) -> Object:
-        """All in one; `answers[i]` is everything that was said as choice i."""
+        """All in one; `answers[i]` is everything that was said as choice i, of its prompt by the first of them."""
         self._usage = {index: answer.usage for index, answer in enumerate(answers)}
-        shown = best(answers, self._reply.choices, self._reply.kept)
+        shown = best(list(self._with_prompts(answers)), self._reply.choices, self._reply.kept)
         choices = [
             self._shape.choice(index, answer.text, answer.finish_reason, self._logprobs(index, answer))
             for index, answer in enumerate(shown)
@@ -109,6 +110,12 @@ class Writer:
         if (most := self._reply.prompt_logprobs) is not None:
             self._shape.show_prompts(body, [of_prompt(answer.prompt, most) for answer in shown])
         return body
+
+    def _with_prompts(self, answers: Sequence[GenerateChunk]) -> Iterator[GenerateChunk]:
+        """Each with what the first one to its prompt says of that."""
+        for index, answer in enumerate(answers):
+            first = answers[index - index % self._reply.choices]
+            yield answer if answer is first else msgspec.structs.replace(answer, prompt=first.prompt)
 
     def event(self, index: int, chunk: GenerateChunk) -> bytes:
         """What to send for one chunk: nothing while a character is incomplete."""

@@ -1,17 +1,34 @@
 """Settings of the server, under tritonserver's names. Free of any server: the command line reads it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
 from ..core.log_settings import LogSettings
 
 Port: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lte=65535))]
-Boolean: TypeAlias = Literal["true", "false", "1", "0"]
-"""As tritonserver takes them: `--flag=false` and `--flag false` alike."""
+_WORDS = ("true", "false", "1", "0")
+
+
+def _boolean(hint: Any, tokens: Sequence[Token]) -> str:
+    word = tokens[0].value.lower()
+    if word not in _WORDS:
+        raise ValueError(f'unable to read "{tokens[0].value}". Choose from: {", ".join(_WORDS)}.')
+    return word
+
+
+def _level(hint: Any, tokens: Sequence[Token]) -> int:
+    """tritonserver takes a boolean where it wants a level."""
+    word = tokens[0].value.lower()
+    return int(word == "true") if word in ("true", "false") else int(word)
+
+
+Boolean: TypeAlias = Annotated[Literal["true", "false", "1", "0"], Parameter(converter=_boolean)]
+"""As tritonserver takes them: `--flag=false`, `--flag false` and `--flag False` alike."""
 
 
 def true(flag: Boolean) -> bool:
@@ -24,10 +41,14 @@ class ServerOptions:
 
     id: str = "triton"
     """Name of the server in its metadata."""
+    allow_http: Boolean = "true"
+    """Serve HTTP."""
     http_address: str = "0.0.0.0"
     """Address to listen on."""
     http_port: Port = 8000
     """Port of the v2 and OpenAI protocols over HTTP."""
+    reuse_http_port: Boolean = "false"
+    """Let other servers listen on the port too: each gets some of the connections."""
     http_server_cert: Path | None = None
     """Certificate to encrypt HTTP with, PEM."""
     http_server_key: Path | None = None
@@ -62,10 +83,12 @@ class ServerOptions:
     """Log warnings."""
     log_error: Boolean = "true"
     """Log errors."""
-    log_verbose: Annotated[int, Parameter(validator=Number(gte=0))] = 0
+    log_verbose: Annotated[int, Parameter(converter=_level, validator=Number(gte=0))] = 0
     """Above 0: a line for every HTTP request too, health and lookups included, in the web server's words."""
     log_format: Literal["default", "ISO8601", "json"] = "default"
     """Format of times in the log; json: every record is a line of JSON."""
+    log_file: str = ""
+    """File to log to, at its end; without it, the standard error."""
     allow_client_shm: Boolean = "false"
     """Let clients register regions of system shared memory."""
     trace_config: Annotated[tuple[str, ...], Parameter(negative=())] = ()
@@ -77,6 +100,7 @@ class ServerOptions:
     @property
     def log_settings(self) -> LogSettings:
         return LogSettings(
+            log_file=self.log_file,
             log_info=true(self.log_info),
             log_warning=true(self.log_warning),
             log_error=true(self.log_error),

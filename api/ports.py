@@ -15,10 +15,10 @@ _EVERYWHERE = {"0.0.0.0", "::"}
 
 
 class Ports(NamedTuple):
-    """Sockets that do not listen yet; there is none for metrics that nobody wants."""
+    """Sockets that do not listen yet; there is none for a door that nobody wants."""
 
-    http: socket.socket
-    grpc: socket.socket
+    http: socket.socket | None
+    grpc: socket.socket | None
     metrics: socket.socket | None
 
 
@@ -28,13 +28,11 @@ def reserved(server: ServerOptions, grpc: GrpcOptions) -> Iterator[Ports]:
 
     Raises:
         Unavailable: one is taken, or its address is not ours; the message names the flag.
-        InvalidArgument: two of them are one.
+        InvalidArgument: two of them are one, or nobody wants a door for requests.
     """
-    with (
-        bind(server.http_address, server.http_port, "--http-port") as http,
-        bind(grpc.grpc_address, grpc.grpc_port, "--grpc-port") as rpc,
-        _metrics(server) as metrics,
-    ):
+    if not true(server.allow_http) and not true(grpc.allow_grpc):
+        raise InvalidArgument("--allow-http and --allow-grpc are both false: nobody could ask anything")
+    with _http(server) as http, _grpc(grpc) as rpc, _metrics(server) as metrics:
         ports = Ports(http, rpc, metrics)
         _check_apart({name: sock for name, sock in ports._asdict().items() if sock is not None})
         yield ports
@@ -46,6 +44,18 @@ def _check_apart(ports: Mapping[str, socket.socket]) -> None:
         (host, port), (its_host, its_port) = mine.getsockname()[:2], theirs.getsockname()[:2]
         if port == its_port and (host == its_host or {host, its_host} & _EVERYWHERE):
             raise InvalidArgument(f"--{one}-port and --{other}-port are both {port}")
+
+
+def _http(server: ServerOptions) -> AbstractContextManager[socket.socket | None]:
+    if not true(server.allow_http):
+        return nullcontext()
+    return bind(server.http_address, server.http_port, "--http-port", true(server.reuse_http_port))
+
+
+def _grpc(grpc: GrpcOptions) -> AbstractContextManager[socket.socket | None]:
+    if not true(grpc.allow_grpc):
+        return nullcontext()
+    return bind(grpc.grpc_address, grpc.grpc_port, "--grpc-port", true(grpc.reuse_grpc_port))
 
 
 def _metrics(server: ServerOptions) -> AbstractContextManager[socket.socket | None]:

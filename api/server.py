@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import uvicorn
 
 from ..core.errors import Unavailable
-from .http_protocol import HttpProtocol
+from .http_protocol import HttpProtocol, Shared
 from .tls import KeyPair
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -24,8 +24,9 @@ _FLUSH_SECONDS = 2
 """How long responses that are written may take to reach their clients' sockets at the very end."""
 
 
-def bind(address: str, port: int, flag: str) -> socket.socket:
-    """The port, reserved but not listening: clients are turned away until there is something to serve.
+def bind(address: str, port: int, flag: str, shared: bool = False) -> socket.socket:
+    """The port, reserved but not listening: clients are turned away until there is something to serve. `shared`: other
+    processes may listen on it too, if they say so as well.
 
     Raises:
         Unavailable: the port is taken, or the address is not ours; the message names `flag`, or the one that goes
@@ -34,6 +35,8 @@ def bind(address: str, port: int, flag: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         sock.bind((address, port))
     except OSError as error:
@@ -146,6 +149,7 @@ class _WithoutAccessLog(HttpProtocol):
 class _Uvicorn(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
+        self.server_state = Shared()
         self.listening = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

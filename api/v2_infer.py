@@ -23,7 +23,7 @@ from .begun import Begun, in_task
 from .connection import Check, WhileConnected, receive_body
 from .forwarding import Forwarding
 from .guard import tenant_of
-from .http_protocol import cycle_of
+from .http_cycle import cycle_of
 from .infer_answer import Answer, write_answer
 from .infer_call import Call
 from .infer_request import Reader
@@ -83,7 +83,7 @@ class Infer:
         return call._replace(request=asked)
 
     async def _body(self, request: Request, headers: Headers, header_length: int | None) -> bytes | bytearray:
-        check, cycle = _check_of(header_length, self._max_size), cycle_of(request.scope)
+        check, cycle = _check_of(header_length, self._max_size), cycle_of(request.receive)
         whole = None if cycle is None else cycle.whole_body()
         if whole is None:
             return await receive_body(request.receive, headers.get(b"content-length", b""), check)
@@ -143,7 +143,7 @@ class Reply:
         self._head = _head(sum(map(len, parts)), header_length, encoding)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        cycle = cycle_of(scope)
+        cycle = cycle_of(receive)
         if cycle is not None and cycle.answer(self._head, self._parts):
             return
         headers = [tuple(line.split(b": ", 1)) for line in self._head.split(b"\r\n")[:-1]]

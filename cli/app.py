@@ -15,6 +15,7 @@ from ..api.grpc_options import GrpcOptions
 from ..api.http_options import HttpOptions
 from ..api.keys import KeyOptions
 from ..api.options import ServerOptions
+from ..api.triton_options import TritonOptions
 from ..core.errors import CharoniaError, InvalidArgument
 from ..engine.options import EngineOptions
 from ..repository.options import CheckOptions, RepositoryOptions
@@ -38,6 +39,7 @@ def serve(
     access: Annotated[KeyOptions, Parameter("*")] = KeyOptions(),  # noqa: B008
     grpc: Annotated[GrpcOptions, Parameter("*")] = GrpcOptions(),  # noqa: B008
     engine: Annotated[EngineOptions, Parameter("*")] = EngineOptions(),  # noqa: B008
+    triton: Annotated[TritonOptions, Parameter("*")] = TritonOptions(),  # noqa: B008
 ) -> int:
     """Serve models until SIGTERM or SIGINT; a second one forces.
 
@@ -51,18 +53,20 @@ def serve(
     from ..core.logs import logging_as
     from ..core.metrics_config import read_metrics_config
     from ..core.tracing import endpoint_of, tracing
-    from .plan import Plan, commons, entry, selection
+    from .plan import Plan, check_foreign, commons, entry, selection
     from .serve import run
 
-    with logging_as(server.log_settings) as logs:
-        try:
+    server, repository = triton.former.server(server), triton.former.repository(repository)
+    try:
+        with logging_as(server.log_settings) as logs:
+            check_foreign(triton)
             doors, metrics = entry(server, http, access, grpc), read_metrics_config(server.metrics_config)
             chosen = selection(model, repository, engine, metrics)
             plan = Plan(doors, chosen, commons(server, logs), server, grpc, metrics)
             with tracing(endpoint_of(server.otlp_traces_endpoint, os.environ), __version__) as tracer:
                 return uvloop.run(run(plan, tracer))
-        except CharoniaError as error:
-            return _failed(error)
+    except CharoniaError as error:
+        return _failed(error)
 
 
 @app.command

@@ -1,5 +1,6 @@
 """The doors of one server, over one hub: HTTP and gRPC for requests, a third for who measures."""
 
+from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 
 from .. import __version__
@@ -10,7 +11,7 @@ from ..api.metadata import ServerInfo
 from ..api.metrics import Source, build_registry
 from ..api.metrics_server import metrics_served, of_machine
 from ..api.ports import Ports
-from ..api.server import HttpServer, Servers, StopSignals
+from ..api.server import HttpServer, Server, Servers, StopSignals
 from ..api.serving import serve
 from ..core import garbage
 from ..repository.gateway import Hub
@@ -27,7 +28,9 @@ class Doors:
     def __init__(self, plan: Plan, hub: Hub, ports: Ports) -> None:
         self._plan, self._hub, self._ports = plan, hub, ports
         self._info = ServerInfo(plan.server.id, __version__, plan.server.http_max_input_size)
-        self._grpc = GrpcServer(hub, self._info, plan.grpc, ports.grpc, plan.entry.keys)
+        self._grpc: GrpcServer | None = None
+        if ports.grpc is not None:
+            self._grpc = GrpcServer(hub, self._info, plan.grpc, ports.grpc, plan.entry.keys)
 
     def metrics(self, *sources: Source) -> AbstractAsyncContextManager[None]:
         """Metrics of these and of the machine are served during the block, if they are wanted."""
@@ -37,16 +40,26 @@ class Doors:
 
     async def serve(self, stop: StopSignals) -> None:
         """Open those for requests and say so; return when somebody asked to stop and they are closed."""
-        entry, options = self._plan.entry, self._plan.server
-        app = build_app(self._hub, self._info, entry.keys, entry.rules)
-        doors = Servers(HttpServer(app, self._ports.http, access_log=True, tls=entry.tls), self._grpc)
+        doors = Servers(*self._wanted())
         garbage.settle()
         await doors.start()
         self._announce()
-        await serve(self._hub, doors, stop, options.exit_timeout_secs)
+        await serve(self._hub, doors, stop, self._plan.server.exit_timeout_secs)
+
+    def _wanted(self) -> Iterator[Server]:
+        entry = self._plan.entry
+        if self._ports.http is not None:
+            app = build_app(self._hub, self._info, entry.keys, entry.rules)
+            yield HttpServer(app, self._ports.http, access_log=True, tls=entry.tls)
+        if self._grpc is not None:
+            yield self._grpc
 
     def _announce(self) -> None:
-        entry, http = self._plan.entry, self._ports.http.getsockname()[1]
-        print(f"gRPC on {reachable(self._plan.grpc.grpc_address, self._grpc.port)}")
-        at = url(self._plan.server.http_address, http, entry.tls is not None)
+        entry, options = self._plan.entry, self._plan.server
+        if self._grpc is not None:
+            print(f"gRPC on {reachable(self._plan.grpc.grpc_address, self._grpc.port)}")
+        if self._ports.http is None:
+            print("Serving on gRPC alone", flush=True)
+            return
+        at = url(options.http_address, self._ports.http.getsockname()[1], entry.tls is not None)
         say_ready(self._hub, at, bool(entry.keys))

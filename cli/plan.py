@@ -1,5 +1,6 @@
 """What to serve and how: the command line's options as what they stand for. Loads nothing, opens no port."""
 
+import logging
 from dataclasses import dataclass
 
 from ..api.grpc_options import GrpcOptions
@@ -9,6 +10,7 @@ from ..api.http_rules import HttpRules, read_rules
 from ..api.keys import KeyOptions, Keyring, read_keys
 from ..api.options import ServerOptions, true
 from ..api.tls import KeyPair, key_pair
+from ..api.triton_options import TritonOptions
 from ..core.commons import Commons
 from ..core.log_settings import Logs
 from ..core.metrics_config import MetricsConfig
@@ -18,6 +20,8 @@ from ..core.trace_settings import Traces, read_trace_config
 from ..engine.options import EngineOptions
 from ..repository.options import RepositoryOptions
 from ..repository.selection import Selection, select
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,17 @@ class Plan:
     server: ServerOptions
     grpc: GrpcOptions
     metrics: MetricsConfig
+
+
+def check_foreign(options: TritonOptions) -> None:
+    """What tritonserver would have done and nobody does here is told, and refused where it would be missed.
+
+    Raises:
+        Unsupported: that is so; the message names the flag.
+    """
+    options.refused.check()
+    if options.idle.given:
+        log.warning("flags of tritonserver that have no effect here: %s", ", ".join(options.idle.given))
 
 
 def entry(server: ServerOptions, http: HttpOptions, access: KeyOptions, grpc: GrpcOptions) -> Entry:

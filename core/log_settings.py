@@ -16,7 +16,7 @@ _FILE_IS_FIXED = "log file location can not be updated through network protocol"
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """v2's settings, by their names there and in their order. `log_file` is always "": the log goes to stderr."""
+    """v2's settings, by their names there and in their order. `log_file` "": the log goes to stderr."""
 
     log_file: str = ""
     log_info: bool = True
@@ -57,9 +57,9 @@ class Logs:
         """Log like this from now on.
 
         Raises:
-            Unsupported: it names a file.
+            Unsupported: it names another file.
         """
-        if settings.log_file:
+        if settings.log_file != self._settings.log_file:
             raise Unsupported(_FILE_IS_FIXED, field="log_file")
         self._apply(settings)
         self._settings = settings

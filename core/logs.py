@@ -5,21 +5,24 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
-from typing import Any, TypeAlias
+from typing import Any, TextIO, TypeAlias
 
 import msgspec
 
+from .errors import InvalidArgument
 from .log_settings import Form, Logs, LogSettings
 from .records import Entry
 
 _LEFT_OUT = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", "color_message"}
 """What every record has, or is written under another name; and uvicorn's message once more, in colours."""
 
-_MOMENT = 0.05
-"""Seconds that a record may wait for others to be written with."""
+_MOMENT = 0.2
+"""Seconds that a record may wait for others to be written with: each time, the thread that writes stands in the way of
+what makes them."""
 
 _LINE = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 _TIMES = {"default": "%m%d %H:%M:%S", "ISO8601": "%Y-%m-%dT%H:%M:%S%z"}
@@ -27,15 +30,37 @@ _TIMES = {"default": "%m%d %H:%M:%S", "ISO8601": "%Y-%m-%dT%H:%M:%S%z"}
 
 @contextmanager
 def logging_as(settings: LogSettings) -> Iterator[Logs]:
-    """Set logging up for the block, to stderr, and let it be changed there; records that end requests and still stand
-    in line are written at its end."""
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
-    apply(settings)
-    lines = Lines(logging.getLogger("charonia.requests"))
+    """Set logging up for the block, to stderr or a file, and let it be changed there; records that end requests and
+    still stand in line are written at its end.
+
+    Raises:
+        InvalidArgument: the file cannot be written.
+    """
+    with _opened(settings.log_file) as stream:
+        logging.basicConfig(level=logging.WARNING, stream=stream)
+        apply(settings)
+        lines = Lines(logging.getLogger("charonia.requests"))
+        try:
+            yield Logs(settings, apply)
+        finally:
+            lines.stop()
+            _turn_from(stream)
+
+
+def _turn_from(stream: TextIO) -> None:
+    """It is about to be closed, and there may still be something to say."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
+            handler.setStream(sys.stderr)
+
+
+def _opened(file: str) -> AbstractContextManager[TextIO]:
+    if not file:
+        return nullcontext(sys.stderr)
     try:
-        yield Logs(settings, apply)
-    finally:
-        lines.stop()
+        return Path(file).open("a", encoding="utf-8", buffering=1)
+    except OSError as error:
+        raise InvalidArgument(f"--log-file {file} cannot be written: {error.strerror}") from None
 
 
 def apply(settings: LogSettings) -> None:

@@ -152,7 +152,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     the prompt's text.
 
     Raises:
-        InvalidArgument: `priority` is negative, or nothing at all is asked for.
+        InvalidArgument: `priority` is negative, or a first answer asks for nothing at all.
     """
 
     id: str
@@ -172,7 +172,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check("priority", self.priority, "at least 0", lambda v: v >= 0)
-        if self.prompt_only and not (self.echo or self.scored):
+        if self.prompt_only and not (self.echo or self.scored or self.choice):
             message = "max_tokens must be at least 1 unless the prompt is to be echoed or scored, got 0"
             raise InvalidArgument(message, field="max_tokens")
 

@@ -23,7 +23,7 @@ from .normalise import invite_batching, normalise
 from .response_cache import ResponseCache
 from .rules import check_config
 from .source import ModelSource, VersionSource, located
-from .warmup import read_warmup
+from .warmup import check_samples, read_warmup
 
 _BATCH = "default-max-batch-size"
 _PRESET = {_BATCH: "4"}
@@ -133,8 +133,9 @@ class Builder:
         build, loader, directory = classic(), loader_of(source.backend), Path(version.path)
         whole = self.whole_config(source, version)
         config = model_config(whole, version.number, source.directory)
-        parameters = self.backends.of(source.backend)
-        make = partial(build, config, loader, directory, parameters, _samples(whole, source.directory), self.quantiles)
+        samples = _samples(whole, source.directory)
+        check_samples(config, samples.warm_up)
+        make = partial(build, config, loader, directory, self.backends.of(source.backend), samples, self.quantiles)
         return Recipe(lambda _: self._cached(whole, make()), lambda config: config, hold.loaded, hold.release)
 
     def _cached(self, config: Config, model: MeasuredModel) -> Model:

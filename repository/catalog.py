@@ -4,11 +4,14 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..core.errors import Internal, InvalidArgument
+from ..core.errors import Internal, InvalidArgument, Unsupported
 from .document import Config
 from .source import ModelSource, read_model
 
 log = logging.getLogger(__name__)
+
+_CLOUDS = (("s3:",), ("gs:",), ("as:",))
+"""What the paths begin with that tritonserver fetches."""
 
 
 class Catalog:
@@ -16,6 +19,7 @@ class Catalog:
 
     Raises:
         InvalidArgument: a repository is no directory.
+        Unsupported: it is somewhere in a cloud.
     """
 
     def __init__(
@@ -64,6 +68,9 @@ class Catalog:
 
 
 def _check_directory(repository: Path) -> None:
+    if repository.parts[:1] in _CLOUDS:
+        message = f"model repository '{repository}': repositories in clouds are not read; copy it, or mount it"
+        raise Unsupported(message)
     try:
         there = repository.is_dir()
     except OSError as error:

@@ -126,7 +126,7 @@ class Entry:
         """Of a version that is not loaded, only that it is not."""
         for number in sorted({*self.versions, *self.failures}):
             version = self.versions.get(number, Version(number))
-            yield Measurement(self._labels(version), tuple(self._readings(version)))
+            yield Measurement(self.labels(number), tuple(self._readings(version)))
 
     def _readings(self, version: Version) -> Iterator[Reading]:
         yield Reading("charonia_model_ready", int(version.ready))
@@ -136,9 +136,11 @@ class Entry:
             if version.serving.measured is not None:
                 yield from version.serving.measured.readings()
 
-    def _labels(self, version: Version) -> Labels:
-        tags = {} if version.serving is None else version.serving.config.document.get("metric_tags", {})
-        return {"model": self.name, "version": version.number, **{f"_{tag}": value for tag, value in tags.items()}}
+    def labels(self, number: str) -> Labels:
+        """Of everything that is measured of a version."""
+        serving = self.versions[number].serving if number in self.versions else None
+        tags = {} if serving is None else serving.config.document.get("metric_tags", {})
+        return {"model": self.name, "version": number, **{f"_{tag}": value for tag, value in tags.items()}}
 
 
 def _number(item: tuple[str, Version]) -> int:

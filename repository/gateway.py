@@ -136,7 +136,8 @@ class Hub:
         """What there is to know of each model at a scrape, and of requests that were for none."""
         yield Measurement({}, tuple(ended_readings(self._homeless)))
         yield from self.registry.measure()
-        yield from self._budget.measure()
+        for held in self._budget.measure():
+            yield held._replace(labels=self.registry.labels(held.labels["model"], held.labels["version"]))
 
     def exit(self) -> None:
         """Refuse what is new from here on."""

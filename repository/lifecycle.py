@@ -24,6 +24,7 @@ from .registry import Registry
 from .release import Shared, both, return_memory
 from .running import Tally
 from .source import ModelSource, VersionSource, located
+from .versions import almost_versions
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class Lifecycle:
                 shared.leave()
             for serving in entry.publish(new.items()):
                 self._retire(entry, serving)
-            _tell_idle(source, self._builder.cache is not None)
+            _tell_idle(source, caching=self._builder.cache is not None)
 
     async def serve(self, name: str, number: str, build: Callable[[], Model]) -> None:
         """Load and serve a model that is made by hand. Raises `LoadFailure`."""
@@ -242,5 +243,7 @@ def _unchanged(entry: Entry, version: VersionSource) -> Serving | None:
 
 
 def _tell_idle(source: ModelSource, caching: bool) -> None:
+    for folder in () if source.directory is None else almost_versions(source.directory):
+        log.warning("model '%s': folder '%s' is no version, for it begins with 0", source.name, folder)
     for path in idle_fields(source.config, caching):
         log.warning("%smodel '%s': %s has no effect here", source.where(path), source.name, path)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ..core.errors import InvalidArgument, NotFound, Unavailable
 from ..core.exchange import current
 from ..core.gateway import IndexEntry
-from ..core.metrics import Measurement
+from ..core.metrics import Labels, Measurement
 from ..core.statistics import ModelStatistics
 from .entry import Entry, Serving, Version
 from .running import Tally
@@ -84,6 +84,10 @@ class Registry:
         if not found:
             raise InvalidArgument(f"requested model version is not available for model '{name}'")
         return found
+
+    def labels(self, name: str, number: str) -> Labels:
+        """Of everything that is measured of a version."""
+        return self.entry(name).labels(number)
 
     def measure(self) -> Iterator[Measurement]:
         for entry in self.entries.values():

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..core.errors import CharoniaError, InvalidArgument
 from .document import FILES, Config, find_config, line_of, new_config, parse_file
 from .normalise import LANGUAGE_MODEL, checkpoint_backend, fill_backend, named
-from .versions import chosen, versions_in
+from .versions import almost_versions, chosen, versions_in
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -68,7 +68,7 @@ def read_model(directory: Path, override: Config = None, config_name: str = "") 
     config = override if override is not None else new_config() if file is None else parse_file(file)
     try:
         _take_name(config, directory)
-        served = chosen(config, versions_in(directory))
+        served = chosen(config, versions_in(directory), almost_versions(directory))
         fill_backend(config, directory / str(served[0]))
     except InvalidArgument as error:
         raise located(error, file) from None

@@ -5,6 +5,7 @@ A version is a folder whose name is a number without leading zeros.
 
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..core.errors import InvalidArgument
@@ -13,6 +14,7 @@ from .document import Config
 log = logging.getLogger(__name__)
 
 _VERSION = re.compile(r"[1-9][0-9]*")
+_ALMOST = re.compile(r"0[0-9]*")
 
 
 def versions_in(model: Path) -> list[int]:
@@ -22,8 +24,16 @@ def versions_in(model: Path) -> list[int]:
     return sorted(int(entry.name) for entry in model.iterdir() if _VERSION.fullmatch(entry.name) and entry.is_dir())
 
 
-def chosen(config: Config, there: list[int]) -> list[int]:
-    """Those that the config's policy serves, lowest first; without a policy the latest.
+def almost_versions(model: Path) -> list[str]:
+    """The folders that somebody may take for versions: numbers that begin with 0."""
+    if not model.is_dir():
+        return []
+    return sorted(entry.name for entry in model.iterdir() if _ALMOST.fullmatch(entry.name) and entry.is_dir())
+
+
+def chosen(config: Config, there: list[int], almost: Sequence[str] = ()) -> list[int]:
+    """Those that the config's policy serves, lowest first; without a policy the latest. `almost`: folders that are no
+    versions, though they look it.
 
     Raises:
         InvalidArgument: none of them is there.
@@ -40,7 +50,8 @@ def chosen(config: Config, there: list[int]) -> list[int]:
             served = there[-1:]
     if not served:
         message = f"at least one version must be available under the version policy of model '{config.name}'"
-        raise InvalidArgument(message, field="version_policy")
+        hint = f"; '{almost[0]}' is none, for it begins with 0" if almost else ""
+        raise InvalidArgument(message + hint, field="version_policy")
     return served
 
 

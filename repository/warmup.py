@@ -3,12 +3,15 @@
 model-config.md section 7. Makes the requests; who runs them on which instance, the model decides.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..core.errors import InvalidArgument
+from ..core.model import ModelConfig
 from ..core.request import InferRequest
 from .document import Config
 from .sample_data import Sample
+from .validation import check
 
 
 def read_warmup(config: Config, directory: Path) -> tuple[InferRequest, ...]:
@@ -19,6 +22,19 @@ def read_warmup(config: Config, directory: Path) -> tuple[InferRequest, ...]:
     """
     samples = ((_sample(config, sample, directory), max(sample.count, 1)) for sample in config.model_warmup)
     return tuple(request for request, count in samples for _ in range(count))
+
+
+def check_samples(config: ModelConfig, samples: Iterable[InferRequest]) -> None:
+    """Raises `InvalidArgument` for one that no client could ask. Those of a stateful model have controls and states
+    among their inputs, if they like."""
+    if "sequence_batching" in config.document:
+        return
+    for sample in samples:
+        try:
+            check(config, sample)
+        except InvalidArgument as error:
+            said = f"warm-up sample '{sample.id}': {error.message.removeprefix(f'[request id: {sample.id}] ')}"
+            raise InvalidArgument(said, field=f"model_warmup.{sample.id}") from None
 
 
 def _sample(config: Config, sample: Config, directory: Path) -> InferRequest:

@@ -7,10 +7,10 @@ it. Imports transformers, so only for such checkpoints.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..attention.base import Attend
@@ -28,8 +28,7 @@ _LONGEST = {"dynamic", "longrope"}
 
 
 class Foreign:
-    """A transformers model as a Decoder: packed tokens are its one sequence, told apart by our attention alone. Its own
-    head computes all logits of a step at once."""
+    """A transformers model as a Decoder: packed tokens are its one sequence, told apart by our attention alone."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -38,15 +37,27 @@ class Foreign:
         def listen(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(call.module.layer_idx, q, k, v)
 
-        out = self._model(
-            input_ids=tokens.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=torch.cat([positions[:0], *chosen]),
-            attend=listen,
-        )
-        logits: Tensor = out.logits[0]
-        return iter(torch.split(logits, [len(places) for places in chosen]) if chosen else ())
+        said: list[Any] = []
+        first, *others = chosen or (positions[:0],)
+        with self._model.base_model.register_forward_hook(lambda layers, args, out: said.append(out)):
+            out = self._model(
+                input_ids=tokens.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=first,
+                attend=listen,
+            )
+        return chain((out.logits[0],), (self._head(tokens, said[0], places) for places in others))
+
+    def _head(self, tokens: Tensor, said: Any, places: Tensor) -> Tensor:
+        """The logits of other places in what the layers `said`: what each class does behind them is its own."""
+        layers = self._model.base_model
+        layers.forward = lambda *_, **__: said
+        try:
+            logits: Tensor = self._model(input_ids=tokens.unsqueeze(0), use_cache=False, logits_to_keep=places).logits
+            return logits[0]
+        finally:
+            del layers.forward
 
 
 @dataclass(frozen=True, slots=True)

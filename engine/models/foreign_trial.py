@@ -4,6 +4,8 @@ What a cache of one key and one value per layer and token can't express (state o
 attention to what comes later) shows here as a refusal, before anything is served.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,10 +76,8 @@ def listen(model: Any) -> list[Heard]:
     """
     ear = Ear()
     tokens = torch.arange(1, 4, device=model.device).unsqueeze(0)
-    try:
+    with _blaming("another attention"):
         model(input_ids=tokens, position_ids=tokens - 1, use_cache=False, attend=ear)
-    except (TypeError, ValueError, RuntimeError, IndexError) as error:
-        raise CheckpointError(f"its modules fail over another attention ({error})") from error
     layers = int(model.config.num_hidden_layers)
     if sorted(ear.layers) != list(range(layers)):
         raise CheckpointError(
@@ -88,6 +88,15 @@ def listen(model: Any) -> list[Heard]:
         raise CheckpointError("its layers have heads of different numbers or sizes")
     _check_windows(model.config, [each.view for each in heard])
     return heard
+
+
+@contextmanager
+def _blaming(new: str) -> Iterator[None]:
+    """What fails in transformers' modules fails for what is `new` to them."""
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
+        raise CheckpointError(f"its modules fail over {new} ({error})") from error
 
 
 def _check_windows(config: Any, views: list[View]) -> None:
@@ -102,7 +111,8 @@ def _check_windows(config: Any, views: list[View]) -> None:
 
 @torch.inference_mode()
 def try_out(model: Any, decoder: Decoder, heard: list[Heard], dtype: torch.dtype) -> None:
-    """Two sequences, packed and in pieces, against transformers' own attention on each alone.
+    """Two sequences, packed and in pieces, their logits in pieces too, against transformers' own attention on each
+    alone.
 
     Raises:
         CheckpointError: they differ by more than rounding; the message is the reason alone.
@@ -114,12 +124,13 @@ def try_out(model: Any, decoder: Decoder, heard: list[Heard], dtype: torch.dtype
     cache = ReferenceAttention(_cache(heard, dtype, model.device))
     cache.allocate(4)
     packed = torch.cat((first[: _FIRST[0]], second))
-    parts = [
-        *torch.split(_step(decoder, cache, packed, (0, 0), _FIRST), list(_FIRST)),
-        _step(decoder, cache, first[_FIRST[0] :], (_FIRST[0],), _SECOND),
-    ]
-    expected = right[0][: _FIRST[0]], right[1], right[0][_FIRST[0] :]
-    worst = max(_error(found, wanted) for found, wanted in zip(parts, expected, strict=True))
+    with _blaming("our cache"):
+        parts = [
+            *torch.split(_step(decoder, cache, packed, (0, 0), _FIRST), list(_FIRST)),
+            _step(decoder, cache, first[_FIRST[0] :], (_FIRST[0],), _SECOND),
+        ]
+        expected = right[0][: _FIRST[0]], right[1], right[0][_FIRST[0] :]
+        worst = max(_error(found, wanted) for found, wanted in zip(parts, expected, strict=True))
     if not worst < _TOLERANCE[dtype]:
         raise CheckpointError(
             f"over a cache of keys and values its logits differ from its own by {worst:.1%} of their spread"
@@ -144,10 +155,10 @@ def _step(
     positions = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
     owners = torch.arange(rows).repeat_interleave(torch.tensor(counts))
     batch = Batch(np.array(starts), np.array(counts), tables, positions.to(tokens.device), owners.to(tokens.device))
-    places = torch.arange(len(tokens), device=tokens.device)
-    logits = decoder.logits(tokens, batch.positions, cache.begin(batch), [places])
+    pieces = torch.arange(len(tokens), device=tokens.device).split(2)
+    logits = decoder.logits(tokens, batch.positions, cache.begin(batch), pieces)
     assert logits is not None, "what transformers computes is the whole model"
-    return next(logits)
+    return torch.cat(list(logits))
 
 
 def _error(found: Tensor, right: Tensor) -> float:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import uvicorn
-from uvicorn.server import ServerState
 
 from charonia.api.begun import in_task
-from charonia.api.http_protocol import HttpProtocol, cycle_of
+from charonia.api.http_cycle import cycle_of
+from charonia.api.http_protocol import HttpProtocol, Shared
 
 HEAD = b"x-one: 1\r\ncontent-length: 4\r\n"
 
@@ -79,7 +79,7 @@ class App:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.scopes.append(scope)
         self.tasks.append(asyncio.current_task())
-        cycle = cycle_of(scope)
+        cycle = cycle_of(receive)
         assert cycle is not None
         body = cycle.whole_body()
         if body is None:
@@ -108,7 +108,7 @@ class Connection:
             app, http=HttpProtocol, ws="none", lifespan="off", log_config=None, timeout_keep_alive=9
         )
         config.load()
-        self.clock, self.transport, state = Clock(), Transport(), ServerState()
+        self.clock, self.transport, state = Clock(), Transport(), Shared()
         self.protocol = HttpProtocol(config, state, {}, self.clock)  # type: ignore[arg-type]
         self.protocol.connection_made(self.transport)
         self.tasks = state.tasks
@@ -300,3 +300,22 @@ async def test_a_request_leaves_nothing_for_the_garbage_collector(waits: bool) -
     finally:
         gc.enable()
     assert len(connection.answers) == 33
+
+
+@pytest.mark.parametrize("end", ["eof_received", "shutdown"])
+async def test_an_answer_that_waits_for_others_leaves_before_the_connection_ends(end: str) -> None:
+    connection = Connection(App())
+    connection.protocol.data_received(request(b"abcd"))
+    assert not connection.answers
+    getattr(connection.protocol, end)()
+    assert connection.answers == [b"abcd"]
+    assert connection.transport.closed == (end == "shutdown")
+
+
+async def test_no_refusal_overtakes_an_answer() -> None:
+    connection = Connection(App())
+    connection.protocol.data_received(request(b"abcd"))
+    connection.protocol.data_received(b"this is no request\r\n\r\n")
+    first, _, second = connection.transport.written.rpartition(b"HTTP/1.1 ")
+    assert first.endswith(b"abcd")
+    assert second.startswith(b"400 ")

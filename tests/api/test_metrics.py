@@ -8,12 +8,19 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 from charonia.api.metrics import MetricsApp, build_registry, render
+from charonia.api.metrics_server import of_machine
+from charonia.api.options import ServerOptions
 from charonia.api.orca import load_header
 from charonia.core.metric_families import CHARONIA, TRITON, VLLM
 from charonia.core.metrics import Histogram, Measurement, Reading
 from charonia.core.model import ModelStats
 
 LABELS = {"model": 'm"1\\\n', "version": "1"}
+
+
+def test_tritons_environment_turns_gauges_of_gpus_off() -> None:
+    sources = [len(list(of_machine(ServerOptions(), told))) for told in ({}, {"TRITON_SERVER_CPU_ONLY": "1"})]
+    assert sources == [2, 1]
 
 
 def measure() -> Iterator[Measurement]:

@@ -111,3 +111,23 @@ async def test_nothing_is_chosen_where_all_are_kept(client: httpx.AsyncClient, g
     chunks = events(await client.post(TEXT, json=PROMPT | {"best_of": 2, "n": 2, "stream": True}))
     assert {chunk["choices"][0]["index"] for chunk in chunks} == {0, 1}
     assert [request.sampling.logprobs for request in gateway.asked] == [None, None]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 4])
+async def test_a_prompt_is_scored_once_however_many_answers_it_gets(
+    client: httpx.AsyncClient, gateway: Any, max_tokens: int
+) -> None:
+    """And each answer shows it, the best one too, which need not be the first."""
+    gateway.chosen = {0: -3.0, 1: -1.0}
+    asked = {"prompt": ["a", "b"], "best_of": 2, "n": 1, "echo": True, "logprobs": 1, "max_tokens": max_tokens}
+    body = await answer(client, TEXT, PROMPT | asked | {"prompt_logprobs": 1})
+    assert [each.sampling.prompt_logprobs for each in gateway.asked] == [1, None, 1, None]
+    assert [choice["prompt_logprobs"] for choice in body["choices"]] == [[None, SECOND]] * 2
+    assert [choice["logprobs"]["token_logprobs"] for choice in body["choices"]] == [[None, -1.0, -1.0, -1.0]] * 2
+
+
+async def test_in_a_stream_no_answer_waits_for_another_ones_prompt(client: httpx.AsyncClient, gateway: Any) -> None:
+    asked = {"n": 2, "echo": True, "logprobs": 0, "stream": True}
+    chunks = events(await client.post(TEXT, json=PROMPT | asked))
+    firsts = {chunk["choices"][0]["index"]: chunk["choices"][0] for chunk in reversed(chunks)}
+    assert [firsts[index]["logprobs"]["tokens"] for index in (0, 1)] == [["h", "i", "one"]] * 2

@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from charonia.core.errors import InvalidArgument, Unsupported
 from charonia.core.exchange import Exchange
 from charonia.core.log_settings import LogSettings
 from charonia.core.logs import logging_as
@@ -59,6 +61,30 @@ def test_levels_and_formats_change_while_it_runs(capsys: pytest.CaptureFixture[s
         logs.update(LogSettings(log_format="json"))
         say_all()
         assert [json.loads(line)["message"] for line in said(capsys)] == ["i", "w", "e"]
+
+
+def test_a_file_may_have_the_log_and_keeps_what_it_had(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    file.write_text("before\n")
+    requests = logging.getLogger("charonia.requests")
+    with alone():
+        with logging_as(LogSettings(log_file=str(file))) as logs:
+            log.warning("w")
+            requests.info("r")
+            assert logs.update(replace(logs.settings, log_verbose_level=1)).log_file == str(file)
+            with pytest.raises(Unsupported, match="log file location can not be updated through network protocol"):
+                logs.update(replace(logs.settings, log_file="other"))
+        log.warning("after")
+    assert [line.rpartition(" ")[2] for line in file.read_text().splitlines()] == ["before", "w", "r"]
+    assert [line[-5:] for line in said(capsys)] == ["after"]
+
+
+def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(InvalidArgument, match=r"--log-file .* cannot be written: Is a directory"),
+        logging_as(LogSettings(log_file=str(tmp_path))),
+    ):
+        pass
 
 
 def test_records_that_end_requests_go_with_what_informs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,7 +131,7 @@ def test_every_flag_stands_there_with_its_default(page: Any) -> None:
 
 def test_every_choice_stands_there(page: Any, codes: Any) -> None:
     told = {cells[0].strip("`"): codes(" ".join(cells[1:])) for cells in page("operating.md").rows("flag")}
-    choices = {name: {*names(argument.hint)} - {*get_args(Boolean)} for name, argument in arguments().items()}
+    choices = {name: {*names(argument.hint)} - {*names(Boolean)} for name, argument in arguments().items()}
     choices["--attention"] = {*BACKENDS}
     assert {name: left for name, wanted in choices.items() if (left := wanted - {*told[name]})} == {}
     [kernels] = [codes(cells[1]) for cells in page("operating.md").rows("variable") if library.VARIABLE in cells[0]]
@@ -149,7 +149,9 @@ def names(hint: Any) -> Iterator[str]:
 
 def test_every_environment_variable_stands_there(root: Path, page: Any) -> None:
     shipped = (path for package in root.glob("*/__init__.py") for path in package.parent.rglob("*.py"))
-    names = {name for path in shipped for name in re.findall(r"\"((?:CHARONIA|OTEL)_[A-Z_]+)\"", path.read_text())}
+    names = {
+        name for path in shipped for name in re.findall(r"\"((?:CHARONIA|OTEL|TRITON)_[A-Z_]+)\"", path.read_text())
+    }
     assert names
     assert [name for name in names if name not in page("operating.md").text] == []
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
 
 from charonia.api.announcement import reachable
 
@@ -245,6 +249,26 @@ def test_lenient_readiness_and_another_name(serve: Any, tmp_path: Path, tokenize
         assert server.status("/v2/health/ready") == 200
         assert httpx.get(f"{server.url}/v2").json()["name"] == "ferry"
         assert "broken: FAILED: " in server.said
+
+
+def test_a_command_line_of_tritonserver_without_http(serve: Any, tmp_path: Path) -> None:
+    (tmp_path / "r" / "fine.identity" / "1").mkdir(parents=True)
+    flags = ["--allow-http=False", "--log-file", str(tmp_path / "log"), "--http-thread-count=8", "--log-verbose=true"]
+    with serve("--model-store", str(tmp_path / "r"), "--strict-model-config=false", *flags) as server:
+        server.until(lambda: "Serving on gRPC alone" in server.said)
+        [address] = re.findall(r"gRPC on (\S+)", server.said)
+        with triton.InferenceServerClient(address) as client:
+            assert client.get_model_metadata("fine.identity").name == "fine.identity"
+            assert client.get_log_settings(as_json=True)["settings"]["log_file"]["string_param"] == flags[2]
+            tensor = triton.InferInput("no", [1], "INT32")
+            tensor.set_data_from_numpy(np.ones(1, np.int32))
+            with pytest.raises(InferenceServerException, match="unexpected inference input 'no'"):
+                client.infer("fine.identity", [tensor])
+        assert server.stop() == 0
+        assert "charonia." not in server.said
+    log = (tmp_path / "log").read_text()
+    assert "flags of tritonserver that have no effect here: --http-thread-count\n" in log
+    assert "door=ModelInfer model=fine.identity" in log
 
 
 def test_a_model_that_fails_at_the_start_ends_the_server(serve: Any, tmp_path: Path) -> None:

@@ -110,6 +110,11 @@ def test_each_model_has_a_series(samples: Any, name: str) -> None:
     assert {each.get("_team") for each in labels} == {"ferry", None}
 
 
+def test_ours_have_the_tags_of_the_config_too(samples: Any) -> None:
+    for name in ("charonia_memory_held_bytes", "charonia_model_ready"):
+        assert {dict(each).get("_team") for each in samples[name] if dict(each)["model"] == "same"} == {"ferry"}
+
+
 def test_failures_have_every_reason_from_the_start(samples: Any) -> None:
     reasons = {dict(each)["reason"]: value for each, value in samples["nv_inference_request_failure"].items()}
     assert reasons == {"REJECTED": 0, "CANCELED": 0, "BACKEND": 0, "OTHER": 0}

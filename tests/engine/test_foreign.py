@@ -103,6 +103,20 @@ def test_a_module_that_computes_something_else_is_found_out(
     refused(checkpoint("granite"), "GraniteForCausalLM", "differ from its own")
 
 
+def test_a_head_that_computes_what_nobody_asked_for_is_found_out(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import GraniteForCausalLM
+
+    honest = GraniteForCausalLM.forward
+
+    def all_tokens(self: Any, *args: Any, logits_to_keep: Any = 0, **others: Any) -> Any:
+        return honest(self, *args, **others)
+
+    monkeypatch.setattr(GraniteForCausalLM, "forward", all_tokens)
+    refused(checkpoint("granite"), "GraniteForCausalLM", "its modules fail over our cache")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["gpt-neox", "granite", "starcoder2", "cohere2"])
 def test_what_works_is_served(checkpoint: Callable[..., Path], name: str, dtype: torch.dtype) -> None:
@@ -126,3 +140,24 @@ def test_a_missing_tensor_is_named(making: Any, tmp_path: Path) -> None:
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     refused(tmp_path, "GraniteForCausalLM", "model.norm.weight is missing")
+
+
+def test_the_head_computes_one_piece_at_a_time(checkpoint: Callable[..., Path]) -> None:
+    """And the layers once for all of them."""
+    from transformers import AutoModelForCausalLM
+
+    directory = checkpoint("granite")
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    layers: list[int] = []
+    heads: list[int] = []
+    model.base_model.layers[0].register_forward_hook(lambda module, args, out: layers.append(1))
+    model.lm_head.register_forward_hook(lambda module, args, out: heads.append(out.shape[1]))
+    tokens, pieces = torch.arange(7), [torch.tensor([1]), torch.tensor([0, 2, 3]), torch.tensor([4, 6])]
+    with torch.inference_mode():
+        right = model(input_ids=tokens.unsqueeze(0)).logits[0]
+        layers.clear()
+        heads.clear()
+        found = list(Foreign(model).logits(tokens, tokens, lambda *_: torch.empty(0), pieces))
+    assert (layers, heads) == ([1], [1, 3, 2])
+    torch.testing.assert_close(torch.cat(found), right[torch.cat(pieces)])
+    assert "forward" not in vars(model.base_model)

@@ -14,6 +14,7 @@ from .conftest import CONFIG, Toy, World
 
 LABELLED = CONFIG.replace("output {", 'output { label_filename: "no"')
 ALL = CONFIG + "version_policy { all {} }"
+ZEROS = "value { data_type: TYPE_INT32 dims: 1 zero_data: true }"
 
 
 async def settled() -> None:
@@ -66,6 +67,14 @@ async def test_a_wrong_config_fails_its_model_alone(world: World) -> None:
         ("e", "1"): "UNAVAILABLE",
         ("f", "1"): "UNAVAILABLE",
     }
+
+
+async def test_folders_that_look_like_versions_are_told(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    (world.write("m", {"1": 1}) / "02").mkdir()
+    world.write("n", {"01": 1})
+    assert not await world.start()
+    assert "model 'm': folder '02' is no version, for it begins with 0" in caplog.text
+    assert world.failures["n"].endswith("policy of model 'n'; '01' is none, for it begins with 0")
 
 
 async def test_idle_fields_are_told(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -321,7 +330,7 @@ async def test_labels_and_warm_up(world: World, toys: list[Toy]) -> None:
     model = world.write(
         "m",
         {"1": 10},
-        LABELLED
+        LABELLED.replace("dims: 1", "dims: 2")
         + 'model_warmup { name: "w" count: 2 inputs { key: "A" value '
         + '{ data_type: TYPE_INT32 dims: 2 input_data_file: "a" } } }',
     )
@@ -342,6 +351,18 @@ async def test_labels_and_warm_up(world: World, toys: list[Toy]) -> None:
         (
             CONFIG + 'model_warmup { name: "w" inputs { key: "A" value { data_type: TYPE_INT32 dims: 2 } } }',
             "must have one of zero_data, random_data and input_data_file",
+        ),
+        (
+            CONFIG + f"model_warmup {{ name: 'w' inputs {{ key: 'A' {ZEROS} }} inputs {{ key: 'Z' {ZEROS} }} }}",
+            "config.pbtxt:5: warm-up sample 'w': unexpected inference input 'Z' for model 'm'",
+        ),
+        (
+            CONFIG + f"model_warmup {{ name: 'w' inputs {{ key: 'A' {ZEROS.replace('INT', 'FP')} }} }}",
+            "warm-up sample 'w': inference input 'A' data-type is 'FP32', but model 'm' expects 'INT32'",
+        ),
+        (
+            CONFIG + f"model_warmup {{ name: 'w' inputs {{ key: 'A' {ZEROS.replace('s: 1', 's: 2')} }} }}",
+            "warm-up sample 'w': unexpected shape for input 'A' for model 'm'. Expected [1], got [2]",
         ),
     ],
 )

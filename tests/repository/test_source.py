@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from charonia.core.errors import InvalidArgument
+from charonia.core.errors import InvalidArgument, Unsupported
 from charonia.repository.catalog import Catalog
 from charonia.repository.source import checkpoint_source, is_repository, read_model
 
@@ -145,6 +145,12 @@ def test_binary_rubbish_in_a_config(tmp_path: Path) -> None:
 def test_no_such_repository(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="is not a directory"):
         Catalog([tmp_path / "nowhere"])
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/models", "gs://bucket/models", "as://account/container"])
+def test_a_repository_in_a_cloud_is_refused(url: str) -> None:
+    with pytest.raises(Unsupported, match="repositories in clouds are not read; copy it, or mount it"):
+        Catalog([Path(url)])
 
 
 def test_one_model_of_a_repository_is_told_from_a_checkpoint(tmp_path: Path) -> None:
