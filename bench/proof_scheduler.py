@@ -12,7 +12,8 @@ from typing import NamedTuple
 from cyclopts import App
 from rich.progress import Progress
 
-from .scheduler_trial import Trial, ramble
+from .scheduler_ramble import ramble
+from .scheduler_trial import Trial
 from .scheduler_world import World
 
 PER_SEED = 10_000

@@ -22,9 +22,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from .load_report import require_matplotlib
+from .mutant_answers import QUEUE_FULL, Rpc, Verdict, ask_http
 from .mutant_http import LIMIT, Mutant, Valid, mutant, request, valid_requests
 from .mutant_rpc import RpcMutant, rpc_mutant, valid_message
-from .proof_bodies import QUEUE_FULL, Rpc, Verdict, ask_http, told, tracebacks
+from .proof_bodies import told, tracebacks
 from .serve_census import census, until_idle
 from .serve_server import Place
 from .serve_tiny import NAME, tiny_server

@@ -232,44 +232,19 @@ class Trial:
             assert {score.rank for score in found} == {1}, f"{key} got another token's score"
             expected.scored += len(found)
 
-    def drain(self) -> None:
-        """Run until nothing is left, then nothing may be held."""
+    def drain(self) -> list[int]:
+        """Run until nothing is left, then nothing may be held; the keys that were admitted on the way, in order."""
+        admitted: list[int] = []
         while self.scheduler.has_work:
             self.schedule()
-            self.apply()
+            updates = self.apply()
+            admitted += [key for key, _ in updates.started] if updates else []
         assert not self.expected, "a sequence was forgotten"
         assert self.cache.free_blocks == self.world.blocks, "a block leaked"
+        return admitted
 
     def _check(self) -> None:
         self.operations += 1
         self.scheduler.check_integrity()
         for key, expected in self.expected.items():
             assert expected.started or self.plans <= expected.deadline, f"{key} is never admitted"
-
-
-def ramble(trial: Trial, random: Random, operations: int) -> None:
-    """Random calls until there were `operations` of them, then drain. Busy phases alternate with quiet ones."""
-    longest = trial.longest()
-    while trial.operations < operations:
-        rush = 0.4 if trial.operations // 200 % 2 else 0.05
-        dice = random.random()
-        if dice < rush and not trial.crowded:
-            _arrive(trial, random, longest)
-        elif dice > 0.98 and trial.expected:
-            trial.leave(random.choice(list(trial.expected)))
-        elif random.random() < 0.5:
-            trial.schedule()
-        else:
-            trial.apply()
-    trial.drain()
-
-
-def _arrive(trial: Trial, random: Random, longest: int) -> None:
-    long = random.random() < trial.world.long_prompts
-    prompt = random.randint(1, longest - 1 if long else min(12, longest - 1))
-    new = random.randint(0, min(longest - prompt, trial.world.outputs))
-    stop = random.randint(1, new + 2) if random.random() < 0.3 else None
-    scored = random.random() < 0.2
-    family, priority = random.randrange(3), random.choice((0, 0, 1, 2))
-    tenant = random.randrange(trial.world.tenants)
-    trial.arrive(family=family, prompt=prompt, new=new, priority=priority, stop=stop, tenant=tenant, scored=scored)

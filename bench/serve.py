@@ -19,102 +19,20 @@ from typing import Annotated, Any
 
 import msgspec
 from cyclopts import App, Parameter
-from cyclopts.validators import Number
 from rich.console import Console
 from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ..core.errors import InvalidArgument
 from . import serve_frontend
-from .load_doors import DoorName, Manner
-from .load_drive import Pace
 from .load_figures import Slo, figures
-from .load_plan import Form, Job, Prompts, poisson, read_trace, uniform_jobs, until
 from .load_report import Cpu, Result, require_matplotlib, show, write_json, write_plot
-from .load_worker import Load, Outcome, Progress, Target, run
+from .load_worker import Outcome, Progress, run
 from .plainly import plainly
-from .serve_server import (
-    GRPC_PORT,
-    CpuMeter,
-    CpuSeconds,
-    Place,
-    first_model,
-    own_server,
-    parse_place,
-    require_open,
-)
-
-_ENDLESS = 100_000
-"""Requests of a closed loop that only its duration is to end."""
-
-_Positive = Parameter(validator=Number(gt=0))
-_Switch = Parameter(negative=())
+from .serve_load import ENDLESS, Server, Work, described, load_of
+from .serve_server import CpuMeter, CpuSeconds, Place, own_server, parse_place, require_open
 
 app = App(name="python -m charonia.bench.serve", help=__doc__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
-    """Whom to ask, and where."""
-
-    model_repository: Path | None = None
-    """Start a server of our own over this repository."""
-    checkpoint: Path | None = None
-    """Start a server of our own over this checkpoint."""
-    server_args: str = ""
-    """More arguments of `charonia serve` for a server of our own."""
-    model: str = ""
-    """The model to ask; by default the server's first."""
-    door: DoorName = "completions"
-    """The protocol: OpenAI's completions or chat, v2's generate_stream, or gRPC's ModelStreamInfer."""
-    grpc_port: int = GRPC_PORT
-    """The gRPC door's port, of a server given by its URL."""
-    allow_remote: Annotated[bool, _Switch] = False
-    """Allow a server that is not this machine."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What to ask. Give one of rate, trace and concurrency."""
-
-    rate: Annotated[float | None, _Positive] = None
-    """Open loop: requests per second on average, arriving at random (Poisson)."""
-    trace: Path | None = None
-    """Open loop: a CSV with arrived_at, num_prefill_tokens, num_decode_tokens."""
-    concurrency: Annotated[int | None, _Positive] = None
-    """Closed loop: requests at a time."""
-    speedup: Annotated[float, _Positive] = 1.0
-    """How much faster than recorded a trace is played."""
-    limit: Annotated[int | None, _Positive] = None
-    """Only the first rows of a trace."""
-    longest: Annotated[int | None, Parameter(validator=Number(gte=2))] = None
-    """Cut a trace's prompts so that no request exceeds this many tokens."""
-    requests: Annotated[int | None, _Positive] = None
-    """How many requests."""
-    duration: Annotated[float | None, _Positive] = None
-    """Seconds after which no request begins."""
-    prompt: Annotated[int, _Positive] = 128
-    """Tokens of each prompt."""
-    new: Annotated[int, _Positive] = 64
-    """New tokens of each request."""
-    form: Form | None = None
-    """Prompts as token ids or as text; chat is always text."""
-    vocab: Annotated[int, _Positive] = 256
-    """Token ids of prompts are below this."""
-    shared_prefix: int = 0
-    """Tokens at the beginning that all prompts share."""
-    temperature: float = 0.0
-    """Sampling temperature."""
-    stop_at_eos: Annotated[bool, _Switch] = False
-    """Let the model end before all new tokens are there."""
-    seed: int = 0
-    """Of arrivals and prompts."""
-    timeout: Annotated[float, _Positive] = 600.0
-    """Seconds a request may take."""
-    warmup: int = 1
-    """Requests of each generator process before the start, in no figure."""
-    processes: Annotated[int, _Positive] = 1
-    """Generator processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,8 +54,8 @@ def load(
     url: str | None = None,
     /,
     *,
-    server: Annotated[Server, Parameter("*")] = Server(),
-    work: Annotated[Work, Parameter("*")] = Work(),
+    server: Annotated[Server, Parameter("*")] = Server(),  # noqa: B008
+    work: Annotated[Work, Parameter("*")] = Work(),  # noqa: B008
     output: Annotated[Output, Parameter("*")] = Output(),
 ) -> int:
     """Put a load to a server.
@@ -200,55 +118,14 @@ def _place(url: str | None, server: Server, console: Console) -> Iterator[Place]
 
 
 def _measure(place: Place, server: Server, work: Work, output: Output, console: Console) -> Result:
-    wanted = _load(place, server, work)
+    wanted = load_of(place, server, work)
     meter = CpuMeter(place.pid)
     with _progress(console, len(wanted.jobs)) as bar:
         outcomes = run(wanted, work.processes, bar, meter.start)
     cpu = _cpu(outcomes, meter.cores())
     slo = Slo(output.slo_ttft_ms, output.slo_itl_ms)
     records = [record for outcome in outcomes for record in outcome.records]
-    return Result(_asked(server, work), figures(records, slo), slo, cpu, records)
-
-
-def _load(place: Place, server: Server, work: Work) -> Load:
-    grpc = server.door == "grpc"
-    if grpc:
-        require_open(place, place.grpc_port, "the gRPC door")
-    manner = Manner(server.model or first_model(place), work.temperature, not work.stop_at_eos)
-    port = place.grpc_port if grpc else place.http_port
-    return Load(
-        target=Target(host=place.host, port=port, door=server.door, manner=manner),
-        jobs=jobs_of(work),
-        prompts=Prompts(form=_form(server, work), vocab=work.vocab, shared=work.shared_prefix, seed=work.seed),
-        pace=Pace(concurrency=work.concurrency or 0, duration=work.duration, timeout=work.timeout),
-        warm_up=work.warmup,
-    )
-
-
-def jobs_of(work: Work) -> list[Job]:
-    """The requests of a load.
-
-    Raises:
-        InvalidArgument: it has no pace, or several, or no end; or the trace cannot be read.
-    """
-    if sum(each is not None for each in (work.rate, work.trace, work.concurrency)) != 1:
-        raise InvalidArgument("give one of --rate, --trace and --concurrency")
-    if work.trace is not None:
-        limit = min(filter(None, (work.limit, work.requests)), default=None)
-        jobs = read_trace(work.trace, speedup=work.speedup, limit=limit, longest=work.longest)
-        return until(jobs, work.duration)
-    if work.requests is None and work.duration is None:
-        raise InvalidArgument("give --requests or --duration, or both: else it never ends")
-    if work.rate is None:
-        return uniform_jobs([0.0] * (work.requests or _ENDLESS), work.prompt, work.new)
-    count = work.requests or round(2 * work.rate * (work.duration or 0)) + 100
-    return until(uniform_jobs(poisson(work.rate, count, work.seed), work.prompt, work.new), work.duration)
-
-
-def _form(server: Server, work: Work) -> Form:
-    if server.door == "chat" and work.form == "ids":
-        raise InvalidArgument("a chat takes no token ids")
-    return work.form or ("text" if server.door == "chat" else "ids")
+    return Result(described(server, work), figures(records, slo), slo, cpu, records)
 
 
 def _cpu(outcomes: list[Outcome], server: CpuSeconds | None) -> Cpu:
@@ -258,10 +135,6 @@ def _cpu(outcomes: list[Outcome], server: CpuSeconds | None) -> Cpu:
     return Cpu(generator=generator, frontend=server.frontend, engine=server.engine)
 
 
-def _asked(server: Server, work: Work) -> dict[str, Any]:
-    return {**msgspec.to_builtins(server, enc_hook=str), **msgspec.to_builtins(work, enc_hook=str)}
-
-
 @contextmanager
 def _progress(console: Console, requests: int) -> "Iterator[Any]":
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -269,7 +142,7 @@ def _progress(console: Console, requests: int) -> "Iterator[Any]":
         task = bar.add_task("warming up")
 
         def tell(seen: Progress) -> None:
-            of = f" of {requests}" if requests < _ENDLESS else ""
+            of = f" of {requests}" if requests < ENDLESS else ""
             failed = f", {seen.failed} failed" if seen.failed else ""
             running = seen.sent - seen.done
             text = f"{seen.done}{of} requests done, {running} running{failed}, {seen.tokens} tokens"

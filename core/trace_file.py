@@ -51,6 +51,7 @@ class TraceFile:
         self._held = 0
         self._files = 0
         self._id = 0
+        self._failing = False
         traces.changed = self._flush
 
     def __call__(self, exchange: Exchange) -> None:
@@ -61,8 +62,7 @@ class TraceFile:
         try:
             self._write(settings, exchange)
         except OSError as error:
-            log.error("cannot write traces: %s", error)
-            self._forget()
+            self._fail(error)
 
     def close(self) -> None:
         """End the array of the file that is open."""
@@ -72,7 +72,7 @@ class TraceFile:
             self._flush()
             self._file.close()
         except OSError as error:
-            log.error("cannot write traces: %s", error)
+            self._fail(error)
         self._forget()
 
     def _write(self, settings: TraceSettings, exchange: Exchange) -> None:
@@ -98,6 +98,14 @@ class TraceFile:
             self._file.write(b"]")
             self._file.flush()
             self._file.seek(end)
+            self._failing = False
+
+    def _fail(self, error: OSError) -> None:
+        """Told once: a full disk is often the log's, too."""
+        if not self._failing:
+            log.error("cannot write traces: %s", error)
+        self._failing = True
+        self._forget()
 
     def _forget(self) -> None:
         self._file, self._held = None, 0

@@ -48,7 +48,8 @@ def memory_needed(path: str, parameters: Mapping[str, str], gpus: Sequence[int])
     checkpoint, options = _read(path, parameters)
     if options.executor == "fake" or options.distributed_executor_backend == "ray":
         return ()
-    stored = sum(file.stat().st_size for file in Path(checkpoint).glob("*.safetensors"))
+    files = Path(checkpoint).glob("*.safetensors")
+    stored = sum(file.stat().st_size for file in files if file.exists())  # a link may lead nowhere, which loading tells
     weights, cache = int(stored * _shrunk(checkpoint, options)), options.kv_cache_bytes or 0
     replicas = options.data_parallel_size or 1
     if _on_host(options.device or "auto", gpus):

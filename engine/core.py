@@ -3,9 +3,10 @@
 Knows nothing of text, of tensors, or of how messages travel.
 """
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -14,10 +15,11 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from ..core.errors import InvalidArgument
+from ..core.logprobs import Logprobs
 from ..kvcache.manager import KVCacheManager
-from ..scheduler.plan import StepResult, StepUpdates
+from ..scheduler.plan import RowSampling, StepResult, StepUpdates
 from ..scheduler.scheduler import Scheduler
-from ..scheduler.sequence import SequenceRequest
+from ..scheduler.sequence import GREEDY, SequenceRequest
 from .clients import client_key, scheduler_key, split
 from .deadlines import Deadlines
 from .executor.base import Executor
@@ -104,20 +106,29 @@ class EngineCore:
         self._arrivals.put(error)
 
     def warm_up(self) -> None:
-        """Generate one token the way every request does; then some more, to learn what prompts and decoding cost."""
-        self._run_alone(prompt=1, new=1)
+        """Generate one token the way every request does; then some more, to learn what prompts and decoding cost.
+
+        Raises:
+            InvalidArgument: what the model computes are no numbers.
+        """
+        _check_numbers(self._run_alone(prompt=1, new=1, sampling=RowSampling(logprobs=0)))
         self._scheduler.forget_times()
         if self._scheduler.config.max_model_len >= TRIAL_PROMPT + TRIAL_TOKENS:
             self._run_alone(TRIAL_PROMPT, TRIAL_TOKENS)
         self._scheduler.forget_totals()
 
-    def _run_alone(self, prompt: int, new: int) -> None:
-        zeros = np.zeros(prompt, np.int32)
+    def _run_alone(self, prompt: int, new: int, sampling: RowSampling = GREEDY) -> list[Logprobs]:
+        """The logprobs of the new tokens, if `sampling` wants any."""
+        request = SequenceRequest(
+            key=scheduler_key(0, -1), prompt=np.zeros(prompt, np.int32), max_tokens=new, sampling=sampling
+        )
         with suppress(InvalidArgument):  # a cache so small needs no trial
-            self._scheduler.add(SequenceRequest(key=scheduler_key(0, -1), prompt=zeros, max_tokens=new))
+            self._scheduler.add(request)
+        found: list[Logprobs] = []
         while self._scheduler.has_work:
             self._launch()
-            self._land()
+            found += (each for each in self._land().logprobs if each is not None)
+        return found
 
     def run(self, outbox: Outbox) -> None:
         """Turn until a Shutdown comes. What the executor raises ends the loop too."""
@@ -243,6 +254,11 @@ class EngineCore:
 
 
 _NOTHING = StepUpdates([], [], [], [], [])
+
+
+def _check_numbers(logprobs: Sequence[Logprobs]) -> None:
+    if not all(math.isfinite(each.chosen) for each in logprobs):
+        raise InvalidArgument("the model computes no numbers: its weights are damaged, or overflow in this dtype")
 
 
 def _with_late(updates: StepUpdates, late: list[int]) -> StepUpdates:

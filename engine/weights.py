@@ -52,11 +52,17 @@ class Weights:
         self._files = _files(directory)
         self._where = directory
         self._open: dict[Path, Any] = {path: _open(path) for path in sorted(set(self._files.values()))}
+        self._unread = set(self._files)
 
     @property
     def bytes(self) -> int:
         """Size of all files together."""
         return sum(path.stat().st_size for path in self._open)
+
+    @property
+    def unread(self) -> list[str]:
+        """Tensors of which nothing was read yet, by name."""
+        return sorted(self._unread)
 
     def read(self, piece: Piece) -> Tensor:
         """A mapped view of `piece`, in the dtype it is stored in.
@@ -69,6 +75,7 @@ class Weights:
             raise CheckpointError(f"{self._where}: tensor {piece.name} is missing from the safetensors")
         found = _slice(self._open[path], path, piece.name)
         _check(found, piece, path)
+        self._unread.discard(piece.name)
         view: Tensor = found[piece.rows] if len(piece.shape) == 1 else found[piece.rows, piece.columns]
         return view
 
@@ -78,7 +85,7 @@ def _files(directory: Path) -> dict[str, Path]:
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index.exists():
         return {name: directory / file for name, file in _weight_map(index).items()}
-    if not single.exists():
+    if not (single.exists() or single.is_symlink()):
         raise CheckpointError(f"{directory}: no model.safetensors and no {index.name}; only safetensors are supported")
     return dict.fromkeys(_open(single).keys(), single)
 
@@ -94,7 +101,7 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: this shard is missing") from error
+        raise CheckpointError(f"{path}: the file is missing") from error
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: truncated or not a safetensors file: {error}") from error
 

@@ -5,6 +5,10 @@
 
 enum { SUMS_BYTES = 1 << 18, WORTH_MULTIPLYING = 1 << 18, FEW_ROWS = 2 };
 
+/* Groups that are worth claiming, more of them where each line is read but once; and neighbours that are worth asking
+   whether they have some left. */
+enum { LEAST_CLAIM = 4, LEAST_STREAM = 16, NEIGHBOURS = 3 };
+
 /* One call: the rows as the tiles read them, and where results go. */
 typedef struct {
     const Matrix *matrix;
@@ -203,11 +207,27 @@ static const char *first_lines(const Matrix *m, const Team *t)
     return m->lines + part(groups_of(m), t, t->me) * steps_of(m->kind, m->inputs) * LINE;
 }
 
+/* This thread's part, and what is left of its neighbours'. */
+static void multiply_claimed(Team *t, const Asked *a, Product *p, char *sums)
+{
+    const char *after = a->next ? first_lines(a->next, t) : 0;
+    const int64_t groups = groups_of(a->matrix), smallest = a->rows > p->plan->rows ? LEAST_CLAIM : LEAST_STREAM;
+    t->works++;
+    for (int64_t away = 0; away < least(t->all, 1 + NEIGHBOURS); away++) {
+        const int64_t who = (t->me + away) % t->all, first = part(groups, t, who);
+        const int64_t count = part(groups, t, who + 1) - first;
+        for (Piece piece; (piece = claim(t, who, count, smallest)).begin < count;) {
+            p->after = piece.end < count ? lines_at(p, first + piece.end, 0) : after;
+            multiply(p, a->rows, first + piece.begin, first + piece.end, sums);
+        }
+    }
+}
+
 void multiply_together(Team *t, const Asked *a, char *memory)
 {
     Product p = product(a);
     const int64_t prepared = prepared_bytes(&p, a->rows), own = copies(a, (int)t->all) > 1;
-    const int64_t kept = sums_bytes(&p, a->rows), groups = groups_of(a->matrix);
+    const int64_t kept = sums_bytes(&p, a->rows);
     char *sums = memory + copies(a, (int)t->all) * prepared + t->me * kept;
     if (prepared && own) {
         prepare(&p, a, 0, a->rows, memory + t->me * prepared);
@@ -215,8 +235,7 @@ void multiply_together(Team *t, const Asked *a, char *memory)
         prepare(&p, a, part(a->rows, t, t->me), part(a->rows, t, t->me + 1), memory);
         meet(t);
     }
-    p.after = a->next ? first_lines(a->next, t) : 0;
-    multiply(&p, a->rows, part(groups, t, t->me), part(groups, t, t->me + 1), sums);
+    multiply_claimed(t, a, &p, sums);
 }
 
 /* See Asked. Returns 0, or 1 when memory is short. */

@@ -130,6 +130,7 @@ static const Plan bf16_plans[] = {
 };
 static const Plan int8_plans[] = {
     {2, 2, 2, 1280, 2, {int8_1x2, int8_2x2}},
+    {6, 6, 1, 1280, 6, {int8_1x1, int8_2x1, int8_3x1, int8_4x1, int8_5x1, int8_6x1}},
     {INT64_MAX, 6, 1, 256, 66, {int8_1x1, int8_2x1, int8_3x1, int8_4x1, int8_5x1, int8_6x1}},
 };
 

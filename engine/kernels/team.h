@@ -4,6 +4,7 @@
 
 #include <sched.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "level.h"
 
@@ -23,10 +24,17 @@ typedef struct {
     char aside[56];
 } Region;
 
-/* One thread of it. */
+/* What is claimed of one thread's part of the work in hand, on a line of its own; in the upper half, which work. */
+typedef struct {
+    uint64_t claimed;
+    char apart[56];
+} Share;
+
+/* One thread of it. All count the works alike. */
 typedef struct {
     Region *region;
-    int64_t me, all, meetings;
+    Share *shares; /* of all threads */
+    int64_t me, all, meetings, works;
 } Team;
 
 /* Elements below which one thread is done before a second one has begun. */
@@ -66,18 +74,45 @@ static inline int64_t take(Team *t) { return __atomic_fetch_add(&t->region->take
 /* Where the part of thread `me` begins, of `count` things; that of the next is where it ends. */
 static inline int64_t part(int64_t count, const Team *t, int64_t me) { return count * me / t->all; }
 
+/* From where to where. */
+typedef struct {
+    int64_t begin, end;
+} Piece;
+
+/* The next piece of thread `who`'s part of the work in hand, which has `count` things: half of what is left, in
+   multiples of `least`. None is left: it is empty. Whoever is ready early takes from the others, also from one who has not
+   begun yet. */
+static inline Piece claim(Team *t, int64_t who, int64_t count, int64_t least)
+{
+    uint64_t *claimed = &t->shares[who].claimed, before = __atomic_load_n(claimed, __ATOMIC_RELAXED), after;
+    Piece piece;
+    do {
+        piece.begin = (int64_t)(before >> 32) == t->works ? (int64_t)(before & 0xffffffff) : 0;
+        const int64_t left = count - piece.begin, size = left / 2 / least * least;
+        piece.end = piece.begin + (size ? size : left < least ? left : least);
+        if (left <= 0)
+            return (Piece){count, count};
+        after = (uint64_t)t->works << 32 | (uint64_t)piece.end;
+    } while (!__atomic_compare_exchange_n(claimed, &before, after, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    return piece;
+}
+
 /* Runs the rest with a `team` in a region of so many threads. */
 #define TOGETHER(wanted, ...)                                                                                 \
     do {                                                                                                      \
         Region region = {0};                                                                                  \
         const int threads = (wanted);                                                                         \
         if (threads == 1) {                                                                                   \
-            Team alone = {&region, 0, 1, 0}, *team = &alone;                                                  \
+            Share share = {0};                                                                                \
+            Team alone = {&region, &share, 0, 1, 0, 0}, *team = &alone;                                       \
             __VA_ARGS__;                                                                                      \
         } else {                                                                                              \
+            Share shares[threads];                                                                            \
+            memset(shares, 0, sizeof shares);                                                                 \
             _Pragma("omp parallel num_threads(threads)")                                                      \
             {                                                                                                 \
-                Team mine = {&region, omp_get_thread_num(), omp_get_num_threads(), 0}, *team = &mine;         \
+                const int me = omp_get_thread_num();                                                          \
+                Team mine = {&region, shares, me, omp_get_num_threads(), 0, 0}, *team = &mine;                \
                 __VA_ARGS__;                                                                                  \
             }                                                                                                 \
         }                                                                                                     \

@@ -155,7 +155,7 @@ def _step(
     positions = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
     owners = torch.arange(rows).repeat_interleave(torch.tensor(counts))
     batch = Batch(np.array(starts), np.array(counts), tables, positions.to(tokens.device), owners.to(tokens.device))
-    pieces = torch.arange(len(tokens), device=tokens.device).split(2)
+    pieces = torch.split(torch.arange(len(tokens), device=tokens.device), 2)
     logits = decoder.logits(tokens, batch.positions, cache.begin(batch), pieces)
     assert logits is not None, "what transformers computes is the whole model"
     return torch.cat(list(logits))

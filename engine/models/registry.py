@@ -1,5 +1,6 @@
 """The architectures we serve: those with a file of their own, and the way to all others."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from .phi3 import phi3
 from .qwen2 import qwen2
 from .qwen3 import qwen3, qwen3_moe
 
+log = logging.getLogger(__name__)
+
 ARCHITECTURES: dict[str, Builder] = {
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
@@ -29,6 +32,11 @@ ARCHITECTURES: dict[str, Builder] = {
     "Qwen3MoeForCausalLM": qwen3_moe,
 }
 """config.json's `architectures` entry -> what builds the model."""
+
+_TABLES = "rotary_emb.inv_freq"
+"""Older checkpoints store what is computed here."""
+_TIED = "lm_head.weight"
+"""Stored twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +58,18 @@ class Native:
     def build(self, place: Place) -> Built:
         seat = place.seat
         check_split(self.spec, str(self.directory), seat.group.size, seat.stage, place.whole_experts)
-        return Built(self.builder(self.spec, Loader(Weights(self.directory), place)), self.spec)
+        weights = Weights(self.directory)
+        built = Built(self.builder(self.spec, Loader(weights, place)), self.spec)
+        if seat.alone:
+            self._tell_unread(weights)
+        return built
+
+    def _tell_unread(self, weights: Weights) -> None:
+        harmless = (_TABLES, _TIED) if self.spec.tied_embeddings else (_TABLES,)
+        unread = [name for name in weights.unread if not name.endswith(harmless)]
+        if unread:
+            message = "%s: config.json knows nothing of %d tensors of the weights, such as %s: is it theirs?"
+            log.warning(message, self.directory, len(unread), unread[0])
 
 
 def recipe(checkpoint: Checkpoint) -> Recipe:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from charonia.bench import serve, serve_frontend
+from charonia.bench import serve_frontend, serve_load
 from charonia.bench.load_doors import DoorName, Manner
 from charonia.bench.load_drive import Pace
 from charonia.bench.load_figures import figures
@@ -132,7 +132,7 @@ def test_the_frontend_is_measured_beside_a_bare_handler(tmp_path: Path) -> None:
 
 def test_closed_grpc_doors_are_named() -> None:
     with pytest.raises(Unavailable, match=r"the gRPC door is closed: nothing listens on 127\.0\.0\.1:1 "):
-        serve._load(Place("127.0.0.1", 1, 1), serve.Server(door="grpc"), serve.Work())
+        serve_load.load_of(Place("127.0.0.1", 1, 1), serve_load.Server(door="grpc"), serve_load.Work())
 
 
 def test_only_this_machine_unless_allowed() -> None:
@@ -154,21 +154,21 @@ def test_only_this_machine_unless_allowed() -> None:
 
 def test_the_pace_is_one_and_has_an_end() -> None:
     for work in (
-        serve.Work(requests=1),
-        serve.Work(rate=1, concurrency=1, requests=1),
-        serve.Work(rate=1),
-        serve.Work(concurrency=1),
+        serve_load.Work(requests=1),
+        serve_load.Work(rate=1, concurrency=1, requests=1),
+        serve_load.Work(rate=1),
+        serve_load.Work(concurrency=1),
     ):
         with pytest.raises(InvalidArgument, match="give"):
-            serve.jobs_of(work)
+            serve_load.jobs_of(work)
 
 
 def test_arrivals_end_with_the_duration_and_follow_the_seed() -> None:
-    jobs = serve.jobs_of(serve.Work(rate=50, duration=4))
+    jobs = serve_load.jobs_of(serve_load.Work(rate=50, duration=4))
     assert len(jobs) == pytest.approx(200, rel=0.5)
     assert jobs[-1].due < 4
-    assert jobs == serve.jobs_of(serve.Work(rate=50, duration=4))
-    assert jobs != serve.jobs_of(serve.Work(rate=50, duration=4, seed=1))
+    assert jobs == serve_load.jobs_of(serve_load.Work(rate=50, duration=4))
+    assert jobs != serve_load.jobs_of(serve_load.Work(rate=50, duration=4, seed=1))
 
 
 def test_bare_frames_have_the_size_that_was_asked() -> None:

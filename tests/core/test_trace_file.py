@@ -94,9 +94,26 @@ def test_a_file_that_cannot_be_written_is_told_and_hurts_nobody(
 ) -> None:
     _, file = tracing(tmp_path / "no" / "such")
     with caplog.at_level(logging.ERROR):
-        file(ended())
+        for _ in range(3):
+            file(ended())
     file.close()
-    assert "cannot write traces" in caplog.text
+    assert caplog.text.count("cannot write traces") == 1
+
+
+@pytest.mark.parametrize("frequency", [1, 0])
+def test_a_disk_that_was_full_is_told_again_when_it_is_full_again(
+    path: Path, caplog: pytest.LogCaptureFixture, frequency: int
+) -> None:
+    _, file = tracing(path, log_frequency=frequency)
+    folder, away = path.parent, path.parent.with_name("away")
+    for _ in range(2):
+        file(ended())
+        file.close()
+        folder.rename(away)
+        for _ in range(3):
+            file(ended())
+        away.rename(folder)
+    assert caplog.text.count("cannot write traces") == 2
 
 
 def test_without_a_file_it_is_said_that_nothing_is_traced(caplog: pytest.LogCaptureFixture) -> None:

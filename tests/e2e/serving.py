@@ -120,3 +120,12 @@ def serving(scratch: Path, *arguments: str) -> Iterator[Server]:
             process.send_signal(signal.SIGTERM)
             process.send_signal(signal.SIGTERM)
         process.wait(PATIENCE)
+
+
+@contextmanager
+def served_well(scratch: Path, *arguments: str) -> Iterator[Server]:
+    """The same; in the end it stops when it is asked to, and nothing went wrong in it."""
+    with serving(scratch, *arguments) as server:
+        yield server
+        assert server.stop() == 0, server.said
+        assert "Traceback" not in server.said

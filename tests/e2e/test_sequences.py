@@ -14,7 +14,7 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from .models import write_config
-from .serving import Server, serving
+from .serving import Server, served_well
 from .tensors import given
 
 OLDEST = "oldest { max_candidate_sequences: 3 preferred_batch_size: [ 2 ] }"
@@ -36,10 +36,8 @@ def server(sibling: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPa
         models.write_accumulator(version / "model.onnx", text_ids=name == "words")
     (repository / "words" / "initial_state").mkdir()
     (repository / "words" / "initial_state" / "hundred").write_bytes(np.int32(100).tobytes())
-    with serving(repository.parent / "t", "--model-repository", str(repository)) as running:
+    with served_well(repository.parent / "t", "--model-repository", str(repository)) as running:
         yield running
-        assert running.stop() == 0, running.said
-        assert "Traceback" not in running.said
 
 
 @pytest.fixture

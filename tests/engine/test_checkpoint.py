@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from charonia.core.errors import InvalidArgument, NotFound
+from charonia.core.holding import Share
+from charonia.engine.build import memory_needed
 from charonia.engine.checkpoint import open_checkpoint
 from charonia.engine.dialects import read_spec
 from charonia.engine.models.registry import recipe
@@ -190,6 +192,37 @@ def test_damage_is_named(copy: Path, damage: Edit, says: list[str]) -> None:
     with pytest.raises(InvalidArgument) as refusal:
         build(copy)
     assert all(word in refusal.value.message for word in says)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda copy: edit_config(copy, num_hidden_layers=1), ["9 tensors", "model.layers.1.input_layernorm.weight"]),
+        (
+            lambda copy: edit_tensors(copy, **{"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}),
+            ["1 tensors", "model.layers.0.self_attn.q_proj.bias"],
+        ),
+        (lambda copy: edit_tensors(copy, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}), []),
+        (lambda copy: edit_config(copy, tie_word_embeddings=True), []),
+        (lambda copy: None, []),
+    ],
+)
+def test_weights_that_nobody_asked_for_are_told(
+    copy: Path, spoil: Edit, says: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    spoil(copy)
+    build(copy)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == bool(says)
+    assert all(word in told[0] for word in says)
+
+
+def test_a_link_that_leads_nowhere_is_named(copy: Path) -> None:
+    (copy / WEIGHTS).unlink()
+    (copy / WEIGHTS).symlink_to(copy / "gone")
+    assert list(memory_needed(str(copy), {"device": "cpu"}, ())) == [Share(0)]
+    with pytest.raises(CheckpointError, match=f"{WEIGHTS}: the file is missing"):
+        build(copy)
 
 
 def test_shards_read_like_one_file(making: Any, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:

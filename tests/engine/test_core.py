@@ -7,6 +7,8 @@ from concurrent.futures import Future
 
 import pytest
 
+from charonia.core.errors import InvalidArgument
+from charonia.core.logprobs import Logprobs
 from charonia.engine.clients import client_key, scheduler_key, split
 from charonia.engine.core import EngineCore
 from charonia.engine.executor.fake import FakeExecutor
@@ -197,6 +199,15 @@ def test_an_idle_loop_turns_at_least_once_a_second() -> None:
         beat = loop.outbox.updates()[-1]
     assert (beat.keys, beat.started, beat.finished) == ([], [], [])
     assert beat.load.free_blocks == BLOCKS
+
+
+def test_a_model_that_computes_no_numbers_is_refused() -> None:
+    class Damaged(Spy):
+        def _logprobs(self, token: int, top: int | None) -> Logprobs | None:
+            return None if top is None else Logprobs(float("nan"), [], [])
+
+    with pytest.raises(InvalidArgument, match="computes no numbers"), Running(Damaged()):
+        pass
 
 
 def test_what_the_executor_raises_ends_the_loop() -> None:

@@ -22,16 +22,6 @@ def trial(*, rows: int = 1, budget: int = 8, ageing: int = 100) -> Trial:
     return Trial(World(blocks=64, live=1000, tenants=2, prefix_caching=False, scheduler=config))
 
 
-def order_of_start(trial: Trial) -> list[int]:
-    started = []
-    while trial.scheduler.has_work:
-        trial.schedule()
-        updates = trial.apply()
-        assert updates is not None
-        started += [key for key, _ in updates.started]
-    return started
-
-
 def arrivals(trial: Trial, tenant: int, count: int, priority: int = 0) -> list[int]:
     return [trial.arrive(family=0, prompt=4, new=4, tenant=tenant, priority=priority) for _ in range(count)]
 
@@ -50,7 +40,7 @@ def test_tenants_of_equal_weight_take_turns() -> None:
 def test_weights_divide_the_service() -> None:
     one = trial()
     light, heavy = arrivals(one, 0, 40), arrivals(one, 1, 40)
-    first = order_of_start(one)[:36]
+    first = one.drain()[:36]
     assert len(set(first) & set(heavy)) == pytest.approx(24, abs=2), "the second tenant weighs twice the first"
     assert [key for key in first if key in light] == light[: len(set(first) & set(light))], "each in its own order"
 
@@ -59,7 +49,7 @@ def test_an_urgent_class_goes_before_any_service() -> None:
     one = trial()
     patient = arrivals(one, 1, 3, priority=1)
     urgent = arrivals(one, 0, 6)
-    assert order_of_start(one)[:6] == urgent
+    assert one.drain()[:6] == urgent
     assert patient
 
 

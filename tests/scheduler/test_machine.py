@@ -7,7 +7,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from charonia.bench.scheduler_trial import Trial, ramble
+from charonia.bench.scheduler_ramble import ramble
+from charonia.bench.scheduler_trial import Trial
 from charonia.bench.scheduler_world import World
 from charonia.scheduler import packing
 

@@ -85,27 +85,16 @@ def test_a_long_prompt_is_not_overtaken_forever() -> None:
     assert long not in one.expected
 
 
-def order_of_start(trial: Trial) -> list[int]:
-    """Run until nothing is left; the keys as they were admitted."""
-    started = []
-    while trial.scheduler.has_work:
-        trial.schedule()
-        updates = trial.apply()
-        assert updates is not None
-        started += [key for key, _ in updates.started]
-    return started
-
-
 def test_arrivals_of_a_class_are_admitted_in_order() -> None:
     one = trial(rows=1)
     keys = [one.arrive(family=0, prompt=3, new=2) for _ in range(5)]
-    assert order_of_start(one) == keys
+    assert one.drain() == keys
 
 
 def test_an_urgent_class_goes_first() -> None:
     one = trial(rows=1)
     low, middle, urgent = (one.arrive(family=0, prompt=3, new=2, priority=priority) for priority in (2, 1, 0))
-    assert order_of_start(one) == [urgent, middle, low]
+    assert one.drain() == [urgent, middle, low]
 
 
 def test_waiting_makes_up_for_a_class_every_ageing_steps() -> None:
