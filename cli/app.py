@@ -63,7 +63,9 @@ def serve(
             doors, metrics = entry(server, http, access, grpc), read_metrics_config(server.metrics_config)
             chosen = selection(model, repository, engine, metrics)
             plan = Plan(doors, chosen, commons(server, logs), server, grpc, metrics)
-            with tracing(endpoint_of(server.otlp_traces_endpoint, os.environ), __version__) as tracer:
+            spans = plan.commons.traces.settings().spans
+            endpoint = endpoint_of(server.otlp_traces_endpoint, os.environ, spans)
+            with tracing(endpoint, __version__, spans) as tracer:
                 return uvloop.run(run(plan, tracer))
     except CharoniaError as error:
         return _failed(error)

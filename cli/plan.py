@@ -87,4 +87,6 @@ def commons(server: ServerOptions, logs: Logs) -> Commons:
     """
     traces = read_trace_config(server.trace_config)
     check_writable(traces)
+    if traces.spans is not None and not traces.on:
+        log.warning("nothing is traced: --trace-config level=TIMESTAMPS is not given")
     return Commons(Regions(true(server.allow_client_shm)), logs, Traces(traces))

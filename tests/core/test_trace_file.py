@@ -9,6 +9,7 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.exchange import Computed, Exchange
+from charonia.core.span_settings import SpanSettings
 from charonia.core.trace_file import TraceFile, check_writable
 from charonia.core.trace_settings import Traces, TraceSettings, read_trace_config
 
@@ -130,6 +131,11 @@ def test_without_a_file_it_is_said_that_nothing_is_traced(caplog: pytest.LogCapt
             TraceSettings(("TIMESTAMPS",), 10, 7, 5, "/t"),
         ),
         (["file=a=b"], TraceSettings(trace_file="a=b")),
+        (["opentelemetry,bsp_schedule_delay=1"], TraceSettings()),
+        (
+            ["opentelemetry,url=http://c/t", "opentelemetry,resource=service.name=ferry", "mode=opentelemetry"],
+            TraceSettings(spans=SpanSettings("http://c/t", (("service.name", "ferry"),))),
+        ),
     ],
 )
 def test_what_the_server_starts_with(words: list[str], settings: TraceSettings) -> None:
@@ -143,8 +149,9 @@ def test_what_the_server_starts_with(words: list[str], settings: TraceSettings) 
         ("level=TENSORS", "--trace-config level=TENSORS: trace level 'TENSORS' is not served"),
         ("rate", "--trace-config rate: expected mode, or a setting of level, rate, count, log-frequency, file"),
         ("mode=none", "--trace-config mode=none: expected mode, or a setting of level, rate, count"),
-        ("mode=opentelemetry", "--trace-config mode=opentelemetry: spans are sent by --otlp-traces-endpoint"),
-        ("opentelemetry,url=x", "--trace-config opentelemetry,url=x: spans are sent by --otlp-traces-endpoint"),
+        ("opentelemetry,url=x", "--trace-config opentelemetry,url=x: expected url=http://..., resource=<key>=<value>,"),
+        ("opentelemetry,resource=x", "--trace-config opentelemetry,resource=x: expected"),
+        ("opentelemetry,bsp_schedule_delay=0", "--trace-config opentelemetry,bsp_schedule_delay=0: expected"),
     ],
 )
 def test_what_it_cannot_start_with(word: str, text: str) -> None:
