@@ -31,7 +31,13 @@ async def run(plan: Plan, tracer: "Tracer | None") -> int:
     lag, traces = LoopLag(plan.server.max_loop_lag_secs), TraceFile(plan.commons.traces)
     hub = _hub(plan, lag, traces, tracer)
     keeper = plan.selection.keeper(hub)
-    with reserved(plan.server, plan.grpc) as ports, _killable_at_the_end(), StopSignals() as stop, lag, closing(traces):
+    with (
+        reserved(plan.server, plan.grpc, plan.entry.clouds) as ports,
+        _killable_at_the_end(),
+        StopSignals() as stop,
+        lag,
+        closing(traces),
+    ):
         loading = asyncio.create_task(_load(plan, keeper, stop))
         try:
             doors = await _doors(plan, hub, ports)
