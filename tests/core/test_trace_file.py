@@ -46,7 +46,29 @@ def test_a_trace_says_what_was_asked_and_when(path: Path) -> None:
     assert asked == {"id": 1, "model_name": "m", "model_version": 3, "request_id": "r1"}
     assert times["id"] == 1
     stamps = {each["name"]: each["ns"] for each in times["timestamps"]}
-    assert stamps == {"REQUEST_START": int(exchange.arrived * 1e9), "REQUEST_END": int(exchange.ended * 1e9)}
+    arrived, answered, ended_ = (int(1e9 * at) for at in (exchange.arrived, exchange.answered, exchange.ended))
+    assert stamps == {
+        "HTTP_RECV_START": arrived,
+        "REQUEST_START": arrived,
+        "REQUEST_END": answered,
+        "INFER_RESPONSE_COMPLETE": answered,
+        "HTTP_SEND_START": answered,
+        "HTTP_SEND_END": ended_,
+    }
+    assert arrived <= answered <= ended_
+
+
+def test_what_was_refused_has_no_answer(path: Path) -> None:
+    _, file = tracing(path)
+    exchange = Exchange("ModelInfer")
+    exchange.model, exchange.found = "m", True
+    exchange.fail(InvalidArgument("no"))
+    exchange.close()
+    file(exchange)
+    file.close()
+    [_, times] = json.loads(path.read_text())
+    names = ["GRPC_WAITREAD_START", "REQUEST_START", "REQUEST_END", "GRPC_SEND_END"]
+    assert [each["name"] for each in times["timestamps"]] == names
 
 
 def test_a_trace_of_a_classic_model_says_what_was_done_when(path: Path) -> None:
@@ -56,7 +78,9 @@ def test_a_trace_of_a_classic_model_says_what_was_done_when(path: Path) -> None:
     file(exchange)
     file.close()
     [_, times] = json.loads(path.read_text())
-    assert [(each["name"], each["ns"]) for each in times["timestamps"][1:-1]] == [
+    assert [(each["name"], each["ns"]) for each in times["timestamps"][1:8]] == [
+        ("HTTP_RECV_END", 100),
+        ("REQUEST_START", 100),
         ("QUEUE_START", 100),
         ("COMPUTE_START", 250),
         ("COMPUTE_INPUT_END", 260),
