@@ -27,6 +27,20 @@ NEUTRAL: Neutral = {
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "truncate_prompt_tokens": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "allowed_token_ids": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "structured_outputs": (),
+    "mm_processor_kwargs": ({},),
 }
 """Fields of OpenAI and vLLM that are not supported, here or by the other endpoint."""
 

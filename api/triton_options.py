@@ -1,7 +1,7 @@
 """Flags of tritonserver that go by another name here, mean nothing here, or ask for what is not served.
 
-A command line that was written for it is understood whole: what has no effect is told, what would change answers or
-open another door is refused. Free of any server: the command line reads it.
+A command line that was written for it is understood whole: what has no effect is told, what would change answers is
+refused. Free of any server: the command line reads it.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -103,18 +103,12 @@ class IdleOptions:
     """Instances are not bound to cores or NUMA nodes."""
     rate_limit_resource: _Idle = ()
     """There is no rate limiter."""
-    sagemaker_port: _Idle = ()
-    """There is no such door."""
     sagemaker_safe_port_range: _Idle = ()
-    """There is no such door."""
+    """There is one port."""
     sagemaker_thread_count: _Idle = ()
-    """There is no such door."""
-    vertex_ai_port: _Idle = ()
-    """There is no such door."""
+    """All requests are one event loop's."""
     vertex_ai_thread_count: _Idle = ()
-    """There is no such door."""
-    vertex_ai_default_model: _Idle = ()
-    """There is no such door."""
+    """All requests are one event loop's."""
 
     @property
     def given(self) -> list[str]:
@@ -130,10 +124,6 @@ class RefusedOptions:
     """Names of models are unique over all repositories."""
     rate_limit: Annotated[Literal["off", "execution_count"], Parameter(group=_REFUSED)] = "off"
     """Instances wait for no resources."""
-    allow_sagemaker: Annotated[Boolean, Parameter(group=_REFUSED)] = "false"
-    """SageMaker's door."""
-    allow_vertex_ai: Annotated[Boolean, Parameter(group=_REFUSED)] = "false"
-    """Vertex AI's door."""
 
     def check(self) -> None:
         """Raises `Unsupported` for another value; the message names the flag."""

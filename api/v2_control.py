@@ -185,4 +185,4 @@ def _trace_setting(name: str, value: Any) -> tuple[str, ...] | None:
 
 
 def _traces(texts: dict[str, tuple[str, ...]]) -> Document:
-    return {name: list(values) if name == "trace_level" else values[0] for name, values in texts.items()}
+    return {name: list(values) if name == "trace_level" else ",".join(values) for name, values in texts.items()}

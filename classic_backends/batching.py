@@ -5,14 +5,12 @@ Knows nothing of requests. Times are nanoseconds here, microseconds in the confi
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from ..core.errors import InvalidArgument
+from ..core.model import Document
 
 _MICROSECOND = 1000
-
-_Message: TypeAlias = Mapping[str, Any]
-"""A protobuf message as JSON."""
 
 
 class QueuePolicy(NamedTuple):
@@ -74,7 +72,7 @@ class Batching:
         return self.policies.get(level, self.policy)
 
 
-def read_batching(document: _Message, max_batch_size: int, decoupled: bool) -> Batching:
+def read_batching(document: Document, max_batch_size: int, decoupled: bool) -> Batching:
     """The rules of the model with this config; without `dynamic_batching`, Triton's default scheduler.
 
     Raises:
@@ -82,7 +80,7 @@ def read_batching(document: _Message, max_batch_size: int, decoupled: bool) -> B
     """
     if "dynamic_batching" not in document:
         return Batching()
-    asked: _Message = document["dynamic_batching"]
+    asked: Document = document["dynamic_batching"]
     levels = int(asked.get("priority_levels", 0))
     policies = {int(level): _policy(policy) for level, policy in asked.get("priority_queue_policy", {}).items()}
     rules = Batching(
@@ -100,7 +98,7 @@ def read_batching(document: _Message, max_batch_size: int, decoupled: bool) -> B
     return rules
 
 
-def preferred_sizes(asked: _Message, max_batch_size: int, field: str) -> frozenset[int]:
+def preferred_sizes(asked: Document, max_batch_size: int, field: str) -> frozenset[int]:
     """Of the batcher in the `field` of a config. Raises `InvalidArgument` for one that no batch has."""
     sizes = frozenset(int(size) for size in asked.get("preferred_batch_size", ()))
     for size in sizes:
@@ -111,7 +109,7 @@ def preferred_sizes(asked: _Message, max_batch_size: int, field: str) -> frozens
     return sizes
 
 
-def _policy(asked: _Message) -> QueuePolicy:
+def _policy(asked: Document) -> QueuePolicy:
     return QueuePolicy(
         timeout=int(asked.get("default_timeout_microseconds", 0)) * _MICROSECOND,
         postpone=asked.get("timeout_action", "REJECT") == "DELAY",

@@ -14,10 +14,10 @@ import numpy as np
 
 from ..core.errors import InvalidArgument
 from ..core.holding import Share
-from ..core.model import ModelConfig
+from ..core.model import Document, ModelConfig
 from ..core.tensor import TensorSpec
 from .parameters import integer, report_unknown
-from .runtime import Arrays, Document, Place, Runtime, Traits
+from .runtime import Arrays, Place, Runtime, Traits
 from .sequence_tensors import hidden_tensors
 
 _MILLISECOND = 1e-3

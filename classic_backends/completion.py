@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from ..core.errors import InvalidArgument
-from ..core.model import ModelConfig
+from ..core.model import Document, ModelConfig
 from ..core.tensor import TensorSpec
 from .parameters import integer
-from .runtime import Document
 from .sequence_tensors import hidden_tensors
 
 DEFAULT_MAX_BATCH_SIZE = 4
@@ -113,7 +112,7 @@ def _check_count(config: ModelConfig, found: FoundModel, made: set[str]) -> None
         _refuse(config, "input", f"{count}: '{missing[0]}' is missing")
 
 
-def _check_tensor(config: ModelConfig, where: str, found: Found, spec: TensorSpec, document: Mapping[str, Any]) -> None:
+def _check_tensor(config: ModelConfig, where: str, found: Found, spec: TensorSpec, document: Document) -> None:
     if found.datatype != spec.datatype:
         wanted, has = config_type(spec.datatype), config_type(found.datatype)
         message = f"'{spec.name}' has data type {wanted} in the configuration, {has} in the model"
@@ -128,7 +127,7 @@ def _check_tensor(config: ModelConfig, where: str, found: Found, spec: TensorSpe
         _refuse(config, f"{where}.dims", message + batch)
 
 
-def _dims(document: Mapping[str, Any]) -> Sequence[int]:
+def _dims(document: Document) -> Sequence[int]:
     """As the model sees them."""
     reshaped = document.get("reshape")
     dims = document.get("dims", ()) if reshaped is None else reshaped.get("shape", ())

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..core.errors import InvalidArgument
 from ..core.holding import Share
-from ..core.model import ModelConfig
+from ..core.model import Document, ModelConfig
 from ..core.torch_build import torch_has_cuda
 from ..tokenization.files import read_json
 from ..tokenization.sequences import SequenceTokenizer, TokenSequence
@@ -21,7 +21,7 @@ from .completion import Found, FoundModel, check_fit, completed, is_complete
 from .encoder_files import CrossEncoderFiles, EmbedderFiles, read_encoder
 from .parameters import integer, report_unknown
 from .places import bytes_of, each_instance, threads_each
-from .runtime import Arrays, Document, Place, Runtime, Traits
+from .runtime import Arrays, Place, Runtime, Traits
 from .token_batches import token_batches
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from ..core.errors import CharoniaError, Internal, error_of
 from ..core.holding import Share
-from ..core.model import ModelConfig
+from ..core.model import Document, ModelConfig
 from .completion import is_complete
 from .isolated_link import Link, Lost
 from .isolated_messages import (
@@ -31,7 +31,7 @@ from .isolated_process import Origin, Regions, Task, complete, execute
 from .parameters import choice
 from .places import alone, read_slots
 from .region import Region
-from .runtime import Arrays, Document, Place, Runtime, Traits
+from .runtime import Arrays, Place, Runtime, Traits
 
 log = logging.getLogger(__name__)
 

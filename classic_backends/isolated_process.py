@@ -18,7 +18,7 @@ import msgspec
 
 from ..core.child import die_with_parent, leave_signals_to_parent, show_name
 from ..core.errors import Internal
-from ..core.model import ModelConfig
+from ..core.model import Document, ModelConfig
 from .isolated_messages import (
     Abandon,
     Completed,
@@ -32,7 +32,7 @@ from .isolated_messages import (
     failed,
 )
 from .region import Region
-from .runtime import Arrays, Document, Place, Runtime, RuntimeLoader
+from .runtime import Arrays, Place, Runtime, RuntimeLoader
 
 SPINS = 5000
 """Rounds for which a thread of OpenMP waits before it sleeps, some 0.1 ms: with fewer, a small model alone gets slower,

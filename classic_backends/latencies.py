@@ -3,12 +3,13 @@
 metrics.md section 3 of the reference.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 from ..core.errors import InvalidArgument
 from ..core.metrics import FIRST_RESPONSE, Histogram, Reading
+from ..core.model import Document
 from ..core.summary import Summary
 from .execution import Timing
 
@@ -42,7 +43,7 @@ class Latencies:
             yield Reading(_FIRST, self._first)
 
 
-def first_response_bounds(document: Mapping[str, Any]) -> tuple[float, ...]:
+def first_response_bounds(document: Document) -> tuple[float, ...]:
     """Triton's, unless the config's `model_metrics` has others.
 
     Raises:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from ..core.errors import CharoniaError, Internal, InvalidArgument, Unsupported
 from ..core.holding import Share
 from ..core.host import give_back_memory
-from ..core.model import ModelConfig
+from ..core.model import Document, ModelConfig
 from .completion import check_fit, completed, is_complete
 from .onnx_options import KNOWN, read_plan
 from .parameters import report_unknown
 from .places import bytes_of, each_memory, read_slots
-from .runtime import Arrays, Document, Place, Runtime, Traits
+from .runtime import Arrays, Place, Runtime, Traits
 
 if TYPE_CHECKING:
     from .onnx_session import Session

@@ -5,12 +5,13 @@ threads as the host has cores for us, and none of them spins while it waits.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ..core.errors import InvalidArgument
 from ..core.host import cores
+from ..core.model import Document
 from .parameters import choice, flag, integer
-from .runtime import Document, Place
+from .runtime import Place
 
 Provider: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
 """An execution provider of onnxruntime and its options."""
@@ -86,7 +87,7 @@ def read_plan(document: Document, place: Place, parameters: Mapping[str, str]) -
 
 
 def _level(document: Document) -> str:
-    graph: Mapping[str, Any] = document.get("optimization", {}).get("graph", {})
+    graph: Document = document.get("optimization", {}).get("graph", {})
     level = int(graph.get("level", 0))
     if level not in _LEVELS:
         message = f"optimization.graph.level must be one of {sorted(_LEVELS)}, got {level}"
@@ -96,7 +97,7 @@ def _level(document: Document) -> str:
 
 def _providers(document: Document, place: Place, parameters: Mapping[str, str]) -> tuple[Provider, ...]:
     """The first that can run an operator does; the CPU runs all."""
-    accelerators: Mapping[str, Any] = document.get("optimization", {}).get("execution_accelerators", {})
+    accelerators: Document = document.get("optimization", {}).get("execution_accelerators", {})
     side = "gpu_execution_accelerator" if place.kind == "KIND_GPU" else "cpu_execution_accelerator"
     wanted = [_accelerator(side, each, place) for each in accelerators.get(side, ())]
     if place.kind == "KIND_GPU" and all(name != "CUDAExecutionProvider" for name, _ in wanted):
@@ -104,7 +105,7 @@ def _providers(document: Document, place: Place, parameters: Mapping[str, str]) 
     return (*wanted, ("CPUExecutionProvider", ()))
 
 
-def _accelerator(side: str, asked: Mapping[str, Any], place: Place) -> Provider:
+def _accelerator(side: str, asked: Document, place: Place) -> Provider:
     name, options = asked.get("name", ""), dict(asked.get("parameters", {}))
     if side == "cpu_execution_accelerator" and name == "openvino":
         return "OpenVINOExecutionProvider", _options(options)

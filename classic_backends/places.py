@@ -1,13 +1,14 @@
 """Where the instances of a model go: `instance_group` of its config, normalised."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.errors import InvalidArgument
 from ..core.holding import Share
 from ..core.host import cores
+from ..core.model import Document
 from .runtime import Place
 
 
@@ -18,7 +19,7 @@ class Slot(NamedTuple):
     passive: bool = False
 
 
-def read_slots(model: str, document: Mapping[str, Any]) -> tuple[Slot, ...]:
+def read_slots(model: str, document: Document) -> tuple[Slot, ...]:
     """The instances of all groups in order, at least one; a GPU group has `count` on each of its GPUs.
 
     Raises:
@@ -31,28 +32,28 @@ def read_slots(model: str, document: Mapping[str, Any]) -> tuple[Slot, ...]:
     return slots
 
 
-def instances(document: Mapping[str, Any]) -> Counter[int | None]:
+def instances(document: Document) -> Counter[int | None]:
     """How many there are on each GPU, and under None all others."""
     return Counter(slot.place.gpu for slot in _all_slots("", document))
 
 
-def alone(document: Mapping[str, Any], place: Place) -> dict[str, Any]:
+def alone(document: Document, place: Place) -> dict[str, Any]:
     """The config of a model that has one instance, there."""
     group = {"kind": place.kind, "gpus": [] if place.gpu is None else [place.gpu]}
     return {**document, "instance_group": [group]}
 
 
-def each_instance(document: Mapping[str, Any], size: int) -> tuple[Share, ...]:
+def each_instance(document: Document, size: int) -> tuple[Share, ...]:
     """What a model needs whose instances have `size` bytes of weights each, where they are."""
     return tuple(Share(size * count, gpu) for gpu, count in instances(document).items())
 
 
-def each_memory(document: Mapping[str, Any], size: int) -> tuple[Share, ...]:
+def each_memory(document: Document, size: int) -> tuple[Share, ...]:
     """What a model needs whose instances share `size` bytes of weights in each memory that some of them use."""
     return tuple(Share(size, gpu) for gpu in instances(document))
 
 
-def threads_each(document: Mapping[str, Any]) -> int:
+def threads_each(document: Document) -> int:
     """How many an instance computes with that has threads of its own: the host's, shared out over the instances."""
     return max(1, cores().threads // max(1, instances(document)[None]))
 
@@ -63,12 +64,12 @@ def bytes_of(path: Path) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def _all_slots(model: str, document: Mapping[str, Any]) -> Iterator[Slot]:
+def _all_slots(model: str, document: Document) -> Iterator[Slot]:
     groups = document.get("instance_group") or [{}]
     return (slot for index, group in enumerate(groups) for slot in _slots(f"{model}_{index}", group))
 
 
-def _slots(default_name: str, group: Mapping[str, Any]) -> Iterator[Slot]:
+def _slots(default_name: str, group: Document) -> Iterator[Slot]:
     kind = group.get("kind") or "KIND_CPU"
     name = group.get("name") or default_name
     devices = [int(gpu) for gpu in group.get("gpus") or [0]] if kind == "KIND_GPU" else [0]

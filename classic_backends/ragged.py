@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import Internal, InvalidArgument
+from ..core.model import Document
 
 Shape = tuple[int, ...]
 
@@ -35,7 +36,7 @@ class Ragged(NamedTuple):
     outputs: Mapping[str, str] = {}
 
 
-def read_ragged(document: Mapping[str, Any]) -> Ragged:
+def read_ragged(document: Document) -> Ragged:
     """Raises `InvalidArgument` for what is not there to refer to; `field` names it."""
     names = {each["name"] for each in document.get("input", ())}
     inputs = tuple(made for each in document.get("batch_input", ()) for made in _batch_inputs(each, names))
@@ -43,7 +44,7 @@ def read_ragged(document: Mapping[str, Any]) -> Ragged:
     return Ragged(inputs, outputs)
 
 
-def _batch_inputs(asked: Mapping[str, Any], names: set[str]) -> list[BatchInput]:
+def _batch_inputs(asked: Document, names: set[str]) -> list[BatchInput]:
     kind = asked.get("kind", "BATCH_ELEMENT_COUNT")
     if kind not in _KINDS:
         raise InvalidArgument(f"unknown kind of batch input '{kind}'", field="batch_input.kind")
@@ -53,12 +54,12 @@ def _batch_inputs(asked: Mapping[str, Any], names: set[str]) -> list[BatchInput]
     return [BatchInput(name, kind, source, dtype) for name in asked.get("target_name", ())]
 
 
-def _targets(asked: Mapping[str, Any], names: set[str]) -> list[tuple[str, str]]:
+def _targets(asked: Document, names: set[str]) -> list[tuple[str, str]]:
     source = _source(asked, names, "batch_output")
     return [(name, source) for name in asked.get("target_name", ())]
 
 
-def _source(asked: Mapping[str, Any], names: set[str], field: str) -> str:
+def _source(asked: Document, names: set[str], field: str) -> str:
     sources = asked.get("source_input", ())
     if len(sources) != 1 or sources[0] not in names:
         message = f"'{field}' needs one source_input that is an input of the model, got {list(sources)}"

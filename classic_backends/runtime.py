@@ -11,14 +11,11 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from numpy.typing import NDArray
 
 from ..core.holding import Share
-from ..core.model import ModelConfig
+from ..core.model import Document, ModelConfig
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 """Tensors by name. With the model's batch dimension first, if it has one; BYTES are object arrays of `bytes`; BF16, for
 which numpy has no type, are uint16 arrays of its bits."""
-
-Document: TypeAlias = Mapping[str, Any]
-"""A model's config as protobuf's JSON mapping: `ModelConfig.document`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,17 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import InvalidArgument
-from ..core.model import ModelConfig
+from ..core.model import Document, ModelConfig
 from ..core.tensor import NUMPY_TYPES, Tensor, TensorSpec, blank
-
-_Message: TypeAlias = Mapping[str, Any]
-"""A protobuf message as JSON."""
 
 _FIELD = "sequence_batching"
 _FORMS = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false_true": "BOOL"}
@@ -60,15 +57,15 @@ class State(NamedTuple):
     initial: NDArray[Any]
 
 
-def read_controls(asked: _Message) -> tuple[Control, ...]:
+def read_controls(asked: Document) -> tuple[Control, ...]:
     """Of `sequence_batching`. Raises `InvalidArgument` where one contradicts itself or another."""
     controls = tuple(_control(given["name"], each) for given in _named(asked) for each in given.get("control", ()))
     _check_distinct("control kind", [control.kind.value for control in controls])
     return controls
 
 
-def _named(asked: _Message) -> Sequence[_Message]:
-    given: Sequence[_Message] = asked.get("control_input", ())
+def _named(asked: Document) -> Sequence[Document]:
+    given: Sequence[Document] = asked.get("control_input", ())
     for each in given:
         if not each.get("name"):
             raise InvalidArgument("sequence batching control tensor must have a name", field=f"{_FIELD}.control_input")
@@ -78,7 +75,7 @@ def _named(asked: _Message) -> Sequence[_Message]:
     return given
 
 
-def _control(name: str, asked: _Message) -> Control:
+def _control(name: str, asked: Document) -> Control:
     kind = Kind(asked.get("kind") or Kind.START)
     forms = [form for form in _FORMS if asked.get(form)]
     datatype = _datatype(asked)
@@ -95,7 +92,7 @@ def _control(name: str, asked: _Message) -> Control:
     return Control(name, kind, _FORMS[forms[0]], tuple(asked[forms[0]]))
 
 
-def read_states(asked: _Message, initial: Mapping[str, Tensor], batched: bool) -> tuple[State, ...]:
+def read_states(asked: Document, initial: Mapping[str, Tensor], batched: bool) -> tuple[State, ...]:
     """Of `sequence_batching`. `initial`: what the first request gets of a state, by its input; zeros where nothing is.
 
     Raises:
@@ -104,7 +101,7 @@ def read_states(asked: _Message, initial: Mapping[str, Tensor], batched: bool) -
     return tuple(_state(each, initial, batched) for each in asked.get("state", ()))
 
 
-def _state(asked: _Message, initial: Mapping[str, Tensor], batched: bool) -> State:
+def _state(asked: Document, initial: Mapping[str, Tensor], batched: bool) -> State:
     name, output, datatype = asked.get("input_name", ""), asked.get("output_name", ""), _datatype(asked)
     dims = tuple(int(dim) for dim in asked.get("dims", ()))
     if not name or not output:
@@ -122,7 +119,7 @@ def _beginning(datatype: str, dims: tuple[int, ...], given: Tensor | None) -> ND
     return blank(tuple(1 if dim == -1 else dim for dim in dims), np.dtype(NUMPY_TYPES[datatype]))
 
 
-def _datatype(asked: _Message) -> str:
+def _datatype(asked: Document) -> str:
     """v2's name; empty where a config says nothing."""
     name = str(asked.get("data_type") or "").removeprefix("TYPE_")
     return {"STRING": "BYTES", "INVALID": ""}.get(name, name)
@@ -160,15 +157,15 @@ def _check_distinct(what: str, names: Sequence[str]) -> None:
         raise _refuse(f"{what} '{twice[0]}' is there more than once", "control_input")
 
 
-def hidden_tensors(document: _Message) -> tuple[set[str], set[str]]:
+def hidden_tensors(document: Document) -> tuple[set[str], set[str]]:
     """Names of inputs and of outputs of the model that a config need not declare as clients' tensors."""
-    asked: _Message = document.get("sequence_batching") or {}
-    states: Sequence[_Message] = asked.get("state", ())
+    asked: Document = document.get("sequence_batching") or {}
+    states: Sequence[Document] = asked.get("state", ())
     inputs = chain((each.get("name", "") for each in asked.get("control_input", ())), _each(states, "input_name"))
     return set(inputs), set(_each(states, "output_name"))
 
 
-def _each(messages: Iterable[_Message], field: str) -> Iterable[str]:
+def _each(messages: Iterable[Document], field: str) -> Iterable[str]:
     return (str(each.get(field, "")) for each in messages)
 
 

@@ -6,19 +6,16 @@ Knows nothing of tensors and requests. Times are nanoseconds here, microseconds 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from ..core.errors import InvalidArgument, Unsupported
-from ..core.model import ModelConfig
+from ..core.model import Document, ModelConfig
 from ..core.tensor import Tensor
 from .batching import Batching, preferred_sizes
 from .sequence_tensors import Control, State, read_controls, read_states
 
 _MICROSECOND = 1000
 _DEFAULT_IDLE = 1_000_000
-
-_Message: TypeAlias = Mapping[str, Any]
-"""A protobuf message as JSON."""
 
 
 class Seating(NamedTuple):
@@ -50,7 +47,7 @@ def read_sequencing(config: ModelConfig, initial: Mapping[str, Tensor]) -> Seque
     """
     if "sequence_batching" not in config.document:
         return None
-    asked: _Message = config.document["sequence_batching"]
+    asked: Document = config.document["sequence_batching"]
     _check_served(config, asked)
     idle = (int(asked.get("max_sequence_idle_microseconds", 0)) or _DEFAULT_IDLE) * _MICROSECOND
     if "oldest" in asked:
@@ -61,7 +58,7 @@ def read_sequencing(config: ModelConfig, initial: Mapping[str, Tensor]) -> Seque
     return Sequencing(Seating(seats, idle, "oldest" not in asked), batching, read_controls(asked), states)
 
 
-def _check_served(config: ModelConfig, asked: _Message) -> None:
+def _check_served(config: ModelConfig, asked: Document) -> None:
     wrong = "", ""
     if asked.get("iterative_sequence"):
         wrong = "iterative_sequence", "needs a backend that puts its requests back in the queue, and there is none here"
@@ -75,7 +72,7 @@ def _check_served(config: ModelConfig, asked: _Message) -> None:
         )
 
 
-def _oldest(asked: _Message, config: ModelConfig) -> tuple[int, Batching]:
+def _oldest(asked: Document, config: ModelConfig) -> tuple[int, Batching]:
     seats = int(asked.get("max_candidate_sequences", 0))
     if seats < 1:
         field = "sequence_batching.oldest.max_candidate_sequences"
@@ -90,7 +87,7 @@ def _oldest(asked: _Message, config: ModelConfig) -> tuple[int, Batching]:
     )
 
 
-def _direct(asked: _Message, config: ModelConfig) -> tuple[int, Batching]:
+def _direct(asked: Document, config: ModelConfig) -> tuple[int, Batching]:
     """Triton heeds the delay only together with a least utilization."""
     seats = max(config.max_batch_size, 1)
     part = float(asked.get("minimum_slot_utilization", 0))

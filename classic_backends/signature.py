@@ -3,14 +3,14 @@
 Requests have passed the gateway's checks; here their tensors become the runtime's arrays, and its arrays tensors.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import Internal, InvalidArgument
-from ..core.model import ModelConfig
+from ..core.model import Document, ModelConfig
 from ..core.request import InferRequest
 from ..core.tensor import NUMPY_TYPES, Tensor, TensorSpec
 from .runtime import Arrays
@@ -103,12 +103,12 @@ class Signature:
         return (*shape[:front], *(next(free, 1) if dim == -1 else dim for dim in there))
 
 
-def _sides(specs: Sequence[TensorSpec], documents: Sequence[Mapping[str, Any]]) -> tuple[Side, ...]:
+def _sides(specs: Sequence[TensorSpec], documents: Sequence[Document]) -> tuple[Side, ...]:
     by_name = {document["name"]: document for document in documents}
     return tuple(_side(spec, by_name.get(spec.name, {})) for spec in specs)
 
 
-def _side(spec: TensorSpec, document: Mapping[str, Any]) -> Side:
+def _side(spec: TensorSpec, document: Document) -> Side:
     reshape = tuple(map(int, document["reshape"].get("shape", ()))) if "reshape" in document else None
     ragged = bool(document.get("allow_ragged_batch", False))
     return Side(spec.name, spec.datatype, spec.dims, reshape, ragged, spec.optional)

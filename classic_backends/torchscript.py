@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from ..core.errors import Internal, InvalidArgument, Unsupported
 from ..core.holding import Share
-from ..core.model import ModelConfig
+from ..core.model import Document, ModelConfig
 from ..core.torch_build import torch_has_cuda
 from .completion import check_fit, completed, is_complete
 from .parameters import flag, integer, report_unknown
 from .places import bytes_of, each_instance, threads_each
-from .runtime import Arrays, Document, Place, Runtime, Traits
+from .runtime import Arrays, Place, Runtime, Traits
 from .torch_names import argument_places, result_places
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from .. import __version__
+from ..api.cloud_options import CloudOptions
 from ..api.grpc_options import GrpcOptions
 from ..api.http_options import HttpOptions
 from ..api.keys import KeyOptions
@@ -38,6 +39,7 @@ def serve(
     http: Annotated[HttpOptions, Parameter("*")] = HttpOptions(),  # noqa: B008
     access: Annotated[KeyOptions, Parameter("*")] = KeyOptions(),  # noqa: B008
     grpc: Annotated[GrpcOptions, Parameter("*")] = GrpcOptions(),  # noqa: B008
+    cloud: Annotated[CloudOptions, Parameter("*")] = CloudOptions(),  # noqa: B008
     engine: Annotated[EngineOptions, Parameter("*")] = EngineOptions(),  # noqa: B008
     triton: Annotated[TritonOptions, Parameter("*")] = TritonOptions(),  # noqa: B008
 ) -> int:
@@ -60,10 +62,12 @@ def serve(
     try:
         with logging_as(server.log_settings) as logs:
             check_foreign(triton)
-            doors, metrics = entry(server, http, access, grpc), read_metrics_config(server.metrics_config)
+            doors, metrics = entry(server, http, access, grpc, cloud), read_metrics_config(server.metrics_config)
             chosen = selection(model, repository, engine, metrics)
             plan = Plan(doors, chosen, commons(server, logs), server, grpc, metrics)
-            with tracing(endpoint_of(server.otlp_traces_endpoint, os.environ), __version__) as tracer:
+            spans = plan.commons.traces.settings().spans
+            endpoint = endpoint_of(server.otlp_traces_endpoint, os.environ, spans)
+            with tracing(endpoint, __version__, spans) as tracer:
                 return uvloop.run(run(plan, tracer))
     except CharoniaError as error:
         return _failed(error)

@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from .. import __version__
 from ..api.announcement import reachable, say_ready, url
 from ..api.app import build_app
+from ..api.cloud_door import CloudDoor
 from ..api.grpc_server import GrpcServer
 from ..api.metadata import ServerInfo
 from ..api.metrics import Source, build_registry
@@ -48,18 +49,25 @@ class Doors:
 
     def _wanted(self) -> Iterator[Server]:
         entry = self._plan.entry
+        app = build_app(self._hub, self._info, entry.keys, entry.rules)
         if self._ports.http is not None:
-            app = build_app(self._hub, self._info, entry.keys, entry.rules)
             yield HttpServer(app, self._ports.http, access_log=True, tls=entry.tls)
+        for cloud, sock in zip(entry.clouds, self._ports.clouds, strict=True):
+            yield HttpServer(CloudDoor(app, cloud, self._models), sock, access_log=True)
         if self._grpc is not None:
             yield self._grpc
+
+    def _models(self) -> list[str]:
+        return [config.name for config in self._hub.models()]
 
     def _announce(self) -> None:
         entry, options = self._plan.entry, self._plan.server
         if self._grpc is not None:
             print(f"gRPC on {reachable(self._plan.grpc.grpc_address, self._grpc.port)}")
+        for cloud, sock in zip(entry.clouds, self._ports.clouds, strict=True):
+            print(f"{cloud.name} on {url(options.http_address, sock.getsockname()[1])}")
         if self._ports.http is None:
-            print("Serving on gRPC alone", flush=True)
+            print("Serving without HTTP", flush=True)
             return
         at = url(options.http_address, self._ports.http.getsockname()[1], entry.tls is not None)
         say_ready(self._hub, at, bool(entry.keys))

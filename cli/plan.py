@@ -1,8 +1,11 @@
 """What to serve and how: the command line's options as what they stand for. Loads nothing, opens no port."""
 
 import logging
+import os
 from dataclasses import dataclass
 
+from ..api.cloud_options import CloudOptions
+from ..api.clouds import Cloud, read_clouds
 from ..api.grpc_options import GrpcOptions
 from ..api.grpc_tls import tls_files
 from ..api.http_options import HttpOptions
@@ -26,11 +29,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Who may come in over HTTP or gRPC, and how."""
+    """Who may come in over HTTP or gRPC, and how; `clouds`: by other doors."""
 
     keys: Keyring
     rules: HttpRules
     tls: KeyPair | None
+    clouds: tuple[Cloud, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +60,18 @@ def check_foreign(options: TritonOptions) -> None:
         log.warning("flags of tritonserver that have no effect here: %s", ", ".join(options.idle.given))
 
 
-def entry(server: ServerOptions, http: HttpOptions, access: KeyOptions, grpc: GrpcOptions) -> Entry:
+def entry(
+    server: ServerOptions, http: HttpOptions, access: KeyOptions, grpc: GrpcOptions, cloud: CloudOptions
+) -> Entry:
     """What the doors are made with, gRPC's files read on trial.
 
     Raises:
-        InvalidArgument: files of TLS or keys are no good, or a rule means nothing.
+        InvalidArgument: files of TLS or keys are no good, or a rule means nothing, or a cloud's environment lacks what
+            its door needs.
     """
     tls_files(grpc)
     tls = key_pair(server.http_server_cert, server.http_server_key, "--http-server")
-    return Entry(read_keys(access), read_rules(http), tls)
+    return Entry(read_keys(access), read_rules(http), tls, read_clouds(cloud, os.environ))
 
 
 def selection(
@@ -87,4 +94,6 @@ def commons(server: ServerOptions, logs: Logs) -> Commons:
     """
     traces = read_trace_config(server.trace_config)
     check_writable(traces)
+    if traces.spans is not None and not traces.on:
+        log.warning("nothing is traced: --trace-config level=TIMESTAMPS is not given")
     return Commons(Regions(true(server.allow_client_shm)), logs, Traces(traces))

@@ -2,17 +2,20 @@
 
 import asyncio
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from ..api.options import true
 from ..api.ports import Ports, reserved
 from ..api.server import StopSignals, first_of
+from ..core.exchange import Exchange
 from ..core.looplag import LoopLag
 from ..core.open_files import allow_files
 from ..core.records import write_record
 from ..core.trace_file import TraceFile
+from ..core.trace_settings import Traces
+from ..core.tracing import Sampled
 from ..repository.gateway import Hub
 from ..repository.startup import Keeper
 from .plan import Plan
@@ -28,7 +31,13 @@ async def run(plan: Plan, tracer: "Tracer | None") -> int:
     lag, traces = LoopLag(plan.server.max_loop_lag_secs), TraceFile(plan.commons.traces)
     hub = _hub(plan, lag, traces, tracer)
     keeper = plan.selection.keeper(hub)
-    with reserved(plan.server, plan.grpc) as ports, _killable_at_the_end(), StopSignals() as stop, lag, closing(traces):
+    with (
+        reserved(plan.server, plan.grpc, plan.entry.clouds) as ports,
+        _killable_at_the_end(),
+        StopSignals() as stop,
+        lag,
+        closing(traces),
+    ):
         loading = asyncio.create_task(_load(plan, keeper, stop))
         try:
             doors = await _doors(plan, hub, ports)
@@ -53,10 +62,17 @@ def _killable_at_the_end() -> Iterator[None]:
 
 
 def _hub(plan: Plan, lag: LoopLag, traces: TraceFile, tracer: "Tracer | None") -> Hub:
-    # The tracer first: the record names the trace.
-    witnesses = (write_record, traces) if tracer is None else (tracer, write_record, traces)
-    strict = true(plan.server.strict_readiness)
+    strict, witnesses = true(plan.server.strict_readiness), _witnesses(plan.commons.traces, traces, tracer)
     return Hub(strict, lambda: not lag.stuck, witnesses, plan.commons, plan.selection.builder)
+
+
+def _witnesses(traces: Traces, file: TraceFile, tracer: "Tracer | None") -> Sequence[Callable[[Exchange], None]]:
+    """The tracer first: the record names the trace."""
+    if tracer is None:
+        return write_record, file
+    if traces.settings().spans is not None:
+        return Sampled(tracer, traces), write_record
+    return tracer, write_record, file
 
 
 async def _load(plan: Plan, keeper: Keeper, stop: StopSignals) -> bool:

@@ -86,11 +86,13 @@ class Exchange:
     """Opened by a door, filled in by whoever learns something, closed once. Lives in one event loop.
 
     `model` and `version` are as asked for until they are found; `found`: they were. `end` and `ended` are there from
-    `close` on; the end is that of the parts, or for want of parts what `finish` or `fail` said, and `computed` when.
+    `close` on; the end is that of the parts, or for want of parts what `finish` or `fail` said, and `computed` when;
+    `answered`: when its answer was there, 0 if it has parts or there was none.
     """
 
     __slots__ = (
         "_summary",
+        "answered",
         "arrived",
         "computed",
         "door",
@@ -112,6 +114,7 @@ class Exchange:
         self.id = self.tenant = self.model = self.version = self.trace_id = ""
         self.found = False
         self.arrived = self.ended = time.monotonic()
+        self.answered = 0.0
         self.parts: list[Part] = []
         self.end: End | None = None
         self.computed: Computed | None = None
@@ -119,6 +122,7 @@ class Exchange:
 
     def finish(self) -> None:
         """It was answered, with something that has no parts."""
+        self.answered = time.monotonic()
         self._take(DONE)
 
     def fail(self, error: Exception) -> None:

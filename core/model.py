@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from .exchange import Exchange
 from .metrics import Reading
@@ -10,13 +10,16 @@ from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse
 from .statistics import Statistics
 from .tensor import Tensor, TensorSpec
 
+Document: TypeAlias = Mapping[str, Any]
+"""A model's config, or a message in one, as /config shows it: protobuf's JSON mapping with the names of the .proto, in
+its order, plain JSON values throughout."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """What a model tells the world of itself, after completion. `created`: seconds since the epoch.
 
-    `document`: the whole config as /config shows it: protobuf's JSON mapping with the names of the .proto, in its
-    order, plain JSON values throughout. `labels`: of the classes of an output, by its name, where it has a label file.
+    `document`: the whole config. `labels`: of the classes of an output, by its name, where it has a label file.
     """
 
     name: str
@@ -29,7 +32,7 @@ class ModelConfig:
     outputs: tuple[TensorSpec, ...] = ()
     parameters: Mapping[str, str] = field(default_factory=dict)
     created: int = 0
-    document: Mapping[str, Any] = field(default_factory=dict)
+    document: Document = field(default_factory=dict)
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 

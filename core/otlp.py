@@ -16,6 +16,7 @@ from opentelemetry.trace import SpanKind, StatusCode, format_trace_id, set_span_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from .exchange import Exchange, Headers
+from .span_settings import SpanSettings
 from .spans import phase_spans, request_span
 
 log = logging.getLogger(__name__)
@@ -30,11 +31,12 @@ _FLUSH_SECONDS = 3.0
 
 
 class Tracer:
-    """Shown an exchange that ended, makes its spans; a batch of them leaves now and then, in another thread."""
+    """Shown an exchange that ended, makes its spans; a batch of them leaves now and then, in another thread. Where
+    nothing is told of them, OpenTelemetry's own variables say how."""
 
-    def __init__(self, endpoint: str, version: str) -> None:
+    def __init__(self, endpoint: str, version: str, told: SpanSettings | None = None) -> None:
         self._exporter = _Exporter(OTLPSpanExporter(endpoint), endpoint)
-        self._provider = _provider(self._exporter)
+        self._provider = _provider(self._exporter) if told is None else _provider_of(told, self._exporter)
         self._tracer = self._provider.get_tracer("charonia", version)
         self._failed = False
 
@@ -81,6 +83,13 @@ def _provider(exporter: SpanExporter) -> TracerProvider:
         resource = resource.merge(Resource({SERVICE_NAME: "charonia"}))
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider
+
+
+def _provider_of(told: SpanSettings, exporter: SpanExporter) -> TracerProvider:
+    provider = TracerProvider(resource=Resource.create(dict(told.resource)), shutdown_on_exit=False)
+    delay = float(told.bsp_schedule_delay)
+    provider.add_span_processor(BatchSpanProcessor(exporter, told.bsp_max_queue_size, delay, told.batch))
     return provider
 
 

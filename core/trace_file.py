@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from .errors import InvalidArgument
 from .exchange import Computed, Exchange, Summary
@@ -117,13 +117,43 @@ def _objects(number: int, exchange: Exchange) -> Iterator[dict[str, object]]:
     yield {"id": number, "timestamps": [{"name": name, "ns": ns} for name, ns in _times(exchange)]}
 
 
+class _Way(NamedTuple):
+    """What Triton calls it to receive a request and to send the answer, begin and end."""
+
+    receive: str
+    received: str
+    send: str
+    sent: str
+
+
+_HTTP = _Way("HTTP_RECV_START", "HTTP_RECV_END", "HTTP_SEND_START", "HTTP_SEND_END")
+_GRPC = _Way("GRPC_WAITREAD_START", "GRPC_WAITREAD_END", "GRPC_SEND_START", "GRPC_SEND_END")
+_GRPC_DOORS = ("ModelInfer", "ModelStreamInfer")
+
+
 def _times(exchange: Exchange) -> Iterator[tuple[str, int]]:
     """What happened, by Triton's names; what never did is left out."""
-    yield "REQUEST_START", _ns(exchange.arrived)
+    way = _GRPC if exchange.door in _GRPC_DOORS else _HTTP
+    asked, answered = _asked(exchange), exchange.summary.last or exchange.answered
+    yield way.receive, _ns(exchange.arrived)
+    if asked:
+        yield way.received, asked
+    yield "REQUEST_START", asked or _ns(exchange.arrived)
     if exchange.computed is not None:
         yield from _executed(exchange.computed)
     yield from _generated(exchange.summary)
-    yield "REQUEST_END", _ns(exchange.ended)
+    yield "REQUEST_END", _ns(answered or exchange.ended)
+    if answered:
+        yield "INFER_RESPONSE_COMPLETE", _ns(answered)
+        yield way.send, _ns(answered)
+    yield way.sent, _ns(exchange.ended)
+
+
+def _asked(exchange: Exchange) -> int:
+    """When the model got it; 0: it never did."""
+    if exchange.computed is not None:
+        return exchange.computed.queued
+    return _ns(min((part.opened for part in exchange.parts), default=0.0))
 
 
 def _generated(summary: Summary) -> Iterator[tuple[str, int]]:

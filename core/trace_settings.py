@@ -6,10 +6,11 @@ v2's section 11 in code; every value is a text there. Knows nothing of files and
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from .errors import CharoniaError, InvalidArgument, Unsupported
+from .span_settings import MODE, SpanSettings
 
 log = logging.getLogger(__name__)
 
@@ -26,22 +27,28 @@ _RANGES = {"trace_rate": (1, 2**32 - 1), "trace_count": (-1, 2**31 - 1), "log_fr
 @dataclass(frozen=True, slots=True)
 class TraceSettings:
     """One request in `trace_rate` is traced, until `trace_count` were, -1 for ever. `log_frequency`: traces a file,
-    each with a number at the end of its name; 0 puts all into one. Without a file nothing is traced."""
+    each with a number at the end of its name; 0 puts all into one. Without a file nothing is traced, unless traces are
+    `spans`."""
 
     trace_level: tuple[str, ...] = (OFF,)
     trace_rate: int = 1000
     trace_count: int = -1
     log_frequency: int = 0
     trace_file: str = ""
+    spans: SpanSettings | None = None
 
     @property
     def on(self) -> bool:
-        return TIMESTAMPS in self.trace_level and self.trace_count != 0 and bool(self.trace_file)
+        somewhere = bool(self.trace_file) or self.spans is not None
+        return TIMESTAMPS in self.trace_level and self.trace_count != 0 and somewhere
 
     def texts(self) -> dict[str, tuple[str, ...]]:
         """As v2 says them, in its order."""
-        values = ((each.name, getattr(self, each.name)) for each in fields(self))
-        said = {name: value if isinstance(value, tuple) else (str(value),) for name, value in values}
+        said = {"trace_level": self.trace_level, "trace_rate": (str(self.trace_rate),)}
+        said["trace_count"] = (str(self.trace_count),)
+        if self.spans is not None:
+            return {**said, "trace_mode": (MODE,), **self.spans.texts()}
+        said |= {"log_frequency": (str(self.log_frequency),), "trace_file": (self.trace_file,)}
         return {**said, "trace_mode": ("triton",)}
 
 
@@ -88,6 +95,8 @@ class Traces:
             InvalidArgument: there is no such setting, or it has no such value.
             Unsupported: that cannot be changed, or the level is not served.
         """
+        if self._base.spans is not None:
+            raise Unsupported(f"trace settings can not be updated in mode {MODE}")
         parsed = {name: _parsed(name, values) for name, values in change.items()}
         scope = self._models.get(model, _Scope()) if model else self._all
         given = {**scope.given, **parsed}
@@ -163,14 +172,16 @@ def read_trace_config(words: Iterable[str]) -> TraceSettings:
     Raises:
         InvalidArgument: it says what it cannot; the message names the flag.
     """
-    settings = TraceSettings()
+    settings, spans, mode = TraceSettings(), SpanSettings(), ""
     for word in words:
         name, equals, value = word.removeprefix("triton,").partition("=")
-        if word.startswith("opentelemetry") or word == "mode=opentelemetry":
-            raise InvalidArgument(f"--trace-config {word}: spans are sent by --otlp-traces-endpoint")
-        if word != "mode=triton":
+        if word.startswith(f"{MODE},"):
+            spans = spans.told(word.removeprefix(f"{MODE},"))
+        elif word in ("mode=triton", f"mode={MODE}"):
+            mode = value
+        else:
             settings = replace(settings, **_configured(word, name if equals else "", value, settings))
-    return settings
+    return replace(settings, spans=spans) if mode == MODE else settings
 
 
 _CONFIGURED = {

@@ -3,12 +3,15 @@
 Without an endpoint nothing of OpenTelemetry is imported, and nothing happens for a request.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, urlsplit
 
 from .errors import InvalidArgument
+from .exchange import Exchange
+from .span_settings import MODE, SpanSettings
+from .trace_settings import TIMESTAMPS, Traces
 
 if TYPE_CHECKING:
     from .otlp import Tracer
@@ -18,14 +21,37 @@ _TRACES = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 _ALL = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _PATH = "/v1/traces"
+_PARENT = ("traceparent", b"traceparent")
+"""The header that carries on a client's trace, over gRPC and over HTTP."""
 
 
-def endpoint_of(flag: str, environment: Mapping[str, str]) -> str:
-    """Where spans go, or "": the flag, else OpenTelemetry's own variables.
+class Sampled:
+    """Shows `tracer` the exchanges that `traces` picks, and those of clients who trace themselves: tritonserver's mode
+    opentelemetry, whose settings stay as they are."""
+
+    def __init__(self, tracer: Callable[[Exchange], None], traces: Traces) -> None:
+        self._tracer = tracer
+        self._traces = traces
+        self._level = TIMESTAMPS in traces.settings().trace_level
+
+    def __call__(self, exchange: Exchange) -> None:
+        picked = exchange.found and self._traces.picks(exchange.model) is not None
+        if picked or (self._level and any(name in _PARENT for name, _ in exchange.headers)):
+            self._tracer(exchange)
+
+
+def endpoint_of(flag: str, environment: Mapping[str, str], told: SpanSettings | None = None) -> str:
+    """Where spans go, or "": what tritonserver's mode opentelemetry was told, or the flag, else OpenTelemetry's own
+    variables.
 
     Raises:
-        InvalidArgument: it is no HTTP URL, or the variables ask for a protocol that is not spoken here.
+        InvalidArgument: it is no HTTP URL, or said twice, or the variables ask for a protocol that is not spoken here.
     """
+    if flag and told is not None:
+        raise InvalidArgument(f"{_FLAG} and --trace-config mode={MODE} both say where spans go")
+    if told is not None:
+        _split(f"--trace-config {MODE},url", told.url)
+        return told.url
     if flag:
         path = _split(_FLAG, flag).path.strip("/")
         return flag if path else flag.rstrip("/") + _PATH
@@ -57,8 +83,8 @@ def _split(name: str, url: str) -> SplitResult:
 
 
 @contextmanager
-def tracing(endpoint: str, version: str) -> Iterator["Tracer | None"]:
-    """A tracer for the block, whose spans are sent when it ends; None without an endpoint.
+def tracing(endpoint: str, version: str, told: SpanSettings | None = None) -> Iterator["Tracer | None"]:
+    """A tracer for the block, whose spans are sent when it ends; None without an endpoint. `told`: how they leave.
 
     Raises:
         InvalidArgument: OpenTelemetry is not installed, or its own environment variables are wrong.
@@ -72,7 +98,7 @@ def tracing(endpoint: str, version: str) -> Iterator["Tracer | None"]:
         message = f"tracing to {endpoint} needs OpenTelemetry ({error.name}): pip install 'charonia[otel]'"
         raise InvalidArgument(message) from None
     try:
-        tracer = Tracer(endpoint, version)
+        tracer = Tracer(endpoint, version, told)
     except ValueError as error:
         raise InvalidArgument(f"OpenTelemetry's environment variables are wrong: {error}") from None
     try:

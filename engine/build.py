@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from ..core.holding import Share
-from ..core.model import Model
+from ..core.model import TextModel
 from ..core.torch_build import torch_has_cuda
 from ..tokenization.files import read_json
 from .llm import LlmModel
@@ -24,7 +24,7 @@ def language_model(
     on_progress: Callable[[str, float, float, str], None],
     memory: int | None = None,
     gpu_memory: int | None = None,
-) -> Model:
+) -> TextModel:
     """A language model over the checkpoint at `path`, which the parameter `model` may replace. `memory`, `gpu_memory`:
     all the bytes of the host's, and of each GPU's, that it may take; None whatever is free.
 

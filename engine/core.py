@@ -6,11 +6,10 @@ Knows nothing of text, of tensors, or of how messages travel.
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from queue import Empty, SimpleQueue
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,14 +19,11 @@ from ..kvcache.manager import KVCacheManager
 from ..scheduler.plan import RowSampling, StepResult, StepUpdates
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import GREEDY, SequenceRequest
+from .arrivals import Arrivals, Newcomer, Refusal
 from .clients import client_key, scheduler_key, split
 from .deadlines import Deadlines
 from .executor.base import Executor
-from .intake import sequence
-from .messages import IDLE, Abort, Add, FromCore, Load, Refused, Shutdown, ToCore, Totals, Turn
-
-IDLE_SECONDS = 1.0
-"""An idle loop turns, and tells so, at least this often."""
+from .messages import IDLE, Abort, FromCore, Load, Shutdown, ToCore, Totals, Turn
 
 _RECENT = 0.1
 """Weight of the last step in the moving average of step times."""
@@ -45,18 +41,6 @@ class Outbox(Protocol):
     def send(self, client: int, message: FromCore) -> None: ...
 
 
-class Refusal(NamedTuple):
-    client: int
-    message: Refused
-
-
-class Newcomer(NamedTuple):
-    """A sequence to run, and until when; None is no limit."""
-
-    request: SequenceRequest
-    deadline: float | None
-
-
 class Launched(NamedTuple):
     """A step on its way, how much it computes, and when it was launched."""
 
@@ -64,9 +48,6 @@ class Launched(NamedTuple):
     tokens: int
     sequences: int
     at: float
-
-
-Arrival: TypeAlias = Newcomer | Abort | Shutdown | Refusal | BaseException
 
 
 class EngineCore:
@@ -86,10 +67,9 @@ class EngineCore:
         self._scheduler = scheduler
         self._cache = cache
         self._executor = executor
-        self._vocab_size = vocab_size
         self._clock = clock
         self._deadlines = Deadlines()
-        self._arrivals: SimpleQueue[Arrival] = SimpleQueue()
+        self._arrivals = Arrivals(vocab_size, cache, clock)
         self._in_flight: deque[Launched] = deque()
         self._step = -1
         self._step_seconds = 0.0
@@ -99,11 +79,11 @@ class EngineCore:
 
     def accept(self, message: ToCore) -> None:
         """Take a message; what costs time happens here, in the caller's thread, and not in the step."""
-        self._arrivals.put(self._prepare(message) if isinstance(message, Add) else message)
+        self._arrivals.accept(message)
 
     def fail(self, error: BaseException) -> None:
         """Let the loop end with this error."""
-        self._arrivals.put(error)
+        self._arrivals.fail(error)
 
     def warm_up(self) -> None:
         """Generate one token the way every request does; then some more, to learn what prompts and decoding cost.
@@ -148,15 +128,8 @@ class EngineCore:
 
     # Receive
 
-    def _prepare(self, add: Add) -> Newcomer | Refusal:
-        deadline = self._clock() + add.timeout if add.timeout > 0 else None
-        try:
-            return Newcomer(sequence(add, self._vocab_size, self._cache), deadline)
-        except InvalidArgument as error:
-            return _refusal(add.client, add.key, error)
-
     def _receive(self, outbox: Outbox) -> None:
-        for arrival in self._arrived():
+        for arrival in self._arrivals.come(self._scheduler.has_work, self._check_once):
             match arrival:
                 case Newcomer(request, deadline):
                     self._add(request, deadline, outbox)
@@ -168,25 +141,6 @@ class EngineCore:
                     self._running = False
                 case BaseException():
                     raise arrival
-
-    def _arrived(self) -> Iterator[Arrival]:
-        """Everything that has come; waits for it while there is nothing else to do."""
-        try:
-            if self._scheduler.has_work:
-                yield self._arrivals.get_nowait()
-            else:
-                yield self._wait()
-            while True:
-                yield self._arrivals.get_nowait()
-        except Empty:
-            return
-
-    def _wait(self) -> Arrival:
-        try:
-            return self._arrivals.get(timeout=IDLE_SECONDS)
-        except Empty:
-            self._check_once()
-            raise
 
     def _check_once(self) -> None:
         """Having been busy, and now idle for long enough to afford it: look for leaks."""
@@ -212,7 +166,7 @@ class EngineCore:
                 self._deadlines.set(request.key, deadline)
         except InvalidArgument as error:
             client, key = client_key(request.key)
-            outbox.send(client, _refusal(client, key, error).message)
+            outbox.send(client, Refusal.of(client, key, error).message)
 
     # Schedule and execute, apply
 
@@ -264,9 +218,3 @@ def _check_numbers(logprobs: Sequence[Logprobs]) -> None:
 def _with_late(updates: StepUpdates, late: list[int]) -> StepUpdates:
     """The updates, and the end of those whose time was over before the step."""
     return updates._replace(finished=updates.finished + [(key, "timeout") for key in late]) if late else updates
-
-
-def _refusal(client: int, key: int, error: InvalidArgument) -> Refusal:
-    field = error.field or ""
-    message = error.message if field in error.message else f"{field}: {error.message}"
-    return Refusal(client, Refused(key, message, field))

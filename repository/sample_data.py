@@ -38,26 +38,26 @@ class Sample(NamedTuple):
         [ways] = self.given.DESCRIPTOR.oneofs
         match self.given.WhichOneof(ways.name):
             case "zero_data":
-                return zeros(datatype, shape)
+                return _zeros(datatype, shape)
             case "random_data":
-                return random(datatype, shape)
+                return _random(datatype, shape)
             case "data_file" | "input_data_file" as way:
                 file = inside(files.parent, f"{files.name}/{getattr(self.given, way)}")
-                return from_file(datatype, shape, file, self.of)
+                return _from_file(datatype, shape, file, self.of)
         *others, last = (way.name for way in ways.fields)
         raise InvalidArgument(f"{self.of} must have one of {', '.join(others)} and {last}", field=self.field)
 
 
-def zeros(datatype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+def _zeros(datatype: str, shape: tuple[int, ...]) -> NDArray[Any]:
     return blank(shape, np.dtype(NUMPY_TYPES[datatype]))
 
 
-def random(datatype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+def _random(datatype: str, shape: tuple[int, ...]) -> NDArray[Any]:
     """Of strings, empty ones, as Triton has it; of floats numbers from 0 to 1, of integers small ones."""
     generator = np.random.default_rng(0)
     dtype = np.dtype(NUMPY_TYPES[datatype])
     if datatype == "BYTES":
-        return zeros(datatype, shape)
+        return _zeros(datatype, shape)
     if datatype == "BF16":
         return (generator.random(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
     if dtype.kind == "f":
@@ -65,7 +65,7 @@ def random(datatype: str, shape: tuple[int, ...]) -> NDArray[Any]:
     return generator.integers(0, 2 if datatype == "BOOL" else 100, shape).astype(dtype)
 
 
-def from_file(datatype: str, shape: tuple[int, ...], file: Path, of: str) -> NDArray[Any]:
+def _from_file(datatype: str, shape: tuple[int, ...], file: Path, of: str) -> NDArray[Any]:
     """Raw elements in the machine's order; of strings each after its length in 4 bytes."""
     try:
         raw = file.read_bytes()

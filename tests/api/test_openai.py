@@ -215,6 +215,11 @@ async def test_contents_of_messages(client: httpx.AsyncClient, gateway: Any) -> 
 
 
 NEUTRAL = {
+    "use_beam_search": False,
+    "skip_special_tokens": True,
+    "continue_final_message": False,
+    "chat_template_kwargs": {},
+    "truncate_prompt_tokens": None,
     "n": 1,
     "stop": None,
     "presence_penalty": 0,
@@ -256,6 +261,9 @@ REFUSED = [
     ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
     ({"max_tokens": -1, "prompt_logprobs": 1}, "max_tokens"),
     ({"tools": [{"type": "function"}]}, "tools"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+    ({"skip_special_tokens": False}, "skip_special_tokens"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {}}, "response_format.type"),

@@ -68,10 +68,7 @@ def test_without_former_names_nothing_changes() -> None:
     assert IdleOptions().given == []
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["--model-namespacing=true", "--rate-limit=execution_count", "--allow-sagemaker=1", "--allow-vertex-ai=True"],
-)
+@pytest.mark.parametrize("words", ["--model-namespacing=True", "--rate-limit=execution_count"])
 def test_what_is_not_served_is_refused_by_its_flag(words: str) -> None:
     with pytest.raises(CharoniaError, match=f"^{words.partition('=')[0]} .* is not served"):
         understood(words)["triton"].refused.check()

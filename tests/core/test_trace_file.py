@@ -9,6 +9,7 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.exchange import Computed, Exchange
+from charonia.core.span_settings import SpanSettings
 from charonia.core.trace_file import TraceFile, check_writable
 from charonia.core.trace_settings import Traces, TraceSettings, read_trace_config
 
@@ -45,7 +46,29 @@ def test_a_trace_says_what_was_asked_and_when(path: Path) -> None:
     assert asked == {"id": 1, "model_name": "m", "model_version": 3, "request_id": "r1"}
     assert times["id"] == 1
     stamps = {each["name"]: each["ns"] for each in times["timestamps"]}
-    assert stamps == {"REQUEST_START": int(exchange.arrived * 1e9), "REQUEST_END": int(exchange.ended * 1e9)}
+    arrived, answered, ended_ = (int(1e9 * at) for at in (exchange.arrived, exchange.answered, exchange.ended))
+    assert stamps == {
+        "HTTP_RECV_START": arrived,
+        "REQUEST_START": arrived,
+        "REQUEST_END": answered,
+        "INFER_RESPONSE_COMPLETE": answered,
+        "HTTP_SEND_START": answered,
+        "HTTP_SEND_END": ended_,
+    }
+    assert arrived <= answered <= ended_
+
+
+def test_what_was_refused_has_no_answer(path: Path) -> None:
+    _, file = tracing(path)
+    exchange = Exchange("ModelInfer")
+    exchange.model, exchange.found = "m", True
+    exchange.fail(InvalidArgument("no"))
+    exchange.close()
+    file(exchange)
+    file.close()
+    [_, times] = json.loads(path.read_text())
+    names = ["GRPC_WAITREAD_START", "REQUEST_START", "REQUEST_END", "GRPC_SEND_END"]
+    assert [each["name"] for each in times["timestamps"]] == names
 
 
 def test_a_trace_of_a_classic_model_says_what_was_done_when(path: Path) -> None:
@@ -55,7 +78,9 @@ def test_a_trace_of_a_classic_model_says_what_was_done_when(path: Path) -> None:
     file(exchange)
     file.close()
     [_, times] = json.loads(path.read_text())
-    assert [(each["name"], each["ns"]) for each in times["timestamps"][1:-1]] == [
+    assert [(each["name"], each["ns"]) for each in times["timestamps"][1:8]] == [
+        ("HTTP_RECV_END", 100),
+        ("REQUEST_START", 100),
         ("QUEUE_START", 100),
         ("COMPUTE_START", 250),
         ("COMPUTE_INPUT_END", 260),
@@ -130,6 +155,11 @@ def test_without_a_file_it_is_said_that_nothing_is_traced(caplog: pytest.LogCapt
             TraceSettings(("TIMESTAMPS",), 10, 7, 5, "/t"),
         ),
         (["file=a=b"], TraceSettings(trace_file="a=b")),
+        (["opentelemetry,bsp_schedule_delay=1"], TraceSettings()),
+        (
+            ["opentelemetry,url=http://c/t", "opentelemetry,resource=service.name=ferry", "mode=opentelemetry"],
+            TraceSettings(spans=SpanSettings("http://c/t", (("service.name", "ferry"),))),
+        ),
     ],
 )
 def test_what_the_server_starts_with(words: list[str], settings: TraceSettings) -> None:
@@ -143,8 +173,9 @@ def test_what_the_server_starts_with(words: list[str], settings: TraceSettings) 
         ("level=TENSORS", "--trace-config level=TENSORS: trace level 'TENSORS' is not served"),
         ("rate", "--trace-config rate: expected mode, or a setting of level, rate, count, log-frequency, file"),
         ("mode=none", "--trace-config mode=none: expected mode, or a setting of level, rate, count"),
-        ("mode=opentelemetry", "--trace-config mode=opentelemetry: spans are sent by --otlp-traces-endpoint"),
-        ("opentelemetry,url=x", "--trace-config opentelemetry,url=x: spans are sent by --otlp-traces-endpoint"),
+        ("opentelemetry,url=x", "--trace-config opentelemetry,url=x: expected url=http://..., resource=<key>=<value>,"),
+        ("opentelemetry,resource=x", "--trace-config opentelemetry,resource=x: expected"),
+        ("opentelemetry,bsp_schedule_delay=0", "--trace-config opentelemetry,bsp_schedule_delay=0: expected"),
     ],
 )
 def test_what_it_cannot_start_with(word: str, text: str) -> None:

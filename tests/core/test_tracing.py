@@ -6,12 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from charonia.core.errors import InvalidArgument, QueueFull
+from charonia.core.errors import InvalidArgument, QueueFull, Unsupported
 from charonia.core.exchange import Exchange
 from charonia.core.metrics import End, Outcome
 from charonia.core.request import FinishReason, SamplingParams
+from charonia.core.span_settings import SpanSettings
 from charonia.core.spans import phase_spans, request_span
-from charonia.core.tracing import endpoint_of, tracing
+from charonia.core.trace_settings import Traces, read_trace_config
+from charonia.core.tracing import Sampled, endpoint_of, tracing
 
 ALL, TRACES = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
@@ -51,6 +53,55 @@ def test_where_spans_go(flag: str, environment: dict[str, str], endpoint: str) -
 def test_where_they_cannot_go(flag: str, environment: dict[str, str], complaint: str) -> None:
     with pytest.raises(InvalidArgument, match=complaint):
         endpoint_of(flag, environment)
+
+
+def test_tritons_mode_says_where_spans_go_and_it_alone() -> None:
+    told = SpanSettings("http://c:4318/t")
+    assert endpoint_of("", {ALL: "http://other"}, told) == "http://c:4318/t"
+    with pytest.raises(InvalidArgument, match="--trace-config mode=opentelemetry both say where spans go"):
+        endpoint_of("http://other", {}, told)
+    with pytest.raises(InvalidArgument, match="--trace-config opentelemetry,url must be an HTTP URL"):
+        endpoint_of("", {}, SpanSettings("http://"))
+    assert SpanSettings(bsp_max_queue_size=10).batch == 10
+
+
+def test_in_tritons_mode_some_requests_are_traced_and_those_of_traced_clients() -> None:
+    words = ["mode=opentelemetry", "level=TIMESTAMPS", "rate=2", "opentelemetry,resource=a=b"]
+    traces = Traces(read_trace_config(words))
+    seen: list[Exchange] = []
+    sampled = Sampled(seen.append, traces)
+    for number in range(4):
+        sampled(asked(str(number)))
+    sampled(asked("theirs", (b"traceparent", b"00-1-2-01")))
+    sampled(asked("of nobody", found=False))
+    assert [exchange.id for exchange in seen] == ["1", "3", "theirs"]
+    with pytest.raises(Unsupported, match="trace settings can not be updated in mode opentelemetry"):
+        traces.update({"trace_rate": ["1"]})
+    assert traces.settings("m").texts() == {
+        "trace_level": ("TIMESTAMPS",),
+        "trace_rate": ("2",),
+        "trace_count": ("-1",),
+        "trace_mode": ("opentelemetry",),
+        "url": ("http://localhost:4318/v1/traces",),
+        "resource": ("service.name=triton-inference-server", "a=b"),
+        "bsp_max_queue_size": ("2048",),
+        "bsp_schedule_delay": ("5000",),
+        "bsp_max_export_batch_size": ("512",),
+    }
+
+
+def asked(name: str, *headers: tuple[bytes, bytes], found: bool = True) -> Exchange:
+    exchange = Exchange("infer", headers)
+    exchange.id, exchange.found = name, found
+    exchange.close()
+    return exchange
+
+
+def test_in_tritons_mode_nothing_is_traced_without_a_level() -> None:
+    seen: list[Exchange] = []
+    sampled = Sampled(seen.append, Traces(read_trace_config(["mode=opentelemetry", "rate=1"])))
+    sampled(asked("theirs", (b"traceparent", b"00-1-2-01")))
+    assert seen == []
 
 
 def test_without_an_endpoint_nothing_is_imported_and_without_the_library_that_is_said() -> None:

@@ -121,6 +121,8 @@ def is_right(cell: str, default: Any) -> bool:
 
 def test_every_flag_stands_there_with_its_default(page: Any) -> None:
     true = flags()
+    rows = [cells[0] for cells in page("operating.md").rows("flag")]
+    assert len(rows) == len(set(rows)), "a flag has two rows"
     told = {cells[0].strip("`"): cells[1] for cells in page("operating.md").rows("flag")}
     missing = [f"| `{name}` | {written(true[name])} | ... |" for name in true if name not in told]
     assert missing == [], "add to a table under 'Flags' in docs/operating.md"

@@ -251,11 +251,16 @@ def test_lenient_readiness_and_another_name(serve: Any, tmp_path: Path, tokenize
         assert "broken: FAILED: " in server.said
 
 
-def test_a_command_line_of_tritonserver_without_http(serve: Any, tmp_path: Path) -> None:
+def test_a_command_line_of_tritonserver_without_http(
+    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "r" / "fine.identity" / "1").mkdir(parents=True)
     flags = ["--allow-http=False", "--log-file", str(tmp_path / "log"), "--http-thread-count=8", "--log-verbose=true"]
+    flags += ["--allow-vertex-ai=true", "--vertex-ai-port=0"]
+    monkeypatch.setenv("AIP_HEALTH_ROUTE", "/h")
+    monkeypatch.setenv("AIP_PREDICT_ROUTE", "/p")
     with serve("--model-store", str(tmp_path / "r"), "--strict-model-config=false", *flags) as server:
-        server.until(lambda: "Serving on gRPC alone" in server.said)
+        server.until(lambda: "Serving without HTTP" in server.said)
         [address] = re.findall(r"gRPC on (\S+)", server.said)
         with triton.InferenceServerClient(address) as client:
             assert client.get_model_metadata("fine.identity").name == "fine.identity"
@@ -264,6 +269,10 @@ def test_a_command_line_of_tritonserver_without_http(serve: Any, tmp_path: Path)
             tensor.set_data_from_numpy(np.ones(1, np.int32))
             with pytest.raises(InferenceServerException, match="unexpected inference input 'no'"):
                 client.infer("fine.identity", [tensor])
+        [cloud] = re.findall(r"Vertex AI on (\S+)", server.said)
+        assert httpx.get(f"{cloud}/h").status_code == 200
+        metadata = httpx.post(f"{cloud}/p", headers={"x-vertex-ai-triton-redirect": "v2/models/fine.identity"})
+        assert metadata.json()["name"] == "fine.identity"
         assert server.stop() == 0
         assert "charonia." not in server.said
     log = (tmp_path / "log").read_text()

@@ -181,3 +181,23 @@ def test_an_endpoint_that_cannot_be_is_refused_at_start(serve: Callable[..., Any
     with serve(str(tokenizer_only), *FLAGS, "--otlp-traces-endpoint", "collector:4317") as server:
         assert server.process.wait(60) == 1
         assert "--otlp-traces-endpoint must be an HTTP URL" in server.said
+
+
+def test_tritons_mode_opentelemetry(serve: Any, tmp_path: Path, collector: Collector) -> None:
+    (tmp_path / "r" / "m.identity" / "1").mkdir(parents=True)
+    tensors = "".join(f'{side} {{ name: "X" data_type: TYPE_FP32 dims: 1 }}' for side in ("input", "output"))
+    (tmp_path / "r" / "m.identity" / "config.pbtxt").write_text(tensors)
+    words = ["mode=opentelemetry", "level=TIMESTAMPS", "rate=2", f"opentelemetry,url={collector.url}/v1/traces"]
+    words += ["opentelemetry,resource=service.name=ferry", "opentelemetry,bsp_schedule_delay=100"]
+    with serve("--model-repository", str(tmp_path / "r"), *(f"--trace-config={word}" for word in words)) as server:
+        body = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [1], "data": [1.0]}]}
+        for headers in ({}, {}, {"traceparent": TRACEPARENT}):
+            url = f"{server.url}/v2/models/m.identity/infer"
+            assert httpx.post(url, json=body, headers=headers).status_code == 200
+        shown = httpx.get(f"{server.url}/v2/trace/setting").json()
+        assert (shown["trace_mode"], shown["resource"]) == ("opentelemetry", "service.name=ferry")
+        assert httpx.post(f"{server.url}/v2/trace/setting", json={"trace_rate": "1"}).status_code == 501
+        assert server.stop() == 0
+    assert collector.services == {"ferry"}
+    assert [attributes(span)["gen_ai.request.model"] for span in collector.spans] == ["m.identity"] * 2
+    assert [span.trace_id.hex() == TRACE for span in collector.spans] == [False, True]

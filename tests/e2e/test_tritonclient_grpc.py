@@ -235,8 +235,10 @@ def test_trace_settings(client: Any, trace_file: Path) -> None:
         client.infer("identity", [numbers()], request_id=f"t{number}")
     traces = json.loads(trace_file.read_text())
     assert [each["request_id"] for each in traces if "request_id" in each] == ["t0", "t1"]
-    names = [[stamp["name"] for stamp in each["timestamps"]] for each in traces if "timestamps" in each]
-    assert all(each[0] == "REQUEST_START" and each[-1] == "REQUEST_END" for each in names)
+    stamps = [each["timestamps"] for each in traces if "timestamps" in each]
+    assert all(each == sorted(each, key=lambda stamp: stamp["ns"]) for each in stamps)
+    assert [(each[0]["name"], each[-1]["name"]) for each in stamps] == [("GRPC_WAITREAD_START", "GRPC_SEND_END")] * 2
+    assert {"GRPC_WAITREAD_END", "REQUEST_START", "COMPUTE_END", "REQUEST_END"} <= {each["name"] for each in stamps[0]}
     cleared = {"trace_level": None, "trace_rate": None, "trace_count": None}
     assert client.update_trace_settings("identity", cleared, as_json=True)["settings"] == said
     with refused("INVALID_ARGUMENT", "Unable to parse 'trace_rate', got: x"):
