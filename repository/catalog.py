@@ -31,15 +31,19 @@ class Catalog:
         self._single = single
         self._config_name = config_name
 
+    def readable(self) -> bool:
+        """Whether every repository can be read at this moment."""
+        return None not in [_models(repository) for repository in self._repositories]
+
     def names(self) -> list[str]:
         """Every model's name once: the single checkpoint's first, the others by name."""
-        found = {path.name for repository in self._repositories for path in _models(repository)}
+        found = {path.name for repository in self._repositories for path in _models(repository) or ()}
         single = [] if self._single is None else [self._single.name]
         return [*single, *sorted(found - set(single))]
 
     def repeated(self) -> list[str]:
         """Names that stand for several models; the first of them is served."""
-        names = [path.name for repository in self._repositories for path in _models(repository)]
+        names = [path.name for repository in self._repositories for path in _models(repository) or ()]
         if self._single is not None:
             names.append(self._single.name)
         return sorted({name for name in names if names.count(name) > 1})
@@ -79,9 +83,9 @@ def _check_directory(repository: Path) -> None:
         raise InvalidArgument(f"model repository '{repository}' is not a directory")
 
 
-def _models(repository: Path) -> list[Path]:
+def _models(repository: Path) -> list[Path] | None:
     try:
         return [path for path in repository.iterdir() if path.is_dir() and not path.name.startswith(".")]
     except OSError as error:
         log.warning("cannot read the model repository %s: %s", repository, error)
-        return []
+        return None

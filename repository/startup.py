@@ -65,7 +65,10 @@ class Keeper:
             await self.look(Log())
 
     async def look(self, watcher: Watcher) -> None:
-        """Load what is new or has changed, unload what has gone."""
+        """Load what is new or has changed, unload what has gone; nothing while a repository cannot be read, which may
+        be back the next time."""
+        if not await self._lifecycle.aside(self._catalog.readable):
+            return
         names = await self._lifecycle.aside(self._catalog.names)
         for name in names:
             await self._load(name, watcher)

@@ -319,6 +319,20 @@ async def test_polling_follows_the_files(world: World, toys: list[Toy]) -> None:
         await world.hub.load_model("new")
 
 
+async def test_a_repository_that_is_away_keeps_its_models(world: World, toys: list[Toy]) -> None:
+    world.write("m", {"1": 10})
+    assert await world.start()
+    away = world.root.with_name("away")
+    world.root.rename(away)
+    await world.keeper.look(world)
+    assert await world.ask("m") == 10
+    away.rename(world.root)
+    world.loads.clear()
+    world.write("m", {"2": 20})
+    await world.keeper.look(world)
+    assert (world.loads, await world.ask("m")) == (["m"], 20)
+
+
 async def test_what_a_backend_completes(world: World, toys: list[Toy]) -> None:
     (world.write("m", {"1": 10}) / "1" / "size").write_text("")
     assert await world.start()
