@@ -8,7 +8,7 @@ from ..core.gateway import Gateway
 
 def reachable(address: str, port: int) -> str:
     """Where somebody on this machine finds what listens on `address`."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
