@@ -93,6 +93,14 @@ def test_the_package_list_is_the_tree(root: Path) -> None:
     assert sorted(listed) == sorted(["charonia", *("charonia." + p.replace("/", ".") for p in packages(root))])
 
 
+def test_the_extension_lists_all_that_it_is_made_of(root: Path) -> None:
+    """What is not listed is missing from a source distribution, whose extension then is not built: it is optional."""
+    [extension] = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+    there = [path for path in (root / "engine" / "kernels").iterdir() if path.suffix in {".c", ".h", ".inc"}]
+    listed = extension["sources"] + extension["depends"]
+    assert sorted(listed) == sorted(path.relative_to(root).as_posix() for path in there)
+
+
 def test_folders_are_at_most_two_deep(root: Path) -> None:
     assert not [package for package in packages(root) if package.count("/") > 1]
 
