@@ -33,6 +33,16 @@ class CacheSpec(NamedTuple):
         return len(self.views)
 
     @property
+    def kinds(self) -> list[View]:
+        """Every view once: a step is prepared for each, not for each layer."""
+        return list(dict.fromkeys(self.views))
+
+    @property
+    def kind_of(self) -> list[int]:
+        """By layer, which of the `kinds` it is of."""
+        return [self.kinds.index(view) for view in self.views]
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of keys and values in one block, over all layers, in the dtype computed in, without padding."""
         return 2 * self.layers * self.block_size * self.kv_heads * self.head_dim * self.dtype.itemsize
@@ -103,7 +113,7 @@ class Attention(Protocol):
 
     @classmethod
     def fits(cls, spec: CacheSpec) -> bool:
-        """Whether it serves heads like these here; what `supports` says is assumed."""
+        """Whether it knows heads like these; what `supports` says is assumed, and that it is here at all."""
 
     @property
     def block_bytes(self) -> int:

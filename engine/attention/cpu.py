@@ -35,8 +35,7 @@ class CpuAttention:
 
     def __init__(self, spec: CacheSpec) -> None:
         self._spec = spec
-        self._views = list(dict.fromkeys(spec.views))
-        self._view_of = [self._views.index(view) for view in spec.views]
+        self._kinds, self._kind_of = spec.kinds, spec.kind_of
         self._layers: list[_Layer] = []
 
     @property
@@ -55,7 +54,7 @@ class CpuAttention:
 
     def begin(self, batch: Batch) -> Attend:
         slots = batch.slots(self._spec.block_size)
-        parts = [self._parts(batch, view) for view in self._views]
+        parts = [self._parts(batch, view) for view in self._kinds]
         token = (-1, self._spec.kv_heads * self._spec.head_dim)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -63,7 +62,7 @@ class CpuAttention:
             cache.keys.view(token).index_copy_(0, slots, k.reshape(token))
             cache.values.view(token).index_copy_(0, slots, v.reshape(token))
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            for part in parts[self._view_of[layer]]:
+            for part in parts[self._kind_of[layer]]:
                 part(cache, q, out)
             return out.view(len(q), -1)
 

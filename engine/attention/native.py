@@ -16,7 +16,7 @@ from ..kernels.memory import Memory
 from ..kernels.program import Scene
 from ..layers.rotary import Angles, FusedAngles
 from ..spec import View
-from .base import Attend, Batch, CacheSpec, Support
+from .base import Attend, Batch, CacheSpec, Support, Turning
 
 
 class NativeAttention:
@@ -28,16 +28,12 @@ class NativeAttention:
 
     @classmethod
     def fits(cls, spec: CacheSpec) -> bool:
-        """Whether the kernels are there, and know heads like these."""
         group, size = spec.heads // spec.kv_heads, spec.head_dim
-        known = size % TILE == 0 and size <= MOST_HEAD and group * size <= MOST_QUERIES
-        return known and library.level() is not None
+        return size % TILE == 0 and size <= MOST_HEAD and group * size <= MOST_QUERIES
 
     def __init__(self, spec: CacheSpec) -> None:
         self._spec = spec
-        self._manners = [_manner(spec, view) for view in dict.fromkeys(spec.views)]
-        views = list(dict.fromkeys(spec.views))
-        self._manner_of = [views.index(view) for view in spec.views]
+        self._manners, self._kind_of = [_manner(spec, view) for view in spec.kinds], spec.kind_of
         self._cache = torch.empty(0, dtype=torch.uint8)
         self._addresses: list[int] = []
 
@@ -62,14 +58,14 @@ class NativeAttention:
     def begin(self, batch: Batch) -> Attend:
         step = Step(batch.starts, batch.counts, batch.tables.contiguous())
         plans = [Planned(manner, step, self._spec.dtype) for manner in self._manners]
-        return NativeAttend(self._spec, [plans[manner] for manner in self._manner_of], self._addresses)
+        return NativeAttend(self._spec, [plans[kind] for kind in self._kind_of], self._addresses)
 
 
 class NativeAttend:
     """One step; `plans` and the caches' addresses by layer."""
 
     def __init__(self, spec: CacheSpec, plans: list[Planned], caches: list[int]) -> None:
-        self._heads, self._turning = spec.heads, spec.heads + spec.kv_heads
+        self._heads, self._kv_heads = spec.heads, spec.kv_heads
         self._plans, self._caches = plans, caches
         self.width = spec.heads * spec.head_dim
         """Features that come out."""
@@ -86,8 +82,7 @@ class NativeAttend:
     def turned(self, layer: int, packed: Tensor, angles: Angles) -> Tensor:
         if isinstance(angles, FusedAngles):
             return self._plans[layer].packed(self._caches[layer], packed, angles.turns)
-        turned = angles.rotate(packed[:, : self._turning])
-        return self(layer, turned[:, : self._heads], turned[:, self._heads :], packed[:, self._turning :])
+        return Turning(self, self._heads, self._kv_heads).turned(layer, packed, angles)
 
 
 def _manner(spec: CacheSpec, view: View) -> Manner:

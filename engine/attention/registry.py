@@ -1,6 +1,6 @@
 """The attention backends by name."""
 
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -29,36 +29,40 @@ class Wanted(NamedTuple):
 
 
 def attention_backend(name: str, spec: CacheSpec) -> Attention:
-    """The backend called `name`, or for "auto" the fastest one, with a cache like `spec`.
+    """The backend called `name`, or for "auto" the fastest one that can, with a cache like `spec`.
 
     Raises:
         InvalidArgument: as `check_backend`; or it does not know heads like these.
     """
-    wanted = Wanted(spec.device, spec.dtype, spec.block_size, spec.stored)
-    found = check_backend(name, wanted)
-    if not BACKENDS[found].fits(spec):
-        if name != "auto" or spec.stored != "auto":
-            heads = f"{spec.heads} heads on {spec.kv_heads} of {spec.head_dim}"
-            raise InvalidArgument(f"attention {found!r} can't do {heads}", field="attention")
-        found = "cpu"
-    return BACKENDS[found](spec)
+    able = _able(name, Wanted(spec.device, spec.dtype, spec.block_size, spec.stored))
+    for each in able:
+        if BACKENDS[each].fits(spec):
+            return BACKENDS[each](spec)
+    heads = f"{spec.heads} heads on {spec.kv_heads} of {spec.head_dim}"
+    raise InvalidArgument(f"attention {able[0]!r} can't do {heads}", field="attention")
 
 
-def check_backend(name: str, wanted: Wanted) -> str:
-    """The name of the backend that `name` means.
+def check_backend(name: str, wanted: Wanted) -> None:
+    """Whether there is a backend for what is known before the model is.
 
     Raises:
-        InvalidArgument: no such backend, or one that can't serve this device, dtype or block size.
+        InvalidArgument: none called `name`, or it can't serve this device, dtype, block size or way to store.
     """
+    _able(name, wanted)
+
+
+def _able(name: str, wanted: Wanted) -> list[str]:
+    """Of the backends that `name` may mean those that can serve, fastest first; at least one."""
     if name != "auto" and name not in BACKENDS:
         raise InvalidArgument(
             f"attention must be auto or one of {', '.join(BACKENDS)}, got {name!r}", field="attention"
         )
     names = AUTO.get(wanted.device.type, ("reference",)) if name == "auto" else (name,)
-    complaints = [_complaint(each, wanted) for each in names]
-    if None not in complaints:
-        raise next(filter(None, complaints))
-    return names[complaints.index(None)]
+    complaints = {each: _complaint(each, wanted) for each in names}
+    able = [each for each, complaint in complaints.items() if complaint is None]
+    if not able and (complaint := complaints[names[0]]):
+        raise complaint
+    return able
 
 
 def _complaint(name: str, wanted: Wanted) -> InvalidArgument | None:
@@ -70,7 +74,19 @@ def _complaint(name: str, wanted: Wanted) -> InvalidArgument | None:
         ("kv_cache_dtype", wanted.stored, supports.stored),
     ):
         if value not in legal:
-            return InvalidArgument(f"attention {name!r} can't do {field} {value}; it can do {legal}", field=field)
+            message = f"attention {name!r} can't do {field} {_plain(value)}; it can do {_listed(legal)}"
+            return InvalidArgument(message, field=field)
     if name == "native" and library.level() is None:
         return InvalidArgument("attention 'native' needs the C extension, which is not there", field="attention")
     return None
+
+
+def _listed(legal: range | tuple[Any, ...]) -> str:
+    if isinstance(legal, range):
+        return f"{legal[0]} to {legal[-1]}" + (f" in steps of {legal.step}" if legal.step > 1 else "")
+    return ", ".join(map(_plain, legal))
+
+
+def _plain(value: Any) -> str:
+    """As the setting that asks for it is written."""
+    return str(value).removeprefix("torch.")

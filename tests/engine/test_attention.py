@@ -172,11 +172,13 @@ def test_block_bytes_count_keys_and_values_of_all_layers(name: str) -> None:
 def test_what_a_backend_cannot_do_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="auto or one of native, cpu, reference"):
         attention_backend("flash", spec())
-    with pytest.raises(InvalidArgument, match="float64") as refusal:
+    with pytest.raises(InvalidArgument, match=r"dtype float64; it can do bfloat16, float16, float32$") as refusal:
         attention_backend("reference", spec(dtype=torch.float64))
     assert refusal.value.field == "dtype"
-    with pytest.raises(InvalidArgument, match="block_size"):
+    with pytest.raises(InvalidArgument, match=r"block_size 0; it can do 1 to 4096$"):
         attention_backend("cpu", spec(block_size=0))
+    with pytest.raises(InvalidArgument, match=r"block_size 8; it can do 16 to 4096 in steps of 16$"):
+        attention_backend("native", spec(block_size=8))
     with pytest.raises(InvalidArgument, match="int8") as refusal:
         attention_backend("cpu", spec(stored="int8"))
     assert refusal.value.field == "kv_cache_dtype"
