@@ -33,6 +33,16 @@ class Piece(NamedTuple):
     rows: slice = WHOLE
     columns: slice = WHOLE
 
+    @property
+    def row_range(self) -> range:
+        """The tensor's rows that are in it."""
+        return range(*self.rows.indices(self.shape[0]))
+
+    @property
+    def width(self) -> int:
+        """Columns of a matrix that are in it."""
+        return len(range(*self.columns.indices(self.shape[1])))
+
 
 class Tile(NamedTuple):
     """Rows of a matrix as the checkpoint stores them; `first` is the place of the first one in the whole."""
@@ -198,8 +208,8 @@ class Loader:
         """The matrices one below the other, a few rows at a time, mapped where the file has them side by side."""
         first = 0
         for piece in pieces:
-            rows, whole = range(*piece.rows.indices(piece.shape[0])), piece.shape[1] * 4
-            step = max(TILE_BYTES // whole, 1)
+            rows, row_bytes = piece.row_range, piece.shape[1] * torch.float32.itemsize
+            step = max(TILE_BYTES // row_bytes, 1)
             for start in range(rows.start, rows.stop, step):
                 part = piece._replace(rows=slice(start, min(start + step, rows.stop)))
                 view = self._weights.read(part)

@@ -30,7 +30,7 @@ class SelfAttention:
     def __init__(self, load: Loader, spec: ModelSpec, index: int, has: Projections) -> None:
         name, size = f"model.layers.{index}.self_attn", spec.head_dim
         heads, kv_heads = part(spec.heads, load.group), kv_part(spec.kv_heads, load.group)
-        self._index, self._head_dim = load.layers(spec.layers).index(index), size
+        self._cached_as, self._head_dim = load.layers(spec.layers).index(index), size  # a rank counts its own layers
         self._heads, self._kv_heads = heads.stop - heads.start, kv_heads.stop - kv_heads.start
         outputs = (_fused if has.fused else _separate)(name, spec, times(heads, size), times(kv_heads, size))
         self._qkv = ColumnLinear(load, outputs, spec.hidden_size, bias=has.qkv_bias)
@@ -42,7 +42,7 @@ class SelfAttention:
         packed = self._qkv(x).view(len(x), -1, self._head_dim)
         if self._norm is not None:
             self._norm.within(packed, self._heads + self._kv_heads)
-        return self._out(attend.turned(self._index, packed, angles))
+        return self._out(attend.turned(self._cached_as, packed, angles))
 
     def _head_norm(self, load: Loader, name: str, spec: ModelSpec, norm: NormMaker) -> Norm:
         """One norm for the heads of queries and keys together, each with its own weight."""
@@ -64,8 +64,5 @@ def _fused(name: str, spec: ModelSpec, queries: slice, keys: slice) -> list[Outp
     """Queries, keys and values one below the other."""
     q_size, kv_size = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     matrix = Output(f"{name}.qkv_proj", q_size + 2 * kv_size, queries)
-    return [matrix, *(matrix._replace(part=_shifted(keys, by)) for by in (q_size, q_size + kv_size))]
-
-
-def _shifted(features: slice, by: int) -> slice:
-    return slice(features.start + by, features.stop + by)
+    key_rows = matrix._replace(part=keys).below(q_size)
+    return [matrix, key_rows, key_rows.below(kv_size)]

@@ -17,6 +17,10 @@ class Output(NamedTuple):
     size: int
     part: slice
 
+    def below(self, features: int) -> "Output":
+        """As many of the same matrix, so many `features` further on: where a checkpoint has several matrices in one."""
+        return self._replace(part=slice(self.part.start + features, self.part.stop + features))
+
 
 class ColumnLinear:
     """x [N, in] -> this rank's output features [N, sum of parts]; several matrices computed as one."""

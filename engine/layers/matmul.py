@@ -27,7 +27,8 @@ LARGEST = 127
 
 
 class Use(NamedTuple):
-    """What a product is for: whether its weights may be quantised, and whether its results are float32 in any case."""
+    """What a product is for: whether its weights may be quantised, and whether our kernels give its results as the
+    float32 that they sum in; torch's are in x's dtype in any case."""
 
     quantizable: bool = True
     float32: bool = False
@@ -46,24 +47,22 @@ def prepare(load: Loader, pieces: Iterable[Piece], bias: Tensor | None = None, u
         return _native(load, pieces, bias, torch.int8 if quantized else load.dtype, use)
     if quantized:
         return _quantized(load, pieces, bias)
-    weight = load.mapped(pieces[0]) if len(pieces) == 1 and use is HEAD else load.stack(pieces)
-    return plain(weight, bias)
+    if use is HEAD:
+        [table] = pieces
+        return plain(load.mapped(table), bias)  # it may be the embedding's: mapped, there is one of it
+    return plain(load.stack(pieces), bias)
 
 
 def _native(load: Loader, pieces: list[Piece], bias: Tensor | None, kept: torch.dtype, use: Use) -> Packed:
     out = torch.float32 if use.float32 else load.dtype
-    packed = Packed(Form(_rows(pieces), _columns(pieces[0]), kept, load.dtype, out), bias, load.memory)
+    packed = Packed(Form(_height(pieces), pieces[0].width, kept, load.dtype, out), bias, load.memory)
     for tile in load.tiles(pieces):
         packed.pack(tile.first, tile.rows)
     return packed
 
 
-def _rows(pieces: list[Piece]) -> int:
-    return sum(len(range(*piece.rows.indices(piece.shape[0]))) for piece in pieces)
-
-
-def _columns(piece: Piece) -> int:
-    return len(range(*piece.columns.indices(piece.shape[1])))
+def _height(pieces: list[Piece]) -> int:
+    return sum(len(piece.row_range) for piece in pieces)
 
 
 class QuantizedProduct:
@@ -90,7 +89,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quantized(load: Loader, pieces: list[Piece], bias: Tensor | None) -> Matmul:
-    weight = torch.empty(_rows(pieces), _columns(pieces[0]), dtype=torch.int8)
+    weight = torch.empty(_height(pieces), pieces[0].width, dtype=torch.int8)
     scales = torch.empty(len(weight))
     for tile in load.tiles(pieces):
         where = slice(tile.first, tile.first + len(tile.rows))

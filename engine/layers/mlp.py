@@ -43,7 +43,7 @@ class Gated(NamedTuple):
         if self.fused is None:
             return [Output(f"{self.name}.{one}", self.intermediate, mine) for one in (self.gate, self.up)]
         matrix = Output(f"{self.name}.{self.fused}", 2 * self.intermediate, mine)
-        return [matrix, matrix._replace(part=slice(mine.start + self.intermediate, mine.stop + self.intermediate))]
+        return [matrix, matrix.below(self.intermediate)]
 
 
 class GatedMLP:
@@ -68,7 +68,7 @@ class GatedMLP:
 
 
 class TorchGate:
-    """activation(gate) * up."""
+    """A `Gate` by torch; the reference of `FusedGate`."""
 
     def __init__(self, activation: str) -> None:
         self._activation = ACTIVATIONS[activation]

@@ -21,7 +21,7 @@ class Stack:
     """x [N, hidden] -> the residual stream and what is still to be added to it, both [N, hidden]."""
 
     def __init__(self, layers: Sequence[DecoderLayer], ropes: Sequence[int] | None = None) -> None:
-        """`ropes`: which of the angles turn each layer; the first ones all, if it is not said."""
+        """`ropes`: which of the angles turn each layer; without it the first turn all."""
         self._layers = list(zip(layers, ropes or [0] * len(layers), strict=True))
         self._program: Program | None = None
         self._tried = False
@@ -43,6 +43,7 @@ class Stack:
         return self._program
 
     def _record(self, hidden: int, dtype: torch.dtype, attend: NativeAttend) -> Program | None:
+        """The layers as a program, found by calling them with what stands for tensors (see `Tape`)."""
         if dtype not in library.DTYPES:
             return None
         tape = Tape(dtype)
