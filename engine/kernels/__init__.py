@@ -2,14 +2,15 @@
 
 How it is put together, for whoever adds a kernel:
 
-- Plain C with a C ABI, no Python and no torch headers. One file per subject, listed in pyproject's
-  ext-modules. `level.h` names the levels of instruction sets (portable < avx2 < avx512 < avx512bf16); a kernel asks
-  `charonia_level()` at each call, and marks what needs more than the compiler's default with TARGET_AVX2 and its kin.
+- Plain C with a C ABI, no Python and no torch headers. One file per subject, listed in pyproject's ext-modules with
+  all that it includes. `level.h` names the levels of instruction sets (portable < avx2 < avx512 < avx512bf16); a kernel
+  asks `charonia_level()` at each call, and marks what needs more than the compiler's default with TARGET_AVX2 and its
+  kin.
   Kernels written once for all levels go through `each_level.h`: a `.inc` over the vectors of `simd.h`.
 - Flags: never -ffast-math (it deletes NaN checks and flushes denormals in the whole process). `fma()` of `simd.h`, not
   luck, where bits matter. **A row's result must not depend on which rows share the call, nor on the threads.**
 - Threads by OpenMP, whose pool is torch's: `library.py` imports torch first. No parallel region for a few
-  microseconds of work.
+  microseconds of work. Where one region does several works, its threads meet between them (`team.h`).
 - Each exported function is called `charonia_...`, has a line in `library.SIGNATURES`, a typed face in a module beside
   it that checks nothing at run time (its callers own shapes and dtypes), a reference in torch and a test against
   float64 at every level the machine has (`library.at(level)`, fixture `level` of tests/engine/kernels).

@@ -36,10 +36,12 @@ SIGNATURES = {
     "charonia_pack": "pillllippp",
     "charonia_run": "plp",
 }
-"""Every exported function: a letter an argument (p: address, i: int, l: int64, f: float). All return int or nothing."""
+"""Every exported function: a letter an argument (p: address, i: int, l: int64, f: float)."""
+
+_RESULTS = {"charonia_attention_plan": ctypes.c_int64}
+"""All others return int or nothing."""
 
 Function = Callable[..., Any]
-
 
 _hidden = False
 """Whether the library is to be taken for absent."""
@@ -78,6 +80,7 @@ def bind(name: str) -> Function:
         raise RuntimeError("the C extension is not there")
     function: Function = library[name]
     function.argtypes = [_TYPES[letter] for letter in SIGNATURES[name]]  # type: ignore[attr-defined]
+    function.restype = _RESULTS.get(name, ctypes.c_int)  # type: ignore[attr-defined]
     return function
 
 

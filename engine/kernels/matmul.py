@@ -16,6 +16,8 @@ from .memory import Memory
 from .tape import PRODUCT, Operation, Rows, Slot
 
 LANES, LINE = 16, 64
+"""Outputs side by side in a line of packed weights, and its bytes, as in matmul.h."""
+
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """What weights may be packed as, with the numbers of matmul.h."""
 

@@ -10,6 +10,7 @@ REGION = 1 << 26
 """Bytes asked of the system at a time, at least. What is never touched takes no memory."""
 
 LINE = 64
+"""Bytes of a cache line."""
 
 
 class Memory:

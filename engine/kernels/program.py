@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import library
+from .memory import LINE
 from .tape import PRODUCT, Operation, Slot, Tape
 
-_LINE = 64
 _NONE = -1
 
 
@@ -118,8 +118,8 @@ class Program:
     def _room(self, tokens: int) -> Tensor:
         size = tokens * self._token_bytes
         if len(self._memory) < size:
-            self._memory = torch.empty(size + _LINE, dtype=torch.uint8)
-            self._memory = self._memory[-self._memory.data_ptr() % _LINE :]
+            self._memory = torch.empty(size + LINE, dtype=torch.uint8)
+            self._memory = self._memory[-self._memory.data_ptr() % LINE :]
         return self._memory
 
     def _tensor(self, memory: Tensor, tokens: int, place: int, width: int) -> Tensor:
@@ -136,7 +136,7 @@ def _chain(operations: list[Operation]) -> None:
 
 def _bytes(slot: Slot, dtype: torch.dtype) -> int:
     """Of one token, filled up so that every slot begins with a line for any number of tokens."""
-    return -(-slot.width * dtype.itemsize // _LINE) * _LINE
+    return -(-slot.width * dtype.itemsize // LINE) * LINE
 
 
 def _places(tape: Tape, ends: Ends) -> dict[Slot, int]:

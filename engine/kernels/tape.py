@@ -34,6 +34,7 @@ class Slot:
         self.tape, self.width = tape, width
 
     def __len__(self) -> int:
+        """As if of one token; what is recorded runs for any number of them."""
         return 1
 
     def view(self, *_: int) -> "Slot":
