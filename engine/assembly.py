@@ -14,6 +14,7 @@ from .attention.base import Attention, CacheSpec
 from .attention.registry import Wanted, attention_backend, check_backend
 from .checkpoint import open_checkpoint
 from .config import CacheConfig, EngineConfig
+from .device import device_of
 from .executor.base import Capacity
 from .kernels import library
 from .models.base import Recipe
@@ -76,7 +77,7 @@ def assemble(config: EngineConfig, seat: Seat = ALONE, progress: Callable[[float
 
 
 def _place(config: EngineConfig, found: Recipe, seat: Seat, progress: Callable[[float], None]) -> Place:
-    device, dtype = _device(config.device), _dtype(config.dtype, found.dtype)
+    device, dtype = device_of(config.device), _dtype(config.dtype, found.dtype)
     max_tokens = _max_tokens(config.max_model_len, found.max_position)
     quantized, whole_experts = _quantized(config.quantization, device), config.parallel.whole_experts
     return Place(dtype, device, max_tokens, seat, progress, quantized, whole_experts)
@@ -85,18 +86,6 @@ def _place(config: EngineConfig, found: Recipe, seat: Seat, progress: Callable[[
 def _cache(shape: Shape, cache: CacheConfig, place: Place) -> CacheSpec:
     heads = shape.heads, shape.kv_heads, shape.head_dim
     return CacheSpec(shape.views, *heads, cache.block_size, place.dtype, place.device, cache.dtype)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InvalidArgument(f"device {name!r} is unknown; known are auto, cpu and cuda", field="device") from error
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise InvalidArgument(f"device {name!r} is not on this machine", field="device")
-    return device
 
 
 def _dtype(name: str, stored: str) -> torch.dtype:

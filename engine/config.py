@@ -2,6 +2,7 @@
 
 import msgspec
 
+from ..core.host import cores
 from ..scheduler.config import SchedulerConfig
 
 
@@ -83,3 +84,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     parallel: ParallelConfig = ParallelConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     fake: FakeConfig = FakeConfig()
+
+    def threads_each(self, ranks: int = 1) -> int:
+        """What one of so many `ranks`, which share a machine, computes with."""
+        return max(1, (self.threads or cores().threads) // ranks)

@@ -8,7 +8,6 @@ import msgspec
 import torch
 
 from ...core.errors import CharoniaError
-from ...core.host import cores
 from ...scheduler.plan import StepPlan, StepResult
 from ..assembly import Engine, assemble
 from ..config import EngineConfig
@@ -64,7 +63,7 @@ class InlineExecutor:
         return self._engine
 
     def _load(self, progress: Callable[[float], None]) -> Capacity:
-        torch.set_num_threads(self._config.threads or cores().threads)
+        torch.set_num_threads(self._config.threads_each())
         config = msgspec.structs.replace(self._config, device=own_device(self._config))
         self._engine = assemble(config, Seat(stage=Stage(split=config.parallel.layers)), progress)
         return self._engine.capacity()

@@ -28,7 +28,8 @@ def build_executor(config: EngineConfig) -> Executor:
         message = f"executor {config.executor!r} has no ranks for {config.parallel.backend!r} to place"
         raise InvalidArgument(message, field="distributed_executor_backend")
     if config.executor not in _BUILDERS:
-        raise InvalidArgument(f"unknown executor {config.executor!r}; there are {', '.join(_BUILDERS)}")
+        message = f"unknown executor {config.executor!r}; there are {', '.join(_BUILDERS)}"
+        raise InvalidArgument(message, field="executor")
     return _BUILDERS[config.executor](config)
 
 

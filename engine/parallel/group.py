@@ -4,7 +4,6 @@ Knows nothing of models and plans.
 """
 
 import os
-import socket
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from ..layers.group import Alone, Group, parts
 from ..place import Seat
 from ..stage import Stage
 from .layout import Layout
+from .tcp import listen
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class Store:
     """Rank 0's, listening on `host` alone."""
 
     def __init__(self, host: str, seconds: float = PATIENCE_SECONDS) -> None:
-        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listener = listen(host)
         self.meeting = Meeting(host, listener.getsockname()[1])
         patience = timedelta(seconds=seconds)
         descriptor = listener.detach()  # the store closes it

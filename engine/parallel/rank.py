@@ -13,7 +13,6 @@ import msgspec
 import torch
 
 from ...core.errors import CharoniaError, Code
-from ...core.host import cores
 from ..assembly import Engine, assemble
 from ..config import EngineConfig
 from ..device import own_device
@@ -82,7 +81,7 @@ class _Rank:
         self._post.line.send_bytes(self._encode(report))
 
     def run(self) -> None:
-        torch.set_num_threads(threads(self._config, self._post.neighbours))
+        torch.set_num_threads(self._config.threads_each(self._post.neighbours))
         device = own_device(self._config, self._post.local, self._post.neighbours)
         self._join(device)
         engine = self._load(msgspec.structs.replace(self._config, device=device))
@@ -135,11 +134,6 @@ class _Rank:
     def _hear(self) -> Command:
         command: Command = self._decode(self._desk.read())
         return command
-
-
-def threads(config: EngineConfig, neighbours: int) -> int:
-    """How many a rank computes with, when the engine's are shared by so many."""
-    return max(1, (config.threads or cores().threads) // neighbours)
 
 
 def _last_words(error: Exception) -> Broken:

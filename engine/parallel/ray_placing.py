@@ -7,7 +7,6 @@ from typing import NamedTuple
 import msgspec
 
 from ...core.errors import InvalidArgument
-from ...core.host import cores
 from ..config import EngineConfig
 from .layout import Layout
 
@@ -47,7 +46,7 @@ def share(config: EngineConfig, layout: Layout, resources: Mapping[str, float]) 
     if number:
         message = f"device {config.device!r} names one GPU, and Ray chooses them: cuda is enough"
         raise InvalidArgument(message, field="device")
-    threads = max(1, (config.threads or cores().threads) // layout.world)
+    threads = config.threads_each(layout.world)
     if kind == "cuda" or (kind == "auto" and resources.get("GPU", 0.0) >= 1.0):
         return Share(1, 0, threads)
     return Share(0, threads, threads)

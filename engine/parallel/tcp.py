@@ -47,7 +47,7 @@ class Gate:
     """
 
     def __init__(self, host: str) -> None:
-        self._listener = socket.create_server((host, 0), family=_family(host))
+        self._listener = listen(host)
         self._host, self._port = self._listener.getsockname()[:2]
         self._secret = secrets.token_bytes(32)
 
@@ -82,6 +82,15 @@ class Gate:
             return None
         secret, rank = _GREETING.unpack(greeting)
         return int(rank) if hmac.compare_digest(secret, self._secret) else None
+
+
+def listen(host: str) -> socket.socket:
+    """A socket that listens on `host` alone, at a port that is free.
+
+    Raises:
+        OSError: this machine does not have that address.
+    """
+    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def call(ticket: Ticket) -> Connection:
@@ -125,7 +134,3 @@ def _notice_silence(connected: socket.socket) -> None:
     for name, value in (options | {"TCP_USER_TIMEOUT": 1000 * _SILENT_SECONDS}).items():
         if hasattr(socket, name):
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

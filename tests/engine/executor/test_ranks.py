@@ -332,6 +332,12 @@ def test_one_rank_is_no_place_for_several() -> None:
             build_executor(config)
 
 
+def test_an_executor_that_nobody_knows_is_named() -> None:
+    with pytest.raises(InvalidArgument, match="'threads'; there are auto, inline, ranks, fake") as raised:
+        build_executor(EngineConfig(model="", executor="threads"))
+    assert raised.value.field == "executor"
+
+
 def test_what_cannot_be_split_is_refused_before_a_rank_is_started(making: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **making.LLAMA}))
     for parallel, reason in (
