@@ -67,7 +67,7 @@ class Scheduler:
         return self._pace.is_long(sequence.known - shared, shared)
 
     @property
-    def totals(self) -> "SchedulerTotals":
+    def totals(self) -> SchedulerTotals:
         """Counted since the last `forget_totals`."""
         stays = self._stays
         return SchedulerTotals(stays.preemptions, stays.prefix_queries, stays.prefix_hits)

@@ -109,7 +109,7 @@ class WaitingLine:
         self._waiting -= 1
         self._show(sequence.slot)
 
-    def _head(self, slot: int) -> "_Place":
+    def _head(self, slot: int) -> _Place:
         return min(lane[slot][0] for lane in self._lanes if slot in lane)
 
     def _show(self, slot: int) -> None:

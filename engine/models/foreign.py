@@ -34,7 +34,7 @@ class Foreign:
         self._model = model
 
     def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, chosen: Sequence[Tensor]) -> Logits:
-        def listen(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def by_layer(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(call.module.layer_idx, q, k, v)
 
         said: list[Any] = []
@@ -45,7 +45,7 @@ class Foreign:
                 position_ids=positions.unsqueeze(0),
                 use_cache=False,
                 logits_to_keep=first,
-                attend=listen,
+                attend=by_layer,
             )
         return chain((out.logits[0],), (self._head(tokens, said[0], places) for places in others))
 
