@@ -122,6 +122,7 @@ class CompletionBody(Common, frozen=True, kw_only=True):
 
 class ChatBody(Common, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
+    chat_template_kwargs: dict[str, Any] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

@@ -29,11 +29,16 @@ class _Text(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     text: str
 
 
-def read_messages(messages: list[dict[str, Any]]) -> Conversation:
-    """Raises `InvalidArgument`, whose `field` names the culprit."""
+def read_messages(messages: list[dict[str, Any]], variables: Mapping[str, Any] | None = None) -> Conversation:
+    """`variables`: what the body gives the chat template besides.
+
+    Raises:
+        InvalidArgument: `field` names the culprit.
+    """
     if not messages:
         raise InvalidArgument("messages must not be empty", field="messages")
-    return Conversation(tuple(_message(f"messages[{index}]", message) for index, message in enumerate(messages)))
+    turns = (_message(f"messages[{index}]", message) for index, message in enumerate(messages))
+    return Conversation(tuple(turns), variables or {})
 
 
 def _message(where: str, members: Mapping[str, Any]) -> Message:

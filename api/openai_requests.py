@@ -53,7 +53,8 @@ def parse_completion(body: bytes) -> Asked:
 def parse_chat(body: bytes) -> Asked:
     """Raises `InvalidArgument`, whose `field` names the culprit."""
     fields = decode(body, ChatBody, NEUTRAL)
-    return _asked(_reply("chatcmpl", fields), fields, [read_messages(fields.messages)], _chat_limit(fields))
+    conversation = read_messages(fields.messages, fields.chat_template_kwargs)
+    return _asked(_reply("chatcmpl", fields), fields, [conversation], _chat_limit(fields))
 
 
 def _reply(kind: str, fields: Common) -> Reply:

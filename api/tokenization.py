@@ -23,7 +23,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_token_strs": (False,),
     "continue_final_message": (False,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "tools": ([],),
     "mm_processor_kwargs": ({},),
 }
@@ -37,6 +36,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,9 +93,12 @@ def _asked(body: TokenizeBody) -> TokenizeRequest:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidArgument("give either prompt or messages", field="prompt")
     if body.messages is None:
+        if body.chat_template_kwargs:
+            raise InvalidArgument("chat_template_kwargs needs messages", field="chat_template_kwargs")
         special = body.add_special_tokens is not False
         return TokenizeRequest(prompt=body.prompt or "", special=special)
     if body.add_special_tokens:
         message = "add_special_tokens is not supported with messages: their template writes its own"
         raise InvalidArgument(message, field="add_special_tokens")
-    return TokenizeRequest(prompt=read_messages(body.messages), invite=body.add_generation_prompt)
+    conversation = read_messages(body.messages, body.chat_template_kwargs)
+    return TokenizeRequest(prompt=conversation, invite=body.add_generation_prompt)

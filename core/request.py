@@ -132,9 +132,10 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """A prompt that the model's chat template still has to render."""
+    """A prompt that the model's chat template still has to render; `variables` are what else it may name."""
 
     messages: tuple[Message, ...]
+    variables: Mapping[str, Any] = {}
 
 
 Prompt: TypeAlias = str | tuple[int, ...] | Conversation

@@ -4,7 +4,8 @@ Knows nothing of token ids: messages in, text out. Templates come from the inter
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,13 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..core.errors import InvalidArgument
-from ..core.request import Message
+from ..core.request import Conversation, Message
 from .files import read_json
+
+_RESERVED = frozenset({"chat_template", "continue_final_message", "conversation", "self", "tokenize"})
+"""Names besides those a template is given that mean something else to transformers or jinja2."""
+_FAULTS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
+"""What a template may raise that meets words it was not made for."""
 
 
 class ChatTemplate:
@@ -29,21 +35,33 @@ class ChatTemplate:
         except TemplateError as error:
             raise InvalidArgument(f"the model's chat template does not compile: {error}") from error
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+    def render(self, conversation: Conversation, add_generation_prompt: bool = True) -> str:
         """The prompt these messages make, ready for the assistant's next turn.
 
         Raises:
-            InvalidArgument: the template refuses them (`field` is messages).
+            InvalidArgument: the template refuses them (`field` is messages), or a variable has a name that is taken
+                (`field` is chat_template_kwargs and the name).
         """
-        turns = [_turn(message) for message in messages]
+        given = self._tokens | {
+            "messages": [_turn(message) for message in conversation.messages],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        _refuse_taken(conversation.variables, _RESERVED | given.keys())
         try:
-            return self._template.render(
-                messages=turns, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self._tokens
-            )
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            return self._template.render({**conversation.variables, **given})
+        except _FAULTS as error:
             raise InvalidArgument(
                 f"messages do not fit the model's chat template: {error}", field="messages"
             ) from error
+
+
+def _refuse_taken(variables: Mapping[str, Any], taken: AbstractSet[str]) -> None:
+    for name in variables:
+        if name in taken:
+            field = f"chat_template_kwargs.{name}"
+            raise InvalidArgument(f"{field}: the name is reserved", field=field)
 
 
 def _turn(message: Message) -> dict[str, str]:

@@ -123,7 +123,7 @@ class Tokenizer:
             raise InvalidArgument("this model has no chat template; send a plain prompt instead", field="messages")
         if not conversation.messages:
             raise InvalidArgument("messages must not be empty", field="messages")
-        return self._chat.render(conversation.messages, invite)
+        return self._chat.render(conversation, invite)
 
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:

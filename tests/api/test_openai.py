@@ -202,6 +202,12 @@ async def test_limits_differ_between_the_doors(client: httpx.AsyncClient, gatewa
     assert [request.sampling.max_tokens for request in gateway.asked] == [16, None, 3, 4]
 
 
+async def test_variables_for_the_chat_template(client: httpx.AsyncClient, gateway: Any) -> None:
+    variables = {"enable_thinking": False, "depth": {"of": ["thought"]}}
+    await client.post(CHAT, json=HI | {"chat_template_kwargs": variables})
+    assert gateway.asked[0].prompt == Conversation((Message("user", "hi"),), variables)
+
+
 async def test_contents_of_messages(client: httpx.AsyncClient, gateway: Any) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [
@@ -262,7 +268,7 @@ REFUSED = [
     ({"max_tokens": -1, "prompt_logprobs": 1}, "max_tokens"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"use_beam_search": True}, "use_beam_search"),
-    ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
     ({"skip_special_tokens": False}, "skip_special_tokens"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
@@ -323,6 +329,7 @@ async def test_refused_by_name(
         (TEXT, b"\xff", None),
         (TEXT, b'{"a\\ud800": 1}', None),
         (TEXT, {"prompt": "x"}, "model"),
+        (TEXT, PROMPT | {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
         (TEXT, {"model": "llm"}, "prompt"),
         (TEXT, {"model": "llm", "prompt": []}, "prompt"),
         (TEXT, {"model": "llm", "prompt": 5}, "prompt"),

@@ -16,11 +16,14 @@ async def test_tokenize(client: httpx.AsyncClient, gateway: Any) -> None:
     assert answer.json() == {"count": 3, "max_model_len": None, "tokens": [1, 2, 3], "token_strs": None}
     await client.post(TOKENIZE, json={"model": "llm", "prompt": "", "add_special_tokens": False})
     await client.post(TOKENIZE, json={"model": "llm", "messages": HI, "add_generation_prompt": False})
+    silent = {"enable_thinking": False}
+    await client.post(TOKENIZE, json={"model": "llm", "messages": HI, "chat_template_kwargs": silent})
     chat = Conversation((Message("user", "hi"),))
     assert gateway.tokenized == [
         TokenizeRequest(prompt="hi"),
         TokenizeRequest(prompt="", special=False),
         TokenizeRequest(prompt=chat, invite=False),
+        TokenizeRequest(prompt=Conversation(chat.messages, silent)),
     ]
 
 
@@ -42,6 +45,8 @@ async def test_a_wrong_method_is_refused_in_openai_s_shape(client: httpx.AsyncCl
         (TOKENIZE, {"model": "llm"}, "prompt"),
         (TOKENIZE, {"model": "llm", "prompt": "x", "messages": HI}, "prompt"),
         (TOKENIZE, {"model": "llm", "messages": []}, "messages"),
+        (TOKENIZE, {"model": "llm", "messages": HI, "chat_template_kwargs": 5}, "chat_template_kwargs"),
+        (TOKENIZE, {"model": "llm", "prompt": "x", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         (TOKENIZE, {"model": "llm", "messages": HI, "add_special_tokens": True}, "add_special_tokens"),
         (TOKENIZE, {"model": "llm", "prompt": "x", "return_token_strs": True}, "return_token_strs"),
         (TOKENIZE, {"model": "llm", "prompt": 5}, "prompt"),

@@ -1,12 +1,13 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.request import Message
+from charonia.core.request import Conversation, Message
 from charonia.tokenization.chat import ChatTemplate, find_template
 
-HELLO = (Message("user", "<héllo>"),)
+HELLO = Conversation((Message("user", "<héllo>"),))
 
 
 def render(source: str, **tokens: str) -> str:
@@ -37,7 +38,37 @@ def test_what_templates_of_the_field_lean_on() -> None:
 
 def test_participants_may_have_names() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.name | default(m.role) }}: {{ m.content }};{% endfor %}", {})
-    assert template.render([Message("user", "a", "Ann"), Message("user", "b")]) == "Ann: a;user: b;"
+    chat = Conversation((Message("user", "a", "Ann"), Message("user", "b")))
+    assert template.render(chat) == "Ann: a;user: b;"
+
+
+QWEN_3 = "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{{ bos_token }}"
+
+
+def talking(**variables: Any) -> Conversation:
+    return Conversation(HELLO.messages, variables)
+
+
+def test_a_conversation_brings_variables_of_its_own() -> None:
+    template = ChatTemplate(QWEN_3, {"bos_token": "<s>"})
+    assert template.render(HELLO) == "<s>"
+    assert template.render(talking(enable_thinking=True, other=[1, {"a": None}])) == "<s>"
+    assert template.render(talking(enable_thinking=False)) == "<think></think><s>"
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "documents", "add_generation_prompt", "bos_token", "chat_template", "self"]
+)
+def test_what_the_server_sets_is_no_variable_of_a_conversation(name: str) -> None:
+    with pytest.raises(InvalidArgument, match="reserved") as refusal:
+        ChatTemplate(QWEN_3, {"bos_token": "<s>"}).render(Conversation(HELLO.messages, {name: "<s>"}))
+    assert refusal.value.field == f"chat_template_kwargs.{name}"
+
+
+@pytest.mark.parametrize(("source", "value"), [("{{ thing | dictsort }}", 5), ("{{ thing.append(1) }}", [])])
+def test_variables_that_a_template_cannot_use_are_the_requests_fault(source: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument, match="chat template"):
+        ChatTemplate(source, {}).render(talking(thing=value))
 
 
 @pytest.mark.parametrize(
@@ -48,6 +79,7 @@ def test_participants_may_have_names() -> None:
         "{{ messages[0].content + 1 }}",
         "{{ 1 / 0 }}",
         "{{ nothing.at.all }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     ],
 )
 def test_whatever_a_template_does_is_the_requests_fault(source: str) -> None:
