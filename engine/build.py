@@ -5,12 +5,17 @@ from pathlib import Path
 
 import msgspec
 
+from ..core.errors import InvalidArgument
 from ..core.holding import Share
+from ..core.host import cores
 from ..core.model import TextModel
 from ..core.torch_build import torch_has_cuda
 from ..tokenization.files import read_json
 from .llm import LlmModel
 from .options import EngineOptions, engine_config, parse_options
+
+_CROWD = 4
+"""Threads for each core beyond which they were meant for another machine."""
 
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number."""
@@ -32,6 +37,7 @@ def language_model(
         InvalidArgument: a parameter is unknown or wrong; the message names it.
     """
     checkpoint, options = _read(path, parameters)
+    _check_threads(options)
     plain = engine_config(checkpoint, options)
     config = msgspec.structs.replace(plain, host_memory=memory, gpu_memory=gpu_memory)
     return LlmModel(name, version, config, on_progress)
@@ -61,6 +67,14 @@ def memory_needed(path: str, parameters: Mapping[str, str], gpus: Sequence[int])
 def _read(path: str, parameters: Mapping[str, str]) -> tuple[str, EngineOptions]:
     settings = dict(parameters)
     return settings.pop("model", path), parse_options(settings)
+
+
+def _check_threads(options: EngineOptions) -> None:
+    """Ranks that Ray places may have more cores than are here."""
+    here = cores().logical
+    if (options.threads or 0) > _CROWD * here and options.distributed_executor_backend != "ray":
+        message = f"threads: {options.threads} is more than {_CROWD} for each of the {here} cores that there are"
+        raise InvalidArgument(message, field="threads")
 
 
 def _on_host(device: str, gpus: Sequence[int]) -> bool:

@@ -27,7 +27,7 @@ from ..core.request import (
 from ..core.statistics import Statistics
 from ..tokenization.files import locate
 from ..tokenization.generation import GenerationDefaults, read_defaults
-from ..tokenization.tokenizer import Tokenizer
+from ..tokenization.tokenizer import Limit, Tokenizer
 from .account import Accounts
 from .addition import addition
 from .client import EngineClient
@@ -44,7 +44,9 @@ OnProgress: TypeAlias = Callable[[str, float, float, str], None]
 
 _TOKENIZER_THREADS = 2
 _SHORT = 256
-"""Characters that take less time to tokenize than to hand to another thread."""
+"""Characters, or tokens, that take less time to turn into the others than to hand to another thread."""
+_COUNTED = 65_536
+"""Tokens that may be counted for a model whose own length is shorter: what is yet to be cut is longer than that."""
 
 
 def silent(phase: str, fraction: float, seconds: float, detail: str) -> None:
@@ -64,6 +66,10 @@ class Language:
         directory = locate(model)
         tokenizer = Tokenizer.load(directory)
         return cls(tokenizer, read_defaults(directory, tokenizer))
+
+    def within(self, vocab_size: int) -> "Language":
+        """The same for a model of so many tokens."""
+        return replace(self, defaults=self.defaults.within(vocab_size))
 
 
 def our_own(config: EngineConfig) -> Driver:
@@ -97,6 +103,7 @@ class LlmModel:
         self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, "tokenizer")
         self._loaded: Language | None = None
         self._vocab_size = 0
+        self._counted = _COUNTED
 
     @property
     def config(self) -> ModelConfig:
@@ -140,9 +147,11 @@ class LlmModel:
         """
         starting = asyncio.create_task(self._client.start())  # takes longest: the tokenizer is read meanwhile
         try:
-            self._loaded = await asyncio.to_thread(Language.load, self._driver.language)
+            language = await asyncio.to_thread(Language.load, self._driver.language)
             info = await starting
+            self._loaded = language.within(info.vocab_size)
             self._vocab_size = info.vocab_size
+            self._counted = max(info.max_model_len, _COUNTED)
             parameters = {"max_model_len": str(info.max_model_len)}
             self._config = replace(self._config, parameters=parameters)
         except BaseException:
@@ -161,7 +170,7 @@ class LlmModel:
             self._driver.check(request)
             self._client.check_size(request)
             with self._client.place(request.tenant) as engine:
-                prompt = await self._prompt_ids(request.prompt, most=engine.max_model_len)
+                prompt = await self._prompt_ids(request.prompt, limit=Limit(engine.max_model_len))
                 self._client.check_size(request, len(prompt))
                 banned = language.tokenizer.word_ids(request.sampling.bad_words)
                 add = addition(request, prompt, language.defaults, engine, banned)
@@ -187,12 +196,15 @@ class LlmModel:
                     yield response
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
-        return await self._prompt_ids(request.prompt, request.special, request.invite)
+        limit = Limit(self._counted, "what is only tokenized may have at most")
+        return await self._prompt_ids(request.prompt, request.special, request.invite, limit)
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         language = self._language
         check_vocabulary(ids, self._vocab_size, "tokens")
-        return language.tokenizer.decode(ids)
+        if len(ids) <= _SHORT:
+            return language.tokenizer.decode(ids)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, language.tokenizer.decode, ids)
 
     @property
     def _language(self) -> Language:
@@ -201,12 +213,12 @@ class LlmModel:
         return self._loaded
 
     async def _prompt_ids(
-        self, prompt: Prompt, special: bool = True, invite: bool = True, most: int | None = None
+        self, prompt: Prompt, special: bool = True, invite: bool = True, limit: Limit | None = None
     ) -> list[int]:
         loop, read = asyncio.get_running_loop(), self._language.tokenizer.prompt_ids
         if isinstance(prompt, tuple) or (isinstance(prompt, str) and len(prompt) <= _SHORT):
-            return read(prompt, special, invite, most)
-        return await loop.run_in_executor(self._threads, read, prompt, special, invite, most)
+            return read(prompt, special, invite, limit)
+        return await loop.run_in_executor(self._threads, read, prompt, special, invite, limit)
 
     def _report(self, loading: Loading) -> None:
         self._on_progress(loading.phase, loading.fraction, loading.seconds, loading.detail)

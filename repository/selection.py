@@ -86,6 +86,8 @@ def select(
         repositories.append(Path(model))
     if single is None:
         _refuse_for_repository(options, engine, repositories)
+    elif not repositories:
+        _refuse_for_checkpoint(options)
     catalog = Catalog(repositories, single, options.model_config_name)
     backends = BackendSettings.parse(options.backend_config)
     cache = read_cache_config(options.cache_config)
@@ -117,6 +119,14 @@ def _check_mode(options: RepositoryOptions) -> None:
         raise InvalidArgument("--load-model needs --model-control-mode=explicit")
     if _ALL in options.load_model and options.load_model != (_ALL,):
         raise InvalidArgument("--load-model * stands for all models and must be the only one")
+
+
+def _refuse_for_checkpoint(options: RepositoryOptions) -> None:
+    if options.model_control_mode != "none":
+        flag = f"--model-control-mode {options.model_control_mode}"
+        raise InvalidArgument(
+            f"{flag} is for a model repository; a single checkpoint is served as long as the server runs"
+        )
 
 
 def _refuse_for_repository(options: RepositoryOptions, engine: Mapping[str, str], repositories: list[Path]) -> None:

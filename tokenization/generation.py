@@ -1,5 +1,9 @@
-"""What a checkpoint says of how to generate from it: where to stop, and how to sample when nobody says."""
+"""What a checkpoint says of how to generate from it: where to stop, and how to sample when nobody says.
 
+Does not know how many tokens the model has: `within` is told.
+"""
+
+import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -7,6 +11,8 @@ from ..core.errors import InvalidArgument
 from ..core.request import SamplingParams
 from .files import read_json
 from .tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 class GenerationDefaults(NamedTuple):
@@ -18,6 +24,14 @@ class GenerationDefaults(NamedTuple):
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+
+    def within(self, vocab_size: int) -> "GenerationDefaults":
+        """Without tokens that a model of so many can't write; who serves it is warned of them."""
+        eos = tuple(token for token in self.eos if 0 <= token < vocab_size)
+        strange = ", ".join(str(token) for token in self.eos if token not in eos)
+        if strange:
+            log.warning("eos_token_id %s is outside the vocabulary of %d tokens and ends no text", strange, vocab_size)
+        return self._replace(eos=eos)
 
 
 class Sampling(NamedTuple):
@@ -35,26 +49,42 @@ def read_defaults(directory: Path, tokenizer: Tokenizer) -> GenerationDefaults:
     """Read generation_config.json; eos is looked for there, then in config.json, then with the tokenizer.
 
     Raises:
-        InvalidArgument: what stands there is no number.
+        InvalidArgument: what stands there is no number, or one that no request might have either.
     """
-    generation = read_json(directory / "generation_config.json")
+    file = directory / "generation_config.json"
+    generation = read_json(file)
     eos = generation.get("eos_token_id")
     if eos is None:
         eos = read_json(directory / "config.json").get("eos_token_id")
     if eos is None:
         eos = tokenizer.token_id("eos_token")
     try:
-        return GenerationDefaults(
-            eos=_ids(eos),
-            temperature=_temperature(generation),
-            top_k=int(_or(generation.get("top_k"), 0)),
-            top_p=float(_or(generation.get("top_p"), 1.0)),
-            min_p=float(_or(generation.get("min_p"), 0.0)),
-            repetition_penalty=float(_or(generation.get("repetition_penalty"), 1.0)),
-        )
+        defaults = _defaults(_ids(eos), generation)
     except (TypeError, ValueError, OverflowError) as error:
-        where = f"{directory / 'generation_config.json'}, or the eos_token_id of config.json"
+        where = f"{file}, or the eos_token_id of config.json"
         raise InvalidArgument(f"{where}: a field has a value of the wrong kind: {error}") from error
+    _check(defaults, file)
+    return defaults
+
+
+def _defaults(eos: tuple[int, ...], generation: dict[str, Any]) -> GenerationDefaults:
+    return GenerationDefaults(
+        eos=eos,
+        temperature=_temperature(generation),
+        top_k=int(_or(generation.get("top_k"), 0)),
+        top_p=float(_or(generation.get("top_p"), 1.0)),
+        min_p=float(_or(generation.get("min_p"), 0.0)),
+        repetition_penalty=float(_or(generation.get("repetition_penalty"), 1.0)),
+    )
+
+
+def _check(defaults: GenerationDefaults, file: Path) -> None:
+    """What stands in for a request's parameters has their ranges."""
+    _, *sampling = defaults._fields
+    try:
+        SamplingParams(**{name: getattr(defaults, name) for name in sampling})
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{file}: {error.message}") from None
 
 
 def resolve(asked: SamplingParams, defaults: GenerationDefaults) -> Sampling:

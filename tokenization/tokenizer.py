@@ -5,6 +5,7 @@ Knows nothing of requests or engines; never imports transformers or torch. Threa
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import tokenizers
 
@@ -19,6 +20,13 @@ _BRIEF = 1024
 """Characters up to which it takes longer to let other threads run than to be done."""
 _PROBE = 16
 """Characters for each token of the longest prompt, by which a text is judged that has many more."""
+
+
+class Limit(NamedTuple):
+    """How many tokens a text may have, and the words that say whose limit it is."""
+
+    tokens: int
+    whose: str = "this model's maximum context length is"
 
 
 class Tokenizer:
@@ -49,18 +57,18 @@ class Tokenizer:
         return cls(backend, named, None if source is None else ChatTemplate(source, named))
 
     def prompt_ids(
-        self, prompt: Prompt, special: bool = True, invite: bool = True, most: int | None = None
+        self, prompt: Prompt, special: bool = True, invite: bool = True, limit: Limit | None = None
     ) -> list[int]:
         """The token ids of any kind of prompt; see `TokenizeRequest`.
 
         Raises:
             InvalidArgument: a conversation that the model cannot render, or text that is not Unicode.
-            TooLong: text that has far more than `most` tokens, before all of it was read.
+            TooLong: text that has far more tokens than `limit`, before all of it was read.
         """
         if isinstance(prompt, str):
-            return self._bounded(prompt, special, most, "prompt")
+            return self._bounded(prompt, special, limit, "prompt")
         if isinstance(prompt, Conversation):
-            return self._bounded(self._render(prompt, invite), False, most, "messages")
+            return self._bounded(self._render(prompt, invite), False, limit, "messages")
         return list(prompt)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
@@ -75,17 +83,17 @@ class Tokenizer:
         except (UnicodeEncodeError, TypeError) as error:  # lone surrogates
             raise InvalidArgument("the prompt is not valid Unicode", field="prompt") from error
 
-    def _bounded(self, text: str, special: bool, most: int | None, field: str) -> list[int]:
+    def _bounded(self, text: str, special: bool, limit: Limit | None, field: str) -> list[int]:
         """Each character costs the library a microsecond and 200 bytes: what is far too long is known by its beginning.
 
         A beginning counts if it has twice as many tokens as may be, as its last ones may be others in the whole text.
         """
-        length = len(text) if most is None else _PROBE * most
-        while most is not None and length < len(text):
+        length = len(text) if limit is None else _PROBE * limit.tokens
+        while limit is not None and length < len(text):
             tokens = len(self.encode(text[:length], special))
-            if tokens > 2 * most:
+            if tokens > 2 * limit.tokens:
                 beginning = f"the first {length} characters of {field} are {tokens} tokens"
-                raise TooLong(f"this model's maximum context length is {most} tokens: {beginning}", field=field)
+                raise TooLong(f"{limit.whose} {limit.tokens} tokens: {beginning}", field=field)
             length *= 4
         return self.encode(text, special)
 

@@ -9,6 +9,7 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.holding import Share
+from charonia.core.host import cores
 from charonia.engine import build
 from charonia.engine.build import language_model, memory_needed
 
@@ -66,6 +67,18 @@ def test_what_is_to_be_downloaded_yet_is_not_known() -> None:
 def test_wrong_parameters_are_refused_by_name(checkpoint: Path) -> None:
     with pytest.raises(InvalidArgument, match="unknown parameter 'bogus'"):
         memory_needed(str(checkpoint), {"bogus": "1"}, ())
+
+
+def test_more_threads_than_cores_can_be_meant_for_are_refused(checkpoint: Path) -> None:
+    def build(**parameters: str) -> None:
+        language_model("m", "1", str(checkpoint), parameters, lambda *phase: None)
+
+    most = 4 * cores().logical
+    with pytest.raises(InvalidArgument, match=f"threads: {most + 1} is more than 4 for each of the") as refusal:
+        build(threads=str(most + 1))
+    assert refusal.value.field == "threads"
+    build(threads=str(most))
+    build(threads=str(most + 1), distributed_executor_backend="ray")
 
 
 def test_a_core_is_told_what_it_may_take(checkpoint: Path) -> None:

@@ -37,6 +37,33 @@ def test_what_is_no_number_is_refused_when_it_is_read(checkpoint: Path, content:
         defaults(checkpoint, generation_config=content)
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"top_p": 7}, "top_p must be above 0 and at most 1, got 7.0"),
+        ({"temperature": float("nan")}, "temperature must be a finite number"),
+        ({"top_k": -2}, "top_k must be"),
+        ({"min_p": 1.5}, "min_p must be between 0 and 1"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be a finite number above 0"),
+    ],
+)
+def test_what_no_request_might_ask_for_is_refused_by_file_and_name(
+    checkpoint: Path, content: object, says: str
+) -> None:
+    with pytest.raises(InvalidArgument) as refusal:
+        defaults(checkpoint, generation_config=content)
+    assert refusal.value.message.startswith(f"{checkpoint / 'generation_config.json'}: {says}")
+
+
+def test_an_end_that_the_model_cannot_write_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = GenerationDefaults((1, 400, -1), temperature=0.5)
+    assert model.within(400) == GenerationDefaults((1,), temperature=0.5)
+    assert "eos_token_id 400, -1 is outside the vocabulary of 400 tokens" in caplog.text
+    caplog.clear()
+    assert model.within(401).within(401).eos == (1, 400)
+    assert caplog.text.count("outside") == 1
+
+
 def test_the_request_wins() -> None:
     model = GenerationDefaults((1,), 0.6, 20, 0.9, 0.1, 1.1)
     assert resolve(SamplingParams(), model) == (0.6, 20, 0.9, [1], 0.1, 1.1)

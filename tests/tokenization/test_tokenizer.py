@@ -10,7 +10,7 @@ import transformers
 from charonia.core.errors import InvalidArgument, NotFound, TooLong
 from charonia.core.request import Conversation, Message
 from charonia.tokenization.files import locate
-from charonia.tokenization.tokenizer import Tokenizer
+from charonia.tokenization.tokenizer import Limit, Tokenizer
 
 TEXTS = [
     "the lazy dog",
@@ -83,17 +83,17 @@ def test_others_run_while_a_long_text_is_read(checkpoint: Path) -> None:
 def test_what_is_far_too_long_is_known_by_its_beginning(checkpoint: Path) -> None:
     tokenizer = Tokenizer.load(checkpoint)
     with pytest.raises(TooLong, match="length is 8 tokens: the first 128 characters of prompt are 31 tokens") as error:
-        tokenizer.prompt_ids("the lazy dog " * 10**6, most=8)
+        tokenizer.prompt_ids("the lazy dog " * 10**6, limit=Limit(8))
     assert error.value.field == "prompt"
     with pytest.raises(TooLong) as error:
-        tokenizer.prompt_ids(Conversation((Message("user", "the lazy dog " * 10**6),)), most=8)
+        tokenizer.prompt_ids(Conversation((Message("user", "the lazy dog " * 10**6),)), limit=Limit(8))
     assert error.value.field == "messages"
 
 
 def test_a_text_of_long_tokens_is_read_to_its_end(checkpoint: Path) -> None:
     tokenizer, text = Tokenizer.load(checkpoint), "<|assistant|>" * 30
     assert len(text) > 16 * 20
-    ids = tokenizer.prompt_ids(text, most=20)  # too many, but for others to judge
+    ids = tokenizer.prompt_ids(text, limit=Limit(20))  # too many, but for others to judge
     assert ids == tokenizer.encode(text)
     assert len(ids) == 31
 

@@ -1,6 +1,8 @@
 """What every text model does, whichever engine is behind it; see conftest.py."""
 
 import asyncio
+import threading
+from collections.abc import Sequence
 from contextlib import aclosing
 
 import pytest
@@ -22,6 +24,7 @@ from charonia.core.request import (
     joined,
 )
 from charonia.engine.llm import LlmModel
+from charonia.tokenization.tokenizer import Tokenizer
 
 from ...waiting import until
 from .conftest import Load, counted
@@ -77,6 +80,27 @@ async def test_every_kind_of_prompt(load: Load) -> None:
         with pytest.raises(InvalidArgument, match=f"tokens: token id {wrong} is outside the vocabulary of 100") as said:
             await model.detokenize([5, wrong])
         assert said.value.field == "tokens"
+
+
+async def test_what_is_long_is_told_beside_the_loop_and_counted_up_to_a_bound(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("charonia.engine.llm._COUNTED", 300)
+    model, decode, places = await load(), Tokenizer.decode, []
+
+    def placed(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+        places.append(threading.current_thread().name)
+        return decode(tokenizer, ids)
+
+    monkeypatch.setattr(Tokenizer, "decode", placed)
+    assert await model.tokenize(TokenizeRequest(prompt="w5 " * 300)) == [5] * 300
+    for count, place in ((2, "MainThread"), (300, "tokenizer_")):
+        assert await model.detokenize([5] * count) == " ".join(["w5"] * count)
+        assert places.pop().startswith(place)
+    with pytest.raises(
+        InvalidArgument, match="at most 300 tokens: the first 4800 characters of prompt are 1600 tokens"
+    ):
+        await model.tokenize(TokenizeRequest(prompt="w5 " * 2000))
 
 
 async def test_a_prompt_may_be_all_that_is_wanted(load: Load) -> None:
