@@ -20,6 +20,7 @@ from ..core.errors import CharoniaError, NotFound
 from ..core.gateway import Gateway
 from .begun import in_task
 from .connection import ClientLeft
+from .cors import crossing
 from .embeddings import Encoders
 from .exchanges import Exchanges, note
 from .faults import UNEXPECTED, error_response, json_response, speaks_openai
@@ -69,7 +70,8 @@ def build_app(
     app: ASGIApp = HotRoutes(routes, fastapi)
     if rules.tolls:
         app = Restricted(app, rules.tolls)
-    return LastResort(Exchanges(Guard(app, keys) if keys else app, gateway))
+    app = LastResort(Exchanges(Guard(app, keys) if keys else app, gateway))
+    return crossing(app, rules.origins) if rules.origins else app
 
 
 class HotRoutes:

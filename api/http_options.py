@@ -1,4 +1,4 @@
-"""What HTTP's v2 door alone may be told, under tritonserver's names. Free of any server: the command line reads it."""
+"""What HTTP alone may be told, under tritonserver's and vLLM's names. Free of any server: the command line reads it."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -15,3 +15,5 @@ class HttpOptions:
     be given several times."""
     http_header_forward_pattern: str = ""
     """Regular expression; headers whose name has a part that matches become parameters of `infer`."""
+    allowed_origins: Annotated[tuple[str, ...], Parameter(negative=())] = ()
+    """Origin of web pages that may ask, or * for all; may be given several times, or as a JSON list."""

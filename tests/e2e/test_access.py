@@ -1,4 +1,4 @@
-"""Keys and TLS over a real server: who is let in, whose cache it is, and how long a request may take."""
+"""Keys, TLS and web pages over a real server: who is let in, whose cache it is, and how long a request may take."""
 
 import shutil
 import ssl
@@ -11,6 +11,7 @@ import openai
 import pytest
 
 FLAGS = ["--executor", "fake", "--fake-vocab-size", "384", "--served-model-name", "m"]
+PAGE = "https://app.example"
 BODY = {"input_ids": list(range(1, 41)), "max_tokens": 2}
 
 
@@ -34,11 +35,13 @@ def test_keys_over_tls(serve: Any, tokenizer_only: Path, certificate: Path, tmp_
     keys = tmp_path / "keys"
     keys.write_text("alpha:k-alpha\nbeta:k-beta:2\n")
     flags = ["--http-server-cert", f"{certificate}/server.pem", "--http-server-key", f"{certificate}/server.key"]
+    flags += ["--allowed-origins", PAGE]
     with serve(str(tokenizer_only), *FLAGS, *flags, "--api-key-file", str(keys)) as server:
         assert server.url.startswith("https://")
         trusting = ssl.create_default_context(cafile=f"{certificate}/server.pem")
         with httpx.Client(base_url=server.url, verify=trusting, timeout=60) as client:
             _only_with_a_key(client)
+            _a_page_may_ask(client)
             cached = [_cached(client, key) for key in ("k-alpha", "k-alpha", "k-beta")]
             _the_sdk_understands(server.url, client)
         assert cached == [0, 32, 0], "a tenant's cache is his own"
@@ -51,6 +54,19 @@ def _only_with_a_key(client: httpx.Client) -> None:
     assert client.get("/v2/health/ready").status_code == 200
     assert client.post("/v2/models/m/generate", json=BODY).status_code == 401
     assert client.post("/v2/models/m/generate", json=BODY, headers=bearer("k-beta")).status_code == 200
+
+
+def _a_page_may_ask(client: httpx.Client) -> None:
+    asking = {
+        "origin": PAGE,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization",
+    }
+    assert client.options("/v2/models/m/infer", headers=asking).headers["access-control-allow-origin"] == PAGE
+    asked = {"inputs": [{"name": "input_ids", "datatype": "INT32", "shape": [2], "data": [1, 2]}]}
+    for path, body in (("infer", asked), ("generate", BODY), ("generate_stream", BODY)):  # infer answers on a short way
+        answer = client.post(f"/v2/models/m/{path}", json=body, headers={"origin": PAGE, **bearer("k-beta")})
+        assert (answer.status_code, answer.headers.get("access-control-allow-origin")) == (200, PAGE)
 
 
 def _cached(client: httpx.Client, key: str) -> int:
