@@ -1,7 +1,10 @@
 """Where `charonia` begins and ends. Imports nothing of it at first: a Ctrl-C is heard from the first moment on."""
 
+import errno
 import os
 import sys
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main() -> None:
@@ -15,10 +18,19 @@ def main() -> None:
     except KeyboardInterrupt:
         status = 130  # what a shell makes of SIGINT
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain once more at its end
-        print("charonia: nobody reads the standard output any more", file=sys.stderr)
-        status = 1
+        status = _unheard("nobody reads the standard output any more")
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        status = _unheard(f"cannot write: {os.strerror(error.errno)}")
     sys.exit(status)
+
+
+def _unheard(why: str) -> int:
+    """Say so; the status to exit with. What is left unwritten goes nowhere, or Python would complain at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(f"charonia: {why}", file=sys.stderr)
+    return 1
 
 
 def _open_what_was_closed() -> None:

@@ -25,6 +25,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "num_attention_heads": 2,
         "max_position_embeddings": 66,
     },
+    "qwen3": SIZES | {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64},
     "distilbert": {"dim": SIZE, "hidden_dim": 48, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 64},
 }
 

@@ -1,6 +1,7 @@
 """Encoders beside transformers, text by text and without padding; what their files say, and which batches are made."""
 
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -68,8 +69,11 @@ POOLED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("pooling", POOLED)
-@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert"])
+DECODERS = [("qwen3", "lasttoken"), ("qwen3", "mean_tokens")]
+"""The first token of a decoder's text knows nothing of the others."""
+
+
+@pytest.mark.parametrize(("kind", "pooling"), [*product(("bert", "roberta", "distilbert"), POOLED), *DECODERS])
 def test_embeddings_are_those_of_each_text_alone(
     version: Path, making_encoders: ModuleType, described: Describe, kind: str, pooling: str
 ) -> None:

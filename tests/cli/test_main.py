@@ -38,6 +38,13 @@ def test_a_server_starts_without_standard_streams(tmp_path: Path) -> None:
     assert (tmp_path / "said").read_text().startswith(f"charonia: cannot open port {port}")
 
 
+def test_output_that_finds_no_room_is_told_of_in_a_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "charonia", "--version"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, "charonia: cannot write: No space left on device\n")
+
+
 def test_what_it_starts_inherits_streams_that_were_closed() -> None:
     code = "import os; from charonia.__main__ import _open_what_was_closed as go; go(); os.execlp('cat', 'cat')"
     done = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-c", code], timeout=60, check=False)
