@@ -1,6 +1,6 @@
 """Engine threads and the frontend's priority, on cores that both share.
 
-    python -m charonia.bench.placement CHECKPOINT [--streams 32] [--threads 1 2] [--nice 0 5]
+    python -m charonia.bench.placement CHECKPOINT [--streams 32] [--new 64] [--threads 1 2] [--nice 0 5]
 
 A server for each combination, in turns: tokens a second, gaps between tokens, and the cores that frontend and engine
 took. With `--busy`, clients keep the frontend's tokenizer at work beside the streams.
@@ -92,6 +92,7 @@ def main(
     checkpoint: Path,
     *,
     streams: int = 32,
+    new: int = 64,
     threads: Annotated[tuple[int, ...], Parameter(consume_multiple=True)] = (1, 2),
     nice: Annotated[tuple[int, ...], Parameter(consume_multiple=True)] = (0, 5),
     busy: int = 0,
@@ -102,7 +103,7 @@ def main(
     for _ in range(repeats):
         for count in threads:
             for level in nice:
-                found = place(checkpoint, count, level, streams, busy, Sizes())
+                found = place(checkpoint, count, level, streams, busy, Sizes(new=new))
                 taken = ("", "") if found.cores is None else tuple(f"{cores:.2f}" for cores in found.cores)
                 figures = f"{found.tokens:.1f}", f"{found.itl * 1e3:.1f}", f"{found.slow * 1e3:.1f}"
                 table.add_row(str(count), str(level), *figures, *taken)

@@ -165,8 +165,15 @@ def prefill(asked: Asked, sizes: Sizes, log: Log) -> list[Verdict]:
 
 
 def steady_gaps(records: Sequence[Record]) -> list[float]:
-    """Seconds between tokens from when every stream has begun until the first ends."""
-    return _gaps_within(records, max(record.times[0] for record in records), min(record.ended for record in records))
+    """Seconds between tokens from when every stream has begun until the first ends.
+
+    Raises:
+        Unavailable: one had ended before the last began.
+    """
+    begun, ended = max(record.times[0] for record in records), min(record.ended for record in records)
+    if ended <= begun:
+        raise Unavailable("a stream ended before the last one began: let each generate more")
+    return _gaps_within(records, begun, ended)
 
 
 def gaps_during(records: Sequence[Record], long: int) -> list[float]:

@@ -45,6 +45,11 @@ def test_steady_gaps_are_those_while_all_streams_run() -> None:
     assert sorted(steady_gaps(STREAMS)) == [1.0, 1.0, 1.0, 1.0, 2.0, 2.5]
 
 
+def test_streams_that_never_run_together_have_no_steady_gaps() -> None:
+    with pytest.raises(Unavailable, match="before the last one began"):
+        steady_gaps([*STREAMS, record(2, (99.0, 100.0))])
+
+
 def test_gaps_count_that_overlap_the_wait_for_the_long_prompt() -> None:
     long = record(2, (3.0,), sent=2.2)
     assert sorted(gaps_during([*STREAMS, long], 2)) == [1.0, 1.0, 2.0]
