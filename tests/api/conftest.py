@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field, replace
@@ -9,9 +10,11 @@ from dataclasses import dataclass, field, replace
 import httpx
 import posix_ipc
 import pytest
+from starlette.types import ASGIApp
 
 from charonia.api.app import build_app
 from charonia.api.metadata import ServerInfo
+from charonia.api.server import HttpServer
 from charonia.core.commons import Commons
 from charonia.core.errors import NotFound
 from charonia.core.exchange import Exchange, Headers, serving
@@ -232,3 +235,13 @@ def shared_memory() -> Iterator[str]:
     posix_ipc.SharedMemory(key, posix_ipc.O_CREX, size=4096).close_fd()
     yield key
     posix_ipc.unlink_shared_memory(key)
+
+
+@pytest.fixture
+async def port(echo: ASGIApp) -> AsyncIterator[int]:
+    """Where the test's own `echo` answers over HTTP."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        server = HttpServer(echo, sock, access_log=False)
+        await server.start()
+        yield sock.getsockname()[1]
+        await server.stop()

@@ -1,14 +1,11 @@
 """Requests in many pieces, on a real connection: how many there may be, and what becomes of the connection."""
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from charonia.api.chunks import MOST
-from charonia.api.server import HttpServer
 
 TEXT = b'{"error":"Chunked request body exceeds maximum of 65536 non-empty chunks. Send fewer or larger HTTP chunks."}'
 
@@ -43,15 +40,6 @@ class Echo:
 @pytest.fixture
 def echo() -> Echo:
     return Echo()
-
-
-@pytest.fixture
-async def port(echo: Echo) -> AsyncIterator[int]:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        server = HttpServer(echo, sock, access_log=False)
-        await server.start()
-        yield sock.getsockname()[1]
-        await server.stop()
 
 
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -2,13 +2,9 @@
 
 import asyncio
 import logging
-import socket
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-
-from charonia.api.server import HttpServer
 
 OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
 CLOSE = b"connection: close\r\n"
@@ -35,15 +31,6 @@ class Echo:
 @pytest.fixture
 def echo() -> Echo:
     return Echo()
-
-
-@pytest.fixture
-async def port(echo: Echo) -> AsyncIterator[int]:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        server = HttpServer(echo, sock, access_log=False)
-        await server.start()
-        yield sock.getsockname()[1]
-        await server.stop()
 
 
 async def said(port: int, *pieces: bytes) -> list[bytes]:
