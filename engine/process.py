@@ -8,12 +8,11 @@ import shutil
 import sys
 import threading
 import time
-import traceback
 
 import msgspec
 
 from ..core import garbage
-from ..core.child import die_with_parent, leave_signals_to_parent, show_name
+from ..core.child import die_with_parent, leave_signals_to_parent, show, show_name
 from ..core.errors import CharoniaError, Code, InvalidArgument
 from ..kvcache.manager import KVCacheManager
 from ..scheduler.config import SchedulerConfig
@@ -163,5 +162,5 @@ def _allowed(cache: CacheConfig, capacity: Capacity) -> str:
 def _last_words(error: Exception) -> Failed:
     if isinstance(error, CharoniaError):
         return Failed(error.message, error.code)
-    traceback.print_exc()
+    show(error)
     return Failed(f"{type(error).__name__}: {error}", Code.INTERNAL)
