@@ -78,10 +78,10 @@ class Fairness:
         if not self.alone:
             self.served[slot] += tokens / self._weights[slot]
 
-    def charge_outputs(self, slots: NDArray[np.int32], counts: list[int]) -> None:
-        """`counts[i]` tokens were generated for the tenant `slots[i]`; one may appear several times."""
-        if not self.alone and len(counts):
-            tokens = np.bincount(slots, weights=counts, minlength=len(self.served))
+    def charge_outputs(self, slots: NDArray[np.int32], rows: list[int], counts: list[int]) -> None:
+        """`counts[i]` tokens were generated for the tenant `slots[rows[i]]`; one may appear several times."""
+        if not self.alone and rows:
+            tokens = np.bincount(slots[rows], weights=counts, minlength=len(self.served))
             self.served += OUTPUT_WEIGHT * tokens / self._weights
 
     # Turns

@@ -27,6 +27,10 @@ PROBE_STEPS = 32
 """After so many steps that computed prompts beside decoding rows, one only decodes: what it takes tells the costs of
 the two apart."""
 
+_LESSONS = 32
+"""Steps from which costs are learnt together: one by one they would each take several times as long, see
+`bench.turns`."""
+
 _MANY = 1 << 31
 
 
@@ -71,7 +75,19 @@ class Pace:
     def __init__(self, target: float | None) -> None:
         self._target = target
         self._beside = 0
-        self.cost = StepCost()
+        self._cost = StepCost()
+        self._observed: list[tuple[Work, float]] = []
+
+    @property
+    def cost(self) -> StepCost:
+        """As far as steps were observed."""
+        self._learn()
+        return self._cost
+
+    def _learn(self) -> None:
+        for work, seconds in self._observed:
+            self._cost.observe(work, seconds)
+        self._observed.clear()
 
     @property
     def _bounds(self) -> bool:
@@ -110,4 +126,6 @@ class Pace:
 
     def observe(self, work: Work, seconds: float) -> None:
         """It took so long."""
-        self.cost.observe(work, seconds)
+        self._observed.append((work, seconds))
+        if len(self._observed) == _LESSONS:
+            self._learn()

@@ -7,13 +7,14 @@ cannot take: neither is stuck behind the other. Knows no results and no time but
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .config import SchedulerConfig
 from .cost import Work
 from .draft import Draft
 from .fairness import Fairness
 from .pace import Lane, Pace
+from .plan import IntArray
+from .rows import BoolArray
 from .sequence import Sequence
 from .stays import Stays
 
@@ -49,35 +50,51 @@ class Packer:
     def pack(self, step: int) -> Draft:
         """What step `step` computes."""
         self._now = step
-        draft = Draft(self._rows, self._config.max_num_batched_tokens)
-        self._decode(draft)
-        decoding = draft.work()
-        if not self._pace.probes(decoding):
+        budget, counts = self._config.max_num_batched_tokens, self._decoding()
+        draft = Draft(self._rows, counts, budget)
+        if draft.left < 0:
+            draft = Draft(self._rows, self._seniors(counts, budget), budget)
+        for row in draft.lacking:
+            self._grow(draft, row)
+        decoding = draft.work
+        if (self._rows.behind or self._line.moves) and not self._pace.probes(decoding):
             self._close_gaps(draft, decoding)
         return draft
 
-    def _decode(self, draft: Draft) -> None:
-        """Sequences that caught up once compute what their last result brought; senior ones first if the budget
-        is short (never with one token each)."""
-        gaps = self._rows.gaps(self._in_flight_cap)
-        rows = self._group(np.flatnonzero(self._rows.caught_up & (gaps > 0)))
-        counts = gaps[rows]
-        if counts.sum() > draft.left:
-            rows = np.array(self._rows.by_seniority(rows))
-            counts = np.clip(draft.left - np.cumsum(gaps[rows]) + gaps[rows], 0, gaps[rows])
-        draft.add(rows, counts)
-        lacking = rows[self._rows.scheduled[rows] + counts > self._rows.capacity[rows]]
-        for row in self._rows.by_seniority(lacking):
-            self._grow(draft, row)
+    def _decoding(self) -> IntArray:
+        """[rows] what sequences that caught up could compute of what their last result brought."""
+        counts = self._rows.gaps()
+        if self._crowded:
+            counts[self._full()] = 0
+        if self._groups > 1:
+            self._share_out(counts)
+        return counts
 
-    def _group(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _seniors(self, counts: IntArray, budget: int) -> IntArray:
+        """Senior ones first, if the budget is short (never with one token each)."""
+        rows = np.array(self._rows.by_seniority(counts.nonzero()[0]))
+        wanted = counts[rows]
+        counts[rows] = np.clip(budget - np.cumsum(wanted) + wanted, 0, wanted)
+        return counts
+
+    @property
+    def _crowded(self) -> bool:
+        """There may be rows in as many plans as they may be in."""
+        return len(self._rows.flights) >= self._in_flight_cap
+
+    def _full(self) -> BoolArray:
+        """[rows] those that are."""
+        full: BoolArray = self._rows.flights.counts(self._rows.size) >= self._in_flight_cap
+        return full
+
+    def _share_out(self, counts: IntArray) -> None:
         """Where a row waits for its own last result while plans of other rows may be under way, a plan takes its share
         of all that decode: were they together, they would wait together, for one stage after the other."""
-        if self._groups == 1:
-            return rows
-        decoding = int((self._rows.caught_up & self._rows.running).sum())
+        rows = counts.nonzero()[0]
+        decoding = self._rows.staying - len(self._rows.behind)
         share = max(-(-decoding // self._groups), LEAST_GROUP)
-        return rows if len(rows) <= share else np.array(self._rows.by_seniority(rows)[:share])
+        if len(rows) > share:
+            counts[self._rows.by_seniority(rows)[share:]] = 0
 
     # Prompts
 
@@ -90,7 +107,7 @@ class Packer:
             return
         lane = self._pace.short_lane(decoding, (draft.left + self._now % 2) // 2)
         self._fill(draft, lane, short, long=False)
-        self._fill(draft, self._pace.long_lane(decoding, draft.work(), draft.left), long, long=True)
+        self._fill(draft, self._pace.long_lane(decoding, draft.work, draft.left), long, long=True)
         lane.widen(draft.left)
         self._fill(draft, lane, short, long=False)
 
@@ -109,12 +126,13 @@ class Packer:
 
     def _half_computed(self) -> tuple[list[Gap], list[Gap]]:
         """Of running sequences that never caught up, short prompts and long ones; the next one is the last here."""
-        rows = self._rows
-        gaps = rows.gaps(self._in_flight_cap)
-        behind = np.flatnonzero(~rows.caught_up & (gaps > 0))
-        ranks = rows.seniority[behind] + gaps[behind] // self._config.turn_tokens
+        rows, behind = self._rows, np.array(sorted(self._rows.behind), np.int64)
+        if self._crowded:
+            behind = behind[~self._full()[behind]]
+        gaps = rows.known[behind] - rows.scheduled[behind]
+        ranks = rows.seniority[behind] + gaps // self._config.turn_tokens
         standings = self._fairness.standings(rows.slot[behind], rows.seniority[behind], self._now)
-        columns = (*standings, ranks, rows.number[behind], behind, gaps[behind])
+        columns = (*standings, ranks, rows.number[behind], behind, gaps)
         ordered = sorted(map(Gap._make, zip(*(column.tolist() for column in columns), strict=True)), reverse=True)
         return [gap for gap in ordered if not rows.long[gap.row]], [gap for gap in ordered if rows.long[gap.row]]
 
@@ -152,8 +170,8 @@ class Packer:
 
     def _spare(self) -> int:
         """Blocks a newcomer must leave: what others were promised, and optimistically one for each to grow."""
-        claims = self._rows.claims(self._cache.block_size)
-        return claims if self._config.admission == "no_evict" else claims + int(self._rows.running.sum())
+        claims = self._rows.claims()
+        return claims if self._config.admission == "no_evict" else claims + self._rows.staying
 
     def _admit(self, draft: Draft, lane: Lane, sequence: Sequence) -> None:
         """Give it a row and its first chunk; or set it aside until a block it can share is computed; or note that it

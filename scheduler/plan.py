@@ -86,7 +86,7 @@ class StepPlan(NamedTuple):
     @property
     def tokens(self) -> int:
         """Tokens computed by this step, over all rows."""
-        return int(self.counts.sum())
+        return sum(self.counts.tolist())
 
 
 class StepResult(NamedTuple):

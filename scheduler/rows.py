@@ -6,15 +6,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..kvcache.manager import BlockTable
+from .flight import Flights
 from .plan import IntArray
 from .sequence import Sequence
 
 BoolArray = NDArray[np.bool_]
 
+_MANY = 1 << 30
+
 
 class Rows:
-    """`size` rows; a sequence keeps its row from admission until it ended or was preempted and nothing of it is in
-    flight. Then row and blocks are free together, so a row in a late result always means whom it meant when planned.
+    """`size` rows over blocks of `block_size` tokens; a sequence keeps its row from admission until it ended or was
+    preempted and nothing of it is in flight. Then row and blocks are free together, so a row in a late result always
+    means whom it meant when planned.
 
     The positions of one sequence, cut by its counters:
 
@@ -23,36 +27,45 @@ class Rows:
         | by others | for itself only  | by plans in     | next             | by the device    | there
         |           |                  | flight          |                  | only             |
 
-    `committed <= computed <= scheduled <= known + pending` and `computed < known`: computing the newest token is
-    what samples its successor. (Until plans in flight are back, `scheduled` of an ended or held row counts on tokens
-    that will not come.)
+    `committed <= computed <= scheduled <= expected`, which is known + pending, and `computed < known`: computing the
+    newest token is what samples its successor. (Until plans in flight are back, `scheduled` of an ended or held row
+    counts on tokens that will not come.)
+
+    `behind`: running rows that were not sampled in this stay: prompts half computed; all others decode. `held`: a
+    result was not what later plans built on; they are not scheduled until those are back. `leaving`: their sequence
+    ended or was preempted; plans in flight still have them. Each is empty in most steps, which then touch none of it.
+    Nor do they look whose last token came: `spare`, or more, are still to come to every running row.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, block_size: int) -> None:
         self.size = size
+        self.block_size = block_size
         self.known = _counter(size)
-        self.pending = _counter(size)
+        self.expected = _counter(size)  # known, and tokens that plans in flight are to bring
         self.scheduled = _counter(size)
         self.computed = _counter(size)
-        self.committed = _counter(size)
+        self.due = np.full(size, block_size, np.int32)  # computed tokens at which its next block can be committed
         self.limit = _counter(size)
+        self.until = _counter(size)  # what it may be scheduled up to as a decoding row; 0 while it is none, or held
         self.capacity = _counter(size)  # tokens its blocks hold
         self.reserve = _counter(size)  # tokens its admission counted on
-        self.in_flight = _counter(size)  # plans with this row and without a result
-        self.announced = _counter(size)  # blocks the executor has been told of
         self.slot = _counter(size)  # its tenant's number
         self.running = _flag(size)  # occupied, and not about to leave
         self.ended = _flag(size)  # about to leave for good: takes no further token
-        self.caught_up = _flag(size)  # was sampled in this stay: it decodes
-        self.held = _flag(size)  # a result was not what later plans built on: not scheduled until they are back
         self.long = _flag(size)  # its prompt goes in the lane of long ones
         self.seniority = np.zeros(size, np.int64)
         self.number = np.zeros(size, np.int64)
+        self.announced = [0] * size  # blocks the executor has been told of
         self.keys = [0] * size
         self.stops: list[frozenset[int]] = [frozenset()] * size
         self.outputs: list[list[int]] = [[] for _ in range(size)]  # each is its sequence's own list
         self.sequences: dict[int, Sequence] = {}
         self.tables: dict[int, BlockTable] = {}
+        self.flights = Flights()
+        self.behind: set[int] = set()
+        self.held: set[int] = set()
+        self.leaving: set[int] = set()
+        self.spare = _MANY
         self._free = list(range(size))  # a heap
 
     @property
@@ -61,16 +74,17 @@ class Rows:
         return len(self._free)
 
     @property
-    def leaving(self) -> list[int]:
-        """Rows that wait for plans in flight before they are free."""
-        return [row for row in self.sequences if not self.running[row]]
+    def staying(self) -> int:
+        """Running rows."""
+        return len(self.sequences) - len(self.leaving)
 
-    def gaps(self, in_flight: int) -> IntArray:
-        """[size] tokens each row could compute now, if less than `in_flight` plans hold it. The last token of all
-        is never computed: nothing follows it."""
-        gaps: IntArray = np.minimum(self.known + self.pending, self.limit - 1) - self.scheduled
-        gaps[~self.running | self.held | (self.in_flight >= in_flight)] = 0
-        return gaps
+    def gaps(self) -> IntArray:
+        """[size] tokens that each decoding row could compute now. The last token of all is never computed: nothing
+        follows it."""
+        ends: IntArray = np.maximum(np.minimum(self.expected, self.until), self.scheduled)
+        return ends - self.scheduled
+
+    # Life of a row
 
     def occupy(self, sequence: Sequence, table: BlockTable, reserve: int) -> int:
         """Give the sequence a row, everything its table shares being computed."""
@@ -78,20 +92,57 @@ class Rows:
         self.sequences[row], self.tables[row] = sequence, table
         self.keys[row], self.stops[row] = sequence.key, sequence.request.stop_token_ids
         self.outputs[row] = sequence.outputs
-        self.known[row], self.limit[row] = sequence.known, sequence.limit
-        self.scheduled[row] = self.computed[row] = self.committed[row] = self.capacity[row] = table.cached
-        self.pending[row] = self.in_flight[row] = self.announced[row] = 0
-        self.reserve[row], self.slot[row] = reserve, sequence.slot
+        self.known[row] = self.expected[row] = sequence.known
+        self.limit[row], self.until[row] = sequence.limit, 0
+        self.scheduled[row] = self.computed[row] = self.capacity[row] = table.cached
+        self.due[row] = table.cached + self.block_size
+        self.reserve[row], self.slot[row], self.announced[row] = reserve, sequence.slot, 0
         self.seniority[row], self.number[row] = sequence.seniority, sequence.number
         self.running[row] = True
-        self.ended[row] = self.caught_up[row] = self.held[row] = self.long[row] = False
+        self.ended[row] = self.long[row] = False
+        self.behind.add(row)
+        self.spare = min(self.spare, sequence.limit - sequence.known)
         sequence.row = row
         return row
 
-    def vacate(self, row: int) -> tuple[Sequence, BlockTable]:
-        """Free the row; its table is the caller's to close."""
-        assert not self.in_flight[row]
+    def spend(self, tokens: int) -> bool:
+        """At most so many tokens come to each row. Whether one of them may be somebody's last."""
+        self.spare -= tokens
+        return self.spare <= 0
+
+    def measure_spare(self) -> None:
+        """Of those whose last token came there is nothing to come."""
+        room = (self.limit - self.known)[self.running]
+        self.spare = int(room[room > 0].min(initial=_MANY))
+
+    def catch_up(self, row: int) -> None:
+        """It is sampled for the first time: from here on it decodes."""
+        self.behind.remove(row)
+        self.until[row] = self.limit[row] - 1
+
+    def hold(self, row: int) -> None:
+        self.held.add(row)
+        self.until[row] = 0
+
+    def resume_held(self) -> None:
+        """Those whose plans are all back continue from what is computed."""
+        for row in [row for row in self.held if not self.flights.carry(row)]:
+            self.held.remove(row)
+            self.scheduled[row] = self.computed[row]
+            self.until[row] = self.limit[row] - 1 if self.running[row] else 0
+
+    def leave(self, row: int) -> None:
+        """It runs no more."""
         self.running[row] = False
+        self.until[row] = 0
+        self.behind.discard(row)
+        self.leaving.add(row)
+
+    def vacate(self, row: int) -> tuple[Sequence, BlockTable]:
+        """Free a row that left and that no plan has; its table is the caller's to close."""
+        assert not self.flights.carry(row)
+        self.leaving.remove(row)
+        self.held.discard(row)
         heappush(self._free, row)
         sequence = self.sequences.pop(row)
         sequence.row = None
@@ -99,6 +150,8 @@ class Rows:
 
     def by_seniority(self, rows: IntArray | NDArray[np.int64]) -> list[int]:
         """The rows, the most senior first."""
+        if not len(rows):
+            return []
         ordered: list[int] = rows[np.lexsort((self.number[rows], self.seniority[rows]))].tolist()
         return ordered
 
@@ -106,12 +159,12 @@ class Rows:
         """The youngest running row of the lowest class."""
         return self.by_seniority(np.flatnonzero(self.running))[-1]
 
-    def claims(self, block_size: int) -> int:
+    def claims(self) -> int:
         """Blocks that running rows were promised at admission and have not taken yet."""
         lacking = np.maximum(self.reserve - self.capacity, 0)[self.running]
-        return int((-(-lacking // block_size)).sum())
+        return int((-(-lacking // self.block_size)).sum())
 
-    def check_integrity(self, block_size: int) -> None:
+    def check_integrity(self) -> None:
         """Recompute what can be.
 
         Raises:
@@ -120,23 +173,39 @@ class Rows:
         occupied = sorted(self.sequences)
         assert sorted(self._free + occupied) == list(range(self.size))
         assert self.tables.keys() == self.sequences.keys()
-        assert set(np.flatnonzero(self.running).tolist()) <= set(occupied)
+        assert sorted([*np.flatnonzero(self.running).tolist(), *self.leaving]) == occupied
+        assert self.behind <= self.sequences.keys() - self.leaving - self.held
+        in_flight, pending = self.flights.counts(self.size), _counter(self.size)
+        for flight in self.flights:
+            pending[flight.sampling] += 1
+        assert set(np.flatnonzero(in_flight).tolist()) <= set(occupied), "a plan has a row that nobody has"
         for row in occupied:
-            self._check_row(row, block_size)
+            self._check_counters(row, int(pending[row]))
+            self._check_blocks(row)
+            self._check_flags(row, int(in_flight[row]))
 
-    def _check_row(self, row: int, block_size: int) -> None:
-        sequence, table = self.sequences[row], self.tables[row]
-        known, pending, scheduled = int(self.known[row]), int(self.pending[row]), int(self.scheduled[row])
-        computed, committed, capacity = int(self.computed[row]), int(self.committed[row]), int(self.capacity[row])
-        assert sequence.row == row
-        assert 0 <= committed <= computed <= scheduled <= capacity
-        assert computed < known <= sequence.limit == self.limit[row]
-        assert known == sequence.known
-        assert scheduled <= known + pending or self.ended[row] or self.held[row]
-        assert 0 <= pending <= self.in_flight[row]
-        assert capacity == len(table.blocks) * block_size
-        assert committed == table.committed * block_size
-        assert self.running[row] or self.in_flight[row], "a row that left stays occupied"
+    def _check_counters(self, row: int, pending: int) -> None:
+        known, expected, scheduled = int(self.known[row]), int(self.expected[row]), int(self.scheduled[row])
+        limit = self.sequences[row].limit
+        assert 0 <= self.due[row] - self.block_size <= self.computed[row] <= scheduled
+        assert self.spare <= limit - known or not self.running[row], "somebody could end unseen"
+        assert self.computed[row] < known <= limit == self.limit[row]
+        assert known == self.sequences[row].known
+        assert expected == known + pending or self.ended[row]
+        assert scheduled <= expected or self.ended[row] or row in self.held
+        assert row not in self.behind or scheduled < known == expected
+        decodes = self.running[row] and row not in self.held | self.behind
+        assert self.until[row] == (limit - 1 if decodes else 0)
+
+    def _check_blocks(self, row: int) -> None:
+        table = self.tables[row]
+        assert self.scheduled[row] <= self.capacity[row] == len(table.blocks) * self.block_size
+        assert self.due[row] == (table.committed + 1) * self.block_size
+
+    def _check_flags(self, row: int, in_flight: int) -> None:
+        assert self.sequences[row].row == row
+        assert self.running[row] or in_flight, "a row that left stays occupied"
+        assert in_flight or row not in self.held
         assert not (self.running[row] and self.ended[row])
 
 

@@ -5,16 +5,12 @@ chunks, prefix hits, resuming after preemption and speculation are all this one 
 ranks, clocks or text: time is counted in steps, and what a step took in seconds it is told.
 """
 
-from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
-
-import numpy as np
 
 from ..core.errors import InvalidArgument
 from ..kvcache.manager import KVCacheManager
 from .config import SchedulerConfig
-from .draft import Flight
 from .fairness import Fairness
 from .harvest import Harvest, harvest
 from .pace import Pace
@@ -51,14 +47,14 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
         self.config = config
         self._cache = cache
-        self._rows = Rows(config.max_num_seqs)
+        self._rows = Rows(config.max_num_seqs, cache.block_size)
         self._fairness = Fairness(config.ageing_steps, _CREDIT_STEPS * config.max_num_batched_tokens)
         self._pace = Pace(None if config.target_step_ms is None else config.target_step_ms / 1e3)
         self._line = WaitingLine(self._fairness, self._is_long)
         self._stays = Stays(self._rows, cache, self._line)
         self._packer = Packer(config, self._stays, self._fairness, self._pace)
         self._live: dict[int, Sequence] = {}
-        self._flights: deque[Flight] = deque()
+        self._flights = self._rows.flights
         self._step = 0
         self._arrivals = 0
 
@@ -149,7 +145,7 @@ class Scheduler:
         if launched is None:
             return None
         plan, flight = launched
-        self._flights.append(flight)
+        self._flights.begin(flight)
         self._pace.launched(flight.work)
         self._stays.closed.clear()
         self._step += 1
@@ -170,18 +166,16 @@ class Scheduler:
         Raises:
             RuntimeError: it is another plan's, or does not continue the known tokens.
         """
-        if not self._flights or self._flights[0].step != result.step:
-            raise RuntimeError(f"the result of step {result.step} came out of turn")
-        flight = self._flights.popleft()
+        flight = self._flights.land(result.step)
         if seconds:
             self._pace.observe(flight.work, seconds)
         gathered = harvest(self._rows, flight, result)
-        self._fairness.charge_outputs(self._rows.slot[gathered.rows], gathered.counts)
-        self._commit(flight)
+        self._fairness.charge_outputs(self._rows.slot, gathered.rows, gathered.counts)
+        self._commit()
         updates = self._updates(gathered)
         for row, _ in gathered.finished:
             self._end(row)
-        self._release_landed(flight)
+        self._stays.release_landed()
         return updates
 
     def _updates(self, gathered: Harvest) -> StepUpdates:
@@ -189,27 +183,20 @@ class Scheduler:
         finished = [(keys[row], reason) for row, reason in gathered.finished]
         started, self._stays.started = self._stays.started, []
         owners = [keys[row] for row in gathered.rows]
-        scores = [(keys[row], fresh) for row, fresh in gathered.scores]
+        scores = [(keys[row], fresh) for row, fresh in gathered.scores] if gathered.scores else ()
         return StepUpdates(owners, gathered.counts, gathered.tokens, started, finished, gathered.logprobs, scores)
 
-    def _release_landed(self, flight: Flight) -> None:
-        rows = self._rows
-        for row in flight.rows[~rows.running[flight.rows] & (rows.in_flight[flight.rows] == 0)].tolist():
-            if row in rows.sequences:
-                self._stays.release(row)
-
-    def _commit(self, flight: Flight) -> None:
+    def _commit(self) -> None:
         """Make blocks that became full findable, hashing generated ones here, outside of `schedule()`."""
         if not self._cache.prefix_caching:
             return
         rows, size = self._rows, self._cache.block_size
-        computed = rows.computed[flight.rows]
-        for row in flight.rows[computed - rows.committed[flight.rows] >= size].tolist():
+        for row in (rows.computed >= rows.due).nonzero()[0].tolist():
             sequence, table = rows.sequences[row], rows.tables[row]
             first, end = table.committed, int(rows.computed[row]) // size
             self._hash(sequence, end)
             self._cache.commit(table, sequence.hashes[first:end])
-            rows.committed[row] = end * size
+            rows.due[row] = (end + 1) * size
             self._line.wake(sequence.hashes[first:end])
 
     def _hash(self, sequence: Sequence, blocks: int) -> None:
@@ -226,25 +213,13 @@ class Scheduler:
         Raises:
             AssertionError: something leaked, or counters are out of order.
         """
-        rows, size = self._rows, self._cache.block_size
+        rows = self._rows
         self._cache.check_integrity()
-        rows.check_integrity(size)
+        rows.check_integrity()
         assert self._cache.open_tables == len(rows.tables), "a table without a row"
         assert all(self._cache.being_computed(block_hash) for block_hash in self._line.awaited)
-        assert self.config.admission == "optimistic" or rows.claims(size) <= self._cache.free_blocks
-        self._check_flights()
+        assert self.config.admission == "optimistic" or rows.claims() <= self._cache.free_blocks
         self._check_places()
-
-    def _check_flights(self) -> None:
-        """Plans in flight and pending tokens are those of the flights."""
-        rows = self._rows
-        in_flight, pending = np.zeros_like(rows.in_flight), np.zeros_like(rows.pending)
-        for flight in self._flights:
-            in_flight[flight.rows] += 1
-            pending[flight.rows] += flight.samples
-        occupied = sorted(rows.sequences)
-        assert (in_flight == rows.in_flight).all()
-        assert (pending == rows.pending)[occupied].all()
 
     def _check_places(self) -> None:
         """Every live sequence waits or has a row, and not both."""

@@ -42,11 +42,17 @@ class Stays:
 
     def leave(self, row: int) -> None:
         """Out of the running set: at once, or when the last plan in flight is applied."""
-        self.rows.running[row] = False
-        if not self.rows.in_flight[row]:
-            self.release(row)
+        self.rows.leave(row)
+        if not self.rows.flights.carry(row):
+            self._release(row)
 
-    def release(self, row: int) -> None:
+    def release_landed(self) -> None:
+        """Those whose last plan is back."""
+        for row in sorted(self.rows.leaving):
+            if not self.rows.flights.carry(row):
+                self._release(row)
+
+    def _release(self, row: int) -> None:
         """Free row and blocks; a preempted sequence lines up again with all tokens it knows."""
         self.closed.append(row)
         ended = self.rows.ended[row]

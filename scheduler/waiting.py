@@ -49,6 +49,11 @@ class WaitingLine:
             yield from group
 
     @property
+    def moves(self) -> bool:
+        """Somebody may be next: not all stand aside."""
+        return self._waiting > 0
+
+    @property
     def is_seniors_turn(self) -> bool:
         return self._taken % SENIORS_TURN == SENIORS_TURN - 1
 

@@ -1,10 +1,13 @@
 """Nobody waits long: running streams for a prompt, a short prompt for long ones. On a clock of the simulation's own."""
 
+from random import Random
+
 import pytest
 
 from charonia.bench.scheduler_latency import BF16, INT8, Arrival, Machine, Simulation, burst, mixed, stall
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.pace import ARRIVAL_SECONDS, LEAST_CHUNK
+from charonia.scheduler.cost import StepCost, Work
+from charonia.scheduler.pace import ARRIVAL_SECONDS, LEAST_CHUNK, Pace
 from charonia.scheduler.plan import StepPlan
 
 PACED = SchedulerConfig(max_model_len=4096)
@@ -83,3 +86,15 @@ def test_now_and_then_a_step_only_decodes_to_tell_the_costs_apart() -> None:
     first, last = beside.index(True), len(beside) - beside[::-1].index(True)
     probes = beside[first:last].count(False)
     assert 1 <= probes <= (last - first) // 32 + 1
+
+
+def test_what_steps_took_is_known_when_it_is_asked_for() -> None:
+    """However many steps were observed since, and each once, in turn."""
+    together, one_by_one, random = Pace(None), StepCost(), Random(0)
+    for step in range(100):
+        work, seconds = Work(1 + step % 7, 100 * step, step % 3, step), 0.01 * random.uniform(0.5, 2)
+        together.observe(work, seconds)
+        one_by_one.observe(work, seconds)
+        if step % 37 == 0:
+            assert together.cost.of(work) == one_by_one.of(work)
+    assert together.cost.of(Work(5, 500)) == one_by_one.of(Work(5, 500))
