@@ -2,14 +2,13 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TypeAlias
 
 from ..core.logprobs import Logprobs, Score
-from ..engine.executor.base import Executor
-from ..scheduler.plan import StepPlan, StepResult, StepUpdates
+from ..engine.executor.base import Executor, StepFuture
+from ..scheduler.plan import StepPlan, StepUpdates
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceRequest
 
@@ -59,7 +58,7 @@ def run(
     observe: Observe = lambda plan: None,
 ) -> Outcome:
     """Run the requests, all submitted at once, to their ends. `observe` sees every plan."""
-    outcome, flying, begun = Outcome(), deque[Future[StepResult]](), perf_counter()
+    outcome, flying, begun = Outcome(), deque[StepFuture](), perf_counter()
     for request in requests:
         scheduler.add(request)
     while scheduler.has_work:

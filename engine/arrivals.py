@@ -4,7 +4,7 @@ Knows nothing of steps, and of what runs only whether there is something.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, TypeAlias
 
@@ -65,14 +65,16 @@ class Arrivals:
         except InvalidArgument as error:
             return Refusal.of(add.client, add.key, error)
 
-    def come(self, busy: bool, on_idle: Callable[[], None]) -> Iterator[Arrival]:
+    def come(self, busy: bool, on_idle: Callable[[], None]) -> list[Arrival]:
         """Everything that has come. Unless the loop is `busy` it waits for the first; `on_idle` is called where none
         came for IDLE_SECONDS."""
+        if busy and self._queue.empty():
+            return []
         try:
-            yield self._queue.get_nowait() if busy else self._queue.get(timeout=IDLE_SECONDS)
+            came = [self._queue.get(timeout=IDLE_SECONDS)]
         except Empty:
-            if not busy:
-                on_idle()
-            return
+            on_idle()
+            return []
         while not self._queue.empty():
-            yield self._queue.get_nowait()
+            came.append(self._queue.get_nowait())
+        return came

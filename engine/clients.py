@@ -1,11 +1,18 @@
 """Whose sequence is whose: one key space for the scheduler, one message per client on the way out."""
 
+from collections.abc import Sequence
+from itertools import compress
+from typing import TypeVar
+
 from ..scheduler.plan import StepUpdates
 from .messages import IDLE, NO_TOTALS, Load, Totals, Turn, Updates
 
 _CLIENT_BITS = 8
 MAX_CLIENTS = 1 << _CLIENT_BITS
 """Clients one core can tell apart."""
+
+_CLIENT = MAX_CLIENTS - 1
+T = TypeVar("T")
 
 
 def scheduler_key(client: int, key: int) -> int:
@@ -15,30 +22,47 @@ def scheduler_key(client: int, key: int) -> int:
 
 def client_key(key: int) -> tuple[int, int]:
     """The (client, its own key) of a `scheduler_key`."""
-    return key & (MAX_CLIENTS - 1), key >> _CLIENT_BITS
+    return key & _CLIENT, key >> _CLIENT_BITS
 
 
 def split(
     updates: StepUpdates, step: int, load: Load, clients: int, turn: Turn = IDLE, totals: Totals = NO_TOTALS
 ) -> list[Updates]:
     """What a step means to each client, in their order; those it does not touch get an empty message."""
-    messages = [Updates(step, [], [], [], [], [], load, turn, totals) for _ in range(clients)]
-    at = 0
-    for key, count in zip(updates.keys, updates.counts, strict=True):
-        client, own = client_key(key)
-        message = messages[client]
-        message.keys.append(own)
-        message.counts.append(count)
-        message.tokens.extend(updates.tokens[at : at + count])
-        message.logprobs.extend(updates.logprobs[at : at + count])
-        at += count
-    for key, scores in updates.scores:
-        client, own = client_key(key)
-        messages[client].scores.append((own, scores))
-    for key, cached in updates.started:
-        client, own = client_key(key)
-        messages[client].started.append((own, cached))
-    for key, reason in updates.finished:
-        client, own = client_key(key)
-        messages[client].finished.append((own, reason))
-    return messages
+    parts = [updates] if clients == 1 else [_part(updates, client) for client in range(clients)]
+    return [
+        Updates(
+            step,
+            [key >> _CLIENT_BITS for key in part.keys],
+            part.counts,
+            part.tokens,
+            _owned(part.started),
+            _owned(part.finished),
+            load,
+            turn,
+            totals,
+            list(part.logprobs),
+            _owned(part.scores),
+        )
+        for part in parts
+    ]
+
+
+def _owned(entries: Sequence[tuple[int, T]]) -> list[tuple[int, T]]:
+    """By the client's own keys."""
+    return [(key >> _CLIENT_BITS, what) for key, what in entries] if entries else []
+
+
+def _part(updates: StepUpdates, client: int) -> StepUpdates:
+    """What is this client's."""
+    own = [key & _CLIENT == client for key in updates.keys]
+    each = [mine for mine, count in zip(own, updates.counts, strict=True) for _ in range(count)]
+    return StepUpdates(
+        list(compress(updates.keys, own)),
+        list(compress(updates.counts, own)),
+        list(compress(updates.tokens, each)),
+        [entry for entry in updates.started if entry[0] & _CLIENT == client],
+        [entry for entry in updates.finished if entry[0] & _CLIENT == client],
+        list(compress(updates.logprobs, each)),
+        [entry for entry in updates.scores if entry[0] & _CLIENT == client],
+    )

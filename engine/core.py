@@ -7,7 +7,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
@@ -16,13 +15,13 @@ import numpy as np
 from ..core.errors import InvalidArgument
 from ..core.logprobs import Logprobs
 from ..kvcache.manager import KVCacheManager
-from ..scheduler.plan import RowSampling, StepResult, StepUpdates
+from ..scheduler.plan import RowSampling, StepUpdates
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import GREEDY, SequenceRequest
 from .arrivals import Arrivals, Newcomer, Refusal
 from .clients import client_key, scheduler_key, split
 from .deadlines import Deadlines
-from .executor.base import Executor
+from .executor.base import Executor, StepFuture
 from .messages import IDLE, Abort, FromCore, Load, Shutdown, ToCore, Totals, Turn
 
 _RECENT = 0.1
@@ -44,7 +43,7 @@ class Outbox(Protocol):
 class Launched(NamedTuple):
     """A step on its way, how much it computes, and when it was launched."""
 
-    result: Future[StepResult]
+    result: StepFuture
     tokens: int
     sequences: int
     at: float

@@ -1,7 +1,6 @@
 """The seam between the step loop and whatever computes a step."""
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
 from ...core.errors import CharoniaError
@@ -24,6 +23,18 @@ class Capacity(NamedTuple):
     """What is computed on, and what that allows, for people."""
 
 
+class StepFuture(Protocol):
+    """The result of a step, sooner or later: a `concurrent.futures.Future` of one, or less."""
+
+    def result(self, timeout: float | None = None) -> StepResult:
+        """Wait for it, so many seconds at most.
+
+        Raises:
+            BaseException: what the step raised; CancelledError if the executor was closed before.
+            TimeoutError: it takes longer.
+        """
+
+
 class Executor(Protocol):
     """Computes step plans, strictly in order. Calls may come before earlier results are there."""
 
@@ -33,7 +44,7 @@ class Executor(Protocol):
     def allocate(self, blocks: int) -> None:
         """Allocate the cache: `blocks` blocks."""
 
-    def execute(self, plan: StepPlan) -> Future[StepResult]: ...
+    def execute(self, plan: StepPlan) -> StepFuture: ...
 
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:
         """Let `tell` know, from any thread, when it is lost between steps, at once if it is already; what computes in

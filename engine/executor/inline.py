@@ -1,20 +1,20 @@
 """Computes in this process, on one thread of its own."""
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 
 import msgspec
 import torch
 
 from ...core.errors import CharoniaError
-from ...scheduler.plan import StepPlan, StepResult
+from ...scheduler.plan import StepPlan
 from ..assembly import Engine, assemble
 from ..config import EngineConfig
 from ..device import own_device
 from ..place import Seat
 from ..stage import Stage
-from .base import Capacity, Progress
+from .base import Capacity, Progress, StepFuture
+from .worker import Worker
 
 
 class InlineExecutor:
@@ -26,7 +26,7 @@ class InlineExecutor:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._worker = Worker("compute")
         self._engine: Engine | None = None
 
     def load(self, progress: Progress) -> Capacity:
@@ -37,8 +37,7 @@ class InlineExecutor:
             InvalidArgument: the configuration does not fit it or the machine.
         """
         reports: SimpleQueue[tuple[str, float] | None] = SimpleQueue()
-        loading = self._worker.submit(self._load, lambda fraction: reports.put(("weights", fraction)))
-        loading.add_done_callback(lambda _: reports.put(None))
+        loading = self._worker.submit(self._load, reports)
         while report := reports.get():
             progress(*report)
         return loading.result()
@@ -46,14 +45,14 @@ class InlineExecutor:
     def allocate(self, blocks: int) -> None:
         self._worker.submit(self._loaded.runner.allocate, blocks).result()
 
-    def execute(self, plan: StepPlan) -> Future[StepResult]:
+    def execute(self, plan: StepPlan) -> StepFuture:
         return self._worker.submit(self._loaded.runner.step, plan)
 
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:
         """It cannot be lost by itself."""
 
     def close(self) -> None:
-        self._worker.shutdown(cancel_futures=True)
+        self._worker.close()
         self._engine = None
 
     @property
@@ -62,8 +61,13 @@ class InlineExecutor:
             raise RuntimeError("the executor is not loaded")
         return self._engine
 
-    def _load(self, progress: Callable[[float], None]) -> Capacity:
-        torch.set_num_threads(self._config.threads_each())
-        config = msgspec.structs.replace(self._config, device=own_device(self._config))
-        self._engine = assemble(config, Seat(stage=Stage(split=config.parallel.layers)), progress)
-        return self._engine.capacity()
+    def _load(self, reports: SimpleQueue[tuple[str, float] | None]) -> Capacity:
+        """None is the last report, whatever happens."""
+        try:
+            torch.set_num_threads(self._config.threads_each())
+            config = msgspec.structs.replace(self._config, device=own_device(self._config))
+            seat = Seat(stage=Stage(split=config.parallel.layers))
+            self._engine = assemble(config, seat, lambda fraction: reports.put(("weights", fraction)))
+            return self._engine.capacity()
+        finally:
+            reports.put(None)

@@ -3,14 +3,14 @@
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.logprobs import Logprobs
+from charonia.core.logprobs import Logprobs, Scores
 from charonia.engine.clients import client_key, scheduler_key, split
 from charonia.engine.core import EngineCore
+from charonia.engine.executor.base import StepFuture
 from charonia.engine.executor.fake import FakeExecutor
 from charonia.engine.messages import Abort, Add, FromCore, Load, Refused, Shutdown, Totals, Updates
 from charonia.kvcache.manager import KVCacheManager
@@ -59,7 +59,7 @@ class Spy(FakeExecutor):
         super().__init__(block_size=BLOCK_SIZE, threaded=threaded)
         self._watch = watch
 
-    def execute(self, plan: StepPlan) -> Future[StepResult]:
+    def execute(self, plan: StepPlan) -> StepFuture:
         future = super().execute(plan)
         self._watch(plan)
         return future
@@ -245,6 +245,20 @@ def test_a_step_is_split_by_client() -> None:
         Updates(9, [5], [1], [3], [(5, 16)], [], load),
         Updates(9, [5, 6], [2, 1], [1, 2, 4], [], [(5, "stop")], load),
     ]
+
+
+def test_a_lone_client_gets_the_whole_step() -> None:
+    """The same as if there were others, of whom nothing ran."""
+    a, b = scheduler_key(0, 5), scheduler_key(0, 6)
+    logprobs, scores = Logprobs(-1.0, [7], [-1.0]), Scores(1, 0, b"1234", b"1234", b"", b"")
+    updates = StepUpdates(
+        [a, b], [2, 1], [7, 8, 9], [(a, 16)], [(b, "stop")], [None, logprobs, None], [(scheduler_key(0, 7), scores)]
+    )
+    alone, beside = split(updates, 9, Load(), 1), split(updates, 9, Load(), 3)
+    assert alone == beside[:1]
+    assert alone[0].keys == [5, 6]
+    assert alone[0].scores == [(7, scores)]
+    assert beside[1] == beside[2] == Updates(9, [], [], [], [], [], Load())
 
 
 def test_every_turn_tells_its_step_and_what_was_counted() -> None:

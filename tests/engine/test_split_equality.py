@@ -3,7 +3,6 @@ requests. Ranks are threads here; processes have tests of their own."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -14,11 +13,11 @@ import torch
 
 from charonia.bench.loop import Outcome
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
-from charonia.engine.executor.base import Executor
+from charonia.engine.executor.base import Executor, StepFuture
 from charonia.engine.kernels import library
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import RowSampling, Shaping, StepPlan, StepResult
+from charonia.scheduler.plan import RowSampling, Shaping, StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
 
@@ -109,7 +108,7 @@ def requests(cache: KVCacheManager, sampling: RowSampling) -> Iterable[SequenceR
 
 
 def turn(scheduler: Scheduler, executor: Executor, cancelled: dict[int, int]) -> Events:
-    outcome, flying, plans = Outcome(), deque[Future[StepResult]](), list[StepPlan]()
+    outcome, flying, plans = Outcome(), deque[StepFuture](), list[StepPlan]()
     while scheduler.has_work:
         if outcome.steps in cancelled:
             scheduler.abort([cancelled[outcome.steps]])
