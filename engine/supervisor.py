@@ -186,7 +186,7 @@ class CoreSupervisor:
             case Ready():
                 self._serve(message)
             case Failed():
-                self._failure = error_of(message.code, message.message)
+                self._failure = error_of(message.code, message.message, message.field or None)
 
     def _serve(self, info: Ready) -> None:
         self.info = info
