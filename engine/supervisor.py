@@ -193,3 +193,5 @@ class CoreSupervisor:
         self._born = self._last_turn = time.monotonic()
         if self._first is not None and not self._first.done():
             self._first.set_result(info)
+        else:
+            log.info("%s serves again", self._name)
