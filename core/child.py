@@ -1,8 +1,10 @@
-"""Starts processes of ours, and says what they owe who started them: not to outlive it, to leave the signals to it."""
+"""Starts processes of ours, and says what they owe who started them: not to outlive it, to leave the signals to it, to
+end when they broke."""
 
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import connection, parent_process, resource_tracker
@@ -11,6 +13,10 @@ from pathlib import Path
 
 PARENTS_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 """Ctrl-C and service managers signal the whole group: the frontend decides what that means to everybody else."""
+
+_STDERR = 2
+_TAKEN_SECONDS = 1.0
+"""How long a pipe may take what somebody reads from it."""
 
 
 def start_deaf(process: BaseProcess) -> None:
@@ -47,3 +53,12 @@ def _die_after(parent: int, bury: Callable[[], None]) -> None:
     connection.wait([parent])
     bury()
     os._exit(1)
+
+
+def show(error: BaseException) -> None:
+    """Its traceback on stderr, unless that is a pipe that nobody reads: who waits there never ends."""
+    text = "".join(traceback.format_exception(error)).encode(errors="backslashreplace")
+    # Past Python's own buffer, whose lock the thread would take along.
+    writing = threading.Thread(target=os.write, args=(_STDERR, text), daemon=True)
+    writing.start()
+    writing.join(_TAKEN_SECONDS)

@@ -160,8 +160,10 @@ class LlmModel:
             raise
 
     async def unload(self) -> None:
+        """Streams still open end with `Unavailable`; what is only tokenized comes to its end."""
+        self._loaded = None
         await self._client.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         # The whole way of a token in one generator: each more would cost every frame of every stream.
@@ -174,7 +176,7 @@ class LlmModel:
                 self._client.check_size(request, len(prompt))
                 banned = language.tokenizer.word_ids(request.sampling.bad_words)
                 add = addition(request, prompt, language.defaults, engine, banned)
-            echo = language.tokenizer.text(request.prompt, prompt) if request.echo else ""
+                echo = await self._text(prompt, request.prompt) if request.echo else ""
             writer = Writer(language.tokenizer, prompt, request.sampling, echo)
             with self._client.open(add, account) as channel:
                 while (chunk := writer.chunk(await channel.read())).finish_reason is None:
@@ -200,11 +202,8 @@ class LlmModel:
         return await self._prompt_ids(request.prompt, request.special, request.invite, limit)
 
     async def detokenize(self, ids: Sequence[int]) -> str:
-        language = self._language
         check_vocabulary(ids, self._vocab_size, "tokens")
-        if len(ids) <= _SHORT:
-            return language.tokenizer.decode(ids)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, language.tokenizer.decode, ids)
+        return await self._text(ids)
 
     @property
     def _language(self) -> Language:
@@ -215,10 +214,19 @@ class LlmModel:
     async def _prompt_ids(
         self, prompt: Prompt, special: bool = True, invite: bool = True, limit: Limit | None = None
     ) -> list[int]:
-        loop, read = asyncio.get_running_loop(), self._language.tokenizer.prompt_ids
+        read = self._language.tokenizer.prompt_ids
         if isinstance(prompt, tuple) or (isinstance(prompt, str) and len(prompt) <= _SHORT):
             return read(prompt, special, invite, limit)
+        loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, read, prompt, special, invite, limit)
 
+    async def _text(self, ids: Sequence[int], prompt: Prompt = ()) -> str:
+        """What they say, which a `prompt` that they were made of may know."""
+        tell = self._language.tokenizer.text
+        if isinstance(prompt, str) or len(ids) <= _SHORT:
+            return tell(prompt, ids)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, tell, prompt, ids)
+
     def _report(self, loading: Loading) -> None:
-        self._on_progress(loading.phase, loading.fraction, loading.seconds, loading.detail)
+        if self._loaded is None:  # who watches the start is gone when a core is started again
+            self._on_progress(loading.phase, loading.fraction, loading.seconds, loading.detail)

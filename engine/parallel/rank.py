@@ -4,7 +4,6 @@ Knows nothing of requests or scheduling, and of the core no more than its line t
 """
 
 import sys
-import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from ...core.child import show
 from ...core.errors import CharoniaError, Code
 from ..assembly import Engine, assemble
 from ..config import EngineConfig
@@ -138,6 +138,6 @@ class _Rank:
 
 def _last_words(error: Exception) -> Broken:
     if isinstance(error, CharoniaError):
-        return Broken(error.message, error.code, isinstance(error, Bereft))
-    traceback.print_exc()
+        return Broken(error.message, error.code, isinstance(error, Bereft), error.field or "")
+    show(error)
     return Broken(f"{type(error).__name__}: {error}", Code.INTERNAL)

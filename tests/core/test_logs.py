@@ -32,6 +32,8 @@ def alone() -> Iterator[None]:
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    for handler in logging.getLogger().handlers:
+        handler.flush()
     return capsys.readouterr().err.splitlines()
 
 

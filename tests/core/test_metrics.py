@@ -1,14 +1,12 @@
 """Instruments, how they read, and the loop's lag by a clock that the test turns."""
 
-import io
 import json
 import logging
 import sys
-import time
 
 import pytest
 
-from charonia.core.logs import JsonFormatter, Lines
+from charonia.core.logs import JsonFormatter
 from charonia.core.looplag import LoopLag
 from charonia.core.metric_families import CHARONIA, TRITON, VLLM, vllm_readings
 from charonia.core.metrics import QUEUE_FULL, End, EngineState, Histogram, LlmMetrics, Outcome, Reading
@@ -119,34 +117,3 @@ def test_a_record_is_one_line_of_json() -> None:
     assert (told["level"], told["logger"], told["message"], told["tokens"]) == ("INFO", "charonia.x", "a word\nb", 3)
     assert "ValueError: why" in told["traceback"]
     assert "color_message" not in told
-
-
-def test_a_thread_writes_everything_before_it_stops(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("tests.handed.over")
-    logger.setLevel(logging.INFO)
-    lines = Lines(logger)
-    for number in range(100):
-        logger.info("record %d", number, extra={"number": number})
-    lines.stop()
-    assert [record.number for record in caplog.records] == list(range(100))
-
-
-def test_a_thread_writes_in_order_and_what_is_left_at_the_end() -> None:
-    logger, stream = logging.getLogger("tests.written"), io.StringIO()
-    logger.setLevel(logging.INFO)
-    root, handler = logging.getLogger(), logging.StreamHandler(stream)
-    handler.addFilter(lambda record: "unwanted" not in record.getMessage())
-    root.addHandler(handler)
-    try:
-        lines = Lines(logger)
-        logger.info("0")
-        deadline = time.monotonic() + 60
-        while not stream.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        for number in range(1, 100):
-            logger.info("%d", number)
-            logger.info("unwanted %d", number)
-        lines.stop()
-    finally:
-        root.removeHandler(handler)
-    assert stream.getvalue().split() == [str(number) for number in range(100)]

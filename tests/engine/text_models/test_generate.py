@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 
 import pytest
@@ -279,6 +279,55 @@ async def test_unloading_ends_what_runs_and_what_waits(load: Load) -> None:
     assert not model.stats().ready
     with pytest.raises(Unavailable):
         await generate(model, ask("w1"))
+
+
+@pytest.fixture
+def tokenizing(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Whoever tokenizes a conversation waits for it."""
+    go, read = threading.Event(), Tokenizer.prompt_ids
+
+    def slowly(tokenizer: Tokenizer, prompt: Prompt, *how: object) -> list[int]:
+        if isinstance(prompt, Conversation):
+            assert go.wait(60)
+        return read(tokenizer, prompt, *how)
+
+    monkeypatch.setattr(Tokenizer, "prompt_ids", slowly)
+    yield go
+    go.set()
+
+
+CHAT = Conversation((Message("user", "w5 w6"),))
+
+
+async def test_a_reader_that_leaves_while_its_prompt_is_tokenized_stands_in_line_no_more(
+    load: Load, tokenizing: threading.Event
+) -> None:
+    model = await load(max_queued_requests=1)
+    reader = asyncio.create_task(generate(model, ask(CHAT)))
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull):
+        await generate(model, ask("w1"))
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert text(await generate(model, ask("w1", max_tokens=1))) == " w2"
+    assert model.stats().cancelled == 1
+
+
+async def test_unloading_while_prompts_are_tokenized(load: Load, tokenizing: threading.Event) -> None:
+    """More of them than there are threads."""
+    model = await load()
+    asking = [asyncio.create_task(generate(model, ask(CHAT))) for _ in range(3)]
+    counting = [asyncio.create_task(model.tokenize(TokenizeRequest(prompt=CHAT))) for _ in range(3)]
+    await asyncio.sleep(0)
+    await model.unload()
+    tokenizing.set()
+    ends = await asyncio.gather(*asking, *counting, return_exceptions=True)
+    assert [type(end) for end in ends[:3]] == [Unavailable] * 3
+    assert ends[3:] == [[5, 6, 0]] * 3
+    for late in (model.tokenize(TokenizeRequest(prompt=CHAT)), model.detokenize([5] * 300)):
+        with pytest.raises(Unavailable, match="not loaded"):
+            await late
 
 
 async def test_what_is_measured(load: Load) -> None:

@@ -1,0 +1,137 @@
+"""Lines of the log on their way to a stream: put into words by whoever logs, written by a thread of their own.
+
+A pipe that nobody reads stops nobody and costs a bounded amount of memory: what finds no room is counted, and told in a
+line once the pipe moves again. Knows nothing of settings and forms.
+"""
+
+import logging
+import os
+from contextlib import suppress
+from threading import Event, Lock, Thread
+from typing import TextIO
+
+from .records import Entry
+
+_MOMENT = 0.2
+"""Seconds that a record of a request may wait for others to be written with: each time, the thread that writes stands
+in the way of what makes them."""
+
+_MOST = 1 << 22
+"""Characters that may stand in line: half a minute of busy traffic."""
+
+_PATIENCE = 1.0
+"""Seconds that writing may take at the end."""
+
+_LOST = "%d lines of the log are lost: they could not be written, or not quickly enough"
+
+
+class Lines(logging.Handler):
+    """Never waits for the stream. `most`: characters that may wait to be written; beyond them the newest go.
+
+    Did the thread put records into words, it would stand in the way of what makes them.
+    """
+
+    def __init__(self, stream: TextIO, most: int = _MOST) -> None:
+        super().__init__()
+        self._stream = stream
+        self._most = most
+        self._guard = Lock()
+        self._lines: list[str] = []
+        self._size = 0
+        self._lost = 0
+        self._news, self._hurry, self._written = Event(), Event(), Event()
+        self._written.set()
+        self._stopping = False
+        self._thread = Thread(target=self._live, name="log", daemon=True)
+        self._thread.start()
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        if not self.filter(record):
+            return False
+        try:
+            line = self.format(record) + "\n"
+        except Exception:
+            self.handleError(record)
+        else:
+            self._put(line, at_once=type(record) is not Entry)
+        return True
+
+    def _put(self, line: str, at_once: bool) -> None:
+        with self._guard:
+            # Where one was lost the next ones are, too, until there is much room: the gap is told of once.
+            if self._lost or self._size + len(line) > self._most:
+                self._lost += 1
+            else:
+                self._lines.append(line)
+                self._size += len(line)
+            if not self._news.is_set():
+                self._written.clear()
+                self._news.set()
+            if at_once:
+                self._hurry.set()
+
+    def flush(self) -> None:
+        """Return when everything is written, or does not get on."""
+        if not self._stopping:  # later there is nothing to wait for, and logging asks at the interpreter's end
+            self._hurry.set()
+            self._written.wait(_PATIENCE)
+
+    def stop(self) -> bool:
+        """Write what waits, and no more. False: nobody reads it, and whoever writes there himself waits for that."""
+        self.flush()
+        self._stopping = True
+        self._news.set()
+        self._hurry.set()
+        if self._written.is_set():
+            self._thread.join(_PATIENCE)
+        return not self._thread.is_alive()
+
+    def _live(self) -> None:
+        while not (self._stopping and self._written.is_set()):
+            self._news.wait()
+            self._hurry.wait(_MOMENT)
+            self._write_all()
+
+    def _write_all(self) -> None:
+        """Everything that came in a moment, together."""
+        with self._guard:
+            lines, self._lines = self._lines, []
+            lost, self._lost = self._lost, 0
+            self._news.clear()
+            self._hurry.clear()
+        text = "".join(lines)
+        written = self._write(text + self._told(lost))
+        with self._guard:
+            self._size -= len(text)
+            if not written:
+                self._lost += lost + len(lines)
+            if not self._news.is_set():
+                self._written.set()
+
+    def _told(self, lost: int) -> str:
+        if not lost:
+            return ""
+        record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, _LOST, (lost,), None)
+        return self.format(record) + "\n"
+
+    def _write(self, text: str) -> bool:
+        """Whether somebody took it."""
+        try:
+            _write(self._stream, text)
+        except (OSError, ValueError):  # no room on the disk; or the pipe's other end, or the stream, is closed
+            return False
+        return True
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Past the stream's buffer where it has a file below: Python dies at its end if a thread still waits in there."""
+    number = None
+    with suppress(OSError):  # what only looks like a file says so
+        number = stream.fileno()
+    if number is None:
+        stream.write(text)
+        stream.flush()
+        return
+    data = memoryview(text.encode(stream.encoding, "backslashreplace"))
+    while data:
+        data = data[os.write(number, data) :]

@@ -1,0 +1,129 @@
+"""Lines of the log, and the pipes they are written to: read at once, late, or never."""
+
+import io
+import logging
+import os
+import subprocess
+import sys
+import threading
+
+from charonia.core.exchange import Exchange
+from charonia.core.log_lines import Lines
+from charonia.core.records import Entry
+
+UNREAD = """
+import logging, signal
+signal.alarm(60)
+from charonia.core.log_settings import LogSettings
+from charonia.core.logs import logging_as
+
+log = logging.getLogger("charonia.test")
+with logging_as(LogSettings()):
+    for _ in range(60_000):
+        log.warning("%s", "x" * 100)
+    print("said", flush=True)
+log.warning("after")
+"""
+
+
+def logger_of(lines: Lines) -> logging.Logger:
+    logger = logging.Logger("alone", logging.INFO)
+    logger.addHandler(lines)
+    return logger
+
+
+def ended() -> logging.LogRecord:
+    exchange = Exchange("infer")
+    exchange.finish()
+    exchange.close()
+    return Entry(exchange)
+
+
+def test_what_somebody_reads_is_written_in_order_and_all_of_it_at_the_end() -> None:
+    stream = io.StringIO()
+    lines = Lines(stream)
+    lines.addFilter(lambda record: "unwanted" not in record.getMessage())
+    logger = logger_of(lines)
+    for number in range(100):
+        logger.info("%d", number)
+        logger.info("unwanted %d", number)
+    logger.handle(ended())
+    assert lines.stop()
+    *numbers, last = stream.getvalue().splitlines()
+    assert numbers == [str(number) for number in range(100)]
+    assert last.startswith("door=infer ")
+
+
+def test_requests_wait_for_each_other_and_nothing_else_waits() -> None:
+    stream = io.StringIO()
+    lines = Lines(stream)
+    logger = logger_of(lines)
+    logger.handle(ended())
+    assert not stream.getvalue()
+    logger.info("0")
+    assert lines._written.wait(60)
+    assert stream.getvalue().endswith("\n0\n")
+    assert lines.stop()
+
+
+def test_a_pipe_that_is_read_late_gets_the_oldest_lines_and_how_many_are_lost() -> None:
+    taken, given = os.pipe()
+    told: list[str] = []
+
+    def read() -> None:
+        with open(taken, encoding="utf-8") as stream:
+            told.extend(stream.read().splitlines())
+
+    reader = threading.Thread(target=read, daemon=True)
+    with open(given, "w", encoding="utf-8") as stream:
+        lines = Lines(stream, most=100_000)
+        logger = logger_of(lines)
+        for number in range(20_000):  # 400 kB: several times what may wait, and a pipe takes of itself
+            logger.info("line %014d", number)
+        reader.start()
+        assert lines._written.wait(60)
+        logger.info("later")
+        assert lines.stop()
+    reader.join(60)
+    lost = [int(line.split()[0]) for line in told if line.endswith("not quickly enough")]
+    kept = [line for line in told if line.startswith("line ")]
+    assert told[-1] == "later"
+    assert kept == sorted(kept)
+    assert kept[0].endswith(" 00000000000000")
+    assert sum(lost) + len(kept) == 20_000
+    assert sum(lost) > 0
+    assert told[-2].startswith(f"{lost[-1]} lines of the log are lost")
+
+
+def test_a_full_disk_loses_lines_and_says_so_when_there_is_room_again() -> None:
+    class Disk(io.StringIO):
+        full = True
+
+        def write(self, text: str) -> int:
+            if self.full:
+                raise OSError(28, "No space left on device")
+            return super().write(text)
+
+    stream = Disk()
+    lines = Lines(stream)
+    logger = logger_of(lines)
+    logger.info("0")
+    logger.info("1")
+    assert lines._written.wait(60)
+    stream.full = False
+    logger.info("2")
+    assert lines.stop()
+    assert stream.getvalue().startswith("3 lines of the log are lost")
+
+
+def test_a_pipe_that_nobody_reads_stops_nobody_and_lets_the_process_end() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", UNREAD], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "said\n"
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.communicate()
