@@ -105,8 +105,6 @@ def _bias(bias: dict[int, float], vocab_size: int) -> tuple[tuple[int, float], .
 
 def _max_tokens(request: GenerateRequest, prompt: int, length: int) -> int:
     asked = request.sampling.max_tokens
-    if asked is not None and asked > length:
-        raise InvalidArgument(f"max_tokens {asked} exceeds the model's length of {length} tokens", field="max_tokens")
     new = max(1, length - prompt) if asked is None else asked
     if prompt + new > length:
         field = "max_tokens" if prompt < length else _field(request)
