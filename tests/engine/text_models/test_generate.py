@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import aclosing
 
 import pytest
@@ -82,21 +82,11 @@ async def test_every_kind_of_prompt(load: Load) -> None:
         assert said.value.field == "tokens"
 
 
-async def test_what_is_long_is_told_beside_the_loop_and_counted_up_to_a_bound(
-    load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_long_is_counted_up_to_a_bound(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("charonia.engine.llm._COUNTED", 300)
-    model, decode, places = await load(), Tokenizer.decode, []
-
-    def placed(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-        places.append(threading.current_thread().name)
-        return decode(tokenizer, ids)
-
-    monkeypatch.setattr(Tokenizer, "decode", placed)
+    model = await load()
     assert await model.tokenize(TokenizeRequest(prompt="w5 " * 300)) == [5] * 300
-    for count, place in ((2, "MainThread"), (300, "tokenizer_")):
-        assert await model.detokenize([5] * count) == " ".join(["w5"] * count)
-        assert places.pop().startswith(place)
+    assert await model.detokenize([5] * 300) == " ".join(["w5"] * 300)
     with pytest.raises(
         InvalidArgument, match="at most 300 tokens: the first 4800 characters of prompt are 1600 tokens"
     ):
