@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from ..core.errors import CharoniaError, Code, Internal, QueueFull, TooLong, Unauthenticated
+from ..core.errors import CharoniaError, Code, Internal, InvalidArgument, QueueFull, TooLong, Unauthenticated
 from .encodings import ACCEPTED, UnsupportedEncoding
 
 _STATUS = {
@@ -24,6 +24,7 @@ _STATUS = {
     Code.RESOURCE_EXHAUSTED: 429,
     Code.UNAUTHENTICATED: 401,
 }
+_REQUEST_TIMEOUT = 408
 _OPENAI_TYPE = {404: "not_found_error", 429: "rate_limit_error"}
 _OPENAI_CODE = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 _TOO_LONG = "context_length_exceeded"
@@ -33,9 +34,16 @@ _OPENAI_PATHS = ("/v1/", "/tokenize", "/detokenize")
 UNEXPECTED = Internal("Internal Server Error")
 
 
+class BodyTimeout(InvalidArgument):
+    """A request's body came to a halt before its end; the answer is the connection's last."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"the request body is incomplete: nothing more of it came for {seconds:g} s")
+
+
 def status_of(error: CharoniaError) -> int:
     """The HTTP status; of OpenAI's door too, which differs only in the body."""
-    return _STATUS[error.code]
+    return _REQUEST_TIMEOUT if isinstance(error, BodyTimeout) else _STATUS[error.code]
 
 
 def v2_body(error: CharoniaError) -> dict[str, Any]:
@@ -76,4 +84,6 @@ def _headers(error: CharoniaError) -> dict[str, str] | None:
         return {"www-authenticate": "Bearer"}
     if isinstance(error, UnsupportedEncoding):
         return {"accept-encoding": ACCEPTED}
+    if isinstance(error, BodyTimeout):
+        return {"connection": "close"}
     return None

@@ -1,4 +1,5 @@
-"""One request over HTTP and its response: uvicorn's, and for what is whole a way past ASGI's messages.
+"""One request over HTTP and its response: uvicorn's, with a limit to silence within a body, and for what is whole a way
+past ASGI's messages.
 
 Knows nothing of applications and of how a connection goes on.
 """
@@ -13,6 +14,7 @@ from httptools import parse_url
 from starlette.types import Receive
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from .faults import BodyTimeout
 from .old_http import UntilClosed
 from .outbox import Outbox
 
@@ -24,9 +26,11 @@ _JOINED = 1 << 16
 
 
 class Cycle(RequestResponseCycle):
-    """Of HTTP/1.1. Who answers finds it by `cycle_of`."""
+    """Of HTTP/1.1. Who answers finds it by `cycle_of`. `body_timeout`: seconds to wait for the next piece of a body."""
 
-    def __init__(self, connection: HttpToolsProtocol, version: str, outbox: Outbox) -> None:
+    _silent = False
+
+    def __init__(self, connection: HttpToolsProtocol, version: str, outbox: Outbox, body_timeout: float) -> None:
         super().__init__(
             _scope(connection, version),
             connection.transport,
@@ -41,6 +45,27 @@ class Cycle(RequestResponseCycle):
             connection.on_response_complete,
         )
         self._outbox = outbox
+        self._later = connection.loop.call_later
+        self._body_timeout = body_timeout
+
+    async def receive(self) -> Any:
+        """ASGI's. Raises `BodyTimeout` if nothing comes of a body for too long."""
+        if not self.more_body or self.response_complete:
+            return await super().receive()
+        timer = self._later(self._body_timeout, self._give_up)
+        try:
+            message: Any = await super().receive()
+        finally:
+            timer.cancel()
+        # What came in the same moment came in time.
+        if self._silent and message.get("more_body") and not message["body"]:
+            raise BodyTimeout(self._body_timeout)
+        self._silent = False
+        return message
+
+    def _give_up(self) -> None:
+        self._silent = True
+        self.message_event.set()
 
     def whole_body(self) -> bytes | None:
         """The body, if all of it is there; then nobody needs to receive it."""

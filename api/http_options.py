@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
+
+BODY_TIMEOUT = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +16,8 @@ class HttpOptions:
     http_restricted_api: Annotated[tuple[str, ...], Parameter(negative=())] = ()
     """Parts of the API that only those may use whose request has this header, as `<api>[,<api>]:<key>=<value>`; may
     be given several times."""
+    http_body_timeout_secs: Annotated[float, Parameter(validator=Number(gt=0))] = BODY_TIMEOUT
+    """Silence within a request's body after which it is given up, with 408."""
     http_header_forward_pattern: str = ""
     """Regular expression; headers whose name has a part that matches become parameters of `infer`."""
     allowed_origins: Annotated[tuple[str, ...], Parameter(negative=())] = ()

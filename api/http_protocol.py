@@ -16,6 +16,7 @@ from uvicorn.server import ServerState
 from .begun import Begun
 from .chunks import FewChunks
 from .http_cycle import Cycle, OldCycle
+from .http_options import BODY_TIMEOUT
 from .outbox import Outbox
 from .upgrades import NoUpgrades
 
@@ -23,11 +24,12 @@ _ACCESS = logging.getLogger("uvicorn.access")
 
 
 class Shared(ServerState):
-    """What all connections of a server have in common."""
+    """What all connections of a server have in common. `body_timeout`: see `Cycle`."""
 
-    def __init__(self) -> None:
+    def __init__(self, body_timeout: float = BODY_TIMEOUT) -> None:
         super().__init__()
         self.outbox = Outbox()
+        self.body_timeout = body_timeout
 
 
 class HttpProtocol(NoUpgrades, FewChunks):
@@ -42,6 +44,7 @@ class HttpProtocol(NoUpgrades, FewChunks):
     def __init__(self, config: uvicorn.Config, server_state: Shared, *args: Any, **named: Any) -> None:
         super().__init__(config, server_state, *args, **named)
         self.outbox = server_state.outbox
+        self._body_timeout = server_state.body_timeout
         self._direct: Any = config.app
         self._at_once: bool = getattr(self._direct, "begins_at_once", False)
 
@@ -79,7 +82,7 @@ class HttpProtocol(NoUpgrades, FewChunks):
 
     def _cycle(self) -> Cycle:
         version = self.parser.get_http_version()
-        return (OldCycle if version == "1.0" else Cycle)(self, version, self.outbox)
+        return (OldCycle if version == "1.0" else Cycle)(self, version, self.outbox, self._body_timeout)
 
     def data_received(self, data: bytes) -> None:
         if self.transport in self.outbox:  # whatever comes of this may be written at once

@@ -5,20 +5,23 @@ from dataclasses import dataclass, field
 
 from .cors import read_origins
 from .forwarding import Forwarding
-from .http_options import HttpOptions
+from .http_options import BODY_TIMEOUT, HttpOptions
 from .restricted import Toll, read_restrictions
 
 
 @dataclass(frozen=True, slots=True)
 class HttpRules:
-    """`forwarding`: which headers models get; `tolls`: what restricted APIs ask for; `origins`: whose pages may ask."""
+    """`forwarding`: which headers models get; `tolls`: what restricted APIs ask for; `origins`: whose pages may ask;
+    `body_timeout`: seconds to wait for the next piece of a body."""
 
     forwarding: Forwarding = field(default_factory=Forwarding)
     tolls: Mapping[str, Toll] = field(default_factory=dict)
     origins: tuple[str, ...] = ()
+    body_timeout: float = BODY_TIMEOUT
 
 
 def read_rules(options: HttpOptions) -> HttpRules:
     """Raises `InvalidArgument` for a flag that means nothing."""
     tolls = read_restrictions(options.http_restricted_api, "--http-restricted-api")
-    return HttpRules(Forwarding(options.http_header_forward_pattern), tolls, read_origins(options.allowed_origins))
+    forwarding, origins = Forwarding(options.http_header_forward_pattern), read_origins(options.allowed_origins)
+    return HttpRules(forwarding, tolls, origins, options.http_body_timeout_secs)

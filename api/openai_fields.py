@@ -12,6 +12,7 @@ import msgspec
 import orjson
 
 from ..core.errors import InvalidArgument
+from ..core.mismatch import mismatch
 
 Neutral: TypeAlias = Mapping[str, tuple[Any, ...]]
 """Fields that are known and not supported, and the values besides null that ask for nothing."""
@@ -71,8 +72,6 @@ def convert(members: Any, kind: type[_Any], where: str = "") -> _Any:
     try:
         return msgspec.convert(members, kind)
     except msgspec.ValidationError as error:
-        reason, _, path = str(error).partition(" - at `$")
-        if reason.startswith("Object missing required field"):
-            path = f"{path.rstrip('`')}.{reason.split('`')[1]}"
-        field = f"{where}{path.rstrip('`')}".lstrip(".")
-        raise InvalidArgument(f"{field}: {reason}" if field else reason, field=field or None) from None
+        found = mismatch(error)
+        field = ".".join(name for name in (where, found.path) if name)
+        raise InvalidArgument(f"{field or 'the body'} {found}", field=field or None) from None

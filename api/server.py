@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import uvicorn
 
 from ..core.errors import Unavailable
+from .http_options import BODY_TIMEOUT
 from .http_protocol import HttpProtocol, Shared
 from .tls import KeyPair
 
@@ -98,9 +99,17 @@ class StopSignals:
 
 class HttpServer:
     """One application on one bound socket, encrypted with `tls`, until `stop`. With `access_log`, uvicorn writes a line
-    for each of its requests as long as somebody wants to see it."""
+    for each of its requests as long as somebody wants to see it. `body_timeout`: seconds to wait for the next piece of
+    a request's body, after which reading it raises `BodyTimeout`."""
 
-    def __init__(self, app: Any, sock: socket.socket, access_log: bool, tls: KeyPair | None = None) -> None:
+    def __init__(
+        self,
+        app: Any,
+        sock: socket.socket,
+        access_log: bool,
+        tls: KeyPair | None = None,
+        body_timeout: float = BODY_TIMEOUT,
+    ) -> None:
         config = uvicorn.Config(
             app,
             http=HttpProtocol if access_log else _WithoutAccessLog,
@@ -114,7 +123,7 @@ class HttpServer:
             ssl_keyfile=None if tls is None else tls.key,
         )
         logging.getLogger("uvicorn.error").addFilter(_QUIET_CANCEL)
-        self._server = _Uvicorn(config)
+        self._server = _Uvicorn(config, body_timeout)
         self._socket = sock
         self._serving: asyncio.Task[None] | None = None
 
@@ -147,9 +156,9 @@ class _WithoutAccessLog(HttpProtocol):
 
 
 class _Uvicorn(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, body_timeout: float) -> None:
         super().__init__(config)
-        self.server_state = Shared()
+        self.server_state = Shared(body_timeout)
         self.listening = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from cyclopts import App
 from rich.console import Console
 from rich.table import Table
 
-from ..engine.attention.base import Batch, CacheSpec
+from ..engine.attention.base import CacheSpec
 from ..engine.attention.registry import attention_backend
+from ..engine.batch import Batch
 from ..engine.kernels import library
 from ..engine.layers.rotary import Angles, rotary
 from ..engine.spec import Rope, View
@@ -90,10 +90,8 @@ def _batch(case: Case) -> Batch:
     """Blocks lie anywhere, as they do after a while."""
     width = -(-(case.context + case.new) // BLOCK)
     tables = torch.randperm(case.sequences * width).view(case.sequences, width)
-    positions = torch.arange(case.context, case.context + case.new).repeat(case.sequences)
-    owners = torch.arange(case.sequences).repeat_interleave(case.new)
-    starts, counts = (np.full(case.sequences, number) for number in (case.context, case.new))
-    return Batch(starts, counts, tables, positions, owners)
+    starts, counts = ([number] * case.sequences for number in (case.context, case.new))
+    return Batch.of(torch.zeros(case.sequences * case.new), starts, counts, tables, BLOCK)
 
 
 def measure(turns: int) -> Iterator[Figure]:

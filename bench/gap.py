@@ -1,30 +1,26 @@
 """Where the time of a step goes: `python -m charonia.bench.gap CHECKPOINT [--precision int8] [--sequences 1 4 16 32]`.
 
-Decode steps of so many sequences, and the prompt's step before them, taken apart: the layers' matrix products,
-attention, norms and gates as the C program times them, the head, and what is left (rows, embedding, sampling, Python).
+Decode steps of so many sequences taken apart: the layers' matrix products, attention, norms and gates, and the head, as
+the C program times them, and what is left (rows, embedding, sampling, Python).
 Of all steps the fastest counts, with its parts. `least` is what the machine's limits allow, measured in the same run.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from ..core.errors import InvalidArgument
 from ..core.host import cores
 from ..engine.checkpoint import open_checkpoint
 from ..engine.kernels.program import Timed, timed
 from ..engine.kernels.tape import ATTENTION, GATE, NORM, PRODUCT
-from ..engine.layers.linear import Head
 from .gauge import Gauge
 from .limits import Demand, Job, Machine, Precision
 from .peer_charonia import Peer
@@ -53,25 +49,26 @@ class Watch:
 
     def __init__(self) -> None:
         self._best: dict[int, Step] = {}
-        self._tokens, self._began, self._head = 0, 0.0, 0.0
+        self._tokens, self._began = 0, 0.0
 
     def see(self, run: Timed) -> None:
-        """The layers of a step are done, and were of the one before when it began: between lie that one's head and
-        sampling, and these layers."""
+        """A step is computed, and the one before was when it began: between lie that one's sampling, and this one."""
         now = perf_counter()
         if self._tokens == run.tokens:
             whole = now - self._began
             if run.tokens not in self._best or whole < self._best[run.tokens].whole:
-                parts = {name: float(run.seconds[run.kinds == kind].sum()) for name, kind in PARTS.items()}
-                self._best[run.tokens] = Step(run.tokens, {**parts, "head": self._head}, whole)
-        self._tokens, self._began, self._head = run.tokens, now, 0.0
-
-    def see_head(self, seconds: float) -> None:
-        self._head = seconds
+                self._best[run.tokens] = Step(run.tokens, _parts(run), whole)
+        self._tokens, self._began = run.tokens, now
 
     def steps(self) -> Iterator[Step]:
         """Those of which one followed another."""
         return (self._best[tokens] for tokens in sorted(self._best))
+
+
+def _parts(run: Timed) -> dict[str, float]:
+    heads = (run.kinds == PRODUCT) & run.chosen
+    parts = {name: float(run.seconds[(run.kinds == kind) & ~heads].sum()) for name, kind in PARTS.items()}
+    return {**parts, "head": float(run.seconds[heads].sum())}
 
 
 @app.default
@@ -108,28 +105,13 @@ def main(
 def _decode(peer: Peer, job: Job, tries: int) -> Step:
     """Raises InvalidArgument: the layers run as no program here, or no step followed another."""
     watch, random = Watch(), np.random.default_rng(0)
-    with timed(watch.see), _heads(watch):
+    with timed(watch.see):
         for _ in range(tries):
             peer.generate(random.integers(1, 60, (job.sequences, job.prompt)).tolist(), job.new)
     for step in watch.steps():
         if step.tokens == job.sequences:
             return step
     raise InvalidArgument("no decode step was timed: its layers are not run by the C kernels as one program")
-
-
-@contextmanager
-def _heads(watch: Watch) -> Iterator[None]:
-    """Times the head, which is no part of the layers' program."""
-    plain = Head.__call__
-
-    def watched(self: Head, x: Tensor) -> Tensor:
-        began = perf_counter()
-        logits = plain(self, x)
-        watch.see_head(perf_counter() - began)
-        return logits
-
-    with patch.object(Head, "__call__", watched):
-        yield
 
 
 def _least(demand: Demand, job: Job, machine: Machine) -> float:

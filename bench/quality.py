@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from cyclopts import App, Parameter
@@ -20,8 +19,9 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from ..engine.attention.base import Attention, Batch, CacheSpec
+from ..engine.attention.base import Attention, CacheSpec
 from ..engine.attention.registry import attention_backend
+from ..engine.batch import Batch
 from ..engine.checkpoint import open_checkpoint
 from ..engine.models.base import Decoder
 from ..engine.models.registry import recipe
@@ -61,9 +61,9 @@ class Model:
     @torch.inference_mode()
     def losses(self, window: Tensor) -> Tensor:
         """[n - 1] in nats, of all tokens int64 [n] but the first."""
-        step = _whole(len(window))
-        attend = self._attention.begin(step)
-        logits = self._decoder.logits(window, step.positions, attend, [step.positions[:-1]])
+        blocks = torch.arange(WINDOW // BLOCK).unsqueeze(0)
+        step = Batch.of(window, [0], [len(window)], blocks, BLOCK)
+        logits = self._decoder.logits(step, self._attention.begin(step), [step.positions[:-1]])
         assert logits is not None, "one rank is the last stage too"
         return F.cross_entropy(next(logits).float(), window[1:], reduction="none")
 
@@ -99,12 +99,6 @@ def held_out_modules() -> Iterator[str]:
 
 def is_held_out(origin: str) -> bool:
     return random.Random(f"{SEED} {origin}").random() < SHARE
-
-
-def _whole(tokens: int) -> Batch:
-    """One sequence of so many tokens, in the first blocks."""
-    table, positions = torch.arange(WINDOW // BLOCK).unsqueeze(0), torch.arange(tokens)
-    return Batch(np.zeros(1, np.int64), np.array([tokens]), table, positions, torch.zeros(tokens, dtype=torch.int64))
 
 
 def compare(checkpoint: Path, windows: list[Tensor], dtype: torch.dtype = torch.bfloat16) -> tuple[Score, Score]:

@@ -49,11 +49,11 @@ class Doors:
 
     def _wanted(self) -> Iterator[Server]:
         entry = self._plan.entry
-        app = build_app(self._hub, self._info, entry.keys, entry.rules)
+        app, patience = build_app(self._hub, self._info, entry.keys, entry.rules), entry.rules.body_timeout
         if self._ports.http is not None:
-            yield HttpServer(app, self._ports.http, access_log=True, tls=entry.tls)
+            yield HttpServer(app, self._ports.http, access_log=True, tls=entry.tls, body_timeout=patience)
         for cloud, sock in zip(entry.clouds, self._ports.clouds, strict=True):
-            yield HttpServer(CloudDoor(app, cloud, self._models), sock, access_log=True)
+            yield HttpServer(CloudDoor(app, cloud, self._models), sock, access_log=True, body_timeout=patience)
         if self._grpc is not None:
             yield self._grpc
 

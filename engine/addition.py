@@ -6,10 +6,11 @@ Knows nothing of sockets and text.
 import secrets
 from collections.abc import Sequence
 
-from ..core.errors import InvalidArgument, TooLong
+from ..core.errors import InvalidArgument
 from ..core.request import Conversation, GenerateRequest, SamplingParams
 from ..scheduler.plan import RowSampling, Shaping
 from ..tokenization.generation import GenerationDefaults, Sampling, resolve
+from ..tokenization.tokenizer import Limit
 from .intake import check_vocabulary
 from .messages import Add, Ready
 
@@ -104,15 +105,10 @@ def _bias(bias: dict[int, float], vocab_size: int) -> tuple[tuple[int, float], .
 
 def _max_tokens(request: GenerateRequest, prompt: int, length: int) -> int:
     asked = request.sampling.max_tokens
-    if asked is not None and asked > length:
-        raise InvalidArgument(f"max_tokens {asked} exceeds the model's length of {length} tokens", field="max_tokens")
     new = max(1, length - prompt) if asked is None else asked
     if prompt + new > length:
-        wanted = f"a prompt of {prompt} with max_tokens {new} exceeds it"
-        raise TooLong(
-            f"this model's maximum context length is {length} tokens: {wanted}",
-            field="max_tokens" if prompt < length else _field(request),
-        )
+        field = "max_tokens" if prompt < length else _field(request)
+        raise Limit(length).refuse(f"a prompt of {prompt} with max_tokens {new} exceeds it", field)
     return new
 
 

@@ -164,8 +164,8 @@ class EngineClient:
         add = self._numbered(add, account)
         replica, cached = self.replicas.choose(add)
         channel = self._enter(add, account, cached)
-        replica.take(add, channel)
         try:
+            replica.take(add, channel)
             yield channel
         finally:
             replica.drop(add)

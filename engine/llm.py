@@ -6,7 +6,6 @@ Knows nothing of protocols, and of the engine only its client. Leaves torch to t
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -21,10 +20,10 @@ from ..core.request import (
     GenerateRequest,
     InferRequest,
     InferResponse,
-    Prompt,
     TokenizeRequest,
 )
 from ..core.statistics import Statistics
+from ..tokenization.async_tokenizer import AsyncTokenizer
 from ..tokenization.files import locate
 from ..tokenization.generation import GenerationDefaults, read_defaults
 from ..tokenization.tokenizer import Limit, Tokenizer
@@ -42,9 +41,6 @@ from .writer import Writer
 OnProgress: TypeAlias = Callable[[str, float, float, str], None]
 """Called while loading: phase, fraction done, seconds so far, detail."""
 
-_TOKENIZER_THREADS = 2
-_SHORT = 256
-"""Characters, or tokens, that take less time to turn into the others than to hand to another thread."""
 _COUNTED = 65_536
 """Tokens that may be counted for a model whose own length is shorter: what is yet to be cut is longer than that."""
 
@@ -55,17 +51,18 @@ def silent(phase: str, fraction: float, seconds: float, detail: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """What the frontend reads of a checkpoint."""
+    """What the frontend reads of a checkpoint. `async_tokenizer`: the same, for what may take long."""
 
     tokenizer: Tokenizer
     defaults: GenerationDefaults
+    async_tokenizer: AsyncTokenizer
 
     @classmethod
     def load(cls, model: str) -> "Language":
         """Read a checkpoint directory or hub id; `Tokenizer.load` says what may be wrong with it."""
         directory = locate(model)
         tokenizer = Tokenizer.load(directory)
-        return cls(tokenizer, read_defaults(directory, tokenizer))
+        return cls(tokenizer, read_defaults(directory, tokenizer), AsyncTokenizer(tokenizer))
 
     def within(self, vocab_size: int) -> "Language":
         """The same for a model of so many tokens."""
@@ -100,7 +97,6 @@ class LlmModel:
         self._metrics = LlmMetrics()
         self._accounts = Accounts(self._metrics)
         self._client = driver.connect(self._report, self._metrics)
-        self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, "tokenizer")
         self._loaded: Language | None = None
         self._vocab_size = 0
         self._counted = _COUNTED
@@ -160,21 +156,25 @@ class LlmModel:
             raise
 
     async def unload(self) -> None:
+        """Streams still open end with `Unavailable`; what is only tokenized comes to its end."""
+        language, self._loaded = self._loaded, None
         await self._client.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        if language is not None:
+            language.async_tokenizer.close()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         # The whole way of a token in one generator: each more would cost every frame of every stream.
         with self._accounts.open(request) as account:
             language = self._language
+            tokenizer = language.async_tokenizer
             self._driver.check(request)
             self._client.check_size(request)
             with self._client.place(request.tenant) as engine:
-                prompt = await self._prompt_ids(request.prompt, limit=Limit(engine.max_model_len))
+                prompt = await tokenizer.prompt_ids(request.prompt, limit=Limit(engine.max_model_len))
                 self._client.check_size(request, len(prompt))
-                banned = language.tokenizer.word_ids(request.sampling.bad_words)
+                banned = await tokenizer.word_ids(request.sampling.bad_words)
                 add = addition(request, prompt, language.defaults, engine, banned)
-            echo = language.tokenizer.text(request.prompt, prompt) if request.echo else ""
+                echo = await tokenizer.text(request.prompt, prompt) if request.echo else ""
             writer = Writer(language.tokenizer, prompt, request.sampling, echo)
             with self._client.open(add, account) as channel:
                 while (chunk := writer.chunk(await channel.read())).finish_reason is None:
@@ -197,14 +197,11 @@ class LlmModel:
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
         limit = Limit(self._counted, "what is only tokenized may have at most")
-        return await self._prompt_ids(request.prompt, request.special, request.invite, limit)
+        return await self._language.async_tokenizer.prompt_ids(request.prompt, request.special, request.invite, limit)
 
     async def detokenize(self, ids: Sequence[int]) -> str:
-        language = self._language
         check_vocabulary(ids, self._vocab_size, "tokens")
-        if len(ids) <= _SHORT:
-            return language.tokenizer.decode(ids)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, language.tokenizer.decode, ids)
+        return await self._language.async_tokenizer.decode(ids)
 
     @property
     def _language(self) -> Language:
@@ -212,13 +209,6 @@ class LlmModel:
             raise Unavailable(f"model '{self._config.name}' is not loaded")
         return self._loaded
 
-    async def _prompt_ids(
-        self, prompt: Prompt, special: bool = True, invite: bool = True, limit: Limit | None = None
-    ) -> list[int]:
-        loop, read = asyncio.get_running_loop(), self._language.tokenizer.prompt_ids
-        if isinstance(prompt, tuple) or (isinstance(prompt, str) and len(prompt) <= _SHORT):
-            return read(prompt, special, invite, limit)
-        return await loop.run_in_executor(self._threads, read, prompt, special, invite, limit)
-
     def _report(self, loading: Loading) -> None:
-        self._on_progress(loading.phase, loading.fraction, loading.seconds, loading.detail)
+        if self._loaded is None:  # who watches the start is gone when a core is started again
+            self._on_progress(loading.phase, loading.fraction, loading.seconds, loading.detail)

@@ -128,10 +128,12 @@ class Refused(msgspec.Struct, array_like=True, tag="refused", frozen=True):
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed", frozen=True):
-    """The core could not start, or its loop broke; it exits after this. `code`: see `core.errors.Code`."""
+    """The core could not start, or its loop broke; it exits after this. `code`: see `core.errors.Code`. `field`: the
+    parameter that was wrong, if one was."""
 
     message: str
     code: str = "INTERNAL"
+    field: str = ""
 
 
 FromCore: TypeAlias = Loading | Ready | Updates | Refused | Failed

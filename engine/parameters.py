@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_args
 import msgspec
 
 from ..core.errors import InvalidArgument
+from ..core.mismatch import mismatch
 
 T = TypeVar("T")
 
@@ -31,11 +32,10 @@ def _value(name: str, text: Any, types: Mapping[str, Any]) -> Any:
     try:
         return msgspec.convert(text, types[name], strict=False)
     except msgspec.ValidationError as error:
-        raise InvalidArgument(f"parameter '{name}': {_reason(types[name], error)}, got {text!r}", field=name) from None
+        reason = _choices(types[name]) or mismatch(error).reason
+        raise InvalidArgument(f"parameter '{name}' {reason}, got {text!r}", field=name) from None
 
 
-def _reason(expected: Any, error: msgspec.ValidationError) -> str:
+def _choices(expected: Any) -> str:
     choices = [choice for kind in get_args(expected) for choice in get_args(kind) if isinstance(choice, str)]
-    if choices:
-        return f"expected one of {', '.join(choices)}"
-    return str(error).partition(",")[0].replace(" | null", "").replace("Expected", "expected")
+    return f"must be one of {', '.join(choices)}" if choices else ""

@@ -128,7 +128,8 @@ def model_length(wanted: int | None, capacity: Capacity) -> int:
         InvalidArgument: more are wanted than the model can attend to.
     """
     if wanted is not None and wanted > capacity.max_model_len:
-        raise InvalidArgument(f"max_model_len {wanted} exceeds the model's own {capacity.max_model_len}")
+        message = f"max_model_len {wanted} exceeds the model's own {capacity.max_model_len}"
+        raise InvalidArgument(message, field="max_model_len")
     return wanted or capacity.max_model_len
 
 
@@ -146,21 +147,21 @@ def cache_blocks(cache: CacheConfig, capacity: Capacity, useful_tokens: int) -> 
         share = int(capacity.free_bytes * cache.memory_fraction) // capacity.block_bytes
         blocks = min(share, _USEFUL_TIMES * useful_tokens // cache.block_size + 1)
     if blocks < 1:
-        raise InvalidArgument(
-            f"no room for the cache: a block of {cache.block_size} tokens takes {capacity.block_bytes} bytes,"
-            f" and {_allowed(cache, capacity)}"
-        )
+        raise _no_room(cache, capacity)
     return blocks
 
 
-def _allowed(cache: CacheConfig, capacity: Capacity) -> str:
+def _no_room(cache: CacheConfig, capacity: Capacity) -> InvalidArgument:
+    block = f"no room for the cache: a block of {cache.block_size} tokens takes {capacity.block_bytes} bytes"
     if cache.bytes is not None:
-        return f"kv_cache_bytes is {cache.bytes}"
-    return f"of {capacity.free_bytes} that are free it may have kv_cache_memory_fraction {cache.memory_fraction:g}"
+        return InvalidArgument(f"{block}, and kv_cache_bytes is {cache.bytes}", field="kv_cache_bytes")
+    field = "kv_cache_memory_fraction"
+    allowed = f"of {capacity.free_bytes} that are free it may have {field} {cache.memory_fraction:g}"
+    return InvalidArgument(f"{block}, and {allowed}", field=field)
 
 
 def _last_words(error: Exception) -> Failed:
     if isinstance(error, CharoniaError):
-        return Failed(error.message, error.code)
+        return Failed(error.message, error.code, error.field or "")
     show(error)
     return Failed(f"{type(error).__name__}: {error}", Code.INTERNAL)

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..scheduler.plan import IntArray, NewSequence, StepPlan
-from .attention.base import Batch
+from .batch import Batch, picked, to_device
 from .random import signed
-from .sampling import CHOICE, Choices
+from .sampling import CHOICE, Choices, is_greedy
 from .scoring import Scored, Wish, Wishes, spread
 from .shaping import Shapes
 
@@ -23,18 +23,19 @@ LongArray = NDArray[np.int64]
 
 
 class Inputs(NamedTuple):
-    """One step, packed: ids [N] on the device, what attention needs, and where the samples are taken.
+    """One step: its tokens, and where samples are taken.
 
-    `last` [S] are the packed places whose hidden states give the next token, `rows` [S] the rows they belong to.
-    `shaped`: the places in `rows` whose logits are to be changed; `logprobs`: those that want some, and how many.
-    `scored`: tokens of prompts that want theirs, if there are any.
+    `last` [S] are the packed places whose hidden states give the next token, `rows` [S] the rows they belong to,
+    `positions` [S] those of the next tokens. `choices` [S]: None, all are greedy. `shaped`: the places in `rows` whose
+    logits are to be changed; `logprobs`: those that want some, and how many. `scored`: tokens of prompts that want
+    theirs, if there are any.
     """
 
-    tokens: Tensor
     batch: Batch
     last: Tensor
-    rows: LongArray
-    choices: Choices
+    rows: IntArray
+    positions: IntArray
+    choices: Choices | None
     shaped: LongArray
     logprobs: Mapping[int, int]
     scored: Scored | None
@@ -56,51 +57,48 @@ class Rows:
         self._blocks: LongArray = np.zeros(0, dtype=np.int64)
         self._sampling: Choices = np.zeros(0, dtype=CHOICE)
         self._shapes = Shapes(self._device)
+        self._drawing: set[int] = set()
         self._logprobs: dict[int, int] = {}
         self._scored = Wishes()
 
     def update(self, plan: StepPlan) -> None:
         """Apply what changed since the last plan; `plan.copies` is the cache's business."""
-        self._blocks[plan.closed] = 0
-        self._forget(plan.closed.tolist())
+        if len(plan.closed):
+            self._blocks[plan.closed] = 0
+            self._forget(plan.closed.tolist())
         for sequence in plan.new:
             self._enter(sequence)
         if len(plan.appended):
             self._append(plan.appended.astype(np.int64))
 
     def inputs(self, plan: StepPlan) -> Inputs:
-        """Gather the step's tokens and numbers out of the rows."""
-        rows, starts, counts = (column.astype(np.int64) for column in (plan.rows, plan.starts, plan.counts))
-        ends = counts.cumsum()
-        owners = np.repeat(np.arange(len(rows)), counts)
-        positions = np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)
-        samples = np.flatnonzero(plan.samples)
-        blocks = -(-int((starts + counts).max()) // self._block_size)
+        """Gather the step's numbers out of the rows."""
+        batch = Batch(plan.rows, plan.starts, plan.counts, self._tokens, self._tables, self._block_size)
+        ends = plan.starts + plan.counts
+        rows, positions = plan.rows[plan.samples], ends[plan.samples]
         return Inputs(
-            self._picked(self._tokens, (rows[owners], positions)),
-            Batch(
-                starts, counts, self._picked(self._tables, (rows,))[:, :blocks], self._to(positions), self._to(owners)
-            ),
-            self._to(ends[samples] - 1),
-            rows[samples],
-            self._choices(rows[samples], (starts + counts)[samples]),
-            self._shapes.places(rows[samples]),
-            self._wanted(rows[samples]),
+            batch,
+            to_device((batch.firsts + plan.counts - 1)[plan.samples], self._device),
+            rows,
+            positions,
+            self._choices(rows, positions),
+            self._shapes.places(rows),
+            self._wanted(rows),
             self._to_score(plan),
         )
 
     def shape(self, inputs: Inputs, logits: Tensor) -> None:
         """Change the float32 `logits` of `inputs.shaped` in place, as their rows ask."""
-        places = inputs.shaped
-        self._shapes.apply(logits, inputs.rows[places], inputs.choices["position"][places], self._tokens)
+        rows, positions = (each[inputs.shaped].astype(np.int64) for each in (inputs.rows, inputs.positions))
+        self._shapes.apply(logits, rows, positions, self._tokens)
 
     def write(self, inputs: Inputs, tokens: Tensor) -> None:
         """Store the sampled `tokens` [S] behind what their rows know."""
-        self._keep(inputs.rows, inputs.choices["position"], tokens.to(torch.int32))
+        self._keep(inputs.rows, inputs.positions, tokens)
 
     def learn(self, rows: IntArray, positions: IntArray, tokens: IntArray) -> None:
         """Store `tokens` [S] that were sampled elsewhere, at `positions` [S] of `rows` [S]."""
-        self._keep(rows.astype(np.int64), positions.astype(np.int64), self._to(tokens.astype(np.int32)))
+        self._keep(rows, positions, to_device(tokens, self._device))
 
     def _enter(self, sequence: NewSequence) -> None:
         row = sequence.row
@@ -111,6 +109,8 @@ class Rows:
         asked = sequence.sampling
         top_k, seed = max(asked.top_k, 0), signed(asked.seed)
         self._sampling[row] = (asked.temperature, top_k, asked.top_p, asked.min_p, seed, asked.choice, 0)
+        if not is_greedy(asked):
+            self._drawing.add(row)
         if asked.shaping is not None:
             self._shapes.enter(row, sequence.prompt, asked.shaping)
         if asked.logprobs is not None:
@@ -121,6 +121,7 @@ class Rows:
     def _forget(self, rows: Iterable[int]) -> None:
         """What left asks for nothing more: a step without wishes looks for none."""
         for row in rows:
+            self._drawing.discard(row)
             self._logprobs.pop(row, None)
             self._shapes.leave(row)
             self._scored.leave(row)
@@ -131,12 +132,14 @@ class Rows:
         self._tables[self._to(rows), self._to(places)] = self._to(blocks)
         np.add.at(self._blocks, rows, 1)
 
-    def _choices(self, rows: LongArray, positions: LongArray) -> Choices:
+    def _choices(self, rows: IntArray, positions: IntArray) -> Choices | None:
+        if not self._drawing:
+            return None
         choices = self._sampling[rows]
         choices["position"] = positions
         return choices
 
-    def _wanted(self, rows: LongArray) -> Mapping[int, int]:
+    def _wanted(self, rows: IntArray) -> Mapping[int, int]:
         if not self._logprobs:
             return {}
         return {place: self._logprobs[row] for place, row in enumerate(rows.tolist()) if row in self._logprobs}
@@ -146,7 +149,7 @@ class Rows:
         if not stretches:
             return None
         rows, positions, places = spread(stretches)
-        return Scored(stretches, self._to(places), self._picked(self._tokens, (rows, positions)).long())
+        return Scored(stretches, self._to(places), picked(self._tokens, rows, positions).long())
 
     def _grow(self, rows: int) -> None:
         have = len(self._blocks)
@@ -158,22 +161,16 @@ class Rows:
         self._tokens = torch.cat([self._tokens, self._tokens.new_zeros((more, self._width[0]))])
         self._tables = torch.cat([self._tables, self._tables.new_zeros((more, self._width[1]))])
 
-    def _picked(self, table: Tensor, at: tuple[LongArray, ...]) -> Tensor:
-        """table[at]; on the CPU by numpy, which begins sooner than torch."""
-        if self._device.type == "cpu":
-            return torch.from_numpy(table.numpy()[at])
-        return table[tuple(self._to(column) for column in at)]
-
-    def _keep(self, rows: LongArray, positions: LongArray, tokens: Tensor) -> None:
-        """int32 `tokens` [S] behind what their rows know."""
+    def _keep(self, rows: IntArray, positions: IntArray, tokens: Tensor) -> None:
+        """`tokens` [S] behind what their rows know."""
         if self._device.type == "cpu":
             self._tokens.numpy()[rows, positions] = tokens.numpy()
         else:
-            self._tokens[self._to(rows), self._to(positions)] = tokens
+            at = (to_device(column.astype(np.int64), self._device) for column in (rows, positions))
+            self._tokens[tuple(at)] = tokens.to(torch.int32)
 
     def _to(self, column: NDArray[np.signedinteger[Any]]) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(column))
-        return tensor if self._device.type == "cpu" else tensor.to(self._device)
+        return to_device(column, self._device)
 
 
 def _occurrence(rows: LongArray) -> LongArray:

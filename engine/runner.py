@@ -52,14 +52,13 @@ class Runner:
         """Those of the rows that are sampled, if any, then piece by piece those that score prompts."""
         sampled = (inputs.last,) if len(inputs.rows) else ()
         scored = () if inputs.scored is None else inputs.scored.pieces
-        attend = self._attention.begin(inputs.batch)
-        return self._model.logits(inputs.tokens, inputs.batch.positions, attend, (*sampled, *scored))
+        return self._model.logits(inputs.batch, self._attention.begin(inputs.batch), (*sampled, *scored))
 
     def _sampled(self, plan: StepPlan, inputs: Inputs, logits: Tensor) -> StepResult:
         tokens = self._choose(inputs, logits)
         self._rows.write(inputs, tokens)
         logprobs = top_logprobs(logits, tokens, inputs.logprobs)
-        return _result(plan, tokens.to(torch.int32).cpu().numpy(), logprobs)
+        return _result(plan, inputs, tokens.to(torch.int32).cpu().numpy(), logprobs)
 
     def _choose(self, inputs: Inputs, logits: Tensor) -> Tensor:
         """Token ids [S]. Logits that rows want changed are changed in a copy: the others pay nothing for them."""
@@ -68,7 +67,7 @@ class Runner:
         at = torch.from_numpy(inputs.shaped).to(self._device)
         changed = logits[at].float()
         self._rows.shape(inputs, changed)
-        theirs = sample(changed, inputs.choices[inputs.shaped])
+        theirs = sample(changed, None if inputs.choices is None else inputs.choices[inputs.shaped])
         if len(inputs.shaped) == len(logits):
             return theirs
         return sample(logits, inputs.choices).index_copy(0, at, theirs)
@@ -79,7 +78,5 @@ def _nothing(plan: StepPlan) -> StepResult:
     return StepResult(plan.step, none, none, none, none)
 
 
-def _result(plan: StepPlan, tokens: IntArray, logprobs: tuple[Logprobs | None, ...]) -> StepResult:
-    sampled = plan.samples
-    rows = plan.rows[sampled]
-    return StepResult(plan.step, rows, (plan.starts + plan.counts)[sampled], np.ones_like(rows), tokens, logprobs)
+def _result(plan: StepPlan, inputs: Inputs, tokens: IntArray, logprobs: tuple[Logprobs | None, ...]) -> StepResult:
+    return StepResult(plan.step, inputs.rows, inputs.positions, np.ones_like(inputs.rows), tokens, logprobs)

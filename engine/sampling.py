@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..scheduler.plan import RowSampling
 from .kernels.largest import largest
 from .random import uniform
 
@@ -39,8 +40,15 @@ CHOICE = np.dtype(
 """`position` is that of the token to be chosen; the rest is RowSampling's, the seed as a signed number."""
 
 
-def sample(logits: Tensor, choices: Choices) -> Tensor:
-    """Token ids int64 [S] for logits [S, vocabulary]."""
+def is_greedy(asked: RowSampling) -> bool:
+    """Whether it takes the likeliest token, whatever its random numbers are."""
+    return asked.temperature < GREEDY_BELOW or asked.top_k == 1
+
+
+def sample(logits: Tensor, choices: Choices | None) -> Tensor:
+    """Token ids int64 [S] for logits [S, vocabulary]; the likeliest of each row without `choices`."""
+    if choices is None:
+        return largest(logits)
     greedy = (choices["temperature"] < GREEDY_BELOW) | (choices["top_k"] == 1)
     if greedy.all():
         return largest(logits)

@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..core.logprobs import Scores
-from ..scheduler.plan import StepPlan
+from ..scheduler.plan import LongArray, StepPlan
 from .logprobs import measure
 
 PIECE = 64
@@ -91,7 +90,7 @@ class Scored(NamedTuple):
         ]
 
 
-def spread(stretches: Sequence[Stretch]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def spread(stretches: Sequence[Stretch]) -> tuple[LongArray, LongArray, LongArray]:
     """Of all their tokens: the rows, the positions, and the packed places before them; each [T]."""
     counts = [stretch.length for stretch in stretches]
     begins = np.array([(stretch.row, stretch.first, stretch.place) for stretch in stretches])

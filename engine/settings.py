@@ -11,11 +11,12 @@ import orjson
 
 from ..core.errors import InvalidArgument
 from ..core.guide import Guide, GuideKind
+from ..core.mismatch import mismatch
 from ..core.request import SamplingParams, Scalar
 from ..core.tensor import Tensor
 
 T = TypeVar("T")
-Microseconds: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+Microseconds: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 MAX_CHOICES = 128
 """Answers to one prompt that may be asked for at once."""
@@ -45,6 +46,13 @@ class Manner(msgspec.Struct, frozen=True, kw_only=True):
     def guide(self) -> Guide | None:
         """Raises `InvalidArgument` for a guide without its type, or the other way round."""
         return Guide.of(self.guided_decoding_guide_type, self.guided_decoding_guide)
+
+
+class _Given(NamedTuple):
+    """A parameter, and the name it came by."""
+
+    name: str
+    value: Any
 
 
 class Settings(NamedTuple):
@@ -112,7 +120,7 @@ def read_settings(parameters: Mapping[str, Scalar], replacement: Tensor | None) 
     """
     given = _renamed(parameters)
     if replacement is not None:
-        manner = {name: value for name, value in given.items() if name in _MANNER}
+        manner = {name: each for name, each in given.items() if name in _MANNER}
         given = manner | _renamed(_json_object(replacement))
     return Settings(_convert(given, _SAMPLING, SamplingParams), _convert(given, _MANNER, Manner))
 
@@ -151,17 +159,18 @@ def _json_object(tensor: Tensor) -> dict[str, Any]:
     return content
 
 
-def _renamed(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _renamed(parameters: Mapping[str, Any]) -> dict[str, _Given]:
     """The parameters that say something, by our own names."""
-    renamed: dict[str, Any] = {}
+    renamed: dict[str, _Given] = {}
     for given, value in parameters.items():
         name = given.removeprefix(_LLMAPI_PREFIX)
         name = _ALIASES.get(name, name)
         if _says_nothing(given, name, value):
             continue
         if name in renamed:
-            raise InvalidArgument(f"parameter '{given}' says again what another one says", field=given)
-        renamed[name] = value
+            text = f"parameter '{given}' says again what '{renamed[name].name}' says"
+            raise InvalidArgument(text, field=given)
+        renamed[name] = _Given(given, value)
     return renamed
 
 
@@ -180,8 +189,8 @@ def _says_nothing(given: str, name: str, value: Any) -> bool:
     raise InvalidArgument(f"parameter '{given}' is not supported yet", field=given)
 
 
-def _convert(given: Mapping[str, Any], names: set[str], kind: type[T]) -> T:
-    wanted = {name: value for name, value in given.items() if name in names}
+def _convert(given: Mapping[str, _Given], names: set[str], kind: type[T]) -> T:
+    wanted = {name: each.value for name, each in given.items() if name in names}
     for name in _LISTS & wanted.keys():
         if isinstance(wanted[name], int | str):
             wanted[name] = [wanted[name]]
@@ -189,6 +198,17 @@ def _convert(given: Mapping[str, Any], names: set[str], kind: type[T]) -> T:
         # Not strict: some clients can send numbers only as text.
         return msgspec.convert(wanted, kind, strict=False)
     except msgspec.ValidationError as error:
-        reason, _, path = str(error).partition(" - at ")
-        field = path.partition("`$.")[2].rstrip("`").split("[")[0]
-        raise InvalidArgument(f"parameter '{field}': {reason}", field=field) from error
+        found = mismatch(error)
+        said, value = given[found.path.partition("[")[0]]
+        element = found.path[found.path.find("[") :] if isinstance(value, list) else ""
+        raise InvalidArgument(f"parameter '{said}{element}' {found}", field=said) from error
+    except InvalidArgument as error:
+        raise _as_said(error, given) from None
+
+
+def _as_said(error: InvalidArgument, given: Mapping[str, _Given]) -> InvalidArgument:
+    """By the name that the parameter came by."""
+    culprit = given.get(error.field or "")
+    if culprit is None or culprit.name == error.field:
+        return error
+    return InvalidArgument(f"parameter '{culprit.name}': {error.message}", field=culprit.name)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..scheduler.plan import Shaping
+from ..scheduler.plan import IntArray, Shaping
 
 LongArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
@@ -65,7 +65,7 @@ class Shapes:
         """Its sequence is gone, if it had one that asked for something."""
         self._shapes.pop(row, None)
 
-    def places(self, rows: LongArray) -> LongArray:
+    def places(self, rows: IntArray) -> LongArray:
         """Where in `rows` are those that ask for something."""
         if not self._shapes:
             return np.zeros(0, np.int64)

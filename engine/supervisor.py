@@ -186,10 +186,12 @@ class CoreSupervisor:
             case Ready():
                 self._serve(message)
             case Failed():
-                self._failure = error_of(message.code, message.message)
+                self._failure = error_of(message.code, message.message, message.field or None)
 
     def _serve(self, info: Ready) -> None:
         self.info = info
         self._born = self._last_turn = time.monotonic()
         if self._first is not None and not self._first.done():
             self._first.set_result(info)
+        else:
+            log.info("%s serves again", self._name)

@@ -113,14 +113,18 @@ class Hub:
         return Running(text.generate(request), serves.tally)
 
     async def tokenize(self, name: str, request: TokenizeRequest) -> list[int]:
-        tokens = await self._writing(name)[1].tokenize(request)
+        serves, text = self._writing(name)
+        with serves.tally.running():
+            tokens = await text.tokenize(request)
         finish()
         return tokens
 
     async def detokenize(self, name: str, ids: list[int]) -> str:
-        text = await self._writing(name)[1].detokenize(ids)
+        serves, text = self._writing(name)
+        with serves.tally.running():
+            told = await text.detokenize(ids)
         finish()
-        return text
+        return told
 
     # What the composition root does
 

@@ -4,7 +4,8 @@ Knows nothing of models.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar, cast
 
 from ..core.exchange import current
@@ -35,6 +36,15 @@ class Tally:
             self._idle.set()
         if self._whole is not None:
             self._whole.leave()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """One runs during the block."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
 
     async def drained(self) -> None:
         """Return when none runs."""

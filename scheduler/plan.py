@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 from ..core.logprobs import Logprobs, Scores
 
 IntArray = NDArray[np.int32]
+LongArray = NDArray[np.int64]
+"""What numpy makes of indices, and torch takes for them."""
 
 
 class Shaping(NamedTuple):

@@ -28,6 +28,10 @@ class Limit(NamedTuple):
     tokens: int
     whose: str = "this model's maximum context length is"
 
+    def refuse(self, what: str, field: str) -> TooLong:
+        """The error for `what` goes beyond it."""
+        return TooLong(f"{self.whose} {self.tokens} tokens: {what}", field=field)
+
 
 class Tokenizer:
     """What a checkpoint's tokenizer.json, tokenizer_config.json and chat template say, as transformers reads them."""
@@ -92,8 +96,7 @@ class Tokenizer:
         while limit is not None and length < len(text):
             tokens = len(self.encode(text[:length], special))
             if tokens > 2 * limit.tokens:
-                beginning = f"the first {length} characters of {field} are {tokens} tokens"
-                raise TooLong(f"{limit.whose} {limit.tokens} tokens: {beginning}", field=field)
+                raise limit.refuse(f"the first {length} characters of {field} are {tokens} tokens", field)
             length *= 4
         return self.encode(text, special)
 

@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from ..batch import Batch
 from ..layers.rotary import Angles
 from ..spec import View
 
@@ -46,25 +45,6 @@ class CacheSpec(NamedTuple):
     def block_bytes(self) -> int:
         """Bytes of keys and values in one block, over all layers, in the dtype computed in, without padding."""
         return 2 * self.layers * self.block_size * self.kv_heads * self.head_dim * self.dtype.itemsize
-
-
-class Batch(NamedTuple):
-    """The tokens of one step, packed: R rows of `counts` tokens each, N in all.
-
-    `starts` and `counts` [R] are host numbers; `tables` [R, B] holds block ids (anything after a row's last),
-    `positions` and `owners` [N] each token's position in its sequence and its index among the rows.
-    """
-
-    starts: NDArray[np.int64]
-    counts: NDArray[np.int64]
-    tables: Tensor
-    positions: Tensor
-    owners: Tensor
-
-    def slots(self, block_size: int) -> Tensor:
-        """[N] where each token's keys and values go: block id * block size + offset."""
-        block = torch.div(self.positions, block_size, rounding_mode="floor")
-        return self.tables[self.owners, block] * block_size + self.positions % block_size
 
 
 class Attend(Protocol):

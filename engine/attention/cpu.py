@@ -17,8 +17,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...scheduler.plan import IntArray
+from ..batch import Batch
 from ..spec import View
-from .base import Attend, Batch, CacheSpec, Support, Turning
+from .base import Attend, CacheSpec, Support, Turning
 
 WASTE = 1.25
 """How much longer than its shortest row a batch of decoding rows may be padded."""
@@ -53,7 +55,7 @@ class CpuAttention:
                 cache[moves[:, 1]] = cache[moves[:, 0]]
 
     def begin(self, batch: Batch) -> Attend:
-        slots = batch.slots(self._spec.block_size)
+        slots = batch.slots()
         parts = [self._parts(batch, view) for view in self._kinds]
         token = (-1, self._spec.kv_heads * self._spec.head_dim)
 
@@ -74,7 +76,6 @@ class CpuAttention:
 
     def _decoding(self, batch: Batch, view: View) -> Iterator["_Part"]:
         """Rows of one token, in groups of nearly equal length."""
-        first = np.cumsum(batch.counts) - batch.counts
         single = np.flatnonzero(batch.counts == 1)
         skipped = self._skipped(batch.starts[single], view)
         lengths = batch.starts[single] + 1 - skipped * self._spec.block_size
@@ -84,7 +85,7 @@ class CpuAttention:
             yield _Decoding(
                 self._spec,
                 _mixer(view, causal=False),
-                torch.from_numpy(first[rows]),
+                torch.from_numpy(batch.firsts[rows]),
                 self._blocks(batch, rows, skipped[members], longest),
                 longest,
                 self._padding(lengths[members], longest, view.window),
@@ -92,16 +93,15 @@ class CpuAttention:
 
     def _chunks(self, batch: Batch, view: View) -> Iterator["_Part"]:
         """Rows of several tokens, each by itself."""
-        first = np.cumsum(batch.counts) - batch.counts
         skipped = self._skipped(batch.starts, view)
         for row in np.flatnonzero(batch.counts > 1):
             start, count = int(batch.starts[row] - skipped[row] * self._spec.block_size), int(batch.counts[row])
             blocks = self._blocks(batch, np.array([row]), skipped[[row]], start + count)
-            tokens = slice(int(first[row]), int(first[row]) + count)
+            tokens = slice(int(batch.firsts[row]), int(batch.firsts[row]) + count)
             mask = _causal(start, count, view, self._spec.dtype)
             yield _Chunk(self._spec, _mixer(view, causal=mask is None), tokens, blocks, start + count, mask)
 
-    def _skipped(self, starts: NDArray[np.int64], view: View) -> NDArray[np.int64]:
+    def _skipped(self, starts: IntArray, view: View) -> NDArray[np.int64]:
         """Whole blocks that no token from `starts` on sees any more."""
         if view.window is None:
             return np.zeros_like(starts)

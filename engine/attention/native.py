@@ -4,19 +4,19 @@ A token's result depends on its sequence and position alone: bit for bit the sam
 prompt was cut, and on any number of threads.
 """
 
+from functools import cached_property
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from ..batch import Batch
 from ..kernels import library
-from ..kernels.attention import INT8, MOST_HEAD, MOST_QUERIES, TILE, Manner, Planned, Step
+from ..kernels.attention import INT8, MOST_HEAD, MOST_QUERIES, TILE, Layers, Manner, Planned, Step
 from ..kernels.memory import Memory
-from ..kernels.program import Scene
 from ..layers.rotary import Angles, FusedAngles
 from ..spec import View
-from .base import Attend, Batch, CacheSpec, Support, Turning
+from .base import Attend, CacheSpec, Support, Turning
 
 
 class NativeAttention:
@@ -33,9 +33,9 @@ class NativeAttention:
 
     def __init__(self, spec: CacheSpec) -> None:
         self._spec = spec
-        self._manners, self._kind_of = [_manner(spec, view) for view in spec.kinds], spec.kind_of
+        self._manners = [_manner(spec, view) for view in spec.kinds]
         self._cache = torch.empty(0, dtype=torch.uint8)
-        self._addresses: list[int] = []
+        self._layers = self._addressed()
 
     @property
     def block_bytes(self) -> int:
@@ -47,42 +47,55 @@ class NativeAttention:
         return self._spec.block_size // TILE * self._spec.kv_heads * self._manners[0].tile_bytes
 
     def allocate(self, blocks: int) -> None:
-        self._cache, self._addresses = torch.empty(0, dtype=torch.uint8), []
+        self._cache = torch.empty(0, dtype=torch.uint8)
         size = self._spec.layers * blocks * self._layer_bytes
         self._cache = Memory().take(size)[:size].view(self._spec.layers, blocks, self._layer_bytes)
-        self._addresses = [layer.data_ptr() for layer in self._cache]
+        self._layers = self._addressed()
 
     def copy(self, moves: Tensor) -> None:
         self._cache[:, moves[:, 1]] = self._cache[:, moves[:, 0]]
 
     def begin(self, batch: Batch) -> Attend:
-        step = Step(batch.starts, batch.counts, batch.tables.contiguous())
-        plans = [Planned(manner, step, self._spec.dtype) for manner in self._manners]
-        return NativeAttend(self._spec, [plans[kind] for kind in self._kind_of], self._addresses)
+        return NativeAttend(batch, self._spec, self._layers)
+
+    def _addressed(self) -> Layers:
+        return Layers(self._manners, self._spec.kind_of, [layer.data_ptr() for layer in self._cache])
 
 
 class NativeAttend:
-    """One step; `plans` and the caches' addresses by layer."""
+    """One step. It is divided into pieces when layers come one by one: a program does so itself."""
 
-    def __init__(self, spec: CacheSpec, plans: list[Planned], caches: list[int]) -> None:
-        self._heads, self._kv_heads = spec.heads, spec.kv_heads
-        self._plans, self._caches = plans, caches
-        self.width = spec.heads * spec.head_dim
-        """Features that come out."""
+    def __init__(self, batch: Batch, spec: CacheSpec, layers: Layers) -> None:
+        self.batch, self.layers, self._spec = batch, layers, spec
 
     @property
-    def scene(self) -> Scene:
-        """The step as a program wants it; good as long as this object."""
-        manners, plans, scratches = np.array([plan.addresses for plan in self._plans], np.int64).T.copy()
-        return Scene(self._plans[0].step.address, manners, plans, scratches, np.array(self._caches, np.int64))
+    def dtype(self) -> torch.dtype:
+        """Of what is computed."""
+        return self._spec.dtype
+
+    @property
+    def width(self) -> int:
+        """Features that come out."""
+        return self._spec.heads * self._spec.head_dim
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._plans[layer].apart(self._caches[layer], *(_side_by_side(heads) for heads in (q, k, v)))
+        return self._planned(layer).apart(self._cache(layer), *(_side_by_side(heads) for heads in (q, k, v)))
 
     def turned(self, layer: int, packed: Tensor, angles: Angles) -> Tensor:
         if isinstance(angles, FusedAngles):
-            return self._plans[layer].packed(self._caches[layer], packed, angles.turns)
-        return Turning(self, self._heads, self._kv_heads).turned(layer, packed, angles)
+            return self._planned(layer).packed(self._cache(layer), packed, angles.turns)
+        return Turning(self, self._spec.heads, self._spec.kv_heads).turned(layer, packed, angles)
+
+    def _planned(self, layer: int) -> Planned:
+        return self._plans[self.layers.kind_of[layer]]
+
+    def _cache(self, layer: int) -> int:
+        return self.layers.caches[layer]
+
+    @cached_property
+    def _plans(self) -> list[Planned]:
+        step = Step(self.batch)
+        return [Planned(manner, step, self._spec.dtype) for manner in self.layers.manners]
 
 
 def _manner(spec: CacheSpec, view: View) -> Manner:

@@ -6,8 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..batch import Batch
 from ..spec import View
-from .base import Attend, Batch, CacheSpec, Support, Turning
+from .base import Attend, CacheSpec, Support, Turning
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -40,7 +41,7 @@ class ReferenceAttention:
         blocks[:, :, moves[:, 1]] = blocks[:, :, moves[:, 0]]
 
     def begin(self, batch: Batch) -> Attend:
-        slots = batch.slots(self._spec.block_size)
+        slots = batch.slots()
         known = [self._known(batch, row) for row in range(len(batch.starts))]
         counts, starts = batch.counts.tolist(), batch.starts.tolist()
 

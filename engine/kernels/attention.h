@@ -36,13 +36,15 @@ struct manner {
     float scale, cap;
 };
 
-/* One step: `rows` sequences; tables [rows, width]; row r has the packed tokens from firsts[r] on. */
+/* One step: `rows` sequences. The rth has `counts` tokens from position `starts` on, packed from firsts[r] on, and its
+   blocks are tables[lines[r]], a line `width` long. */
 struct step {
     int64_t rows, width;
-    const int64_t *starts, *counts, *firsts, *tables;
+    const int32_t *lines, *starts, *counts;
+    const int64_t *firsts, *tables;
 };
 
-/* One layer's part of a step. Strides in elements between tokens; `turns` [tokens, 2, head_dim / 2] or none. */
+/* One layer's part of a step. Strides in elements between tokens; `turns` [positions, 2, head_dim / 2] or none. */
 struct call {
     const void *queries, *keys, *values;
     int64_t query_stride, key_stride, value_stride;
@@ -76,6 +78,10 @@ struct plan {
 
 /* Work below which threads would cost more than they give. */
 enum { WORTH_ATTENDING = 100000 };
+
+/* Fills `plan`, whose arrays have room for so many pieces each, for layers of this manner. Returns what room it takes:
+   if that is more, the plan is not to be used, but for its `scratch`. */
+int64_t charonia_attention_plan(const struct manner *, const struct step *, struct plan *, int64_t room);
 
 /* One layer of a step that `plan` was made for, with plan->scratch floats of memory for it. */
 void attend_together(Team *, const struct manner *, const struct step *, const struct plan *, const struct call *,

@@ -4,12 +4,13 @@ The reference is `attention/reference.py`. Nothing is checked here: the backend 
 """
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from ..batch import Batch
 from . import library
 
 TILE, MOST_QUERIES, MOST_HEAD = 16, 16384, 512
@@ -35,10 +36,12 @@ class Manner(ctypes.Structure):
         return 2 * TILE * int(self.head_dim) * (4, 2, 1)[self.stored] + scales
 
 
-class _Step(ctypes.Structure):
+class StepOf(ctypes.Structure):
+    """`struct step`."""
+
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("rows", "width")),
-        *((name, ctypes.c_void_p) for name in ("starts", "counts", "firsts", "tables")),
+        *((name, ctypes.c_void_p) for name in ("lines", "starts", "counts", "firsts", "tables")),
     ]
 
 
@@ -61,16 +64,33 @@ _PIECE_BYTES = 32
 """sizeof(struct piece)"""
 
 
-class Step:
-    """The rows of one step, host numbers all: `starts` and `counts` [R], `tables` [R, width] int64, contiguous."""
+def show(batch: Batch, step: StepOf) -> None:
+    """Let `step` tell C of the batch, whose own numbers it reads; but not where each row's tokens begin."""
+    tables = batch.blocks
+    step.rows, step.width, step.tables = len(batch.rows), tables.stride(0), tables.data_ptr()
+    step.lines, step.starts, step.counts = (each.ctypes.data for each in (batch.rows, batch.starts, batch.counts))
 
-    def __init__(self, starts: NDArray[np.int64], counts: NDArray[np.int64], tables: Tensor) -> None:
-        self._numbers = np.stack((starts, counts, np.cumsum(counts) - counts))
-        self._tables = tables
-        at, row = self._numbers.ctypes.data, 8 * len(starts)
-        self._step = _Step(len(starts), tables.shape[1], at, at + row, at + 2 * row, tables.data_ptr())
-        self.address = ctypes.addressof(self._step)
-        self.tokens = int(counts.sum())
+
+class Step:
+    """The rows of one step."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch, self._step = batch, StepOf()
+        show(batch, self._step)
+        self._step.firsts = batch.firsts.ctypes.data
+        self.address, self.tokens = ctypes.addressof(self._step), batch.size
+
+
+class Layers:
+    """How layers attend, and where. `manners`: the different ones; `kind_of`: which of them each layer has; `caches`:
+    the address of each layer's."""
+
+    def __init__(self, manners: Sequence[Manner], kind_of: Sequence[int], caches: Sequence[int]) -> None:
+        self.manners, self.kind_of, self.caches = manners, kind_of, caches
+        columns = ([ctypes.addressof(manner) for manner in manners], kind_of, caches)
+        self._columns = [np.array(column, np.int64) for column in columns]
+        self.addresses = [len(manners), *(column.ctypes.data for column in self._columns)]
+        """How many manners; where theirs, the kinds and the caches' addresses stand, as long as this lives."""
 
 
 class Planned:
@@ -85,17 +105,15 @@ class Planned:
         self._call.out = self._out.data_ptr()
         self._heads = manner.heads * manner.head_dim * dtype.itemsize
         self._kv_heads = manner.kv_heads * manner.head_dim * dtype.itemsize
-        self.addresses = (ctypes.addressof(manner), ctypes.addressof(self._plan), self._scratch.data_ptr())
-        """Of manner, plan, and memory for partial sums."""
-        of, plan, scratch = self.addresses
-        self._addresses = (of, step.address, plan, ctypes.addressof(self._call), scratch)
+        parts = (ctypes.addressof(each) for each in (self._plan, self._call))
+        self._addresses = (ctypes.addressof(manner), step.address, *parts, self._scratch.data_ptr())
         self._attend = library.bind("charonia_attention")
 
     def packed(self, cache: int, packed: Tensor, turns: Tensor) -> Tensor:
         """Turn queries and keys of `packed` [N, heads + 2 kv_heads, head_dim], write keys and values into the layer's
         cache at address `cache`, and attend: [N, heads * head_dim], overwritten by the next call.
 
-        `turns` are as elementwise.turn has them; both are contiguous."""
+        `turns` are cosines and sines of every position, float32 [positions, 2, head_dim / 2]; both are contiguous."""
         call, at = self._call, packed.data_ptr()
         call.queries, call.keys, call.values = at, at + self._heads, at + self._heads + self._kv_heads
         call.query_stride = call.key_stride = call.value_stride = packed.stride(0)

@@ -97,8 +97,6 @@ static int dearest_first(const void *a, const void *b)
     return mine > theirs ? -1 : mine < theirs;
 }
 
-/* Fills `plan`, whose arrays have room for so many pieces each, for layers of this manner. Returns what room it takes:
-   if that is more, the plan is not to be used. */
 EXPORT int64_t charonia_attention_plan(const struct manner *m, const struct step *s, struct plan *plan, int64_t room)
 {
     struct making making = {m, plan, room};

@@ -1,4 +1,4 @@
-/* Normalisation, gating and rotation over many rows. Each row by itself: no result depends on another row. */
+/* Normalisation, gating, rotation and embedding over many rows. Each row by itself: no result depends on another row. */
 #include "elementwise.h"
 
 enum activation { SILU, GELU };
@@ -9,10 +9,12 @@ enum activation { SILU, GELU };
 typedef void norm_row(void *, const void *, const float *, void *, long, float, int);
 typedef void gate_row(const void *, void *, long, int, int);
 typedef void turn_row(const void *, const float *, void *, long, int);
+typedef void scale_row(const void *, void *, long, float, int);
 
 static norm_row *const norms[LEVELS] = ALL_LEVELS(norm);
 static gate_row *const gates[LEVELS] = ALL_LEVELS(gate);
 static turn_row *const turn_rows[LEVELS] = ALL_LEVELS(turn);
+static scale_row *const scales[LEVELS] = ALL_LEVELS(scale);
 
 static char *place(const void *base, int64_t element, int kind) { return (char *)base + element * KIND_BYTES(kind); }
 
@@ -33,6 +35,13 @@ void gate_together(Team *team, const Gate *o)
     gate_row *gate = gates[charonia_level()];
     FOR_ROWS(team, o->rows, 2 * o->rows * o->n,
              gate(place(o->x, 2 * row * o->n, o->kind), place(o->out, row * o->n, o->kind), o->n, o->activation, o->kind));
+}
+
+void embed_rows(const Embedding *o)
+{
+    scale_row *scale = scales[charonia_level()];
+    for (int64_t row = 0; row < o->rows; row++)
+        scale(place(o->table, o->ids[row] * o->n, o->kind), place(o->out, row * o->n, o->kind), o->n, o->factor, o->kind);
 }
 
 EXPORT void charonia_norm(void *x, const void *delta, const float *weight, void *out, int64_t rows, int64_t heads,

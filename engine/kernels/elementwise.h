@@ -1,4 +1,4 @@
-/* Normalisation, gating and rotation over many rows. */
+/* Normalisation, gating, rotation and embedding over many rows. */
 #ifndef CHARONIA_ELEMENTWISE_H
 #define CHARONIA_ELEMENTWISE_H
 
@@ -24,7 +24,18 @@ typedef struct {
     int activation, kind;
 } Gate;
 
+/* out [rows, n] = the rows `ids` of table [vocabulary, n], multiplied with `factor`. */
+typedef struct {
+    const int32_t *ids;
+    const void *table;
+    void *out;
+    int64_t rows, n;
+    float factor;
+    int kind;
+} Embedding;
+
 void norm_together(Team *, const Norm *);
 void gate_together(Team *, const Gate *);
+void embed_rows(const Embedding *);
 
 #endif

@@ -1,4 +1,4 @@
-"""Normalisation, gating and rotation in C: one call where torch needs several, and float32 inside.
+"""Normalisation, gating, rotation and embedding in C: one call where torch needs several, and float32 inside.
 
 References are the torch classes of `layers/`. Inputs are float32 or bfloat16 on the CPU, with neighbours in the last
 axis side by side in memory.
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import library
-from .tape import GATE, NORM, Operation, Rows, Slot
+from .tape import EMBED, GATE, NORM, Ids, Operation, Rows, Slot
 
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1}
 """config.json's name -> `enum activation` in elementwise.c."""
@@ -40,7 +40,7 @@ class FusedNorm:
 
     def _rows(self, x: Rows, delta: Rows | None) -> Rows:
         if isinstance(x, Slot):
-            return x.tape.add(self._operation(1, self._size), x, self._size, delta)
+            return x.tape.add(self._operation(1, self._size), x, self._size, delta=delta)
         out = torch.empty_like(x)
         self._into(out, x, 0 if delta is None else delta.data_ptr(), 1, self._size)
         return out
@@ -51,7 +51,7 @@ class FusedNorm:
 
     def _operation(self, heads: int, stride: int) -> Operation:
         numbers = {"heads": heads, "stride": stride, "weights": self._weights, "size": self._size}
-        return Operation(kind=NORM, what=self._address, eps=self._eps, **numbers)
+        return Operation(kind=NORM, what=self._address, number=self._eps, **numbers)
 
 
 class FusedGate:
@@ -79,3 +79,11 @@ def turn(x: Tensor, turns: Tensor) -> Tensor:
         x.data_ptr(), turns.data_ptr(), out.data_ptr(), rows, heads, x.stride(0), size // 2, library.DTYPES[x.dtype]
     )
     return out
+
+
+def embedding(ids: Ids, table: Tensor, factor: float) -> Slot:
+    """The rows `ids` of `table` [vocabulary, n], contiguous, multiplied with `factor`."""
+    if table.dtype != ids.tape.dtype or not table.is_contiguous():
+        raise TypeError(f"a tape of {ids.tape.dtype} takes no table of {table.dtype}")
+    size = table.shape[1]
+    return ids.tape.begin(Operation(kind=EMBED, what=table.data_ptr(), size=size, number=factor), size)

@@ -34,11 +34,11 @@ SIGNATURES = {
     "charonia_largest": "ppllli",
     "charonia_matmul": "ppllpl",
     "charonia_pack": "pillllippp",
-    "charonia_run": "plp",
+    "charonia_run": "pp",
 }
 """Every exported function: a letter an argument (p: address, i: int, l: int64, f: float)."""
 
-_RESULTS = {"charonia_attention_plan": ctypes.c_int64}
+_RESULTS = {"charonia_attention_plan": ctypes.c_int64, "charonia_run": ctypes.c_int64}
 """All others return int or nothing."""
 
 Function = Callable[..., Any]

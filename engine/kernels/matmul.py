@@ -90,10 +90,8 @@ class Packed:
         return out
 
     def _recorded(self, x: Slot) -> Slot:
-        if self.form.out != x.tape.dtype:
-            raise TypeError(f"a tape of {x.tape.dtype} holds no {self.form.out}")
         operation = Operation(kind=PRODUCT, what=self._at, stride=self.form.inputs, size=self.form.outputs)
-        return x.tape.add(operation, x, self.form.outputs)
+        return x.tape.add(operation, x, self.form.outputs, dtype=self.form.out)
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -1,6 +1,7 @@
-"""Runs what a tape recorded: a decoder's layers by one call into C, for any number of tokens.
+"""Runs what a tape recorded: a decoder by one call into C, for any number of tokens.
 
-The same functions with the same numbers as one by one: not a bit differs. What is saved is Python between them.
+The same functions with the same numbers as one by one: not a bit differs. What is saved is Python between them, which
+comes to its code and objects when the weights have just gone through all caches.
 """
 
 import ctypes
@@ -14,49 +15,54 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..batch import Batch
 from . import library
+from .attention import Layers, StepOf, show
 from .memory import LINE
-from .tape import PRODUCT, Operation, Slot, Tape
+from .placing import Marks, end, places
+from .tape import PRODUCT, Operation, Slot, Tape, Use
 
 _NONE = -1
+
+
+class _Program(ctypes.Structure):
+    """`Program` of tape.c."""
+
+    _fields_ = [
+        ("operations", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("token_bytes", "place_bytes")),
+        ("turns", ctypes.c_void_p),
+    ]
 
 
 class _Scene(ctypes.Structure):
     """`Scene` of tape.c."""
 
     _fields_ = [
-        ("tokens", ctypes.c_int64),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("step", "turns", "manners", "plans", "scratches", "caches", "memory", "seconds")
-        ),
+        ("step", StepOf),
+        ("known", ctypes.c_void_p),
+        ("longest", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("entering", "places")),
+        *((name, ctypes.c_int64) for name in ("chosen", "until", "kinds")),
+        *((name, ctypes.c_void_p) for name in ("manners", "kind_of", "caches", "seconds", "memory")),
+        ("bytes", ctypes.c_int64),
     ]
 
 
-class Scene(NamedTuple):
-    """What attention prepared for a step: one address, and addresses by layer."""
+class Hidden(NamedTuple):
+    """The residual stream and what is still to be added to it, both [N, hidden]."""
 
-    step: int
-    manners: NDArray[np.int64]
-    plans: NDArray[np.int64]
-    scratches: NDArray[np.int64]
-    caches: NDArray[np.int64]
-
-
-class Ends(NamedTuple):
-    """The slots through which a program is entered and left: the residual stream, changed in place; zeros, to begin
-    with; and what is still to be added in the end."""
-
-    stream: Slot
-    zeros: Slot
-    rest: Slot
+    stream: Tensor
+    rest: Tensor
 
 
 class Timed(NamedTuple):
-    """What one run took, by operation: kinds (tape.py has their numbers) and seconds."""
+    """What one run took, by operation: kinds (tape.py has their numbers), whether of the chosen places alone, and
+    seconds."""
 
     tokens: int
     kinds: NDArray[np.int64]
+    chosen: NDArray[np.bool_]
     seconds: NDArray[np.float64]
 
 
@@ -74,57 +80,73 @@ def timed(listener: Callable[[Timed], None]) -> Iterator[None]:
 
 
 class Program:
-    """A tape with memory for its slots."""
+    """A tape with memory for its slots; for one thread. What it returns is good until the next call."""
 
-    def __init__(self, tape: Tape, ends: Ends) -> None:
-        self._dtype, kind = tape.dtype, library.DTYPES[tape.dtype]
-        self.places = places = _places(tape, ends)
-        self._ends = [(places[slot], slot.width) for slot in ends]
-        self._token_bytes = max(at + _bytes(slot, tape.dtype) for slot, at in places.items())
+    def __init__(self, tape: Tape, marks: Marks, turns: Sequence[Tensor]) -> None:
+        """`turns`: by angles, cosines and sines of every position, float32 [positions, 2, head_dim / 2]."""
+        self.marks, self._turns, self.places = marks, turns, places(tape, marks)
         for use in tape.uses:
-            to, delta = use.operation, _NONE if use.delta is None else places[use.delta]
-            to.x, to.delta, to.out, to.dtype = places[use.x], delta, places[use.out], kind
-        _chain([use.operation for use in tape.uses])
-        self._operations = (Operation * len(tape.uses))(*(use.operation for use in tape.uses))
+            self._locate(use)
+        operations = [use.operation for use in tape.uses]
+        _chain(operations)
+        self._operations = (Operation * len(operations))(*operations)
+        self._angles = np.array([each.data_ptr() for each in turns], np.int64)
+        self._token_bytes, place_bytes = (end(self.places, chosen) for chosen in (False, True))
+        sizes = self._token_bytes, place_bytes
+        self._program = _Program(ctypes.addressof(self._operations), *sizes, self._angles.ctypes.data)
+        self._scene = _Scene()
+        self._asked = ctypes.addressof(self._program), ctypes.addressof(self._scene)
         self._memory, self._run = torch.empty(0, dtype=torch.uint8), library.bind("charonia_run")
 
-    def __call__(self, x: Tensor, turns: Sequence[Tensor], scene: Scene) -> tuple[Tensor, Tensor]:
-        """x [N, width] through all layers, tokens turned by `turns` (see elementwise.turn).
+    def logits(self, batch: Batch, layers: Layers, entering: Tensor | None, chosen: Tensor) -> Tensor:
+        """Logits [S, vocabulary] of the packed places `chosen`, int64 [S]. `entering` [N, hidden]: what a program
+        begins with that does not embed."""
+        slot, scene = self.marks.logits, self._scene
+        assert slot is not None, "the program ends before the logits"
+        scene.until, scene.chosen, scene.places = len(self._operations), len(chosen), chosen.data_ptr()
+        self._compute(batch, layers, entering)
+        return self._tensor(slot, batch.size * self._token_bytes, len(chosen))
 
-        Returns the residual stream and what is still to be added to it [N, width], both good until the next call.
+    def hidden(self, batch: Batch, layers: Layers, entering: Tensor | None) -> Hidden:
+        """What the layers make of the batch."""
+        self._scene.until, self._scene.chosen = self.marks.layers, 0
+        self._compute(batch, layers, entering)
+        return Hidden(*(self._tensor(slot, 0, batch.size) for slot in (self.marks.stream, self.marks.rest)))
 
-        Raises:
-            MemoryError: there is none for a matrix product.
-        """
-        memory, tokens = self._room(len(x)), len(x)
-        stream, zeros, rest = (self._tensor(memory, tokens, *end) for end in self._ends)
-        stream.copy_(x)
-        zeros.zero_()
-        angles = np.array([each.data_ptr() for each in turns], np.int64)
-        columns = (each.ctypes.data for each in (angles, *scene[1:]))
-        seconds = np.zeros(len(self._operations)) if _listeners else None
-        clock = None if seconds is None else seconds.ctypes.data
-        asked = _Scene(tokens, scene.step, *columns, memory.data_ptr(), clock)
-        if self._run(self._operations, len(self._operations), ctypes.byref(asked)):
-            raise MemoryError("no memory for a matrix product")
+    def _compute(self, batch: Batch, layers: Layers, entering: Tensor | None) -> None:
+        scene = self._scene
+        show(batch, scene.step)
+        scene.known, scene.longest = batch.known.data_ptr(), batch.known.stride(0)
+        scene.entering = None if entering is None else entering.data_ptr()
+        scene.kinds, scene.manners, scene.kind_of, scene.caches = layers.addresses
+        seconds = np.zeros(scene.until) if _listeners else None
+        scene.seconds = None if seconds is None else seconds.ctypes.data
+        while (taken := self._run(*self._asked)) > scene.bytes:
+            self._grow(taken)
         if seconds is not None:
-            self._tell(Timed(tokens, np.array([each.kind for each in self._operations]), seconds))
-        return stream, rest
+            self._tell(batch.size, seconds)
 
-    def _tell(self, timed: Timed) -> None:
+    def _grow(self, size: int) -> None:
+        """Some more than is asked for: what attention takes grows with every few tokens."""
+        self._memory = torch.empty(size + size // 4 + LINE, dtype=torch.uint8)
+        self._memory = self._memory[-self._memory.data_ptr() % LINE :]
+        self._scene.memory, self._scene.bytes = self._memory.data_ptr(), len(self._memory)
+
+    def _tell(self, tokens: int, seconds: NDArray[np.float64]) -> None:
+        done = self._operations[: len(seconds)]
+        kinds, chosen = (np.array([getattr(each, name) for each in done]) for name in ("kind", "chosen"))
         for listener in _listeners:
-            listener(timed)
+            listener(Timed(tokens, kinds, chosen.astype(bool), seconds))
 
-    def _room(self, tokens: int) -> Tensor:
-        size = tokens * self._token_bytes
-        if len(self._memory) < size:
-            self._memory = torch.empty(size + LINE, dtype=torch.uint8)
-            self._memory = self._memory[-self._memory.data_ptr() % LINE :]
-        return self._memory
+    def _tensor(self, slot: Slot, begin: int, rows: int) -> Tensor:
+        at = begin + self.places[slot] * rows
+        raw = self._memory[at : at + rows * slot.width * slot.dtype.itemsize]
+        return raw.view(slot.dtype).view(rows, slot.width)
 
-    def _tensor(self, memory: Tensor, tokens: int, place: int, width: int) -> Tensor:
-        size = tokens * width * self._dtype.itemsize
-        return memory[place * tokens : place * tokens + size].view(self._dtype).view(tokens, width)
+    def _locate(self, use: Use) -> None:
+        to = use.operation
+        to.x, to.delta, to.out = (_NONE if slot is None else self.places[slot] for slot in (use.x, use.delta, use.out))
+        to.dtype, to.chosen = library.DTYPES[(use.x or use.out).dtype], use.out.chosen
 
 
 def _chain(operations: list[Operation]) -> None:
@@ -132,45 +154,3 @@ def _chain(operations: list[Operation]) -> None:
     products = [each for each in operations if each.kind == PRODUCT]
     for product, following in pairwise(products):
         product.next = following.what
-
-
-def _bytes(slot: Slot, dtype: torch.dtype) -> int:
-    """Of one token, filled up so that every slot begins with a line for any number of tokens."""
-    return -(-slot.width * dtype.itemsize // LINE) * LINE
-
-
-def _places(tape: Tape, ends: Ends) -> dict[Slot, int]:
-    """Where each slot begins, in bytes a token: two that are needed at the same time do not overlap."""
-    spans = _spans(tape, ends)
-    places: dict[Slot, int] = {}
-    for slot, span in sorted(spans.items(), key=lambda each: each[1].start):
-        taken = sorted(
-            (at, at + _bytes(other, tape.dtype)) for other, at in places.items() if spans[other].stop > span.start
-        )
-        places[slot] = _gap(taken, _bytes(slot, tape.dtype))
-    return places
-
-
-def _gap(taken: list[tuple[int, int]], size: int) -> int:
-    """The first place where `size` fits between the ranges `taken`, sorted."""
-    at = 0
-    for begin, end in taken:
-        if begin - at >= size:
-            return at
-        at = max(at, end)
-    return at
-
-
-def _spans(tape: Tape, ends: Ends) -> dict[Slot, range]:
-    """From which operation to which each slot is needed; ends are given before the first, and read after the last."""
-    last = len(tape.uses) + 1
-    spans = {ends.stream: range(-1, last), ends.zeros: range(-1, 0)}
-    for number, slot in _uses(tape):
-        begun = spans[slot].start if slot in spans else number
-        spans[slot] = range(begun, max(number + 1, spans[slot].stop if slot in spans else 0))
-    spans[ends.rest] = range(spans[ends.rest].start, last)
-    return spans
-
-
-def _uses(tape: Tape) -> Iterator[tuple[int, Slot]]:
-    return ((number, slot) for number, use in enumerate(tape.uses) for slot in use.slots)

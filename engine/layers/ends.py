@@ -5,11 +5,12 @@ the very numbers that one rank would have.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from ..kernels.tape import Ids, Slot
 from ..place import Pipe
 from ..spec import ModelSpec
 from ..weights import Loader
@@ -19,8 +20,19 @@ from .norm import NormMaker
 
 EMBEDDING = "model.embed_tokens.weight"
 
-Inlet: TypeAlias = Callable[[Tensor], Tensor]
-"""Token ids [N] -> hidden states [N, hidden], in memory of their own."""
+
+class Inlet(Protocol):
+    """Token ids [N] -> hidden states [N, hidden], in memory of their own."""
+
+    def __call__(self, tokens: Tensor) -> Tensor: ...
+
+    def recorded(self, ids: Ids) -> Slot:
+        """What a program does instead.
+
+        Raises:
+            TypeError: no program can.
+        """
+
 
 Outlet: TypeAlias = Callable[[Tensor, Tensor, Sequence[Tensor]], Iterator[Tensor] | None]
 """Hidden states and what is still to be added to them, both [N, hidden] and not needed any more, and selections of
@@ -28,17 +40,28 @@ packed places, each [S] in order, no place twice in all of them -> the logits [S
 for; None from a stage that is not the last."""
 
 
-def inlet(spec: ModelSpec, load: Loader, scale: float | None = None) -> Inlet:
-    """The embedding, multiplied by `scale` in the model's dtype; or what the stage before sends."""
+class Ends(NamedTuple):
+    """Both ends of a stage, and the width of the hidden states between them."""
+
+    inlet: Inlet
+    outlet: Outlet
+    hidden: int
+
+
+def ends(spec: ModelSpec, load: Loader, norm: NormMaker, scale: float = 1.0) -> Ends:
+    """The embedding, multiplied by `scale` in the model's dtype, or what the stage before sends; the last norm and the
+    head, or the way to the stage after."""
+    return Ends(_inlet(spec, load, scale), _outlet(spec, load, norm), spec.hidden_size)
+
+
+def _inlet(spec: ModelSpec, load: Loader, scale: float) -> Inlet:
     seat = load.place.seat
     if seat.pipe is not None and not seat.stage.first:
         return _Received(seat.pipe, spec.hidden_size, load.dtype, load.device)
-    embed = Embedding(load, EMBEDDING, spec.vocab_size, spec.hidden_size)
-    return embed if scale is None else _Scaled(embed, torch.tensor(scale, dtype=load.dtype, device=load.device))
+    return Embedding(load, EMBEDDING, spec.vocab_size, spec.hidden_size, scale)
 
 
-def outlet(spec: ModelSpec, load: Loader, norm: NormMaker) -> Outlet:
-    """The last norm and the head; or the way to the stage after."""
+def _outlet(spec: ModelSpec, load: Loader, norm: NormMaker) -> Outlet:
     seat = load.place.seat
     if seat.pipe is not None and not seat.stage.last:
         return _Sent(seat.pipe)
@@ -54,13 +77,8 @@ class _Received:
         self._pipe.receive(x)
         return x
 
-
-class _Scaled:
-    def __init__(self, embed: Embedding, scale: Tensor) -> None:
-        self._embed, self._scale = embed, scale
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        return self._embed(tokens) * self._scale
+    def recorded(self, ids: Ids) -> Slot:
+        raise TypeError("what the stage before sends is no program's to fetch")
 
 
 class _Sent:

@@ -49,12 +49,13 @@ class TorchRotary:
 
 
 class FusedAngles(NamedTuple):
-    """cos and sin [N, 2, head_dim / 2] of each token's position, float32."""
+    """`turns`: cos and sin of every position, float32 [positions, 2, head_dim / 2]; `positions` [N] of the tokens."""
 
     turns: Tensor
+    positions: Tensor
 
     def rotate(self, x: Tensor) -> Tensor:
-        return turn(x, self.turns)
+        return turn(x, self.turns[self.positions])
 
 
 class FusedRotary:
@@ -62,10 +63,11 @@ class FusedRotary:
 
     def __init__(self, rope: Rope, head_dim: int, positions: int) -> None:
         turns = _turns(rope, head_dim, positions)
-        self._turns = torch.stack((turns.cos(), turns.sin()), 1)
+        self.turns = torch.stack((turns.cos(), turns.sin()), 1)
+        """Float32 [positions, 2, head_dim / 2]."""
 
     def __call__(self, positions: Tensor) -> FusedAngles:
-        return FusedAngles(self._turns[positions])
+        return FusedAngles(self.turns, positions)
 
 
 def rotary(rope: Rope, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device) -> Rotary:

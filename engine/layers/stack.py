@@ -1,6 +1,7 @@
-"""A decoder's layers one after the other; where our kernels are all they need, by one call of a recorded program."""
+"""A decoder's layers one after the other, between its ends; where our kernels are all they need, by one call of a
+recorded program."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias, cast
 
 import torch
@@ -8,54 +9,91 @@ from torch import Tensor
 
 from ..attention.base import Attend
 from ..attention.native import NativeAttend
+from ..batch import Batch
 from ..kernels import library
-from ..kernels.program import Ends, Program
-from ..kernels.tape import ATTENTION, Operation, Slot, Tape
-from .rotary import Angles, FusedAngles
+from ..kernels.placing import Marks
+from ..kernels.program import Hidden, Program
+from ..kernels.tape import ATTENTION, ENTER, Ids, Operation, Places, Slot, Tape
+from .ends import Ends
+from .rotary import Angles, FusedRotary, Rotary
 
 DecoderLayer: TypeAlias = Callable[[Tensor, Tensor, Angles, Attend], Tensor]
 """The residual stream x [N, hidden], changed in place, and what is still to be added to it; what to add after it."""
 
 
-class Stack:
-    """x [N, hidden] -> the residual stream and what is still to be added to it, both [N, hidden]."""
+class Rotation(NamedTuple):
+    """The ways in which layers turn their heads, and which of them each layer has; without that all have the first."""
 
-    def __init__(self, layers: Sequence[DecoderLayer], ropes: Sequence[int] | None = None) -> None:
-        """`ropes`: which of the angles turn each layer; without it the first turn all."""
-        self._layers = list(zip(layers, ropes or [0] * len(layers), strict=True))
+    rotaries: Sequence[Rotary]
+    by_layer: Sequence[int] | None = None
+
+
+class Stack:
+    """Our own architectures as a Decoder."""
+
+    def __init__(self, ends: Ends, layers: Sequence[DecoderLayer], rotation: Rotation) -> None:
+        self._ends, self._rotaries = ends, rotation.rotaries
+        self._layers = list(zip(layers, rotation.by_layer or [0] * len(layers), strict=True))
         self._program: Program | None = None
         self._tried = False
 
-    def __call__(self, x: Tensor, angles: Sequence[Angles], attend: Attend) -> tuple[Tensor, Tensor]:
-        """Both are good until the next call; x may be one of them."""
-        if isinstance(attend, NativeAttend) and (program := self._recorded(x, attend)):
-            turns = [each.turns for each in angles if isinstance(each, FusedAngles)]
-            return program(x, turns, attend.scene)
+    def logits(self, batch: Batch, attend: Attend, chosen: Sequence[Tensor]) -> Iterator[Tensor] | None:
+        """See `Decoder.logits`."""
+        if not isinstance(attend, NativeAttend) or (program := self._recorded(attend)) is None:
+            return self._ends.outlet(*self._one_by_one(batch, attend), chosen)
+        entering = None if program.marks.embeds else self._ends.inlet(batch.tokens)
+        if len(chosen) == 1 and program.marks.logits is not None:
+            return iter((program.logits(batch, attend.layers, entering, chosen[0]),))
+        return self._ends.outlet(*program.hidden(batch, attend.layers, entering), chosen)
+
+    def _one_by_one(self, batch: Batch, attend: Attend) -> Hidden:
+        x, angles = self._ends.inlet(batch.tokens), [rotary(batch.positions) for rotary in self._rotaries]
         delta = torch.zeros_like(x)
         for layer, rope in self._layers:
             delta = layer(x, delta, angles[rope], attend)
-        return x, delta
+        return Hidden(x, delta)
 
-    def _recorded(self, x: Tensor, attend: NativeAttend) -> Program | None:
+    def _recorded(self, attend: NativeAttend) -> Program | None:
         if not self._tried:
             self._tried = True
-            self._program = self._record(x.shape[1], x.dtype, attend)
+            self._program = self._record(attend)
         return self._program
 
-    def _record(self, hidden: int, dtype: torch.dtype, attend: NativeAttend) -> Program | None:
-        """The layers as a program, found by calling them with what stands for tensors (see `Tape`)."""
-        if dtype not in library.DTYPES:
+    def _record(self, attend: NativeAttend) -> Program | None:
+        """The decoder as a program, found by calling its parts with what stands for tensors (see `Tape`)."""
+        turns = [rotary.turns for rotary in self._rotaries if isinstance(rotary, FusedRotary)]
+        if attend.dtype not in library.DTYPES or not self._layers or len(turns) < len(self._rotaries):
             return None
-        tape = Tape(dtype)
-        stream, zeros = Slot(tape, hidden), Slot(tape, hidden)
-        told = cast(Attend, _Recorder(attend.width))
-        rest = cast(Tensor, zeros)
+        tape = Tape(attend.dtype)
+        stream, embeds = self._record_inlet(tape)
+        told, rest = cast(Attend, _Recorder(attend.width)), tape.nothing
         try:
             for layer, rope in self._layers:
-                rest = layer(cast(Tensor, stream), rest, cast(Angles, _Turned(rope)), told)
+                rest = cast(Slot, layer(*_as_tensors(stream, rest), cast(Angles, _Turned(rope)), told))
         except (TypeError, AttributeError):
             return None  # something is computed in between that only torch can
-        return Program(tape, Ends(stream, zeros, cast(Slot, rest)))
+        layers = len(tape.uses)
+        return Program(tape, Marks(stream, rest, layers, embeds, self._record_outlet(tape, stream, rest)), turns)
+
+    def _record_inlet(self, tape: Tape) -> tuple[Slot, bool]:
+        try:
+            return self._ends.inlet.recorded(Ids(tape)), True
+        except TypeError:
+            return tape.begin(Operation(kind=ENTER, size=self._ends.hidden), self._ends.hidden), False
+
+    def _record_outlet(self, tape: Tape, stream: Slot, rest: Slot) -> Slot | None:
+        """The slot of the logits; None, and nothing recorded, if a program can't compute them."""
+        before = len(tape.uses)
+        try:
+            found = self._ends.outlet(*_as_tensors(stream, rest), [cast(Tensor, Places())])
+            return None if found is None else cast(Slot, next(found))
+        except (TypeError, AttributeError):
+            del tape.uses[before:]
+            return None
+
+
+def _as_tensors(x: Slot, delta: Slot) -> tuple[Tensor, Tensor]:
+    return cast(Tensor, x), cast(Tensor, delta)
 
 
 class _Turned(NamedTuple):

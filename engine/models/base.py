@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from torch import Tensor
 
 from ..attention.base import Attend
+from ..batch import Batch
 from ..place import Place
 from ..spec import ModelSpec, Shape
 from ..weights import Loader
@@ -18,13 +19,13 @@ the next one is."""
 class Decoder(Protocol):
     """A causal language model over packed sequences, or a rank's share of it."""
 
-    def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, chosen: Sequence[Tensor]) -> Logits | None:
-        """Compute ids and positions [N]; keys and values go through `attend`, which counts this rank's layers from 0.
+    def logits(self, batch: Batch, attend: Attend, chosen: Sequence[Tensor]) -> Logits | None:
+        """Compute the tokens of `batch`; keys and values go through `attend`, which counts this rank's layers from 0.
 
         Returns the logits of each selection of packed places [S] in `chosen`, which are in order and no place is twice,
         in the model's dtype or in float32, the same on every rank of the last stage. All its ranks must ask for equally
         many, before the next step. The other stages hand on what they computed, return None, and all but the first
-        ignore `tokens`.
+        ignore token ids.
         """
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ..attention.base import Attend
+from ..batch import Batch
 from ..checkpoint import Checkpoint
 from ..place import Place
 from ..spec import DTYPES, LAYER_TYPES, CheckpointError, Shape
@@ -33,16 +34,17 @@ class Foreign:
     def __init__(self, model: Any) -> None:
         self._model = model
 
-    def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, chosen: Sequence[Tensor]) -> Logits:
+    def logits(self, batch: Batch, attend: Attend, chosen: Sequence[Tensor]) -> Logits:
         def by_layer(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(call.module.layer_idx, q, k, v)
 
         said: list[Any] = []
-        first, *others = chosen or (positions[:0],)
+        tokens = batch.tokens
+        first, *others = chosen or (batch.positions[:0],)
         with self._model.base_model.register_forward_hook(lambda layers, args, out: said.append(out)):
             out = self._model(
                 input_ids=tokens.unsqueeze(0),
-                position_ids=positions.unsqueeze(0),
+                position_ids=batch.positions.unsqueeze(0),
                 use_cache=False,
                 logits_to_keep=first,
                 attend=by_layer,

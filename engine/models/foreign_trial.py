@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention.base import Batch, CacheSpec
+from ..attention.base import CacheSpec
 from ..attention.reference import ReferenceAttention, attention
+from ..batch import Batch
 from ..spec import CheckpointError, View
 from .base import Decoder
 from .foreign_attention import NAME, Call
@@ -152,11 +152,9 @@ def _step(
     """Logits of `tokens`, rows one after the other; row r has blocks 2r and 2r + 1."""
     rows = len(counts)
     tables = torch.arange(2 * rows, device=tokens.device).view(rows, 2)
-    positions = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
-    owners = torch.arange(rows).repeat_interleave(torch.tensor(counts))
-    batch = Batch(np.array(starts), np.array(counts), tables, positions.to(tokens.device), owners.to(tokens.device))
+    batch = Batch.of(tokens, starts, counts, tables, _BLOCK)
     pieces = torch.split(torch.arange(len(tokens), device=tokens.device), 2)
-    logits = decoder.logits(tokens, batch.positions, cache.begin(batch), pieces)
+    logits = decoder.logits(batch, cache.begin(batch), pieces)
     assert logits is not None, "what transformers computes is the whole model"
     return torch.cat(list(logits))
 

@@ -2,39 +2,32 @@
 and without a window. Gemma 2 caps scores and logits; Gemma 3 normalises heads, and near layers turn faster."""
 
 import math
-from collections.abc import Sequence
 
 from torch import Tensor
 
 from ..attention.base import Attend
 from ..layers.attention import Projections, SelfAttention
-from ..layers.ends import inlet, outlet
+from ..layers.ends import ends
 from ..layers.mlp import GatedMLP
 from ..layers.norm import Norm, offset_rms_norm
 from ..layers.rotary import Angles, rotary
-from ..layers.stack import Stack
+from ..layers.stack import Rotation, Stack
 from ..spec import ModelSpec
 from ..weights import Loader
-from .base import Logits
+from .base import Decoder
 from .llama import mlp
 
 
-class Gemma:
-    """Token ids and positions [N] of packed sequences -> hidden states [N, hidden] -> logits of chosen places."""
-
-    def __init__(self, spec: ModelSpec, load: Loader, has: Projections) -> None:
-        layers = load.layers(spec.layers)
-        self._inlet = inlet(spec, load, math.sqrt(spec.hidden_size))
-        ropes = [spec.local_rope if spec.views[index].window else spec.rope for index in layers]
-        kinds = list(dict.fromkeys(ropes))
-        self._layers = Stack([Layer(spec, load, index, has) for index in layers], [kinds.index(rope) for rope in ropes])
-        self._rotary = [rotary(rope, spec.head_dim, load.place.positions, load.dtype, load.device) for rope in kinds]
-        self._outlet = outlet(spec, load, offset_rms_norm)
-
-    def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, chosen: Sequence[Tensor]) -> Logits | None:
-        angles = [turning(positions) for turning in self._rotary]
-        x, delta = self._layers(self._inlet(tokens), angles, attend)
-        return self._outlet(x, delta, chosen)
+def _gemma(spec: ModelSpec, load: Loader, has: Projections) -> Decoder:
+    layers = load.layers(spec.layers)
+    ropes = [spec.local_rope if spec.views[index].window else spec.rope for index in layers]
+    kinds = list(dict.fromkeys(ropes))
+    rotaries = [rotary(rope, spec.head_dim, load.place.positions, load.dtype, load.device) for rope in kinds]
+    return Stack(
+        ends(spec, load, offset_rms_norm, math.sqrt(spec.hidden_size)),
+        [Layer(spec, load, index, has) for index in layers],
+        Rotation(rotaries, [kinds.index(rope) for rope in ropes]),
+    )
 
 
 class Layer:
@@ -59,10 +52,10 @@ def _norm(load: Loader, name: str, spec: ModelSpec) -> Norm:
     return offset_rms_norm(load.vector(f"{name}.weight", spec.hidden_size), spec.norm_eps)
 
 
-def gemma2(spec: ModelSpec, load: Loader) -> Gemma:
-    return Gemma(spec, load, Projections(qkv_bias=spec.attention_bias, out_bias=spec.attention_bias))
+def gemma2(spec: ModelSpec, load: Loader) -> Decoder:
+    return _gemma(spec, load, Projections(qkv_bias=spec.attention_bias, out_bias=spec.attention_bias))
 
 
-def gemma3(spec: ModelSpec, load: Loader) -> Gemma:
+def gemma3(spec: ModelSpec, load: Loader) -> Decoder:
     bias = spec.attention_bias
-    return Gemma(spec, load, Projections(qkv_bias=bias, out_bias=bias, norm=offset_rms_norm))
+    return _gemma(spec, load, Projections(qkv_bias=bias, out_bias=bias, norm=offset_rms_norm))

@@ -1,20 +1,20 @@
 """Llama 1 to 3.x (arXiv 2302.13971, 2407.21783), and the shape of its kin: pre-norm, RoPE, grouped queries, SwiGLU."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from ..attention.base import Attend
 from ..layers.attention import Projections, SelfAttention
-from ..layers.ends import inlet, outlet
+from ..layers.ends import ends
 from ..layers.mlp import Gated, GatedMLP
 from ..layers.norm import rms_norm
 from ..layers.rotary import Angles, rotary
-from ..layers.stack import Stack
+from ..layers.stack import Rotation, Stack
 from ..spec import ModelSpec
 from ..weights import Loader
-from .base import Logits
+from .base import Decoder
 
 FeedForward: TypeAlias = Callable[[Tensor], Tensor]
 """x [N, hidden] -> [N, hidden]."""
@@ -37,18 +37,11 @@ class Kin(NamedTuple):
     feed_forward: Callable[[ModelSpec, Loader, int], FeedForward] = gated
 
 
-class Llama:
-    """Token ids and positions [N] of packed sequences -> hidden states [N, hidden] -> logits of chosen places."""
-
-    def __init__(self, spec: ModelSpec, load: Loader, kin: Kin) -> None:
-        self._inlet = inlet(spec, load)
-        self._rotary = rotary(spec.rope, spec.head_dim, load.place.positions, load.dtype, load.device)
-        self._layers = Stack([Layer(spec, load, index, kin) for index in load.layers(spec.layers)])
-        self._outlet = outlet(spec, load, rms_norm)
-
-    def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, chosen: Sequence[Tensor]) -> Logits | None:
-        x, delta = self._layers(self._inlet(tokens), [self._rotary(positions)], attend)
-        return self._outlet(x, delta, chosen)
+def like_llama(spec: ModelSpec, load: Loader, kin: Kin) -> Decoder:
+    """A decoder of Llama's shape."""
+    turning = rotary(spec.rope, spec.head_dim, load.place.positions, load.dtype, load.device)
+    layers = [Layer(spec, load, index, kin) for index in load.layers(spec.layers)]
+    return Stack(ends(spec, load, rms_norm), layers, Rotation([turning]))
 
 
 class Layer:
@@ -68,6 +61,6 @@ class Layer:
         return self._mlp(self._before_mlp.after(x, mixed))
 
 
-def llama(spec: ModelSpec, load: Loader) -> Llama:
+def llama(spec: ModelSpec, load: Loader) -> Decoder:
     bias = spec.attention_bias
-    return Llama(spec, load, Kin(Projections(qkv_bias=bias, out_bias=bias)))
+    return like_llama(spec, load, Kin(Projections(qkv_bias=bias, out_bias=bias)))

@@ -2,8 +2,9 @@
 
 from ..spec import ModelSpec
 from ..weights import Loader
-from .llama import Kin, Llama
+from .base import Decoder
+from .llama import Kin, like_llama
 
 
-def mistral(spec: ModelSpec, load: Loader) -> Llama:
-    return Llama(spec, load, Kin())
+def mistral(spec: ModelSpec, load: Loader) -> Decoder:
+    return like_llama(spec, load, Kin())

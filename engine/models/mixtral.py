@@ -4,11 +4,12 @@ from ..layers.experts import MixtureOfExperts, Router
 from ..layers.mlp import Gated
 from ..spec import CheckpointError, ModelSpec
 from ..weights import Loader
-from .llama import FeedForward, Kin, Llama
+from .base import Decoder
+from .llama import FeedForward, Kin, like_llama
 
 
-def mixtral(spec: ModelSpec, load: Loader) -> Llama:
-    return Llama(spec, load, Kin(feed_forward=_sparse))
+def mixtral(spec: ModelSpec, load: Loader) -> Decoder:
+    return like_llama(spec, load, Kin(feed_forward=_sparse))
 
 
 def _sparse(spec: ModelSpec, load: Loader, index: int) -> FeedForward:

@@ -4,11 +4,12 @@ from ..layers.attention import Projections
 from ..layers.mlp import GatedMLP
 from ..spec import ModelSpec
 from ..weights import Loader
-from .llama import FeedForward, Kin, Llama, mlp
+from .base import Decoder
+from .llama import FeedForward, Kin, like_llama, mlp
 
 
-def phi3(spec: ModelSpec, load: Loader) -> Llama:
-    return Llama(spec, load, Kin(Projections(fused=True), _fused))
+def phi3(spec: ModelSpec, load: Loader) -> Decoder:
+    return like_llama(spec, load, Kin(Projections(fused=True), _fused))
 
 
 def _fused(spec: ModelSpec, load: Loader, index: int) -> FeedForward:

@@ -3,8 +3,9 @@
 from ..layers.attention import Projections
 from ..spec import ModelSpec
 from ..weights import Loader
-from .llama import Kin, Llama
+from .base import Decoder
+from .llama import Kin, like_llama
 
 
-def qwen2(spec: ModelSpec, load: Loader) -> Llama:
-    return Llama(spec, load, Kin(Projections(qkv_bias=True)))
+def qwen2(spec: ModelSpec, load: Loader) -> Decoder:
+    return like_llama(spec, load, Kin(Projections(qkv_bias=True)))

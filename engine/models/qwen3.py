@@ -5,15 +5,16 @@ from ..layers.experts import MixtureOfExperts, Router
 from ..layers.norm import rms_norm
 from ..spec import ModelSpec
 from ..weights import Loader
-from .llama import FeedForward, Kin, Llama, gated, mlp
+from .base import Decoder
+from .llama import FeedForward, Kin, gated, like_llama, mlp
 
 
-def qwen3(spec: ModelSpec, load: Loader) -> Llama:
-    return Llama(spec, load, Kin(_projections(spec)))
+def qwen3(spec: ModelSpec, load: Loader) -> Decoder:
+    return like_llama(spec, load, Kin(_projections(spec)))
 
 
-def qwen3_moe(spec: ModelSpec, load: Loader) -> Llama:
-    return Llama(spec, load, Kin(_projections(spec), _sparse))
+def qwen3_moe(spec: ModelSpec, load: Loader) -> Decoder:
+    return like_llama(spec, load, Kin(_projections(spec), _sparse))
 
 
 def _projections(spec: ModelSpec) -> Projections:

@@ -98,11 +98,13 @@ def _column(written: bytes) -> IntArray:
 
 
 class Broken(msgspec.Struct, array_like=True, tag="broken", frozen=True):
-    """Last words. `code`: see `core.errors.Code`. `bereft`: it only lost another rank, which knows better why."""
+    """Last words. `code`: see `core.errors.Code`. `bereft`: it only lost another rank, which knows better why. `field`:
+    the parameter that was wrong, if one was."""
 
     message: str
     code: str
     bereft: bool = False
+    field: str = ""
 
 
 Report: TypeAlias = Here | Joined | Progress | Loaded | Allocated | Result | Broken

@@ -138,6 +138,6 @@ class _Rank:
 
 def _last_words(error: Exception) -> Broken:
     if isinstance(error, CharoniaError):
-        return Broken(error.message, error.code, isinstance(error, Bereft))
+        return Broken(error.message, error.code, isinstance(error, Bereft), error.field or "")
     show(error)
     return Broken(f"{type(error).__name__}: {error}", Code.INTERNAL)

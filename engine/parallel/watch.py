@@ -97,4 +97,4 @@ class Watch:
 def _error(name: str, broken: Broken) -> CharoniaError:
     """What is wrong with the configuration is wrong for all ranks alike."""
     asked = broken.code in (Code.INVALID_ARGUMENT, Code.UNSUPPORTED, Code.NOT_FOUND)
-    return error_of(broken.code, broken.message if asked else f"{name}: {broken.message}")
+    return error_of(broken.code, broken.message if asked else f"{name}: {broken.message}", broken.field or None)

@@ -10,6 +10,7 @@ import pytest
 import uvicorn
 
 from charonia.api.begun import in_task
+from charonia.api.faults import BodyTimeout, error_response
 from charonia.api.http_cycle import cycle_of
 from charonia.api.http_protocol import HttpProtocol, Shared
 
@@ -47,23 +48,24 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.timers: list[tuple[float, Callable[[], None]]] = []
+        self.timers: list[tuple[float, Callable[[], None], asyncio.TimerHandle]] = []
         self.create_task = asyncio.get_running_loop().create_task
 
     def time(self) -> float:
         return self.now
 
     def call_later(self, delay: float, call: Callable[[], None]) -> Any:
-        timer = (self.now + delay, call)
-        self.timers.append(timer)
-        return asyncio.TimerHandle(timer[0], lambda: None, (), asyncio.get_running_loop())
+        handle = asyncio.TimerHandle(self.now + delay, call, (), asyncio.get_running_loop())
+        self.timers.append((self.now + delay, call, handle))
+        return handle
 
     def pass_to(self, now: float) -> None:
         self.now = now
         due = [timer for timer in self.timers if timer[0] <= now]
         self.timers = [timer for timer in self.timers if timer[0] > now]
-        for _, call in due:
-            call()
+        for _, call, handle in due:
+            if not handle.cancelled():
+                call()
 
 
 class App:
@@ -257,11 +259,45 @@ async def test_who_never_asks_is_not_waited_for(beginning: bytes) -> None:
     assert connection.transport.closed
 
 
-async def test_a_body_may_take_its_time() -> None:
+async def test_a_body_that_gets_on_may_take_its_time() -> None:
     connection = Connection(App())
     whole = request(b"abcd")
-    await connection.send(whole[:-1])
-    connection.clock.pass_to(100)
+    await connection.send(whole[:-4])
+    for at in range(-4, -1):
+        connection.clock.pass_to(connection.clock.now + 59)
+        await connection.send(whole[at : at + 1])
+    connection.clock.pass_to(connection.clock.now + 59)
+    await connection.send(whole[-1:])
+    assert connection.answers == [b"abcd"]
+
+
+async def test_a_body_that_comes_to_a_halt_is_given_up() -> None:
+    class Reading(App):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            try:
+                await body_of(receive)
+            except BodyTimeout as error:
+                await error_response(error, scope["path"])(scope, receive, send)
+
+    connection = Connection(Reading())
+    await connection.send(request(b"abcd")[:-1])
+    connection.clock.pass_to(59)
+    await turns()
+    assert not connection.transport.closed
+    connection.clock.pass_to(60)
+    await turns()
+    assert connection.transport.written.startswith(b"HTTP/1.1 408 ")
+    assert connection.transport.closed
+
+
+async def test_what_comes_in_the_very_moment_comes_in_time() -> None:
+    connection = Connection(App())
+    whole = request(b"abcd")
+    await connection.send(whole[:-2])
+    connection.clock.pass_to(60)
+    connection.protocol.data_received(whole[-2:-1])
+    await turns()
+    connection.clock.pass_to(119)
     await connection.send(whole[-1:])
     assert connection.answers == [b"abcd"]
 

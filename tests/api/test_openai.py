@@ -274,7 +274,7 @@ REFUSED = [
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {}}, "response_format.type"),
     ({"response_format": "json"}, "response_format"),
-    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format"),
+    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "s"}}}, "response_format.json_schema.schema"),
     ({"response_format": {"type": "json_object"}, "guided_decoding_guide_type": "json"}, "response_format"),

@@ -1,6 +1,7 @@
 """Keys, TLS and web pages over a real server: who is let in, whose cache it is, and how long a request may take."""
 
 import shutil
+import socket
 import ssl
 import subprocess
 from pathlib import Path
@@ -35,7 +36,7 @@ def test_keys_over_tls(serve: Any, tokenizer_only: Path, certificate: Path, tmp_
     keys = tmp_path / "keys"
     keys.write_text("alpha:k-alpha\nbeta:k-beta:2\n")
     flags = ["--http-server-cert", f"{certificate}/server.pem", "--http-server-key", f"{certificate}/server.key"]
-    flags += ["--allowed-origins", PAGE]
+    flags += ["--allowed-origins", PAGE, "--http-body-timeout-secs", "0.5"]
     with serve(str(tokenizer_only), *FLAGS, *flags, "--api-key-file", str(keys)) as server:
         assert server.url.startswith("https://")
         trusting = ssl.create_default_context(cafile=f"{certificate}/server.pem")
@@ -44,10 +45,22 @@ def test_keys_over_tls(serve: Any, tokenizer_only: Path, certificate: Path, tmp_
             _a_page_may_ask(client)
             cached = [_cached(client, key) for key in ("k-alpha", "k-alpha", "k-beta")]
             _the_sdk_understands(server.url, client)
+        assert _half_a_body(server.address, trusting).startswith(b"HTTP/1.1 408 ")
         assert cached == [0, 32, 0], "a tenant's cache is his own"
         assert "k-alpha" not in server.said
         scrape = httpx.get(server.metrics_url).text
         assert 'charonia_prompt_tokens_total{model="m",version="1",tenant="alpha"}' in scrape
+
+
+def _half_a_body(address: tuple[str, int], trusting: ssl.SSLContext) -> bytes:
+    """The answer to it."""
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k-beta\r\ncontent-length: 100\r\n\r\n{"
+    with (
+        socket.create_connection(address, 60) as plain,
+        trusting.wrap_socket(plain, server_hostname="127.0.0.1") as wire,
+    ):
+        wire.sendall(head.encode())
+        return wire.recv(1000)
 
 
 def _only_with_a_key(client: httpx.Client) -> None:

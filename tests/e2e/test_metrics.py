@@ -195,6 +195,8 @@ def test_a_restart_keeps_counters_and_takes_none_back(serve: Any, tokenizer_only
     assert after("charonia_prefix_cache_hits_total") == 32
     assert_vllm_names(after)
     assert_json_records(server.said)
+    assert "the engine core serves again" in server.said
+    assert server.said.count("m: warm-up") == 1, "phases are told of the start alone"
 
 
 def assert_vllm_names(seen: Scrape) -> None:

@@ -54,7 +54,7 @@ CHAT = Conversation((Message("user", "x"),))
 
 @pytest.mark.parametrize(
     ("prompt", "tokens", "max_tokens", "field"),
-    [("x", 64, 1, "prompt"), (CHAT, 64, None, "messages"), (CHAT, 63, 2, "max_tokens"), ("x", 10, 55, "max_tokens")],
+    [("x", 64, 1, "prompt"), (CHAT, 64, None, "messages"), (CHAT, 63, 2, "max_tokens"), ("x", 1, 2**70, "max_tokens")],
 )
 def test_what_is_too_long_is_told_by_its_field(prompt: Prompt, tokens: int, max_tokens: int | None, field: str) -> None:
     asked = GenerateRequest(id="", prompt=prompt, sampling=SamplingParams(max_tokens=max_tokens))

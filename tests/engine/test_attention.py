@@ -2,15 +2,15 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
 from charonia.core.errors import InvalidArgument
-from charonia.engine.attention.base import Attention, Batch, CacheSpec
+from charonia.engine.attention.base import Attention, CacheSpec
 from charonia.engine.attention.cpu import CpuAttention
 from charonia.engine.attention.native import NativeAttention
 from charonia.engine.attention.registry import BACKENDS, attention_backend
+from charonia.engine.batch import Batch
 from charonia.engine.kernels import library
 from charonia.engine.spec import View
 
@@ -53,10 +53,8 @@ class Story:
                 table.append(self.free.pop())
         width = max(len(self.tables[row]) for row in rows)
         tables = torch.tensor([self.tables[row] + [0] * (width - len(self.tables[row])) for row in rows])
-        counts = np.array(list(rows.values()))
-        positions = np.concatenate([np.arange(count) + start for count, start in zip(counts, starts, strict=True)])
-        owners = np.repeat(np.arange(len(rows)), counts)
-        return Batch(np.array(starts), counts, tables, torch.from_numpy(positions), torch.from_numpy(owners))
+        counts = list(rows.values())
+        return Batch.of(torch.zeros(sum(counts)), starts, counts, tables, self.spec.block_size)
 
     def layer(self, attend: object, layer: int, rows: dict[int, int], starts: list[int]) -> float:
         total = sum(rows.values())

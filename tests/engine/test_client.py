@@ -266,8 +266,9 @@ async def test_loading_tells_its_phases(sockets: Path) -> None:
 
 async def test_a_core_that_says_why_it_cannot_start_fails_the_load(sockets: Path) -> None:
     client = EngineClient(config(max_model_len=4096))
-    with pytest.raises(InvalidArgument, match="max_model_len 4096"):
+    with pytest.raises(InvalidArgument, match="max_model_len 4096") as refusal:
         await client.start()
+    assert refusal.value.field == "max_model_len"
     await client.close()
     assert left_in(sockets) == []
 

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from charonia.engine.attention.base import Attend
+from charonia.engine.batch import Batch
 from charonia.engine.checkpoint import open_checkpoint
 from charonia.engine.models.base import Built
 from charonia.engine.models.foreign import Foreign
@@ -94,10 +95,9 @@ def test_a_module_that_computes_something_else_is_found_out(
 ) -> None:
     honest = Foreign.logits
 
-    def without_positions(
-        self: Foreign, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, chosen: torch.Tensor
-    ) -> torch.Tensor:
-        return honest(self, tokens, positions * 0, attend, chosen)
+    def without_positions(self: Foreign, batch: Batch, attend: Attend, chosen: torch.Tensor) -> torch.Tensor:
+        batch.positions.zero_()
+        return honest(self, batch, attend, chosen)
 
     monkeypatch.setattr(Foreign, "logits", without_positions)
     refused(checkpoint("granite"), "GraniteForCausalLM", "differ from its own")
@@ -157,7 +157,8 @@ def test_the_head_computes_one_piece_at_a_time(checkpoint: Callable[..., Path]) 
         right = model(input_ids=tokens.unsqueeze(0)).logits[0]
         layers.clear()
         heads.clear()
-        found = list(Foreign(model).logits(tokens, tokens, lambda *_: torch.empty(0), pieces))
+        batch = Batch.of(tokens, [0], [len(tokens)], torch.zeros((1, 1), dtype=torch.int64), 16)
+        found = list(Foreign(model).logits(batch, lambda *_: torch.empty(0), pieces))
     assert (layers, heads) == ([1], [1, 3, 2])
     torch.testing.assert_close(torch.cat(found), right[torch.cat(pieces)])
     assert "forward" not in vars(model.base_model)

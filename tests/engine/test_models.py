@@ -6,13 +6,13 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from charonia.engine.attention.base import Batch, CacheSpec
+from charonia.engine.attention.base import CacheSpec
 from charonia.engine.attention.registry import attention_backend
+from charonia.engine.batch import Batch
 from charonia.engine.checkpoint import open_checkpoint
 from charonia.engine.kernels import library
 from charonia.engine.models.registry import recipe
@@ -39,15 +39,12 @@ def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
     return [torch.randint(1, 384, (length,), generator=generator) for length in lengths]
 
 
-def batch(lengths: list[int], block_size: int) -> Batch:
+def batch(sequences: list[torch.Tensor], block_size: int) -> Batch:
     """Whole prompts, one after the other, in blocks one after the other."""
-    counts = np.array(lengths)
+    lengths = [len(tokens) for tokens in sequences]
     width = -(-max(lengths) // block_size)
-    tables = torch.arange(len(lengths) * width).view(len(lengths), width)
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    return Batch(
-        np.zeros_like(counts), counts, tables, positions, torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
-    )
+    blocks = torch.arange(len(lengths) * width).view(len(lengths), width)
+    return Batch.of(torch.cat(sequences), [0] * len(lengths), lengths, blocks, block_size)
 
 
 @torch.inference_mode()
@@ -58,9 +55,8 @@ def logits(directory: Path, sequences: list[torch.Tensor], dtype: torch.dtype, b
     cache = CacheSpec(shape.views, shape.heads, shape.kv_heads, shape.head_dim, 16, dtype, CPU)
     attention = attention_backend(backend, cache)
     attention.allocate(40)
-    step = batch([len(tokens) for tokens in sequences], 16)
-    tokens = torch.cat(sequences)
-    return next(model.logits(tokens, step.positions, attention.begin(step), [torch.arange(len(tokens))])).float()
+    step = batch(sequences, 16)
+    return next(model.logits(step, attention.begin(step), [torch.arange(step.size)])).float()
 
 
 @cache

@@ -85,13 +85,13 @@ def test_nothing_given_is_the_engines_choice() -> None:
     ("name", "text", "says"),
     [
         ("aheda", "1", "unknown parameter 'aheda'; known are dtype, device, "),
-        ("ahead", "one", "parameter 'ahead': expected `int`, got 'one'"),
-        ("ahead", "-1", "parameter 'ahead': expected `int` >= 0, got '-1'"),
-        ("max_num_seqs", "0", "parameter 'max_num_seqs': expected `int` >= 1, got '0'"),
-        ("max_num_seqs", "1.5", "parameter 'max_num_seqs': expected `int`, got '1.5'"),
-        ("kv_cache_memory_fraction", "1.5", "parameter 'kv_cache_memory_fraction': expected `float` <= 1"),
-        ("prefix_caching", "ja", "parameter 'prefix_caching': expected `bool`, got 'ja'"),
-        ("dtype", "int8", "parameter 'dtype': expected one of auto, bfloat16, float16, float32, got 'int8'"),
+        ("ahead", "one", "parameter 'ahead' must be an integer, got 'one'"),
+        ("ahead", "-1", "parameter 'ahead' must be an integer >= 0, got '-1'"),
+        ("max_num_seqs", "0", "parameter 'max_num_seqs' must be an integer >= 1, got '0'"),
+        ("max_num_seqs", "1.5", "parameter 'max_num_seqs' must be an integer, got '1.5'"),
+        ("kv_cache_memory_fraction", "1.5", "parameter 'kv_cache_memory_fraction' must be a number <= 1"),
+        ("prefix_caching", "ja", "parameter 'prefix_caching' must be a boolean, got 'ja'"),
+        ("dtype", "int8", "parameter 'dtype' must be one of auto, bfloat16, float16, float32, got 'int8'"),
     ],
 )
 def test_what_is_wrong_is_named(name: str, text: str, says: str) -> None:

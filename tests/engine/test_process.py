@@ -53,10 +53,11 @@ def test_a_share_of_memory_stops_at_what_is_useful() -> None:
 
 
 def test_a_cache_without_room_for_a_block_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match=r"16 tokens takes 1000 bytes, and kv_cache_bytes is 999$"):
+    with pytest.raises(InvalidArgument, match=r"16 tokens takes 1000 bytes, and kv_cache_bytes is 999$") as exact:
         cache_blocks(CacheConfig(bytes=999), CAPACITY, useful_tokens=64)
-    with pytest.raises(InvalidArgument, match=r"it may have kv_cache_memory_fraction 1e-05$"):
+    with pytest.raises(InvalidArgument, match=r"it may have kv_cache_memory_fraction 1e-05$") as share:
         cache_blocks(CacheConfig(memory_fraction=1e-5), CAPACITY, useful_tokens=64)
+    assert (exact.value.field, share.value.field) == ("kv_cache_bytes", "kv_cache_memory_fraction")
 
 
 def test_the_length_is_the_models_or_less() -> None:

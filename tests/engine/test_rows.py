@@ -35,11 +35,11 @@ def test_a_step_is_gathered_from_rows_in_plan_order() -> None:
     )
     rows.update(step)
     inputs = rows.inputs(step)
-    assert inputs.tokens.tolist() == [7, 8, 9, 5, 6]
+    assert inputs.batch.tokens.tolist() == [7, 8, 9, 5, 6]
     assert inputs.batch.positions.tolist() == [0, 1, 2, 4, 5]
     assert inputs.batch.owners.tolist() == [0, 0, 0, 1, 1]
     assert inputs.batch.tables[1].tolist() == [10, 12]
-    assert inputs.batch.slots(4).tolist() == [44, 45, 46, 48, 49]
+    assert inputs.batch.slots().tolist() == [44, 45, 46, 48, 49]
     assert inputs.last.tolist() == [2, 4]
     assert inputs.choices["position"].tolist() == [3, 6]
     assert inputs.choices["seed"].tolist() == [0, -1]
@@ -54,7 +54,7 @@ def test_a_sampled_token_is_there_for_the_next_step() -> None:
     rows.write(rows.inputs(first), torch.tensor([99]))
     second = plan(ints(0), ints(2), ints(1))
     rows.update(second)
-    assert rows.inputs(second).tokens.tolist() == [99]
+    assert rows.inputs(second).batch.tokens.tolist() == [99]
 
 
 def test_tokens_chosen_elsewhere_are_learnt() -> None:
@@ -67,7 +67,7 @@ def test_tokens_chosen_elsewhere_are_learnt() -> None:
     rows.learn(ints(3, 0), ints(1, 2), ints(77, 99))
     second = plan(ints(0, 3), ints(2, 1), ints(1, 1))
     rows.update(second)
-    assert rows.inputs(second).tokens.tolist() == [99, 77]
+    assert rows.inputs(second).batch.tokens.tolist() == [99, 77]
 
 
 def test_only_rows_that_sample_are_asked_to() -> None:
@@ -91,15 +91,17 @@ def test_a_row_taken_over_begins_a_table_of_its_own() -> None:
     step = plan(ints(0), ints(0), ints(2), closed=ints(0), new=(new(0, ints(8, 9)),), appended=pairs((0, 7)))
     rows.update(step)
     inputs = rows.inputs(step)
-    assert inputs.tokens.tolist() == [8, 9]
+    assert inputs.batch.tokens.tolist() == [8, 9]
     assert inputs.batch.tables.tolist() == [[7]]
 
 
 def test_rows_grow_and_keep_what_they_hold() -> None:
     rows = Rows(8, 4, torch.device("cpu"))
-    rows.update(plan(ints(0), ints(0), ints(1), new=(new(0, ints(42), seed=7),), appended=pairs((0, 3))))
+    rows.update(
+        plan(ints(0), ints(0), ints(1), new=(new(0, ints(42), seed=7, temperature=0.5),), appended=pairs((0, 3)))
+    )
     rows.update(plan(ints(300), ints(0), ints(1), new=(new(300, ints(43)),), appended=pairs((300, 4))))
     inputs = rows.inputs(plan(ints(300, 0), ints(0, 0), ints(1, 1)))
-    assert inputs.tokens.tolist() == [43, 42]
+    assert inputs.batch.tokens.tolist() == [43, 42]
     assert inputs.batch.tables.tolist() == [[4], [3]]
     assert inputs.choices["seed"].tolist() == [0, 7]

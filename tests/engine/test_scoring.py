@@ -190,9 +190,9 @@ def test_heads_are_only_as_long_as_asked_for(checkpoint: Callable[..., Path], mo
         decoder, sizes = executor._loaded.runner._model, list[int]()
         computed = decoder.logits
 
-        def logits(tokens: Any, positions: Any, attend: Any, chosen: Any) -> Any:
+        def logits(batch: Any, attend: Any, chosen: Any) -> Any:
             sizes.extend(len(places) for places in chosen)
-            return computed(tokens, positions, attend, chosen)
+            return computed(batch, attend, chosen)
 
         monkeypatch.setattr(decoder, "logits", logits)
         executor.allocate(8)

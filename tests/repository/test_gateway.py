@@ -68,6 +68,8 @@ class Writer(Echo):
         yield GenerateChunk(text=str(request.prompt), token_ids=(1,), usage=Usage(1, 1))
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
+        self.waiting.set()
+        await asyncio.sleep(0)
         return []
 
     async def detokenize(self, ids: list[int]) -> str:
@@ -237,6 +239,18 @@ async def test_on_the_way_out() -> None:
     await drained
     await hub.unload()
     assert model.unloaded
+
+
+async def test_who_only_tokenizes_is_waited_for_too() -> None:
+    model = Writer("writer")
+    hub = await hub_of(model)
+    tokenizing = asyncio.create_task(hub.tokenize("writer", TokenizeRequest(prompt="x")))
+    await model.waiting.wait()
+    assert hub.running == 1
+    await hub.drained()
+    assert tokenizing.done()
+    assert await hub.detokenize("writer", []) == ""
+    assert hub.running == 0
 
 
 async def test_cancelling_the_reader_closes_the_model() -> None:

@@ -200,9 +200,10 @@ def test_who_joins_nobody_is_named(staged: Callable[..., Stage]) -> None:
 
 def test_what_a_rank_finds_wrong_is_raised_as_it_is(staged: Callable[..., Stage]) -> None:
     stage = staged()
-    stage.ranks[1].say(Here(), Broken("dtype must be one of these", Code.INVALID_ARGUMENT))
-    with pytest.raises(InvalidArgument, match=r"^dtype must be one of these$"):
+    stage.ranks[1].say(Here(), Broken("dtype must be one of these", Code.INVALID_ARGUMENT, field="dtype"))
+    with pytest.raises(InvalidArgument, match=r"^dtype must be one of these$") as refusal:
         stage.load_alone()
+    assert refusal.value.field == "dtype"
     assert stage.crew.killed.is_set()
 
 

@@ -3,13 +3,13 @@
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from charonia.engine.attention.base import Batch, CacheSpec
+from charonia.engine.attention.base import CacheSpec
 from charonia.engine.attention.native import NativeAttention
+from charonia.engine.batch import Batch
 from charonia.engine.layers.rotary import FusedAngles
 from charonia.engine.spec import View
 
@@ -46,19 +46,18 @@ class World:
 
     def step(self, parts: list[tuple[Sequence, int, int]], turns: Tensor | None = None) -> list[Tensor]:
         """Compute tokens [start, end) of each sequence together; what comes out of each [n, heads * head_dim]."""
-        starts = np.array([start for _, start, _ in parts])
-        counts = np.array([end - start for _, start, end in parts])
+        starts, counts = [start for _, start, _ in parts], [end - start for _, start, end in parts]
         for sequence, _, end in parts:
             while len(sequence.blocks) * self.shape.block_size < end:
                 sequence.blocks.append(self.free.pop())
         width = max(len(sequence.blocks) for sequence, _, _ in parts)
         tables = torch.tensor([one.blocks + [0] * (width - len(one.blocks)) for one, _, _ in parts])
-        nowhere = torch.empty(0, dtype=torch.int64)
-        attend = self.attention.begin(Batch(starts, counts, tables, nowhere, nowhere))
+        batch = Batch.of(torch.zeros(sum(counts)), starts, counts, tables, self.shape.block_size)
+        attend = self.attention.begin(batch)
         q, k, v = (torch.cat([getattr(one, name)[start:end] for one, start, end in parts]) for name in "qkv")
         if turns is None:
-            return list(attend(0, q, k, v).split(counts.tolist()))
-        return list(attend.turned(0, torch.cat((q, k, v), 1), FusedAngles(turns)).split(counts.tolist()))
+            return list(attend(0, q, k, v).split(counts))
+        return list(attend.turned(0, torch.cat((q, k, v), 1), FusedAngles(turns, batch.positions)).split(counts))
 
 
 def exact(shape: CacheSpec, sequence: Sequence) -> Tensor:
@@ -140,7 +139,7 @@ def test_turning_on_the_way_is_turning_before(level: str, dtype: torch.dtype) ->
     turns = torch.stack((angles.cos(), angles.sin()), 1)
     fused = World(shape).step([(sequence, 0, 40)], turns)[0]
     sequence.blocks = []
-    sequence.q, sequence.k = (FusedAngles(turns).rotate(x) for x in (sequence.q, sequence.k))
+    sequence.q, sequence.k = (FusedAngles(turns, torch.arange(40)).rotate(x) for x in (sequence.q, sequence.k))
     apart = World(shape).step([(sequence, 0, 40)])[0]
     assert (fused.double() - apart.double()).abs().max() < TOLERANCE[dtype, "auto"]
 

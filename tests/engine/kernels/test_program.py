@@ -6,36 +6,39 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from charonia.engine.kernels.program import Ends, Program
-from charonia.engine.kernels.tape import NORM, Operation, Slot, Tape
+from charonia.engine.kernels.placing import Marks, places
+from charonia.engine.kernels.tape import ENTER, NORM, Operation, Places, Slot, Tape
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
 @given(st.data())
 def test_slots_that_are_needed_together_lie_apart(data: st.DataObject) -> None:
     tape = Tape(torch.float32)
-    stream, zeros = Slot(tape, 24), Slot(tape, 24)
-    slots = [stream, zeros]
+    slots = [tape.begin(Operation(kind=ENTER), 24)]
     for _ in range(data.draw(st.integers(1, 12))):
         x, delta = (data.draw(st.sampled_from(slots)) for _ in range(2))
-        width = data.draw(st.integers(1, 80))
-        slots.append(tape.add(Operation(kind=NORM), x, width, data.draw(st.sampled_from([None, delta]))))
-    rest = data.draw(st.sampled_from(slots))
-    program = Program(tape, Ends(stream, zeros, rest))
-    spans = _spans(tape, Ends(stream, zeros, rest))
+        if not x.chosen and data.draw(st.booleans()):
+            slots.append(x[Places()])
+        else:
+            added = None if delta.chosen != x.chosen else delta
+            width, dtype = data.draw(st.integers(1, 80)), data.draw(DTYPES)
+            slots.append(tape.add(Operation(kind=NORM), x, width, delta=added, dtype=dtype))
+    rest, logits = data.draw(st.sampled_from(slots)), data.draw(st.sampled_from([None, slots[-1]]))
+    marks = Marks(slots[0], rest, len(tape.uses), True, logits)
+    found, spans = places(tape, marks), _spans(tape, marks)
     for a, b in combinations(spans, 2):
         together = max(spans[a].start, spans[b].start) < min(spans[a].stop, spans[b].stop)
-        places = [(program.places[each], program.places[each] + 4 * each.width) for each in (a, b)]
-        (from_a, to_a), (from_b, to_b) = places
-        assert not together or to_a <= from_b or to_b <= from_a
+        (from_a, to_a), (from_b, to_b) = ((found[one], found[one] + one.dtype.itemsize * one.width) for one in (a, b))
+        assert not together or a.chosen != b.chosen or to_a <= from_b or to_b <= from_a
         assert from_a % 64 == from_b % 64 == 0
 
 
-def _spans(tape: Tape, ends: Ends) -> dict[Slot, range]:
+def _spans(tape: Tape, marks: Marks) -> dict[Slot, range]:
     """From the operation that makes a slot to past the last that needs it, found the slow way."""
     spans = {}
-    for slot in {*ends, *(slot for use in tape.uses for slot in use.slots)}:
+    for slot in {slot for use in tape.uses for slot in use.slots}:
         met = [number for number, use in enumerate(tape.uses) if any(slot is each for each in use.slots)]
-        begun = -1 if slot in ends[:2] else min(met)
-        over = len(tape.uses) + 1 if slot in (ends.stream, ends.rest) else max(met, default=-1) + 1
-        spans[slot] = range(begun, over)
+        read = any(slot is each for each in (marks.stream, marks.rest, marks.logits))
+        spans[slot] = range(min(met), len(tape.uses) + 1 if read else max(met) + 1)
     return spans

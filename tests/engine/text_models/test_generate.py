@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import aclosing
 
 import pytest
@@ -82,21 +82,11 @@ async def test_every_kind_of_prompt(load: Load) -> None:
         assert said.value.field == "tokens"
 
 
-async def test_what_is_long_is_told_beside_the_loop_and_counted_up_to_a_bound(
-    load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_long_is_counted_up_to_a_bound(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("charonia.engine.llm._COUNTED", 300)
-    model, decode, places = await load(), Tokenizer.decode, []
-
-    def placed(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-        places.append(threading.current_thread().name)
-        return decode(tokenizer, ids)
-
-    monkeypatch.setattr(Tokenizer, "decode", placed)
+    model = await load()
     assert await model.tokenize(TokenizeRequest(prompt="w5 " * 300)) == [5] * 300
-    for count, place in ((2, "MainThread"), (300, "tokenizer_")):
-        assert await model.detokenize([5] * count) == " ".join(["w5"] * count)
-        assert places.pop().startswith(place)
+    assert await model.detokenize([5] * 300) == " ".join(["w5"] * 300)
     with pytest.raises(
         InvalidArgument, match="at most 300 tokens: the first 4800 characters of prompt are 1600 tokens"
     ):
@@ -279,6 +269,55 @@ async def test_unloading_ends_what_runs_and_what_waits(load: Load) -> None:
     assert not model.stats().ready
     with pytest.raises(Unavailable):
         await generate(model, ask("w1"))
+
+
+@pytest.fixture
+def tokenizing(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Whoever tokenizes a conversation waits for it."""
+    go, read = threading.Event(), Tokenizer.prompt_ids
+
+    def slowly(tokenizer: Tokenizer, prompt: Prompt, *how: object) -> list[int]:
+        if isinstance(prompt, Conversation):
+            assert go.wait(60)
+        return read(tokenizer, prompt, *how)
+
+    monkeypatch.setattr(Tokenizer, "prompt_ids", slowly)
+    yield go
+    go.set()
+
+
+CHAT = Conversation((Message("user", "w5 w6"),))
+
+
+async def test_a_reader_that_leaves_while_its_prompt_is_tokenized_stands_in_line_no_more(
+    load: Load, tokenizing: threading.Event
+) -> None:
+    model = await load(max_queued_requests=1)
+    reader = asyncio.create_task(generate(model, ask(CHAT)))
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull):
+        await generate(model, ask("w1"))
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert text(await generate(model, ask("w1", max_tokens=1))) == " w2"
+    assert model.stats().cancelled == 1
+
+
+async def test_unloading_while_prompts_are_tokenized(load: Load, tokenizing: threading.Event) -> None:
+    """More of them than there are threads."""
+    model = await load()
+    asking = [asyncio.create_task(generate(model, ask(CHAT))) for _ in range(3)]
+    counting = [asyncio.create_task(model.tokenize(TokenizeRequest(prompt=CHAT))) for _ in range(3)]
+    await asyncio.sleep(0)
+    await model.unload()
+    tokenizing.set()
+    ends = await asyncio.gather(*asking, *counting, return_exceptions=True)
+    assert [type(end) for end in ends[:3]] == [Unavailable] * 3
+    assert ends[3:] == [[5, 6, 0]] * 3
+    for late in (model.tokenize(TokenizeRequest(prompt=CHAT)), model.detokenize([5] * 300)):
+        with pytest.raises(Unavailable, match="not loaded"):
+            await late
 
 
 async def test_what_is_measured(load: Load) -> None:

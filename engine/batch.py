@@ -1,0 +1,93 @@
+"""The tokens that a step computes, packed: what models and attention are given of it."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+
+class Batch:
+    """R rows of `counts` tokens each from position `starts` on, N in all, row after row.
+
+    `rows`, `starts` and `counts` int32 [R] are host numbers, `rows` the lines of two tables on the device, which have
+    one for every row that there is: `known` int32 [lines, longest] its token ids, `blocks` int64 [lines, most] the ids
+    of its blocks (anything after the last). What follows from these is made when it is asked for.
+    """
+
+    def __init__(
+        self, rows: ArrayLike, starts: ArrayLike, counts: ArrayLike, known: Tensor, blocks: Tensor, block_size: int
+    ) -> None:
+        self.rows, self.starts, self.counts = (np.ascontiguousarray(each, np.int32) for each in (rows, starts, counts))
+        self.known, self.blocks, self.block_size = known, blocks, block_size
+
+    @classmethod
+    def of(
+        cls, tokens: Tensor, starts: Sequence[int], counts: Sequence[int], blocks: Tensor, block_size: int
+    ) -> "Batch":
+        """The rows of `blocks` [R, most] and no others, for `tokens` [N]; what came before them is
+        not known."""
+        longest = max(start + count for start, count in zip(starts, counts, strict=True))
+        known = torch.zeros(len(starts), longest, dtype=torch.int32, device=tokens.device)
+        batch = cls(np.arange(len(starts)), starts, counts, known, blocks, block_size)
+        known[batch.owners, batch.positions] = tokens.to(torch.int32)
+        return batch
+
+    @cached_property
+    def size(self) -> int:
+        """N."""
+        return int(self.counts.sum())
+
+    @cached_property
+    def firsts(self) -> NDArray[np.int64]:
+        """[R] the packed place of each row's first token."""
+        return np.cumsum(self.counts, dtype=np.int64) - self.counts
+
+    @cached_property
+    def tables(self) -> Tensor:
+        """Block ids [R, B], no more than the longest row needs."""
+        most = -(-int((self.starts + self.counts).max()) // self.block_size)
+        return picked(self.blocks[:, :most], self.rows)
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """Ids int32 [N]."""
+        return picked(self.known, self.rows[self._owners], self._positions)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[N] of each token in its sequence."""
+        return to_device(self._positions, self.known.device)
+
+    @cached_property
+    def owners(self) -> Tensor:
+        """[N] each token's index among the rows."""
+        return to_device(self._owners, self.known.device)
+
+    def slots(self) -> Tensor:
+        """[N] where each token's keys and values go: block id * block size + offset."""
+        block = torch.div(self.positions, self.block_size, rounding_mode="floor")
+        return self.tables[self.owners, block] * self.block_size + self.positions % self.block_size
+
+    @cached_property
+    def _owners(self) -> NDArray[np.int64]:
+        return np.repeat(np.arange(len(self.rows)), self.counts)
+
+    @cached_property
+    def _positions(self) -> NDArray[np.int64]:
+        return np.arange(len(self._owners)) + np.repeat(self.starts - self.firsts, self.counts)
+
+
+def picked(table: Tensor, *at: NDArray[np.signedinteger[Any]]) -> Tensor:
+    """table[at]; on the CPU by numpy, which begins sooner than torch."""
+    if table.device.type == "cpu":
+        return torch.from_numpy(table.numpy()[at])
+    return table[tuple(to_device(column, table.device) for column in at)]
+
+
+def to_device(column: NDArray[np.signedinteger[Any]], device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(column))
+    return tensor if device.type == "cpu" else tensor.to(device)

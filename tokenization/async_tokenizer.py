@@ -1,0 +1,68 @@
+"""A tokenizer beside an event loop: what takes long is done in threads, and holds up nobody else.
+
+Knows nothing of requests and engines.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+from ..core.errors import Unavailable
+from ..core.request import Conversation, Prompt
+from .tokenizer import Limit, Tokenizer
+
+_THREADS = 2
+_SHORT = 256
+"""Characters, or tokens, that take less time to turn into the others than to hand to another thread."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class AsyncTokenizer:
+    """What `tokenizer` does, for one event loop. Its methods raise what the other's raise, and after `close` for what
+    takes long `Unavailable`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._threads = ThreadPoolExecutor(_THREADS, "tokenizer")
+
+    async def prompt_ids(
+        self, prompt: Prompt, special: bool = True, invite: bool = True, limit: Limit | None = None
+    ) -> list[int]:
+        """The token ids of any kind of prompt."""
+        return await self._run(_size(prompt), self._tokenizer.prompt_ids, prompt, special, invite, limit)
+
+    async def word_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Token ids of each word, in each of its forms."""
+        return await self._run(sum(map(len, words)), self._tokenizer.word_ids, words)
+
+    async def text(self, prompt: Prompt, ids: Sequence[int]) -> str:
+        """What a prompt with these ids says."""
+        return await self._run(0 if isinstance(prompt, str) else len(ids), self._tokenizer.text, prompt, ids)
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """Their text, special tokens left out."""
+        return await self._run(len(ids), self._tokenizer.decode, ids)
+
+    def close(self) -> None:
+        """Take nothing more that is long; what was taken comes to its end."""
+        self._threads.shutdown(wait=False)
+
+    async def _run(self, size: int, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+        if size <= _SHORT:
+            return work(*given, **named)
+        try:
+            future = self._threads.submit(work, *given, **named)
+        except RuntimeError:
+            raise Unavailable("the model is unloaded") from None
+        return await asyncio.wrap_future(future)
+
+
+def _size(prompt: Prompt) -> int:
+    """Of what has to be tokenized; a template takes its time whatever it renders."""
+    if isinstance(prompt, Conversation):
+        return _SHORT + 1
+    return len(prompt) if isinstance(prompt, str) else 0
