@@ -15,8 +15,8 @@ _NO_PAIRS: IntArray = np.zeros((0, 2), np.int32)
 
 
 class Draft:
-    """`counts` [rows]: tokens each row computes in this step, 0 for those outside; `left`: budget not spent; `work`: what it
-    computes so far. It begins with what decoding rows compute.
+    """`counts` [rows]: tokens each row computes in this step, 0 for those outside; `left`: budget not spent; `work`:
+    what it computes so far. It begins with what decoding rows compute.
 
     `grown`: rows whose tables grew. `short_of_blocks`: somebody waits for blocks, so nobody new comes in; and who
     is `new` left enough blocks for the others, so it is never preempted in the same step.

@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .cost import Work
-from .plan import IntArray
+from .plan import IntArray, LongArray
 
 
 class Flight(NamedTuple):
@@ -16,7 +15,7 @@ class Flight(NamedTuple):
     bring a token, in their order. `work`: what it computes."""
 
     step: int
-    rows: NDArray[np.int64]
+    rows: LongArray
     ends: IntArray
     sampling: list[int]
     work: Work

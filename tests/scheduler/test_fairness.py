@@ -97,7 +97,7 @@ def test_prompts_and_outputs_are_charged_by_weight() -> None:
     fairness = Fairness(ageing_steps=10, credit=0)
     one, two = fairness.slot("one", 1.0), fairness.slot("two", 4.0)
     fairness.charge(two, 100)
-    fairness.charge_outputs(np.array([one, two, one], np.int32), [1, 2, 3])
+    fairness.charge_outputs(np.array([two, one], np.int32), [1, 0, 1], [1, 2, 3])
     assert fairness.served[[one, two]].tolist() == [OUTPUT_WEIGHT * 4, 25 + OUTPUT_WEIGHT * 2 / 4]
 
 
