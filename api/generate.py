@@ -13,7 +13,7 @@ from ..core.model import ModelConfig
 from ..core.request import InferRequest, InferResponse, Scalar
 from ..core.tensor import Tensor, TensorSpec
 from . import json_tensors
-from .json_values import malformed, parameter, string
+from .json_values import malformed, parameter, string, unreadable
 
 Pairs = list[tuple[str, Any]]
 """A JSON object as it was written: order and repeated keys included."""
@@ -34,7 +34,7 @@ def parse_generate(body: bytes, config: ModelConfig, stream: bool) -> InferReque
         mapping.default_stream(stream)
         mapping.move_lists()
     except RecursionError as error:
-        raise malformed(str(error)) from None
+        raise unreadable(error) from None
     return InferRequest(mapping.id, mapping.tensors, None, mapping.parameters)
 
 
@@ -62,10 +62,8 @@ def _load(body: bytes) -> Any:
     # The standard library's parser, because it shows repeated keys and reads NaN, as Triton's does.
     try:
         return json.loads(body.decode(), object_pairs_hook=_Object)
-    except json.JSONDecodeError as error:
-        raise malformed(error.msg, error.pos) from None
     except ValueError as error:
-        raise malformed(str(error)) from None
+        raise unreadable(error) from None
 
 
 def _members(document: Any) -> Pairs:

@@ -39,10 +39,17 @@ def parse_object(body: Buffer) -> Document:
 def _parse_leniently(body: Buffer) -> Any:
     try:
         return json.loads(bytes(body).decode())
-    except json.JSONDecodeError as error:
-        raise malformed(error.msg, error.pos) from None
     except (ValueError, RecursionError) as error:
-        raise malformed(str(error)) from None
+        raise unreadable(error) from None
+
+
+def unreadable(error: ValueError | RecursionError) -> CharoniaError:
+    """What the standard library's parser cannot read, or not even as text."""
+    if isinstance(error, json.JSONDecodeError):
+        return malformed(error.msg, error.pos)
+    if isinstance(error, UnicodeDecodeError):
+        return malformed(f"it is not UTF-8: {error.reason}", error.start)
+    return malformed("it is nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits")
 
 
 def malformed(reason: str, offset: int = 0) -> CharoniaError:

@@ -1,12 +1,16 @@
 """The v2 door: every status and text a client may rely on."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
+from charonia.api.generate import parse_generate
+from charonia.api.json_values import parse
 from charonia.core.errors import Internal, InvalidArgument, QueueFull, Unavailable, Unsupported
+from charonia.core.model import ModelConfig
 
 EXTENSIONS = [
     "classification",
@@ -178,8 +182,8 @@ def _as_bytes(body: Any) -> bytes:
 
 MALFORMED = [
     (b'{"text_input": ', "failed to parse the request JSON buffer: "),
-    (b"\xff\xfe", "failed to parse the request JSON buffer: "),
-    (b'{"x": [' + b"[" * 900 + b"]" * 900 + b"]}", "failed to parse the request JSON buffer: maximum recursion depth"),
+    (b"\xff\xfe", "failed to parse the request JSON buffer: it is not UTF-8: invalid start byte at 0"),
+    (b'{"x": [' + b"[" * 900 + b"]" * 900 + b"]}", "the request JSON buffer: it is nested too deeply at 0"),
     (b"[" * 100_0, "failed to parse the request JSON buffer: "),
     (b"[1]", "failed to parse the request JSON buffer: "),
     (b'"text"', "failed to parse the request JSON buffer: "),
@@ -222,6 +226,12 @@ async def test_malformed_bodies(client: httpx.AsyncClient, gateway: Any, path: s
     assert response.status_code == 400
     assert text in response.json()["error"]
     assert not gateway.asked
+
+
+@pytest.mark.parametrize("read", [parse, lambda body: parse_generate(body, ModelConfig("llm", "1", "b"), stream=False)])
+def test_a_number_of_too_many_digits_is_told_of_in_words_of_ours(read: Callable[[bytes], object]) -> None:
+    with pytest.raises(InvalidArgument, match="JSON buffer: a number has too many digits at 0"):
+        read(b'{"max_tokens": ' + b"9" * 5000 + b"}")
 
 
 @pytest.mark.parametrize(
