@@ -136,4 +136,12 @@ class Failed(msgspec.Struct, array_like=True, tag="failed", frozen=True):
     field: str = ""
 
 
-FromCore: TypeAlias = Loading | Ready | Updates | Refused | Failed
+class Said(msgspec.Struct, array_like=True, tag="said", frozen=True):
+    """A record of the core's log, which the frontend keeps."""
+
+    logger: str
+    level: int
+    text: str
+
+
+FromCore: TypeAlias = Loading | Ready | Updates | Refused | Failed | Said

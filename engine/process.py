@@ -3,13 +3,16 @@
 Knows nothing of the frontend but its sockets, their directory, and that it must not outlive it.
 """
 
+import logging
 import os
 import shutil
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import msgspec
+import zmq
 
 from ..core import garbage
 from ..core.child import die_with_parent, leave_signals_to_parent, show, show_name
@@ -21,7 +24,7 @@ from .config import CacheConfig, EngineConfig
 from .core import EngineCore
 from .executor.base import Capacity, Executor
 from .executor.registry import build_executor
-from .messages import Failed, Loading, Ready
+from .messages import Failed, Loading, Ready, Said
 from .wire import Address, Wire
 
 _SHAPE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
@@ -38,6 +41,7 @@ def main(config: EngineConfig, directory: str) -> None:
     show_name("charonia-core")
     die_with_parent(lambda: shutil.rmtree(directory, ignore_errors=True))
     wire = Wire([Address.under(directory)])
+    Reporter(wire).listen()
     try:
         _serve(config, wire)
     except Exception as error:
@@ -63,6 +67,23 @@ def _serve(config: EngineConfig, wire: Wire) -> None:
         core.run(wire)
     finally:
         executor.close()
+
+
+class Reporter(logging.Handler):
+    """The frontend keeps the log: this process's stderr may be a pipe that nobody reads."""
+
+    def __init__(self, wire: Wire) -> None:
+        super().__init__()
+        self._wire = wire
+
+    def listen(self) -> None:
+        """Report every record of this process, and every warning."""
+        logging.basicConfig(level=logging.WARNING, handlers=[self], format="%(message)s")
+        logging.captureWarnings(True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(zmq.ZMQError):  # it is about to end, and closed already
+            self._wire.broadcast(Said(record.name, record.levelno, self.format(record)))
 
 
 class Phases:

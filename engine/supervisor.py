@@ -13,7 +13,7 @@ import zmq
 from ..core.errors import CharoniaError, Unavailable, error_of
 from .config import EngineConfig
 from .link import CoreLink
-from .messages import Failed, FromCore, Load, Loading, Ready, Refused, ToCore, Updates
+from .messages import Failed, FromCore, Load, Loading, Ready, Refused, Said, ToCore, Updates
 
 log = logging.getLogger(__name__)
 
@@ -183,6 +183,8 @@ class CoreSupervisor:
                 self._listener.on_refused(message)
             case Loading():
                 self._listener.on_progress(message)
+            case Said(logger, level, text):
+                logging.getLogger(logger).log(level, "%s: %s", self._name, text)
             case Ready():
                 self._serve(message)
             case Failed():

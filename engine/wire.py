@@ -31,7 +31,7 @@ class Address(NamedTuple):
 class Wire:
     """Sockets to all clients; the index of an address is the client's number.
 
-    `send` belongs to one thread. What arrives is handed to the `listen` callback in a thread of its own.
+    `send` is for any thread. What arrives is handed to the `listen` callback in a thread of its own.
     """
 
     def __init__(self, clients: Sequence[Address]) -> None:
@@ -39,6 +39,7 @@ class Wire:
         self._inbox = self._context.socket(zmq.PULL)
         self._outboxes = [self._context.socket(zmq.PUSH) for _ in clients]
         self._encode = msgspec.msgpack.Encoder().encode
+        self._sending = threading.Lock()
         self._listener: threading.Thread | None = None
         for address, outbox in zip(clients, self._outboxes, strict=True):
             outbox.set_hwm(0)
@@ -52,7 +53,8 @@ class Wire:
 
     def send(self, client: int, message: FromCore) -> None:
         """Hand over to the sockets' own thread; never waits for the reader."""
-        self._outboxes[client].send(self._encode(message))
+        with self._sending:  # a socket may go from thread to thread, but has to be handed over
+            self._outboxes[client].send(self._encode(message))
 
     def broadcast(self, message: FromCore) -> None:
         for client in range(self.clients):
@@ -65,8 +67,9 @@ class Wire:
 
     def close(self) -> None:
         """Send what is still to be sent and stop listening."""
-        for outbox in self._outboxes:
-            outbox.close()
+        with self._sending:
+            for outbox in self._outboxes:
+                outbox.close()
         if self._listener is None:
             self._inbox.close(linger=0)
         self._context.term()  # ends the listener, which closes its socket

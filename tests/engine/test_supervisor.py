@@ -1,5 +1,6 @@
 """How long the supervisor waits before it starts the next core."""
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from charonia.core.errors import CharoniaError
 from charonia.engine import supervisor
 from charonia.engine.config import EngineConfig
-from charonia.engine.messages import Loading, Ready, Refused, Updates
+from charonia.engine.messages import Loading, Ready, Refused, Said, Updates
 from charonia.engine.supervisor import PATIENCE, CoreSupervisor
 
 
@@ -45,3 +46,11 @@ def test_cores_that_die_young_are_restarted_ever_later(monkeypatch: pytest.Monke
 
 def test_a_core_killed_every_ten_seconds_is_back_at_once_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waits(monkeypatch, [9.0] * 12) == pytest.approx([0.1] * 12)
+
+
+def test_what_a_core_logs_is_logged_here(caplog: pytest.LogCaptureFixture) -> None:
+    core = CoreSupervisor(EngineConfig(model="", executor="fake", data_parallel_size=2, replica=1), Deaf(), PATIENCE)
+    core._on_message(Said("charonia.engine.models.registry", logging.WARNING, "5 % of it"))
+    [record] = caplog.records
+    assert (record.name, record.levelname) == ("charonia.engine.models.registry", "WARNING")
+    assert record.getMessage() == "the engine core of replica 1: 5 % of it"
