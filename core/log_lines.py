@@ -7,7 +7,8 @@ line once the pipe moves again. Knows nothing of settings and forms.
 import logging
 import os
 from contextlib import suppress
-from threading import Event, Lock, Thread
+from queue import Empty, SimpleQueue
+from threading import Event, RLock, Thread
 from typing import TextIO
 
 from .records import Entry
@@ -28,22 +29,23 @@ _LOST = "%d lines of the log are lost: they could not be written, or not quickly
 class Lines(logging.Handler):
     """Never waits for the stream. `most`: characters that may wait to be written; beyond them the newest go.
 
-    Did the thread put records into words, it would stand in the way of what makes them.
+    Did the thread put records into words, it would stand in the way of what makes them. All that is locked may be
+    locked once more: garbage that is collected in the midst of it may have something to say, too.
     """
 
     def __init__(self, stream: TextIO, most: int = _MOST) -> None:
         super().__init__()
         self._stream = stream
         self._most = most
-        self._guard = Lock()
+        self._guard = RLock()
         self._lines: list[str] = []
         self._size = 0
         self._lost = 0
-        self._news, self._hurry, self._written = Event(), Event(), Event()
-        self._written.set()
-        self._stopping = False
-        self._thread = Thread(target=self._live, name="log", daemon=True)
-        self._thread.start()
+        self._waking = self._hurrying = False
+        self._wakes: SimpleQueue[Event | None] = SimpleQueue()
+        """An event asks to write at once and is set afterwards; None may wait a moment."""
+        self._stopping, self._stopped = False, Event()
+        Thread(target=self._live, name="log", daemon=True).start()
 
     def handle(self, record: logging.LogRecord) -> bool:
         if not self.filter(record):
@@ -53,10 +55,11 @@ class Lines(logging.Handler):
         except Exception:
             self.handleError(record)
         else:
-            self._put(line, at_once=type(record) is not Entry)
+            self._put(line)
+            self._wake(at_once=type(record) is not Entry)
         return True
 
-    def _put(self, line: str, at_once: bool) -> None:
+    def _put(self, line: str) -> None:
         with self._guard:
             # Where one was lost the next ones are, too, until there is much room: the gap is told of once.
             if self._lost or self._size + len(line) > self._most:
@@ -64,49 +67,53 @@ class Lines(logging.Handler):
             else:
                 self._lines.append(line)
                 self._size += len(line)
-            if not self._news.is_set():
-                self._written.clear()
-                self._news.set()
-            if at_once:
-                self._hurry.set()
+
+    def _wake(self, at_once: bool) -> None:
+        """Once is enough."""
+        if at_once and not self._hurrying:
+            self._waking = self._hurrying = True
+            self._wakes.put(Event())
+        elif not self._waking:
+            self._waking = True
+            self._wakes.put(None)
 
     def flush(self) -> None:
         """Return when everything is written, or does not get on."""
         if not self._stopping:  # later there is nothing to wait for, and logging asks at the interpreter's end
-            self._hurry.set()
-            self._written.wait(_PATIENCE)
+            self._reach(Event())
 
     def stop(self) -> bool:
         """Write what waits, and no more. False: nobody reads it, and whoever writes there himself waits for that."""
-        self.flush()
         self._stopping = True
-        self._news.set()
-        self._hurry.set()
-        if self._written.is_set():
-            self._thread.join(_PATIENCE)
-        return not self._thread.is_alive()
+        return self._reach(self._stopped)
+
+    def _reach(self, written: Event) -> bool:
+        self._wakes.put(written)
+        return written.wait(_PATIENCE)
 
     def _live(self) -> None:
-        while not (self._stopping and self._written.is_set()):
-            self._news.wait()
-            self._hurry.wait(_MOMENT)
+        while not self._stopped.is_set():
+            wakes = [self._wakes.get()]
+            if wakes == [None]:
+                with suppress(Empty):
+                    wakes.append(self._wakes.get(timeout=_MOMENT))
             self._write_all()
+            for wake in wakes:
+                if wake is not None:
+                    wake.set()
 
     def _write_all(self) -> None:
         """Everything that came in a moment, together."""
+        self._waking = self._hurrying = False  # whoever comes from here on wakes again
         with self._guard:
             lines, self._lines = self._lines, []
             lost, self._lost = self._lost, 0
-            self._news.clear()
-            self._hurry.clear()
         text = "".join(lines)
         written = self._write(text + self._told(lost))
         with self._guard:
             self._size -= len(text)
             if not written:
                 self._lost += lost + len(lines)
-            if not self._news.is_set():
-                self._written.set()
 
     def _told(self, lost: int) -> str:
         if not lost:

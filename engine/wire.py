@@ -39,7 +39,7 @@ class Wire:
         self._inbox = self._context.socket(zmq.PULL)
         self._outboxes = [self._context.socket(zmq.PUSH) for _ in clients]
         self._encode = msgspec.msgpack.Encoder().encode
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()  # garbage collected in the midst of it may have something to say
         self._listener: threading.Thread | None = None
         for address, outbox in zip(clients, self._outboxes, strict=True):
             outbox.set_hwm(0)

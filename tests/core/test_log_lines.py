@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 from charonia.core.exchange import Exchange
 from charonia.core.log_lines import Lines
@@ -61,7 +62,9 @@ def test_requests_wait_for_each_other_and_nothing_else_waits() -> None:
     logger.handle(ended())
     assert not stream.getvalue()
     logger.info("0")
-    assert lines._written.wait(60)
+    deadline = time.monotonic() + 60
+    while not stream.getvalue() and time.monotonic() < deadline:
+        time.sleep(0.001)
     assert stream.getvalue().endswith("\n0\n")
     assert lines.stop()
 
@@ -81,7 +84,7 @@ def test_a_pipe_that_is_read_late_gets_the_oldest_lines_and_how_many_are_lost() 
         for number in range(20_000):  # 400 kB: several times what may wait, and a pipe takes of itself
             logger.info("line %014d", number)
         reader.start()
-        assert lines._written.wait(60)
+        lines.flush()
         logger.info("later")
         assert lines.stop()
     reader.join(60)
@@ -109,11 +112,42 @@ def test_a_full_disk_loses_lines_and_says_so_when_there_is_room_again() -> None:
     logger = logger_of(lines)
     logger.info("0")
     logger.info("1")
-    assert lines._written.wait(60)
+    lines.flush()
     stream.full = False
     logger.info("2")
     assert lines.stop()
     assert stream.getvalue().startswith("3 lines of the log are lost")
+
+
+def test_garbage_that_is_collected_while_a_line_is_put_may_say_so() -> None:
+    class Talking(str):
+        """Its length is asked for in the midst of it."""
+
+        def __len__(self) -> int:
+            if not said:
+                said.append("garbage")
+                logger.info("garbage")
+            return super().__len__()
+
+    class Form(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return Line(super().format(record))
+
+    class Line(str):
+        def __add__(self, other: str) -> str:
+            return Talking(str(self) + other)
+
+    said: list[str] = []
+    stream = io.StringIO()
+    lines = Lines(stream)
+    lines.setFormatter(Form())
+    logger = logger_of(lines)
+    thread = threading.Thread(target=logger.info, args=("0",), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert lines.stop()
+    assert stream.getvalue() == "garbage\n0\n"
 
 
 def test_a_pipe_that_nobody_reads_stops_nobody_and_lets_the_process_end() -> None:
