@@ -54,7 +54,18 @@ def parse_chat(body: bytes) -> Asked:
     """Raises `InvalidArgument`, whose `field` names the culprit."""
     fields = decode(body, ChatBody, NEUTRAL)
     conversation = read_messages(fields.messages, fields.chat_template_kwargs)
-    return _asked(_reply("chatcmpl", fields), fields, [conversation], _chat_limit(fields))
+    try:
+        return _asked(_reply("chatcmpl", fields), fields, [conversation], _chat_limit(fields))
+    except InvalidArgument as error:
+        raise _as_said(error, fields) from None
+
+
+def _as_said(error: InvalidArgument, fields: ChatBody) -> InvalidArgument:
+    """By the name that the limit came by."""
+    if error.field != "max_tokens" or fields.max_completion_tokens is None:
+        return error
+    field = "max_completion_tokens"
+    return InvalidArgument(error.message.replace(error.field, field, 1), field=field)
 
 
 def _reply(kind: str, fields: Common) -> Reply:

@@ -375,6 +375,9 @@ async def test_refused_by_name(
             "messages[0].content[0].text",
         ),
         (CHAT, HI | {"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        (CHAT, HI | {"max_completion_tokens": -1}, "max_completion_tokens"),
+        (CHAT, HI | {"max_completion_tokens": 0}, "max_completion_tokens"),
+        (CHAT, HI | {"max_tokens": -1}, "max_tokens"),
     ],
 )
 async def test_malformed_bodies(
