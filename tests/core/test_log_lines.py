@@ -20,7 +20,7 @@ from charonia.core.logs import logging_as
 
 log = logging.getLogger("charonia.test")
 with logging_as(LogSettings()):
-    for _ in range(60_000):
+    for _ in range(40_000):
         log.warning("%s", "x" * 100)
     print("said", flush=True)
 log.warning("after")
