@@ -40,6 +40,11 @@ class Inputs(NamedTuple):
     logprobs: Mapping[int, int]
     scored: Scored | None
 
+    @property
+    def likeliest(self) -> bool:
+        """Whether every row takes the likeliest token, and none asks how likely."""
+        return self.choices is None and not len(self.shaped) and not self.logprobs
+
 
 class Rows:
     """Persistent rows, as many as the scheduler uses."""
@@ -71,8 +76,18 @@ class Rows:
         if len(plan.appended):
             self._append(plan.appended.astype(np.int64))
 
+    def have_room(self, plan: StepPlan) -> bool:
+        """Whether `update` leaves the tables of token and block ids where they are."""
+        return all(sequence.row < len(self._blocks) for sequence in plan.new)
+
     def inputs(self, plan: StepPlan) -> Inputs:
-        """Gather the step's numbers out of the rows."""
+        """Gather the step's numbers out of the rows.
+
+        Raises:
+            IndexError: a row of the plan was never entered.
+        """
+        if (last := max(plan.rows.tolist())) >= len(self._blocks):
+            raise IndexError(f"the plan names row {last}, of {len(self._blocks)}")
         batch = Batch(plan.rows, plan.starts, plan.counts, self._tokens, self._tables, self._block_size)
         ends = plan.starts + plan.counts
         rows, positions = plan.rows[plan.samples], ends[plan.samples]

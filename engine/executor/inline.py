@@ -1,59 +1,76 @@
-"""Computes in this process, on one thread of its own."""
+"""Computes in this process, on the caller's thread and those that help it."""
 
+from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
+from concurrent.futures import CancelledError
 
 import msgspec
 import torch
 
 from ...core.errors import CharoniaError
-from ...scheduler.plan import StepPlan
+from ...scheduler.plan import StepPlan, StepResult
 from ..assembly import Engine, assemble
 from ..config import EngineConfig
 from ..device import own_device
 from ..place import Seat
 from ..stage import Stage
-from .base import Capacity, Progress, StepFuture
-from .worker import Worker
+from .base import Capacity, Progress
 
 
 class InlineExecutor:
-    """One rank in this process.
+    """One rank in this process, for one thread of it.
 
-    Everything that touches torch runs on one worker thread, in order: torch's thread pool and its settings belong
-    to the thread that uses them. What a step raises is raised by its future.
+    What can be computed without the caller begins when it is executed; the caller helps, and does the rest, when it
+    asks for a result. What a step raises is raised by its future.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._worker = Worker("compute")
         self._engine: Engine | None = None
+        self._due: deque[_Due] = deque()
+        self._threads = torch.get_num_threads()
 
     def load(self, progress: Progress) -> Capacity:
-        """Load the weights; `progress` is called on the caller's thread.
+        """Load the weights.
 
         Raises:
             CheckpointError: the checkpoint is broken or not supported.
             InvalidArgument: the configuration does not fit it or the machine.
         """
-        reports: SimpleQueue[tuple[str, float] | None] = SimpleQueue()
-        loading = self._worker.submit(self._load, reports)
-        while report := reports.get():
-            progress(*report)
-        return loading.result()
+        torch.set_num_threads(self._config.threads_each())
+        config = msgspec.structs.replace(self._config, device=own_device(self._config))
+        seat = Seat(stage=Stage(split=config.parallel.layers))
+        self._engine = assemble(config, seat, lambda fraction: progress("weights", fraction))
+        return self._engine.capacity()
 
     def allocate(self, blocks: int) -> None:
-        self._worker.submit(self._loaded.runner.allocate, blocks).result()
+        self._loaded.runner.allocate(blocks)
 
-    def execute(self, plan: StepPlan) -> StepFuture:
-        return self._worker.submit(self._loaded.runner.step, plan)
+    def execute(self, plan: StepPlan) -> "_Due":
+        self._loaded.runner.begin(plan)
+        due = _Due(self._land)
+        self._due.append(due)
+        return due
 
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:
         """It cannot be lost by itself."""
 
     def close(self) -> None:
-        self._worker.close()
-        self._engine = None
+        for due in self._due:
+            due.error = CancelledError()
+        self._due.clear()
+        if self._engine is not None:
+            self._engine.runner.close()
+            self._engine = None
+            torch.set_num_threads(self._threads)  # a setting of the caller's thread
+
+    def _land(self) -> None:
+        """The oldest step's result."""
+        due = self._due.popleft()
+        try:
+            due.found = self._loaded.runner.finish()
+        except Exception as error:
+            due.error = error
 
     @property
     def _loaded(self) -> Engine:
@@ -61,13 +78,20 @@ class InlineExecutor:
             raise RuntimeError("the executor is not loaded")
         return self._engine
 
-    def _load(self, reports: SimpleQueue[tuple[str, float] | None]) -> Capacity:
-        """None is the last report, whatever happens."""
-        try:
-            torch.set_num_threads(self._config.threads_each())
-            config = msgspec.structs.replace(self._config, device=own_device(self._config))
-            seat = Seat(stage=Stage(split=config.parallel.layers))
-            self._engine = assemble(config, seat, lambda fraction: reports.put(("weights", fraction)))
-            return self._engine.capacity()
-        finally:
-            reports.put(None)
+
+class _Due:
+    """A step's result, computed at the latest when somebody wants it."""
+
+    def __init__(self, land: Callable[[], None]) -> None:
+        self._land = land
+        self.found: StepResult | None = None
+        self.error: BaseException | None = None
+
+    def result(self, timeout: float | None = None) -> StepResult:
+        """See `StepFuture.result`; whoever waits computes, however long it takes."""
+        while self.error is None and self.found is None:
+            self._land()
+        if self.error is not None:
+            raise self.error
+        assert self.found is not None
+        return self.found

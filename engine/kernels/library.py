@@ -34,11 +34,18 @@ SIGNATURES = {
     "charonia_largest": "ppllli",
     "charonia_matmul": "ppllpl",
     "charonia_pack": "pillllippp",
-    "charonia_run": "pp",
+    "charonia_crew": "l",
+    "charonia_dismiss": "p",
+    "charonia_start": "ppp",
+    "charonia_join": "pl",
 }
 """Every exported function: a letter an argument (p: address, i: int, l: int64, f: float)."""
 
-_RESULTS = {"charonia_attention_plan": ctypes.c_int64, "charonia_run": ctypes.c_int64}
+_RESULTS: dict[str, Any] = {
+    "charonia_attention_plan": ctypes.c_int64,
+    "charonia_crew": ctypes.c_void_p,
+    "charonia_start": ctypes.c_int64,
+}
 """All others return int or nothing."""
 
 Function = Callable[..., Any]

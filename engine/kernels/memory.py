@@ -32,6 +32,12 @@ class Memory:
         return part
 
 
+def room(size: int) -> Tensor:
+    """uint8 [size], anything, at the beginning of a cache line."""
+    memory = torch.empty(size + LINE, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % LINE :][:size]
+
+
 def _region(size: int) -> Tensor:
     """Private, so that huge pages need no more than the advice; begun at one, or the advice would miss the first."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):

@@ -1,10 +1,12 @@
-"""Runs what a tape recorded: a decoder by one call into C, for any number of tokens.
+"""Runs what a tape recorded: a decoder by one call into C, for any number of tokens, begun before the caller has time.
 
 The same functions with the same numbers as one by one: not a bit differs. What is saved is Python between them, which
 comes to its code and objects when the weights have just gone through all caches.
 """
 
 import ctypes
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -15,10 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...scheduler.plan import IntArray
 from ..batch import Batch
 from . import library
 from .attention import Layers, StepOf, show
-from .memory import LINE
+from .memory import room
 from .placing import Marks, end, places
 from .tape import PRODUCT, Operation, Slot, Tape, Use
 
@@ -26,7 +29,7 @@ _NONE = -1
 
 
 class _Program(ctypes.Structure):
-    """`Program` of tape.c."""
+    """`Program` of tape.h."""
 
     _fields_ = [
         ("operations", ctypes.c_void_p),
@@ -36,16 +39,20 @@ class _Program(ctypes.Structure):
 
 
 class _Scene(ctypes.Structure):
-    """`Scene` of tape.c."""
+    """`Scene` of tape.h."""
 
     _fields_ = [
         ("step", StepOf),
         ("known", ctypes.c_void_p),
         ("longest", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("entering", "places")),
-        *((name, ctypes.c_int64) for name in ("chosen", "until", "kinds")),
+        ("chosen", ctypes.c_int64),
+        ("picked", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("until", "kinds")),
         *((name, ctypes.c_void_p) for name in ("manners", "kind_of", "caches", "seconds", "memory")),
         ("bytes", ctypes.c_int64),
+        ("desk", ctypes.c_void_p),
+        ("desk_bytes", ctypes.c_int64),
     ]
 
 
@@ -79,8 +86,65 @@ def timed(listener: Callable[[Timed], None]) -> Iterator[None]:
         _listeners.remove(listener)
 
 
+class Asked(NamedTuple):
+    """What is to be computed of a batch. `layers`: where its attention is; `entering` [N, hidden]: what a program
+    begins with that does not embed. Logits are for the packed `places`, int64 [S]; the likeliest tokens go into
+    `picked`, int32 [S], and behind what the batch's rows know. Without places the layers are all."""
+
+    layers: Layers
+    entering: Tensor | None
+    places: Tensor | None = None
+    picked: IntArray | None = None
+
+
+class _Desk:
+    """What C reads of one step while it is computed, and memory for what it makes of it."""
+
+    def __init__(self) -> None:
+        self.scene = _Scene()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def grow(self, size: int) -> None:
+        self._memory = room(size)
+        self.scene.desk, self.scene.desk_bytes = self._memory.data_ptr(), len(self._memory)
+
+
+class Run:
+    """A step on its way; its results are good until the next one begins."""
+
+    def __init__(self, program: "Program", desk: _Desk, batch: Batch, asked: Asked) -> None:
+        self._program, self.desk, self.batch, self.asked = program, desk, batch, asked
+        self.seconds = np.zeros(desk.scene.until) if _listeners else None
+        desk.scene.seconds = None if self.seconds is None else self.seconds.ctypes.data
+        self.number = -1
+        self.memory = program.memory
+
+    def finish(self) -> None:
+        """Help, until it is computed."""
+        self._program.finish(self)
+
+    @property
+    def logits(self) -> Tensor:
+        """[S, vocabulary], of one that is finished."""
+        slot, places = self._program.marks.logits, self.asked.places
+        if slot is None or places is None:
+            raise RuntimeError("nobody asked for logits")
+        return self._tensor(slot, self.batch.size * self._program.token_bytes, len(places))
+
+    @property
+    def hidden(self) -> Hidden:
+        """Of one that is finished."""
+        marks = self._program.marks
+        return Hidden(*(self._tensor(slot, 0, self.batch.size) for slot in (marks.stream, marks.rest)))
+
+    def _tensor(self, slot: Slot, begin: int, rows: int) -> Tensor:
+        at = begin + self._program.places[slot] * rows
+        raw = self.memory[at : at + rows * slot.width * slot.dtype.itemsize]
+        return raw.view(slot.dtype).view(rows, slot.width)
+
+
 class Program:
-    """A tape with memory for its slots; for one thread. What it returns is good until the next call."""
+    """A tape with memory for its slots, and threads that run it beside the caller's: as many as torch has now."""
 
     def __init__(self, tape: Tape, marks: Marks, turns: Sequence[Tensor]) -> None:
         """`turns`: by angles, cosines and sines of every position, float32 [positions, 2, head_dim / 2]."""
@@ -91,46 +155,66 @@ class Program:
         _chain(operations)
         self._operations = (Operation * len(operations))(*operations)
         self._angles = np.array([each.data_ptr() for each in turns], np.int64)
-        self._token_bytes, place_bytes = (end(self.places, chosen) for chosen in (False, True))
-        sizes = self._token_bytes, place_bytes
+        self.token_bytes, place_bytes = (end(self.places, chosen) for chosen in (False, True))
+        sizes = self.token_bytes, place_bytes
         self._program = _Program(ctypes.addressof(self._operations), *sizes, self._angles.ctypes.data)
-        self._scene = _Scene()
-        self._asked = ctypes.addressof(self._program), ctypes.addressof(self._scene)
-        self._memory, self._run = torch.empty(0, dtype=torch.uint8), library.bind("charonia_run")
+        self._crew, self._start, self._join = _crew(), library.bind("charonia_start"), library.bind("charonia_join")
+        self.close = weakref.finalize(self, library.bind("charonia_dismiss"), self._crew)
+        """End the threads, when everything begun is computed; may be called again."""
+        self.memory = room(0)
+        self._running: deque[Run] = deque()
+        self._desks: list[_Desk] = []
 
-    def logits(self, batch: Batch, layers: Layers, entering: Tensor | None, chosen: Tensor) -> Tensor:
-        """Logits [S, vocabulary] of the packed places `chosen`, int64 [S]. `entering` [N, hidden]: what a program
-        begins with that does not embed."""
-        slot, scene = self.marks.logits, self._scene
-        assert slot is not None, "the program ends before the logits"
-        scene.until, scene.chosen, scene.places = len(self._operations), len(chosen), chosen.data_ptr()
-        self._compute(batch, layers, entering)
-        return self._tensor(slot, batch.size * self._token_bytes, len(chosen))
-
-    def hidden(self, batch: Batch, layers: Layers, entering: Tensor | None) -> Hidden:
-        """What the layers make of the batch."""
-        self._scene.until, self._scene.chosen = self.marks.layers, 0
-        self._compute(batch, layers, entering)
-        return Hidden(*(self._tensor(slot, 0, batch.size) for slot in (self.marks.stream, self.marks.rest)))
-
-    def _compute(self, batch: Batch, layers: Layers, entering: Tensor | None) -> None:
-        scene = self._scene
+    def begin(self, batch: Batch, asked: Asked) -> Run:
+        """Have it computed after those begun before it, beside the caller."""
+        desk = self._desks.pop() if self._desks else _Desk()
+        scene = desk.scene
         show(batch, scene.step)
         scene.known, scene.longest = batch.known.data_ptr(), batch.known.stride(0)
-        scene.entering = None if entering is None else entering.data_ptr()
-        scene.kinds, scene.manners, scene.kind_of, scene.caches = layers.addresses
-        seconds = np.zeros(scene.until) if _listeners else None
-        scene.seconds = None if seconds is None else seconds.ctypes.data
-        while (taken := self._run(*self._asked)) > scene.bytes:
-            self._grow(taken)
-        if seconds is not None:
-            self._tell(batch.size, seconds)
+        scene.kinds, scene.manners, scene.kind_of, scene.caches = asked.layers.addresses
+        scene.entering = None if asked.entering is None else asked.entering.data_ptr()
+        self._ask(scene, asked)
+        run = Run(self, desk, batch, asked)
+        while (number := self._give(desk)) < 0:
+            self._grow(run)
+        run.number = number
+        self._running.append(run)
+        return run
 
-    def _grow(self, size: int) -> None:
-        """Some more than is asked for: what attention takes grows with every few tokens."""
-        self._memory = torch.empty(size + size // 4 + LINE, dtype=torch.uint8)
-        self._memory = self._memory[-self._memory.data_ptr() % LINE :]
-        self._scene.memory, self._scene.bytes = self._memory.data_ptr(), len(self._memory)
+    def finish(self, run: Run) -> None:
+        """Help with it, and before with those begun before it."""
+        while run in self._running:
+            first = self._running.popleft()
+            self._join(self._crew, first.number)
+            self._desks.append(first.desk)
+            if first.seconds is not None:
+                self._tell(first.batch.size, first.seconds)
+
+    def _ask(self, scene: _Scene, asked: Asked) -> None:
+        """How far it goes."""
+        if asked.places is None:
+            scene.until, scene.chosen = self.marks.layers, 0
+            return
+        scene.chosen, scene.places = len(asked.places), asked.places.data_ptr()
+        picks = asked.picked is not None
+        scene.until = len(self._operations) if picks else len(self._operations) - 1
+        scene.picked = asked.picked.ctypes.data if asked.picked is not None else None
+
+    def _give(self, desk: _Desk) -> int:
+        scene = desk.scene
+        scene.memory, scene.bytes = self.memory.data_ptr(), len(self.memory)
+        number: int = self._start(self._crew, ctypes.addressof(self._program), ctypes.addressof(scene))
+        return number
+
+    def _grow(self, run: Run) -> None:
+        """Some more than is asked for: what attention takes grows with every few tokens. Others' memory is not taken
+        away while they are computed."""
+        scene = run.desk.scene
+        if scene.bytes > len(self.memory):
+            if self._running:
+                self.finish(self._running[-1])
+            self.memory = run.memory = room(scene.bytes * 5 // 4)
+        run.desk.grow(scene.desk_bytes * 5 // 4)
 
     def _tell(self, tokens: int, seconds: NDArray[np.float64]) -> None:
         done = self._operations[: len(seconds)]
@@ -138,15 +222,19 @@ class Program:
         for listener in _listeners:
             listener(Timed(tokens, kinds, chosen.astype(bool), seconds))
 
-    def _tensor(self, slot: Slot, begin: int, rows: int) -> Tensor:
-        at = begin + self.places[slot] * rows
-        raw = self._memory[at : at + rows * slot.width * slot.dtype.itemsize]
-        return raw.view(slot.dtype).view(rows, slot.width)
-
     def _locate(self, use: Use) -> None:
         to = use.operation
         to.x, to.delta, to.out = (_NONE if slot is None else self.places[slot] for slot in (use.x, use.delta, use.out))
         to.dtype, to.chosen = library.DTYPES[(use.x or use.out).dtype], use.out.chosen
+
+
+def _crew() -> int:
+    """Raises MemoryError: the machine gives no more threads."""
+    helpers = library.bind("charonia_threads")() - 1
+    crew: int | None = library.bind("charonia_crew")(helpers)
+    if crew is None:
+        raise MemoryError(f"no {helpers} threads to compute with")
+    return crew
 
 
 def _chain(operations: list[Operation]) -> None:

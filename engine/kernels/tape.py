@@ -10,12 +10,12 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-NORM, GATE, PRODUCT, ATTENTION, EMBED, ENTER, CHOOSE = range(7)
-"""Kinds of operations, as in tape.c."""
+NORM, GATE, PRODUCT, ATTENTION, EMBED, ENTER, CHOOSE, PICK = range(8)
+"""Kinds of operations, as in tape.h."""
 
 
 class Operation(ctypes.Structure):
-    """`Operation` of tape.c; its slots are filled in when they have places."""
+    """`Operation` of tape.h; its slots are filled in when they have places."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("kind", "x", "delta", "out")),

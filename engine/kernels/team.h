@@ -16,12 +16,14 @@
 #define omp_get_thread_num() 0
 #endif
 
-/* What the threads of a region share. Both counters stand on lines of their own. */
+/* What the threads of a region share; each line is written by others than the next. */
 typedef struct {
-    int64_t arrived; /* at all meetings together */
+    int64_t arrived; /* at the meeting to come */
     char apart[56];
-    int64_t taken;   /* pieces of the work in hand */
+    int64_t phase;   /* meetings that are over */
     char aside[56];
+    int64_t taken;   /* pieces of the work in hand */
+    char away[56];
 } Region;
 
 /* What is claimed of one thread's part of the work in hand, on a line of its own; in the upper half, which work. */
@@ -30,11 +32,12 @@ typedef struct {
     char apart[56];
 } Share;
 
-/* One thread of it. All count the works alike. */
+/* One thread of it. All count meetings and works alike. */
 typedef struct {
     Region *region;
     Share *shares; /* of all threads */
-    int64_t me, all, meetings, works;
+    int64_t me, all, meetings;
+    uint32_t works;
 } Team;
 
 /* Elements below which one thread is done before a second one has begun. */
@@ -49,14 +52,29 @@ static inline void pause_a_little(void)
 #endif
 }
 
+static inline void wait_a_little(int64_t spins) { spins < SPINS ? pause_a_little() : (void)sched_yield(); }
+
+/* Whether this thread is the last to come. The others return when it has called go_on(). */
+static inline int come(Team *t)
+{
+    Region *r = t->region;
+    t->meetings++;
+    if (__atomic_add_fetch(&r->arrived, 1, __ATOMIC_ACQ_REL) == t->all) {
+        __atomic_store_n(&r->arrived, 0, __ATOMIC_RELAXED);
+        return 1;
+    }
+    for (int64_t spins = 0; __atomic_load_n(&r->phase, __ATOMIC_ACQUIRE) < t->meetings; spins++)
+        wait_a_little(spins);
+    return 0;
+}
+
+static inline void go_on(Team *t) { __atomic_store_n(&t->region->phase, t->meetings, __ATOMIC_RELEASE); }
+
 /* Returns when all have come. */
 static inline void meet(Team *t)
 {
-    const int64_t all = t->all * ++t->meetings;
-    if (t->all == 1 || __atomic_add_fetch(&t->region->arrived, 1, __ATOMIC_ACQ_REL) == all)
-        return;
-    for (int64_t spins = 0; __atomic_load_n(&t->region->arrived, __ATOMIC_ACQUIRE) < all; spins++)
-        spins < SPINS ? pause_a_little() : (void)sched_yield();
+    if (t->all > 1 && come(t))
+        go_on(t);
 }
 
 /* As meet; afterwards take() counts from 0 again. */
@@ -87,7 +105,7 @@ static inline Piece claim(Team *t, int64_t who, int64_t count, int64_t least)
     uint64_t *claimed = &t->shares[who].claimed, before = __atomic_load_n(claimed, __ATOMIC_RELAXED), after;
     Piece piece;
     do {
-        piece.begin = (int64_t)(before >> 32) == t->works ? (int64_t)(before & 0xffffffff) : 0;
+        piece.begin = (uint32_t)(before >> 32) == t->works ? (int64_t)(before & 0xffffffff) : 0;
         const int64_t left = count - piece.begin, size = left / 2 / least * least;
         piece.end = piece.begin + (size ? size : left < least ? left : least);
         if (left <= 0)

@@ -7,13 +7,14 @@ from typing import NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from ...scheduler.plan import IntArray
 from ..attention.base import Attend
 from ..attention.native import NativeAttend
 from ..batch import Batch
 from ..kernels import library
 from ..kernels.placing import Marks
-from ..kernels.program import Hidden, Program
-from ..kernels.tape import ATTENTION, ENTER, Ids, Operation, Places, Slot, Tape
+from ..kernels.program import Asked, Hidden, Program, Run
+from ..kernels.tape import ATTENTION, ENTER, PICK, Ids, Operation, Places, Slot, Tape
 from .ends import Ends
 from .rotary import Angles, FusedRotary, Rotary
 
@@ -39,12 +40,33 @@ class Stack:
 
     def logits(self, batch: Batch, attend: Attend, chosen: Sequence[Tensor]) -> Iterator[Tensor] | None:
         """See `Decoder.logits`."""
+        if len(chosen) == 1 and (run := self.begin(batch, attend, chosen[0])) is not None:
+            run.finish()
+            return iter((run.logits,))
+        return self._ends.outlet(*self._hidden(batch, attend), chosen)
+
+    def begin(self, batch: Batch, attend: Attend, places: Tensor, picked: IntArray | None = None) -> Run | None:
+        """See `Decoder.begin`."""
         if not isinstance(attend, NativeAttend) or (program := self._recorded(attend)) is None:
-            return self._ends.outlet(*self._one_by_one(batch, attend), chosen)
-        entering = None if program.marks.embeds else self._ends.inlet(batch.tokens)
-        if len(chosen) == 1 and program.marks.logits is not None:
-            return iter((program.logits(batch, attend.layers, entering, chosen[0]),))
-        return self._ends.outlet(*program.hidden(batch, attend.layers, entering), chosen)
+            return None
+        if program.marks.logits is None:
+            return None
+        return program.begin(batch, Asked(attend.layers, self._entering(program, batch), places, picked))
+
+    def close(self) -> None:
+        """See `Decoder.close`."""
+        if self._program is not None:
+            self._program.close()
+
+    def _hidden(self, batch: Batch, attend: Attend) -> Hidden:
+        if not isinstance(attend, NativeAttend) or (program := self._recorded(attend)) is None:
+            return self._one_by_one(batch, attend)
+        run = program.begin(batch, Asked(attend.layers, self._entering(program, batch)))
+        run.finish()
+        return run.hidden
+
+    def _entering(self, program: Program, batch: Batch) -> Tensor | None:
+        return None if program.marks.embeds else self._ends.inlet(batch.tokens)
 
     def _one_by_one(self, batch: Batch, attend: Attend) -> Hidden:
         x, angles = self._ends.inlet(batch.tokens), [rotary(batch.positions) for rotary in self._rotaries]
@@ -86,7 +108,7 @@ class Stack:
         before = len(tape.uses)
         try:
             found = self._ends.outlet(*_as_tensors(stream, rest), [cast(Tensor, Places())])
-            return None if found is None else cast(Slot, next(found))
+            return None if found is None else _picked(cast(Slot, next(found)))
         except (TypeError, AttributeError):
             del tape.uses[before:]
             return None
@@ -94,6 +116,12 @@ class Stack:
 
 def _as_tensors(x: Slot, delta: Slot) -> tuple[Tensor, Tensor]:
     return cast(Tensor, x), cast(Tensor, delta)
+
+
+def _picked(logits: Slot) -> Slot:
+    """The likeliest are picked last, if somebody wants them."""
+    logits.tape.change(Operation(kind=PICK, size=logits.width), logits)
+    return logits
 
 
 class _Turned(NamedTuple):

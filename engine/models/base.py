@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
+from ...scheduler.plan import IntArray
 from ..attention.base import Attend
 from ..batch import Batch
 from ..place import Place
@@ -14,6 +15,17 @@ from ..weights import Loader
 Logits: TypeAlias = Iterator[Tensor]
 """Logits [S, vocabulary] of one selection of places after the other, each computed when it is asked for, and good until
 the next one is."""
+
+
+class Running(Protocol):
+    """A step that is computed beside the caller."""
+
+    def finish(self) -> None:
+        """Help, until it is computed: one step after the other."""
+
+    @property
+    def logits(self) -> Tensor:
+        """Of a step that is finished: [S, vocabulary], good until the next one begins."""
 
 
 class Decoder(Protocol):
@@ -27,6 +39,16 @@ class Decoder(Protocol):
         many, before the next step. The other stages hand on what they computed, return None, and all but the first
         ignore token ids.
         """
+
+    def begin(self, batch: Batch, attend: Attend, places: Tensor, picked: IntArray | None = None) -> Running | None:
+        """Begin to compute logits of packed `places` [S] beside the caller, when the steps begun before are done.
+
+        With `picked` int32 [S] also the likeliest tokens, into it and into what the batch knows: then the next step may
+        begin before this one is finished. None: only `logits` can compute this.
+        """
+
+    def close(self) -> None:
+        """Let go of threads, when everything begun is computed; nothing is computed afterwards."""
 
 
 Builder: TypeAlias = Callable[[ModelSpec, Loader], Decoder]

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...scheduler.plan import IntArray
 from ..attention.base import Attend
 from ..batch import Batch
 from ..checkpoint import Checkpoint
@@ -50,6 +51,12 @@ class Foreign:
                 attend=by_layer,
             )
         return chain((out.logits[0],), (self._head(tokens, said[0], places) for places in others))
+
+    def begin(self, batch: Batch, attend: Attend, places: Tensor, picked: IntArray | None = None) -> None:
+        """transformers computes when it is asked to, and not before."""
+
+    def close(self) -> None:
+        """It has no threads of its own."""
 
     def _head(self, tokens: Tensor, said: Any, places: Tensor) -> Tensor:
         """The logits of other places in what the layers `said`: what each class does behind them is its own."""

@@ -188,13 +188,18 @@ def test_heads_are_only_as_long_as_asked_for(checkpoint: Callable[..., Path], mo
     with closing(InlineExecutor(config(checkpoint("llama")))) as executor:
         executor.load(lambda phase, fraction: None)
         decoder, sizes = executor._loaded.runner._model, list[int]()
-        computed = decoder.logits
+        computed, begun = decoder.logits, decoder.begin
 
         def logits(batch: Any, attend: Any, chosen: Any) -> Any:
             sizes.extend(len(places) for places in chosen)
             return computed(batch, attend, chosen)
 
+        def begin(batch: Any, attend: Any, places: Any, picked: Any) -> Any:
+            sizes.append(len(places))
+            return begun(batch, attend, places, picked)
+
         monkeypatch.setattr(decoder, "logits", logits)
+        monkeypatch.setattr(decoder, "begin", begin)
         executor.allocate(8)
         for wanted, expected in ((None, [1]), (0, [1, 16, 16, 7])):
             cache = KVCacheManager(8, BLOCK)

@@ -81,8 +81,9 @@ def test_results_name_row_position_and_token(make: Make) -> None:
     assert {array.dtype for array in first.result()[1:5]} == {np.dtype(np.int32)}
 
 
-def test_a_step_that_fails_fails_its_future_alone(make: Make) -> None:
-    executor = make()
+@pytest.mark.parametrize("block_size", [8, 16], ids=["by torch", "by our kernels"])
+def test_a_step_that_fails_fails_its_future_alone(make: Make, block_size: int) -> None:
+    executor = make(cache=CacheConfig(block_size=block_size))
     executor.load(lambda *_: None)
     executor.allocate(4)
     executor.execute(plan(0, 0, 8, new=True)).result()
@@ -91,11 +92,12 @@ def test_a_step_that_fails_fails_its_future_alone(make: Make) -> None:
     assert executor.execute(plan(2, 8, 1)).result().offsets.tolist() == [9]
 
 
-def test_compute_has_one_thread_and_its_settings(make: Make) -> None:
-    executor = make(threads=1)
+def test_compute_has_its_own_settings(make: Make) -> None:
     before = torch.get_num_threads()
+    executor = make(threads=before + 1)
     executor.load(lambda *_: None)
-    assert executor._worker.submit(torch.get_num_threads).result() == 1
+    assert torch.get_num_threads() == before + 1
+    executor.close()
     assert torch.get_num_threads() == before
 
 

@@ -1,0 +1,98 @@
+"""Threads that stay: steps of real decoders, begun before anybody comes to help, by however many."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from charonia.engine.attention.base import CacheSpec
+from charonia.engine.attention.native import NativeAttention
+from charonia.engine.batch import Batch
+from charonia.engine.checkpoint import open_checkpoint
+from charonia.engine.kernels import library
+from charonia.engine.models.base import Running
+from charonia.engine.models.registry import recipe
+from charonia.engine.place import Place
+
+CPU, BLOCK = torch.device("cpu"), 16
+
+pytestmark = pytest.mark.skipif(library.level() is None, reason="no C extension here")
+
+
+class World:
+    """Rows of a real decoder, as the runner keeps them."""
+
+    def __init__(self, directory: Path, rows: int = 3) -> None:
+        self.decoder, shape = recipe(open_checkpoint(directory)).build(Place(torch.float32, CPU, 128))
+        spec = CacheSpec(shape.views, shape.heads, shape.kv_heads, shape.head_dim, BLOCK, torch.float32, CPU)
+        self.attention = NativeAttention(spec)
+        self.attention.allocate(8 * rows)
+        self.known = torch.zeros(rows, 128, dtype=torch.int32)
+        self.known[:, :5] = torch.arange(5) + torch.arange(1, 1 + rows).unsqueeze(1)
+        self.blocks = torch.arange(8 * rows).view(rows, 8)
+
+    def begin(self, starts: list[int], counts: list[int], *, pick: bool = True) -> tuple[Running, np.ndarray]:
+        rows = len(starts)
+        batch = Batch(range(rows), starts, counts, self.known, self.blocks, BLOCK)
+        picked = np.full(rows, -1, np.int32)
+        places = torch.from_numpy(batch.firsts + batch.counts - 1)
+        running = self.decoder.begin(batch, self.attention.begin(batch), places, picked if pick else None)
+        assert running is not None
+        return running, picked
+
+    def one_by_one(self, steps: int) -> list[list[int]]:
+        """Each step finished before the next begins."""
+        found = []
+        for start, count in spans(steps):
+            running, picked = self.begin([start] * 3, [count] * 3)
+            running.finish()
+            found.append(picked.tolist())
+        return found
+
+
+def spans(steps: int) -> Iterator[tuple[int, int]]:
+    """The prompt, then token after token: (start, count)."""
+    yield 0, 5
+    for position in range(5, 4 + steps):
+        yield position, 1
+
+
+@pytest.fixture(params=[1, 2, 4])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def test_steps_begun_ahead_are_those_of_one_after_the_other(checkpoint: Callable[..., Path], threads: int) -> None:
+    """More than the crew has places for, so that giving one has to wait for another."""
+    expected = World(checkpoint("llama")).one_by_one(24)
+    world = World(checkpoint("llama"))
+    begun = [world.begin([start] * 3, [count] * 3) for start, count in spans(24)]
+    begun[-1][0].finish()
+    assert [picked.tolist() for _, picked in begun] == expected
+    assert world.known[:, 5:29].T.tolist() == expected
+
+
+def test_logits_are_those_that_were_picked_from(checkpoint: Callable[..., Path], threads: int) -> None:
+    world = World(checkpoint("llama"))
+    running, _ = world.begin([0, 0, 0], [5, 3, 4], pick=False)
+    running.finish()
+    told = running.logits.argmax(-1)
+    running, picked = world.begin([0, 0, 0], [5, 3, 4])
+    running.finish()
+    assert picked.tolist() == told.tolist()
+    assert world.known[range(3), [5, 3, 4]].tolist() == picked.tolist()
+
+
+def test_closing_waits_for_what_was_begun(checkpoint: Callable[..., Path], threads: int) -> None:
+    expected = World(checkpoint("llama")).one_by_one(6)
+    world = World(checkpoint("llama"))
+    begun = [world.begin([start] * 3, [count] * 3) for start, count in spans(6)]
+    world.decoder.close()
+    world.decoder.close()
+    done = expected if threads > 1 else [[-1] * 3] * 6  # alone, nobody computes what nobody waits for
+    assert [picked.tolist() for _, picked in begun] == done
