@@ -87,7 +87,8 @@ static void end(Crew *c, Team *t, int64_t number)
 {
     if (t->all > 1 && !come(t))
         return;
-    c->next = 0, c->meetings = t->meetings, c->works = t->works, c->all = 1;
+    c->next = 0, c->meetings = t->meetings, c->works = t->works;
+    publish(&c->all, 1);
     if (t->all > 1)
         go_on(t);
     publish(&c->door, (number + 1) << 16);
@@ -112,8 +113,9 @@ static int sleep_until(Crew *c, int64_t number)
     while (c->given <= number && !c->dismissed)
         pthread_cond_wait(&c->more, &c->lock);
     c->asleep--;
+    const int there = c->given > number;
     pthread_mutex_unlock(&c->lock);
-    return c->given > number;
+    return there;
 }
 
 static int wait_for(Crew *c, int64_t number)

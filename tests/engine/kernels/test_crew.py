@@ -1,5 +1,7 @@
 """Threads that stay: steps of real decoders, begun before anybody comes to help, by however many."""
 
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -96,3 +98,25 @@ def test_closing_waits_for_what_was_begun(checkpoint: Callable[..., Path], threa
     world.decoder.close()
     done = expected if threads > 1 else [[-1] * 3] * 6  # alone, nobody computes what nobody waits for
     assert [picked.tolist() for _, picked in begun] == done
+
+
+@pytest.fixture(scope="module")
+def stress(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The crew alone, watched by the thread sanitizer where the compiler has it."""
+    compiler, to = shutil.which("gcc") or shutil.which("cc"), tmp_path_factory.mktemp("crew") / "stress"
+    if compiler is None:
+        pytest.skip("no compiler here")
+    here, kernels = Path(__file__).parent, Path(library.__file__).parent
+    command = [compiler, "-std=gnu11", "-O1", "-g", "-pthread", f"-I{kernels}", str(here / "crew_stress.c")]
+    command += [str(kernels / "crew.c"), "-o", str(to)]
+    if subprocess.run([*command, "-fsanitize=thread"], capture_output=True, check=False).returncode:
+        subprocess.run(command, check=True)
+    return to
+
+
+@pytest.mark.parametrize("helpers", [0, 1, 3])
+def test_everything_is_done_once_whoever_comes_when(stress: Path, helpers: int) -> None:
+    done = subprocess.run([stress, str(helpers), "600"], capture_output=True, text=True, timeout=60, check=False)
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("the thread sanitizer does not run on this kernel")
+    assert (done.stdout, done.stderr, done.returncode) == ("right\n", "", 0)
