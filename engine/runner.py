@@ -21,8 +21,8 @@ _NONE: IntArray = np.zeros(0, np.int32)
 
 class _Step:
     """A plan, and how far it is: `inputs` once it began; `running` while it is computed beside us, `picked` what it
-    then chooses by itself; `sampled` what was chosen from the first of the `logits`. What scores prompts follows in
-    these."""
+    then chooses by itself; once it is `computed` otherwise, `sampled` what was chosen from the first of the `logits`,
+    in which what scores prompts follows. A stage that is not the last has none."""
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
@@ -30,6 +30,7 @@ class _Step:
         self.inputs: Inputs | None = None
         self.running: Running | None = None
         self.picked: IntArray | None = None
+        self.computed = False
         self.logits: Logits | None = None
         self.sampled: _Sampled | None = None
         self.error: Exception | None = None
@@ -96,17 +97,22 @@ class Runner:
 
     @torch.inference_mode()
     def _advance(self) -> None:
-        """Begin what can begin: the oldest step, and one whose predecessor's tokens are chosen when it is computed."""
+        """Begin what can begin: the oldest step, and one that can follow another that is not done."""
         for before, step in pairwise((None, *self._steps)):
             if step is None or step.begun:
                 continue
-            if before is not None and not (before.chosen and self._rows.have_room(step.plan)):
+            if before is not None and not self._can_follow(before, step.plan):
                 return
             step.begun = True
             try:
                 self._begin(step)
             except Exception as error:
                 step.error = error  # told when the step's result is asked for
+
+    def _can_follow(self, before: _Step, plan: StepPlan) -> bool:
+        """Whether `plan` can begin while the step `before` it is computed: whose tokens are chosen when it is done, and
+        from under which nothing is moved."""
+        return before.chosen and self._rows.have_room(plan) and not len(plan.copies)
 
     def _begin(self, step: _Step) -> None:
         plan = step.plan
@@ -137,6 +143,7 @@ class Runner:
     @torch.inference_mode()
     def _compute(self, step: _Step, inputs: Inputs) -> None:
         """Logits and tokens on the device; nothing of them on the stages before the last."""
+        step.computed = True
         step.logits = self._logits(inputs) if step.running is None else iter((step.running.logits,))
         if step.logits is not None and len(inputs.rows):
             logits = next(step.logits)
@@ -147,11 +154,11 @@ class Runner:
     @torch.inference_mode()
     def _read(self, step: _Step, inputs: Inputs) -> StepResult:
         """What the host wants to know of it."""
-        if step.logits is None:
+        if not step.computed:
             self._compute(step, inputs)
-        if step.logits is None:
-            return _nothing(step.plan)
         result = _nothing(step.plan)
+        if step.logits is None:
+            return result
         if step.sampled is not None:
             tokens, logits = step.sampled
             logprobs = top_logprobs(logits, tokens, inputs.logprobs)

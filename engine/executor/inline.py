@@ -28,7 +28,7 @@ class InlineExecutor:
         self._config = config
         self._engine: Engine | None = None
         self._due: deque[_Due] = deque()
-        self._threads = torch.get_num_threads()
+        self._threads_before: int | None = None
 
     def load(self, progress: Progress) -> Capacity:
         """Load the weights.
@@ -37,6 +37,7 @@ class InlineExecutor:
             CheckpointError: the checkpoint is broken or not supported.
             InvalidArgument: the configuration does not fit it or the machine.
         """
+        self._threads_before = torch.get_num_threads()
         torch.set_num_threads(self._config.threads_each())
         config = msgspec.structs.replace(self._config, device=own_device(self._config))
         seat = Seat(stage=Stage(split=config.parallel.layers))
@@ -62,7 +63,9 @@ class InlineExecutor:
         if self._engine is not None:
             self._engine.runner.close()
             self._engine = None
-            torch.set_num_threads(self._threads)  # a setting of the caller's thread
+        if self._threads_before is not None:  # a setting of the caller's thread, also where loading failed
+            torch.set_num_threads(self._threads_before)
+            self._threads_before = None
 
     def _land(self) -> None:
         """The oldest step's result."""

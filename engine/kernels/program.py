@@ -5,6 +5,7 @@ comes to its code and objects when the weights have just gone through all caches
 """
 
 import ctypes
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -89,7 +90,8 @@ def timed(listener: Callable[[Timed], None]) -> Iterator[None]:
 class Asked(NamedTuple):
     """What is to be computed of a batch. `layers`: where its attention is; `entering` [N, hidden]: what a program
     begins with that does not embed. Logits are for the packed `places`, int64 [S]; the likeliest tokens go into
-    `picked`, int32 [S], and behind what the batch's rows know. Without places the layers are all."""
+    `picked`, int32 [S], and into the batch's `known`, behind the last tokens of rows: `places` then are no others, and
+    there is room. Without places the layers are all."""
 
     layers: Layers
     entering: Tensor | None
@@ -159,7 +161,7 @@ class Program:
         sizes = self.token_bytes, place_bytes
         self._program = _Program(ctypes.addressof(self._operations), *sizes, self._angles.ctypes.data)
         self._crew, self._start, self._join = _crew(), library.bind("charonia_start"), library.bind("charonia_join")
-        self.close = weakref.finalize(self, library.bind("charonia_dismiss"), self._crew)
+        self.close = weakref.finalize(self, _dismiss, self._crew, os.getpid())
         """End the threads, when everything begun is computed; may be called again."""
         self.memory = room(0)
         self._running: deque[Run] = deque()
@@ -184,8 +186,9 @@ class Program:
     def finish(self, run: Run) -> None:
         """Help with it, and before with those begun before it."""
         while run in self._running:
-            first = self._running.popleft()
+            first = self._running[0]
             self._join(self._crew, first.number)
+            self._running.popleft()  # not before: who is interrupted comes back for it
             self._desks.append(first.desk)
             if first.seconds is not None:
                 self._tell(first.batch.size, first.seconds)
@@ -235,6 +238,12 @@ def _crew() -> int:
     if crew is None:
         raise MemoryError(f"no {helpers} threads to compute with")
     return crew
+
+
+def _dismiss(crew: int, process: int) -> None:
+    """A forked process has the crew's memory, but none of its threads: it would wait for them for ever."""
+    if os.getpid() == process:
+        library.bind("charonia_dismiss")(crew)
 
 
 def _chain(operations: list[Operation]) -> None:

@@ -101,6 +101,15 @@ def test_compute_has_its_own_settings(make: Make) -> None:
     assert torch.get_num_threads() == before
 
 
+def test_settings_are_given_back_where_loading_fails(make: Make) -> None:
+    before = torch.get_num_threads()
+    executor = make(threads=before + 1, max_model_len=10_000)
+    with pytest.raises(InvalidArgument):
+        executor.load(lambda *_: None)
+    executor.close()
+    assert torch.get_num_threads() == before
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [

@@ -1,7 +1,11 @@
 """Threads that stay: steps of real decoders, begun before anybody comes to help, by however many."""
 
+import os
 import shutil
+import signal
 import subprocess
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +18,7 @@ from charonia.engine.attention.native import NativeAttention
 from charonia.engine.batch import Batch
 from charonia.engine.checkpoint import open_checkpoint
 from charonia.engine.kernels import library
+from charonia.engine.layers.stack import Stack
 from charonia.engine.models.base import Running
 from charonia.engine.models.registry import recipe
 from charonia.engine.place import Place
@@ -98,6 +103,67 @@ def test_closing_waits_for_what_was_begun(checkpoint: Callable[..., Path], threa
     world.decoder.close()
     done = expected if threads > 1 else [[-1] * 3] * 6  # alone, nobody computes what nobody waits for
     assert [picked.tolist() for _, picked in begun] == done
+
+
+def test_memory_grows_under_nobody(checkpoint: Callable[..., Path], threads: int) -> None:
+    """A larger step that is begun while smaller ones are computed."""
+    steps = [(0, 1), (1, 1), (2, 30), (32, 1), (33, 64), (97, 2)]
+
+    def picked(world: World, each: Callable[[Running], object]) -> list[list[int]]:
+        world.known[:] = torch.arange(world.known.numel(), dtype=torch.int32).view(world.known.shape) % 300
+        begun = []
+        for start, count in steps:
+            begun.append(world.begin([start] * 3, [count] * 3))
+            each(begun[-1][0])
+        begun[-1][0].finish()
+        return [tokens.tolist() for _, tokens in begun]
+
+    alone = picked(World(checkpoint("llama")), lambda running: running.finish())
+    assert picked(World(checkpoint("llama")), lambda _: None) == alone
+
+
+def test_who_was_interrupted_comes_back_for_the_step(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Ctrl-C while a step is computed: without helpers a step that nobody comes for would hold up all others."""
+    world, joined = World(checkpoint("llama")), list[int]()
+    first, second = (world.begin([start] * 3, [count] * 3)[0] for start, count in spans(2))
+    assert isinstance(world.decoder, Stack)
+    program = world.decoder._program
+    assert program is not None
+    join = program._join
+
+    def interrupted(crew: int, number: int) -> None:
+        joined.append(number)
+        if len(joined) == 1:
+            raise KeyboardInterrupt
+        join(crew, number)
+
+    monkeypatch.setattr(program, "_join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        first.finish()
+    second.finish()
+    assert joined == [0, 0, 1]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+def test_a_forked_process_waits_for_no_threads(checkpoint: Callable[..., Path], threads: int) -> None:
+    """It has none of them."""
+    world = World(checkpoint("llama"))
+    world.begin([0] * 3, [5] * 3)[0].finish()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking where threads are
+        child = os.fork()
+    if child == 0:
+        world.decoder.close()
+        os._exit(0)
+    deadline = time.monotonic() + 30
+    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+        time.sleep(0.001)
+    if not ended[0]:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
 
 
 @pytest.fixture(scope="module")
