@@ -54,8 +54,7 @@ def compare(kind: str, told: str, said: str) -> None:
     elif told.startswith("data: "):
         events, documented = read_events(said), read_events(told)
         assert events[-1] == documented[-1]
-        # On a busy machine tokens of a slow reader merge: then the last event may be the only one.
-        assert [each for each in documented if each not in events] == [] or len(events) == 1
+        assert [each for each in documented if each not in events and not may_merge(each)] == []
     else:
         assert said.split("{")[0] == told.split("{")[0]
 
@@ -63,6 +62,7 @@ def compare(kind: str, told: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "told", "said"),
     [
+        ("text", 'data: {"delta": {"role": "a"}, "finish_reason": null}\n\ndata: [DONE]', "data: [DONE]"),
         ("json", '{"count": 1}', '{"count": "1"}'),
         ("json", '{"text": ""}', '{"text": "", "more": null}'),
         ("http", 'HTTP/1.1 400 Bad Request\n\n{"error": "no"}', 'HTTP/1.1 400 Bad Request\r\n\r\n{"error": "yes"}'),
@@ -86,6 +86,12 @@ def _compare_http(told: str, said: str) -> None:
     assert bool(body.strip()) == bool(told_body.strip())
     if body.strip():
         assert shape(json.loads(body)) == shape(json.loads(told_body))
+
+
+def may_merge(event: Any) -> bool:
+    """Whether it brings tokens that are not the last: those of a slow reader, on a busy machine, come with the next."""
+    part = (event.get("choices") or [event])[0] if isinstance(event, dict) else {}
+    return "finish_reason" in part and not part["finish_reason"] and "role" not in part.get("delta", {})
 
 
 def read_events(text: str) -> list[Any]:
