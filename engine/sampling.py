@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..scheduler.plan import RowSampling
+from .kernels import library
 from .kernels.largest import largest
+from .kernels.sampling import drawn
 from .random import uniform
 
 GREEDY_BELOW = 1e-5
@@ -49,6 +51,8 @@ def sample(logits: Tensor, choices: Choices | None) -> Tensor:
     """Token ids int64 [S] for logits [S, vocabulary]; the likeliest of each row without `choices`."""
     if choices is None:
         return largest(logits)
+    if library.serves(logits.dtype, logits.device):
+        return drawn(logits, choices)
     greedy = (choices["temperature"] < GREEDY_BELOW) | (choices["top_k"] == 1)
     if greedy.all():
         return largest(logits)

@@ -32,6 +32,8 @@ SIGNATURES = {
     "charonia_attention": "ppppp",
     "charonia_turn": "ppplllli",
     "charonia_largest": "ppllli",
+    "charonia_sample": "pppllli",
+    "charonia_uniform": "ppl",
     "charonia_matmul": "ppllpl",
     "charonia_pack": "pillllippp",
     "charonia_crew": "l",

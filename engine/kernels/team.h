@@ -115,19 +115,19 @@ static inline Piece claim(Team *t, int64_t who, int64_t count, int64_t least)
     return piece;
 }
 
-/* Runs the rest with a `team` in a region of so many threads. */
+/* Runs the rest with a `team` in a region of so many threads. Names of its own end in _ where `wanted` could mean them. */
 #define TOGETHER(wanted, ...)                                                                                 \
     do {                                                                                                      \
         Region region = {0};                                                                                  \
-        const int threads = (wanted);                                                                         \
-        if (threads == 1) {                                                                                   \
+        const int threads_ = (wanted);                                                                        \
+        if (threads_ == 1) {                                                                                  \
             Share share = {0};                                                                                \
             Team alone = {&region, &share, 0, 1, 0, 0}, *team = &alone;                                       \
             __VA_ARGS__;                                                                                      \
         } else {                                                                                              \
-            Share shares[threads];                                                                            \
+            Share shares[threads_];                                                                           \
             memset(shares, 0, sizeof shares);                                                                 \
-            _Pragma("omp parallel num_threads(threads)")                                                      \
+            _Pragma("omp parallel num_threads(threads_)")                                                     \
             {                                                                                                 \
                 const int me = omp_get_thread_num();                                                          \
                 Team mine = {&region, shares, me, omp_get_num_threads(), 0, 0}, *team = &mine;                \

@@ -1,15 +1,27 @@
 """Tokens are drawn from exactly the distribution that was asked for, and repeatably."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from charonia.engine.kernels import library
 from charonia.engine.random import signed, uniform
 from charonia.engine.sampling import CHOICE, sample
 
 DRAWS = 6_000
+
+
+@pytest.fixture(autouse=True, params=["kernels", "torch"])
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What chooses here, and what chooses on other devices."""
+    if request.param == "kernels":
+        yield
+        return
+    with library.absent():
+        yield
 
 
 def choices(rows: int, **values: Any) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -83,3 +84,12 @@ def test_people_are_told_what_computes(level: str) -> None:
     assert library.described() == f"C kernels at level {level}"
     with library.absent():
         assert "for want of a compiler" in library.described()
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc here")
+def test_the_compiler_finds_nothing_odd() -> None:
+    """A macro's variable once took the place of its caller's, and a region had as many threads as chance would have."""
+    sources = [str(path) for path in sorted(Path(library.__file__).parent.glob("*.c"))]
+    asked = ["gcc", "-std=gnu11", "-fopenmp", "-fsyntax-only", "-Wall", "-Wno-psabi", "-Werror", *sources]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
