@@ -15,7 +15,7 @@ from torch import Tensor
 from ..scheduler.plan import IntArray, NewSequence, StepPlan
 from .batch import Batch, picked, to_device
 from .random import signed
-from .sampling import CHOICE, Choices, is_greedy
+from .sampling import CHOICE, Choices, Picks, is_greedy
 from .scoring import Scored, Wish, Wishes, spread
 from .shaping import Shapes
 
@@ -40,10 +40,11 @@ class Inputs(NamedTuple):
     logprobs: Mapping[int, int]
     scored: Scored | None
 
-    @property
-    def likeliest(self) -> bool:
-        """Whether every row takes the likeliest token, and none asks how likely."""
-        return self.choices is None and not len(self.shaped) and not self.logprobs
+    def picks(self) -> Picks | None:
+        """Where tokens go that are chosen from the logits as they are; None: somebody wants these changed, or told."""
+        if self.scored is not None or len(self.shaped) or self.logprobs:
+            return None
+        return Picks(np.empty(len(self.rows), np.int32), self.choices)
 
 
 class Rows:

@@ -51,8 +51,8 @@ class _Sampled(NamedTuple):
 class Runner:
     """Computes plans strictly in order; for one thread.
 
-    A step whose tokens are the likeliest is computed and chosen beside the caller's thread, and the next one can begin
-    when it is done: nobody has to come for it. Others are computed, or chosen, when the caller wants their results.
+    A step that our kernels compute, and whose tokens are chosen from the logits as they are, needs nobody's time: the
+    next one can begin when it is done. Others are computed, or chosen, when the caller wants their results.
     """
 
     def __init__(self, model: Decoder, attention: Attention, rows: Rows, device: torch.device) -> None:
@@ -125,9 +125,9 @@ class Runner:
         if self._device.type != "cpu":
             self._compute(step, inputs)  # which is queued on the device
         elif len(inputs.rows) and inputs.scored is None:
-            picked = np.empty(len(inputs.rows), np.int32) if inputs.likeliest else None
-            step.running = self._model.begin(inputs.batch, self._attention.begin(inputs.batch), inputs.last, picked)
-            step.picked = None if step.running is None else picked
+            picks = inputs.picks()
+            step.running = self._model.begin(inputs.batch, self._attention.begin(inputs.batch), inputs.last, picks)
+            step.picked = None if step.running is None or picks is None else picks.tokens
 
     def _finish(self, step: _Step) -> StepResult:
         if step.error is not None:

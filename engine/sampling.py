@@ -4,14 +4,14 @@ One uniform number a row, never one a logit: on a CPU those would cost more than
 sequences: a row's number is a function of its seed, choice and position (`random.py`).
 """
 
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..scheduler.plan import RowSampling
+from ..scheduler.plan import IntArray, RowSampling
 from .kernels import library
 from .kernels.largest import largest
 from .kernels.sampling import drawn
@@ -40,6 +40,13 @@ CHOICE = np.dtype(
     align=True,  # torch takes no column whose stride is not a multiple of its elements
 )
 """`position` is that of the token to be chosen; the rest is RowSampling's, the seed as a signed number."""
+
+
+class Picks(NamedTuple):
+    """Tokens that a step chooses by itself: into `tokens`, int32 [S], as `choices` [S] say, or the likeliest."""
+
+    tokens: IntArray
+    choices: Choices | None = None
 
 
 def is_greedy(asked: RowSampling) -> bool:

@@ -11,8 +11,8 @@ How it is put together, for whoever adds a kernel:
   luck, where bits matter. **A row's result must not depend on which rows share the call, nor on the threads.**
 - A kernel is a function of a `Team` (`team.h`): threads that each do their part, and meet before one reads what another
   wrote. For few elements the first does all. In a function called by itself the team is an OpenMP region, whose pool is
-  torch's: `library.py` imports torch first. In a program (`tape.c`) it is those of a crew that have come (`crew.h`); who
-  comes later joins between two operations.
+  torch's: `library.py` imports torch first. In a program (`tape.c`) it is those of a crew that have come (`crew.h`);
+  who comes later joins between two operations.
 - Each exported function is called `charonia_...`, has a line in `library.SIGNATURES`, a typed face in a module beside
   it that checks nothing at run time (its callers own shapes and dtypes), a reference in torch and a test against
   float64 at every level the machine has (`library.at(level)`, fixture `level` of tests/engine/kernels).

@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...scheduler.plan import IntArray
 from ..batch import Batch
+from ..sampling import Picks
 from . import library
 from .attention import Layers, StepOf, show
 from .memory import room
@@ -48,7 +48,7 @@ class _Scene(ctypes.Structure):
         ("longest", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("entering", "places")),
         ("chosen", ctypes.c_int64),
-        ("picked", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("picked", "choices")),
         *((name, ctypes.c_int64) for name in ("until", "kinds")),
         *((name, ctypes.c_void_p) for name in ("manners", "kind_of", "caches", "seconds", "memory")),
         ("bytes", ctypes.c_int64),
@@ -89,14 +89,14 @@ def timed(listener: Callable[[Timed], None]) -> Iterator[None]:
 
 class Asked(NamedTuple):
     """What is to be computed of a batch. `layers`: where its attention is; `entering` [N, hidden]: what a program
-    begins with that does not embed. Logits are for the packed `places`, int64 [S]; the likeliest tokens go into
-    `picked`, int32 [S], and into the batch's `known`, behind the last tokens of rows: `places` then are no others, and
-    there is room. Without places the layers are all."""
+    begins with that does not embed. Logits are for the packed `places`, int64 [S]; with `picks` tokens
+    are chosen from them, and go into the batch's `known`, too, behind the last tokens of rows: `places` then are no
+    others, and there is room. Without places the layers are all."""
 
     layers: Layers
     entering: Tensor | None
     places: Tensor | None = None
-    picked: IntArray | None = None
+    picks: Picks | None = None
 
 
 class _Desk:
@@ -199,9 +199,11 @@ class Program:
             scene.until, scene.chosen = self.marks.layers, 0
             return
         scene.chosen, scene.places = len(asked.places), asked.places.data_ptr()
-        picks = asked.picked is not None
-        scene.until = len(self._operations) if picks else len(self._operations) - 1
-        scene.picked = asked.picked.ctypes.data if asked.picked is not None else None
+        if asked.picks is None:
+            scene.until = len(self._operations) - 1
+            return
+        scene.until, (tokens, choices) = len(self._operations), asked.picks
+        scene.picked, scene.choices = tokens.ctypes.data, None if choices is None else choices.ctypes.data
 
     def _give(self, desk: _Desk) -> int:
         scene = desk.scene

@@ -66,8 +66,10 @@ static void pick(Team *team, const Operation *o, const Work *w)
     const char *logits = slot(w, o->x, 1);
     const int64_t bytes = o->size * (o->dtype == FLOAT32 ? 4 : 2);
     FOR_ROWS(team, w->scene->chosen, w->scene->chosen * o->size, {
-        const int32_t token = (int32_t)largest_of(logits + row * bytes, o->size, o->dtype);
-        w->scene->picked[row] = w->scene->known[w->picks[row]] = token;
+        const char *own = logits + row * bytes;
+        const struct choice *how = w->scene->choices;
+        const int64_t token = how ? sampled(own, o->size, o->dtype, how + row) : largest_of(own, o->size, o->dtype);
+        w->scene->picked[row] = w->scene->known[w->picks[row]] = (int32_t)token;
     });
 }
 

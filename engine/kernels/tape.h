@@ -5,6 +5,7 @@
 #include "attention.h"
 #include "crew.h"
 #include "matmul.h"
+#include "sample.h"
 
 enum { NORM, GATE, PRODUCT, ATTENTION, EMBED, ENTER, CHOOSE, PICK };
 
@@ -38,6 +39,7 @@ typedef struct {
     const int64_t *places;                /* packed places that are chosen */
     int64_t chosen;
     int32_t *picked;                      /* for PICK: [chosen], which `known` gets too */
+    const struct choice *choices;         /* for PICK: how, or null: the likeliest */
     int64_t until;                        /* how many of the operations */
     int64_t kinds;                        /* manners of attention */
     const struct manner *const *manners;

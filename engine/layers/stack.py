@@ -7,7 +7,6 @@ from typing import NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from ...scheduler.plan import IntArray
 from ..attention.base import Attend
 from ..attention.native import NativeAttend
 from ..batch import Batch
@@ -15,6 +14,7 @@ from ..kernels import library
 from ..kernels.placing import Marks
 from ..kernels.program import Asked, Hidden, Program, Run
 from ..kernels.tape import ATTENTION, ENTER, PICK, Ids, Operation, Places, Slot, Tape
+from ..sampling import Picks
 from .ends import Ends
 from .rotary import Angles, FusedRotary, Rotary
 
@@ -45,13 +45,13 @@ class Stack:
             return iter((run.logits,))
         return self._ends.outlet(*self._hidden(batch, attend), chosen)
 
-    def begin(self, batch: Batch, attend: Attend, places: Tensor, picked: IntArray | None = None) -> Run | None:
+    def begin(self, batch: Batch, attend: Attend, places: Tensor, picks: Picks | None = None) -> Run | None:
         """See `Decoder.begin`."""
         if not isinstance(attend, NativeAttend) or (program := self._recorded(attend)) is None:
             return None
         if program.marks.logits is None:
             return None
-        return program.begin(batch, Asked(attend.layers, self._entering(program, batch), places, picked))
+        return program.begin(batch, Asked(attend.layers, self._entering(program, batch), places, picks))
 
     def close(self) -> None:
         """See `Decoder.close`."""

@@ -5,10 +5,10 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
-from ...scheduler.plan import IntArray
 from ..attention.base import Attend
 from ..batch import Batch
 from ..place import Place
+from ..sampling import Picks
 from ..spec import ModelSpec, Shape
 from ..weights import Loader
 
@@ -40,11 +40,11 @@ class Decoder(Protocol):
         ignore token ids.
         """
 
-    def begin(self, batch: Batch, attend: Attend, places: Tensor, picked: IntArray | None = None) -> Running | None:
+    def begin(self, batch: Batch, attend: Attend, places: Tensor, picks: Picks | None = None) -> Running | None:
         """Begin to compute logits of packed `places` [S] beside the caller, when the steps begun before are done.
 
-        With `picked` int32 [S] also the likeliest tokens, into it and into what the batch knows: then the next step may
-        begin before this one is finished. None: only `logits` can compute this.
+        With `picks` tokens are chosen too, and the batch's rows know them: then the next step may begin before this one
+        is finished. None: only `logits` can compute this.
         """
 
     def close(self) -> None:

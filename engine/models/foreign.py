@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ...scheduler.plan import IntArray
 from ..attention.base import Attend
 from ..batch import Batch
 from ..checkpoint import Checkpoint
 from ..place import Place
+from ..sampling import Picks
 from ..spec import DTYPES, LAYER_TYPES, CheckpointError, Shape
 from .base import Built, Logits
 from .foreign_attention import NAME, Call, register
@@ -52,7 +52,7 @@ class Foreign:
             )
         return chain((out.logits[0],), (self._head(tokens, said[0], places) for places in others))
 
-    def begin(self, batch: Batch, attend: Attend, places: Tensor, picked: IntArray | None = None) -> None:
+    def begin(self, batch: Batch, attend: Attend, places: Tensor, picks: Picks | None = None) -> None:
         """transformers computes when it is asked to, and not before."""
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from charonia.engine.layers.stack import Stack
 from charonia.engine.models.base import Running
 from charonia.engine.models.registry import recipe
 from charonia.engine.place import Place
+from charonia.engine.sampling import CHOICE, Choices, Picks, sample
 
 CPU, BLOCK = torch.device("cpu"), 16
 
@@ -40,12 +41,16 @@ class World:
         self.known[:, :5] = torch.arange(5) + torch.arange(1, 1 + rows).unsqueeze(1)
         self.blocks = torch.arange(8 * rows).view(rows, 8)
 
-    def begin(self, starts: list[int], counts: list[int], *, pick: bool = True) -> tuple[Running, np.ndarray]:
+    def begin(
+        self, starts: list[int], counts: list[int], *, pick: bool = True, choices: Choices | None = None
+    ) -> tuple[Running, np.ndarray]:
         rows = len(starts)
         batch = Batch(range(rows), starts, counts, self.known, self.blocks, BLOCK)
         picked = np.full(rows, -1, np.int32)
         places = torch.from_numpy(batch.firsts + batch.counts - 1)
-        running = self.decoder.begin(batch, self.attention.begin(batch), places, picked if pick else None)
+        running = self.decoder.begin(
+            batch, self.attention.begin(batch), places, Picks(picked, choices) if pick else None
+        )
         assert running is not None
         return running, picked
 
@@ -88,11 +93,20 @@ def test_logits_are_those_that_were_picked_from(checkpoint: Callable[..., Path],
     world = World(checkpoint("llama"))
     running, _ = world.begin([0, 0, 0], [5, 3, 4], pick=False)
     running.finish()
-    told = running.logits.argmax(-1)
-    running, picked = world.begin([0, 0, 0], [5, 3, 4])
-    running.finish()
-    assert picked.tolist() == told.tolist()
-    assert world.known[range(3), [5, 3, 4]].tolist() == picked.tolist()
+    logits = running.logits.clone()
+    for choices in (None, mixed_choices()):
+        running, picked = world.begin([0, 0, 0], [5, 3, 4], choices=choices)
+        running.finish()
+        assert picked.tolist() == sample(logits, choices).tolist()
+        assert world.known[range(3), [5, 3, 4]].tolist() == picked.tolist()
+
+
+def mixed_choices() -> Choices:
+    """One row of each kind: by temperature alone, filtered, greedy."""
+    choices = np.zeros(3, CHOICE)
+    choices["temperature"], choices["top_p"], choices["seed"] = [1.5, 2, 0], [1, 0.9, 1], [3, 4, 5]
+    choices["top_k"], choices["position"] = [0, 40, 0], [5, 3, 4]
+    return choices
 
 
 def test_closing_waits_for_what_was_begun(checkpoint: Callable[..., Path], threads: int) -> None:
