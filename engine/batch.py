@@ -28,8 +28,7 @@ class Batch:
     def of(
         cls, tokens: Tensor, starts: Sequence[int], counts: Sequence[int], blocks: Tensor, block_size: int
     ) -> "Batch":
-        """The rows of `blocks` [R, most] and no others, for `tokens` [N]; what came before them is
-        not known."""
+        """The rows of `blocks` [R, most] and no others, for `tokens` [N]; what came before them is not known."""
         longest = max(start + count for start, count in zip(starts, counts, strict=True))
         known = torch.zeros(len(starts), longest, dtype=torch.int32, device=tokens.device)
         batch = cls(np.arange(len(starts)), starts, counts, known, blocks, block_size)

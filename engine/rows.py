@@ -12,14 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..scheduler.plan import IntArray, NewSequence, StepPlan
+from ..scheduler.plan import IntArray, LongArray, NewSequence, StepPlan
 from .batch import Batch, picked, to_device
 from .random import signed
 from .sampling import CHOICE, Choices, Picks, is_greedy
 from .scoring import Scored, Wish, Wishes, spread
 from .shaping import Shapes
-
-LongArray = NDArray[np.int64]
 
 
 class Inputs(NamedTuple):

@@ -14,9 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..scheduler.plan import IntArray, Shaping
+from ..scheduler.plan import IntArray, LongArray, Shaping
 
-LongArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 
 _ANY = -1

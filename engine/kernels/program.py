@@ -5,8 +5,6 @@ comes to its code and objects when the weights have just gone through all caches
 """
 
 import ctypes
-import os
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +20,7 @@ from ..batch import Batch
 from ..sampling import Picks
 from . import library
 from .attention import Layers, StepOf, show
+from .crew import crew
 from .memory import room
 from .placing import Marks, end, places
 from .tape import PRODUCT, Operation, Slot, Tape, Use
@@ -89,9 +88,9 @@ def timed(listener: Callable[[Timed], None]) -> Iterator[None]:
 
 class Asked(NamedTuple):
     """What is to be computed of a batch. `layers`: where its attention is; `entering` [N, hidden]: what a program
-    begins with that does not embed. Logits are for the packed `places`, int64 [S]; with `picks` tokens
-    are chosen from them, and go into the batch's `known`, too, behind the last tokens of rows: `places` then are no
-    others, and there is room. Without places the layers are all."""
+    begins with that does not embed. Logits are for the packed `places`, int64 [S]; with `picks` tokens are chosen from
+    them, and go into the batch's `known`, too, behind the last tokens of rows: `places` then are no others, and there
+    is room. Without places the layers are all."""
 
     layers: Layers
     entering: Tensor | None
@@ -160,9 +159,8 @@ class Program:
         self.token_bytes, place_bytes = (end(self.places, chosen) for chosen in (False, True))
         sizes = self.token_bytes, place_bytes
         self._program = _Program(ctypes.addressof(self._operations), *sizes, self._angles.ctypes.data)
-        self._crew, self._start, self._join = _crew(), library.bind("charonia_start"), library.bind("charonia_join")
-        self.close = weakref.finalize(self, _dismiss, self._crew, os.getpid())
-        """End the threads, when everything begun is computed; may be called again."""
+        self._start, self._join = library.bind("charonia_start"), library.bind("charonia_join")
+        self._crew, self.close = crew(self)
         self.memory = room(0)
         self._running: deque[Run] = deque()
         self._desks: list[_Desk] = []
@@ -231,21 +229,6 @@ class Program:
         to = use.operation
         to.x, to.delta, to.out = (_NONE if slot is None else self.places[slot] for slot in (use.x, use.delta, use.out))
         to.dtype, to.chosen = library.DTYPES[(use.x or use.out).dtype], use.out.chosen
-
-
-def _crew() -> int:
-    """Raises MemoryError: the machine gives no more threads."""
-    helpers = library.bind("charonia_threads")() - 1
-    crew: int | None = library.bind("charonia_crew")(helpers)
-    if crew is None:
-        raise MemoryError(f"no {helpers} threads to compute with")
-    return crew
-
-
-def _dismiss(crew: int, process: int) -> None:
-    """A forked process has the crew's memory, but none of its threads: it would wait for them for ever."""
-    if os.getpid() == process:
-        library.bind("charonia_dismiss")(crew)
 
 
 def _chain(operations: list[Operation]) -> None:

@@ -119,7 +119,7 @@ def _as_tensors(x: Slot, delta: Slot) -> tuple[Tensor, Tensor]:
 
 
 def _picked(logits: Slot) -> Slot:
-    """The likeliest are picked last, if somebody wants them."""
+    """Tokens are chosen last, if somebody wants them to be."""
     logits.tape.change(Operation(kind=PICK, size=logits.width), logits)
     return logits
 
