@@ -7,6 +7,9 @@
 
 static int64_t rows_of(const Work *w, const Operation *o) { return o->chosen ? w->scene->chosen : w->tokens; }
 
+/* Of what it computes with. */
+static int64_t number_bytes(const Operation *o) { return o->dtype == FLOAT32 ? 4 : 2; }
+
 static char *slot(const Work *w, int64_t at, int chosen)
 {
     return at < 0 ? 0 : chosen ? w->chosen + at * w->scene->chosen : w->slots + at * w->tokens;
@@ -29,7 +32,7 @@ static void attend(Team *team, const Operation *o, const Work *w)
 {
     const int64_t kind = w->scene->kind_of[o->layer];
     const struct manner *m = w->scene->manners[kind];
-    const int64_t head = m->head_dim * (o->dtype == FLOAT32 ? 4 : 2), stride = (m->heads + 2 * m->kv_heads) * m->head_dim;
+    const int64_t head = m->head_dim * number_bytes(o), stride = (m->heads + 2 * m->kv_heads) * m->head_dim;
     char *queries = slot(w, o->x, 0), *keys = queries + m->heads * head, *values = keys + m->kv_heads * head;
     const struct call call = {queries, keys, values, stride, stride, stride, w->program->turns[o->angles],
                               w->scene->caches[o->layer], slot(w, o->out, 0)};
@@ -41,7 +44,7 @@ static void embed(const Operation *o, const Work *w)
     const struct step *s = &w->step;
     for (int64_t r = 0; r < s->rows; r++) {
         const int32_t *ids = w->scene->known + s->lines[r] * w->scene->longest + s->starts[r];
-        const Embedding rows = {ids, o->what, slot(w, o->out, 0) + s->firsts[r] * o->size * (o->dtype == FLOAT32 ? 4 : 2),
+        const Embedding rows = {ids, o->what, slot(w, o->out, 0) + s->firsts[r] * o->size * number_bytes(o),
                                 s->counts[r], o->size, o->number, o->dtype};
         embed_rows(&rows);
     }
@@ -49,7 +52,7 @@ static void embed(const Operation *o, const Work *w)
 
 static void choose(const Operation *o, const Work *w)
 {
-    const int64_t bytes = o->size * (o->dtype == FLOAT32 ? 4 : 2);
+    const int64_t bytes = o->size * number_bytes(o);
     const char *from = slot(w, o->x, 0);
     char *to = slot(w, o->out, 1);
     for (int64_t i = 0; i < w->scene->chosen; i++)
@@ -58,13 +61,13 @@ static void choose(const Operation *o, const Work *w)
 
 static void enter(const Operation *o, const Work *w)
 {
-    memcpy(slot(w, o->out, 0), w->scene->entering, (size_t)(w->tokens * o->size * (o->dtype == FLOAT32 ? 4 : 2)));
+    memcpy(slot(w, o->out, 0), w->scene->entering, (size_t)(w->tokens * o->size * number_bytes(o)));
 }
 
 static void pick(Team *team, const Operation *o, const Work *w)
 {
     const char *logits = slot(w, o->x, 1);
-    const int64_t bytes = o->size * (o->dtype == FLOAT32 ? 4 : 2);
+    const int64_t bytes = o->size * number_bytes(o);
     FOR_ROWS(team, w->scene->chosen, w->scene->chosen * o->size, {
         const char *own = logits + row * bytes;
         const struct choice *how = w->scene->choices;
