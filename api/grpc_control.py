@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from google.protobuf.json_format import ParseDict  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2 as pb
 
-from ..core.errors import CharoniaError, InvalidArgument, Unsupported
+from ..core.errors import InvalidArgument, Unsupported
 from ..core.gateway import Gateway, IndexEntry
 from ..core.log_settings import log_form
 from ..core.trace_settings import Change
@@ -126,20 +126,13 @@ async def cuda_unregister(gateway: Gateway, request: Message) -> Message:
 
 
 async def trace_setting(gateway: Gateway, request: Message) -> Message:
-    if request.model_name:
-        _check_traced(gateway, request.model_name)
+    if request.model_name and not gateway.model_ready(request.model_name):
+        raise InvalidArgument(f"Request for unknown model : {request.model_name}", field="model_name")
     change: Change = {name: tuple(setting.value) for name, setting in request.settings.items()}
     traces = gateway.commons.traces
     settings = traces.update(change, request.model_name) if change else traces.settings(request.model_name)
     said = {name: {"value": values} for name, values in settings.texts().items()}
     return ParseDict({"settings": said}, pb.TraceSettingResponse())
-
-
-def _check_traced(gateway: Gateway, model: str) -> None:
-    try:
-        gateway.model_ready(model)
-    except CharoniaError:
-        raise InvalidArgument(f"Request for unknown model : {model}", field="model_name") from None
 
 
 _LOG_KINDS = {

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..core.errors import CharoniaError, InvalidArgument, Unavailable, Unsupported
+from ..core.errors import InvalidArgument, Unavailable, Unsupported
 from ..core.gateway import Gateway, IndexEntry
 from ..core.log_settings import log_form
 from ..core.statistics import ModelStatistics
@@ -109,11 +109,8 @@ class Control:
 
     def _traced(self, request: Request) -> str:
         model: str = request.path_params.get("model", "")
-        try:
-            if model:
-                self._gateway.model_ready(model)
-        except CharoniaError:
-            raise InvalidArgument(f"Request for unknown model : {model}", field="model") from None
+        if model and not self._gateway.model_ready(model):
+            raise InvalidArgument(f"Request for unknown model : {model}", field="model")
         return model
 
     async def _document(self, request: Request) -> Document:

@@ -84,7 +84,8 @@ class Gateway(Protocol):
             InvalidArgument: what was asked for is not served.
         """
 
-    def model_ready(self, name: str, version: str = "") -> bool: ...
+    def model_ready(self, name: str, version: str = "") -> bool:
+        """Whether that version, or the latest, can be asked now; False for what is not known, too. Raises nothing."""
 
     def infer(self, name: str, version: str, request: InferRequest) -> Stream[InferResponse]: ...
 

@@ -80,6 +80,10 @@ class Entry:
         """Lowest first."""
         return [version for _, version in sorted(self.versions.items(), key=_number) if version.serving is not None]
 
+    def find(self, number: str = "") -> Version | None:
+        """That version, or without a number the latest that is served."""
+        return self.versions.get(number) if number else self.latest
+
     def version(self, number: str) -> Version:
         """That one; from now on known."""
         return self.versions.setdefault(number, Version(number))

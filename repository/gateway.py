@@ -68,7 +68,8 @@ class Hub:
         return self.registry.serving(name, version).config
 
     def model_ready(self, name: str, version: str = "") -> bool:
-        found = self.registry.find(name, version)
+        entry = self.registry.entries.get(name)
+        found = None if entry is None else entry.find(version)
         return not self._exiting and self._healthy() and found is not None and found.ready
 
     def stats(self, name: str, version: str = "") -> ModelStats:

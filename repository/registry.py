@@ -37,7 +37,7 @@ class Registry:
             exchange.model, exchange.version, exchange.found = name, number, entry is not None
         if entry is None:
             raise NotFound(f"Request for unknown model: '{name}' is not found")
-        version = entry.versions.get(number) if number else entry.latest
+        version = entry.find(number)
         if version is None and number:
             raise NotFound(f"Request for unknown model: '{name}' version {number} is not found")
         if exchange is not None and version is not None:

@@ -145,8 +145,8 @@ class FakeGateway:
         self.loads.append((name, dependents))
 
     def model_ready(self, name: str, version: str = "") -> bool:
-        self.model(name, version)
-        return self.is_ready
+        known = {(config.name, number) for config in (*self.models(), *UNLISTED) for number in ("", config.version)}
+        return self.is_ready and (name, version) in known
 
     async def infer(self, name: str, version: str, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         self.asked.append(request)

@@ -102,6 +102,8 @@ async def test_vertex_ai_reaches_all_of_v2_by_a_header(gateway: Any) -> None:
         ):
             answer = await client.post("/predict", headers={"x-vertex-ai-triton-redirect": redirect})
             assert answer.json()["name"] == name
+        absent = await client.post("/predict", headers={"x-vertex-ai-triton-redirect": "v2/models/no/ready"})
+        assert (absent.status_code, absent.json()) == (400, {"error": "Model version not ready"})
         index = await client.post("/predict", headers={"x-vertex-ai-triton-redirect": "v2/repository/index"})
         assert index.json() == []
         settings = {"x-vertex-ai-triton-redirect": "v2/logging"}

@@ -45,6 +45,8 @@ async def test_server_and_model_say_what_they_are(stub: Any) -> None:
     assert (await stub.ServerLive(pb.ServerLiveRequest())).live
     assert (await stub.ServerReady(pb.ServerReadyRequest())).ready
     assert (await stub.ModelReady(pb.ModelReadyRequest(name="llm", version="1"))).ready
+    assert not (await stub.ModelReady(pb.ModelReadyRequest(name="llm", version="7"))).ready
+    assert not (await stub.ModelReady(pb.ModelReadyRequest(name="no"))).ready
     server = await stub.ServerMetadata(pb.ServerMetadataRequest())
     assert (server.name, server.version, list(server.extensions)) == ("triton", "9.9", [*EXTENSIONS])
     model = await stub.ModelMetadata(pb.ModelMetadataRequest(name="numbers", version=" 3"))
@@ -102,7 +104,7 @@ async def test_health(served: Served, gateway: Any) -> None:
 async def test_lookups(stub: Any, gateway: Any, name: str, version: str, code: StatusCode, text: str) -> None:
     asked = request(name, model_version=version)
     for call in (
-        stub.ModelReady(pb.ModelReadyRequest(name=name, version=version)),
+        stub.ModelConfig(pb.ModelConfigRequest(name=name, version=version)),
         stub.ModelMetadata(pb.ModelMetadataRequest(name=name, version=version)),
         stub.ModelInfer(asked),
     ):
@@ -110,6 +112,11 @@ async def test_lookups(stub: Any, gateway: Any, name: str, version: str, code: S
     [answer] = await streamed(stub, asked)
     assert answer.error_message == text
     assert not gateway.asked
+
+
+async def test_readiness_of_a_version_that_is_no_number_is_refused(stub: Any) -> None:
+    code, text = await refused(stub.ModelReady(pb.ModelReadyRequest(name="llm", version="new")))
+    assert (code, "'new'" in text) == (StatusCode.INVALID_ARGUMENT, True)
 
 
 async def test_infer(stub: Any, gateway: Any) -> None:

@@ -88,8 +88,7 @@ def test_health_and_metadata(server: Any, client: Any) -> None:
     assert not client.is_server_ready(), "a known model is broken, and readiness is strict"
     assert client.is_model_ready("tiny")
     assert not client.is_model_ready("broken")
-    with pytest.raises(InferenceServerException, match=r"NOT_FOUND.*'no' is not found"):
-        client.is_model_ready("no")
+    assert not client.is_model_ready("no")
     over_http = httpx.get(f"{server.url}/v2").json()
     metadata = client.get_server_metadata(as_json=True)
     assert {**over_http, **metadata} == over_http

@@ -195,6 +195,9 @@ async def test_readiness() -> None:
     assert not hub.ready()
     assert not hub.model_ready("good")
     assert not strict.model_ready("bad")
+    assert not (strict.model_ready("no") or strict.model_ready("good", "7"))
+    await strict.unload()
+    assert not strict.model_ready("good")
 
 
 async def test_nothing_is_ready_in_a_process_that_is_not() -> None:
