@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -30,6 +31,7 @@ from .keys import Keyring
 from .metadata import ServerInfo
 from .openai import OpenAI
 from .restricted import Restricted
+from .server_endpoints import ServerEndpoints
 from .tokenization import Tokenization
 from .v2 import V2
 from .v2_control import Control
@@ -51,9 +53,13 @@ _CLIENT_LEFT = 499
 
 
 def build_app(
-    gateway: Gateway, info: ServerInfo, keys: Keyring | None = None, rules: HttpRules | None = None
+    gateway: Gateway,
+    info: ServerInfo,
+    keys: Keyring | None = None,
+    rules: HttpRules | None = None,
+    metrics: CollectorRegistry | None = None,
 ) -> ASGIApp:
-    """Every HTTP route of port 8000; with `keys`, only health is for everybody."""
+    """Every HTTP route of port 8000; with `keys`, only health is for everybody. `metrics`: what /metrics shows."""
     rules = rules or HttpRules()
     routes = [
         *Control(gateway, info.max_input_size).routes(),
@@ -62,6 +68,7 @@ def build_app(
         *OpenAI(gateway, info.max_input_size).routes(),
         *Encoders(gateway, info.max_input_size).routes(),
         *Tokenization(gateway, info.max_input_size).routes(),
+        *ServerEndpoints(gateway, info, metrics).routes(),
     ]
     fastapi = FastAPI(openapi_url=None, redirect_slashes=False)
     fastapi.router.routes.extend(routes)
@@ -124,6 +131,7 @@ async def _answer(endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
 class LastResort:
     """Answers what nobody expected, once, and keeps the connection: the traceback is for the log.
 
+    A path that ends with a slash is the one without it, for all that is asked about it: a redirect would lose the body.
     What it runs may be begun outside of any task: who needs one waits for it (`in_task`).
     """
 
@@ -133,6 +141,8 @@ class LastResort:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if len(scope["path"]) > 1 and scope["path"].endswith("/"):
+            scope["path"] = scope["path"][:-1]
         try:
             await self._app(scope, receive, send)
         except Exception:

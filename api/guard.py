@@ -11,7 +11,7 @@ from .exchanges import note
 from .faults import error_response
 from .keys import NOBODY, Keyring, Tenant
 
-_OPEN = re.compile(r"/v2/health/(live|ready)|/v2/models/[^/]+(/versions/[^/]+)?/ready")
+_OPEN = re.compile(r"/health|/ping|/v2/health/(live|ready)|/v2/models/[^/]+(/versions/[^/]+)?/ready")
 _TENANT = "charonia.tenant"
 
 

@@ -1,4 +1,4 @@
-"""The metrics door: what models measured, as Prometheus text on a port of its own (v2-protocol section 17).
+"""The metrics door: what models measured, as Prometheus text, on a port of its own and beside the other endpoints.
 
 Knows families and readings; not what is measured, and not how a scrape is stored.
 """
@@ -114,6 +114,11 @@ def _number(value: float) -> str:
     return "+Inf" if value == float("inf") else repr(value)
 
 
+def metrics_response(registry: CollectorRegistry) -> Response:
+    """A scrape of all that `registry` collects."""
+    return Response(render(registry.collect()), headers={"content-type": _CONTENT_TYPE})
+
+
 class MetricsApp:
     """The whole port: `/metrics`; anything else is there and empty, as on Triton's."""
 
@@ -126,6 +131,6 @@ class MetricsApp:
     def _answer(self, request: Request) -> Response:
         if request.method != "GET":
             return Response(status_code=405, headers={"allow": "GET"})
-        wanted = request.url.path in ("/metrics", "/metrics/")
-        body = render(self._registry.collect()) if wanted else b""
-        return Response(body, headers={"content-type": _CONTENT_TYPE})
+        if request.url.path in ("/metrics", "/metrics/"):
+            return metrics_response(self._registry)
+        return Response(headers={"content-type": _CONTENT_TYPE})

@@ -27,9 +27,9 @@ def of_machine(options: ServerOptions, environment: Mapping[str, str] = os.envir
 
 
 @asynccontextmanager
-async def metrics_served(registry: CollectorRegistry, sock: socket.socket | None) -> AsyncIterator[None]:
-    """Serve what `registry` collects during the block; without a socket nobody wants it."""
-    if sock is None:
+async def metrics_served(registry: CollectorRegistry | None, sock: socket.socket | None) -> AsyncIterator[None]:
+    """Serve what `registry` collects during the block; without both nobody wants it."""
+    if registry is None or sock is None:
         yield
         return
     server = HttpServer(MetricsApp(registry), sock, access_log=False)

@@ -16,9 +16,9 @@ from .faults import json_response, v2_body
 
 _MODEL = r"/v2/models/[^/]+(/versions/[0-9]+)?"
 _PATHS = {
-    "health": rf"/v2/health/(live|ready)|{_MODEL}/ready",
-    "statistics": rf"/v2/models/stats|{_MODEL}/stats",
-    "metadata": rf"/v2|{_MODEL}|/v1/models(/.*)?",
+    "health": rf"/health|/ping|/v2/health/(live|ready)|{_MODEL}/ready",
+    "statistics": rf"/metrics|/v2/models/stats|{_MODEL}/stats",
+    "metadata": rf"/|/version|/v2|{_MODEL}|/v1/models(/.*)?",
     "inference": rf"{_MODEL}/(infer|generate|generate_stream)|/v1/(?!models).*|/tokenize|/detokenize",
     "shared-memory": r"/v2/(system|cuda)sharedmemory/.*",
     "model-config": rf"{_MODEL}/config",
@@ -29,7 +29,7 @@ _PATHS = {
 _API = re.compile("|".join(f"(?P<{name.replace('-', '_')}>{path})" for name, path in _PATHS.items()))
 
 APIS = tuple(_PATHS)
-"""What can be restricted. OpenAI's endpoints go with v2's that do the same."""
+"""What can be restricted. Endpoints of OpenAI and vLLM go with v2's that do the same."""
 
 
 class Toll(NamedTuple):

@@ -1,7 +1,9 @@
 """The doors of one server, over one hub: HTTP and gRPC for requests, a third for who measures."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractAsyncContextManager
+
+from prometheus_client import CollectorRegistry
 
 from .. import __version__
 from ..api.announcement import reachable, say_ready, url
@@ -11,6 +13,7 @@ from ..api.grpc_server import GrpcServer
 from ..api.metadata import ServerInfo
 from ..api.metrics import Source, build_registry
 from ..api.metrics_server import metrics_served, of_machine
+from ..api.options import true
 from ..api.ports import Ports
 from ..api.server import HttpServer, Server, Servers, StopSignals
 from ..api.serving import serve
@@ -20,24 +23,26 @@ from .plan import Plan
 
 
 class Doors:
-    """On ports that are reserved for them; closed at first.
+    """On ports that are reserved for them; closed at first. Metrics are those of `sources` and of the machine.
 
     Raises:
         InvalidArgument: an option of gRPC means nothing.
     """
 
-    def __init__(self, plan: Plan, hub: Hub, ports: Ports) -> None:
+    def __init__(self, plan: Plan, hub: Hub, ports: Ports, sources: Iterable[Source]) -> None:
         self._plan, self._hub, self._ports = plan, hub, ports
         self._info = ServerInfo(plan.server.id, __version__, plan.server.http_max_input_size)
+        self._registry: CollectorRegistry | None = None
+        if true(plan.server.allow_metrics):
+            measured, vllm = (*sources, *of_machine(plan.server)), plan.server.metrics_names == "vllm"
+            self._registry = build_registry(measured, vllm, plan.metrics.hidden)
         self._grpc: GrpcServer | None = None
         if ports.grpc is not None:
             self._grpc = GrpcServer(hub, self._info, plan.grpc, ports.grpc, plan.entry.keys)
 
-    def metrics(self, *sources: Source) -> AbstractAsyncContextManager[None]:
-        """Metrics of these and of the machine are served during the block, if they are wanted."""
-        server, hidden = self._plan.server, self._plan.metrics.hidden
-        registry = build_registry((*sources, *of_machine(server)), server.metrics_names == "vllm", hidden)
-        return metrics_served(registry, self._ports.metrics)
+    def metrics(self) -> AbstractAsyncContextManager[None]:
+        """Metrics are served on their own port during the block, if they are wanted."""
+        return metrics_served(self._registry, self._ports.metrics)
 
     async def serve(self, stop: StopSignals) -> None:
         """Open those for requests and say so; return when somebody asked to stop and they are closed."""
@@ -49,7 +54,8 @@ class Doors:
 
     def _wanted(self) -> Iterator[Server]:
         entry = self._plan.entry
-        app, patience = build_app(self._hub, self._info, entry.keys, entry.rules), entry.rules.body_timeout
+        app = build_app(self._hub, self._info, entry.keys, entry.rules, self._registry)
+        patience = entry.rules.body_timeout
         if self._ports.http is not None:
             yield HttpServer(app, self._ports.http, access_log=True, tls=entry.tls, body_timeout=patience)
         for cloud, sock in zip(entry.clouds, self._ports.clouds, strict=True):

@@ -21,6 +21,7 @@ from ..repository.startup import Keeper
 from .plan import Plan
 
 if TYPE_CHECKING:
+    from ..api.metrics import Source
     from ..core.otlp import Tracer
     from .doors import Doors
 
@@ -40,10 +41,10 @@ async def run(plan: Plan, tracer: "Tracer | None") -> int:
     ):
         loading = asyncio.create_task(_load(plan, keeper, stop))
         try:
-            doors = await _doors(plan, hub, ports)
+            doors = await _doors(plan, hub, ports, (hub.measure, lag.measure))
             if not await loading:
                 return 0 if stop.asked.is_set() else 1
-            async with doors.metrics(hub.measure, lag.measure), plan.selection.kept(keeper):
+            async with doors.metrics(), plan.selection.kept(keeper):
                 await doors.serve(stop)
             return 0
         finally:
@@ -82,13 +83,13 @@ async def _load(plan: Plan, keeper: Keeper, stop: StopSignals) -> bool:
     return not stop.asked.is_set() and loading.result()
 
 
-async def _doors(plan: Plan, hub: Hub, ports: Ports) -> "Doors":
+async def _doors(plan: Plan, hub: Hub, ports: Ports, sources: "Sequence[Source]") -> "Doors":
     """Made while models load, which begins first; imports of what doors need go on beside it."""
     await asyncio.sleep(0)
     await asyncio.to_thread(_import_doors)
     from .doors import Doors
 
-    return Doors(plan, hub, ports)
+    return Doors(plan, hub, ports, sources)
 
 
 def _import_doors() -> None:

@@ -299,8 +299,15 @@ async def test_memory_is_not_lent_unless_the_server_wants_it(client: httpx.Async
 # Restricted
 
 BELONGS = {
-    "health": ["/v2/health/live", "/v2/health/ready", "/v2/models/llm/ready", "/v2/models/llm/versions/1/ready"],
-    "metadata": ["/v2", "/v2/models/llm", "/v2/models/llm/versions/1", "/v1/models"],
+    "health": [
+        "/v2/health/live",
+        "/v2/health/ready",
+        "/v2/models/llm/ready",
+        "/v2/models/llm/versions/1/ready",
+        "/health",
+        "/ping",
+    ],
+    "metadata": ["/v2", "/v2/models/llm", "/v2/models/llm/versions/1", "/v1/models", "/version", "/"],
     "inference": [
         "/v2/models/llm/infer",
         "/v2/models/llm/versions/1/generate",
@@ -312,7 +319,7 @@ BELONGS = {
     "shared-memory": [f"{SYSTEM}/status", f"{CUDA}/region/r/status"],
     "model-config": ["/v2/models/llm/config"],
     "model-repository": ["/v2/repository/index", LOAD],
-    "statistics": ["/v2/models/stats", "/v2/models/llm/stats", "/v2/models/llm/versions/1/stats"],
+    "statistics": ["/metrics", "/v2/models/stats", "/v2/models/llm/stats", "/v2/models/llm/versions/1/stats"],
     "trace": [TRACE, "/v2/models/llm/trace/setting"],
     "logging": [LOGGING],
 }

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from cyclopts.exceptions import CycloptsError
 from google.protobuf import text_format
+from prometheus_client import CollectorRegistry
 from tritonclient.grpc import model_config_pb2
 
 from charonia.api import openai_bodies, openai_fields, openai_messages, tokenization
@@ -217,7 +218,7 @@ def test_every_bench_and_make_target_stands_there(root: Path, page: Any) -> None
 
 
 def test_every_route_stands_there(page: Any, codes: Any) -> None:
-    outer: Any = build_app(cast(Any, None), ServerInfo())
+    outer: Any = build_app(cast(Any, None), ServerInfo(), metrics=CollectorRegistry())
     while not hasattr(outer, "routes"):
         outer = outer._app
     served = {(method, plain(route.path)) for route in outer.routes for method in route.methods - {"HEAD"}}

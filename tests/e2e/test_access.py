@@ -64,7 +64,8 @@ def _half_a_body(address: tuple[str, int], trusting: ssl.SSLContext) -> bytes:
 
 
 def _only_with_a_key(client: httpx.Client) -> None:
-    assert client.get("/v2/health/ready").status_code == 200
+    assert [client.get(path).status_code for path in ("/v2/health/ready", "/health", "/metrics")] == [200, 200, 401]
+    assert "charonia_model_ready{" in client.get("/metrics", headers=bearer("k-beta")).text
     assert client.post("/v2/models/m/generate", json=BODY).status_code == 401
     assert client.post("/v2/models/m/generate", json=BODY, headers=bearer("k-beta")).status_code == 200
 
