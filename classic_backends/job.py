@@ -71,24 +71,17 @@ class Answer:
         self.future: asyncio.Future[InferResponse] = loop.create_future()
         self._responses: list[InferResponse] = []
 
-    def abandoned(self) -> bool:
-        """Of a reader that was cancelled: the answer had not come. If it had, an error that it was counts as read."""
-        if not self.future.cancelled():
-            self.future.exception()
-        return self.future.cancelled()
-
     def put(self, response: InferResponse) -> None:
         self._responses.append(response)
 
     def end(self, error: Exception | None = None) -> None:
         if self.future.done():
             return
-        if error is not None:
-            self.future.set_exception(error)
-        elif len(self._responses) == 1:
+        if error is None and len(self._responses) == 1:
             self.future.set_result(self._responses[0])
-        else:
-            self.future.set_exception(Internal(f"expected a single response, got {len(self._responses)}"))
+            return
+        self.future.set_exception(error or Internal(f"expected a single response, got {len(self._responses)}"))
+        self.future.exception()  # counts as read: a request that was refused, or whose reader left, reads it no more
 
 
 class Channel:

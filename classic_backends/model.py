@@ -157,7 +157,7 @@ class ClassicModel:
         try:
             return await answer.future
         except asyncio.CancelledError:
-            if answer.abandoned():
+            if answer.future.cancelled():
                 self._give_up(waiting)
             raise
 

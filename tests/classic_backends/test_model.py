@@ -208,6 +208,23 @@ async def test_a_full_queue_refuses() -> None:
     assert runtime.batches == [[0], [1]]
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+async def test_a_refusal_is_said_to_who_asked_and_not_once_more_in_the_log(
+    ordered: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = Gated()
+    batching = {"default_queue_policy": {"max_queue_size": 1}, "preserve_ordering": ordered}
+    async with serving(runtime, config(batching)) as model:
+        tasks = await held_up(model, runtime, ask(1))
+        for number in range(3):
+            with pytest.raises(CharoniaError, match="Exceeds maximum queue size"):
+                await answer(model, number)
+        runtime.gate.set()
+        await asyncio.gather(*tasks)
+    gc.collect()
+    assert caplog.text == ""
+
+
 async def test_time_runs_out_in_the_queue_while_every_instance_is_busy() -> None:
     policy = {"default_timeout_microseconds": DELAY, "allow_timeout_override": True}
     runtime = Gated()
