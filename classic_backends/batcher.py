@@ -46,7 +46,7 @@ class Turn(NamedTuple, Generic[T]):
 
 class _Pause(NamedTuple):
     """A batch that waits for company: nothing changes before `until` as long as only requests of this `kind` come,
-    and all together stay below `size`."""
+    behind all others, and all together stay below `size`."""
 
     until: int
     kind: object
@@ -78,7 +78,7 @@ class Batcher(Generic[T]):
         """False: the queue is full."""
         if not self._queue.add(request, now):
             return False
-        if self._pause is not None and request.kind != self._pause.kind:
+        if self._pause is not None and (request.kind != self._pause.kind or self._rules.reorders):
             self._pause = None
         return True
 
@@ -172,7 +172,9 @@ class Batcher(Generic[T]):
             return Batch(requests, Cause.FULL)
         if exceeded or not delay:
             return Batch(requests, Cause.DELAY if exceeded else Cause.IDLE)
-        self._pause = _Pause(oldest + delay, requests[0].kind, self._next_size(size))
+        # A deadline refuses a request or moves it behind the others: what then stands in front may be a preferred size.
+        until = min(oldest + delay, self._queue.next_deadline or oldest + delay)
+        self._pause = _Pause(until, requests[0].kind, self._next_size(size))
         return None
 
     def _next_size(self, size: int) -> int:

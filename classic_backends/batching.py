@@ -60,6 +60,11 @@ class Batching:
         return max(self.preferred, default=self.max_size)
 
     @property
+    def reorders(self) -> bool:
+        """A request that comes may be served before one that is there already."""
+        return self.levels > 1 or self.policy_of(1).postpone
+
+    @property
     def portion(self) -> int:
         """How much of a backlog keeps one instance busy."""
         return self.largest if self.combine else 1
@@ -126,7 +131,6 @@ def _check(rules: Batching) -> None:
         if not 1 <= level <= rules.levels:
             message = f"priority queue policy is given for level {level}, but there are {rules.levels} priority levels"
             raise InvalidArgument(message, field="dynamic_batching.priority_queue_policy")
-    postponed = any(rules.policy_of(level).postpone for level in range(1, rules.levels + 1))
-    if rules.ordered and (rules.levels > 1 or postponed):
+    if rules.ordered and rules.reorders:
         message = "preserve_ordering allows only one priority level and no timeout_action DELAY"
         raise InvalidArgument(message, field="dynamic_batching.preserve_ordering")

@@ -120,6 +120,22 @@ def test_postponed_requests_come_after_those_in_time() -> None:
     assert [names(batcher.take(60)) for _ in range(2)] == [["in time"], ["late"]]
 
 
+def test_a_request_set_aside_leaves_a_preferred_size_that_goes_at_once() -> None:
+    policy = QueuePolicy(timeout=50, postpone=True, override=True)
+    batcher = queued(batching(preferred=(2, 6), max_delay=100, policy=policy), one("a", timeout=20), one("b", size=2))
+    assert batcher.take(0) == (None, [], 20)
+    assert names(batcher.take(20)) == ["b"]
+    assert names(batcher.take(20)) == []
+    assert names(batcher.take(100)) == ["a"]
+
+
+def test_a_request_of_a_higher_level_makes_a_preferred_size_that_goes_at_once() -> None:
+    batcher = queued(batching(preferred=(2, 6), max_delay=100, levels=2, default_level=2), one("a"), one("b", size=2))
+    assert batcher.take(0) == (None, [], 100)
+    assert batcher.add(one("c", priority=1), 10)
+    assert names(batcher.take(10)) == ["c", "a"]
+
+
 def test_a_full_level_takes_nobody_else() -> None:
     rules = batching(levels=2, default_level=1, policies={2: QueuePolicy(max_size=1)})
     batcher = queued(rules, one(priority=2))
@@ -261,6 +277,35 @@ def test_it_does_what_the_rules_say(rules: Batching, steps: list[tuple[Any, ...]
                 assert turn.batch is not None or turn.until is not None or not plain.order()
         batcher.check_integrity()
         assert len(batcher) == len(plain.order())
+
+
+OVERTAKING = st.builds(
+    Batching,
+    combine=st.just(True),
+    max_size=st.just(8),
+    preferred=st.frozensets(st.integers(2, 8), min_size=1, max_size=2),
+    max_delay=st.just(15),
+    levels=st.integers(1, 2),
+    policy=st.builds(QueuePolicy, timeout=st.just(9), postpone=st.booleans(), override=st.just(True)),
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(OVERTAKING, st.lists(st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(0, 9)), min_size=3, max_size=8))
+def test_an_instance_woken_when_it_must_misses_nothing(rules: Batching, arrivals: list[tuple[int, int, int]]) -> None:
+    """It looks when a request comes and when it was told to; another looks all the time, and finds no more."""
+    batcher: Batcher[str] = Batcher(rules)
+    plain, until = Plain(rules), 0
+    for now in range(1, 40):
+        for size, priority, timeout in arrivals[now - 1 : now]:
+            request = one(str(now), size=size, priority=priority, timeout=timeout)
+            batcher.add(request, now)
+            plain.waiting.append(request)
+            until = now
+        turn = batcher.take(now) if until <= now else Turn[str](None, (), until)
+        assert {request.item for request in turn.refused} == plain.expire(now)
+        assert names(turn) == plain.take(now)
+        until = now if turn.batch is not None else turn.until or 40
 
 
 def test_a_pause_ends_when_those_it_was_for_ran_out_of_time() -> None:
