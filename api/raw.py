@@ -21,6 +21,8 @@ _LENGTH = struct.Struct("<I")
 _MOST_ELEMENTS = 2**63 - 1
 _MOST_BYTES = _MOST_ELEMENTS // 8
 """So many elements of any datatype are no more bytes than that."""
+_MOST_DIMENSIONS = 64
+"""Of an array of numpy's."""
 
 
 class Place(NamedTuple):
@@ -44,6 +46,9 @@ def element_count(datatype: str, shape: tuple[int, ...], place: Place) -> int:
     Raises:
         InvalidArgument: no tensor can have this shape.
     """
+    if len(shape) > _MOST_DIMENSIONS:
+        text = f"{len(shape)} dimensions are more than the {_MOST_DIMENSIONS} that a tensor may have"
+        raise InvalidArgument(f"invalid shape for input '{place.input}': {text}", field=place.input)
     count = math.prod(shape)
     if count <= _MOST_BYTES and (not shape or min(shape) >= 0):
         return count

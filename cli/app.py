@@ -55,7 +55,7 @@ def serve(
     from ..core.logs import logging_as
     from ..core.metrics_config import read_metrics_config
     from ..core.tracing import endpoint_of, tracing
-    from .plan import Plan, check_foreign, commons, entry, selection
+    from .plan import Plan, check_foreign, commons, entry, selection, warn_of_open_control
     from .serve import run
 
     server, repository = triton.former.server(server), triton.former.repository(repository)
@@ -63,6 +63,7 @@ def serve(
         with logging_as(server.log_settings) as logs:
             check_foreign(triton)
             doors, metrics = entry(server, http, access, grpc, cloud), read_metrics_config(server.metrics_config)
+            warn_of_open_control(repository, server, grpc, doors)
             chosen = selection(model, repository, engine, metrics)
             plan = Plan(doors, chosen, commons(server, logs), server, grpc, metrics)
             spans = plan.commons.traces.settings().spans

@@ -12,6 +12,7 @@ from ..api.http_options import HttpOptions
 from ..api.http_rules import HttpRules, read_rules
 from ..api.keys import KeyOptions, Keyring, read_keys
 from ..api.options import ServerOptions, true
+from ..api.restricted import read_restrictions
 from ..api.tls import KeyPair, key_pair
 from ..api.triton_options import TritonOptions
 from ..core.commons import Commons
@@ -25,6 +26,9 @@ from ..repository.options import RepositoryOptions
 from ..repository.selection import Selection, select
 
 log = logging.getLogger(__name__)
+
+_LOADS = "model-repository"
+"""The restricted API that loads and unloads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,28 @@ def entry(
     tls_files(grpc)
     tls = key_pair(server.http_server_cert, server.http_server_key, "--http-server")
     return Entry(read_keys(access), read_rules(http), tls, read_clouds(cloud, os.environ))
+
+
+def warn_of_open_control(repository: RepositoryOptions, server: ServerOptions, grpc: GrpcOptions, entry: Entry) -> None:
+    """In mode explicit, tell which doors let anybody load a model, and so run what it brings.
+
+    Raises:
+        InvalidArgument: --grpc-restricted-protocol means nothing.
+    """
+    if repository.model_control_mode != "explicit" or entry.keys:
+        return
+    rpcs = read_restrictions(grpc.grpc_restricted_protocol, "--grpc-restricted-protocol")
+    doors = {
+        "HTTP": true(server.allow_http) and _LOADS not in entry.rules.tolls,
+        "gRPC": true(grpc.allow_grpc) and _LOADS not in rpcs,
+    }
+    if any(doors.values()):
+        log.warning(
+            "whoever reaches this server over %s may load models, which is to run code here: set --api-key-file, or "
+            "restrict '%s' by --http-restricted-api and --grpc-restricted-protocol",
+            " or ".join(door for door, everybody in doors.items() if everybody),
+            _LOADS,
+        )
 
 
 def selection(

@@ -1,6 +1,7 @@
 """One server's life: models load while doors are made, the doors open, and all ends together."""
 
 import asyncio
+import logging
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -13,6 +14,7 @@ from ..core.exchange import Exchange
 from ..core.looplag import LoopLag
 from ..core.open_files import allow_files
 from ..core.records import write_record
+from ..core.scratch import sweep
 from ..core.trace_file import TraceFile
 from ..core.trace_settings import Traces
 from ..core.tracing import Sampled
@@ -25,10 +27,15 @@ if TYPE_CHECKING:
     from ..core.otlp import Tracer
     from .doors import Doors
 
+log = logging.getLogger(__name__)
+
 
 async def run(plan: Plan, tracer: "Tracer | None") -> int:
     """Serve until somebody asks to stop; the status to exit with."""
     allow_files()
+    swept = sweep()
+    if swept:
+        log.info("removed %d scratch directories of servers that were killed", swept)
     lag, traces = LoopLag(plan.server.max_loop_lag_secs), TraceFile(plan.commons.traces)
     hub = _hub(plan, lag, traces, tracer)
     keeper = plan.selection.keeper(hub)

@@ -9,12 +9,12 @@ import multiprocessing
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
-from tempfile import TemporaryDirectory
 
 import msgspec
 import zmq
 
 from ..core.child import start_deaf
+from ..core.scratch import ScratchDirectory
 from .config import EngineConfig
 from .messages import FromCore, Shutdown, ToCore
 from .process import main
@@ -45,7 +45,7 @@ class CoreLink:
         self.dying = False
         self._unsent: deque[bytes] = deque()
         with ExitStack() as belongings:
-            directory = belongings.enter_context(TemporaryDirectory(prefix="charonia-", ignore_cleanup_errors=True))
+            directory = str(belongings.enter_context(ScratchDirectory()))
             self._context = belongings.enter_context(zmq.Context())
             self._outbox = belongings.enter_context(self._bound(zmq.PUSH, Address.under(directory).to_core))
             self._inbox = belongings.enter_context(self._bound(zmq.PULL, Address.under(directory).from_core))

@@ -21,7 +21,7 @@ from .initial_states import read_initial_states
 from .kinds import OnProgress, check_backend, classic, kind_of, loader_of, needs_of
 from .normalise import invite_batching, normalise
 from .response_cache import ResponseCache
-from .rules import check_config
+from .rules import check_config, check_written
 from .source import ModelSource, VersionSource, located
 from .warmup import check_samples, read_warmup
 
@@ -91,6 +91,7 @@ class Builder:
         try:
             check_backend(source.name, source.backend)
             refuse_unserved(source.config)
+            check_written(source.config)
             return self._language(source, version) or self._classic(source, version)
         except CharoniaError as error:
             raise located(error, source.file) from None

@@ -1,13 +1,13 @@
 """Who decides what is served: the start alone, changes on disk, or requests; model-config.md section 9."""
 
 import logging
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from ..core.errors import CharoniaError, InvalidArgument, Unavailable
+from ..core.scratch import ScratchDirectory
 from .catalog import Catalog
 from .document import parse_override
 from .lifecycle import Lifecycle, LoadFailure
@@ -15,6 +15,9 @@ from .registry import Registry
 from .source import ModelSource
 
 log = logging.getLogger(__name__)
+
+_LONGEST_NAME = 255
+"""Bytes of a file's name, on every file system that matters."""
 
 
 class Control(Protocol):
@@ -77,15 +80,11 @@ class Explicit:
             scratch, directory = await self._lifecycle.aside(_write, name, files)
         except InvalidArgument as error:
             raise self._failed(name, error) from None
-
-        def release() -> None:
-            shutil.rmtree(scratch, ignore_errors=True)
-
         try:
-            return await self._lifecycle.aside(self._catalog.read, name, override, directory), release
-        except CharoniaError as error:
-            release()
-            raise self._failed(name, error) from None
+            return await self._lifecycle.aside(self._catalog.read, name, override, directory), scratch.close
+        except BaseException as error:
+            scratch.close()
+            raise (self._failed(name, error) if isinstance(error, CharoniaError) else error) from None
 
     def _failed(self, name: str, error: CharoniaError) -> CharoniaError:
         """It cannot even be read."""
@@ -100,25 +99,32 @@ def _check_name(name: str) -> None:
         raise InvalidArgument("Model name cannot be empty. Please enter a valid name to deploy.")
     if name in (".", "..") or any(part in name for part in ("/", "\\", "..", "\0")):
         raise InvalidArgument(f"invalid model name '{name}', model name must not contain path traversal characters")
+    if len(name.encode(errors="surrogatepass")) > _LONGEST_NAME:
+        message = f"invalid model name '{name[:32]}...', a folder's name has at most {_LONGEST_NAME} bytes"
+        raise InvalidArgument(message)
 
 
-def _write(name: str, files: Mapping[str, bytes]) -> tuple[Path, Path]:
+def _write(name: str, files: Mapping[str, bytes]) -> tuple[ScratchDirectory, Path]:
     """A directory of the model with these files, in a scratch directory of its own."""
     for path in files:
         _check_path(path)
-    scratch = Path(tempfile.mkdtemp(prefix="charonia-model-"))
-    try:
-        for path, content in files.items():
-            file = scratch / name / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(content)
-    except OSError as error:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise InvalidArgument(f"cannot write the files of model '{name}': {error.strerror}") from None
-    return scratch, scratch / name
+    with ExitStack() as unless_written:
+        try:
+            scratch = ScratchDirectory()
+            unless_written.push(scratch)
+            for path, content in files.items():
+                file = scratch.path / name / path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(content)
+        except OSError as error:
+            raise InvalidArgument(f"cannot write the files of model '{name}': {error.strerror}") from None
+        unless_written.pop_all()
+    return scratch, scratch.path / name
 
 
 def _check_path(path: str) -> None:
+    if "\0" in path:
+        raise InvalidArgument(f"Invalid file parameter {path!r}: no path has a NUL in it")
     parts: list[str] = []
     for part in PurePosixPath(path).parts:
         parts = parts[:-1] if part == ".." and parts and parts[-1] != ".." else [*parts, part]

@@ -79,13 +79,14 @@ class ResponseCache:
 
 def question_of(request: InferRequest) -> bytes:
     """What a model's answer depends on: inputs with types and shapes, which outputs are wanted, and parameters. Triton
-    looks at the inputs' names and bytes alone."""
+    looks at the inputs' names and bytes alone. The tenant parts it, too: how quickly an answer comes would tell one
+    tenant what another asked."""
     digest = blake2b(digest_size=32)
     told = {key: value for key, value in request.parameters.items() if key not in _OF_THE_QUEUE}
     tensors = [request.inputs[name] for name in sorted(request.inputs)]
     outline = [(tensor.name, tensor.datatype, tensor.shape) for tensor in tensors]
     wanted = None if request.outputs is None else sorted(request.outputs)
-    digest.update(msgspec.msgpack.encode((outline, wanted, sorted(told.items()))))
+    digest.update(msgspec.msgpack.encode((request.tenant, outline, wanted, sorted(told.items()))))
     for tensor in tensors:
         _digest(tensor, digest)
     return digest.digest()

@@ -4,9 +4,13 @@ Knows nothing of files and of what a backend can do.
 """
 
 from collections.abc import Iterable
+from pathlib import PurePosixPath
 
 from ..core.errors import InvalidArgument
 from .document import Config
+
+_MOST_INSTANCES = 1024
+"""Each has a thread or a process of its own, and is given work by going through all of them."""
 
 
 def check_config(config: Config, gpus: tuple[int, ...]) -> None:
@@ -26,6 +30,24 @@ def check_config(config: Config, gpus: tuple[int, ...]) -> None:
     _check_batching(config)
     _check_helpers(config)
     _check_instances(config, gpus)
+
+
+def check_written(config: Config) -> None:
+    """The rules that hold before anything reads the model's file or counts its instances: the config is as written.
+
+    A link in the version's directory may lead anywhere: whoever can make it can copy the file there, too.
+
+    Raises:
+        InvalidArgument: a rule is broken; `field` says which.
+    """
+    count = sum(max(group.count, 1) * max(len(group.gpus), 1) for group in config.instance_group)
+    message = f"model {config.name} has {count} instances, and may have {_MOST_INSTANCES} at most"
+    _require(count <= _MOST_INSTANCES, "instance_group.count", message)
+    name = config.default_model_filename
+    path = PurePosixPath(name)
+    holds = not path.is_absolute() and ".." not in path.parts and "\0" not in name
+    message = f"'default_model_filename' of {config.name} must stay within the version's directory, got {name!r}"
+    _require(holds, "default_model_filename", message)
 
 
 def _require(holds: bool, field: str, message: str) -> None:

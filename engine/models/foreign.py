@@ -144,7 +144,7 @@ def _config(directory: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(directory, local_files_only=True)
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError) as error:
         raise CheckpointError(f"transformers does not know it either ({str(error).splitlines()[0]})") from error
 
@@ -189,7 +189,12 @@ def _load(directory: Path, place: Place) -> Any:
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model, found = auto.from_pretrained(
-            directory, dtype=place.dtype, attn_implementation=NAME, output_loading_info=True, local_files_only=True
+            directory,
+            dtype=place.dtype,
+            attn_implementation=NAME,
+            output_loading_info=True,
+            local_files_only=True,
+            trust_remote_code=False,
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"transformers could not load it: {str(error).splitlines()[0]}") from error

@@ -313,6 +313,7 @@ REFUSED: list[tuple[Any, int, str]] = [
     (with_input(shape=[1.5]), 400, cannot("shape", SIGNED)),
     (with_input(shape=[True]), 400, cannot("shape", SIGNED)),
     (with_input(shape=[-1, 2, 1]), 400, "shape [-1,2,1] contains one or more invalid dimensions"),
+    (with_input(shape=[1] * 64 + [2]), 400, "65 dimensions are more than the 64 that a tensor may have"),
     (with_input(shape=[2**40, 2**40]), 400, "causes total element count to exceed maximum size of 9223372036854775807"),
     (
         with_input(shape=[2**31, 2**31]),

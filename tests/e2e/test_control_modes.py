@@ -90,7 +90,7 @@ def test_requests_decide_what_is_served(explicit: Any, client: Any) -> None:
         grpc.load_model("b", config=json.dumps(wide))
         assert ask(grpc, "b", 6, triton_grpc) == [0, 1, 2, 3, 4, 5]
         grpc.unload_model("b")
-    assert not list(explicit.scratch.glob("charonia-model-*"))
+    assert not list(explicit.scratch.glob("charonia-scratch-*"))
 
 
 def test_a_reload_loses_no_request(explicit: Any, client: Any, repository: Path) -> None:

@@ -5,6 +5,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 from google.protobuf import text_format
@@ -107,6 +108,7 @@ async def test_what_was_asked_before_is_not_asked_again() -> None:
         question([1.0], "FP32"),
         question([1.0], outputs=("Y",)),
         question([1.0], mode="fast"),
+        msgspec.structs.replace(question([1.0]), tenant="another"),
     ],
 )
 async def test_another_question_has_another_answer(other: InferRequest) -> None:

@@ -39,6 +39,9 @@ def test_a_good_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (GOOD.replace("dims: 16", "dims: -2", 1), "{file}:3: model input dimension must be integer >= 1"),
         (GOOD + "instance_group { passive: true }", "{file}:5: model 'm' has no instance that takes requests"),
         (GOOD + 'batch_input { target_name: "L" source_input: "X" }', "{file}:5: batch_input of m has source input"),
+        (GOOD + 'default_model_filename: "../2/model.onnx"', "{file}:5: 'default_model_filename' of m must stay"),
+        (GOOD + 'default_model_filename: "/etc/passwd"', "{file}:5: 'default_model_filename' of m must stay within"),
+        (GOOD + "instance_group { count: 2000000000 }", "{file}:5: model m has 2000000000 instances, and may"),
         (
             'backend: "charonia"\nparameters { key: "bogus" value { string_value: "3" } }',
             "{file}:2: unknown parameter 'bogus'",

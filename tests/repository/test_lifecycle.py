@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -273,16 +275,29 @@ async def test_with_files_of_its_own(world: World, toys: list[Toy]) -> None:
             "Invalid file parameter '1/../../x' with normalized path '../x' must stay within model directory.",
         ),
         (("m", "{}", {"/etc/x": b""}), InvalidArgument, "Invalid file parameter '/etc/x' with normalized path "),
+        (("m", "{}", {"1/a\0b": b""}), InvalidArgument, r"Invalid file parameter '1/a\x00b': no path has a NUL in it"),
         (("m", "{}", {"1": b"", "1/x": b""}), InvalidArgument, "load failed for model 'm': cannot write the files"),
+        (("m" * 300,), InvalidArgument, f"invalid model name '{'m' * 32}...', a folder's name has at most 255 bytes"),
     ],
 )
-async def test_what_cannot_be_loaded(world: World, arguments: Any, kind: type[Exception], text: str) -> None:
+async def test_what_cannot_be_loaded(
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: Any,
+    kind: type[Exception],
+    text: str,
+) -> None:
+    scratch = tmp_path / ".scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     world.explicit()
     world.write("m", {"1": 10})
     with pytest.raises(kind) as caught:
         await world.hub.load_model(*arguments)
     assert caught.value.message.startswith(text)
     assert world.hub.ready() is (not world.hub.index()[0].reason)
+    assert not list(scratch.iterdir())
 
 
 async def test_what_could_be_loaded_is_in_the_index(world: World) -> None:

@@ -1,0 +1,43 @@
+"""What the command line's options come to, and what is told of them at the start."""
+
+import pytest
+
+from charonia.api.cloud_options import CloudOptions
+from charonia.api.grpc_options import GrpcOptions
+from charonia.api.http_options import HttpOptions
+from charonia.api.keys import KeyOptions
+from charonia.api.options import ServerOptions
+from charonia.cli.plan import entry, warn_of_open_control
+from charonia.repository.options import RepositoryOptions
+
+EXPLICIT = RepositoryOptions(model_control_mode="explicit")
+SERVER, NO_HTTP = ServerOptions(), ServerOptions(allow_http="false")
+KEYS = KeyOptions(api_key=("k",))
+HTTP = HttpOptions(http_restricted_api=("model-repository,logging:k=v",))
+GRPC = GrpcOptions(grpc_restricted_protocol=("model-repository:k=v",))
+
+
+@pytest.mark.parametrize(
+    ("repository", "server", "http", "access", "grpc", "told"),
+    [
+        (RepositoryOptions(), SERVER, HttpOptions(), KeyOptions(), GrpcOptions(), ""),
+        (EXPLICIT, SERVER, HttpOptions(), KeyOptions(), GrpcOptions(), "over HTTP or gRPC may load models"),
+        (EXPLICIT, SERVER, HTTP, KeyOptions(), GrpcOptions(), "over gRPC may load models"),
+        (EXPLICIT, SERVER, HttpOptions(), KeyOptions(), GRPC, "over HTTP may load models"),
+        (EXPLICIT, NO_HTTP, HttpOptions(), KeyOptions(), GRPC, ""),
+        (EXPLICIT, SERVER, HTTP, KeyOptions(), GRPC, ""),
+        (EXPLICIT, SERVER, HttpOptions(), KEYS, GrpcOptions(), ""),
+    ],
+)
+def test_a_door_by_which_anybody_may_load_is_told_of(
+    caplog: pytest.LogCaptureFixture,
+    repository: RepositoryOptions,
+    server: ServerOptions,
+    http: HttpOptions,
+    access: KeyOptions,
+    grpc: GrpcOptions,
+    told: str,
+) -> None:
+    warn_of_open_control(repository, server, grpc, entry(server, http, access, grpc, CloudOptions()))
+    assert told in caplog.text
+    assert bool(caplog.text) is bool(told)
