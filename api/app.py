@@ -4,6 +4,7 @@ What is asked often never reaches FastAPI: its middleware costs a third of a req
 """
 
 import logging
+import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from functools import lru_cache
@@ -61,15 +62,7 @@ def build_app(
 ) -> ASGIApp:
     """Every HTTP route of port 8000; with `keys`, only health is for everybody. `metrics`: what /metrics shows."""
     rules = rules or HttpRules()
-    routes = [
-        *Control(gateway, info.max_input_size).routes(),
-        *SharedMemory(gateway, info.max_input_size).routes(),
-        *V2(gateway, info, rules.forwarding).routes(),
-        *OpenAI(gateway, info.max_input_size).routes(),
-        *Encoders(gateway, info.max_input_size).routes(),
-        *Tokenization(gateway, info.max_input_size).routes(),
-        *ServerEndpoints(gateway, info, metrics).routes(),
-    ]
+    routes = all_routes(gateway, info, rules, metrics)
     fastapi = FastAPI(openapi_url=None, redirect_slashes=False)
     fastapi.router.routes.extend(routes)
     fastapi.add_exception_handler(CharoniaError, _charonia_error)
@@ -79,6 +72,24 @@ def build_app(
         app = Restricted(app, rules.tolls)
     app = LastResort(Exchanges(Guard(app, keys) if keys else app, gateway))
     return crossing(app, rules.origins) if rules.origins else app
+
+
+def all_routes(
+    gateway: Gateway, info: ServerInfo, rules: HttpRules, metrics: CollectorRegistry | None = None
+) -> list[Route]:
+    """Those of every door; they match to the very end of a path, a line break there included."""
+    routes = [
+        *Control(gateway, info.max_input_size).routes(),
+        *SharedMemory(gateway, info.max_input_size).routes(),
+        *V2(gateway, info, rules.forwarding).routes(),
+        *OpenAI(gateway, info.max_input_size).routes(),
+        *Encoders(gateway, info.max_input_size).routes(),
+        *Tokenization(gateway, info.max_input_size).routes(),
+        *ServerEndpoints(gateway, info, metrics).routes(),
+    ]
+    for route in routes:
+        route.path_regex = re.compile(route.path_regex.pattern.removesuffix("$") + r"\Z")
+    return routes
 
 
 class HotRoutes:

@@ -8,14 +8,15 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
 from types import TracebackType
-from typing import Generic, Protocol, Self, TypeAlias, TypeVar
+from typing import Generic, ParamSpec, Protocol, Self, TypeAlias, TypeVar
 
 from sse_starlette.sse import EventSourceResponse
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from ..core.errors import CharoniaError
+from ..core.errors import CharoniaError, InvalidArgument
 from ..core.gateway import Stream
+from .encodings import check_encoding, decompress
 from .faults import UNEXPECTED
 from .sizes import check_json
 
@@ -24,8 +25,15 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 
+P = ParamSpec("P")
+
 _MOMENT = 0.005
 """Seconds."""
+
+_SHORT = 1 << 16
+"""Bytes that take less time to compress than to hand to another thread."""
+
+_FORMS = ("application/x-www-form-urlencoded", "multipart/form-data")
 
 
 class ClientLeft(Exception):
@@ -37,14 +45,35 @@ Check: TypeAlias = Callable[[int], None]
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body of a request in JSON, refused as soon as it is known to be too long.
+    """The whole body of a request in JSON, decompressed, refused as soon as it is known to be too long.
 
     Raises:
-        InvalidArgument: the body is longer than `limit`.
+        InvalidArgument: the body is longer than `limit`, cannot be decompressed, or is a form.
         ClientLeft: the client hung up while sending it.
     """
-    announced = request.headers.get("content-length", "").encode()
-    return bytes(await receive_body(request.receive, announced, lambda size: check_json(size, limit)))
+    headers = request.headers
+    encoding = headers.get("content-encoding", "")
+    compressed = check_encoding(encoding)
+    announced = headers.get("content-length", "").encode()
+    body = bytes(await receive_body(request.receive, announced, lambda size: check_json(size, limit)))
+    if compressed:
+        body = await in_thread(len(body), decompress, body, encoding, limit)
+    refuse_form(headers.get("content-type", ""), body)
+    return body
+
+
+def refuse_form(media: str, body: bytes | bytearray) -> None:
+    """Raises `InvalidArgument` for a body that is called a form and is no JSON: curl calls all that it posts one."""
+    if body[:1] != b"{" and media.startswith(_FORMS) and not body[:100].lstrip().startswith(b"{"):
+        kind = media.partition(";")[0]
+        raise InvalidArgument(f"the body is a form ({kind}), not JSON: send 'Content-Type: application/json' and JSON")
+
+
+async def in_thread(size: int, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+    """The work on so many bytes, done in another thread if that is worth it."""
+    if size <= _SHORT:
+        return work(*given, **named)
+    return await asyncio.to_thread(work, *given, **named)
 
 
 async def receive_body(receive: Receive, announced: bytes, check: Check) -> bytes | bytearray:

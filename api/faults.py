@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from ..core.errors import CharoniaError, Code, Internal, InvalidArgument, QueueFull, TooLong, Unauthenticated
 from .encodings import ACCEPTED, UnsupportedEncoding
+from .sizes import TooLarge
 
 _STATUS = {
     Code.UNKNOWN: 400,
@@ -25,6 +26,7 @@ _STATUS = {
     Code.UNAUTHENTICATED: 401,
 }
 _REQUEST_TIMEOUT = 408
+_TOO_LARGE = 413
 _OPENAI_TYPE = {404: "not_found_error", 429: "rate_limit_error"}
 _OPENAI_CODE = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 _TOO_LONG = "context_length_exceeded"
@@ -43,7 +45,9 @@ class BodyTimeout(InvalidArgument):
 
 def status_of(error: CharoniaError) -> int:
     """The HTTP status; of OpenAI's door too, which differs only in the body."""
-    return _REQUEST_TIMEOUT if isinstance(error, BodyTimeout) else _STATUS[error.code]
+    if isinstance(error, BodyTimeout):
+        return _REQUEST_TIMEOUT
+    return _TOO_LARGE if isinstance(error, TooLarge) else _STATUS[error.code]
 
 
 def v2_body(error: CharoniaError) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import re
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..core.errors import Unauthenticated
+from ..core.errors import CharoniaError, InvalidArgument
 from ..core.exchange import current
 from .exchanges import note
 from .faults import error_response
@@ -26,12 +26,20 @@ class Guard:
         app = self._app
         if scope["type"] == "http" and not _OPEN.fullmatch(scope["path"]):
             try:
-                scope[_TENANT] = tenant = self._keys.tenant(HTTPConnection(scope).headers.get("authorization"))
+                scope[_TENANT] = tenant = self._keys.tenant(_shown(scope))
                 name_tenant(tenant)
-            except Unauthenticated as error:
+            except CharoniaError as error:
                 note(error)
                 app = error_response(error, scope["path"])
         await app(scope, receive, send)
+
+
+def _shown(scope: Scope) -> str | None:
+    """Raises `InvalidArgument` where it is not one: a proxy in front may have looked at the other."""
+    shown = [value for name, value in scope["headers"] if name == b"authorization"]
+    if len(shown) > 1:
+        raise InvalidArgument(f"{len(shown)} Authorization headers: send one")
+    return shown[0].decode("latin-1") if shown else None
 
 
 def name_tenant(tenant: Tenant) -> None:

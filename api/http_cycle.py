@@ -5,8 +5,10 @@ Knows nothing of applications and of how a connection goes on.
 """
 
 import asyncio
+import re
 from collections.abc import Sequence
 from functools import lru_cache
+from http import HTTPStatus
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -17,12 +19,16 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from .faults import BodyTimeout
 from .old_http import UntilClosed
 from .outbox import Outbox
+from .refusals import Refused
 
 _LONGEST_KNOWN = 256
 """Targets that are remembered: how many, and up to what length."""
 
 _JOINED = 1 << 16
 """Bytes up to which it is cheaper to copy them than to write them apart."""
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 class Cycle(RequestResponseCycle):
@@ -135,9 +141,15 @@ class _Target(NamedTuple):
 
 
 def _parsed(url: bytes) -> _Target:
+    """Raises `Refused` for control characters, escaped as they are: no path here has one, and to many a pattern a line
+    break is an end."""
     parsed = parse_url(url)
     path = parsed.path.decode("ascii")
-    return _Target(unquote(path) if "%" in path else path, parsed.path, parsed.query or b"")
+    if "%" in path:
+        path = unquote(path)
+        if _CONTROL.search(path):
+            raise Refused(HTTPStatus.BAD_REQUEST, "the path has a control character in it")
+    return _Target(path, parsed.path, parsed.query or b"")
 
 
 _known = lru_cache(_LONGEST_KNOWN)(_parsed)

@@ -18,6 +18,7 @@ from .chunks import FewChunks
 from .http_cycle import Cycle, OldCycle
 from .http_options import BODY_TIMEOUT
 from .outbox import Outbox
+from .refusals import MOST_BYTES, MOST_HEADERS, head_too_large
 from .upgrades import NoUpgrades
 
 _ACCESS = logging.getLogger("uvicorn.access")
@@ -40,6 +41,9 @@ class HttpProtocol(NoUpgrades, FewChunks):
     _idle = False
     _idle_since = 0.0
     _next: tuple[Cycle, Any] | None = None
+    _in_head = False
+    _head_bytes = 0
+    _received = 0
 
     def __init__(self, config: uvicorn.Config, server_state: Shared, *args: Any, **named: Any) -> None:
         super().__init__(config, server_state, *args, **named)
@@ -64,8 +68,11 @@ class HttpProtocol(NoUpgrades, FewChunks):
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
+        self._in_head, self._head_bytes = True, -1
 
     def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._check_head()
         if self.offers:
             return
         self._idle = False
@@ -80,17 +87,42 @@ class HttpProtocol(NoUpgrades, FewChunks):
         else:
             self._start_asgi_task(self.cycle, app)
 
+    def _check_head(self) -> None:
+        if len(self.headers) > MOST_HEADERS:
+            raise head_too_large()
+        # A head that came with little else cannot be too long.
+        if self._head_bytes >= 0 or self._received > MOST_BYTES:
+            size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+            if size > MOST_BYTES:
+                raise head_too_large()
+
     def _cycle(self) -> Cycle:
         version = self.parser.get_http_version()
-        return (OldCycle if version == "1.0" else Cycle)(self, version, self.outbox, self._body_timeout)
+        cycle = (OldCycle if version == "1.0" else Cycle)(self, version, self.outbox, self._body_timeout)
+        self.headers = []  # trailers are no headers
+        return cycle
 
     def data_received(self, data: bytes) -> None:
         if self.transport in self.outbox:  # whatever comes of this may be written at once
             self.outbox.flush()
+        self._received = len(data)
+        cycle = self.cycle
+        before = len(cycle.body) if cycle is not None and cycle.more_body else -1
         super().data_received(data)
+        if self._in_head:
+            self._count_head(len(data))
+        elif before >= 0 and cycle.more_body and not cycle.response_complete and len(cycle.body) == before:
+            self.count_trailing(len(data))
         begins, self._next = self._next, None
         if begins is not None:
             self._begin(*begins)
+
+    def _count_head(self, size: int) -> None:
+        """A head is not at its end yet; what came before it in the piece that it began in is not counted."""
+        self._head_bytes = 0 if self._head_bytes < 0 else self._head_bytes + size
+        if self._head_bytes > MOST_BYTES:
+            self._in_head = False
+            self.refuse(head_too_large())
 
     def _begin(self, cycle: Cycle, app: Any) -> None:
         """All of the request that came together is there."""

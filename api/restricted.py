@@ -26,7 +26,7 @@ _PATHS = {
     "trace": r"/v2/trace/setting|/v2/models/[^/]+/trace/setting",
     "logging": r"/v2/logging",
 }
-_API = re.compile("|".join(f"(?P<{name.replace('-', '_')}>{path})" for name, path in _PATHS.items()))
+_API = re.compile("|".join(f"(?P<{name.replace('-', '_')}>{path})" for name, path in _PATHS.items()), re.DOTALL)
 
 APIS = tuple(_PATHS)
 """What can be restricted. Endpoints of OpenAI and vLLM go with v2's that do the same."""

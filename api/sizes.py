@@ -1,6 +1,6 @@
 """What is too large, in v2's words (section 3.6)."""
 
-from ..core.errors import CharoniaError, InvalidArgument
+from ..core.errors import InvalidArgument
 
 LARGEST_BINARY = 2**31 - 1
 """Bytes of a body with raw tensors, which no flag limits: what gRPC's messages may have at most."""
@@ -8,36 +8,39 @@ LARGEST_BINARY = 2**31 - 1
 _HINT = "Use --http-max-input-size to increase the limit."
 
 
+class TooLarge(InvalidArgument):
+    """A body of more bytes than there may be."""
+
+
 def check_json(size: int, limit: int) -> None:
-    """Raises `InvalidArgument` for more bytes of JSON than `limit`, as all below it do for what they check."""
+    """Raises `TooLarge` for more bytes of JSON than `limit`, as all below it do for what they check."""
     if size > limit:
-        raise _refusal(f"request JSON size of {size} bytes exceeds the maximum allowed input size of {limit} bytes.")
+        raise TooLarge(
+            f"request JSON size of {size} bytes exceeds the maximum allowed input size of {limit} bytes. {_HINT}"
+        )
 
 
 def check_json_tensor(name: str, size: int, limit: int) -> None:
+    """Raises `InvalidArgument`: the body itself may be short."""
     if size > limit:
-        raise _refusal(f"JSON input '{name}' has a byte_size ({size} bytes) that {_exceeds(limit)}")
+        raise InvalidArgument(f"JSON input '{name}' has a byte_size ({size} bytes) that {_exceeds(limit)}")
 
 
 def check_raw(size: int, limit: int) -> None:
     if size > limit:
-        raise _refusal(f"Raw input has a byte_size ({size} bytes) that {_exceeds(limit)}")
+        raise TooLarge(f"Raw input has a byte_size ({size} bytes) that {_exceeds(limit)}")
 
 
 def check_body(size: int) -> None:
     """Of JSON with raw tensors behind it, which no flag limits."""
     if size > LARGEST_BINARY:
-        raise InvalidArgument(f"request size of {size} bytes exceeds the maximum of {LARGEST_BINARY} bytes.")
+        raise TooLarge(f"request size of {size} bytes exceeds the maximum of {LARGEST_BINARY} bytes.")
 
 
 def check_decompressed(size: int, limit: int) -> None:
     if size > limit:
-        raise _refusal(f"Decompressed data size {_exceeds(limit)}")
+        raise TooLarge(f"Decompressed data size {_exceeds(limit)}")
 
 
 def _exceeds(limit: int) -> str:
-    return f"exceeds the maximum allowed value of {limit} bytes."
-
-
-def _refusal(text: str) -> CharoniaError:
-    return InvalidArgument(f"{text} {_HINT}")
+    return f"exceeds the maximum allowed value of {limit} bytes. {_HINT}"

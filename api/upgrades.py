@@ -8,12 +8,13 @@ of what is asked.
 from collections.abc import Iterator
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from .refusals import Refusing
 
 _OFFER = {b"upgrade", b"http2-settings"}
 
 
-class NoUpgrades(HttpToolsProtocol):
+class NoUpgrades(Refusing):
     """Whoever overrides `on_headers_complete` leaves out requests that `offer`."""
 
     @property
@@ -28,10 +29,8 @@ class NoUpgrades(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         try:
             self._feed(data)
-        except HttpParserError:
-            message = "Invalid HTTP request received."
-            self.logger.warning(message)
-            self.send_400_response(message)
+        except HttpParserError as error:
+            self.refuse_unparsed(error)
 
     def _feed(self, data: bytes) -> None:
         rest = memoryview(data)

@@ -4,11 +4,10 @@ Translates between the protocol and the gateway; decides nothing. The hottest of
 does not ask.
 """
 
-import asyncio
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import ParamSpec, TypeAlias, TypeVar
+from typing import TypeAlias
 
 import msgspec
 from starlette.requests import Request
@@ -20,7 +19,7 @@ from ..core.model import ModelConfig
 from ..core.request import InferResponse
 from . import encodings, sizes
 from .begun import Begun, in_task
-from .connection import Check, WhileConnected, receive_body
+from .connection import Check, WhileConnected, in_thread, receive_body, refuse_form
 from .forwarding import Forwarding
 from .guard import tenant_of
 from .http_cycle import cycle_of
@@ -31,13 +30,8 @@ from .unary import asks_for_stream, at_most_two, can_answer_once
 
 _DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
 _HEADER_LENGTH = "Inference-Header-Content-Length"
-_SHORT = 1 << 16
-"""Bytes that take less time to compress than to hand to another thread."""
-
 _INTEGER = re.compile(rb"[+-]?\d{1,18}")
 
-P = ParamSpec("P")
-T = TypeVar("T")
 Headers: TypeAlias = Mapping[bytes, bytes]
 
 
@@ -71,9 +65,11 @@ class Infer:
         length = _header_length(headers)
         body = await self._body(request, headers, length)
         if compressed:
-            body = await _run(len(body), encodings.decompress, body, encoding, self._max_size)
+            body = await in_thread(len(body), encodings.decompress, body, encoding, self._max_size)
         if length is not None and not 0 <= length <= len(body):
             raise InvalidArgument(f"inference header size should be in range (0, {len(body)}), got: {length}")
+        if length is None and body[:1] != b"{":
+            refuse_form(headers.get(b"content-type", b"").decode("latin-1"), body)
         call = self._reader.read(config, body, length)
         forwarded, (name, weight) = self._forwarding.parameters(headers), tenant_of(request)
         if not forwarded and not name:
@@ -131,7 +127,7 @@ async def _reply(answer: Answer, headers: Headers) -> ASGIApp:
     encoding = encodings.chosen(accepted.decode("latin-1")) if accepted else ""
     if not encoding:
         return Reply(answer.parts, answer.header_length)
-    body = await _run(answer.size, encodings.compress, answer.parts, encoding)
+    body = await in_thread(answer.size, encodings.compress, answer.parts, encoding)
     return Reply((body,), answer.header_length, encoding)
 
 
@@ -160,10 +156,3 @@ def _head(size: int, header_length: int | None, encoding: str) -> bytes:
         return b"content-type: application/json\r\n%bcontent-length: %d\r\n" % (coded, size)
     kind = b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n" % header_length
     return b"%b%bcontent-length: %d\r\n" % (kind, coded, size)
-
-
-async def _run(size: int, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
-    """In another thread, if it is worth it."""
-    if size <= _SHORT:
-        return work(*given, **named)
-    return await asyncio.to_thread(work, *given, **named)

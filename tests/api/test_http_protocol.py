@@ -40,6 +40,9 @@ class Transport(asyncio.Transport):
     def pause_reading(self) -> None:
         pass
 
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        pass
+
     resume_reading = pause_reading
 
 

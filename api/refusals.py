@@ -1,0 +1,73 @@
+"""What cannot become a request is refused below ASGI, in JSON: framing errors, heads and trailers without end.
+
+Knows what the parser tells; nothing of applications.
+"""
+
+import asyncio
+import json
+from http import HTTPStatus
+
+from httptools import HttpParserError
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+MOST_BYTES = 64 * 1024
+MOST_HEADERS = 128
+"""Of a request's head, and of what follows its last chunk."""
+
+_LINGER_SECONDS = 2.0
+"""A client that still sends would lose the answer if the connection closed at once."""
+
+
+class Refused(Exception):
+    """Raised in the parser's callbacks: no request comes of this."""
+
+    def __init__(self, status: HTTPStatus, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+        self.text = text
+
+
+def head_too_large() -> Refused:
+    text = f"the request's head exceeds the maximum of {MOST_BYTES} bytes or {MOST_HEADERS} headers"
+    return Refused(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text)
+
+
+class Refusing(HttpToolsProtocol):
+    """Answers what is refused, and closes the connection."""
+
+    def refuse(self, refused: Refused) -> None:
+        cycle, begun = self.cycle, False
+        if cycle is not None and not cycle.response_complete:
+            # To whom it was handed, the client has left.
+            cycle.disconnected, begun = True, cycle.response_started
+            cycle.message_event.set()
+        self.flow.resume_reading()
+        if not begun:
+            self.transport.write(_answer(refused))
+        self.transport.set_protocol(_Ending(self, self.transport))
+
+    def refuse_unparsed(self, error: HttpParserError) -> None:
+        """What the parser, or one of its callbacks, gave up."""
+        cause = error.__context__
+        if not isinstance(cause, Refused):
+            self.logger.warning("Invalid HTTP request received.")
+            cause = Refused(HTTPStatus.BAD_REQUEST, f"Invalid HTTP request received: {error}")
+        self.refuse(cause)
+
+
+def _answer(refused: Refused) -> bytes:
+    body = json.dumps({"error": refused.text}, separators=(",", ":")).encode()
+    head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+    return STATUS_LINE[refused.status] + head + body
+
+
+class _Ending(asyncio.Protocol):
+    """Hears the rest of what a client says, for a while, and nobody listens."""
+
+    def __init__(self, before: asyncio.Protocol, transport: asyncio.Transport) -> None:
+        self._before = before
+        self._closing = asyncio.get_running_loop().call_later(_LINGER_SECONDS, transport.close)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._closing.cancel()
+        self._before.connection_lost(error)
