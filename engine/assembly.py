@@ -78,7 +78,7 @@ def assemble(config: EngineConfig, seat: Seat = ALONE, progress: Callable[[float
 
 def _place(config: EngineConfig, found: Recipe, seat: Seat, progress: Callable[[float], None]) -> Place:
     device, dtype = device_of(config.device), _dtype(config.dtype, found.dtype)
-    max_tokens = _max_tokens(config.max_model_len, found.max_position)
+    max_tokens = _max_tokens(config.max_model_len, found)
     quantized, whole_experts = _quantized(config.quantization, device), config.parallel.whole_experts
     return Place(dtype, device, max_tokens, seat, progress, quantized, whole_experts)
 
@@ -104,12 +104,13 @@ def _quantized(name: str, device: torch.device) -> bool:
     return name == "int8"
 
 
-def _max_tokens(wanted: int | None, own: int) -> int:
+def _max_tokens(wanted: int | None, found: Recipe) -> int:
+    own = found.max_position
     if wanted is not None and not 1 <= wanted <= own:
         raise InvalidArgument(
             f"max_model_len must be between 1 and the checkpoint's {own}, got {wanted}", field="max_model_len"
         )
-    return wanted or own
+    return wanted or found.default_length
 
 
 def _free_memory(device: torch.device, neighbours: int, config: EngineConfig) -> int:

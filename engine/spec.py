@@ -6,17 +6,36 @@ from typing import NamedTuple
 from ..core.errors import InvalidArgument
 
 DTYPES = ("bfloat16", "float16", "float32")
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh")
+ACTIVATIONS = (
+    "silu",
+    "swish",
+    "gelu",
+    "gelu_python",
+    "gelu_pytorch_tanh",
+    "gelu_python_tanh",
+    "gelu_new",
+    "gelu_fast",
+    "gelu_accurate",
+    "quick_gelu",
+)
 
 
 class CheckpointError(InvalidArgument):
     """A checkpoint that cannot be served: the message says what, where, and what is supported."""
 
 
+class UnknownVariant(CheckpointError):
+    """config.json asks for a variant of an architecture that our own file for it does not compute."""
+
+
 class Rope(NamedTuple):
-    """Rotary position embedding; `factor` and what follows belong to the scaled kinds."""
+    """Rotary position embedding; `factor` and what follows belong to the scaled kinds, `beta_fast` to `truncate` to
+    yarn, the two lists of factors to longrope.
+
+    The first `partial_rotary_factor` of a head is turned, by cosines and sines multiplied with `attention_factor`.
+    """
 
     kind: str = "default"
     theta: float = 10000.0
@@ -24,6 +43,17 @@ class Rope(NamedTuple):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    partial_rotary_factor: float = 1.0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Numbers of a head that are turned."""
+        return int(head_dim * self.partial_rotary_factor)
 
 
 class View(NamedTuple):

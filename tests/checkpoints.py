@@ -35,6 +35,32 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 8.0,
+}
+"""Qwen's recipe for long texts; of so few pairs some are kept, some blended and some slowed."""
+
+
+def longrope(pairs: int) -> dict[str, Any]:
+    """Phi 3.5's rotation, trained with 64 tokens."""
+    short, long = ([1 + step * pair / pairs for pair in range(pairs)] for step in (0.5, 6.0))
+    return {
+        "model_type": "phi3",
+        "pad_token_id": None,
+        "original_max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": short,
+            "long_factor": long,
+        },
+    }
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama-llama3-tied": LLAMA | {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE},
@@ -47,6 +73,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 32,
     },
     "qwen2": LLAMA | {"model_type": "qwen2", "num_key_value_heads": 1, "num_hidden_layers": 3},
+    "qwen2-yarn": LLAMA | {"model_type": "qwen2", "rope_parameters": YARN_ROPE},
+    "llama-gelu": LLAMA | {"hidden_act": "gelu"},
+    "llama-quick-gelu": LLAMA | {"hidden_act": "quick_gelu"},
+    "phi3.5": LLAMA | longrope(8),
+    "phi4-mini": LLAMA | longrope(6) | {"partial_rotary_factor": 0.75, "tie_word_embeddings": True},
     "qwen2-window": LLAMA
     | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
     "mistral": LLAMA | {"model_type": "mistral", "sliding_window": WINDOW, "head_dim": 16},

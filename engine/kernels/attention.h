@@ -44,13 +44,15 @@ struct step {
     const int64_t *firsts, *tables;
 };
 
-/* One layer's part of a step. Strides in elements between tokens; `turns` [positions, 2, head_dim / 2] or none. */
+/* One layer's part of a step. Strides in elements between tokens; `turns` [positions, 2, turned / 2] for the first
+   `turned` numbers of a head, or none. */
 struct call {
     const void *queries, *keys, *values;
     int64_t query_stride, key_stride, value_stride;
     const float *turns;
     char *cache;
     void *out;
+    int64_t turned;
 };
 
 /* Neighbouring tokens of a row, from `token` of it: those that share a tile to be written, or queries of one head that

@@ -57,6 +57,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("queries", "keys", "values")),
         *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride")),
         *((name, ctypes.c_void_p) for name in ("turns", "cache", "out")),
+        ("turned", ctypes.c_int64),
     ]
 
 
@@ -113,11 +114,12 @@ class Planned:
         """Turn queries and keys of `packed` [N, heads + 2 kv_heads, head_dim], write keys and values into the layer's
         cache at address `cache`, and attend: [N, heads * head_dim], overwritten by the next call.
 
-        `turns` are cosines and sines of every position, float32 [positions, 2, head_dim / 2]; both are contiguous."""
+        `turns` are cosines and sines of every position, float32 [positions, 2, n / 2]: the first n numbers of each head
+        are turned. Both are contiguous."""
         call, at = self._call, packed.data_ptr()
         call.queries, call.keys, call.values = at, at + self._heads, at + self._heads + self._kv_heads
         call.query_stride = call.key_stride = call.value_stride = packed.stride(0)
-        call.turns, call.cache = turns.data_ptr(), cache
+        call.turns, call.turned, call.cache = turns.data_ptr(), 2 * turns.shape[-1], cache
         self._attend(*self._addresses)
         return self._out
 

@@ -1,7 +1,7 @@
 /* Normalisation, gating, rotation and embedding over many rows. Each row by itself: no result depends on another row. */
 #include "elementwise.h"
 
-enum activation { SILU, GELU };
+enum activation { SILU, GELU, ERF_GELU, QUICK_GELU };
 
 #define SUBJECT "elementwise.inc"
 #include "each_level.h"

@@ -10,7 +10,14 @@ from torch import Tensor
 from . import library
 from .tape import EMBED, GATE, NORM, Ids, Operation, Rows, Slot
 
-ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1}
+ACTIVATIONS = {
+    "silu": 0,
+    "swish": 0,
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), 1),
+    "gelu": 2,
+    "gelu_python": 2,
+    "quick_gelu": 3,
+}
 """config.json's name -> `enum activation` in elementwise.c."""
 
 

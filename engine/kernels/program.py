@@ -148,7 +148,7 @@ class Program:
     """A tape with memory for its slots, and threads that run it beside the caller's: as many as torch has now."""
 
     def __init__(self, tape: Tape, marks: Marks, turns: Sequence[Tensor]) -> None:
-        """`turns`: by angles, cosines and sines of every position, float32 [positions, 2, head_dim / 2]."""
+        """`turns`: by angles, cosines and sines of every position, float32 [positions, 2, rotary_dim / 2]."""
         self.marks, self._turns, self.places = marks, turns, places(tape, marks)
         for use in tape.uses:
             self._locate(use)

@@ -35,7 +35,7 @@ static void attend(Team *team, const Operation *o, const Work *w)
     const int64_t head = m->head_dim * number_bytes(o), stride = (m->heads + 2 * m->kv_heads) * m->head_dim;
     char *queries = slot(w, o->x, 0), *keys = queries + m->heads * head, *values = keys + m->kv_heads * head;
     const struct call call = {queries, keys, values, stride, stride, stride, w->program->turns[o->angles],
-                              w->scene->caches[o->layer], slot(w, o->out, 0)};
+                              w->scene->caches[o->layer], slot(w, o->out, 0), o->size};
     attend_together(team, m, &w->step, w->plans + kind, &call, w->scratches[kind]);
 }
 

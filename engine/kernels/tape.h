@@ -15,7 +15,7 @@ typedef struct {
     int64_t kind, x, delta, out; /* delta: -1 is none */
     const void *what;            /* a norm's weights, a product's Matrix, a table of embeddings */
     int64_t heads, stride, weights, size;
-    int64_t layer, angles;       /* attention: which cache, and which angles turn it */
+    int64_t layer, angles;       /* attention: which cache, and which angles turn `size` numbers of each head */
     const Matrix *next;          /* product: of the one after it */
     float number;                /* a norm's eps, what embeddings are multiplied with */
     int32_t dtype, activation;

@@ -17,10 +17,19 @@ from .linear import ColumnLinear, Output, RowLinear
 Gate: TypeAlias = Callable[[Tensor], Tensor]
 """x [N, gate and up, n], flat as [N, 2n] -> activation(gate) * up [N, n]."""
 
+_tanh_gelu = partial(F.gelu, approximate="tanh")
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "gelu_python": F.gelu,
+    "gelu_pytorch_tanh": _tanh_gelu,
+    "gelu_python_tanh": _tanh_gelu,
+    "gelu_new": _tanh_gelu,
+    "gelu_fast": _tanh_gelu,
+    "gelu_accurate": _tanh_gelu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 """config.json's name -> the function; spec.ACTIVATIONS are the same names."""
 

@@ -91,7 +91,8 @@ class Stack:
         told, rest = cast(Attend, _Recorder(attend.width)), tape.nothing
         try:
             for layer, rope in self._layers:
-                rest = cast(Slot, layer(*_as_tensors(stream, rest), cast(Angles, _Turned(rope)), told))
+                turned = _Turned(rope, 2 * turns[rope].shape[-1])
+                rest = cast(Slot, layer(*_as_tensors(stream, rest), cast(Angles, turned), told))
         except (TypeError, AttributeError):
             return None  # something is computed in between that only torch can
         layers = len(tape.uses)
@@ -125,9 +126,10 @@ def _picked(logits: Slot) -> Slot:
 
 
 class _Turned(NamedTuple):
-    """Stands for angles."""
+    """Stands for angles, which turn so much of a head."""
 
     number: int
+    size: int
 
 
 class _Recorder(NamedTuple):
@@ -136,4 +138,5 @@ class _Recorder(NamedTuple):
     width: int
 
     def turned(self, layer: int, packed: Slot, angles: _Turned) -> Slot:
-        return packed.tape.add(Operation(kind=ATTENTION, layer=layer, angles=angles.number), packed, self.width)
+        operation = Operation(kind=ATTENTION, layer=layer, angles=angles.number, size=angles.size)
+        return packed.tape.add(operation, packed, self.width)

@@ -71,5 +71,9 @@ class Recipe(Protocol):
     def max_position(self) -> int:
         """Tokens of the longest sequence."""
 
+    @property
+    def default_length(self) -> int:
+        """Tokens of the longest sequence where nobody asks for another length."""
+
     def build(self, place: Place) -> Built:
         """Raises CheckpointError: the weights are broken, not what config.json says, or can't be quantised."""

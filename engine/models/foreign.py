@@ -85,6 +85,10 @@ class ForeignRecipe:
     def max_position(self) -> int:
         return int(getattr(self.config, "max_position_embeddings", None) or 2048)
 
+    @property
+    def default_length(self) -> int:
+        return self.max_position
+
     def build(self, place: Place) -> Built:
         """Load, listen to the layers, try it out.
 
@@ -141,11 +145,12 @@ def _refusal(where: str, architecture: str, reason: str) -> CheckpointError:
 
 
 def _config(directory: Path) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, OSError, StrictDataclassError) as error:
         raise CheckpointError(f"transformers does not know it either ({str(error).splitlines()[0]})") from error
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..checkpoint import Checkpoint
 from ..place import Place
-from ..spec import ModelSpec
+from ..spec import CheckpointError, ModelSpec, UnknownVariant
 from ..split import check_split
 from ..weights import Loader, Weights
 from .base import Builder, Built, Recipe
@@ -55,6 +55,12 @@ class Native:
     def max_position(self) -> int:
         return self.spec.max_position
 
+    @property
+    def default_length(self) -> int:
+        """Longrope's factors for long texts make short ones worse: who wants them asks for the length."""
+        rope = self.spec.rope
+        return min(rope.original_max_position, self.max_position) if rope.kind == "longrope" else self.max_position
+
     def build(self, place: Place) -> Built:
         seat = place.seat
         check_split(self.spec, str(self.directory), seat.group.size, seat.stage, place.whole_experts)
@@ -73,7 +79,8 @@ class Native:
 
 
 def recipe(checkpoint: Checkpoint) -> Recipe:
-    """How to build the checkpoint's model: by our own file if there is one, else through transformers.
+    """How to build the checkpoint's model: by our own file if there is one that knows all that its config.json asks
+    for, else through transformers.
 
     Raises:
         CheckpointError: its config.json is broken, or it can't be served; says why.
@@ -83,5 +90,19 @@ def recipe(checkpoint: Checkpoint) -> Recipe:
         from .foreign import foreign  # transformers takes seconds to import
 
         return foreign(checkpoint)
-    spec = checkpoint.spec
+    try:
+        spec = checkpoint.spec
+    except UnknownVariant as variant:
+        return _through_transformers(checkpoint, variant)
     return Native(checkpoint.directory, spec, ARCHITECTURES[spec.architecture])
+
+
+def _through_transformers(checkpoint: Checkpoint, variant: UnknownVariant) -> Recipe:
+    from .foreign import foreign
+
+    try:
+        found = foreign(checkpoint)
+    except CheckpointError as error:
+        raise CheckpointError(f"{variant.message}; nor does transformers serve it: {error.message}") from error
+    log.warning("%s; so transformers computes it", variant.message)
+    return found

@@ -1,6 +1,7 @@
 """Opening checkpoints, and what is said of broken ones."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -103,6 +104,33 @@ def test_what_gemma_leaves_unsaid() -> None:
     assert (two.views[0].cap, two.logit_cap) == (50.0, 30.0)
 
 
+QWEN2_LONG = GEMMA3_OLD | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "max_position_embeddings": 32768,
+    "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+}
+PHI4_MINI = GEMMA3_OLD | {
+    "architectures": ["Phi3ForCausalLM"],
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {"type": "su", "short_factor": [1.0] * 6, "long_factor": [2] * 6},
+}
+
+
+def test_recipes_for_long_texts(copy: Path) -> None:
+    """As they are published."""
+    qwen, phi = (read_spec(config, "here") for config in (QWEN2_LONG, PHI4_MINI))
+    assert (qwen.rope.kind, qwen.rope.attention_factor) == ("yarn", pytest.approx(0.1 * math.log(4) + 1))
+    assert qwen.max_position == 131072
+    assert (phi.rope.kind, phi.rope.rotary_dim(phi.head_dim), phi.rope.long_factor) == ("longrope", 12, (2.0,) * 6)
+    assert phi.rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)))
+    edit_config(copy, **PHI4_MINI, rope_parameters=...)
+    found = recipe(open_checkpoint(copy))
+    assert (found.default_length, found.max_position) == (4096, 131072)
+
+
 @pytest.mark.parametrize(
     ("architecture", "changes", "windows"),
     [
@@ -139,9 +167,8 @@ def test_which_layers_look_through_a_window(
         ({"rope_parameters": {"factor": "twice"}}, ["config.json", "wrong kind", "'twice'"]),
         ({"rope_parameters": {"original_max_position_embeddings": 1e400}}, ["config.json", "wrong kind", "infinity"]),
         ({"quantization_config": "fp8"}, ["config.json", "wrong kind", "'str'"]),
-        ({"hidden_act": "gelu"}, ["gelu", "silu"]),
-        ({"rope_parameters": {"rope_type": "yarn"}}, ["yarn", "llama3"]),
-        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0]}}, ["short_factor", "8"]),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["'dynamic'", "llama3", "depends on the other"]),
         ({"num_experts_per_tok": 3, "num_experts": 2}, ["num_experts_per_tok", "3", "2"]),
         ({"final_logit_softcapping": -1}, ["final_logit_softcapping", "-1"]),
         ({"use_bidirectional_attention": True}, ["causal"]),

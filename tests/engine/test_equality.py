@@ -1,6 +1,6 @@
 """The heart of it: whatever the scheduler does to a request, its greedy tokens are those of transformers.generate."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,18 +73,23 @@ class Events:
 class Bench:
     """One loaded executor, and schedulers as the settings want them."""
 
-    def __init__(self, checkpoint: Path, backend: str) -> None:
+    def __init__(self, checkpoint: Path, backend: str, length: int | None = None) -> None:
         """`backend` "torch" is the machine without a compiler."""
-        attention = "auto" if backend == "torch" else backend
         config = EngineConfig(
-            model=str(checkpoint), device="cpu", attention=attention, cache=CacheConfig(block_size=BLOCK)
+            model=str(checkpoint),
+            device="cpu",
+            attention="auto" if backend == "torch" else backend,
+            cache=CacheConfig(block_size=BLOCK),
+            max_model_len=length,
         )
         self.executor = InlineExecutor(config)
         with library.absent() if backend == "torch" else nullcontext():
             self.executor.load(lambda phase, fraction: None)
 
-    def run(self, setting: Setting, sampling: RowSampling = GREEDY) -> tuple[Outcome, Events]:
-        asked, events = prompts(), Events()
+    def run(
+        self, setting: Setting, sampling: RowSampling = GREEDY, asked: Sequence[list[int]] = ()
+    ) -> tuple[Outcome, Events]:
+        asked, events = asked or prompts(), Events()
         needed = sum(-(-(len(prompt) + NEW) // BLOCK) for prompt in asked)
         blocks = needed // 6 if setting.tight else needed
         cache = KVCacheManager(blocks, BLOCK, setting.prefix)
@@ -162,7 +167,7 @@ def test_greedy_tokens_are_transformers(
     assert_it_happened(setting, outcome, events)
 
 
-OTHERS = ("qwen2-window", "mistral", "qwen3", "qwen3-moe", "mixtral", "phi3", "gemma2", "gemma3")
+OTHERS = ("qwen2-yarn", "qwen2-window", "mistral", "qwen3", "qwen3-moe", "mixtral", "phi3", "gemma2", "gemma3")
 FOREIGN = ("gpt-neox", "granite", "starcoder2", "cohere2")
 
 
@@ -176,6 +181,27 @@ def test_other_architectures_are_transformers(
 ) -> None:
     """Windows here are shorter than most prompts."""
     test_greedy_tokens_are_transformers(name, "auto", SETTINGS[setting], bench, generated)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch", "cpu"])
+@pytest.mark.parametrize("length", [None, 256])
+@pytest.mark.parametrize("name", ["phi3.5", "phi4-mini"])
+def test_longrope_is_transformers_on_either_side_of_its_length(
+    name: str,
+    length: int | None,
+    backend: str,
+    checkpoint: Callable[..., Path],
+    generated: Callable[[str], list[list[int]]],
+) -> None:
+    """transformers changes factors when a text becomes longer than 64 tokens, the keys it has cached keep the old ones.
+    Here the length that is asked for decides: texts that stay on its side come out the same."""
+    bench = Bench(checkpoint(name), backend, length)
+    whole = list(zip(prompts(), generated(name), strict=True))
+    texts = [each for each in whole if (len(each[0]) > 64 if length else len(each[0]) + NEW <= 64)]
+    outcome, _ = bench.run(Setting(chunk=29), asked=[prompt for prompt, _ in texts])
+    assert len(texts) > 3
+    assert [outcome.tokens[key] for key in range(len(texts))] == [right for _, right in texts]
+    bench.executor.close()
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch", "reference"])

@@ -132,6 +132,24 @@ def test_the_layers_say_how_they_attend(checkpoint: Callable[..., Path], caplog:
     assert "slower" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    ],
+)
+def test_a_variant_that_our_own_file_does_not_know(
+    checkpoint: Callable[..., Path], changes: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers turns whole heads of a Llama, whatever its config says."""
+    with caplog.at_level(logging.WARNING):
+        built = build(checkpoint("llama", **changes))
+    assert isinstance(built.decoder, Foreign)
+    assert says in caplog.records[0].message
+    assert "transformers computes it" in caplog.records[0].message
+
+
 def test_a_missing_tensor_is_named(making: Any, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

@@ -29,6 +29,9 @@ KIN = [
     "phi3",
     "gemma2",
     "gemma3",
+    "qwen2-yarn",
+    "llama-gelu",
+    "llama-quick-gelu",
 ]
 SPARSE = ("qwen3-moe", "mixtral")
 LENGTHS = (40, 1, 23, 100)

@@ -18,7 +18,7 @@ from charonia.engine.models.registry import recipe
 from charonia.engine.place import Place
 
 CPU = torch.device("cpu")
-DENSE = ["llama", "llama-linear-biased", "qwen2", "mistral", "qwen3", "phi3", "gemma2", "gemma3"]
+DENSE = ["llama", "llama-linear-biased", "qwen2", "mistral", "qwen3", "phi3", "phi4-mini", "gemma2", "gemma3"]
 SPARSE = ["qwen3-moe", "mixtral"]
 
 pytestmark = pytest.mark.skipif(library.level() is None, reason="no C extension here")

@@ -4,10 +4,12 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from transformers.activations import ACT2FN
 
-from charonia.engine.kernels.elementwise import FusedGate, FusedNorm, turn
+from charonia.engine.kernels.elementwise import ACTIVATIONS, FusedGate, FusedNorm, turn
+from charonia.engine.layers.mlp import ACTIVATIONS as TORCH_ACTIVATIONS
+from charonia.engine.spec import ACTIVATIONS as NAMES
 
 SIZES = (1, 3, 8, 15, 16, 17, 64, 100, 896)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -60,18 +62,27 @@ def test_norm_of_heads_between_others(level: str, dtype: torch.dtype) -> None:
     assert torch.equal(packed[:, 7:], before[:, 7:])
 
 
-ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh")}
+DIFFERENT = ("silu", "gelu_pytorch_tanh", "gelu", "quick_gelu")
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_activation_is_what_transformers_means_by_it() -> None:
+    x = torch.linspace(-6, 6, 4001)
+    assert set(NAMES) == set(ACTIVATIONS) == set(TORCH_ACTIVATIONS)
+    for name in NAMES:
+        right = ACT2FN[name](x.double())
+        assert close(TORCH_ACTIVATIONS[name](x), right), name
+        assert close(FusedGate(name)(torch.cat((x, torch.ones_like(x)))[None])[0], right), name
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
 @pytest.mark.parametrize(("size", "dtype"), CASES, ids=str)
 def test_gate(level: str, size: int, dtype: torch.dtype, name: str) -> None:
     x = random(6, 2 * size, dtype=dtype, scale=5.0)
     gate, up = x.double().chunk(2, -1)
-    assert close(FusedGate(name)(x), ACTIVATIONS[name](gate) * up)
+    assert close(FusedGate(name)(x), TORCH_ACTIVATIONS[name](gate) * up, roundings=8 if name == "gelu" else 4)
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", DIFFERENT)
 def test_gate_of_numbers_far_out(level: str, name: str) -> None:
     far = torch.tensor([-1e30, -3e4, -200.0, -90.0, -1e-30, 0.0, 1e-30, 50.0, 200.0, 1e30])
     found = FusedGate(name)(torch.cat((far, torch.ones_like(far)))[None])[0]
