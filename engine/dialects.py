@@ -215,9 +215,8 @@ def _attention_factor(kind: str, values: Mapping[str, Any], factor: float, origi
         return float(given)
     if kind == "longrope":
         return math.sqrt(1 + math.log(factor) / math.log(original))
-    if mscale and all_dim:
-        return (0.1 * mscale * math.log(factor) + 1) / (0.1 * all_dim * math.log(factor) + 1)
-    return 0.1 * math.log(factor) + 1
+    above, below = (float(mscale), float(all_dim)) if mscale and all_dim else (1.0, 0.0)
+    return (0.1 * above * math.log(factor) + 1) / (0.1 * below * math.log(factor) + 1)
 
 
 Slides: TypeAlias = Callable[[Mapping[str, Any], int], bool]
