@@ -31,6 +31,7 @@ from .http_rules import HttpRules
 from .keys import Keyring
 from .metadata import ServerInfo
 from .openai import OpenAI
+from .request_ids import identified
 from .restricted import Restricted
 from .server_endpoints import ServerEndpoints
 from .tokenization import Tokenization
@@ -82,7 +83,7 @@ def all_routes(
         *Control(gateway, info.max_input_size).routes(),
         *SharedMemory(gateway, info.max_input_size).routes(),
         *V2(gateway, info, rules.forwarding).routes(),
-        *OpenAI(gateway, info.max_input_size).routes(),
+        *OpenAI(gateway, info).routes(),
         *Encoders(gateway, info.max_input_size).routes(),
         *Tokenization(gateway, info.max_input_size).routes(),
         *ServerEndpoints(gateway, info, metrics).routes(),
@@ -143,7 +144,8 @@ class LastResort:
     """Answers what nobody expected, once, and keeps the connection: the traceback is for the log.
 
     A path that ends with a slash is the one without it, for all that is asked about it: a redirect would lose the body.
-    What it runs may be begun outside of any task: who needs one waits for it (`in_task`).
+    Those of v2 are not, as Triton has it. What it runs may be begun outside of any task: who needs one waits for it
+    (`in_task`).
     """
 
     begins_at_once = True
@@ -152,8 +154,10 @@ class LastResort:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if len(scope["path"]) > 1 and scope["path"].endswith("/"):
-            scope["path"] = scope["path"][:-1]
+        send = identified(scope, send)
+        path = scope["path"]
+        if path.endswith("/") and path != "/" and not path.startswith("/v2"):
+            scope["path"] = path[:-1]
         try:
             await self._app(scope, receive, send)
         except Exception:

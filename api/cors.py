@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..core.errors import InvalidArgument
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
-_EXPOSED = ("endpoint-load-metrics", "inference-header-content-length", "retry-after")
+_EXPOSED = ("endpoint-load-metrics", "inference-header-content-length", "retry-after", "x-request-id")
 """Headers of answers that a page could not read otherwise."""
 
 

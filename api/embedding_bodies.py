@@ -3,7 +3,6 @@
 import base64
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 import msgspec
 import numpy as np
@@ -67,15 +66,15 @@ def parse_embeddings(body: bytes) -> Embeddings:
     return Embeddings(fields.model, texts, ids, fields.encoding_format == "base64", fields.dimensions)
 
 
-def parse_rerank(body: bytes) -> Rerank:
-    """Raises `InvalidArgument`, whose `field` names the culprit."""
+def parse_rerank(body: bytes, name: str) -> Rerank:
+    """`name`: what the request's id ends with. Raises `InvalidArgument`, whose `field` names the culprit."""
     fields = decode(body, RerankBody, _RERANK_NEUTRAL)
     if fields.top_n is not None and fields.top_n < 1:
         raise InvalidArgument(f"top_n must be at least 1, got {fields.top_n}", field="top_n")
     _check_count("documents", len(fields.documents))
     documents = [_document(index, each) for index, each in enumerate(fields.documents)]
     wanted = bool(fields.return_documents)
-    return Rerank(f"rerank-{uuid4().hex}", fields.model, fields.query, documents, fields.top_n, wanted)
+    return Rerank(f"rerank-{name}", fields.model, fields.query, documents, fields.top_n, wanted)
 
 
 def _document(index: int, given: str | dict[str, str]) -> str:

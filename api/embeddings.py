@@ -24,6 +24,7 @@ from .embedding_bodies import Embeddings, Rerank, parse_embeddings, parse_rerank
 from .faults import json_response
 from .guard import tenant_of
 from .keys import Tenant
+from .request_ids import request_id_of
 
 TEXT, PAIR, IDS = "text_input", "text_pair", "input_ids"
 EMBEDDING, SCORE, COUNT = "embedding", "score", "num_input_tokens"
@@ -59,7 +60,7 @@ class Encoders:
         return json_response(_embeddings_body(asked, made))
 
     async def rerank(self, request: Request) -> Response:
-        asked = parse_rerank(await read_body(request, self._max_input_size))
+        asked = parse_rerank(await read_body(request, self._max_input_size), request_id_of(request.scope))
         config = self._model(asked.model, SCORE, "scores of documents", (TEXT, PAIR))
         inputs = [
             {TEXT: _texts(TEXT, [asked.query] * len(part)), PAIR: _texts(PAIR, part)}

@@ -5,6 +5,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ..core.errors import CharoniaError
 from ..core.exchange import current
 from ..core.gateway import Gateway
+from .request_ids import request_id_of
 
 _DOORS = {
     "/v1/completions": "completions",
@@ -29,7 +30,8 @@ class Exchanges:
         door = _door(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else ""
         if not door:
             return await self._app(scope, receive, send)
-        with self._gateway.open(door, scope["headers"]):
+        with self._gateway.open(door, scope["headers"]) as exchange:
+            exchange.client_id = request_id_of(scope)
             return await self._app(scope, receive, send)
 
 

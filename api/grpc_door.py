@@ -17,7 +17,7 @@ from ..core.errors import CharoniaError, InvalidArgument, Unavailable, Unsupport
 from ..core.gateway import Gateway
 from .faults import UNEXPECTED
 from .grpc_control import CONTROLS, Control
-from .grpc_faults import STOPPING, Context, metadata_of, refuse
+from .grpc_faults import STOPPING, Context, client_id_of, metadata_of, refuse
 from .grpc_messages import Message, read_version, write_response
 from .grpc_requests import read_call
 from .grpc_rules import Caller, GrpcRules
@@ -114,7 +114,7 @@ class GrpcDoor:
             caller = self._rules.caller("ModelInfer", metadata)
             exchange.tenant = caller.tenant.name
             _check_message(request)
-            exchange.id = request.id
+            exchange.id, exchange.client_id = request.id, client_id_of(context)
             return await self._infer(request, caller)
 
     async def _infer(self, request: Message, caller: Caller) -> Message:

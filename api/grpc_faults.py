@@ -35,6 +35,11 @@ def metadata_of(context: Context) -> Sequence[tuple[str, Any]]:
     return context.invocation_metadata() or ()
 
 
+def client_id_of(context: Context) -> str:
+    """What the client calls its call, if its metadata say so."""
+    return str(dict(metadata_of(context)).get("x-request-id", ""))
+
+
 def text_of(error: CharoniaError) -> str:
     """The message, cut where it quotes too much of what the client sent."""
     # A text that cannot be encoded would leave the client without any answer.

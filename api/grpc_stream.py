@@ -17,7 +17,7 @@ from ..core.errors import CharoniaError, InvalidArgument, Unavailable
 from ..core.gateway import Gateway
 from ..core.request import InferResponse
 from .faults import UNEXPECTED
-from .grpc_faults import STOPPING, Context, metadata_of, text_of
+from .grpc_faults import STOPPING, Context, client_id_of, metadata_of, text_of
 from .grpc_messages import Message, mark_final, read_version, write_fault
 from .grpc_messages import write_response as write
 from .grpc_requests import read_call, wants_empty_final
@@ -109,7 +109,8 @@ class InferStream:
     async def _answer(self, request: Message, after: asyncio.Task[None] | None) -> None:
         try:
             with self._gateway.open(DOOR, metadata_of(self._context)) as exchange:
-                exchange.id, exchange.tenant = request.id, self._caller.tenant.name
+                exchange.id, exchange.client_id = request.id, client_id_of(self._context)
+                exchange.tenant = self._caller.tenant.name
                 await self._send_all(request, after)
         except CharoniaError as error:
             if self._strict:

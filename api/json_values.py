@@ -120,5 +120,7 @@ def parameter(key: str, value: Any) -> Scalar:
         return string(key, value)
     if isinstance(value, bool | float) or (isinstance(value, int) and -(2**63) <= value < 2**64):
         return value
+    if isinstance(value, int):
+        raise InvalidArgument(f"parameter '{key}' must be between -2**63 and 2**64 - 1", field=key)
     message = f"parameter '{key}' has invalid type. It should be either 'int', 'bool', or 'string'."
     raise InvalidArgument(message, field=key)

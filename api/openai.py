@@ -21,8 +21,10 @@ from .connection import EventStream, WhileConnected, event, read_body
 from .faults import json_response, openai_body
 from .guard import tenant_of
 from .merge import merged
+from .metadata import ServerInfo
 from .openai_requests import Asked, parse_chat, parse_completion
-from .openai_responses import ChatShape, CompletionShape, Shape, Writer, model_object
+from .openai_responses import ChatShape, CompletionShape, Shape, Writer, fingerprint, model_object
+from .request_ids import request_id_of
 
 _DONE = event(b"[DONE]")
 
@@ -30,9 +32,9 @@ _DONE = event(b"[DONE]")
 class OpenAI:
     """The door's handlers."""
 
-    def __init__(self, gateway: Gateway, max_input_size: int) -> None:
+    def __init__(self, gateway: Gateway, info: ServerInfo) -> None:
         self._gateway = gateway
-        self._max_input_size = max_input_size
+        self._info = info
 
     def routes(self) -> list[Route]:
         return [
@@ -55,11 +57,10 @@ class OpenAI:
     async def chat(self, request: Request) -> ASGIApp:
         return await self._answer(request, parse_chat, ChatShape())
 
-    async def _answer(self, request: Request, parse: Callable[[bytes], Asked], shape: Shape) -> ASGIApp:
-        asked = parse(await read_body(request, self._max_input_size))
+    async def _answer(self, request: Request, parse: Callable[[bytes, str], Asked], shape: Shape) -> ASGIApp:
+        asked = parse(await read_body(request, self._info.max_input_size), request_id_of(request.scope))
         model = asked.reply.model
-        self._lookup(model)
-        writer = Writer(shape, asked.reply)
+        writer = Writer(shape, asked.reply, fingerprint(self._lookup(model), self._info.version))
         name, weight = tenant_of(request)
         requests = [msgspec.structs.replace(each, tenant=name, weight=weight) for each in asked.requests]
         streams = [self._gateway.generate(model, each) for each in requests]

@@ -38,8 +38,17 @@ def decode(body: bytes, kind: type[_Body], neutral: Neutral) -> _Body:
         raise InvalidArgument("the body must be a JSON object")
     names = _names(kind)
     refuse_others(members, names | HARMLESS, neutral, "")
-    supported = {key: value for key, value in members.items() if key in names}
+    supported = {key: _whole(value) for key, value in members.items() if key in names}
     return convert(supported, kind)
+
+
+def _whole(value: Any) -> Any:
+    """A number such as 8.0, alone or in a list, is an integer in JSON. One of more than 64 bits comes likewise."""
+    if type(value) is float:
+        return int(value) if value.is_integer() else value
+    if type(value) is list and {float, list} & set(map(type, value)):
+        return [_whole(each) for each in value]
+    return value
 
 
 @lru_cache

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from typing import Any
-from uuid import uuid4
 
 import msgspec
 
@@ -42,20 +41,20 @@ class Asked(msgspec.Struct, frozen=True):
     reply: Reply
 
 
-def parse_completion(body: bytes) -> Asked:
-    """Raises `InvalidArgument`, whose `field` names the culprit."""
+def parse_completion(body: bytes, name: str) -> Asked:
+    """`name`: what the request's id ends with. Raises `InvalidArgument`, whose `field` names the culprit."""
     fields = decode(body, CompletionBody, NEUTRAL)
     max_tokens = 16 if fields.max_tokens is None else fields.max_tokens
-    reply = msgspec.structs.replace(_reply("cmpl", fields), choices=_best_of(fields), echo=bool(fields.echo))
+    reply = msgspec.structs.replace(_reply(f"cmpl-{name}", fields), choices=_best_of(fields), echo=bool(fields.echo))
     return _asked(reply, fields, _prompts(fields.prompt), max_tokens)
 
 
-def parse_chat(body: bytes) -> Asked:
-    """Raises `InvalidArgument`, whose `field` names the culprit."""
+def parse_chat(body: bytes, name: str) -> Asked:
+    """`name`: what the request's id ends with. Raises `InvalidArgument`, whose `field` names the culprit."""
     fields = decode(body, ChatBody, NEUTRAL)
     conversation = read_messages(fields.messages, fields.chat_template_kwargs)
     try:
-        return _asked(_reply("chatcmpl", fields), fields, [conversation], _chat_limit(fields))
+        return _asked(_reply(f"chatcmpl-{name}", fields), fields, [conversation], _chat_limit(fields))
     except InvalidArgument as error:
         raise _as_said(error, fields) from None
 
@@ -68,10 +67,10 @@ def _as_said(error: InvalidArgument, fields: ChatBody) -> InvalidArgument:
     return InvalidArgument(error.message.replace(error.field, field, 1), field=field)
 
 
-def _reply(kind: str, fields: Common) -> Reply:
+def _reply(request_id: str, fields: Common) -> Reply:
     options, choices = fields.stream_options, _choices(fields.n)
     return Reply(
-        id=f"{kind}-{uuid4().hex}",
+        id=request_id,
         model=fields.model,
         choices=choices,
         kept=choices,
@@ -102,10 +101,8 @@ def _ids(tokens: list[int]) -> tuple[int, ...]:
 
 
 def _chat_limit(fields: ChatBody) -> int | None:
-    limits = {limit for limit in (fields.max_tokens, fields.max_completion_tokens) if limit is not None}
-    if len(limits) > 1:
-        raise InvalidArgument("max_tokens and max_completion_tokens differ", field="max_completion_tokens")
-    return limits.pop() if limits else None
+    """By OpenAI's newer name, or by the one that it replaces."""
+    return fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
 
 
 def _asked(reply: Reply, fields: Common, prompts: list[Prompt], max_tokens: int | None) -> Asked:
@@ -202,9 +199,8 @@ def _sampling(fields: Common, max_tokens: int | None) -> SamplingParams:
 
 
 def _words(words: Words) -> tuple[str, ...]:
-    if isinstance(words, str):
-        return (words,) if words else ()
-    return words or ()
+    """Those that are there: clients send empty strings for none."""
+    return tuple(filter(None, (words,) if isinstance(words, str) else words or ()))
 
 
 def _bias(bias: Mapping[str, float]) -> dict[int, float]:

@@ -5,19 +5,21 @@ Knows the two shapes and nothing of where the text comes from.
 
 import time
 from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from typing import Any, Protocol
 
 import msgspec
 import orjson
 
 from ..core.model import ModelConfig
-from ..core.request import FinishReason, GenerateChunk, Usage
+from ..core.request import GenerateChunk, Usage
 from .connection import event
 from .openai_logprobs import Object, best, of_message, of_prompt, of_text
 from .openai_requests import Reply
 
-_TEXT = "\0text\0"
-"""Stands for a text that is not known yet; no model is called so."""
+_PLAIN = GenerateChunk(text="\0text\0", token_ids=(), usage=Usage(0, 0))
+_TEXT = orjson.dumps(_PLAIN.text)
+"""A chunk that stands for one whose text is not known yet; no model is called so."""
 
 
 class Shape(Protocol):
@@ -26,12 +28,12 @@ class Shape(Protocol):
     object: str
     chunk_object: str
 
-    def choice(self, index: int, text: str, reason: FinishReason | None, logprobs: Object | None) -> Object: ...
+    def choice(self, index: int, chunk: GenerateChunk, logprobs: Object | None) -> Object: ...
 
     def opening(self, index: int) -> Object | None:
         """A choice that goes out before the first text."""
 
-    def delta(self, index: int, text: str, reason: FinishReason | None, logprobs: Object | None) -> Object: ...
+    def delta(self, index: int, chunk: GenerateChunk, logprobs: Object | None) -> Object: ...
 
     def logprobs(self, chunk: GenerateChunk, offset: int, reply: Reply) -> Object:
         """`offset`: characters that the tokens before wrote."""
@@ -44,8 +46,8 @@ class CompletionShape:
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def choice(self, index: int, text: str, reason: FinishReason | None, logprobs: Object | None) -> Object:
-        return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
+    def choice(self, index: int, chunk: GenerateChunk, logprobs: Object | None) -> Object:
+        return {"text": chunk.text, "index": index, "logprobs": logprobs, **_end(chunk)}
 
     def opening(self, index: int) -> Object | None:
         return None
@@ -65,17 +67,17 @@ class ChatShape:
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def choice(self, index: int, text: str, reason: FinishReason | None, logprobs: Object | None) -> Object:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+    def choice(self, index: int, chunk: GenerateChunk, logprobs: Object | None) -> Object:
+        message = {"role": "assistant", "content": chunk.text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": logprobs, **_end(chunk)}
 
     def opening(self, index: int) -> Object | None:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def delta(self, index: int, text: str, reason: FinishReason | None, logprobs: Object | None) -> Object:
-        delta = {"content": text} if text else {}
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+    def delta(self, index: int, chunk: GenerateChunk, logprobs: Object | None) -> Object:
+        delta = {"content": chunk.text} if chunk.text else {}
+        return {"index": index, "delta": delta, "logprobs": logprobs, **_end(chunk)}
 
     def logprobs(self, chunk: GenerateChunk, offset: int, reply: Reply) -> Object:
         return of_message(chunk.logprobs)
@@ -84,16 +86,22 @@ class ChatShape:
         body["prompt_logprobs"] = prompts[0]
 
 
+def _end(chunk: GenerateChunk) -> Object:
+    """Why the answer ended, if it did; by vLLM's `stop_reason`, at what."""
+    return {"finish_reason": chunk.finish_reason, "stop_reason": chunk.stop_reason}
+
+
 class Writer:
     """Writes one answer, whole or as server-sent events: the members that all its objects share, and what was counted.
 
     Choices stand in the order of the prompts.
     """
 
-    def __init__(self, shape: Shape, reply: Reply) -> None:
+    def __init__(self, shape: Shape, reply: Reply, fingerprint: str) -> None:
         self._shape = shape
         self._reply = reply
-        self._head = {"id": reply.id, "created": int(time.time()), "model": reply.model}
+        head = {"id": reply.id, "created": int(time.time()), "model": reply.model}
+        self._head = head | {"system_fingerprint": fingerprint}
         self._usage: dict[int, Usage] = {}
         self._offsets: dict[int, int] = {}
         self._around: dict[int, tuple[bytes, bytes]] = {}
@@ -103,8 +111,7 @@ class Writer:
         self._usage = {index: answer.usage for index, answer in enumerate(answers)}
         shown = best(list(self._with_prompts(answers)), self._reply.choices, self._reply.kept)
         choices = [
-            self._shape.choice(index, answer.text, answer.finish_reason, self._logprobs(index, answer))
-            for index, answer in enumerate(shown)
+            self._shape.choice(index, answer, self._logprobs(index, answer)) for index, answer in enumerate(shown)
         ]
         body = {**self._head, "object": self._shape.object, "choices": choices, "usage": self._total()}
         if (most := self._reply.prompt_logprobs) is not None:
@@ -123,8 +130,7 @@ class Writer:
         self._usage[index] = chunk.usage
         begin = b"" if opening is None else self._event([opening])
         if chunk.finish_reason or chunk.logprobs or chunk.prompt:
-            logprobs = self._logprobs(index, chunk)
-            return begin + self._event([self._shape.delta(index, chunk.text, chunk.finish_reason, logprobs)])
+            return begin + self._event([self._shape.delta(index, chunk, self._logprobs(index, chunk))])
         return begin + self._plain(index, chunk.text) if chunk.text else begin
 
     def closing(self) -> bytes:
@@ -135,7 +141,7 @@ class Writer:
         """An event of text alone. Most are: all but the text is written once for all of them."""
         around = self._around.get(index)
         if around is None:
-            before, _, after = self._event([self._shape.delta(index, _TEXT, None, None)]).partition(orjson.dumps(_TEXT))
+            before, _, after = self._event([self._shape.delta(index, _PLAIN, None)]).partition(_TEXT)
             around = self._around[index] = before, after
         return around[0] + orjson.dumps(text) + around[1]
 
@@ -162,6 +168,13 @@ class Writer:
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
         }
+
+
+def fingerprint(config: ModelConfig, software: str) -> str:
+    """The same as long as the model's files, its settings and the `software`'s version are."""
+    settings = config.document.get("parameters"), config.parameters
+    known = orjson.dumps((software, config.backend, config.fingerprint, settings), option=orjson.OPT_SORT_KEYS)
+    return f"fp_{sha256(known).hexdigest()[:10]}"
 
 
 def model_object(config: ModelConfig) -> dict[str, Any]:

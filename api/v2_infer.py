@@ -26,6 +26,7 @@ from .http_cycle import cycle_of
 from .infer_answer import Answer, write_answer
 from .infer_call import Call
 from .infer_request import Reader
+from .request_ids import header_line
 from .unary import asks_for_stream, at_most_two, can_answer_once
 
 _DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
@@ -140,7 +141,7 @@ class Reply:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         cycle = cycle_of(receive)
-        if cycle is not None and cycle.answer(self._head, self._parts):
+        if cycle is not None and cycle.answer(self._head + header_line(scope), self._parts):
             return
         headers = [tuple(line.split(b": ", 1)) for line in self._head.split(b"\r\n")[:-1]]
         await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -87,13 +87,15 @@ class Exchange:
 
     `model` and `version` are as asked for until they are found; `found`: they were. `end` and `ended` are there from
     `close` on; the end is that of the parts, or for want of parts what `finish` or `fail` said, and `computed` when;
-    `answered`: when its answer was there, 0 if it has parts or there was none.
+    `answered`: when its answer was there, 0 if it has parts or there was none. `id` is the protocol's name for it,
+    `client_id` the one in its `X-Request-Id`.
     """
 
     __slots__ = (
         "_summary",
         "answered",
         "arrived",
+        "client_id",
         "computed",
         "door",
         "end",
@@ -111,7 +113,7 @@ class Exchange:
     def __init__(self, door: str, headers: Headers = ()) -> None:
         self.door = door
         self.headers = headers
-        self.id = self.tenant = self.model = self.version = self.trace_id = ""
+        self.id = self.client_id = self.tenant = self.model = self.version = self.trace_id = ""
         self.found = False
         self.arrived = self.ended = time.monotonic()
         self.answered = 0.0

@@ -17,7 +17,8 @@ its order, plain JSON values throughout."""
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What a model tells the world of itself, after completion. `created`: seconds since the epoch.
+    """What a model tells the world of itself, after completion. `created`: seconds since the epoch. `fingerprint`: of
+    the files that a language model was read from.
 
     `document`: the whole config. `labels`: of the classes of an output, by its name, where it has a label file.
     """
@@ -32,6 +33,7 @@ class ModelConfig:
     outputs: tuple[TensorSpec, ...] = ()
     parameters: Mapping[str, str] = field(default_factory=dict)
     created: int = 0
+    fingerprint: str = ""
     document: Document = field(default_factory=dict)
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 

@@ -25,9 +25,11 @@ class RequestRecord(NamedTuple):
     """What is logged of a request: each field is an attribute of the `logging` record too.
 
     Tokens are those of all answers, `choices` of them. Times that never came, and what was never counted, are None.
+    `x_request_id`: what the header of that name says, unless `request_id` ends with it.
     """
 
     request_id: str
+    x_request_id: str
     trace_id: str
     door: str
     model: str
@@ -110,6 +112,7 @@ def record_of(exchange: Exchange) -> RequestRecord:
     summary = exchange.summary
     return RequestRecord(
         request_id=exchange.id[:_LONGEST],
+        x_request_id=_other_id(exchange),
         trace_id=exchange.trace_id,
         door=exchange.door,
         model=exchange.model[:_LONGEST],
@@ -137,7 +140,13 @@ def words(exchange: Exchange) -> str:
     whole = f"{common}{_milliseconds(exchange.ended - exchange.arrived)}"
     if exchange.trace_id:
         whole = f"trace_id={exchange.trace_id} {whole}"
+    if other := _other_id(exchange):
+        whole = f"x_request_id={_word(other)} {whole}"
     return f"request_id={_word(exchange.id[:_LONGEST])} {whole}" if exchange.id else whole
+
+
+def _other_id(exchange: Exchange) -> str:
+    return "" if exchange.id.endswith(exchange.client_id) else exchange.client_id[:_LONGEST]
 
 
 @lru_cache(_KNOWN)

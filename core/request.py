@@ -210,15 +210,17 @@ class Usage(msgspec.Struct, frozen=True):
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     """What was generated since the last chunk: unread tokens of a slow reader arrive merged.
 
-    `text` may be empty while a character is incomplete, or a stop string may have begun. The last chunk, and only it,
-    has a `finish_reason`. `logprobs`: one for each of `token_ids` if they were asked for. `prompt`: in the first chunk,
-    all tokens of the prompt if theirs were.
+    `text` may be empty while a character is incomplete, or a stop string may have begun. The last chunk, and only
+    it, has a `finish_reason`; `stop_reason` is the string or the token id of the request's that ended the text,
+    None where the model ended it or something else did. `logprobs`: one for each of `token_ids` if they were asked
+    for. `prompt`: in the first chunk, all tokens of the prompt if theirs were.
     """
 
     text: str
     token_ids: tuple[int, ...]
     usage: Usage
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt: tuple[PromptToken, ...] = ()
 

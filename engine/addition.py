@@ -41,7 +41,7 @@ def addition(
     check_vocabulary(prompt, engine.vocab_size)
     sampling = resolve(request.sampling, defaults)
     stops = [token for token in sampling.stop_token_ids if token < engine.vocab_size]
-    shaping = _shaping(request.sampling, sampling, stops, bad_words, engine.vocab_size)
+    shaping = _shaping(request.sampling, sampling, stops, bad_words, engine)
     return Add(
         client=0,
         key=0,
@@ -79,17 +79,17 @@ def _shaping(
     sampling: Sampling,
     stops: Sequence[int],
     bad_words: Sequence[tuple[int, ...]],
-    vocab_size: int,
+    engine: Ready,
 ) -> Shaping | None:
     least, most = _PENALTIES
     shaping = Shaping(
         repetition_penalty=min(max(sampling.repetition_penalty, least), most),
         presence_penalty=asked.presence_penalty,
         frequency_penalty=asked.frequency_penalty,
-        bias=_bias(asked.logit_bias, vocab_size),
+        bias=_bias(asked.logit_bias, engine.vocab_size),
         # A word with a token that the model does not have is never written anyway.
-        bad_words=tuple(word for word in bad_words if max(word) < vocab_size),
-        min_tokens=asked.min_tokens if stops else 0,
+        bad_words=tuple(word for word in bad_words if max(word) < engine.vocab_size),
+        min_tokens=min(asked.min_tokens, engine.max_model_len) if stops else 0,
         stops=tuple(stops) if asked.min_tokens else (),
     )
     return None if shaping == NO_SHAPING else shaping

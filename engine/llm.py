@@ -24,7 +24,7 @@ from ..core.request import (
 )
 from ..core.statistics import Statistics
 from ..tokenization.async_tokenizer import AsyncTokenizer
-from ..tokenization.files import locate
+from ..tokenization.files import fingerprint, locate
 from ..tokenization.generation import GenerationDefaults, read_defaults
 from ..tokenization.tokenizer import Limit, Tokenizer
 from .account import Accounts
@@ -51,18 +51,21 @@ def silent(phase: str, fraction: float, seconds: float, detail: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """What the frontend reads of a checkpoint. `async_tokenizer`: the same, for what may take long."""
+    """What the frontend reads of a checkpoint. `async_tokenizer`: the same, for what may take long. `fingerprint`: of
+    its files."""
 
     tokenizer: Tokenizer
     defaults: GenerationDefaults
     async_tokenizer: AsyncTokenizer
+    fingerprint: str = ""
 
     @classmethod
     def load(cls, model: str) -> "Language":
         """Read a checkpoint directory or hub id; `Tokenizer.load` says what may be wrong with it."""
         directory = locate(model)
         tokenizer = Tokenizer.load(directory)
-        return cls(tokenizer, read_defaults(directory, tokenizer), AsyncTokenizer(tokenizer))
+        defaults = read_defaults(directory, tokenizer)
+        return cls(tokenizer, defaults, AsyncTokenizer(tokenizer), fingerprint(directory))
 
     def within(self, vocab_size: int) -> "Language":
         """The same for a model of so many tokens."""
@@ -149,7 +152,7 @@ class LlmModel:
             self._vocab_size = info.vocab_size
             self._counted = max(info.max_model_len, _COUNTED)
             parameters = {"max_model_len": str(info.max_model_len)}
-            self._config = replace(self._config, parameters=parameters)
+            self._config = replace(self._config, parameters=parameters, fingerprint=language.fingerprint)
         except BaseException:
             starting.cancel()
             await asyncio.gather(starting, self.unload(), return_exceptions=True)
@@ -175,7 +178,7 @@ class LlmModel:
                 banned = await tokenizer.word_ids(request.sampling.bad_words)
                 add = addition(request, prompt, language.defaults, engine, banned)
                 echo = await tokenizer.text(request.prompt, prompt) if request.echo else ""
-            writer = Writer(language.tokenizer, prompt, request.sampling, echo)
+            writer = Writer(language.tokenizer, prompt, request.sampling, language.defaults.eos, echo)
             with self._client.open(add, account) as channel:
                 while (chunk := writer.chunk(await channel.read())).finish_reason is None:
                     yield chunk

@@ -78,6 +78,8 @@ _ALIASES = {
 }
 _LISTS = {"stop_token_ids", "stop", "bad_words"}
 """Fields of which one element may come alone."""
+_WORDS = {"stop", "bad_words"}
+"""Of these, those in which an empty string is none."""
 _LLMAPI_PREFIX = "sampling_param_"
 
 _OF_THE_PROTOCOL = {"id", "pad_id", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"}
@@ -190,10 +192,12 @@ def _says_nothing(given: str, name: str, value: Any) -> bool:
 
 
 def _convert(given: Mapping[str, _Given], names: set[str], kind: type[T]) -> T:
-    wanted = {name: each.value for name, each in given.items() if name in names}
+    wanted = {name: _whole(each.value) for name, each in given.items() if name in names}
     for name in _LISTS & wanted.keys():
         if isinstance(wanted[name], int | str):
             wanted[name] = [wanted[name]]
+        if name in _WORDS and isinstance(wanted[name], list) and all(isinstance(word, str) for word in wanted[name]):
+            wanted[name] = [word for word in wanted[name] if word]
     try:
         # Not strict: some clients can send numbers only as text.
         return msgspec.convert(wanted, kind, strict=False)
@@ -204,6 +208,11 @@ def _convert(given: Mapping[str, _Given], names: set[str], kind: type[T]) -> T:
         raise InvalidArgument(f"parameter '{said}{element}' {found}", field=said) from error
     except InvalidArgument as error:
         raise _as_said(error, given) from None
+
+
+def _whole(value: Any) -> Any:
+    """An integer of more than 64 bits comes as a number; what is too large is to be told by its range."""
+    return int(value) if type(value) is float and value.is_integer() else value
 
 
 def _as_said(error: InvalidArgument, given: Mapping[str, _Given]) -> InvalidArgument:

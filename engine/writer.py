@@ -17,16 +17,20 @@ _LEAST_LOGPROB = -9999.0
 
 
 class Writer:
-    """Writes the text of one request, which begins with `echo`. The chunk with a finish reason is the last one, though
-    the engine may go on."""
+    """Writes the text of one request, which begins with `echo`; `eos` are the tokens by which the model itself ends
+    it. The chunk with a finish reason is the last one, though the engine may go on."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int], asked: SamplingParams, echo: str = "") -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: list[int], asked: SamplingParams, eos: Sequence[int] = (), echo: str = ""
+    ) -> None:
         self._tokenizer = tokenizer
         self._prompt_tokens = len(prompt)
         self._echo = echo
         self._unsaid = [] if asked.prompt_logprobs is None else prompt
         self._completion_tokens = 0
         self._min_tokens = asked.min_tokens
+        own = () if asked.ignore_eos else eos
+        self._stop_tokens = frozenset(asked.stop_token_ids) - frozenset(own)
         self._text = detokenizer(tokenizer, prompt)
         self._stops = StopStrings(asked.stop, asked.include_stop_str_in_output)
 
@@ -41,9 +45,16 @@ class Writer:
             token_ids=token_ids,
             usage=Usage(self._prompt_tokens, self._completion_tokens, delta.cached_tokens),
             finish_reason=delta.finish_reason if self._stops.found is None else FinishReason.STOP,
+            stop_reason=self._stop_reason(delta),
             logprobs=self._logprobs(token_ids, delta.logprobs) if delta.logprobs else (),
             prompt=self._scored(delta.scores) if self._unsaid else (),
         )
+
+    def _stop_reason(self, delta: Delta) -> str | int | None:
+        if self._stops.found is not None or delta.finish_reason is not FinishReason.STOP:
+            return self._stops.found
+        last = delta.token_ids[-1] if delta.token_ids else None
+        return last if last in self._stop_tokens else None
 
     def _write(self, delta: Delta) -> tuple[str, int]:
         """The text of the delta, and how many of its tokens it took."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,13 @@ def _fetch(hub_id: str, files: Sequence[str]) -> Path:
         return Path(snapshot_download(hub_id, allow_patterns=list(files)))
     except (OSError, ValueError) as error:
         raise NotFound(f"{hub_id!r} is neither a directory nor a model that the hub would give: {error}") from error
+
+
+def fingerprint(directory: Path) -> str:
+    """The same for checkpoints whose files have the same names and sizes; of the hub's, for the same revision."""
+    files = sorted((path.name, path.stat().st_size) for path in directory.iterdir() if path.is_file())
+    revision = directory.name if directory.parent.name == "snapshots" else ""
+    return sha256(json.dumps([revision, files]).encode()).hexdigest()
 
 
 def read_json(path: Path) -> dict[str, Any]:

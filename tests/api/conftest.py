@@ -105,6 +105,7 @@ class FakeGateway:
     chosen: dict[int, float] = field(default_factory=dict)
     indexed: list[IndexEntry] = field(default_factory=list)
     loads: list[tuple[object, ...]] = field(default_factory=list)
+    stop_reason: str | int | None = None
 
     def open(self, door: str, headers: Headers = ()) -> AbstractContextManager[Exchange]:
         self.exchanges.append(Exchange(door, headers))
@@ -173,6 +174,7 @@ class FakeGateway:
                     token_ids=(count,),
                     usage=Usage(5, count, 2),
                     finish_reason=reason,
+                    stop_reason=reason and self.stop_reason,
                     logprobs=_logprobs(count, text, request.sampling.logprobs, self.chosen.get(request.choice, -1.0)),
                     prompt=_prompt(request.sampling.prompt_logprobs) if count == 1 else (),
                 )

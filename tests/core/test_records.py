@@ -52,6 +52,9 @@ def test_a_long_name_is_cut() -> None:
     [
         {},
         {"id": "a b", "trace_id": "ff"},
+        {"id": "cmpl-ab", "client_id": "ab"},
+        {"id": "1", "client_id": "a b", "trace_id": "ff"},
+        {"client_id": "y" * 300},
         {"id": "x" * 300, "model": "y" * 300, "version": "3"},
         {"tenant": "alice", "model": 'a"b'},
         {"ended": 2.0},
@@ -66,6 +69,14 @@ def test_remembered_words_are_those_of_the_record(said: dict[str, object]) -> No
         setattr(exchange, name, value)
     for _ in range(2):
         assert words(exchange) == str(record_of(exchange))
+
+
+def test_a_clients_own_id_is_told_unless_ours_has_it() -> None:
+    exchange = refused("m")
+    exchange.id, exchange.client_id = "cmpl-ab", "ab"
+    assert "x_request_id" not in str(record_of(exchange))
+    exchange.id = "7"
+    assert str(record_of(exchange)).startswith("request_id=7 x_request_id=ab ")
 
 
 def test_an_entry_has_the_fields_of_its_record() -> None:

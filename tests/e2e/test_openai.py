@@ -72,6 +72,32 @@ def test_stop_strings_end_the_text_where_they_begin(server: Any) -> None:
     assert cut.usage.completion_tokens < 12
 
 
+def test_what_an_answer_says_of_itself(server: Any) -> None:
+    with openai.OpenAI(**options(server)) as client:
+        asked: dict[str, Any] = {"model": "fake", "prompt": [10, 11], "max_tokens": 9}
+        ended = client.completions.create(**asked, extra_body={"stop_token_ids": [15]})
+        named = client.completions.create(**asked, extra_headers={"X-Request-Id": "q-7"})
+        [*_, last] = client.completions.create(**asked, stream=True, extra_body={"stop_token_ids": [15]})
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.completions.create(model="fake", prompt="x", seed=2**64)
+    assert (ended.choices[0].finish_reason, ended.choices[0].stop_reason) == ("stop", 15)
+    assert last.choices[0].stop_reason == 15
+    assert (named.choices[0].finish_reason, named.choices[0].stop_reason) == ("length", None)
+    assert (named.id, named._request_id) == ("cmpl-q-7", "q-7")
+    assert ended.id == f"cmpl-{ended._request_id}"
+    assert "between -2**63 and 2**64 - 1" in refused.value.message
+    assert refused.value.request_id
+    server.until(lambda: f"request_id={ended.id} " in server.said and refused.value.request_id in server.said)
+    assert ended.system_fingerprint == named.system_fingerprint == last.system_fingerprint
+    with openai.OpenAI(**options(server)) as client:
+        other = client.completions.create(model="tiny", prompt="x", max_tokens=1).system_fingerprint
+    ids = {"name": "input_ids", "datatype": "INT32", "shape": [1], "data": [1]}
+    infer = httpx.post(f"{server.url}/v2/models/fake/infer", json={"inputs": [ids]}, headers={"X-Request-Id": "q-8"})
+    assert (infer.status_code, infer.headers.get_list("x-request-id")) == (200, ["q-8"])
+    assert str(other).startswith("fp_")
+    assert other != ended.system_fingerprint
+
+
 def test_choices_differ_and_repeat(server: Any) -> None:
     asked: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 8, "n": 3, "seed": 5}
     with openai.OpenAI(**options(server)) as client:

@@ -48,6 +48,22 @@ def test_numbers_may_come_as_text() -> None:
     )
 
 
+def test_empty_words_are_none_and_whole_numbers_integers() -> None:
+    given = {"stop_words": ["", "a"], "bad_words": [""], "max_tokens": 8.0, "stop_token_ids": [2.0]}
+    settings = read_settings({}, replacing(json.dumps(given)))
+    assert settings.sampling == SamplingParams(stop=("a",), max_tokens=8, stop_token_ids=(2,))
+    with pytest.raises(InvalidArgument, match="'max_tokens' must be an integer"):
+        read_settings({"max_tokens": 8.5}, None)
+
+
+@pytest.mark.parametrize("seed", [2**64, float(2**70), "18446744073709551616"])
+def test_a_seed_of_more_than_64_bits_is_told_the_range(seed: Any) -> None:
+    for name in ("seed", "random_seed"):
+        with pytest.raises(InvalidArgument, match=r"between -2\*\*63 and 2\*\*64 - 1") as refusal:
+            read_settings({name: seed}, None)
+        assert refusal.value.field == name
+
+
 def test_a_tensor_replaces_what_chooses_tokens_and_nothing_else() -> None:
     tensor = replacing(json.dumps({"temperature": 0, "stop_token_ids": [1, 2], "return_finish_reason": True}))
     settings = read_settings({"max_tokens": 5, "return_output_ids": True}, tensor)

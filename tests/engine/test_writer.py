@@ -1,5 +1,7 @@
 """Text of one request: what a stop string cuts, and what is counted then."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -50,6 +52,27 @@ def test_tokens_behind_a_stop_string_do_not_count(pieces: list[str]) -> None:
     assert (whole.text, whole.token_ids, whole.finish_reason) == ("xa", ids("xabc"), STOP)
     assert whole.usage == Usage(1, 4)
     assert join(write(pieces, stop=("bc",), include_stop_str_in_output=True)).text == "xabc"
+
+
+@pytest.mark.parametrize(
+    ("finish", "asked", "reason"),
+    [
+        (LENGTH, {"stop": ("zz",), "stop_token_ids": (2,)}, None),
+        (LENGTH, {"stop": ("bc",), "stop_token_ids": (2,)}, "bc"),
+        (STOP, {"stop_token_ids": (2,)}, 2),
+        (STOP, {"stop_token_ids": (3,)}, None),
+        (STOP, {}, None),
+    ],
+)
+def test_what_stopped_it(finish: FinishReason, asked: Any, reason: str | int | None) -> None:
+    chunks = write(["a", "bc"], finish, **asked)
+    assert [chunk.stop_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [reason]
+
+
+def test_the_models_own_end_is_no_stop_reason() -> None:
+    for ignore_eos, reason in ((False, None), (True, 2)):
+        asked = SamplingParams(stop_token_ids=(2,), ignore_eos=ignore_eos)
+        assert Writer(ALPHABET, [0], asked, eos=(2,)).chunk(Delta(ids("bc"), 0, STOP)).stop_reason == reason
 
 
 def test_a_text_that_ends_shows_what_was_held_back() -> None:
