@@ -13,6 +13,7 @@ import orjson
 
 from ..core.errors import InvalidArgument
 from ..core.mismatch import mismatch
+from ..core.suggestion import did_you_mean
 
 Neutral: TypeAlias = Mapping[str, tuple[Any, ...]]
 """Fields that are known and not supported, and the values besides null that ask for nothing."""
@@ -62,7 +63,8 @@ def refuse_others(members: Mapping[str, Any], known: frozenset[str], neutral: Ne
         if key in known:
             continue
         if key not in neutral:
-            raise InvalidArgument(f"unknown field: {where}{key}", field=f"{where}{key}")
+            alike = did_you_mean(key, (*known, *neutral))
+            raise InvalidArgument(f"unknown field: {where}{key}{alike}", field=f"{where}{key}")
         if value is not None and value not in neutral[key]:
             raise InvalidArgument(f"{where}{key} is not supported yet, got {short(value)}", field=f"{where}{key}")
 

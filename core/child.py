@@ -11,10 +11,11 @@ from multiprocessing import connection, parent_process, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from .outage import to_stderr
+
 PARENTS_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 """Ctrl-C and service managers signal the whole group: the frontend decides what that means to everybody else."""
 
-_STDERR = 2
 _TAKEN_SECONDS = 1.0
 """How long a pipe may take what somebody reads from it."""
 
@@ -57,8 +58,4 @@ def _die_after(parent: int, bury: Callable[[], None]) -> None:
 
 def show(error: BaseException) -> None:
     """Its traceback on stderr, unless that is a pipe that nobody reads: who waits there never ends."""
-    text = "".join(traceback.format_exception(error)).encode(errors="backslashreplace")
-    # Past Python's own buffer, whose lock the thread would take along.
-    writing = threading.Thread(target=os.write, args=(_STDERR, text), daemon=True)
-    writing.start()
-    writing.join(_TAKEN_SECONDS)
+    to_stderr("".join(traceback.format_exception(error))).join(_TAKEN_SECONDS)

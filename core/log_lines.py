@@ -1,7 +1,7 @@
 """Lines of the log on their way to a stream: put into words by whoever logs, written by a thread of their own.
 
 A pipe that nobody reads stops nobody and costs a bounded amount of memory: what finds no room is counted, and told in a
-line once the pipe moves again. Knows nothing of settings and forms.
+line once the pipe moves again. A file that cannot be written is told of on stderr. Knows nothing of settings and forms.
 """
 
 import logging
@@ -11,6 +11,7 @@ from queue import Empty, SimpleQueue
 from threading import Event, RLock, Thread
 from typing import TextIO
 
+from .outage import Outage
 from .records import Entry
 
 _MOMENT = 0.2
@@ -27,15 +28,19 @@ _LOST = "%d lines of the log are lost: they could not be written, or not quickly
 
 
 class Lines(logging.Handler):
-    """Never waits for the stream. `most`: characters that may wait to be written; beyond them the newest go.
+    """Never waits for the stream. `most`: characters that may wait to be written; beyond them the newest go. `file`:
+    where the stream was opened to append, if it was; it is opened anew if another file, or none, is there by now, as
+    logrotate and `rm` leave it, and closed at the end.
 
     Did the thread put records into words, it would stand in the way of what makes them. All that is locked may be
     locked once more: garbage that is collected in the midst of it may have something to say, too.
     """
 
-    def __init__(self, stream: TextIO, most: int = _MOST) -> None:
+    def __init__(self, stream: TextIO, most: int = _MOST, file: str = "") -> None:
         super().__init__()
         self._stream = stream
+        self._file = file
+        self._outage = Outage("lines of the log")
         self._most = most
         self._guard = RLock()
         self._lines: list[str] = []
@@ -98,6 +103,8 @@ class Lines(logging.Handler):
                 with suppress(Empty):
                     wakes.append(self._wakes.get(timeout=_MOMENT))
             self._write_all()
+            if self._stopping and self._stopped in wakes:
+                self._close()
             for wake in wakes:
                 if wake is not None:
                     wake.set()
@@ -110,10 +117,17 @@ class Lines(logging.Handler):
             lost, self._lost = self._lost, 0
         text = "".join(lines)
         written = self._write(text + self._told(lost))
+        if written:
+            self._outage.end(lost)
         with self._guard:
             self._size -= len(text)
             if not written:
                 self._lost += lost + len(lines)
+
+    def _close(self) -> None:
+        self._outage.end(self._lost, _PATIENCE)
+        if self._file:
+            self._stream.close()
 
     def _told(self, lost: int) -> str:
         if not lost:
@@ -124,10 +138,24 @@ class Lines(logging.Handler):
     def _write(self, text: str) -> bool:
         """Whether somebody took it."""
         try:
+            if self._file:
+                self._stream = _there(self._stream, self._file)
             _write(self._stream, text)
-        except (OSError, ValueError):  # no room on the disk; or the pipe's other end, or the stream, is closed
+        except (OSError, ValueError) as error:  # no room on the disk; or the pipe's other end, or the stream, is closed
+            if self._file:
+                self._outage.begin(self._file, error)
             return False
         return True
+
+
+def _there(stream: TextIO, file: str) -> TextIO:
+    """The stream, or one of the file that is at its path now."""
+    with suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(stream.fileno()), os.stat(file)):
+            return stream
+    opened = open(file, "a", encoding="utf-8")  # noqa: SIM115
+    stream.close()
+    return opened
 
 
 def _write(stream: TextIO, text: str) -> None:

@@ -32,7 +32,7 @@ def logging_as(settings: LogSettings) -> Iterator[Logs]:
         InvalidArgument: the file cannot be written.
     """
     with _opened(settings.log_file) as stream:
-        lines = Lines(stream)
+        lines = Lines(stream, file=settings.log_file)
         logging.basicConfig(level=logging.WARNING, handlers=[lines])
         apply(settings)
         try:

@@ -3,21 +3,24 @@
 A trace is two objects of one `id`: what was asked, and the times. Those are nanoseconds of the monotonic clock.
 """
 
+import errno
 import json
-import logging
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, NamedTuple
 
 from .errors import InvalidArgument
 from .exchange import Computed, Exchange, Summary
+from .outage import Outage
 from .trace_settings import Traces, TraceSettings
 
-log = logging.getLogger(__name__)
-
 _BUFFER = 1 << 16
+
+_PATIENCE = 1.0
+"""Seconds that it may take to say at the end what was lost."""
 
 
 def check_writable(settings: TraceSettings) -> None:
@@ -48,10 +51,11 @@ class TraceFile:
     def __init__(self, traces: Traces) -> None:
         self._traces = traces
         self._file: IO[bytes] | None = None
-        self._held = 0
+        self._path = Path()
+        self._held = self._lost = 0
         self._files = 0
         self._id = 0
-        self._failing = False
+        self._outage = Outage("traces")
         traces.changed = self._flush
 
     def __call__(self, exchange: Exchange) -> None:
@@ -62,17 +66,15 @@ class TraceFile:
         try:
             self._write(settings, exchange)
         except OSError as error:
-            self._fail(error)
+            self._lose(error, self._held + 1)
 
     def close(self) -> None:
-        """End the array of the file that is open."""
-        if self._file is None:
-            return
-        try:
-            self._flush()
-            self._file.close()
-        except OSError as error:
-            self._fail(error)
+        """End the array of the file that is open; say what was lost."""
+        self._finish()
+        self._outage.end(self._lost, _PATIENCE)
+
+    def _finish(self) -> None:
+        self._flush()
         self._forget()
 
     def _write(self, settings: TraceSettings, exchange: Exchange) -> None:
@@ -80,35 +82,52 @@ class TraceFile:
             self._open(settings)
         assert self._file is not None
         said = [json.dumps(each, separators=(",", ":")).encode() for each in _objects(self._id, exchange)]
+        _check_there(self._file)
         self._file.write((b"," if self._held else b"[") + b",".join(said))
         self._held += 1
         if settings.log_frequency and self._held >= settings.log_frequency:
-            self.close()
+            self._finish()
         elif settings.trace_count == 1:
             self._flush()
 
     def _open(self, settings: TraceSettings) -> None:
-        self._file = _file(settings, self._files).open("wb", _BUFFER)
+        self._path = _file(settings, self._files)
+        self._file = self._path.open("wb", _BUFFER)
         self._files += 1
 
     def _flush(self) -> None:
         """Make what is written so far a whole array; the next trace goes over its end."""
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             end = self._file.tell()
             self._file.write(b"]")
             self._file.flush()
             self._file.seek(end)
-            self._failing = False
+            _check_there(self._file)
+        except OSError as error:
+            self._lose(error, self._held)
+        else:
+            self._outage.end(self._lost)
+            self._lost = 0
 
-    def _fail(self, error: OSError) -> None:
-        """Told once: a full disk is often the log's, too."""
-        if not self._failing:
-            log.error("cannot write traces: %s", error)
-        self._failing = True
+    def _lose(self, error: OSError, count: int) -> None:
+        """The file is no whole array, and will be written anew: all that it held goes."""
+        self._outage.begin(str(self._path), error)
+        self._lost += count
         self._forget()
 
     def _forget(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):  # of what it held and could not write, which is told
+                self._file.close()
         self._file, self._held = None, 0
+
+
+def _check_there(file: IO[bytes]) -> None:
+    """Raises `OSError` for a file that was removed while it was open."""
+    if os.fstat(file.fileno()).st_nlink == 0:
+        raise FileNotFoundError(errno.ENOENT, "it was removed")
 
 
 def _objects(number: int, exchange: Exchange) -> Iterator[dict[str, object]]:

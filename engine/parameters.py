@@ -11,6 +11,7 @@ import msgspec
 
 from ..core.errors import InvalidArgument
 from ..core.mismatch import mismatch
+from ..core.suggestion import did_you_mean
 
 T = TypeVar("T")
 
@@ -28,7 +29,7 @@ def parse(parameters: Mapping[str, Any], kind: type[T]) -> T:
 def _value(name: str, text: Any, types: Mapping[str, Any]) -> Any:
     if name not in types:
         known = ", ".join(types)
-        raise InvalidArgument(f"unknown parameter '{name}'; known are {known}", field=name)
+        raise InvalidArgument(f"unknown parameter '{name}'; known are {known}{did_you_mean(name, types)}", field=name)
     try:
         return msgspec.convert(text, types[name], strict=False)
     except msgspec.ValidationError as error:

@@ -13,6 +13,7 @@ from ..core.errors import InvalidArgument
 from ..core.guide import Guide, GuideKind
 from ..core.mismatch import mismatch
 from ..core.request import SamplingParams, Scalar
+from ..core.suggestion import did_you_mean
 from ..core.tensor import Tensor
 
 T = TypeVar("T")
@@ -185,7 +186,8 @@ def _says_nothing(given: str, name: str, value: Any) -> bool:
     if name in _OF_THE_PROTOCOL or name.startswith("triton_"):
         return True
     if name not in _NOT_YET:
-        raise InvalidArgument(f"unknown parameter '{given}'", field=given)
+        alike = did_you_mean(given, (*_SAMPLING, *_MANNER, *_ALIASES))
+        raise InvalidArgument(f"unknown parameter '{given}'{alike}", field=given)
     if value in (None, "", []) or value in _NOT_YET[name]:
         return True
     raise InvalidArgument(f"parameter '{given}' is not supported yet", field=given)

@@ -7,6 +7,9 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
+
+import pytest
 
 from charonia.core.exchange import Exchange
 from charonia.core.log_lines import Lines
@@ -117,6 +120,47 @@ def test_a_full_disk_loses_lines_and_says_so_when_there_is_room_again() -> None:
     logger.info("2")
     assert lines.stop()
     assert stream.getvalue().startswith("3 lines of the log are lost")
+
+
+def test_a_file_that_cannot_be_written_is_told_on_stderr_once_and_with_a_count(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """First its directory is gone, then it is another file, as logrotate leaves it."""
+    folder, away = tmp_path / "logs", tmp_path / "away"
+    folder.mkdir()
+    file = folder / "log"
+    lines = Lines(file.open("a", encoding="utf-8"), file=str(file))
+    logger = logger_of(lines)
+    logger.info("0")
+    lines.flush()
+    folder.rename(away)
+    for number in range(1, 4):
+        logger.info("%d", number)
+        lines.flush()
+    folder.mkdir()
+    logger.info("4")
+    lines.flush()
+    logger.info("5")
+    assert lines.stop()
+    assert (away / "log").read_text() == "0\n"
+    assert file.read_text() == "4 lines of the log are lost: they could not be written, or not quickly enough\n5\n"
+    said = capfd.readouterr().err.splitlines()
+    assert sorted(said) == [
+        f"charonia: 4 lines of the log are lost: {file} could not be written",
+        f"charonia: cannot write lines of the log to {file}: No such file or directory",
+    ]
+
+
+def test_a_full_disk_is_told_on_stderr_at_the_end(capfd: pytest.CaptureFixture[str]) -> None:
+    file = Path("/dev/full")
+    lines = Lines(file.open("a", encoding="utf-8"), file=str(file))
+    logger_of(lines).info("0")
+    lines.flush()
+    logger_of(lines).info("1")
+    assert lines.stop()
+    said = capfd.readouterr().err
+    assert "cannot write lines of the log to /dev/full: No space left on device\n" in said
+    assert "2 lines of the log are lost: /dev/full could not be written\n" in said
 
 
 def test_garbage_that_is_collected_while_a_line_is_put_may_say_so() -> None:

@@ -1,7 +1,6 @@
 """Traces in files: what is in them, when they are whole, and when a new one begins."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -115,19 +114,21 @@ def test_a_file_for_every_so_many_traces(path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_told_and_hurts_nobody(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    _, file = tracing(tmp_path / "no" / "such")
-    with caplog.at_level(logging.ERROR):
-        for _ in range(3):
-            file(ended())
+    path = tmp_path / "no" / "such"
+    _, file = tracing(path)
+    for _ in range(3):
+        file(ended())
     file.close()
-    assert caplog.text.count("cannot write traces") == 1
+    begun, over = sorted(capfd.readouterr().err.splitlines(), reverse=True)
+    assert begun == f"charonia: cannot write traces to {path}: No such file or directory"
+    assert over == f"charonia: 3 traces are lost: {path} could not be written"
 
 
 @pytest.mark.parametrize("frequency", [1, 0])
 def test_a_disk_that_was_full_is_told_again_when_it_is_full_again(
-    path: Path, caplog: pytest.LogCaptureFixture, frequency: int
+    path: Path, capfd: pytest.CaptureFixture[str], frequency: int
 ) -> None:
     _, file = tracing(path, log_frequency=frequency)
     folder, away = path.parent, path.parent.with_name("away")
@@ -138,7 +139,42 @@ def test_a_disk_that_was_full_is_told_again_when_it_is_full_again(
         for _ in range(3):
             file(ended())
         away.rename(folder)
-    assert caplog.text.count("cannot write traces") == 2
+    file.close()
+    said = capfd.readouterr().err
+    assert (said.count("cannot write traces"), said.count("3 traces are lost")) == (2, 2)
+
+
+def test_a_file_that_was_removed_is_told_and_a_change_of_settings_goes_through(
+    path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    traces, file = tracing(path)
+    file(ended())
+    file(ended())
+    path.unlink()
+    traces.update({"trace_level": ["OFF"]})
+    file.close()
+    said = capfd.readouterr().err
+    assert f"cannot write traces to {path}: it was removed\n" in said
+    assert "2 traces are lost" in said
+
+
+def test_a_full_disk_is_told_when_the_file_is_ended(capfd: pytest.CaptureFixture[str]) -> None:
+    _, file = tracing(Path("/dev/full"))
+    file(ended())
+    file.close()
+    said = capfd.readouterr().err
+    assert "cannot write traces to /dev/full: No space left on device\n" in said
+    assert "1 traces are lost" in said
+
+
+def test_traces_of_a_removed_file_are_lost_and_the_next_have_a_new_one(path: Path) -> None:
+    _, file = tracing(path)
+    for _ in range(2):
+        file(ended())
+        path.unlink(missing_ok=True)
+    file(ended())
+    file.close()
+    assert ids(path) == [3]
 
 
 def test_without_a_file_it_is_said_that_nothing_is_traced(caplog: pytest.LogCaptureFixture) -> None:

@@ -67,6 +67,14 @@ def test_what_transformers_does_not_know_either(tmp_path: Path) -> None:
     refused(tmp_path, "Nobody", "does not know it either")
 
 
+def test_code_of_a_checkpoint_is_not_run_and_nobody_is_asked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = {"architectures": ["Own"], "model_type": "own", "auto_map": {"AutoConfig": "configuration_own.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "configuration_own.py").write_text("raise SystemExit('it ran')")
+    refused(tmp_path, "Own", "contains custom code which must be executed")
+    assert not capfd.readouterr().out
+
+
 def refused(directory: Path, architecture: str, says: str) -> None:
     with pytest.raises(CheckpointError) as refusal:
         build(directory)

@@ -81,7 +81,9 @@ def test_wishes_for_nothing_and_words_of_the_protocol_pass() -> None:
 @pytest.mark.parametrize(
     ("parameters", "field", "message"),
     [
-        ({"max_token": 5}, "max_token", "unknown parameter 'max_token'"),
+        ({"max_token": 5}, "max_token", "unknown parameter 'max_token'; did you mean 'max_tokens'?"),
+        ({"max_tokenss": 5}, "max_tokenss", "unknown parameter 'max_tokenss'; did you mean 'max_tokens'?"),
+        ({"no_such": 5}, "no_such", "unknown parameter 'no_such'"),
         ({"beam_width": 2}, "beam_width", "'beam_width' is not supported yet"),
         ({"sampling_param_best_of": 2}, "sampling_param_best_of", "'sampling_param_best_of' is not supported yet"),
         ({"logprobs": 5}, "logprobs", "'logprobs' is not supported yet"),

@@ -1,0 +1,37 @@
+"""Files that cannot be written for a while: said on stderr once, and what was lost when they can be again."""
+
+import os
+from threading import Thread
+
+_STDERR = 2
+
+
+def to_stderr(text: str) -> Thread:
+    """Write it in a thread, which a pipe that nobody reads may hold for ever, and past Python's own buffer, whose lock
+    that thread would take along."""
+    writing = Thread(target=os.write, args=(_STDERR, text.encode(errors="backslashreplace")), daemon=True)
+    writing.start()
+    return writing
+
+
+class Outage:
+    """Of one file that somebody writes `things` to, such as traces, and counts those that are lost."""
+
+    def __init__(self, things: str) -> None:
+        self._things = things
+        self._file = ""
+
+    def begin(self, file: str, error: OSError | ValueError) -> None:
+        """The file cannot be written; said the first time."""
+        if not self._file:
+            reason = getattr(error, "strerror", None) or error
+            to_stderr(f"charonia: cannot write {self._things} to {file}: {reason}\n")
+        self._file = file
+
+    def end(self, lost: int, patience: float = 0) -> None:
+        """It can be written again, or nothing more is to come; nothing is said where there was no outage. `patience`:
+        seconds to wait for a pipe to be read."""
+        if self._file:
+            text = f"charonia: {lost} {self._things} are lost: {self._file} could not be written\n"
+            to_stderr(text).join(patience)
+        self._file = ""
