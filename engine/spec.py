@@ -60,12 +60,14 @@ class View(NamedTuple):
     """What a layer says of how it attends; the plain one sees everything before it.
 
     A token sees the last `window` tokens, itself included. Scores are multiplied by `scale` (None: head_dim ** -0.5)
-    and softly capped: cap * tanh(score / cap).
+    and softly capped: cap * tanh(score / cap). With `sinks` each query head has a learned score more, of a token that
+    is always seen and whose value is 0.
     """
 
     window: int | None = None
     scale: float | None = None
     cap: float | None = None
+    sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

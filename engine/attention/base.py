@@ -51,15 +51,17 @@ class Attend(Protocol):
     """Stores keys and values, then lets every token attend to its sequence's tokens up to itself, as far back as the
     layer's view goes."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Queries [N, heads, head_dim], keys, values [N, kv_heads, head_dim] -> [N, heads * head_dim]."""
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Queries [N, heads, head_dim], keys, values [N, kv_heads, head_dim] -> [N, heads * head_dim].
+
+        `sinks` float32 [heads]: of a layer whose view has them, and of no other."""
 
     def turned(self, layer: int, packed: Tensor, angles: Angles) -> Tensor:
         """The same for queries, keys and values side by side [N, heads + 2 kv_heads, head_dim], contiguous; `angles`
         turn queries and keys first. What comes out is good until the next layer's call."""
 
 
-Plain: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Plain: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Attend's plain call."""
 
 
@@ -69,12 +71,12 @@ class Turning:
     def __init__(self, attend: Plain, heads: int, kv_heads: int) -> None:
         self._attend, self._heads, self._turning = attend, heads, heads + kv_heads
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._attend(layer, q, k, v)
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return self._attend(layer, q, k, v, sinks)
 
     def turned(self, layer: int, packed: Tensor, angles: Angles) -> Tensor:
         turned = angles.rotate(packed[:, : self._turning])
-        return self._attend(layer, turned[:, : self._heads], turned[:, self._heads :], packed[:, self._turning :])
+        return self._attend(layer, turned[:, : self._heads], turned[:, self._heads :], packed[:, self._turning :], None)
 
 
 class Support(NamedTuple):

@@ -59,13 +59,13 @@ class CpuAttention:
         parts = [self._parts(batch, view) for view in self._kinds]
         token = (-1, self._spec.kv_heads * self._spec.head_dim)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
             cache = self._layers[layer]
             cache.keys.view(token).index_copy_(0, slots, k.reshape(token))
             cache.values.view(token).index_copy_(0, slots, v.reshape(token))
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
             for part in parts[self._kind_of[layer]]:
-                part(cache, q, out)
+                part(cache, q, sinks, out)
             return out.view(len(q), -1)
 
         return Turning(attend, self._spec.heads, self._spec.kv_heads)
@@ -128,11 +128,11 @@ class _Layer(NamedTuple):
     values: Tensor
 
 
-_Part = Callable[[_Layer, Tensor, Tensor], None]
-"""(layer's cache, queries of all tokens, output of all tokens to fill in part)."""
+_Part = Callable[[_Layer, Tensor, Tensor | None, Tensor], None]
+"""(layer's cache, queries of all tokens, sinks, output of all tokens to fill in part)."""
 
-_Mixer = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""(queries [..., n, head_dim], keys, values [..., T, head_dim], mask) -> [..., n, head_dim]."""
+_Mixer = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+"""(queries [..., n, head_dim], keys, values [..., T, head_dim], mask, sinks [..., n or 1, 1]) -> [..., n, head_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +146,12 @@ class _Decoding:
     length: int
     mask: Tensor | None
 
-    def __call__(self, cache: _Layer, q: Tensor, out: Tensor) -> None:
+    def __call__(self, cache: _Layer, q: Tensor, sinks: Tensor | None, out: Tensor) -> None:
         spec, rows = self.spec, len(self.tokens)
         folded = q[self.tokens].view(rows, spec.kv_heads, -1, spec.head_dim)
         keys, values = (self._gather(part, rows) for part in cache)
-        mixed = self.mix(folded, keys, values, self.mask)
+        sunk = None if sinks is None else sinks.view(spec.kv_heads, -1, 1)
+        mixed = self.mix(folded, keys, values, self.mask, sunk)
         out[self.tokens] = mixed.reshape(rows, spec.heads, spec.head_dim)
 
     def _gather(self, cache: Tensor, rows: int) -> Tensor:
@@ -170,12 +171,13 @@ class _Chunk:
     length: int
     mask: Tensor | None
 
-    def __call__(self, cache: _Layer, q: Tensor, out: Tensor) -> None:
+    def __call__(self, cache: _Layer, q: Tensor, sinks: Tensor | None, out: Tensor) -> None:
         spec = self.spec
         shape = (-1, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
         folded = q[self.tokens].view(shape).permute(1, 2, 0, 3)
         keys, values = (self._gather(part, folded.shape[1]) for part in cache)
-        mixed = self.mix(folded, keys, values, self.mask)
+        sunk = None if sinks is None else sinks.view(spec.kv_heads, -1, 1, 1)
+        mixed = self.mix(folded, keys, values, self.mask, sunk)
         out[self.tokens].view(shape).copy_(mixed.permute(2, 0, 1, 3))
 
     def _gather(self, cache: Tensor, group: int) -> Tensor:
@@ -197,15 +199,25 @@ def _groups(lengths: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
 
 def _mixer(view: View, causal: bool) -> _Mixer:
     """How a layer that attends like this weighs values; `causal`: without a mask, later tokens are hidden."""
+    if not _by_torch(view):
+        return partial(_by_formula, view)
+    return lambda q, k, v, mask, _: F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=view.scale)
+
+
+def _by_torch(view: View) -> bool:
+    """Whether torch's kernels know all of it."""
+    return view.cap is None and not view.sinks
+
+
+def _by_formula(view: View, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
+    scores = torch.matmul(q * (view.scale or q.shape[-1] ** -0.5), k.transpose(-2, -1))
     if view.cap is not None:
-        return partial(_capped, scale=view.scale, cap=view.cap)
-    return partial(F.scaled_dot_product_attention, is_causal=causal, scale=view.scale)
-
-
-def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, cap: float) -> Tensor:
-    """The formula, which torch's kernels do not know with a cap."""
-    scores = torch.matmul(q * (scale or q.shape[-1] ** -0.5), k.transpose(-2, -1)).div_(cap).tanh_().mul_(cap)
-    return torch.matmul((scores if mask is None else scores + mask).softmax(-1), v)
+        scores.div_(view.cap).tanh_().mul_(view.cap)
+    if mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)), -1)
+    return torch.matmul(scores.softmax(-1)[..., : k.shape[-2]], v)
 
 
 def _causal(start: int, count: int, view: View, dtype: torch.dtype) -> Tensor | None:
@@ -213,7 +225,7 @@ def _causal(start: int, count: int, view: View, dtype: torch.dtype) -> Tensor | 
 
     None from the start of a sequence, if the mixer can do without."""
     whole = start == 0 and (view.window is None or count <= view.window)
-    if whole and view.cap is None:
+    if whole and _by_torch(view):
         return None
     back = torch.arange(start, start + count).unsqueeze(-1) - torch.arange(start + count)
     return _masked(back < 0 if view.window is None else (back < 0) | (back >= view.window), dtype)

@@ -78,8 +78,9 @@ class NativeAttend:
         """Features that come out."""
         return self._spec.heads * self._spec.head_dim
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._planned(layer).apart(self._cache(layer), *(_side_by_side(heads) for heads in (q, k, v)))
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        q, k, v = (_side_by_side(heads) for heads in (q, k, v))
+        return self._planned(layer).apart(self._cache(layer), q, k, v, sinks)
 
     def turned(self, layer: int, packed: Tensor, angles: Angles) -> Tensor:
         if isinstance(angles, FusedAngles):

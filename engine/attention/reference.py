@@ -45,12 +45,12 @@ class ReferenceAttention:
         known = [self._known(batch, row) for row in range(len(batch.starts))]
         counts, starts = batch.counts.tolist(), batch.starts.tolist()
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
             keys, values = self._cache[layer]
             keys[slots], values[slots] = k, v
             rows = zip(torch.split(q, counts), known, starts, strict=True)
             view = self._spec.views[layer]
-            return torch.cat([attention(some, keys[at], values[at], start, view) for some, at, start in rows])
+            return torch.cat([attention(some, keys[at], values[at], start, view, sinks) for some, at, start in rows])
 
         return Turning(attend, self._spec.heads, self._spec.kv_heads)
 
@@ -61,10 +61,10 @@ class ReferenceAttention:
         return batch.tables[row, positions // size] * size + positions % size
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, start: int, view: View) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, start: int, view: View, sinks: Tensor | None = None) -> Tensor:
     """Causal grouped-query attention of one sequence: q [n, heads, d] at positions from `start`, k and v
     [T, kv_heads, d] at positions from 0; [n, heads * d] in q's dtype. (arXiv 1706.03762, 2305.13245; the window
-    2310.06825, the cap 2408.00118.)"""
+    2310.06825, the cap 2408.00118, the sinks 2508.10925.)"""
     count, heads, head_dim = q.shape
     group = heads // k.shape[1]
     keys, values = k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
@@ -73,5 +73,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, start: int, view: View) -> Tensor
         scores = view.cap * torch.tanh(scores / view.cap)
     back = torch.arange(start, start + count, device=q.device).unsqueeze(-1) - torch.arange(len(k), device=q.device)
     hidden = back < 0 if view.window is None else (back < 0) | (back >= view.window)
-    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    scores = scores.masked_fill(hidden, -math.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(heads, 1, 1).expand(heads, count, 1)), -1)
+    weights = scores.softmax(-1)[..., : len(k)]
     return torch.einsum("hnt,thd->nhd", weights, values).to(q.dtype).reshape(count, heads * head_dim)

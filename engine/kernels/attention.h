@@ -45,11 +45,12 @@ struct step {
 };
 
 /* One layer's part of a step. Strides in elements between tokens; `turns` [positions, 2, turned / 2] for the first
-   `turned` numbers of a head, or none. */
+   `turned` numbers of a head, or none; `sinks` [heads] or none: of each query head the score of a token that it always
+   sees, whose value is 0. */
 struct call {
     const void *queries, *keys, *values;
     int64_t query_stride, key_stride, value_stride;
-    const float *turns;
+    const float *turns, *sinks;
     char *cache;
     void *out;
     int64_t turned;

@@ -56,7 +56,7 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("queries", "keys", "values")),
         *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride")),
-        *((name, ctypes.c_void_p) for name in ("turns", "cache", "out")),
+        *((name, ctypes.c_void_p) for name in ("turns", "sinks", "cache", "out")),
         ("turned", ctypes.c_int64),
     ]
 
@@ -119,17 +119,17 @@ class Planned:
         call, at = self._call, packed.data_ptr()
         call.queries, call.keys, call.values = at, at + self._heads, at + self._heads + self._kv_heads
         call.query_stride = call.key_stride = call.value_stride = packed.stride(0)
-        call.turns, call.turned, call.cache = turns.data_ptr(), 2 * turns.shape[-1], cache
+        call.turns, call.turned, call.sinks, call.cache = turns.data_ptr(), 2 * turns.shape[-1], None, cache
         self._attend(*self._addresses)
         return self._out
 
-    def apart(self, cache: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def apart(self, cache: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """The same for q [N, heads, head_dim], k and v [N, kv_heads, head_dim] that were turned, with the heads of a
-        token side by side in memory. The result is the caller's."""
+        token side by side in memory; `sinks` float32 [heads] or none. The result is the caller's."""
         call = self._call
         call.queries, call.keys, call.values = q.data_ptr(), k.data_ptr(), v.data_ptr()
         call.query_stride, call.key_stride, call.value_stride = q.stride(0), k.stride(0), v.stride(0)
-        call.turns, call.cache = None, cache
+        call.turns, call.sinks, call.cache = None, None if sinks is None else sinks.data_ptr(), cache
         self._attend(*self._addresses)
         return self._out.clone()
 

@@ -34,7 +34,7 @@ static void attend(Team *team, const Operation *o, const Work *w)
     const struct manner *m = w->scene->manners[kind];
     const int64_t head = m->head_dim * number_bytes(o), stride = (m->heads + 2 * m->kv_heads) * m->head_dim;
     char *queries = slot(w, o->x, 0), *keys = queries + m->heads * head, *values = keys + m->kv_heads * head;
-    const struct call call = {queries, keys, values, stride, stride, stride, w->program->turns[o->angles],
+    const struct call call = {queries, keys, values, stride, stride, stride, w->program->turns[o->angles], 0,
                               w->scene->caches[o->layer], slot(w, o->out, 0), o->size};
     attend_together(team, m, &w->step, w->plans + kind, &call, w->scratches[kind]);
 }

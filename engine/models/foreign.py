@@ -37,7 +37,7 @@ class Foreign:
 
     def logits(self, batch: Batch, attend: Attend, chosen: Sequence[Tensor]) -> Logits:
         def by_layer(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(call.module.layer_idx, q, k, v)
+            return attend(call.module.layer_idx, q, k, v, call.sinks)
 
         said: list[Any] = []
         tokens = batch.tokens
@@ -173,7 +173,8 @@ def _check_class(config: Any, architecture: str) -> None:
 
 def _check_config(config: Any) -> None:
     if getattr(config, "quantization_config", None):
-        raise CheckpointError(f"its weights are quantised; supported dtypes: {', '.join(DTYPES)}")
+        method = config.to_dict()["quantization_config"].get("quant_method", "unknown method")
+        raise CheckpointError(f"its weights are quantised ({method}); supported dtypes: {', '.join(DTYPES)}")
     strange = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if strange:
         raise CheckpointError(f"it has layers of type {', '.join(sorted(strange))}")

@@ -20,6 +20,7 @@ class Call(NamedTuple):
 
     module: Any
     view: View
+    sinks: Tensor | None
     mask: Tensor | None
     others: Mapping[str, Any]
 
@@ -45,12 +46,14 @@ def _attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     attend: Listener | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """As transformers wants it: query [1, heads, N, head_dim] -> [1, N, heads, head_dim], and no weights."""
     if attend is None:
         raise CheckpointError("its modules do not hand keyword arguments down to their attention")
-    call = Call(module, View(sliding_window or None, scaling, softcap or None), attention_mask, others)
+    view = View(sliding_window or None, scaling, softcap or None, s_aux is not None)
+    call = Call(module, view, None if s_aux is None else s_aux.float(), attention_mask, others)
     mixed = attend(call, *(packed[0].transpose(0, 1) for packed in (query, key, value)))
     return mixed.view(1, mixed.shape[0], query.shape[1], -1), None

@@ -52,7 +52,7 @@ class Ear:
                 f"layer {layer} has keys {list(k.shape[1:])} and values {list(v.shape[1:])}; only equal ones are cached"
             )
         self.layers[layer] = Heard(call.view, q.shape[1], k.shape[1], k.shape[2])
-        return attention(q, k, v, 0, call.view)
+        return attention(q, k, v, 0, call.view, call.sinks)
 
 
 def _refuse_odd(call: Call) -> None:

@@ -32,6 +32,7 @@ class Story:
         self.free = torch.randperm(blocks, generator=self.generator).tolist()
         self.tables: dict[int, list[int]] = {}
         self.history: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self.sinks = [2 * torch.randn(spec.heads, generator=self.generator) if v.sinks else None for v in spec.views]
         attention.allocate(blocks)
 
     def random(self, tokens: int, heads: int) -> torch.Tensor:
@@ -59,7 +60,7 @@ class Story:
     def layer(self, attend: object, layer: int, rows: dict[int, int], starts: list[int]) -> float:
         total = sum(rows.values())
         q, k, v = self.random(total, self.spec.heads), *(self.random(total, self.spec.kv_heads) for _ in "kv")
-        found = attend(layer, q, k, v)
+        found = attend(layer, q, k, v, self.sinks[layer])
         counts = list(rows.values())
         errors = [
             self.error(found_row, layer, row, start, *mine)
@@ -73,12 +74,15 @@ class Story:
         q, k, v = qkv
         seen = self.history.setdefault((row, layer), [])
         seen += [k, v]
-        right = exact(q, torch.cat(seen[::2]), torch.cat(seen[1::2]), start, self.spec.views[layer])
+        past = torch.cat(seen[::2]), torch.cat(seen[1::2])
+        right = exact(q, *past, start, self.spec.views[layer], self.sinks[layer])
         return (found.double() - right).abs().max().item()
 
 
-def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, view: View) -> torch.Tensor:
-    """Head by head, in float64."""
+def exact(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, view: View, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Head by head, in float64; a sink is one more token, seen by all, with a value of 0."""
     group = q.shape[1] // k.shape[1]
     out = torch.zeros(q.shape, dtype=torch.float64)
     seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(start)
@@ -88,7 +92,11 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, view: V
         mine, keys, values = (t.double() for t in (q[:, head], k[:, head // group], v[:, head // group]))
         scores = mine @ keys.T * (view.scale or 1 / math.sqrt(q.shape[-1]))
         scores = scores if view.cap is None else view.cap * (scores / view.cap).tanh()
-        out[:, head] = scores.masked_fill(~seen, -math.inf).softmax(-1) @ values
+        scores = scores.masked_fill(~seen, -math.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[head].double().expand(len(q), 1)), -1)
+            values = torch.cat((values, torch.zeros(1, values.shape[1])))
+        out[:, head] = scores.softmax(-1) @ values
     return out.reshape(len(q), -1)
 
 
@@ -138,6 +146,17 @@ def test_a_whole_story(name: str, dtype: torch.dtype, heads: int, kv_heads: int)
 def test_layers_with_views_of_their_own(name: str, window: int, cap: float | None, dtype: torch.dtype) -> None:
     """A window as long as a block, one that is not, one that is longer than everything."""
     shape = spec_for(name, views=(PLAIN, View(window, 0.3, cap), View(window), View(scale=0.1, cap=cap)), dtype=dtype)
+    story = Story(attention_backend(name, shape), shape)
+    assert max(story.step(rows) for rows in STEPS) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_layers_with_sinks(name: str, dtype: torch.dtype) -> None:
+    """Beside one without, with windows and a cap."""
+    views = (View(sinks=True), PLAIN, View(6, 0.3, sinks=True), View(None, 0.3, 1.5, sinks=True))
+    shape = spec_for(name, views=views, dtype=dtype)
+    if not able(name, shape):
+        pytest.skip("the backend does not do this")
     story = Story(attention_backend(name, shape), shape)
     assert max(story.step(rows) for rows in STEPS) < TOLERANCE[dtype]
 

@@ -51,7 +51,7 @@ def build(directory: Path, dtype: torch.dtype = torch.float32) -> Built:
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
             "dynamic",
         ),
-        ("gpt_neox", "GPTNeoXForCausalLM", {"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ("gpt_oss", "GptOssForCausalLM", {"quantization_config": {"quant_method": "mxfp4"}}, "are quantised (mxfp4)"),
     ],
 )
 def test_what_config_json_rules_out(
@@ -87,13 +87,12 @@ def refused(directory: Path, architecture: str, says: str) -> None:
     ("model_type", "changes", "says"),
     [
         ("deepseek_v3", {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}, "[4, 192]"),
-        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}, "s_aux"),
     ],
 )
 def test_what_the_layers_rule_out(
     model_type: str, changes: dict[str, Any], says: str, making: Any, tmp_path: Path
 ) -> None:
-    """Keys and values of different sizes (multi-head latent attention), sinks."""
+    """Keys and values of different sizes (multi-head latent attention)."""
     making.write_random(tmp_path, {"model_type": model_type, "dtype": "float32", **SIZES, **changes})
     refused(tmp_path, json.loads((tmp_path / "config.json").read_text())["architectures"][0], says)
 
@@ -156,6 +155,10 @@ def test_a_variant_that_our_own_file_does_not_know(
     assert isinstance(built.decoder, Foreign)
     assert says in caplog.records[0].message
     assert "transformers computes it" in caplog.records[0].message
+
+
+def test_sinks_are_heard_of(checkpoint: Callable[..., Path]) -> None:
+    assert build(checkpoint("gpt-oss")).shape.views == (View(19, 0.25, sinks=True), View(None, 0.25, sinks=True))
 
 
 def test_a_missing_tensor_is_named(making: Any, tmp_path: Path) -> None:

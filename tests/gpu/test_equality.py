@@ -76,7 +76,7 @@ def right_tokens(checkpoint: Path, device: str) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gemma2", "granite"])
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gemma2", "granite", "gpt-oss"])
 def test_greedy_tokens_are_transformers(checkpoint: Callable[..., Path], name: str, device: str) -> None:
     assert engine_tokens(checkpoint(name), device) == right_tokens(checkpoint(name), device)
 

@@ -14,7 +14,7 @@ from charonia.engine.layers.rotary import FusedAngles
 from charonia.engine.spec import View
 
 CPU = torch.device("cpu")
-WINDOWED, CAPPED = View(70, 0.2), View(None, 0.3, 2.0)
+CAPPED, WINDOWED = View(None, 0.3, 2.0), View(70, 0.2, sinks=True)
 KINDS = ((torch.float32, "auto"), (torch.bfloat16, "auto"), (torch.float32, "int8"), (torch.bfloat16, "int8"))
 TOLERANCE = {(torch.float32, "auto"): 2e-5, (torch.bfloat16, "auto"): 1.6e-2}
 
@@ -34,6 +34,11 @@ class Sequence:
             torch.randn(tokens, heads, shape.head_dim, generator=generator).to(shape.dtype) for heads in sizes
         )
         self.blocks: list[int] = []
+
+
+def sinks(shape: CacheSpec) -> Tensor | None:
+    """Of the one layer, if it has any: around the largest scores, and far below and above them."""
+    return torch.linspace(-20, 20, shape.heads) if shape.views[0].sinks else None
 
 
 class World:
@@ -56,7 +61,7 @@ class World:
         attend = self.attention.begin(batch)
         q, k, v = (torch.cat([getattr(one, name)[start:end] for one, start, end in parts]) for name in "qkv")
         if turns is None:
-            return list(attend(0, q, k, v).split(counts))
+            return list(attend(0, q, k, v, sinks(self.shape)).split(counts))
         return list(attend.turned(0, torch.cat((q, k, v), 1), FusedAngles(turns, batch.positions)).split(counts))
 
 
@@ -68,11 +73,14 @@ def exact(shape: CacheSpec, sequence: Sequence) -> Tensor:
     scores = scores if view.cap is None else view.cap * (scores / view.cap).tanh()
     seen = torch.ones(len(q), len(q), dtype=torch.bool).tril()
     seen = seen if view.window is None else seen.triu(1 - view.window)
-    weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+    scores = scores.masked_fill(~seen, -math.inf)
+    if (sunk := sinks(shape)) is not None:
+        scores = torch.cat((scores, sunk.double().view(-1, 1, 1).expand(-1, len(q), 1)), -1)
+    weights = scores.softmax(-1)[..., : len(q)]
     return torch.einsum("hnt,thd->nhd", weights, v).reshape(len(q), -1)
 
 
-@pytest.mark.parametrize("view", [View(), WINDOWED, CAPPED], ids=["plain", "window", "cap"])
+@pytest.mark.parametrize("view", [View(), WINDOWED, CAPPED], ids=["plain", "window and sinks", "cap"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(1, 1, 32), (14, 2, 64), (6, 2, 80), (3, 1, 128), (5, 1, 256)]
 )
@@ -87,10 +95,10 @@ def test_prefill_and_decode_are_right(
     assert (found.double() - exact(shape, sequence)).abs().max() < TOLERANCE[dtype, "auto"]
 
 
-@pytest.mark.parametrize("block_size", [16, 48])
-def test_int8_is_as_good_as_eight_bits_are(level: str, block_size: int) -> None:
+@pytest.mark.parametrize(("block_size", "view"), [(16, View()), (48, View()), (16, View(sinks=True))], ids=str)
+def test_int8_is_as_good_as_eight_bits_are(level: str, block_size: int, view: View) -> None:
     """A byte a number is off by 1/254 of the largest in its head, at most; typically a tenth of that remains."""
-    shape = spec(stored="int8", block_size=block_size)
+    shape = spec(stored="int8", block_size=block_size, views=(view,))
     world, sequence = World(shape), Sequence(shape, 290, 3)
     found = torch.cat([world.step([(sequence, *part)])[0] for part in ((0, 200), (200, 289), (289, 290))])
     off = (found.double() - exact(shape, sequence)).abs()
@@ -104,7 +112,7 @@ def test_int8_takes_half_of_what_bfloat16_does_and_the_scales(level: str) -> Non
 
 
 @pytest.mark.parametrize(("dtype", "stored"), KINDS, ids=str)
-@pytest.mark.parametrize("view", [View(), WINDOWED], ids=["plain", "window"])
+@pytest.mark.parametrize("view", [View(), WINDOWED], ids=["plain", "window and sinks"])
 def test_the_same_bits_whatever_shares_the_step(level: str, dtype: torch.dtype, stored: str, view: View) -> None:
     """Alone and whole; in chunks; token by token at the end; among others; on one thread."""
     shape = spec(views=(view,), dtype=dtype, stored=stored)
