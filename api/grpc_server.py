@@ -14,9 +14,8 @@ from ..core.errors import Unavailable
 from ..core.gateway import Gateway
 from .grpc_door import GrpcDoor, Handler, Health
 from .grpc_options import GrpcOptions
-from .grpc_rules import read_rules
+from .grpc_rules import GrpcRules
 from .grpc_tls import tls_files
-from .keys import Keyring
 from .metadata import ServerInfo
 from .options import true
 
@@ -32,11 +31,10 @@ _FLUSH_SECONDS = 2
 
 
 class GrpcServer:
-    """The door on the port that `sock` reserves, until `stop`; with `keys`, only health is for everybody.
+    """The door on the port that `sock` reserves, until `stop`, for those whom `rules` let in.
 
     Raises:
-        InvalidArgument: the TLS options do not fit together, or a file of theirs is no good; another option means
-            nothing.
+        InvalidArgument: the TLS options do not fit together, or a file of theirs is no good.
     """
 
     def __init__(
@@ -45,14 +43,14 @@ class GrpcServer:
         info: ServerInfo,
         options: GrpcOptions,
         sock: socket.socket,
-        keys: Keyring | None = None,
+        rules: GrpcRules,
     ) -> None:
         self.port: int = sock.getsockname()[1]
         self._address = _joined(options.grpc_address, self.port)
         self._credentials = credentials(options)
         self._gateway, self._info, self._options = gateway, info, options
         self._closing = asyncio.Event()
-        self._rules = read_rules(options, keys or Keyring())
+        self._rules = rules
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:

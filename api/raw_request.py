@@ -7,7 +7,6 @@ import math
 
 import msgspec
 
-from ..core.errors import InvalidArgument
 from ..core.model import ModelConfig
 from ..core.request import InferRequest
 from ..core.tensor import Tensor, TensorSpec
@@ -21,30 +20,27 @@ def read_raw(config: ModelConfig, body: memoryview) -> InferRequest:
         InvalidArgument: the model has several inputs, or not this one.
     """
     if len(config.inputs) != 1:
-        found = len(config.inputs)
-        raise InvalidArgument(f"Raw request must only have 1 input (found {found}) to be deduced")
-    spec, place = config.inputs[0], raw.Place("", config.name, config.inputs[0].name)
-    if spec.datatype == "BYTES":
-        tensor = _one_string(spec, body)
-    else:
-        tensor = raw.decode(spec.datatype, _deduced(spec, len(body)), body, place)
+        text = f"to be deduced but got {len(config.inputs)} inputs in '{config.name}' model configuration"
+        raise raw.Place("", config.name, "").refuse(f"Raw request must only have 1 input (found 1) {text}")
+    [spec] = config.inputs
+    place = raw.Place("", config.name, spec.name)
+    tensor = _only(spec, body, place)
     if config.max_batch_size > 0:
         tensor = msgspec.structs.replace(tensor, shape=(1, *tensor.shape))
     return InferRequest(inputs={spec.name: tensor})
 
 
-def _one_string(spec: TensorSpec, body: memoryview) -> Tensor:
-    if spec.dims not in ((1,), (-1,)):
-        text = f"For BYTES datatype raw input '{spec.name}', the model must have input shape [1]"
-        raise InvalidArgument(text, field=spec.name)
-    return Tensor.of(spec.name, "BYTES", [bytes(body)])
-
-
-def _deduced(spec: TensorSpec, size: int) -> tuple[int, ...]:
-    """The shape of an input of so many bytes."""
-    free = [axis for axis, dim in enumerate(spec.dims) if dim < 0]
-    if len(free) > 1:
-        text = f"The shape of Raw input '{spec.name}' can not be deduced because there are more than one variable-sized"
-        raise InvalidArgument(f"{text} dimension", field=spec.name)
-    row = json_tensors.byte_size(spec.datatype, math.prod(dim for dim in spec.dims if dim >= 0))
-    return tuple((size // row if row else 0) if dim < 0 else dim for dim in spec.dims)
+def _only(spec: TensorSpec, body: memoryview, place: raw.Place) -> Tensor:
+    """Dims may leave one free, which the number of bytes says; strings say their number themselves: there is one."""
+    free = spec.dims.count(-1)
+    if free > 1:
+        text = f"The shape of the raw input '{spec.name}' can not be deduced because there are more than one"
+        raise place.refuse(f"{text} variable-sized dimension")
+    count = math.prod(dim for dim in spec.dims if dim >= 0)
+    if spec.datatype == "BYTES":
+        if free or count != 1:
+            raise place.refuse(f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1]")
+        return Tensor(spec.name, "BYTES", spec.dims, raw.strings([bytes(body)], 1, place))
+    row = json_tensors.byte_size(spec.datatype, count)
+    shape = tuple((len(body) // row if row else 0) if dim < 0 else dim for dim in spec.dims)
+    return raw.decode(spec.datatype, shape, body, place)

@@ -61,10 +61,12 @@ def read_restrictions(groups: Sequence[str], flag: str) -> Mapping[str, Toll]:
 
 
 def _check_api(name: str, known: Iterable[str], flag: str) -> None:
+    """In tritonserver's words: it calls parts as the end of its flag does, api or protocol."""
+    what = f"restricted {flag.rpartition('-')[2]} '{name}'"
     if name not in APIS:
-        raise InvalidArgument(f"{flag}: unknown API '{name}', there are {', '.join(APIS)}")
+        raise InvalidArgument(f"{flag}: unknown {what}, there are {', '.join(APIS)}")
     if name in known:
-        raise InvalidArgument(f"{flag}: API '{name}' can not be specified in multiple groups")
+        raise InvalidArgument(f"{flag}: {what} can not be specified in multiple config groups")
 
 
 class Restricted:

@@ -64,7 +64,10 @@ class Control:
     async def index(self, request: Request) -> Response:
         document = await self._document(request)
         if not isinstance(document.get("ready", False), bool):
-            raise InvalidArgument("Invalid value for 'ready': expected a boolean", field="ready")
+            raise InvalidArgument(
+                "Invalid value for 'ready': expected a boolean, attempt to access JSON non-boolean as boolean",
+                field="ready",
+            )
         return json_response([_entry(each) for each in self._gateway.index(document.get("ready", False))])
 
     async def load(self, request: Request) -> Response:

@@ -26,7 +26,7 @@ class Doors:
     """On ports that are reserved for them; closed at first. Metrics are those of `sources` and of the machine.
 
     Raises:
-        InvalidArgument: an option of gRPC means nothing.
+        InvalidArgument: gRPC's files of TLS are no good any more.
     """
 
     def __init__(self, plan: Plan, hub: Hub, ports: Ports, sources: Iterable[Source]) -> None:
@@ -38,7 +38,7 @@ class Doors:
             self._registry = build_registry(measured, vllm, plan.metrics.hidden)
         self._grpc: GrpcServer | None = None
         if ports.grpc is not None:
-            self._grpc = GrpcServer(hub, self._info, plan.grpc, ports.grpc, plan.entry.keys)
+            self._grpc = GrpcServer(hub, self._info, plan.grpc, ports.grpc, plan.entry.calls)
 
     def metrics(self) -> AbstractAsyncContextManager[None]:
         """Metrics are served on their own port during the block, if they are wanted."""

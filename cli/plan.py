@@ -4,6 +4,7 @@ import logging
 import os
 from dataclasses import dataclass
 
+from ..api import grpc_rules
 from ..api.cloud_options import CloudOptions
 from ..api.clouds import Cloud, read_clouds
 from ..api.grpc_options import GrpcOptions
@@ -12,7 +13,6 @@ from ..api.http_options import HttpOptions
 from ..api.http_rules import HttpRules, read_rules
 from ..api.keys import KeyOptions, Keyring, read_keys
 from ..api.options import ServerOptions, true
-from ..api.restricted import read_restrictions
 from ..api.tls import KeyPair, key_pair
 from ..api.triton_options import TritonOptions
 from ..core.commons import Commons
@@ -20,7 +20,7 @@ from ..core.log_settings import Logs
 from ..core.metrics_config import MetricsConfig
 from ..core.shared_memory import Regions
 from ..core.trace_file import check_writable
-from ..core.trace_settings import Traces, read_trace_config
+from ..core.trace_settings import TENSORS, Traces, read_trace_config
 from ..engine.options import EngineOptions
 from ..repository.options import RepositoryOptions
 from ..repository.selection import Selection, select
@@ -33,10 +33,11 @@ _LOADS = "model-repository"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Who may come in over HTTP or gRPC, and how; `clouds`: by other doors."""
+    """Who may come in over HTTP (`rules`) or gRPC (`calls`), and how; `clouds`: by other doors."""
 
     keys: Keyring
     rules: HttpRules
+    calls: grpc_rules.GrpcRules
     tls: KeyPair | None
     clouds: tuple[Cloud, ...] = ()
 
@@ -75,21 +76,17 @@ def entry(
     """
     tls_files(grpc)
     tls = key_pair(server.http_server_cert, server.http_server_key, "--http-server")
-    return Entry(read_keys(access), read_rules(http), tls, read_clouds(cloud, os.environ))
+    keys = read_keys(access)
+    return Entry(keys, read_rules(http), grpc_rules.read_rules(grpc, keys), tls, read_clouds(cloud, os.environ))
 
 
 def warn_of_open_control(repository: RepositoryOptions, server: ServerOptions, grpc: GrpcOptions, entry: Entry) -> None:
-    """In mode explicit, tell which doors let anybody load a model, and so run what it brings.
-
-    Raises:
-        InvalidArgument: --grpc-restricted-protocol means nothing.
-    """
+    """In mode explicit, tell which doors let anybody load a model, and so run what it brings."""
     if repository.model_control_mode != "explicit" or entry.keys:
         return
-    rpcs = read_restrictions(grpc.grpc_restricted_protocol, "--grpc-restricted-protocol")
     doors = {
         "HTTP": true(server.allow_http) and _LOADS not in entry.rules.tolls,
-        "gRPC": true(grpc.allow_grpc) and _LOADS not in rpcs,
+        "gRPC": true(grpc.allow_grpc) and "RepositoryModelLoad" not in entry.calls.tolls,
     }
     if any(doors.values()):
         log.warning(
@@ -120,6 +117,8 @@ def commons(server: ServerOptions, logs: Logs) -> Commons:
     """
     traces = read_trace_config(server.trace_config)
     check_writable(traces)
+    if traces.spans is not None and TENSORS in traces.trace_level:
+        log.warning("--trace-config level=TENSORS has no effect: spans hold no tensors")
     if traces.spans is not None and not traces.on:
         log.warning("nothing is traced: --trace-config level=TIMESTAMPS is not given")
     return Commons(Regions(true(server.allow_client_shm)), logs, Traces(traces))

@@ -9,11 +9,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from types import TracebackType
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from .errors import Cancelled, CharoniaError, Code, QueueFull, RequestTimeout
 from .metrics import QUEUE_FULL, End, Outcome
 from .request import FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from .trace import Trace
 
 Headers: TypeAlias = Sequence[tuple[str | bytes, str | bytes]]
 """What a client sent along: HTTP headers or gRPC metadata, names in lower case."""
@@ -88,7 +91,7 @@ class Exchange:
     `model` and `version` are as asked for until they are found; `found`: they were. `end` and `ended` are there from
     `close` on; the end is that of the parts, or for want of parts what `finish` or `fail` said, and `computed` when;
     `answered`: when its answer was there, 0 if it has parts or there was none. `id` is the protocol's name for it,
-    `client_id` the one in its `X-Request-Id`.
+    `client_id` the one in its `X-Request-Id`. `trace`: what it leaves in a file, once it is `sampled`.
     """
 
     __slots__ = (
@@ -105,7 +108,9 @@ class Exchange:
         "id",
         "model",
         "parts",
+        "sampled",
         "tenant",
+        "trace",
         "trace_id",
         "version",
     )
@@ -114,7 +119,8 @@ class Exchange:
         self.door = door
         self.headers = headers
         self.id = self.client_id = self.tenant = self.model = self.version = self.trace_id = ""
-        self.found = False
+        self.found = self.sampled = False
+        self.trace: Trace | None = None
         self.arrived = self.ended = time.monotonic()
         self.answered = 0.0
         self.parts: list[Part] = []

@@ -51,7 +51,7 @@ class Regions:
         Raises:
             Unsupported: the server was not started for that.
             AlreadyExists: the name is taken.
-            InvalidArgument: the object has no such bytes, or the key is reserved.
+            InvalidArgument: the object has no such bytes, or the key is reserved or names nothing.
             Internal: there is no such object, or it may not be opened.
         """
         self._check_allowed()
@@ -60,6 +60,8 @@ class Regions:
         if key.lstrip("/").startswith(_RESERVED):
             message = f"cannot register shared memory region '{name}' with key '{key}' as the key contains the reserved"
             raise InvalidArgument(f"{message} prefix '{_RESERVED}'", field="key")
+        if not key.strip("/"):
+            raise InvalidArgument(f"shared memory region '{name}' has a key without a name: '{key}'", field="key")
         region = Region(name, key, offset, byte_size)
         self._mapped[name] = region, _mapped(region)
 
@@ -93,12 +95,13 @@ class Regions:
         if span.region not in self._mapped:
             raise NotFound(f"Unable to find shared memory region: '{span.region}'", field=span.region)
         region, memory = self._mapped[span.region]
-        if not 0 <= span.offset <= region.byte_size:
+        if not 0 <= span.offset < region.byte_size:
             raise InvalidArgument(f"Invalid offset for shared memory region: '{region.name}'", field=region.name)
         end = span.offset + span.byte_size
         # Beyond the end of an object that shrank there is no memory: to touch it would kill the process.
         if span.byte_size < 0 or end > region.byte_size or region.offset + end > memory.size():
-            raise _outside(region)
+            message = f"Invalid offset + byte size for shared memory region: '{region.name}'"
+            raise InvalidArgument(message, field=region.name)
         return memoryview(memory)[region.offset + span.offset : region.offset + end]
 
     # Memory of GPUs, which nobody can lend: v2 asks for it all the same.
@@ -125,11 +128,10 @@ class Regions:
 def _mapped(region: Region) -> mmap.mmap:
     descriptor = _opened(region.key)
     try:
-        end, size = region.offset + region.byte_size, os.fstat(descriptor).st_size
-        if not 0 <= region.offset <= size:
-            raise InvalidArgument(f"Invalid offset for shared memory region: '{region.name}'", field="offset")
-        if region.byte_size <= 0 or end > size:
-            raise _outside(region)
+        end = region.offset + region.byte_size
+        if region.offset < 0 or region.byte_size <= 0 or end > os.fstat(descriptor).st_size:
+            message = f"failed to register shared memory region '{region.name}': invalid args"
+            raise InvalidArgument(message, field=region.name)
         return mmap.mmap(descriptor, end)
     except OSError:
         raise _unable(region.key) from None
@@ -149,7 +151,3 @@ def _opened(key: str) -> int:
 
 def _unable(key: str) -> CharoniaError:
     return Internal(f"Unable to open shared memory region: '{key}'", field="key")
-
-
-def _outside(region: Region) -> CharoniaError:
-    return InvalidArgument(f"Invalid offset + byte size for shared memory region: '{region.name}'", field=region.name)

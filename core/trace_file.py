@@ -1,6 +1,6 @@
 """Traces of requests in files, as tritonserver writes them: a JSON array of what happened when.
 
-A trace is two objects of one `id`: what was asked, and the times. Those are nanoseconds of the monotonic clock.
+A trace is objects of one `id`: what was asked, the times, the tensors. Times are nanoseconds of the monotonic clock.
 """
 
 import errno
@@ -15,7 +15,8 @@ from typing import IO, NamedTuple
 from .errors import InvalidArgument
 from .exchange import Computed, Exchange, Summary
 from .outage import Outage
-from .trace_settings import Traces, TraceSettings
+from .trace import Trace, trace_of
+from .trace_settings import TIMESTAMPS, Traces, TraceSettings
 
 _BUFFER = 1 << 16
 
@@ -59,12 +60,12 @@ class TraceFile:
         traces.changed = self._flush
 
     def __call__(self, exchange: Exchange) -> None:
-        settings = self._traces.picks(exchange.model) if exchange.found else None
-        if settings is None:
+        trace = trace_of(exchange, self._traces)
+        if trace is None:
             return
         self._id += 1
         try:
-            self._write(settings, exchange)
+            self._write(trace, exchange)
         except OSError as error:
             self._lose(error, self._held + 1)
 
@@ -77,17 +78,18 @@ class TraceFile:
         self._flush()
         self._forget()
 
-    def _write(self, settings: TraceSettings, exchange: Exchange) -> None:
+    def _write(self, trace: Trace, exchange: Exchange) -> None:
+        settings = trace.settings
         if self._file is None:
             self._open(settings)
         assert self._file is not None
-        said = [json.dumps(each, separators=(",", ":")).encode() for each in _objects(self._id, exchange)]
+        said = [json.dumps(each, separators=(",", ":")).encode() for each in _objects(self._id, trace, exchange)]
         _check_there(self._file)
         self._file.write((b"," if self._held else b"[") + b",".join(said))
         self._held += 1
         if settings.log_frequency and self._held >= settings.log_frequency:
             self._finish()
-        elif settings.trace_count == 1:
+        elif not self._traces.settings(exchange.model).trace_count:
             self._flush()
 
     def _open(self, settings: TraceSettings) -> None:
@@ -130,10 +132,18 @@ def _check_there(file: IO[bytes]) -> None:
         raise FileNotFoundError(errno.ENOENT, "it was removed")
 
 
-def _objects(number: int, exchange: Exchange) -> Iterator[dict[str, object]]:
+def _objects(number: int, trace: Trace, exchange: Exchange) -> Iterator[dict[str, object]]:
     asked = {"id": number, "model_name": exchange.model, "model_version": int(exchange.version or 0)}
     yield asked | ({"request_id": exchange.id} if exchange.id else {})
-    yield {"id": number, "timestamps": [{"name": name, "ns": ns} for name, ns in _times(exchange)]}
+    if TIMESTAMPS in trace.settings.trace_level:
+        yield {"id": number, "timestamps": [{"name": name, "ns": ns} for name, ns in _times(exchange)]}
+    executed = exchange.computed is not None or exchange.parts
+    for activity, tensors in (
+        ("TENSOR_QUEUE_INPUT", trace.inputs),
+        ("TENSOR_BACKEND_INPUT", trace.inputs if executed else ()),
+        ("TENSOR_BACKEND_OUTPUT", trace.outputs),
+    ):
+        yield from ({"id": number, "activity": activity, "tensor": tensor} for tensor in tensors)
 
 
 class _Way(NamedTuple):

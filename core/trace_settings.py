@@ -19,6 +19,14 @@ Change: TypeAlias = Mapping[str, Sequence[str] | None]
 
 OFF = "OFF"
 TIMESTAMPS = "TIMESTAMPS"
+TENSORS = "TENSORS"
+
+_LEVELS = {
+    **dict.fromkeys((OFF, "FALSE"), OFF),
+    **dict.fromkeys((TIMESTAMPS, "MIN", "MAX", "TRUE", "ON"), TIMESTAMPS),
+    TENSORS: TENSORS,
+}
+"""By all their names, those of tritonserver's former releases and of its command line too; in any case of letters."""
 
 _NUMBER = re.compile(r"[+-]?\d+", re.ASCII)
 _RANGES = {"trace_rate": (1, 2**32 - 1), "trace_count": (-1, 2**31 - 1), "log_frequency": (0, 2**32 - 1)}
@@ -39,8 +47,18 @@ class TraceSettings:
 
     @property
     def on(self) -> bool:
-        somewhere = bool(self.trace_file) or self.spans is not None
-        return TIMESTAMPS in self.trace_level and self.trace_count != 0 and somewhere
+        kept = TIMESTAMPS in self.trace_level if self.spans is not None else self.leveled and bool(self.trace_file)
+        return kept and self.trace_count != 0
+
+    @property
+    def leveled(self) -> bool:
+        """Something is to be traced."""
+        return self.trace_level != (OFF,)
+
+    @property
+    def tensors(self) -> bool:
+        """Tensors are traced; spans hold none."""
+        return TENSORS in self.trace_level and self.spans is None
 
     def texts(self) -> dict[str, tuple[str, ...]]:
         """As v2 says them, in its order."""
@@ -93,7 +111,7 @@ class Traces:
 
         Raises:
             InvalidArgument: there is no such setting, or it has no such value.
-            Unsupported: that cannot be changed, or the level is not served.
+            Unsupported: that cannot be changed.
         """
         if self._base.spans is not None:
             raise Unsupported(f"trace settings can not be updated in mode {MODE}")
@@ -123,7 +141,7 @@ class Traces:
         return settings
 
     def _warn(self, settings: TraceSettings) -> None:
-        if TIMESTAMPS in settings.trace_level and not settings.trace_file:
+        if settings.leveled and not settings.trace_file:
             log.warning("nothing is traced: trace file name is not given (--trace-config triton,file=PATH)")
 
 
@@ -142,14 +160,12 @@ def _parsed(name: str, values: Sequence[str] | None) -> Any:
 
 
 def _levels(values: Sequence[str]) -> tuple[str, ...]:
-    for level in values:
-        if level == "TENSORS":
-            raise Unsupported("trace level 'TENSORS' is not served", field="trace_level")
-        if level not in (OFF, TIMESTAMPS):
-            raise _unreadable("trace_level", level)
-    if OFF in values and len(values) > 1:
+    levels = {_LEVELS.get(value.upper()): value for value in values}
+    if None in levels:
+        raise _unreadable("trace_level", levels[None])
+    if OFF in levels and len(levels) > 1:
         raise InvalidArgument("Expect only one trace level 'OFF' is specified", field="trace_level")
-    return tuple(values)
+    return tuple(level for level in (OFF, TIMESTAMPS, TENSORS) if level in levels)
 
 
 def _number(name: str, text: str) -> int:
@@ -199,8 +215,9 @@ def _configured(word: str, name: str, value: str, so_far: TraceSettings) -> dict
         raise InvalidArgument(f"--trace-config {word}: expected mode, or a setting of {', '.join(_CONFIGURED)}")
     if setting == "trace_file":
         return {setting: value}
-    earlier = tuple(level for level in so_far.trace_level if level != OFF)
+    # Levels that are given one by one hold together; OFF takes back those before it.
+    adds = setting == "trace_level" and so_far.leveled and _LEVELS.get(value.upper()) != OFF
     try:
-        return {setting: _parsed(setting, (*earlier, value) if setting == "trace_level" else (value,))}
+        return {setting: _parsed(setting, (*so_far.trace_level, value) if adds else (value,))}
     except CharoniaError as error:
         raise InvalidArgument(f"--trace-config {word}: {error.message}") from None

@@ -11,6 +11,7 @@ from urllib.parse import SplitResult, urlsplit
 from .errors import InvalidArgument
 from .exchange import Exchange
 from .span_settings import MODE, SpanSettings
+from .trace import trace_of
 from .trace_settings import TIMESTAMPS, Traces
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Sampled:
         self._level = TIMESTAMPS in traces.settings().trace_level
 
     def __call__(self, exchange: Exchange) -> None:
-        picked = exchange.found and self._traces.picks(exchange.model) is not None
+        picked = trace_of(exchange, self._traces) is not None
         if picked or (self._level and any(name in _PARENT for name, _ in exchange.headers)):
             self._tracer(exchange)
 

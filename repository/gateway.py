@@ -16,6 +16,7 @@ from ..core.model import Model, ModelConfig, ModelStats, TextModel
 from ..core.records import write_record
 from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
 from ..core.statistics import ModelStatistics
+from ..core.trace import trace_of, traced
 from .builder import Builder
 from .control import Control, Fixed
 from .entry import Serving
@@ -106,7 +107,10 @@ class Hub:
             self._refuse_when_exiting()
         serves = self.registry.serving(name, version)
         check(serves.config, request)
-        return Running(serves.model.infer(request), serves.tally, accounted=serves.text is not None)
+        answers, exchange = serves.model.infer(request), current()
+        if exchange is not None:
+            answers = traced(trace_of(exchange, self.commons.traces), request.inputs.values(), answers)
+        return Running(answers, serves.tally, accounted=serves.text is not None)
 
     def generate(self, name: str, request: GenerateRequest) -> Stream[GenerateChunk]:
         _name(request.id)

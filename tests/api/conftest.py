@@ -73,6 +73,7 @@ UNLISTED = (
     _single("single", "FP32", (-1, 2), batch=8),
     _single("text", "BYTES", (1,)),
     _single("texts", "BYTES", (2,)),
+    _single("free-texts", "BYTES", (-1,)),
     _single("free", "FP32", (-1, -1)),
     _single("decoupled", "FP32", (1,), decoupled=True),
     replace(_single("nested", "FP32", (1,)), inputs=(TensorSpec("parameters", "FP32", (1,)),)),

@@ -11,6 +11,7 @@ from grpc import StatusCode
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from charonia.api.grpc_options import GrpcOptions
+from charonia.api.grpc_rules import read_rules
 from charonia.api.grpc_server import GrpcServer
 from charonia.api.keys import Keyring
 from charonia.api.metadata import ServerInfo
@@ -34,7 +35,8 @@ class Served(NamedTuple):
 async def serving(gateway: Any, keys: Keyring | None = None, **options: Any) -> AsyncIterator[Served]:
     """The door to `gateway`, under `options` of the command line."""
     with bind("127.0.0.1", 0, "--grpc-port") as sock:
-        server = GrpcServer(gateway, INFO, GrpcOptions(grpc_address="127.0.0.1", **options), sock, keys)
+        chosen = GrpcOptions(grpc_address="127.0.0.1", **options)
+        server = GrpcServer(gateway, INFO, chosen, sock, read_rules(chosen, keys or Keyring()))
         await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             yield Served(server, channel)

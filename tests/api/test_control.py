@@ -79,7 +79,8 @@ async def test_index(client: httpx.AsyncClient, gateway: Any) -> None:
         assert (await client.post(path, json={"ready": True})).json() == everything[:1]
     response = await client.post("/v2/repository/index", json={"ready": 1})
     assert response.status_code == 400
-    assert response.json() == {"error": "Invalid value for 'ready': expected a boolean"}
+    expected = "Invalid value for 'ready': expected a boolean, attempt to access JSON non-boolean as boolean"
+    assert response.json() == {"error": expected}
 
 
 async def test_load_and_unload(client: httpx.AsyncClient, gateway: Any) -> None:
@@ -346,8 +347,11 @@ async def test_restricted(gateway: Any, name: str) -> None:
         (("health:key",), "must be <api>"),
         (("health:=value",), "must be <api>"),
         (("health:key=",), "must be <api>"),
-        (("helth:key=value",), "unknown API 'helth', there are health, "),
-        (("health,metadata:a=b", "metadata:c=d"), "API 'metadata' can not be specified in multiple groups"),
+        (("helth:key=value",), "unknown restricted api 'helth', there are health, "),
+        (
+            ("health,metadata:a=b", "metadata:c=d"),
+            "restricted api 'metadata' can not be specified in multiple config groups",
+        ),
     ],
 )
 def test_restrictions_that_mean_nothing(groups: tuple[str, ...], text: str) -> None:

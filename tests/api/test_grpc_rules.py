@@ -62,8 +62,11 @@ def test_every_rpc_belongs_to_a_protocol() -> None:
     ("options", "text"),
     [
         ({"grpc_restricted_protocol": ("inference",)}, "--grpc-restricted-protocol must be <api>"),
-        ({"grpc_restricted_protocol": ("all:k=v",)}, "--grpc-restricted-protocol: unknown API 'all'"),
-        ({"grpc_restricted_protocol": ("health:k=v", "health:k=w")}, "can not be specified in multiple groups"),
+        ({"grpc_restricted_protocol": ("all:k=v",)}, "--grpc-restricted-protocol: unknown restricted protocol 'all'"),
+        (
+            {"grpc_restricted_protocol": ("health:k=v", "health:k=w")},
+            "protocol 'health' can not be specified in multiple config groups",
+        ),
         ({"grpc_header_forward_pattern": "("}, "--grpc-header-forward-pattern: '[(]' is no regular expression"),
     ],
 )

@@ -455,15 +455,20 @@ async def test_header_length(client: httpx.AsyncClient, length: str, text: str) 
 @pytest.mark.parametrize(
     ("path", "size", "text"),
     [
-        (NUMBERS, 8, "Raw request must only have 1 input (found 4) to be deduced"),
+        (NUMBERS, 8, "Raw request must only have 1 input (found 1) to be deduced but got 4 inputs in 'numbers' model"),
         (
             "/v2/models/single/infer",
             2001,
             "Raw input has a byte_size (2001 bytes) that exceeds the maximum allowed value",
         ),
         ("/v2/models/single/infer", 9, "input byte size mismatch for input 'IN' for model 'single'. Expected 8, got 9"),
-        ("/v2/models/free/infer", 8, "The shape of Raw input 'IN' can not be deduced because there are more than one"),
-        ("/v2/models/texts/infer", 8, "For BYTES datatype raw input 'IN', the model must have input shape [1]"),
+        (
+            "/v2/models/free/infer",
+            8,
+            "The shape of the raw input 'IN' can not be deduced because there are more than one",
+        ),
+        ("/v2/models/texts/infer", 8, "For BYTE datatype raw input 'IN', the model must have input shape [1]"),
+        ("/v2/models/free-texts/infer", 8, "For BYTE datatype raw input 'IN', the model must have input shape [1]"),
     ],
 )
 async def test_refused_raw_requests(client: httpx.AsyncClient, path: str, size: int, text: str) -> None:

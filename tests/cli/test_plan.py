@@ -8,6 +8,7 @@ from charonia.api.http_options import HttpOptions
 from charonia.api.keys import KeyOptions
 from charonia.api.options import ServerOptions
 from charonia.cli.plan import entry, warn_of_open_control
+from charonia.core.errors import InvalidArgument
 from charonia.repository.options import RepositoryOptions
 
 EXPLICIT = RepositoryOptions(model_control_mode="explicit")
@@ -15,6 +16,16 @@ SERVER, NO_HTTP = ServerOptions(), ServerOptions(allow_http="false")
 KEYS = KeyOptions(api_key=("k",))
 HTTP = HttpOptions(http_restricted_api=("model-repository,logging:k=v",))
 GRPC = GrpcOptions(grpc_restricted_protocol=("model-repository:k=v",))
+
+
+def test_rules_that_mean_nothing_are_refused_before_anything_is_loaded() -> None:
+    for http, grpc, text in (
+        (HttpOptions(http_restricted_api=("helth:k=v",)), GrpcOptions(), "unknown restricted api 'helth'"),
+        (HttpOptions(), GrpcOptions(grpc_restricted_protocol=("all:k=v",)), "unknown restricted protocol 'all'"),
+        (HttpOptions(), GrpcOptions(grpc_header_forward_pattern="("), "--grpc-header-forward-pattern"),
+    ):
+        with pytest.raises(InvalidArgument, match=text):
+            entry(SERVER, http, KeyOptions(), grpc, CloudOptions())
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,10 @@ def test_trace_settings_as_texts() -> None:
     ("name", "values", "error", "text"),
     [
         ("trace_file", ["x"], Unsupported, "trace file location can not be updated through network protocol"),
-        ("trace_level", ["TENSORS"], Unsupported, "trace level 'TENSORS' is not served"),
         ("trace_level", ["loud"], InvalidArgument, "Unable to parse 'trace_level', got: loud"),
         ("trace_level", ["OFF", "TIMESTAMPS"], InvalidArgument, "Expect only one trace level 'OFF' is specified"),
+        ("trace_level", ["false", "on"], InvalidArgument, "Expect only one trace level 'OFF' is specified"),
+        ("trace_level", ["TENSORS", "loud"], InvalidArgument, "Unable to parse 'trace_level', got: loud"),
         ("trace_rate", ["often"], InvalidArgument, "Unable to parse 'trace_rate', got: often"),
         ("trace_rate", [""], InvalidArgument, "Unable to parse 'trace_rate', got: "),
         (
@@ -76,6 +77,19 @@ def test_wrong_trace_settings(name: str, values: list[str], error: type[Charonia
         traces.update({"trace_count": ["5"], name: values})
     assert caught.value.message == text
     assert traces.settings() == FILE, "nothing of a wrong change is kept"
+
+
+@pytest.mark.parametrize(
+    ("values", "levels"),
+    [
+        *[([name], ("TIMESTAMPS",)) for name in ("TIMESTAMPS", "MIN", "MAX", "true", "on", "Timestamps")],
+        *[([name], ("OFF",)) for name in ("OFF", "off", "false")],
+        (["TENSORS", "MAX", "MIN"], ("TIMESTAMPS", "TENSORS")),
+        (["tensors"], ("TENSORS",)),
+    ],
+)
+def test_levels_by_all_their_names(values: list[str], levels: tuple[str, ...]) -> None:
+    assert Traces(FILE).update({"trace_level": values}).trace_level == levels
 
 
 def test_a_models_own_settings_stand_over_those_of_all() -> None:

@@ -40,7 +40,7 @@ def test_what_one_writes_the_other_reads(regions: Regions, key: str) -> None:
     regions.register("out", key, 1000, 100)
     regions.view(Span("in", 1010, 4))[:] = b"abcd"
     assert bytes(regions.view(Span("out", 10, 4))) == b"abcd"
-    assert len(regions.view(Span("out", 100, 0))) == 0
+    assert len(regions.view(Span("out", 99, 0))) == 0
     assert regions.status() == [Region("in", key, 0, SIZE), Region("out", key, 1000, 100)]
     assert regions.status("out") == [Region("out", key, 1000, 100)]
 
@@ -89,11 +89,12 @@ def test_nothing_leaks(regions: Regions, key: str) -> None:
         (("b", "x" * 1000, 0, 10), Internal, f"Unable to open shared memory region: '{'x' * 1000}'"),
         (("b", "nu\0ll", 0, 10), Internal, "Unable to open shared memory region: 'nu\0ll'"),
         (("b", "\ud800", 0, 10), Internal, "Unable to open shared memory region: '\ud800'"),
-        (("b", "KEY", SIZE + 1, 1), InvalidArgument, "Invalid offset for shared memory region: 'b'"),
-        (("b", "KEY", -1, 1), InvalidArgument, "Invalid offset for shared memory region: 'b'"),
-        (("b", "KEY", 1, SIZE), InvalidArgument, "Invalid offset + byte size for shared memory region: 'b'"),
-        (("b", "KEY", 0, 2**64 - 1), InvalidArgument, "Invalid offset + byte size for shared memory region: 'b'"),
-        (("b", "KEY", 0, 0), InvalidArgument, "Invalid offset + byte size for shared memory region: 'b'"),
+        (("b", "/", 0, 10), InvalidArgument, "shared memory region 'b' has a key without a name: '/'"),
+        (("b", "", 0, 10), InvalidArgument, "shared memory region 'b' has a key without a name: ''"),
+        *[
+            (("b", "KEY", *outside), InvalidArgument, "failed to register shared memory region 'b': invalid args")
+            for outside in ((SIZE + 1, 1), (SIZE, 1), (-1, 1), (1, SIZE), (0, 2**64 - 1), (0, 0))
+        ],
         (
             ("b", "/triton_python_backend_shm_region_1", 0, 1),
             InvalidArgument,
@@ -115,7 +116,8 @@ def test_what_cannot_be_registered(
 @pytest.mark.parametrize(
     ("span", "text"),
     [
-        (Span("a", 101, 0), "Invalid offset for shared memory region: 'a'"),
+        (Span("a", 100, 0), "Invalid offset for shared memory region: 'a'"),
+        (Span("a", 100, 8), "Invalid offset for shared memory region: 'a'"),
         (Span("a", -1, 5), "Invalid offset for shared memory region: 'a'"),
         (Span("a", 50, 51), "Invalid offset + byte size for shared memory region: 'a'"),
         (Span("a", 50, -1), "Invalid offset + byte size for shared memory region: 'a'"),

@@ -1,14 +1,19 @@
 """Traces in files: what is in them, when they are whole, and when a new one begins."""
 
 import json
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.exchange import Computed, Exchange
+from charonia.core.request import InferResponse
 from charonia.core.span_settings import SpanSettings
+from charonia.core.tensor import Tensor
+from charonia.core.trace import trace_of, traced
 from charonia.core.trace_file import TraceFile, check_writable
 from charonia.core.trace_settings import Traces, TraceSettings, read_trace_config
 
@@ -19,7 +24,9 @@ def path(tmp_path: Path) -> Path:
 
 
 def tracing(path: Path, **settings: Any) -> tuple[Traces, TraceFile]:
-    traces = Traces(TraceSettings(("TIMESTAMPS",), **{"trace_rate": 1, "trace_file": str(path), **settings}))
+    traces = Traces(
+        TraceSettings(**{"trace_level": ("TIMESTAMPS",), "trace_rate": 1, "trace_file": str(path), **settings})
+    )
     return traces, TraceFile(traces)
 
 
@@ -31,8 +38,13 @@ def ended(model: str = "m", request_id: str = "", found: bool = True) -> Exchang
     return exchange
 
 
+def written(path: Path) -> list[dict[str, Any]]:
+    objects: list[dict[str, Any]] = json.loads(path.read_text())
+    return objects
+
+
 def ids(path: Path) -> list[int]:
-    return [each["id"] for each in json.loads(path.read_text()) if "timestamps" in each]
+    return [each["id"] for each in written(path) if "timestamps" in each]
 
 
 def test_a_trace_says_what_was_asked_and_when(path: Path) -> None:
@@ -86,6 +98,75 @@ def test_a_trace_of_a_classic_model_says_what_was_done_when(path: Path) -> None:
         ("COMPUTE_OUTPUT_START", 280),
         ("COMPUTE_END", 310),
     ]
+
+
+async def answered(responses: list[InferResponse], ended: list[bool]) -> AsyncGenerator[InferResponse, None]:
+    try:
+        for response in responses:
+            yield response
+    finally:
+        ended.append(True)
+
+
+async def test_tensors_are_written_as_they_passed(path: Path) -> None:
+    traces, file = tracing(path, trace_level=("TENSORS",), trace_rate=2)
+    lent = np.array([[0.1, 1e-30, np.nan]], np.float32)
+    inputs = [Tensor.of("IN", "FP32", lent), Tensor.of("TEXT", "BYTES", [b"a,b", b"\xff\xc3\xa9"])]
+    made = [Tensor.of("OUT", "BOOL", [True, False]), Tensor.of("HALF", "BF16", np.array(0x3F80, np.uint16))]
+    for model in ("not picked", "m"):
+        exchange, ended = Exchange("infer"), list[bool]()
+        exchange.model, exchange.version, exchange.found = model, "3", True
+        exchange.computed = Computed(1, 2, (3, 4, 5))
+        answers = traced(trace_of(exchange, traces), inputs, answered([InferResponse((each,)) for each in made], ended))
+        lent[:] = 7  # a client may, as soon as it is answered
+        assert [response.outputs[0] async for response in answers] == made
+        lent[:] = [0.1, 1e-30, np.nan]
+        exchange.close()
+        file(exchange)
+        assert ended == [True]
+    file.close()
+    first, *said = written(path)
+    assert first == {"id": 1, "model_name": "m", "model_version": 3}
+    given = [
+        {"name": "IN", "data": "0.1,1e-30,nan", "shape": "1,3", "dtype": "FP32"},
+        {"name": "TEXT", "data": '"a,b","\\xffé"', "shape": "2", "dtype": "BYTES"},
+    ]
+    outputs = [
+        {"name": "OUT", "data": "1,0", "shape": "2", "dtype": "BOOL"},
+        {"name": "HALF", "data": "1", "shape": "", "dtype": "BF16"},
+    ]
+    activities = (("QUEUE_INPUT", given), ("BACKEND_INPUT", given), ("BACKEND_OUTPUT", outputs))
+    expected = [(f"TENSOR_{name}", tensor) for name, tensors in activities for tensor in tensors]
+    assert [(each["activity"], each["tensor"]) for each in said] == expected
+
+
+async def test_a_tensor_without_end_is_cut(path: Path) -> None:
+    traces, file = tracing(path, trace_level=("TENSORS",), trace_count=1)
+    large = [Tensor.of("N", "INT32", np.arange(1 << 20)), Tensor.of("S", "BYTES", [b"x" * 100] * 10000)]
+    exchange = Exchange("infer")
+    exchange.found = True
+    responses = [InferResponse((Tensor.of("OUT", "INT8", [number % 100]),)) for number in range(3000)]
+    answers = traced(trace_of(exchange, traces), large, answered(responses, []))
+    assert len([response async for response in answers]) == 3000
+    exchange.close()
+    file(exchange)
+    file.close()
+    said = [each for each in written(path) if "tensor" in each]
+    assert said[0]["tensor"]["data"].endswith("16382,16383,...")
+    assert 200_000 < len(said[1]["tensor"]["data"]) < 300_000
+    assert [each["activity"] for each in said[:3]] == ["TENSOR_QUEUE_INPUT"] * 2 + ["TENSOR_BACKEND_OUTPUT"]
+    assert len(said) == 2 + 1024
+
+
+def test_the_file_is_whole_when_those_picked_last_end_first(path: Path) -> None:
+    traces, file = tracing(path, trace_count=2)
+    first, last = ended(request_id="first"), ended(request_id="last")
+    for exchange in (first, last):
+        trace_of(exchange, traces)
+    for exchange in (last, first):
+        file(exchange)
+    assert [each.get("request_id") for each in written(path)] == ["last", None, "first", None]
+    file.close()
 
 
 def test_the_file_is_whole_when_a_count_is_out_a_setting_changed_or_at_the_end(path: Path) -> None:
@@ -191,6 +272,9 @@ def test_without_a_file_it_is_said_that_nothing_is_traced(caplog: pytest.LogCapt
             TraceSettings(("TIMESTAMPS",), 10, 7, 5, "/t"),
         ),
         (["file=a=b"], TraceSettings(trace_file="a=b")),
+        (["level=MAX", "level=TENSORS", "level=min"], TraceSettings(("TIMESTAMPS", "TENSORS"))),
+        (["level=tensors", "level=off"], TraceSettings()),
+        (["level=false", "level=true"], TraceSettings(("TIMESTAMPS",))),
         (["opentelemetry,bsp_schedule_delay=1"], TraceSettings()),
         (
             ["opentelemetry,url=http://c/t", "opentelemetry,resource=service.name=ferry", "mode=opentelemetry"],
@@ -206,7 +290,7 @@ def test_what_the_server_starts_with(words: list[str], settings: TraceSettings) 
     ("word", "text"),
     [
         ("rate=often", "--trace-config rate=often: Unable to parse 'trace_rate', got: often"),
-        ("level=TENSORS", "--trace-config level=TENSORS: trace level 'TENSORS' is not served"),
+        ("level=loud", "--trace-config level=loud: Unable to parse 'trace_level', got: loud"),
         ("rate", "--trace-config rate: expected mode, or a setting of level, rate, count, log-frequency, file"),
         ("mode=none", "--trace-config mode=none: expected mode, or a setting of level, rate, count"),
         ("opentelemetry,url=x", "--trace-config opentelemetry,url=x: expected url=http://..., resource=<key>=<value>,"),

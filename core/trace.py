@@ -1,0 +1,96 @@
+"""The trace of one request: whether it is kept, by which settings, and the tensors that went in and came out.
+
+A tensor becomes text when it passes: what clients lend in shared memory may be something else a moment later.
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .exchange import Exchange
+from .gateway import Stream
+from .request import InferResponse
+from .tensor import Tensor
+from .trace_settings import Traces, TraceSettings
+
+TensorText: TypeAlias = dict[str, str]
+"""A tensor's `name`, `data`, `shape` and `dtype` as tritonserver writes them, elements and dims between commas."""
+
+_ELEMENTS = 1 << 14
+"""Elements of one tensor that are written; the event loop waits meanwhile, a millisecond for each thousand."""
+
+_BYTES = 1 << 18
+"""Bytes of one tensor's strings that are written."""
+
+_TENSORS = 1024
+"""Output tensors of one request that are written: a stream has no end."""
+
+
+@dataclass(slots=True)
+class Trace:
+    """Of a request that is traced by `settings`."""
+
+    settings: TraceSettings
+    inputs: list[TensorText] = field(default_factory=list)
+    outputs: list[TensorText] = field(default_factory=list)
+
+
+def trace_of(exchange: Exchange, traces: Traces) -> Trace | None:
+    """The trace of a request, if it is to leave one: the first who asks decides it. A request that is for no model
+    leaves none."""
+    if not exchange.sampled:
+        settings = traces.picks(exchange.model) if exchange.found else None
+        exchange.sampled = True
+        exchange.trace = None if settings is None else Trace(settings)
+    return exchange.trace
+
+
+def traced(
+    trace: Trace | None, inputs: Iterable[Tensor], answers: AsyncIterator[InferResponse]
+) -> AsyncIterator[InferResponse]:
+    """The answers as they are; where the settings say TENSORS, the trace keeps what goes in, and what passes."""
+    if trace is None or not trace.settings.tensors:
+        return answers
+    trace.inputs += map(_text, inputs)
+    return _traced(trace.outputs, answers)
+
+
+async def _traced(kept: list[TensorText], answers: AsyncIterator[InferResponse]) -> AsyncGenerator[InferResponse, None]:
+    async with aclosing(cast("Stream[InferResponse]", answers)) as stream:
+        async for response in stream:
+            kept += map(_text, response.outputs[: _TENSORS - len(kept)])
+            yield response
+
+
+def _text(tensor: Tensor) -> TensorText:
+    flat = tensor.data.reshape(-1)
+    first = flat[:_ELEMENTS]
+    elements = _strings(first) if tensor.datatype == "BYTES" else _numbers(tensor.datatype, first)
+    if len(elements) < len(flat):
+        elements.append("...")
+    shape = ",".join(map(str, tensor.shape))
+    return {"name": tensor.name, "data": ",".join(elements), "shape": shape, "dtype": tensor.datatype}
+
+
+def _numbers(datatype: str, flat: NDArray[Any]) -> list[str]:
+    """Floats as short as they can be told; of FP32 eight digits."""
+    if datatype == "BF16":
+        flat = (flat.astype(np.uint32) << 16).view(np.float32)
+    if datatype in ("FP16", "BF16", "FP32"):
+        return [format(value, ".8g") for value in flat.tolist()]
+    return [str(int(value)) if datatype == "BOOL" else str(value) for value in flat.tolist()]
+
+
+def _strings(flat: NDArray[Any]) -> list[str]:
+    """In quotes; bytes that are no text are escaped."""
+    room, written = _BYTES, []
+    for element in flat:
+        room -= len(element)
+        if room < 0:
+            break
+        written.append(f'"{element.decode(errors="backslashreplace")}"')
+    return written
