@@ -1,5 +1,6 @@
 """Where `charonia` begins and ends. Imports nothing of it at first: a Ctrl-C is heard from the first moment on."""
 
+import atexit
 import errno
 import os
 import sys
@@ -23,7 +24,8 @@ def main() -> None:
         if error.errno not in _FULL:
             raise
         status = _unheard(f"cannot write: {os.strerror(error.errno)}")
-    sys.exit(status)
+    atexit._run_exitfuncs()
+    os._exit(status or 0)  # a model that hangs in a thread would hold the interpreter up at its end, or bring it down
 
 
 def _unheard(why: str) -> int:

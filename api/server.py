@@ -78,23 +78,32 @@ class Servers:
 
 
 class StopSignals:
-    """SIGINT and SIGTERM as two events: the first asks to stop, the second insists."""
+    """SIGINT and SIGTERM as two events: the first asks to stop, the second insists. A third ends the process.
+
+    The interpreter's handlers and not the event loop's, which may be stuck. From the second signal on, and after the
+    block, there are none: then the system ends the process, whatever it does.
+    """
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.insisted = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._next = iter((self.asked, self.insisted))
 
     def __enter__(self) -> "StopSignals":
         for number in _SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self._receive)
+            signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number in _SIGNALS:
-            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
 
-    def _receive(self) -> None:
-        (self.insisted if self.asked.is_set() else self.asked).set()
+    def _receive(self, *_: object) -> None:
+        event = next(self._next)
+        self._loop.call_soon_threadsafe(event.set)
+        if event is self.insisted:
+            self.__exit__()
 
 
 class HttpServer:

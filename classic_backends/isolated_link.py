@@ -3,17 +3,16 @@
 Knows nothing of models. Used once: a process that is lost is lost, and another one is another link.
 """
 
-import atexit
 import logging
 import select
 import signal
 from collections.abc import Callable
-from multiprocessing import get_context
+from multiprocessing import Pipe
 from typing import Any
 
 import msgspec
 
-from ..core.child import start_deaf
+from ..core.child import Child
 from .isolated_messages import FromInstance, Said, ToInstance
 
 log = logging.getLogger(__name__)
@@ -36,15 +35,11 @@ class Link:
     def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode: Callable[[bytes], FromInstance] = msgspec.msgpack.Decoder(FromInstance).decode
-        context = get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=target, args=(theirs, *arguments), name="charonia-model")
+        self._connection, theirs = Pipe()
         self.lost = False
-        atexit.register(self.kill)
         try:
-            start_deaf(self._process)
+            self._process = Child("charonia-model", target, theirs, *arguments)
         except BaseException:
-            atexit.unregister(self.kill)
             self._connection.close()
             raise
         finally:
@@ -54,7 +49,7 @@ class Link:
             self._waits.register(descriptor, select.POLLIN)
 
     @property
-    def pid(self) -> int | None:
+    def pid(self) -> int:
         return self._process.pid
 
     @property
@@ -77,20 +72,12 @@ class Link:
 
     def kill(self) -> None:
         """From any thread."""
-        try:
-            self._process.kill()
-        except ValueError:
-            return  # it is buried
+        self._process.kill()
 
     def close(self) -> None:
         """Let it end by itself, or else kill it; it is gone afterwards."""
         self._connection.close()
-        self._process.join(_LEAVE_SECONDS)
-        if self._process.exitcode is None:
-            self._process.kill()
-            self._process.join()
-        self._process.close()
-        atexit.unregister(self.kill)
+        self._process.close(_LEAVE_SECONDS)
 
     def _receive(self) -> FromInstance:
         # Processes that the model started may hold the connection open.
@@ -104,8 +91,7 @@ class Link:
 
     def _loss(self) -> Lost:
         self.lost = True
-        self._process.join(_LEAVE_SECONDS)
-        return Lost(_how(self._process.exitcode))
+        return Lost(_how(self._process.wait(_LEAVE_SECONDS)))
 
 
 def _how(exit_code: int | None) -> str:

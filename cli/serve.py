@@ -2,9 +2,8 @@
 
 import asyncio
 import logging
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from ..api.options import true
@@ -41,7 +40,6 @@ async def run(plan: Plan, tracer: "Tracer | None") -> int:
     keeper = plan.selection.keeper(hub)
     with (
         reserved(plan.server, plan.grpc, plan.entry.clouds) as ports,
-        _killable_at_the_end(),
         StopSignals() as stop,
         lag,
         closing(traces),
@@ -58,15 +56,6 @@ async def run(plan: Plan, tracer: "Tracer | None") -> int:
             loading.cancel()
             hub.exit()
             await hub.unload()
-
-
-@contextmanager
-def _killable_at_the_end() -> Iterator[None]:
-    """Who insists while the interpreter tidies up ends it there and then, without a traceback of what it was doing."""
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _hub(plan: Plan, lag: LoopLag, traces: TraceFile, tracer: "Tracer | None") -> Hub:

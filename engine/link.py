@@ -5,7 +5,6 @@ Knows nothing of requests. Used once; a restart makes a new link, so no message 
 
 import asyncio
 import atexit
-import multiprocessing
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,7 +12,7 @@ from contextlib import ExitStack
 import msgspec
 import zmq
 
-from ..core.child import start_deaf
+from ..core.child import Child
 from ..core.scratch import ScratchDirectory
 from .config import EngineConfig
 from .messages import FromCore, Shutdown, ToCore
@@ -49,12 +48,9 @@ class CoreLink:
             self._context = belongings.enter_context(zmq.Context())
             self._outbox = belongings.enter_context(self._bound(zmq.PUSH, Address.under(directory).to_core))
             self._inbox = belongings.enter_context(self._bound(zmq.PULL, Address.under(directory).from_core))
-            self._process = multiprocessing.get_context("spawn").Process(
-                target=main, args=(config, directory), name="charonia-core"
-            )
-            start_deaf(self._process)
+            self._process = Child("charonia-core", main, config, directory)
             self._belongings = belongings.pop_all()
-        atexit.register(self._abandon)
+        atexit.register(self._belongings.close)
         self._listen()
 
     @property
@@ -119,16 +115,11 @@ class CoreLink:
         self._loop.call_later(_LAST_WORDS_SECONDS, self._bury)
 
     def _bury(self) -> None:
-        self._hear()
-        self._loop.remove_reader(self._inbox.FD)
-        self._process.join()
-        exit_code = self._process.exitcode
-        self._process.close()
-        self._belongings.close()
-        atexit.unregister(self._abandon)
-        self.ended.set_result(-1 if exit_code is None else exit_code)
-
-    def _abandon(self) -> None:
-        """The interpreter exits and nobody has stopped this core."""
-        self._process.kill()
-        self._belongings.close()
+        try:
+            self._hear()
+        finally:  # whatever it said, and whatever came of that
+            self._loop.remove_reader(self._inbox.FD)
+            exit_code = self._process.close()
+            self._belongings.close()
+            atexit.unregister(self._belongings.close)
+            self.ended.set_result(exit_code)

@@ -3,15 +3,14 @@
 Knows nothing of what is said on their lines.
 """
 
-import multiprocessing
 import os
 import time
 from collections.abc import Sequence
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from typing import Protocol
 
-from ...core.child import die_with_parent, leave_signals_to_parent, show_name
+from ...core.child import Child, die_with_parent, leave_signals_to_parent, show_name
 from ..config import EngineConfig
 from .board import Memory
 from .layout import Layout
@@ -54,7 +53,7 @@ class Processes:
     def __init__(self, config: EngineConfig, layout: Layout) -> None:
         self.memory = Memory.create()
         self.lines: list[Connection] = []
-        self._processes: list[BaseProcess] = []
+        self._processes: list[Child] = []
         try:
             for rank in range(layout.world):
                 self._start(config, layout, rank)
@@ -64,24 +63,18 @@ class Processes:
             raise
 
     def _start(self, config: EngineConfig, layout: Layout, rank: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
+        ours, theirs = Pipe()
         self.lines.append(ours)
         with theirs:  # theirs alone: it breaks when the rank ends
-            process = context.Process(
-                target=_main, args=(config, layout, rank, theirs, self.memory), name=layout.name(rank), daemon=True
-            )
-            process.start()
-        self._processes.append(process)
+            self._processes.append(Child(layout.name(rank), _main, config, layout, rank, theirs, self.memory))
 
     @property
     def pids(self) -> list[int]:
-        return [process.pid for process in self._processes if process.pid is not None]
+        return [process.pid for process in self._processes]
 
     def fate(self, rank: int) -> str:
-        process = self._processes[rank]
-        process.join(_DEATH_SECONDS)
-        return f"died (exit code {process.exitcode})" if process.exitcode is not None else "does not answer"
+        exit_code = self._processes[rank].wait(_DEATH_SECONDS)
+        return f"died (exit code {exit_code})" if exit_code is not None else "does not answer"
 
     def kill(self) -> None:
         for process in self._processes:
@@ -90,10 +83,10 @@ class Processes:
     def end(self, patience: float) -> None:
         deadline = time.monotonic() + patience
         for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+            process.wait(max(0.0, deadline - time.monotonic()))
         self.kill()
         for process in self._processes:
-            process.join()
+            process.wait()
 
     def close(self) -> None:
         for line in self.lines:

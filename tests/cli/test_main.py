@@ -1,8 +1,10 @@
 """The command's first moments and its last: signals, and standard streams that nobody gave it."""
 
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 INTERRUPTED = """
@@ -17,6 +19,33 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 sys.meta_path.insert(0, Interrupting())
 from charonia.__main__ import main
 main()
+"""
+
+STUCK = """
+import uvloop
+from charonia.api.server import StopSignals
+
+async def serve():
+    with StopSignals():
+        print("serving", flush=True)
+        while True:
+            pass
+
+uvloop.run(serve())
+"""
+HANGING = """
+import atexit, threading
+from concurrent.futures import ThreadPoolExecutor
+from charonia import __main__
+from charonia.cli import app
+
+def serve():
+    atexit.register(print, "tidied up")
+    ThreadPoolExecutor(1).submit(threading.Event().wait)
+    return 3
+
+app.app = serve
+__main__.main()
 """
 
 
@@ -49,3 +78,20 @@ def test_what_it_starts_inherits_streams_that_were_closed() -> None:
     code = "import os; from charonia.__main__ import _open_what_was_closed as go; go(); os.execlp('cat', 'cat')"
     done = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-c", code], timeout=60, check=False)
     assert done.returncode == 0
+
+
+def test_the_third_signal_ends_a_server_whose_event_loop_is_stuck() -> None:
+    with subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"serving\n"
+        deadline = time.monotonic() + 60
+        while server.poll() is None and time.monotonic() < deadline:
+            server.send_signal(signal.SIGTERM)  # one that comes before the last was taken is none
+            time.sleep(0.01)
+        server.kill()
+    assert server.returncode == -signal.SIGTERM
+
+
+def test_a_thread_that_hangs_does_not_hold_up_the_end() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "tidied up\n", "")

@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 
-from charonia.bench import proof_bodies, proof_disconnects, proof_fairness, proof_kills, proof_overload, proof_soak
+from charonia.bench import (
+    proof_bodies,
+    proof_disconnects,
+    proof_fairness,
+    proof_kills,
+    proof_overload,
+    proof_processes,
+    proof_soak,
+)
 from charonia.bench.fake_load import fake_server, open_load, records_of
 from charonia.bench.load_doors import OK
 from charonia.bench.serve_census import census
@@ -46,6 +54,13 @@ def test_nobody_is_lost_with_a_core() -> None:
     assert len(aftermath.away) == aftermath.restarts == 1
     assert aftermath.answered
     assert aftermath.told
+
+
+def test_models_come_and_go_while_their_processes_are_killed() -> None:
+    with proof_processes.served([proof_processes.COUNTING]) as place:
+        fought = proof_processes.fight(place, [proof_processes.COUNTING], rounds=1)
+    assert fought.faults == []
+    assert fought.loaded + fought.failed == 1
 
 
 async def test_everything_at_once_for_a_moment(place: Place) -> None:
