@@ -3,6 +3,7 @@
 Pure logic over the times it is told (nanoseconds); asked whenever an instance is free. Knows nothing of tensors.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
@@ -179,7 +180,8 @@ class Batcher(Generic[T]):
 
     def _next_size(self, size: int) -> int:
         """The first size above `size` that changes anything."""
-        return min((each for each in self._rules.preferred if each > size), default=self._largest)
+        above = bisect_right(self._rules.preferred, size)
+        return self._rules.preferred[above] if above < len(self._rules.preferred) else self._largest
 
     def check_integrity(self) -> None:
         """Raises `AssertionError`."""

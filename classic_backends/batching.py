@@ -3,7 +3,7 @@
 Knows nothing of requests. Times are nanoseconds here, microseconds in the config.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -40,13 +40,13 @@ NO_POLICY = QueuePolicy()
 class Batching:
     """How requests become batches of at most `max_size`; where `combine` is false, each is a batch of its own.
 
-    `preferred` sizes leave at once; others wait until the oldest request has waited `max_delay`. `levels`: how many
-    priority levels, 1 the highest. `ordered`: responses leave in the order in which requests came.
+    `preferred` sizes, in ascending order, leave at once; others wait until the oldest request has waited `max_delay`.
+    `levels`: how many priority levels, 1 the highest. `ordered`: responses leave in the order in which requests came.
     """
 
     combine: bool = False
     max_size: int = 1
-    preferred: frozenset[int] = frozenset()
+    preferred: Sequence[int] = ()
     max_delay: int = 0
     ordered: bool = False
     levels: int = 1
@@ -57,7 +57,7 @@ class Batching:
     @property
     def largest(self) -> int:
         """No batch waits for more than this."""
-        return max(self.preferred, default=self.max_size)
+        return self.preferred[-1] if self.preferred else self.max_size
 
     @property
     def reorders(self) -> bool:
@@ -103,9 +103,9 @@ def read_batching(document: Document, max_batch_size: int, decoupled: bool) -> B
     return rules
 
 
-def preferred_sizes(asked: Document, max_batch_size: int, field: str) -> frozenset[int]:
-    """Of the batcher in the `field` of a config. Raises `InvalidArgument` for one that no batch has."""
-    sizes = frozenset(int(size) for size in asked.get("preferred_batch_size", ()))
+def preferred_sizes(asked: Document, max_batch_size: int, field: str) -> tuple[int, ...]:
+    """Of the batcher in the `field` of a config, ascending. Raises `InvalidArgument` for one that no batch has."""
+    sizes = tuple(sorted({int(size) for size in asked.get("preferred_batch_size", ())}))
     for size in sizes:
         if size < 1 or size > max(max_batch_size, 1):
             batcher = field.partition(".")[0].replace("_", " ")

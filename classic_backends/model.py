@@ -210,8 +210,9 @@ class ClassicModel:
         config = self._config if self._sequences is None else self._sequences.config
         runtime = self._loader.load(self._directory, config, slot.place, self._parameters)
         try:
-            for request in self._warm_up:
-                self._warm(runtime, request, slot.place.name)
+            for sample in self._warm_up:
+                for _ in range(sample.times):
+                    self._warm(runtime, sample.request, slot.place.name)
         except BaseException:
             runtime.close()
             raise

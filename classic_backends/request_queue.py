@@ -3,6 +3,7 @@
 Pure bookkeeping over the times it is told (nanoseconds); one caller at a time. Knows nothing of batches.
 """
 
+from bisect import insort
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
@@ -47,11 +48,13 @@ class _Level(Generic[T]):
 
 
 class RequestQueue(Generic[T]):
-    """`size`: the batches of all who wait, added up."""
+    """`size`: the batches of all who wait, added up. A level is there while somebody waits in it, the default level
+    always: a config may have as many as a 64-bit number says."""
 
     def __init__(self, rules: Batching) -> None:
         self._rules = rules
-        self._levels = {level: _Level[T]() for level in range(1, rules.levels + 1)}
+        self._levels = {rules.default_level: _Level[T]()}
+        self._order = [rules.default_level]
         self._deadlines: list[tuple[int, int, Waiting[T]]] = []
         self._serial = count()
         self._dated = 0
@@ -62,14 +65,18 @@ class RequestQueue(Generic[T]):
 
     def __iter__(self) -> Iterator[Waiting[T]]:
         """In the order in which they are served; not to be changed meanwhile."""
-        for level in self._levels.values():
+        for number in self._order:
+            level = self._levels[number]
             yield from level.fresh
             yield from level.late
 
     def add(self, request: Waiting[T], now: int) -> bool:
         """False: its level is full, and nothing has changed."""
         number = self._rules.level_of(request.priority)
-        policy, level = self._rules.policy_of(number), self._levels[number]
+        policy, level = self._rules.policy_of(number), self._levels.get(number)
+        if level is None:
+            level = self._levels[number] = _Level()
+            insort(self._order, number)
         if policy.max_size and len(level) >= policy.max_size:
             return False
         request.level, request.arrived, request.queued = number, now, True
@@ -91,6 +98,9 @@ class RequestQueue(Generic[T]):
             self._dated -= request.deadline is not None
         else:
             del level.late[request]
+        if not level and request.level != self._rules.default_level:
+            del self._levels[request.level]
+            self._order.remove(request.level)
         request.queued = False
         self.size -= request.size
         self._sweep()
@@ -133,7 +143,9 @@ class RequestQueue(Generic[T]):
         waiting = list(self)
         assert len(set(waiting)) == len(waiting) == len(self)
         assert self.size == sum(request.size for request in waiting)
+        assert self._order == sorted(self._levels)
         for number, level in self._levels.items():
+            assert level or number == self._rules.default_level
             members = chain(level.fresh, level.late)
             assert all(request.queued and request.level == number for request in members)
             assert all(request.deadline is not None for request in level.late)

@@ -55,8 +55,10 @@ class Roll(Generic[H]):
         self._of: dict[Request, OpenSequence[H]] = {}
         self._backlog: dict[OpenSequence[H], None] = {}
         self._idle: dict[OpenSequence[H], int] = {}
+        # Seats that were left, and of each host the first that no sequence had yet.
         self._free: list[Seat[H]] = []
-        self._hosts: set[H] = set()
+        # How many seats of each host a sequence had at some time.
+        self._hosts: dict[H, int] = {}
         self._serial = count()
 
     def __len__(self) -> int:
@@ -81,17 +83,15 @@ class Roll(Generic[H]):
     @property
     def taken(self) -> int:
         """Of those, the ones that sequences sit on."""
-        return self.seats - len(self._free)
+        return sum(self._hosts.values()) - sum(seat.row < self._hosts[seat.host] for seat in self._free)
 
     def add_host(self, host: H) -> None:
-        serial = next(self._serial)
-        self._hosts.add(host)
-        self._free += [Seat(row, serial, host) for row in range(self._seating.seats)]
-        heapify(self._free)
+        self._hosts[host] = 0
+        heappush(self._free, Seat(0, next(self._serial), host))
 
     def remove_host(self, host: H) -> None:
         """Its sequences are lost."""
-        self._hosts.discard(host)
+        self._hosts.pop(host, None)
         self._free = [seat for seat in self._free if seat.host != host]
         heapify(self._free)
         seated = {*self._idle, *self._of.values(), *self._open.values()} - self._backlog.keys()
@@ -140,10 +140,19 @@ class Roll(Generic[H]):
         while self._backlog and self._free:
             sequence = next(iter(self._backlog))
             del self._backlog[sequence]
-            sequence.seat, sequence.deadline = heappop(self._free), None
+            sequence.seat, sequence.deadline = self._take(), None
             sequence.context.row = sequence.seat.row
             seated.append(sequence)
         return seated
+
+    def _take(self) -> Seat[H]:
+        """The first that is free; after one that nobody had yet, the next of its host is."""
+        seat = heappop(self._free)
+        if seat.row == self._hosts[seat.host]:
+            self._hosts[seat.host] += 1
+            if seat.row + 1 < self._seating.seats:
+                heappush(self._free, seat._replace(row=seat.row + 1))
+        return seat
 
     def of(self, request: Request) -> OpenSequence[H] | None:
         """Whose request it is; None once it is settled."""
@@ -211,5 +220,7 @@ class Roll(Generic[H]):
         assert all(each.pending and each.seat is None for each in self._backlog)
         assert all(each.pending or each in self._idle for each in known)
         taken = [each.seat for each in known if each.seat is not None and each.seat.host in self._hosts]
-        seats = [*self._free, *taken]
-        assert len(seats) == len(set(seats)) == self.seats
+        assert len(taken) == self.taken
+        for host, had in self._hosts.items():
+            rows = sorted(seat.row for seat in (*self._free, *taken) if seat.host == host)
+            assert rows == list(range(min(had + 1, self._seating.seats)))

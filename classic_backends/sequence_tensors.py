@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..core.errors import InvalidArgument
 from ..core.model import Document, ModelConfig
-from ..core.tensor import NUMPY_TYPES, Tensor, TensorSpec, blank
+from ..core.tensor import MOST_BYTES, NUMPY_TYPES, Tensor, TensorSpec, blank, small_enough
 
 _FIELD = "sequence_batching"
 _FORMS = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false_true": "BOOL"}
@@ -109,6 +109,8 @@ def _state(asked: Document, initial: Mapping[str, Tensor], batched: bool) -> Sta
     if not datatype or not dims or any(dim < 1 and dim != -1 for dim in dims):
         message = f"state '{name}' must have a data_type, and dims that are at least 1, or -1, got {list(dims)}"
         raise _refuse(message, "state")
+    if not small_enough(datatype, tuple(map(abs, dims))):
+        raise _refuse(f"state '{name}' must have at most 64 dims and {MOST_BYTES} bytes, got {list(dims)}", "state")
     begin = _beginning(datatype, dims, initial.get(name))
     return State(name, output, datatype, dims, begin[np.newaxis] if batched else begin)
 

@@ -102,6 +102,6 @@ def _direct(asked: Document, config: ModelConfig) -> tuple[int, Batching]:
     return seats, Batching(
         combine=config.max_batch_size > 0 and not config.decoupled,
         max_size=seats,
-        preferred=frozenset(range(enough, seats + 1)) if part else frozenset(),
+        preferred=range(enough, seats + 1) if part else (),
         max_delay=delay,
     )

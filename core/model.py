@@ -50,11 +50,18 @@ class ModelStats:
     kv_token_capacity: int = 0
 
 
-class Samples(NamedTuple):
-    """Data that a config asks for and that lies beside it: `warm_up`, requests that every instance answers before the
-    model is ready; `states`, what the first request of a sequence gets of a state, by the state's input."""
+class WarmUp(NamedTuple):
+    """A request that every instance answers so many `times` before the model is ready."""
 
-    warm_up: Sequence[InferRequest] = ()
+    request: InferRequest
+    times: int = 1
+
+
+class Samples(NamedTuple):
+    """Data that a config asks for and that lies beside it: `warm_up`, in this order; `states`, what the first request
+    of a sequence gets of a state, by the state's input."""
+
+    warm_up: Sequence[WarmUp] = ()
     states: Mapping[str, Tensor] = {}
 
 

@@ -1,5 +1,6 @@
 """Tensors as the KServe v2 protocol names and types them."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,15 @@ NUMPY_TYPES: dict[str, DTypeLike] = {
     "BYTES": np.object_,
 }
 """v2 datatype -> numpy dtype. BF16, for which numpy has no type, is its bits; BYTES elements are `bytes`."""
+
+
+MOST_BYTES = 2**31 - 1
+"""Of a tensor that a config asks for by its shape alone: no gRPC message carries more."""
+
+
+def small_enough(datatype: str, shape: tuple[int, ...]) -> bool:
+    """Whether a config may ask for this tensor by its shape, which a few digits make as large as they like."""
+    return len(shape) <= 64 and math.prod(shape) * np.dtype(NUMPY_TYPES[datatype]).itemsize <= MOST_BYTES
 
 
 def blank(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:

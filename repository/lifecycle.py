@@ -154,7 +154,7 @@ class Lifecycle:
             entry.version(number).state, entry.version(number).reason = State.LOADING, ""
         try:
             made = await recipe()
-            model = await _loaded(made, on_progress)
+            model = await self._loaded(made, on_progress)
         except CharoniaError as error:
             told = located(error, file)
             entry.fail(told.message, [number])
@@ -166,6 +166,16 @@ class Lifecycle:
         tally = Tally(self._registry.tally)
         took = time.monotonic() - started
         return Serving(model, made.describe(model.config), tally, took, release=made.release)
+
+    async def _loaded(self, recipe: Recipe, on_progress: OnProgress) -> Model:
+        try:
+            model = await self.aside(recipe.make, on_progress)
+            await model.load()
+            recipe.loaded(model)
+        except BaseException:
+            recipe.release()
+            raise
+        return model
 
     async def _abandon(self, loaded: Sequence[Serving]) -> None:
         """They were loaded in vain."""
@@ -206,17 +216,6 @@ class Lifecycle:
 async def _one_has_gone(leaving: set[asyncio.Task[None]]) -> bool:
     gone, _ = await asyncio.wait(leaving, timeout=_PATIENCE, return_when=asyncio.FIRST_COMPLETED)
     return bool(gone)
-
-
-async def _loaded(recipe: Recipe, on_progress: OnProgress) -> Model:
-    try:
-        model = recipe.make(on_progress)
-        await model.load()
-        recipe.loaded(model)
-    except BaseException:
-        recipe.release()
-        raise
-    return model
 
 
 async def _by_hand(build: Callable[[], Model]) -> Recipe:

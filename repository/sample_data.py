@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import InvalidArgument
-from ..core.tensor import NUMPY_TYPES, Tensor, blank
+from ..core.tensor import MOST_BYTES, NUMPY_TYPES, Tensor, blank, small_enough
 from .document import Config, datatype_of
 from .labels import inside
 
@@ -32,6 +32,9 @@ class Sample(NamedTuple):
         if self.given.data_type == 0:
             raise InvalidArgument(f"{self.of} must specify 'data_type'", field=f"{self.field}.data_type")
         datatype, shape = datatype_of(self.given), (*batch, *self.given.dims)
+        if not small_enough(datatype, shape):
+            message = f"{self.of} must have at most 64 dimensions and {MOST_BYTES} bytes, got shape {list(shape)}"
+            raise InvalidArgument(message, field=f"{self.field}.dims")
         return Tensor(name, datatype, shape, self._data(datatype, shape, files))
 
     def _data(self, datatype: str, shape: tuple[int, ...], files: Path) -> NDArray[Any]:

@@ -7,29 +7,28 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..core.errors import InvalidArgument
-from ..core.model import ModelConfig
+from ..core.model import ModelConfig, WarmUp
 from ..core.request import InferRequest
 from .document import Config
 from .sample_data import Sample
 from .validation import check
 
 
-def read_warmup(config: Config, directory: Path) -> tuple[InferRequest, ...]:
-    """The samples, each as often as it counts, with data from `warmup/` in the model's directory.
+def read_warmup(config: Config, directory: Path) -> tuple[WarmUp, ...]:
+    """The samples, with data from `warmup/` in the model's directory.
 
     Raises:
         InvalidArgument: a sample does not fit the model, or its file not the sample.
     """
-    samples = ((_sample(config, sample, directory), max(sample.count, 1)) for sample in config.model_warmup)
-    return tuple(request for request, count in samples for _ in range(count))
+    return tuple(WarmUp(_sample(config, each, directory), max(each.count, 1)) for each in config.model_warmup)
 
 
-def check_samples(config: ModelConfig, samples: Iterable[InferRequest]) -> None:
+def check_samples(config: ModelConfig, samples: Iterable[WarmUp]) -> None:
     """Raises `InvalidArgument` for one that no client could ask. Those of a stateful model have controls and states
     among their inputs, if they like."""
     if "sequence_batching" in config.document:
         return
-    for sample in samples:
+    for sample, _ in samples:
         try:
             check(config, sample)
         except InvalidArgument as error:

@@ -16,7 +16,7 @@ Request = Waiting[str]
 
 
 def batching(max_size: int = 8, **fields: Any) -> Batching:
-    fields["preferred"] = frozenset(fields.get("preferred", (max_size,)))
+    fields["preferred"] = tuple(sorted(fields.get("preferred", (max_size,))))
     return Batching(combine=True, max_size=max_size, **fields)
 
 
@@ -174,8 +174,8 @@ class Plain:
         return refused
 
     def order(self) -> list[Request]:
-        levels = range(1, self.rules.levels + 1)
-        return [each for level in levels for part in (self.waiting, self.late) for each in part if each.level == level]
+        waiting = [each for part in (self.waiting, self.late) for each in part]
+        return sorted(waiting, key=lambda each: each.level)
 
     def take(self, now: int) -> list[str]:
         order = self.order()
@@ -217,11 +217,11 @@ POLICIES = st.builds(
 
 @st.composite
 def all_rules(draw: st.DrawFn) -> Batching:
-    max_size, levels = draw(st.integers(1, 8)), draw(st.integers(1, 3))
+    max_size, levels = draw(st.integers(1, 8)), draw(st.sampled_from([1, 2, 3, 2**64 - 1]))
     return Batching(
         combine=draw(st.sampled_from([True, True, True, False])),
         max_size=max_size,
-        preferred=draw(st.frozensets(st.integers(1, max_size), max_size=3)),
+        preferred=sorted(draw(st.frozensets(st.integers(1, max_size), max_size=3))),
         max_delay=draw(st.sampled_from([0, 4, 15])),
         levels=levels,
         default_level=draw(st.integers(1, levels)),
@@ -283,10 +283,12 @@ OVERTAKING = st.builds(
     Batching,
     combine=st.just(True),
     max_size=st.just(8),
-    preferred=st.frozensets(st.integers(2, 8), min_size=1, max_size=2),
+    preferred=st.frozensets(st.integers(2, 8), min_size=1, max_size=2).map(sorted),
     max_delay=st.just(15),
     levels=st.integers(1, 2),
-    policy=st.builds(QueuePolicy, timeout=st.just(9), postpone=st.booleans(), override=st.just(True)),
+    policy=st.builds(
+        QueuePolicy, timeout=st.just(9), postpone=st.booleans(), override=st.just(True), max_size=st.just(0)
+    ),
 )
 
 
@@ -329,7 +331,7 @@ def test_the_rules_are_read_from_a_config() -> None:
         }
     }
     rules = read_batching(document, 8, decoupled=False)
-    assert (rules.combine, rules.max_size, rules.preferred) == (True, 8, {4, 8})
+    assert (rules.combine, rules.max_size, rules.preferred) == (True, 8, (4, 8))
     assert (rules.max_delay, rules.levels, rules.level_of(0), rules.level_of(1)) == (100_000, 2, 2, 1)
     assert rules.policy_of(2) == QueuePolicy(timeout=7000, postpone=True)
     assert rules.policy_of(1) == QueuePolicy(max_size=3, override=True)

@@ -18,7 +18,7 @@ from charonia.classic_backends.runtime import Arrays, Document, Place, Traits
 from charonia.core.errors import CharoniaError, Code, InvalidArgument
 from charonia.core.exchange import Computed, Exchange
 from charonia.core.exchange import serving as exchanging
-from charonia.core.model import ModelConfig, Samples
+from charonia.core.model import ModelConfig, Samples, WarmUp
 from charonia.core.request import InferRequest
 from charonia.core.tensor import Tensor, TensorSpec
 
@@ -422,12 +422,12 @@ async def test_a_load_that_fails_leaves_nothing() -> None:
 async def test_every_instance_is_warmed_up_and_warm_up_that_fails_fails_the_load() -> None:
     runtime = Gated()
     async with serving(
-        runtime, config(document={"instance_group": [{"count": 2}]}), samples=Samples([ask(7)])
+        runtime, config(document={"instance_group": [{"count": 2}]}), samples=Samples([WarmUp(ask(7), times=2)])
     ) as model:
-        assert runtime.batches == [[7], [7]]
+        assert runtime.batches == [[7]] * 4
         assert model.statistics().execution_count == 0
     with pytest.raises(InvalidArgument, match=r"failed to run warmup sample on 'gated_0_0': .*negative"):
-        async with serving(runtime, config(), samples=Samples([ask(-1)])):
+        async with serving(runtime, config(), samples=Samples([WarmUp(ask(-1))])):
             pass
     assert runtime.closed == 3
 

@@ -73,6 +73,16 @@ def test_instances_share_sequences_and_the_first_rows_go_first() -> None:
     assert asked.seat(requests[4]) == ("b", 0)
 
 
+def test_seats_cost_nothing_until_they_are_taken() -> None:
+    asked = Asked("ab", seats=2**31 - 1)
+    requests = [asked.start(name) for name in range(4)]
+    assert [asked.seat(each) for each in requests] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+    asked.answer(asked.ask(0, end=True))
+    asked.answer(requests[0])
+    assert (asked.roll.taken, asked.roll.seats) == (3, 2**32 - 2)
+    assert asked.seat(asked.start(9)) == ("a", 0)
+
+
 def test_requests_without_a_seat_wait_together_and_in_order() -> None:
     asked = Asked()
     held = asked.start(1)

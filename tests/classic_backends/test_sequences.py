@@ -20,7 +20,7 @@ from charonia.classic_backends.model import ClassicModel
 from charonia.classic_backends.runtime import Arrays
 from charonia.classic_backends.sequence_desk import SequenceDesk
 from charonia.core.errors import CharoniaError, InvalidArgument
-from charonia.core.model import ModelConfig, Samples
+from charonia.core.model import ModelConfig, Samples, WarmUp
 from charonia.core.request import InferRequest
 from charonia.core.tensor import Tensor
 from charonia.repository.document import to_fields
@@ -72,7 +72,7 @@ def accumulator(
 async def test_an_onnx_model_adds_up_what_each_of_many_sequences_sends(
     accumulator: Callable[..., ClassicModel], strategy: Mapping[str, Any]
 ) -> None:
-    model = accumulator(samples=Samples([step(1)]), **strategy)
+    model = accumulator(samples=Samples([WarmUp(step(1))]), **strategy)
     await model.load()
     sequences = [asyncio.create_task(ask(model, *range(1, 4 + name), name=name)) for name in range(1, 13)]
     for name, task in enumerate(sequences, 1):

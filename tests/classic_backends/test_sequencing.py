@@ -43,14 +43,22 @@ def test_a_delay_is_heeded_together_with_a_least_utilization_alone() -> None:
     delay = {"max_queue_delay_microseconds": 9}
     assert read(config(direct=delay)).rules.batching.max_delay == 0
     rules = read(config(max_batch_size=10, direct=delay | {"minimum_slot_utilization": 0.7})).rules.batching
-    assert (rules.max_delay, rules.preferred) == (9000, {7, 8, 9, 10})
+    assert (rules.max_delay, rules.preferred) == (9000, range(7, 11))
+    rules = read(config(max_batch_size=2**31 - 1, direct=delay | {"minimum_slot_utilization": 0.5})).rules.batching
+    assert rules.largest == 2**31 - 1
+
+
+@pytest.mark.parametrize("dims", [[2**63 - 1, -1], [1] * 65])
+def test_a_state_that_a_few_digits_make_too_large_is_refused(dims: list[int]) -> None:
+    with pytest.raises(InvalidArgument, match="state 'S' must have at most 64 dims and 2147483647 bytes"):
+        read(config(state=[state(dims)]))
 
 
 def test_oldest_has_the_rules_of_a_dynamic_batcher() -> None:
     asked = {"preferred_batch_size": [2], "max_queue_delay_microseconds": 5, "preserve_ordering": True}
     rules = read(config(oldest=OLDEST | asked)).rules
     assert (rules.seating.seats, rules.seating.pinned) == (6, False)
-    assert rules.batching == Batching(True, 4, frozenset({2}), 5000, ordered=True)
+    assert rules.batching == Batching(True, 4, (2,), 5000, ordered=True)
 
 
 def test_a_runtime_sees_controls_and_states_and_a_client_does_not() -> None:

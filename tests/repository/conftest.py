@@ -1,6 +1,7 @@
 """Models of a few lines in place of backends, and repositories of a few files."""
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ class Toy:
         self.parameters = dict(parameters or {})
         self.warm_up = samples.warm_up
         self.answer = (directory / "answer").read_text()
+        self.made_in = threading.current_thread()
         self.go = asyncio.Event()
         self.unloaded = False
 

@@ -31,6 +31,19 @@ def test_a_good_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ]
 
 
+def test_numbers_cost_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of these was counted to, or given memory."""
+    levels = f"dynamic_batching {{ priority_levels: {2**64 - 1} default_priority_level: {2**63} }}"
+    warm_up = f'model_warmup {{ name: "w" count: {2**32 - 1} inputs {{ key: "A" value {{ '
+    write(tmp_path, "a", f"{GOOD} max_batch_size: {2**31 - 1} {levels}")
+    write(tmp_path, "b", f"{GOOD} {warm_up} data_type: TYPE_FP32 dims: 16 zero_data: true }} }} }}")
+    write(tmp_path, "c", f"{GOOD} {warm_up} data_type: TYPE_FP32 dims: {2**40} random_data: true }} }} }}")
+    report(tmp_path, CheckOptions())
+    good, other, refused = capsys.readouterr().out.splitlines()
+    assert (good, other) == ("a: good: identity, version 1", "b: good: identity, version 1")
+    assert refused.endswith(f"must have at most 64 dimensions and 2147483647 bytes, got shape [{2**40}]")
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [

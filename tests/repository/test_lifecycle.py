@@ -3,6 +3,7 @@
 import asyncio
 import json
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,12 @@ async def test_versions_side_by_side(world: World) -> None:
     for asked in (("m", "3"), ("no", "")):
         with pytest.raises(InvalidArgument, match="is not available"):
             world.hub.statistics(*asked)
+
+
+async def test_what_makes_a_model_does_not_hold_up_the_event_loop(world: World, toys: list[Toy]) -> None:
+    world.write("m", {"1": 1})
+    assert await world.start()
+    assert toys[0].made_in is not threading.current_thread()
 
 
 async def test_a_wrong_config_fails_its_model_alone(world: World) -> None:
@@ -368,7 +375,7 @@ async def test_labels_and_warm_up(world: World, toys: list[Toy]) -> None:
     (model / "warmup" / "a").write_bytes(b"\1\0\0\0\2\0\0\0")
     assert await world.start()
     assert world.hub.model("m").labels == {"A": ("cat", "dog")}
-    assert [request.inputs["A"].data.tolist() for request in toys[0].warm_up] == [[1, 2], [1, 2]]
+    assert [(sample.request.inputs["A"].data.tolist(), sample.times) for sample in toys[0].warm_up] == [([1, 2], 2)]
 
 
 @pytest.mark.parametrize(

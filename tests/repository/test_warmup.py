@@ -22,8 +22,8 @@ def config_of(text: str) -> Any:
 def one_input(root: Path, datatype: str, data: str, batch: str = "max_batch_size: 4", size: int = 2) -> Tensor:
     value = f'inputs {{ key: "A" value {{ data_type: TYPE_{datatype} dims: [ 3 ] {data} }} }}'
     sample = f'name: "m" {batch} model_warmup {{ name: "w" batch_size: {size} {value} }}'
-    [request] = read_warmup(config_of(sample), root)
-    assert request.id == "w"
+    [(request, times)] = read_warmup(config_of(sample), root)
+    assert (request.id, times) == ("w", 1)
     return request.inputs["A"]
 
 
@@ -88,3 +88,15 @@ def test_a_language_model_shows_what_it_is() -> None:
     assert document["parameters"] == {"ahead": {"string_value": "1"}}
     assert document["metric_tags"] == {"a": "b"}
     assert document["version_policy"] == {"latest": {"num_versions": 1}}
+
+
+@pytest.mark.parametrize("dims", [[2**40], [2**31], [1] * 65])
+def test_what_a_few_digits_make_too_large_is_refused(tmp_path: Path, dims: list[int]) -> None:
+    value = f'inputs {{ key: "A" value {{ data_type: TYPE_INT8 dims: {dims} zero_data: true }} }}'
+    with pytest.raises(InvalidArgument, match="at most 64 dimensions and 2147483647 bytes"):
+        read_warmup(config_of(f'name: "m" model_warmup {{ name: "w" {value} }}'), tmp_path)
+
+
+def test_a_sample_that_counts_without_end_is_made_once(tmp_path: Path) -> None:
+    [sample] = read_warmup(config_of(f'name: "m" model_warmup {{ name: "w" count: {2**32 - 1} }}'), tmp_path)
+    assert sample.times == 2**32 - 1
