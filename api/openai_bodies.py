@@ -28,14 +28,10 @@ NEUTRAL: Neutral = {
     "verbosity": ("medium",),
     "web_search_options": (),
     "use_beam_search": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
-    "truncate_prompt_tokens": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "allowed_token_ids": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "documents": ([],),
@@ -74,6 +70,10 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     stop: Words = None
     include_stop_str_in_output: bool | None = None
     bad_words: Words = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    truncate_prompt_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     min_tokens: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None

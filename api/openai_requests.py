@@ -193,6 +193,10 @@ def _sampling(fields: Common, max_tokens: int | None) -> SamplingParams:
         min_tokens=fields.min_tokens or 0,
         stop=_words(fields.stop),
         include_stop_str_in_output=bool(fields.include_stop_str_in_output),
+        allowed_token_ids=fields.allowed_token_ids,
+        truncate_prompt_tokens=fields.truncate_prompt_tokens,
+        skip_special_tokens=fields.skip_special_tokens is not False,
+        spaces_between_special_tokens=fields.spaces_between_special_tokens is not False,
         logprobs=fields.wanted_logprobs,
         prompt_logprobs=fields.wanted_prompt_logprobs,
     )

@@ -60,8 +60,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `repetition_penalty` counts prompt and output, `presence_penalty` and `frequency_penalty` the output alone.
     `logit_bias`: token id -> number added to its logit. `bad_words` are never written. Neither stop tokens nor `stop`
     strings end a text of less than `min_tokens` tokens, nor do those that begin in it; a stop string is cut off unless
-    `include_stop_str_in_output`. `logprobs`: how many of the likeliest tokens to name beside each chosen one;
-    `prompt_logprobs`: beside each one of the prompt. None asks for no logprob at all.
+    `include_stop_str_in_output`. `allowed_token_ids`: no others are chosen. `truncate_prompt_tokens`: how many of the
+    prompt's last tokens to keep, -1 for as many as fit. Unless `skip_special_tokens`, these are in the text;
+    `spaces_between_special_tokens`: with the spaces that a tokenizer puts between them. `logprobs`: how many of the
+    likeliest tokens to name beside each chosen one; `prompt_logprobs`: beside each one of the prompt. None asks for no
+    logprob at all.
 
     Raises:
         InvalidArgument: a value is out of range; `field` names it.
@@ -83,6 +86,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
+    allowed_token_ids: tuple[int, ...] | None = None
+    truncate_prompt_tokens: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -94,6 +101,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check("seed", self.seed, "between -2**63 and 2**64 - 1", lambda v: -(2**63) <= v < 2**64)
         for token in self.stop_token_ids:
             _check("stop_token_ids", token, "made of numbers of at least 0", lambda v: v >= 0)
+        truncated = self.truncate_prompt_tokens
+        _check("truncate_prompt_tokens", truncated, "-1 or at least 1", lambda v: v == -1 or v >= 1)
         self._check_shaping()
         _check_words("stop", self.stop)
         _check_words("bad_words", self.bad_words)
@@ -106,6 +115,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for token, bias in self.logit_bias.items():
             _check("logit_bias", token, "given for token ids of at least 0", lambda v: v >= 0)
             _check("logit_bias", bias, "between -100 and 100", lambda v: -100 <= v <= 100)
+        if self.allowed_token_ids is not None:
+            least = min(self.allowed_token_ids, default=-1)
+            _check("allowed_token_ids", least, "at least one token id, none below 0", lambda v: v >= 0)
         most = float("inf") if self.max_tokens is None else self.max_tokens
         _check("min_tokens", self.min_tokens, "between 0 and max_tokens", lambda v: 0 <= v <= most)
         for name in ("logprobs", "prompt_logprobs"):

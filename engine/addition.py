@@ -91,7 +91,12 @@ def _shaping(
         bad_words=tuple(word for word in bad_words if max(word) < engine.vocab_size),
         min_tokens=min(asked.min_tokens, engine.max_model_len) if stops else 0,
         stops=tuple(stops) if asked.min_tokens else (),
+        allowed=_allowed(asked.allowed_token_ids or (), engine.vocab_size),
     )
+    forbidden = {*shaping.stops, *(word[0] for word in shaping.bad_words if len(word) == 1)}
+    if shaping.allowed and forbidden.issuperset(shaping.allowed):
+        message = "allowed_token_ids: bad_words, or tokens that end the text before min_tokens, leave none of them"
+        raise InvalidArgument(message, field="allowed_token_ids")
     return None if shaping == NO_SHAPING else shaping
 
 
@@ -101,6 +106,26 @@ def _bias(bias: dict[int, float], vocab_size: int) -> tuple[tuple[int, float], .
             message = f"logit_bias: token id {token} is outside the vocabulary of {vocab_size} tokens"
             raise InvalidArgument(message, field="logit_bias")
     return tuple(bias.items())
+
+
+def _allowed(tokens: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    check_vocabulary(tokens, vocab_size, "allowed_token_ids")
+    return tuple(sorted(set(tokens)))
+
+
+def kept_tokens(asked: SamplingParams, length: int) -> int | None:
+    """How many of a prompt's last tokens a model of this `length` is given; None: all there are.
+
+    Raises:
+        InvalidArgument: more are asked for than the model's length.
+    """
+    kept = asked.truncate_prompt_tokens
+    if kept is None:
+        return None
+    if kept > length:
+        message = f"truncate_prompt_tokens must be at most the model's length of {length} tokens, got {kept}"
+        raise InvalidArgument(message, field="truncate_prompt_tokens")
+    return max(1, length - (1 if asked.max_tokens is None else asked.max_tokens)) if kept < 0 else kept
 
 
 def _max_tokens(request: GenerateRequest, prompt: int, length: int) -> int:

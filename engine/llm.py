@@ -28,7 +28,7 @@ from ..tokenization.files import fingerprint, locate
 from ..tokenization.generation import GenerationDefaults, read_defaults
 from ..tokenization.tokenizer import Limit, Tokenizer
 from .account import Accounts
-from .addition import addition
+from .addition import addition, kept_tokens
 from .client import EngineClient
 from .config import EngineConfig
 from .engine import Driver, Engine
@@ -173,11 +173,13 @@ class LlmModel:
             self._driver.check(request)
             self._client.check_size(request)
             with self._client.place(request.tenant) as engine:
-                prompt = await tokenizer.prompt_ids(request.prompt, limit=Limit(engine.max_model_len))
+                kept = kept_tokens(request.sampling, engine.max_model_len)
+                prompt = await tokenizer.prompt_ids(request.prompt, limit=Limit(engine.max_model_len), kept=kept)
                 self._client.check_size(request, len(prompt))
                 banned = await tokenizer.word_ids(request.sampling.bad_words)
                 add = addition(request, prompt, language.defaults, engine, banned)
-                echo = await tokenizer.text(request.prompt, prompt) if request.echo else ""
+                whole = request.prompt if kept is None or len(prompt) < kept else tuple(prompt)
+                echo = await tokenizer.text(whole, prompt) if request.echo else ""
             writer = Writer(language.tokenizer, prompt, request.sampling, language.defaults.eos, echo)
             with self._client.open(add, account) as channel:
                 while (chunk := writer.chunk(await channel.read())).finish_reason is None:

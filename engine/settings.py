@@ -77,7 +77,7 @@ _ALIASES = {
     "min_length": "min_tokens",
     "num_return_sequences": "n",
 }
-_LISTS = {"stop_token_ids", "stop", "bad_words"}
+_LISTS = {"stop_token_ids", "stop", "bad_words", "allowed_token_ids"}
 """Fields of which one element may come alone."""
 _WORDS = {"stop", "bad_words"}
 """Of these, those in which an empty string is none."""
@@ -100,9 +100,7 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "return_generation_logits": (False,),
     "return_perf_metrics": (False,),
     "return_stop_reason": (False,),
-    "skip_special_tokens": (True,),
     "detokenize": (True,),
-    "truncate_prompt_tokens": (),
     "guided_decoding": (),
     "structured_outputs": (),
     "response_format": (),
@@ -178,7 +176,7 @@ def _renamed(parameters: Mapping[str, Any]) -> dict[str, _Given]:
 
 
 def _says_nothing(given: str, name: str, value: Any) -> bool:
-    if name in _LISTS or name == "logit_bias":
+    if name in {*_LISTS, "logit_bias"} - {"allowed_token_ids"}:
         # TensorRT-LLM has a boolean that is called stop, too.
         return value is None or value is False or value in ("", [], {})
     if name in _SAMPLING or name in _MANNER:

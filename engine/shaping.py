@@ -1,9 +1,9 @@
 """Changing logits before a token is chosen, for the rows that ask for it.
 
 In the order of transformers and vLLM: bias, bans (bad words, stops before the minimum of tokens), repetition penalty,
-presence and frequency penalties; temperature, top-k, top-p and min-p follow in `sampling.py`. No state but what a row
-asked for: its history is its token ids, which stand on the device anyway, sampled ones included. So a row that was
-preempted, or is scheduled ahead, cannot count wrongly.
+presence and frequency penalties, tokens that are not allowed; temperature, top-k, top-p and min-p follow in
+`sampling.py`. No state but what a row asked for: its history is its token ids, which stand on the device anyway,
+sampled ones included. So a row that was preempted, or is scheduled ahead, cannot count wrongly.
 """
 
 from collections.abc import Iterable, Sequence
@@ -81,6 +81,7 @@ class Shapes:
         _forbid_last_tokens(logits, shapes, history)
         _penalise_repetition(logits, shapes, history)
         _penalise_output(logits, shapes, history)
+        _forbid_others(logits, shapes, history)
 
 
 class _History:
@@ -178,6 +179,16 @@ def _penalise_output(logits: Tensor, shapes: Sequence[Shape], history: _History)
     ids, there = history.since(places, np.array([shapes[place].prompt for place in places.tolist()]))
     logits.index_put_((at, ids), -frequency * there, accumulate=True)
     logits[at, ids] = logits[at, ids] - presence * there.any(-1, keepdim=True)
+
+
+def _forbid_others(logits: Tensor, shapes: Sequence[Shape], history: _History) -> None:
+    """All but the allowed tokens; of which those are equal that are all forbidden by something else."""
+    for place, shape in enumerate(shapes):
+        if shape.asked.allowed:
+            ids = history.to(np.array(shape.asked.allowed))
+            kept = logits[place, ids]
+            logits[place] = -torch.inf
+            logits[place, ids] = torch.where((kept == -torch.inf).all(), 0.0, kept)
 
 
 def _add(logits: Tensor, places: LongArray, ids: NDArray[Any], values: Tensor) -> None:

@@ -5,6 +5,7 @@ Knows nothing of where tokens come from; decides nothing but where a stop string
 
 from collections.abc import Sequence
 
+from ..core.errors import InvalidArgument
 from ..core.logprobs import Logprobs, PromptToken, Score, Scores, TokenLogprob
 from ..core.request import FinishReason, GenerateChunk, SamplingParams, Usage
 from ..tokenization.detokenizer import detokenizer
@@ -18,20 +19,28 @@ _LEAST_LOGPROB = -9999.0
 
 class Writer:
     """Writes the text of one request, which begins with `echo`; `eos` are the tokens by which the model itself ends
-    it. The chunk with a finish reason is the last one, though the engine may go on."""
+    it. The chunk with a finish reason is the last one, though the engine may go on.
+
+    Raises:
+        InvalidArgument: special tokens are wanted without the spaces that this tokenizer puts between them.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: list[int], asked: SamplingParams, eos: Sequence[int] = (), echo: str = ""
     ) -> None:
+        if not (asked.skip_special_tokens or asked.spaces_between_special_tokens) and tokenizer.parts_special:
+            field = "spaces_between_special_tokens"
+            raise InvalidArgument(f"{field}: this model's tokenizer cannot leave them out", field=field)
         self._tokenizer = tokenizer
         self._prompt_tokens = len(prompt)
         self._echo = echo
         self._unsaid = [] if asked.prompt_logprobs is None else prompt
         self._completion_tokens = 0
         self._min_tokens = asked.min_tokens
+        self._includes_stop = asked.include_stop_str_in_output
         own = () if asked.ignore_eos else eos
         self._stop_tokens = frozenset(asked.stop_token_ids) - frozenset(own)
-        self._text = detokenizer(tokenizer, prompt)
+        self._text = detokenizer(tokenizer, prompt, special=not asked.skip_special_tokens)
         self._stops = StopStrings(asked.stop, asked.include_stop_str_in_output)
 
     def chunk(self, delta: Delta) -> GenerateChunk:
@@ -62,8 +71,9 @@ class Writer:
             return "", 0  # nor does what the prompt left incomplete belong to it
         if delta.finish_reason is None and not self._stops:
             return self._text.push(delta.token_ids), len(delta.token_ids)
-        # The token that stopped it ends the text and is no part of it.
-        written = delta.token_ids[:-1] if delta.finish_reason is FinishReason.STOP else delta.token_ids
+        # The token that stopped it ends the text and is no part of it, unless what stops it is wanted there.
+        cut = delta.finish_reason is FinishReason.STOP and not self._includes_stop
+        written = delta.token_ids[:-1] if cut else delta.token_ids
         text, taken = self._show_all(written)
         if self._stops.found is not None:
             return text, taken

@@ -16,9 +16,10 @@ LongArray = NDArray[np.int64]
 class Shaping(NamedTuple):
     """How a row's logits are changed before a token is chosen; the defaults change nothing. Few rows have one.
 
-    `repetition_penalty` counts prompt and output, `presence_penalty` and `frequency_penalty` the output alone.
-    `bias`: (token, added) pairs. `bad_words`: token sequences never to be completed; they may begin in the prompt.
-    `stops` cannot be chosen until there are `min_tokens` new tokens.
+    `repetition_penalty` counts prompt and output, `presence_penalty` and `frequency_penalty` the output alone. `bias`:
+    (token, added) pairs. `bad_words`: token sequences never to be completed; they may begin in the prompt. `stops`
+    cannot be chosen until there are `min_tokens` new tokens. `allowed`: nothing else can be chosen, unless it is empty;
+    where the others leave none of them, one is chosen all the same.
     """
 
     repetition_penalty: float = 1.0
@@ -28,6 +29,7 @@ class Shaping(NamedTuple):
     bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
     stops: tuple[int, ...] = ()
+    allowed: tuple[int, ...] = ()
 
 
 class RowSampling(NamedTuple):

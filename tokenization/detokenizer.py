@@ -6,6 +6,7 @@ add to the prompt's text; all of them together equal `decode` of all ids.
 
 import codecs
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from .pieces import TokenBytes
@@ -26,12 +27,10 @@ class Detokenizer(Protocol):
         """What is left: bytes that never became a character come out as U+FFFD."""
 
 
-def detokenizer(tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> Detokenizer:
-    """The cheapest that is right for this tokenizer."""
-    context = prompt[-_CONTEXT:]
-    return (
-        WindowDetokenizer(tokenizer, context) if tokenizer.bytes is None else ByteDetokenizer(tokenizer.bytes, context)
-    )
+def detokenizer(tokenizer: Tokenizer, prompt: Sequence[int] = (), special: bool = False) -> Detokenizer:
+    """The cheapest that is right for this tokenizer. `special`: the text has special tokens in it."""
+    context, table = prompt[-_CONTEXT:], tokenizer.bytes_with_special if special else tokenizer.bytes
+    return WindowDetokenizer(tokenizer, context, special) if table is None else ByteDetokenizer(table, context)
 
 
 class ByteDetokenizer:
@@ -58,8 +57,8 @@ class WindowDetokenizer:
         0                              _emitted    len
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
-        self._decode = tokenizer.decode
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], special: bool = False) -> None:
+        self._decode = partial(tokenizer.decode, special=special)
         self._window = list(context)
         self._emitted = self._whole_characters()
 

@@ -32,10 +32,11 @@ def read_piece(backend: tokenizers.Tokenizer, token: int) -> Piece:
 
 
 class TokenBytes(dict[int, bytes]):
-    """What each token of a byte-level vocabulary adds to a text; what decoding leaves out adds nothing."""
+    """What each token of a byte-level vocabulary adds to a text. What decoding leaves out adds nothing, nor do special
+    tokens unless they are `shown`."""
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        super().__init__(dict.fromkeys(_special(backend), b""))
+    def __init__(self, backend: tokenizers.Tokenizer, shown: bool = False) -> None:
+        super().__init__({} if shown else dict.fromkeys(_special(backend), b""))
         self._backend = backend
 
     def __missing__(self, token: int) -> bytes:
@@ -44,9 +45,9 @@ class TokenBytes(dict[int, bytes]):
         return data
 
 
-def token_bytes(backend: tokenizers.Tokenizer) -> TokenBytes | None:
+def token_bytes(backend: tokenizers.Tokenizer, special: bool = False) -> TokenBytes | None:
     """The table of a byte-level tokenizer; None for all others, whose tokens may depend on their neighbours."""
-    return TokenBytes(backend) if isinstance(backend.decoder, decoders.ByteLevel) else None
+    return TokenBytes(backend, special) if isinstance(backend.decoder, decoders.ByteLevel) else None
 
 
 def _special(backend: tokenizers.Tokenizer) -> Iterator[int]:

@@ -20,6 +20,8 @@ _BRIEF = 1024
 """Characters up to which it takes longer to let other threads run than to be done."""
 _PROBE = 16
 """Characters for each token of the longest prompt, by which a text is judged that has many more."""
+_TAIL = 128
+"""Characters for each token that is wanted of a text's end: so many are looked at first."""
 
 
 class Limit(NamedTuple):
@@ -43,6 +45,8 @@ class Tokenizer:
         self._pieces: dict[int, Piece] = {}
         self.bytes = token_bytes(backend)
         """What each token adds to a text, if that does not depend on its neighbours."""
+        self.bytes_with_special = token_bytes(backend, special=True)
+        """The same of a text with special tokens."""
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
@@ -61,19 +65,24 @@ class Tokenizer:
         return cls(backend, named, None if source is None else ChatTemplate(source, named))
 
     def prompt_ids(
-        self, prompt: Prompt, special: bool = True, invite: bool = True, limit: Limit | None = None
+        self,
+        prompt: Prompt,
+        special: bool = True,
+        invite: bool = True,
+        limit: Limit | None = None,
+        kept: int | None = None,
     ) -> list[int]:
-        """The token ids of any kind of prompt; see `TokenizeRequest`.
+        """The token ids of any kind of prompt; see `TokenizeRequest`. `kept`: the last so many, however long it is.
 
         Raises:
             InvalidArgument: a conversation that the model cannot render, or text that is not Unicode.
             TooLong: text that has far more tokens than `limit`, before all of it was read.
         """
-        if isinstance(prompt, str):
-            return self._bounded(prompt, special, limit, "prompt")
-        if isinstance(prompt, Conversation):
-            return self._bounded(self._render(prompt, invite), False, limit, "messages")
-        return list(prompt)
+        if not isinstance(prompt, str | Conversation):
+            return list(prompt if kept is None else prompt[-kept:])
+        field, text = ("prompt", prompt) if isinstance(prompt, str) else ("messages", self._render(prompt, invite))
+        special = special and isinstance(prompt, str)
+        return self._bounded(text, special, limit, field) if kept is None else self._last(text, special, kept)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of `text`; `special` adds what the model wants around a prompt (such as bos).
@@ -100,16 +109,31 @@ class Tokenizer:
             length *= 4
         return self.encode(text, special)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, special tokens left out, and those the tokenizer does not know."""
+    def _last(self, text: str, special: bool, count: int) -> list[int]:
+        """Its last tokens. They do not depend on a beginning that is far away."""
+        if len(text) > _TAIL * count:
+            end = self.encode(text[-_TAIL * count :], special=False)
+            if len(end) > count:
+                return end[-count:]
+        return self.encode(text, special)[-count:]
+
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """Text of `ids` without those the tokenizer does not know; `special`: with special tokens."""
         try:
-            return self._backend.decode(ids, skip_special_tokens=True)
+            return self._backend.decode(ids, skip_special_tokens=not special)
         except OverflowError as error:
             raise InvalidArgument("token ids must be between 0 and 2**32 - 1", field="tokens") from error
 
     def text(self, prompt: Prompt, ids: Sequence[int]) -> str:
         """What a prompt with these ids says: itself, or what it is decoded to."""
         return prompt if isinstance(prompt, str) else self.decode(ids)
+
+    @property
+    def parts_special(self) -> bool:
+        """Whether decoding puts something between special tokens."""
+        added = self._backend.get_added_tokens_decoder().items()
+        one = next((token for token, each in added if each.special), None)
+        return one is not None and self.decode([one] * 2, special=True) != self.decode([one], special=True) * 2
 
     def token_id(self, name: str) -> int | None:
         """The id of a named special token, such as `eos_token`."""

@@ -53,6 +53,8 @@ class Sampler:
                     "model with sampler_type TRTLLMSampler",
                     field=name,
                 )
+        if shaping.allowed:
+            raise InvalidArgument("allowed_token_ids: TensorRT-LLM has nothing like it", field="allowed_token_ids")
         if shaping.min_tokens and any(len(word) > 1 for word in shaping.bad_words):
             message = "min_tokens and bad_words of several tokens do not go together in TensorRT-LLM"
             raise InvalidArgument(message, field="min_tokens")

@@ -136,6 +136,10 @@ async def test_what_reaches_the_gateway(client: httpx.AsyncClient, gateway: Any)
         "stop_token_ids": [4, 5],
         "stop": ["a", "b"],
         "include_stop_str_in_output": True,
+        "allowed_token_ids": [3, 4],
+        "truncate_prompt_tokens": -1,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
         "bad_words": ["c"],
         "min_tokens": 3,
         "min_p": 0.1,
@@ -150,7 +154,7 @@ async def test_what_reaches_the_gateway(client: httpx.AsyncClient, gateway: Any)
     assert (request.prompt, request.priority, request.cache_salt, request.timeout) == ("hi", 2, "s", 1.5)
     got = {name: getattr(request.sampling, name) for name in sampling}
     lists = {"stop_token_ids": (4, 5), "stop": ("a", "b"), "bad_words": ("c",), "logit_bias": {7: -100.0}}
-    assert got == sampling | lists
+    assert got == sampling | lists | {"allowed_token_ids": (3, 4)}
 
 
 async def test_one_stop_string_may_come_alone(client: httpx.AsyncClient, gateway: Any) -> None:
@@ -295,6 +299,11 @@ REFUSED = [
     ({"n": 0}, "n"),
     ({"n": 129}, "n"),
     ({"stop": ["x"] * 65}, "stop"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [3, -1]}, "allowed_token_ids"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"skip_special_tokens": "no"}, "skip_special_tokens"),
     ({"stop": 5}, "stop"),
     ({"stop": [5]}, "stop[0]"),
     ({"bad_words": ["x" * 300]}, "bad_words"),
@@ -315,7 +324,6 @@ REFUSED = [
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"use_beam_search": True}, "use_beam_search"),
     ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
-    ({"skip_special_tokens": False}, "skip_special_tokens"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {}}, "response_format.type"),

@@ -98,6 +98,26 @@ def test_what_an_answer_says_of_itself(server: Any) -> None:
     assert other != ended.system_fingerprint
 
 
+def test_what_vllms_clients_say_of_tokens(server: Any) -> None:
+    """Special tokens are the first of the tiny model's vocabulary."""
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "the quick brown fox", "max_tokens": 5, "temperature": 1.5}
+    wishes = {"allowed_token_ids": [0, 1, 2], "ignore_eos": True, "truncate_prompt_tokens": 3}
+    with openai.OpenAI(**options(server)) as client:
+        skipped = client.completions.create(**asked, extra_body=wishes)
+        shown = client.completions.create(**asked, extra_body=wishes | {"skip_special_tokens": False})
+        streamed = client.completions.create(
+            **asked, stream=True, extra_body=wishes | {"skip_special_tokens": False, "seed": 1}
+        )
+        text = "".join(chunk.choices[0].text for chunk in streamed)
+    whole = {"text_input": "the quick brown fox", "max_tokens": 5, "skip_special_tokens": False, "seed": 1, **wishes}
+    v2 = httpx.post(f"{server.url}/v2/models/tiny/generate", json=whole | {"temperature": 1.5}).json()
+    assert v2["text_output"] == text
+    assert skipped.usage
+    assert skipped.usage.prompt_tokens == 3
+    assert skipped.choices[0].text == ""
+    assert len(shown.choices[0].text) > 5
+
+
 def test_choices_differ_and_repeat(server: Any) -> None:
     asked: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 8, "n": 3, "seed": 5}
     with openai.OpenAI(**options(server)) as client:

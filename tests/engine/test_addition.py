@@ -1,11 +1,13 @@
 """What an engine is asked: defaults resolved, numbers it can hold, nothing where nothing is wanted."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
 from charonia.core.errors import InvalidArgument, TooLong
 from charonia.core.request import Conversation, GenerateRequest, Message, Prompt, SamplingParams
-from charonia.engine.addition import addition
+from charonia.engine.addition import addition, kept_tokens
 from charonia.engine.messages import Add, Ready
 from charonia.scheduler.plan import Shaping
 from charonia.tokenization.generation import GenerationDefaults
@@ -47,6 +49,40 @@ def test_a_bias_for_a_token_that_is_none_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="100") as refusal:
         add(logit_bias={100: 1.0})
     assert refusal.value.field == "logit_bias"
+
+
+def test_allowed_tokens_are_the_models_each_once() -> None:
+    assert add(allowed_token_ids=(5, 3, 5)).sampling.shaping == Shaping(allowed=(3, 5))
+    assert add(allowed_token_ids=(7,), min_tokens=2, ignore_eos=True).sampling.shaping == Shaping(allowed=(7,))
+    nothing_left: list[dict[str, Any]] = [
+        {"allowed_token_ids": (100,)},
+        {"allowed_token_ids": (7,), "min_tokens": 2},
+        {"allowed_token_ids": (7, 5), "min_tokens": 2, "bad_words": ((5,),)},
+    ]
+    for asked in nothing_left:
+        with pytest.raises(InvalidArgument, match="allowed_token_ids") as refusal:
+            add(**asked)
+        assert refusal.value.field == "allowed_token_ids"
+
+
+@pytest.mark.parametrize(
+    ("asked", "max_tokens", "kept"),
+    [(None, 16, None), (5, 16, 5), (64, 16, 64), (-1, 16, 48), (-1, None, 63), (-1, 0, 64), (-1, 500, 1)],
+)
+def test_how_much_of_a_prompt_is_kept(asked: int | None, max_tokens: int | None, kept: int | None) -> None:
+    assert kept_tokens(SamplingParams(truncate_prompt_tokens=asked, max_tokens=max_tokens), 64) == kept
+
+
+def test_no_more_than_the_models_length_is_kept() -> None:
+    with pytest.raises(InvalidArgument, match="at most the model's length of 64 tokens, got 65") as refusal:
+        kept_tokens(SamplingParams(truncate_prompt_tokens=65), 64)
+    assert refusal.value.field == "truncate_prompt_tokens"
+
+
+def test_a_minimum_beyond_the_models_length_is_its_length() -> None:
+    shaping = add(min_tokens=2**70, max_tokens=None).sampling.shaping
+    assert shaping is not None
+    assert shaping.min_tokens == 64
 
 
 CHAT = Conversation((Message("user", "x"),))

@@ -122,6 +122,16 @@ def test_a_tensor_names_its_own_fields() -> None:
     assert refusal.value.field == "stop_token_ids"
 
 
+def test_what_vllms_clients_say_of_tokens() -> None:
+    asked = {"allowed_token_ids": [5], "skip_special_tokens": False, "truncate_prompt_tokens": -1}
+    expected = SamplingParams(allowed_token_ids=(5,), skip_special_tokens=False, truncate_prompt_tokens=-1)
+    assert read_settings({}, replacing(json.dumps(asked))).sampling == expected
+    plain = {"allowed_token_ids": 5, "sampling_param_skip_special_tokens": "false", "truncate_prompt_tokens": "-1"}
+    assert sampling(**plain) == expected
+    with pytest.raises(InvalidArgument, match="at least one token id"):
+        read_settings({}, replacing('{"allowed_token_ids": []}'))
+
+
 def test_a_timeout_is_in_microseconds_and_not_negative() -> None:
     assert read_settings({"timeout": 1_500_000}, None).manner.timeout == 1_500_000
     assert read_question(InferRequest(inputs=PROMPT, parameters={"timeout": 1_500_000})).requests[0].timeout == 1.5

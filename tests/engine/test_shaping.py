@@ -109,10 +109,14 @@ def wishes(reference: Callable[..., list[list[int]]]) -> list[tuple[dict[str, An
             {"repetition_penalty": 1.3, "bad_words": words, "bias": ((9, 1.5),)},
             {"repetition_penalty": 1.3, "bad_words_ids": [list(w) for w in words], "sequence_bias": [[[9], 1.5]]},
         ),
+        (
+            {"repetition_penalty": 1.3, "allowed": (3, 5, 77)},
+            {"repetition_penalty": 1.3, "prefix_allowed_tokens_fn": lambda batch, ids: [3, 5, 77]},
+        ),
     ]
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(7))
 def test_each_wish_is_transformers(
     number: int,
     engine: Engine,
@@ -147,9 +151,22 @@ def test_output_penalties_survive_what_happens_to_a_row(ahead: int, tight: bool,
         greedy(presence_penalty=1.5),
         RowSampling(1.0, seed=3, shaping=Shaping(frequency_penalty=0.8)),
         RowSampling(1.0, seed=3, shaping=Shaping(presence_penalty=-1.0, frequency_penalty=0.4)),
-        RowSampling(0.9, 20, 0.9, 7, min_p=0.05),
+        RowSampling(0.9, 20, 0.9, 7, min_p=0.05, shaping=Shaping(allowed=(4, 9, 200, 301))),
     ]
     assert tokens(engine.run(asked, ahead=ahead, tight=tight)) == tokens(engine.run(asked))
+
+
+@pytest.mark.parametrize(
+    "choice", [(0.0,), (1.0,), (2.0, 2), (2.0, 0, 0.5), (2.0, 0, 1.0, 3, 0, 0.2), (5.0, 300, 0.99)]
+)
+def test_only_what_is_allowed_is_chosen(choice: Any, engine: Engine) -> None:
+    several, one = Shaping(allowed=(4, 9, 200)), Shaping(allowed=(8,))
+    asked = [RowSampling(*choice), *(RowSampling(*choice)._replace(shaping=each) for each in (several, one, several))]
+    alone = [RowSampling(*choice), *[RowSampling()] * 3]
+    plain, *rest = tokens(engine.run(asked))
+    assert plain == tokens(engine.run(alone))[0]
+    assert {*rest[0], *rest[2]} <= {4, 9, 200}
+    assert rest[1] == [8] * NEW
 
 
 def test_penalties_by_the_book() -> None:
@@ -163,6 +180,11 @@ def test_penalties_by_the_book() -> None:
         shapes.apply(changed, np.array([1]), np.array([6]), row)
         return changed[0]
 
+    allowed = shaped(allowed=(2, 4), bias=((4, 1.0),))
+    assert torch.equal(allowed[[2, 4]], logits[[2, 4]] + torch.tensor([0.0, 1.0]))
+    assert allowed.isinf().sum() == 8
+    none_left = shaped(allowed=(2, 4), bad_words=((2,), (7, 8, 4)))
+    assert none_left.isfinite().nonzero().flatten().tolist() == [2, 4] if none_left[4].isinf() else [4]
     seen = torch.zeros(10)
     seen[[5, 6, 7, 8]] = 1
     assert torch.equal(shaped(repetition_penalty=2.0), torch.where(seen > 0, logits / 2, logits))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
+from charonia.core.errors import InvalidArgument
 from charonia.core.logprobs import Logprobs, Scores
 from charonia.core.request import FinishReason, GenerateChunk, SamplingParams, Usage
 from charonia.core.request import joined as join
@@ -138,3 +139,13 @@ def test_an_echo_alone_ends_where_the_prompt_does() -> None:
     chunk = Writer(ALPHABET, [0], SamplingParams(max_tokens=0), echo="a").chunk(Delta((), 0, LENGTH))
     assert (chunk.text, chunk.token_ids, chunk.finish_reason) == ("a", (), LENGTH)
     assert chunk.usage == Usage(1, 0)
+
+
+def test_spaces_between_special_tokens_that_cannot_be_left_out_are_told() -> None:
+    backend = Backend(models.WordLevel({"a": 0, "<s>": 1}, unk_token="a"))
+    backend.add_special_tokens(["<s>"])
+    asked = SamplingParams(skip_special_tokens=False, spaces_between_special_tokens=False)
+    with pytest.raises(InvalidArgument, match="spaces_between_special_tokens: this model's tokenizer"):
+        Writer(Tokenizer(backend, {}, None), [0], asked)
+    backend.decoder = decoders.Fuse()
+    assert Writer(Tokenizer(backend, {}, None), [0], asked).chunk(Delta((1, 1), 0, LENGTH)).text == "<s><s>"

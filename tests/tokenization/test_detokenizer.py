@@ -14,8 +14,10 @@ SPLITS = st.lists(st.integers(1, 4), max_size=200)
 ONE_FIXTURE_IS_FINE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 
 
-def pieces(tokenizer: Tokenizer, ids: list[int], sizes: list[int], prompt: tuple[int, ...] = ()) -> list[str]:
-    text, out, rest = detokenizer(tokenizer, prompt), [], list(ids)
+def pieces(
+    tokenizer: Tokenizer, ids: list[int], sizes: list[int], prompt: tuple[int, ...] = (), special: bool = False
+) -> list[str]:
+    text, out, rest = detokenizer(tokenizer, prompt, special), [], list(ids)
     for size in [*sizes, *[1] * len(ids)]:
         out.append(text.push(rest[:size]))
         rest = rest[size:]
@@ -35,9 +37,19 @@ def test_pieces_join_to_the_text_and_are_whole_characters(checkpoint: Path, size
 @given(ids=st.lists(st.integers(0, 399), max_size=40), sizes=SPLITS)
 def test_garbage_joins_to_what_decoding_at_once_gives(checkpoint: Path, ids: list[int], sizes: list[int]) -> None:
     tokenizer = Tokenizer.load(checkpoint)
-    assert "".join(pieces(tokenizer, ids, sizes)) == tokenizer.decode(ids)
-    tokenizer.bytes = None
-    assert "".join(pieces(tokenizer, ids, sizes)) == tokenizer.decode(ids)
+    for _ in range(2):
+        assert "".join(pieces(tokenizer, ids, sizes)) == tokenizer.decode(ids)
+        assert "".join(pieces(tokenizer, ids, sizes, special=True)) == tokenizer.decode(ids, special=True)
+        tokenizer.bytes = tokenizer.bytes_with_special = None
+
+
+def test_special_tokens_are_shown_if_wanted(checkpoint: Path) -> None:
+    tokenizer = Tokenizer.load(checkpoint)
+    ids = tokenizer.encode(f"{TEXT}<|end|></s>")
+    for _ in range(2):
+        assert "".join(pieces(tokenizer, ids, [], special=True)) == f"<s>{TEXT}<|end|></s>"
+        tokenizer.bytes = tokenizer.bytes_with_special = None
+    assert not tokenizer.parts_special
 
 
 def test_a_character_begun_by_the_prompt_comes_whole(checkpoint: Path) -> None:

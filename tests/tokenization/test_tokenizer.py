@@ -90,6 +90,16 @@ def test_what_is_far_too_long_is_known_by_its_beginning(checkpoint: Path) -> Non
     assert error.value.field == "messages"
 
 
+def test_the_last_tokens_are_those_of_the_whole_text(checkpoint: Path) -> None:
+    tokenizer = Tokenizer.load(checkpoint)
+    for text in ("fox", "the lazy dog " * 300, "<|assistant|>" * 300, " " * 5000, "🦊" * 400):
+        for kept in (1, 7, 40):
+            assert tokenizer.prompt_ids(text, limit=Limit(8), kept=kept) == tokenizer.encode(text)[-kept:]
+    assert tokenizer.prompt_ids((1, 2, 3), kept=2) == [2, 3]
+    chat = Conversation((Message("user", "the lazy dog " * 300),))
+    assert tokenizer.prompt_ids(chat, kept=9) == tokenizer.prompt_ids(chat)[-9:]
+
+
 def test_a_text_of_long_tokens_is_read_to_its_end(checkpoint: Path) -> None:
     tokenizer, text = Tokenizer.load(checkpoint), "<|assistant|>" * 30
     assert len(text) > 16 * 20

@@ -126,11 +126,31 @@ async def test_where_a_text_ends(load: Load) -> None:
     ends = await generate(model, ask("w88", max_tokens=None))
     assert (text(ends), ends[-1].finish_reason, ends[-1].usage.completion_tokens) == (" w89", FinishReason.STOP, 2)
     stopped = await generate(model, ask("w10", max_tokens=20, stop_token_ids=(12,)))
-    assert (text(stopped), stopped[-1].finish_reason) == (" w11", FinishReason.STOP)
+    assert (text(stopped), stopped[-1].finish_reason, stopped[-1].stop_reason) == (" w11", FinishReason.STOP, 12)
+    kept = await generate(model, ask("w10", max_tokens=20, stop_token_ids=(12,), include_stop_str_in_output=True))
+    assert text(kept) == " w11 w12"
+    assert ends[-1].stop_reason is None
     ignored = await generate(model, ask("w88", max_tokens=3, ignore_eos=True))
     assert (text(ignored), ignored[-1].finish_reason) == (" w89 w90 w91", FinishReason.LENGTH)
     whole = await generate(model, ask("w1", max_tokens=None))
     assert whole[-1].usage == Usage(1, LENGTH - 1)
+
+
+async def test_a_prompt_may_be_cut_to_its_end(load: Load) -> None:
+    model = await load()
+    many = tuple(each % 90 for each in range(9 * LENGTH))
+    for prompt in (many, " ".join(f"w{each}" for each in many), Conversation((Message("user", "w5 " * 500),))):
+        [*_, last] = chunks = await generate(model, ask(prompt, max_tokens=4, truncate_prompt_tokens=-1))
+        assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (LENGTH - 4, 4)
+        assert text(chunks).startswith(" w1 " if isinstance(prompt, Conversation) else f" w{many[-1] + 1} ")
+    with counted(model):
+        request = GenerateRequest(
+            id="1", prompt="w1 w2 w3", sampling=SamplingParams(max_tokens=1, truncate_prompt_tokens=2), echo=True
+        )
+        assert text([chunk async for chunk in model.generate(request)]) == "w2 w3 w4"
+    with pytest.raises(InvalidArgument, match="at most the model's length of 64 tokens") as refusal:
+        await generate(model, ask("w1", truncate_prompt_tokens=LENGTH + 1))
+    assert refusal.value.field == "truncate_prompt_tokens"
 
 
 async def test_a_stop_string_ends_the_text_and_the_sequence(load: Load) -> None:

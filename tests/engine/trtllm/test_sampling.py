@@ -58,7 +58,7 @@ def test_shaping(package: Package, name: str) -> None:
 
 
 def test_every_field_that_shapes_is_passed_on_or_refused() -> None:
-    elsewhere = {"bias", "stops"}  # the next test's, and a part of min_tokens
+    elsewhere = {"bias", "stops", "allowed"}  # the next test's, a part of min_tokens, and refused
     assert {*Shaping._fields} == {*MAPPED} | elsewhere
     assert {*RowSampling._fields} == {
         "temperature", "top_k", "top_p", "seed", "choice", "min_p", "shaping", "logprobs", "prompt_logprobs"
@@ -110,6 +110,12 @@ def test_what_a_sampler_would_ignore_is_refused_by_name(package: Package, name: 
     with pytest.raises(InvalidArgument, match=f"{name}: the PyTorch sampler of tensorrt_llm 1.2.0 does") as refusal:
         choosy.params(asked)
     assert refusal.value.field == name
+
+
+def test_what_there_is_nothing_like_is_refused(package: Package) -> None:
+    with pytest.raises(InvalidArgument, match="allowed_token_ids: TensorRT-LLM has nothing like it") as refusal:
+        sampler(package).params(add(shaping=Shaping(allowed=(1, 2))))
+    assert refusal.value.field == "allowed_token_ids"
 
 
 def test_what_does_not_go_together_is_refused(package: Package) -> None:
