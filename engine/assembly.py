@@ -6,6 +6,7 @@ Every executor builds its ranks here. Knows nothing of threads, processes, or ho
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from ..core.errors import InvalidArgument
@@ -74,6 +75,19 @@ def assemble(config: EngineConfig, seat: Seat = ALONE, progress: Callable[[float
     attention = attention_backend(config.attention, _cache(seat.share(shape), config.cache, place))
     rows = Rows(place.positions, block_size, place.device)
     return Engine(config, place, shape, attention, Runner(decoder, attention, rows, place.device))
+
+
+def examine(config: EngineConfig) -> str:
+    """What `assemble` would refuse, short of reading weights; what only they can show, if anything. Which devices there
+    are is not looked at: it may be served elsewhere.
+
+    Raises:
+        CheckpointError: as `assemble`.
+        InvalidArgument: the configuration does not fit the checkpoint.
+    """
+    found = recipe(open_checkpoint(config.model))
+    place = _place(msgspec.structs.replace(config, device="cpu"), found, ALONE, lambda _: None)
+    return found.examine(place, config.parallel)
 
 
 def _place(config: EngineConfig, found: Recipe, seat: Seat, progress: Callable[[float], None]) -> Place:

@@ -5,14 +5,15 @@ from pathlib import Path
 
 import msgspec
 
-from ..core.errors import InvalidArgument
+from ..core.errors import CharoniaError, InvalidArgument
 from ..core.holding import Share
 from ..core.host import cores
 from ..core.model import TextModel
 from ..core.torch_build import torch_has_cuda
 from ..tokenization.files import read_json
-from .llm import LlmModel
+from .llm import Language, LlmModel
 from .options import EngineOptions, engine_config, parse_options
+from .weight_files import find_weights
 
 _CROWD = 4
 """Threads for each core beyond which they were meant for another machine."""
@@ -54,14 +55,36 @@ def memory_needed(path: str, parameters: Mapping[str, str], gpus: Sequence[int])
     checkpoint, options = _read(path, parameters)
     if options.executor == "fake" or options.distributed_executor_backend == "ray":
         return ()
-    files = Path(checkpoint).glob("*.safetensors")
-    stored = sum(file.stat().st_size for file in files if file.exists())  # a link may lead nowhere, which loading tells
-    weights, cache = int(stored * _shrunk(checkpoint, options)), options.kv_cache_bytes or 0
+    stored = _stored(Path(checkpoint))
+    weights, cache = int(stored * _shrunk(checkpoint, options)) if stored else 0, options.kv_cache_bytes or 0
     replicas = options.data_parallel_size or 1
     if _on_host(options.device or "auto", gpus):
         return (Share((weights + cache) * replicas),)
     ranks = (options.tensor_parallel_size or 1) * (options.pipeline_parallel_size or 1)
     return tuple(Share(weights // ranks + cache, gpu) for gpu in _taken(options.device or "auto", ranks * replicas))
+
+
+def examine(path: str, parameters: Mapping[str, str]) -> str:
+    """Look at a checkpoint as loading it would, but read no weights; what only loading will find out, if anything.
+
+    Raises:
+        CharoniaError: it would not load.
+    """
+    from .assembly import examine as examine_weights  # torch takes a second to import
+
+    checkpoint, options = _read(path, parameters)
+    if not Path(checkpoint).is_dir():
+        return f"{checkpoint} is not here yet"
+    Language.load(checkpoint)
+    return "" if options.executor == "fake" else examine_weights(engine_config(checkpoint, options))
+
+
+def _stored(directory: Path) -> int:
+    """Bytes of the weights that are there; what is wrong with them is told when they are loaded."""
+    try:
+        return sum(file.stat().st_size for file in find_weights(directory).files if file.exists())
+    except CharoniaError:
+        return 0
 
 
 def _read(path: str, parameters: Mapping[str, str]) -> tuple[str, EngineOptions]:

@@ -11,8 +11,7 @@ from typing import Any
 from ..tokenization.files import SMALL_FILES, locate, read_json
 from .dialects import read_spec
 from .spec import CheckpointError, ModelSpec
-
-FILES = (*SMALL_FILES, "*.safetensors")
+from .weight_files import PICKLED, SAFETENSORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,10 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
         CheckpointError: there is no config.json.
         InvalidArgument: it is not JSON.
     """
-    directory = locate(str(model), FILES)
+    directory = locate(str(model), (*SMALL_FILES, SAFETENSORS))
+    if not Path(model).expanduser().is_dir() and not any(directory.glob(SAFETENSORS)):
+        directory = locate(str(model), (*SMALL_FILES, PICKLED))
     config = read_json(directory / "config.json")
     if not config:
-        raise CheckpointError(f"{directory / 'config.json'}: missing; a checkpoint needs it beside its safetensors")
+        raise CheckpointError(f"{directory / 'config.json'}: missing; a checkpoint needs it beside its weights")
     return Checkpoint(directory, config)

@@ -1,23 +1,29 @@
-"""Tensors out of a checkpoint's safetensors, slice by slice. Knows nothing of architectures."""
+"""Tensors out of a checkpoint's files, slice by slice. Knows nothing of architectures."""
 
-import json
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..tokenization.files import refuse_pointer
 from .kernels.memory import Memory
 from .layers.group import Group
 from .place import Place
 from .spec import CheckpointError
+from .weight_files import find_weights
 
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """safetensors' name of a dtype -> torch's; no other is supported."""
+
+_NAMES = {dtype: name for name, dtype in STORED.items()}
 
 WHOLE = slice(None)
 
@@ -52,16 +58,17 @@ class Tile(NamedTuple):
 
 
 class Weights:
-    """The safetensors of one directory: a single file, or shards under an index.
+    """The weights of one directory, safetensors or torch's .bin: a single file, or shards under an index.
 
     Files are memory-mapped: what `read` returns are views, and nothing is copied before it is used.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Raises CheckpointError: no safetensors, a missing shard, a truncated file."""
-        self._files = _files(directory)
+        """Raises CheckpointError: no weights, a missing shard, a truncated file."""
+        files, by_tensor = find_weights(directory)
         self._where = directory
-        self._open: dict[Path, Any] = {path: _open(path) for path in sorted(set(self._files.values()))}
+        self._open: dict[Path, Any] = {path: _open(path) for path in files}
+        self._files = dict.fromkeys(self._open[files[0]].keys(), files[0]) if by_tensor is None else by_tensor
         self._unread = set(self._files)
 
     @property
@@ -82,7 +89,7 @@ class Weights:
         """
         path = self._files.get(piece.name)
         if path is None:
-            raise CheckpointError(f"{self._where}: tensor {piece.name} is missing from the safetensors")
+            raise CheckpointError(f"{self._where}: tensor {piece.name} is missing from the weights")
         found = _slice(self._open[path], path, piece.name)
         _check(found, piece, path)
         self._unread.discard(piece.name)
@@ -90,26 +97,11 @@ class Weights:
         return view
 
 
-def _files(directory: Path) -> dict[str, Path]:
-    """Tensor name -> file."""
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    if index.exists():
-        return {name: directory / file for name, file in _weight_map(index).items()}
-    if not (single.exists() or single.is_symlink()):
-        raise CheckpointError(f"{directory}: no model.safetensors and no {index.name}; only safetensors are supported")
-    return dict.fromkeys(_open(single).keys(), single)
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        return dict(json.loads(index.read_bytes())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{index}: not a safetensors index: {error!r}") from error
-
-
 def _open(path: Path) -> Any:
+    """What reads its tensors: see `safe_open`, or `Pickled`, which is like it."""
     try:
-        return safe_open(path, framework="pt")
+        refuse_pointer(path)
+        return Pickled(path) if path.suffix == ".bin" else safe_open(path, framework="pt")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: the file is missing") from error
     except (SafetensorError, OSError) as error:
@@ -119,7 +111,7 @@ def _open(path: Path) -> Any:
 def _slice(file: Any, path: Path, name: str) -> Any:
     try:
         return file.get_slice(name)
-    except SafetensorError as error:
+    except (SafetensorError, KeyError) as error:
         raise CheckpointError(f"{path}: tensor {name} is missing, though the index puts it here") from error
 
 
@@ -134,6 +126,46 @@ def _check(found: Any, piece: Piece, path: Path) -> None:
         raise CheckpointError(
             f"{path}: tensor {piece.name} has shape {list(shape)}, but config.json means {list(piece.shape)}"
         )
+
+
+class Pickled:
+    """A file of `torch.save` by torch's safe loader, which runs no code of it, mapped unless it is of the oldest form;
+    read as `safe_open` reads."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError: it is broken, or holds anything but tensors."""
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+        except (UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+            code = re.search(r"GLOBAL (\S+)", str(error))
+            reason = f"{code[1]} is in it" if code else str(error).partition("\n")[0] or type(error).__name__
+            raise CheckpointError(f"{path}: truncated, or no weights that torch loads safely: {reason}") from error
+        if not isinstance(found, dict) or not all(isinstance(each, Tensor) for each in found.values()):
+            raise CheckpointError(f"{path}: it must hold tensors by their names, and nothing else")
+        self._tensors: dict[str, Tensor] = found
+
+    def keys(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def get_slice(self, name: str) -> "_Slice":
+        """Raises KeyError: no such tensor."""
+        return _Slice(self._tensors[name])
+
+
+class _Slice:
+    """A tensor as safetensors hands out slices of it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, part: Any) -> Tensor:
+        return self._tensor[part]
+
+    def get_shape(self) -> Sequence[int]:
+        return self._tensor.shape
+
+    def get_dtype(self) -> str:
+        return _NAMES.get(self._tensor.dtype, str(self._tensor.dtype))
 
 
 class Reading:

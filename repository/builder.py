@@ -18,7 +18,7 @@ from .config import described, model_config
 from .document import Config, from_fields, to_fields
 from .effects import caches, refuse_unserved
 from .initial_states import read_initial_states
-from .kinds import OnProgress, check_backend, classic, kind_of, loader_of, needs_of
+from .kinds import OnProgress, check_backend, classic, examine_of, kind_of, loader_of, needs_of
 from .normalise import invite_batching, normalise
 from .response_cache import ResponseCache
 from .rules import check_config, check_written
@@ -62,12 +62,13 @@ class BackendSettings:
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """All that is needed to make a model. `describe`: its config, once it is loaded; `loaded` is called then. `release`
-    is called when it has gone, or could not load."""
+    is called when it has gone, or could not load. `examine` looks at its files without loading it: see `kinds`."""
 
     make: Callable[[OnProgress], Model]
     describe: Callable[[ModelConfig], ModelConfig]
     loaded: Callable[[Model], None] = lambda model: None
     release: Callable[[], None] = lambda: None
+    examine: Callable[[], str] = lambda: ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class Builder:
             raise located(error, source.file) from None
 
     def _language(self, source: ModelSource, version: VersionSource) -> Recipe | None:
-        build, needs = kind_of(source.backend), needs_of(source.backend)
+        build, needs, look = kind_of(source.backend), needs_of(source.backend), examine_of(source.backend)
         if build is None:
             return None
         parameters = {**self.backends.settings.get(source.backend, {}), **source.parameters}
@@ -109,6 +110,7 @@ class Builder:
             lambda config: described(config, source.config),
             hold.loaded,
             hold.release,
+            lambda: "" if look is None else look(version.path, parameters),
         )
 
     def _granted(self, needed: Sequence[Share]) -> dict[str, int]:

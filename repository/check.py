@@ -1,4 +1,5 @@
-"""Says what is wrong with a repository, without serving it: configs, versions, completion, labels, warm-up data.
+"""Says what is wrong with a repository, without serving it: configs, versions, completion, labels, warm-up data, and of
+language models what their checkpoints' files say of themselves.
 
 Builds models and loads none: what only loading finds, it does not find.
 """
@@ -65,12 +66,15 @@ def check_repository(catalog: Catalog, builder: Builder) -> Iterator[Finding]:
 
 
 def _check(source: ModelSource, builder: Builder) -> Iterator[Finding]:
+    notes = []
     for version in source.versions:
         try:
-            builder.recipe(source, version).make(silent)
+            recipe = builder.recipe(source, version)
+            recipe.make(silent)
+            notes.append(recipe.examine())
         except CharoniaError as error:
             raise located(error, source.file) from None
     for path in idle_fields(source.config):
         yield Finding(source.name, f"{source.where(path)}{path} has no effect here")
     numbers = ", ".join(version.number for version in source.versions)
-    yield Finding(source.name, f"good: {source.backend}, version {numbers}")
+    yield Finding(source.name, "; ".join([f"good: {source.backend}, version {numbers}", *filter(None, notes)]))

@@ -35,6 +35,12 @@ class Needs(Protocol):
     def __call__(self, path: str, parameters: Mapping[str, str], gpus: Sequence[int]) -> Sequence[Share]: ...
 
 
+class Examine(Protocol):
+    """Looks at a model's files as its load does; says what only the load will find out. Raises what the load would."""
+
+    def __call__(self, path: str, parameters: Mapping[str, str]) -> str: ...
+
+
 class Loader(Protocol):
     """What this floor asks of a classic backend: `classic_backends.runtime.RuntimeLoader`."""
 
@@ -70,6 +76,9 @@ KINDS = {
 NEEDS = {"charonia": ("engine.build", "memory_needed")}
 """Backend name -> module of ours and the `Needs` in it, where a model sizes itself by the memory that it is granted."""
 
+EXAMINES = {"charonia": ("engine.build", "examine")}
+"""Backend name -> module of ours and the `Examine` in it, where more can be said of a model that is not loaded."""
+
 CLASSIC = ("classic_backends.model", "ClassicModel")
 
 LOADERS = {
@@ -99,6 +108,11 @@ def kind_of(backend: str) -> Build | None:
 def needs_of(backend: str) -> Needs | None:
     """What says how much memory models of that backend need, if they take as much more as they are granted."""
     return cast(Needs, _import(NEEDS[backend])) if backend in NEEDS else None
+
+
+def examine_of(backend: str) -> Examine | None:
+    """What looks at the files of models of that backend beyond what building them does."""
+    return cast(Examine, _import(EXAMINES[backend])) if backend in EXAMINES else None
 
 
 def loader_of(backend: str) -> Loader:

@@ -112,7 +112,8 @@ def _stamps(path: Path) -> list[tuple[str, int, int]]:
 
 
 def is_checkpoint(directory: Path) -> bool:
-    return (directory / "config.json").is_file() or (directory / "modules.json").is_file()
+    """Or an adapter of one, of which the engine says what it is."""
+    return any((directory / name).is_file() for name in ("config.json", "modules.json", "adapter_config.json"))
 
 
 def is_repository(directory: Path) -> bool:

@@ -129,6 +129,20 @@ FOREIGN: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
     },
     "starcoder2": LLAMA | {"model_type": "starcoder2", "sliding_window": WINDOW},
+    "opt": LLAMA | {"model_type": "opt", "ffn_dim": 96, "word_embed_proj_dim": 64},
+    "gemma3n": LLAMA
+    | {
+        "model_type": "gemma3n_text",
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        "head_dim": 16,
+        "sliding_window": WINDOW,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 16,
+        "laurel_rank": 8,
+    },
     "cohere2": LLAMA
     | {
         "model_type": "cohere2",
@@ -147,7 +161,8 @@ FOREIGN: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
     },
 }
-"""The same through transformers' modules: half of a head turned, scales, windows, layers without positions, sinks."""
+"""The same through transformers' modules: half of a head turned, scales, windows, layers without positions, learned
+positions, layers that share keys and values, sinks."""
 
 CONFIGS |= FOREIGN
 

@@ -10,17 +10,40 @@ from ..core.errors import InvalidArgument, NotFound
 
 SMALL_FILES = ("*.json", "*.jinja")
 
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
 
 def locate(model: str, files: Sequence[str] = SMALL_FILES) -> Path:
     """The directory of a checkpoint; of a hub id, the `files` (patterns) that are not there yet are fetched first.
 
     Raises:
         NotFound: neither a directory nor a model of the hub.
+        InvalidArgument: it holds an adapter and no model.
     """
     directory = Path(model).expanduser()
-    if directory.is_dir():
-        return directory
-    return _fetch(model, files)
+    if not directory.is_dir():
+        directory = _fetch(model, files)
+    if not (directory / "config.json").is_file():
+        refuse_adapter(directory)
+    return directory
+
+
+def refuse_adapter(directory: Path) -> None:
+    """Raises `InvalidArgument` for a folder of PEFT, which changes a model and is none."""
+    config = directory / "adapter_config.json"
+    if config.is_file():
+        base = read_json(config).get("base_model_name_or_path")
+        raise InvalidArgument(
+            f"{directory}: this is a PEFT adapter of {base!r} and no model; merge it into that one first "
+            "(merge_and_unload, save_pretrained)"
+        )
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raises `InvalidArgument` for what Git LFS leaves in place of a file that it did not fetch. The file is there."""
+    with path.open("rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise InvalidArgument(f"{path} is a Git LFS pointer, not the file itself: run git lfs pull there")
 
 
 def _fetch(hub_id: str, files: Sequence[str]) -> Path:
@@ -47,6 +70,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         return {}
+    refuse_pointer(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -12,7 +12,7 @@ import tokenizers
 from ..core.errors import InvalidArgument, NotFound, TooLong
 from ..core.request import Conversation, Prompt
 from .chat import ChatTemplate, find_template
-from .files import read_json
+from .files import read_json, refuse_pointer
 from .pieces import Piece, read_piece, token_bytes
 from .special import complete, named_tokens
 
@@ -165,6 +165,7 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
     """Raises `NotFound` where there is no such file, and `InvalidArgument` for one that cannot be read."""
     if not path.is_file():
         raise NotFound(f"{path.parent} has no tokenizer.json, the only tokenizer format supported")
+    refuse_pointer(path)
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower

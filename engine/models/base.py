@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..attention.base import Attend
 from ..batch import Batch
+from ..config import ParallelConfig
 from ..place import Place
 from ..sampling import Picks
 from ..spec import ModelSpec, Shape
@@ -77,3 +78,11 @@ class Recipe(Protocol):
 
     def build(self, place: Place) -> Built:
         """Raises CheckpointError: the weights are broken, not what config.json says, or can't be quantised."""
+
+    def examine(self, place: Place, parallel: ParallelConfig) -> str:
+        """Look for what `build` would refuse, without reading any weights; what that can't find, if anything.
+
+        Raises:
+            CheckpointError: as `build`.
+            InvalidArgument: it can't be split so.
+        """

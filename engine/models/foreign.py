@@ -16,9 +16,11 @@ from torch import Tensor
 from ..attention.base import Attend
 from ..batch import Batch
 from ..checkpoint import Checkpoint
+from ..config import ParallelConfig
 from ..place import Place
 from ..sampling import Picks
 from ..spec import DTYPES, LAYER_TYPES, CheckpointError, Shape
+from ..weights import Weights
 from .base import Built, Logits
 from .foreign_attention import NAME, Call, register
 from .foreign_trial import Heard, listen, try_out
@@ -42,7 +44,7 @@ class Foreign:
         said: list[Any] = []
         tokens = batch.tokens
         first, *others = chosen or (batch.positions[:0],)
-        with self._model.base_model.register_forward_hook(lambda layers, args, out: said.append(out)):
+        with self._model.get_decoder().register_forward_hook(lambda layers, args, out: said.append(out)):
             out = self._model(
                 input_ids=tokens.unsqueeze(0),
                 position_ids=batch.positions.unsqueeze(0),
@@ -60,7 +62,7 @@ class Foreign:
 
     def _head(self, tokens: Tensor, said: Any, places: Tensor) -> Tensor:
         """The logits of other places in what the layers `said`: what each class does behind them is its own."""
-        layers = self._model.base_model
+        layers = self._model.get_decoder()
         layers.forward = lambda *_, **__: said
         try:
             logits: Tensor = self._model(input_ids=tokens.unsqueeze(0), use_cache=False, logits_to_keep=places).logits
@@ -96,12 +98,7 @@ class ForeignRecipe:
             CheckpointError: the weights are broken, or the model does not work over our cache; says why.
         """
         try:
-            if not place.seat.alone or place.whole_experts:
-                raise CheckpointError("its layers can't be split over ranks")
-            if place.quantized:
-                raise CheckpointError(
-                    "transformers computes it, whose weights we can't quantise; use quantization none"
-                )
+            _check_place(place)
             model = _load(self.directory, place)
             heard = listen(model)
             decoder = Foreign(model)
@@ -111,17 +108,34 @@ class ForeignRecipe:
         log.warning("%s has no file of its own: transformers computes it over our cache, slower", self.architecture)
         return Built(decoder, self._shape(heard))
 
+    def examine(self, place: Place, parallel: ParallelConfig) -> str:
+        """Weights are opened, and no more: which tensors it needs is transformers' business."""
+        try:
+            _check_place(place, parallel.world)
+        except CheckpointError as error:
+            raise _refusal(str(self.directory), self.architecture, error.message) from error
+        Weights(self.directory)
+        return f"transformers computes {self.architecture}, which is tried out when it loads"
+
     def _shape(self, heard: list[Heard]) -> Shape:
         hidden, any_layer = int(self.config.hidden_size), heard[0]
+        width = getattr(self.config, "intermediate_size", None) or 4 * hidden  # a list says it layer by layer
         return Shape(
             vocab_size=int(self.config.vocab_size),
             hidden_size=hidden,
-            intermediate_size=int(getattr(self.config, "intermediate_size", None) or 4 * hidden),
+            intermediate_size=max(width) if isinstance(width, list) else int(width),
             heads=any_layer.heads,
             kv_heads=any_layer.kv_heads,
             head_dim=any_layer.head_dim,
             views=tuple(each.view for each in heard),
         )
+
+
+def _check_place(place: Place, ranks: int = 1) -> None:
+    if ranks > 1 or not place.seat.alone or place.whole_experts:
+        raise CheckpointError("its layers can't be split over ranks")
+    if place.quantized:
+        raise CheckpointError("transformers computes it, whose weights we can't quantise; use quantization none")
 
 
 def foreign(checkpoint: Checkpoint) -> ForeignRecipe:
@@ -205,5 +219,5 @@ def _load(directory: Path, place: Place) -> Any:
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"transformers could not load it: {str(error).splitlines()[0]}") from error
     if found["missing_keys"]:
-        raise CheckpointError(f"tensor {min(found['missing_keys'])} is missing from the safetensors")
+        raise CheckpointError(f"tensor {min(found['missing_keys'])} is missing from the weights")
     return model.to(place.device)

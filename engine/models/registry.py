@@ -4,10 +4,14 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from ..checkpoint import Checkpoint
+from ..config import ParallelConfig
 from ..place import Place
 from ..spec import CheckpointError, ModelSpec, UnknownVariant
 from ..split import check_split
+from ..stage import Stage
 from ..weights import Loader, Weights
 from .base import Builder, Built, Recipe
 from .gemma import gemma2, gemma3
@@ -69,6 +73,13 @@ class Native:
         if seat.alone:
             self._tell_unread(weights)
         return built
+
+    def examine(self, place: Place, parallel: ParallelConfig) -> str:
+        """Every tensor is asked for as ever, and none is computed with: torch's meta device holds shapes alone."""
+        stage = Stage(0, parallel.pipeline, parallel.layers)
+        check_split(self.spec, str(self.directory), parallel.tensor, stage, parallel.whole_experts)
+        self.build(Place(place.dtype, torch.device("meta"), 1))
+        return ""
 
     def _tell_unread(self, weights: Weights) -> None:
         harmless = (_TABLES, _TIED) if self.spec.tied_embeddings else (_TABLES,)

@@ -21,7 +21,8 @@ from charonia.engine.place import Place
 from charonia.engine.spec import CheckpointError, Rope, View
 from charonia.engine.weights import Loader, Piece, Weights
 
-WEIGHTS = "model.safetensors"
+WEIGHTS, BIN = "model.safetensors", "pytorch_model.bin"
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9000\n"
 Edit = Callable[[Path], None]
 
 
@@ -189,8 +190,25 @@ def test_a_config_that_does_not_fit_is_refused(copy: Path, changes: dict[str, An
     assert str(copy) in refusal.value.message
 
 
-def truncate(directory: Path) -> None:
-    path = directory / WEIGHTS
+class Trap:
+    """What a safe loader refuses to make."""
+
+
+def pickled(directory: Path, **how: Any) -> Path:
+    """The same checkpoint as it was published before safetensors."""
+    torch.save(load_file(directory / WEIGHTS), directory / BIN, **how)
+    (directory / WEIGHTS).unlink()
+    return directory
+
+
+def into_adapter(directory: Path, keep: str = "") -> None:
+    for name in {"config.json", WEIGHTS} - {keep}:
+        (directory / name).unlink()
+    (directory / "adapter_config.json").write_text('{"base_model_name_or_path": "meta/Llama", "peft_type": "LORA"}')
+
+
+def truncate(directory: Path, name: str = WEIGHTS) -> None:
+    path = directory / name
     path.write_bytes(path.read_bytes()[:-100])
 
 
@@ -208,7 +226,15 @@ def quantise(directory: Path) -> None:
         (truncate, [WEIGHTS, "truncated"]),
         (garble, [WEIGHTS, "not a safetensors file"]),
         (quantise, [WEIGHTS, "model.norm.weight", "I8", "BF16"]),
-        (lambda copy: (copy / WEIGHTS).unlink(), ["no model.safetensors"]),
+        (lambda copy: (copy / WEIGHTS).unlink(), ["no model.safetensors", "no pytorch_model.bin"]),
+        (lambda copy: (copy / WEIGHTS).write_text(POINTER), [WEIGHTS, "Git LFS pointer", "git lfs pull"]),
+        (lambda copy: (copy / "config.json").write_text(POINTER), ["config.json", "Git LFS pointer"]),
+        (lambda copy: (pickled(copy) / BIN).write_bytes(b"PK not at all"), [BIN, "truncated"]),
+        (lambda copy: truncate(pickled(copy), BIN), [BIN, "truncated"]),
+        (lambda copy: torch.save({"x": Trap()}, pickled(copy) / BIN), [BIN, "safely", "Trap"]),
+        (lambda copy: torch.save([torch.ones(1)], pickled(copy) / BIN), [BIN, "by their names"]),
+        (lambda copy: into_adapter(copy), ["PEFT adapter", "'meta/Llama'", "merge"]),
+        (lambda copy: into_adapter(copy, keep="config.json"), ["PEFT adapter", "'meta/Llama'", "merge"]),
         (lambda copy: (copy / "config.json").unlink(), ["config.json", "missing"]),
         (lambda copy: (copy / "config.json").write_text("{"), ["config.json", "not JSON"]),
         (lambda copy: edit_tensors(copy, **{"lm_head.weight": ...}), ["lm_head.weight", "missing"]),
@@ -260,6 +286,39 @@ def test_shards_read_like_one_file(making: Any, tmp_path: Path, checkpoint: Call
     assert torch.equal(Weights(sharded).read(piece), whole)
     assert whole.shape == (64, 10)
     assert build(sharded)
+
+
+@pytest.mark.parametrize("modern", [True, False])
+def test_pickled_weights_read_like_safetensors(copy: Path, checkpoint: Callable[..., Path], modern: bool) -> None:
+    """Mapped, if they are of the form that can be."""
+    pickled(copy, _use_new_zipfile_serialization=modern)
+    piece = Piece("model.layers.1.mlp.down_proj.weight", (64, 96), columns=slice(10, 20))
+    found = Weights(copy)
+    assert torch.equal(found.read(piece), Weights(checkpoint("llama")).read(piece))
+    assert (str(copy / BIN) in Path("/proc/self/maps").read_text()) == modern
+    assert list(memory_needed(str(copy), {"device": "cpu"}, ())) == [Share(found.bytes)]
+    assert build(copy)
+
+
+def test_pickled_shards_read_like_one_file(copy: Path) -> None:
+    tensors = load_file(copy / WEIGHTS)
+    (copy / WEIGHTS).unlink()
+    files = {name: f"pytorch_model-{number % 2}.bin" for number, name in enumerate(tensors)}
+    for file in set(files.values()):
+        torch.save({name: tensors[name] for name in files if files[name] == file}, copy / file)
+    index = copy / f"{BIN}.index.json"
+    index.write_text(json.dumps({"weight_map": files}))
+    assert build(copy)
+    index.write_text(json.dumps({"weight_map": [1]}))
+    with pytest.raises(CheckpointError, match="not an index of weights"):
+        build(copy)
+
+
+def test_safetensors_are_preferred_and_counted_once(copy: Path) -> None:
+    before = memory_needed(str(copy), {"device": "cpu"}, ())
+    (copy / BIN).write_text("never read")
+    assert memory_needed(str(copy), {"device": "cpu"}, ()) == before
+    assert build(copy)
 
 
 def test_a_missing_shard_is_named(making: Any, tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def test_greedy_tokens_are_transformers(
 
 
 OTHERS = ("qwen2-yarn", "qwen2-window", "mistral", "qwen3", "qwen3-moe", "mixtral", "phi3", "gemma2", "gemma3")
-FOREIGN = ("gpt-neox", "granite", "starcoder2", "cohere2")
+FOREIGN = ("gpt-neox", "granite", "starcoder2", "cohere2", "opt")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """`charonia check`: the real backends' configs, read, completed and built, and nothing loaded."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,12 +25,10 @@ def write(root: Path, name: str, config: str, version: str = "1") -> None:
 
 def test_a_good_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, "a", GOOD + 'host_policy: "x"'.replace("host_policy", "runtime"))
-    write(tmp_path, "llm", 'backend: "charonia" parameters { key: "max_num_seqs" value { string_value: "3" } }')
     assert report(tmp_path, CheckOptions()) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"a: {tmp_path}/a/config.pbtxt:5: runtime has no effect here",
         "a: good: identity, version 1",
-        "llm: good: charonia, version 1",
     ]
 
 
@@ -42,6 +43,72 @@ def test_numbers_cost_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     good, other, refused = capsys.readouterr().out.splitlines()
     assert (good, other) == ("a: good: identity, version 1", "b: good: identity, version 1")
     assert refused.endswith(f"must have at most 64 dimensions and 2147483647 bytes, got shape [{2**40}]")
+
+
+LLM = 'backend: "charonia" parameters { key: "max_num_seqs" value { string_value: "3" } }'
+
+
+def write_llm(making: Any, root: Path, name: str = "llama", model: str = "llm") -> Path:
+    """A language model in the repository; the folder of its version."""
+    write(root, model, LLM)
+    return Path(making.write_checkpoint(root / model / "1", making.CONFIGS[name]))
+
+
+def test_good_language_models(making: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_llm(making, tmp_path, model="ours")
+    write_llm(making, tmp_path, "granite", "theirs")
+    write(tmp_path, "hub", LLM + 'parameters { key: "model" value { string_value: "nobody/nothing" } }')
+    assert report(tmp_path, CheckOptions()) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "hub: good: charonia, version 1; nobody/nothing is not here yet",
+        "ours: good: charonia, version 1",
+        "theirs: good: charonia, version 1; transformers computes GraniteForCausalLM, which is tried out when it loads",
+    ]
+
+
+def edit_config(version: Path, **changes: object) -> None:
+    path = version / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda version: (version / "config.json").unlink(), "config.json: missing"),
+        (
+            lambda version: edit_config(version, intermediate_size=97),
+            "has shape [96, 64], but config.json means [97, 64]",
+        ),
+        (lambda version: edit_config(version, num_hidden_layers=3), "model.layers.2.input_layernorm.weight is missing"),
+        (
+            lambda version: edit_config(version, architectures=["T5ForConditionalGeneration"]),
+            "T5ForConditionalGeneration",
+        ),
+        (lambda version: (version / "model.safetensors").write_bytes(b"cut"), "truncated"),
+        (lambda version: (version / "tokenizer.json").unlink(), "no tokenizer.json"),
+        (
+            lambda version: (version.parent / "config.pbtxt").write_text(
+                LLM.replace("max_num_seqs", "max_model_len", 1).replace('"3"', '"300"')
+            ),
+            "max_model_len must be between 1 and the checkpoint's 256",
+        ),
+        (
+            lambda version: (version.parent / "config.pbtxt").write_text(
+                LLM.replace("max_num_seqs", "tensor_parallel_size")
+            ),
+            "4 attention heads can't be shared evenly by 3 ranks",
+        ),
+    ],
+)
+def test_a_language_model_that_would_not_load(
+    making: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], object], says: str
+) -> None:
+    """Found by what loads it, without a weight being read."""
+    spoil(write_llm(making, tmp_path))
+    assert report(tmp_path, CheckOptions()) == 1
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("llm: WRONG: ")
+    assert says in line
 
 
 @pytest.mark.parametrize(
