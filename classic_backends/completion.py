@@ -121,6 +121,8 @@ def _check_tensor(config: ModelConfig, where: str, found: Found, spec: TensorSpe
         return  # a flat tensor, whatever the dims of a request
     dims = _dims(document) if document else spec.dims
     whole = (-1, *dims) if config.max_batch_size else tuple(dims)
+    if not found.shape and all(dim == -1 for dim in whole):
+        return  # onnxruntime says the same of a scalar and of a rank that it does not know
     if not _fits(whole, found.shape):
         message = f"'{spec.name}' has shape {list(whole)} in the configuration, {list(found.shape)} in the model"
         batch = "; its first dimension is the batch, because max_batch_size > 0" if config.max_batch_size else ""

@@ -110,6 +110,8 @@ class OnnxRuntime:
 
 def _refusal(error: Exception) -> CharoniaError:
     """onnxruntime's complaint in Triton's words."""
+    if isinstance(error, UnicodeDecodeError):  # onnxruntime gives strings as text alone
+        return Internal(f"onnx runtime error: an output of the model is not UTF-8: {error}")
     if isinstance(error, ValueError):  # an input that only its config calls optional
         return InvalidArgument(str(error))
     found = _COMPLAINT.match(str(error))

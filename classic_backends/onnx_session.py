@@ -91,7 +91,7 @@ def describe(session: Session) -> FoundModel:
 def _found(nodes: Any, optional: bool) -> Iterator[Found]:
     for node in nodes:
         shape = tuple(size if isinstance(size, int) and size >= 0 else -1 for size in node.shape)
-        yield Found(node.name, _datatype(node), shape or None, optional)
+        yield Found(node.name, _datatype(node), shape, optional)
 
 
 def _datatype(node: Any) -> str:

@@ -87,6 +87,45 @@ def test_text_that_is_not_utf8_is_refused(version: Path, onnx_models: ModuleType
         run(runtime, ["Y"], X=np.array([[b"\xff"]], object))
 
 
+def test_text_that_is_not_utf8_cannot_be_given_back(
+    version: Path, onnx_models: ModuleType, described: Describe
+) -> None:
+    text = helper.make_tensor("text", TensorProto.STRING, [1], [b"\xff"])
+    nodes = [helper.make_node("Constant", [], ["text"], value=text), helper.make_node("Add", ["X", "X"], ["Z"])]
+    nodes.append(helper.make_node("Identity", ["text"], ["Y"]))
+    made = {"Y": (TensorProto.STRING, [1]), "Z": (TensorProto.FLOAT, ["n"])}
+    onnx_models.write_model(version / "model.onnx", nodes, {"X": (TensorProto.FLOAT, ["n"])}, made)
+    runtime = load(version, described(ONNX.complete(version, {"max_batch_size": 0}, {})))
+    with pytest.raises(Internal, match=r"onnx runtime error: an output of the model is not UTF-8: .*0xff"):
+        run(runtime, ["Y"], X=np.ones(1, np.float32))
+    assert run(runtime, ["Z"], X=np.ones(1, np.float32))["Z"].tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "fits"),
+    [
+        ({"dims": [2]}, False),
+        ({"dims": [1]}, False),
+        ({"dims": [-1, 2]}, False),
+        ({"dims": [-1]}, True),
+        ({"dims": [1], "reshape": {"shape": []}}, True),
+        ({"dims": [1], "reshape": {"shape": [1]}}, False),
+    ],
+)
+def test_a_tensor_of_rank_0_has_no_dims(
+    version: Path, onnx_models: ModuleType, described: Describe, tensor: dict[str, Any], fits: bool
+) -> None:
+    onnx_models.write_identity(version / "model.onnx", TensorProto.FLOAT, ())
+    sides = {
+        side: [{"name": name, "data_type": "TYPE_FP32", **tensor}] for side, name in (("input", "X"), ("output", "Y"))
+    }
+    if fits:
+        load(version, described(sides)).close()
+        return
+    with pytest.raises(InvalidArgument, match=r"'X' has shape \[.*\] in the configuration, \[\] in the model"):
+        load(version, described(sides))
+
+
 def test_a_model_with_free_first_dimensions_batches(version: Path, onnx_models: ModuleType) -> None:
     onnx_models.write_mlp(version / "model.onnx", [5, 3])
     found = ONNX.complete(version, {"name": "model"}, {})
