@@ -30,7 +30,6 @@ NEUTRAL: Neutral = {
     "use_beam_search": (False,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
@@ -44,6 +43,7 @@ NEUTRAL: Neutral = {
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 Words: TypeAlias = str | tuple[str, ...] | None
@@ -81,6 +81,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
     lora_name: str | None = None
     response_format: ResponseFormat | None = None
     guided_decoding_guide_type: GuideKind | None = None

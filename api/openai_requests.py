@@ -7,7 +7,7 @@ import msgspec
 
 from ..core.errors import InvalidArgument
 from ..core.request import GenerateRequest, Prompt, SamplingParams
-from .openai_bodies import NEUTRAL, ChatBody, Common, CompletionBody, Words
+from .openai_bodies import NEUTRAL, ChatBody, Common, CompletionBody, StreamOptions, Words
 from .openai_fields import decode, short
 from .openai_messages import read_messages
 
@@ -20,7 +20,9 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """How to answer: with `choices` for each prompt, of which the best `kept` are shown.
 
     `logprobs`: how many of the likeliest tokens stand beside each one of the text, which is the prompt's too with
-    `echo`; `prompt_logprobs`: beside those of the prompt in a list of their own. None shows no logprob.
+    `echo`; `prompt_logprobs`: beside those of the prompt in a list of their own. None shows no logprob. `token_ids`:
+    those of prompt and answer are shown. `include_usage`: a stream ends with it; `running_usage`: its chunks have it,
+    too.
     """
 
     id: str
@@ -30,7 +32,9 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     echo: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    token_ids: bool = False
     include_usage: bool = False
+    running_usage: bool = False
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -68,7 +72,7 @@ def _as_said(error: InvalidArgument, fields: ChatBody) -> InvalidArgument:
 
 
 def _reply(request_id: str, fields: Common) -> Reply:
-    options, choices = fields.stream_options, _choices(fields.n)
+    options, choices = fields.stream_options or StreamOptions(), _choices(fields.n)
     return Reply(
         id=request_id,
         model=fields.model,
@@ -76,7 +80,9 @@ def _reply(request_id: str, fields: Common) -> Reply:
         kept=choices,
         logprobs=fields.wanted_logprobs,
         prompt_logprobs=fields.prompt_logprobs,
-        include_usage=options is not None and bool(options.include_usage),
+        token_ids=bool(fields.return_token_ids),
+        include_usage=bool(options.include_usage),
+        running_usage=bool(options.include_usage and options.continuous_usage_stats),
     )
 
 
@@ -123,6 +129,7 @@ def _asked(reply: Reply, fields: Common, prompts: list[Prompt], max_tokens: int 
         choices=reply.choices,
         prompts=len(prompts),
         echo=reply.echo,
+        tell_prompt=reply.token_ids,
     )
     stream = bool(fields.stream)
     answers = [one, *_further(one, scored=stream)]

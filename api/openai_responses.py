@@ -38,8 +38,8 @@ class Shape(Protocol):
     def logprobs(self, chunk: GenerateChunk, offset: int, reply: Reply) -> Object:
         """`offset`: characters that the tokens before wrote."""
 
-    def show_prompts(self, body: Object, prompts: Sequence[Any]) -> None:
-        """Put the logprobs of the choices' prompts where they belong."""
+    def show_prompts(self, body: Object, name: str, prompts: Sequence[Any]) -> None:
+        """Put what is told of the choices' prompts under a `name` where it belongs."""
 
 
 class CompletionShape:
@@ -58,9 +58,9 @@ class CompletionShape:
         prompt = chunk.prompt if reply.echo else ()
         return of_text(prompt, chunk.logprobs, offset, reply.logprobs or 0)
 
-    def show_prompts(self, body: Object, prompts: Sequence[Any]) -> None:
+    def show_prompts(self, body: Object, name: str, prompts: Sequence[Any]) -> None:
         for choice, prompt in zip(body["choices"], prompts, strict=True):
-            choice["prompt_logprobs"] = prompt
+            choice[name] = prompt
 
 
 class ChatShape:
@@ -82,8 +82,8 @@ class ChatShape:
     def logprobs(self, chunk: GenerateChunk, offset: int, reply: Reply) -> Object:
         return of_message(chunk.logprobs)
 
-    def show_prompts(self, body: Object, prompts: Sequence[Any]) -> None:
-        body["prompt_logprobs"] = prompts[0]
+    def show_prompts(self, body: Object, name: str, prompts: Sequence[Any]) -> None:
+        body[name] = prompts[0]
 
 
 def _end(chunk: GenerateChunk) -> Object:
@@ -102,6 +102,8 @@ class Writer:
         self._reply = reply
         head = {"id": reply.id, "created": int(time.time()), "model": reply.model}
         self._head = head | {"system_fingerprint": fingerprint}
+        self._details = reply.token_ids or reply.running_usage
+        """An event has more than its text."""
         self._usage: dict[int, Usage] = {}
         self._offsets: dict[int, int] = {}
         self._around: dict[int, tuple[bytes, bytes]] = {}
@@ -111,11 +113,14 @@ class Writer:
         self._usage = {index: answer.usage for index, answer in enumerate(answers)}
         shown = best(list(self._with_prompts(answers)), self._reply.choices, self._reply.kept)
         choices = [
-            self._shape.choice(index, answer, self._logprobs(index, answer)) for index, answer in enumerate(shown)
+            self._with_ids(self._shape.choice(index, answer, self._logprobs(index, answer)), answer)
+            for index, answer in enumerate(shown)
         ]
         body = {**self._head, "object": self._shape.object, "choices": choices, "usage": self._total()}
         if (most := self._reply.prompt_logprobs) is not None:
-            self._shape.show_prompts(body, [of_prompt(answer.prompt, most) for answer in shown])
+            self._shape.show_prompts(body, "prompt_logprobs", [of_prompt(answer.prompt, most) for answer in shown])
+        if self._reply.token_ids:
+            self._shape.show_prompts(body, "prompt_token_ids", [answer.prompt_ids for answer in shown])
         return body
 
     def _with_prompts(self, answers: Sequence[GenerateChunk]) -> Iterator[GenerateChunk]:
@@ -126,16 +131,19 @@ class Writer:
 
     def event(self, index: int, chunk: GenerateChunk) -> bytes:
         """What to send for one chunk: nothing while a character is incomplete."""
-        opening = None if index in self._usage else self._shape.opening(index)
+        begin, prompt_ids = b"", chunk.prompt_ids
+        if index not in self._usage and (opening := self._shape.opening(index)) is not None:
+            self._usage[index] = msgspec.structs.replace(chunk.usage, completion_tokens=0)
+            begin, prompt_ids = self._event([opening], prompt_ids), ()
         self._usage[index] = chunk.usage
-        begin = b"" if opening is None else self._event([opening])
-        if chunk.finish_reason or chunk.logprobs or chunk.prompt:
-            return begin + self._event([self._shape.delta(index, chunk, self._logprobs(index, chunk))])
+        if chunk.finish_reason or chunk.logprobs or chunk.prompt or (self._details and (chunk.text or chunk.token_ids)):
+            choice = self._shape.delta(index, chunk, self._logprobs(index, chunk))
+            return begin + self._event([self._with_ids(choice, chunk)], prompt_ids)
         return begin + self._plain(index, chunk.text) if chunk.text else begin
 
     def closing(self) -> bytes:
         """The usage of a stream, if it was asked for."""
-        return self._event([], self._total()) if self._reply.include_usage else b""
+        return self._event([]) if self._reply.include_usage else b""
 
     def _plain(self, index: int, text: str) -> bytes:
         """An event of text alone. Most are: all but the text is written once for all of them."""
@@ -145,9 +153,17 @@ class Writer:
             around = self._around[index] = before, after
         return around[0] + orjson.dumps(text) + around[1]
 
-    def _event(self, choices: list[Object], usage: Object | None = None) -> bytes:
+    def _event(self, choices: list[Object], prompt_ids: Sequence[int] = ()) -> bytes:
+        """With the usage, at the end or all along, if it was asked for."""
         chunk: Object = {**self._head, "object": self._shape.chunk_object, "choices": choices}
-        return event(orjson.dumps({**chunk, "usage": usage} if self._reply.include_usage else chunk))
+        if prompt_ids:
+            self._shape.show_prompts(chunk, "prompt_token_ids", [prompt_ids])
+        if self._reply.include_usage:
+            chunk["usage"] = self._total() if self._reply.running_usage or not choices else None
+        return event(orjson.dumps(chunk))
+
+    def _with_ids(self, choice: Object, chunk: GenerateChunk) -> Object:
+        return choice | {"token_ids": chunk.token_ids} if self._reply.token_ids else choice
 
     def _logprobs(self, index: int, chunk: GenerateChunk) -> Object | None:
         if self._reply.logprobs is None or not (chunk.logprobs or chunk.prompt):

@@ -162,7 +162,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     each has random numbers of its own. `choices`: how many there are, and `prompts` how many prompts are asked about
     together, in as many requests as that makes. `adapter`: the LoRA adapter by its name; empty is the model itself.
     `guide`: what the text must be; not every engine can hold to one, or has adapters. `echo`: the answer begins with
-    the prompt's text.
+    the prompt's text. `tell_prompt`: its first chunk has the prompt's token ids.
 
     Raises:
         InvalidArgument: `priority` is negative, or a first answer asks for nothing at all.
@@ -182,6 +182,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""
     guide: Guide | None = None
     echo: bool = False
+    tell_prompt: bool = False
 
     def __post_init__(self) -> None:
         _check("priority", self.priority, "at least 0", lambda v: v >= 0)
@@ -222,10 +223,10 @@ class Usage(msgspec.Struct, frozen=True):
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     """What was generated since the last chunk: unread tokens of a slow reader arrive merged.
 
-    `text` may be empty while a character is incomplete, or a stop string may have begun. The last chunk, and only
-    it, has a `finish_reason`; `stop_reason` is the string or the token id of the request's that ended the text,
-    None where the model ended it or something else did. `logprobs`: one for each of `token_ids` if they were asked
-    for. `prompt`: in the first chunk, all tokens of the prompt if theirs were.
+    `text` may be empty while a character is incomplete, or a stop string may have begun. The last chunk, and only it,
+    has a `finish_reason`; `stop_reason` is the string or the token id of the request's that ended the text, None where
+    the model ended it or something else did. `logprobs`: one for each of `token_ids` if they were asked for. `prompt`:
+    in the first chunk, all tokens of the prompt if theirs were. `prompt_ids`: there, too, if they are to be told.
     """
 
     text: str
@@ -235,6 +236,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt: tuple[PromptToken, ...] = ()
+    prompt_ids: tuple[int, ...] = ()
 
 
 def joined(chunks: Sequence[GenerateChunk]) -> GenerateChunk:
@@ -245,4 +247,5 @@ def joined(chunks: Sequence[GenerateChunk]) -> GenerateChunk:
         token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
         logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
         prompt=chunks[0].prompt,
+        prompt_ids=chunks[0].prompt_ids,
     )

@@ -180,7 +180,8 @@ class LlmModel:
                 add = addition(request, prompt, language.defaults, engine, banned)
                 whole = request.prompt if kept is None or len(prompt) < kept else tuple(prompt)
                 echo = await tokenizer.text(whole, prompt) if request.echo else ""
-            writer = Writer(language.tokenizer, prompt, request.sampling, language.defaults.eos, echo)
+            told = tuple(prompt) if request.tell_prompt else ()
+            writer = Writer(language.tokenizer, prompt, request.sampling, language.defaults.eos, echo, told)
             with self._client.open(add, account) as channel:
                 while (chunk := writer.chunk(await channel.read())).finish_reason is None:
                     yield chunk

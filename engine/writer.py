@@ -18,15 +18,22 @@ _LEAST_LOGPROB = -9999.0
 
 
 class Writer:
-    """Writes the text of one request, which begins with `echo`; `eos` are the tokens by which the model itself ends
-    it. The chunk with a finish reason is the last one, though the engine may go on.
+    """Writes the text of one request, which begins with `echo`; `eos` are the tokens by which the model itself ends it,
+    `told` those of the prompt that the first chunk has. The chunk with a finish reason is the last one, though the
+    engine may go on.
 
     Raises:
         InvalidArgument: special tokens are wanted without the spaces that this tokenizer puts between them.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: list[int], asked: SamplingParams, eos: Sequence[int] = (), echo: str = ""
+        self,
+        tokenizer: Tokenizer,
+        prompt: list[int],
+        asked: SamplingParams,
+        eos: Sequence[int] = (),
+        echo: str = "",
+        told: tuple[int, ...] = (),
     ) -> None:
         if not (asked.skip_special_tokens or asked.spaces_between_special_tokens) and tokenizer.parts_special:
             field = "spaces_between_special_tokens"
@@ -34,6 +41,7 @@ class Writer:
         self._tokenizer = tokenizer
         self._prompt_tokens = len(prompt)
         self._echo = echo
+        self._told = told
         self._unsaid = [] if asked.prompt_logprobs is None else prompt
         self._completion_tokens = 0
         self._min_tokens = asked.min_tokens
@@ -49,6 +57,7 @@ class Writer:
         self._completion_tokens += taken
         token_ids = delta.token_ids[:taken]
         echo, self._echo = self._echo, ""
+        told, self._told = self._told, ()
         return GenerateChunk(
             text=echo + text,
             token_ids=token_ids,
@@ -57,6 +66,7 @@ class Writer:
             stop_reason=self._stop_reason(delta),
             logprobs=self._logprobs(token_ids, delta.logprobs) if delta.logprobs else (),
             prompt=self._scored(delta.scores) if self._unsaid else (),
+            prompt_ids=told,
         )
 
     def _stop_reason(self, delta: Delta) -> str | int | None:

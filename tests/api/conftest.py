@@ -178,6 +178,7 @@ class FakeGateway:
                     stop_reason=reason and self.stop_reason,
                     logprobs=_logprobs(count, text, request.sampling.logprobs, self.chosen.get(request.choice, -1.0)),
                     prompt=_prompt(request.sampling.prompt_logprobs) if count == 1 else (),
+                    prompt_ids=(7, 8) if request.tell_prompt and count == 1 else (),
                 )
 
     async def tokenize(self, name: str, request: TokenizeRequest) -> list[int]:

@@ -104,6 +104,37 @@ async def test_usage_closes_the_stream_when_asked_for(client: httpx.AsyncClient)
 
 
 USAGE = {"include_usage": True}
+ALL_ALONG = {"stream": True, "stream_options": USAGE | {"continuous_usage_stats": True}}
+
+
+@pytest.mark.parametrize(("path", "body"), [(TEXT, PROMPT), (CHAT, HI)])
+async def test_usage_all_along(client: httpx.AsyncClient, path: str, body: Any) -> None:
+    chunks = events(await client.post(path, json=body | ALL_ALONG))
+    counted = [(chunk["usage"]["prompt_tokens"], chunk["usage"]["completion_tokens"]) for chunk in chunks]
+    assert counted == [(5, 0)] * (path == CHAT) + [(5, 1), (5, 2), (5, 2)]
+    alone = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+    assert not any("usage" in chunk for chunk in events(await client.post(path, json=body | alone)))
+
+
+async def test_token_ids_of_a_text(client: httpx.AsyncClient, gateway: Any) -> None:
+    gateway.texts = ("one", "", " two")
+    asked = PROMPT | {"return_token_ids": True}
+    both = (await client.post(TEXT, json=asked | {"n": 2})).json()["choices"]
+    assert [(each["prompt_token_ids"], each["token_ids"]) for each in both] == [([7, 8], [1, 2, 3])] * 2
+    streamed = [chunk["choices"][0] for chunk in events(await client.post(TEXT, json=asked | {"stream": True}))]
+    assert [each["token_ids"] for each in streamed] == [[1], [2], [3]]
+    assert [each.get("prompt_token_ids") for each in streamed] == [[7, 8], None, None]
+    plain = (await client.post(TEXT, json=PROMPT)).json()["choices"][0]
+    assert not {"token_ids", "prompt_token_ids"} & plain.keys()
+
+
+async def test_token_ids_of_a_chat(client: httpx.AsyncClient) -> None:
+    asked = HI | {"return_token_ids": True}
+    body = (await client.post(CHAT, json=asked)).json()
+    assert (body["prompt_token_ids"], body["choices"][0]["token_ids"]) == ([7, 8], [1, 2])
+    chunks = events(await client.post(CHAT, json=asked | {"stream": True}))
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [[7, 8], None, None]
+    assert [chunk["choices"][0].get("token_ids") for chunk in chunks] == [None, [1], [2]]
 
 
 async def test_several_prompts_are_several_choices(client: httpx.AsyncClient, gateway: Any) -> None:

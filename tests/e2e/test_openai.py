@@ -118,6 +118,26 @@ def test_what_vllms_clients_say_of_tokens(server: Any) -> None:
     assert len(shown.choices[0].text) > 5
 
 
+def test_token_ids_and_usage_all_along(server: Any) -> None:
+    asked: dict[str, Any] = {"model": "fake", "prompt": [10, 11], "max_tokens": 4}
+    told = {"extra_body": {"return_token_ids": True}}
+    counting: Any = {"include_usage": True, "continuous_usage_stats": True}
+    with openai.OpenAI(**options(server)) as client:
+        choice: Any = client.completions.create(**asked, **told).choices[0]
+        chunks: list[Any] = list(client.completions.create(**asked, **told, stream=True, stream_options=counting))
+        chat: Any = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=3, **told)
+        tokens = httpx.post(f"{server.url}/tokenize", json={"model": "tiny", "messages": MESSAGES}).json()["tokens"]
+    assert (choice.prompt_token_ids, choice.token_ids) == ([10, 11], [12, 13, 14, 15])
+    assert [token for chunk in chunks[:-1] for token in chunk.choices[0].token_ids] == choice.token_ids
+    assert chunks[0].choices[0].prompt_token_ids == [10, 11]
+    used = [chunk.usage.completion_tokens for chunk in chunks]
+    assert used == sorted(used)
+    assert used[-1] == 4
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {2}
+    assert chat.prompt_token_ids == tokens
+    assert len(chat.choices[0].token_ids) == chat.usage.completion_tokens
+
+
 def test_choices_differ_and_repeat(server: Any) -> None:
     asked: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 8, "n": 3, "seed": 5}
     with openai.OpenAI(**options(server)) as client:
