@@ -56,18 +56,20 @@ app = App(name="python -m charonia.bench.checkpoint", help=__doc__)
 
 
 def write_random(directory: Path, config: Mapping[str, Any], *, seed: int = 0, shard: str = "5GB") -> None:
-    """Write config.json and safetensors of a causal language model.
+    """Write config.json and safetensors of a causal language model, or of one that takes images too.
 
     `config` is an AutoConfig's fields with `model_type` among them; its `dtype` is the one the weights are stored
     in. Every parameter is random, norms and biases included, and large enough for attention to matter. `shard` is
     the largest size of one file.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(seed)
     parsed = AutoConfig.for_model(**config)
-    model: Any = AutoModelForCausalLM.from_config(parsed, dtype=parsed.dtype)  # type: ignore[no-untyped-call]
+    text = type(parsed) in MODEL_FOR_CAUSAL_LM_MAPPING
+    auto: Any = AutoModelForCausalLM if text else AutoModelForImageTextToText
+    model = auto.from_config(parsed, dtype=parsed.dtype)
     for name, parameter in model.named_parameters():
         _randomise(name, parameter.data)
     model.save_pretrained(directory, max_shard_size=shard)

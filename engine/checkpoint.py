@@ -10,16 +10,18 @@ from typing import Any
 
 from ..tokenization.files import SMALL_FILES, locate, read_json
 from .dialects import read_spec
+from .language_part import language_part
 from .spec import CheckpointError, ModelSpec
 from .weight_files import PICKLED, SAFETENSORS
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An opened checkpoint; `config` is its config.json."""
+    """An opened checkpoint; `config` is its config.json, or what that says of the `language_part` of more."""
 
     directory: Path
     config: Mapping[str, Any]
+    language_part: bool = False
 
     @property
     def where(self) -> str:
@@ -50,4 +52,5 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
     config = read_json(directory / "config.json")
     if not config:
         raise CheckpointError(f"{directory / 'config.json'}: missing; a checkpoint needs it beside its weights")
-    return Checkpoint(directory, config)
+    part = language_part(config)
+    return Checkpoint(directory, config if part is None else part, part is not None)

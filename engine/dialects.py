@@ -267,10 +267,12 @@ _GEMMA = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
+_TEXT_ALONE = {"mrope": "default"}
+"""Its three positions of a token are one where there are no images."""
 _DIALECTS: dict[str, _Dialect] = {
     "MistralForCausalLM": _Dialect(_always, {"sliding_window": 4096}),
-    "Qwen2ForCausalLM": _Dialect(_listed(_qwen), {"sliding_window": 4096}),
-    "Qwen3ForCausalLM": _Dialect(_listed(_qwen), {"sliding_window": 4096, "head_dim": 128}),
+    "Qwen2ForCausalLM": _Dialect(_listed(_qwen), {"sliding_window": 4096}, rope_types=_TEXT_ALONE),
+    "Qwen3ForCausalLM": _Dialect(_listed(_qwen), {"sliding_window": 4096, "head_dim": 128}, rope_types=_TEXT_ALONE),
     "Qwen3MoeForCausalLM": _Dialect(_if_used, {"sliding_window": 4096, "norm_topk_prob": False}),
     "MixtralForCausalLM": _Dialect(_always, {"rms_norm_eps": 1e-5}),
     "Phi3ForCausalLM": _Dialect(

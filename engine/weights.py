@@ -63,13 +63,21 @@ class Weights:
     Files are memory-mapped: what `read` returns are views, and nothing is copied before it is used.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """Raises CheckpointError: no weights, a missing shard, a truncated file."""
+    def __init__(self, directory: Path, own_name: Callable[[str], str] = str) -> None:
+        """`own_name`: what a tensor is asked for as, by its name in the file.
+
+        Raises:
+            CheckpointError: no weights, a missing shard, a truncated file.
+        """
         files, by_tensor = find_weights(directory)
         self._where = directory
         self._open: dict[Path, Any] = {path: _open(path) for path in files}
         self._files = dict.fromkeys(self._open[files[0]].keys(), files[0]) if by_tensor is None else by_tensor
+        self._stored = {own_name(stored): stored for stored in self._files}
         self._unread = set(self._files)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
 
     @property
     def bytes(self) -> int:
@@ -87,12 +95,13 @@ class Weights:
         Raises:
             CheckpointError: the tensor is missing, or its shape or dtype is not what is expected.
         """
-        path = self._files.get(piece.name)
-        if path is None:
+        stored = self._stored.get(piece.name)
+        if stored is None:
             raise CheckpointError(f"{self._where}: tensor {piece.name} is missing from the weights")
-        found = _slice(self._open[path], path, piece.name)
+        path = self._files[stored]
+        found = _slice(self._open[path], path, stored)
         _check(found, piece, path)
-        self._unread.discard(piece.name)
+        self._unread.discard(stored)
         view: Tensor = found[piece.rows] if len(piece.shape) == 1 else found[piece.rows, piece.columns]
         return view
 

@@ -118,6 +118,46 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 """What the engine must compute exactly as transformers does, by files of its own."""
 
+
+def with_images(model_type: str, text: str, vision: dict[str, Any], **others: Any) -> dict[str, Any]:
+    """The named configuration as the language part of a model that takes images too."""
+    eye = {"hidden_size": 32, "intermediate_size": 32, "image_size": 28, "patch_size": 14}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    return {
+        "model_type": model_type,
+        "text_config": CONFIGS[text] | {"bos_token_id": 1},
+        "vision_config": eye | layers | vision,
+        "dtype": "float32",
+        **others,
+    }
+
+
+QWEN_EYE = {"depth": 1, "num_heads": 2, "out_hidden_size": 64}
+CONFIGS["qwen2.5-vl-text"] = LLAMA | {
+    "model_type": "qwen2_5_vl_text",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+}
+CONFIGS["qwen3-vl-text"] = CONFIGS["qwen2.5-vl-text"] | {"model_type": "qwen3_vl_text", "head_dim": 16}
+PARTS = {
+    "gemma3-image": with_images(
+        "gemma3", "gemma3", {"model_type": "siglip_vision_model"}, mm_tokens_per_image=4, image_token_index=380
+    ),
+    "mistral3": with_images(
+        "mistral3",
+        "mistral",
+        {"model_type": "pixtral", "head_dim": 16},
+        image_token_index=380,
+        tie_word_embeddings=False,
+    ),
+    "llava": with_images("llava", "llama", {"model_type": "clip_vision_model"}, image_token_index=380),
+    "qwen2.5-vl": with_images("qwen2_5_vl", "qwen2.5-vl-text", QWEN_EYE, image_token_id=380, tie_word_embeddings=False),
+    "qwen3-vl": with_images(
+        "qwen3_vl", "qwen3-vl-text", QWEN_EYE | {"deepstack_visual_indexes": [0]}, tie_word_embeddings=True
+    ),
+}
+"""Models that take images too, of which the language part is served."""
+CONFIGS |= PARTS
+
 FOREIGN: dict[str, dict[str, Any]] = {
     "gpt-neox": LLAMA | {"model_type": "gpt_neox", "num_key_value_heads": 4},
     "granite": LLAMA

@@ -70,11 +70,13 @@ def _turn(message: Message) -> dict[str, str]:
 
 
 def find_template(directory: Path) -> str | None:
-    """The source of a checkpoint's default chat template: the .jinja file, else tokenizer_config.json's."""
+    """The source of a checkpoint's default chat template: the .jinja file, else tokenizer_config.json's, else that of
+    models which take images too."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    configured = read_json(directory / "tokenizer_config.json").get("chat_template")
+    files = (read_json(directory / name) for name in ("tokenizer_config.json", "chat_template.json"))
+    configured = next(filter(None, (file.get("chat_template") for file in files)), None)
     if isinstance(configured, list):
         return {entry["name"]: str(entry["template"]) for entry in configured}.get("default")
     return configured if isinstance(configured, str) else None

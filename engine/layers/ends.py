@@ -18,7 +18,7 @@ from .embedding import Embedding
 from .linear import Head
 from .norm import NormMaker
 
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Inlet(Protocol):
@@ -94,7 +94,7 @@ class _Logits:
 
     def __init__(self, spec: ModelSpec, load: Loader, norm: NormMaker) -> None:
         self._norm = norm(load.vector("model.norm.weight", spec.hidden_size), spec.norm_eps)
-        name = EMBEDDING if spec.tied_embeddings else "lm_head.weight"
+        name = EMBEDDING if spec.tied_embeddings else HEAD
         self._head = Head(load, name, spec.vocab_size, spec.hidden_size)
         self._cap = spec.logit_cap
 

@@ -1,13 +1,15 @@
 """The architectures we serve: those with a file of their own, and the way to all others."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from ..checkpoint import Checkpoint
 from ..config import ParallelConfig
+from ..language_part import own_name
+from ..layers.ends import HEAD
 from ..place import Place
 from ..spec import CheckpointError, ModelSpec, UnknownVariant
 from ..split import check_split
@@ -39,17 +41,16 @@ ARCHITECTURES: dict[str, Builder] = {
 
 _TABLES = "rotary_emb.inv_freq"
 """Older checkpoints store what is computed here."""
-_TIED = "lm_head.weight"
-"""Stored twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """A checkpoint of an architecture in the table."""
+    """A checkpoint of an architecture in the table, or its `language_part` alone."""
 
     directory: Path
     spec: ModelSpec
     builder: Builder
+    language_part: bool = False
 
     @property
     def dtype(self) -> str:
@@ -68,8 +69,10 @@ class Native:
     def build(self, place: Place) -> Built:
         seat = place.seat
         check_split(self.spec, str(self.directory), seat.group.size, seat.stage, place.whole_experts)
-        weights = Weights(self.directory)
-        built = Built(self.builder(self.spec, Loader(weights, place)), self.spec)
+        weights, spec = Weights(self.directory, own_name if self.language_part else str), self.spec
+        if self.language_part:  # the whole's config.json has a default that its language part may not follow
+            spec = replace(spec, tied_embeddings=HEAD not in weights)
+        built = Built(self.builder(spec, Loader(weights, place)), spec)
         if seat.alone:
             self._tell_unread(weights)
         return built
@@ -82,9 +85,12 @@ class Native:
         return ""
 
     def _tell_unread(self, weights: Weights) -> None:
-        harmless = (_TABLES, _TIED) if self.spec.tied_embeddings else (_TABLES,)
+        harmless = (_TABLES, HEAD) if self.spec.tied_embeddings else (_TABLES,)
         unread = [name for name in weights.unread if not name.endswith(harmless)]
-        if unread:
+        if self.language_part:
+            message = "%s: its language part is served, for text alone; %d other tensors are left out, such as %s"
+            log.warning(message, self.directory, len(unread), next(iter(unread), "none"))
+        elif unread:
             message = "%s: config.json knows nothing of %d tensors of the weights, such as %s: is it theirs?"
             log.warning(message, self.directory, len(unread), unread[0])
 
@@ -105,7 +111,7 @@ def recipe(checkpoint: Checkpoint) -> Recipe:
         spec = checkpoint.spec
     except UnknownVariant as variant:
         return _through_transformers(checkpoint, variant)
-    return Native(checkpoint.directory, spec, ARCHITECTURES[spec.architecture])
+    return Native(checkpoint.directory, spec, ARCHITECTURES[spec.architecture], checkpoint.language_part)
 
 
 def _through_transformers(checkpoint: Checkpoint, variant: UnknownVariant) -> Recipe:

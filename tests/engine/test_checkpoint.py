@@ -16,6 +16,7 @@ from charonia.core.holding import Share
 from charonia.engine.build import memory_needed
 from charonia.engine.checkpoint import open_checkpoint
 from charonia.engine.dialects import read_spec
+from charonia.engine.language_part import language_part
 from charonia.engine.models.registry import recipe
 from charonia.engine.place import Place
 from charonia.engine.spec import CheckpointError, Rope, View
@@ -130,6 +131,39 @@ def test_recipes_for_long_texts(copy: Path) -> None:
     edit_config(copy, **PHI4_MINI, rope_parameters=...)
     found = recipe(open_checkpoint(copy))
     assert (found.default_length, found.max_position) == (4096, 131072)
+
+
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+QWEN2_VL = QWEN2_LONG | {
+    "architectures": ["Qwen2VLForConditionalGeneration"],
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vision_config": {"depth": 32},
+}
+
+
+def test_language_parts_as_they_are_published(copy: Path) -> None:
+    """With what they leave out, and with their fields among those of the whole."""
+    (copy / "config.json").write_text(json.dumps(GEMMA3_4B))
+    opened = open_checkpoint(copy)
+    gemma, qwen = opened.spec, read_spec(language_part(QWEN2_VL) or {}, "here")
+    assert opened.language_part
+    assert (gemma.architecture, gemma.dtype, gemma.vocab_size) == ("Gemma3ForCausalLM", "bfloat16", 262208)
+    assert (gemma.heads, gemma.kv_heads, gemma.head_dim, gemma.max_position) == (8, 4, 256, 131072)
+    assert (gemma.rope.factor, gemma.local_rope.theta, gemma.views[5].window) == (8.0, 1e4, None)
+    assert (qwen.architecture, qwen.rope.kind, qwen.max_position) == ("Qwen2ForCausalLM", "default", 32768)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def build(directory: Path, dtype: torch.dtype = torch.float32) -> Built:
     ("model_type", "architecture", "changes", "says"),
     [
         ("t5", "T5ForConditionalGeneration", {}, "an encoder and a decoder"),
-        ("gemma3", "Gemma3ForConditionalGeneration", {}, "more than text"),
+        ("paligemma", "PaliGemmaForConditionalGeneration", {}, "more than text"),
         ("bert", "BertForMaskedLM", {}, "of type bert is BertLMHeadModel"),
         ("vit", "ViTForImageClassification", {}, "no causal language model of type vit"),
         ("gpt_neox", "GPTNeoXForSequenceClassification", {}, "is GPTNeoXForCausalLM"),

@@ -1,5 +1,7 @@
 """Logits against transformers, packed against alone."""
 
+import json
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -8,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
+from safetensors.torch import load_file, save_file
 
 from charonia.engine.attention.base import CacheSpec
 from charonia.engine.attention.registry import attention_backend
@@ -33,6 +36,8 @@ KIN = [
     "llama-gelu",
     "llama-quick-gelu",
 ]
+PARTS = ["gemma3-image", "mistral3", "llava", "qwen2.5-vl", "qwen3-vl"]
+"""The language part of what takes images too."""
 SPARSE = ("qwen3-moe", "mixtral")
 LENGTHS = (40, 1, 23, 100)
 
@@ -66,12 +71,13 @@ def logits(directory: Path, sequences: list[torch.Tensor], dtype: torch.dtype, b
 @torch.inference_mode()
 def right_logits(directory: Path, dtype: torch.dtype) -> torch.Tensor:
     """What transformers says, prompt by prompt."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    name = json.loads((directory / "config.json").read_text())["architectures"][0]
+    model = getattr(transformers, name).from_pretrained(directory, dtype=dtype)
     return torch.cat([model(tokens[None]).logits[0] for tokens in prompts()]).float()
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
-@pytest.mark.parametrize("name", [*NAMES, *KIN])
+@pytest.mark.parametrize("name", [*NAMES, *KIN, *PARTS])
 def test_float32_logits_are_transformers(checkpoint: Callable[..., Path], name: str, backend: str) -> None:
     """With our kernels, without any, and with those of the layers alone."""
     right = right_logits(checkpoint(name), torch.float32)
@@ -102,6 +108,29 @@ def typical_error(found: torch.Tensor, right: torch.Tensor, name: str) -> torch.
     """Over tokens; with experts the middle one's, for a rounding may send a token to another expert."""
     squares = (found - right).pow(2).mean(-1)
     return (squares.median() if name in SPARSE else squares.mean()).sqrt()
+
+
+def test_a_language_part_by_its_newer_names(
+    checkpoint: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its head is used if it has one, whatever the default for the whole would be."""
+    copy = Path(shutil.copytree(checkpoint("mistral3"), tmp_path / "newer"))
+    tensors, file = load_file(copy / "model.safetensors"), copy / "config.json"
+    newer = (
+        ("language_model.model.", "model.language_model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("", "model."),
+    )
+    renamed = {}
+    for tensor, value in tensors.items():
+        old, new = next(pair for pair in newer if tensor.startswith(pair[0]))
+        renamed[new + tensor.removeprefix(old)] = value
+    save_file(renamed, copy / "model.safetensors")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
+    found = logits(copy, prompts(), torch.float32)
+    assert torch.equal(found, logits(checkpoint("mistral3"), prompts(), torch.float32))
+    assert "its language part is served, for text alone" in caplog.text
+    assert "such as model.multi_modal_projector." in caplog.text
 
 
 @pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])

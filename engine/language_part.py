@@ -1,0 +1,86 @@
+"""The language part of a checkpoint that takes images too: a config.json of its own, and what its tensors are called.
+
+Only of architectures whose language part, given text alone, is one of ours exactly: no token of a prompt sees a later
+one, and what images would have added is nothing.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+_INNER: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "gemma3_text": (
+        "Gemma3ForCausalLM",
+        {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208, "max_position_embeddings": 131_072},
+    ),
+    "llama": (
+        "LlamaForCausalLM",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "vocab_size": 32000,
+        },
+    ),
+    "mistral": (
+        "MistralForCausalLM",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 32000,
+        },
+    ),
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen2_vl_text": ("Qwen2ForCausalLM", {}),
+    "qwen2_5_vl_text": ("Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "qwen3_vl_text": ("Qwen3ForCausalLM", {}),
+}
+"""A text_config's `model_type` -> our architecture, and what such a config leaves out when it is the usual value."""
+
+_OUTER = {
+    "Gemma3ForConditionalGeneration": "gemma3_text",
+    "LlavaForConditionalGeneration": "llama",
+    "LlavaNextForConditionalGeneration": "llama",
+    "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen2VLForConditionalGeneration": "qwen2",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2",
+    "Qwen3VLForConditionalGeneration": "qwen3",
+}
+"""Architecture -> the `model_type` of a text_config that does not say it."""
+
+_SHARED = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
+"""Fields that stand outside for all parts."""
+
+_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+"""How tensors of the part begin in newer and older checkpoints, and in a checkpoint of that part alone."""
+
+
+def language_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A config.json for the language part of what `config` describes; None where there is none that we serve."""
+    names = config.get("architectures")
+    outer = str(names[0]) if isinstance(names, list) and len(names) == 1 else ""
+    text = config.get("text_config", config)  # Qwen's older ones have its fields among the others
+    if outer not in _OUTER or not isinstance(text, dict):
+        return None
+    kind = _OUTER[outer] if text is config else str(text.get("model_type") or _OUTER[outer])
+    if kind not in _INNER:
+        return None
+    architecture, absent = _INNER[kind]
+    shared = {name: config[name] for name in _SHARED if config.get(name) is not None}
+    return {**absent, **text, **shared, "architectures": [architecture]}
+
+
+def own_name(stored: str) -> str:
+    """What a tensor of the part is called in a checkpoint of that part alone; others keep their names."""
+    for prefix, own in _PREFIXES.items():
+        if stored.startswith(prefix):
+            return own + stored.removeprefix(prefix)
+    return stored
