@@ -57,8 +57,6 @@ async def load_model(gateway: Gateway, request: Message) -> Message:
             files[key.removeprefix(_FILE)] = _typed(parameter, "bytes_param", f"load parameter '{key}'")
         else:
             raise InvalidArgument(f"unrecognized load parameter '{key}'", field=key)
-    if files and config is None:
-        raise InvalidArgument("Load parameter 'config' must be specified for model file override", field=_CONFIG)
     await gateway.load_model(request.model_name, config, files)
     return pb.RepositoryModelLoadResponse()
 

@@ -81,8 +81,6 @@ class Control:
                 files[key.removeprefix(_FILE)] = _decoded(key, value)
             else:
                 raise InvalidArgument(f"unrecognized load parameter '{key}'", field=key)
-        if files and config is None:
-            raise InvalidArgument("Load parameter 'config' must be specified for model file override", field="config")
         await self._gateway.load_model(request.path_params["model"], config, files)
         return Response()
 
@@ -154,8 +152,9 @@ def _parameters(document: Document) -> Document:
 
 
 def _decoded(key: str, value: Any) -> bytes:
+    """NVIDIA's C++ client breaks its lines."""
     try:
-        return base64.b64decode(string(key, value), validate=True)
+        return base64.b64decode("".join(string(key, value).split()), validate=True)
     except (binascii.Error, ValueError):
         raise InvalidArgument(f"load parameter '{key}' is not base64", field=key) from None
 

@@ -26,7 +26,7 @@ _TRITONS = (
     "HTTP end point doesn't support models with decoupled transaction policy",
     "Unsupported compression type",
     "can not be updated through network protocol",
-    "trace level 'TENSORS' is not served",
+    "failed to poll from model repository",
 )
 """What Triton's protocol answers with 5xx although it is the request's fault."""
 

@@ -104,12 +104,13 @@ class Gateway(Protocol):
     async def load_model(self, name: str, config: str | None = None, files: Mapping[str, bytes] = NO_FILES) -> None:
         """Load a model of the repositories, or load it anew; return when it is served.
 
-        `config`: its whole config as JSON, in place of the file's. `files`: its whole directory, by path within it.
+        `config`: its whole config as JSON, in place of the file's, until what is on disk changes or the model is
+        unloaded. `files`: its whole directory, by path within it.
 
         Raises:
             Unavailable: the server was not started for that.
-            Internal: the repositories hold no such model.
-            InvalidArgument: `name`, `config` or a path is wrong, or the model did not load; what served before serves.
+            Internal: what it would be made from cannot be read; Triton's text, and why.
+            InvalidArgument: `name` or a path is wrong, or the model did not load; what served before serves.
         """
 
     async def unload_model(self, name: str, dependents: bool = False) -> None:

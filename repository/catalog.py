@@ -1,12 +1,12 @@
 """The models there are: those of the repositories' directories, and a checkpoint that was named on its own."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 
-from ..core.errors import Internal, InvalidArgument, Unsupported
+from ..core.errors import InvalidArgument, NotFound, Unsupported
 from .document import Config
-from .source import ModelSource, read_model
+from .source import ModelSource, read_model, stamps_of
 
 log = logging.getLogger(__name__)
 
@@ -53,18 +53,26 @@ class Catalog:
         paths = (repository / name for repository in self._repositories)
         return next((path for path in paths if path.is_dir()), None)
 
+    def stamps(self, name: str) -> Hashable:
+        """Of everything in that model's directory: equal as long as nothing of it changes. None: there is nothing."""
+        directory = self.directory(name)
+        try:
+            return None if directory is None else tuple(stamps_of(directory))
+        except OSError:  # which reading it says
+            return None
+
     def read(self, name: str, override: Config = None, directory: Path | None = None) -> ModelSource:
         """What that model is made from, with `override` for its config, and in `directory` instead of its own.
 
         Raises:
-            Internal: there is none.
+            NotFound: there is none.
             InvalidArgument: it cannot be a model; the message names file, line and field.
         """
         if self._single is not None and name == self._single.name and override is None:
             return self._single
         directory = directory or self.directory(name)
         if directory is None:
-            raise Internal(f"failed to load '{name}', failed to poll from model repository")
+            raise NotFound(f"no model repository has a folder '{name}'")
         try:
             return read_model(directory, override, self._config_name)
         except (OSError, ValueError, RuntimeError) as error:  # of a loop of links, or a name that no file can have

@@ -1,12 +1,12 @@
 """Who decides what is served: the start alone, changes on disk, or requests; model-config.md section 9."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
-from ..core.errors import CharoniaError, InvalidArgument, Unavailable
+from ..core.errors import CharoniaError, Internal, InvalidArgument, NotFound, Unavailable
 from ..core.scratch import ScratchDirectory
 from .catalog import Catalog
 from .document import parse_override
@@ -51,47 +51,60 @@ class Explicit:
         self._catalog = catalog
         self._registry = registry
         self._lifecycle = lifecycle
+        # Of models that serve with a config of a request's: what was on disk when it was given.
+        self._overridden: dict[str, Hashable] = {}
 
     def names(self) -> list[str]:
         return self._catalog.names()
 
     async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         _check_name(name)
-        if files and config is None:
-            raise InvalidArgument("Load parameter 'config' must be specified for model file override")
-        source, release = await self._read(name, config, files)
+        for path in files:
+            _check_path(path)
+        stamps = await self._lifecycle.aside(self._catalog.stamps, name)
+        from_disk = config is None and not files
+        if from_disk and stamps is not None and self._overridden.get(name) == stamps:
+            return
+        try:
+            source, release = await self._read(name, config, files)
+        except CharoniaError as error:
+            raise self._unreadable(name, error, from_disk) from None
         try:
             await self._lifecycle.load(source, release=release)
         except LoadFailure as failure:
             message = f"load failed for model '{name}': version {failure.version} is at UNAVAILABLE state: {failure};\n"
             raise InvalidArgument(message) from None
+        self._overridden.pop(name, None)
+        if config is not None and not files:
+            self._overridden[name] = stamps
 
     async def unload(self, name: str) -> None:
         _check_name(name)
+        self._overridden.pop(name, None)
         await self._lifecycle.unload(name)
 
     async def _read(
         self, name: str, config: str | None, files: Mapping[str, bytes]
     ) -> tuple[ModelSource, Callable[[], None]]:
-        try:
-            override = None if config is None else parse_override(config)
-            if not files:
-                return await self._lifecycle.aside(self._catalog.read, name, override), lambda: None
-            scratch, directory = await self._lifecycle.aside(_write, name, files)
-        except InvalidArgument as error:
-            raise self._failed(name, error) from None
+        if files and config is None:
+            raise InvalidArgument("Load parameter 'config' must be specified for model file override")
+        override = None if config is None else parse_override(config)
+        if not files:
+            return await self._lifecycle.aside(self._catalog.read, name, override), lambda: None
+        scratch, directory = await self._lifecycle.aside(_write, name, files)
         try:
             return await self._lifecycle.aside(self._catalog.read, name, override, directory), scratch.close
-        except BaseException as error:
+        except BaseException:
             scratch.close()
-            raise (self._failed(name, error) if isinstance(error, CharoniaError) else error) from None
+            raise
 
-    def _failed(self, name: str, error: CharoniaError) -> CharoniaError:
-        """It cannot even be read."""
-        if error.message.startswith(("Invalid config", "Invalid file")) or not isinstance(error, InvalidArgument):
-            return error
-        self._registry.entry(name).fail(error.message)
-        return InvalidArgument(f"load failed for model '{name}': {error.message}\n", field=error.field)
+    def _unreadable(self, name: str, error: CharoniaError, from_disk: bool) -> Internal:
+        """Triton's answer to whatever keeps it from reading a model, and why. One that is wrong on disk has failed."""
+        log.error("model '%s' cannot be read: %s", name, error.message)
+        if from_disk and not isinstance(error, NotFound):
+            self._registry.entry(name).fail(error.message)
+        message = f"failed to load '{name}', failed to poll from model repository: {error.message}"
+        return Internal(message, field=error.field)
 
 
 def _check_name(name: str) -> None:
@@ -106,8 +119,6 @@ def _check_name(name: str) -> None:
 
 def _write(name: str, files: Mapping[str, bytes]) -> tuple[ScratchDirectory, Path]:
     """A directory of the model with these files, in a scratch directory of its own."""
-    for path in files:
-        _check_path(path)
     with ExitStack() as unless_written:
         try:
             scratch = ScratchDirectory()

@@ -100,12 +100,12 @@ def _version(directory: Path, config: Config, number: int, once: object) -> Vers
     # What the config says stands in the mark itself.
     around = [entry for entry in directory.iterdir() if entry.name == "warmup" or entry.is_file()]
     around = [entry for entry in around if entry.name not in FILES]
-    stamps = [stamp for entry in (path, *around) for stamp in _stamps(entry)]
+    stamps = [stamp for entry in (path, *around) for stamp in stamps_of(entry)]
     mark = (config.SerializeToString(deterministic=True), *stamps, once)
     return VersionSource(str(number), str(path), mark)
 
 
-def _stamps(path: Path) -> list[tuple[str, int, int]]:
+def stamps_of(path: Path) -> list[tuple[str, int, int]]:
     """Of every file at or below it: name, time of change, size."""
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     return [(str(file), (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files]

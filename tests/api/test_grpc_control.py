@@ -101,7 +101,6 @@ async def test_load_and_unload(stub: Any, gateway: Any) -> None:
 @pytest.mark.parametrize(
     ("parameters", "text"),
     [
-        ({"file:1/m": Value(bytes_param=b"")}, "Load parameter 'config' must be specified for model file override"),
         ({"config": Value(bytes_param=b"")}, "invalid value type for load parameter 'config', expected string_param."),
         (
             {"config": Value(string_param="{}"), "file:1/m": Value(string_param="")},

@@ -150,7 +150,7 @@ def test_the_repository(client: Any) -> None:
     assert spare["reason"] == "unloaded"
     with refused(500, "failed to load 'no', failed to poll from model repository"):
         client.load_model("no")
-    with refused(400, "Invalid config override"):
+    with refused(500, "failed to load 'spare', failed to poll from model repository: Invalid config override"):
         client.load_model("spare", config="{")
 
 

@@ -17,6 +17,7 @@ from .conftest import CONFIG, Toy, World
 
 LABELLED = CONFIG.replace("output {", 'output { label_filename: "no"')
 ALL = CONFIG + "version_policy { all {} }"
+UNREADABLE = "failed to load 'm', failed to poll from model repository"
 ZEROS = "value { data_type: TYPE_INT32 dims: 1 zero_data: true }"
 
 
@@ -168,7 +169,7 @@ async def test_a_failed_reload_leaves_what_served(world: World, toys: list[Toy])
     assert await world.ask("m") == 10
     assert [toy.unloaded for toy in toys] == [False, True]
     (world.root / "m" / "config.pbtxt").write_text("nonsense")
-    with pytest.raises(InvalidArgument, match="load failed for model 'm': failed to read text proto"):
+    with pytest.raises(Internal, match="failed to load 'm', failed to poll from model repository: failed to read text"):
         await world.hub.load_model("m")
     assert await world.ask("m") == 10
     assert world.hub.model_ready("m")
@@ -238,6 +239,28 @@ async def test_with_another_config_and_back(world: World, toys: list[Toy]) -> No
         await world.hub.load_model("m", override)
         assert (await world.ask("m"), len(toys)) == (10, count)
     await world.hub.load_model("m")
+    assert (await world.ask("m"), len(toys)) == (10, 2), "nothing changed on disk"
+    with pytest.raises(Internal):
+        await world.hub.load_model("m", "{")
+    await world.hub.load_model("m")
+    assert await world.ask("m") == 10
+    (world.root / "m" / "note").write_text("anything")
+    await world.hub.load_model("m")
+    assert await world.ask("m") == 20
+
+
+async def test_another_config_does_not_outlive_the_model_nor_files_of_its_own(world: World) -> None:
+    world.explicit()
+    world.write("m", {"1": 10, "2": 20})
+    fields = {"backend": "toy", "input": [{"name": "A", "data_type": "TYPE_INT32", "dims": [1]}]}
+    override = json.dumps(fields | {"version_policy": {"specific": {"versions": [1]}}})
+    await world.hub.load_model("m", override)
+    await world.hub.unload_model("m")
+    await world.hub.load_model("m")
+    assert await world.ask("m") == 20
+    await world.hub.load_model("m", override)
+    await world.hub.load_model("m", json.dumps(fields), {"5/answer": b"50"})
+    await world.hub.load_model("m")
     assert await world.ask("m") == 20
 
 
@@ -266,16 +289,18 @@ async def test_with_files_of_its_own(world: World, toys: list[Toy]) -> None:
             InvalidArgument,
             "invalid model name '../m', model name must not contain path traversal characters",
         ),
-        (("no",), Internal, "failed to load 'no', failed to poll from model repository"),
-        (("m", "{"), InvalidArgument, "Invalid config override: "),
-        (("m", '{"bogus": 1}'), InvalidArgument, "Invalid config override: bogus: "),
-        (("m", "[" * 100_000), InvalidArgument, "Invalid config override: "),
-        (("m", '{"name": "n"}'), InvalidArgument, "load failed for model 'm': unexpected directory name 'm'"),
+        (("no",), Internal, "failed to load 'no', failed to poll from model repository: no model repository has"),
+        (("no", "{}"), Internal, "failed to load 'no', failed to poll from model repository: no model repository has"),
+        (("m", "{"), Internal, f"{UNREADABLE}: Invalid config override: "),
+        (("m", '{"bogus": 1}'), Internal, f"{UNREADABLE}: Invalid config override: bogus: "),
+        (("m", "[" * 100_000), Internal, f"{UNREADABLE}: Invalid config override: "),
+        (("m", '{"name": "n"}'), Internal, f"{UNREADABLE}: unexpected directory name 'm'"),
         (
             ("m", None, {"1/x": b""}),
-            InvalidArgument,
-            "Load parameter 'config' must be specified for model file override",
+            Internal,
+            f"{UNREADABLE}: Load parameter 'config' must be specified for model file override",
         ),
+        (("m", "{}", {f"1/{'x' * 300}": b""}), Internal, f"{UNREADABLE}: cannot write the files of model 'm': File"),
         (
             ("m", "{}", {"1/../../x": b""}),
             InvalidArgument,
@@ -283,7 +308,7 @@ async def test_with_files_of_its_own(world: World, toys: list[Toy]) -> None:
         ),
         (("m", "{}", {"/etc/x": b""}), InvalidArgument, "Invalid file parameter '/etc/x' with normalized path "),
         (("m", "{}", {"1/a\0b": b""}), InvalidArgument, r"Invalid file parameter '1/a\x00b': no path has a NUL in it"),
-        (("m", "{}", {"1": b"", "1/x": b""}), InvalidArgument, "load failed for model 'm': cannot write the files"),
+        (("m", "{}", {"1": b"", "1/x": b""}), Internal, f"{UNREADABLE}: cannot write the files"),
         (("m" * 300,), InvalidArgument, f"invalid model name '{'m' * 32}...', a folder's name has at most 255 bytes"),
     ],
 )
@@ -291,6 +316,7 @@ async def test_what_cannot_be_loaded(
     world: World,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
     arguments: Any,
     kind: type[Exception],
     text: str,
@@ -303,7 +329,9 @@ async def test_what_cannot_be_loaded(
     with pytest.raises(kind) as caught:
         await world.hub.load_model(*arguments)
     assert caught.value.message.startswith(text)
-    assert world.hub.ready() is (not world.hub.index()[0].reason)
+    assert [record.exc_info for record in caplog.records] == [None] * (kind is Internal)
+    assert [entry.name for entry in world.hub.index()] == ["m"]
+    assert world.hub.ready()
     assert not list(scratch.iterdir())
 
 
