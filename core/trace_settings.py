@@ -193,8 +193,8 @@ def read_trace_config(words: Iterable[str]) -> TraceSettings:
         name, equals, value = word.removeprefix("triton,").partition("=")
         if word.startswith(f"{MODE},"):
             spans = spans.told(word.removeprefix(f"{MODE},"))
-        elif word in ("mode=triton", f"mode={MODE}"):
-            mode = value
+        elif name == "mode" and value.lower() in ("triton", MODE):
+            mode = value.lower()
         else:
             settings = replace(settings, **_configured(word, name if equals else "", value, settings))
     return replace(settings, spans=spans) if mode == MODE else settings

@@ -116,7 +116,7 @@ def _check_backend(backend: str) -> None:
 
 def _check_mode(options: RepositoryOptions) -> None:
     if options.load_model and options.model_control_mode != "explicit":
-        raise InvalidArgument("--load-model needs --model-control-mode=explicit")
+        raise InvalidArgument("Use of '--load-model' requires setting '--model-control-mode=explicit' as well.")
     if _ALL in options.load_model and options.load_model != (_ALL,):
         raise InvalidArgument("--load-model * stands for all models and must be the only one")
 

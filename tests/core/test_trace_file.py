@@ -277,7 +277,7 @@ def test_without_a_file_it_is_said_that_nothing_is_traced(caplog: pytest.LogCapt
         (["level=false", "level=true"], TraceSettings(("TIMESTAMPS",))),
         (["opentelemetry,bsp_schedule_delay=1"], TraceSettings()),
         (
-            ["opentelemetry,url=http://c/t", "opentelemetry,resource=service.name=ferry", "mode=opentelemetry"],
+            ["opentelemetry,url=http://c/t", "opentelemetry,resource=service.name=ferry", "mode=OpenTelemetry"],
             TraceSettings(spans=SpanSettings("http://c/t", (("service.name", "ferry"),))),
         ),
     ],

@@ -175,7 +175,7 @@ def test_polling_follows_the_files(serve: Callable[..., Any], repository: Path) 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--load-model", "a"), "--load-model needs --model-control-mode=explicit"),
+        (("--load-model", "a"), "Use of '--load-model' requires setting '--model-control-mode=explicit' as well."),
         (("--model-control-mode", "explicit", "--load-model", "*", "--load-model", "a"), "must be the only one"),
         (("--backend-config", "x"), "--backend-config must be"),
     ],
