@@ -6,6 +6,7 @@ A tensor becomes text when it passes: what clients lend in shared memory may be 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -26,8 +27,26 @@ _ELEMENTS = 1 << 14
 _BYTES = 1 << 18
 """Bytes of one tensor's strings that are written."""
 
+_CHARACTERS = 1 << 20
+"""Characters of all of a request's inputs, or outputs, after which elements are left out."""
+
 _TENSORS = 1024
-"""Output tensors of one request that are written: a stream has no end."""
+"""Tensors of a request's inputs, or outputs, that are written: a stream has no end."""
+
+
+@dataclass(slots=True)
+class Tensors:
+    """Those that passed one way, as far as they are kept."""
+
+    texts: list[TensorText] = field(default_factory=list)
+    _room: int = _CHARACTERS
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in islice(tensors, _TENSORS - len(self.texts)):
+            data = _data(tensor) if self._room > 0 else "..."
+            self._room -= len(data)
+            shape = ",".join(map(str, tensor.shape))
+            self.texts.append({"name": tensor.name, "data": data, "shape": shape, "dtype": tensor.datatype})
 
 
 @dataclass(slots=True)
@@ -35,8 +54,8 @@ class Trace:
     """Of a request that is traced by `settings`."""
 
     settings: TraceSettings
-    inputs: list[TensorText] = field(default_factory=list)
-    outputs: list[TensorText] = field(default_factory=list)
+    inputs: Tensors = field(default_factory=Tensors)
+    outputs: Tensors = field(default_factory=Tensors)
 
 
 def trace_of(exchange: Exchange, traces: Traces) -> Trace | None:
@@ -55,25 +74,24 @@ def traced(
     """The answers as they are; where the settings say TENSORS, the trace keeps what goes in, and what passes."""
     if trace is None or not trace.settings.tensors:
         return answers
-    trace.inputs += map(_text, inputs)
+    trace.inputs.add(inputs)
     return _traced(trace.outputs, answers)
 
 
-async def _traced(kept: list[TensorText], answers: AsyncIterator[InferResponse]) -> AsyncGenerator[InferResponse, None]:
+async def _traced(kept: Tensors, answers: AsyncIterator[InferResponse]) -> AsyncGenerator[InferResponse, None]:
     async with aclosing(cast("Stream[InferResponse]", answers)) as stream:
         async for response in stream:
-            kept += map(_text, response.outputs[: _TENSORS - len(kept)])
+            kept.add(response.outputs)
             yield response
 
 
-def _text(tensor: Tensor) -> TensorText:
+def _data(tensor: Tensor) -> str:
     flat = tensor.data.reshape(-1)
     first = flat[:_ELEMENTS]
     elements = _strings(first) if tensor.datatype == "BYTES" else _numbers(tensor.datatype, first)
     if len(elements) < len(flat):
         elements.append("...")
-    shape = ",".join(map(str, tensor.shape))
-    return {"name": tensor.name, "data": ",".join(elements), "shape": shape, "dtype": tensor.datatype}
+    return ",".join(elements)
 
 
 def _numbers(datatype: str, flat: NDArray[Any]) -> list[str]:

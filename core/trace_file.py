@@ -139,9 +139,9 @@ def _objects(number: int, trace: Trace, exchange: Exchange) -> Iterator[dict[str
         yield {"id": number, "timestamps": [{"name": name, "ns": ns} for name, ns in _times(exchange)]}
     executed = exchange.computed is not None or exchange.parts
     for activity, tensors in (
-        ("TENSOR_QUEUE_INPUT", trace.inputs),
-        ("TENSOR_BACKEND_INPUT", trace.inputs if executed else ()),
-        ("TENSOR_BACKEND_OUTPUT", trace.outputs),
+        ("TENSOR_QUEUE_INPUT", trace.inputs.texts),
+        ("TENSOR_BACKEND_INPUT", trace.inputs.texts if executed else ()),
+        ("TENSOR_BACKEND_OUTPUT", trace.outputs.texts),
     ):
         yield from ({"id": number, "activity": activity, "tensor": tensor} for tensor in tensors)
 
