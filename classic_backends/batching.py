@@ -27,9 +27,15 @@ class QueuePolicy(NamedTuple):
 
     def deadline(self, arrived: int, asked: int) -> int | None:
         """When a request that asked for a timeout of `asked` (0: for none) has waited too long."""
-        shortened = self.override and 0 < asked < self.timeout
-        timeout = asked if shortened else self.timeout
+        timeout = asked if self._shortened(asked) else self.timeout
         return arrived + timeout if timeout else None
+
+    def limit(self, arrived: int, asked: int) -> int | None:
+        """When it must be answered, though it is executed by then: what a config alone says is for the queue."""
+        return arrived + asked if self._shortened(asked) and not self.postpone else None
+
+    def _shortened(self, asked: int) -> bool:
+        return self.override and 0 < asked < self.timeout
 
 
 NO_POLICY = QueuePolicy()

@@ -20,13 +20,21 @@ from .runtime import Runtime
 log = logging.getLogger(__name__)
 
 
+EXECUTION_TIMEOUT = "execution_timeout_secs"
+"""The parameter of a model or backend that says after how many seconds an execution is ended."""
+
+_SOONEST = 0.05
+"""Seconds between two looks at how long executions take, at least."""
+
+
 class Patience(NamedTuple):
     """Seconds. A lost instance is replaced after `first_retry`, then twice as long each time up to `last_retry`, until
-    one has lived for `stable`."""
+    one has lived for `stable`. `watch`: how often to look how long executions take."""
 
     first_retry: float = 0.1
     last_retry: float = 30.0
     stable: float = 5.0
+    watch: float = 1.0
 
 
 PATIENCE = Patience()
@@ -42,19 +50,25 @@ class Roster(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Member:
-    """`born`: when it began to work, of `time.monotonic`."""
+    """`born`: when it began to work, of `time.monotonic`. `late`, `ended`: of what it executes
+    it was told that it is overdue, that it was ended."""
 
     slot: Slot
     worker: Worker
     born: float = field(default_factory=time.monotonic)
+    late: bool = False
+    ended: bool = False
 
 
 class Crew:
-    """`load` makes the runtime of a slot, in its instance's thread. `restarts`: replacements of lost ones."""
+    """`load` makes the runtime of a slot, in its instance's thread. `limit`: seconds after which an execution is ended,
+    where it can be; 0: never. `restarts`: replacements of lost ones."""
 
-    def __init__(self, load: Callable[[Slot], Runtime], patience: Patience | None = None) -> None:
+    def __init__(self, load: Callable[[Slot], Runtime], limit: float = 0.0, patience: Patience | None = None) -> None:
         self._load = load
+        self._limit = limit
         self._patience = patience or PATIENCE
+        self._watching: asyncio.TimerHandle | None = None
         self._members: list[_Member] = []
         self._roster: Roster | None = None
         self._replacing: set[asyncio.Task[None]] = set()
@@ -67,8 +81,9 @@ class Crew:
 
     @property
     def ready(self) -> bool:
-        """Somebody is there to work."""
-        return any(not member.slot.passive and not member.worker.lost for member in self._members)
+        """An instance is there to work, and what it executes is not overdue."""
+        active = (member.worker for member in self._members if not member.slot.passive)
+        return any(not worker.lost and not worker.stopwatch.overdue for worker in active)
 
     async def start(self, slots: Sequence[Slot]) -> None:
         """Return when all of them are loaded. Raises what loading one raises."""
@@ -84,15 +99,47 @@ class Crew:
         self._roster = roster
         for member in self._members:
             self._enlist(member)
+        self._watch()
 
     async def stop(self) -> None:
         """Return when nothing of them is left."""
         self._stopping.set()
+        if self._watching is not None:
+            self._watching.cancel()
         for member in self._members:
             _unwatch(member.worker)
         await asyncio.gather(*self._replacing)
         members, self._members = self._members, []
+        for member in members:
+            work = member.worker.work
+            if work is not None and all(request.item.given_up for request in work.requests):
+                member.worker.end("nobody waits for it any more")
         await asyncio.gather(*(member.worker.stop() for member in members))
+
+    def _watch(self) -> None:
+        every = min(self._patience.watch, max(self._limit / 4, _SOONEST)) if self._limit else self._patience.watch
+        self._watching = asyncio.get_running_loop().call_later(every, self._watch)
+        for member in self._members:
+            self._look(member)
+
+    def _look(self, member: _Member) -> None:
+        """Whether it executes something for too long."""
+        worker, late = member.worker, member.worker.stopwatch.overdue
+        if late and not member.late:
+            log.error(
+                "instance '%s' has been executing for %g s: it is not ready", worker.name, worker.stopwatch.seconds
+            )
+        elif member.late and not late:
+            log.warning("instance '%s' is ready again", worker.name)
+        member.late = late
+        if self._limit:
+            told = member.ended
+            member.ended = worker.stopwatch.if_beyond(self._limit, lambda: None if told else self._end(worker))
+
+    def _end(self, worker: Worker) -> None:
+        reason = f"the execution took longer than {self._limit:g} s ({EXECUTION_TIMEOUT})"
+        ends = worker.end(reason)
+        log.error("instance '%s': %s; %s", worker.name, reason, "it is ended" if ends else "a thread cannot be ended")
 
     def _instance(self, slot: Slot) -> Worker:
         return Instance(slot.place.name, partial(self._load, slot))

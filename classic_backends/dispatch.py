@@ -187,11 +187,13 @@ class Dispatcher:
         results = stream(instance.runtime, self._form, job, instance.name)
         try:
             for result in results:
+                instance.stopwatch.stop()
                 if job.room is not None:
                     job.room.acquire()
                 if job.given_up:
                     break
                 self._tell(self._clerk.streamed, Done(work, begun, result))
+                instance.stopwatch.start()
         finally:
             results.close()
         self._tell(self._clerk.ended, work, begun)

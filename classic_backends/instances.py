@@ -11,13 +11,17 @@ from queue import SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
 from .runtime import Life, Runtime
+from .stopwatch import Stopwatch
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _CLOSE_SECONDS = 30.0
-"""How long an instance may take for what it executes before its thread is left to itself."""
+"""How long an instance may take for what it executes before that is ended."""
+
+_END_SECONDS = 5.0
+"""How long it may take then before its thread is left to itself."""
 
 
 class Source(Protocol[T]):
@@ -43,12 +47,16 @@ class Instance(Generic[T]):
         self._thread = threading.Thread(target=self._live, name=name, daemon=True)
         self.runtime: Runtime
         self.life: Life | None = None
+        self._end: Callable[[str], None] | None = None
+        self.stopwatch = Stopwatch()
+        self.work: T | None = None
+        """What it executes, read by the event loop."""
 
     async def start(self) -> None:
         """Return when it is loaded; raises what loading raises."""
         self._thread.start()
         self.runtime = await asyncio.shield(self._loaded)
-        self.life = self.runtime.traits.life
+        self.life, self._end = self.runtime.traits.life, self.runtime.traits.end
 
     def wake(self, source: Source[T]) -> None:
         """Let it take work from there. Only for an instance that is free."""
@@ -60,20 +68,26 @@ class Instance(Generic[T]):
         return self.life is not None and self.life.lost
 
     async def stop(self) -> None:
-        """Return when its runtime is closed; what it executes it finishes first."""
+        """Return when its runtime is closed; what it executes it finishes first, unless that takes too long."""
         self._inbox.put(None)
-        try:
-            await asyncio.wait_for(self._ended.wait(), _CLOSE_SECONDS)
-        except TimeoutError:
-            await self._end()
+        if await self._ends_within(_CLOSE_SECONDS):
+            return
+        log.error("instance '%s' still executes after %g s", self.name, _CLOSE_SECONDS)
+        if not (self.end("the model was unloaded") and await self._ends_within(_END_SECONDS)):
+            log.error("instance '%s' cannot be ended: its thread is left to itself", self.name)
 
-    async def _end(self) -> None:
-        """It still executes: kill what can be killed."""
-        end = "left to itself" if self.life is None else "killed"
-        log.error("instance '%s' still executes after %g s: %s", self.name, _CLOSE_SECONDS, end)
-        if self.life is not None:
-            self.life.kill()
-            await self._ended.wait()
+    async def _ends_within(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._ended.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def end(self, reason: str) -> bool:
+        """Have what it executes fail, for that reason; from any thread. False: nothing could end it."""
+        if self._end is not None:
+            self._end(reason)
+        return self._end is not None
 
     def _live(self) -> None:
         try:
@@ -89,8 +103,11 @@ class Instance(Generic[T]):
     def _work(self) -> None:
         while (source := self._inbox.get()) is not None:
             while (work := source.next(self)) is not None:
+                self.work = work
+                self.stopwatch.start()
                 source.execute(self, work)
-                work = None  # nothing of a batch outlives it here
+                self.stopwatch.stop()
+                work = self.work = None  # nothing of a batch outlives it here
 
     def _close(self, runtime: Runtime) -> None:
         try:

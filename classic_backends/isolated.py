@@ -103,7 +103,7 @@ def _first(link: Link, who: str) -> FromInstance:
     try:
         said = link.receive()
     except Lost as loss:
-        raise Internal(f"{who} ended unexpectedly: {loss}") from None
+        raise Internal(f"{who} {loss}") from None
     if isinstance(said, Failed):
         raise _failure(said, who, said.message)
     return said
@@ -135,7 +135,7 @@ class IsolatedRuntime:
             self.close()
             raise
         assert isinstance(loaded, Loaded)
-        self.traits = Traits(ragged=loaded.ragged, life=self._link)
+        self.traits = Traits(ragged=loaded.ragged, life=self._link, end=self._link.kill)
 
     def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
         made = self._ask(Execute(self._regions.inputs.pack(inputs), tuple(wanted)))
@@ -159,7 +159,7 @@ class IsolatedRuntime:
             self._link.send(message)
             said = self._link.receive()
         except Lost as loss:
-            raise Internal(self._words(f"its process ended unexpectedly: {loss}")) from None
+            raise Internal(self._words(f"its process {loss}")) from None
         if isinstance(said, Failed):
             raise _failure(said, f"instance '{self._name}'", self._words(said.message))
         return said if isinstance(said, Made) else None

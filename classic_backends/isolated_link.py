@@ -22,7 +22,7 @@ _LEAVE_SECONDS = 5.0
 
 
 class Lost(Exception):
-    """The process has ended, by itself; the message says how."""
+    """The process has ended: `ended unexpectedly: <how>`, or `was ended: <why>` where `kill` did it."""
 
 
 class Link:
@@ -37,6 +37,7 @@ class Link:
         self._decode: Callable[[bytes], FromInstance] = msgspec.msgpack.Decoder(FromInstance).decode
         self._connection, theirs = Pipe()
         self.lost = False
+        self._reason = ""
         try:
             self._process = Child("charonia-model", target, theirs, *arguments)
         except BaseException:
@@ -70,8 +71,9 @@ class Link:
             logging.getLogger(message.logger).log(message.level, "%s", message.text)
         return message
 
-    def kill(self) -> None:
-        """From any thread."""
+    def kill(self, reason: str) -> None:
+        """From any thread; `Lost` says why."""
+        self._reason = reason
         self._process.kill()
 
     def close(self) -> None:
@@ -91,7 +93,8 @@ class Link:
 
     def _loss(self) -> Lost:
         self.lost = True
-        return Lost(_how(self._process.wait(_LEAVE_SECONDS)))
+        how = _how(self._process.wait(_LEAVE_SECONDS))
+        return Lost(f"was ended: {self._reason}" if self._reason else f"ended unexpectedly: {how}")
 
 
 def _how(exit_code: int | None) -> str:

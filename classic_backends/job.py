@@ -71,6 +71,10 @@ class Answer:
         self.future: asyncio.Future[InferResponse] = loop.create_future()
         self._responses: list[InferResponse] = []
 
+    @property
+    def ended(self) -> bool:
+        return self.future.done()
+
     def put(self, response: InferResponse) -> None:
         self._responses.append(response)
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Se
 from functools import partial
 from pathlib import Path
 
-from ..core.errors import CharoniaError, InvalidArgument, Unavailable
+from ..core.errors import CharoniaError, InvalidArgument, RequestTimeout, Unavailable
 from ..core.exchange import Computed, Exchange, current
 from ..core.metrics import Reading
 from ..core.model import ModelConfig, ModelStats, Samples
@@ -18,13 +18,14 @@ from ..core.statistics import Statistics
 from .account import Account, Failure
 from .batcher import Batcher, Cause
 from .batching import read_batching
-from .crew import Crew
+from .crew import EXECUTION_TIMEOUT, Crew
 from .delivery import Delivery
 from .dispatch import Dispatcher, Request, prefix
 from .execution import Form, execute, execute_alone, stream
 from .job import Answer, Channel, Job, Nobody, Once, Sink
 from .latencies import Latencies, first_response_bounds
 from .ordering import Line
+from .parameters import number
 from .places import Slot, read_slots
 from .ragged import read_ragged
 from .request_queue import Waiting
@@ -62,6 +63,8 @@ class ClassicModel:
         self._loader = loader
         self._directory = directory
         self._parameters = {**(parameters or {}), **config.parameters}
+        limit = number(self._parameters, EXECUTION_TIMEOUT, 0.0)
+        self._parameters.pop(EXECUTION_TIMEOUT, None)
         self._warm_up = samples.warm_up
         self._sequences = sequences = read_sequences(config, samples.states)
         rules = read_batching(config.document, config.max_batch_size, config.decoupled)
@@ -73,7 +76,7 @@ class ClassicModel:
         self._account = Account(Latencies(quantiles, bounds))
         self._delivery = Delivery(self._account, self._form.signature.batched)
         self._line = Line()
-        self._crew = Crew(self._load)
+        self._crew = Crew(self._load, limit)
         self._dispatcher: Dispatcher | SequenceDesk | None = None
         self._inline: Runtime | None = None
 
@@ -154,24 +157,42 @@ class ClassicModel:
         answer = Answer(asyncio.get_running_loop())
         waiting = self._waiting(request, answer)
         self._submit(waiting)
+        timer = self._timer(waiting, answer)
         try:
             return await answer.future
         except asyncio.CancelledError:
             if answer.future.cancelled():
-                self._give_up(waiting)
+                self._give_up(waiting, Failure.CANCELED)
             raise
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     async def _infer_streamed(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         channel = Channel(asyncio.get_running_loop())
         waiting = self._waiting(request, channel)
         waiting.item.room = channel.room
         self._submit(waiting)
+        timer = self._timer(waiting, channel)
         try:
             while (response := await channel.read()) is not None:
                 yield response
         finally:
+            if timer is not None:
+                timer.cancel()
             if not channel.ended:
-                self._give_up(waiting)
+                self._give_up(waiting, Failure.CANCELED)
+
+    def _timer(self, waiting: Request, sink: Answer | Channel) -> asyncio.TimerHandle | None:
+        """Of a request whose own time may run out while it is executed."""
+        if waiting.limit is None:
+            return None
+        left = max(0, waiting.limit - time.monotonic_ns()) / 1e9
+        return asyncio.get_running_loop().call_later(left, self._time_out, waiting, sink)
+
+    def _time_out(self, waiting: Request, sink: Answer | Channel) -> None:
+        if not sink.ended:
+            self._give_up(waiting, Failure.REJECTED, RequestTimeout())
 
     def _waiting(self, request: InferRequest, sink: Sink) -> Request:
         signature = self._form.signature
@@ -197,13 +218,13 @@ class ClassicModel:
             waiting.item.sink.end()
             raise
 
-    def _give_up(self, waiting: Request) -> None:
-        """Its reader left."""
-        self._account.lose(Failure.CANCELED, time.monotonic_ns() - waiting.arrived)
+    def _give_up(self, waiting: Request, reason: Failure, error: Exception | None = None) -> None:
+        """Its reader left, or is told that `error`. What is made of it is dropped."""
+        self._account.lose(reason, time.monotonic_ns() - waiting.arrived)
         waiting.item.give_up()
         if self._dispatcher is not None:
             self._dispatcher.leave(waiting)
-        waiting.item.sink.end()
+        waiting.item.sink.end(error)
 
     def _load(self, slot: Slot) -> Runtime:
         """In the thread of the instance."""

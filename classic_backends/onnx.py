@@ -87,21 +87,28 @@ class OnnxRuntime:
         from .onnx_values import runner
 
         self._session: Session | None = session
-        self._run: Run | None = runner(session.session, session.run_options, config.inputs, config.outputs)
+        self._options = session.run_options()
+        self._run: Run | None = runner(session.session, self._options, config.inputs, config.outputs)
+        self._ended = ""
 
     @property
     def traits(self) -> Traits:
-        return Traits(ragged=True)
+        return Traits(ragged=True, end=self._end)
 
     def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
         assert self._run is not None
+        if self._ended:
+            self._ended, self._options.terminate = "", False
         try:
             made = self._run(inputs, wanted)
         except CharoniaError:
             raise
         except Exception as error:
-            raise _refusal(error) from error
+            raise Internal(self._ended) if self._ended else _refusal(error) from error
         yield dict(zip(wanted, made, strict=True))
+
+    def _end(self, reason: str) -> None:
+        self._ended, self._options.terminate = f"onnx runtime error: the run was ended: {reason}", True
 
     def close(self) -> None:
         self._session = self._run = None

@@ -55,9 +55,14 @@ class Session:
             self.session = onnxruntime.InferenceSession(str(file), options, providers=providers)
         except Exception as error:  # of a class of onnxruntime's own for each of its codes
             raise InvalidArgument(f"onnxruntime cannot load {file}: {error}") from error
-        self.run_options = onnxruntime.RunOptions()
-        if plan.shrink:
-            self.run_options.add_run_config_entry("memory.enable_memory_arena_shrinkage", plan.shrink)
+        self._shrink = plan.shrink
+
+    def run_options(self) -> Any:
+        """Of one instance's runs; `terminate` in them ends the one that runs, before its next operator."""
+        options = onnxruntime.RunOptions()
+        if self._shrink:
+            options.add_run_config_entry("memory.enable_memory_arena_shrinkage", self._shrink)
+        return options
 
 
 def open_session(file: Path, plan: SessionPlan) -> Session:

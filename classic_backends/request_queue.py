@@ -23,7 +23,7 @@ _SPARE = 64
 class Waiting(Generic[T]):
     """A request in the queue, `item` to whom it belongs. `size`: its batch, at least 1; only requests of the same
     `kind` share a batch. `priority` and `timeout` as asked for, 0 for neither. `arrived` is set by the queue, as all
-    below it."""
+    below it; `deadline`: of its wait, `limit`: of its answer."""
 
     item: T
     size: int = 1
@@ -33,6 +33,7 @@ class Waiting(Generic[T]):
     arrived: int = 0
     level: int = 0
     deadline: int | None = None
+    limit: int | None = None
     queued: bool = False
 
 
@@ -80,7 +81,7 @@ class RequestQueue(Generic[T]):
         if policy.max_size and len(level) >= policy.max_size:
             return False
         request.level, request.arrived, request.queued = number, now, True
-        request.deadline = policy.deadline(now, request.timeout)
+        request.deadline, request.limit = policy.deadline(now, request.timeout), policy.limit(now, request.timeout)
         level.fresh[request] = None
         self.size += request.size
         if request.deadline is not None:

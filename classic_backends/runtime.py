@@ -3,7 +3,7 @@
 Knows nothing of requests, batching and threads.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -43,20 +43,20 @@ class Life(Protocol):
     @property
     def sentinel(self) -> int: ...
 
-    def kill(self) -> None:
-        """End it now, whatever it executes; from any thread."""
-
 
 class Traits(NamedTuple):
     """What its scheduler must know of a runtime.
 
     `inline`: an execution takes microseconds, so it may run in the event loop's thread. `ragged`: inputs that allow it
     come with the elements of a whole batch in one flat tensor. `life`: it may end by itself, and is replaced then.
+    `end`: from any thread, has what it executes now fail, for the reason given, though the runtime may be lost with it;
+    None where nothing could.
     """
 
     inline: bool = False
     ragged: bool = False
     life: Life | None = None
+    end: Callable[[str], None] | None = None
 
 
 class Runtime(Protocol):

@@ -32,6 +32,8 @@ class RepositoryOptions:
     """Take configs as they are written, instead of completing them from the models' files."""
     backend_config: Annotated[tuple[str, ...], Parameter(negative=())] = ()
     """Parameter of a backend, as BACKEND,KEY=VALUE, or of all, as KEY=VALUE; may be given several times."""
+    execution_timeout_secs: Annotated[float, Parameter(validator=Number(gte=0))] = 0
+    """Seconds after which an execution of a classic model is ended, if it can be; 0 is never."""
     cache_config: Annotated[tuple[str, ...], Parameter(negative=())] = ()
     """Keep answers of models whose configs have response_cache, as local,size=BYTES."""
     memory_limit: Annotated[int | None, Parameter(validator=Number(gt=0))] = None

@@ -89,7 +89,8 @@ def select(
     elif not repositories:
         _refuse_for_checkpoint(options)
     catalog = Catalog(repositories, single, options.model_config_name)
-    backends = BackendSettings.parse(options.backend_config)
+    limit = f"execution_timeout_secs={options.execution_timeout_secs:g}"  # as if it were said of all backends
+    backends = BackendSettings.parse((limit, *options.backend_config))
     cache = read_cache_config(options.cache_config)
     promised = (lambda: 0) if cache is None else (lambda: cache.to_come)
     budget = Budget.of_machine(options.memory_limit, options.gpu_memory_limit, promised)

@@ -37,6 +37,22 @@ def write_identity(file: Path, element: int, shape: Sequence[int | str | None] =
     write_model(file, [node], {"X": (element, shape)}, {"Y": (element, shape)})
 
 
+def write_loop(file: Path) -> None:
+    """Y is X, once GO is false: it never changes."""
+    boolean, number = onnx.TensorProto.BOOL, onnx.TensorProto.FLOAT
+    turn = helper.make_graph(
+        [helper.make_node("Identity", ["go"], ["goes"]), helper.make_node("Identity", ["x"], ["y"])],
+        "turn",
+        [helper.make_tensor_value_info(*spec) for spec in (("i", 7, []), ("go", boolean, []), ("x", number, [1]))],
+        [helper.make_tensor_value_info(*spec) for spec in (("goes", boolean, []), ("y", number, [1]))],
+    )
+    nodes = [
+        helper.make_node("Squeeze", ["GO"], ["goes_on"]),
+        helper.make_node("Loop", ["", "goes_on", "X"], ["Y"], body=turn),
+    ]
+    write_model(file, nodes, {"GO": (boolean, [1]), "X": (number, [1])}, {"Y": (number, [1])})
+
+
 def write_accumulator(file: Path, text_ids: bool = False) -> None:
     """SUM is X and the state S; TOLD is START, READY and END, and WHO the ID."""
     numbers, ids = onnx.TensorProto.INT32, onnx.TensorProto.STRING if text_ids else onnx.TensorProto.INT64

@@ -17,6 +17,7 @@ from hypothesis.extra import numpy as arrays_of
 from numpy.typing import NDArray
 
 from charonia.classic_backends import crew, instances
+from charonia.classic_backends.crew import EXECUTION_TIMEOUT
 from charonia.classic_backends.isolated import ISOLATED, PARAMETER, IsolatedRuntime, Separable
 from charonia.classic_backends.isolated_process import NICE, SPINS, Origin, Task
 from charonia.classic_backends.model import ClassicModel
@@ -386,12 +387,41 @@ async def test_unloading_ends_the_wait_for_another_try(tmp_path: Path, monkeypat
     assert len(processes(tmp_path)) == 1
 
 
+async def test_an_execution_that_takes_too_long_is_ended_with_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew, "PATIENCE", crew.Patience(watch=0.01))
+    model, now = ClassicModel(document(parameters={EXECUTION_TIMEOUT: "60"}), LOADER, tmp_path), [0]
+    await model.load()
+    [member] = model._crew._members
+    member.worker.stopwatch._clock = lambda: now[0]
+    hanging = asyncio.create_task(asked(model, "hang"))
+    await until((tmp_path / "hangs").exists)
+    now[0] += 61 * 10**9
+    with pytest.raises(
+        Internal, match=r"its process was ended: the execution took longer than 60 s \(execution_timeout"
+    ):
+        await hanging
+    await until(lambda: restarts(model) == [1])
+    assert await pid_that_answers(model) == processes(tmp_path)[1]
+    await model.unload()
+
+
+async def test_unloading_ends_at_once_what_nobody_waits_for(tmp_path: Path) -> None:
+    async with serving(tmp_path) as model:
+        hanging = asyncio.create_task(asked(model, "hang"))
+        await until((tmp_path / "hangs").exists)
+        hanging.cancel()
+        await asyncio.wait({hanging})
+    assert not alive(*processes(tmp_path))
+
+
 async def test_unloading_kills_what_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(instances, "_CLOSE_SECONDS", 0.05)
     async with serving(tmp_path) as model:
         hanging = asyncio.create_task(asked(model, "hang"))
         await until((tmp_path / "hangs").exists)
-    with pytest.raises(Internal, match="ended by SIGKILL"):
+    with pytest.raises(Internal, match="was ended: the model was unloaded"):
         await hanging
     assert not alive(*processes(tmp_path))
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from charonia.classic_backends import crew
 from charonia.classic_backends.builtin import IDENTITY
 from charonia.classic_backends.model import ClassicModel
 from charonia.classic_backends.runtime import Arrays, Document, Place, Traits
@@ -236,6 +237,48 @@ async def test_time_runs_out_in_the_queue_while_every_instance_is_busy() -> None
         await first
         assert [r.value for r in model.readings() if r.labels == {"reason": "REJECTED"}] == [1]
     assert runtime.batches == [[0]]
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+async def test_time_runs_out_while_it_is_executed(decoupled: bool) -> None:
+    policy = {"default_timeout_microseconds": DELAY, "allow_timeout_override": True}
+    runtime = Gated()
+    async with serving(runtime, config({"default_queue_policy": policy}, decoupled=decoupled)) as model:
+        runtime.gate.clear()
+        with pytest.raises(CharoniaError, match=r"^Request timeout expired$"):
+            await answer(model, 1, parameters={"timeout": 1000})
+        assert runtime.entered.is_set()
+        runtime.gate.set()
+        assert await answer(model, 2, parameters={"timeout": DELAY - 1}) == [4]
+        counts = [r.value for r in model.readings() if r.labels == {"reason": "REJECTED"}]
+        assert (counts, model.stats().success, model.stats().failure) == ([1], 1, 1)
+    assert runtime.batches == [[1], [2]]
+
+
+async def test_a_model_whose_execution_does_not_end_is_not_ready(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(crew, "PATIENCE", crew.Patience(watch=0.01))
+    runtime, now = Gated(), [0]
+    async with serving(runtime, config({}, parameters={"execution_timeout_secs": "40"})) as model:
+        [member] = model._crew._members
+        member.worker.stopwatch._clock = lambda: now[0]
+        [hanging] = await held_up(model, runtime)
+        now[0] += 30 * 10**9
+        assert model.stats().ready
+        now[0] += 10**9
+        assert not model.stats().ready
+        now[0] += 10**10
+        await until(lambda: "(execution_timeout_secs)" in caplog.text)
+        runtime.gate.set()
+        await hanging
+        await until(lambda: "is ready again" in caplog.text)
+        assert model.stats().ready
+    assert [record.getMessage() for record in caplog.records] == [
+        "instance 'gated_0_0' has been executing for 41 s: it is not ready",
+        "instance 'gated_0_0': the execution took longer than 40 s (execution_timeout_secs); a thread cannot be ended",
+        "instance 'gated_0_0' is ready again",
+    ]
 
 
 @pytest.mark.parametrize("parameters", [{"priority": -1}, {"timeout": "soon"}, {"priority": True}])

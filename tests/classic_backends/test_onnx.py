@@ -438,3 +438,27 @@ def test_an_instance_may_be_a_process(version: Path, onnx_models: ModuleType, de
     with pytest.raises(Internal, match="onnx runtime error 2: "):
         run(runtime, ["OUTPUT"], INPUT=batch[:, :3])
     runtime.close()
+
+
+def test_a_run_without_end_is_ended_and_the_next_one_is_not(
+    version: Path, onnx_models: ModuleType, described: Describe
+) -> None:
+    onnx_models.write_loop(version / "model.onnx")
+    config = described(ONNX.complete(version, {"name": "model", "max_batch_size": 0}, {}))
+    instances = [load(version, config) for _ in range(2)]
+    one = np.ones(1, np.float32)
+    end, over = instances[0].traits.end, threading.Event()
+    assert end is not None
+
+    def end_it() -> None:
+        while not over.wait(0.01):
+            end("of old age")
+
+    ending = threading.Thread(target=end_it)
+    ending.start()
+    with pytest.raises(Internal, match=r"^onnx runtime error: the run was ended: of old age$"):
+        run(instances[0], ["Y"], GO=np.array([True]), X=one)
+    over.set()
+    ending.join()
+    for each in instances:
+        assert run(each, ["Y"], GO=np.array([False]), X=one)["Y"] == 1
