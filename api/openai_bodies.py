@@ -123,7 +123,10 @@ class CompletionBody(Common, frozen=True, kw_only=True):
 
 class ChatBody(Common, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

@@ -1,7 +1,7 @@
 """The messages of a chat, checked. Knows nothing of templates."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -29,8 +29,21 @@ class _Text(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     text: str
 
 
-def read_messages(messages: list[dict[str, Any]], variables: Mapping[str, Any] | None = None) -> Conversation:
-    """`variables`: what the body gives the chat template besides.
+class ChatFields(Protocol):
+    """A body with messages: these, and how they are rendered."""
+
+    @property
+    def chat_template(self) -> str | None: ...
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any] | None: ...
+    @property
+    def add_generation_prompt(self) -> bool | None: ...
+    @property
+    def continue_final_message(self) -> bool | None: ...
+
+
+def read_messages(messages: list[dict[str, Any]], fields: ChatFields) -> Conversation:
+    """Where `fields` do not say, the assistant's turn is opened, unless the last message goes on.
 
     Raises:
         InvalidArgument: `field` names the culprit.
@@ -38,7 +51,9 @@ def read_messages(messages: list[dict[str, Any]], variables: Mapping[str, Any] |
     if not messages:
         raise InvalidArgument("messages must not be empty", field="messages")
     turns = (_message(f"messages[{index}]", message) for index, message in enumerate(messages))
-    return Conversation(tuple(turns), variables or {})
+    goes_on, opens = bool(fields.continue_final_message), fields.add_generation_prompt
+    opens = not goes_on if opens is None else opens
+    return Conversation(tuple(turns), fields.chat_template_kwargs or {}, fields.chat_template or "", opens, goes_on)
 
 
 def _message(where: str, members: Mapping[str, Any]) -> Message:

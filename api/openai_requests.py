@@ -56,7 +56,7 @@ def parse_completion(body: bytes, name: str) -> Asked:
 def parse_chat(body: bytes, name: str) -> Asked:
     """`name`: what the request's id ends with. Raises `InvalidArgument`, whose `field` names the culprit."""
     fields = decode(body, ChatBody, NEUTRAL)
-    conversation = read_messages(fields.messages, fields.chat_template_kwargs)
+    conversation = read_messages(fields.messages, fields)
     try:
         return _asked(_reply(f"chatcmpl-{name}", fields), fields, [conversation], _chat_limit(fields))
     except InvalidArgument as error:

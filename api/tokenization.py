@@ -21,8 +21,6 @@ from .openai_messages import read_messages
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_token_strs": (False,),
-    "continue_final_message": (False,),
-    "chat_template": (),
     "tools": ([],),
     "mm_processor_kwargs": ({},),
 }
@@ -35,8 +33,10 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,12 +93,12 @@ def _asked(body: TokenizeBody) -> TokenizeRequest:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidArgument("give either prompt or messages", field="prompt")
     if body.messages is None:
-        if body.chat_template_kwargs:
-            raise InvalidArgument("chat_template_kwargs needs messages", field="chat_template_kwargs")
+        for name in ("chat_template", "chat_template_kwargs", "continue_final_message"):
+            if getattr(body, name):
+                raise InvalidArgument(f"{name} needs messages", field=name)
         special = body.add_special_tokens is not False
         return TokenizeRequest(prompt=body.prompt or "", special=special)
     if body.add_special_tokens:
         message = "add_special_tokens is not supported with messages: their template writes its own"
         raise InvalidArgument(message, field="add_special_tokens")
-    conversation = read_messages(body.messages, body.chat_template_kwargs)
-    return TokenizeRequest(prompt=conversation, invite=body.add_generation_prompt)
+    return TokenizeRequest(prompt=read_messages(body.messages, body))

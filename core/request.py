@@ -144,10 +144,26 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """A prompt that the model's chat template still has to render; `variables` are what else it may name."""
+    """A prompt that a chat template still has to render: the model's, or the one given. `variables` are what else it
+    may name. `add_generation_prompt`: it ends with the assistant's turn opened; `continue_final_message`: in the middle
+    of its last message, which the answer goes on with.
+
+    Raises:
+        InvalidArgument: both are wanted, or there is nothing to go on with.
+    """
 
     messages: tuple[Message, ...]
     variables: Mapping[str, Any] = {}
+    chat_template: str = ""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    def __post_init__(self) -> None:
+        field = "continue_final_message"
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidArgument(f"{field} and add_generation_prompt can't both be true", field=field)
+        if self.continue_final_message and not self.messages[-1].content.strip():
+            raise InvalidArgument(f"{field}: the last message is empty", field=field)
 
 
 Prompt: TypeAlias = str | tuple[int, ...] | Conversation
@@ -204,12 +220,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt to turn into token ids, by default exactly as `generate` would.
 
-    `special`: add the tokens a text begins with. `invite`: let a conversation end with the assistant's turn opened.
+    `special`: add the tokens a text begins with.
     """
 
     prompt: Prompt
     special: bool = True
-    invite: bool = True
 
 
 class Usage(msgspec.Struct, frozen=True):

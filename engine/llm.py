@@ -60,10 +60,11 @@ class Language:
     fingerprint: str = ""
 
     @classmethod
-    def load(cls, model: str) -> "Language":
-        """Read a checkpoint directory or hub id; `Tokenizer.load` says what may be wrong with it."""
+    def load(cls, model: str, chat_template: str = "") -> "Language":
+        """Read a checkpoint directory or hub id; `Tokenizer.load` says what may be wrong with it, or with the
+        `chat_template` to take in place of its own."""
         directory = locate(model)
-        tokenizer = Tokenizer.load(directory)
+        tokenizer = Tokenizer.load(directory, chat_template)
         defaults = read_defaults(directory, tokenizer)
         return cls(tokenizer, defaults, AsyncTokenizer(tokenizer), fingerprint(directory))
 
@@ -78,7 +79,7 @@ def our_own(config: EngineConfig) -> Driver:
     def connect(told: Callable[[Loading], None], metrics: LlmMetrics) -> EngineClient:
         return EngineClient(config, told, metrics=metrics)
 
-    return Driver("charonia", config.model, connect, frozenset({"scored"}))
+    return Driver("charonia", config.model, connect, frozenset({"scored"}), config.chat_template)
 
 
 class LlmModel:
@@ -146,7 +147,7 @@ class LlmModel:
         """
         starting = asyncio.create_task(self._client.start())  # takes longest: the tokenizer is read meanwhile
         try:
-            language = await asyncio.to_thread(Language.load, self._driver.language)
+            language = await asyncio.to_thread(Language.load, self._driver.language, self._driver.chat_template)
             info = await starting
             self._loaded = language.within(info.vocab_size)
             self._vocab_size = info.vocab_size
@@ -203,7 +204,7 @@ class LlmModel:
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
         limit = Limit(self._counted, "what is only tokenized may have at most")
-        return await self._language.async_tokenizer.prompt_ids(request.prompt, request.special, request.invite, limit)
+        return await self._language.async_tokenizer.prompt_ids(request.prompt, request.special, limit)
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         check_vocabulary(ids, self._vocab_size, "tokens")

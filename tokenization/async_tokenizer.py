@@ -30,15 +30,10 @@ class AsyncTokenizer:
         self._threads = ThreadPoolExecutor(_THREADS, "tokenizer")
 
     async def prompt_ids(
-        self,
-        prompt: Prompt,
-        special: bool = True,
-        invite: bool = True,
-        limit: Limit | None = None,
-        kept: int | None = None,
+        self, prompt: Prompt, special: bool = True, limit: Limit | None = None, kept: int | None = None
     ) -> list[int]:
         """The token ids of any kind of prompt."""
-        return await self._run(_size(prompt), self._tokenizer.prompt_ids, prompt, special, invite, limit, kept)
+        return await self._run(_size(prompt), self._tokenizer.prompt_ids, prompt, special, limit, kept)
 
     async def word_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         """Token ids of each word, in each of its forms."""

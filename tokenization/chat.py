@@ -26,35 +26,48 @@ _FAULTS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, A
 
 
 class ChatTemplate:
-    """A compiled template. `tokens` are the special tokens it may name, `bos_token` and so on."""
+    """A compiled template. `tokens` are the special tokens it may name, `bos_token` and so on; `whose`: which it is,
+    for errors, and `field`, where it was given."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: str, tokens: Mapping[str, str], whose: str = "the model's", field: str | None = None
+    ) -> None:
         self._tokens = dict(tokens)
+        self._name = f"{whose} chat template"
         try:
             self._template = _environment().from_string(source)
-        except TemplateError as error:
-            raise InvalidArgument(f"the model's chat template does not compile: {error}") from error
+        except (*_FAULTS, SyntaxError) as error:
+            raise InvalidArgument(f"{self._name} does not compile: {error}", field=field) from error
 
-    def render(self, conversation: Conversation, add_generation_prompt: bool = True) -> str:
-        """The prompt these messages make, ready for the assistant's next turn.
+    def render(self, conversation: Conversation) -> str:
+        """The prompt these messages make, ready for the assistant's next turn, or for the rest of the last one.
 
         Raises:
             InvalidArgument: the template refuses them (`field` is messages), or a variable has a name that is taken
-                (`field` is chat_template_kwargs and the name).
+                (`field` is chat_template_kwargs and the name), or the last message can't be continued.
         """
         given = self._tokens | {
             "messages": [_turn(message) for message in conversation.messages],
             "tools": None,
             "documents": None,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": conversation.add_generation_prompt,
         }
         _refuse_taken(conversation.variables, _RESERVED | given.keys())
         try:
-            return self._template.render({**conversation.variables, **given})
+            text = self._template.render({**conversation.variables, **given})
         except _FAULTS as error:
-            raise InvalidArgument(
-                f"messages do not fit the model's chat template: {error}", field="messages"
-            ) from error
+            raise InvalidArgument(f"messages do not fit {self._name}: {error}", field="messages") from error
+        return self._unfinished(text, conversation.messages[-1]) if conversation.continue_final_message else text
+
+    def _unfinished(self, text: str, last: Message) -> str:
+        """Up to the end of its last message; without the space there, if the template leaves that out."""
+        content = last.content.strip()
+        at = text.rfind(content)
+        if at < 0:
+            field = "continue_final_message"
+            raise InvalidArgument(f"{field}: {self._name} does not write the last message as it is", field=field)
+        whole = last.content.lstrip()
+        return text[: at + len(whole if text.startswith(whole, at) else content)]
 
 
 def _refuse_taken(variables: Mapping[str, Any], taken: AbstractSet[str]) -> None:
@@ -67,6 +80,22 @@ def _refuse_taken(variables: Mapping[str, Any], taken: AbstractSet[str]) -> None
 def _turn(message: Message) -> dict[str, str]:
     turn = {"role": message.role, "content": message.content}
     return turn | {"name": message.name} if message.name else turn
+
+
+def read_template(given: str) -> str:
+    """The source that is meant: a file's, or `given` itself, if it is no name of one.
+
+    Raises:
+        InvalidArgument: there is no such file, or it can't be read.
+    """
+    if set("{}\n") & set(given):
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        field = "chat_template"
+        message = f"{field}: {given!r} is neither a template nor a file that can be read: {error}"
+        raise InvalidArgument(message, field=field) from None
 
 
 def find_template(directory: Path) -> str | None:

@@ -4,6 +4,7 @@ Knows nothing of requests or engines; never imports transformers or torch. Threa
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import tokenizers
 
 from ..core.errors import InvalidArgument, NotFound, TooLong
 from ..core.request import Conversation, Prompt
-from .chat import ChatTemplate, find_template
+from .chat import ChatTemplate, find_template, read_template
 from .files import read_json, refuse_pointer
 from .pieces import Piece, read_piece, token_bytes
 from .special import complete, named_tokens
@@ -20,6 +21,9 @@ _BRIEF = 1024
 """Characters up to which it takes longer to let other threads run than to be done."""
 _PROBE = 16
 """Characters for each token of the longest prompt, by which a text is judged that has many more."""
+_TEMPLATES = 16
+_LONGEST_TEMPLATE = 1 << 17
+"""Templates that came with requests: how many are kept compiled, and how many characters one may have."""
 _TAIL = 128
 """Characters for each token that is wanted of a text's end: so many are looked at first."""
 
@@ -42,6 +46,7 @@ class Tokenizer:
         self._backend = backend
         self._named = named
         self._chat = chat
+        self._given = lru_cache(_TEMPLATES)(self._compiled)
         self._pieces: dict[int, Piece] = {}
         self.bytes = token_bytes(backend)
         """What each token adds to a text, if that does not depend on its neighbours."""
@@ -49,8 +54,8 @@ class Tokenizer:
         """The same of a text with special tokens."""
 
     @classmethod
-    def load(cls, directory: Path) -> "Tokenizer":
-        """Read a checkpoint directory.
+    def load(cls, directory: Path, chat_template: str = "") -> "Tokenizer":
+        """Read a checkpoint directory. `chat_template`: a file or a template to take in place of its own.
 
         Raises:
             NotFound: no tokenizer.json in it.
@@ -61,14 +66,13 @@ class Tokenizer:
         complete(backend, read_json(directory / "tokenizer_config.json"), named)
         backend.no_truncation()
         backend.no_padding()
-        source = find_template(directory)
+        source = read_template(chat_template) if chat_template else find_template(directory)
         return cls(backend, named, None if source is None else ChatTemplate(source, named))
 
     def prompt_ids(
         self,
         prompt: Prompt,
         special: bool = True,
-        invite: bool = True,
         limit: Limit | None = None,
         kept: int | None = None,
     ) -> list[int]:
@@ -80,7 +84,7 @@ class Tokenizer:
         """
         if not isinstance(prompt, str | Conversation):
             return list(prompt if kept is None else prompt[-kept:])
-        field, text = ("prompt", prompt) if isinstance(prompt, str) else ("messages", self._render(prompt, invite))
+        field, text = ("prompt", prompt) if isinstance(prompt, str) else ("messages", self._render(prompt))
         special = special and isinstance(prompt, str)
         return self._bounded(text, special, limit, field) if kept is None else self._last(text, special, kept)
 
@@ -153,12 +157,19 @@ class Tokenizer:
             piece = self._pieces[token] = read_piece(self._backend, token)
         return piece
 
-    def _render(self, conversation: Conversation, invite: bool) -> str:
-        if self._chat is None:
+    def _compiled(self, source: str) -> ChatTemplate:
+        if len(source) > _LONGEST_TEMPLATE:
+            message = f"chat_template has more than {_LONGEST_TEMPLATE} characters"
+            raise InvalidArgument(message, field="chat_template")
+        return ChatTemplate(source, self._named, "the request's", "chat_template")
+
+    def _render(self, conversation: Conversation) -> str:
+        chat = self._given(conversation.chat_template) if conversation.chat_template else self._chat
+        if chat is None:
             raise InvalidArgument("this model has no chat template; send a plain prompt instead", field="messages")
         if not conversation.messages:
             raise InvalidArgument("messages must not be empty", field="messages")
-        return self._chat.render(conversation, invite)
+        return chat.render(conversation)
 
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:

@@ -39,7 +39,8 @@ def driver(model: str, options: TrtllmOptions, find: Callable[[], Package] = Pac
     """What drives a model; `find`: the package."""
     grants = {"adapter": options.adapters, "guide": options.guided_decoding_backend}
     granted = frozenset(wish for wish, means in grants.items() if means)
-    return Driver(BACKEND, options.tokenizer or model, partial(_connect, model, options, find), granted)
+    connect, template = partial(_connect, model, options, find), options.chat_template or ""
+    return Driver(BACKEND, options.tokenizer or model, connect, granted, template)
 
 
 def _connect(

@@ -22,6 +22,7 @@ class TrtllmOptions:
     """
 
     tokenizer: str | None = None
+    chat_template: str | None = None
     trust_remote_code: bool = False
     dtype: Literal["auto", "bfloat16", "float16", "float32"] | None = None
     tensor_parallel_size: AtLeastOne = 1

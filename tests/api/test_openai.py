@@ -290,6 +290,24 @@ async def test_variables_for_the_chat_template(client: httpx.AsyncClient, gatewa
     assert gateway.asked[0].prompt == Conversation((Message("user", "hi"),), variables)
 
 
+async def test_how_a_chat_is_rendered(client: httpx.AsyncClient, gateway: Any) -> None:
+    said = (Message("user", "hi"),)
+    for asked, expected in [
+        ({"chat_template": "{{ messages }}"}, Conversation(said, chat_template="{{ messages }}")),
+        ({"add_generation_prompt": False}, Conversation(said, add_generation_prompt=False)),
+        ({"continue_final_message": True}, Conversation(said, {}, "", False, True)),
+        ({"continue_final_message": True, "add_generation_prompt": False}, Conversation(said, {}, "", False, True)),
+        ({"continue_final_message": False, "add_generation_prompt": True}, Conversation(said)),
+    ]:
+        for path in (CHAT, "/tokenize"):
+            assert (await client.post(path, json=HI | asked)).status_code == 200
+        assert gateway.asked[-1].prompt == gateway.tokenized[-1].prompt == expected
+    for wrong in ({"add_generation_prompt": True}, {"messages": [{"role": "assistant", "content": " "}]}):
+        for path in (CHAT, "/tokenize"):
+            answer = await client.post(path, json=HI | {"continue_final_message": True} | wrong)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "continue_final_message")
+
+
 async def test_contents_of_messages(client: httpx.AsyncClient, gateway: Any) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [
@@ -413,6 +431,8 @@ async def test_refused_by_name(
         (TEXT, b"\xff", None),
         (TEXT, b'{"a\\ud800": 1}', None),
         (TEXT, {"prompt": "x"}, "model"),
+        (TEXT, PROMPT | {"continue_final_message": True}, "continue_final_message"),
+        (TEXT, PROMPT | {"chat_template": "x"}, "chat_template"),
         (TEXT, PROMPT | {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
         (TEXT, {"model": "llm"}, "prompt"),
         (TEXT, {"model": "llm", "prompt": []}, "prompt"),

@@ -22,7 +22,7 @@ async def test_tokenize(client: httpx.AsyncClient, gateway: Any) -> None:
     assert gateway.tokenized == [
         TokenizeRequest(prompt="hi"),
         TokenizeRequest(prompt="", special=False),
-        TokenizeRequest(prompt=chat, invite=False),
+        TokenizeRequest(prompt=Conversation(chat.messages, add_generation_prompt=False)),
         TokenizeRequest(prompt=Conversation(chat.messages, silent)),
     ]
 
@@ -47,6 +47,7 @@ async def test_a_wrong_method_is_refused_in_openai_s_shape(client: httpx.AsyncCl
         (TOKENIZE, {"model": "llm", "messages": []}, "messages"),
         (TOKENIZE, {"model": "llm", "messages": HI, "chat_template_kwargs": 5}, "chat_template_kwargs"),
         (TOKENIZE, {"model": "llm", "prompt": "x", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        (TOKENIZE, {"model": "llm", "prompt": "x", "chat_template": "x"}, "chat_template"),
         (TOKENIZE, {"model": "llm", "messages": HI, "add_special_tokens": True}, "add_special_tokens"),
         (TOKENIZE, {"model": "llm", "prompt": "x", "return_token_strs": True}, "return_token_strs"),
         (TOKENIZE, {"model": "llm", "prompt": 5}, "prompt"),

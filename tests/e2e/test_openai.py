@@ -138,6 +138,31 @@ def test_token_ids_and_usage_all_along(server: Any) -> None:
     assert len(chat.choices[0].token_ids) == chat.usage.completion_tokens
 
 
+def test_how_a_chat_is_rendered(server: Any) -> None:
+    begun: list[Any] = [*MESSAGES, {"role": "assistant", "content": "so far"}]
+    goes_on = {"continue_final_message": True, "add_generation_prompt": False}
+    template = "{% for m in messages %}{{ m.content }};{% endfor %}"
+    with openai.OpenAI(**options(server)) as client, httpx.Client(base_url=server.url) as http:
+        tokens = [
+            http.post("/tokenize", json={"model": "tiny", "messages": begun, **asked}).json()["tokens"]
+            for asked in ({}, goes_on, {"chat_template": template})
+        ]
+        used = []
+        for asked in ({}, goes_on, {"chat_template": template}):
+            answer: Any = client.chat.completions.create(
+                model="tiny", messages=begun, max_tokens=1, extra_body=asked | {"return_token_ids": True}
+            )
+            used.append(answer.prompt_token_ids)
+        texts = [http.post("/detokenize", json={"model": "tiny", "tokens": each}).json()["prompt"] for each in tokens]
+        with pytest.raises(openai.BadRequestError, match="can't both be true"):
+            client.chat.completions.create(
+                model="tiny", messages=begun, extra_body=goes_on | {"add_generation_prompt": True}
+            )
+    assert used == tokens
+    assert texts[1].endswith("so far")
+    assert texts[2] == "be brief;hi;so far;"
+
+
 def test_choices_differ_and_repeat(server: Any) -> None:
     asked: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 8, "n": 3, "seed": 5}
     with openai.OpenAI(**options(server)) as client:

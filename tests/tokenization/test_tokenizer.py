@@ -122,6 +122,56 @@ def test_renders_a_conversation_as_transformers_does(checkpoint: Path, turns: li
     assert Tokenizer.load(checkpoint).prompt_ids(prompt) == theirs
 
 
+@pytest.mark.parametrize("last", ["so far", "so far ", " so  ", "user"])
+@pytest.mark.parametrize("turns", CHATS)
+def test_continues_a_message_as_transformers_does(checkpoint: Path, turns: list[tuple[str, str]], last: str) -> None:
+    turns = [*turns, ("assistant", last)]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    theirs = reference(checkpoint).apply_chat_template(messages, continue_final_message=True, return_dict=False)
+    said = tuple(Message(role, content) for role, content in turns)
+    prompt = Conversation(said, add_generation_prompt=False, continue_final_message=True)
+    assert Tokenizer.load(checkpoint).prompt_ids(prompt) == theirs
+
+
+def test_another_template(checkpoint: Path) -> None:
+    mine = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    (checkpoint / "mine.jinja").write_text(mine)
+    asked = Conversation((Message("user", "fox"),))
+    given = Conversation(asked.messages, chat_template="{{ bos_token }}" + mine)
+    tokenizer = Tokenizer.load(checkpoint)
+    for template in (mine, str(checkpoint / "mine.jinja")):
+        other = Tokenizer.load(checkpoint, template)
+        assert other.prompt_ids(asked) == other.encode("[fox]", special=False)
+        assert other.prompt_ids(given) == tokenizer.prompt_ids(given) == other.encode("[fox]")
+    assert tokenizer.prompt_ids(asked) == Tokenizer.load(checkpoint).prompt_ids(asked)
+    with pytest.raises(InvalidArgument, match="'nowhere' is neither a template nor a file") as refusal:
+        Tokenizer.load(checkpoint, "nowhere")
+    assert refusal.value.field == "chat_template"
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% if %}", "the request's chat template does not compile"),
+        ("{{ " + "(" * 5000 + " }}", "the request's chat template does not compile"),
+        ("x" * 200_000, "chat_template has more than 131072 characters"),
+        ("{{ 1 / 0 }}", "messages do not fit the request's chat template"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "messages do not fit the request's chat template"),
+    ],
+)
+def test_a_request_s_template_is_the_request_s_fault(checkpoint: Path, template: str, says: str) -> None:
+    with pytest.raises(InvalidArgument, match=says) as refusal:
+        Tokenizer.load(checkpoint).prompt_ids(Conversation((Message("user", "x"),), chat_template=template))
+    assert refusal.value.field == ("messages" if "fit" in says else "chat_template")
+
+
+def test_a_message_that_a_template_changes_cannot_be_continued(checkpoint: Path) -> None:
+    template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+    chat = Conversation((Message("assistant", "so far"),), {}, template, False, True)
+    with pytest.raises(InvalidArgument, match="continue_final_message: the request's chat template does not write"):
+        Tokenizer.load(checkpoint).prompt_ids(chat)
+
+
 def test_other_prompts(checkpoint: Path) -> None:
     tokenizer = Tokenizer.load(checkpoint)
     assert tokenizer.prompt_ids((5, 6, 7)) == [5, 6, 7]
