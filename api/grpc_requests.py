@@ -107,7 +107,9 @@ def _all_wanted(message: Message, regions: Regions) -> dict[str, WantedOutput]:
     wanted: dict[str, WantedOutput] = {}
     for output in message.outputs:
         if output.name in wanted:
-            raise InvalidArgument(f"output '{output.name}' already exists in request", field=output.name)
+            raise InvalidArgument(
+                f"Duplicate output name '{output.name}' is not allowed in a request", field=output.name
+            )
         wanted[output.name] = _wanted(output, regions)
     return wanted
 

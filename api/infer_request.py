@@ -131,7 +131,7 @@ class _Reading:
             output = object_("outputs", each)
             name = string("name", member(output, "name"))
             if name in wanted:
-                raise InvalidArgument(f"output '{name}' already exists in request", field=name)
+                raise InvalidArgument(f"Duplicate output name '{name}' is not allowed in a request", field=name)
             parameters = object_("parameters", output["parameters"]) if "parameters" in output else {}
             wanted[name] = self._wanted(parameters) if parameters else Wanted()
         return wanted

@@ -13,6 +13,7 @@ import posix_ipc
 from .errors import AlreadyExists, CharoniaError, Internal, InvalidArgument, NotFound, Unsupported
 
 _RESERVED = "triton_python_backend_shm_region_"
+_LARGEST = 2**64 - 1
 _DISABLED = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
 _NO_CUDA = "failed to register CUDA shared memory region: '{}', GPUs not supported"
 
@@ -98,6 +99,9 @@ class Regions:
         if not 0 <= span.offset < region.byte_size:
             raise InvalidArgument(f"Invalid offset for shared memory region: '{region.name}'", field=region.name)
         end = span.offset + span.byte_size
+        if end > _LARGEST:
+            said = f"byte_size ({span.byte_size}) + offset ({span.offset}) exceeds maximum value ({_LARGEST})"
+            raise InvalidArgument(f"Integer overflow detected: {said} for region '{region.name}'", field=region.name)
         # Beyond the end of an object that shrank there is no memory: to touch it would kill the process.
         if span.byte_size < 0 or end > region.byte_size or region.offset + end > memory.size():
             message = f"Invalid offset + byte size for shared memory region: '{region.name}'"

@@ -169,7 +169,11 @@ WRONG = [
         InvalidArgument,
         "invalid value for 'classification' parameter, expected > 0",
     ),
-    ({"outputs": [{"name": "O"}, {"name": "O"}]}, InvalidArgument, "output 'O' already exists in request"),
+    (
+        {"outputs": [{"name": "O"}, {"name": "O"}]},
+        InvalidArgument,
+        "Duplicate output name 'O' is not allowed in a request",
+    ),
     (
         {"inputs": [INPUT | {"datatype": "FP16", "contents": {"fp32_contents": [1, 2]}}]},
         InvalidArgument,

@@ -354,7 +354,11 @@ REFUSED: list[tuple[Any, int, str]] = [
         "receiving BF16 data via JSON is not supported. Please use the binary data format for input MATRIX",
     ),
     ({"inputs": [MATRIX, MATRIX]}, 400, "input 'MATRIX' already exists in request"),
-    ({"inputs": [MATRIX], "outputs": [{"name": "OUT"}] * 2}, 400, "output 'OUT' already exists in request"),
+    (
+        {"inputs": [MATRIX], "outputs": [{"name": "OUT"}] * 2},
+        400,
+        "Duplicate output name 'OUT' is not allowed in a request",
+    ),
     ({"inputs": [NO_DATA]}, 400, ONE_SOURCE + "But no field is set"),
     (with_input(parameters={"binary_data_size": 1}), 400, ONE_SOURCE + "But set 'data' 'binary_data_size'"),
     (with_input(parameters=REGION), 400, ONE_SOURCE + "But set 'data' 'shared_memory_region'"),

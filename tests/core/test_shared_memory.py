@@ -120,6 +120,11 @@ def test_what_cannot_be_registered(
         (Span("a", 100, 8), "Invalid offset for shared memory region: 'a'"),
         (Span("a", -1, 5), "Invalid offset for shared memory region: 'a'"),
         (Span("a", 50, 51), "Invalid offset + byte size for shared memory region: 'a'"),
+        (
+            Span("a", 32, 2**64 - 32),
+            "Integer overflow detected: byte_size (18446744073709551584) + offset (32) exceeds maximum value "
+            "(18446744073709551615) for region 'a'",
+        ),
         (Span("a", 50, -1), "Invalid offset + byte size for shared memory region: 'a'"),
     ],
 )
