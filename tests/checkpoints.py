@@ -191,18 +191,9 @@ FOREIGN: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "pad_token_id": None,
     },
-    "gpt-oss": LLAMA
-    | {
-        "model_type": "gpt_oss",
-        "head_dim": 16,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": WINDOW,
-        "pad_token_id": None,
-    },
 }
 """The same through transformers' modules: half of a head turned, scales, windows, layers without positions, learned
-positions, layers that share keys and values, sinks."""
+positions, layers that share keys and values."""
 
 CONFIGS |= FOREIGN
 

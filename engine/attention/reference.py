@@ -62,8 +62,8 @@ class ReferenceAttention:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, start: int, view: View, sinks: Tensor | None = None) -> Tensor:
-    """Causal grouped-query attention of one sequence: q [n, heads, d] at positions from `start`, k and v
-    [T, kv_heads, d] at positions from 0; [n, heads * d] in q's dtype. (arXiv 1706.03762, 2305.13245; the window
+    """Causal grouped-query attention of one sequence: q [n, heads, d] at positions from `start`, k [T, kv_heads, d] and
+    v [T, kv_heads, e] at positions from 0; [n, heads * e] in q's dtype. (arXiv 1706.03762, 2305.13245; the window
     2310.06825, the cap 2408.00118, the sinks 2508.10925.)"""
     count, heads, head_dim = q.shape
     group = heads // k.shape[1]
@@ -77,4 +77,4 @@ def attention(q: Tensor, k: Tensor, v: Tensor, start: int, view: View, sinks: Te
     if sinks is not None:
         scores = torch.cat((scores, sinks.view(heads, 1, 1).expand(heads, count, 1)), -1)
     weights = scores.softmax(-1)[..., : len(k)]
-    return torch.einsum("hnt,thd->nhd", weights, values).to(q.dtype).reshape(count, heads * head_dim)
+    return torch.einsum("hnt,thd->nhd", weights, values).to(q.dtype).flatten(1)

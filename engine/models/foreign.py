@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..attention.base import Attend
 from ..batch import Batch
@@ -32,14 +33,19 @@ _LONGEST = {"dynamic", "longrope"}
 
 
 class Foreign:
-    """A transformers model as a Decoder: packed tokens are its one sequence, told apart by our attention alone."""
+    """A transformers model as a Decoder: packed tokens are its one sequence, told apart by our attention alone.
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    The cache has `kv_heads` heads of `head_dim` numbers in every layer. Smaller queries, keys and values are filled up
+    with zeros; of fewer heads of keys and values each is there for several."""
+
+    def __init__(self, model: Any, kv_heads: int, head_dim: int) -> None:
+        self._model, self._kv_heads, self._head_dim = model, kv_heads, head_dim
 
     def logits(self, batch: Batch, attend: Attend, chosen: Sequence[Tensor]) -> Logits:
         def by_layer(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(call.module.layer_idx, q, k, v, call.sinks)
+            filled = self._filled(q, q.shape[1]), self._filled(k, self._kv_heads), self._filled(v, self._kv_heads)
+            mixed = attend(call.module.layer_idx, *filled, call.sinks)
+            return mixed.view(len(q), -1, self._head_dim)[..., : v.shape[2]].flatten(1)
 
         said: list[Any] = []
         tokens = batch.tokens
@@ -59,6 +65,12 @@ class Foreign:
 
     def close(self) -> None:
         """It has no threads of its own."""
+
+    def _filled(self, x: Tensor, heads: int) -> Tensor:
+        """x [N, its heads, its size] as [N, heads, head_dim]."""
+        if x.shape[1] < heads:
+            x = x.repeat_interleave(heads // x.shape[1], 1)
+        return x if x.shape[2] == self._head_dim else pad(x, (0, self._head_dim - x.shape[2]))
 
     def _head(self, tokens: Tensor, said: Any, places: Tensor) -> Tensor:
         """The logits of other places in what the layers `said`: what each class does behind them is its own."""
@@ -101,7 +113,7 @@ class ForeignRecipe:
             _check_place(place)
             model = _load(self.directory, place)
             heard = listen(model)
-            decoder = Foreign(model)
+            decoder = Foreign(model, heard[0].kv_heads, heard[0].head_dim)
             try_out(model, decoder, heard, place.dtype)
         except CheckpointError as error:
             raise _refusal(str(self.directory), self.architecture, error.message) from error

@@ -26,7 +26,7 @@ class Call(NamedTuple):
 
 
 Listener: TypeAlias = Callable[[Call, Tensor, Tensor, Tensor], Tensor]
-"""(call, queries [N, heads, head_dim], keys, values [N, kv_heads, head_dim]) -> [N, heads * head_dim]."""
+"""(call, queries and keys [N, heads or kv_heads, d], values [N, kv_heads, e]) -> [N, heads * e]."""
 
 
 def register() -> None:
@@ -50,10 +50,12 @@ def _attention(
     attend: Listener | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers wants it: query [1, heads, N, head_dim] -> [1, N, heads, head_dim], and no weights."""
+    """As transformers wants it: query and key [1, heads, N, d], value [1, heads, N, e] -> [1, N, heads, e], and no
+    weights."""
     if attend is None:
         raise CheckpointError("its modules do not hand keyword arguments down to their attention")
-    view = View(sliding_window or None, scaling, softcap or None, s_aux is not None)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    view = View(sliding_window or None, scale, softcap or None, s_aux is not None)
     call = Call(module, view, None if s_aux is None else s_aux.float(), attention_mask, others)
     mixed = attend(call, *(packed[0].transpose(0, 1) for packed in (query, key, value)))
     return mixed.view(1, mixed.shape[0], query.shape[1], -1), None

@@ -28,7 +28,8 @@ _TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
 
 
 class Heard(NamedTuple):
-    """What a layer said of itself."""
+    """What a layer said of itself: how it attends, and with which heads; `head_dim` is the size of its keys or of its
+    values, whichever is larger."""
 
     view: View
     heads: int
@@ -47,11 +48,9 @@ class Ear:
         if layer is None or layer in self.layers:
             raise CheckpointError(f"it attends more than once in a layer, or not by layer ({layer})")
         _refuse_odd(call)
-        if k.shape != v.shape:
-            raise CheckpointError(
-                f"layer {layer} has keys {list(k.shape[1:])} and values {list(v.shape[1:])}; only equal ones are cached"
-            )
-        self.layers[layer] = Heard(call.view, q.shape[1], k.shape[1], k.shape[2])
+        if k.shape[:2] != v.shape[:2]:
+            raise CheckpointError(f"layer {layer} has {k.shape[1]} heads of keys and {v.shape[1]} of values")
+        self.layers[layer] = Heard(call.view, q.shape[1], k.shape[1], max(k.shape[2], v.shape[2]))
         return attention(q, k, v, 0, call.view, call.sinks)
 
 
@@ -69,7 +68,7 @@ def _refuse_odd(call: Call) -> None:
 
 @torch.inference_mode()
 def listen(model: Any) -> list[Heard]:
-    """What the layers of a transformers model say of how they attend.
+    """What the layers of a transformers model say of how they attend, all with the heads of a cache that holds each's.
 
     Raises:
         CheckpointError: something that our attention does not do; the message is the reason alone.
@@ -84,10 +83,11 @@ def listen(model: Any) -> list[Heard]:
             f"of its {layers} layers {sorted(ear.layers)} attend; all must, and nothing else is cached"
         )
     heard = [ear.layers[layer] for layer in range(layers)]
-    if len({each[1:] for each in heard}) != 1:
-        raise CheckpointError("its layers have heads of different numbers or sizes")
+    kv_heads, head_dim = max(each.kv_heads for each in heard), max(each.head_dim for each in heard)
+    if len({each.heads for each in heard}) > 1 or any(kv_heads % each.kv_heads for each in heard):
+        raise CheckpointError("its layers have heads of different numbers, which one cache can't hold")
     _check_windows(model.config, [each.view for each in heard])
-    return heard
+    return [each._replace(kv_heads=kv_heads, head_dim=head_dim) for each in heard]
 
 
 @contextmanager

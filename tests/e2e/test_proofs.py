@@ -9,6 +9,7 @@ from charonia.bench import (
     proof_bodies,
     proof_disconnects,
     proof_fairness,
+    proof_families,
     proof_kills,
     proof_overload,
     proof_processes,
@@ -61,6 +62,11 @@ def test_models_come_and_go_while_their_processes_are_killed() -> None:
         fought = proof_processes.fight(place, [proof_processes.COUNTING], rounds=1)
     assert fought.faults == []
     assert fought.loaded + fought.failed == 1
+
+
+def test_sinks_and_unequal_heads_are_transformers(tmp_path: Path) -> None:
+    """All at once: sinks in some layers, smaller values than keys, layers with heads of different numbers."""
+    assert list(proof_families.faults("mimo_v2_flash", tmp_path)) == []
 
 
 async def test_everything_at_once_for_a_moment(place: Place) -> None:

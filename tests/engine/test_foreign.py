@@ -4,17 +4,21 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from charonia.engine.attention.base import Attend
 from charonia.engine.batch import Batch
 from charonia.engine.checkpoint import open_checkpoint
 from charonia.engine.models.base import Built
 from charonia.engine.models.foreign import Foreign
+from charonia.engine.models.foreign_attention import NAME, register
+from charonia.engine.models.foreign_trial import listen
 from charonia.engine.models.registry import recipe
 from charonia.engine.place import Place
 from charonia.engine.spec import CheckpointError, View
@@ -45,6 +49,7 @@ def build(directory: Path, dtype: torch.dtype = torch.float32) -> Built:
         ("mamba", "MambaForCausalLM", {}, "attention interface"),
         ("bloom", "BloomForCausalLM", {}, "attention interface"),
         ("llama4_text", "Llama4ForCausalLM", SIZES, "chunked_attention"),
+        ("deepseek_v32", "DeepseekV32ForCausalLM", {}, "layers of type indexed_attention"),
         (
             "gpt_neox",
             "GPTNeoXForCausalLM",
@@ -83,18 +88,46 @@ def refused(directory: Path, architecture: str, says: str) -> None:
     assert says in refusal.value.message
 
 
+def test_what_the_layers_rule_out(making: Any, tmp_path: Path) -> None:
+    making.write_random(tmp_path, {"model_type": "diffllama", "dtype": "float32", **SIZES})
+    refused(tmp_path, "DiffLlamaForCausalLM", "attends more than once in a layer")
+
+
+class Layers:
+    """A model of nothing but attention, through transformers' interface: for each layer the heads and the size of
+    queries, keys and values."""
+
+    def __init__(self, *layers: tuple[tuple[int, int], tuple[int, int], tuple[int, int]], **said: Any) -> None:
+        self.config, self.device = SimpleNamespace(num_hidden_layers=len(layers)), "cpu"
+        self._layers, self._said = layers, said
+
+    def __call__(self, input_ids: torch.Tensor, attend: Any, **_: Any) -> None:
+        for index, shapes in enumerate(self._layers):
+            module = SimpleNamespace(layer_idx=index)
+            packed = (torch.ones(1, heads, input_ids.shape[1], size) for heads, size in shapes)
+            ALL_ATTENTION_FUNCTIONS[NAME](module, *packed, None, attend=attend, **self._said)
+
+
+def test_a_cache_holds_the_largest_heads_of_all_layers() -> None:
+    register()
+    sinks = torch.zeros(8, dtype=torch.bfloat16)
+    first, second = listen(Layers(((8, 24), (2, 24), (2, 16)), ((8, 16), (4, 16), (4, 32)), s_aux=sinks))
+    assert first == (View(None, 24**-0.5, sinks=True), 8, 4, 32)
+    assert second == (View(None, 16**-0.5, sinks=True), 8, 4, 32)
+
+
 @pytest.mark.parametrize(
-    ("model_type", "changes", "says"),
+    ("layers", "says"),
     [
-        ("deepseek_v3", {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}, "[4, 192]"),
+        ((((8, 16), (2, 16), (2, 16)), ((4, 16), (2, 16), (2, 16))), "heads of different numbers"),
+        ((((6, 16), (2, 16), (2, 16)), ((6, 16), (3, 16), (3, 16))), "heads of different numbers"),
+        ((((4, 16), (4, 16), (2, 32)),), "layer 0 has 4 heads of keys and 2 of values"),
     ],
 )
-def test_what_the_layers_rule_out(
-    model_type: str, changes: dict[str, Any], says: str, making: Any, tmp_path: Path
-) -> None:
-    """Keys and values of different sizes (multi-head latent attention)."""
-    making.write_random(tmp_path, {"model_type": model_type, "dtype": "float32", **SIZES, **changes})
-    refused(tmp_path, json.loads((tmp_path / "config.json").read_text())["architectures"][0], says)
+def test_heads_that_no_cache_holds(layers: Any, says: str) -> None:
+    register()
+    with pytest.raises(CheckpointError, match=says):
+        listen(Layers(*layers))
 
 
 def test_a_module_that_computes_something_else_is_found_out(
@@ -157,10 +190,6 @@ def test_a_variant_that_our_own_file_does_not_know(
     assert "transformers computes it" in caplog.records[0].message
 
 
-def test_sinks_are_heard_of(checkpoint: Callable[..., Path]) -> None:
-    assert build(checkpoint("gpt-oss")).shape.views == (View(19, 0.25, sinks=True), View(None, 0.25, sinks=True))
-
-
 def test_a_missing_tensor_is_named(making: Any, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -187,7 +216,7 @@ def test_the_head_computes_one_piece_at_a_time(checkpoint: Callable[..., Path]) 
         layers.clear()
         heads.clear()
         batch = Batch.of(tokens, [0], [len(tokens)], torch.zeros((1, 1), dtype=torch.int64), 16)
-        found = list(Foreign(model).logits(batch, lambda *_: torch.empty(0), pieces))
+        found = list(Foreign(model, 2, 16).logits(batch, lambda *_: torch.empty(0), pieces))
     assert (layers, heads) == ([1], [1, 3, 2])
     torch.testing.assert_close(torch.cat(found), right[torch.cat(pieces)])
     assert "forward" not in vars(model.base_model)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from charonia.bench import proof_families
 from charonia.bench.loop import run
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.executor.inline import InlineExecutor
@@ -76,7 +77,7 @@ def right_tokens(checkpoint: Path, device: str) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gemma2", "granite", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gemma2", "granite"])
 def test_greedy_tokens_are_transformers(checkpoint: Callable[..., Path], name: str, device: str) -> None:
     assert engine_tokens(checkpoint(name), device) == right_tokens(checkpoint(name), device)
 
@@ -87,6 +88,14 @@ def test_greedy_tokens_are_transformers(checkpoint: Callable[..., Path], name: s
 def test_more_greedy_tokens_are_transformers(checkpoint: Callable[..., Path], name: str) -> None:
     """Whose layers tests/engine/ proves on the CPU."""
     test_greedy_tokens_are_transformers(checkpoint, name, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("family", proof_families.FAMILIES)
+def test_sinks_and_unequal_heads_are_transformers(family: str, tmp_path: Path) -> None:
+    """As tests/e2e/test_proofs.py and `make proof` on the CPU."""
+    assert list(proof_families.faults(family, tmp_path, "cuda")) == []
 
 
 def test_seeded_tokens_do_not_depend_on_chunks(checkpoint: Callable[..., Path], device: str) -> None:
