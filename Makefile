@@ -12,7 +12,7 @@ ARGS   ?=
 # What the C extension is made of: installing again builds it again.
 KERNELS  := $(wildcard engine/kernels/*.c engine/kernels/*.h engine/kernels/*.inc)
 # The quick ones first: what is broken shows early.
-PROOFS := scheduler families reload processes disconnects bodies kills fairness overload soak ranks
+PROOFS := scheduler families reload processes disconnects bodies stalls kills fairness overload soak ranks
 
 PACKAGES := $(sort $(patsubst %/__init__.py,%,$(wildcard */__init__.py)))
 

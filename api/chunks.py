@@ -25,7 +25,7 @@ class FewChunks(Refusing):
         self._trailing = 0
         self._chunks += 1
         if self._chunks == MOST + 2:
-            self.refuse(Refused(HTTPStatus.BAD_REQUEST, _TEXT))
+            self.refuse(Refused(HTTPStatus.BAD_REQUEST, _TEXT, goes_on=True))
 
     def count_trailing(self, size: int) -> None:
         """So many bytes came and none of them was the body's: extensions of a chunk, or trailers."""

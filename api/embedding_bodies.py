@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import InvalidArgument
-from .openai_fields import decode
+from .openai_fields import Body, decode
 
 MAX_INPUTS = 2048
 """OpenAI's: texts of one request."""
@@ -54,7 +54,7 @@ class Rerank(NamedTuple):
     return_documents: bool
 
 
-def parse_embeddings(body: bytes) -> Embeddings:
+def parse_embeddings(body: Body) -> Embeddings:
     """Raises `InvalidArgument`, whose `field` names the culprit."""
     fields = decode(body, EmbeddingsBody, _NEUTRAL)
     if fields.encoding_format not in (None, "float", "base64"):
@@ -66,7 +66,7 @@ def parse_embeddings(body: bytes) -> Embeddings:
     return Embeddings(fields.model, texts, ids, fields.encoding_format == "base64", fields.dimensions)
 
 
-def parse_rerank(body: bytes, name: str) -> Rerank:
+def parse_rerank(body: Body, name: str) -> Rerank:
     """`name`: what the request's id ends with. Raises `InvalidArgument`, whose `field` names the culprit."""
     fields = decode(body, RerankBody, _RERANK_NEUTRAL)
     if fields.top_n is not None and fields.top_n < 1:
@@ -89,18 +89,19 @@ def _document(index: int, given: str | dict[str, str]) -> str:
 def _inputs(given: Any) -> tuple[list[str], list[list[int]]]:
     """A text, texts, token ids, or several lists of those."""
     several = [given] if isinstance(given, str) or _is_ids(given) else given
-    if isinstance(several, list) and several and all(isinstance(each, str) and each for each in several):
+    if isinstance(several, list) and several:
         _check_count("input", len(several))
-        return several, []
-    if isinstance(several, list) and several and all(_is_ids(each) for each in several):
-        _check_count("input", len(several))
-        return [], several
+        if all(isinstance(each, str) and each for each in several):
+            return several, []
+        if all(_is_ids(each) for each in several):
+            return [], several
     message = "input must be a string, a list of strings, a list of token ids or a list of such lists"
     raise InvalidArgument(f"{message}, none of them empty", field="input")
 
 
 def _is_ids(given: Any) -> bool:
-    return isinstance(given, list) and bool(given) and all(type(each) is int and 0 <= each < 2**31 for each in given)
+    ids = isinstance(given, list) and set(map(type, given)) == {int}
+    return ids and min(given) >= 0 and max(given) < 2**31
 
 
 def _check_count(name: str, count: int) -> None:

@@ -24,6 +24,7 @@ from .embedding_bodies import Embeddings, Rerank, parse_embeddings, parse_rerank
 from .faults import json_response
 from .guard import tenant_of
 from .keys import Tenant
+from .openai_fields import Body, open_body
 from .request_ids import request_id_of
 
 TEXT, PAIR, IDS = "text_input", "text_pair", "input_ids"
@@ -53,14 +54,14 @@ class Encoders:
         ]
 
     async def embeddings(self, request: Request) -> Response:
-        asked = parse_embeddings(await read_body(request, self._max_input_size))
+        asked = parse_embeddings(await self._body(request))
         config = self._model(asked.model, EMBEDDING, "embeddings", (IDS if asked.ids else TEXT,))
         async with WhileConnected(request.receive):
             made = await self._ask(config, _embedding_inputs(asked, config), EMBEDDING, tenant_of(request))
         return json_response(_embeddings_body(asked, made))
 
     async def rerank(self, request: Request) -> Response:
-        asked = parse_rerank(await read_body(request, self._max_input_size), request_id_of(request.scope))
+        asked = parse_rerank(await self._body(request), request_id_of(request.scope))
         config = self._model(asked.model, SCORE, "scores of documents", (TEXT, PAIR))
         inputs = [
             {TEXT: _texts(TEXT, [asked.query] * len(part)), PAIR: _texts(PAIR, part)}
@@ -72,6 +73,9 @@ class Encoders:
             labels = made.values.shape[1]
             raise InvalidArgument(f"model '{config.name}' gives {labels} scores to a document, not one", field="model")
         return json_response(_rerank_body(asked, made))
+
+    async def _body(self, request: Request) -> Body:
+        return await open_body(await read_body(request, self._max_input_size))
 
     def _model(self, name: str, output: str, what: str, inputs: Sequence[str]) -> ModelConfig:
         try:

@@ -8,12 +8,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from ..core.errors import InvalidArgument
 from ..core.model import ModelConfig
 from ..core.request import InferRequest, InferResponse, Scalar
 from ..core.tensor import Tensor, TensorSpec
 from . import json_tensors
-from .json_values import malformed, parameter, string, unreadable
+from .json_pieces import PIECE, Long, Values, read_long, whole
+from .json_values import Buffer, malformed, parameter, request_id, string, unreadable
 
 Pairs = list[tuple[str, Any]]
 """A JSON object as it was written: order and repeated keys included."""
@@ -21,7 +24,38 @@ Pairs = list[tuple[str, Any]]
 _SAMPLING = "sampling_parameters"
 
 
-def parse_generate(body: bytes, config: ModelConfig, stream: bool) -> InferRequest:
+async def open_generate(body: bytes, config: ModelConfig) -> "bytes | Members":
+    """A long body's members, those for inputs of numbers as arrays. A short body as it is: it is parsed at once.
+
+    Raises:
+        InvalidArgument: malformed JSON, or a list that is longer than anything could mean.
+    """
+    if len(body) <= PIECE:
+        return body
+    found, values = await read_long(body), Values()
+    if not isinstance(found, Long) or not found.is_object:
+        raise malformed("the body must be a JSON object")
+    specs = {spec.name: spec for spec in config.inputs}
+    members = Members()
+    for key, value in await found.pairs(_pairs, values):
+        if key == "parameters" and isinstance(value, Long) and value.is_object:
+            nested = await value.pairs(_pairs, values)
+            members.append((key, Members([(name, await _opened(specs.get(name), each)) for name, each in nested])))
+        else:
+            members.append((key, await _opened(specs.get(key), value)))
+    return members
+
+
+async def _opened(spec: TensorSpec | None, value: Any) -> Any:
+    """What is still text of a member; `spec`: of the input that it is."""
+    if spec is None or spec.datatype == "BYTES" or not isinstance(value, Long) or value.is_object:
+        return await whole(value, Values())
+    json_tensors.refuse_binary_only(spec.datatype, spec.name)
+    pieces = [json_tensors.elements(spec.datatype, each, spec.name) async for each in value.flat()]
+    return np.concatenate(pieces)
+
+
+def parse_generate(body: "bytes | Members", config: ModelConfig, stream: bool) -> InferRequest:
     """Translate a generate body for the model that `config` describes; `stream` fills an absent `stream` input.
 
     Raises:
@@ -29,7 +63,7 @@ def parse_generate(body: bytes, config: ModelConfig, stream: bool) -> InferReque
     """
     mapping = _Mapping(config)
     try:
-        for key, value in _members(_load(body) if body else _Object()):
+        for key, value in _members(_load(body) if isinstance(body, bytes) and body else body or Members()):
             mapping.take(key, value)
         mapping.default_stream(stream)
         mapping.move_lists()
@@ -43,10 +77,29 @@ def encode_response(config: ModelConfig, request_id: str, response: InferRespons
     members: dict[str, Any] = {"model_name": config.name, "model_version": config.version, **response.parameters}
     if request_id:
         members["id"] = request_id
+    strict = all(map(json_tensors.finite, response.outputs))
+    if is_long(response):
+        return _long_json(members, response, strict)
     for tensor in response.outputs:
         members[tensor.name] = _plain(tensor)
-    strict = all(map(json_tensors.finite, response.outputs))
     return json_tensors.dump(members, strict, ordered=True)
+
+
+def is_long(response: InferResponse) -> bool:
+    """To say it takes longer than the event loop should be held."""
+    return any(tensor.data.size > json_tensors.PIECE for tensor in response.outputs)
+
+
+def _long_json(members: dict[str, Any], response: InferResponse, strict: bool) -> bytes:
+    """In pieces, of which none took long to make."""
+    texts = {key: [json_tensors.dump(value, strict)] for key, value in members.items()}
+    for tensor in response.outputs:
+        if tensor.data.size > json_tensors.PIECE:
+            texts[tensor.name] = [b"[", *json_tensors.pieces(tensor, strict), b"]"]
+        else:
+            texts[tensor.name] = [json_tensors.dump(_plain(tensor), strict)]
+    said = [b"".join((json_tensors.dump(key, strict), b":", *parts)) for key, parts in sorted(texts.items())]
+    return b"{" + b",".join(said) + b"}"
 
 
 def _plain(tensor: Tensor) -> Any:
@@ -54,26 +107,30 @@ def _plain(tensor: Tensor) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-class _Object(Pairs):
+class Members(Pairs):
     """A JSON object, told apart from a JSON array."""
 
 
-def _load(body: bytes) -> Any:
+def _load(body: bytes, offset: int = 0) -> Any:
     # The standard library's parser, because it shows repeated keys and reads NaN, as Triton's does.
     try:
-        return json.loads(body.decode(), object_pairs_hook=_Object)
-    except ValueError as error:
-        raise unreadable(error) from None
+        return json.loads(body.decode(), object_pairs_hook=Members)
+    except (ValueError, RecursionError) as error:
+        raise unreadable(error, offset) from None
+
+
+def _pairs(text: Buffer, offset: int) -> Any:
+    return _load(bytes(text), offset)
 
 
 def _members(document: Any) -> Pairs:
-    if not isinstance(document, _Object):
+    if not isinstance(document, Members):
         raise malformed("the body must be a JSON object")
     return document
 
 
 def _as_json(key: str, value: Any) -> Any:
-    if isinstance(value, _Object):
+    if isinstance(value, Members):
         return {string(key, name): _as_json(key, member) for name, member in value}
     if isinstance(value, list):
         return [_as_json(key, element) for element in value]
@@ -96,13 +153,13 @@ class _Mapping:
         if key == "parameters":
             return self._take_nested(value)
         if key == "id":
-            self.id = string("id", value)
+            self.id = request_id(value)
         return self._take_member(key, value)
 
     def _take_nested(self, value: Any) -> None:
         if "parameters" in self._specs:
             raise InvalidArgument("Keyword 'parameters' for nested schema also given as input tensor name")
-        if not isinstance(value, _Object):
+        if not isinstance(value, Members):
             raise InvalidArgument("Expected JSON object for keyword: 'parameters'", field="parameters")
         try:
             for key, member in value:
@@ -152,10 +209,12 @@ def _sampling_object(tensor: Tensor) -> Mapping[str, Any]:
 
 
 def _tensor(spec: TensorSpec, value: Any, batched: bool) -> Tensor:
-    values = value if type(value) is list else [value]
     json_tensors.refuse_binary_only(spec.datatype, spec.name)
-    data = json_tensors.elements(spec.datatype, values, spec.name)
-    shape = _shape(spec, len(values), (-1, *spec.dims) if batched else spec.dims)
+    if isinstance(value, np.ndarray):
+        data = value
+    else:
+        data = json_tensors.elements(spec.datatype, value if type(value) is list else [value], spec.name)
+    shape = _shape(spec, len(data), (-1, *spec.dims) if batched else spec.dims)
     return Tensor(spec.name, spec.datatype, shape, data.reshape(shape))
 
 

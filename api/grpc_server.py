@@ -60,7 +60,8 @@ class GrpcServer:
             Unavailable: someone else took the port.
         """
         compression = _COMPRESSION[self._options.grpc_infer_response_compression_level]
-        self._server = server = grpc.aio.server(options=_channel_options(self._options), compression=compression)
+        settings = _channel_options(self._options, self._info.max_raw_size)
+        self._server = server = grpc.aio.server(options=settings, compression=compression)
         door = GrpcDoor(self._gateway, self._info, self._closing, self._rules)
         server.add_generic_rpc_handlers((_service(door.handlers()), Health(self._gateway).handler()))
         try:
@@ -118,11 +119,11 @@ def _joined(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def _channel_options(options: GrpcOptions) -> list[tuple[str, Any]]:
+def _channel_options(options: GrpcOptions, largest: int) -> list[tuple[str, Any]]:
     return [
         ("grpc.so_reuseport", int(true(options.reuse_grpc_port))),  # grpc's own default is to share
         ("grpc.max_send_message_length", _LARGEST_MESSAGE),
-        ("grpc.max_receive_message_length", _LARGEST_MESSAGE),
+        ("grpc.max_receive_message_length", largest),
         ("grpc.keepalive_time_ms", options.grpc_keepalive_time),
         ("grpc.keepalive_timeout_ms", options.grpc_keepalive_timeout),
         ("grpc.keepalive_permit_without_calls", int(true(options.grpc_keepalive_permit_without_calls))),

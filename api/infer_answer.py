@@ -3,7 +3,7 @@
 Knows v2's sections 3.2, 3.3 and 3.7 and nothing of HTTP beyond its body.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,9 @@ from .outputs import place
 
 _COPIED = 1 << 16
 """Bytes of tensors up to which it is cheaper to join them than to send them apart."""
+
+LONG = json_tensors.PIECE
+"""Elements beyond which an output is written in pieces."""
 
 
 class Answer(NamedTuple):
@@ -37,7 +40,7 @@ class _Writing:
     blobs: list[bytes | memoryview]
     strict: bool = True
 
-    def output(self, tensor: Tensor, binary: bool, memory: memoryview | None) -> dict[str, Any]:
+    def output(self, tensor: Tensor, binary: bool, memory: memoryview | None) -> "_Output":
         said: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
         if memory is not None:
             place(tensor, memory)
@@ -47,8 +50,27 @@ class _Writing:
             said["parameters"] = {"binary_data_size": len(blob)}
         else:
             self.strict = self.strict and json_tensors.finite(tensor)
+            if tensor.data.size > LONG:
+                return _Output(said, tensor)
             said["data"] = json_tensors.listed(tensor)
-        return said
+        return _Output(said)
+
+
+class _Output(NamedTuple):
+    """An output's JSON, but for the data of a `long` one."""
+
+    said: dict[str, Any]
+    long: Tensor | None = None
+
+
+def is_long(call: Call, response: InferResponse) -> bool:
+    """What the response says takes longer than the event loop should be held."""
+    for tensor in response.outputs:
+        if tensor.data.size > LONG:
+            wanted = call.wanted.get(tensor.name, call.rest)
+            if tensor.datatype == "BYTES" or not (wanted.binary or wanted.memory is not None):
+                return True
+    return False
 
 
 def write_answer(config: ModelConfig, call: Call, response: InferResponse) -> Answer:
@@ -65,12 +87,31 @@ def write_answer(config: ModelConfig, call: Call, response: InferResponse) -> An
     document["model_name"], document["model_version"] = config.name, config.version
     if response.parameters:
         document["parameters"] = response.parameters
-    document["outputs"] = outputs
-    return _answer(json_tensors.dump(document, writing.strict), writing.blobs)
+    if any(each.long is not None for each in outputs):
+        head = _long_json(document, outputs, writing.strict)
+    else:
+        document["outputs"] = [each.said for each in outputs]
+        head = [json_tensors.dump(document, writing.strict)]
+    return _answer(head, writing.blobs)
 
 
-def _answer(head: bytes, blobs: list[bytes | memoryview]) -> Answer:
+def _long_json(document: dict[str, Any], outputs: Iterable[_Output], strict: bool) -> list[bytes]:
+    """The document with these outputs, in pieces, of which none took long to make."""
+    parts, between = [json_tensors.dump(document, strict)[:-1], b',"outputs":['], b""
+    for each in outputs:
+        said = json_tensors.dump(each.said, strict)
+        parts.append(between + said)
+        if each.long is not None:
+            parts[-1] = parts[-1][:-1] + b',"data":['
+            parts += json_tensors.pieces(each.long, strict)
+            parts.append(b"]}")
+        between = b","
+    return [*parts, b"]}"]
+
+
+def _answer(head: list[bytes], blobs: list[bytes | memoryview]) -> Answer:
     size = sum(map(len, blobs))
     if not size:
-        return Answer((head,), None)
-    return Answer((b"".join((head, *blobs)),) if size < _COPIED else (head, *blobs), len(head))
+        return Answer(head, None)
+    length = sum(map(len, head))
+    return Answer((b"".join((*head, *blobs)),) if size < _COPIED and len(head) == 1 else (*head, *blobs), length)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..core.request import InferRequest
+from .long_tensors import Later
 
 
 class Wanted(NamedTuple):
@@ -16,8 +17,10 @@ class Wanted(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What is asked, and how to answer: outputs by name, `rest` those that nobody named."""
+    """What is asked, and how to answer: outputs by name, `rest` those that nobody named. `later`: inputs that are empty
+    in the request until somebody decodes them."""
 
     request: InferRequest
     wanted: Mapping[str, Wanted]
     rest: Wanted
+    later: Later = {}

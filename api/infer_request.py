@@ -12,9 +12,23 @@ from ..core.model import ModelConfig
 from ..core.request import InferRequest, Scalar
 from ..core.shared_memory import Regions, Span
 from ..core.tensor import Tensor
-from . import json_tensors, raw, sizes
+from . import json_tensors, long_tensors, raw, sizes
 from .infer_call import Call, Wanted
-from .json_values import Document, array, boolean, member, object_, parameter, parse_object, signed, string, unsigned
+from .json_pieces import PIECE, Long, Values, read_object, whole
+from .json_values import (
+    Buffer,
+    Document,
+    array,
+    boolean,
+    member,
+    object_,
+    parameter,
+    parse_object,
+    request_id,
+    signed,
+    string,
+    unsigned,
+)
 from .outlines import Outlines
 from .raw_request import read_raw
 
@@ -26,35 +40,63 @@ _NUMBERS = ("priority", "timeout")
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Reads requests. `max_size`: the most bytes of JSON, and of a tensor in it."""
+    """Reads requests. `max_size`: the most bytes of JSON, and of a tensor in it; `max_raw_size`: of raw tensors."""
 
     regions: Regions = field(default_factory=Regions)
     max_size: int = 64 * 1024 * 1024
+    max_raw_size: int = sizes.MAX_RAW
     _outlines: Outlines = field(default_factory=Outlines, init=False)
 
-    def read(self, config: ModelConfig, body: bytes | bytearray, header_length: int | None) -> Call:
-        """`header_length`: of the JSON in front of raw tensors; None: all is JSON; 0: nothing is.
+    def read(
+        self,
+        config: ModelConfig,
+        body: bytes | bytearray,
+        header_length: int | None,
+        document: Document | None = None,
+    ) -> Call:
+        """`header_length`: of the JSON in front of raw tensors; None: all is JSON; 0: nothing is. `document`: that
+        JSON, if `open_document` has read it already.
 
         Raises:
             CharoniaError: it is no such request.
         """
         if header_length:
-            return self._outlines.call(config.name, body, header_length) or self._mixed(config, body, header_length)
+            known = self._outlines.call(config.name, body, header_length)
+            return known or self._mixed(config, body, header_length, document)
         view = memoryview(body).toreadonly()
         if header_length == 0:
-            sizes.check_raw(len(body), self.max_size)
+            sizes.check_raw(len(body), self.max_raw_size)
             return Call(read_raw(config, view), {}, Wanted(binary=True))
         sizes.check_json(len(body), self.max_size)
-        return _Reading(config, None, self).call(parse_object(view))
+        return _Reading(config, None, self).call(parse_object(view) if document is None else document)
 
-    def _mixed(self, config: ModelConfig, body: bytes | bytearray, header_length: int) -> Call:
+    def _mixed(
+        self, config: ModelConfig, body: bytes | bytearray, header_length: int, document: Document | None
+    ) -> Call:
         """JSON, and raw tensors behind it."""
         sizes.check_json(header_length, self.max_size)
         view = memoryview(body).toreadonly()
-        document = parse_object(view[:header_length])
+        if document is None:
+            document = parse_object(view[:header_length])
         call = _Reading(config, view[header_length:], self).call(document)
         self._outlines.learn(config.name, body, header_length, document, call)
         return call
+
+
+async def open_document(text: Buffer) -> Document:
+    """The JSON of a long request, but the data of inputs that is long itself; raises `InvalidArgument`."""
+    if len(text) <= PIECE:
+        return parse_object(text)
+    document, values = await read_object(text), Values()
+    inputs: Any = document.get("inputs")
+    if isinstance(inputs, Long) and not inputs.is_object:
+        document["inputs"] = inputs = await inputs.items(values)
+        for index, each in enumerate(inputs):
+            if isinstance(each, Long) and each.is_object:
+                inputs[index] = given = await each.members(values)
+                for key in given.keys() - {"data"}:
+                    given[key] = await whole(given[key], values)
+    return {key: value if key == "inputs" else await whole(value, values) for key, value in document.items()}
 
 
 class _Reading:
@@ -64,15 +106,16 @@ class _Reading:
         self._config = config
         self._blob = blob
         self._reader = reader
+        self._later: long_tensors.Later = {}
         self._id = ""
 
     def call(self, document: Document) -> Call:
-        self._id = string("id", document["id"]) if "id" in document else ""
+        self._id = request_id(document["id"]) if "id" in document else ""
         binary, parameters = _parameters(document)
         inputs = self._inputs(array("inputs", member(document, "inputs")))
         wanted = self._outputs(array("outputs", document["outputs"])) if "outputs" in document else {}
         request = InferRequest(self._id, inputs, tuple(wanted) or None, parameters)
-        return Call(request, wanted, Wanted(binary))
+        return Call(request, wanted, Wanted(binary), self._later)
 
     def _inputs(self, given: list[Any]) -> dict[str, Tensor]:
         inputs: dict[str, Tensor] = {}
@@ -98,12 +141,20 @@ class _Reading:
             data = self._next(name, unsigned("binary_data_size", parameters["binary_data_size"]))
         else:
             data = self._lent(parameters)
+        if datatype == "BYTES" and len(data) > long_tensors.LONG:
+            tensor = long_tensors.promise(datatype, shape, place)
+            self._later[name] = long_tensors.strings(tensor, data, place)
+            return name, tensor
         return name, raw.decode(datatype, shape, data, place)
 
     def _from_json(self, datatype: str, shape: tuple[int, ...], data: Any, place: raw.Place) -> Tensor:
         json_tensors.refuse_binary_only(datatype, place.input)
         count = raw.element_count(datatype, shape, place)
         sizes.check_json_tensor(place.input, json_tensors.byte_size(datatype, count), self._reader.max_size)
+        if type(data) is Long:
+            tensor = long_tensors.promise(datatype, shape, place)
+            self._later[place.input] = long_tensors.from_json(tensor, data, place)
+            return tensor
         values = json_tensors.flat(array("data", data))
         if datatype not in json_tensors.READABLE:  # no model has such an input, which is said later
             return raw.decode(datatype, shape, b"", place)

@@ -4,6 +4,7 @@ Knows v2's section 3.2; not which protocol's JSON it is.
 """
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ from numpy.typing import NDArray
 from ..core.errors import CharoniaError, Internal, InvalidArgument
 from ..core.tensor import NUMPY_TYPES, Tensor
 from .json_values import mismatch
+
+PIECE = 1 << 14
+"""Elements that are written at a time."""
 
 _DEEPEST = 100
 _BINARY_ONLY = ("FP16", "BF16")
@@ -116,6 +120,16 @@ def listed(tensor: Tensor) -> list[Any]:
         )
     values: list[Any] = tensor.data.ravel().tolist()
     return [value.decode(errors="replace") for value in values] if tensor.datatype == "BYTES" else values
+
+
+def pieces(tensor: Tensor, strict: bool) -> Iterator[bytes]:
+    """What is between the brackets of `listed`'s JSON, some elements at a time."""
+    flat_data, between = tensor.data.ravel(), b""
+    for begin in range(0, flat_data.size, PIECE):
+        piece = flat_data[begin : begin + PIECE]
+        part = Tensor(tensor.name, tensor.datatype, piece.shape, piece)
+        yield between + dump(listed(part), strict)[1:-1]
+        between = b","
 
 
 def finite(tensor: Tensor) -> bool:

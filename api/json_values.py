@@ -13,11 +13,15 @@ from ..core.request import Scalar
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
+LONGEST_ID = 4096
+"""Characters of a request's id."""
+
 Document: TypeAlias = dict[str, Any]
 
 
-def parse(body: Buffer) -> Any:
-    """The value that the body is; NaN and infinities are read as Triton reads them.
+def parse(body: Buffer, offset: int = 0) -> Any:
+    """The value that the body is; NaN and infinities are read as Triton reads them. `offset`: where the body begins in
+    what the client sent.
 
     Raises:
         InvalidArgument: it is not JSON.
@@ -25,7 +29,7 @@ def parse(body: Buffer) -> Any:
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError:
-        return _parse_leniently(body)
+        return _parse_leniently(body, offset)
 
 
 def parse_object(body: Buffer) -> Document:
@@ -36,20 +40,21 @@ def parse_object(body: Buffer) -> Document:
     return value
 
 
-def _parse_leniently(body: Buffer) -> Any:
+def _parse_leniently(body: Buffer, offset: int) -> Any:
     try:
         return json.loads(bytes(body).decode())
     except (ValueError, RecursionError) as error:
-        raise unreadable(error) from None
+        raise unreadable(error, offset) from None
 
 
-def unreadable(error: ValueError | RecursionError) -> CharoniaError:
+def unreadable(error: ValueError | RecursionError, offset: int = 0) -> CharoniaError:
     """What the standard library's parser cannot read, or not even as text."""
     if isinstance(error, json.JSONDecodeError):
-        return malformed(error.msg, error.pos)
+        return malformed(error.msg, max(0, offset + error.pos))
     if isinstance(error, UnicodeDecodeError):
-        return malformed(f"it is not UTF-8: {error.reason}", error.start)
-    return malformed("it is nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits")
+        return malformed(f"it is not UTF-8: {error.reason}", max(0, offset + error.start))
+    deep = isinstance(error, RecursionError)
+    return malformed("it is nested too deeply" if deep else "a number has too many digits", max(0, offset))
 
 
 def malformed(reason: str, offset: int = 0) -> CharoniaError:
@@ -75,6 +80,13 @@ def string(field: str, value: Any) -> str:
     if not value.isascii():
         _check_text(field, value)
     return value
+
+
+def request_id(value: Any) -> str:
+    """It goes into answers, records and traces."""
+    if isinstance(value, str) and len(value) > LONGEST_ID:
+        raise InvalidArgument(f"'id' has {len(value)} characters, more than the {LONGEST_ID} there may be", field="id")
+    return string("id", value)
 
 
 def _check_text(field: str, value: str) -> None:

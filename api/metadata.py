@@ -6,6 +6,7 @@ from typing import Any
 
 from ..core.model import ModelConfig
 from ..core.tensor import TensorSpec
+from .sizes import MAX_RAW
 
 EXTENSIONS = (
     "classification",
@@ -26,11 +27,12 @@ EXTENSIONS = (
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What the server says of itself, and the largest body it reads over HTTP."""
+    """What the server says of itself, and the largest requests that it reads, in bytes: JSON, and raw tensors."""
 
     name: str = "triton"
     version: str = ""
     max_input_size: int = 64 * 1024 * 1024
+    max_raw_size: int = MAX_RAW
 
 
 def server_metadata(info: ServerInfo) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from .faults import json_response, openai_body
 from .guard import tenant_of
 from .merge import merged
 from .metadata import ServerInfo
+from .openai_fields import Body, open_body
 from .openai_requests import Asked, parse_chat, parse_completion
 from .openai_responses import ChatShape, CompletionShape, Shape, Writer, fingerprint, model_object
 from .request_ids import request_id_of
@@ -57,8 +58,10 @@ class OpenAI:
     async def chat(self, request: Request) -> ASGIApp:
         return await self._answer(request, parse_chat, ChatShape())
 
-    async def _answer(self, request: Request, parse: Callable[[bytes, str], Asked], shape: Shape) -> ASGIApp:
-        asked = parse(await read_body(request, self._info.max_input_size), request_id_of(request.scope))
+    async def _answer(self, request: Request, parse: Callable[[Body, str], Asked], shape: Shape) -> ASGIApp:
+        asked = parse(
+            await open_body(await read_body(request, self._info.max_input_size)), request_id_of(request.scope)
+        )
         model = asked.reply.model
         writer = Writer(shape, asked.reply, fingerprint(self._lookup(model), self._info.version))
         name, weight = tenant_of(request)

@@ -14,6 +14,8 @@ import orjson
 from ..core.errors import InvalidArgument
 from ..core.mismatch import mismatch
 from ..core.suggestion import did_you_mean
+from .json_pieces import MOST_VALUES, PIECE, Long, TooMany, Values, read_long, whole
+from .json_values import Buffer
 
 Neutral: TypeAlias = Mapping[str, tuple[Any, ...]]
 """Fields that are known and not supported, and the values besides null that ask for nothing."""
@@ -21,20 +23,57 @@ Neutral: TypeAlias = Mapping[str, tuple[Any, ...]]
 HARMLESS = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"})
 """Fields that change nothing about the answer."""
 
+Body: TypeAlias = bytes | dict[str, Any]
+"""Of a request: its text, or its members if it is long."""
+
+MOST_IDS = 1 << 20
+"""Token ids in a request; of other values there are fewer in one field."""
+
+_IDS = frozenset({"prompt", "input", "tokens"})
+_TEXTS = frozenset({"prompt", "input", "query", "guided_decoding_guide", "chat_template"})
+"""Fields whose texts may be as long as the body."""
+
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 _Any = TypeVar("_Any")
 
 
-def decode(body: bytes, kind: type[_Body], neutral: Neutral) -> _Body:
+async def open_body(body: bytes) -> Body:
+    """A long body's members, of which none has more values than `MOST_VALUES`, or token ids than `MOST_IDS`. A short
+    body as it is: it is parsed at once.
+
+    Raises:
+        InvalidArgument: it is no JSON object, or has more.
+    """
+    if len(body) <= PIECE:
+        return body
+    found = await read_long(body, _parse)
+    if not isinstance(found, Long) or not found.is_object:
+        raise InvalidArgument("the body must be a JSON object")
+    members = await found.members(Values())
+    for key, value in members.items():
+        if isinstance(value, str) and len(value) > PIECE and key not in _TEXTS:
+            raise InvalidArgument(f"{key} has {len(value)} characters, more than there may be", field=key)
+        try:
+            members[key] = await whole(value, Values(MOST_IDS if key in _IDS else MOST_VALUES))
+        except TooMany as error:
+            raise InvalidArgument(f"{key}: {error.message}", field=key) from None
+    return members
+
+
+def _parse(text: Buffer, offset: int) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise InvalidArgument(f"the body is not valid JSON: {error.msg} at {max(0, offset + error.pos)}") from None
+
+
+def decode(body: Body, kind: type[_Body], neutral: Neutral) -> _Body:
     """A JSON object with the fields of `kind`, harmless ones, and those of `neutral` at a value that asks for nothing.
 
     Raises:
         InvalidArgument: it is not; `field` names the culprit.
     """
-    try:
-        members = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise InvalidArgument(f"the body is not valid JSON: {error.msg} at {error.pos}") from None
+    members = body if isinstance(body, dict) else _parse(body, 0)
     if not isinstance(members, dict):
         raise InvalidArgument("the body must be a JSON object")
     names = _names(kind)

@@ -20,6 +20,9 @@ NEUTRAL: Neutral = {
 }
 """Fields of a message that are not supported."""
 
+MOST_MESSAGES = 8192
+"""Of one conversation."""
+
 _FIELDS = frozenset({"role", "content", "name"})
 _ROLES = ("system", "developer", "user", "assistant")
 
@@ -50,6 +53,9 @@ def read_messages(messages: list[dict[str, Any]], fields: ChatFields) -> Convers
     """
     if not messages:
         raise InvalidArgument("messages must not be empty", field="messages")
+    if len(messages) > MOST_MESSAGES:
+        message = f"messages: {len(messages)} are more than the {MOST_MESSAGES} there may be"
+        raise InvalidArgument(message, field="messages")
     turns = (_message(f"messages[{index}]", message) for index, message in enumerate(messages))
     goes_on, opens = bool(fields.continue_final_message), fields.add_generation_prompt
     opens = not goes_on if opens is None else opens

@@ -8,7 +8,7 @@ import msgspec
 from ..core.errors import InvalidArgument
 from ..core.request import GenerateRequest, Prompt, SamplingParams
 from .openai_bodies import NEUTRAL, ChatBody, Common, CompletionBody, StreamOptions, Words
-from .openai_fields import decode, short
+from .openai_fields import Body, decode, short
 from .openai_messages import read_messages
 
 _MAX_CHOICES = 128
@@ -45,7 +45,7 @@ class Asked(msgspec.Struct, frozen=True):
     reply: Reply
 
 
-def parse_completion(body: bytes, name: str) -> Asked:
+def parse_completion(body: Body, name: str) -> Asked:
     """`name`: what the request's id ends with. Raises `InvalidArgument`, whose `field` names the culprit."""
     fields = decode(body, CompletionBody, NEUTRAL)
     max_tokens = 16 if fields.max_tokens is None else fields.max_tokens
@@ -53,7 +53,7 @@ def parse_completion(body: bytes, name: str) -> Asked:
     return _asked(reply, fields, _prompts(fields.prompt), max_tokens)
 
 
-def parse_chat(body: bytes, name: str) -> Asked:
+def parse_chat(body: Body, name: str) -> Asked:
     """`name`: what the request's id ends with. Raises `InvalidArgument`, whose `field` names the culprit."""
     fields = decode(body, ChatBody, NEUTRAL)
     conversation = read_messages(fields.messages, fields)
@@ -90,18 +90,20 @@ def _prompts(prompt: Any) -> list[Prompt]:
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
-        if all(type(token) is int for token in prompt):
+        kinds = set(map(type, prompt))
+        if kinds == {int}:
             return [_ids(prompt)]
-        if all(isinstance(text, str) for text in prompt):
-            return list(prompt)
-        if all(isinstance(ids, list) and all(type(token) is int for token in ids) for ids in prompt):
+        _check_count(len(prompt), 1)
+        if kinds == {str}:
+            return prompt
+        if kinds == {list} and all(set(map(type, ids)) <= {int} for ids in prompt):
             return [_ids(ids) for ids in prompt]
     message = "prompt must be a string, a list of token ids, or a list of either, and not empty"
     raise InvalidArgument(message, field="prompt")
 
 
 def _ids(tokens: list[int]) -> tuple[int, ...]:
-    if not all(0 <= token < 2**31 for token in tokens):
+    if tokens and (min(tokens) < 0 or max(tokens) >= 2**31):
         raise InvalidArgument("prompt: token ids must be numbers of at least 0", field="prompt")
     return tuple(tokens)
 

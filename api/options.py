@@ -9,6 +9,7 @@ from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
 from ..core.log_settings import LogSettings
+from .sizes import MAX_RAW
 
 Port: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lte=65535))]
 _WORDS = ("true", "false", "1", "0")
@@ -70,7 +71,9 @@ class ServerOptions:
     max_loop_lag_secs: Annotated[float, Parameter(validator=Number(gt=0))] = 10
     """Delay of the frontend's event loop from which on nothing is ready."""
     http_max_input_size: Annotated[int, Parameter(validator=Number(gte=1))] = 64 * 1024 * 1024
-    """Largest request body in bytes."""
+    """Largest request body in JSON, in bytes."""
+    max_raw_input_size: Annotated[int, Parameter(validator=Number(gte=1, lte=2**31 - 1))] = MAX_RAW
+    """Largest request with raw tensors, over HTTP and gRPC, in bytes."""
     strict_readiness: Boolean = "true"
     """Ready only when every known model is."""
     exit_on_error: Boolean = "true"

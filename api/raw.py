@@ -21,6 +21,9 @@ _LENGTH = struct.Struct("<I")
 _MOST_ELEMENTS = 2**63 - 1
 _MOST_BYTES = _MOST_ELEMENTS // 8
 """So many elements of any datatype are no more bytes than that."""
+
+MOST_STRINGS = 1 << 20
+"""Elements of a BYTES tensor in a request: each is an object of its own."""
 _MOST_DIMENSIONS = 64
 """Of an array of numpy's."""
 
@@ -50,7 +53,7 @@ def element_count(datatype: str, shape: tuple[int, ...], place: Place) -> int:
         text = f"{len(shape)} dimensions are more than the {_MOST_DIMENSIONS} that a tensor may have"
         raise InvalidArgument(f"invalid shape for input '{place.input}': {text}", field=place.input)
     count = math.prod(shape)
-    if count <= _MOST_BYTES and (not shape or min(shape) >= 0):
+    if count <= (MOST_STRINGS if datatype == "BYTES" else _MOST_BYTES) and (not shape or min(shape) >= 0):
         return count
     shown = f"[{','.join(map(str, shape))}]"
     text = f"invalid shape for input '{place.input}': shape {shown}"
@@ -60,6 +63,8 @@ def element_count(datatype: str, shape: tuple[int, ...], place: Place) -> int:
         text += f" causes total element count to exceed maximum size of {_MOST_ELEMENTS}"
     elif count * _width(datatype) > _MOST_ELEMENTS:
         text = f"byte size overflow for input '{place.input}': shape {shown} exceeds {_MOST_ELEMENTS} bytes"
+    elif datatype == "BYTES":
+        text += f" has {count} strings, more than the {MOST_STRINGS} that a request may have in an input"
     else:
         return count
     raise InvalidArgument(text, field=place.input)

@@ -19,17 +19,16 @@ _LINGER_SECONDS = 2.0
 
 
 class Refused(Exception):
-    """Raised in the parser's callbacks: no request comes of this."""
+    """Raised in the parser's callbacks: no request comes of this. `goes_on`: the client may be far from its end."""
 
-    def __init__(self, status: HTTPStatus, text: str) -> None:
+    def __init__(self, status: HTTPStatus, text: str, goes_on: bool = False) -> None:
         super().__init__(text)
-        self.status = status
-        self.text = text
+        self.status, self.text, self.goes_on = status, text, goes_on
 
 
 def head_too_large() -> Refused:
     text = f"the request's head exceeds the maximum of {MOST_BYTES} bytes or {MOST_HEADERS} headers"
-    return Refused(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text)
+    return Refused(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text, goes_on=True)
 
 
 class Refusing(HttpToolsProtocol):
@@ -44,7 +43,10 @@ class Refusing(HttpToolsProtocol):
         self.flow.resume_reading()
         if not begun:
             self.transport.write(_answer(refused))
-        self.transport.set_protocol(_Ending(self, self.transport))
+        if refused.goes_on:
+            self.transport.set_protocol(_Ending(self, self.transport))
+        else:
+            self.transport.close()
 
     def refuse_unparsed(self, error: HttpParserError) -> None:
         """What the parser, or one of its callbacks, gave up."""

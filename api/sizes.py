@@ -2,10 +2,11 @@
 
 from ..core.errors import InvalidArgument
 
-LARGEST_BINARY = 2**31 - 1
-"""Bytes of a body with raw tensors, which no flag limits: what gRPC's messages may have at most."""
+MAX_RAW = 128 * 1024 * 1024
+"""Bytes of a request's raw tensors, over HTTP and gRPC alike, unless a flag says otherwise."""
 
 _HINT = "Use --http-max-input-size to increase the limit."
+_RAW_HINT = "Use --max-raw-input-size to increase the limit."
 
 
 class TooLarge(InvalidArgument):
@@ -28,13 +29,8 @@ def check_json_tensor(name: str, size: int, limit: int) -> None:
 
 def check_raw(size: int, limit: int) -> None:
     if size > limit:
-        raise TooLarge(f"Raw input has a byte_size ({size} bytes) that {_exceeds(limit)}")
-
-
-def check_body(size: int) -> None:
-    """Of JSON with raw tensors behind it, which no flag limits."""
-    if size > LARGEST_BINARY:
-        raise TooLarge(f"request size of {size} bytes exceeds the maximum of {LARGEST_BINARY} bytes.")
+        text = f"Raw input has a byte_size ({size} bytes) that exceeds the maximum allowed value of {limit} bytes."
+        raise TooLarge(f"{text} {_RAW_HINT}")
 
 
 def check_decompressed(size: int, limit: int) -> None:

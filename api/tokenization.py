@@ -16,7 +16,7 @@ from ..core.model import ModelConfig
 from ..core.request import TokenizeRequest
 from .connection import WhileConnected, read_body
 from .faults import json_response
-from .openai_fields import decode
+from .openai_fields import Body, decode, open_body
 from .openai_messages import read_messages
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -58,7 +58,7 @@ class Tokenization:
         ]
 
     async def tokenize(self, request: Request) -> Response:
-        body = decode(await read_body(request, self._max_input_size), TokenizeBody, _NEUTRAL)
+        body = decode(await self._body(request), TokenizeBody, _NEUTRAL)
         config = self._model(body.model)
         async with WhileConnected(request.receive):
             tokens = await self._gateway.tokenize(config.name, _asked(body))
@@ -73,11 +73,14 @@ class Tokenization:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        body = decode(await read_body(request, self._max_input_size), DetokenizeBody, {})
+        body = decode(await self._body(request), DetokenizeBody, {})
         config = self._model(body.model)
         async with WhileConnected(request.receive):
             prompt = await self._gateway.detokenize(config.name, body.tokens)
         return json_response({"prompt": prompt})
+
+    async def _body(self, request: Request) -> Body:
+        return await open_body(await read_body(request, self._max_input_size))
 
     def _model(self, name: str | None) -> ModelConfig:
         """A request may leave out which, if there is but one."""

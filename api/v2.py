@@ -3,6 +3,7 @@
 Translates between the protocol and the gateway; decides nothing.
 """
 
+from asyncio import to_thread
 from contextlib import aclosing
 
 import msgspec
@@ -21,7 +22,7 @@ from .connection import EventStream, WhileConnected, event, read_body
 from .exchanges import note
 from .faults import json_response, v2_body
 from .forwarding import Forwarding
-from .generate import encode_response, parse_generate
+from .generate import encode_response, is_long, open_generate, parse_generate
 from .guard import tenant_of
 from .metadata import ServerInfo, model_metadata, server_metadata
 from .unary import at_most_two, is_nothing
@@ -39,7 +40,7 @@ class V2:
     def __init__(self, gateway: Gateway, info: ServerInfo, forwarding: Forwarding) -> None:
         self._gateway = gateway
         self._info = info
-        self._infer_door = Infer(gateway, info.max_input_size, forwarding)
+        self._infer_door = Infer(gateway, info, forwarding)
 
     def routes(self) -> list[Route]:
         models = "/v2/models/{model}", "/v2/models/{model}/versions/{version:int}"
@@ -86,7 +87,9 @@ class V2:
         if len(answers) != 1:
             note(error := Unsupported(_NOT_ONE))
             return json_response(v2_body(error))  # with status 200, as Triton's first response has it
-        body, headers = encode_response(config, wanted.id, answers[0]), self._load_header(request, config)
+        encode = to_thread(encode_response, config, wanted.id, answers[0]) if is_long(answers[0]) else None
+        body = await encode if encode else encode_response(config, wanted.id, answers[0])
+        headers = self._load_header(request, config)
         return Response(body, headers=headers, media_type="application/json")
 
     async def generate_stream(self, request: Request) -> ASGIApp:
@@ -98,7 +101,7 @@ class V2:
         config = self._gateway.model(*_asked_for(request))
         if request.headers.get("content-encoding", "identity") not in ("identity", ""):
             raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
-        body = await read_body(request, self._info.max_input_size)
+        body = await open_generate(await read_body(request, self._info.max_input_size), config)
         name, weight = tenant_of(request)
         return config, msgspec.structs.replace(parse_generate(body, config, stream), tenant=name, weight=weight)
 

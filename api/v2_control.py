@@ -20,7 +20,8 @@ from ..core.statistics import ModelStatistics
 from ..core.trace_settings import Change
 from .connection import read_body
 from .faults import json_response
-from .json_values import Document, array, boolean, object_, parse_object, string, unsigned
+from .json_pieces import read_whole_object
+from .json_values import Document, array, boolean, object_, string, unsigned
 from .statistics import explanations, statistics_document
 
 _MODEL = "/v2/models/{model}"
@@ -116,7 +117,7 @@ class Control:
 
     async def _document(self, request: Request) -> Document:
         body = await read_body(request, self._max_size) if request.method == "POST" else b""
-        return parse_object(body) if body else {}
+        return await read_whole_object(body) if body else {}
 
 
 def _repositories(path: str, handler: Callable[[Request], Any]) -> list[Route]:

@@ -4,6 +4,7 @@ Translates between the protocol and the gateway; decides nothing. The hottest of
 does not ask.
 """
 
+import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -23,9 +24,12 @@ from .connection import Check, WhileConnected, in_thread, receive_body, refuse_f
 from .forwarding import Forwarding
 from .guard import tenant_of
 from .http_cycle import cycle_of
-from .infer_answer import Answer, write_answer
+from .infer_answer import Answer, is_long, write_answer
 from .infer_call import Call
-from .infer_request import Reader
+from .infer_request import Reader, open_document
+from .json_pieces import PIECE
+from .long_tensors import decoded
+from .metadata import ServerInfo
 from .request_ids import header_line
 from .unary import asks_for_stream, at_most_two, can_answer_once
 
@@ -39,14 +43,14 @@ Headers: TypeAlias = Mapping[bytes, bytes]
 class Infer:
     """The route's handler. `forwarding`: which headers are parameters too."""
 
-    def __init__(self, gateway: Gateway, max_size: int, forwarding: Forwarding) -> None:
+    def __init__(self, gateway: Gateway, info: ServerInfo, forwarding: Forwarding) -> None:
         self._gateway = gateway
-        self._max_size = max_size
+        self._max_size, self._max_raw_size = info.max_input_size, info.max_raw_size
         self._forwarding = forwarding
 
     @cached_property
     def _reader(self) -> Reader:
-        return Reader(self._gateway.commons.regions, self._max_size)
+        return Reader(self._gateway.commons.regions, self._max_size, self._max_raw_size)
 
     async def answer(self, request: Request) -> ASGIApp:
         scope = request.scope
@@ -58,7 +62,11 @@ class Infer:
         if config.decoupled and asks_for_stream(call.request):
             raise Unsupported(f"{_DECOUPLED}: set stream to false, or use generate_stream", field="stream")
         response = await self._infer(config, call, request.receive)
-        return await _reply(write_answer(config, call, response), headers)
+        if is_long(call, response):
+            answer = await asyncio.to_thread(write_answer, config, call, response)
+        else:
+            answer = write_answer(config, call, response)
+        return await _reply(answer, headers)
 
     async def _read(self, config: ModelConfig, headers: Headers, request: Request) -> Call:
         encoding = headers.get(b"content-encoding", b"").decode("latin-1")
@@ -66,12 +74,19 @@ class Infer:
         length = _header_length(headers)
         body = await self._body(request, headers, length)
         if compressed:
-            body = await in_thread(len(body), encodings.decompress, body, encoding, self._max_size)
+            limit = self._max_size if length is None else self._max_raw_size
+            body = await in_thread(len(body), encodings.decompress, body, encoding, limit)
         if length is not None and not 0 <= length <= len(body):
             raise InvalidArgument(f"inference header size should be in range (0, {len(body)}), got: {length}")
         if length is None and body[:1] != b"{":
             refuse_form(headers.get(b"content-type", b"").decode("latin-1"), body)
-        call = self._reader.read(config, body, length)
+        document = None
+        if (len(body) if length is None else length) > PIECE:
+            sizes.check_json(len(body) if length is None else length, self._max_size)
+            document = await open_document(body if length is None else memoryview(body)[:length])
+        call = self._reader.read(config, body, length, document)
+        if call.later:
+            call = call._replace(request=await decoded(config, call.request, call.later))
         forwarded, (name, weight) = self._forwarding.parameters(headers), tenant_of(request)
         if not forwarded and not name:
             return call
@@ -80,12 +95,17 @@ class Infer:
         return call._replace(request=asked)
 
     async def _body(self, request: Request, headers: Headers, header_length: int | None) -> bytes | bytearray:
-        check, cycle = _check_of(header_length, self._max_size), cycle_of(request.receive)
+        check, cycle = self._check_of(header_length), cycle_of(request.receive)
         whole = None if cycle is None else cycle.whole_body()
         if whole is None:
             return await receive_body(request.receive, headers.get(b"content-length", b""), check)
         check(len(whole))
         return whole
+
+    def _check_of(self, header_length: int | None) -> Check:
+        if header_length is None:
+            return lambda size: sizes.check_json(size, self._max_size)
+        return lambda size: sizes.check_raw(size, self._max_raw_size)
 
     async def _infer(self, config: ModelConfig, call: Call, receive: Receive) -> InferResponse:
         stream = self._gateway.infer(config.name, config.version, call.request)
@@ -114,13 +134,6 @@ def _header_length(headers: Headers) -> int | None:
     if not _INTEGER.fullmatch(given):
         raise InvalidArgument(f"Unable to parse {_HEADER_LENGTH}, got: {given.decode('latin-1')}")
     return int(given)
-
-
-def _check_of(header_length: int | None, limit: int) -> Check:
-    if header_length:
-        return sizes.check_body
-    check = sizes.check_json if header_length is None else sizes.check_raw
-    return lambda size: check(size, limit)
 
 
 async def _reply(answer: Answer, headers: Headers) -> ASGIApp:

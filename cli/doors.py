@@ -31,7 +31,8 @@ class Doors:
 
     def __init__(self, plan: Plan, hub: Hub, ports: Ports, sources: Iterable[Source]) -> None:
         self._plan, self._hub, self._ports = plan, hub, ports
-        self._info = ServerInfo(plan.server.id, __version__, plan.server.http_max_input_size)
+        server = plan.server
+        self._info = ServerInfo(server.id, __version__, server.http_max_input_size, server.max_raw_input_size)
         self._registry: CollectorRegistry | None = None
         if true(plan.server.allow_metrics):
             measured, vllm = (*sources, *of_machine(plan.server)), plan.server.metrics_names == "vllm"

@@ -47,6 +47,9 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+MAX_NAMED = 1024
+"""Tokens that a request may name to stop at, or to bias."""
+
 _MAX_WORDS = 64
 _MAX_WORD = 256
 
@@ -99,6 +102,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check("top_k", self.top_k, "-1, 0 (both off) or a positive number", lambda v: v >= -1)
         _check("top_p", self.top_p, "above 0 and at most 1", lambda v: 0 < v <= 1)
         _check("seed", self.seed, "between -2**63 and 2**64 - 1", lambda v: -(2**63) <= v < 2**64)
+        for name in ("stop_token_ids", "logit_bias"):
+            _check(name, getattr(self, name), f"at most {MAX_NAMED} tokens", lambda v: len(v) <= MAX_NAMED)
         for token in self.stop_token_ids:
             _check("stop_token_ids", token, "made of numbers of at least 0", lambda v: v >= 0)
         truncated = self.truncate_prompt_tokens
@@ -126,7 +131,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 def _check(name: str, value: Any, must_be: str, holds: Any) -> None:
     if value is not None and not holds(value):
-        raise InvalidArgument(f"{name} must be {must_be}, got {value!r}", field=name)
+        got = len(value) if isinstance(value, tuple | dict) else repr(value)
+        raise InvalidArgument(f"{name} must be {must_be}, got {got}", field=name)
 
 
 def _check_words(name: str, words: tuple[str, ...]) -> None:

@@ -23,6 +23,7 @@ from ..core.request import (
     TokenizeRequest,
 )
 from ..core.statistics import Statistics
+from ..core.tensor import TensorSpec
 from ..tokenization.async_tokenizer import AsyncTokenizer
 from ..tokenization.files import fingerprint, locate
 from ..tokenization.generation import GenerationDefaults, read_defaults
@@ -43,6 +44,11 @@ OnProgress: TypeAlias = Callable[[str, float, float, str], None]
 
 _COUNTED = 65_536
 """Tokens that may be counted for a model whose own length is shorter: what is yet to be cut is longer than that."""
+
+
+def _bounded(spec: TensorSpec, length: int) -> TensorSpec:
+    """An input, for a model of this length."""
+    return replace(spec, most=length) if spec.name == "input_ids" else spec
 
 
 def silent(phase: str, fraction: float, seconds: float, detail: str) -> None:
@@ -207,6 +213,9 @@ class LlmModel:
         return await self._language.async_tokenizer.prompt_ids(request.prompt, request.special, limit)
 
     async def detokenize(self, ids: Sequence[int]) -> str:
+        if len(ids) > self._counted:
+            limit = Limit(self._counted, "what is only detokenized may have at most")
+            raise limit.refuse(f"these are {len(ids)}", "tokens")
         check_vocabulary(ids, self._vocab_size, "tokens")
         return await self._language.async_tokenizer.decode(ids)
 

@@ -226,7 +226,7 @@ def gateway() -> FakeGateway:
 
 @pytest.fixture
 async def client(gateway: FakeGateway) -> AsyncIterator[httpx.AsyncClient]:
-    app = build_app(gateway, ServerInfo("triton", "9.9", max_input_size=2000))
+    app = build_app(gateway, ServerInfo("triton", "9.9", max_input_size=2000, max_raw_size=10_000))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://charonia") as connected:
         yield connected

@@ -462,8 +462,9 @@ async def test_header_length(client: httpx.AsyncClient, length: str, text: str) 
         (NUMBERS, 8, "Raw request must only have 1 input (found 1) to be deduced but got 4 inputs in 'numbers' model"),
         (
             "/v2/models/single/infer",
-            2001,
-            "Raw input has a byte_size (2001 bytes) that exceeds the maximum allowed value",
+            10_001,
+            "Raw input has a byte_size (10001 bytes) that exceeds the maximum allowed value of 10000 bytes. "
+            "Use --max-raw-input-size to increase the limit.",
         ),
         ("/v2/models/single/infer", 9, "input byte size mismatch for input 'IN' for model 'single'. Expected 8, got 9"),
         (
@@ -477,7 +478,7 @@ async def test_header_length(client: httpx.AsyncClient, length: str, text: str) 
 )
 async def test_refused_raw_requests(client: httpx.AsyncClient, path: str, size: int, text: str) -> None:
     response = await post(client, bytes(size), path=path, **{LENGTH: "0"})
-    assert response.status_code == (413 if size > 2000 else 400)
+    assert response.status_code == (413 if size > 10_000 else 400)
     assert text in response.json()["error"]
 
 

@@ -1,0 +1,323 @@
+"""Long JSON, read in pieces: names and shapes can be looked at before anything large is decoded, and others get turns.
+
+A body's structure is found by its brackets, commas and quotes, a block at a time; containers that are longer than a
+piece stay text (`Long`) until somebody wants what is in them. What comes out is what the parser makes of the whole.
+Knows nothing of what the values mean.
+"""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.errors import InvalidArgument
+from .json_values import Buffer, Document, malformed, parse, parse_object
+
+PIECE = 1 << 16
+"""Bytes that are decoded at a time; shorter bodies are decoded at once."""
+
+MOST_VALUES = 1 << 15
+"""In a list or an object of a long body, nested ones included, where nothing else is said."""
+
+_LONGEST = 1 << 16
+"""Bytes of a number, and of an object's key."""
+
+_BLOCK = 1 << 16
+_TURN = 2
+"""Blocks that are looked at before others get a turn."""
+
+_DEEPEST = 1000
+_QUOTE, _BACKSLASH, _COMMA, _OPEN, _CLOSE = range(1, 6)
+_CODES = np.zeros(256, np.uint8)
+for _text, _code in ((b'"', _QUOTE), (b"\\", _BACKSLASH), (b",", _COMMA), (b"[{", _OPEN), (b"]}", _CLOSE)):
+    _CODES[list(_text)] = _code
+_MOVES = np.zeros(6, np.int32)
+_MOVES[[_OPEN, _CLOSE]] = 1, -1
+_ENDS = {ord("["): ord("]"), ord("{"): ord("}")}
+_KEY = re.compile(rb'\s*("(?:[^"\\]|\\.)*")\s*:\s*', re.DOTALL)
+_SPACE = b" \t\n\r"
+_SPACES = re.compile(rb"[ \t\n\r]*")
+
+
+Parser: TypeAlias = Callable[[Buffer, int], Any]
+"""The value of a text that begins at an offset of what the client sent."""
+
+
+class TooMany(InvalidArgument):
+    """More values than whoever reads them has a use for."""
+
+
+class _State(NamedTuple):
+    """What a block begins with: within a string, behind a backslash, so many brackets deep."""
+
+    quoted: bool = False
+    escaped: bool = False
+    depth: int = 0
+
+
+class _Marks(NamedTuple):
+    """Commas and brackets outside of strings: where they are, what, and how deep it is behind them."""
+
+    at: NDArray[np.int64]
+    kinds: NDArray[np.uint8]
+    depths: NDArray[np.int32]
+
+    def part(self, which: slice) -> "_Marks":
+        return _Marks(self.at[which], self.kinds[which], self.depths[which])
+
+
+class _Text:
+    """The whole body, and where its blocks are in its structure. `least`: the smallest depth in each."""
+
+    def __init__(self, body: Buffer, read: Parser) -> None:
+        self.view = memoryview(body)
+        self.parse = read
+        self._bytes = np.frombuffer(self.view, np.uint8)
+        self._states: list[_State] = []
+        self._least: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._bytes)
+
+    async def scan(self) -> None:
+        """Raises `InvalidArgument` for what is nested too deeply, or ends within a string or an array."""
+        state = _State()
+        for block in range(-(-len(self) // _BLOCK)):
+            self._states.append(state)
+            marks, state = self._marks(block)
+            self._least.append(min(self._states[block].depth, int(marks.depths.min(initial=_DEEPEST))))
+            if marks.depths.max(initial=0) > _DEEPEST:
+                raise malformed("it is nested too deeply", block * _BLOCK)
+            if block % _TURN == 0:
+                await asyncio.sleep(0)
+        if state.depth > 0 or state.quoted:
+            raise malformed("unexpected end of data", len(self))
+
+    async def marks(self, begin: int, deepest: int) -> AsyncIterator[_Marks]:
+        """Those from `begin` on, a block at a time; not of blocks in which all is deeper than `deepest`."""
+        first = begin // _BLOCK
+        for block in range(first, len(self._states)):
+            if block % _TURN == 0:
+                await asyncio.sleep(0)
+            if self._least[block] > deepest:
+                continue
+            marks, _ = self._marks(block)
+            if block == first:
+                marks = marks.part(slice(int(np.searchsorted(marks.at, begin)), None))
+            yield marks
+
+    def _marks(self, block: int) -> tuple[_Marks, _State]:
+        before, offset = self._states[block], block * _BLOCK
+        data = self._bytes[offset : offset + _BLOCK]
+        codes = _CODES[data]
+        escaped = before.escaped
+        if escaped:
+            codes[0] = 0
+        if (codes == _BACKSLASH).any():
+            escaped = _drop_escaped(codes)
+        elif len(data):
+            escaped = False
+        at = np.flatnonzero(codes)
+        kinds = codes[at]
+        quotes = np.cumsum(kinds == _QUOTE) + before.quoted
+        outside = (kinds >= _COMMA) & (quotes & 1 == 0)
+        at, kinds = at[outside], kinds[outside]
+        depths = np.cumsum(_MOVES[kinds], dtype=np.int32) + np.int32(before.depth)
+        quoted = bool(quotes[-1] & 1) if len(quotes) else before.quoted
+        after = _State(quoted, escaped, int(depths[-1]) if len(depths) else before.depth)
+        return _Marks(at + offset, kinds, depths), after
+
+
+def _drop_escaped(codes: NDArray[np.uint8]) -> bool:
+    """Leave out what stands behind an odd number of backslashes; whether that is what comes behind all of these."""
+    slashes = np.flatnonzero(codes == _BACKSLASH)
+    first = np.flatnonzero(np.diff(slashes, prepend=-2) != 1)
+    lengths = np.diff(first, append=len(slashes))
+    escaped = (slashes[first] + lengths)[lengths % 2 == 1]
+    codes[escaped[escaped < len(codes)]] = 0
+    return bool(len(escaped) and escaped[-1] == len(codes))
+
+
+class _Part(NamedTuple):
+    """Values that stand together: from `begin` to the comma or bracket at `end`; `last` of their container."""
+
+    begin: int
+    end: int
+    last: bool
+
+
+class Values:
+    """How many values may still be read; those of nested containers count, too."""
+
+    def __init__(self, most: int = MOST_VALUES) -> None:
+        self._most = self._left = most
+
+    def take(self, count: int) -> None:
+        """Raises `TooMany`."""
+        self._left -= count
+        if self._left < 0:
+            raise TooMany(f"a list or an object in the request has more than {self._most} values")
+
+
+class Long:
+    """An array or an object whose text is longer than a piece: from its bracket at `begin` to before `stop`.
+
+    What reads it raises `InvalidArgument` for what is no JSON, and `TooMany`.
+    """
+
+    def __init__(self, text: _Text, begin: int, stop: int, depth: int) -> None:
+        self._text, self._begin, self._stop, self._depth = text, begin, stop, depth
+        self._bracket = text.view[begin]
+
+    @property
+    def is_object(self) -> bool:
+        return self._bracket == ord("{")
+
+    async def items(self, values: Values) -> list[Any]:
+        """An array's, long ones still as text."""
+        items: list[Any] = []
+        async for begin, end in self._parts(values):
+            if end - begin > PIECE:
+                items.append(self._long(begin, end))
+            else:
+                items += self._text.parse(self._piece(begin, end, b"[", b"]"), begin - 1)
+        return items
+
+    async def members(self, values: Values) -> Document:
+        """An object's, long ones still as text; of several with a name the last."""
+        return dict(await self.pairs(lambda text, offset: self._text.parse(text, offset).items(), values))
+
+    async def pairs(self, load: Parser, values: Values) -> list[tuple[str, Any]]:
+        """An object's, as they come. `load` makes pairs of the text of a short object that begins at an offset."""
+        pairs: list[tuple[str, Any]] = []
+        async for begin, end in self._parts(values):
+            if end - begin > PIECE:
+                key = _KEY.match(self._text.view, begin, min(end, begin + _LONGEST))
+                if key is None:
+                    raise malformed("an object's key is missing or too long", begin)
+                pairs.append((self._text.parse(key[1], begin), self._long(key.end(), end)))
+            else:
+                pairs += load(self._piece(begin, end, b"{", b"}"), begin - 1)
+        return pairs
+
+    async def all(self, values: Values) -> Any:
+        """The whole value."""
+        if self.is_object:
+            return {key: await whole(value, values) for key, value in (await self.members(values)).items()}
+        return [await whole(value, values) for value in await self.items(values)]
+
+    async def flat(self) -> AsyncIterator[list[Any]]:
+        """An array's elements in their order, some at a time, in as many arrays as they are in."""
+        if self.is_object:
+            raise malformed("an array was expected", self._begin)
+        begin, before = self._begin + 1, 1
+        async for marks in self._text.marks(begin, _DEEPEST):
+            ends = np.flatnonzero(marks.depths < self._depth)
+            if len(ends):
+                end = int(marks.at[ends[0]])
+                self._check_end(end)
+                yield self._text.parse(self._piece(begin, end, b"[" * before, b"]"), begin - before)
+                return
+            commas = np.flatnonzero(marks.kinds == _COMMA)
+            if len(commas):
+                end, after = int(marks.at[commas[-1]]), int(marks.depths[commas[-1]]) - self._depth + 1
+                yield self._text.parse(self._piece(begin, end, b"[" * before, b"]" * after), begin - before)
+                begin, before = end + 1, after
+
+    async def _parts(self, values: Values) -> AsyncIterator[tuple[int, int]]:
+        """All there is in it: from where to which comma or bracket; not longer than a piece, but for what is alone."""
+        begin, cut, held = self._begin + 1, -1, np.empty(0, np.int64)
+        async for marks in self._text.marks(begin, self._depth):
+            ends = np.flatnonzero(marks.depths < self._depth)
+            if len(ends):
+                marks = marks.part(slice(int(ends[0]) + 1))
+                self._check_end(int(marks.at[-1]))
+            held = np.concatenate((held, marks.at[marks.kinds == _COMMA]))  # of values that are not told yet
+            own = marks.at[((marks.kinds == _COMMA) & (marks.depths == self._depth)) | (marks.depths < self._depth)]
+            done = 0
+            while done < len(own):
+                within = int(np.searchsorted(own, begin + PIECE, "right"))
+                if within > done:
+                    cut, done = int(own[within - 1]), within
+                    continue
+                if cut >= begin:
+                    values.take(int(np.searchsorted(held, cut)))
+                else:
+                    cut, done = int(own[done]), done + 1
+                    values.take(1)
+                yield begin, cut
+                begin, held = cut + 1, held[np.searchsorted(held, cut, "right") :]
+            if len(ends):
+                if cut >= begin:
+                    values.take(len(held))
+                    yield begin, cut
+                return
+
+    def _piece(self, begin: int, end: int, opening: bytes, closing: bytes) -> bytes:
+        """The text of some values as JSON of its own."""
+        text = bytes(self._text.view[begin:end])
+        inside, comma = text.strip(_SPACE), self._text.view[end] == ord(",")
+        if not inside and (comma or begin > self._begin + 1):
+            raise malformed("a value is missing beside a comma", begin)
+        if inside[:1] in (b"]", b"}") or (comma and inside[-1:] in (b"[", b"{")):
+            raise malformed("a value is missing beside a comma", begin)
+        return opening + text + closing
+
+    def _long(self, begin: int, end: int) -> Any:
+        view = self._text.view
+        begin = _after_space(view, begin, end)
+        if begin < end and view[begin] in _ENDS:
+            return Long(self._text, begin, end, self._depth + 1)
+        if end - begin > _LONGEST and view[begin] != ord('"'):
+            raise malformed("a value is too long", begin)
+        return self._text.parse(view[begin:end], begin)
+
+    def _check_end(self, at: int) -> None:
+        if self._text.view[at] != _ENDS[self._bracket]:
+            raise malformed("a bracket closes one of another kind", at)
+        if _after_space(self._text.view, at + 1, self._stop) < self._stop:
+            raise malformed("trailing characters", at + 1)
+
+
+def _after_space(view: memoryview, begin: int, end: int) -> int:
+    found = _SPACES.match(view, begin, end)
+    return found.end() if found else begin
+
+
+async def read_long(body: Buffer, read: Parser = parse) -> Any:
+    """A long body: its value, or what is still text of it. `read` reads pieces.
+
+    Raises:
+        InvalidArgument: it is no JSON, as far as that is known yet.
+    """
+    text = _Text(body, read)
+    await text.scan()
+    begin = _after_space(text.view, 0, len(text))
+    if begin < len(text) and text.view[begin] in _ENDS:
+        return Long(text, begin, len(text), 1)
+    return read(text.view, 0)
+
+
+async def read_object(body: Buffer) -> Document:
+    """What `parse_object` makes of the body; values of it that are long may still be text."""
+    if len(body) <= PIECE:
+        return parse_object(body)
+    found = await read_long(body)
+    if not isinstance(found, Long) or not found.is_object:
+        raise malformed("the body must be a JSON object")
+    return await found.members(Values())
+
+
+async def read_whole_object(body: Buffer) -> Document:
+    """What `parse_object` makes of the body."""
+    found = await read_object(body)
+    values = Values()
+    return {key: await whole(value, values) for key, value in found.items()} if len(body) > PIECE else found
+
+
+async def whole(value: Any, values: Values) -> Any:
+    """The value, whatever is still text of it read, too."""
+    return await value.all(values) if isinstance(value, Long) else value
