@@ -30,7 +30,7 @@ def build_registry(sources: Iterable[Source], vllm: bool = False, hidden: Collec
 
 
 class Readings(Collector):
-    """Every family is there at every scrape, its series as long as their model is."""
+    """A family is there as long as it has a series, and a series as long as its model is."""
 
     def __init__(self, sources: tuple[Source, ...], vllm: bool, hidden: Collection[str]) -> None:
         self._sources = sources
@@ -43,8 +43,7 @@ class Readings(Collector):
             for labels, readings in source():
                 _fill(ours, labels, readings)
                 _fill(theirs, {**labels, "model_name": labels.get("model", "")}, vllm_readings(readings))
-        yield from ours.values()
-        yield from theirs.values()
+        yield from (metric for metric in (*ours.values(), *theirs.values()) if metric.samples)
 
 
 def _families(families: Iterable[tuple[str, str, str]]) -> dict[str, Metric]:
@@ -59,8 +58,8 @@ def _fill(metrics: Mapping[str, Metric], labels: Labels, readings: Iterable[Read
 
 
 def _add(metric: Metric, labels: dict[str, str], value: float | Histogram | Summary) -> None:
-    # To Prometheus an empty label is no label.
-    labels = {name: text for name, text in labels.items() if text}
+    # To Prometheus an empty label is no label. In Triton's text they are sorted, and le and quantile come last.
+    labels = {name: text for name, text in sorted(labels.items()) if text}
     match value:
         case Histogram():
             _add_histogram(metric, labels, value)

@@ -18,29 +18,32 @@ _PARTS = ("request", "queue", "compute_input", "compute_infer", "compute_output"
 
 
 class Latencies:
-    """`quantiles` of summaries, none for no summaries; `bounds` of the time to the first response in milliseconds, none
-    for a model that makes one."""
+    """`quantiles` of summaries, none for no summaries; `bounds` of the time to the first response in milliseconds.
+    `decoupled`: the model says when it makes one; of others the answer is the first response."""
 
-    def __init__(self, quantiles: Sequence[float] = (), bounds: Sequence[float] = ()) -> None:
+    def __init__(
+        self, quantiles: Sequence[float] = (), bounds: Sequence[float] = FIRST_RESPONSE, decoupled: bool = False
+    ) -> None:
         self._summaries = [Summary(quantiles) for _ in _PARTS] if quantiles else []
-        self._first = Histogram(bounds) if bounds else None
+        self._first = Histogram(bounds)
+        self._decoupled = decoupled
 
     def succeed(self, whole: int, queued: int, timing: Timing) -> None:
         """A request was answered; nanoseconds."""
         if self._summaries:
             for summary, spent in zip(self._summaries, (whole, queued, *timing), strict=True):
                 summary.observe(spent // 1000)
+        if not self._decoupled:
+            self._first.observe(whole / 1e6)
 
     def respond(self, ns: int) -> None:
         """The first response to a request of a decoupled model came so long after it."""
-        if self._first is not None:
-            self._first.observe(ns / 1e6)
+        self._first.observe(ns / 1e6)
 
     def readings(self) -> Iterator[Reading]:
         for part, summary in zip(_PARTS, self._summaries, strict=False):
             yield Reading(f"nv_inference_{part}_summary_us", summary)
-        if self._first is not None:
-            yield Reading(_FIRST, self._first)
+        yield Reading(_FIRST, self._first)
 
 
 def first_response_bounds(document: Document) -> tuple[float, ...]:

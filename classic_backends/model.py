@@ -72,8 +72,7 @@ class ClassicModel:
         stateful = None if sequences is None else sequences.stateful
         self._form = Form(Signature(config), read_ragged(config.document), stateful)
         self._slots = read_slots(config.name, config.document)
-        bounds = first_response_bounds(config.document) if config.decoupled else ()
-        self._account = Account(Latencies(quantiles, bounds))
+        self._account = Account(Latencies(quantiles, first_response_bounds(config.document), config.decoupled))
         self._delivery = Delivery(self._account, self._form.signature.batched)
         self._line = Line()
         self._crew = Crew(self._load, limit)

@@ -1,10 +1,11 @@
 """The models there are: those of the repositories' directories, and a checkpoint that was named on its own."""
 
 import logging
+import os
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 
-from ..core.errors import InvalidArgument, NotFound, Unsupported
+from ..core.errors import AlreadyExists, InvalidArgument, NotFound, Unsupported
 from .document import Config
 from .source import ModelSource, read_model, stamps_of
 
@@ -27,7 +28,9 @@ class Catalog:
     ) -> None:
         for repository in repositories:
             _check_directory(repository)
-        self._repositories = tuple(repositories)
+        # One directory may be given twice, also under other names.
+        places = [(at.st_dev, at.st_ino) for at in map(os.stat, repositories)]
+        self._repositories = tuple(path for at, path in enumerate(repositories) if places.index(places[at]) == at)
         self._single = single
         self._config_name = config_name
 
@@ -41,17 +44,12 @@ class Catalog:
         single = [] if self._single is None else [self._single.name]
         return [*single, *sorted(found - set(single))]
 
-    def repeated(self) -> list[str]:
-        """Names that stand for several models; the first of them is served."""
-        names = [path.name for repository in self._repositories for path in _models(repository) or ()]
-        if self._single is not None:
-            names.append(self._single.name)
-        return sorted({name for name in names if names.count(name) > 1})
-
     def directory(self, name: str) -> Path | None:
         """Of that model, if there is one."""
-        paths = (repository / name for repository in self._repositories)
-        return next((path for path in paths if path.is_dir()), None)
+        return next(iter(self._directories(name)), None)
+
+    def _directories(self, name: str) -> list[Path]:
+        return [path for repository in self._repositories if (path := repository / name).is_dir()]
 
     def stamps(self, name: str) -> Hashable:
         """Of everything in that model's directory: equal as long as nothing of it changes. None: there is nothing."""
@@ -66,10 +64,16 @@ class Catalog:
 
         Raises:
             NotFound: there is none.
+            AlreadyExists: there are several; the message names them.
             InvalidArgument: it cannot be a model; the message names file, line and field.
         """
-        if self._single is not None and name == self._single.name and override is None:
-            return self._single
+        single = self._single if self._single is not None and name == self._single.name else None
+        found = [str(path) for path in self._directories(name)] + ([] if single is None else [single.versions[0].path])
+        if directory is None and len(found) > 1:
+            message = f"model '{name}' is not unique across all model repositories: {' and '.join(found)}"
+            raise AlreadyExists(f"{message}; none of them is served until one is left")
+        if single is not None and override is None:
+            return single
         directory = directory or self.directory(name)
         if directory is None:
             raise NotFound(f"no model repository has a folder '{name}'")

@@ -13,7 +13,7 @@ from ..core.errors import CharoniaError, InvalidArgument
 from .budget import Budget, Memory
 from .builder import BackendSettings, Builder
 from .catalog import Catalog
-from .effects import idle_fields
+from .effects import idle_fields, idleness
 from .lifecycle import silent
 from .options import CheckOptions
 from .source import ModelSource, is_checkpoint, located
@@ -61,20 +61,18 @@ def check_repository(catalog: Catalog, builder: Builder) -> Iterator[Finding]:
             yield from _check(source, builder)
         except CharoniaError as error:
             yield Finding(name, error.message, error=True)
-    for name in catalog.repeated():
-        yield Finding(name, f"model '{name}' appears in two places; the first is served", error=True)
 
 
 def _check(source: ModelSource, builder: Builder) -> Iterator[Finding]:
-    notes = []
+    notes, made = [], []
     for version in source.versions:
         try:
             recipe = builder.recipe(source, version)
-            recipe.make(silent)
+            made.append(recipe.make(silent).config.document)
             notes.append(recipe.examine())
         except CharoniaError as error:
             raise located(error, source.file) from None
-    for path in idle_fields(source.config):
-        yield Finding(source.name, f"{source.where(path)}{path} has no effect here")
+    for path in idle_fields(source.config, made=made):
+        yield Finding(source.name, f"{source.where(path)}{idleness(path)}")
     numbers = ", ".join(version.number for version in source.versions)
     yield Finding(source.name, "; ".join([f"good: {source.backend}, version {numbers}", *filter(None, notes)]))

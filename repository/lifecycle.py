@@ -14,10 +14,10 @@ from typing import TypeVar
 
 from ..core.errors import CharoniaError
 from ..core.gateway import State
-from ..core.model import Model
+from ..core.model import Document, Model
 from .budget import NoRoom
 from .builder import Builder, Recipe
-from .effects import idle_fields
+from .effects import idle_fields, idleness
 from .entry import Entry, Serving, Version
 from .kinds import OnProgress
 from .registry import Registry
@@ -89,7 +89,7 @@ class Lifecycle:
                 shared.leave()
             for serving in entry.publish(new.items()):
                 self._retire(entry, serving)
-            _tell_idle(source, caching=self._builder.cache is not None)
+            _tell_idle(source, self._builder.cache is not None, [each.config.document for each in new.values()])
 
     async def serve(self, name: str, number: str, build: Callable[[], Model]) -> None:
         """Load and serve a model that is made by hand. Raises `LoadFailure`."""
@@ -241,8 +241,8 @@ def _unchanged(entry: Entry, version: VersionSource) -> Serving | None:
     return serving if serving is not None and version.mark is not None and serving.mark == version.mark else None
 
 
-def _tell_idle(source: ModelSource, caching: bool) -> None:
+def _tell_idle(source: ModelSource, caching: bool, made: Sequence[Document]) -> None:
     for folder in () if source.directory is None else almost_versions(source.directory):
         log.warning("model '%s': folder '%s' is no version, for it begins with 0", source.name, folder)
-    for path in idle_fields(source.config, caching):
-        log.warning("%smodel '%s': %s has no effect here", source.where(path), source.name, path)
+    for path in idle_fields(source.config, caching, made):
+        log.warning("%smodel '%s': %s", source.where(path), source.name, idleness(path))

@@ -53,8 +53,12 @@ def fill_backend(config: Config, directory: Path | None) -> None:
     config.backend = named(config.backend)
     if not config.backend and not config.platform:
         _guess(config, directory)
+    if config.HasField("ensemble_scheduling") and not {config.backend, config.platform} <= {"", ENSEMBLE}:
+        platform = config.platform or config.backend
+        message = f"ensemble scheduling cannot be set for model '{config.name}' whose platform is {platform}"
+        raise InvalidArgument(message, field="ensemble_scheduling")
     if config.platform == ENSEMBLE or config.HasField("ensemble_scheduling"):
-        config.platform = config.platform or ENSEMBLE
+        config.platform = ENSEMBLE
         return
     _pair(config)
     if not config.default_model_filename and config.backend not in (*CHECKPOINT_BACKENDS, ENSEMBLE):

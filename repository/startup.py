@@ -9,7 +9,7 @@ import time
 from collections.abc import Hashable, Iterable
 from typing import Protocol
 
-from ..core.errors import CharoniaError
+from ..core.errors import AlreadyExists, CharoniaError
 from .catalog import Catalog
 from .kinds import OnProgress
 from .lifecycle import Lifecycle, LoadFailure, silent
@@ -52,11 +52,7 @@ class Keeper:
 
     async def start(self, names: Iterable[str], watcher: Watcher) -> bool:
         """Load these; whether all of them did. One that fails leaves the others alone."""
-        results = [await self._load(name, watcher) for name in names]
-        for name in self._catalog.repeated():
-            watcher.failed(name, f"model '{name}' appears in two places; the first is served")
-            results.append(False)
-        return all(results)
+        return all([await self._load(name, watcher) for name in names])
 
     async def poll(self, every: float) -> None:
         """Look for what changed, for ever."""
@@ -95,7 +91,10 @@ class Keeper:
         except CharoniaError as error:
             if not self._new(name, error.message):
                 return False
-            self._registry.entry(name).fail(error.message)
+            entry = self._registry.entry(name)
+            if isinstance(error, AlreadyExists):  # who can tell which of them is wanted now?
+                await self._lifecycle.unload(name)
+            entry.fail(error.message, () if entry.served else entry.versions)
             raise
         if not self._new(name, source.versions):
             return False

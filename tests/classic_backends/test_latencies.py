@@ -31,15 +31,19 @@ def test_bounds_that_do_not_rise_are_refused(buckets: tuple[float, ...]) -> None
     assert caught.value.field == "model_metrics.metric_control.histogram_options.buckets"
 
 
-def test_only_what_is_wanted_is_kept() -> None:
-    nothing = Latencies()
-    nothing.succeed(1, 1, Timing(1, 1, 1))
-    nothing.respond(1)
-    assert list(nothing.readings()) == []
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_every_model_has_a_first_response(decoupled: bool) -> None:
+    latencies = Latencies(decoupled=decoupled)
+    latencies.succeed(150_000_000, 1, Timing(1, 1, 1))
+    if decoupled:
+        latencies.respond(50_000_000)
+    [first] = (reading.value for reading in latencies.readings())
+    assert isinstance(first, Histogram)
+    assert first.counts == ([1, 0, 0, 0, 0] if decoupled else [0, 1, 0, 0, 0])
 
 
 def test_times_are_cut_to_microseconds_and_milliseconds() -> None:
-    latencies = Latencies((0.5,), (1, 10))
+    latencies = Latencies((0.5,), (1, 10), decoupled=True)
     latencies.succeed(9_999, 1_000, Timing(2_000, 3_500, 4_000))
     latencies.respond(9_900_000)
     *summaries, first = (reading.value for reading in latencies.readings())

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import tempfile
 import threading
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from charonia.core.errors import Internal, InvalidArgument, NotFound, Unavailable
 from charonia.core.request import InferRequest
 from charonia.core.tensor import Tensor
+from charonia.repository.catalog import Catalog
+from charonia.repository.startup import Keeper
 
 from .conftest import CONFIG, Toy, World
 
@@ -367,6 +370,37 @@ async def test_polling_follows_the_files(world: World, toys: list[Toy]) -> None:
         await world.ask("m")
     with pytest.raises(Unavailable, match="explicit model load / unload is not allowed if polling is enabled"):
         await world.hub.load_model("new")
+
+
+async def test_a_name_in_two_repositories_is_refused_until_one_is_gone(world: World, toys: list[Toy]) -> None:
+    elsewhere = world.root.with_name(f"{world.root.name}-other")
+    elsewhere.mkdir()
+    other = World(elsewhere)
+    for each in (world, other):
+        each.write("m", {"1": 10})
+    world.catalog = Catalog([world.root, other.root])
+    world.keeper = Keeper(world.catalog, world.hub.registry, world.hub.lifecycle)
+    both = f"{world.root}/m and {other.root}/m; none of them is served"
+    assert not await world.start()
+    assert both in world.failures["m"]
+    shutil.rmtree(other.root / "m")
+    world.failures.clear()
+    await world.keeper.look(world)
+    assert (await world.ask("m"), world.failures) == (10, {})
+    other.write("m", {"1": 20})
+    for _ in range(2):
+        await world.keeper.look(world)
+        assert not world.hub.model_ready("m")
+        assert [both in entry.reason for entry in world.hub.index()] == [True]
+    assert len(world.failures) == 1
+    shutil.rmtree(world.root / "m")
+    await world.keeper.look(world)
+    assert await world.ask("m") == 20
+    world.explicit()
+    world.write("m", {"1": 10})
+    with pytest.raises(Internal, match=f"{UNREADABLE}: model 'm' is not unique"):
+        await world.hub.load_model("m")
+    assert await world.ask("m") == 20
 
 
 async def test_a_repository_that_is_away_keeps_its_models(world: World, toys: list[Toy]) -> None:

@@ -179,9 +179,24 @@ def test_rules(text: str, field: str, says: str) -> None:
         (GOOD + "optimization { priority: PRIORITY_MAX graph { level: 1 } }", ["optimization.priority"]),
         (GOOD + 'instance_group { profile: "1" }', ["instance_group.profile"]),
         (GOOD.replace("dims: 1 ", "dims: 1 is_shape_tensor: true "), ["output.B.is_shape_tensor"]),
+        (GOOD + "model_transaction_policy { decoupled: true }", ["model_transaction_policy.decoupled"]),
+        ('name: "m" backend: "repeat" model_transaction_policy { decoupled: true }', []),
+        (LONE + "optimization { graph { level: 1 } }", ["optimization.graph"]),
         ('name: "m" backend: "charonia" max_batch_size: 2 dynamic_batching {}', ["max_batch_size", "dynamic_batching"]),
     ],
 )
 def test_fields_without_effect(text: str, idle: list[str]) -> None:
     config = text_format.Parse(text, model_config_pb2.ModelConfig())
     assert list(idle_fields(config, caching=False)) == idle
+
+
+@pytest.mark.parametrize(
+    ("kinds", "idle"), [((), ""), (("CPU",), "gpu"), (("GPU",), "cpu"), (("CPU", "GPU"), ""), (("MODEL",), "gpu")]
+)
+def test_an_accelerator_without_instances_has_no_effect(kinds: tuple[str, ...], idle: str) -> None:
+    both = 'gpu_execution_accelerator { name: "tensorrt" } cpu_execution_accelerator { name: "openvino" }'
+    text = GOOD + f"optimization {{ execution_accelerators {{ {both} }} }}"
+    config = text_format.Parse(text, model_config_pb2.ModelConfig())
+    made = {"instance_group": [{"kind": f"KIND_{kind}"} for kind in kinds]}
+    path = f"optimization.execution_accelerators.{idle}_execution_accelerator"
+    assert list(idle_fields(config, made=[made])) == ([path] if idle else [])

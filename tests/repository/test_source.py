@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from charonia.core.errors import InvalidArgument, Unsupported
+from charonia.core.errors import AlreadyExists, InvalidArgument, Unsupported
 from charonia.repository.catalog import Catalog
 from charonia.repository.source import checkpoint_source, is_repository, read_model
 
@@ -130,9 +130,21 @@ def test_a_catalog_of_several_repositories(tmp_path: Path) -> None:
     (tmp_path / "one" / ".git").mkdir()
     single = checkpoint_source(str(tmp_path / "two" / "c" / "1"), "c")
     catalog = Catalog([tmp_path / "one", tmp_path / "two"], single)
-    assert (catalog.names(), catalog.repeated()) == (["c", "a", "b"], ["b", "c"])
-    assert catalog.read("c") is single
-    assert catalog.read("b").directory == tmp_path / "one" / "b"
+    assert catalog.names() == ["c", "a", "b"]
+    assert catalog.read("a").directory == tmp_path / "one" / "a"
+    for name, places in (("b", ("one/b", "two/b")), ("c", ("two/c", "two/c/1"))):
+        said = " and ".join(str(tmp_path / place) for place in places)
+        with pytest.raises(AlreadyExists, match=f"model '{name}' is not unique .*: {said}; "):
+            catalog.read(name)
+    assert Catalog([], single).read("c") is single
+
+
+def test_a_repository_that_is_given_twice_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path / "one", "a", None, "1")
+    (tmp_path / "link").symlink_to("one")
+    monkeypatch.chdir(tmp_path)
+    catalog = Catalog([Path("one"), tmp_path / "one", Path("one/../one"), tmp_path / "link"])
+    assert catalog.read("a").directory == Path("one/a")
 
 
 def test_binary_rubbish_in_a_config(tmp_path: Path) -> None:
@@ -189,3 +201,13 @@ def test_neither_checkpoint_nor_hub_id(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InvalidArgument, match="is neither a checkpoint"):
         checkpoint_source(model)
+
+
+@pytest.mark.parametrize("said", ['platform: "onnxruntime_onnx"', 'backend: "onnxruntime"'])
+def test_an_ensemble_of_another_platform_is_called_by_its_name(tmp_path: Path, said: str) -> None:
+    model = make(tmp_path, "m", f"{said}\nensemble_scheduling {{ }}", "1")
+    with pytest.raises(InvalidArgument) as caught:
+        read_model(model)
+    platform = said.split('"')[1]
+    text = f"ensemble scheduling cannot be set for model 'm' whose platform is {platform}"
+    assert caught.value.message == f"{model}/config.pbtxt:2: {text}"
