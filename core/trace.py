@@ -65,6 +65,7 @@ def trace_of(exchange: Exchange, traces: Traces) -> Trace | None:
         settings = traces.picks(exchange.model) if exchange.found else None
         exchange.sampled = True
         exchange.trace = None if settings is None else Trace(settings)
+        traces.pending += settings is not None
     return exchange.trace
 
 

@@ -35,7 +35,7 @@ def check_writable(settings: TraceSettings) -> None:
 
 
 def _file(settings: TraceSettings, number: int) -> Path:
-    return Path(settings.trace_file + (f".{number}" if settings.log_frequency else ""))
+    return Path(settings.trace_file + (f".{number}" if settings.numbered else ""))
 
 
 def _wrong(file: Path) -> str:
@@ -54,8 +54,8 @@ class TraceFile:
         self._file: IO[bytes] | None = None
         self._path = Path()
         self._held = self._lost = 0
-        self._files = 0
-        self._id = 0
+        self._numbered = False
+        self._before = self._files = self._id = 0
         self._outage = Outage("traces")
         traces.changed = self._flush
 
@@ -63,6 +63,7 @@ class TraceFile:
         trace = trace_of(exchange, self._traces)
         if trace is None:
             return
+        self._traces.pending -= 1
         self._id += 1
         try:
             self._write(trace, exchange)
@@ -75,11 +76,17 @@ class TraceFile:
         self._outage.end(self._lost, _PATIENCE)
 
     def _finish(self) -> None:
+        if self._file is None:
+            return
         self._flush()
+        if not self._numbered:
+            self._before = self._held
         self._forget()
 
     def _write(self, trace: Trace, exchange: Exchange) -> None:
         settings = trace.settings
+        if self._numbered is not settings.numbered:
+            self._finish()
         if self._file is None:
             self._open(settings)
         assert self._file is not None
@@ -87,15 +94,21 @@ class TraceFile:
         _check_there(self._file)
         self._file.write((b"," if self._held else b"[") + b",".join(said))
         self._held += 1
-        if settings.log_frequency and self._held >= settings.log_frequency:
+        over = not self._traces.settings(exchange.model).trace_count
+        if 0 < settings.log_frequency <= self._held or (over and not self._traces.pending):
             self._finish()
-        elif not self._traces.settings(exchange.model).trace_count:
+        elif over:
             self._flush()
 
     def _open(self, settings: TraceSettings) -> None:
-        self._path = _file(settings, self._files)
-        self._file = self._path.open("wb", _BUFFER)
-        self._files += 1
+        """A new file, or the one without a number where it was left."""
+        self._numbered, self._path = settings.numbered, _file(settings, self._files)
+        before = 0 if self._numbered else self._before
+        self._file = self._path.open("r+b" if before else "wb", _BUFFER)
+        if before:
+            self._file.seek(-1, os.SEEK_END)
+        self._held = before
+        self._files += self._numbered
 
     def _flush(self) -> None:
         """Make what is written so far a whole array; the next trace goes over its end."""
@@ -117,6 +130,8 @@ class TraceFile:
         """The file is no whole array, and will be written anew: all that it held goes."""
         self._outage.begin(str(self._path), error)
         self._lost += count
+        if not self._numbered:
+            self._before = 0
         self._forget()
 
     def _forget(self) -> None:

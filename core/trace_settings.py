@@ -34,8 +34,8 @@ _RANGES = {"trace_rate": (1, 2**32 - 1), "trace_count": (-1, 2**31 - 1), "log_fr
 
 @dataclass(frozen=True, slots=True)
 class TraceSettings:
-    """One request in `trace_rate` is traced, until `trace_count` were, -1 for ever. `log_frequency`: traces a file,
-    each with a number at the end of its name; 0 puts all into one. Without a file nothing is traced, unless traces are
+    """One request in `trace_rate` is traced, until `trace_count` were, -1 for ever. `log_frequency`: traces a file, 0
+    any number. Without a file nothing is traced, unless traces are
     `spans`."""
 
     trace_level: tuple[str, ...] = (OFF,)
@@ -54,6 +54,12 @@ class TraceSettings:
     def leveled(self) -> bool:
         """Something is to be traced."""
         return self.trace_level != (OFF,)
+
+    @property
+    def numbered(self) -> bool:
+        """Traces go into files with a number at the end of their names: as many as there are to be in one, or until the
+        count is out. All others go into one file."""
+        return self.log_frequency > 0 or self.trace_count >= 0
 
     @property
     def tensors(self) -> bool:
@@ -90,13 +96,15 @@ class _Scope:
 
 
 class Traces:
-    """The settings as they are, who hears of every change, and which requests they pick."""
+    """The settings as they are, who hears of every change, and which requests they pick. `pending`: traces of requests
+    that have not ended."""
 
     def __init__(self, settings: TraceSettings = TraceSettings()) -> None:
         self._base = settings
         self._all = _Scope()
         self._models: dict[str, _Scope] = {}
         self._quiet = not settings.on
+        self.pending = 0
         self.changed: Callable[[], None] = lambda: None
 
     def settings(self, model: str = "") -> TraceSettings:

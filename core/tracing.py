@@ -37,6 +37,7 @@ class Sampled:
 
     def __call__(self, exchange: Exchange) -> None:
         picked = trace_of(exchange, self._traces) is not None
+        self._traces.pending -= picked
         if picked or (self._level and any(name in _PARENT for name, _ in exchange.headers)):
             self._tracer(exchange)
 

@@ -150,8 +150,7 @@ async def test_a_tensor_without_end_is_cut(path: Path) -> None:
     assert len([response async for response in answers]) == 3000
     exchange.close()
     file(exchange)
-    file.close()
-    said = [each for each in written(path) if "tensor" in each]
+    said = [each for each in written(path.with_name("trace.json.0")) if "tensor" in each]
     assert said[0]["tensor"]["data"].endswith("16382,16383,...")
     assert 200_000 < len(said[1]["tensor"]["data"]) < 300_000
     assert (said[5]["activity"], said[5]["tensor"]["data"]) == ("TENSOR_QUEUE_INPUT", "...")
@@ -165,24 +164,28 @@ def test_the_file_is_whole_when_those_picked_last_end_first(path: Path) -> None:
         trace_of(exchange, traces)
     for exchange in (last, first):
         file(exchange)
-    assert [each.get("request_id") for each in written(path)] == ["last", None, "first", None]
-    file.close()
+    asked = [each.get("request_id") for each in written(path.with_name("trace.json.0"))]
+    assert asked == ["last", None, "first", None]
 
 
 def test_the_file_is_whole_when_a_count_is_out_a_setting_changed_or_at_the_end(path: Path) -> None:
-    traces, file = tracing(path, trace_count=2)
-    for _ in range(3):
-        file(ended())
-    assert ids(path) == [1, 2]
+    traces, file = tracing(path)
+    file(ended())
+    for number, count in enumerate((2, 1)):
+        traces.update({"trace_count": [str(count)]})
+        for _ in range(3):
+            file(ended())
+        assert len(ids(path.with_name(f"trace.json.{number}"))) == count
     traces.update({"trace_count": ["-1"]})
     file(ended())
     traces.update({"trace_level": ["OFF"]})
-    assert ids(path) == [1, 2, 3]
+    assert ids(path) == [1, 5]
     traces.update({"trace_level": ["TIMESTAMPS"]})
     file(ended())
     file.close()
     file.close()
-    assert ids(path) == [1, 2, 3, 4]
+    assert ids(path) == [1, 5, 6]
+    assert len(list(path.parent.iterdir())) == 3
 
 
 def test_a_file_for_every_so_many_traces(path: Path) -> None:
