@@ -18,7 +18,7 @@ _LONGEST = 256
 
 def identified(scope: Scope, send: Send) -> Send:
     """Give the request its id, if it has one; what is sent by the result carries it."""
-    given = next((value for name, value in scope["headers"] if name == _HEADER), b"")[:_LONGEST]
+    given: bytes = dict(scope["headers"]).get(_HEADER, b"")[:_LONGEST]
     if not given:
         if not speaks_openai(scope["path"]):
             return send
