@@ -34,7 +34,7 @@ class Shape(NamedTuple):
 
     `early` is added while new tokens are fewer than the minimum, `later` from then on: biases and bad words of one
     token. Of the W longer bad words, `heads` [W, H] are all tokens but the last, at the right end, and `lasts` [W] the
-    last ones.
+    last ones. `allowed`: the only tokens there are, empty for all.
     """
 
     asked: Shaping
@@ -43,6 +43,7 @@ class Shape(NamedTuple):
     later: Additions
     heads: LongArray
     lasts: LongArray
+    allowed: LongArray
 
     def due(self, position: int) -> Additions:
         """What is added for the token at `position`."""
@@ -120,6 +121,7 @@ def _ready(asked: Shaping, prompt: int) -> Shape:
         later=_additions(asked.bias, single),
         heads=_stack([np.array([word[:-1]], np.int64) for word in longer]),
         lasts=np.array([word[-1] for word in longer], np.int64),
+        allowed=np.array(asked.allowed, np.int64),
     )
 
 
@@ -184,8 +186,8 @@ def _penalise_output(logits: Tensor, shapes: Sequence[Shape], history: _History)
 def _forbid_others(logits: Tensor, shapes: Sequence[Shape], history: _History) -> None:
     """All but the allowed tokens; of which those are equal that are all forbidden by something else."""
     for place, shape in enumerate(shapes):
-        if shape.asked.allowed:
-            ids = history.to(np.array(shape.asked.allowed))
+        if len(shape.allowed):
+            ids = history.to(shape.allowed)
             kept = logits[place, ids]
             logits[place] = -torch.inf
             logits[place, ids] = torch.where((kept == -torch.inf).all(), 0.0, kept)
