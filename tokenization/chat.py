@@ -13,38 +13,46 @@ from typing import Any
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..core.errors import InvalidArgument
 from ..core.request import Conversation, Message
 from .files import read_json
+from .template_sandbox import MAX_WORK, Meter, TemplateSandbox, TooMuch, metered
 
 _RESERVED = frozenset({"chat_template", "continue_final_message", "conversation", "self", "tokenize"})
 """Names besides those a template is given that mean something else to transformers or jinja2."""
 _FAULTS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 """What a template may raise that meets words it was not made for."""
+_EACH = 4
+"""How often a template may look at a character of the messages, or write it, beside what it may do anyway."""
 
 
 class ChatTemplate:
     """A compiled template. `tokens` are the special tokens it may name, `bos_token` and so on; `whose`: which it is,
-    for errors, and `field`, where it was given."""
+    for errors, and `field`, where it was given.
+
+    Raises:
+        InvalidArgument: it does not compile.
+    """
 
     def __init__(
         self, source: str, tokens: Mapping[str, str], whose: str = "the model's", field: str | None = None
     ) -> None:
         self._tokens = dict(tokens)
         self._name = f"{whose} chat template"
+        self._field = field or "messages"
         try:
-            self._template = _environment().from_string(source)
-        except (*_FAULTS, SyntaxError) as error:
+            self._template = _environment().compiled(source)
+        except Exception as error:  # of jinja, and of Python, which has limits of its own for what jinja makes of it
             raise InvalidArgument(f"{self._name} does not compile: {error}", field=field) from error
 
     def render(self, conversation: Conversation) -> str:
         """The prompt these messages make, ready for the assistant's next turn, or for the rest of the last one.
 
         Raises:
-            InvalidArgument: the template refuses them (`field` is messages), or a variable has a name that is taken
-                (`field` is chat_template_kwargs and the name), or the last message can't be continued.
+            InvalidArgument: the template refuses them (`field` is messages) or does more than it may, or a variable has
+                a name that is taken (`field` is chat_template_kwargs and the name), or the last message can't be
+                continued.
         """
         given = self._tokens | {
             "messages": [_turn(message) for message in conversation.messages],
@@ -53,8 +61,12 @@ class ChatTemplate:
             "add_generation_prompt": conversation.add_generation_prompt,
         }
         _refuse_taken(conversation.variables, _RESERVED | given.keys())
+        size = sum(len(message.content) for message in conversation.messages)
         try:
-            text = self._template.render({**conversation.variables, **given})
+            with metered(Meter(MAX_WORK + _EACH * size)):
+                text = self._template.render({**conversation.variables, **given})
+        except TooMuch as error:
+            raise InvalidArgument(f"{self._name} does more than it may: {error}", field=self._field) from error
         except _FAULTS as error:
             raise InvalidArgument(f"messages do not fit {self._name}: {error}", field="messages") from error
         return self._unfinished(text, conversation.messages[-1]) if conversation.continue_final_message else text
@@ -122,11 +134,9 @@ class _Generation(Extension):
         return nodes.Scope(body).set_lineno(line)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
+def _environment() -> TemplateSandbox:
+    environment = TemplateSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.add_filter("tojson", _to_json)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment

@@ -1,0 +1,177 @@
+"""What templates may do, and what hostile ones do: each ends after a bounded number of steps."""
+
+import tracemalloc
+from typing import Any
+
+import pytest
+
+from charonia.core.errors import InvalidArgument
+from charonia.core.request import Conversation, Message
+from charonia.tokenization.chat import ChatTemplate
+from charonia.tokenization.template_sandbox import MAX_SOURCE, Meter, TemplateSandbox, TooMuch, metered
+
+WORK, TURNS = 100_000, 2_000
+TEXT = "ab\tc " * 1000
+BOMB = "{% set x = ['a'] %}" + "{% set x = [x, x] %}" * 40
+NEST = "{% set ns = namespace(x=()) %}{% for i in range(1500) %}{% set ns.x = (ns.x,) %}{% endfor %}"
+CHAIN = "{% set ns = namespace(x=[1]) %}{% for i in range(1500) %}{% set ns.x = ns.x | map('string') %}{% endfor %}"
+
+
+def render(source: str, work: int = WORK, turns: int = TURNS, **variables: Any) -> str:
+    with metered(Meter(work, turns)):
+        return TemplateSandbox().compiled(source).render(variables)
+
+
+HOSTILE = {
+    # operators
+    "text times": "{{ 'x' * 10 ** 10 }}",
+    "times text": "{{ 10 ** 10 * 'x' }}",
+    "list times": "{{ ([0] * 10 ** 8) | length }}",
+    "power": "{{ 9 ** (9 ** 9) }}",
+    "products": "{% set ns = namespace(x=9) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "a long number": "{{ ('f' * 5000) | int(base=16) * 2 }}",
+    "doubling": "{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "tildes": "{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "lists": "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "printf": "{{ '%999999999d' % 1 }}",
+    "printf, digits": "{{ '%.999999999f' % 1 }}",
+    "printf, by name": "{{ '%((a))999999999d' % {'(a)': 1} }}",
+    "printf, a star": "{{ '%*d' % (999999999, 1) }}",
+    "printf, often": "{{ ('%(a)s' * 1000) % {'a': text} }}",
+    # what is written
+    "a bomb": BOMB + "{{ x }}",
+    "a bomb in JSON": BOMB + "{{ x | tojson }}",
+    "a bomb, joined": BOMB + "{{ x | join }}",
+    "a bomb, compared": BOMB + "{{ x == x }}",
+    "a bomb in a test": BOMB + "{{ x is equalto x }}",
+    "a bomb that is counted": BOMB + "{{ [x].count(x) }}",
+    "a bomb that changes": BOMB + "{% for i in [1, 2] %}{{ loop.changed(x) }}{% endfor %}",
+    "a bomb in a namespace": BOMB + "{{ namespace(x=x) }}",
+    "a bomb, sorted": BOMB + "{{ [x, x] | sort }}",
+    "a bomb, by tilde": BOMB + "{{ 'a' ~ x }}",
+    "a bomb by printf": BOMB + "{{ '%s' % x }}",
+    "a bomb by format": BOMB + "{{ '{}'.format(x) }}",
+    "a bomb as text": BOMB + "{{ x | string | length }}",
+    "a bomb among values": BOMB + "{{ {'a': x}.values() }}",
+    "text between turns": "{% for i in range(1500) %}" + "x" * 500 + "{% endfor %}",
+    "text in a block": "{% set x %}{% for i in range(1500) %}" + "x" * 500 + "{% endfor %}{% endset %}",
+    # turns
+    "loops": "{% for i in range(99999) %}{% endfor %}",
+    "loops in loops": "{% for i in range(99) %}{% for j in range(99) %}{% endfor %}{% endfor %}",
+    "loops that find nothing": "{% for i in range(99) %}{% for j in range(99) if false %}{% endfor %}{% endfor %}",
+    "much between turns": "{% for i in range(1500) %}" + "{{ i }}" * 200 + "{% endfor %}",
+    "recursion": "{% for i in range(4) recursive %}{{ loop(range(4)) if loop.depth < 9 }}{% endfor %}",
+    "macros": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(40) }}",
+    "blocks": "{% block b %}{% endblock %}{% for i in range(1500) %}{{ self.b() }}{% endfor %}",
+    "filters": "{{ range(99999) | list | map('string') | list | map('upper') | list | length }}",
+    # filters
+    "center": "{{ 'x' | center(999999999) }}",
+    "center, mapped": "{{ ['x'] | map('center', 999999999) | list }}",
+    "indent": "{{ ('\\n' * 999) | indent(9999) }}",
+    "indent by text": "{{ ('\\n' * 999) | indent(text) }}",
+    "format": "{{ '%999999999d' | format(1) }}",
+    "join": "{{ range(999) | join(text) }}",
+    "replace": "{{ text | replace('', text) }}",
+    "round": "{{ 1.5 | round(999999999, 'ceil') }}",
+    "batch": "{{ [1] | batch(999999999, 0) | list }}",
+    "slice": "{{ [1] | slice(999999999) | list }}",
+    "JSON": "{{ [[[1, 2], 3]] | tojson(indent=999999999) }}",
+    "sums of lists": "{{ [[1], [2]] | sum(start=[]) }}",
+    "trim": "{{ (text * 9) | trim(text * 9) }}",
+    # methods
+    "ljust": "{{ 'x'.ljust(999999999) }}",
+    "zfill": "{{ 'x'.zfill(999999999) }}",
+    "expandtabs": "{{ text.expandtabs(999999) }}",
+    "a method's join": "{{ text.join(['x'] * 999) }}",
+    "a method's replace": "{{ text.replace('', text) }}",
+    "a method's format": "{{ '{:999999999}'.format(1) }}",
+    "a format in a format": "{{ '{:{}}'.format(1, 999999999) }}",
+    "a safe format": "{{ ('{:999999999}' | safe).format(1) }}",
+    "split": "{{ (text * 9).split() }}",
+    "strip": "{{ (text * 9).strip(text * 9) }}",
+    "to_bytes": "{{ (1).to_bytes(999999999, 'big') }}",
+    "encode": "{{ text.encode('punycode') }}",
+    "translate": "{{ text.translate({97: text}) }}",
+    # what would end the process
+    "deep keys": NEST + "{{ {ns.x: 1} }}",
+    "a deep item": NEST + "{{ {}[ns.x] }}",
+    "deep and unique": NEST + "{{ [ns.x] | unique | list }}",
+    "deep in a dictionary": NEST + "{{ ns.x in {} }}",
+    "a chain of iterators": CHAIN + CHAIN + "{{ ns.x | list }}",
+}
+
+
+@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_template_is_stopped_before_it_takes_memory(source: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(TooMuch):
+            render(source, text=TEXT)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (
+            "{{ 3 * 'ab' ~ (1 + 2) }}{{ 2 ** 10 }}{{ -7 // 2 }}{{ 7 % 4 }}{{ '%s-%05.1f' % ('a', 2) }}",
+            "ababab31024-43a-002.0",
+        ),
+        ("{{ messages[1:] | map(attribute='role') | join(', ') }}", "user, tool"),
+        ("{{ messages | selectattr('role', 'equalto', 'tool') | list | length }}", "1"),
+        ("{% for m in messages if m.role != 'system' %}{{ loop.index }}/{{ loop.length }} {% endfor %}", "1/2 2/2 "),
+        ("{% for m in messages[::-1] %}{{ m.role[0] }}{% if loop.last %}.{% endif %}{% endfor %}", "tus."),
+        ("{% for x in [[1, [2]]] recursive %}{{ x if x is number else loop(x) }}{% endfor %}", "12"),
+        ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "3"),
+        ("{% macro m(x, y=2) %}[{{ x }}{{ y }}{{ caller() if caller }}]{% endmacro %}{{ m(1) }}", "[12]"),
+        ("{% macro m() %}<{{ caller(1) }}>{% endmacro %}{% call(x) m() %}{{ x }}{% endcall %}", "<1>"),
+        ("{{ 'a</think>b'.split('</think>')[-1].strip('b').strip() or 'none' }}", "none"),
+        ("{{ '{}-{:>3}'.format('a', 1) }}{{ 'Ab'.upper().startswith('AB') }}{{ ' a ' | trim }}", "a-  1Truea"),
+        (
+            "{{ {'b': 1, 'a': [1, 'x']} | dictsort }}{{ {'a': 1}.items() | list }}",
+            "[('a', [1, 'x']), ('b', 1)][('a', 1)]",
+        ),
+        ("{{ [3, 1, 2] | sort | first }}{{ [1, 2] | sum }}{{ [1, 1] | unique | list }}{{ 1 < 2 <= 2 }}", "13[1]True"),
+        ("{{ 'x\\ny' | indent(2, true) }}{{ nothing | default('d') }}{{ none is none }}", "  x\n  ydTrue"),
+        ("{% filter upper %}a{% endfilter %}{% set x %}b{% endset %}{{ x }}{{ 'a' in 'cat' }}", "AbTrue"),
+    ],
+)
+def test_what_templates_do_every_day(source: str, text: str) -> None:
+    messages = [{"role": role, "content": "x"} for role in ("system", "user", "tool")]
+    assert render(source, messages=messages) == text
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ a }}" * (MAX_SOURCE // 7 + 1),
+        "{{ " * 20_000,
+        "{{ " + "(" * 60_000,
+        "{{ " + "not " * 15_000 + "a }}",
+        "{{ a" + "+a" * 30_000 + " }}",
+        "{{ a" + ".a" * 30_000 + " }}",
+        "{{ a" + "|e" * 30_000 + " }}",
+        "{% if a %}" * 5_000 + "{% endif %}" * 500,
+        "{% for a in a %}" * 30 + "{% endfor %}" * 30,
+        "{{ " + "9" * 10_000 + " }}",
+        "{{ x | urlize }}",
+    ],
+)
+def test_what_cannot_be_compiled_is_the_templates_fault(source: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"^the test's chat template does not compile: "):
+        ChatTemplate(source, {}, "the test's")
+
+
+def test_nothing_is_computed_ahead() -> None:
+    TemplateSandbox().compiled("{{ 'x' | center(999999999) }}{{ 'x' ~ 'y' * 10 ** 10 }}{% if 9 ** 9 ** 9 %}{% endif %}")
+
+
+def test_a_conversation_pays_for_itself_and_errors_name_the_template() -> None:
+    chat = Conversation((Message("user", "x" * 60_000_000),))
+    template = ChatTemplate("{{ messages[0].content | trim }}{{ messages[0].content[1:] | length }}", {})
+    assert len(template.render(chat)) == 60_000_000 + len("59999999")
+    with pytest.raises(InvalidArgument, match=r"^the given chat template does more than it may: it") as refusal:
+        ChatTemplate("{{ messages[0].content * 10 }}", {}, "the given", "chat_template").render(chat)
+    assert refusal.value.field == "chat_template"
