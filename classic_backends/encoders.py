@@ -19,7 +19,7 @@ from ..tokenization.files import read_json
 from ..tokenization.sequences import SequenceTokenizer, TokenSequence
 from .completion import Found, FoundModel, check_fit, completed, is_complete
 from .encoder_files import CrossEncoderFiles, EmbedderFiles, read_encoder
-from .parameters import integer, report_unknown
+from .parameters import integer, report_unknown, thread_count
 from .places import bytes_of, each_instance, threads_each
 from .runtime import Arrays, Place, Runtime, Traits
 from .token_batches import token_batches
@@ -49,7 +49,7 @@ class EncoderLoader:
 
         report_unknown(config.name, parameters, _KNOWN)
         budget = integer(parameters, "max_batch_tokens", _MAX_BATCH_TOKENS, least=1)
-        use_threads(integer(parameters, "intra_op_thread_count", 0) or threads_each(config.document))
+        use_threads(thread_count(parameters, "intra_op_thread_count") or threads_each(config.document))
         files = read_encoder(directory)
         check_fit(config, tensors_of(files))
         device = f"cuda:{place.device}" if place.kind == "KIND_GPU" else "cpu"

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 from ..core.errors import InvalidArgument
 from ..core.host import cores
 from ..core.model import Document
-from .parameters import choice, flag, integer
+from .parameters import choice, flag, thread_count
 from .runtime import Place
 
 Provider: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
@@ -74,8 +74,8 @@ def read_plan(document: Document, place: Place, parameters: Mapping[str, str]) -
         entries["session.use_device_allocator_for_initializers"] = True
     return SessionPlan(
         providers=_providers(document, place, parameters),
-        threads=integer(parameters, "intra_op_thread_count", 0) or cores().threads,
-        branches=integer(parameters, "inter_op_thread_count", 0) or cores().threads,
+        threads=thread_count(parameters, "intra_op_thread_count") or cores().threads,
+        branches=thread_count(parameters, "inter_op_thread_count") or cores().threads,
         level=_level(document),
         mode=_MODES[choice(parameters, "execution_mode", _MODES, "0")],
         arena=flag(parameters, "enable_mem_arena", True),

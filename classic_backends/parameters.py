@@ -13,10 +13,20 @@ log = logging.getLogger(__name__)
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off", ""}
+_MOST = 2**31 - 1
+"""What the libraries of backends take for a number."""
+
+_MOST_THREADS = 1024
+"""Libraries start all that they are told to."""
 
 
-def integer(parameters: Mapping[str, str], name: str, default: int, least: int = 0) -> int:
-    """Raises `InvalidArgument` for anything but a whole number of at least `least`; `field` names the parameter."""
+def thread_count(parameters: Mapping[str, str], name: str) -> int:
+    """0 where nothing is said. Raises as `integer`."""
+    return integer(parameters, name, 0, most=_MOST_THREADS)
+
+
+def integer(parameters: Mapping[str, str], name: str, default: int, least: int = 0, most: int = _MOST) -> int:
+    """Raises `InvalidArgument` for anything but a whole number from `least` to `most`; `field` names the parameter."""
     text = parameters.get(name)
     if text is None:
         return default
@@ -24,8 +34,9 @@ def integer(parameters: Mapping[str, str], name: str, default: int, least: int =
         value = int(text)
     except ValueError:
         value = least - 1
-    if value < least:
-        message = f"parameter '{name}' must be a whole number of at least {least}, got '{text}'"
+    if not least <= value <= most:
+        bound = f"at least {least}" if value < least else f"at most {most}"
+        message = f"parameter '{name}' must be a whole number of {bound}, got '{text}'"
         raise InvalidArgument(message, field=name)
     return value
 

@@ -17,7 +17,7 @@ from ..core.holding import Share
 from ..core.model import Document, ModelConfig
 from ..core.torch_build import torch_has_cuda
 from .completion import check_fit, completed, is_complete
-from .parameters import flag, integer, report_unknown
+from .parameters import flag, report_unknown, thread_count
 from .places import bytes_of, each_instance, threads_each
 from .runtime import Arrays, Place, Runtime, Traits
 from .torch_names import argument_places, result_places
@@ -58,8 +58,8 @@ class TorchLoader:
         report_unknown(config.name, parameters, KNOWN)
         modes = read_modes(parameters)
         _check_config(config)
-        threads = integer(parameters, "INTRA_OP_THREAD_COUNT", 0) or threads_each(config.document)
-        use_threads(threads, integer(parameters, "INTER_OP_THREAD_COUNT", 0))
+        threads = thread_count(parameters, "INTRA_OP_THREAD_COUNT") or threads_each(config.document)
+        use_threads(threads, thread_count(parameters, "INTER_OP_THREAD_COUNT"))
         device = _device(place)
         opened = open_model(_file(directory, config.document), device)
         arguments = argument_places(config.name, [spec.name for spec in config.inputs], opened.inputs)

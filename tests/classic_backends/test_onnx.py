@@ -348,6 +348,7 @@ def test_graph_levels_are_tritons(level: int) -> None:
     ("document", "parameters", "field"),
     [
         ({}, {"intra_op_thread_count": "two"}, "intra_op_thread_count"),
+        ({}, {"intra_op_thread_count": "1025"}, "intra_op_thread_count"),
         ({}, {"inter_op_thread_count": "-1"}, "inter_op_thread_count"),
         ({}, {"execution_mode": "2"}, "execution_mode"),
         ({}, {"enable_mem_arena": "maybe"}, "enable_mem_arena"),
