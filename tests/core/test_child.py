@@ -86,7 +86,7 @@ def end_instance() -> None:
 
 def kill_instance() -> None:
     link = Link(Connection.close)
-    link.kill()
+    link.kill("the test")
     link.close()
 
 
