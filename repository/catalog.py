@@ -44,18 +44,14 @@ class Catalog:
         single = [] if self._single is None else [self._single.name]
         return [*single, *sorted(found - set(single))]
 
-    def directory(self, name: str) -> Path | None:
-        """Of that model, if there is one."""
-        return next(iter(self._directories(name)), None)
-
-    def _directories(self, name: str) -> list[Path]:
-        return [path for repository in self._repositories if (path := repository / name).is_dir()]
+    def directories(self, name: str) -> list[Path]:
+        """Of models of that name; none for a name that no directory can have."""
+        return [path for repository in self._repositories if os.path.isdir(path := repository / name)]
 
     def stamps(self, name: str) -> Hashable:
         """Of everything in that model's directory: equal as long as nothing of it changes. None: there is nothing."""
-        directory = self.directory(name)
         try:
-            return None if directory is None else tuple(stamps_of(directory))
+            return tuple(stamp for directory in self.directories(name) for stamp in stamps_of(directory)) or None
         except OSError:  # which reading it says
             return None
 
@@ -68,17 +64,17 @@ class Catalog:
             InvalidArgument: it cannot be a model; the message names file, line and field.
         """
         single = self._single if self._single is not None and name == self._single.name else None
-        found = [str(path) for path in self._directories(name)] + ([] if single is None else [single.versions[0].path])
-        if directory is None and len(found) > 1:
-            message = f"model '{name}' is not unique across all model repositories: {' and '.join(found)}"
+        found = [directory] if directory is not None else self.directories(name)
+        places = [*map(str, found), *(() if single is None or directory else [single.versions[0].path])]
+        if len(places) > 1:
+            message = f"model '{name}' is not unique across all model repositories: {' and '.join(places)}"
             raise AlreadyExists(f"{message}; none of them is served until one is left")
         if single is not None and override is None:
             return single
-        directory = directory or self.directory(name)
-        if directory is None:
+        if not found:
             raise NotFound(f"no model repository has a folder '{name}'")
         try:
-            return read_model(directory, override, self._config_name)
+            return read_model(found[0], override, self._config_name)
         except (OSError, ValueError, RuntimeError) as error:  # of a loop of links, or a name that no file can have
             raise InvalidArgument(f"cannot read model '{name}': {error}") from None
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from charonia.core.errors import AlreadyExists, InvalidArgument, Unsupported
+from charonia.core.errors import AlreadyExists, InvalidArgument, NotFound, Unsupported
 from charonia.repository.catalog import Catalog
 from charonia.repository.source import checkpoint_source, is_repository, read_model
 
@@ -152,6 +152,12 @@ def test_binary_rubbish_in_a_config(tmp_path: Path) -> None:
     (tmp_path / "a" / "config.pbtxt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InvalidArgument, match=r"config\.pbtxt"):
         Catalog([tmp_path]).read("a")
+
+
+@pytest.mark.parametrize("name", ["b", "x" * 300, "x\0"])
+def test_no_such_model(tmp_path: Path, name: str) -> None:
+    with pytest.raises(NotFound, match="no model repository has a folder"):
+        Catalog([tmp_path]).read(name)
 
 
 def test_no_such_repository(tmp_path: Path) -> None:
