@@ -3,6 +3,7 @@
 What is asked often never reaches FastAPI: its middleware costs a third of a request, and something for every frame.
 """
 
+import asyncio
 import logging
 import re
 from collections import defaultdict
@@ -25,8 +26,9 @@ from .connection import ClientLeft
 from .cors import crossing
 from .embeddings import Encoders
 from .exchanges import Exchanges, note
-from .faults import UNEXPECTED, error_response, json_response, speaks_openai
+from .faults import UNEXPECTED, cut_off, error_response, json_response, speaks_openai
 from .guard import Guard
+from .http_cycle import cycle_of
 from .http_rules import HttpRules
 from .keys import Keyring
 from .metadata import ServerInfo
@@ -138,6 +140,11 @@ async def _answer(endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
         await error_response(error, scope["path"])(scope, receive, send)
     except ClientLeft:
         await Response(status_code=_CLIENT_LEFT)(scope, receive, send)
+    except asyncio.CancelledError as cancelled:
+        cycle, exiting = cycle_of(receive), cut_off(cancelled)
+        if exiting is None or (cycle is not None and cycle.response_started):
+            raise
+        await error_response(exiting, scope["path"])(scope, receive, send)
 
 
 class LastResort:

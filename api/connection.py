@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from ..core.errors import CharoniaError, InvalidArgument
 from ..core.gateway import Stream
 from .encodings import check_encoding, decompress
-from .faults import UNEXPECTED
+from .faults import UNEXPECTED, cut_off
 from .sizes import check_json
 
 log = logging.getLogger(__name__)
@@ -191,6 +191,10 @@ class EventStream(EventSourceResponse, Generic[T]):
             return self._form.end()
         except CharoniaError as error:
             return self._form.fault(error)
+        except asyncio.CancelledError as cancelled:
+            if (exiting := cut_off(cancelled)) is None:
+                raise
+            return self._form.fault(exiting)
         except Exception:
             log.exception("a stream broke off")
             return self._form.fault(UNEXPECTED)

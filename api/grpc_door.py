@@ -13,9 +13,9 @@ import grpc
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2 as pb
 
-from ..core.errors import CharoniaError, InvalidArgument, Unavailable, Unsupported
+from ..core.errors import CharoniaError, Exiting, InvalidArgument, Unsupported
 from ..core.gateway import Gateway
-from .faults import UNEXPECTED
+from .faults import UNEXPECTED, cut_off
 from .grpc_control import CONTROLS, Control
 from .grpc_faults import STOPPING, Context, client_id_of, metadata_of, refuse
 from .grpc_messages import Message, read_version, write_response
@@ -31,10 +31,13 @@ _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction p
 Handler = Callable[[Message, Context], Awaitable[Any]]
 
 
-def _answering(handler: Handler, name: str) -> Handler:
-    """A handler whose errors become the call's status."""
+def _answering(handler: Handler, name: str, calls: set[asyncio.Task[Any]]) -> Handler:
+    """A handler whose errors become the call's status; its task is one of `calls` meanwhile."""
 
     async def answer(request: Message, context: Context) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        calls.add(task)
         try:
             return await handler(request, context)
         except CharoniaError as error:
@@ -42,9 +45,16 @@ def _answering(handler: Handler, name: str) -> Handler:
             refusal = error.with_traceback(None)
         except grpc.aio.BaseError:  # the client is gone
             raise
+        except asyncio.CancelledError as cancelled:
+            exiting = cut_off(cancelled)
+            if exiting is None:
+                raise
+            refusal = exiting
         except Exception:
             log.exception("%s failed", name)
             refusal = UNEXPECTED
+        finally:
+            calls.discard(task)
         return await refuse(context, refusal)
 
     return answer
@@ -57,13 +67,21 @@ def _check_message(request: Message | DecodeError) -> None:
 
 
 class GrpcDoor:
-    """The service's methods. `closing` ends the reading of streams."""
+    """The service's methods. `closing` ends the reading of streams; `calls`: the tasks that answer now."""
 
-    def __init__(self, gateway: Gateway, info: ServerInfo, closing: asyncio.Event, rules: GrpcRules) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        info: ServerInfo,
+        closing: asyncio.Event,
+        rules: GrpcRules,
+        calls: set[asyncio.Task[Any]],
+    ) -> None:
         self._gateway = gateway
         self._info = info
         self._closing = closing
         self._rules = rules
+        self._calls = calls
 
     def handlers(self) -> dict[str, Handler]:
         """By their names on the wire."""
@@ -76,7 +94,7 @@ class GrpcDoor:
         }
         controls = {name: self._plain(name, control) for name, control in (asked | CONTROLS).items()}
         counted = {"ModelInfer": self._model_infer, "ModelStreamInfer": self._model_stream_infer}
-        return {name: _answering(handler, name) for name, handler in (controls | counted).items()}
+        return {name: _answering(handler, name, self._calls) for name, handler in (controls | counted).items()}
 
     def _plain(self, name: str, control: Control) -> Handler:
         """A handler for whoever may call it."""
@@ -93,7 +111,7 @@ class GrpcDoor:
 
     async def _server_ready(self, gateway: Gateway, request: Message) -> Message:
         if gateway.exiting():
-            raise Unavailable("Server exiting")
+            raise Exiting
         return pb.ServerReadyResponse(ready=gateway.ready())
 
     async def _model_ready(self, gateway: Gateway, request: Message) -> Message:
@@ -120,7 +138,7 @@ class GrpcDoor:
     async def _infer(self, request: Message, caller: Caller) -> Message:
         gateway = self._gateway
         if gateway.exiting():
-            raise Unavailable(STOPPING)
+            raise Exiting(STOPPING)
         config = gateway.model(request.model_name, read_version(request.model_version))
         if not can_answer_once(config):
             raise Unsupported(_DECOUPLED)

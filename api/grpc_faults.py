@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from ..core.errors import CharoniaError, Code, QueueFull
+from ..core.errors import CharoniaError, Code
 from .faults import printable
 
 Context: TypeAlias = Any
@@ -50,5 +50,5 @@ def text_of(error: CharoniaError) -> str:
 
 async def refuse(context: Context, error: CharoniaError) -> None:
     """End the call with this error; raises what the server's runtime takes for an end."""
-    wait = (("retry-after", str(max(1, math.ceil(error.retry_after)))),) if isinstance(error, QueueFull) else ()
+    wait = (("retry-after", str(math.ceil(error.retry_after))),) if error.retry_after else ()
     await context.abort(_STATUS[error.code], text_of(error), wait)

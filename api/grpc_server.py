@@ -10,9 +10,10 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from google.protobuf.message_factory import GetMessageClass  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2
 
-from ..core.errors import Unavailable
+from ..core.errors import Exiting, Unavailable
 from ..core.gateway import Gateway
 from .grpc_door import GrpcDoor, Handler, Health
+from .grpc_faults import STOPPING
 from .grpc_options import GrpcOptions
 from .grpc_rules import GrpcRules
 from .grpc_tls import tls_files
@@ -50,6 +51,7 @@ class GrpcServer:
         self._credentials = credentials(options)
         self._gateway, self._info, self._options = gateway, info, options
         self._closing = asyncio.Event()
+        self._calls: set[asyncio.Task[Any]] = set()
         self._rules = rules
         self._server: grpc.aio.Server | None = None
 
@@ -62,7 +64,7 @@ class GrpcServer:
         compression = _COMPRESSION[self._options.grpc_infer_response_compression_level]
         settings = _channel_options(self._options, self._info.max_raw_size)
         self._server = server = grpc.aio.server(options=settings, compression=compression)
-        door = GrpcDoor(self._gateway, self._info, self._closing, self._rules)
+        door = GrpcDoor(self._gateway, self._info, self._closing, self._rules, self._calls)
         server.add_generic_rpc_handlers((_service(door.handlers()), Health(self._gateway).handler()))
         try:
             self._open(server)
@@ -81,10 +83,13 @@ class GrpcServer:
         await self._closing.wait()
 
     async def stop(self, force: bool = False) -> None:
-        """Refuse new calls and end idle streams; with `force`, cancel what still runs."""
+        """Refuse new calls and end idle streams; with `force`, what still runs is answered with that, or cancelled."""
         self._closing.set()
+        if force:
+            for call in self._calls:
+                call.cancel(Exiting(STOPPING))
         if self._server is not None:
-            await self._server.stop(None if force else _FLUSH_SECONDS)
+            await self._server.stop(_FLUSH_SECONDS)
 
 
 def _service(handlers: Mapping[str, Handler]) -> grpc.GenericRpcHandler:

@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2 as pb
 
-from ..core.errors import CharoniaError, InvalidArgument, Unavailable
+from ..core.errors import CharoniaError, Exiting, InvalidArgument
 from ..core.gateway import Gateway
 from ..core.request import InferResponse
 from .faults import UNEXPECTED
@@ -72,7 +72,7 @@ class InferStream:
         except ExceptionGroup as errors:
             raise _first(errors) from None
         if self._closing.is_set():
-            raise Unavailable(STOPPING)
+            raise Exiting(STOPPING)
 
     def _start(self, request: Message, answering: asyncio.TaskGroup) -> None:
         plain = self._is_plain(request)
@@ -139,7 +139,7 @@ class InferStream:
 async def _responses(gateway: Gateway, request: Message, caller: Caller) -> AsyncGenerator[Message, None]:
     """The answers to one request, each saying whether it is the last."""
     if gateway.exiting():
-        raise Unavailable(STOPPING)
+        raise Exiting(STOPPING)
     config = gateway.model(request.model_name, read_version(request.model_version))
     (asked, wanted), final = read_call(request, gateway.commons.regions, caller), False
     async with aclosing(gateway.infer(config.name, config.version, asked)) as responses:

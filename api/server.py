@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import uvicorn
 
-from ..core.errors import Unavailable
+from ..core.errors import Exiting, Unavailable
 from .http_options import BODY_TIMEOUT
 from .http_protocol import HttpProtocol, Shared
 from .tls import KeyPair
@@ -147,13 +147,12 @@ class HttpServer:
             await asyncio.shield(self._serving)
 
     async def stop(self, force: bool = False) -> None:
-        """Close the socket and every connection; with `force`, cancel what still runs."""
+        """Close the socket and every connection; with `force`, what still runs is answered with that, or cancelled."""
         if self._serving is None:
             return
         if force:
-            self._server.force_exit = True
             for task in self._server.server_state.tasks:
-                task.cancel()
+                task.cancel(Exiting())
         self._server.should_exit = True
         await self._serving
 

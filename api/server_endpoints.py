@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..core.errors import Unavailable
+from ..core.errors import Exiting, NotReady
 from ..core.gateway import Gateway
 from .faults import json_response
 from .metadata import ServerInfo
@@ -49,7 +49,7 @@ class ServerEndpoints:
     async def health(self, request: Request) -> Response:
         """200 or 503, as those who take a server out of their rotation want it; v2's readiness says 400."""
         if not self._gateway.ready():
-            raise Unavailable("Server exiting" if self._gateway.exiting() else "the server is not ready")
+            raise Exiting if self._gateway.exiting() else NotReady("the server is not ready")
         return Response()
 
     async def version(self, request: Request) -> Response:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from ..core.errors import CharoniaError, InvalidArgument, Unavailable, Unsupported
+from ..core.errors import CharoniaError, Exiting, InvalidArgument, Unsupported
 from ..core.gateway import Gateway, Stream
 from ..core.model import ModelConfig
 from ..core.request import InferRequest, InferResponse
@@ -67,7 +67,7 @@ class V2:
 
     async def ready(self, request: Request) -> Response:
         if self._gateway.exiting():
-            raise Unavailable("Server exiting")
+            raise Exiting
         return Response(status_code=200 if self._gateway.ready() else 400)
 
     async def metadata(self, request: Request) -> Response:

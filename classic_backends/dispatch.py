@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
-from ..core.errors import RequestTimeout, Unavailable
+from ..core.errors import Exiting, NotReady, RequestTimeout, Unavailable
 from .alarm import Alarm
 from .batcher import Batch, Turn
 from .execution import Form, Result, execute, stream
@@ -223,15 +223,13 @@ class Dispatcher:
             return  # the event loop is gone, and all who would hear
 
 
-def stopping(request: Request) -> Unavailable:
+def stopping(request: Request) -> Exiting:
     message = "Server is stopping, scheduler for model has stopped accepting new inference requests"
-    return Unavailable(f"{prefix(request.item.id)}{message}")
+    return Exiting(f"{prefix(request.item.id)}{message}")
 
 
-def restarting(request: Request) -> Unavailable:
-    return Unavailable(
-        f"{prefix(request.item.id)}the model's instances have ended unexpectedly and are being restarted"
-    )
+def restarting(request: Request) -> NotReady:
+    return NotReady(f"{prefix(request.item.id)}the model's instances have ended unexpectedly and are being restarted")
 
 
 def prefix(request_id: str) -> str:

@@ -3,6 +3,7 @@
 onnxruntime is an extra (`charonia[onnx]`), imported when the first such model is loaded.
 """
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -64,6 +65,9 @@ class OnnxLoader:
 
 
 def _import_sessions() -> Any:
+    os.environ.setdefault(
+        "ORT_DISABLE_TELEMETRY", "1"
+    )  # its wheels report to their maker otherwise, from the import on
     try:
         from . import onnx_session
     except ModuleNotFoundError as error:

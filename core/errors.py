@@ -22,10 +22,12 @@ class Code(StrEnum):
 class CharoniaError(Exception):
     """An error meant for the client: `message` is shown to him verbatim.
 
-    `field` names the offending request field (OpenAI's `param`), if there is one.
+    `field` names the offending request field (OpenAI's `param`), if there is one. `retry_after`: seconds after which
+    another try may succeed, here or at another server; 0: time changes nothing.
     """
 
     code: Code = Code.UNKNOWN
+    retry_after: float = 0.0
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
@@ -57,6 +59,21 @@ class Unauthenticated(CharoniaError):
 
 class Unavailable(CharoniaError):
     code = Code.UNAVAILABLE
+
+
+class Exiting(Unavailable):
+    """The server ends. A task that still answers a request then is cancelled with this as the message."""
+
+    retry_after = 1.0
+
+    def __init__(self, message: str = "Server exiting") -> None:
+        super().__init__(message)
+
+
+class NotReady(Unavailable):
+    """What computes is not there now, and will be again: it has ended unexpectedly, say, and is being restarted."""
+
+    retry_after = 1.0
 
 
 class Cancelled(CharoniaError):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from ..core.errors import Unavailable
+from ..core.errors import NotReady
 from ..core.holding import Holding, processes_memory
 from ..core.metrics import EngineState, LlmMetrics
 from ..core.request import GenerateRequest
@@ -121,7 +121,7 @@ class EngineClient:
         """
         info = self.info
         if info is None:
-            raise Unavailable("the engine is not ready")
+            raise NotReady("the engine is not ready")
         self._admission.check(tenant, prompt)
         return info
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from ..core.errors import Unavailable
+from ..core.errors import NotReady
 from ..core.host import available_memory, cores
 from ..core.metrics import LlmMetrics
 from .admission import Admission
@@ -119,7 +119,7 @@ class Replicas:
         """The ready ones; where there is none, those that are only slow to turn."""
         serving = [replica for replica in self._all if replica.info is not None]
         if not serving:
-            raise Unavailable("the engine is not ready")
+            raise NotReady("the engine is not ready")
         return [replica for replica in serving if replica.ready] or serving
 
 

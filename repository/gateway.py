@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from ..core.commons import Commons
-from ..core.errors import InvalidArgument, Unavailable
+from ..core.errors import Exiting, InvalidArgument
 from ..core.exchange import Exchange, Headers, current, serving
 from ..core.gateway import NO_FILES, IndexEntry, State, Stream
 from ..core.metrics import End, Measurement, ended_readings
@@ -189,7 +189,7 @@ class Hub:
 
     def _refuse_when_exiting(self) -> None:
         if self._exiting:
-            raise Unavailable("Server exiting")
+            raise Exiting
 
 
 def _name(request_id: str) -> None:

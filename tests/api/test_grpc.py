@@ -12,7 +12,7 @@ from tritonclient.grpc import service_pb2 as pb
 from charonia.api.grpc_rules import Caller
 from charonia.api.grpc_stream import InferStream
 from charonia.api.metadata import EXTENSIONS
-from charonia.core.errors import Internal, InvalidArgument, QueueFull, Unavailable, Unsupported
+from charonia.core.errors import Internal, InvalidArgument, NotReady, QueueFull, Unavailable, Unsupported
 from charonia.core.metrics import Outcome
 
 from ..waiting import until
@@ -183,6 +183,7 @@ ERRORS = [
     (InvalidArgument("odd \ud800"), StatusCode.INVALID_ARGUMENT, "odd \\ud800"),
     (InvalidArgument("ü" * 5000), StatusCode.INVALID_ARGUMENT, "ü" * 1000 + " ..."),
     (Unavailable("gone"), StatusCode.UNAVAILABLE, "gone"),
+    (NotReady("restarts"), StatusCode.UNAVAILABLE, "restarts"),
     (Unsupported("never"), StatusCode.UNIMPLEMENTED, "never"),
     (Internal("oops"), StatusCode.INTERNAL, "oops"),
     (QueueFull("full", retry_after=1.2), StatusCode.RESOURCE_EXHAUSTED, "full"),
@@ -197,7 +198,7 @@ async def test_errors(stub: Any, gateway: Any, error: Exception, code: StatusCod
         await stub.ModelInfer(request())
     assert (caught.value.code(), caught.value.details()) == (code, text)
     wait = dict(caught.value.trailing_metadata()).get("retry-after")
-    assert wait == ("2" if code is StatusCode.RESOURCE_EXHAUSTED else None)
+    assert wait == {QueueFull: "2", NotReady: "1"}.get(type(error))
     [answer, after] = await streamed(stub, request(id="a"), request("no", id="b"))
     assert (answer.error_message, answer.infer_response.id) == (text, "a")
     assert answer.infer_response.parameters["triton_final_response"].bool_param

@@ -9,7 +9,7 @@ import pytest
 
 from charonia.api.generate import parse_generate
 from charonia.api.json_values import parse
-from charonia.core.errors import Internal, InvalidArgument, QueueFull, Unavailable, Unsupported
+from charonia.core.errors import Exiting, Internal, InvalidArgument, NotReady, QueueFull, Unavailable, Unsupported
 from charonia.core.model import ModelConfig
 
 EXTENSIONS = [
@@ -85,6 +85,7 @@ async def test_exiting(client: httpx.AsyncClient, gateway: Any) -> None:
     gateway.is_exiting = True
     response = await client.get("/v2/health/ready")
     assert (response.status_code, response.json()) == (503, {"error": "Server exiting"})
+    assert response.headers["retry-after"] == "1"
 
 
 async def test_metadata(client: httpx.AsyncClient) -> None:
@@ -145,6 +146,8 @@ async def test_a_stream_of_nothing(client: httpx.AsyncClient, gateway: Any) -> N
 ERRORS = [
     (InvalidArgument("bad"), 400, "bad"),
     (Unavailable("gone"), 503, "gone"),
+    (NotReady("restarts"), 503, "restarts"),
+    (Exiting(), 503, "Server exiting"),
     (Unsupported("never"), 501, "never"),
     (Internal("oops"), 500, "oops"),
     (QueueFull("full", retry_after=1.2), 429, "full"),
@@ -161,7 +164,8 @@ async def test_error_before_the_first_response(
     response = await client.post(path, json={"text_input": "hi"})
     assert (response.status_code, response.json()) == (status, {"error": text})
     assert response.headers["content-type"] == "application/json"
-    assert response.headers.get("retry-after") == ("2" if status == 429 else None)
+    retry = {QueueFull: "2", NotReady: "1", Exiting: "1"}
+    assert response.headers.get("retry-after") == retry.get(type(error))
 
 
 @pytest.mark.parametrize(("error", "status", "text"), ERRORS)

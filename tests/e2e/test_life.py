@@ -9,8 +9,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from queue import SimpleQueue
+from types import ModuleType
 from typing import Any
 
 import httpx
@@ -21,8 +24,18 @@ from tritonclient.utils import InferenceServerException
 
 from charonia.api.announcement import reachable
 
+from .models import FAKE, write_config, write_model
+from .tensors import given
+
 FLAGS = ["--executor", "fake", "--fake-vocab-size", "384", "--served-model-name", "m"]
 LONG = {"input_ids": [1], "max_tokens": 200}
+LONGER = {"model": "m", "prompt": [1], "max_tokens": 200}
+ENDLESS = {
+    "inputs": [
+        {"name": "GO", "datatype": "BOOL", "shape": [1], "data": [True]},
+        {"name": "X", "datatype": "FP32", "shape": [1], "data": [1.0]},
+    ]
+}
 
 
 @contextmanager
@@ -123,6 +136,7 @@ def test_sigterm_lets_running_requests_finish(serve: Any, tokenizer_only: Path, 
             server.until(lambda: server.status("/v2/health/ready") == 503)
             assert httpx.get(f"{server.url}/v2/health/ready").json() == {"error": "Server exiting"}
             assert generate(server) == 503
+            assert httpx.get(f"{server.url}/v2/health/ready").headers["retry-after"] == "1"
             os.kill(core, signal.SIGCONT)
             events = [json.loads(line.removeprefix("data: ")) for line in (first, *lines)]
         assert sum(event["num_output_tokens"] for event in events) == LONG["max_tokens"]
@@ -138,17 +152,50 @@ def test_a_second_signal_forces(serve: Any, tokenizer_only: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         server.until(lambda: server.status("/v2/health/ready") == 503)
         assert server.stop(signal.SIGINT) == 0
-        with pytest.raises(httpx.RemoteProtocolError):
-            list(lines)
+        assert list(lines)[-1] == 'data: {"error":"Server exiting"}'
         assert_nothing_left(server, cores)
 
 
-def test_the_exit_timeout_forces_too(serve: Any, tokenizer_only: Path) -> None:
-    flags = [*FLAGS, "--fake-step-seconds", "0.2", "--exit-timeout-secs", "0.3"]
-    with serve(str(tokenizer_only), *flags) as server, ExitStack() as stack:
-        next(stack.enter_context(stream(server)))
-        cores = server.cores()
+def test_the_exit_timeout_ends_what_runs_with_an_error(
+    serve: Any, tmp_path: Path, tokenizer_only: Path, sibling: Callable[[str], ModuleType]
+) -> None:
+    """On every door, and though a model in a thread computes for ever."""
+    write_model(tmp_path / "r", "m", tokenizer_only, **FAKE, fake_step_seconds=0.2)
+    sibling("onnx_models.py").write_loop(
+        write_config(tmp_path / "r", "endless", 'backend: "onnxruntime"') / "model.onnx"
+    )
+    calls: list[Callable[[], Any]] = [
+        lambda: httpx.post(f"{server.url}/v2/models/m/generate", json=LONG, timeout=60),
+        lambda: httpx.post(f"{server.url}/v2/models/endless/infer", json=ENDLESS, timeout=60),
+        lambda: httpx.post(f"{server.url}/v1/completions", json=LONGER, timeout=60),
+        lambda: httpx.post(f"{server.url}/v1/completions", json=LONGER | {"stream": True}, timeout=60),
+    ]
+    flags = ["--model-repository", str(tmp_path / "r"), "--exit-timeout-secs", "0.3"]
+    with (
+        serve(*flags) as server,
+        triton.InferenceServerClient(server.grpc_address) as client,
+        ThreadPoolExecutor(len(calls)) as threads,
+        stream(server) as lines,
+    ):
+        next(lines)
+        cores, heard = server.cores(), SimpleQueue[Any]()
+        client.start_stream(lambda result, error: heard.put(error or result))
+        tensors = given(triton, "input_ids", np.ones(1, np.int32)), given(triton, "stream", np.ones(1, bool))
+        client.async_stream_infer("m", [*tensors], parameters={"max_tokens": 200})
+        heard.get(timeout=60)
+        asked = [threads.submit(call) for call in calls]
+        server.until(lambda: 'charonia_requests_running{model="m",version="1"} 5' in httpx.get(server.metrics_url).text)
         assert server.stop() == 0
+        assert list(lines)[-1] == 'data: {"error":"Server exiting"}'
+        whole = [each.result() for each in asked]
+        assert [answer.status_code for answer in whole] == [503, 503, 503, 200]
+        assert [answer.headers["retry-after"] for answer in whole[:3]] == ["1"] * 3
+        assert whole[0].json() == whole[1].json() == {"error": "Server exiting"}
+        last = whole[3].text.split("\n\n")[-3].removeprefix("data: ")
+        assert json.loads(last)["error"] == whole[2].json()["error"]
+        while not isinstance(error := heard.get(timeout=60), InferenceServerException):
+            pass
+        assert error.status() == "StatusCode.UNAVAILABLE"
         assert "Traceback" not in server.said
         assert_nothing_left(server, cores)
 
