@@ -55,20 +55,21 @@ _LATENT = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
 }
+_SHARED = _SLIDING | {
+    "num_hidden_layers": 4,
+    "layer_types": 2 * _SLIDING["layer_types"],
+    "num_kv_shared_layers": 2,
+    "global_head_dim": 32,
+    "vocab_size_per_layer_input": 384,
+    "hidden_size_per_layer_input": 16,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "axk1": _LATENT | _ROUTED,
     "deepseek_v2": _LATENT | _ROUTED | {"first_k_dense_replace": 1, "topk_method": "greedy"},
     "deepseek_v3": _LATENT | _ROUTED | {"first_k_dense_replace": 1},
     "flint": _SLIDING | _EXPERTS | {"num_experts": 4},
-    "gemma4_text": _SLIDING
-    | {
-        "num_hidden_layers": 4,
-        "layer_types": 2 * _SLIDING["layer_types"],
-        "num_kv_shared_layers": 2,
-        "global_head_dim": 32,
-        "vocab_size_per_layer_input": 384,
-        "hidden_size_per_layer_input": 16,
-    },
+    "gemma4_text": _SHARED,
+    "gemma4_unified_text": _SHARED,
     "glm4_moe_lite": _LATENT | _ROUTED,
     "gpt_oss": _SLIDING | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "granite_swa": _SLIDING | {"attention_multiplier": 0.25},
