@@ -14,6 +14,7 @@ from sse_starlette.sse import EventSourceResponse
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
+from ..core import garbage
 from ..core.errors import CharoniaError, InvalidArgument
 from ..core.gateway import Stream
 from .encodings import check_encoding, decompress
@@ -93,6 +94,8 @@ async def receive_body(receive: Receive, announced: bytes, check: Check) -> byte
         message = await _received(receive)
         body += message.get("body", b"")
         check(len(body))
+    if len(body) > garbage.LARGE:
+        garbage.was_large()
     return body
 
 

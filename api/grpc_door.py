@@ -13,15 +13,18 @@ import grpc
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2 as pb
 
+from ..core import garbage
 from ..core.errors import CharoniaError, Exiting, InvalidArgument, Unsupported
 from ..core.gateway import Gateway
 from .faults import UNEXPECTED, cut_off
 from .grpc_control import CONTROLS, Control
 from .grpc_faults import STOPPING, Context, client_id_of, metadata_of, refuse
-from .grpc_messages import Message, read_version, write_response
+from .grpc_messages import Message, read_version, written
 from .grpc_requests import read_call
 from .grpc_rules import Caller, GrpcRules
 from .grpc_stream import InferStream, refusals
+from .grpc_wire import LongRequest
+from .long_tensors import decoded
 from .metadata import ServerInfo, model_metadata, server_metadata
 from .unary import asks_for_stream, at_most_two, can_answer_once
 
@@ -142,14 +145,18 @@ class GrpcDoor:
         config = gateway.model(request.model_name, read_version(request.model_version))
         if not can_answer_once(config):
             raise Unsupported(_DECOUPLED)
-        asked, wanted = read_call(request, gateway.commons.regions, caller)
+        asked, wanted, later = read_call(request, gateway.commons.regions, caller)
+        if isinstance(request, LongRequest):
+            garbage.was_large()
+        if later:
+            asked = await decoded(config, asked, later)
         if config.decoupled and asks_for_stream(asked):
             raise Unsupported(f"{_DECOUPLED}: set stream to false, or use ModelStreamInfer", field="stream")
         async with aclosing(gateway.infer(config.name, config.version, asked)) as responses:
             answers = await at_most_two(responses)
         if len(answers) != 1:
             raise Unsupported(_DECOUPLED)
-        return write_response(config, asked.id, answers[0], wanted)
+        return await written(config, asked.id, answers[0], wanted)
 
     async def _model_stream_infer(self, requests: object, context: Context) -> None:
         with refusals(self._gateway, context):

@@ -3,6 +3,7 @@
 Knows the published protobuf messages; nothing of calls, streams and gateways.
 """
 
+import asyncio
 import re
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -19,6 +20,9 @@ from .outputs import WantedOutput, place
 
 Message: TypeAlias = Any
 """A protobuf message: the published modules are generated at import and have no types."""
+
+_LONG = 1 << 14
+"""Elements of an output."""
 
 _FINAL = "triton_final_response"
 _LARGEST = 2**31 - 1
@@ -42,6 +46,15 @@ def read_version(version: str) -> str:
     if int(number[1]) <= 0:
         raise InvalidArgument(f"invalid model version specified '{version}' , version should be an integral value > 0")
     return str(int(number[1]))
+
+
+async def written(
+    config: ModelConfig, request_id: str, response: InferResponse, wanted: Mapping[str, WantedOutput]
+) -> Message:
+    """What `write_response` makes; where that takes long, beside the event loop."""
+    if any(tensor.data.size > _LONG for tensor in response.outputs):
+        return await asyncio.to_thread(write_response, config, request_id, response, wanted)
+    return write_response(config, request_id, response, wanted)
 
 
 def write_response(

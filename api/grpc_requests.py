@@ -4,19 +4,24 @@ Knows the published protobuf messages and v2's error texts; nothing of calls and
 model is the gateway's question.
 """
 
+import asyncio
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from numpy.typing import DTypeLike, NDArray
 
 from ..core.errors import InvalidArgument
 from ..core.request import InferRequest, Scalar
 from ..core.shared_memory import Regions, Span
 from ..core.tensor import NUMPY_TYPES, Tensor
-from . import raw
+from . import long_tensors, raw
 from .grpc_messages import Message
 from .grpc_rules import Caller
+from .grpc_wire import LongRequest, contents_in_pieces
+from .long_tensors import Later
 from .outputs import WantedOutput
 
 _EMPTY_FINAL = "triton_enable_empty_final_response"
@@ -47,10 +52,12 @@ _NARROW = {"INT8": "INT32", "INT16": "INT32", "UINT8": "UINT32", "UINT16": "UINT
 
 
 class Call(NamedTuple):
-    """What is asked, and of the outputs that the request names how they are wanted."""
+    """What is asked, and of the outputs that the request names how they are wanted. `later`: inputs that are empty in
+    the request until somebody decodes them."""
 
     asked: InferRequest
     wanted: Mapping[str, WantedOutput]
+    later: Later = {}
 
 
 def read_call(message: Message, regions: Regions, caller: Caller) -> Call:
@@ -64,8 +71,9 @@ def read_call(message: Message, regions: Regions, caller: Caller) -> Call:
         parameters = {**caller.parameters, **parameters}
     wanted = _all_wanted(message, regions) if message.outputs else {}
     tenant, weight = caller.tenant
-    asked = InferRequest(message.id, _inputs(message, regions), tuple(wanted) or None, parameters, tenant, weight)
-    return Call(asked, wanted)
+    later: Later = {}
+    inputs = _inputs(message, regions, later)
+    return Call(InferRequest(message.id, inputs, tuple(wanted) or None, parameters, tenant, weight), wanted, later)
 
 
 def wants_empty_final(message: Message) -> bool:
@@ -155,38 +163,53 @@ def _place(tensor: Message, key: str, kind: str) -> Any:
 # Inputs
 
 
-def _inputs(message: Message, regions: Regions) -> dict[str, Tensor]:
+def _inputs(message: Message, regions: Regions, later: Later) -> dict[str, Tensor]:
     inputs: dict[str, Tensor] = {}
     blobs = iter(message.raw_input_contents)
-    for given in message.inputs:
+    contents = message.contents if isinstance(message, LongRequest) else {}
+    for place, given in enumerate(message.inputs):
         if given.name in inputs:
             raise InvalidArgument(f"input '{given.name}' already exists in request", field=given.name)
         lent = _memory(given, regions) if given.parameters else None
+        typed = place in contents or given.HasField("contents")
         if lent is None:
-            inputs[given.name] = _input(given, message, next(blobs, None))
+            data = _data(given, message, typed, None if typed else next(blobs, None))
+        elif typed:
+            text = f"unexpected 'content' provided when using shared memory for input tensor '{given.name}' for model"
+            raise InvalidArgument(f"{text} '{message.model_name}'", field=given.name)
         else:
-            inputs[given.name] = _lent_input(given, message, lent)
+            data = lent
+        inputs[given.name] = _input(given, message, contents.get(place), data, later)
     return inputs
 
 
-def _lent_input(given: Message, message: Message, lent: memoryview) -> Tensor:
-    if given.HasField("contents"):
-        text = f"unexpected 'content' provided when using shared memory for input tensor '{given.name}' for model"
-        raise InvalidArgument(f"{text} '{message.model_name}'", field=given.name)
-    return raw.decode(given.datatype, tuple(given.shape), lent, _place_of(given, message))
+def _input(given: Message, message: Message, contents: memoryview | None, data: raw.Raw | None, later: Later) -> Tensor:
+    """Of raw `data`, of long typed `contents`, or of those in the message."""
+    shape, place = tuple(given.shape), _place_of(given, message)
+    if contents is not None:
+        tensor = long_tensors.promise(given.datatype, shape, place)
+        later[given.name] = partial(asyncio.to_thread, _long_contents, given, contents, place)
+        return tensor
+    if data is None:
+        return Tensor(given.name, given.datatype, shape, _contents(given, place))
+    if given.datatype == "BYTES" and len(data) > long_tensors.LONG:
+        tensor = long_tensors.promise(given.datatype, shape, place)
+        later[given.name] = long_tensors.strings(tensor, data, place)
+        return tensor
+    return raw.decode(given.datatype, shape, data, place)
 
 
-def _input(given: Message, message: Message, blob: bytes | None) -> Tensor:
-    shape = tuple(given.shape)
-    if given.HasField("contents"):
+def _data(given: Message, message: Message, typed: bool, blob: raw.Raw | None) -> raw.Raw | None:
+    """What is raw of the input; None of one with `typed` contents."""
+    if typed:
         if message.raw_input_contents:
             text = f"contents field must not be specified when using raw_input_contents for '{given.name}' for model"
             raise InvalidArgument(f"{text} '{message.model_name}'", field=given.name)
-        return Tensor(given.name, given.datatype, shape, _contents(given, _place_of(given, message)))
+        return None
     if blob is None:
         text = f"unable to find data for input tensor '{given.name}' for model '{message.model_name}' in request."
         raise InvalidArgument(text, field=given.name)
-    return raw.decode(given.datatype, shape, blob, _place_of(given, message))
+    return blob
 
 
 def _place_of(given: Message, message: Message) -> raw.Place:
@@ -196,8 +219,39 @@ def _place_of(given: Message, message: Message) -> raw.Place:
 def _contents(given: Message, place: raw.Place) -> NDArray[Any]:
     """The one typed field that is filled, as the input's datatype."""
     count = raw.element_count(given.datatype, tuple(given.shape), place)
+    values = _values(given, given.contents, place)
+    if given.datatype == "BYTES":
+        return raw.strings(list(values), count, place)
+    return _numbers(values, given.datatype, count, place)
+
+
+def _long_contents(given: Message, contents: memoryview, place: raw.Place) -> Tensor:
+    """The same of those that are still bytes, a piece at a time."""
+    shape, datatype, done = tuple(given.shape), given.datatype, 0
+    count = raw.element_count(datatype, shape, place)
+    strings, numbers = [], [_numbers((), datatype, 0, place)]
+    try:
+        for piece in contents_in_pieces(contents):
+            values = _values(given, piece, place)
+            done += len(values)
+            if datatype == "BYTES":
+                raw.check_string_count(count, max(count, done), place)
+                strings += values
+            else:
+                numbers.append(_numbers(values, datatype, len(values), place))
+    except DecodeError as error:
+        raise InvalidArgument(str(error), field=given.name) from None
+    if datatype == "BYTES":
+        return Tensor(given.name, datatype, shape, raw.strings(strings, count, place))
+    size = np.dtype(NUMPY_TYPES.get(datatype, np.uint8)).itemsize
+    raw.check_byte_size(count * size, done * size, place)
+    return Tensor(given.name, datatype, shape, np.concatenate(numbers))
+
+
+def _values(given: Message, contents: Message, place: raw.Place) -> Any:
+    """Of the one field that is filled; raises `InvalidArgument` if it is another datatype's."""
     values: Any = ()
-    for field, held in ((descriptor.name, value) for descriptor, value in given.contents.ListFields()):
+    for field, held in ((descriptor.name, value) for descriptor, value in contents.ListFields()):
         if _CONTENTS[field] != _NARROW.get(given.datatype, given.datatype):
             raise InvalidArgument(
                 f"unexpected explicit tensor data for input tensor '{given.name}' for model '{place.model}' "
@@ -205,9 +259,7 @@ def _contents(given: Message, place: raw.Place) -> NDArray[Any]:
                 field=given.name,
             )
         values = held
-    if given.datatype == "BYTES":
-        return raw.strings(list(values), count, place)
-    return _numbers(values, given.datatype, count, place)
+    return values
 
 
 def _numbers(values: Any, datatype: str, count: int, place: raw.Place) -> NDArray[Any]:

@@ -17,10 +17,15 @@ from .grpc_faults import STOPPING
 from .grpc_options import GrpcOptions
 from .grpc_rules import GrpcRules
 from .grpc_tls import tls_files
+from .grpc_wire import bounded, read_infer
 from .metadata import ServerInfo
 from .options import true
 
 _LARGEST_MESSAGE = 2**31 - 1
+_LARGEST_QUESTION = 1 << 20
+"""Bytes of what is no inference, and no load with files."""
+
+_INFERENCE, _LOAD = ("ModelInfer", "ModelStreamInfer"), "RepositoryModelLoad"
 _COMPRESSION = {
     "none": None,
     "low": grpc.Compression.Deflate,
@@ -105,6 +110,10 @@ def _method(method: Any, handler: Handler) -> grpc.RpcMethodHandler:
     grpc itself would log a traceback and say that the fault is ours. Streams read for themselves.
     """
     read, write = GetMessageClass(method.input_type).FromString, GetMessageClass(method.output_type).SerializeToString
+    if method.name in _INFERENCE:
+        read = read_infer
+    else:
+        read = bounded(read, _LARGEST_MESSAGE if method.name == _LOAD else _LARGEST_QUESTION)
     if method.client_streaming:
         return grpc.stream_stream_rpc_method_handler(handler, read, write)
     return grpc.unary_unary_rpc_method_handler(handler, _or_error(read), write)

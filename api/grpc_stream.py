@@ -13,15 +13,17 @@ import grpc
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2 as pb
 
+from ..core import garbage
 from ..core.errors import CharoniaError, Exiting, InvalidArgument
 from ..core.gateway import Gateway
 from ..core.request import InferResponse
 from .faults import UNEXPECTED
 from .grpc_faults import STOPPING, Context, client_id_of, metadata_of, text_of
-from .grpc_messages import Message, mark_final, read_version, write_fault
-from .grpc_messages import write_response as write
+from .grpc_messages import Message, mark_final, read_version, write_fault, written
 from .grpc_requests import read_call, wants_empty_final
 from .grpc_rules import Caller
+from .grpc_wire import LongRequest
+from .long_tensors import decoded
 
 log = logging.getLogger(__name__)
 
@@ -141,13 +143,17 @@ async def _responses(gateway: Gateway, request: Message, caller: Caller) -> Asyn
     if gateway.exiting():
         raise Exiting(STOPPING)
     config = gateway.model(request.model_name, read_version(request.model_version))
-    (asked, wanted), final = read_call(request, gateway.commons.regions, caller), False
+    (asked, wanted, later), final = read_call(request, gateway.commons.regions, caller), False
+    if isinstance(request, LongRequest):
+        garbage.was_large()
+    if later:
+        asked = await decoded(config, asked, later)
     async with aclosing(gateway.infer(config.name, config.version, asked)) as responses:
         async for response in responses:
             final = response.final or not config.decoupled
-            yield mark_final(write(config, asked.id, response, wanted), final)
+            yield mark_final(await written(config, asked.id, response, wanted), final)
     if not final and wants_empty_final(request):
-        yield mark_final(write(config, asked.id, InferResponse(()), wanted), True)
+        yield mark_final(await written(config, asked.id, InferResponse(()), wanted), True)
 
 
 def _first(error: Exception) -> Exception:

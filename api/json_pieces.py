@@ -25,9 +25,8 @@ MOST_VALUES = 1 << 15
 _LONGEST = 1 << 16
 """Bytes of a number, and of an object's key."""
 
-_BLOCK = 1 << 16
-_TURN = 2
-"""Blocks that are looked at before others get a turn."""
+_BLOCK = 1 << 15
+"""Bytes that are looked at before others get a turn."""
 
 _DEEPEST = 1000
 _QUOTE, _BACKSLASH, _COMMA, _OPEN, _CLOSE = range(1, 6)
@@ -91,8 +90,7 @@ class _Text:
             self._least.append(min(self._states[block].depth, int(marks.depths.min(initial=_DEEPEST))))
             if marks.depths.max(initial=0) > _DEEPEST:
                 raise malformed("it is nested too deeply", block * _BLOCK)
-            if block % _TURN == 0:
-                await asyncio.sleep(0)
+            await asyncio.sleep(0)
         if state.depth > 0 or state.quoted:
             raise malformed("unexpected end of data", len(self))
 
@@ -100,10 +98,9 @@ class _Text:
         """Those from `begin` on, a block at a time; not of blocks in which all is deeper than `deepest`."""
         first = begin // _BLOCK
         for block in range(first, len(self._states)):
-            if block % _TURN == 0:
-                await asyncio.sleep(0)
             if self._least[block] > deepest:
                 continue
+            await asyncio.sleep(0)
             marks, _ = self._marks(block)
             if block == first:
                 marks = marks.part(slice(int(np.searchsorted(marks.at, begin)), None))

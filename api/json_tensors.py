@@ -5,6 +5,7 @@ Knows v2's section 3.2; not which protocol's JSON it is.
 
 import json
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -36,16 +37,24 @@ def flat(values: list[Any]) -> list[Any]:
     Raises:
         InvalidArgument: they are too deep.
     """
-    if list not in set(map(type, values)):
-        return values
-    elements: list[Any] = []
-    _gather(values, elements, 1)
-    return elements
+    depth = 1
+    while list in (kinds := set(map(type, values))):
+        if len(kinds) > 1:
+            elements: list[Any] = []
+            _gather(values, elements, depth)
+            return elements
+        values, depth = list(chain.from_iterable(values)), depth + 1
+        _check_depth(depth)
+    return values
+
+
+def _check_depth(depth: int) -> None:
+    if depth >= _DEEPEST:
+        raise InvalidArgument(f"JSON nesting depth exceeds maximum allowed limit ({_DEEPEST})", field="data")
 
 
 def _gather(values: list[Any], elements: list[Any], depth: int) -> None:
-    if depth >= _DEEPEST:
-        raise InvalidArgument(f"JSON nesting depth exceeds maximum allowed limit ({_DEEPEST})", field="data")
+    _check_depth(depth)
     if list not in set(map(type, values)):
         elements.extend(values)
         return

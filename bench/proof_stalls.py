@@ -53,6 +53,7 @@ class Stall(NamedTuple):
     seconds: float
     gap: float
     kept: int
+    internal: bool = False
 
     @property
     def faults(self) -> list[str]:
@@ -61,7 +62,7 @@ class Stall(NamedTuple):
             found.append(f"{self.gap * 1000:.0f} ms")
         if self.kept > KEPT_BYTES:
             found.append(f"{self.kept >> 20} MiB stay")
-        if self.status.startswith(("5", "INTERNAL", "UNKNOWN")):
+        if self.status.startswith(("500", "INTERNAL", "UNKNOWN")) and not self.internal:
             found.append(self.status)
         return found
 
@@ -150,7 +151,7 @@ def assail(place: Place, watch: Connection, attack: Attack) -> Stall:
     deadline = time.monotonic() + _SETTLE_SECONDS
     while (kept := census(place).frontend.rss - before) > KEPT_BYTES and time.monotonic() < deadline:
         time.sleep(0.1)
-    return Stall(attack.name, status, seconds, _gap(watch), kept)
+    return Stall(attack.name, status, seconds, _gap(watch), kept, attack.internal)
 
 
 def siege(place: Place, json_size: int, raw_size: int, tries: int = 1, only: str = "") -> Iterator[Stall]:

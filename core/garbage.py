@@ -1,9 +1,12 @@
-"""Python's cycle collector in processes that serve: what lasts is not looked at again and again.
+"""Memory in processes that serve: what lasts is not looked at again and again, what was large is given back.
 
-Nearly everything is freed as its last reference goes; the collector is for cycles, which stay rare while serving, and
-each of its rounds walks over what it could not free before.
+Nearly everything is freed as its last reference goes; Python's cycle collector is for cycles, which stay rare while
+serving, and each of its rounds walks over what it could not free before. What is freed the C library keeps for later:
+after a large request that is most of what the process holds.
 """
 
+import asyncio
+import ctypes
 import gc
 
 _THRESHOLDS = (20_000, 50, 100)
@@ -21,3 +24,27 @@ def collect() -> None:
     gc.unfreeze()
     gc.collect()
     gc.freeze()
+
+
+LARGE = 1 << 20
+"""Bytes of a request after which memory is given back."""
+
+_MOMENTS = (2.0, 7.0)
+"""Seconds after the first large request since the last time; it may take a while."""
+
+_given_back: set[float] = set()
+
+
+def was_large() -> None:
+    """A large request came: what it leaves free goes back to the system before long. For the event loop's thread."""
+    for moment in _MOMENTS:
+        if moment not in _given_back:
+            _given_back.add(moment)
+            asyncio.get_running_loop().call_later(moment, _give_back, moment)
+
+
+def _give_back(moment: float) -> None:
+    _given_back.discard(moment)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        asyncio.get_running_loop().run_in_executor(None, trim, 0)

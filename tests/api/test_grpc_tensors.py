@@ -74,7 +74,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 @given(tensors(*NUMPY_TYPES))
 def test_raw_tensors_come_back(tensor: Tensor) -> None:
     described = {"name": "T", "datatype": tensor.datatype, "shape": tensor.shape}
-    asked, _ = read(pb.ModelInferRequest(inputs=[described], raw_input_contents=[raw_bytes(tensor)]))
+    asked, _, _ = read(pb.ModelInferRequest(inputs=[described], raw_input_contents=[raw_bytes(tensor)]))
     assert same(asked.inputs["T"], tensor)
     answer = write_response(MODEL, "", InferResponse((asked.inputs["T"],)), {})
     [output] = answer.outputs
@@ -88,7 +88,7 @@ def test_typed_tensors_come_back(tensor: Tensor) -> None:
         tensor = Tensor("T", tensor.datatype, tensor.shape, np.nan_to_num(tensor.data))
     described = {"name": "T", "datatype": tensor.datatype, "shape": tensor.shape}
     contents = {FIELDS[tensor.datatype]: tensor.data.ravel().tolist()}
-    asked, _ = read(pb.ModelInferRequest(inputs=[described | {"contents": contents}]))
+    asked, _, _ = read(pb.ModelInferRequest(inputs=[described | {"contents": contents}]))
     assert same(asked.inputs["T"], tensor)
 
 

@@ -1,7 +1,13 @@
-"""The cycle collector while serving; each case in a process of its own."""
+"""The cycle collector while serving, in a process of its own; and memory that large requests leave."""
 
+import asyncio
 import subprocess
 import sys
+from types import SimpleNamespace
+
+import pytest
+
+from charonia.core import garbage
 
 CASE = """
 import gc, weakref
@@ -29,3 +35,14 @@ assert seen() is None, "a cycle from before was not freed"
 
 def test_what_lasts_is_left_alone_and_still_freed_when_it_goes() -> None:
     subprocess.run([sys.executable, "-c", CASE], check=True, timeout=60)
+
+
+async def test_memory_is_given_back_once_for_all_large_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed: list[int] = []
+    monkeypatch.setattr(garbage, "_MOMENTS", (0.0, 0.01))
+    monkeypatch.setattr(garbage.ctypes, "CDLL", lambda _: SimpleNamespace(malloc_trim=trimmed.append))
+    for _ in range(2):
+        for _ in range(10):
+            garbage.was_large()
+        await asyncio.sleep(0.05)
+    assert trimmed == [0] * 4
