@@ -6,6 +6,7 @@ nothing is created or removed here.
 
 import mmap
 import os
+import weakref
 from typing import NamedTuple
 
 import posix_ipc
@@ -38,13 +39,14 @@ class Span(NamedTuple):
 class Regions:
     """Every registered region. Without `allowed` none can be; asking what there is always works.
 
-    A region that is taken back stays mapped while somebody holds a view of it, and no longer: the mapping is the
-    view's base, and goes with the last of them.
+    A region that is taken back stays mapped, and in the status, while somebody holds a view of it, and no longer: the
+    mapping is the view's base, and goes with the last of them.
     """
 
     def __init__(self, allowed: bool = False) -> None:
         self._allowed = allowed
         self._mapped: dict[str, tuple[Region, mmap.mmap]] = {}
+        self._leaving: list[tuple[Region, weakref.ref[mmap.mmap]]] = []
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """Map a client's region.
@@ -69,10 +71,8 @@ class Regions:
     def unregister(self, name: str = "") -> None:
         """Take back one region, or all; a name that nobody has is no error."""
         self._check_allowed()
-        if name:
-            self._mapped.pop(name, None)
-        else:
-            self._mapped.clear()
+        taken = [self._mapped.pop(each) for each in ([name] if name else list(self._mapped)) if each in self._mapped]
+        self._leaving = [*self._in_use(), *((region, weakref.ref(memory)) for region, memory in taken)]
 
     def status(self, name: str = "") -> list[Region]:
         """All regions, or one.
@@ -80,11 +80,10 @@ class Regions:
         Raises:
             NotFound: there is none of this name.
         """
-        if not name:
-            return [region for region, _ in self._mapped.values()]
-        if name not in self._mapped:
+        known = {region.name: region for region, _ in (*self._in_use(), *self._mapped.values())}
+        if name and name not in known:
             raise NotFound(f"Unable to find system shared memory region: '{name}'", field="name")
-        return [self._mapped[name][0]]
+        return [known[name]] if name else list(known.values())
 
     def view(self, span: Span) -> memoryview:
         """Its bytes, to read and to write. Hold it no longer than the request.
@@ -123,6 +122,10 @@ class Regions:
         """Raises `NotFound` for any name: there is none."""
         if name:
             raise NotFound(f"Unable to find cuda shared memory region: '{name}'", field="name")
+
+    def _in_use(self) -> list[tuple[Region, weakref.ref[mmap.mmap]]]:
+        """Those that were taken back and somebody holds a view of."""
+        return [(region, memory) for region, memory in self._leaving if memory() is not None]
 
     def _check_allowed(self) -> None:
         if not self._allowed:

@@ -62,11 +62,12 @@ def test_what_is_in_use_goes_with_its_last_view(regions: Regions, key: str) -> N
     array = np.frombuffer(regions.view(Span("a", 0, 8)), np.int64)
     regions.unregister("a")
     assert (array[0], mapped(key)) == (0, 1)
+    assert regions.status() == regions.status("a") == [Region("a", key, 0, SIZE)]
     with pytest.raises(NotFound, match="Unable to find shared memory region: 'a'"):
         regions.view(Span("a", 0, 8))
     gc.disable()  # the reference counts alone do it
     del array
-    assert mapped(key) == 0
+    assert (mapped(key), regions.status()) == (0, [])
     gc.enable()
 
 
