@@ -14,6 +14,11 @@ async def serve(hub: Hub, doors: Servers, stop: StopSignals, patience: float) ->
     What is new is refused from then on; what runs has `patience` seconds to finish, or until someone insists.
     """
     await first_of(stop.asked.wait(), doors.ended())
+    await close(hub, doors, stop, patience)
+
+
+async def close(hub: Hub, doors: Servers, stop: StopSignals, patience: float) -> None:
+    """The same, and nobody needs to ask."""
     hub.exit()
     log.info("shutting down: up to %g s for running requests; another signal forces", patience)
     await first_of(hub.drained(), stop.insisted.wait(), timeout=patience)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,8 +126,9 @@ def first_model(place: Place) -> str:
 
 
 @contextmanager
-def own_server(*what: str) -> Iterator[Place]:
-    """A server over `what` (arguments of `charonia serve`) on free loopback ports; stopped in the end.
+def own_server(*what: str, on_open: Callable[[], None] = lambda: None) -> Iterator[Place]:
+    """A server over `what` (arguments of `charonia serve`) on free loopback ports; stopped in the end. `on_open` is
+    called when it takes connections, which is before it is ready.
 
     Raises:
         Unavailable: it ended before it was ready; the message holds its last words.
@@ -138,6 +139,8 @@ def own_server(*what: str) -> Iterator[Place]:
     command = [sys.executable, "-m", "charonia", "serve", *what, *addresses, *flags]
     with process(command) as (pid, alive):
         place = Place(LOOPBACK, ports[0], ports[1], pid, ports[2], alive.output)
+        until_open(place, alive)
+        on_open()
         _until_ready(place, alive)
         yield place
 

@@ -1,7 +1,7 @@
-"""From `charonia serve` to ready: `python -m charonia.bench.start CHECKPOINT [--runs 3] [-- FLAGS]`.
+"""From `charonia serve` to ready: `python -m charonia.bench.start CHECKPOINT [--copies 13] [--runs 3] [-- FLAGS]`.
 
-Says what the server says of its phases, the processor time that both processes had by then, and with `--imports` which
-modules cost most to import. The disk is warm from the second run on.
+Says when its port answers, what the server says of its phases, the processor time that its processes had by then, and
+with `--imports` which modules cost most to import. The disk is warm from the second run on.
 """
 
 import os
@@ -9,6 +9,8 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, NamedTuple
 
 from cyclopts import App, Parameter
@@ -23,8 +25,10 @@ app = App(name="python -m charonia.bench.start", help=__doc__)
 
 
 class Start(NamedTuple):
-    """Seconds to ready, processor seconds of both processes, and what the server said."""
+    """Seconds until its port answers and until it is ready, processor seconds of the frontend and of engine cores, and
+    what the server said."""
 
+    listening: float
     seconds: float
     frontend: float
     engine: float
@@ -42,11 +46,22 @@ class Import(NamedTuple):
 def start(*what: str) -> Start:
     """Serve `what`, arguments of `charonia serve`, until it is ready."""
     began = time.perf_counter()
-    with own_server(*what) as place:
+    times: list[float] = []
+    with own_server(*what, on_open=lambda: times.append(time.perf_counter() - began)) as place:
         seconds = time.perf_counter() - began
         spent = cpu_seconds(place.pid)
         said = place.log.read_text() if place.log else ""
-    return Start(seconds, spent.frontend if spent else 0.0, spent.engine if spent else 0.0, said)
+    return Start(times[0], seconds, spent.frontend if spent else 0.0, spent.engine if spent else 0.0, said)
+
+
+def write_copies(root: Path, checkpoint: Path, copies: int) -> Path:
+    """A repository of so many models, all of them that checkpoint."""
+    for number in range(copies):
+        model = root / f"copy-{number:02}"
+        model.mkdir(parents=True)
+        (model / "config.pbtxt").write_text('backend: "charonia"')
+        (model / "1").symlink_to(checkpoint.resolve())
+    return root
 
 
 def imports(said: str, least: float = 20.0) -> list[Import]:
@@ -61,6 +76,7 @@ def main(
     checkpoint: str,
     *flags: Annotated[str, Parameter(allow_leading_hyphen=True)],
     runs: int = 3,
+    copies: int = 1,
     imports_too: bool = False,
 ) -> None:
     """Print each run.
@@ -73,21 +89,25 @@ def main(
         Further flags of `charonia serve`.
     runs
         How often.
+    copies
+        Serve a repository of so many models, each of which is the checkpoint.
     imports_too
         Then once more, to tell what imports cost.
     """
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    for run in range(runs):
-        one = start(checkpoint, *flags)
-        console.print(
-            f"run {run}: ready after {one.seconds:.2f} s; processor time {one.frontend:.2f} s in the frontend,"
-            f" {one.engine:.2f} s in the core"
-        )
-        console.print("".join(f"    {line}\n" for line in one.said.splitlines()), end="")
-    if imports_too:
-        with _timed_imports():
-            for each in imports(start(checkpoint, *flags).said):
-                console.print(f"{each.milliseconds:8.0f} ms {'  ' * each.depth}{each.module}")
+    with TemporaryDirectory() as scratch:
+        what = checkpoint if copies == 1 else str(write_copies(Path(scratch), Path(checkpoint), copies))
+        for run in range(runs):
+            one = start(what, *flags)
+            console.print(
+                f"run {run}: its port answers after {one.listening:.2f} s, ready after {one.seconds:.2f} s; processor"
+                f" time {one.frontend:.2f} s in the frontend, {one.engine:.2f} s in engine cores"
+            )
+            console.print("".join(f"    {line}\n" for line in one.said.splitlines()), end="")
+        if imports_too:
+            with _timed_imports():
+                for each in imports(start(what, *flags).said):
+                    console.print(f"{each.milliseconds:8.0f} ms {'  ' * each.depth}{each.module}")
 
 
 @contextmanager

@@ -15,9 +15,7 @@ from ..api.metrics import Source, build_registry
 from ..api.metrics_server import metrics_served, of_machine
 from ..api.options import true
 from ..api.ports import Ports
-from ..api.server import HttpServer, Server, Servers, StopSignals
-from ..api.serving import serve
-from ..core import garbage
+from ..api.server import HttpServer, Server, Servers
 from ..repository.gateway import Hub
 from .plan import Plan
 
@@ -45,13 +43,13 @@ class Doors:
         """Metrics are served on their own port during the block, if they are wanted."""
         return metrics_served(self._registry, self._ports.metrics)
 
-    async def serve(self, stop: StopSignals) -> None:
-        """Open those for requests and say so; return when somebody asked to stop and they are closed."""
+    async def open(self) -> Servers:
+        """Open those for requests, whatever is loaded by now."""
         doors = Servers(*self._wanted())
-        garbage.settle()
         await doors.start()
-        self._announce()
-        await serve(self._hub, doors, stop, self._plan.server.exit_timeout_secs)
+        if self._ports.http is not None:
+            print(f"Listening on {self._url}", flush=True)
+        return doors
 
     def _wanted(self) -> Iterator[Server]:
         entry = self._plan.entry
@@ -67,7 +65,8 @@ class Doors:
     def _models(self) -> list[str]:
         return [config.name for config in self._hub.models()]
 
-    def _announce(self) -> None:
+    def announce(self) -> None:
+        """Say where it serves."""
         entry, options = self._plan.entry, self._plan.server
         if self._grpc is not None:
             print(f"gRPC on {reachable(self._plan.grpc.grpc_address, self._grpc.port)}")
@@ -76,5 +75,10 @@ class Doors:
         if self._ports.http is None:
             print("Serving without HTTP", flush=True)
             return
-        at = url(options.http_address, self._ports.http.getsockname()[1], entry.tls is not None)
-        say_ready(self._hub, at, bool(entry.keys))
+        say_ready(self._hub, self._url, bool(entry.keys))
+
+    @property
+    def _url(self) -> str:
+        http = self._ports.http
+        port = 0 if http is None else http.getsockname()[1]
+        return url(self._plan.server.http_address, port, self._plan.entry.tls is not None)

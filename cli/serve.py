@@ -1,4 +1,7 @@
-"""One server's life: models load while doors are made, the doors open, and all ends together."""
+"""One server's life: models load while doors are made, the doors open, and all ends together.
+
+Doors open before models are loaded: whoever looks after the server sees that it lives, and that it is not ready.
+"""
 
 import asyncio
 import logging
@@ -9,6 +12,8 @@ from typing import TYPE_CHECKING
 from ..api.options import true
 from ..api.ports import Ports, reserved
 from ..api.server import StopSignals, first_of
+from ..api.serving import close, serve
+from ..core import garbage
 from ..core.exchange import Exchange
 from ..core.looplag import LoopLag
 from ..core.open_files import allow_files
@@ -44,13 +49,22 @@ async def run(plan: Plan, tracer: "Tracer | None") -> int:
         lag,
         closing(traces),
     ):
+        hub.lifecycle.load_one_at_a_time()
         loading = asyncio.create_task(_load(plan, keeper, stop))
         try:
             doors = await _doors(plan, hub, ports, (hub.measure, lag.measure))
-            if not await loading:
-                return 0 if stop.asked.is_set() else 1
-            async with doors.metrics(), plan.selection.kept(keeper):
-                await doors.serve(stop)
+            patience = plan.server.exit_timeout_secs
+            async with doors.metrics():
+                servers = await doors.open()
+                hub.lifecycle.load_side_by_side()
+                await first_of(asyncio.shield(loading), servers.ended())
+                if not await loading:
+                    await close(hub, servers, stop, patience)
+                    return 0 if stop.asked.is_set() else 1
+                garbage.settle()
+                doors.announce()
+                async with plan.selection.kept(keeper):
+                    await serve(hub, servers, stop, patience)
             return 0
         finally:
             loading.cancel()

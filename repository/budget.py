@@ -35,7 +35,7 @@ class Memory:
 
     @property
     def held(self) -> int:
-        return sum(claim.size for claim in self.claims)
+        return sum(claim.reserved for claim in self.claims)
 
     @property
     def left(self) -> int:
@@ -78,13 +78,16 @@ class Memory:
 
 
 class Claim:
-    """What one version of a model has of one memory: what it stated, or what is known of it once it has loaded."""
+    """What one version of a model has of one memory: what it stated, or what is known of it once it has loaded. While
+    it loads it may take more, up to what it was granted."""
 
     def __init__(self, memory: Memory, name: str, version: str, stated: int) -> None:
         self.name = name
         self.version = version
         self._memory = memory
         self._stated = stated
+        self._granted = stated
+        self._loading = True
         self._before = memory.free()
         self._taken = 0
         self._holder: Holder | None = None
@@ -95,12 +98,25 @@ class Claim:
         return max(self._stated, known)
 
     @property
+    def reserved(self) -> int:
+        """What nobody else may have."""
+        return self._granted if self._loading else self.size
+
+    @property
     def to_come(self) -> int:
-        """Promised, and not taken yet. What states its bytes takes them all while it loads."""
+        """Promised, and not taken yet. While it loads that is all it was granted: nobody knows how much of it is taken.
+        What states its bytes has them all once it has loaded."""
+        if self._loading and self._memory.gpu is None:
+            return self._granted
         return 0 if self._holder is None else self._holder.holding().to_come
+
+    def grant(self, size: int) -> None:
+        """It may take so much while it loads, and then says what it needs of that."""
+        self._granted = max(self._stated, size)
 
     def loaded(self, model: object) -> None:
         """From now on it speaks for itself, if it can."""
+        self._loading = False
         if self._memory.gpu is not None:
             self._taken = self._before - self._memory.free()
         elif isinstance(model, Holder):
@@ -118,7 +134,12 @@ class Hold:
     """All that one version of a model has, of every memory."""
 
     def __init__(self, claims: Sequence[Claim]) -> None:
+        """The host's memory is the first."""
         self._claims = claims
+
+    def grant(self, size: int) -> None:
+        """Of the host's memory: see `Claim.grant`."""
+        self._claims[0].grant(size)
 
     def loaded(self, model: object) -> None:
         for claim in self._claims:

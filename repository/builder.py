@@ -83,8 +83,9 @@ class Builder:
     quantiles: tuple[float, ...] = ()
     cache: ResponseCache | None = None
 
-    def recipe(self, source: ModelSource, version: VersionSource) -> Recipe:
-        """Reads files and imports what it needs, which may take a while.
+    def recipe(self, source: ModelSource, version: VersionSource, sharers: int = 1) -> Recipe:
+        """Reads files and imports what it needs, which may take a while. `sharers`: models that load side by side and
+        divide what is left of the host's memory, this one among them, if it sizes itself by that.
 
         Raises:
             CharoniaError: the model cannot be; the message says where its config is wrong.
@@ -93,18 +94,19 @@ class Builder:
             check_backend(source.name, source.backend)
             refuse_unserved(source.config)
             check_written(source.config)
-            return self._language(source, version) or self._classic(source, version)
+            return self._language(source, version, sharers) or self._classic(source, version)
         except CharoniaError as error:
             raise located(error, source.file) from None
 
-    def _language(self, source: ModelSource, version: VersionSource) -> Recipe | None:
+    def _language(self, source: ModelSource, version: VersionSource, sharers: int) -> Recipe | None:
         build, needs, look = kind_of(source.backend), needs_of(source.backend), examine_of(source.backend)
         if build is None:
             return None
         parameters = {**self.backends.settings.get(source.backend, {}), **source.parameters}
         needed = () if needs is None else needs(version.path, parameters, usable_gpus())
-        granted = {} if needs is None else self._granted(needed)
+        granted = {} if needs is None else self._granted(needed, sharers)
         hold = self.budget.take(source.name, version.number, needed)
+        hold.grant(granted.get("memory", 0))
         return Recipe(
             lambda on_progress: build(source.name, version.number, version.path, parameters, on_progress, **granted),
             lambda config: described(config, source.config),
@@ -113,9 +115,10 @@ class Builder:
             lambda: "" if look is None else look(version.path, parameters),
         )
 
-    def _granted(self, needed: Sequence[Share]) -> dict[str, int]:
-        """All that is left where it goes."""
-        granted = {"memory": self.budget.host.left}
+    def _granted(self, needed: Sequence[Share], sharers: int) -> dict[str, int]:
+        """What it needs and a share of what is left of the host's memory then; all that is left of GPUs."""
+        stated, left = sum(share.size for share in needed if share.gpu is None), self.budget.host.left
+        granted = {"memory": stated + max(0, left - stated) // sharers}
         on_each = self.budget.left([share.gpu for share in needed if share.gpu is not None])
         return granted if on_each is None else {**granted, "gpu_memory": on_each}
 

@@ -70,6 +70,7 @@ def _check(source: ModelSource, builder: Builder) -> Iterator[Finding]:
             recipe = builder.recipe(source, version)
             made.append(recipe.make(silent).config.document)
             notes.append(recipe.examine())
+            recipe.release()
         except CharoniaError as error:
             raise located(error, source.file) from None
     for path in idle_fields(source.config, made=made):

@@ -49,11 +49,11 @@ class Display:
         return on_progress
 
     def loaded(self, name: str, seconds: float) -> None:
-        self._hide_all()
+        self._hide_all(name)
         self.line(f"{name}: ready after {_seconds(seconds)}")
 
     def failed(self, name: str, reason: str) -> None:
-        self._hide_all()
+        self._hide_all(name)
         self.line(f"{name}: FAILED: {reason}")
 
     def _show(self, title: str, fraction: float) -> None:
@@ -65,8 +65,9 @@ class Display:
         if title in self._phases:
             self._bars.remove_task(self._phases.pop(title))
 
-    def _hide_all(self) -> None:
-        for title in list(self._phases):
+    def _hide_all(self, name: str) -> None:
+        """Of that model."""
+        for title in [title for title in self._phases if title.startswith(f"{name}: ")]:
             self._hide(title)
 
 

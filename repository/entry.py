@@ -1,5 +1,6 @@
 """What the hub knows of one model: its versions, loaded or not, and which of them is the latest."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -60,7 +61,8 @@ class Version:
 @dataclass(slots=True)
 class Entry:
     """A known model. `wanted`: it is to be served; nobody waits for one that a user unloaded. `reason`: why there are
-    no versions. `failures`: loads that failed, by version."""
+    no versions. `failures`: loads that failed, by version. `changing`: held while versions load, or wait for that, and
+    while they are taken out of service."""
 
     name: str
     versions: dict[str, Version] = field(default_factory=dict)
@@ -68,6 +70,7 @@ class Entry:
     wanted: bool = True
     reason: str = ""
     failures: Counter[str] = field(default_factory=Counter)
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def ready(self) -> bool:

@@ -110,6 +110,11 @@ def needs_of(backend: str) -> Needs | None:
     return cast(Needs, _import(NEEDS[backend])) if backend in NEEDS else None
 
 
+def sizes_itself(backend: str) -> bool:
+    """Whether models of that backend take as much memory as they are granted."""
+    return backend in NEEDS
+
+
 def examine_of(backend: str) -> Examine | None:
     """What looks at the files of models of that backend beyond what building them does."""
     return cast(Examine, _import(EXAMINES[backend])) if backend in EXAMINES else None

@@ -1,25 +1,29 @@
 """Loads models and takes them out of service again: the new serves before the old goes, and the old until it is done.
 
-One model loads at a time, so that each sizes itself by what the others left.
+Models load side by side as far as there are cores and memory for it. Those that take as much memory as they are granted
+divide what is left; what does not fit waits until those that load have said what they need. Where there are GPUs one
+loads at a time: what is free there no longer is what it took.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from ..core.errors import CharoniaError
 from ..core.gateway import State
+from ..core.gpus import usable_gpus
+from ..core.host import cores
 from ..core.model import Document, Model
 from .budget import NoRoom
 from .builder import Builder, Recipe
 from .effects import idle_fields, idleness
 from .entry import Entry, Serving, Version
-from .kinds import OnProgress
+from .kinds import OnProgress, sizes_itself
 from .registry import Registry
 from .release import Shared, both, return_memory
 from .running import Tally
@@ -29,6 +33,9 @@ from .versions import almost_versions
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_SIDE_BY_SIDE = 4
+"""Models that load at once at most: each divides the memory more."""
 
 _PATIENCE = 10.0
 """Seconds for which what does not fit waits for the next of those that are leaving to be gone."""
@@ -55,7 +62,11 @@ class Lifecycle:
         self._grace = grace
         self._registry = registry
         self._builder = builder
-        self._loading = asyncio.Lock()
+        self._width = 1 if usable_gpus() else min(_SIDE_BY_SIDE, cores().logical)
+        self._slots = asyncio.Semaphore(self._width)
+        self._under_way: set[asyncio.Future[None]] = set()
+        self._ungranted: set[str] = set()
+        self._granting = asyncio.Lock()
         self._leaving: set[asyncio.Task[None]] = set()
         self._hurry = asyncio.Event()
         # One thread for all that blocks: each that ever ran keeps some memory of what it did.
@@ -65,31 +76,51 @@ class Lifecycle:
         """Do what blocks, outside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
+    def load_one_at_a_time(self) -> None:
+        """Until `load_side_by_side`; nothing loads yet."""
+        self._slots = asyncio.Semaphore(1)
+
+    def load_side_by_side(self) -> None:
+        for _ in range(1, self._width):
+            self._slots.release()
+
     async def load(
         self, source: ModelSource, on_progress: OnProgress = silent, release: Callable[[], None] = lambda: None
-    ) -> None:
+    ) -> float:
         """Serve the versions of `source`, and no others of its model; those that are served as they are, go on.
-        `release` is called once when what was loaded has gone, or if nothing was.
+        `release` is called once when what was loaded has gone, or if nothing was. Returns the seconds that it took from
+        its turn on.
 
         Raises:
             LoadFailure: a version did not load; everything is as before.
         """
-        async with self._loading:
-            entry = self._registry.entry(source.name)
-            entry.wanted = True
-            new, shared = {}, Shared(release)
-            try:
-                for version in source.versions:
-                    kept = _unchanged(entry, version)
-                    new[version.number] = kept or await self._start(entry, source, version, on_progress, shared)
-            except BaseException:
-                await self._abandon([each for number, each in new.items() if _served(entry, number) is not each])
-                raise
-            finally:
-                shared.leave()
-            for serving in entry.publish(new.items()):
-                self._retire(entry, serving)
-            _tell_idle(source, self._builder.cache is not None, [each.config.document for each in new.values()])
+        entry, shared = self._registry.entry(source.name), Shared(release)
+        if sizes_itself(source.backend):
+            self._ungranted.add(source.name)
+        try:
+            async with entry.changing:
+                await asyncio.sleep(0)  # those that were asked for together divide the memory
+                async with self._slots:
+                    started = time.monotonic()
+                    await self._load(entry, source, on_progress, shared)
+                    return time.monotonic() - started
+        finally:
+            self._ungranted.discard(source.name)
+            shared.leave()
+
+    async def _load(self, entry: Entry, source: ModelSource, on_progress: OnProgress, shared: Shared) -> None:
+        entry.wanted = True
+        new = {}
+        try:
+            for version in source.versions:
+                kept = _unchanged(entry, version)
+                new[version.number] = kept or await self._start(entry, source, version, on_progress, shared)
+        except BaseException:
+            await self._abandon([each for number, each in new.items() if _served(entry, number) is not each])
+            raise
+        for serving in entry.publish(new.items()):
+            self._retire(entry, serving)
+        _tell_idle(source, self._builder.cache is not None, [each.config.document for each in new.values()])
 
     async def serve(self, name: str, number: str, build: Callable[[], Model]) -> None:
         """Load and serve a model that is made by hand. Raises `LoadFailure`."""
@@ -99,10 +130,10 @@ class Lifecycle:
 
     async def unload(self, name: str) -> None:
         """Serve a model no more; return when it takes no requests."""
-        async with self._loading:
-            entry = self._registry.entries.get(name)
-            if entry is None:
-                return
+        entry = self._registry.entries.get(name)
+        if entry is None:
+            return
+        async with entry.changing:
             entry.wanted = False
             for serving in entry.publish(()):
                 self._retire(entry, serving)
@@ -125,21 +156,26 @@ class Lifecycle:
         self, entry: Entry, source: ModelSource, version: VersionSource, on_progress: OnProgress, shared: Shared
     ) -> Serving:
         async def recipe() -> Recipe:
-            return await self._where_room_is(partial(self._builder.recipe, source, version))
+            return await self._where_room_is(source, version)
 
         serving = await self._attempt(entry, version.number, recipe, on_progress, source.file)
         serving.mark, serving.release = version.mark, both(serving.release, shared.take())
         return serving
 
-    async def _where_room_is(self, recipe: Callable[[], Recipe]) -> Recipe:
-        """Those that are leaving still hold what they will give back."""
+    async def _where_room_is(self, source: ModelSource, version: VersionSource) -> Recipe:
+        """Those that are leaving still hold what they will give back, and those that load what they were granted."""
         while True:
-            leaving = set(self._leaving)
-            try:
-                return await self.aside(recipe)
-            except NoRoom:
-                if not leaving or not await _one_has_gone(leaving):
-                    raise
+            async with self._granting:
+                others = {*self._leaving, *self._under_way}
+                sharers = max(1, min(len(self._ungranted), self._width - len(self._under_way)))
+                try:
+                    recipe = await self.aside(self._builder.recipe, source, version, sharers)
+                    self._ungranted.discard(source.name)
+                    return recipe
+                except NoRoom as error:
+                    refusal = error
+            if not await _one_is_done(others, None if self._under_way else _PATIENCE):
+                raise refusal
 
     async def _attempt(
         self,
@@ -168,14 +204,26 @@ class Lifecycle:
         return Serving(model, made.describe(model.config), tally, took, release=made.release)
 
     async def _loaded(self, recipe: Recipe, on_progress: OnProgress) -> Model:
-        try:
-            model = await self.aside(recipe.make, on_progress)
-            await model.load()
-            recipe.loaded(model)
-        except BaseException:
-            recipe.release()
-            raise
+        with self._loading():
+            try:
+                model = await self.aside(recipe.make, on_progress)
+                await model.load()
+                recipe.loaded(model)
+            except BaseException:
+                recipe.release()
+                raise
         return model
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        """What it was granted, nobody else has meanwhile."""
+        under_way = asyncio.get_running_loop().create_future()
+        self._under_way.add(under_way)
+        try:
+            yield
+        finally:
+            self._under_way.discard(under_way)
+            under_way.set_result(None)
 
     async def _abandon(self, loaded: Sequence[Serving]) -> None:
         """They were loaded in vain."""
@@ -213,9 +261,11 @@ class Lifecycle:
                 each.cancel()
 
 
-async def _one_has_gone(leaving: set[asyncio.Task[None]]) -> bool:
-    gone, _ = await asyncio.wait(leaving, timeout=_PATIENCE, return_when=asyncio.FIRST_COMPLETED)
-    return bool(gone)
+async def _one_is_done(others: set[asyncio.Future[None]], patience: float | None) -> bool:
+    if not others:
+        return False
+    done, _ = await asyncio.wait(others, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+    return bool(done)
 
 
 async def _by_hand(build: Callable[[], Model]) -> Recipe:

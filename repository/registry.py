@@ -49,7 +49,7 @@ class Registry:
 
         Raises:
             NotFound: no such model or version, or none of its versions is served.
-            Unavailable: that version is not served.
+            Unavailable: that version is not served, or the model is being loaded.
         """
         version = self.find(name, number)
         if version is not None:
@@ -58,6 +58,8 @@ class Registry:
                 return serving
         if number:
             raise Unavailable(f"Request for unknown model: '{name}' version {number} is not at ready state")
+        if self.entries[name].changing.locked():
+            raise Unavailable(f"Request for unknown model: '{name}' is not at ready state: it is being loaded")
         raise NotFound(f"Request for unknown model: '{name}' has no available versions")
 
     def all_serving(self) -> list[Serving]:

@@ -1,11 +1,10 @@
 """Keeps what is served as the directories have it: at the start, and in mode poll ever after.
 
-One model after the other, so that each sizes its cache by what the earlier ones left.
+All that there is to load is read first: then models load side by side, as `lifecycle.py` has it.
 """
 
 import asyncio
 import logging
-import time
 from collections.abc import Hashable, Iterable
 from typing import Protocol
 
@@ -14,6 +13,7 @@ from .catalog import Catalog
 from .kinds import OnProgress
 from .lifecycle import Lifecycle, LoadFailure, silent
 from .registry import Registry
+from .source import ModelSource
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,10 @@ class Keeper:
 
     async def start(self, names: Iterable[str], watcher: Watcher) -> bool:
         """Load these; whether all of them did. One that fails leaves the others alone."""
-        return all([await self._load(name, watcher) for name in names])
+        names = list(names)
+        for name in names:
+            self._registry.entry(name)  # known, and not ready
+        return await self._load(names, watcher)
 
     async def poll(self, every: float) -> None:
         """Look for what changed, for ever."""
@@ -66,39 +69,43 @@ class Keeper:
         if not await self._lifecycle.aside(self._catalog.readable):
             return
         names = await self._lifecycle.aside(self._catalog.names)
-        for name in names:
-            await self._load(name, watcher)
+        await self._load(names, watcher)
         for name in set(self._tried) - set(names):
             del self._tried[name]
             await self._lifecycle.unload(name)
 
-    async def _load(self, name: str, watcher: Watcher) -> bool:
-        """Whether it loaded, or had nothing new."""
-        started = time.monotonic()
-        try:
-            changed = await self._attempt(name, watcher)
-        except (CharoniaError, LoadFailure) as error:
-            watcher.failed(name, reason(error))
-            return False
-        if changed:
-            watcher.loaded(name, time.monotonic() - started)
-        return True
+    async def _load(self, names: Iterable[str], watcher: Watcher) -> bool:
+        """Whether all of them loaded, or had nothing new."""
+        found = [await self._read(name, watcher) for name in names]
+        async with asyncio.TaskGroup() as group:
+            loads = [
+                group.create_task(self._try(source, watcher)) for source in found if isinstance(source, ModelSource)
+            ]
+        return all(load.result() for load in loads) and False not in found
 
-    async def _attempt(self, name: str, watcher: Watcher) -> bool:
-        """Load it, if it is not what was tried the last time."""
+    async def _read(self, name: str, watcher: Watcher) -> ModelSource | bool:
+        """What to load; nothing if it is what was tried the last time, and then whether it can be read."""
         try:
             source = await self._lifecycle.aside(self._catalog.read, name)
         except CharoniaError as error:
             if not self._new(name, error.message):
-                return False
+                return True
             entry = self._registry.entry(name)
             if isinstance(error, AlreadyExists):  # who can tell which of them is wanted now?
                 await self._lifecycle.unload(name)
             entry.fail(error.message, () if entry.served else entry.versions)
-            raise
-        if not self._new(name, source.versions):
+            watcher.failed(name, error.message)
             return False
-        await self._lifecycle.load(source, watcher.loading(name))
+        return source if self._new(name, source.versions) else True
+
+    async def _try(self, source: ModelSource, watcher: Watcher) -> bool:
+        """Whether it loaded."""
+        try:
+            seconds = await self._lifecycle.load(source, watcher.loading(source.name))
+        except (CharoniaError, LoadFailure) as error:
+            watcher.failed(source.name, reason(error))
+            return False
+        watcher.loaded(source.name, seconds)
         return True
 
     def _new(self, name: str, mark: Hashable) -> bool:

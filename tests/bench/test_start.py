@@ -9,12 +9,13 @@ import pytest
 
 from charonia.bench.placement import yield_to_engine
 from charonia.bench.serve_fake import write_repository
-from charonia.bench.start import Import, imports, start
+from charonia.bench.start import Import, imports, start, write_copies
 
 
 def test_a_start_is_timed_until_ready(tmp_path: Path) -> None:
-    repository = write_repository(tmp_path / "models", {})
-    one = start("--model-repository", str(repository))
+    checkpoint = next(write_repository(tmp_path / "models", {}).glob("*/1"))
+    one = start(str(write_copies(tmp_path / "copies", checkpoint, 2)), "--backend-config=charonia,executor=fake")
+    assert 0 < one.listening <= one.seconds
     assert 0 < one.engine < 60
     assert 0 < one.frontend < 60
     assert "warm-up" in one.said

@@ -200,10 +200,18 @@ def test_the_exit_timeout_ends_what_runs_with_an_error(
         assert_nothing_left(server, cores)
 
 
-def test_sigterm_while_loading(serve: Any, checkpoint: Path) -> None:
-    with serve(str(checkpoint)) as server:
+def test_while_loading_it_lives_and_is_not_ready_and_ends_at_sigterm(serve: Any, checkpoint: Path) -> None:
+    with serve(str(checkpoint), "--served-model-name", "m") as server:
         server.until(lambda: bool(server.cores()))
         cores = server.cores()
+        for core in cores:
+            os.kill(core, signal.SIGSTOP)  # it will not be loaded before we have looked
+        server.until(lambda: "Listening on" in server.said)
+        url = server.said.partition("Listening on ")[2].split()[0]
+        asked = [httpx.get(f"{url}/v2/{path}") for path in ("health/live", "health/ready", "models/m/ready")]
+        assert [answer.status_code for answer in asked] == [200, 400, 400]
+        early = httpx.post(f"{url}/v2/models/m/generate", json={"text_input": "a"})
+        assert (early.status_code, "it is being loaded" in early.text) == (503, True)
         assert server.stop() == 0
         assert "Traceback" not in server.said
         assert_nothing_left(server, cores)
@@ -236,7 +244,7 @@ def test_a_single_checkpoint_that_fails(serve: Any, tokenizer_only: Path) -> Non
     with serve(str(tokenizer_only), "--executor", "inline", "--served-model-name", "m") as server:
         assert server.process.wait(60) == 1
         assert "m: FAILED: " in server.said
-        assert server.said.count("safetensors") == server.said.count("FAILED") == 1, "said twice"
+        assert server.said.count("beside its weights") == server.said.count("FAILED") == 1, "said twice"
         assert "Serving" not in server.said
         assert "Traceback" not in server.said
 

@@ -1,6 +1,7 @@
 """Models of a few lines in place of backends, and repositories of a few files."""
 
 import asyncio
+import math
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
@@ -10,11 +11,12 @@ import pytest
 
 from charonia.core.errors import CharoniaError, InvalidArgument
 from charonia.core.holding import Share
+from charonia.core.host import Cores
 from charonia.core.model import Model, ModelConfig, ModelStats, Samples
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.statistics import Statistics
 from charonia.core.tensor import Tensor
-from charonia.repository import kinds
+from charonia.repository import kinds, lifecycle
 from charonia.repository.catalog import Catalog
 from charonia.repository.control import Explicit
 from charonia.repository.gateway import Hub
@@ -30,8 +32,17 @@ output { name: "A" data_type: TYPE_INT32 dims: 1 }
 _NO_SAMPLES = Samples()
 
 
+async def until(holds: Callable[[], object]) -> None:
+    for _ in range(2000):
+        if holds():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it did not happen")
+
+
 class Toy:
-    """Answers with its directory's file `answer`; a file `fails` fails its load, saying what stands in it.
+    """Answers with its directory's file `answer`; a file `fails` fails its load, saying what stands in it, and a file
+    `hangs` holds it up.
 
     A request with the parameter `wait` gets its answer when `go` is set.
     """
@@ -57,6 +68,7 @@ class Toy:
         self.unloaded = False
 
     async def load(self) -> None:
+        await until(lambda: not (self.directory / "hangs").exists())
         fails = self.directory / "fails"
         if fails.exists():
             raise InvalidArgument(fails.read_text())
@@ -160,6 +172,13 @@ class World:
 
     def failed(self, name: str, reason: str) -> None:
         self.failures[name] = reason
+
+
+@pytest.fixture
+def two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of two cores, without GPUs."""
+    monkeypatch.setattr(lifecycle, "cores", lambda: Cores(2, 2, 1, math.inf))
+    monkeypatch.setattr(lifecycle, "usable_gpus", lambda: ())
 
 
 @pytest.fixture

@@ -8,14 +8,16 @@ import pytest
 from charonia.core.errors import CharoniaError, Unavailable
 from charonia.core.holding import Holding, Share
 from charonia.core.metrics import Reading
+from charonia.core.model import ModelConfig
 from charonia.repository import budget as budgets
 from charonia.repository import builder as builders
-from charonia.repository import lifecycle
+from charonia.repository import kinds, lifecycle
 from charonia.repository.budget import Budget, Memory
 from charonia.repository.builder import Builder
 from charonia.repository.gateway import Hub
+from charonia.repository.startup import Keeper
 
-from .conftest import CONFIG, Toy, World
+from .conftest import CONFIG, Toy, World, until
 
 MIB = 2**20
 
@@ -36,6 +38,7 @@ def test_what_does_not_fit_is_refused_naming_the_largest() -> None:
     budget = Budget(Memory(lambda: free))
     for version, size in (("1", 30), ("2", 60), ("3", 10), ("4", 5)):
         last = budget.take("m", version, [Share(size * MIB)])
+        last.loaded(object())
     free = 3 * MIB
     with pytest.raises(Unavailable) as caught:
         budget.take("n", "1", [Share(4 * MIB)])
@@ -63,7 +66,7 @@ def test_what_was_promised_is_not_free_until_it_is_taken_and_counted_by_the_kern
     host = Memory(lambda: free)
     hold = Budget(host).take("llm", "1", [Share(20)])
     free = 80
-    assert host.left == 80
+    assert host.left == 60  # how much of it the model has by now, nobody knows
     model = Growing(promised=60, resident=20)
     hold.loaded(model)
     assert (host.held, host.left) == (60, 40)
@@ -222,6 +225,64 @@ async def test_nobody_waits_for_ever(tmp_path: Path, toys: list[Toy], monkeypatc
         await world.hub.load_model("b")
     toys[0].go.set()
     assert await running == 7
+
+
+class Greedy(Toy):
+    """A model that is granted memory and needs half of it."""
+
+    def __init__(
+        self, name: str, version: str, path: str, parameters: object, on_progress: object, memory: int = 0
+    ) -> None:
+        super().__init__(ModelConfig(name, version, "greedy"), None, Path(path))
+        self.granted = memory
+
+    def holding(self) -> Holding:
+        return Holding(self.granted // 2, 0)
+
+
+@pytest.fixture
+def greedy(tmp_path: Path, toys: list[Toy], two_at_once: None, monkeypatch: pytest.MonkeyPatch) -> World:
+    """A repository of two of them, whose loads hang, over 1000 bytes of memory; they state 100 each."""
+    monkeypatch.setitem(kinds.KINDS, "greedy", ("", ""))
+    monkeypatch.setitem(kinds.NEEDS, "greedy", ("", ""))
+    monkeypatch.setattr(builders, "kind_of", lambda backend: Greedy if backend == "greedy" else None)
+    monkeypatch.setattr(builders, "needs_of", lambda backend: lambda *_: (Share(100),))
+    world = World(tmp_path)
+    world.hub = Hub(builder=Builder(budget=Budget(Memory(lambda: 1000))))
+    world.keeper = Keeper(world.catalog, world.hub.registry, world.hub.lifecycle)
+    world.explicit()
+    for name in "ab":
+        (world.write(name, {"1": 1}, 'backend: "greedy"') / "1" / "hangs").touch()
+    return world
+
+
+async def test_those_that_load_together_divide_what_is_left(greedy: World) -> None:
+    host = greedy.hub.lifecycle._builder.budget.host
+    starting = asyncio.create_task(greedy.start())
+    await until(lambda: len(host.claims) == 2)
+    assert sorted(claim.reserved for claim in host.claims) == [450, 550]
+    assert sorted(claim.size for claim in host.claims) == [100, 100]
+    for name in "ab":
+        (greedy.root / name / "1" / "hangs").unlink()
+    assert await starting
+    assert host.held == 275 + 225
+    await greedy.hub.unload()
+
+
+async def test_what_does_not_fit_waits_for_those_that_load(greedy: World) -> None:
+    """Until they have said what they need, all of it is theirs."""
+    host = greedy.hub.lifecycle._builder.budget.host
+    (greedy.write("c", {"1": 1}) / "1" / "needs").write_bytes(bytes(10))
+    first, second, third = (asyncio.create_task(greedy.hub.load_model(name)) for name in "abc")
+    await until(lambda: not host.left)
+    assert not (await asyncio.wait([first, second, third], timeout=0.1))[0]
+    (greedy.root / "a" / "1" / "hangs").unlink()
+    await first
+    await until(lambda: len(host.claims) == 2)
+    (greedy.root / "b" / "1" / "hangs").unlink()
+    await asyncio.gather(second, third)
+    assert sorted(claim.size for claim in host.claims) == [10, 250, 500]
+    await greedy.hub.unload()
 
 
 async def test_models_hold_and_give_back(tmp_path: Path, toys: list[Toy]) -> None:

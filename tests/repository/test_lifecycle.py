@@ -16,7 +16,7 @@ from charonia.core.tensor import Tensor
 from charonia.repository.catalog import Catalog
 from charonia.repository.startup import Keeper
 
-from .conftest import CONFIG, Toy, World
+from .conftest import CONFIG, Toy, World, until
 
 LABELLED = CONFIG.replace("output {", 'output { label_filename: "no"')
 ALL = CONFIG + "version_policy { all {} }"
@@ -44,6 +44,34 @@ async def test_versions_side_by_side(world: World) -> None:
     for asked in (("m", "3"), ("no", "")):
         with pytest.raises(InvalidArgument, match="is not available"):
             world.hub.statistics(*asked)
+
+
+@pytest.mark.usefixtures("two_at_once")
+async def test_models_load_side_by_side(tmp_path: Path, toys: list[Toy]) -> None:
+    """The first while doors are made, then as many as there are cores; nothing is ready before all are."""
+    world, names = World(tmp_path), "abc"
+    slow = {name: world.write(name, {"1": 1}) / "1" / "hangs" for name in names}
+    for file in slow.values():
+        file.touch()
+    world.hub.lifecycle.load_one_at_a_time()
+    starting = asyncio.create_task(world.start())
+    await until(lambda: world.states() == {("a", "1"): "LOADING", ("b", ""): "UNAVAILABLE", ("c", ""): "UNAVAILABLE"})
+    world.hub.lifecycle.load_side_by_side()
+    await until(lambda: ("b", "1") in world.states())
+    assert world.states()["c", ""] == "UNAVAILABLE"
+    slow["b"].unlink()
+    await until(lambda: ("c", "1") in world.states())
+    assert await world.ask("b") == 1
+    for name in "ac":
+        with pytest.raises(Unavailable, match=f"'{name}' is not at ready state: it is being loaded"):
+            await world.ask(name)
+    assert not world.hub.ready()
+    slow["a"].unlink()
+    slow["c"].unlink()
+    assert await starting
+    assert world.hub.ready()
+    assert world.loads[0] == "b"
+    await world.hub.unload()
 
 
 async def test_what_makes_a_model_does_not_hold_up_the_event_loop(world: World, toys: list[Toy]) -> None:
