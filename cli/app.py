@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import App, Group, Parameter
 
 from .. import __version__
 from ..api.cloud_options import CloudOptions
@@ -20,28 +20,47 @@ from ..api.triton_options import TritonOptions
 from ..core.errors import CharoniaError, InvalidArgument
 from ..engine.options import EngineOptions
 from ..repository.options import CheckOptions, RepositoryOptions
+from .foreign_flags import explained, table
 
 app = App(
     name="charonia",
     version=__version__,
     help="A streaming, LLM-centric inference server.",
     result_action="return_value",  # main has more to do before it ends with that status
+    error_formatter=explained,
 )
 
 
-@app.command
+def _group(name: str, place: int) -> Parameter:
+    """The flags of one class, under a heading of their own in the help."""
+    return Parameter("*", group=Group(name, sort_key=place))
+
+
+_EXAMPLES = """Examples:
+
+    charonia serve ./my-checkpoint                 a Hugging Face directory
+
+    charonia serve owner/name --revision main      a model of the hub
+
+    charonia serve --model-repository ./models     a Triton model repository
+
+    charonia flags                                 flags of vLLM and tritonserver
+"""
+
+
+@app.command(help_prologue=_EXAMPLES)
 def serve(
     model: str | None = None,
     /,
     *,
-    repository: Annotated[RepositoryOptions, Parameter("*")] = RepositoryOptions(),  # noqa: B008
-    server: Annotated[ServerOptions, Parameter("*")] = ServerOptions(),  # noqa: B008
-    http: Annotated[HttpOptions, Parameter("*")] = HttpOptions(),  # noqa: B008
-    access: Annotated[KeyOptions, Parameter("*")] = KeyOptions(),  # noqa: B008
-    grpc: Annotated[GrpcOptions, Parameter("*")] = GrpcOptions(),  # noqa: B008
-    cloud: Annotated[CloudOptions, Parameter("*")] = CloudOptions(),  # noqa: B008
-    engine: Annotated[EngineOptions, Parameter("*")] = EngineOptions(),  # noqa: B008
-    triton: Annotated[TritonOptions, Parameter("*")] = TritonOptions(),  # noqa: B008
+    repository: Annotated[RepositoryOptions, _group("Models", 1)] = RepositoryOptions(),  # noqa: B008
+    engine: Annotated[EngineOptions, _group("Language models", 2)] = EngineOptions(),  # noqa: B008
+    server: Annotated[ServerOptions, _group("Server", 3)] = ServerOptions(),  # noqa: B008
+    http: Annotated[HttpOptions, _group("HTTP", 4)] = HttpOptions(),  # noqa: B008
+    access: Annotated[KeyOptions, _group("Keys", 5)] = KeyOptions(),  # noqa: B008
+    grpc: Annotated[GrpcOptions, _group("gRPC", 6)] = GrpcOptions(),  # noqa: B008
+    cloud: Annotated[CloudOptions, _group("Clouds", 7)] = CloudOptions(),  # noqa: B008
+    triton: Annotated[TritonOptions, Parameter("*", show=False)] = TritonOptions(),  # noqa: B008
 ) -> int:
     """Serve models until SIGTERM or SIGINT; a second one forces.
 
@@ -58,6 +77,10 @@ def serve(
     from .plan import Plan, check_foreign, commons, entry, selection, warn_of_open_control
     from .serve import run
 
+    if repository.download_dir is not None:
+        os.environ["HF_HUB_CACHE"] = str(
+            repository.download_dir
+        )  # read by the hub's library, here and in what we start
     server, repository = triton.former.server(server), triton.former.repository(repository)
     try:
         with logging_as(server.log_settings) as logs:
@@ -103,6 +126,17 @@ def check(
         return report(Path(repository), options)
     except CharoniaError as error:
         return _failed(error)
+
+
+@app.command
+def flags(
+    *,
+    triton: Annotated[TritonOptions, Parameter("*")] = TritonOptions(),  # noqa: B008
+) -> int:
+    """Say what becomes of tritonserver's flags that `serve --help` leaves out, and what vLLM's are called."""
+    app.help_print(["flags"])
+    print(table())
+    return 0
 
 
 def _failed(error: CharoniaError) -> int:

@@ -75,7 +75,7 @@ def examine(path: str, parameters: Mapping[str, str]) -> str:
     checkpoint, options = _read(path, parameters)
     if not Path(checkpoint).is_dir():
         return f"{checkpoint} is not here yet"
-    Language.load(checkpoint, options.chat_template or "")
+    Language.load(checkpoint, options.chat_template or "", options.tokenizer or "")
     return "" if options.executor == "fake" else examine_weights(engine_config(checkpoint, options))
 
 

@@ -81,13 +81,15 @@ Connect: TypeAlias = Callable[[Callable[[Loading], None], LlmMetrics], Engine]
 class Driver:
     """What computes for a model. `backend`: its name in a model's config. `language`: the checkpoint directory or hub
     id that tokenizer and generation defaults are read from. `grants`: fields of `GenerateRequest` that it can satisfy
-    and not every engine can. `chat_template`: a file or a template to take in place of the checkpoint's."""
+    and not every engine can. `chat_template`: a file or a template to take in place of the checkpoint's. `tokenizer`:
+    another directory or hub id to read the tokenizer from."""
 
     backend: str
     language: str
     connect: Connect
     grants: frozenset[str] = field(default_factory=frozenset)
     chat_template: str = ""
+    tokenizer: str = ""
 
     def check(self, request: GenerateRequest) -> None:
         """Raises `InvalidArgument` for what this engine cannot do; `field` names the parameter."""

@@ -66,11 +66,11 @@ class Language:
     fingerprint: str = ""
 
     @classmethod
-    def load(cls, model: str, chat_template: str = "") -> "Language":
+    def load(cls, model: str, chat_template: str = "", tokenizer_of: str = "") -> "Language":
         """Read a checkpoint directory or hub id; `Tokenizer.load` says what may be wrong with it, or with the
-        `chat_template` to take in place of its own."""
+        `chat_template` and the tokenizer of another that are to be taken in place of its own."""
         directory = locate(model)
-        tokenizer = Tokenizer.load(directory, chat_template)
+        tokenizer = Tokenizer.load(locate(tokenizer_of) if tokenizer_of else directory, chat_template)
         defaults = read_defaults(directory, tokenizer)
         return cls(tokenizer, defaults, AsyncTokenizer(tokenizer), fingerprint(directory))
 
@@ -85,7 +85,9 @@ def our_own(config: EngineConfig) -> Driver:
     def connect(told: Callable[[Loading], None], metrics: LlmMetrics) -> EngineClient:
         return EngineClient(config, told, metrics=metrics)
 
-    return Driver("charonia", config.model, connect, frozenset({"scored"}), config.chat_template)
+    return Driver(
+        "charonia", config.model, connect, frozenset({"scored"}), config.chat_template, tokenizer=config.tokenizer
+    )
 
 
 class LlmModel:
@@ -153,7 +155,9 @@ class LlmModel:
         """
         starting = asyncio.create_task(self._client.start())  # takes longest: the tokenizer is read meanwhile
         try:
-            language = await asyncio.to_thread(Language.load, self._driver.language, self._driver.chat_template)
+            language = await asyncio.to_thread(
+                Language.load, self._driver.language, self._driver.chat_template, self._driver.tokenizer
+            )
             info = await starting
             self._loaded = language.within(info.vocab_size)
             self._vocab_size = info.vocab_size

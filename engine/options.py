@@ -84,6 +84,8 @@ class EngineOptions:
     """Size of the KV cache in blocks, instead of a share."""
     prefix_caching: bool | None = None
     """Share the cache of equal prompt beginnings."""
+    tokenizer: str | None = None
+    """Directory or hub id to read the tokenizer from, in place of the checkpoint's."""
     chat_template: str | None = None
     """Chat template in place of the checkpoint's: a file, or the template itself."""
     fake_step_seconds: Seconds | None = None

@@ -18,6 +18,10 @@ class RepositoryOptions:
     """Directory of models; may be given several times."""
     served_model_name: str = ""
     """Name of a single checkpoint, instead of its directory's."""
+    revision: str = ""
+    """Branch, tag or commit of a hub id."""
+    download_dir: Path | None = None
+    """Where models of the hub are kept, in place of HF_HUB_CACHE."""
     backend: str = ""
     """What serves a single checkpoint, instead of what its files say: charonia, tensorrtllm or encoder."""
     model_control_mode: Literal["none", "poll", "explicit"] = "none"

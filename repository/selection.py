@@ -104,7 +104,10 @@ def _single(model: str, options: RepositoryOptions, engine: Mapping[str, str]) -
         if Path(model).is_dir() and is_repository(Path(model)):
             return None
         _check_backend(options.backend)
-        return checkpoint_source(model, options.served_model_name, engine, options.backend)
+        if options.revision and Path(model).exists():
+            raise InvalidArgument(f"--revision is for a model of the hub: '{model}' is a directory")
+        wanted = f"{model}@{options.revision}" if options.revision else model
+        return checkpoint_source(wanted, options.served_model_name, engine, options.backend)
     except OSError as error:
         raise InvalidArgument(f"cannot read '{model}': {error.strerror}") from None
 
@@ -133,7 +136,7 @@ def _refuse_for_checkpoint(options: RepositoryOptions) -> None:
 def _refuse_for_repository(options: RepositoryOptions, engine: Mapping[str, str], repositories: list[Path]) -> None:
     if not repositories:
         raise InvalidArgument("nothing to serve: name a checkpoint or give --model-repository")
-    flags = [*engine, *(name for name in ("served_model_name", "backend") if getattr(options, name))]
+    flags = [*engine, *(name for name in ("served_model_name", "backend", "revision") if getattr(options, name))]
     if flags:
         flag = f"--{flags[0].replace('_', '-')}"
         raise InvalidArgument(f"{flag} is for a single checkpoint; in a repository, set it in config.pbtxt")

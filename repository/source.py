@@ -13,7 +13,7 @@ from .document import FILES, Config, find_config, line_of, new_config, parse_fil
 from .normalise import LANGUAGE_MODEL, checkpoint_backend, fill_backend, named
 from .versions import almost_versions, chosen, versions_in
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +132,8 @@ def _is_model(folder: Path) -> bool:
 def checkpoint_source(
     model: str, name: str = "", parameters: Mapping[str, str] | None = None, backend: str = ""
 ) -> ModelSource:
-    """A checkpoint directory or hub id as a model of its own, named after its last part; `backend` serves it, or what
-    its files say.
+    """A checkpoint directory or hub id (`owner/name` or `owner/name@revision`) as a model of its own, named after its
+    last part; `backend` serves it, or what its files say.
 
     Raises:
         InvalidArgument: it is neither.
@@ -141,13 +141,15 @@ def checkpoint_source(
     path = Path(model)
     if not is_checkpoint(path) and path.is_dir() and _is_model(path):
         raise InvalidArgument(f"'{model}' is a model of a repository: give --model-repository {path.resolve().parent}")
+    if model.startswith((".", "/", "~")) and not path.exists():  # the shell has put ~ in already, where it is a path
+        raise InvalidArgument(f"there is no directory '{model}'")
     if not is_checkpoint(path) and (path.exists() or not _HUB_ID.fullmatch(model)):
         raise InvalidArgument(
             f"'{model}' is neither a checkpoint (a directory with config.json), nor a model repository "
             "(folders with config.pbtxt or numbered versions), nor a hub id (owner/name)"
         )
     config = new_config()
-    config.name = name or path.resolve().name
+    config.name = name or (path if path.exists() else Path(model.partition("@")[0])).resolve().name
     config.backend = named(backend) or (checkpoint_backend(path) if path.exists() else LANGUAGE_MODEL)
     for key, value in (parameters or {}).items():
         config.parameters[key].string_value = value

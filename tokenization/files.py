@@ -14,7 +14,8 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def locate(model: str, files: Sequence[str] = SMALL_FILES) -> Path:
-    """The directory of a checkpoint; of a hub id, the `files` (patterns) that are not there yet are fetched first.
+    """The directory of a checkpoint; of a hub id, as owner/name or owner/name@revision, the `files` (patterns) that are
+    not there yet are fetched first.
 
     Raises:
         NotFound: neither a directory nor a model of the hub.
@@ -22,6 +23,8 @@ def locate(model: str, files: Sequence[str] = SMALL_FILES) -> Path:
     """
     directory = Path(model).expanduser()
     if not directory.is_dir():
+        if model.startswith((".", "/", "~")):
+            raise NotFound(f"there is no directory '{model}'")
         directory = _fetch(model, files)
     if not (directory / "config.json").is_file():
         refuse_adapter(directory)
@@ -49,8 +52,9 @@ def refuse_pointer(path: Path) -> None:
 def _fetch(hub_id: str, files: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
+    name, _, revision = hub_id.partition("@")
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(files)))
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(files)))
     except (OSError, ValueError) as error:
         raise NotFound(f"{hub_id!r} is neither a directory nor a model that the hub would give: {error}") from error
 

@@ -22,8 +22,7 @@ _BRIEF = 1024
 _PROBE = 16
 """Characters for each token of the longest prompt, by which a text is judged that has many more."""
 _TEMPLATES = 16
-_LONGEST_TEMPLATE = 1 << 17
-"""Templates that came with requests: how many are kept compiled, and how many characters one may have."""
+"""Templates that came with requests: how many are kept compiled."""
 _TAIL = 128
 """Characters for each token that is wanted of a text's end: so many are looked at first."""
 
@@ -158,9 +157,6 @@ class Tokenizer:
         return piece
 
     def _compiled(self, source: str) -> ChatTemplate:
-        if len(source) > _LONGEST_TEMPLATE:
-            message = f"chat_template has more than {_LONGEST_TEMPLATE} characters"
-            raise InvalidArgument(message, field="chat_template")
         return ChatTemplate(source, self._named, "the request's", "chat_template")
 
     def _render(self, conversation: Conversation) -> str:

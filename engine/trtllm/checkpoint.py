@@ -28,6 +28,11 @@ def read_checkpoint(model: str, max_model_len: int | None) -> Checkpoint:
         InvalidArgument: config.json lacks a number, or less fits an engine than is asked for; `field` names it.
         NotFound: there is no such model.
     """
+    if "@" in model and not Path(model).expanduser().is_dir():
+        message = (
+            f"TensorRT-LLM fetches no revision of a model: fetch {model} first (hf download) and name its directory"
+        )
+        raise InvalidArgument(message, field="model")
     directory = locate(model)
     config = read_json(directory / "config.json")
     if "pretrained_config" in config and "build_config" in config:

@@ -36,6 +36,7 @@ ALL = {
     "kv_cache_bytes": "1000000",
     "kv_cache_blocks": "77",
     "prefix_caching": "false",
+    "tokenizer": "elsewhere",
     "chat_template": "{{ messages }}",
     "fake_step_seconds": "0.5",
     "fake_token_seconds": "0",
@@ -47,6 +48,7 @@ ALL = {
 def test_every_name_arrives() -> None:
     assert engine_config("somewhere", parse_options(ALL)) == EngineConfig(
         model="somewhere",
+        tokenizer="elsewhere",
         chat_template="{{ messages }}",
         dtype="float32",
         device="cpu",

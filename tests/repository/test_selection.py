@@ -34,3 +34,20 @@ def test_nobody_controls_a_single_checkpoint(tmp_path: Path, mode: Literal["poll
 def test_what_may_serve_a_checkpoint(tmp_path: Path, backend: str) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert select(str(tmp_path), RepositoryOptions(backend=backend), {}).single
+
+
+@pytest.mark.parametrize("path", ["./demo", "../demo", "/models/demo", "~/demo", "./no/such/demo"])
+def test_a_path_is_no_hub_id(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidArgument, match=f"^there is no directory '{path}'$"):
+        select(path, RepositoryOptions(), {})
+
+
+def test_a_revision_goes_with_a_hub_id(tmp_path: Path) -> None:
+    source = select("owner/name", RepositoryOptions(revision="refs/pr/3"), {}).catalog.read("name")
+    assert [version.path for version in source.versions] == ["owner/name@refs/pr/3"]
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InvalidArgument, match="--revision is for a model of the hub"):
+        select(str(tmp_path), RepositoryOptions(revision="main"), {})
+    with pytest.raises(InvalidArgument, match="--revision is for a single checkpoint"):
+        select(None, RepositoryOptions(revision="main", model_repository=(tmp_path,)), {})
