@@ -195,7 +195,7 @@ def test_tensors_in_shared_memory(server: Any, client: Any) -> None:
         there.set_shared_memory("never", size)
         with refused("NOT_FOUND", "Unable to find shared memory region: 'never'"):
             client.infer("identity", [there])
-    assert not client.get_system_shared_memory_status().regions
+    server.until(lambda: not client.get_system_shared_memory_status().regions)
     mapped = Path(f"/proc/{server.process.pid}/maps")
     server.until(lambda: "charonia_e2e" not in mapped.read_text())
     with refused("NOT_FOUND", "Unable to find system shared memory region: 'in'"):

@@ -120,7 +120,7 @@ def test_a_body_of_megabytes(client: Any) -> None:
     assert np.array_equal(client.infer("anything", [given(triton, "IN", data)]).as_numpy("OUT"), data)
 
 
-def test_tensors_in_shared_memory(client: Any) -> None:
+def test_tensors_in_shared_memory(server: Server, client: Any) -> None:
     size = NUMBERS.nbytes
     with lent(client, "there", size) as there, lent(client, "back", size) as back:
         shared_memory.set_shared_memory_region(there, [NUMBERS])
@@ -133,7 +133,7 @@ def test_tensors_in_shared_memory(client: Any) -> None:
         assert [each["name"] for each in client.get_system_shared_memory_status()] == ["there", "back"]
         with refused(400, "already in manager"):
             client.register_system_shared_memory("there", "/x", 8)
-    assert client.get_system_shared_memory_status() == []
+    server.until(lambda: client.get_system_shared_memory_status() == [])
     assert client.get_cuda_shared_memory_status() == []
     client.unregister_cuda_shared_memory()
     with refused(400, "GPUs not supported"):
