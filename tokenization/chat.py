@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from datetime import datetime
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from jinja2.parser import Parser
 from ..core.errors import InvalidArgument
 from ..core.request import Conversation, Message
 from .files import read_json
-from .template_sandbox import MAX_WORK, Meter, TemplateSandbox, TooMuch, metered
+from .template_sandbox import MAX_PYTHON, MAX_WORK, Meter, TemplateSandbox, TooMuch, metered
 
 _RESERVED = frozenset({"chat_template", "continue_final_message", "conversation", "self", "tokenize"})
 """Names besides those a template is given that mean something else to transformers or jinja2."""
@@ -29,7 +30,7 @@ _EACH = 4
 
 class ChatTemplate:
     """A compiled template. `tokens` are the special tokens it may name, `bos_token` and so on; `whose`: which it is,
-    for errors, and `field`, where it was given.
+    for errors, and of a request's its `field`.
 
     Raises:
         InvalidArgument: it does not compile.
@@ -42,7 +43,7 @@ class ChatTemplate:
         self._name = f"{whose} chat template"
         self._field = field or "messages"
         try:
-            self._template = _environment().compiled(source)
+            self._template = _environment().compiled(source, inf if field is None else MAX_PYTHON)
         except Exception as error:  # of jinja, and of Python, which has limits of its own for what jinja makes of it
             raise InvalidArgument(f"{self._name} does not compile: {error}", field=field) from error
 

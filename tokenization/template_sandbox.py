@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from itertools import chain
+from math import inf
 from string import Formatter
 from typing import Any, TypeVar
 
@@ -30,6 +31,9 @@ from jinja2.visitor import NodeTransformer
 
 MAX_SOURCE = 1 << 16
 """Characters of a template: compiling takes up to 30 microseconds for each."""
+MAX_PYTHON = 1 << 16
+"""Characters of the Python that a request's template becomes, about four for each of its own: no other thread runs while
+Python compiles that, for some 50 ms at most."""
 MAX_TURNS = 1_000_000
 MAX_WORK = 1 << 26
 """As many characters as the largest body has by default; a conversation that is longer brings more along."""
@@ -165,15 +169,19 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         """Offer one more, or another one of that name."""
         self.filters[name] = _bounded_filter(name, work)
 
-    def compiled(self, source: str) -> Template:
-        """The template, which counts what it does. Raises whatever jinja and Python raise for a source that is none."""
+    def compiled(self, source: str, most: float = inf) -> Template:
+        """The template, which counts what it does, as Python of at most so many characters. Raises whatever jinja and
+        Python raise for a source that is none."""
         if len(source) > MAX_SOURCE:
             raise TooMuch(f"it has {len(source)} characters, and may have {MAX_SOURCE} at most")
         template = self.parse(source)
         passing = _passing(self, template.body, template.lineno)
         _Counting(self).generic_visit(template)
         template.body.insert(0, passing)
-        return self.from_string(template)
+        python: str = self.compile(template, raw=True)
+        if len(python) > most:
+            raise TooMuch(f"it is too long: in Python it has {len(python)} characters, and may have {most} at most")
+        return Template.from_code(self, compile(python, "<template>", "exec"), self.make_globals(None))
 
     # What compiled templates call
 
