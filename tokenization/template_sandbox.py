@@ -32,8 +32,8 @@ from jinja2.visitor import NodeTransformer
 MAX_SOURCE = 1 << 16
 """Characters of a template: compiling takes up to 30 microseconds for each."""
 MAX_PYTHON = 1 << 16
-"""Characters of the Python that a request's template becomes, about four for each of its own: no other thread runs while
-Python compiles that, for some 50 ms at most."""
+"""Characters of the Python that a request's template becomes, about four for each of its own: no other thread runs
+while Python compiles that, for some 50 ms at most."""
 MAX_TURNS = 1_000_000
 MAX_WORK = 1 << 26
 """As many characters as the largest body has by default; a conversation that is longer brings more along."""
