@@ -19,14 +19,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..core.errors import CharoniaError, NotFound
+from ..core.errors import CharoniaError, NotFound, cut_off
 from ..core.gateway import Gateway
 from .begun import in_task
 from .connection import ClientLeft
 from .cors import crossing
 from .embeddings import Encoders
 from .exchanges import Exchanges, note
-from .faults import UNEXPECTED, cut_off, error_response, json_response, speaks_openai
+from .faults import UNEXPECTED, error_response, json_response, speaks_openai
 from .guard import Guard
 from .http_cycle import cycle_of
 from .http_rules import HttpRules
@@ -144,6 +144,7 @@ async def _answer(endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
         cycle, exiting = cycle_of(receive), cut_off(cancelled)
         if exiting is None or (cycle is not None and cycle.response_started):
             raise
+        note(exiting)
         await error_response(exiting, scope["path"])(scope, receive, send)
 
 

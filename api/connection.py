@@ -15,10 +15,11 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from ..core import garbage
-from ..core.errors import CharoniaError, InvalidArgument
+from ..core.errors import CharoniaError, InvalidArgument, cut_off
 from ..core.gateway import Stream
 from .encodings import check_encoding, decompress
-from .faults import UNEXPECTED, cut_off
+from .exchanges import note
+from .faults import UNEXPECTED
 from .sizes import check_json
 
 log = logging.getLogger(__name__)
@@ -197,6 +198,7 @@ class EventStream(EventSourceResponse, Generic[T]):
         except asyncio.CancelledError as cancelled:
             if (exiting := cut_off(cancelled)) is None:
                 raise
+            note(exiting)
             return self._form.fault(exiting)
         except Exception:
             log.exception("a stream broke off")

@@ -3,14 +3,13 @@
 Knows the codes of core and the shapes of the protocols; not where an error came from.
 """
 
-import asyncio
 import math
 from typing import Any
 
 import orjson
 from starlette.responses import Response
 
-from ..core.errors import CharoniaError, Code, Exiting, Internal, InvalidArgument, TooLong, Unauthenticated
+from ..core.errors import CharoniaError, Code, Internal, InvalidArgument, TooLong, Unauthenticated
 from .encodings import ACCEPTED, UnsupportedEncoding
 from .sizes import TooLarge
 
@@ -35,11 +34,6 @@ _TOO_LONG = "context_length_exceeded"
 _OPENAI_PATHS = ("/v1/", "/tokenize", "/detokenize")
 
 UNEXPECTED = Internal("Internal Server Error")
-
-
-def cut_off(cancelled: asyncio.CancelledError) -> Exiting | None:
-    """What is to be said to a client whose request the end of the server cuts off; None for one who left."""
-    return next((each for each in cancelled.args if isinstance(each, Exiting)), None)
 
 
 class BodyTimeout(InvalidArgument):

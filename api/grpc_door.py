@@ -14,9 +14,9 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2 as pb
 
 from ..core import garbage
-from ..core.errors import CharoniaError, Exiting, InvalidArgument, Unsupported
+from ..core.errors import CharoniaError, Exiting, InvalidArgument, Unsupported, cut_off
 from ..core.gateway import Gateway
-from .faults import UNEXPECTED, cut_off
+from .faults import UNEXPECTED
 from .grpc_control import CONTROLS, Control
 from .grpc_faults import STOPPING, Context, client_id_of, metadata_of, refuse
 from .grpc_messages import Message, read_version, written

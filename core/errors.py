@@ -70,6 +70,11 @@ class Exiting(Unavailable):
         super().__init__(message)
 
 
+def cut_off(cancelled: BaseException | None) -> Exiting | None:
+    """What a client is told whose request the end of the server cuts off; None for one who left."""
+    return next((each for each in cancelled.args if isinstance(each, Exiting)), None) if cancelled else None
+
+
 class NotReady(Unavailable):
     """What computes is not there now, and will be again: it has ended unexpectedly, say, and is being restarted."""
 

@@ -11,7 +11,7 @@ from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from .errors import Cancelled, CharoniaError, Code, QueueFull, RequestTimeout
+from .errors import Cancelled, CharoniaError, Code, QueueFull, RequestTimeout, cut_off
 from .metrics import QUEUE_FULL, End, Outcome
 from .request import FinishReason, SamplingParams
 
@@ -225,8 +225,9 @@ class _Serving(AbstractContextManager[Exchange]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception):
-            self._exchange.fail(error)
+        failure = error if isinstance(error, Exception) else cut_off(error)
+        if failure is not None:
+            self._exchange.fail(failure)
         _current.reset(self._token)
         self._exchange.close()
         if self._ended is not None:

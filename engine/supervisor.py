@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import zmq
 
-from ..core.errors import CharoniaError, Exiting, NotReady, Unavailable, error_of
+from ..core.errors import CharoniaError, NotReady, Unavailable, error_of
 from .config import EngineConfig
 from .link import CoreLink
 from .messages import Failed, FromCore, Load, Loading, Ready, Refused, Said, ToCore, Updates
@@ -112,7 +112,7 @@ class CoreSupervisor:
             await asyncio.wait({self._task})
         if self._link is not None:
             await self._link.stop(self._patience.stop if self.info else 0.0)
-            self._lose(Exiting("the engine was stopped"))
+            self._lose(Unavailable("the engine was stopped"))
 
     async def _keep_alive(self, first: asyncio.Future[Ready]) -> None:
         while True:

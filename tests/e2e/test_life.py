@@ -196,6 +196,12 @@ def test_the_exit_timeout_ends_what_runs_with_an_error(
         while not isinstance(error := heard.get(timeout=60), InferenceServerException):
             pass
         assert error.status() == "StatusCode.UNAVAILABLE"
+        ends = re.findall(r"door=(\w+) .*outcome=(\w+) reason=unavailable", server.said)
+        assert sorted(ends) == [("completions", "error")] * 2 + [
+            ("generate", "error"),
+            ("generate_stream", "error"),
+            ("infer", "rejected"),
+        ]
         assert "Traceback" not in server.said
         assert_nothing_left(server, cores)
 
