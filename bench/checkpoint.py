@@ -49,8 +49,25 @@ LLAMA_ONE_BILLION: dict[str, Any] = {
 }
 """Llama-3.2-1B's config.json, as far as it shapes the computation."""
 
-ShapeName: TypeAlias = Literal["qwen2.5-0.5b", "llama-3.2-1b"]
-SHAPES: dict[ShapeName, dict[str, Any]] = {"qwen2.5-0.5b": QWEN2_HALF_BILLION, "llama-3.2-1b": LLAMA_ONE_BILLION}
+GRANITE_TINY: dict[str, Any] = {
+    "model_type": "granite",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 384,
+    "max_position_embeddings": 256,
+    "dtype": "float32",
+}
+"""A model that transformers computes, with nothing in it: what starting one costs."""
+
+ShapeName: TypeAlias = Literal["qwen2.5-0.5b", "llama-3.2-1b", "granite-tiny"]
+SHAPES: dict[ShapeName, dict[str, Any]] = {
+    "qwen2.5-0.5b": QWEN2_HALF_BILLION,
+    "llama-3.2-1b": LLAMA_ONE_BILLION,
+    "granite-tiny": GRANITE_TINY,
+}
 
 app = App(name="python -m charonia.bench.checkpoint", help=__doc__)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ..core.errors import InvalidArgument, NotFound, Unavailable
+from ..core.errors import InvalidArgument, NotFound, NotReady, Unavailable
 from ..core.exchange import current
 from ..core.gateway import IndexEntry
 from ..core.metrics import Labels, Measurement
@@ -49,7 +49,8 @@ class Registry:
 
         Raises:
             NotFound: no such model or version, or none of its versions is served.
-            Unavailable: that version is not served, or the model is being loaded.
+            Unavailable: that version is not served.
+        NotReady: the model is being loaded.
         """
         version = self.find(name, number)
         if version is not None:
@@ -59,7 +60,7 @@ class Registry:
         if number:
             raise Unavailable(f"Request for unknown model: '{name}' version {number} is not at ready state")
         if self.entries[name].changing.locked():
-            raise Unavailable(f"Request for unknown model: '{name}' is not at ready state: it is being loaded")
+            raise NotReady(f"Request for unknown model: '{name}' is not at ready state: it is being loaded")
         raise NotFound(f"Request for unknown model: '{name}' has no available versions")
 
     def all_serving(self) -> list[Serving]:

@@ -217,7 +217,8 @@ def test_while_loading_it_lives_and_is_not_ready_and_ends_at_sigterm(serve: Any,
         asked = [httpx.get(f"{url}/v2/{path}") for path in ("health/live", "health/ready", "models/m/ready")]
         assert [answer.status_code for answer in asked] == [200, 400, 400]
         early = httpx.post(f"{url}/v2/models/m/generate", json={"text_input": "a"})
-        assert (early.status_code, "it is being loaded" in early.text) == (503, True)
+        assert (early.status_code, early.headers["retry-after"]) == (503, "1")
+        assert "it is being loaded" in early.text
         assert server.stop() == 0
         assert "Traceback" not in server.said
         assert_nothing_left(server, cores)
