@@ -46,7 +46,7 @@ Check: TypeAlias = Callable[[int], None]
 """Raises what is to be said of a body of so many bytes, if that is too much."""
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+async def read_body(request: Request, limit: int) -> bytes | bytearray:
     """The whole body of a request in JSON, decompressed, refused as soon as it is known to be too long.
 
     Raises:
@@ -57,7 +57,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     encoding = headers.get("content-encoding", "")
     compressed = check_encoding(encoding)
     announced = headers.get("content-length", "").encode()
-    body = bytes(await receive_body(request.receive, announced, lambda size: check_json(size, limit)))
+    body = await receive_body(request.receive, announced, lambda size: check_json(size, limit))
     if compressed:
         body = await in_thread(len(body), decompress, body, encoding, limit)
     refuse_form(headers.get("content-type", ""), body)

@@ -15,7 +15,7 @@ from ..core.model import ModelConfig
 from ..core.request import InferRequest, InferResponse, Scalar
 from ..core.tensor import Tensor, TensorSpec
 from . import json_tensors
-from .json_pieces import PIECE, Long, Values, read_long, whole
+from .json_pieces import MOST_IDS, PIECE, Long, Values, read_long, whole
 from .json_values import Buffer, malformed, parameter, request_id, string, unreadable
 
 Pairs = list[tuple[str, Any]]
@@ -24,14 +24,14 @@ Pairs = list[tuple[str, Any]]
 _SAMPLING = "sampling_parameters"
 
 
-async def open_generate(body: bytes, config: ModelConfig) -> "bytes | Members":
+async def open_generate(body: bytes | bytearray, config: ModelConfig) -> "bytes | Members":
     """A long body's members, those for inputs of numbers as arrays. A short body as it is: it is parsed at once.
 
     Raises:
         InvalidArgument: malformed JSON, or a list that is longer than anything could mean.
     """
     if len(body) <= PIECE:
-        return body
+        return bytes(body)
     found, values = await read_long(body), Values()
     if not isinstance(found, Long) or not found.is_object:
         raise malformed("the body must be a JSON object")
@@ -51,7 +51,10 @@ async def _opened(spec: TensorSpec | None, value: Any) -> Any:
     if spec is None or spec.datatype == "BYTES" or not isinstance(value, Long) or value.is_object:
         return await whole(value, Values())
     json_tensors.refuse_binary_only(spec.datatype, spec.name)
-    pieces = [json_tensors.elements(spec.datatype, each, spec.name) async for each in value.flat()]
+    pieces, values = [], Values(MOST_IDS)
+    async for each in value.flat():
+        values.take(len(each))
+        pieces.append(json_tensors.elements(spec.datatype, each, spec.name))
     return np.concatenate(pieces)
 
 

@@ -22,8 +22,14 @@ PIECE = 1 << 16
 MOST_VALUES = 1 << 15
 """In a list or an object of a long body, nested ones included, where nothing else is said."""
 
+MOST_IDS = 1 << 20
+"""Token ids, and numbers of an input in `generate`."""
+
+MOST_TEXT = 1 << 24
+"""Bytes of one string, where nothing else is said."""
+
 _LONGEST = 1 << 16
-"""Bytes of a number, and of an object's key."""
+"""Bytes of a number, of an object's key, and of the space beside a long value."""
 
 _BLOCK = 1 << 15
 """Bytes that are looked at before others get a turn."""
@@ -71,9 +77,10 @@ class _Marks(NamedTuple):
 class _Text:
     """The whole body, and where its blocks are in its structure. `least`: the smallest depth in each."""
 
-    def __init__(self, body: Buffer, read: Parser) -> None:
+    def __init__(self, body: Buffer, read: Parser, longest: int) -> None:
         self.view = memoryview(body)
         self.parse = read
+        self.longest = longest
         self._bytes = np.frombuffer(self.view, np.uint8)
         self._states: list[_State] = []
         self._least: list[int] = []
@@ -255,6 +262,7 @@ class Long:
 
     def _piece(self, begin: int, end: int, opening: bytes, closing: bytes) -> bytes:
         """The text of some values as JSON of its own."""
+        self._check_length(begin, end)
         text = bytes(self._text.view[begin:end])
         inside, comma = text.strip(_SPACE), self._text.view[end] == ord(",")
         if not inside and (comma or begin > self._begin + 1):
@@ -270,7 +278,12 @@ class Long:
             return Long(self._text, begin, end, self._depth + 1)
         if end - begin > _LONGEST and view[begin] != ord('"'):
             raise malformed("a value is too long", begin)
+        self._check_length(begin, end)
         return self._text.parse(view[begin:end], begin)
+
+    def _check_length(self, begin: int, end: int) -> None:
+        if end - begin > self._text.longest:
+            raise TooMany(f"a text in the request has more than {self._text.longest} bytes")
 
     def _check_end(self, at: int) -> None:
         if self._text.view[at] != _ENDS[self._bracket]:
@@ -280,17 +293,20 @@ class Long:
 
 
 def _after_space(view: memoryview, begin: int, end: int) -> int:
-    found = _SPACES.match(view, begin, end)
-    return found.end() if found else begin
+    found = _SPACES.match(view, begin, min(end, begin + _LONGEST))
+    behind = found.end() if found else begin
+    if behind - begin == _LONGEST:
+        raise malformed("there is too much space", begin)
+    return behind
 
 
-async def read_long(body: Buffer, read: Parser = parse) -> Any:
-    """A long body: its value, or what is still text of it. `read` reads pieces.
+async def read_long(body: Buffer, read: Parser = parse, longest: int = MOST_TEXT) -> Any:
+    """A long body: its value, or what is still text of it. `read` reads pieces; no string is longer than `longest`.
 
     Raises:
         InvalidArgument: it is no JSON, as far as that is known yet.
     """
-    text = _Text(body, read)
+    text = _Text(body, read, longest)
     await text.scan()
     begin = _after_space(text.view, 0, len(text))
     if begin < len(text) and text.view[begin] in _ENDS:
@@ -298,19 +314,19 @@ async def read_long(body: Buffer, read: Parser = parse) -> Any:
     return read(text.view, 0)
 
 
-async def read_object(body: Buffer) -> Document:
+async def read_object(body: Buffer, longest: int = MOST_TEXT) -> Document:
     """What `parse_object` makes of the body; values of it that are long may still be text."""
     if len(body) <= PIECE:
         return parse_object(body)
-    found = await read_long(body)
+    found = await read_long(body, longest=longest)
     if not isinstance(found, Long) or not found.is_object:
         raise malformed("the body must be a JSON object")
     return await found.members(Values())
 
 
 async def read_whole_object(body: Buffer) -> Document:
-    """What `parse_object` makes of the body."""
-    found = await read_object(body)
+    """What `parse_object` makes of the body; a string in it may be a file."""
+    found = await read_object(body, len(body))
     values = Values()
     return {key: await whole(value, values) for key, value in found.items()} if len(body) > PIECE else found
 

@@ -14,7 +14,7 @@ import orjson
 from ..core.errors import InvalidArgument
 from ..core.mismatch import mismatch
 from ..core.suggestion import did_you_mean
-from .json_pieces import MOST_VALUES, PIECE, Long, TooMany, Values, read_long, whole
+from .json_pieces import MOST_IDS, MOST_VALUES, PIECE, Long, TooMany, Values, read_long, whole
 from .json_values import Buffer
 
 Neutral: TypeAlias = Mapping[str, tuple[Any, ...]]
@@ -26,9 +26,6 @@ HARMLESS = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_
 Body: TypeAlias = bytes | dict[str, Any]
 """Of a request: its text, or its members if it is long."""
 
-MOST_IDS = 1 << 20
-"""Token ids in a request; of other values there are fewer in one field."""
-
 _IDS = frozenset({"prompt", "input", "tokens"})
 _TEXTS = frozenset({"prompt", "input", "query", "guided_decoding_guide", "chat_template"})
 """Fields whose texts may be as long as the body."""
@@ -37,7 +34,7 @@ _Body = TypeVar("_Body", bound=msgspec.Struct)
 _Any = TypeVar("_Any")
 
 
-async def open_body(body: bytes) -> Body:
+async def open_body(body: bytes | bytearray) -> Body:
     """A long body's members, of which none has more values than `MOST_VALUES`, or token ids than `MOST_IDS`. A short
     body as it is: it is parsed at once.
 
@@ -45,7 +42,7 @@ async def open_body(body: bytes) -> Body:
         InvalidArgument: it is no JSON object, or has more.
     """
     if len(body) <= PIECE:
-        return body
+        return bytes(body)
     found = await read_long(body, _parse)
     if not isinstance(found, Long) or not found.is_object:
         raise InvalidArgument("the body must be a JSON object")

@@ -152,7 +152,7 @@ def _numbers(datatype: str, count: int, raw: Raw, place: Place) -> NDArray[Any]:
     dtype = _DTYPES[datatype]
     check_byte_size(count * dtype.itemsize, len(raw), place)
     if datatype == "BOOL":  # a byte may say true in 255 ways
-        return np.frombuffer(raw, np.uint8).astype(np.bool_)
+        return np.not_equal(np.frombuffer(raw, np.uint8), 0)
     data = np.frombuffer(raw, dtype)
     if type(raw) is not bytes:
         data.flags.writeable = False

@@ -67,11 +67,9 @@ class Tensor(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a model says of one of its inputs or outputs; -1 in `dims` is a free dimension. `most`: elements that an
-    input may have in all, where the model says so, as of token ids."""
+    """What a model says of one of its inputs or outputs; -1 in `dims` is a free dimension."""
 
     name: str
     datatype: str
     dims: tuple[int, ...]
     optional: bool = False
-    most: int | None = None

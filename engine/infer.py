@@ -21,6 +21,7 @@ from ..core.request import (
     joined,
 )
 from ..core.tensor import Tensor, TensorSpec
+from ..tokenization.tokenizer import Limit
 from .settings import Manner, one_element, read_settings, text_of
 
 INPUTS = (
@@ -46,6 +47,9 @@ answers, but `output_ids` stand one after the other and rows of `output_log_prob
 _LOG_PROBS = ("cum_log_probs", "output_log_probs")
 _LOGPROBS = {*_LOG_PROBS, "cumulative_logprob"}
 
+_READ_AT_ONCE = 1 << 16
+"""Token ids that cost little to read before they are too many."""
+
 Chunks = AsyncGenerator[GenerateChunk, None]
 
 
@@ -58,8 +62,8 @@ class Question(NamedTuple):
     outputs: tuple[str, ...]
 
 
-def read_question(request: InferRequest) -> Question:
-    """Understand a v2 request.
+def read_question(request: InferRequest, limit: Limit | None = None) -> Question:
+    """Understand a v2 request. `limit`: how many token ids it may have.
 
     Raises:
         InvalidArgument: a name is unknown, a value is wrong, or they contradict each other; `field` names it.
@@ -69,7 +73,7 @@ def read_question(request: InferRequest) -> Question:
     outputs = _wanted(request, manner)
     generate = GenerateRequest(
         id=request.id,
-        prompt=_prompt(request.inputs),
+        prompt=_prompt(request.inputs, limit),
         sampling=_watched(settings.sampling, outputs),
         priority=manner.priority,
         cache_salt=manner.cache_salt,
@@ -188,9 +192,12 @@ def _wanted(request: InferRequest, manner: Manner) -> tuple[str, ...]:
     return ("text_output", *asked, *(_LOG_PROBS if manner.return_log_probs else ()))
 
 
-def _prompt(inputs: Mapping[str, Tensor]) -> Prompt:
+def _prompt(inputs: Mapping[str, Tensor], limit: Limit | None) -> Prompt:
     if ("text_input" in inputs) == ("input_ids" in inputs):
         raise InvalidArgument("give the prompt either as text_input or as input_ids", field="text_input")
     if "input_ids" in inputs:
+        count = inputs["input_ids"].data.size
+        if limit is not None and count > max(limit.tokens, _READ_AT_ONCE):
+            raise limit.refuse(f"input_ids are {count}", "input_ids")
         return tuple(inputs["input_ids"].data.ravel().tolist())
     return text_of(inputs["text_input"])

@@ -23,7 +23,6 @@ from ..core.request import (
     TokenizeRequest,
 )
 from ..core.statistics import Statistics
-from ..core.tensor import TensorSpec
 from ..tokenization.async_tokenizer import AsyncTokenizer
 from ..tokenization.files import fingerprint, locate
 from ..tokenization.generation import GenerationDefaults, read_defaults
@@ -44,11 +43,6 @@ OnProgress: TypeAlias = Callable[[str, float, float, str], None]
 
 _COUNTED = 65_536
 """Tokens that may be counted for a model whose own length is shorter: what is yet to be cut is longer than that."""
-
-
-def _bounded(spec: TensorSpec, length: int) -> TensorSpec:
-    """An input, for a model of this length."""
-    return replace(spec, most=length) if spec.name == "input_ids" else spec
 
 
 def silent(phase: str, fraction: float, seconds: float, detail: str) -> None:
@@ -111,7 +105,7 @@ class LlmModel:
         self._client = driver.connect(self._report, self._metrics)
         self._loaded: Language | None = None
         self._vocab_size = 0
-        self._counted = _COUNTED
+        self._counted, self._length = _COUNTED, 0
 
     @property
     def config(self) -> ModelConfig:
@@ -161,7 +155,7 @@ class LlmModel:
             info = await starting
             self._loaded = language.within(info.vocab_size)
             self._vocab_size = info.vocab_size
-            self._counted = max(info.max_model_len, _COUNTED)
+            self._counted, self._length = max(info.max_model_len, _COUNTED), info.max_model_len
             parameters = {"max_model_len": str(info.max_model_len)}
             self._config = replace(self._config, parameters=parameters, fingerprint=language.fingerprint)
         except BaseException:
@@ -201,7 +195,7 @@ class LlmModel:
             yield chunk
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
-        question = read_question(request)
+        question = read_question(request, Limit(self._length))
         streams = [self.generate(each) for each in question.requests]
         if not question.manner.stream:
             yield await whole_answer(question, streams)

@@ -3,10 +3,9 @@
 v2's section 4, in its order and its words. Knows nothing of protocols or of how a model computes.
 """
 
-import math
 from collections.abc import Iterable
 
-from ..core.errors import InvalidArgument, TooLong
+from ..core.errors import InvalidArgument
 from ..core.model import ModelConfig
 from ..core.request import InferRequest
 from ..core.tensor import Tensor, TensorSpec
@@ -93,9 +92,6 @@ def _check_tensor(config: ModelConfig, spec: TensorSpec, tensor: Tensor, request
             f"Expected {_dims(expected)}, got {_dims(tensor.shape)}. {_NOTE if batched else ''}"
         )
         raise _refused(request, message, spec.name)
-    if spec.most is not None and math.prod(tensor.shape) > spec.most:
-        length = f"this model's maximum context length is {spec.most} tokens"
-        raise TooLong(f"{length}: {spec.name} has {math.prod(tensor.shape)}", field=spec.name)
 
 
 def _fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:

@@ -114,6 +114,7 @@ async def test_the_shape_is_held_against_the_data(client: httpx.AsyncClient, cou
         (TEXT, {"prompt": "a", "cache_salt": "x" * 70_000}, "cache_salt has 70000 characters"),
         (CHAT, {"messages": [{"role": "user", "content": "a"}] * 8193}, "messages: 8193 are more than the 8192"),
         (GENERATE, {"text_input": "a", "id": "x" * 5000}, "'id' has 5000 characters"),
+        (GENERATE, {"text_input": "a" * (1 << 24)}, "a text in the request has more than 16777216 bytes"),
         (GENERATE, {"text_input": "a", "x": {"a": [1] * LONG}}, "more than 32768 values"),
         ("/v2/logging", {"x": [1] * LONG}, "more than 32768 values"),
         ("/v1/embeddings", {"input": ["a"] * 3000}, "input must be 1 to 2048, got 3000"),

@@ -14,6 +14,7 @@ from charonia.bench import (
     proof_overload,
     proof_processes,
     proof_soak,
+    proof_stalls,
 )
 from charonia.bench.fake_load import fake_server, open_load, records_of
 from charonia.bench.load_doors import OK
@@ -37,6 +38,17 @@ async def test_wrong_requests_hurt_nobody(place: Place) -> None:
     assert {"2xx", "4xx", "OK", "INVALID_ARGUMENT"} <= {verdict.answer for verdict in found.verdicts}
     assert proof_bodies.tracebacks(place) == broken
     assert [core.pid for core in census(place).cores] == [core.pid for core in cores]
+
+
+def test_hostile_bodies_are_answered_or_refused(place: Place) -> None:
+    stalls = list(proof_stalls.siege(place, 128 << 10, 256 << 10))
+    assert [stall for stall in stalls if stall.status == "500" or stall.status in ("UNKNOWN", "INTERNAL")] == []
+    assert (
+        {"200", "400", "404", "503", "INVALID_ARGUMENT", "NOT_FOUND"}
+        >= {stall.status for stall in stalls}
+        >= {"400", "404"}
+    )
+    assert len(stalls) > 90
 
 
 async def test_nothing_stays_of_clients_who_leave() -> None:
