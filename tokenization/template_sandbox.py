@@ -46,7 +46,7 @@ _NODE = 2
 """Work that an expression is, of whatever kind: characters that are as quickly copied, or more."""
 _ELEMENT = 64
 """The same of looking at an element of a list."""
-_DROPPED = ("pprint", "random", "striptags", "urlize", "wordwrap", "xmlattr")
+_DROPPED = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 
 _METHODS: Mapping[type, frozenset[str]] = {
     str: frozenset(name for name in dir(str) if name[0] != "_") - {"encode", "maketrans", "translate"},
@@ -59,12 +59,15 @@ _METHODS: Mapping[type, frozenset[str]] = {
 _BLANKS = tuple(character for character in map(chr, range(0x10000)) if character.isspace())
 _PADDING = ("center", "ljust", "rjust", "zfill")
 _STRIPPING = ("strip", "lstrip", "rstrip")
+_COPIED = (str, list, tuple)
+"""What operators put together from what they get."""
+_SIZED = (str, list, tuple, dict, range, Sequence, Set, Mapping, MappingView)
 _COMPARING = frozenset({"==", "eq", "equalto", "!=", "ne", "<", "lt", "lessthan", "<=", "le"}) | frozenset(
     {">", "gt", "greaterthan", ">=", "ge", "in", "sameas", "lower", "upper"}
 )
 _SORTING = ("sort", "min", "max", "unique", "dictsort", "groupby")
-_WRITING = frozenset({"capitalize", "center", "e", "escape", "forceescape", "indent", "lower", "replace", "safe"}) | {
-    *("string", "title", "trim", "truncate", "upper", "urlencode")
+_WRITING = frozenset({"capitalize", "center", "e", "escape", "forceescape", "indent", "lower", "safe"}) | {
+    *("string", "title", "trim", "truncate", "upper", "urlencode", "wordcount")
 }
 """Filters that make text of what they get, if it is none."""
 _LISTING = ("list", "title", "wordcount")
@@ -123,7 +126,7 @@ class Meter:
 
     def number(self, value: Any) -> Any:
         """The same, if it is no number that is too long to compute with."""
-        if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        if type(value) is int and value.bit_length() > _MAX_BITS:
             raise TooMuch(f"it computes with numbers of more than {_MAX_BITS} bits")
         return value
 
@@ -162,6 +165,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         for name in _DROPPED:
             del self.filters[name]
         self.filters = {name: _bounded_filter(name, filter_) for name, filter_ in self.filters.items()}
+        for method in (self.pass_through, self.compared, self.joined, self.sliced, self.key):
+            self.filters[f" {method.__name__}"] = method
         tests: Mapping[str, Any] = self.tests
         self.tests = {name: _bounded_test(test) if name in _COMPARING else test for name, test in tests.items()}
 
@@ -187,22 +192,21 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         meter = _meter.get()
+        if operator == "+" and isinstance(left, _COPIED) and isinstance(right, _COPIED):
+            meter.spend(len(left) + len(right))
+            return super().call_binop(context, operator, left, right)
         if operator == "%" and isinstance(left, str):
             _spend_printf(meter, left, right)
-        elif operator == "*" and isinstance(left, str | bytes | Sequence):
+        elif operator == "*" and isinstance(left, _COPIED):
             meter.spend(_times(left, right))
-        elif operator == "*" and isinstance(right, str | bytes | Sequence):
+        elif operator == "*" and isinstance(right, _COPIED):
             meter.spend(_times(right, left))
-        elif operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
-            meter.spend(len(left) + len(right))
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
             meter.number(1 << min(abs(left).bit_length() * abs(meter.number(right)), 2 * _MAX_BITS))
         made = super().call_binop(context, operator, meter.number(left), meter.number(right))
         return meter.number(made)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(__obj, "__self__", None) is __self:
-            return __obj(*args)
         meter = _meter.get()
         meter.turn()
         if isinstance(__obj, Macro | BlockReference | LoopContext):
@@ -236,7 +240,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def joined(self, *values: Any) -> str:
         meter = _meter.get()
         for value in values:
-            meter.spend(meter.weigh(value))
+            meter.spend(len(value) if isinstance(value, str) else meter.weigh(value))
         return "".join(map(str, values))
 
     def sliced(self, value: T) -> T:
@@ -297,10 +301,11 @@ class _Counting(NodeTransformer):
         return node
 
 
-def _call(environment: TemplateSandbox, method: str, given: Sequence[nodes.Expr]) -> nodes.Call:
-    line = given[0].lineno
-    attribute = nodes.EnvironmentAttribute(method, lineno=line, environment=environment)
-    return nodes.Call(attribute, list(given), [], None, None, lineno=line, environment=environment)
+def _call(environment: TemplateSandbox, method: str, given: Sequence[nodes.Expr]) -> nodes.Filter:
+    """As a filter whose name no template can write, for jinja calls those without further ado."""
+    first, *others = given
+    line = first.lineno
+    return nodes.Filter(first, f" {method}", others, [], None, None, lineno=line, environment=environment)
 
 
 def _passing(environment: TemplateSandbox, body: Sequence[nodes.Node], line: int) -> nodes.ExprStmt:
@@ -320,7 +325,7 @@ def _work(node: nodes.Node) -> int:
 def _shown(context: Context, value: T) -> T:
     """Counts what goes into the text. It asks for the context so that nothing is put into the text ahead of time."""
     meter = _meter.get()
-    meter.spend(meter.weigh(value))
+    meter.spend(len(value) if isinstance(value, str) else meter.weigh(value))
     return value
 
 
@@ -350,8 +355,8 @@ def _bounded_filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any
 
 def _spend_filter(meter: Meter, name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     given = [*args, *kwargs.values()]
-    size = len(value) if isinstance(value, str | bytes | Sequence | Mapping | Set) else 1
-    texts, numbers = sum(len(each) for each in given if isinstance(each, str)), _numbers(given)
+    size = len(value) if isinstance(value, _SIZED) else 1
+    texts, numbers = sum(map(meter.weigh, given)), _numbers(given)
     if name in ("length", "count", "first", "last", "default", "d", "attr"):
         meter.spend(texts // 8 + 1)
     elif isinstance(value, str):
@@ -360,19 +365,19 @@ def _spend_filter(meter: Meter, name: str, value: Any, args: Sequence[Any], kwar
         meter.spend(size * (1 + texts // 8))
     match name:
         case "format":
-            _spend_printf(meter, str(value), given)
+            _spend_printf(meter, value if isinstance(value, str) else "%" * meter.weigh(value), given)
         case "indent":
             lines = len(value.splitlines()) + 1 if isinstance(value, str) else 1
             meter.spend(lines * (numbers + texts))
         case "join":
             meter.spend(meter.weigh(value) + size * texts)
         case "replace":
-            _spend_replacing(meter, str(value) if isinstance(value, str) else "", given)
+            _spend_replacing(meter, value if isinstance(value, str) else "?" * meter.weigh(value), given)
         case "round":
             meter.spend(numbers * numbers)
         case "tojson":
             weight, depth = meter.weigh(value), meter.deepest
-            meter.spend(weight * (1 + numbers * depth + sum(map(meter.weigh, given))))
+            meter.spend(weight * (1 + numbers * depth + texts // _ELEMENT))
         case "trim":
             meter.spend(size * texts // 64)
         case "sum" if not all(isinstance(each, int | float | str) for each in given):
@@ -383,7 +388,7 @@ def _spend_filter(meter: Meter, name: str, value: Any, args: Sequence[Any], kwar
             meter.spend(numbers)
     if name in _LISTING and isinstance(value, str):
         meter.spend(8 * size)
-    elif name in _WRITING:
+    elif name in _WRITING and not isinstance(value, str):
         meter.weigh(value)
 
 
@@ -441,16 +446,16 @@ def _numbers(values: Iterable[Any]) -> int:
 
 def _times(value: Any, times: Any) -> int:
     """What so many of it are, in characters: an element is eight."""
-    each = 1 if isinstance(value, str | bytes) else 8
+    each = 1 if isinstance(value, str) else 8
     return len(value) * max(times, 0) * each if isinstance(times, int) else 0
 
 
 def _kept(meter: Meter, made: Any) -> Any:
     """What a filter or a method made, an iterator as a list."""
-    if isinstance(made, Iterator):
-        return list(_counted(meter, made))
-    if isinstance(made, str | list | tuple):
+    if isinstance(made, _COPIED):
         meter.spend(len(made))
+    elif isinstance(made, Iterator):
+        return list(_counted(meter, made))
     return meter.number(made)
 
 
