@@ -127,11 +127,10 @@ def test_one_record_and_one_trace_for_every_request(serve: Any, tokenizer_only: 
 
 
 def assert_metrics_agree(text: str) -> None:
-    model = 'model="m",version="1"'
     for labels, count in [
-        (f'{model},outcome="length"', 2),
-        (f'{model},outcome="done"', 1),
-        (f'{model},outcome="rejected",reason="invalid_argument"', 1),
+        ('model="m",outcome="length",version="1"', 2),
+        ('model="m",outcome="done",version="1"', 1),
+        ('model="m",outcome="rejected",reason="invalid_argument",version="1"', 1),
         ('outcome="rejected",reason="not_found"', 1),
         ('outcome="rejected",reason="invalid_argument"', 1),
         ('outcome="rejected",reason="unauthenticated"', 1),
