@@ -49,7 +49,7 @@ def test_keys_over_tls(serve: Any, tokenizer_only: Path, certificate: Path, tmp_
         assert cached == [0, 32, 0], "a tenant's cache is his own"
         assert "k-alpha" not in server.said
         scrape = httpx.get(server.metrics_url).text
-        assert 'charonia_prompt_tokens_total{model="m",version="1",tenant="alpha"}' in scrape
+        assert 'charonia_prompt_tokens_total{model="m",tenant="alpha",version="1"}' in scrape
 
 
 def _half_a_body(address: tuple[str, int], trusting: ssl.SSLContext) -> bytes:
