@@ -23,6 +23,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 from cyclopts import App
 
+from ..core.errors import Unavailable
 from .onnx_mlp import write_mlp
 from .proof_bodies import tracebacks
 from .serve_census import Census, census
@@ -44,8 +45,8 @@ _RANKS = {"kv_cache_bytes": 16 << 20, "tensor_parallel_size": 2}
 _PREY = ("charonia-core", "charonia-rank", "charonia-model")
 _ORPHANS = ("EOFError", "BrokenPipeError")
 """What a process says whose core was killed while it started it."""
-_PAUSE = 0.4
-"""Seconds that a model is left loaded, or all processes in peace, at most."""
+_PAUSE, _PEACE = 0.4, 1.0
+"""Seconds that a model is left loaded, and all processes in peace, at most."""
 _PATIENCE = 120.0
 _POLL_SECONDS = 0.05
 
@@ -114,7 +115,7 @@ def _change(place: Place, name: str, rounds: int, seed: int) -> list[int]:
 def _kill_until(place: Place, over: Callable[[], bool], seed: int) -> int:
     chance, kills = random.Random(seed), 0
     while not over():
-        time.sleep(chance.random() * _PAUSE)
+        time.sleep(chance.random() * _PEACE)
         prey = [pid for pid in _descendants(place) if _name(pid) in _PREY]
         if prey:
             with suppress(ProcessLookupError):
@@ -148,7 +149,7 @@ def _peace(place: Place) -> Census:
 def _expect(place: Place, change: str, status: int) -> None:
     found = _ask(place, f"/v2/repository/models/{change}", {})
     if found != status:
-        raise TimeoutError(f"{change} was answered with {found}")
+        raise Unavailable(f"{change} was answered with {found}")
 
 
 def _until(holds: Callable[[], bool], what: str) -> None:

@@ -110,11 +110,7 @@ class Crew:
             _unwatch(member.worker)
         await asyncio.gather(*self._replacing)
         members, self._members = self._members, []
-        for member in members:
-            work = member.worker.work
-            if work is not None and all(request.item.given_up for request in work.requests):
-                member.worker.end("nobody waits for it any more")
-        await asyncio.gather(*(member.worker.stop() for member in members))
+        await asyncio.gather(*(member.worker.stop(_abandoned(member.worker)) for member in members))
 
     def _watch(self) -> None:
         every = min(self._patience.watch, max(self._limit / 4, _SOONEST)) if self._limit else self._patience.watch
@@ -193,6 +189,12 @@ class Crew:
         except TimeoutError:
             return False
         return True
+
+
+def _abandoned(worker: Worker) -> bool:
+    """Nobody waits any more for what it executes."""
+    work = worker.work
+    return work is not None and all(request.item.given_up for request in work.requests)
 
 
 def _unwatch(worker: Worker) -> None:

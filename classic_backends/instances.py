@@ -67,13 +67,16 @@ class Instance(Generic[T]):
         """Its runtime has ended by itself: it takes no more work."""
         return self.life is not None and self.life.lost
 
-    async def stop(self) -> None:
-        """Return when its runtime is closed; what it executes it finishes first, unless that takes too long."""
+    async def stop(self, abandoned: bool = False) -> None:
+        """Return when its runtime is closed; what it executes it finishes first, unless that takes too long, or it is
+        `abandoned`: nobody waits for it."""
         self._inbox.put(None)
-        if await self._ends_within(_CLOSE_SECONDS):
-            return
-        log.error("instance '%s' still executes after %g s", self.name, _CLOSE_SECONDS)
-        if not (self.end("the model was unloaded") and await self._ends_within(_END_SECONDS)):
+        if not abandoned:
+            if await self._ends_within(_CLOSE_SECONDS):
+                return
+            log.error("instance '%s' still executes after %g s", self.name, _CLOSE_SECONDS)
+        self.end("the model was unloaded")
+        if not await self._ends_within(_END_SECONDS):
             log.error("instance '%s' cannot be ended: its thread is left to itself", self.name)
 
     async def _ends_within(self, seconds: float) -> bool:
