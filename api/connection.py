@@ -65,8 +65,9 @@ async def read_body(request: Request, limit: int) -> bytes | bytearray:
 
 
 def refuse_form(media: str, body: bytes | bytearray) -> None:
-    """Raises `InvalidArgument` for a body that is called a form and is no JSON: curl calls all that it posts one."""
-    if body[:1] != b"{" and media.startswith(_FORMS) and not body[:100].lstrip().startswith(b"{"):
+    """Raises `InvalidArgument` for a body that is called a form and is no JSON: curl calls all that it posts one, and
+    nothing, too."""
+    if body and body[:1] != b"{" and media.startswith(_FORMS) and not body[:100].lstrip().startswith(b"{"):
         kind = media.partition(";")[0]
         raise InvalidArgument(f"the body is a form ({kind}), not JSON: send 'Content-Type: application/json' and JSON")
 

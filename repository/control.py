@@ -58,6 +58,9 @@ class Explicit:
         return self._catalog.names()
 
     async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+        await self._lifecycle.see_through(self._load(name, config, files))
+
+    async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         _check_name(name)
         for path in files:
             _check_path(path)
@@ -79,9 +82,12 @@ class Explicit:
             self._overridden[name] = stamps
 
     async def unload(self, name: str) -> None:
+        await self._lifecycle.see_through(self._unload(name))
+
+    async def _unload(self, name: str) -> None:
         _check_name(name)
-        self._overridden.pop(name, None)
         await self._lifecycle.unload(name)
+        self._overridden.pop(name, None)  # not before: a load that had to end first has set it
 
     async def _read(
         self, name: str, config: str | None, files: Mapping[str, bytes]

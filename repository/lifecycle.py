@@ -67,6 +67,7 @@ class Lifecycle:
         self._under_way: set[asyncio.Future[None]] = set()
         self._ungranted: set[str] = set()
         self._granting = asyncio.Lock()
+        self._asked: set[asyncio.Task[None]] = set()
         self._leaving: set[asyncio.Task[None]] = set()
         self._hurry = asyncio.Event()
         # One thread for all that blocks: each that ever ran keeps some memory of what it did.
@@ -75,6 +76,13 @@ class Lifecycle:
     async def aside(self, work: Callable[..., T], *arguments: object) -> T:
         """Do what blocks, outside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+    async def see_through(self, change: Coroutine[None, None, None]) -> None:
+        """Load or unload for a client: to the end, though the client leaves meanwhile. `close` alone cancels it."""
+        task = asyncio.create_task(change)
+        self._asked.add(task)
+        task.add_done_callback(self._asked.discard)
+        await asyncio.shield(task)
 
     def load_one_at_a_time(self) -> None:
         """Until `load_side_by_side`; nothing loads yet."""
@@ -141,6 +149,9 @@ class Lifecycle:
     async def close(self) -> None:
         """Unload everything at once, drained or not, whatever one of the models says."""
         self.hurry()
+        for task in self._asked:
+            task.cancel()
+        await asyncio.gather(*self._asked, return_exceptions=True)
         for entry in self._registry.entries.values():
             for serving in entry.publish(()):
                 self._retire(entry, serving)

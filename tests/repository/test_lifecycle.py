@@ -295,6 +295,39 @@ async def test_another_config_does_not_outlive_the_model_nor_files_of_its_own(wo
     assert await world.ask("m") == 20
 
 
+async def test_another_config_does_not_outlive_an_unload_that_waited_for_it(world: World) -> None:
+    world.explicit()
+    world.hub.lifecycle.load_one_at_a_time()
+    world.write("m", {"1": 10, "2": 20})
+    hangs = world.write("first", {"1": 1}) / "1" / "hangs"
+    hangs.touch()
+    fields = {"backend": "toy", "input": [{"name": "A", "data_type": "TYPE_INT32", "dims": [1]}]}
+    override = json.dumps(fields | {"version_policy": {"specific": {"versions": [1]}}})
+    changes = [asyncio.create_task(world.hub.load_model(*each)) for each in (("first",), ("m", override))]
+    await until(lambda: world.hub.registry.entry("m").changing.locked())
+    changes.append(asyncio.create_task(world.hub.unload_model("m")))
+    await asyncio.sleep(0)
+    hangs.unlink()
+    await asyncio.gather(*changes)
+    await world.hub.load_model("m")
+    assert await world.ask("m") == 20
+
+
+async def test_a_load_goes_on_though_its_client_leaves_until_the_end(world: World, toys: list[Toy]) -> None:
+    world.explicit()
+    hangs = [world.write(name, {"1": 1}) / "1" / "hangs" for name in ("m", "late")]
+    loads = [asyncio.create_task(world.hub.load_model(file.parts[-3])) for file in hangs if not file.touch()]
+    await until(lambda: list(world.states().values()) == ["LOADING", "LOADING"])
+    loads[0].cancel()
+    hangs[0].unlink()
+    await until(lambda: world.states()["m", "1"] == "READY")
+    await world.hub.unload()
+    hangs[1].unlink()
+    with pytest.raises(asyncio.CancelledError):
+        await loads[1]
+    assert [toy.unloaded for toy in toys] == [True]
+
+
 async def test_with_files_of_its_own(world: World, toys: list[Toy]) -> None:
     world.explicit()
     world.write("m", {"1": 10})
