@@ -19,8 +19,11 @@ HOST = [Share(1000)]
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16"}))
-    for number, size in ((1, 600), (2, 400)):
-        (tmp_path / f"model-{number}.safetensors").write_bytes(bytes(size))
+    shards = {"model-1.safetensors": 600, "model-2.safetensors": 400}
+    for name, size in {**shards, "consolidated.safetensors": 1000}.items():  # the same once more, as Mistral ships it
+        (tmp_path / name).write_bytes(bytes(size))
+    index = {"weight_map": {f"tensor of {name}": name for name in shards}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "tokenizer.json").write_bytes(bytes(50))
     return tmp_path
 
