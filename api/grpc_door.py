@@ -13,7 +13,6 @@ import grpc
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2 as pb
 
-from ..core import garbage
 from ..core.errors import CharoniaError, Exiting, InvalidArgument, Unsupported, cut_off
 from ..core.gateway import Gateway
 from .faults import UNEXPECTED
@@ -23,7 +22,6 @@ from .grpc_messages import Message, read_version, written
 from .grpc_requests import read_call
 from .grpc_rules import Caller, GrpcRules
 from .grpc_stream import InferStream, refusals
-from .grpc_wire import LongRequest
 from .long_tensors import decoded
 from .metadata import ServerInfo, model_metadata, server_metadata
 from .unary import asks_for_stream, at_most_two, can_answer_once
@@ -146,8 +144,6 @@ class GrpcDoor:
         if not can_answer_once(config):
             raise Unsupported(_DECOUPLED)
         asked, wanted, later = read_call(request, gateway.commons.regions, caller)
-        if isinstance(request, LongRequest):
-            garbage.was_large()
         if later:
             asked = await decoded(config, asked, later)
         if config.decoupled and asks_for_stream(asked):

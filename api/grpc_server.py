@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from google.protobuf.message_factory import GetMessageClass  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2
 
+from ..core import garbage
 from ..core.errors import Exiting, Unavailable
 from ..core.gateway import Gateway
 from .grpc_door import GrpcDoor, Handler, Health
@@ -114,9 +115,21 @@ def _method(method: Any, handler: Handler) -> grpc.RpcMethodHandler:
         read = read_infer
     else:
         read = bounded(read, _LARGEST_MESSAGE if method.name == _LOAD else _LARGEST_QUESTION)
+    read = _noted(read)
     if method.client_streaming:
         return grpc.stream_stream_rpc_method_handler(handler, read, write)
     return grpc.unary_unary_rpc_method_handler(handler, _or_error(read), write)
+
+
+def _noted(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Memory is given back after a large message, whatever becomes of it."""
+
+    def attempt(data: bytes) -> Any:
+        if len(data) > garbage.LARGE:
+            garbage.was_large()
+        return read(data)
+
+    return attempt
 
 
 def _or_error(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

@@ -13,7 +13,6 @@ import grpc
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2 as pb
 
-from ..core import garbage
 from ..core.errors import CharoniaError, Exiting, InvalidArgument
 from ..core.gateway import Gateway
 from ..core.request import InferResponse
@@ -22,7 +21,6 @@ from .grpc_faults import STOPPING, Context, client_id_of, metadata_of, text_of
 from .grpc_messages import Message, mark_final, read_version, write_fault, written
 from .grpc_requests import read_call, wants_empty_final
 from .grpc_rules import Caller
-from .grpc_wire import LongRequest
 from .long_tensors import decoded
 
 log = logging.getLogger(__name__)
@@ -144,8 +142,6 @@ async def _responses(gateway: Gateway, request: Message, caller: Caller) -> Asyn
         raise Exiting(STOPPING)
     config = gateway.model(request.model_name, read_version(request.model_version))
     (asked, wanted, later), final = read_call(request, gateway.commons.regions, caller), False
-    if isinstance(request, LongRequest):
-        garbage.was_large()
     if later:
         asked = await decoded(config, asked, later)
     async with aclosing(gateway.infer(config.name, config.version, asked)) as responses:

@@ -120,7 +120,7 @@ def strings(elements: list[bytes], count: int, place: Place) -> NDArray[Any]:
 def encode(tensor: Tensor) -> bytes:
     """The tensor's raw bytes."""
     if tensor.datatype == "BYTES":
-        return b"".join([_LENGTH.pack(len(element)) + element for element in tensor.data.ravel()])
+        return b"".join([part for element in tensor.data.ravel() for part in (_LENGTH.pack(len(element)), element)])
     return tensor.data.tobytes()
 
 

@@ -12,6 +12,9 @@ from tritonclient.grpc import service_pb2 as pb
 
 from .serve_tiny import NAME
 
+_MOST_STRINGS = 1 << 20
+"""That a request may have in an input."""
+
 _HERE = "@"
 """Stands in a document where a long text goes."""
 
@@ -187,6 +190,10 @@ def _of_raw(size: int) -> Iterator[Attack]:
         lambda n: struct.pack("<I", n - 4) + bytes(n - 4),
     )
     yield of("raw: strings, back as JSON", _STRINGS, _tensor("IN", "BYTES", [size // 4], **binary), {})
+    few = min(size // 5, _MOST_STRINGS) * 5
+    million = _tensor("IN", "BYTES", [few // 5], parameters={"binary_data_size": few})
+    yield _mixed("raw: a million strings", _STRINGS, {**million, **back}, _texts, few)
+    yield _mixed("raw: a million strings, back as JSON", _STRINGS, million, _texts, few)
     yield of("raw: floats", _FLOATS, _tensor("IN", "FP32", [size // 4], **binary))
     yield of("raw: floats, back as JSON", _FLOATS, _tensor("IN", "FP32", [size // 4], **binary), {})
     yield of(
@@ -237,6 +244,11 @@ def _of_grpc(size: int) -> Iterator[Attack]:
     yield raw("grpc: empty strings", _message("strings", "IN", "BYTES", size // 4))
     yield raw("grpc: empty strings under another name", _message("strings", "X", "BYTES", size // 4))
     yield raw("grpc: short strings", _message("strings", "IN", "BYTES", size // 5), _texts)
+    few = min(size // 5, _MOST_STRINGS)
+    yield raw("grpc: a million strings", _message("strings", "IN", "BYTES", few), lambda _: _texts(few * 5))
+    yield typed(
+        "grpc: a million typed strings", _message("strings", "IN", "BYTES", few), lambda: _delimited(8, b"a") * few
+    )
     yield raw("grpc: floats", _message("floats", "IN", "FP32", size // 4))
     yield raw("grpc: flags", _message("flags", "IN", "BOOL", size))
     yield raw("grpc: input_ids", _message(NAME, "input_ids", "INT32", size // 4))
