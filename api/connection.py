@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from ..core import garbage
 from ..core.errors import CharoniaError, InvalidArgument, cut_off
 from ..core.gateway import Stream
-from .encodings import check_encoding, decompress
+from .encodings import coding_of, decompress
 from .exchanges import note
 from .faults import UNEXPECTED
 from .sizes import check_json
@@ -54,11 +54,10 @@ async def read_body(request: Request, limit: int) -> bytes | bytearray:
         ClientLeft: the client hung up while sending it.
     """
     headers = request.headers
-    encoding = headers.get("content-encoding", "")
-    compressed = check_encoding(encoding)
+    encoding = coding_of(headers.get("content-encoding", ""))
     announced = headers.get("content-length", "").encode()
     body = await receive_body(request.receive, announced, lambda size: check_json(size, limit))
-    if compressed:
+    if encoding:
         body = await in_thread(len(body), decompress, body, encoding, limit)
     refuse_form(headers.get("content-type", ""), body)
     return body

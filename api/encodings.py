@@ -23,17 +23,18 @@ class UnsupportedEncoding(Unsupported):
         super().__init__("Unsupported compression type")
 
 
-def check_encoding(encoding: str) -> bool:
-    """Whether a body in this encoding has to be decompressed.
+def coding_of(encoding: str) -> str:
+    """By what a body with this `Content-Encoding`, whose case means nothing, has to be decompressed; "" for nothing.
 
     Raises:
         UnsupportedEncoding: it cannot be.
     """
-    if encoding in _IDENTITY:
-        return False
-    if encoding not in _WINDOWS:
+    name = encoding.lower()
+    if name in _IDENTITY:
+        return ""
+    if name not in _WINDOWS:
         raise UnsupportedEncoding
-    return True
+    return name
 
 
 def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes:

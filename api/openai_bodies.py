@@ -39,6 +39,10 @@ NEUTRAL: Neutral = {
 }
 """Fields of OpenAI and vLLM that are not supported, here or by the other endpoint."""
 
+NEUTRAL_COMPLETION: Neutral = {**NEUTRAL, "add_special_tokens": (True,)}
+NEUTRAL_CHAT: Neutral = {**NEUTRAL, "add_special_tokens": (False,)}
+"""A text gets the tokens that the tokenizer puts around it; a conversation those that its template writes."""
+
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None

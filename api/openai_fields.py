@@ -20,7 +20,9 @@ from .json_values import Buffer
 Neutral: TypeAlias = Mapping[str, tuple[Any, ...]]
 """Fields that are known and not supported, and the values besides null that ask for nothing."""
 
-HARMLESS = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"})
+HARMLESS = frozenset({"user", "metadata", "store", "safety_identifier", "service_tier"}) | {
+    *("prompt_cache_key", "prompt_cache_retention")
+}
 """Fields that change nothing about the answer."""
 
 Body: TypeAlias = bytes | dict[str, Any]

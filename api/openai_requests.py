@@ -7,7 +7,7 @@ import msgspec
 
 from ..core.errors import InvalidArgument
 from ..core.request import GenerateRequest, Prompt, SamplingParams
-from .openai_bodies import NEUTRAL, ChatBody, Common, CompletionBody, StreamOptions, Words
+from .openai_bodies import NEUTRAL_CHAT, NEUTRAL_COMPLETION, ChatBody, Common, CompletionBody, StreamOptions, Words
 from .openai_fields import Body, decode, short
 from .openai_messages import read_messages
 
@@ -47,7 +47,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 def parse_completion(body: Body, name: str) -> Asked:
     """`name`: what the request's id ends with. Raises `InvalidArgument`, whose `field` names the culprit."""
-    fields = decode(body, CompletionBody, NEUTRAL)
+    fields = decode(body, CompletionBody, NEUTRAL_COMPLETION)
     max_tokens = 16 if fields.max_tokens is None else fields.max_tokens
     reply = msgspec.structs.replace(_reply(f"cmpl-{name}", fields), choices=_best_of(fields), echo=bool(fields.echo))
     return _asked(reply, fields, _prompts(fields.prompt), max_tokens)
@@ -55,7 +55,7 @@ def parse_completion(body: Body, name: str) -> Asked:
 
 def parse_chat(body: Body, name: str) -> Asked:
     """`name`: what the request's id ends with. Raises `InvalidArgument`, whose `field` names the culprit."""
-    fields = decode(body, ChatBody, NEUTRAL)
+    fields = decode(body, ChatBody, NEUTRAL_CHAT)
     conversation = read_messages(fields.messages, fields)
     try:
         return _asked(_reply(f"chatcmpl-{name}", fields), fields, [conversation], _chat_limit(fields))

@@ -18,8 +18,9 @@ from .openai_logprobs import Object, best, of_message, of_prompt, of_text
 from .openai_requests import Reply
 
 _PLAIN = GenerateChunk(text="\0text\0", token_ids=(), usage=Usage(0, 0))
+"""Stands for a chunk whose text is not known yet; no model has this text for a name."""
 _TEXT = orjson.dumps(_PLAIN.text)
-"""A chunk that stands for one whose text is not known yet; no model is called so."""
+"""That text as it stands in the JSON of an event."""
 
 
 class Shape(Protocol):

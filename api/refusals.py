@@ -53,7 +53,8 @@ class Refusing(HttpToolsProtocol):
         cause = error.__context__
         if not isinstance(cause, Refused):
             self.logger.warning("Invalid HTTP request received.")
-            cause = Refused(HTTPStatus.BAD_REQUEST, f"Invalid HTTP request received: {error}")
+            reason = str(error) or "its method is not served"
+            cause = Refused(HTTPStatus.BAD_REQUEST, f"Invalid HTTP request received: {reason}")
         self.refuse(cause)
 
 

@@ -37,7 +37,7 @@ def identified(scope: Scope, send: Send) -> Send:
 def request_id_of(scope: Scope) -> str:
     """As the client sent it or we made it up; empty if neither."""
     given: bytes = scope.get(_KEY, b"")
-    return given.decode("latin-1")
+    return given.decode(errors="replace")
 
 
 def header_line(scope: Scope) -> bytes:

@@ -72,7 +72,7 @@ class IdleOptions:
     cache_directory: _Idle = ()
     """The cache is part of the package."""
     model_load_thread_count: _Idle = ()
-    """Models load one after the other."""
+    """As many models load at once as there are cores, at most four."""
     model_load_retry_count: _Idle = ()
     """A load is tried once."""
     model_load_gpu_limit: _Idle = ()

@@ -69,11 +69,11 @@ class Infer:
         return await _reply(answer, headers)
 
     async def _read(self, config: ModelConfig, headers: Headers, request: Request) -> Call:
-        encoding = headers.get(b"content-encoding", b"").decode("latin-1")
-        compressed = encodings.check_encoding(encoding) if encoding else False
+        given = headers.get(b"content-encoding")
+        encoding = encodings.coding_of(given.decode("latin-1")) if given else ""
         length = _header_length(headers)
         body = await self._body(request, headers, length)
-        if compressed:
+        if encoding:
             limit = self._max_size if length is None else self._max_raw_size
             body = await in_thread(len(body), encodings.decompress, body, encoding, limit)
         if length is not None and not 0 <= length <= len(body):

@@ -120,9 +120,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for token, bias in self.logit_bias.items():
             _check("logit_bias", token, "given for token ids of at least 0", lambda v: v >= 0)
             _check("logit_bias", bias, "between -100 and 100", lambda v: -100 <= v <= 100)
-        if self.allowed_token_ids is not None:
-            least = min(self.allowed_token_ids, default=-1)
-            _check("allowed_token_ids", least, "at least one token id, none below 0", lambda v: v >= 0)
+        allowed = self.allowed_token_ids
+        _check("allowed_token_ids", allowed, "at least one token", len)
+        _check("allowed_token_ids", min(allowed or (0,)), "made of numbers of at least 0", lambda v: v >= 0)
         most = float("inf") if self.max_tokens is None else self.max_tokens
         _check("min_tokens", self.min_tokens, "between 0 and max_tokens", lambda v: 0 <= v <= most)
         for name in ("logprobs", "prompt_logprobs"):

@@ -25,7 +25,9 @@ def message(response: httpx.Response) -> str:
 
 
 @pytest.mark.parametrize("path", DOORS)
-@pytest.mark.parametrize(("encoding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
+@pytest.mark.parametrize(
+    ("encoding", "compress"), [("gzip", gzip.compress), ("GZip", gzip.compress), ("deflate", zlib.compress)]
+)
 async def test_compressed(client: httpx.AsyncClient, path: str, encoding: str, compress: Any) -> None:
     body, headers = json.dumps(DOORS[path]).encode(), {"content-encoding": encoding}
     assert (await client.post(path, content=compress(body), headers=headers)).status_code == 200

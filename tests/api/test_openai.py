@@ -333,6 +333,8 @@ NEUTRAL = {
     "logit_bias": {},
     "logprobs": False,
     "tools": [],
+    "add_special_tokens": False,
+    "prompt_cache_retention": "24h",
     "response_format": {"type": "text"},
     "temperature": None,
     "stream": None,
@@ -342,6 +344,14 @@ NEUTRAL = {
 
 async def test_neutral_values_are_accepted(client: httpx.AsyncClient) -> None:
     assert (await client.post(CHAT, json=HI | NEUTRAL)).status_code == 200
+
+
+async def test_special_tokens_are_added_as_vllm_does_where_nobody_says(client: httpx.AsyncClient) -> None:
+    completion = {"model": "llm", "prompt": "hi"}
+    for path, body, usual in ((CHAT, HI, False), ("/v1/completions", completion, True)):
+        assert (await client.post(path, json=body | {"add_special_tokens": usual})).status_code == 200
+        refused = await client.post(path, json=body | {"add_special_tokens": not usual})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "add_special_tokens")
 
 
 REFUSED = [

@@ -44,6 +44,12 @@ async def test_openais_clients_get_one_made_up(client: httpx.AsyncClient, gatewa
     assert "x-request-id" not in (await client.get("/v2")).headers
 
 
+async def test_what_is_no_ascii_is_utf8(client: httpx.AsyncClient) -> None:
+    given = [(b"X-Request-Id", "é".encode())]
+    assert (await client.post("/v1/chat/completions", json=CHAT, headers=given)).json()["id"] == "chatcmpl-é"
+    assert (await client.post("/v1/chat/completions", json=CHAT, headers=[(b"X-Request-Id", b"\x9b")])).is_success
+
+
 async def test_what_nobody_expected_carries_it(client: httpx.AsyncClient, gateway: Any) -> None:
     gateway.error, gateway.texts = ZeroDivisionError(), ()
     answer = await client.post("/v1/chat/completions", json=CHAT, headers={"X-Request-Id": "x" * 300})

@@ -62,3 +62,11 @@ def test_no_new_tokens_are_for_those_who_want_the_prompt() -> None:
 def test_an_unknown_field_is_not_ignored() -> None:
     with pytest.raises(msgspec.ValidationError, match="beam_width"):
         msgspec.convert({"beam_width": 4}, SamplingParams)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "told"), [((), "at least one token, got 0"), ((3, -2), "numbers of at least 0, got -2")]
+)
+def test_allowed_tokens_are_told_what_is_wrong_with_them(allowed: tuple[int, ...], told: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"allowed_token_ids must be .*{told}"):
+        SamplingParams(allowed_token_ids=allowed)

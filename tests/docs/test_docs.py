@@ -242,7 +242,7 @@ def plain(path: str) -> str:
             "What else OpenAI's door takes",
             {*openai_bodies.ChatBody.__struct_fields__, *openai_bodies.CompletionBody.__struct_fields__}
             - {*SamplingParams.__struct_fields__, "n", "max_completion_tokens"}
-            | {*LOGPROBS, *openai_fields.HARMLESS, *openai_bodies.NEUTRAL, *openai_messages.NEUTRAL},
+            | {*LOGPROBS, *openai_fields.HARMLESS, *openai_bodies.NEUTRAL_CHAT, *openai_messages.NEUTRAL},
         ),
         (
             "HTTP: tokens",
