@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 _LONGEST_NAME = 255
 """Bytes of a file's name, on every file system that matters."""
 
+_DEEPEST = 64
+"""Folders around a file that came with a load."""
+
 
 class Control(Protocol):
     """What requests may change."""
@@ -133,8 +136,9 @@ def _write(name: str, files: Mapping[str, bytes]) -> tuple[ScratchDirectory, Pat
                 file = scratch.path / name / path
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(content)
-        except OSError as error:
-            raise InvalidArgument(f"cannot write the files of model '{name}': {error.strerror}") from None
+        except (OSError, UnicodeEncodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise InvalidArgument(f"cannot write the files of model '{name}': {reason}") from None
         unless_written.pop_all()
     return scratch, scratch.path / name
 
@@ -145,6 +149,8 @@ def _check_path(path: str) -> None:
     parts: list[str] = []
     for part in PurePosixPath(path).parts:
         parts = parts[:-1] if part == ".." and parts and parts[-1] != ".." else [*parts, part]
+    if len(parts) > _DEEPEST:
+        raise InvalidArgument(f"Invalid file parameter '{path[:64]}...': it is in more than {_DEEPEST} folders")
     if not parts or parts[0] in ("..", "/"):
         normalised = "/".join(parts)
         raise InvalidArgument(

@@ -372,6 +372,8 @@ async def test_with_files_of_its_own(world: World, toys: list[Toy]) -> None:
         ),
         (("m", "{}", {"/etc/x": b""}), InvalidArgument, "Invalid file parameter '/etc/x' with normalized path "),
         (("m", "{}", {"1/a\0b": b""}), InvalidArgument, r"Invalid file parameter '1/a\x00b': no path has a NUL in it"),
+        (("m", "{}", {"1/" * 1500 + "x": b""}), InvalidArgument, f"Invalid file parameter '{'1/' * 32}...': it is in more"),
+        (("m", "{}", {"1/\ud800": b""}), Internal, f"{UNREADABLE}: cannot write the files of model 'm': 'utf-8' codec"),
         (("m", "{}", {"1": b"", "1/x": b""}), Internal, f"{UNREADABLE}: cannot write the files"),
         (("m" * 300,), InvalidArgument, f"invalid model name '{'m' * 32}...', a folder's name has at most 255 bytes"),
     ],
