@@ -3,6 +3,7 @@
 Knows nothing of files and of what a backend can do.
 """
 
+import re
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 
@@ -11,6 +12,9 @@ from .document import Config
 
 _MOST_INSTANCES = 1024
 """Each has a thread or a process of its own, and is given work by going through all of them."""
+
+_TAG = re.compile(r"[a-zA-Z0-9_]+")
+"""What makes a label's name after a `_`: Prometheus takes none of the metrics where one of them has another."""
 
 
 def check_config(config: Config, gpus: tuple[int, ...]) -> None:
@@ -48,6 +52,9 @@ def check_written(config: Config) -> None:
     holds = not path.is_absolute() and ".." not in path.parts and "\0" not in name
     message = f"'default_model_filename' of {config.name} must stay within the version's directory, got {name!r}"
     _require(holds, "default_model_filename", message)
+    for tag in config.metric_tags:
+        message = f"'metric_tags' of {config.name} must be named by letters, digits and '_', got {tag!r}"
+        _require(_TAG.fullmatch(tag) is not None, "metric_tags", message)
 
 
 def _require(holds: bool, field: str, message: str) -> None:
