@@ -149,8 +149,9 @@ class Hub:
             yield held._replace(labels=self.registry.labels(held.labels["model"], held.labels["version"]))
 
     def exit(self) -> None:
-        """Refuse what is new from here on."""
+        """Refuse what is new from here on, and the loads and unloads that clients wait for."""
         self._exiting = True
+        self.lifecycle.give_up_changes()
 
     @property
     def running(self) -> int:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from ..core.errors import CharoniaError
+from ..core.errors import CharoniaError, Exiting
 from ..core.gateway import State
 from ..core.gpus import usable_gpus
 from ..core.host import cores
@@ -78,11 +78,25 @@ class Lifecycle:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     async def see_through(self, change: Coroutine[None, None, None]) -> None:
-        """Load or unload for a client: to the end, though the client leaves meanwhile. `close` alone cancels it."""
+        """Load or unload for a client: to the end, though the client leaves meanwhile.
+
+        Raises:
+            Exiting: it was given up; see `give_up_changes`.
+        """
         task = asyncio.create_task(change)
         self._asked.add(task)
         task.add_done_callback(self._asked.discard)
-        await asyncio.shield(task)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise Exiting from None
+            raise
+
+    def give_up_changes(self) -> None:
+        """Those that clients asked for, because the server ends."""
+        for task in self._asked:
+            task.cancel()
 
     def load_one_at_a_time(self) -> None:
         """Until `load_side_by_side`; nothing loads yet."""
@@ -149,8 +163,7 @@ class Lifecycle:
     async def close(self) -> None:
         """Unload everything at once, drained or not, whatever one of the models says."""
         self.hurry()
-        for task in self._asked:
-            task.cancel()
+        self.give_up_changes()
         await asyncio.gather(*self._asked, return_exceptions=True)
         for entry in self._registry.entries.values():
             for serving in entry.publish(()):
@@ -255,7 +268,7 @@ class Lifecycle:
         await _unload(serving)
         if version.state == State.UNLOADING:
             version.state = State.UNAVAILABLE
-        await self.aside(return_memory)
+        await self._unless_hurried(self.aside(return_memory))  # a load that hangs has the thread
 
     async def _be_superseded(self, version: Version) -> None:
         """A door may have looked it up, and still be reading the request."""

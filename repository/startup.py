@@ -93,6 +93,7 @@ class Keeper:
             entry = self._registry.entry(name)
             if isinstance(error, AlreadyExists):  # who can tell which of them is wanted now?
                 await self._lifecycle.unload(name)
+                entry.wanted = True
             entry.fail(error.message, () if entry.served else entry.versions)
             watcher.failed(name, error.message)
             return False

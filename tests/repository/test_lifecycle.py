@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 import tempfile
 import threading
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from charonia.core.errors import Internal, InvalidArgument, NotFound, Unavailable
+from charonia.core.errors import Exiting, Internal, InvalidArgument, NotFound, Unavailable
 from charonia.core.request import InferRequest
 from charonia.core.tensor import Tensor
 from charonia.repository.catalog import Catalog
@@ -321,11 +322,27 @@ async def test_a_load_goes_on_though_its_client_leaves_until_the_end(world: Worl
     loads[0].cancel()
     hangs[0].unlink()
     await until(lambda: world.states()["m", "1"] == "READY")
-    await world.hub.unload()
-    hangs[1].unlink()
-    with pytest.raises(asyncio.CancelledError):
+    world.hub.exit()
+    with pytest.raises(Exiting):
         await loads[1]
+    hangs[1].unlink()
+    await world.hub.unload()
     assert [toy.unloaded for toy in toys] == [True]
+
+
+async def test_a_load_that_hangs_does_not_hold_up_the_end(world: World) -> None:
+    world.explicit()
+    world.write("m", {"1": 1})
+    await world.hub.load_model("m")
+    labels = world.write("hangs", {"1": 1}, LABELLED) / "no"
+    os.mkfifo(labels)
+    load = asyncio.create_task(world.hub.load_model("hangs"))
+    await until(lambda: world.states().get(("hangs", "1")) == "LOADING")
+    world.hub.exit()
+    await asyncio.wait_for(world.hub.unload(), 60)
+    with pytest.raises(Exiting):
+        await load
+    labels.write_text("the thread ends")
 
 
 async def test_with_files_of_its_own(world: World, toys: list[Toy]) -> None:
@@ -454,7 +471,7 @@ async def test_a_name_in_two_repositories_is_refused_until_one_is_gone(world: Wo
     for _ in range(2):
         await world.keeper.look(world)
         assert not world.hub.model_ready("m")
-        assert [both in entry.reason for entry in world.hub.index()] == [True]
+        assert ([both in entry.reason for entry in world.hub.index()], world.hub.ready()) == ([True], False)
     assert len(world.failures) == 1
     shutil.rmtree(world.root / "m")
     await world.keeper.look(world)
