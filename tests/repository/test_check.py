@@ -121,7 +121,10 @@ def test_a_language_model_that_would_not_load(
         (GOOD + 'batch_input { target_name: "L" source_input: "X" }', "{file}:5: batch_input of m has source input"),
         (GOOD + 'default_model_filename: "../2/model.onnx"', "{file}:5: 'default_model_filename' of m must stay"),
         (GOOD + 'default_model_filename: "/etc/passwd"', "{file}:5: 'default_model_filename' of m must stay within"),
-        (GOOD + 'metric_tags { key: "b-c" value: "1" }', "{file}:5: 'metric_tags' of m must be named by letters, digits"),
+        (
+            GOOD + 'metric_tags { key: "b-c" value: "1" }',
+            "{file}:5: 'metric_tags' of m must be named by letters, digits",
+        ),
         (GOOD + "instance_group { count: 2000000000 }", "{file}:5: model m has 2000000000 instances, and may"),
         (
             'backend: "charonia"\nparameters { key: "bogus" value { string_value: "3" } }',
