@@ -24,7 +24,7 @@ from ray._private import utils as ray_utils
 from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
-from charonia.core.errors import CharoniaError, InvalidArgument, Unavailable
+from charonia.core.errors import CharoniaError, InvalidArgument, NotReady, Unavailable
 from charonia.engine.client import EngineClient
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
 from charonia.engine.executor.inline import InlineExecutor
@@ -202,7 +202,7 @@ async def a_lost_machine_ends_streams(client: EngineClient, machines: Machines, 
     await asyncio.to_thread(machines.take_away)
     async with asyncio.timeout(SECONDS):
         ends = await asyncio.gather(*readers)
-    assert {type(end) for end in ends} == {Unavailable}
+    assert {type(end) for end in ends} == {NotReady}
     assert any(end.message.startswith(("rank 0 of 2 is lost", "rank 1 of 2 is lost")) for end in ends)
     assert client.info is None
     await until(lambda: machines.groups() == ["PENDING"])
