@@ -5,7 +5,7 @@ Knows nothing of models and of what the bytes say.
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Generic, ParamSpec, Protocol, Self, TypeAlias, TypeVar
@@ -150,8 +150,8 @@ class WhileConnected:
 class Form(Protocol[T_contra]):
     """What the items of a stream look like to the client."""
 
-    def event(self, item: T_contra) -> bytes:
-        """Server-sent events for one item; there may be none."""
+    def event(self, item: T_contra) -> bytes | Awaitable[bytes]:
+        """Server-sent events for one item; there may be none. What takes long to write is awaited."""
 
     def end(self) -> bytes:
         """What comes after the last item."""
@@ -178,18 +178,21 @@ class EventStream(EventSourceResponse, Generic[T]):
         with suppress(ClientLeft):
             async with aclosing(self._items), WhileConnected(receive):
                 first = await anext(self._items, None)
-                begin = b"" if first is None else self._form.event(first)
+                begin = b"" if first is None else await self._event(first)
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 if begin:
                     await send(_part(begin))
                 await send(_part(await self._send_rest(send), more=False))
 
+    async def _event(self, item: T) -> bytes:
+        body = self._form.event(item)
+        return body if isinstance(body, bytes) else await body
+
     async def _send_rest(self, send: Send) -> bytes:
         """Send everything but what is returned."""
-        event = self._form.event
         try:
             async for item in self._items:
-                body = event(item)
+                body = await self._event(item)
                 if body:
                     await send(_part(body))
             return self._form.end()

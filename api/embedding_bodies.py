@@ -118,7 +118,7 @@ def vectors_shown(values: NDArray[np.float32], asked: Embeddings) -> Iterator[An
     if asked.dimensions is not None:
         values = _cut(values, asked.dimensions)
     if not asked.base64:
-        return iter(values.astype(float).tolist())
+        return (row.astype(float).tolist() for row in values)
     return (base64.b64encode(row.astype("<f4").tobytes()).decode() for row in values)
 
 

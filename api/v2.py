@@ -4,6 +4,7 @@ Translates between the protocol and the gateway; decides nothing.
 """
 
 from asyncio import to_thread
+from collections.abc import Awaitable
 from contextlib import aclosing
 
 import msgspec
@@ -124,8 +125,13 @@ class Responses:
         self._config = config
         self._id = request_id
 
-    def event(self, response: InferResponse) -> bytes:
-        return b"" if is_nothing(response) else event(encode_response(self._config, self._id, response))
+    def event(self, response: InferResponse) -> bytes | Awaitable[bytes]:
+        if is_long(response):
+            return to_thread(self._written, response)
+        return b"" if is_nothing(response) else self._written(response)
+
+    def _written(self, response: InferResponse) -> bytes:
+        return event(encode_response(self._config, self._id, response))
 
     def end(self) -> bytes:
         return b""

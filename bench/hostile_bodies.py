@@ -6,14 +6,15 @@ Bodies have the sizes that they are asked for; nothing here knows what a server 
 import json
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from tritonclient.grpc import service_pb2 as pb
 
 from .serve_tiny import NAME
 
-_MOST_STRINGS = 1 << 20
-"""That a request may have in an input."""
+_MOST = 1 << 20
+"""Strings that a request may have in an input, and numbers in one of `generate`."""
 
 _HERE = "@"
 """Stands in a document where a long text goes."""
@@ -116,6 +117,9 @@ def _of_json(size: int) -> Iterator[Attack]:
     yield of("generate: stop words", f"{_V2}/generate", {"text_input": "a", "stop_words": here}, '"a"')
     yield of("generate: stop tokens", f"{_V2}/generate", {"text_input": "a", "stop_token_ids": here}, "1")
     yield of("generate: what nobody knows", f"{_V2}/generate", {"text_input": "a", "x": here}, "1")
+    for door in ("generate", "generate_stream"):  # as many as are taken, which come back
+        path, few = f"/v2/models/floats/{door}", min(size, _MOST * len("1.5,"))
+        yield Attack(f"{door}: floats", path, partial(_filled, {"IN": here}, "1.5", few, None))
     yield many("generate: parameters", f"{_V2}/generate", {"text_input": "a", _HERE: 0}, '"a%d":0')
     yield long("generate: text", f"{_V2}/generate", {"text_input": _HERE}, "x")
     yield of("completions: stop tokens", text, {**model, "prompt": "a", "stop_token_ids": here}, "1")
@@ -190,7 +194,7 @@ def _of_raw(size: int) -> Iterator[Attack]:
         lambda n: struct.pack("<I", n - 4) + bytes(n - 4),
     )
     yield of("raw: strings, back as JSON", _STRINGS, _tensor("IN", "BYTES", [size // 4], **binary), {})
-    few = min(size // 5, _MOST_STRINGS) * 5
+    few = min(size // 5, _MOST) * 5
     million = _tensor("IN", "BYTES", [few // 5], parameters={"binary_data_size": few})
     yield _mixed("raw: a million strings", _STRINGS, {**million, **back}, _texts, few)
     yield _mixed("raw: a million strings, back as JSON", _STRINGS, million, _texts, few)
@@ -244,7 +248,7 @@ def _of_grpc(size: int) -> Iterator[Attack]:
     yield raw("grpc: empty strings", _message("strings", "IN", "BYTES", size // 4))
     yield raw("grpc: empty strings under another name", _message("strings", "X", "BYTES", size // 4))
     yield raw("grpc: short strings", _message("strings", "IN", "BYTES", size // 5), _texts)
-    few = min(size // 5, _MOST_STRINGS)
+    few = min(size // 5, _MOST)
     yield raw("grpc: a million strings", _message("strings", "IN", "BYTES", few), lambda _: _texts(few * 5))
     yield typed(
         "grpc: a million typed strings", _message("strings", "IN", "BYTES", few), lambda: _delimited(8, b"a") * few

@@ -60,7 +60,8 @@ async def test_an_answer_in_pieces_is_the_one_at_once(
     texts = np.array([b"a", b'"', "é".encode(), b"\xff"] * 10, object)
     outputs = Tensor("A", "FP32", (3, 1000), numbers), Tensor("B", "BYTES", (40,), texts), Tensor.of("C", "INT8", [1])
     gateway.responses = (InferResponse(outputs, {"x": 1}),)
-    asked = [("/v2/models/single/infer", {"inputs": []}), (GENERATE, {"text_input": "x"})]
+    paths = GENERATE, f"{GENERATE}_stream"
+    asked = [("/v2/models/single/infer", {"inputs": []}), *((path, {"text_input": "x"}) for path in paths)]
     at_once = [(await client.post(path, json=body)).content for path, body in asked]
     monkeypatch.setattr(json_tensors, "PIECE", 7)
     monkeypatch.setattr("charonia.api.infer_answer.LONG", 7)
