@@ -50,8 +50,8 @@ class Roster(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Member:
-    """`born`: when it began to work, of `time.monotonic`. `late`, `ended`: of what it executes
-    it was told that it is overdue, that it was ended."""
+    """One instance in the place that a config gives it. `born`: when it began to work, of `time.monotonic`. `late`: the
+    log has it that its execution is overdue; `ended`: that it was ended, or cannot be."""
 
     slot: Slot
     worker: Worker

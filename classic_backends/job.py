@@ -19,7 +19,11 @@ _UNREAD = 256
 
 
 class Sink(Protocol):
-    """Takes what a request gets, in the event loop's thread. After `end` nothing comes."""
+    """Takes what a request gets, in the event loop's thread. After `end` nothing comes. `ended`: it was called, though
+    the reader may not have heard of it yet."""
+
+    @property
+    def ended(self) -> bool: ...
 
     def put(self, response: InferResponse) -> None: ...
 
@@ -56,6 +60,8 @@ class Job:
 
 class Nobody:
     """The sink of a request whose responses are taken elsewhere."""
+
+    ended = False
 
     def put(self, response: InferResponse) -> None:
         pass

@@ -156,7 +156,7 @@ class ClassicModel:
         answer = Answer(asyncio.get_running_loop())
         waiting = self._waiting(request, answer)
         self._submit(waiting)
-        timer = self._timer(waiting, answer)
+        timer = self._timer(waiting)
         try:
             return await answer.future
         except asyncio.CancelledError:
@@ -172,7 +172,7 @@ class ClassicModel:
         waiting = self._waiting(request, channel)
         waiting.item.room = channel.room
         self._submit(waiting)
-        timer = self._timer(waiting, channel)
+        timer = self._timer(waiting)
         try:
             while (response := await channel.read()) is not None:
                 yield response
@@ -182,15 +182,15 @@ class ClassicModel:
             if not channel.ended:
                 self._give_up(waiting, Failure.CANCELED)
 
-    def _timer(self, waiting: Request, sink: Answer | Channel) -> asyncio.TimerHandle | None:
+    def _timer(self, waiting: Request) -> asyncio.TimerHandle | None:
         """Of a request whose own time may run out while it is executed."""
         if waiting.limit is None:
             return None
         left = max(0, waiting.limit - time.monotonic_ns()) / 1e9
-        return asyncio.get_running_loop().call_later(left, self._time_out, waiting, sink)
+        return asyncio.get_running_loop().call_later(left, self._time_out, waiting)
 
-    def _time_out(self, waiting: Request, sink: Answer | Channel) -> None:
-        if not sink.ended:
+    def _time_out(self, waiting: Request) -> None:
+        if not waiting.item.sink.ended:
             self._give_up(waiting, Failure.REJECTED, RequestTimeout())
 
     def _waiting(self, request: InferRequest, sink: Sink) -> Request:

@@ -65,9 +65,8 @@ class OnnxLoader:
 
 
 def _import_sessions() -> Any:
-    os.environ.setdefault(
-        "ORT_DISABLE_TELEMETRY", "1"
-    )  # its wheels report to their maker otherwise, from the import on
+    # Its wheels report to their maker otherwise, from the import on.
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         from . import onnx_session
     except ModuleNotFoundError as error:

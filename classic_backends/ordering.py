@@ -34,7 +34,7 @@ class Place:
         self._line = line
         self._sink = sink
         self._held: list[InferResponse] = []
-        self._leads = self._ended = False
+        self._leads = self.ended = False
         self._error: Exception | None = None
 
     def put(self, response: InferResponse) -> None:
@@ -44,8 +44,8 @@ class Place:
             self._held.append(response)
 
     def end(self, error: Exception | None = None) -> None:
-        if not self._ended:
-            self._ended, self._error = True, error
+        if not self.ended:
+            self.ended, self._error = True, error
             self._line.advance()
 
     def lead(self) -> bool:
@@ -55,6 +55,6 @@ class Place:
             for response in self._held:
                 self._sink.put(response)
             self._held.clear()
-        if self._ended:
+        if self.ended:
             self._sink.end(self._error)
-        return self._ended
+        return self.ended

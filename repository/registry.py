@@ -50,7 +50,7 @@ class Registry:
         Raises:
             NotFound: no such model or version, or none of its versions is served.
             Unavailable: that version is not served.
-        NotReady: the model is being loaded.
+            NotReady: the model is being loaded.
         """
         version = self.find(name, number)
         if version is not None:

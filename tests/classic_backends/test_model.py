@@ -226,15 +226,19 @@ async def test_a_refusal_is_said_to_who_asked_and_not_once_more_in_the_log(
     assert caplog.text == ""
 
 
-async def test_time_runs_out_in_the_queue_while_every_instance_is_busy() -> None:
+@pytest.mark.parametrize("ordered", [False, True])
+async def test_time_runs_out_in_the_queue_while_every_instance_is_busy(ordered: bool) -> None:
     policy = {"default_timeout_microseconds": DELAY, "allow_timeout_override": True}
     runtime = Gated()
-    async with serving(runtime, config({"default_queue_policy": policy})) as model:
+    async with serving(runtime, config({"default_queue_policy": policy, "preserve_ordering": ordered})) as model:
         [first] = await held_up(model, runtime)
-        with pytest.raises(CharoniaError, match=r"^Request timeout expired$"):
-            await answer(model, 1, parameters={"timeout": 1000})
+        late = asyncio.create_task(answer(model, 1, parameters={"timeout": 1000}))
+        await until(lambda: model.stats().failure)
+        await asyncio.sleep(0.01)  # its own timer comes after the queue's
         runtime.gate.set()
         await first
+        with pytest.raises(CharoniaError, match=r"^Request timeout expired$"):
+            await late
         assert [r.value for r in model.readings() if r.labels == {"reason": "REJECTED"}] == [1]
     assert runtime.batches == [[0]]
 

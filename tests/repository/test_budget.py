@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from charonia.core.errors import CharoniaError, Unavailable
+from charonia.core.errors import CharoniaError, InvalidArgument, Unavailable
 from charonia.core.holding import Holding, Share
 from charonia.core.metrics import Reading
 from charonia.core.model import ModelConfig
@@ -269,12 +269,24 @@ async def test_those_that_load_together_divide_what_is_left(greedy: World) -> No
     await greedy.hub.unload()
 
 
+async def test_one_that_failed_leaves_the_memory_to_the_next(greedy: World) -> None:
+    wrong = 'backend: "greedy" metric_tags { key: "a-b" value: "" }'
+    greedy.write("a", {"1": 1}, wrong)
+    with pytest.raises(InvalidArgument, match="'metric_tags' of a must be"):
+        await greedy.hub.load_model("a")
+    (greedy.root / "b" / "1" / "hangs").unlink()
+    await greedy.hub.load_model("b")
+    assert greedy.hub.lifecycle._builder.budget.host.held == 500
+    await greedy.hub.unload()
+
+
 async def test_what_does_not_fit_waits_for_those_that_load(greedy: World) -> None:
     """Until they have said what they need, all of it is theirs."""
     host = greedy.hub.lifecycle._builder.budget.host
     (greedy.write("c", {"1": 1}) / "1" / "needs").write_bytes(bytes(10))
-    first, second, third = (asyncio.create_task(greedy.hub.load_model(name)) for name in "abc")
+    first = asyncio.create_task(greedy.hub.load_model("a"))
     await until(lambda: not host.left)
+    second, third = (asyncio.create_task(greedy.hub.load_model(name)) for name in "bc")
     assert not (await asyncio.wait([first, second, third], timeout=0.1))[0]
     (greedy.root / "a" / "1" / "hangs").unlink()
     await first
