@@ -36,6 +36,7 @@ class OpenAI:
     def __init__(self, gateway: Gateway, info: ServerInfo) -> None:
         self._gateway = gateway
         self._info = info
+        self._fingerprints: dict[str, tuple[ModelConfig, str]] = {}
 
     def routes(self) -> list[Route]:
         return [
@@ -63,7 +64,7 @@ class OpenAI:
             await open_body(await read_body(request, self._info.max_input_size)), request_id_of(request.scope)
         )
         model = asked.reply.model
-        writer = Writer(shape, asked.reply, fingerprint(self._lookup(model), self._info.version))
+        writer = Writer(shape, asked.reply, self._fingerprint(self._lookup(model)))
         name, weight = tenant_of(request)
         requests = [msgspec.structs.replace(each, tenant=name, weight=weight) for each in asked.requests]
         streams = [self._gateway.generate(model, each) for each in requests]
@@ -73,6 +74,13 @@ class OpenAI:
         if len(streams) == 1:
             return EventStream(streams[0], OneAnswer(writer))
         return EventStream(merged(streams), SeveralAnswers(writer))
+
+    def _fingerprint(self, config: ModelConfig) -> str:
+        """Made once for each load of a model."""
+        known = self._fingerprints.get(config.name)
+        if known is None or known[0] is not config:
+            known = self._fingerprints[config.name] = config, fingerprint(config, self._info.version)
+        return known[1]
 
     def _lookup(self, name: str) -> ModelConfig:
         try:

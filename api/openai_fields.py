@@ -28,7 +28,7 @@ HARMLESS = frozenset({"user", "metadata", "store", "safety_identifier", "service
 Body: TypeAlias = bytes | dict[str, Any]
 """Of a request: its text, or its members if it is long."""
 
-_IDS = frozenset({"prompt", "input", "tokens"})
+_IDS = frozenset({"prompt", "input", "tokens", "allowed_token_ids"})
 _TEXTS = frozenset({"prompt", "input", "query", "guided_decoding_guide", "chat_template"})
 """Fields whose texts may be as long as the body."""
 

@@ -109,6 +109,9 @@ def _bias(bias: dict[int, float], vocab_size: int) -> tuple[tuple[int, float], .
 
 
 def _allowed(tokens: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    if len(tokens) > vocab_size:
+        message = f"allowed_token_ids has {len(tokens)} token ids, more than the vocabulary's {vocab_size}"
+        raise InvalidArgument(message, field="allowed_token_ids")
     check_vocabulary(tokens, vocab_size, "allowed_token_ids")
     return tuple(sorted(set(tokens)))
 

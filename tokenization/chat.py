@@ -26,6 +26,9 @@ _FAULTS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, A
 """What a template may raise that meets words it was not made for."""
 _EACH = 4
 """How often a template may look at a character of the messages, or write it, beside what it may do anyway."""
+_END = "CHARONIA-FINAL-MESSAGE-ENDS "
+"""Put behind a message that is to be continued, to find its end in what the template writes. A template that trims
+messages takes the space."""
 
 
 class ChatTemplate:
@@ -55,8 +58,11 @@ class ChatTemplate:
                 a name that is taken (`field` is chat_template_kwargs and the name), or the last message can't be
                 continued.
         """
+        turns = [_turn(message) for message in conversation.messages]
+        if conversation.continue_final_message:
+            turns[-1]["content"] += _END
         given = self._tokens | {
-            "messages": [_turn(message) for message in conversation.messages],
+            "messages": turns,
             "tools": None,
             "documents": None,
             "add_generation_prompt": conversation.add_generation_prompt,
@@ -74,13 +80,11 @@ class ChatTemplate:
 
     def _unfinished(self, text: str, last: Message) -> str:
         """Up to the end of its last message; without the space there, if the template leaves that out."""
-        content = last.content.strip()
-        at = text.rfind(content)
-        if at < 0:
+        begun, end, _ = text.rpartition(_END.rstrip())
+        if not end or last.content.strip() not in begun:
             field = "continue_final_message"
             raise InvalidArgument(f"{field}: {self._name} does not write the last message as it is", field=field)
-        whole = last.content.lstrip()
-        return text[: at + len(whole if text.startswith(whole, at) else content)]
+        return begun if text.startswith(_END, len(begun)) else begun.rstrip()
 
 
 def _refuse_taken(variables: Mapping[str, Any], taken: AbstractSet[str]) -> None:

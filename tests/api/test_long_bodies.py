@@ -134,11 +134,12 @@ async def test_token_ids_are_bounded_by_themselves(client: httpx.AsyncClient, mo
 
 async def test_long_bodies_of_openai_s_door_are_read(client: httpx.AsyncClient, gateway: Any) -> None:
     words = "word, " * LONG
-    await client.post(TEXT, json={"model": "llm", "prompt": list(range(LONG))})
+    allowed = list(range(LONG))
+    await client.post(TEXT, json={"model": "llm", "prompt": allowed, "allowed_token_ids": allowed})
     await client.post(CHAT, json={"model": "llm", "messages": [{"role": "user", "content": words}] * 2})
     await client.post(GENERATE, json={"text_input": words, "parameters": {"a": 1}})
     ids, chat, text = gateway.asked
-    assert ids.prompt == tuple(range(LONG))
+    assert ids.prompt == ids.sampling.allowed_token_ids == tuple(allowed)
     assert [message.content for message in chat.prompt.messages] == [words, words]
     assert (text.inputs["text_input"].scalar, text.parameters) == (words.encode(), {"a": 1})
 

@@ -56,6 +56,7 @@ def test_allowed_tokens_are_the_models_each_once() -> None:
     assert add(allowed_token_ids=(7,), min_tokens=2, ignore_eos=True).sampling.shaping == Shaping(allowed=(7,))
     nothing_left: list[dict[str, Any]] = [
         {"allowed_token_ids": (100,)},
+        {"allowed_token_ids": (7,) * 101},
         {"allowed_token_ids": (7,), "min_tokens": 2},
         {"allowed_token_ids": (7, 5), "min_tokens": 2, "bad_words": ((5,),)},
     ]

@@ -122,7 +122,7 @@ def test_renders_a_conversation_as_transformers_does(checkpoint: Path, turns: li
     assert Tokenizer.load(checkpoint).prompt_ids(prompt) == theirs
 
 
-@pytest.mark.parametrize("last", ["so far", "so far ", " so  ", "user"])
+@pytest.mark.parametrize("last", ["so far", "so far ", " so  ", "user", "<", "s", ">\n"])
 @pytest.mark.parametrize("turns", CHATS)
 def test_continues_a_message_as_transformers_does(checkpoint: Path, turns: list[tuple[str, str]], last: str) -> None:
     turns = [*turns, ("assistant", last)]
