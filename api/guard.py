@@ -43,7 +43,7 @@ def _shown(scope: Scope) -> str | None:
 
 
 def name_tenant(tenant: Tenant) -> None:
-    """The current request, if it is one that leaves a record, is his."""
+    """The current request, if it is one that leaves a record, is this tenant's."""
     exchange = current()
     if exchange is not None:
         exchange.tenant = tenant.name

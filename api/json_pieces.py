@@ -52,7 +52,7 @@ Parser: TypeAlias = Callable[[Buffer, int], Any]
 
 
 class TooMany(InvalidArgument):
-    """More values than whoever reads them has a use for."""
+    """More values than a request may have in one place."""
 
 
 class _State(NamedTuple):

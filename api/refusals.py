@@ -37,7 +37,7 @@ class Refusing(HttpToolsProtocol):
     def refuse(self, refused: Refused) -> None:
         cycle, begun = self.cycle, False
         if cycle is not None and not cycle.response_complete:
-            # To whom it was handed, the client has left.
+            # For the application that has it, the client has left.
             cycle.disconnected, begun = True, cycle.response_started
             cycle.message_event.set()
         self.flow.resume_reading()

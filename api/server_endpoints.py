@@ -47,7 +47,7 @@ class ServerEndpoints:
         return json_response({**said, "endpoints": _ENDPOINTS, "docs": docs})
 
     async def health(self, request: Request) -> Response:
-        """200 or 503, as those who take a server out of their rotation want it; v2's readiness says 400."""
+        """200, or 503 while a known model is not ready: load balancers understand that; v2's readiness says 400."""
         if not self._gateway.ready():
             raise Exiting if self._gateway.exiting() else NotReady("the server is not ready")
         return Response()

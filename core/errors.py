@@ -20,7 +20,7 @@ class Code(StrEnum):
 
 
 class CharoniaError(Exception):
-    """An error meant for the client: `message` is shown to him verbatim.
+    """An error meant for the client: `message` is shown verbatim.
 
     `field` names the offending request field (OpenAI's `param`), if there is one. `retry_after`: seconds after which
     another try may succeed, here or at another server; 0: time changes nothing.
@@ -71,7 +71,7 @@ class Exiting(Unavailable):
 
 
 def cut_off(cancelled: BaseException | None) -> Exiting | None:
-    """What a client is told whose request the end of the server cuts off; None for one who left."""
+    """What a client is told if the end of the server cancelled its request; None if the client did, by leaving."""
     return next((each for each in cancelled.args if isinstance(each, Exiting)), None) if cancelled else None
 
 

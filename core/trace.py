@@ -59,7 +59,7 @@ class Trace:
 
 
 def trace_of(exchange: Exchange, traces: Traces) -> Trace | None:
-    """The trace of a request, if it is to leave one: the first who asks decides it. A request that is for no model
+    """The trace of a request, if it is to leave one: the first call decides it. A request that is for no model
     leaves none."""
     if not exchange.sampled:
         settings = traces.picks(exchange.model) if exchange.found else None

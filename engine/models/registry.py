@@ -62,7 +62,7 @@ class Native:
 
     @property
     def default_length(self) -> int:
-        """Longrope's factors for long texts make short ones worse: who wants them asks for the length."""
+        """Longrope's factors for long texts make short ones worse: a longer length is to be asked for."""
         rope = self.spec.rope
         return min(rope.original_max_position, self.max_position) if rope.kind == "longrope" else self.max_position
 
