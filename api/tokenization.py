@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgument, NotReady
 from ..core.gateway import Gateway
 from ..core.model import ModelConfig
 from ..core.request import TokenizeRequest
@@ -87,6 +87,8 @@ class Tokenization:
         if name is not None:
             return self._gateway.model(name)
         models = self._gateway.models()
+        if not models and not self._gateway.ready():
+            raise NotReady("the server is not ready")
         if len(models) != 1:
             raise InvalidArgument("model must be given: this server has several, or none", field="model")
         return models[0]

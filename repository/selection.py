@@ -21,6 +21,11 @@ from .source import ModelSource, checkpoint_source, is_repository
 from .startup import Keeper
 
 _ALL = "*"
+_IN_REPOSITORIES = {
+    "served_model_name": "a model is called as its folder",
+    "revision": "the parameter 'model' in config.pbtxt may be owner/name@revision",
+}
+"""What there is in place of flags that no config.pbtxt has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,4 +144,5 @@ def _refuse_for_repository(options: RepositoryOptions, engine: Mapping[str, str]
     flags = [*engine, *(name for name in ("served_model_name", "backend", "revision") if getattr(options, name))]
     if flags:
         flag = f"--{flags[0].replace('_', '-')}"
-        raise InvalidArgument(f"{flag} is for a single checkpoint; in a repository, set it in config.pbtxt")
+        instead = _IN_REPOSITORIES.get(flags[0], "set it in config.pbtxt")
+        raise InvalidArgument(f"{flag} is for a single checkpoint; in a repository, {instead}")

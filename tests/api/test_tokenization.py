@@ -31,6 +31,14 @@ async def test_detokenize(client: httpx.AsyncClient) -> None:
     assert (await client.post(DETOKENIZE, json={"model": "llm", "tokens": [7, 8]})).json() == {"prompt": "7 8"}
 
 
+async def test_no_model_yet(client: httpx.AsyncClient, gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway, "models", list)
+    assert (await client.post(TOKENIZE, json={"prompt": "hi"})).status_code == 400
+    gateway.is_ready = False
+    answer = await client.post(TOKENIZE, json={"prompt": "hi"})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+
+
 @pytest.mark.parametrize("path", [TOKENIZE, DETOKENIZE])
 async def test_a_wrong_method_is_refused_in_openai_s_shape(client: httpx.AsyncClient, path: str) -> None:
     answer = await client.get(path)

@@ -49,5 +49,7 @@ def test_a_revision_goes_with_a_hub_id(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InvalidArgument, match="--revision is for a model of the hub"):
         select(str(tmp_path), RepositoryOptions(revision="main"), {})
-    with pytest.raises(InvalidArgument, match="--revision is for a single checkpoint"):
+    with pytest.raises(
+        InvalidArgument, match="--revision is for a single checkpoint; in a repository, the parameter 'model'"
+    ):
         select(None, RepositoryOptions(revision="main", model_repository=(tmp_path,)), {})
