@@ -7,7 +7,7 @@ instances work is told who comes and who goes.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -167,7 +167,7 @@ class Crew:
             pause = min(2 * pause, self._patience.last_retry)
             member = _Member(lost.slot, self._instance(lost.slot))
             try:
-                await member.worker.start()
+                await self._unless_stopping(member.worker.start())
             except Exception as error:
                 log.error("instance '%s' did not start again: %s", member.worker.name, error)
             else:
@@ -176,12 +176,22 @@ class Crew:
 
     async def _take(self, member: _Member, pause: float) -> None:
         if self._stopping.is_set():
-            await member.worker.stop()
+            await member.worker.stop(abandoned=True)  # it may still load
             return
         self.restarts += 1
         self._members.append(member)
         log.warning("instance '%s' works again", member.worker.name)
         self._enlist(member, pause)
+
+    async def _unless_stopping(self, wait: Coroutine[None, None, None]) -> None:
+        waits = [asyncio.ensure_future(each) for each in (wait, self._stopping.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if waits[0].done():
+                waits[0].result()
+        finally:
+            for each in waits:
+                each.cancel()
 
     async def _stops_within(self, seconds: float) -> bool:
         try:

@@ -88,11 +88,13 @@ class Subject:
 
 
 class SubjectLoader:
-    """A file `fails` fails the load, `exits` ends it."""
+    """A file `fails` fails the load, `exits` ends it; a pipe `waits` holds it up until it is written to, and closed."""
 
     def load(self, directory: Path, config: ModelConfig, place: Place, parameters: Mapping[str, str]) -> Subject:
         if (directory / "exits").exists():
             os._exit(9)
+        if (directory / "waits").exists():
+            (directory / "waits").read_bytes()
         if (directory / "fails").exists():
             raise InvalidArgument("no weights", field="input")
         with (directory / "loads").open("a") as file:

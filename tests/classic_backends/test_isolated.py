@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -385,6 +385,27 @@ async def test_unloading_ends_the_wait_for_another_try(tmp_path: Path, monkeypat
         os.kill(processes(tmp_path)[0], signal.SIGKILL)
         await until(lambda: not model.stats().ready)
     assert len(processes(tmp_path)) == 1
+
+
+async def test_unloading_does_not_wait_for_another_one_that_hangs_as_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(instances, "_END_SECONDS", 0.05)
+    held: list[int] = []
+
+    def reached() -> bool:
+        with suppress(OSError):  # nobody reads it yet
+            held.append(os.open(tmp_path / "waits", os.O_WRONLY | os.O_NONBLOCK))
+        return bool(held)
+
+    async with serving(tmp_path):
+        os.mkfifo(tmp_path / "waits")
+        os.kill(processes(tmp_path)[0], signal.SIGKILL)
+        await until(reached)
+    assert not (tmp_path / "closed").exists()
+    os.close(held[0])
+    await until((tmp_path / "closed").exists)
+    await until(lambda: not alive(*processes(tmp_path)))
 
 
 async def test_an_execution_that_takes_too_long_is_ended_with_its_process(
