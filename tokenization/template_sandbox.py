@@ -114,10 +114,14 @@ class Meter:
             if each is _NO_MORE:
                 levels.pop()
                 continue
-            size = _ELEMENT + (len(each) if isinstance(each, str) else 0)
+            size, inside = _ELEMENT, None
+            if isinstance(each, str):
+                size += len(each)
+            else:
+                inside = _inside(each)
             self.spend(size)
             weight += size
-            if (inside := _inside(each)) is not None:
+            if inside is not None:
                 levels.append(inside)
                 self.deepest = max(self.deepest, len(levels))
                 if self.deepest > _MAX_DEPTH:
@@ -146,6 +150,8 @@ def metered(meter: Meter) -> Iterator[None]:
 
 
 def _inside(value: Any) -> Iterator[Any] | None:
+    if isinstance(value, list | tuple):  # most are, and asking the classes of `collections.abc` takes long
+        return iter(value)
     if isinstance(value, Mapping):
         return chain.from_iterable(value.items())
     if isinstance(value, Namespace):
