@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Hashable, Sequence
+from functools import cache
 from pathlib import Path
 
 from ..core.errors import AlreadyExists, InvalidArgument, NotFound, Unsupported
@@ -93,7 +94,19 @@ def _check_directory(repository: Path) -> None:
 
 def _models(repository: Path) -> list[Path] | None:
     try:
-        return [path for path in repository.iterdir() if path.is_dir() and not path.name.startswith(".")]
+        folders = [path for path in repository.iterdir() if path.is_dir() and not path.name.startswith(".")]
     except OSError as error:
         log.warning("cannot read the model repository %s: %s", repository, error)
         return None
+    return [path for path in folders if _is_text(path.name)]
+
+
+@cache
+def _is_text(name: str) -> bool:
+    """Whether answers and metrics can have it; warns, once, where not."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        log.warning("folder %r is no model: its name is not UTF-8", os.fsencode(name))
+        return False
+    return True

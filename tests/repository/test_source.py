@@ -1,5 +1,6 @@
 """Directories and configs become sources; what is wrong is said with file, line and field."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,7 @@ def test_a_catalog_of_several_repositories(tmp_path: Path) -> None:
             make(tmp_path / repository, name, None, "1")
     (tmp_path / "one" / "README.md").write_text("not a model")
     (tmp_path / "one" / ".git").mkdir()
+    os.mkdir(os.fsencode(tmp_path / "one") + b"/\xff")  # in no answer, and in no metric
     single = checkpoint_source(str(tmp_path / "two" / "c" / "1"), "c")
     catalog = Catalog([tmp_path / "one", tmp_path / "two"], single)
     assert catalog.names() == ["c", "a", "b"]
@@ -205,7 +207,7 @@ def test_a_checkpoint_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("model", ["", "nowhere", "/no/where", "a/b/c", "."])
 def test_neither_checkpoint_nor_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InvalidArgument, match="is neither a checkpoint"):
+    with pytest.raises(InvalidArgument, match=r"is neither a checkpoint|there is no directory"):
         checkpoint_source(model)
 
 
