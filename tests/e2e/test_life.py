@@ -260,7 +260,7 @@ def test_a_single_checkpoint_that_fails(serve: Any, tokenizer_only: Path) -> Non
     ("arguments", "says"),
     [
         ([], "charonia: nothing to serve: name a checkpoint or give --model-repository"),
-        (["/no/where"], "charonia: '/no/where' is neither a checkpoint"),
+        (["/no/where"], "charonia: there is no directory '/no/where'"),
         (["/" + "x" * 300], "charonia: cannot read '/xxx"),
         (["--model-repository", "/no/where"], "charonia: model repository '/no/where' is not a directory"),
         (["--model-repository", "/", "--ahead", "1"], "charonia: --ahead is for a single checkpoint"),
