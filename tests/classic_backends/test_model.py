@@ -250,7 +250,7 @@ async def test_time_runs_out_while_it_is_executed(decoupled: bool) -> None:
     async with serving(runtime, config({"default_queue_policy": policy}, decoupled=decoupled)) as model:
         runtime.gate.clear()
         with pytest.raises(CharoniaError, match=r"^Request timeout expired$"):
-            await answer(model, 1, parameters={"timeout": 1000})
+            await answer(model, 1, parameters={"timeout": 200_000})
         assert runtime.entered.is_set()
         runtime.gate.set()
         assert await answer(model, 2, parameters={"timeout": DELAY - 1}) == [4]

@@ -364,8 +364,10 @@ def test_a_missing_shard_is_named(making: Any, tmp_path: Path) -> None:
 
 
 def test_what_is_neither_directory_nor_hub_id_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match="neither a directory"):
+    with pytest.raises(NotFound, match=r"^there is no directory .*nowhere"):
         open_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(NotFound, match="neither a directory"):
+        open_checkpoint("no hub id")
 
 
 def test_a_hub_id_without_network_says_so() -> None:

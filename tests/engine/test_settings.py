@@ -128,7 +128,7 @@ def test_what_vllms_clients_say_of_tokens() -> None:
     assert read_settings({}, replacing(json.dumps(asked))).sampling == expected
     plain = {"allowed_token_ids": 5, "sampling_param_skip_special_tokens": "false", "truncate_prompt_tokens": "-1"}
     assert sampling(**plain) == expected
-    with pytest.raises(InvalidArgument, match="at least one token id"):
+    with pytest.raises(InvalidArgument, match="allowed_token_ids must be at least one token, got 0"):
         read_settings({}, replacing('{"allowed_token_ids": []}'))
 
 
