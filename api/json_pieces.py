@@ -8,8 +8,10 @@ Knows nothing of what the values mean.
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -279,6 +281,8 @@ class Long:
         if end - begin > _LONGEST and view[begin] != ord('"'):
             raise malformed("a value is too long", begin)
         self._check_length(begin, end)
+        with suppress(msgspec.MsgspecError, UnicodeError):  # on which the parser has its own word
+            return msgspec.json.decode(view[begin:end], type=str)  # in two thirds of orjson's time: others wait for it
         return self._text.parse(view[begin:end], begin)
 
     def _check_length(self, begin: int, end: int) -> None:

@@ -22,6 +22,9 @@ _MOST_ELEMENTS = 2**63 - 1
 _MOST_BYTES = _MOST_ELEMENTS // 8
 """So many elements of any datatype are no more bytes than that."""
 
+_PIECE = 1 << 14
+"""Strings that are written at a time."""
+
 MOST_STRINGS = 1 << 20
 """Elements of a BYTES tensor in a request: each is an object of its own."""
 _MOST_DIMENSIONS = 64
@@ -119,9 +122,15 @@ def strings(elements: list[bytes], count: int, place: Place) -> NDArray[Any]:
 
 def encode(tensor: Tensor) -> bytes:
     """The tensor's raw bytes."""
-    if tensor.datatype == "BYTES":
-        return b"".join([part for element in tensor.data.ravel() for part in (_LENGTH.pack(len(element)), element)])
-    return tensor.data.tobytes()
+    if tensor.datatype != "BYTES":
+        return tensor.data.tobytes()
+    flat = tensor.data.ravel()
+    return b"".join([_prefixed(flat[begin : begin + _PIECE]) for begin in range(0, flat.size, _PIECE)])
+
+
+def _prefixed(elements: NDArray[Any]) -> bytes:
+    """Not of too many: joining them is one call that keeps the interpreter's lock."""
+    return b"".join([part for element in elements for part in (_LENGTH.pack(len(element)), element)])
 
 
 def view(tensor: Tensor) -> memoryview:

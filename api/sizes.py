@@ -2,7 +2,7 @@
 
 from ..core.errors import InvalidArgument
 
-MAX_RAW = 64 * 1024 * 1024
+MAX_RAW = 32 * 1024 * 1024
 """Bytes of a request's raw tensors, over HTTP and gRPC alike, unless a flag says otherwise."""
 
 _HINT = "Use --http-max-input-size to increase the limit."

@@ -4,7 +4,6 @@ Translates between the protocol and the gateway; decides nothing.
 """
 
 import base64
-import binascii
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -18,7 +17,7 @@ from ..core.gateway import Gateway, IndexEntry
 from ..core.log_settings import log_form
 from ..core.statistics import ModelStatistics
 from ..core.trace_settings import Change
-from .connection import read_body
+from .connection import in_thread, read_body
 from .faults import json_response
 from .json_pieces import read_whole_object
 from .json_values import Document, array, boolean, object_, string, unsigned
@@ -27,6 +26,8 @@ from .statistics import explanations, statistics_document
 _MODEL = "/v2/models/{model}"
 _VERSION = _MODEL + "/versions/{version:int}"
 _FILE = "file:"
+_PIECE = 1 << 16
+"""Characters of base64 that are decoded at a time."""
 
 
 class Control:
@@ -79,7 +80,8 @@ class Control:
             if key == "config":
                 config = string(key, value)
             elif key.startswith(_FILE):
-                files[key.removeprefix(_FILE)] = _decoded(key, value)
+                text = string(key, value)
+                files[key.removeprefix(_FILE)] = await in_thread(len(text), _decoded, key, text)
             else:
                 raise InvalidArgument(f"unrecognized load parameter '{key}'", field=key)
         await self._gateway.load_model(request.path_params["model"], config, files)
@@ -152,11 +154,20 @@ def _parameters(document: Document) -> Document:
     return object_("parameters", document["parameters"]) if "parameters" in document else {}
 
 
-def _decoded(key: str, value: Any) -> bytes:
-    """NVIDIA's C++ client breaks its lines."""
+def _decoded(key: str, text: str) -> bytes:
+    """The bytes of a file, whose base64 NVIDIA's C++ client breaks into lines. Made piece by piece: each call that
+    decodes keeps the interpreter's lock."""
+    parts, rest, padded = [], "", False
     try:
-        return base64.b64decode("".join(string(key, value).split()), validate=True)
-    except (binascii.Error, ValueError):
+        for begin in range(0, len(text), _PIECE):
+            rest += "".join(text[begin : begin + _PIECE].split())
+            if padded and rest:
+                raise ValueError
+            whole = len(rest) // 4 * 4
+            parts.append(base64.b64decode(rest[:whole], validate=True))
+            padded, rest = padded or rest[:whole].endswith("="), rest[whole:]
+        return b"".join((*parts, base64.b64decode(rest, validate=True)))
+    except ValueError:
         raise InvalidArgument(f"load parameter '{key}' is not base64", field=key) from None
 
 

@@ -168,7 +168,7 @@ def siege(place: Place, json_size: int, raw_size: int, tries: int = 1, only: str
 
 
 @app.default
-def main(json_mib: int = 64, raw_mib: int = 64, tries: int = _TRIES, only: str = "") -> None:
+def main(json_mib: int = 64, raw_mib: int = 32, tries: int = _TRIES, only: str = "") -> None:
     """Send each attack, of those whose name has `only` in it; the exit code tells whether all was well."""
     table, failed = Table("attack", "answer", "s", "gap, ms", "kept, MiB", "faults"), False
     with server() as place:

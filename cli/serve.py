@@ -5,6 +5,7 @@ Doors open before models are loaded: whoever looks after the server sees that it
 
 import asyncio
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from .doors import Doors
 
 log = logging.getLogger(__name__)
+
+_TURN_SECONDS = 0.0005
+"""How long another thread that computes may keep the event loop from the interpreter, each time it waits for it."""
 
 
 async def run(plan: Plan, tracer: "Tracer | None") -> int:
@@ -62,6 +66,7 @@ async def run(plan: Plan, tracer: "Tracer | None") -> int:
                     await close(hub, servers, stop, patience)
                     return 0 if stop.asked.is_set() else 1
                 garbage.settle()
+                sys.setswitchinterval(_TURN_SECONDS)
                 doors.announce()
                 async with plan.selection.kept(keeper):
                     await serve(hub, servers, stop, patience)

@@ -7,7 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from charonia.api import v2_control
 from charonia.api.app import build_app
 from charonia.api.http_options import HttpOptions
 from charonia.api.http_rules import read_rules
@@ -103,6 +106,22 @@ async def test_load_and_unload(client: httpx.AsyncClient, gateway: Any) -> None:
         ("m", False),
         ("m", True),
     ]
+
+
+@given(st.binary(max_size=40), st.sampled_from(["", "\n", "=", "==", "A", "?", "é"]), st.integers(0, 60))
+def test_a_file_in_pieces_is_the_one_at_once(content: bytes, put: str, at: int) -> None:
+    text = base64.b64encode(content).decode()
+    text = text[:at] + put + text[at:]
+    try:
+        expected = base64.b64decode("".join(text.split()), validate=True)
+    except ValueError:
+        expected = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(v2_control, "_PIECE", 7)
+        try:
+            assert v2_control._decoded("file:x", text) == expected
+        except InvalidArgument:
+            assert expected is None or len("".join(text.split())) % 4  # what Python makes of "AAAA="
 
 
 REPOSITORY_ERRORS = [
