@@ -63,10 +63,6 @@ class Registry:
             raise NotReady(f"Request for unknown model: '{name}' is not at ready state: it is being loaded")
         raise NotFound(f"Request for unknown model: '{name}' has no available versions")
 
-    def all_serving(self) -> list[Serving]:
-        versions = (version for entry in self.entries.values() for version in entry.served)
-        return [version.serving for version in versions if version.serving is not None]
-
     def counting(self, name: str, number: str) -> Serving | None:
         """What counts a request for that version; for one that is not there the latest does."""
         entry = self.entries.get(name)
