@@ -10,7 +10,7 @@ MODELS ?= examples/model_repository
 ARGS   ?=
 
 # What the C extension is made of: installing again builds it again.
-KERNELS  := $(wildcard engine/kernels/*.c engine/kernels/*.h engine/kernels/*.inc)
+KERNELS  := $(wildcard engine/cpu/*.c engine/cpu/*.h engine/cpu/*.inc)
 # The quick ones first: what is broken shows early.
 PROOFS := scheduler families reload processes disconnects bodies stalls kills fairness overload soak ranks
 
@@ -62,7 +62,7 @@ format: $(VENV)/dev.stamp  ## let ruff rewrite what it can
 	@$(BIN)/ruff format .
 
 proof: $(VENV)/dev.stamp  ## the long proofs, with progress
-	@for proof in $(PROOFS); do echo "$$proof:"; $(BIN)/python -m charonia.bench.proof_$$proof || exit 1; done
+	@for proof in $(PROOFS); do echo "$$proof:"; $(BIN)/python -m charonia.bench.proofs.$$proof || exit 1; done
 
 gpu:  ## on a machine with a CUDA torch: the engine on the device
 	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --editable .
@@ -70,5 +70,5 @@ gpu:  ## on a machine with a CUDA torch: the engine on the device
 	$(PYTHON) -m charonia.bench.gpu
 
 clean:  ## remove everything that make made
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis engine/kernels/*.so
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis engine/cpu/*.so
 	find . -name __pycache__ -prune -exec rm -rf {} +

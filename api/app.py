@@ -21,25 +21,25 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..core.errors import CharoniaError, NotFound, cut_off
 from ..core.gateway import Gateway
-from .begun import in_task
-from .connection import ClientLeft
-from .cors import crossing
-from .embeddings import Encoders
-from .exchanges import Exchanges, note
-from .faults import UNEXPECTED, error_response, json_response, speaks_openai
-from .guard import Guard
-from .http_cycle import cycle_of
-from .http_rules import HttpRules
-from .keys import Keyring
+from .api_keys import Keyring
+from .http.auth import Guard
+from .http.connection import ClientLeft
+from .http.cors import crossing
+from .http.eager import in_task
+from .http.error_responses import UNEXPECTED, error_response, json_response, speaks_openai
+from .http.request_context import Exchanges, note
+from .http.request_ids import identified
+from .http.rules import HttpRules
+from .http.server_endpoints import ServerEndpoints
+from .http.uvicorn_cycle import cycle_of
 from .metadata import ServerInfo
-from .openai import OpenAI
-from .request_ids import identified
-from .restricted import Restricted
-from .server_endpoints import ServerEndpoints
-from .tokenization import Tokenization
-from .v2 import V2
-from .v2_control import Control
-from .v2_memory import SharedMemory
+from .openai.embeddings import Encoders
+from .openai.routes import OpenAI
+from .openai.tokenize_routes import Tokenization
+from .restricted_apis import Restricted
+from .triton.control import Control
+from .triton.endpoints import V2
+from .triton.shared_memory import SharedMemory
 
 log = logging.getLogger(__name__)
 

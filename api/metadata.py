@@ -6,7 +6,7 @@ from typing import Any
 
 from ..core.model import ModelConfig
 from ..core.tensor import TensorSpec
-from .sizes import MAX_RAW
+from .size_limits import MAX_RAW
 
 EXTENSIONS = (
     "classification",

@@ -14,13 +14,13 @@ from cyclopts import App
 from rich.console import Console
 from rich.table import Table
 
-from ..engine.attention.base import CacheSpec
-from ..engine.attention.registry import attention_backend
-from ..engine.batch import Batch
-from ..engine.kernels import library
+from ..engine.attention.backend import CacheSpec
+from ..engine.attention.selector import attention_backend
+from ..engine.checkpoint.model_spec import Rope, View
+from ..engine.cpu import library
 from ..engine.layers.rotary import Angles, rotary
-from ..engine.spec import Rope, View
-from .gauge import Gauge
+from ..engine.step_batch import Batch
+from .machine_peaks import Gauge
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS, BLOCK = 14, 2, 64, 24, 16
 

@@ -17,8 +17,8 @@ from cyclopts import App
 from rich.console import Console
 from rich.table import Table
 
-from ..engine.parallel.board import Board, Desk, Memory
-from ..engine.parallel.codec import Bulletin, Landed, Reader, Writer
+from ..engine.parallel.broadcast_ring import Board, Desk, Memory
+from ..engine.parallel.plan_codec import Bulletin, Landed, Reader, Writer
 from ..scheduler.plan import IntArray, NewSequence, RowSampling, StepPlan
 
 BLOCK = 16

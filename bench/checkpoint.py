@@ -113,7 +113,7 @@ def write_shape(directory: Path, /, *, shape: ShapeName = "qwen2.5-0.5b") -> Non
     shape
         Whose shape.
     """
-    from .stand_in import write_tokenizer
+    from .dummy_tokenizer import write_tokenizer
 
     if (directory / "tokenizer.json").exists():
         return

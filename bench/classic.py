@@ -22,11 +22,11 @@ from cyclopts.validators import Number
 from rich.console import Console
 from rich.table import Table
 
-from .classic_bare import NAME
-from .classic_generate import Driver, Generator, driver, drivers, generate
-from .classic_load import Door, Load
-from .plainly import plainly
-from .serve_server import LOOPBACK, CpuMeter, Place, free_ports, own_server, process, until_open
+from .cli_errors import plainly
+from .load.bare_infer import NAME
+from .load.infer_generators import Driver, Generator, driver, drivers, generate
+from .load.infer_load import Door, Load
+from .server_process import LOOPBACK, CpuMeter, Place, free_ports, own_server, process, until_open
 
 IDENTITY = """\
 name: "identity"
@@ -144,7 +144,7 @@ def _servers() -> Iterator[dict[str, Place]]:
 def bare_server() -> Iterator[Place]:
     """The handlers of classic_bare."""
     http_port, grpc_port = free_ports(2)
-    command = [sys.executable, "-m", "charonia.bench.classic_bare", str(http_port), str(grpc_port)]
+    command = [sys.executable, "-m", "charonia.bench.load.bare_infer", str(http_port), str(grpc_port)]
     with process(command) as (pid, alive):
         place = Place(LOOPBACK, http_port, grpc_port, pid)
         until_open(place, alive)

@@ -27,14 +27,14 @@ from rich.console import Console
 from rich.table import Table
 
 from ..core.errors import Unsupported
-from ..core.host import cores
+from ..processes.host import cores
 from .classic import IDENTITY
-from .classic_bare import NAME
-from .classic_generate import Driver, Generator, driver, drivers, generate
-from .classic_load import Load
-from .onnx_mlp import write_mlp
-from .plainly import plainly
-from .serve_server import Place, own_server
+from .cli_errors import plainly
+from .load.bare_infer import NAME
+from .load.infer_generators import Driver, Generator, driver, drivers, generate
+from .load.infer_load import Load
+from .load.onnx_mlp import write_mlp
+from .server_process import Place, own_server
 
 _BATCH = 32
 _SMALL = (50, 1024, 1024, 1)

@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from ..engine.kernels import library
-from ..engine.kernels.matmul import Form, Packed
-from ..engine.kernels.memory import Memory
+from ..engine.cpu import library
+from ..engine.cpu.matmul import Form, Packed
+from ..engine.cpu.memory import Memory
 from ..engine.layers.matmul import QuantizedProduct, plain, quantize
-from .gauge import Gauge
-from .limits import Machine, Precision
+from .machine_peaks import Gauge
+from .roofline import Machine, Precision
 
 HIDDEN, INNER, VOCAB, LAYERS = 896, 4864, 151936, 24
 SHAPES = ((1152, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER))

@@ -24,16 +24,16 @@ from cyclopts.validators import Number
 from rich.console import Console
 
 from ..core.errors import CharoniaError
-from ..core.host import cores
-from ..engine.checkpoint import open_checkpoint
-from ..engine.spec import ModelSpec
+from ..engine.checkpoint.hf_checkpoint import open_checkpoint
+from ..engine.checkpoint.model_spec import ModelSpec
+from ..processes.host import cores
 from .checkpoint import ShapeName, write_shape
-from .contender import OURS, Contender, Spent, entries
-from .gauge import Gauge
-from .limits import Demand, Job, Machine, Precision, limit
-from .load_report import require_matplotlib
+from .load.report import require_matplotlib
+from .machine_peaks import Gauge
 from .offline_report import Comparison, Turn, show, write_json, write_plot
+from .peer_process import OURS, Contender, Spent, entries
 from .peer_runner import Setup
+from .roofline import Demand, Job, Machine, Precision, limit
 
 Log: TypeAlias = Callable[[str], None]
 _Positive = Parameter(validator=Number(gt=0))

@@ -10,9 +10,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from .contender import OURS
-from .limits import Job, Machine, Precision
-from .load_report import require_matplotlib
+from .load.report import require_matplotlib
+from .peer_process import OURS
+from .roofline import Job, Machine, Precision
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):

@@ -66,14 +66,18 @@ def _say(line: TextIO, **fields: object) -> None:
 
 
 def _peer_class(name: str) -> Any:
+    """The class `Peer` for the engine `name`: ours stands beside this module, all others in `peers`."""
+    module = "charonia_peer" if name == "charonia" else f"peers.{name}"
     if __package__:
-        return import_module(f".peer_{name}", __package__).Peer
-    spec = spec_from_file_location(f"peer_{name}", Path(__file__).with_name(f"peer_{name}.py"))
+        return import_module(f".{module}", __package__).Peer
+    spec = spec_from_file_location(
+        name + "_peer", Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
+    )
     assert spec is not None
     assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.Peer
+    loaded = module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded.Peer
 
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from ..engine.checkpoint import open_checkpoint
-from .load_plan import uniform_jobs
-from .serve_server import CpuMeter, CpuSeconds, Place, first_model, own_server
-from .service_trials import Asked, Sizes, speed, steady_gaps
+from ..engine.checkpoint.hf_checkpoint import open_checkpoint
+from .load.plan import uniform_jobs
+from .load.service_trials import Asked, Sizes, speed, steady_gaps
+from .server_process import CpuMeter, CpuSeconds, Place, first_model, own_server
 
 _TEXT = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n" * 64
 _http = build_opener(ProxyHandler({}))

@@ -19,13 +19,13 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from ..engine.attention.base import Attention, CacheSpec
-from ..engine.attention.registry import attention_backend
-from ..engine.batch import Batch
-from ..engine.checkpoint import open_checkpoint
-from ..engine.models.base import Decoder
+from ..engine.attention.backend import Attention, CacheSpec
+from ..engine.attention.selector import attention_backend
+from ..engine.checkpoint.build_context import Place
+from ..engine.checkpoint.hf_checkpoint import open_checkpoint
+from ..engine.models.interfaces import Decoder
 from ..engine.models.registry import recipe
-from ..engine.place import Place
+from ..engine.step_batch import Batch
 
 BLOCK, WINDOW = 16, 512
 SEED, SHARE = 20261120, 0.04

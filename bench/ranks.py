@@ -23,16 +23,16 @@ from rich.progress import track
 from rich.table import Table
 
 from ..engine.config import CacheConfig, EngineConfig, ParallelConfig
-from ..engine.executor.ranks import RanksExecutor
-from ..engine.parallel.crew import Processes
+from ..engine.core.process import scheduling
 from ..engine.parallel.layout import Layout
-from ..engine.process import scheduling
+from ..engine.parallel.local_ranks import Processes
+from ..engine.parallel.ranks_executor import RanksExecutor
 from ..kvcache.manager import KVCacheManager
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceRequest
 from .checkpoint import write_shape
-from .loop import run
+from .inline_loop import run
 
 SPLITS = (ParallelConfig(), ParallelConfig(tensor=2), ParallelConfig(pipeline=2), ParallelConfig(tensor=2, pipeline=2))
 BLOCK = 16

@@ -19,10 +19,10 @@ from cyclopts import App
 from rich.console import Console
 from rich.table import Table
 
-from ..engine.client import EngineClient
 from ..engine.config import CacheConfig, EngineConfig, FakeConfig
-from ..engine.messages import Add
-from ..engine.prefixes import Known, prefixes
+from ..engine.core.messages import Add
+from ..engine.frontend.client import EngineClient
+from ..engine.frontend.prefix_index import Known, prefixes
 from ..scheduler.config import SchedulerConfig
 
 BLOCK_SIZE = 16

@@ -15,15 +15,15 @@ from cyclopts import App
 from rich.console import Console
 from rich.table import Table
 
-from ..engine.core import TRIAL_PROMPT, TRIAL_TOKENS
-from ..engine.executor.base import Capacity
-from ..engine.executor.fake import FakeExecutor
+from ..engine.core.step_loop import TRIAL_PROMPT, TRIAL_TOKENS
+from ..engine.worker.executor import Capacity
+from ..engine.worker.fake_executor import FakeExecutor
 from ..kvcache.manager import KVCacheManager
 from ..scheduler.config import SchedulerConfig
-from ..scheduler.cost import Work
 from ..scheduler.plan import StepPlan
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceRequest
+from ..scheduler.step_time import Work
 
 BLOCK_SIZE = 16
 

@@ -24,13 +24,13 @@ from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ..core.errors import InvalidArgument
-from . import serve_frontend
-from .load_figures import Slo, figures
-from .load_report import Cpu, Result, require_matplotlib, show, write_json, write_plot
-from .load_worker import Outcome, Progress, run
-from .plainly import plainly
-from .serve_load import ENDLESS, Server, Work, described, load_of
-from .serve_server import CpuMeter, CpuSeconds, Place, own_server, parse_place, require_open
+from .cli_errors import plainly
+from .load import frontend_cost
+from .load.figures import Slo, figures
+from .load.options import ENDLESS, Server, Work, described, load_of
+from .load.report import Cpu, Result, require_matplotlib, show, write_json, write_plot
+from .load.worker import Outcome, Progress, run
+from .server_process import CpuMeter, CpuSeconds, Place, own_server, parse_place, require_open
 
 app = App(name="python -m charonia.bench.serve", help=__doc__)
 
@@ -82,7 +82,7 @@ def load(
 @app.command
 def frontend(
     *,
-    trial: Annotated[serve_frontend.Trial, Parameter("*")] = serve_frontend.Trial(),  # noqa: B008
+    trial: Annotated[frontend_cost.Trial, Parameter("*")] = frontend_cost.Trial(),  # noqa: B008
     json: Path | None = None,
 ) -> int:
     """Measure the frontend over a fake engine, beside a bare handler that sends the same frames.
@@ -94,8 +94,8 @@ def frontend(
     """
     console = Console()
     with plainly():
-        comparison = serve_frontend.compare(trial, lambda line: console.print(line, highlight=False))
-        serve_frontend.show(console, comparison)
+        comparison = frontend_cost.compare(trial, lambda line: console.print(line, highlight=False))
+        frontend_cost.show(console, comparison)
         if json:
             json.write_bytes(msgspec.json.encode(comparison))
     return 0

@@ -18,16 +18,16 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from ..core.host import cores
-from ..engine.checkpoint import open_checkpoint
+from ..engine.checkpoint.hf_checkpoint import open_checkpoint
+from ..processes.host import cores
 from .checkpoint import ShapeName
-from .contender import OURS, Contender, Entry
-from .limits import Precision
+from .cli_errors import plainly
+from .load.service_trials import Asked, Log, Sizes, Verdict, mixed, prefill, prefix, throughput
 from .offline import at_hand
+from .peer_process import OURS, Contender, Entry
 from .peer_runner import Setup
-from .plainly import plainly
-from .serve_server import first_model, own_server
-from .service_trials import Asked, Log, Sizes, Verdict, mixed, prefill, prefix, throughput
+from .roofline import Precision
+from .server_process import first_model, own_server
 
 Trial: TypeAlias = Literal["throughput", "prefill", "mixed", "prefix"]
 _TRIALS: tuple[Trial, ...] = ("throughput", "prefill", "mixed", "prefix")

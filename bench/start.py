@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 from cyclopts import App, Parameter
 from rich.console import Console
 
-from .serve_server import cpu_seconds, own_server
+from .server_process import cpu_seconds, own_server
 
 _IMPORT = re.compile(r"import time:\s+(\d+) \|\s+(\d+) \| ( *)(\S+)")
 """self and cumulative microseconds, two spaces for each level, module; as `-X importtime` writes it."""

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from ..core.errors import InvalidArgument
-from ..core.holding import Share
+from ..core.memory_needs import Share
 from ..core.model import Document, ModelConfig
 from ..core.tensor import TensorSpec
-from .parameters import integer, report_unknown
+from .backend_parameters import integer, report_unknown
 from .runtime import Arrays, Place, Runtime, Traits
-from .sequence_tensors import hidden_tensors
+from .sequences.sequence_tensors import hidden_tensors
 
 _MILLISECOND = 1e-3
 _IDENTITY_PARAMETERS = ("execute_delay_ms", "instance_wise_delay_multiplier", "creation_delay_sec")

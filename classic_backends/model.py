@@ -10,28 +10,28 @@ from functools import partial
 from pathlib import Path
 
 from ..core.errors import CharoniaError, InvalidArgument, RequestTimeout, Unavailable
-from ..core.exchange import Computed, Exchange, current
 from ..core.metrics import Reading
 from ..core.model import ModelConfig, ModelStats, Samples
 from ..core.request import InferRequest, InferResponse
+from ..core.request_context import Computed, Exchange, current
 from ..core.statistics import Statistics
-from .account import Account, Failure
-from .batcher import Batcher, Cause
-from .batching import read_batching
-from .crew import EXECUTION_TIMEOUT, Crew
-from .delivery import Delivery
-from .dispatch import Dispatcher, Request, prefix
-from .execution import Form, execute, execute_alone, stream
-from .job import Answer, Channel, Job, Nobody, Once, Sink
-from .latencies import Latencies, first_response_bounds
-from .ordering import Line
-from .parameters import number
-from .places import Slot, read_slots
-from .ragged import read_ragged
-from .request_queue import Waiting
+from .backend_parameters import number
+from .batching.batch_execution import Form, execute, execute_alone, stream
+from .batching.batching_config import read_batching
+from .batching.dispatcher import Dispatcher, Request, prefix
+from .batching.dynamic_batcher import Batcher, Cause
+from .batching.inference_job import Answer, Channel, Job, Nobody, Once, Sink
+from .batching.instance_pool import EXECUTION_TIMEOUT, Crew
+from .batching.latency_metrics import Latencies, first_response_bounds
+from .batching.model_metrics import Account, Failure
+from .batching.ragged_batches import read_ragged
+from .batching.request_queue import Waiting
+from .batching.response_order import Line
+from .batching.response_router import Delivery
+from .instance_groups import Slot, read_slots
 from .runtime import Runtime, RuntimeLoader
-from .sequence_desk import SequenceDesk
-from .sequences import read_sequences
+from .sequences.sequence_scheduler import SequenceDesk
+from .sequences.sequence_support import read_sequences
 from .signature import Signature, require_ragged
 
 _MICROSECOND = 1000

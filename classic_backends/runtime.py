@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from numpy.typing import NDArray
 
-from ..core.holding import Share
+from ..core.memory_needs import Share
 from ..core.model import Document, ModelConfig
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]

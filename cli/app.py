@@ -11,16 +11,16 @@ from typing import Annotated
 from cyclopts import App, Group, Parameter
 
 from .. import __version__
-from ..api.cloud_options import CloudOptions
-from ..api.grpc_options import GrpcOptions
-from ..api.http_options import HttpOptions
-from ..api.keys import KeyOptions
-from ..api.options import ServerOptions
-from ..api.triton_options import TritonOptions
+from ..api.api_keys import KeyOptions
 from ..core.errors import CharoniaError, InvalidArgument
 from ..engine.options import EngineOptions
-from ..repository.options import CheckOptions, RepositoryOptions
-from .foreign_flags import explained, table
+from .cloud_options import CloudOptions
+from .grpc_options import GrpcOptions
+from .http_options import HttpOptions
+from .repository_options import CheckOptions, RepositoryOptions
+from .server_options import ServerOptions
+from .triton_flags import TritonOptions
+from .vllm_flags import explained, table
 
 app = App(
     name="charonia",
@@ -71,9 +71,9 @@ def serve(
     """
     import uvloop
 
-    from ..core.logs import logging_as
-    from ..core.metrics_config import read_metrics_config
-    from ..core.tracing import endpoint_of, tracing
+    from ..telemetry.logging_setup import logging_as
+    from ..telemetry.metrics_config import read_metrics_config
+    from ..telemetry.tracing import endpoint_of, tracing
     from .plan import Plan, check_foreign, commons, entry, selection, warn_of_open_control
     from .serve import run
 
@@ -118,7 +118,7 @@ def check(
         from ..engine.trtllm.check import report as report_package
 
         return report_package(repository)
-    from ..repository.check import report
+    from ..repository.repository_check import report
 
     try:
         if repository is None:

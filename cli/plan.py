@@ -4,26 +4,26 @@ import logging
 import os
 from dataclasses import dataclass
 
-from ..api import grpc_rules
-from ..api.cloud_options import CloudOptions
-from ..api.clouds import Cloud, read_clouds
-from ..api.grpc_options import GrpcOptions
-from ..api.grpc_tls import tls_files
-from ..api.http_options import HttpOptions
-from ..api.http_rules import HttpRules, read_rules
-from ..api.keys import KeyOptions, Keyring, read_keys
-from ..api.options import ServerOptions, true
+from ..api.api_keys import KeyOptions, Keyring, read_keys
+from ..api.grpc import call_policy
+from ..api.grpc.tls_files import tls_files
+from ..api.http.rules import HttpRules, read_rules
 from ..api.tls import KeyPair, key_pair
-from ..api.triton_options import TritonOptions
-from ..core.commons import Commons
+from ..api.triton.clouds import Cloud, read_clouds
+from ..core.client_shared_memory import Regions
 from ..core.log_settings import Logs
-from ..core.metrics_config import MetricsConfig
-from ..core.shared_memory import Regions
-from ..core.trace_file import check_writable
+from ..core.shared_state import Commons
 from ..core.trace_settings import TENSORS, Traces, read_trace_config
 from ..engine.options import EngineOptions
-from ..repository.options import RepositoryOptions
-from ..repository.selection import Selection, select
+from ..telemetry.metrics_config import MetricsConfig
+from ..telemetry.trace_file import check_writable
+from .cloud_options import CloudOptions
+from .grpc_options import GrpcOptions
+from .http_options import HttpOptions
+from .model_selection import Selection, select
+from .repository_options import RepositoryOptions
+from .server_options import ServerOptions, true
+from .triton_flags import TritonOptions
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Entry:
 
     keys: Keyring
     rules: HttpRules
-    calls: grpc_rules.GrpcRules
+    calls: call_policy.GrpcRules
     tls: KeyPair | None
     clouds: tuple[Cloud, ...] = ()
 
@@ -77,7 +77,7 @@ def entry(
     tls_files(grpc)
     tls = key_pair(server.http_server_cert, server.http_server_key, "--http-server")
     keys = read_keys(access)
-    return Entry(keys, read_rules(http), grpc_rules.read_rules(grpc, keys), tls, read_clouds(cloud, os.environ))
+    return Entry(keys, read_rules(http), call_policy.read_rules(grpc, keys), tls, read_clouds(cloud, os.environ))
 
 
 def warn_of_open_control(repository: RepositoryOptions, server: ServerOptions, grpc: GrpcOptions, entry: Entry) -> None:

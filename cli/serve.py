@@ -10,27 +10,27 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from ..api.options import true
-from ..api.ports import Ports, reserved
-from ..api.server import StopSignals, first_of
-from ..api.serving import close, serve
-from ..core import garbage
-from ..core.exchange import Exchange
-from ..core.looplag import LoopLag
-from ..core.open_files import allow_files
-from ..core.records import write_record
-from ..core.scratch import sweep
-from ..core.trace_file import TraceFile
+from ..api.http.server import StopSignals, first_of
+from ..core.request_context import Exchange
 from ..core.trace_settings import Traces
-from ..core.tracing import Sampled
+from ..processes import gc_tuning
+from ..processes.open_files import allow_files
+from ..processes.scratch import sweep
 from ..repository.gateway import Hub
-from ..repository.startup import Keeper
+from ..repository.watcher import Keeper
+from ..telemetry.loop_lag import LoopLag
+from ..telemetry.request_log import write_record
+from ..telemetry.trace_file import TraceFile
+from ..telemetry.tracing import Sampled
 from .plan import Plan
+from .ports import Ports, reserved
+from .server_options import true
+from .serving import close, serve
 
 if TYPE_CHECKING:
-    from ..api.metrics import Source
-    from ..core.otlp import Tracer
-    from .doors import Doors
+    from ..api.prometheus import Source
+    from ..telemetry.otlp import Tracer
+    from .frontend_servers import Doors
 
 log = logging.getLogger(__name__)
 
@@ -56,18 +56,18 @@ async def run(plan: Plan, tracer: "Tracer | None") -> int:
         hub.lifecycle.load_one_at_a_time()
         loading = asyncio.create_task(_load(plan, keeper, stop))
         try:
-            doors = await _doors(plan, hub, ports, (hub.measure, lag.measure))
+            frontend_servers = await _doors(plan, hub, ports, (hub.measure, lag.measure))
             patience = plan.server.exit_timeout_secs
-            async with doors.metrics():
-                servers = await doors.open()
+            async with frontend_servers.metrics():
+                servers = await frontend_servers.open()
                 hub.lifecycle.load_side_by_side()
                 await first_of(asyncio.shield(loading), servers.ended())
                 if not await loading:
                     await close(hub, servers, stop, patience)
                     return 0 if stop.asked.is_set() else 1
-                garbage.settle()
+                gc_tuning.settle()
                 sys.setswitchinterval(_TURN_SECONDS)
-                doors.announce()
+                frontend_servers.announce()
                 async with plan.selection.kept(keeper):
                     await serve(hub, servers, stop, patience)
             return 0
@@ -102,10 +102,10 @@ async def _doors(plan: Plan, hub: Hub, ports: Ports, sources: "Sequence[Source]"
     """Made while models load, which begins first; imports of what doors need go on beside it."""
     await asyncio.sleep(0)
     await asyncio.to_thread(_import_doors)
-    from .doors import Doors
+    from .frontend_servers import Doors
 
     return Doors(plan, hub, ports, sources)
 
 
 def _import_doors() -> None:
-    from . import doors  # noqa: F401
+    from . import frontend_servers  # noqa: F401

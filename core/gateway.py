@@ -6,10 +6,10 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeVar
 
-from .commons import Commons
-from .exchange import Exchange, Headers
 from .model import ModelConfig, ModelStats
 from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
+from .request_context import Exchange, Headers
+from .shared_state import Commons
 from .statistics import ModelStatistics
 
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})

@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-from .exchange import Exchange
 from .metrics import Reading
 from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
+from .request_context import Exchange
 from .statistics import Statistics
 from .tensor import Tensor, TensorSpec
 

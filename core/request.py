@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from .errors import InvalidArgument
-from .guide import Guide
+from .guided_decoding import Guide
 from .logprobs import MAX_LOGPROBS, PromptToken, TokenLogprob
 from .tensor import Tensor
 

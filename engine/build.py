@@ -6,14 +6,14 @@ from pathlib import Path
 import msgspec
 
 from ..core.errors import CharoniaError, InvalidArgument
-from ..core.holding import Share
-from ..core.host import cores
+from ..core.memory_needs import Share
 from ..core.model import TextModel
-from ..core.torch_build import torch_has_cuda
-from ..tokenization.files import read_json
-from .llm import Language, LlmModel
+from ..processes.host import cores
+from ..processes.torch_build import torch_has_cuda
+from ..tokenization.checkpoint_files import read_json
+from .checkpoint.weight_files import find_weights
+from .frontend.llm import Language, LlmModel
 from .options import EngineOptions, engine_config, parse_options
-from .weight_files import find_weights
 
 _CROWD = 4
 """Threads for each core beyond which they were meant for another machine."""
@@ -70,7 +70,7 @@ def examine(path: str, parameters: Mapping[str, str]) -> str:
     Raises:
         CharoniaError: it would not load.
     """
-    from .assembly import examine as examine_weights  # torch takes a second to import
+    from .worker.loaded_rank import examine as examine_weights  # torch takes a second to import
 
     checkpoint, options = _read(path, parameters)
     if not Path(checkpoint).is_dir():

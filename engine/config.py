@@ -2,7 +2,7 @@
 
 import msgspec
 
-from ..core.host import cores
+from ..processes.host import cores
 from ..scheduler.config import SchedulerConfig
 
 

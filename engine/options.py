@@ -12,7 +12,7 @@ import msgspec
 from ..core.errors import InvalidArgument
 from ..scheduler.config import SchedulerConfig
 from .config import CacheConfig, EngineConfig, FakeConfig, ParallelConfig
-from .parameters import parse
+from .parse_settings import parse
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]

@@ -9,20 +9,20 @@ from functools import partial
 from pathlib import Path
 
 from ..core.errors import CharoniaError, InvalidArgument
-from ..core.gpus import usable_gpus
-from ..core.holding import Share
+from ..core.memory_needs import Share
 from ..core.model import MeasuredModel, Model, ModelConfig, Samples
-from .budget import Budget, Hold
-from .cached import CachedModel
-from .config import described, model_config
-from .document import Config, from_fields, to_fields
-from .effects import caches, refuse_unserved
+from ..telemetry.gpus import usable_gpus
+from .backend_registry import OnProgress, check_backend, classic, examine_of, kind_of, loader_of, needs_of
+from .cached_model import CachedModel
+from .config_defaults import invite_batching, normalise
+from .config_io import Config, from_fields, to_fields
+from .config_validation import check_config, check_written
 from .initial_states import read_initial_states
-from .kinds import OnProgress, check_backend, classic, examine_of, kind_of, loader_of, needs_of
-from .normalise import invite_batching, normalise
+from .memory_budget import Budget, Hold
+from .model_config import described, model_config
+from .model_source import ModelSource, VersionSource, located
 from .response_cache import ResponseCache
-from .rules import check_config, check_written
-from .source import ModelSource, VersionSource, located
+from .unsupported_fields import caches, refuse_unserved
 from .warmup import check_samples, read_warmup
 
 _BATCH = "default-max-batch-size"

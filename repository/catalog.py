@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 
 from ..core.errors import AlreadyExists, InvalidArgument, NotFound, Unsupported
-from .document import Config
-from .source import ModelSource, read_model, stamps_of
+from .config_io import Config
+from .model_source import ModelSource, read_model, stamps_of
 
 log = logging.getLogger(__name__)
 

@@ -7,23 +7,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-from ..core.commons import Commons
 from ..core.errors import Exiting, InvalidArgument
-from ..core.exchange import Exchange, Headers, current, serving
 from ..core.gateway import NO_FILES, IndexEntry, State, Stream
 from ..core.metrics import End, Measurement, ended_readings
 from ..core.model import Model, ModelConfig, ModelStats, TextModel
-from ..core.records import write_record
 from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
+from ..core.request_context import Exchange, Headers, current, serving
+from ..core.shared_state import Commons
 from ..core.statistics import ModelStatistics
-from ..core.trace import trace_of, traced
+from ..telemetry.request_log import write_record
+from ..telemetry.request_trace import trace_of, traced
 from .builder import Builder
-from .control import Control, Fixed
-from .entry import Serving
+from .in_flight import Running, finish
 from .lifecycle import Lifecycle, LoadFailure
-from .registry import Registry
-from .running import Running, finish
-from .validation import check
+from .model_control import Control, Fixed
+from .model_entry import Serving
+from .model_registry import Registry
+from .request_validation import check
 
 
 class Hub:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ..core.errors import InvalidArgument
 from ..core.tensor import Tensor
-from .document import Config, datatype_of
-from .sample_data import Sample
+from .config_io import Config, datatype_of
+from .sample_tensors import Sample
 
 _FIELD = "sequence_batching.state.initial_state"
 

@@ -16,18 +16,18 @@ from typing import TypeVar
 
 from ..core.errors import CharoniaError, Exiting
 from ..core.gateway import State
-from ..core.gpus import usable_gpus
-from ..core.host import cores
 from ..core.model import Document, Model
-from .budget import NoRoom
+from ..processes.host import cores
+from ..telemetry.gpus import usable_gpus
+from .backend_registry import OnProgress, sizes_itself
 from .builder import Builder, Recipe
-from .effects import idle_fields, idleness
-from .entry import Entry, Serving, Version
-from .kinds import OnProgress, sizes_itself
-from .registry import Registry
-from .release import Shared, both, return_memory
-from .running import Tally
-from .source import ModelSource, VersionSource, located
+from .in_flight import Tally
+from .memory_budget import NoRoom
+from .model_entry import Entry, Serving, Version
+from .model_registry import Registry
+from .model_source import ModelSource, VersionSource, located
+from .shared_release import Shared, both, return_memory
+from .unsupported_fields import idle_fields, idleness
 from .versions import almost_versions
 
 log = logging.getLogger(__name__)

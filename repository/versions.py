@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..core.errors import InvalidArgument
-from .document import Config
+from .config_io import Config
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from ..core.errors import InvalidArgument
 from ..core.model import ModelConfig, WarmUp
 from ..core.request import InferRequest
-from .document import Config
-from .sample_data import Sample
-from .validation import check
+from .config_io import Config
+from .request_validation import check
+from .sample_tensors import Sample
 
 
 def read_warmup(config: Config, directory: Path) -> tuple[WarmUp, ...]:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..kvcache.manager import BlockTable
-from .flight import Flights
+from .in_flight import Flights
 from .plan import IntArray
 from .sequence import Sequence
 

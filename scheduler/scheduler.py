@@ -12,15 +12,15 @@ from ..core.errors import InvalidArgument
 from ..kvcache.manager import KVCacheManager
 from .config import SchedulerConfig
 from .fairness import Fairness
-from .harvest import Harvest, harvest
-from .pace import Pace
-from .packing import Packer
 from .plan import StepPlan, StepResult, StepUpdates
-from .refusals import refuse_impossible
+from .prefill_budget import Pace
+from .result_processing import Harvest, harvest
 from .rows import Rows
+from .running_set import Stays
 from .sequence import Sequence, SequenceRequest
-from .stays import Stays
-from .waiting import WaitingLine
+from .step_packer import Packer
+from .validation import refuse_impossible
+from .waiting_queue import WaitingLine
 
 CLASSES = 1 << 16
 """Priorities are clipped to this many classes."""

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from hypothesis import settings
 
-from charonia.core.host import cores
+from charonia.processes.host import cores
 
 # Two shared cores: a deadline per example would test the neighbours.
 settings.register_profile("charonia", deadline=None)
@@ -27,7 +27,7 @@ WORKERS = 4
 
 LONG_ONES = (
     "tests/engine/parallel",
-    "tests/engine/test_equality.py",
+    "tests/engine/models/test_equality.py",
     "tests/e2e",
     "tests/scheduler/test_machine.py",
     "tests/test_packaging.py",

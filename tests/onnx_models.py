@@ -8,7 +8,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from charonia.bench.onnx_mlp import write_mlp
+from charonia.bench.load.onnx_mlp import write_mlp
 
 __all__ = ["write_identity", "write_mlp", "write_model"]
 

@@ -87,7 +87,7 @@ def test_every_package_imports_from_the_wheel(installed: Path, root: Path) -> No
     assert {name for name in files_that_ship(root) if name.endswith(".py")} | read <= set(run.stdout.split())
 
 
-LEVEL = "from charonia.engine.kernels import library; print(library.__file__, library.level())"
+LEVEL = "from charonia.engine.cpu import library; print(library.__file__, library.level())"
 
 
 @pytest.mark.skipif(shutil.which(os.environ.get("CC", "cc")) is None, reason="no compiler here")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
-from .pieces import TokenBytes
+from .token_pieces import TokenBytes
 from .tokenizer import Tokenizer
 
 _INCOMPLETE = "\ufffd"

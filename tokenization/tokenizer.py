@@ -12,10 +12,10 @@ import tokenizers
 
 from ..core.errors import InvalidArgument, NotFound, TooLong
 from ..core.request import Conversation, Prompt
-from .chat import ChatTemplate, find_template, read_template
-from .files import read_json, refuse_pointer
-from .pieces import Piece, read_piece, token_bytes
-from .special import complete, named_tokens
+from .chat_template import ChatTemplate, find_template, read_template
+from .checkpoint_files import read_json, refuse_pointer
+from .special_tokens import complete, named_tokens
+from .token_pieces import Piece, read_piece, token_bytes
 
 _BRIEF = 1024
 """Characters up to which it takes longer to let other threads run than to be done."""

@@ -10,13 +10,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..batch import Batch
-from ..kernels import library
-from ..kernels.attention import INT8, MOST_HEAD, MOST_QUERIES, TILE, Layers, Manner, Planned, Step
-from ..kernels.memory import Memory
+from ..checkpoint.model_spec import View
+from ..cpu import library
+from ..cpu.attention import INT8, MOST_HEAD, MOST_QUERIES, TILE, Layers, Manner, Planned, Step
+from ..cpu.memory import Memory
 from ..layers.rotary import Angles, FusedAngles
-from ..spec import View
-from .base import Attend, CacheSpec, Support, Turning
+from ..step_batch import Batch
+from .backend import Attend, CacheSpec, Support, Turning
 
 
 class NativeAttention:

@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..batch import Batch
-from ..spec import View
-from .base import Attend, CacheSpec, Support, Turning
+from ..checkpoint.model_spec import View
+from ..step_batch import Batch
+from .backend import Attend, CacheSpec, Support, Turning
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.elementwise import embedding
-from ..kernels.tape import Ids, Slot
-from ..weights import Loader, Piece
-from .group import part
+from ..checkpoint.tensor_group import part
+from ..checkpoint.weights import Loader, Piece
+from ..cpu.elementwise import embedding
+from ..cpu.op_trace import Ids, Slot
 
 
 class Embedding:

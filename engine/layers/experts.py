@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..spec import Experts
-from ..weights import Loader, Piece
-from .group import Alone, part
+from ..checkpoint.model_spec import Experts
+from ..checkpoint.tensor_group import Alone, part
+from ..checkpoint.weights import Loader, Piece
 from .matmul import ROUTER, prepare
 from .mlp import Gated, GatedMLP
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..weights import Loader, Piece
-from .group import part
+from ..checkpoint.tensor_group import part
+from ..checkpoint.weights import Loader, Piece
 from .matmul import HEAD, prepare
 
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import library
-from ..kernels.matmul import Form, Packed
-from ..weights import Loader, Piece
+from ..checkpoint.weights import Loader, Piece
+from ..cpu import library
+from ..cpu.matmul import Form, Packed
 
 Matmul: TypeAlias = Callable[[Tensor], Tensor]
 """x [N, in] -> x W^T + b [N, out]."""

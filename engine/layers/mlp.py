@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import library
-from ..kernels.elementwise import FusedGate
-from ..weights import Loader
-from .group import part
+from ..checkpoint.tensor_group import part
+from ..checkpoint.weights import Loader
+from ..cpu import library
+from ..cpu.elementwise import FusedGate
 from .linear import ColumnLinear, Output, RowLinear
 
 Gate: TypeAlias = Callable[[Tensor], Tensor]

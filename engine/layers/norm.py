@@ -5,8 +5,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..kernels import library
-from ..kernels.elementwise import FusedNorm
+from ..cpu import library
+from ..cpu.elementwise import FusedNorm
 
 
 class Norm(Protocol):

@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..kernels import library
-from ..kernels.elementwise import turn
-from ..spec import Rope
+from ..checkpoint.model_spec import Rope
+from ..cpu import library
+from ..cpu.elementwise import turn
 
 
 class Angles(Protocol):

@@ -5,17 +5,17 @@ import math
 
 from torch import Tensor
 
-from ..attention.base import Attend
-from ..layers.attention import Projections, SelfAttention
-from ..layers.ends import ends
+from ..attention.backend import Attend
+from ..checkpoint.model_spec import ModelSpec
+from ..checkpoint.weights import Loader
+from ..layers.embed_and_head import ends
 from ..layers.mlp import GatedMLP
 from ..layers.norm import Norm, offset_rms_norm
 from ..layers.rotary import Angles, rotary
-from ..layers.stack import Rotation, Stack
-from ..spec import ModelSpec
-from ..weights import Loader
-from .base import Decoder
+from ..layers.self_attention import Projections, SelfAttention
+from .interfaces import Decoder
 from .llama import mlp
+from .native_decoder import Rotation, Stack
 
 
 def _gemma(spec: ModelSpec, load: Loader, has: Projections) -> Decoder:

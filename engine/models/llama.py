@@ -5,16 +5,16 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from ..attention.base import Attend
-from ..layers.attention import Projections, SelfAttention
-from ..layers.ends import ends
+from ..attention.backend import Attend
+from ..checkpoint.model_spec import ModelSpec
+from ..checkpoint.weights import Loader
+from ..layers.embed_and_head import ends
 from ..layers.mlp import Gated, GatedMLP
 from ..layers.norm import rms_norm
 from ..layers.rotary import Angles, rotary
-from ..layers.stack import Rotation, Stack
-from ..spec import ModelSpec
-from ..weights import Loader
-from .base import Decoder
+from ..layers.self_attention import Projections, SelfAttention
+from .interfaces import Decoder
+from .native_decoder import Rotation, Stack
 
 FeedForward: TypeAlias = Callable[[Tensor], Tensor]
 """x [N, hidden] -> [N, hidden]."""

@@ -1,8 +1,8 @@
 """Mistral 7B and its line (arXiv 2310.06825): Llama's shape, every layer looking through a window if there is one."""
 
-from ..spec import ModelSpec
-from ..weights import Loader
-from .base import Decoder
+from ..checkpoint.model_spec import ModelSpec
+from ..checkpoint.weights import Loader
+from .interfaces import Decoder
 from .llama import Kin, like_llama
 
 

@@ -1,10 +1,10 @@
 """Mixtral (arXiv 2401.04088): Mistral's shape with a mixture of experts in every layer."""
 
+from ..checkpoint.model_spec import CheckpointError, ModelSpec
+from ..checkpoint.weights import Loader
 from ..layers.experts import MixtureOfExperts, Router
 from ..layers.mlp import Gated
-from ..spec import CheckpointError, ModelSpec
-from ..weights import Loader
-from .base import Decoder
+from .interfaces import Decoder
 from .llama import FeedForward, Kin, like_llama
 
 

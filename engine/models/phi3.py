@@ -1,10 +1,10 @@
 """Phi-3 and 4 (arXiv 2404.14219): Llama's shape, its projections fused in the checkpoint."""
 
-from ..layers.attention import Projections
+from ..checkpoint.model_spec import ModelSpec
+from ..checkpoint.weights import Loader
 from ..layers.mlp import GatedMLP
-from ..spec import ModelSpec
-from ..weights import Loader
-from .base import Decoder
+from ..layers.self_attention import Projections
+from .interfaces import Decoder
 from .llama import FeedForward, Kin, like_llama, mlp
 
 

@@ -1,9 +1,9 @@
 """Qwen 2 and 2.5 (arXiv 2407.10671): Llama's shape with biases on queries, keys and values only."""
 
-from ..layers.attention import Projections
-from ..spec import ModelSpec
-from ..weights import Loader
-from .base import Decoder
+from ..checkpoint.model_spec import ModelSpec
+from ..checkpoint.weights import Loader
+from ..layers.self_attention import Projections
+from .interfaces import Decoder
 from .llama import Kin, like_llama
 
 

@@ -1,11 +1,11 @@
 """Qwen 3 (arXiv 2505.09388): Llama's shape, queries and keys normalised head by head; also its mixture of experts."""
 
-from ..layers.attention import Projections
+from ..checkpoint.model_spec import ModelSpec
+from ..checkpoint.weights import Loader
 from ..layers.experts import MixtureOfExperts, Router
 from ..layers.norm import rms_norm
-from ..spec import ModelSpec
-from ..weights import Loader
-from .base import Decoder
+from ..layers.self_attention import Projections
+from .interfaces import Decoder
 from .llama import FeedForward, Kin, gated, like_llama, mlp
 
 

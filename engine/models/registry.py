@@ -6,17 +6,17 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint import Checkpoint
+from ..checkpoint.build_context import Place
+from ..checkpoint.hf_checkpoint import Checkpoint
+from ..checkpoint.model_spec import CheckpointError, ModelSpec, UnknownVariant
+from ..checkpoint.partition import check_split
+from ..checkpoint.pipeline_stage import Stage
+from ..checkpoint.text_part import own_name
+from ..checkpoint.weights import Loader, Weights
 from ..config import ParallelConfig
-from ..language_part import own_name
-from ..layers.ends import HEAD
-from ..place import Place
-from ..spec import CheckpointError, ModelSpec, UnknownVariant
-from ..split import check_split
-from ..stage import Stage
-from ..weights import Loader, Weights
-from .base import Builder, Built, Recipe
+from ..layers.embed_and_head import HEAD
 from .gemma import gemma2, gemma3
+from .interfaces import Builder, Built, Recipe
 from .llama import llama
 from .mistral import mistral
 from .mixtral import mixtral
@@ -104,7 +104,7 @@ def recipe(checkpoint: Checkpoint) -> Recipe:
     """
     names = checkpoint.config.get("architectures")
     if isinstance(names, list) and len(names) == 1 and names[0] not in ARCHITECTURES:
-        from .foreign import foreign  # transformers takes seconds to import
+        from .transformers_fallback import foreign  # transformers takes seconds to import
 
         return foreign(checkpoint)
     try:
@@ -115,7 +115,7 @@ def recipe(checkpoint: Checkpoint) -> Recipe:
 
 
 def _through_transformers(checkpoint: Checkpoint, variant: UnknownVariant) -> Recipe:
-    from .foreign import foreign
+    from .transformers_fallback import foreign
 
     try:
         found = foreign(checkpoint)

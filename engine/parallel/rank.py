@@ -11,16 +11,15 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from ...core.child import show
 from ...core.errors import CharoniaError, Code
-from ..assembly import Engine, assemble
+from ...processes.child_process import show
 from ..config import EngineConfig
-from ..device import own_device
-from .board import Desk, Memory
-from .codec import Reader
-from .group import Bereft, Meeting, Store, join, leave, seat, wait_for_all
+from ..worker.device import own_device
+from ..worker.loaded_rank import Engine, assemble
+from .broadcast_ring import Desk, Memory
 from .layout import Layout
-from .messages import (
+from .plan_codec import Reader
+from .rank_messages import (
     PLAN,
     Allocate,
     Allocated,
@@ -35,6 +34,7 @@ from .messages import (
     Report,
     Result,
 )
+from .torch_groups import Bereft, Meeting, Store, join, leave, seat, wait_for_all
 
 
 class Post(NamedTuple):

@@ -9,10 +9,10 @@ from multiprocessing.connection import Connection
 from struct import Struct
 from typing import NamedTuple
 
-from ...core.child import show_name
+from ...processes.child_process import show_name
 from ..config import EngineConfig
 from .layout import Layout
-from .tcp import Ticket, call
+from .rank_connections import Ticket, call
 
 _GET_ADDRESS = 0x8915
 """Linux's SIOCGIFADDR."""

@@ -6,8 +6,8 @@ Only what was asked for is passed, and what must be: their defaults are theirs. 
 from typing import Any, NamedTuple
 
 from ...core.errors import InvalidArgument, Unsupported
-from .adapters import needs_of
-from .checkpoint import Checkpoint
+from .lora import needs_of
+from .model_info import Checkpoint
 from .options import TrtllmOptions
 from .package import Package
 

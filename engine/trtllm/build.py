@@ -5,15 +5,15 @@ from functools import partial
 
 from ...core.metrics import LlmMetrics
 from ...core.model import Model
-from ..engine import Driver
-from ..llm import LlmModel
-from ..messages import Loading
-from ..parameters import parse
+from ..core.messages import Loading
+from ..frontend.engine import Driver
+from ..frontend.llm import LlmModel
+from ..parse_settings import parse
 from .client import TrtllmClient
 from .options import TrtllmOptions
 from .package import Package
 from .runtime import Maker
-from .triton import read_place
+from .triton_config import read_place
 
 BACKEND = "tensorrtllm"
 

@@ -14,8 +14,8 @@ import msgspec
 
 from ...core.errors import CharoniaError
 from ...scheduler.plan import RowSampling
-from ..messages import Add
-from .contract import Argument, Call, World
+from ..core.messages import Add
+from .api_versions import Argument, Call, World
 from .options import TrtllmOptions
 from .package import Package, resolve
 from .results import Reader

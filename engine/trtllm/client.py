@@ -14,16 +14,16 @@ import msgspec
 from ...core.errors import CharoniaError, Internal, Unavailable
 from ...core.metrics import EngineState, LlmMetrics
 from ...core.request import FinishReason, GenerateRequest
-from ..account import Account
-from ..admission import Admission, QueueLimits
-from ..channel import Channel
-from ..engine import by_class
-from ..messages import Add, Loading, Ready
-from .line import Line
+from ..core.messages import Add, Loading, Ready
+from ..frontend.admission import Admission, QueueLimits
+from ..frontend.engine import by_class
+from ..frontend.sequence_stats import Account
+from ..frontend.token_stream import Channel
+from .admission_queue import Line
+from .iteration_stats import Iterations
 from .options import TrtllmOptions
-from .ride import Ride
+from .request import Ride
 from .runtime import Maker, Runtime
-from .statistics import Iterations
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ...core.errors import Unsupported
-from .contract import World, world_of
+from .api_versions import World, world_of
 
 NAME = "tensorrt_llm"
 

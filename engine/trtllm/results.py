@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ...core.errors import CharoniaError, Internal, Unavailable
 from ...core.logprobs import Logprobs
 from ...core.request import FinishReason
-from ..messages import Add
+from ..core.messages import Add
 
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "timeout": FinishReason.TIMEOUT}
 

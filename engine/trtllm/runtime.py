@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...core.errors import CharoniaError, Internal, InvalidArgument, Unavailable
-from ..messages import Add, Ready
+from ..core.messages import Add, Ready
 from .arguments import construction
-from .checkpoint import Checkpoint, read_checkpoint
+from .model_info import Checkpoint, read_checkpoint
 from .options import TrtllmOptions
 from .package import Package, resolve
+from .request import Submission
 from .results import Reader
-from .ride import Submission
 from .sampling import Sampler
 
 log = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.errors import InvalidArgument
-from ...core.guide import Guide
+from ...core.guided_decoding import Guide
 from ...scheduler.plan import RowSampling, Shaping
-from ..messages import Add
+from ..core.messages import Add
 from .package import Package
 
 _SEEDS = 2**63

@@ -13,11 +13,9 @@ import pytest
 from starlette.types import ASGIApp
 
 from charonia.api.app import build_app
+from charonia.api.http.server import HttpServer
 from charonia.api.metadata import ServerInfo
-from charonia.api.server import HttpServer
-from charonia.core.commons import Commons
 from charonia.core.errors import NotFound
-from charonia.core.exchange import Exchange, Headers, serving
 from charonia.core.gateway import NO_FILES, IndexEntry, State
 from charonia.core.logprobs import PromptToken, TokenLogprob
 from charonia.core.model import ModelConfig
@@ -30,6 +28,8 @@ from charonia.core.request import (
     TokenizeRequest,
     Usage,
 )
+from charonia.core.request_context import Exchange, Headers, serving
+from charonia.core.shared_state import Commons
 from charonia.core.statistics import ModelStatistics
 from charonia.core.tensor import Tensor, TensorSpec
 

@@ -10,12 +10,12 @@ import pytest
 from grpc import StatusCode
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
-from charonia.api.grpc_options import GrpcOptions
-from charonia.api.grpc_rules import read_rules
-from charonia.api.grpc_server import GrpcServer
-from charonia.api.keys import Keyring
+from charonia.api.api_keys import Keyring
+from charonia.api.grpc.call_policy import read_rules
+from charonia.api.grpc.server import GrpcServer
+from charonia.api.http.server import bind
 from charonia.api.metadata import ServerInfo
-from charonia.api.server import bind
+from charonia.cli.grpc_options import GrpcOptions
 
 INFO = ServerInfo("triton", "9.9")
 

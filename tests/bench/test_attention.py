@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from charonia.bench.attention import BYTES, Case, step
-from charonia.engine.kernels import library
+from charonia.engine.cpu import library
 
 
 def test_operations_are_those_of_the_keys_seen() -> None:

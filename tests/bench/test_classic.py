@@ -7,10 +7,10 @@ from rich.console import Console
 
 from charonia.bench import classic, classic_models
 from charonia.bench.classic import Comparison, Leg, Trial
-from charonia.bench.classic_generate import Generator, driver, generate
-from charonia.bench.classic_load import Door, Load, http_request
 from charonia.bench.classic_models import Rates, Turn
-from charonia.bench.serve_server import Place
+from charonia.bench.load.infer_generators import Generator, driver, generate
+from charonia.bench.load.infer_load import Door, Load, http_request
+from charonia.bench.server_process import Place
 from charonia.core.errors import Unavailable
 
 

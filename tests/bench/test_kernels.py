@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from charonia.bench import kernels
-from charonia.bench.limits import Machine, Precision
-from charonia.engine.kernels import library
+from charonia.bench.roofline import Machine, Precision
+from charonia.engine.cpu import library
 
 pytestmark = pytest.mark.skipif(library.level() is None, reason="no C extension here")
 

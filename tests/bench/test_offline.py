@@ -8,12 +8,12 @@ import pytest
 from rich.console import Console
 
 from charonia.bench.checkpoint import write_random
-from charonia.bench.contender import Contender, Entry, entries
-from charonia.bench.gauge import Gauge
-from charonia.bench.limits import Job, Machine
+from charonia.bench.machine_peaks import Gauge
 from charonia.bench.offline import agreement, better, identity, prompts
 from charonia.bench.offline_report import Comparison, Turn, show, write_json
+from charonia.bench.peer_process import Contender, Entry, entries
 from charonia.bench.peer_runner import Setup
+from charonia.bench.roofline import Job, Machine
 from charonia.core.errors import InvalidArgument, Unavailable
 
 PYTHON = Path(sys.executable)

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from charonia.bench import serve_frontend, serve_load
-from charonia.bench.load_doors import DoorName, Manner
-from charonia.bench.load_drive import Pace
-from charonia.bench.load_figures import figures
-from charonia.bench.load_plan import Form, Prompts, uniform_jobs
-from charonia.bench.load_worker import Load, Progress, Target, run
-from charonia.bench.serve_bare import Frames, event_of, response_of
-from charonia.bench.serve_fake import write_repository
-from charonia.bench.serve_server import Place, first_model, is_loopback, own_server, parse_place
+from charonia.bench.load import frontend_cost, options
+from charonia.bench.load.bare_streams import Frames, event_of, response_of
+from charonia.bench.load.driver import Pace
+from charonia.bench.load.endpoints import DoorName, Manner
+from charonia.bench.load.fake_model import write_repository
+from charonia.bench.load.figures import figures
+from charonia.bench.load.plan import Form, Prompts, uniform_jobs
+from charonia.bench.load.worker import Load, Progress, Target, run
+from charonia.bench.server_process import Place, first_model, is_loopback, own_server, parse_place
 from charonia.core.errors import InvalidArgument, Unavailable
 
 
@@ -132,7 +132,7 @@ def test_the_frontend_is_measured_beside_a_bare_handler(tmp_path: Path) -> None:
 
 def test_closed_grpc_doors_are_named() -> None:
     with pytest.raises(Unavailable, match=r"the gRPC door is closed: nothing listens on 127\.0\.0\.1:1 "):
-        serve_load.load_of(Place("127.0.0.1", 1, 1), serve_load.Server(door="grpc"), serve_load.Work())
+        options.load_of(Place("127.0.0.1", 1, 1), options.Server(door="grpc"), options.Work())
 
 
 def test_only_this_machine_unless_allowed() -> None:
@@ -154,21 +154,21 @@ def test_only_this_machine_unless_allowed() -> None:
 
 def test_the_pace_is_one_and_has_an_end() -> None:
     for work in (
-        serve_load.Work(requests=1),
-        serve_load.Work(rate=1, concurrency=1, requests=1),
-        serve_load.Work(rate=1),
-        serve_load.Work(concurrency=1),
+        options.Work(requests=1),
+        options.Work(rate=1, concurrency=1, requests=1),
+        options.Work(rate=1),
+        options.Work(concurrency=1),
     ):
         with pytest.raises(InvalidArgument, match="give"):
-            serve_load.jobs_of(work)
+            options.jobs_of(work)
 
 
 def test_arrivals_end_with_the_duration_and_follow_the_seed() -> None:
-    jobs = serve_load.jobs_of(serve_load.Work(rate=50, duration=4))
+    jobs = options.jobs_of(options.Work(rate=50, duration=4))
     assert len(jobs) == pytest.approx(200, rel=0.5)
     assert jobs[-1].due < 4
-    assert jobs == serve_load.jobs_of(serve_load.Work(rate=50, duration=4))
-    assert jobs != serve_load.jobs_of(serve_load.Work(rate=50, duration=4, seed=1))
+    assert jobs == options.jobs_of(options.Work(rate=50, duration=4))
+    assert jobs != options.jobs_of(options.Work(rate=50, duration=4, seed=1))
 
 
 def test_bare_frames_have_the_size_that_was_asked() -> None:
@@ -179,9 +179,9 @@ def test_bare_frames_have_the_size_that_was_asked() -> None:
 
 
 def test_the_grpc_client_hears_what_a_bare_stream_sends() -> None:
-    with serve_frontend._bare_server() as bare:
-        trial = serve_frontend.Trial(door="grpc", streams=3, requests=6)
-        (outcome,) = run(serve_frontend._load(trial, bare, Frames(5, 120, 0.0)))
+    with frontend_cost._bare_server() as bare:
+        trial = frontend_cost.Trial(door="grpc", streams=3, requests=6)
+        (outcome,) = run(frontend_cost._load(trial, bare, Frames(5, 120, 0.0)))
     seen = figures(outcome.records)
     assert seen.statuses == {"ok": 6}
     assert seen.frames == 6 * 5

@@ -4,11 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from charonia.bench.load_drive import Record
-from charonia.bench.load_plan import uniform_jobs
-from charonia.bench.serve_fake import NAME, VOCAB, write_repository
-from charonia.bench.serve_server import own_server
-from charonia.bench.service_trials import (
+from charonia.bench.load.driver import Record
+from charonia.bench.load.fake_model import NAME, VOCAB, write_repository
+from charonia.bench.load.plan import uniform_jobs
+from charonia.bench.load.service_trials import (
     Asked,
     Sizes,
     Verdict,
@@ -20,6 +19,7 @@ from charonia.bench.service_trials import (
     speed,
     steady_gaps,
 )
+from charonia.bench.server_process import own_server
 from charonia.core.errors import Unavailable
 
 SMALL = Sizes(prompt=8, new=4, long=64, running=2, running_new=250, longs=1, shorts=3, shared=64, sharing=3, repeats=1)

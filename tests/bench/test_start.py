@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from charonia.bench.load.fake_model import write_repository
 from charonia.bench.placement import yield_to_engine
-from charonia.bench.serve_fake import write_repository
 from charonia.bench.start import Import, imports, start, write_copies
 
 

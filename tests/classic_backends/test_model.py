@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from charonia.classic_backends import crew
+from charonia.classic_backends.batching import instance_pool
 from charonia.classic_backends.builtin import IDENTITY
 from charonia.classic_backends.model import ClassicModel
 from charonia.classic_backends.runtime import Arrays, Document, Place, Traits
 from charonia.core.errors import CharoniaError, Code, InvalidArgument
-from charonia.core.exchange import Computed, Exchange
-from charonia.core.exchange import serving as exchanging
 from charonia.core.model import ModelConfig, Samples, WarmUp
 from charonia.core.request import InferRequest
+from charonia.core.request_context import Computed, Exchange
+from charonia.core.request_context import serving as exchanging
 from charonia.core.tensor import Tensor, TensorSpec
 
 from ..waiting import until
@@ -262,7 +262,7 @@ async def test_time_runs_out_while_it_is_executed(decoupled: bool) -> None:
 async def test_a_model_whose_execution_does_not_end_is_not_ready(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(crew, "PATIENCE", crew.Patience(watch=0.01))
+    monkeypatch.setattr(instance_pool, "PATIENCE", instance_pool.Patience(watch=0.01))
     runtime, now = Gated(), [0]
     async with serving(runtime, config({}, parameters={"execution_timeout_secs": "40"})) as model:
         [member] = model._crew._members

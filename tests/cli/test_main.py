@@ -23,7 +23,7 @@ main()
 
 STUCK = """
 import uvloop
-from charonia.api.server import StopSignals
+from charonia.api.http.server import StopSignals
 
 async def serve():
     with StopSignals():

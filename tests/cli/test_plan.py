@@ -2,14 +2,14 @@
 
 import pytest
 
-from charonia.api.cloud_options import CloudOptions
-from charonia.api.grpc_options import GrpcOptions
-from charonia.api.http_options import HttpOptions
-from charonia.api.keys import KeyOptions
-from charonia.api.options import ServerOptions
+from charonia.api.api_keys import KeyOptions
+from charonia.cli.cloud_options import CloudOptions
+from charonia.cli.grpc_options import GrpcOptions
+from charonia.cli.http_options import HttpOptions
 from charonia.cli.plan import entry, warn_of_open_control
+from charonia.cli.repository_options import RepositoryOptions
+from charonia.cli.server_options import ServerOptions
 from charonia.core.errors import InvalidArgument
-from charonia.repository.options import RepositoryOptions
 
 EXPLICIT = RepositoryOptions(model_control_mode="explicit")
 SERVER, NO_HTTP = ServerOptions(), ServerOptions(allow_http="false")

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from charonia.core.logs import JsonFormatter
-from charonia.core.looplag import LoopLag
-from charonia.core.metric_families import CHARONIA, TRITON, VLLM, vllm_readings
 from charonia.core.metrics import QUEUE_FULL, End, EngineState, Histogram, LlmMetrics, Outcome, Reading
+from charonia.telemetry.logging_setup import JsonFormatter
+from charonia.telemetry.loop_lag import LoopLag
+from charonia.telemetry.metric_families import CHARONIA, TRITON, VLLM, vllm_readings
 
 IDLE = EngineState()
 

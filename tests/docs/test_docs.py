@@ -16,17 +16,17 @@ from google.protobuf import text_format
 from prometheus_client import CollectorRegistry
 from tritonclient.grpc import model_config_pb2
 
-from charonia.api import openai_bodies, openai_fields, openai_messages, tokenization
 from charonia.api.app import build_app
 from charonia.api.metadata import ServerInfo
-from charonia.api.options import Boolean
+from charonia.api.openai import chat_messages, json_body, schemas, tokenize_routes
 from charonia.cli.app import app
+from charonia.cli.server_options import Boolean
 from charonia.core.request import SamplingParams
-from charonia.engine import infer, settings
-from charonia.engine.attention.registry import BACKENDS
-from charonia.engine.kernels import library
+from charonia.engine.attention.selector import BACKENDS
+from charonia.engine.cpu import library
+from charonia.engine.frontend import infer, request_parameters
 from charonia.engine.options import EngineOptions, engine_config
-from charonia.engine.parameters import parse
+from charonia.engine.parse_settings import parse
 from charonia.engine.trtllm.options import TrtllmOptions
 
 PAGES = (
@@ -236,18 +236,24 @@ def plain(path: str) -> str:
 @pytest.mark.parametrize(
     ("heading", "names"),
     [
-        ("What chooses tokens", {*SamplingParams.__struct_fields__, *settings._ALIASES} - {*LOGPROBS, *MANNERS}),
-        ("What else v2 takes", {*settings.Manner.__struct_fields__, *settings._NOT_YET, *MANNERS} - {"n"}),
+        (
+            "What chooses tokens",
+            {*SamplingParams.__struct_fields__, *request_parameters._ALIASES} - {*LOGPROBS, *MANNERS},
+        ),
+        (
+            "What else v2 takes",
+            {*request_parameters.Manner.__struct_fields__, *request_parameters._NOT_YET, *MANNERS} - {"n"},
+        ),
         (
             "What else OpenAI's door takes",
-            {*openai_bodies.ChatBody.__struct_fields__, *openai_bodies.CompletionBody.__struct_fields__}
+            {*schemas.ChatBody.__struct_fields__, *schemas.CompletionBody.__struct_fields__}
             - {*SamplingParams.__struct_fields__, "n", "max_completion_tokens"}
-            | {*LOGPROBS, *openai_fields.HARMLESS, *openai_bodies.NEUTRAL_CHAT, *openai_messages.NEUTRAL},
+            | {*LOGPROBS, *json_body.HARMLESS, *schemas.NEUTRAL_CHAT, *chat_messages.NEUTRAL},
         ),
         (
             "HTTP: tokens",
-            {*tokenization.TokenizeBody.__struct_fields__, *tokenization.DetokenizeBody.__struct_fields__}
-            | {*tokenization._NEUTRAL},
+            {*tokenize_routes.TokenizeBody.__struct_fields__, *tokenize_routes.DetokenizeBody.__struct_fields__}
+            | {*tokenize_routes._NEUTRAL},
         ),
         ("gRPC", {spec.name for spec in infer.INPUTS}),
     ],

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from tritonclient.grpc import service_pb2
 
-from charonia.core.metric_families import CHARONIA, TRITON, VLLM
+from charonia.telemetry.metric_families import CHARONIA, TRITON, VLLM
 
 RUN = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-W", "error", "-c"]}
 EXACT = {"error", "type", "param", "code", "object", "finish_reason", "count", "tokens"}

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from charonia.api.app import build_app
+from charonia.api.http.server import HttpServer, bind
 from charonia.api.metadata import ServerInfo
-from charonia.api.server import HttpServer, bind
 from charonia.engine.config import EngineConfig, FakeConfig
-from charonia.engine.llm import LlmModel
-from charonia.engine.messages import Load, Updates
+from charonia.engine.core.messages import Load, Updates
+from charonia.engine.frontend.llm import LlmModel
 from charonia.repository.gateway import Hub
 from charonia.scheduler.config import SchedulerConfig
 

@@ -22,7 +22,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from charonia.api.announcement import reachable
+from charonia.cli.announcement import reachable
 
 from .models import FAKE, write_config, write_model
 from .tensors import given

@@ -5,21 +5,12 @@ from typing import Any
 
 import pytest
 
-from charonia.bench import (
-    proof_bodies,
-    proof_disconnects,
-    proof_fairness,
-    proof_families,
-    proof_kills,
-    proof_overload,
-    proof_processes,
-    proof_soak,
-    proof_stalls,
-)
-from charonia.bench.fake_load import fake_server, open_load, records_of
-from charonia.bench.load_doors import OK
-from charonia.bench.serve_census import census
-from charonia.bench.serve_server import Place
+from charonia.bench.load.endpoints import OK
+from charonia.bench.proofs import bodies, disconnects, fairness, families, kills, overload, processes, soak
+from charonia.bench.proofs import stalls as proof_stalls
+from charonia.bench.proofs.fake_load import fake_server, open_load, records_of
+from charonia.bench.proofs.process_stats import census
+from charonia.bench.server_process import Place
 
 
 @pytest.fixture
@@ -31,12 +22,12 @@ def place(server: Any) -> Place:
 
 
 async def test_wrong_requests_hurt_nobody(place: Place) -> None:
-    cores, broken = census(place).cores, proof_bodies.tracebacks(place)
-    found = await proof_bodies.assail(place, proof_bodies.Targets("tiny"), range(160), seed=11)
+    cores, broken = census(place).cores, bodies.tracebacks(place)
+    found = await bodies.assail(place, bodies.Targets("tiny"), range(160), seed=11)
     assert found.faults == []
     assert len(found.verdicts) == 160
     assert {"2xx", "4xx", "OK", "INVALID_ARGUMENT"} <= {verdict.answer for verdict in found.verdicts}
-    assert proof_bodies.tracebacks(place) == broken
+    assert bodies.tracebacks(place) == broken
     assert [core.pid for core in census(place).cores] == [core.pid for core in cores]
 
 
@@ -52,17 +43,17 @@ def test_hostile_bodies_are_answered_or_refused(place: Place) -> None:
 
 
 async def test_nothing_stays_of_clients_who_leave() -> None:
-    with fake_server(proof_disconnects.ENGINE) as place:
-        remains = await proof_disconnects.besiege(place, "fake", range(160), seed=11)
+    with fake_server(disconnects.ENGINE) as place:
+        remains = await disconnects.besiege(place, "fake", range(160), seed=11)
         assert remains.faults == []
         assert {"cancelled", "length"} <= remains.outcomes.keys()
-        assert proof_bodies.tracebacks(place) == []
-        assert proof_disconnects.leaves_at_once(place) < float("inf")
+        assert bodies.tracebacks(place) == []
+        assert disconnects.leaves_at_once(place) < float("inf")
 
 
 def test_nobody_is_lost_with_a_core() -> None:
-    with fake_server(proof_kills.ENGINE) as place:
-        aftermath = proof_kills.batter(place, rate=24, kills=[1.5], patience=60)
+    with fake_server(kills.ENGINE) as place:
+        aftermath = kills.batter(place, rate=24, kills=[1.5], patience=60)
     assert aftermath.faults == []
     assert len(aftermath.away) == aftermath.restarts == 1
     assert aftermath.answered
@@ -70,32 +61,32 @@ def test_nobody_is_lost_with_a_core() -> None:
 
 
 def test_models_come_and_go_while_their_processes_are_killed() -> None:
-    with proof_processes.served([proof_processes.COUNTING]) as place:
-        fought = proof_processes.fight(place, [proof_processes.COUNTING], rounds=1)
+    with processes.served([processes.COUNTING]) as place:
+        fought = processes.fight(place, [processes.COUNTING], rounds=1)
     assert fought.faults == []
     assert fought.loaded + fought.failed == 1
 
 
 def test_sinks_and_unequal_heads_are_transformers(tmp_path: Path) -> None:
     """All at once: sinks in some layers, smaller values than keys, layers with heads of different numbers."""
-    assert list(proof_families.faults("mimo_v2_flash", tmp_path)) == []
+    assert list(families.faults("mimo_v2_flash", tmp_path)) == []
 
 
 async def test_everything_at_once_for_a_moment(place: Place) -> None:
-    soaked = await proof_soak.soak(place, "tiny", seconds=2, seed=11)
+    soaked = await soak.soak(place, "tiny", seconds=2, seed=11)
     assert soaked.faults == []
-    assert {kind for kind, _ in soaked.verdicts} == set(proof_soak._KINDS)
+    assert {kind for kind, _ in soaked.verdicts} == set(soak._KINDS)
     assert all(each.mean > 0 for each in soaked.trends().values())
 
 
 def test_an_overload_is_answered_or_refused() -> None:
-    with fake_server(proof_overload.ENGINE) as place:
-        records = records_of(open_load(place, proof_overload.SHAPE, rate=250, seconds=1, seed=2))
-    found = proof_overload.Overloaded(1.0, proof_overload.goodput(records, 2.0), records)
-    assert found.statuses == [proof_overload.REFUSED, OK]
-    assert len(proof_overload.refusals(found.records)) > sum(record.status == OK for record in found.records)
+    with fake_server(overload.ENGINE) as place:
+        records = records_of(open_load(place, overload.SHAPE, rate=250, seconds=1, seed=2))
+    found = overload.Overloaded(1.0, overload.goodput(records, 2.0), records)
+    assert found.statuses == [overload.REFUSED, OK]
+    assert len(overload.refusals(found.records)) > sum(record.status == OK for record in found.records)
 
 
 def test_a_quiet_tenant_is_served_beside_a_flood() -> None:
-    with fake_server(proof_fairness.ENGINE, *proof_fairness.FLAGS) as place:
-        assert proof_fairness.beside(place, 6, 40, seconds=1) > 0
+    with fake_server(fairness.ENGINE, *fairness.FLAGS) as place:
+        assert fairness.beside(place, 6, 40, seconds=1) > 0

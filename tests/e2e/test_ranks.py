@@ -13,7 +13,7 @@ import httpx
 import pytest
 import tritonclient.grpc
 
-from charonia.bench.serve_server import children
+from charonia.bench.server_process import children
 
 PROMPT = "def fibonacci(n):"
 ASKED = {"text_input": PROMPT, "max_tokens": 12, "temperature": 0}

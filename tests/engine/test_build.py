@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.holding import Share
-from charonia.core.host import cores
+from charonia.core.memory_needs import Share
 from charonia.engine import build
 from charonia.engine.build import language_model, memory_needed
+from charonia.processes.host import cores
 
 HOST = [Share(1000)]
 

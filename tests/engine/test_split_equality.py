@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from charonia.bench.loop import Outcome
+from charonia.bench.inline_loop import Outcome
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
-from charonia.engine.executor.base import Executor, StepFuture
-from charonia.engine.kernels import library
+from charonia.engine.cpu import library
+from charonia.engine.worker.executor import Executor, StepFuture
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import RowSampling, Shaping, StepPlan

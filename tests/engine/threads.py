@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from charonia.engine.assembly import Engine, assemble
+from charonia.engine.checkpoint.build_context import Seat
+from charonia.engine.checkpoint.pipeline_stage import Stage
 from charonia.engine.config import EngineConfig
-from charonia.engine.executor.base import Capacity, Progress
-from charonia.engine.place import Seat
-from charonia.engine.stage import Stage
+from charonia.engine.worker.executor import Capacity, Progress
+from charonia.engine.worker.loaded_rank import Engine, assemble
 from charonia.scheduler.plan import IntArray, StepPlan, StepResult
 
 PATIENCE = 10

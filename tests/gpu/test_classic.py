@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from charonia.classic_backends.isolated import PYTORCH
+from charonia.classic_backends.isolated.isolated_runtime import PYTORCH
 from charonia.classic_backends.runtime import Place
 from charonia.core.model import ModelConfig
 from charonia.core.tensor import TensorSpec
@@ -45,7 +45,7 @@ def model(tmp_path: Path) -> Path:
 def config_of(directory: Path) -> Any:
     pytest.importorskip("tritonclient")
     from charonia.repository.builder import Builder
-    from charonia.repository.source import read_model
+    from charonia.repository.model_source import read_model
 
     source = read_model(directory)
     return Builder().whole_config(source, source.versions[0])
@@ -74,7 +74,7 @@ def test_the_server_itself_does_not_touch_the_gpu(model: Path) -> None:
     pytest.importorskip("tritonclient")
     code = (
         "import sys; from pathlib import Path; from charonia.repository.builder import Builder;"
-        "from charonia.repository.source import read_model; source = read_model(Path(sys.argv[1]));"
+        "from charonia.repository.model_source import read_model; source = read_model(Path(sys.argv[1]));"
         "Builder().whole_config(source, source.versions[0]); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(model)], check=False).returncode == 0

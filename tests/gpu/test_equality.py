@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from charonia.bench import proof_families
-from charonia.bench.loop import run
+from charonia.bench.inline_loop import run
+from charonia.bench.proofs import families
 from charonia.engine.config import CacheConfig, EngineConfig
-from charonia.engine.executor.inline import InlineExecutor
-from charonia.engine.random import uniform
-from charonia.engine.sampling import CHOICE, sample
+from charonia.engine.worker.counter_random import uniform
+from charonia.engine.worker.inline_executor import InlineExecutor
+from charonia.engine.worker.sampler import CHOICE, sample
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import RowSampling
@@ -92,10 +92,10 @@ def test_more_greedy_tokens_are_transformers(checkpoint: Callable[..., Path], na
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("family", proof_families.FAMILIES)
+@pytest.mark.parametrize("family", families.FAMILIES)
 def test_sinks_and_unequal_heads_are_transformers(family: str, tmp_path: Path) -> None:
     """As tests/e2e/test_proofs.py and `make proof` on the CPU."""
-    assert list(proof_families.faults(family, tmp_path, "cuda")) == []
+    assert list(families.faults(family, tmp_path, "cuda")) == []
 
 
 def test_seeded_tokens_do_not_depend_on_chunks(checkpoint: Callable[..., Path], device: str) -> None:

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from charonia.bench.loop import run
+from charonia.bench.inline_loop import run
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
-from charonia.engine.executor.base import Executor
-from charonia.engine.executor.inline import InlineExecutor
-from charonia.engine.executor.ranks import RanksExecutor
-from charonia.engine.process import scheduling
+from charonia.engine.core.process import scheduling
+from charonia.engine.parallel.ranks_executor import RanksExecutor
+from charonia.engine.worker.executor import Executor
+from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.scheduler import Scheduler

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from charonia.core.logprobs import Score
-from charonia.engine import scoring
-from charonia.engine.scoring import Scored, Stretch
+from charonia.engine.worker import prompt_logprobs
+from charonia.engine.worker.prompt_logprobs import Scored, Stretch
 
 VOCAB = 500
 STRETCHES = (Stretch(3, 1, 5, 0, 2), Stretch(1, 9, 4, 7, 20), Stretch(0, 2, 1, 12, 0))
@@ -22,7 +22,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 def scores(device: torch.device, monkeypatch: pytest.MonkeyPatch, piece: int) -> dict[int, list[Score]]:
-    monkeypatch.setattr(scoring, "PIECE", piece)
+    monkeypatch.setattr(prompt_logprobs, "PIECE", piece)
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(13, VOCAB, generator=generator).to(device)
     tokens = torch.randint(0, VOCAB, (10,), generator=generator).to(device)

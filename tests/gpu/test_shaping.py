@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from charonia.engine.logprobs import top_logprobs
-from charonia.engine.shaping import Shapes
+from charonia.engine.worker.logits_processors import Shapes
+from charonia.engine.worker.logprobs import top_logprobs
 from charonia.scheduler.plan import Shaping
 
 ROWS, VOCAB, LENGTH, PROMPT = 6, 500, 40, 10

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import CharoniaError, InvalidArgument
-from charonia.core.holding import Share
-from charonia.core.host import Cores
+from charonia.core.memory_needs import Share
 from charonia.core.model import Model, ModelConfig, ModelStats, Samples
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.statistics import Statistics
 from charonia.core.tensor import Tensor
-from charonia.repository import kinds, lifecycle
+from charonia.processes.host import Cores
+from charonia.repository import backend_registry, lifecycle
 from charonia.repository.catalog import Catalog
-from charonia.repository.control import Explicit
 from charonia.repository.gateway import Hub
-from charonia.repository.startup import Keeper
+from charonia.repository.model_control import Explicit
+from charonia.repository.watcher import Keeper
 
 CONFIG = """
 backend: "toy"
@@ -118,8 +118,8 @@ TOYS = ToyLoader()
 def toys(monkeypatch: pytest.MonkeyPatch) -> list[Toy]:
     """The backend `toy`; every model of it that was loaded."""
     Toy.loaded = []
-    monkeypatch.setitem(kinds.LOADERS, "toy", ("toy", "TOYS"))
-    monkeypatch.setattr(kinds, "loader_of", lambda backend: TOYS)
+    monkeypatch.setitem(backend_registry.LOADERS, "toy", ("toy", "TOYS"))
+    monkeypatch.setattr(backend_registry, "loader_of", lambda backend: TOYS)
     monkeypatch.setattr("charonia.repository.builder.loader_of", lambda backend: TOYS)
     monkeypatch.setattr("charonia.repository.builder.classic", lambda: Toy)
     return Toy.loaded

@@ -8,18 +8,11 @@ import numpy as np
 import pytest
 
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, NotFound, Unavailable
-from charonia.core.exchange import Exchange
 from charonia.core.gateway import IndexEntry, State
 from charonia.core.metrics import End, Outcome, Reading
 from charonia.core.model import ModelConfig, ModelStats
-from charonia.core.request import (
-    GenerateChunk,
-    GenerateRequest,
-    InferRequest,
-    InferResponse,
-    TokenizeRequest,
-    Usage,
-)
+from charonia.core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest, Usage
+from charonia.core.request_context import Exchange
 from charonia.core.statistics import ModelStatistics, Statistics
 from charonia.core.tensor import Tensor, TensorSpec
 from charonia.repository.gateway import Hub

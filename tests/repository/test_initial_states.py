@@ -10,9 +10,9 @@ from tritonclient.grpc import model_config_pb2
 
 from charonia.core.errors import InvalidArgument, Unsupported
 from charonia.core.tensor import Tensor
-from charonia.repository.effects import idle_fields, refuse_unserved
+from charonia.repository.config_defaults import normalise
 from charonia.repository.initial_states import read_initial_states
-from charonia.repository.normalise import normalise
+from charonia.repository.unsupported_fields import idle_fields, refuse_unserved
 
 
 def config_of(text: str) -> Any:

@@ -15,7 +15,7 @@ from charonia.core.errors import Exiting, Internal, InvalidArgument, NotFound, U
 from charonia.core.request import InferRequest
 from charonia.core.tensor import Tensor
 from charonia.repository.catalog import Catalog
-from charonia.repository.startup import Keeper
+from charonia.repository.watcher import Keeper
 
 from .conftest import CONFIG, Toy, World, until
 

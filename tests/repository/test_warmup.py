@@ -11,7 +11,7 @@ from tritonclient.grpc import model_config_pb2
 from charonia.core.errors import InvalidArgument
 from charonia.core.model import ModelConfig
 from charonia.core.tensor import Tensor, TensorSpec
-from charonia.repository.config import described
+from charonia.repository.model_config import described
 from charonia.repository.warmup import read_warmup
 
 

@@ -6,15 +6,15 @@ from statistics import median
 import numpy as np
 import pytest
 
-from charonia.bench.scheduler_trial import Trial
-from charonia.bench.scheduler_world import World
-from charonia.engine.executor.fake import FakeExecutor
+from charonia.bench.fuzz.scheduler_trial import Trial
+from charonia.bench.fuzz.scheduler_world import World
+from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.fairness import OUTPUT_WEIGHT, Fairness
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
-from charonia.scheduler.waiting import SENIORS_TURN
+from charonia.scheduler.waiting_queue import SENIORS_TURN
 
 
 def trial(*, rows: int = 1, budget: int = 8, ageing: int = 100) -> Trial:

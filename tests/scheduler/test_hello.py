@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from charonia.engine.executor.fake import FakeExecutor
+from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.scheduler import Scheduler

@@ -7,10 +7,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from charonia.bench.scheduler_ramble import ramble
-from charonia.bench.scheduler_trial import Trial
-from charonia.bench.scheduler_world import World
-from charonia.scheduler import packing
+from charonia.bench.fuzz.scheduler_random_driver import ramble
+from charonia.bench.fuzz.scheduler_trial import Trial
+from charonia.bench.fuzz.scheduler_world import World
+from charonia.scheduler import step_packer
 
 DRIVERS = 20
 OPERATIONS = 5_000
@@ -20,7 +20,7 @@ OPERATIONS = 5_000
 def test_random_interleavings(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """100,000 calls in all, in random worlds of at most 64 blocks, half of them over pipelines whose few rows are
     shared out among the plans too."""
-    monkeypatch.setattr(packing, "LEAST_GROUP", 1)
+    monkeypatch.setattr(step_packer, "LEAST_GROUP", 1)
     assert DRIVERS * OPERATIONS >= 100_000
     random, operations = Random(seed), 0
     while operations < OPERATIONS:

@@ -5,8 +5,8 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from charonia.bench.scheduler_trial import Trial
-from charonia.bench.scheduler_world import World
+from charonia.bench.fuzz.scheduler_trial import Trial
+from charonia.bench.fuzz.scheduler_world import World
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.scheduler import Scheduler

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from charonia.core.logprobs import Scores
-from charonia.engine.executor.fake import FakeExecutor
+from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import RowSampling, StepPlan, StepUpdates

@@ -2,8 +2,8 @@
 
 import pytest
 
-from charonia.bench.scheduler_trial import Trial
-from charonia.bench.scheduler_world import World
+from charonia.bench.fuzz.scheduler_trial import Trial
+from charonia.bench.fuzz.scheduler_world import World
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import StepPlan
 

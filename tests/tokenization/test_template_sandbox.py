@@ -7,7 +7,7 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import Conversation, Message
-from charonia.tokenization.chat import ChatTemplate
+from charonia.tokenization.chat_template import ChatTemplate
 from charonia.tokenization.template_sandbox import MAX_SOURCE, Meter, TemplateSandbox, TooMuch, metered
 
 WORK, TURNS = 100_000, 2_000

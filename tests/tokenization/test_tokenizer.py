@@ -9,7 +9,7 @@ import transformers
 
 from charonia.core.errors import InvalidArgument, NotFound, TooLong
 from charonia.core.request import Conversation, Message
-from charonia.tokenization.files import locate
+from charonia.tokenization.checkpoint_files import locate
 from charonia.tokenization.tokenizer import Limit, Tokenizer
 
 TEXTS = [
@@ -220,6 +220,8 @@ def test_an_unknown_model_is_named(tmp_path: Path) -> None:
 
 
 def test_leaves_torch_alone() -> None:
-    check = "import charonia.tokenization.tokenizer, charonia.tokenization.generation, sys; print(*sys.modules)"
+    check = (
+        "import charonia.tokenization.tokenizer, charonia.tokenization.generation_defaults, sys; print(*sys.modules)"
+    )
     loaded = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "transformers"} & set(loaded)

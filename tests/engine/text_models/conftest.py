@@ -12,9 +12,9 @@ from types import ModuleType
 
 import pytest
 
-from charonia.core.exchange import Exchange, serving
+from charonia.core.request_context import Exchange, serving
 from charonia.engine.config import EngineConfig, FakeConfig
-from charonia.engine.llm import LlmModel
+from charonia.engine.frontend.llm import LlmModel
 from charonia.engine.trtllm.build import driver
 from charonia.engine.trtllm.options import TrtllmOptions
 from charonia.scheduler.config import SchedulerConfig

@@ -8,7 +8,7 @@ from contextlib import aclosing
 import pytest
 
 from charonia.core.errors import InvalidArgument, QueueFull, RequestTimeout, Unavailable
-from charonia.core.guide import Guide
+from charonia.core.guided_decoding import Guide
 from charonia.core.metrics import Histogram
 from charonia.core.model import MeasuredModel, TextModel
 from charonia.core.request import (
@@ -23,7 +23,7 @@ from charonia.core.request import (
     Usage,
     joined,
 )
-from charonia.engine.llm import LlmModel
+from charonia.engine.frontend.llm import LlmModel
 from charonia.tokenization.tokenizer import Tokenizer
 
 from ...waiting import until
@@ -83,7 +83,7 @@ async def test_every_kind_of_prompt(load: Load) -> None:
 
 
 async def test_what_is_long_is_counted_up_to_a_bound(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("charonia.engine.llm._COUNTED", 300)
+    monkeypatch.setattr("charonia.engine.frontend.llm._COUNTED", 300)
     model = await load()
     assert await model.tokenize(TokenizeRequest(prompt="w5 " * 300)) == [5] * 300
     assert await model.detokenize([5] * 300) == " ".join(["w5"] * 300)

@@ -7,7 +7,7 @@ import pytest
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.tensor import Tensor
-from charonia.engine.llm import LlmModel
+from charonia.engine.frontend.llm import LlmModel
 
 from .conftest import Load, counted
 

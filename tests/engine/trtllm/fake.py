@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from charonia.engine.trtllm.contract import Call, world_of
+from charonia.engine.trtllm.api_versions import Call, world_of
 
 VOCABULARY = 100
 BROKEN = 13

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import CharoniaError, InvalidArgument, NotFound, Unsupported
-from charonia.engine.parameters import parse
-from charonia.engine.trtllm.adapters import needs_of
+from charonia.engine.parse_settings import parse
 from charonia.engine.trtllm.arguments import construction
-from charonia.engine.trtllm.checkpoint import Checkpoint, read_checkpoint
+from charonia.engine.trtllm.lora import needs_of
+from charonia.engine.trtllm.model_info import Checkpoint, read_checkpoint
 from charonia.engine.trtllm.options import TrtllmOptions
 from charonia.engine.trtllm.package import Package
 
@@ -216,7 +216,7 @@ def test_a_checkpoint(tmp_path: Path) -> None:
 
 def test_weights_of_a_hub_id_are_for_tensorrt_llm_to_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, vocab_size=10, max_position_embeddings=20)
-    monkeypatch.setattr("charonia.engine.trtllm.checkpoint.locate", lambda model: tmp_path)
+    monkeypatch.setattr("charonia.engine.trtllm.model_info.locate", lambda model: tmp_path)
     assert read_checkpoint("owner/name", None) == Checkpoint("owner/name", 10, 20)
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, Unavailable, Unsupported
-from charonia.core.guide import Guide
+from charonia.core.guided_decoding import Guide
 from charonia.core.metrics import Histogram, LlmMetrics
 from charonia.core.request import FinishReason, GenerateChunk, GenerateRequest, SamplingParams, joined
-from charonia.engine.llm import LlmModel
+from charonia.engine.frontend.llm import LlmModel
 from charonia.engine.trtllm.build import driver, tensorrt_llm
+from charonia.engine.trtllm.iteration_stats import Iterations
 from charonia.engine.trtllm.options import TrtllmOptions
-from charonia.engine.trtllm.statistics import Iterations
 
 from ...waiting import until
 

@@ -11,7 +11,7 @@ import pytest
 from charonia.api.app import build_app
 from charonia.api.metadata import ServerInfo
 from charonia.repository.gateway import Hub
-from charonia.repository.source import ModelSource, checkpoint_source
+from charonia.repository.model_source import ModelSource, checkpoint_source
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"enum": ["é", 1.5]}}, "required": ["a"]}

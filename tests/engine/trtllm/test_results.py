@@ -9,7 +9,7 @@ import pytest
 from charonia.core.errors import CharoniaError, Internal, Unavailable
 from charonia.core.logprobs import Logprobs
 from charonia.core.request import FinishReason
-from charonia.engine.messages import Add
+from charonia.engine.core.messages import Add
 from charonia.engine.trtllm.results import News, Reader
 from charonia.scheduler.plan import RowSampling, Shaping
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.guide import Guide
-from charonia.engine.messages import Add
+from charonia.core.guided_decoding import Guide
+from charonia.engine.core.messages import Add
 from charonia.engine.trtllm.package import Package
 from charonia.engine.trtllm.sampling import Sampler
 from charonia.scheduler.plan import RowSampling, Shaping

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from charonia.cli.app import check
+from charonia.cli.model_selection import select
+from charonia.cli.repository_options import CheckOptions, RepositoryOptions
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import GenerateRequest, SamplingParams
 from charonia.repository.builder import BackendSettings, Builder
 from charonia.repository.catalog import Catalog
-from charonia.repository.check import report
 from charonia.repository.gateway import Hub
-from charonia.repository.options import CheckOptions, RepositoryOptions
-from charonia.repository.selection import select
-from charonia.repository.source import checkpoint_source
+from charonia.repository.model_source import checkpoint_source
+from charonia.repository.repository_check import report
 
 TRITONS = """
 backend: "{backend}"

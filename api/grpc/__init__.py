@@ -1,0 +1,1 @@
+"""Triton's gRPC service: what is read, answered and streamed over it."""

@@ -1,0 +1,77 @@
+"""Who may call which RPC, and what of his metadata models get: the flags of the gRPC door, once they are understood."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from ...cli.grpc_options import GrpcOptions
+from ...core.errors import Unavailable
+from ..api_keys import NOBODY, Keyring, Tenant
+from ..header_forwarding import Forwarding
+from ..restricted_apis import Toll, read_restrictions
+
+OPEN = ("ServerLive", "ServerReady", "ModelReady")
+"""What needs no key."""
+
+_PREFIX = "triton-grpc-protocol-"
+_PROTOCOLS = {
+    "health": OPEN,
+    "metadata": ("ServerMetadata", "ModelMetadata"),
+    "inference": ("ModelInfer", "ModelStreamInfer"),
+    "shared-memory": (
+        *(f"SystemSharedMemory{verb}" for verb in ("Status", "Register", "Unregister")),
+        *(f"CudaSharedMemory{verb}" for verb in ("Status", "Register", "Unregister")),
+    ),
+    "model-config": ("ModelConfig",),
+    "model-repository": ("RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload"),
+    "statistics": ("ModelStatistics",),
+    "trace": ("TraceSetting",),
+    "logging": ("LogSettings",),
+}
+"""The RPCs of each part of v2 that can be restricted."""
+
+
+class Caller(NamedTuple):
+    """Who calls, and what of his metadata models get."""
+
+    tenant: Tenant = NOBODY
+    parameters: Mapping[str, str] = MappingProxyType({})
+
+
+_ANYBODY = Caller()
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcRules:
+    """`tolls`: by RPC; `forwarding`: which metadata models get."""
+
+    keys: Keyring = field(default_factory=Keyring)
+    tolls: Mapping[str, Toll] = field(default_factory=dict)
+    forwarding: Forwarding = field(default_factory=Forwarding)
+
+    def caller(self, rpc: str, metadata: Sequence[tuple[str, Any]]) -> Caller:
+        """Who wants an inference. Raises as `admit` does, and `InvalidArgument` for what cannot be forwarded."""
+        if not (self.keys or self.tolls or self.forwarding):
+            return _ANYBODY
+        texts = {name: value for name, value in metadata if isinstance(value, str)}
+        return Caller(self.admit(rpc, texts), self.forwarding.chosen(texts.items()))
+
+    def admit(self, rpc: str, metadata: Mapping[str, str]) -> Tenant:
+        """Who calls.
+
+        Raises:
+            Unavailable: the RPC is restricted, and he does not show what it asks for.
+            Unauthenticated: his key is missing or wrong.
+        """
+        toll = self.tolls.get(rpc)
+        if toll is not None and not toll.paid(metadata.get(_PREFIX + toll.key.lower())):
+            raise Unavailable(f"This protocol is restricted, expecting header '{_PREFIX}{toll.key}'")
+        return NOBODY if rpc in OPEN else self.keys.tenant(metadata.get("authorization"))
+
+
+def read_rules(options: GrpcOptions, keys: Keyring) -> GrpcRules:
+    """Raises `InvalidArgument` for a flag that means nothing."""
+    tolls = read_restrictions(options.grpc_restricted_protocol, "--grpc-restricted-protocol")
+    by_rpc = {rpc: toll for name, toll in tolls.items() for rpc in _PROTOCOLS[name]}
+    return GrpcRules(keys, by_rpc, Forwarding(options.grpc_header_forward_pattern, "--grpc-header-forward-pattern"))

@@ -1,0 +1,179 @@
+"""What GRPCInferenceService answers besides inference: models, repository, shared memory, settings.
+
+Translates between the messages and the gateway. Each handler takes the gateway and the request, and raises
+`CharoniaError`.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from google.protobuf.json_format import ParseDict  # type: ignore[import-untyped]
+from tritonclient.grpc import service_pb2 as pb
+
+from ...core.errors import InvalidArgument, Unsupported
+from ...core.gateway import Gateway, IndexEntry
+from ...core.log_settings import log_form
+from ...core.trace_settings import Change
+from ..model_stats import statistics_document
+from .response_messages import Message, read_version
+
+Control: TypeAlias = Callable[[Gateway, Message], Awaitable[Message]]
+
+_CONFIG = "config"
+_FILE = "file:"
+_DEPENDENTS = "unload_dependents"
+
+
+async def model_config(gateway: Gateway, request: Message) -> Message:
+    config = gateway.model(request.name, read_version(request.version))
+    return ParseDict({"config": config.document}, pb.ModelConfigResponse())
+
+
+async def model_statistics(gateway: Gateway, request: Message) -> Message:
+    found = gateway.statistics(request.name, read_version(request.version))
+    return ParseDict({"model_stats": statistics_document(found)}, pb.ModelStatisticsResponse())
+
+
+# The repository
+
+
+async def repository_index(gateway: Gateway, request: Message) -> Message:
+    _refuse_repository(request)
+    return pb.RepositoryIndexResponse(models=[_index_entry(entry) for entry in gateway.index(request.ready)])
+
+
+def _index_entry(entry: IndexEntry) -> dict[str, str]:
+    return {"name": entry.name, "version": entry.version, "state": str(entry.state or ""), "reason": entry.reason}
+
+
+async def load_model(gateway: Gateway, request: Message) -> Message:
+    _refuse_repository(request)
+    config, files = None, {}
+    for key, parameter in request.parameters.items():
+        if key == _CONFIG:
+            config = _typed(parameter, "string_param", f"load parameter '{key}'")
+        elif key.startswith(_FILE):
+            files[key.removeprefix(_FILE)] = _typed(parameter, "bytes_param", f"load parameter '{key}'")
+        else:
+            raise InvalidArgument(f"unrecognized load parameter '{key}'", field=key)
+    await gateway.load_model(request.model_name, config, files)
+    return pb.RepositoryModelLoadResponse()
+
+
+async def unload_model(gateway: Gateway, request: Message) -> Message:
+    _refuse_repository(request)
+    dependents = False
+    for key, parameter in request.parameters.items():
+        if key != _DEPENDENTS:
+            raise InvalidArgument(f"unrecognized unload parameter '{key}'", field=key)
+        dependents = _typed(parameter, "bool_param", f"'{key}' parameter")
+    await gateway.unload_model(request.model_name, dependents)
+    return pb.RepositoryModelUnloadResponse()
+
+
+def _refuse_repository(request: Message) -> None:
+    if request.repository_name:
+        raise Unsupported("'repository_name' specification is not supported", field="repository_name")
+
+
+def _typed(parameter: Message, kind: str, what: str) -> Any:
+    if parameter.WhichOneof("parameter_choice") != kind:
+        raise InvalidArgument(f"invalid value type for {what}, expected {kind}.")
+    return getattr(parameter, kind)
+
+
+# Shared memory
+
+
+async def system_status(gateway: Gateway, request: Message) -> Message:
+    found = gateway.commons.regions.status(request.name)
+    return pb.SystemSharedMemoryStatusResponse(regions={region.name: _region(region._asdict()) for region in found})
+
+
+def _region(fields: dict[str, Any]) -> Message:
+    return pb.SystemSharedMemoryStatusResponse.RegionStatus(**fields)
+
+
+async def system_register(gateway: Gateway, request: Message) -> Message:
+    gateway.commons.regions.register(request.name, request.key, request.offset, request.byte_size)
+    return pb.SystemSharedMemoryRegisterResponse()
+
+
+async def system_unregister(gateway: Gateway, request: Message) -> Message:
+    gateway.commons.regions.unregister(request.name)
+    return pb.SystemSharedMemoryUnregisterResponse()
+
+
+async def cuda_status(gateway: Gateway, request: Message) -> Message:
+    gateway.commons.regions.status_cuda(request.name)
+    return pb.CudaSharedMemoryStatusResponse()
+
+
+async def cuda_register(gateway: Gateway, request: Message) -> Message:
+    gateway.commons.regions.register_cuda(request.name)
+    return pb.CudaSharedMemoryRegisterResponse()
+
+
+async def cuda_unregister(gateway: Gateway, request: Message) -> Message:
+    gateway.commons.regions.unregister_cuda()
+    return pb.CudaSharedMemoryUnregisterResponse()
+
+
+# Settings
+
+
+async def trace_setting(gateway: Gateway, request: Message) -> Message:
+    if request.model_name and not gateway.model_ready(request.model_name):
+        raise InvalidArgument(f"Request for unknown model : {request.model_name}", field="model_name")
+    change: Change = {name: tuple(setting.value) for name, setting in request.settings.items()}
+    traces = gateway.commons.traces
+    settings = traces.update(change, request.model_name) if change else traces.settings(request.model_name)
+    said = {name: {"value": values} for name, values in settings.texts().items()}
+    return ParseDict({"settings": said}, pb.TraceSettingResponse())
+
+
+_LOG_KINDS = {
+    "log_file": ("string_param", "string"),
+    "log_info": ("bool_param", "boolean"),
+    "log_warning": ("bool_param", "boolean"),
+    "log_error": ("bool_param", "boolean"),
+    "log_verbose_level": ("uint32_param", "int32"),
+    "log_format": ("string_param", "string"),
+}
+
+
+async def log_settings(gateway: Gateway, request: Message) -> Message:
+    logs = gateway.commons.logs
+    changed = {name: _log_value(name, value) for name, value in request.settings.items()}
+    settings = logs.update(replace(logs.settings, **changed)) if changed else logs.settings
+    said = {name: {kind: getattr(settings, name)} for name, (kind, _) in _LOG_KINDS.items()}
+    return ParseDict({"settings": said}, pb.LogSettingsResponse())
+
+
+def _log_value(name: str, value: Message) -> Any:
+    if name not in _LOG_KINDS:
+        raise InvalidArgument(f"unknown log setting '{name}'", field=name)
+    kind, called = _LOG_KINDS[name]
+    if value.WhichOneof("parameter_choice") != kind:
+        raise InvalidArgument(f"expect {called} for '{name}'", field=name)
+    given = getattr(value, kind)
+    return log_form(given) if name == "log_format" else given
+
+
+CONTROLS: dict[str, Control] = {
+    "ModelConfig": model_config,
+    "ModelStatistics": model_statistics,
+    "RepositoryIndex": repository_index,
+    "RepositoryModelLoad": load_model,
+    "RepositoryModelUnload": unload_model,
+    "SystemSharedMemoryStatus": system_status,
+    "SystemSharedMemoryRegister": system_register,
+    "SystemSharedMemoryUnregister": system_unregister,
+    "CudaSharedMemoryStatus": cuda_status,
+    "CudaSharedMemoryRegister": cuda_register,
+    "CudaSharedMemoryUnregister": cuda_unregister,
+    "TraceSetting": trace_setting,
+    "LogSettings": log_settings,
+}
+"""By the names of the RPCs."""

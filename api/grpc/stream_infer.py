@@ -1,0 +1,157 @@
+"""One ModelStreamInfer call: many requests, answered side by side over one stream.
+
+Nothing is queued here. A reader that does not read holds up the stream's own writers, whose unread tokens the
+engine's channel merges, and at last the reading of its requests.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+
+import grpc
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from tritonclient.grpc import service_pb2 as pb
+
+from ...core.errors import CharoniaError, Exiting, InvalidArgument
+from ...core.gateway import Gateway
+from ...core.request import InferResponse
+from ..deferred_tensors import decoded
+from ..http.error_responses import UNEXPECTED
+from .call_policy import Caller
+from .request_messages import read_call, wants_empty_final
+from .response_messages import Message, mark_final, read_version, write_fault, written
+from .status import STOPPING, Context, client_id_of, metadata_of, text_of
+
+log = logging.getLogger(__name__)
+
+_AT_ONCE = 1024
+"""Requests of one stream that are answered at a time; the next one is read when one of them is done."""
+
+
+DOOR = "ModelStreamInfer"
+
+
+@contextmanager
+def refusals(gateway: Gateway, context: Context) -> Iterator[None]:
+    """A request that is refused in this block, before it could be read, leaves its record all the same."""
+    try:
+        yield
+    except CharoniaError:
+        with gateway.open(DOOR, metadata_of(context)):
+            raise
+
+
+class InferStream:
+    """Reads requests until the client has no more or `closing` is set, and answers all that it read.
+
+    With the call's metadata `triton_grpc_error: true` the first error of a request ends the whole stream.
+    """
+
+    def __init__(self, gateway: Gateway, context: Context, closing: asyncio.Event, caller: Caller) -> None:
+        self._gateway = gateway
+        self._context = context
+        self._closing = closing
+        self._caller = caller
+        self._strict = ("triton_grpc_error", "true") in metadata_of(context)
+        self._places = asyncio.Semaphore(_AT_ONCE)
+        self._writing = asyncio.Lock()
+        self._last_plain: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Return when everything is answered; cancelling it cancels every request.
+
+        Raises:
+            CharoniaError: the call is to end with it.
+        """
+        try:
+            async with asyncio.TaskGroup() as answering, aclosing(self._requests()) as requests:
+                async for request in requests:
+                    await self._places.acquire()
+                    self._start(request, answering)
+        except ExceptionGroup as errors:
+            raise _first(errors) from None
+        if self._closing.is_set():
+            raise Exiting(STOPPING)
+
+    def _start(self, request: Message, answering: asyncio.TaskGroup) -> None:
+        plain = self._is_plain(request)
+        task = answering.create_task(self._answer(request, self._last_plain if plain else None))
+        task.add_done_callback(lambda _: self._places.release())
+        if plain:
+            self._last_plain = task
+
+    def _is_plain(self, request: Message) -> bool:
+        """Whether its answer keeps the order of such requests."""
+        try:
+            return not self._gateway.model(request.model_name, read_version(request.model_version)).decoupled
+        except CharoniaError:
+            return False
+
+    async def _requests(self) -> AsyncGenerator[Message, None]:
+        closed = asyncio.create_task(self._closing.wait())
+        coming: asyncio.Task[Message] | None = None
+        try:
+            while True:
+                coming = asyncio.create_task(self._context.read())
+                await asyncio.wait((coming, closed), return_when=asyncio.FIRST_COMPLETED)
+                if closed.done() or coming.result() is grpc.aio.EOF:
+                    return
+                yield coming.result()
+        except DecodeError as error:
+            with refusals(self._gateway, self._context):
+                raise InvalidArgument(str(error)) from None
+        finally:
+            for task in (closed, coming):
+                if task is not None:
+                    task.cancel()
+
+    async def _answer(self, request: Message, after: asyncio.Task[None] | None) -> None:
+        try:
+            with self._gateway.open(DOOR, metadata_of(self._context)) as exchange:
+                exchange.id, exchange.client_id = request.id, client_id_of(self._context)
+                exchange.tenant = self._caller.tenant.name
+                await self._send_all(request, after)
+        except CharoniaError as error:
+            if self._strict:
+                raise
+            await self._send(write_fault(request, text_of(error)), after)
+        except Exception:
+            log.exception("a request of a stream failed")
+            await self._send(write_fault(request, UNEXPECTED.message), after)
+
+    async def _send_all(self, request: Message, after: asyncio.Task[None] | None) -> None:
+        async with aclosing(_responses(self._gateway, request, self._caller)) as responses:
+            async for response in responses:
+                await self._send(pb.ModelStreamInferResponse(infer_response=response), after)
+
+    async def _send(self, message: Message, after: asyncio.Task[None] | None) -> None:
+        if after is not None:
+            await asyncio.wait((after,))
+        async with self._writing:
+            try:
+                await self._context.write(message)
+            except grpc.aio.BaseError:
+                # The client left, and the cancellation of this call is on its way: no fault of anybody's.
+                raise asyncio.CancelledError from None
+
+
+async def _responses(gateway: Gateway, request: Message, caller: Caller) -> AsyncGenerator[Message, None]:
+    """The answers to one request, each saying whether it is the last."""
+    if gateway.exiting():
+        raise Exiting(STOPPING)
+    config = gateway.model(request.model_name, read_version(request.model_version))
+    (asked, wanted, later), final = read_call(request, gateway.commons.regions, caller), False
+    if later:
+        asked = await decoded(config, asked, later)
+    async with aclosing(gateway.infer(config.name, config.version, asked)) as responses:
+        async for response in responses:
+            final = response.final or not config.decoupled
+            yield mark_final(await written(config, asked.id, response, wanted), final)
+    if not final and wants_empty_final(request):
+        yield mark_final(await written(config, asked.id, InferResponse(()), wanted), True)
+
+
+def _first(error: Exception) -> Exception:
+    """The error that ended a group; those of the tasks that it cancelled came after."""
+    return _first(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error

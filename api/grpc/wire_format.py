@@ -1,0 +1,193 @@
+"""Long messages of gRPC, read without decoding what is large in them: protobuf would do it all at once.
+
+Knows the wire format, and which fields of an inference request are tensors; not what they mean.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from tritonclient.grpc import service_pb2 as pb
+
+from .response_messages import Message
+
+LONG = 1 << 16
+"""Bytes; shorter messages, and tensors in them, are decoded at once."""
+
+_MOST_FIELDS = 4096
+_MOST_BYTES = 1 << 20
+"""Of a long message but for its tensors."""
+
+_INPUTS, _RAW, _CONTENTS = 5, 7, 5
+_VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
+_FIXED = {6: 4, 7: 8}
+"""Of typed contents, the fields whose elements have all this size in bytes."""
+
+
+class _Field(NamedTuple):
+    """A field of a message: where it begins with its tag, and where its value is."""
+
+    number: int
+    wire: int
+    begin: int
+    value: int
+    end: int
+
+
+class LongRequest:
+    """A ModelInferRequest: `raw_input_contents` and the long `contents` of inputs, by their places, are views of what
+    came; all else is the message's."""
+
+    def __init__(self, message: Message, raw: list[memoryview], contents: dict[int, memoryview]) -> None:
+        self._message = message
+        self.raw_input_contents = raw
+        self.contents = contents
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._message, name)
+
+
+def read_infer(data: bytes) -> Message:
+    """A ModelInferRequest, or a long one. Raises `DecodeError` for what is none, or has more in it than any request."""
+    if len(data) <= LONG:
+        return pb.ModelInferRequest.FromString(data)
+    view, rest = memoryview(data), bytearray()
+    raw: list[memoryview] = []
+    contents: dict[int, memoryview] = {}
+    inputs = 0
+    for field in _some_fields(view):
+        value: bytes | memoryview = view[field.value : field.end]
+        if (field.number, field.wire) == (_RAW, _DELIMITED):
+            raw.append(view[field.value : field.end])
+        elif (field.number, field.wire) == (_INPUTS, _DELIMITED):
+            if len(value) > LONG:
+                value, only = _without_contents(view[field.value : field.end])
+                if only is not None:
+                    contents[inputs] = only
+            rest += _delimited(_INPUTS, value)
+            inputs += 1
+        else:
+            rest += view[field.begin : field.end]
+        _check_rest(rest)
+    return LongRequest(pb.ModelInferRequest.FromString(bytes(rest)), raw, contents)
+
+
+def bounded(read: Callable[[bytes], Message], most: int) -> Callable[[bytes], Message]:
+    """A reader of messages of at most so many bytes, and not of too many fields."""
+
+    def attempt(data: bytes) -> Message:
+        if len(data) > most:
+            raise DecodeError(f"a message of {len(data)} bytes is longer than the {most} there may be")
+        if len(data) > LONG:
+            for _ in _some_fields(memoryview(data)):
+                pass
+        return read(data)
+
+    return attempt
+
+
+def contents_in_pieces(view: memoryview) -> Iterator[Message]:
+    """InferTensorContents, some elements at a time."""
+    held = bytearray()
+    for field in _fields(view):
+        if len(held) + field.end - field.begin > LONG and held:
+            yield pb.InferTensorContents.FromString(bytes(held))
+            held.clear()
+        if field.end - field.begin <= LONG or field.wire != _DELIMITED or field.number == 8:
+            held += view[field.begin : field.end]
+            continue
+        for piece in _packed_pieces(view[field.value : field.end], _FIXED.get(field.number)):
+            yield pb.InferTensorContents.FromString(_delimited(field.number, piece))
+    yield pb.InferTensorContents.FromString(bytes(held))
+
+
+def _packed_pieces(values: memoryview, width: int | None) -> Iterator[memoryview]:
+    """Whole elements; without a width they end with the byte that has no high bit."""
+    begin, most = 0, LONG - LONG % (width or 1)
+    while begin < len(values):
+        end = min(begin + most, len(values))
+        if width is None and end < len(values):
+            last = np.flatnonzero(np.frombuffer(values[end - 10 : end], np.uint8) < 0x80)
+            if not len(last):
+                raise _broken()
+            end += int(last[-1]) - 9
+        yield values[begin:end]
+        begin = end
+
+
+def _without_contents(given: memoryview) -> tuple[bytes, memoryview | None]:
+    """An input without its contents, and these, if it has any."""
+    rest, found = bytearray(), []
+    for field in _some_fields(given):
+        if (field.number, field.wire) == (_CONTENTS, _DELIMITED):
+            found.append(given[field.value : field.end])
+        else:
+            rest += given[field.begin : field.end]
+            _check_rest(rest)
+    if len(found) > 1:  # of several, protobuf makes one
+        found = [memoryview(b"".join(found))]
+    return bytes(rest), found[0] if found else None
+
+
+def _check_rest(rest: bytearray) -> None:
+    if len(rest) > _MOST_BYTES:
+        raise DecodeError(f"inference.ModelInferRequest has more than {_MOST_BYTES} bytes beside its tensors")
+
+
+def _some_fields(view: memoryview) -> Iterator[_Field]:
+    for count, field in enumerate(_fields(view)):
+        if count == _MOST_FIELDS:
+            raise DecodeError(f"inference.ModelInferRequest, or an input of it, has more than {_MOST_FIELDS} fields")
+        yield field
+
+
+def _fields(view: memoryview) -> Iterator[_Field]:
+    """Raises `DecodeError` for what is no message."""
+    at = 0
+    while at < len(view):
+        begin = at
+        tag, at = _varint(view, at)
+        wire = tag & 7
+        if wire == _DELIMITED:
+            size, at = _varint(view, at)
+        elif wire == _VARINT:
+            size = _varint(view, at)[1] - at
+        elif wire in (_FIXED32, _FIXED64):
+            size = 4 if wire == _FIXED32 else 8
+        else:
+            raise _broken()
+        if at + size > len(view):
+            raise _broken()
+        yield _Field(tag >> 3, wire, begin, at, at + size)
+        at += size
+
+
+def _varint(view: memoryview, at: int) -> tuple[int, int]:
+    """The number, and where it ends."""
+    number = shift = 0
+    while at < len(view) and shift < 70:
+        byte = view[at]
+        number |= (byte & 0x7F) << shift
+        at += 1
+        if byte < 0x80:
+            return number, at
+        shift += 7
+    raise _broken()
+
+
+def _broken() -> DecodeError:
+    return DecodeError("Error parsing message with type 'inference.ModelInferRequest'")
+
+
+def _delimited(number: int, value: bytes | memoryview) -> bytes:
+    return _number(number << 3 | _DELIMITED) + _number(len(value)) + bytes(value)
+
+
+def _number(number: int) -> bytes:
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)

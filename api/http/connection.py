@@ -1,0 +1,217 @@
+"""The client's end of an HTTP exchange: reading his body, noticing that he left, streaming events to him.
+
+Knows nothing of models and of what the bytes say.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
+from types import TracebackType
+from typing import Generic, ParamSpec, Protocol, Self, TypeAlias, TypeVar
+
+from sse_starlette.sse import EventSourceResponse
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope, Send
+
+from ...core.errors import CharoniaError, InvalidArgument, cut_off
+from ...core.gateway import Stream
+from ...processes import gc_tuning
+from ..size_limits import check_json
+from .content_encoding import coding_of, decompress
+from .error_responses import UNEXPECTED
+from .request_context import note
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+T_contra = TypeVar("T_contra", contravariant=True)
+
+P = ParamSpec("P")
+
+_MOMENT = 0.005
+"""Seconds."""
+
+_SHORT = 1 << 16
+"""Bytes that take less time to compress than to hand to another thread."""
+
+_FORMS = ("application/x-www-form-urlencoded", "multipart/form-data")
+
+
+class ClientLeft(Exception):
+    """The client hung up: nobody is there to read an answer."""
+
+
+Check: TypeAlias = Callable[[int], None]
+"""Raises what is to be said of a body of so many bytes, if that is too much."""
+
+
+async def read_body(request: Request, limit: int) -> bytes | bytearray:
+    """The whole body of a request in JSON, decompressed, refused as soon as it is known to be too long.
+
+    Raises:
+        InvalidArgument: the body is longer than `limit`, cannot be decompressed, or is a form.
+        ClientLeft: the client hung up while sending it.
+    """
+    headers = request.headers
+    encoding = coding_of(headers.get("content-encoding", ""))
+    announced = headers.get("content-length", "").encode()
+    body = await receive_body(request.receive, announced, lambda size: check_json(size, limit))
+    if encoding:
+        body = await in_thread(len(body), decompress, body, encoding, limit)
+    refuse_form(headers.get("content-type", ""), body)
+    return body
+
+
+def refuse_form(media: str, body: bytes | bytearray) -> None:
+    """Raises `InvalidArgument` for a body that is called a form and is no JSON: curl calls all that it posts one, and
+    nothing, too."""
+    if body and body[:1] != b"{" and media.startswith(_FORMS) and not body[:100].lstrip().startswith(b"{"):
+        kind = media.partition(";")[0]
+        raise InvalidArgument(f"the body is a form ({kind}), not JSON: send 'Content-Type: application/json' and JSON")
+
+
+async def in_thread(size: int, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+    """The work on so many bytes, done in another thread if that is worth it."""
+    if size <= _SHORT:
+        return work(*given, **named)
+    return await asyncio.to_thread(work, *given, **named)
+
+
+async def receive_body(receive: Receive, announced: bytes, check: Check) -> bytes | bytearray:
+    """The whole body, of which a header may have `announced` the length; copied once if it came in parts.
+
+    Raises what `check` says of its size, and `ClientLeft`.
+    """
+    if announced.isdigit():
+        check(int(announced))
+    message = await _received(receive)
+    first: bytes = message.get("body", b"")
+    check(len(first))
+    if not message.get("more_body", False):
+        return first
+    body = bytearray(first)
+    while message.get("more_body", False):
+        message = await _received(receive)
+        body += message.get("body", b"")
+        check(len(body))
+    if len(body) > gc_tuning.LARGE:
+        gc_tuning.was_large()
+    return body
+
+
+async def _received(receive: Receive) -> Message:
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise ClientLeft
+    return message
+
+
+class WhileConnected:
+    """Cancels the task inside the `async with` block when the client leaves, and raises `ClientLeft` from it.
+
+    Use it after the body was read: it takes over `receive`. What takes no longer than a moment is not watched: to watch
+    costs more than most of such requests do.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._left = False
+        self._watch: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._later = asyncio.get_running_loop().call_later(_MOMENT, self._begin)
+        return self
+
+    def _begin(self) -> None:
+        self._watch = asyncio.create_task(self._cancel_on_disconnect())
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # No await here: the cancellation must reach the block, or not happen at all.
+        self._later.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None  # what it ends with names what it began with
+        if self._left and self._task.uncancel() == 0 and kind is asyncio.CancelledError:
+            raise ClientLeft from None
+
+    async def _cancel_on_disconnect(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._left = True
+        self._task.cancel()
+
+
+class Form(Protocol[T_contra]):
+    """What the items of a stream look like to the client."""
+
+    def event(self, item: T_contra) -> bytes | Awaitable[bytes]:
+        """Server-sent events for one item; there may be none. What takes long to write is awaited."""
+
+    def end(self) -> bytes:
+        """What comes after the last item."""
+
+    def fault(self, error: CharoniaError) -> bytes:
+        """What comes instead of the rest, once something was sent."""
+
+
+class EventStream(EventSourceResponse, Generic[T]):
+    """A response of server-sent events, in a `form`: LF only, no pings.
+
+    The headers are sse-starlette's, the sending is not: the library's doubles what a frame costs, ends streams when
+    the server begins to drain, and sends the status before it is known whether there is a first event. Here an error
+    before the first item is raised and becomes a plain answer.
+    """
+
+    def __init__(self, items: Stream[T], form: Form[T], headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(items, headers=headers)
+        del self.headers["connection"]  # is the connection's to say
+        self._items = items
+        self._form = form
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(ClientLeft):
+            async with aclosing(self._items), WhileConnected(receive):
+                first = await anext(self._items, None)
+                begin = b"" if first is None else await self._event(first)
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                if begin:
+                    await send(_part(begin))
+                await send(_part(await self._send_rest(send), more=False))
+
+    async def _event(self, item: T) -> bytes:
+        body = self._form.event(item)
+        return body if isinstance(body, bytes) else await body
+
+    async def _send_rest(self, send: Send) -> bytes:
+        """Send everything but what is returned."""
+        try:
+            async for item in self._items:
+                body = await self._event(item)
+                if body:
+                    await send(_part(body))
+            return self._form.end()
+        except CharoniaError as error:
+            return self._form.fault(error)
+        except asyncio.CancelledError as cancelled:
+            if (exiting := cut_off(cancelled)) is None:
+                raise
+            note(exiting)
+            return self._form.fault(exiting)
+        except Exception:
+            log.exception("a stream broke off")
+            return self._form.fault(UNEXPECTED)
+
+
+def _part(body: bytes, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+def event(data: bytes) -> bytes:
+    """One server-sent event."""
+    return b"data: " + data + b"\n\n"

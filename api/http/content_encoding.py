@@ -1,0 +1,84 @@
+"""Bodies compressed both ways: gzip and deflate, as v2's section 3.5 has them.
+
+Knows the names and weights of encodings; nothing of what is in a body.
+"""
+
+import zlib
+from collections.abc import Sequence
+
+from ...core.errors import CharoniaError, InvalidArgument, Unsupported
+from ..size_limits import check_decompressed
+
+ACCEPTED = "gzip, deflate"
+_WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+_IDENTITY = ("", "identity")
+_LEVEL = 1
+"""Numbers hardly shrink more at others, which take several times as long."""
+
+
+class UnsupportedEncoding(Unsupported):
+    """A body in an encoding that nobody here knows; the answer names those that are."""
+
+    def __init__(self) -> None:
+        super().__init__("Unsupported compression type")
+
+
+def coding_of(encoding: str) -> str:
+    """By what a body with this `Content-Encoding`, whose case means nothing, has to be decompressed; "" for nothing.
+
+    Raises:
+        UnsupportedEncoding: it cannot be.
+    """
+    name = encoding.lower()
+    if name in _IDENTITY:
+        return ""
+    if name not in _WINDOWS:
+        raise UnsupportedEncoding
+    return name
+
+
+def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
+    """At most `limit` bytes.
+
+    Raises:
+        InvalidArgument: there are more, or the body is broken.
+    """
+    machine = zlib.decompressobj(_WINDOWS[encoding])
+    try:
+        data = machine.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise _broken(encoding, str(error)) from None
+    check_decompressed(len(data), limit)
+    if not machine.eof or machine.unused_data:
+        raise _broken(encoding, "data after its end" if machine.eof else "it is cut off")
+    return data
+
+
+def _broken(encoding: str, reason: str) -> CharoniaError:
+    return InvalidArgument(f"the request body cannot be decompressed as {encoding}: {reason}")
+
+
+def chosen(accepted: str) -> str:
+    """The encoding that a client with this `Accept-Encoding` likes best; "" for none. The first of equals."""
+    best, most = "", 0.0
+    for each in accepted.split(","):
+        name, *parameters = [part.strip().lower() for part in each.split(";")]
+        weight = _weight(parameters)
+        if weight > most and (name in _WINDOWS or name == "identity"):
+            best, most = name, weight
+    return "" if best == "identity" else best
+
+
+def _weight(parameters: list[str]) -> float:
+    for parameter in parameters:
+        if parameter.startswith("q="):
+            try:
+                return float(parameter[2:])
+            except ValueError:
+                return 0.0
+    return 1.0
+
+
+def compress(parts: Sequence[bytes | memoryview], encoding: str) -> bytes:
+    machine = zlib.compressobj(_LEVEL, wbits=_WINDOWS[encoding])
+    return b"".join([*map(machine.compress, parts), machine.flush()])

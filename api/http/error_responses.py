@@ -1,0 +1,93 @@
+"""How an error looks on each door: its HTTP status, its JSON, its headers.
+
+Knows the codes of core and the shapes of the protocols; not where an error came from.
+"""
+
+import math
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from ...core.errors import CharoniaError, Code, Internal, InvalidArgument, TooLong, Unauthenticated
+from ..size_limits import TooLarge
+from .content_encoding import ACCEPTED, UnsupportedEncoding
+
+_STATUS = {
+    Code.UNKNOWN: 400,
+    Code.INTERNAL: 500,
+    Code.NOT_FOUND: 404,
+    Code.INVALID_ARGUMENT: 400,
+    Code.UNAVAILABLE: 503,
+    Code.UNSUPPORTED: 501,
+    Code.ALREADY_EXISTS: 400,
+    Code.CANCELLED: 400,
+    Code.RESOURCE_EXHAUSTED: 429,
+    Code.UNAUTHENTICATED: 401,
+}
+_REQUEST_TIMEOUT = 408
+_TOO_LARGE = 413
+_OPENAI_TYPE = {404: "not_found_error", 429: "rate_limit_error"}
+_OPENAI_CODE = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
+_TOO_LONG = "context_length_exceeded"
+
+_OPENAI_PATHS = ("/v1/", "/tokenize", "/detokenize")
+
+UNEXPECTED = Internal("Internal Server Error")
+
+
+class BodyTimeout(InvalidArgument):
+    """A request's body came to a halt before its end; the answer is the connection's last."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"the request body is incomplete: nothing more of it came for {seconds:g} s")
+
+
+def status_of(error: CharoniaError) -> int:
+    """The HTTP status; of OpenAI's door too, which differs only in the body."""
+    if isinstance(error, BodyTimeout):
+        return _REQUEST_TIMEOUT
+    return _TOO_LARGE if isinstance(error, TooLarge) else _STATUS[error.code]
+
+
+def v2_body(error: CharoniaError) -> dict[str, Any]:
+    return {"error": printable(error.message)}
+
+
+def openai_body(error: CharoniaError) -> dict[str, Any]:
+    status = status_of(error)
+    kind = _OPENAI_TYPE.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    code = _TOO_LONG if isinstance(error, TooLong) else _OPENAI_CODE.get(status)
+    return {"error": {"message": printable(error.message), "type": kind, "param": error.field, "code": code}}
+
+
+def printable(message: str) -> str:
+    """What a client sent may be quoted in it, lone surrogates included."""
+    return message.encode(errors="backslashreplace").decode()
+
+
+def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(body), status, headers, "application/json")
+
+
+def error_response(error: CharoniaError, path: str) -> Response:
+    """The error in the shape of the door that `path` belongs to."""
+    body = openai_body(error) if speaks_openai(path) else v2_body(error)
+    return json_response(body, status_of(error), _headers(error))
+
+
+def speaks_openai(path: str) -> bool:
+    """Whether errors on `path` have OpenAI's shape, and not v2's."""
+    return path.startswith(_OPENAI_PATHS)
+
+
+def _headers(error: CharoniaError) -> dict[str, str] | None:
+    if error.retry_after:
+        return {"retry-after": str(math.ceil(error.retry_after))}
+    if isinstance(error, Unauthenticated):
+        return {"www-authenticate": "Bearer"}
+    if isinstance(error, UnsupportedEncoding):
+        return {"accept-encoding": ACCEPTED}
+    if isinstance(error, BodyTimeout):
+        return {"connection": "close"}
+    return None

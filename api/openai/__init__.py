@@ -1,0 +1,1 @@
+"""The OpenAI API, and what clients of vLLM expect beside it."""

@@ -1,0 +1,70 @@
+"""Logprobs as OpenAI's endpoints and vLLM's `prompt_logprobs` write them, and which answers they make the best.
+
+Knows nothing of bodies.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from ...core.logprobs import PromptToken, TokenLogprob
+from ...core.request import GenerateChunk
+
+Object = dict[str, Any]
+"""A JSON object."""
+
+
+def of_text(prompt: Sequence[PromptToken], tokens: Sequence[TokenLogprob], offset: int, most: int) -> Object:
+    """Columns over the tokens of an echoed prompt, if any, and those generated. `offset`: characters that the tokens
+    before wrote; `most`: likeliest tokens beside each."""
+    given = [*(each.given for each in prompt), *tokens]
+    texts = [*(each.text for each in prompt), *(each.text for each in tokens)]
+    return {
+        "tokens": texts,
+        "token_logprobs": [None if each is None else each.logprob for each in given],
+        "top_logprobs": [None if each is None else _by_text(each, most) for each in given],
+        "text_offset": list(accumulate(map(len, texts), initial=offset))[:-1],
+    }
+
+
+def of_message(tokens: Sequence[TokenLogprob]) -> Object:
+    """An entry for each token of a message."""
+    content = [_entry(each) | {"top_logprobs": [_entry(other) for other in each.top]} for each in tokens]
+    return {"content": content, "refusal": None}
+
+
+def of_prompt(prompt: Sequence[PromptToken], most: int) -> list[Object | None]:
+    """vLLM's: by token id, the prompt's own token first, then the `most` likeliest; null for the first of all."""
+    return [None if each.given is None else _by_id(each.given, each.rank, most) for each in prompt]
+
+
+def best(answers: Sequence[GenerateChunk], choices: int, kept: int) -> list[GenerateChunk]:
+    """Of each `choices` answers in a row the `kept` with the highest logprob per token, the highest first; all of them,
+    as they are, where all are kept."""
+    if kept == choices:
+        return list(answers)
+    groups = (answers[at : at + choices] for at in range(0, len(answers), choices))
+    return [answer for group in groups for answer in sorted(group, key=_per_token, reverse=True)[:kept]]
+
+
+def _per_token(answer: GenerateChunk) -> float:
+    return sum(each.logprob for each in answer.logprobs) / max(len(answer.logprobs), 1)
+
+
+def _entry(token: TokenLogprob) -> Object:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.data)}
+
+
+def _by_text(token: TokenLogprob, most: int) -> dict[str, float]:
+    """The likeliest tokens and the chosen one; of several that read the same, the likeliest."""
+    named: dict[str, float] = {}
+    for each in (*token.top[:most], token):
+        named.setdefault(each.text, each.logprob)
+    return named
+
+
+def _by_id(token: TokenLogprob, rank: int, most: int) -> Object:
+    ranked = ((token, rank), *((each, place) for place, each in enumerate(token.top[:most], start=1)))
+    return {
+        str(each.id): {"logprob": each.logprob, "rank": place, "decoded_token": each.text} for each, place in ranked
+    }

@@ -1,0 +1,109 @@
+"""/tokenize and /detokenize, in vLLM's shapes.
+
+Translates between them and the gateway; decides nothing.
+"""
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...core.errors import InvalidArgument, NotReady
+from ...core.gateway import Gateway
+from ...core.model import ModelConfig
+from ...core.request import TokenizeRequest
+from ..http.connection import WhileConnected, read_body
+from ..http.error_responses import json_response
+from .chat_messages import read_messages
+from .json_body import Body, decode, open_body
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "return_token_strs": (False,),
+    "tools": ([],),
+    "mm_processor_kwargs": ({},),
+}
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Either a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+class Tokenization:
+    """The door's handlers."""
+
+    def __init__(self, gateway: Gateway, max_input_size: int) -> None:
+        self._gateway = gateway
+        self._max_input_size = max_input_size
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]
+
+    async def tokenize(self, request: Request) -> Response:
+        body = decode(await self._body(request), TokenizeBody, _NEUTRAL)
+        config = self._model(body.model)
+        async with WhileConnected(request.receive):
+            tokens = await self._gateway.tokenize(config.name, _asked(body))
+        length = config.parameters.get("max_model_len")
+        return json_response(
+            {
+                "count": len(tokens),
+                "max_model_len": None if length is None else int(length),
+                "tokens": tokens,
+                "token_strs": None,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        body = decode(await self._body(request), DetokenizeBody, {})
+        config = self._model(body.model)
+        async with WhileConnected(request.receive):
+            prompt = await self._gateway.detokenize(config.name, body.tokens)
+        return json_response({"prompt": prompt})
+
+    async def _body(self, request: Request) -> Body:
+        return await open_body(await read_body(request, self._max_input_size))
+
+    def _model(self, name: str | None) -> ModelConfig:
+        """A request may leave out which, if there is but one."""
+        if name is not None:
+            return self._gateway.model(name)
+        models = self._gateway.models()
+        if not models and not self._gateway.ready():
+            raise NotReady("the server is not ready")
+        if len(models) != 1:
+            raise InvalidArgument("model must be given: this server has several, or none", field="model")
+        return models[0]
+
+
+def _asked(body: TokenizeBody) -> TokenizeRequest:
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidArgument("give either prompt or messages", field="prompt")
+    if body.messages is None:
+        for name in ("chat_template", "chat_template_kwargs", "continue_final_message"):
+            if getattr(body, name):
+                raise InvalidArgument(f"{name} needs messages", field=name)
+        special = body.add_special_tokens is not False
+        return TokenizeRequest(prompt=body.prompt or "", special=special)
+    if body.add_special_tokens:
+        message = "add_special_tokens is not supported with messages: their template writes its own"
+        raise InvalidArgument(message, field="add_special_tokens")
+    return TokenizeRequest(prompt=read_messages(body.messages, body))

@@ -1,0 +1,135 @@
+"""The metrics door: what models measured, as Prometheus text, on a port of its own and beside the other endpoints.
+
+Knows families and readings; not what is measured, and not how a scrape is stored.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ..core.metrics import Histogram, Labels, Measurement, Reading
+from ..core.summary import Summary
+from ..telemetry.metric_families import CHARONIA, TRITON, VLLM, vllm_readings
+
+_CONTENT_TYPE = "text/plain; charset=utf-8"
+
+Source = Callable[[], Iterable[Measurement]]
+"""Who measures; asked at each scrape."""
+
+
+def build_registry(sources: Iterable[Source], vllm: bool = False, hidden: Collection[str] = ()) -> CollectorRegistry:
+    """A registry of its own; `vllm`: vLLM's names beside ours. `hidden`: families that are not shown."""
+    registry = CollectorRegistry()
+    registry.register(Readings(tuple(sources), vllm, hidden))
+    return registry
+
+
+class Readings(Collector):
+    """A family is there as long as it has a series, and a series as long as its model is."""
+
+    def __init__(self, sources: tuple[Source, ...], vllm: bool, hidden: Collection[str]) -> None:
+        self._sources = sources
+        self._vllm = vllm
+        self._shown = [family for family in (*CHARONIA, *TRITON) if family.name not in hidden]
+
+    def collect(self) -> Iterator[Metric]:
+        ours, theirs = _families(self._shown), _families(VLLM if self._vllm else ())
+        for source in self._sources:
+            for labels, readings in source():
+                _fill(ours, labels, readings)
+                _fill(theirs, {**labels, "model_name": labels.get("model", "")}, vllm_readings(readings))
+        yield from (metric for metric in (*ours.values(), *theirs.values()) if metric.samples)
+
+
+def _families(families: Iterable[tuple[str, str, str]]) -> dict[str, Metric]:
+    return {name: Metric(name, text, kind) for name, kind, text in families}
+
+
+def _fill(metrics: Mapping[str, Metric], labels: Labels, readings: Iterable[Reading]) -> None:
+    for reading in readings:
+        metric = metrics.get(reading.family)
+        if metric is not None:
+            _add(metric, {**labels, **reading.labels}, reading.value)
+
+
+def _add(metric: Metric, labels: dict[str, str], value: float | Histogram | Summary) -> None:
+    # To Prometheus an empty label is no label. In Triton's text they are sorted, and le and quantile come last.
+    labels = {name: text for name, text in sorted(labels.items()) if text}
+    match value:
+        case Histogram():
+            _add_histogram(metric, labels, value)
+        case Summary():
+            _add_summary(metric, labels, value)
+        case _:
+            metric.add_sample(metric.name, labels, value)
+
+
+def _add_histogram(metric: Metric, labels: dict[str, str], value: Histogram) -> None:
+    count = 0
+    for bound, within in zip((*value.bounds, float("inf")), value.counts, strict=True):
+        count += within
+        metric.add_sample(f"{metric.name}_bucket", {**labels, "le": _number(float(bound))}, count)
+    metric.add_sample(f"{metric.name}_sum", labels, value.sum)
+    metric.add_sample(f"{metric.name}_count", labels, count)
+
+
+def _add_summary(metric: Metric, labels: dict[str, str], value: Summary) -> None:
+    for quantile, each in zip(value.quantiles, value.values(), strict=True):
+        metric.add_sample(metric.name, {**labels, "quantile": repr(quantile)}, each)
+    metric.add_sample(f"{metric.name}_sum", labels, value.sum)
+    metric.add_sample(f"{metric.name}_count", labels, value.count)
+
+
+def render(metrics: Iterable[Metric]) -> bytes:
+    """Prometheus text, names exactly as the families have them: Triton's counters lack the `_total` that
+    prometheus_client's own writer puts on each."""
+    lines: list[str] = []
+    for metric in metrics:
+        lines.append(f"# HELP {metric.name} {_escaped(metric.documentation)}")
+        lines.append(f"# TYPE {metric.name} {metric.type}")
+        lines += (f"{sample.name}{_braced(sample.labels)} {_number(sample.value)}" for sample in metric.samples)
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _braced(labels: Mapping[str, str]) -> str:
+    pairs = ",".join(f'{name}="{_escaped(text, quoted=True)}"' for name, text in labels.items())
+    return f"{{{pairs}}}" if pairs else ""
+
+
+def _escaped(text: str, quoted: bool = False) -> str:
+    text = text.replace("\\", r"\\").replace("\n", r"\n")
+    return text.replace('"', r"\"") if quoted else text
+
+
+def _number(value: float) -> str:
+    """Counts stay whole numbers, however large."""
+    if value != value:
+        return "NaN"
+    return "+Inf" if value == float("inf") else repr(value)
+
+
+def metrics_response(registry: CollectorRegistry) -> Response:
+    """A scrape of all that `registry` collects."""
+    return Response(render(registry.collect()), headers={"content-type": _CONTENT_TYPE})
+
+
+class MetricsApp:
+    """The whole port: `/metrics`; anything else is there and empty, as on Triton's."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._answer(Request(scope))(scope, receive, send)
+
+    def _answer(self, request: Request) -> Response:
+        if request.method != "GET":
+            return Response(status_code=405, headers={"allow": "GET"})
+        if request.url.path in ("/metrics", "/metrics/"):
+            return metrics_response(self._registry)
+        return Response(headers={"content-type": _CONTENT_TYPE})

@@ -1,0 +1,126 @@
+"""What SageMaker and Vertex AI ask of a container, in v2's words: v2-protocol.md section 15.
+
+Knows their paths and their environment; of requests nothing but method, path and headers.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeAlias
+
+from starlette.types import Scope
+
+from ...cli.cloud_options import CloudOptions
+from ...cli.server_options import true
+from ...core.errors import InvalidArgument, NotFound, Unsupported
+
+Models: TypeAlias = Callable[[], list[str]]
+"""Names of those that are served now."""
+
+_KINDS = ("infer", "generate", "generate_stream")
+_POSTED = re.compile(r"/(infer|generate|generate_stream|index|load|unload|register|unregister)$")
+_REDIRECT = b"x-vertex-ai-triton-redirect"
+
+
+class Asked(NamedTuple):
+    """A request of v2's."""
+
+    method: str
+    path: str
+
+
+class Cloud(NamedTuple):
+    """A door. `read`: what is asked of v2, or raises `CharoniaError`; `media`: the type of a body that is not JSON
+    alone, after which the length of the JSON in front stands."""
+
+    name: str
+    flag: str
+    port: int
+    media: bytes
+    read: Callable[[Scope, Models], Asked]
+
+
+def read_clouds(options: CloudOptions, environment: Mapping[str, str]) -> tuple[Cloud, ...]:
+    """The doors that are wanted.
+
+    Raises:
+        InvalidArgument: the environment does not say what a cloud's has to; the message names the variable.
+    """
+    clouds = []
+    if true(options.allow_sagemaker):
+        media = b"application/vnd.sagemaker-triton.binary+json;json-header-size="
+        clouds.append(Cloud("SageMaker", "--sagemaker-port", options.sagemaker_port, media, _sagemaker(environment)))
+    if true(options.allow_vertex_ai):
+        media = b"application/vnd.vertex-ai-triton.binary+json;json-header-size="
+        read = _vertex_ai(environment, options.vertex_ai_default_model)
+        clouds.append(Cloud("Vertex AI", "--vertex-ai-port", _vertex_ai_port(options, environment), media, read))
+    return tuple(clouds)
+
+
+def _sagemaker(environment: Mapping[str, str]) -> Callable[[Scope, Models], Asked]:
+    model = _said(environment, "SAGEMAKER_TRITON_DEFAULT_MODEL_NAME", "--allow-sagemaker")
+    ping = _one_of(environment, "SAGEMAKER_TRITON_PING_MODE", ("ready", "live"))
+    kind = _one_of(environment, "SAGEMAKER_TRITON_INFERENCE_TYPE", _KINDS)
+    asked = {"/ping": Asked("GET", f"/v2/health/{ping}"), "/invocations": Asked("POST", f"/v2/models/{model}/{kind}")}
+
+    def read(scope: Scope, models: Models) -> Asked:
+        if re.match(r"/models(/|$)", scope["path"]):
+            raise Unsupported("endpoints of several models are not served on SageMaker")
+        return _found(asked, scope)
+
+    return read
+
+
+def _vertex_ai(environment: Mapping[str, str], model: str) -> Callable[[Scope, Models], Asked]:
+    health = _said(environment, "AIP_HEALTH_ROUTE", "--allow-vertex-ai")
+    predict = _said(environment, "AIP_PREDICT_ROUTE", "--allow-vertex-ai")
+
+    def read(scope: Scope, models: Models) -> Asked:
+        if scope["path"] != predict:
+            return _found({health: Asked("GET", "/v2/health/ready")}, scope)
+        redirect = dict(scope["headers"]).get(_REDIRECT, b"").decode("latin-1")
+        if redirect:
+            return _redirected(f"/{redirect.lstrip('/')}", scope)
+        return _found({predict: Asked("POST", f"/v2/models/{model or _only(models())}/infer")}, scope)
+
+    return read
+
+
+def _found(asked: Mapping[str, Asked], scope: Scope) -> Asked:
+    found = asked.get(scope["path"])
+    if found is None or scope["method"] != found.method:
+        raise NotFound("Not Found")
+    return found
+
+
+def _redirected(path: str, scope: Scope) -> Asked:
+    """Vertex AI posts everything: what has no body, and is no action, is a question."""
+    empty = dict(scope["headers"]).get(b"content-length", b"0") == b"0"
+    return Asked("GET" if empty and not _POSTED.search(path) else scope["method"], path)
+
+
+def _only(models: list[str]) -> str:
+    if len(models) != 1:
+        raise InvalidArgument(f"there are {len(models)} models: --vertex-ai-default-model does not say which is asked")
+    return models[0]
+
+
+def _said(environment: Mapping[str, str], name: str, flag: str) -> str:
+    if not environment.get(name):
+        raise InvalidArgument(f"{flag} needs the environment variable {name}")
+    return environment[name]
+
+
+def _one_of(environment: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
+    said = environment.get(name) or choices[0]
+    if said not in choices:
+        raise InvalidArgument(f"the environment variable {name} must be one of {', '.join(choices)}, got '{said}'")
+    return said
+
+
+def _vertex_ai_port(options: CloudOptions, environment: Mapping[str, str]) -> int:
+    if options.vertex_ai_port is not None:
+        return options.vertex_ai_port
+    said = environment.get("AIP_HTTP_PORT") or "8080"
+    if not said.isdecimal() or int(said) > 65535:
+        raise InvalidArgument(f"the environment variable AIP_HTTP_PORT must be a port, got '{said}'")
+    return int(said)

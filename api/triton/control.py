@@ -1,0 +1,199 @@
+"""What v2 answers over HTTP besides inference and health: configs, statistics, repository, shared memory, settings.
+
+Translates between the protocol and the gateway; decides nothing.
+"""
+
+import base64
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...core.errors import InvalidArgument, Unavailable, Unsupported
+from ...core.gateway import Gateway, IndexEntry
+from ...core.log_settings import log_form
+from ...core.statistics import ModelStatistics
+from ...core.trace_settings import Change
+from ..chunked_json import read_whole_object
+from ..http.connection import in_thread, read_body
+from ..http.error_responses import json_response
+from ..json_values import Document, array, boolean, object_, string, unsigned
+from ..model_stats import explanations, statistics_document
+
+_MODEL = "/v2/models/{model}"
+_VERSION = _MODEL + "/versions/{version:int}"
+_FILE = "file:"
+_PIECE = 1 << 16
+"""Characters of base64 that are decoded at a time."""
+
+
+class Control:
+    """The handlers. Bodies have at most `max_size` bytes."""
+
+    def __init__(self, gateway: Gateway, max_size: int) -> None:
+        self._gateway = gateway
+        self._max_size = max_size
+
+    def routes(self) -> list[Route]:
+        load, unload = "models/{model}/load", "models/{model}/unload"
+        return [
+            # Before anything that may take "stats" for a model.
+            Route("/v2/models/stats", self.statistics, methods=["GET"]),
+            *[Route(f"{path}/stats", self.statistics, methods=["GET"]) for path in (_MODEL, _VERSION)],
+            *[Route(f"{path}/config", self.config, methods=["GET"]) for path in (_MODEL, _VERSION)],
+            *_repositories("index", self.index),
+            *_repositories(load, self.load),
+            *_repositories(unload, self.unload),
+            Route("/v2/logging", self.log_settings, methods=["GET", "POST"]),
+            *[Route(f"{at}/trace/setting", self.trace_settings, methods=["GET", "POST"]) for at in ("/v2", _MODEL)],
+        ]
+
+    # Models
+
+    async def config(self, request: Request) -> Response:
+        model, version = _asked_for(request)
+        return json_response(dict(self._gateway.model(model, version).document))
+
+    async def statistics(self, request: Request) -> Response:
+        found = self._gateway.statistics(*_asked_for(request))
+        return json_response({"model_stats": [_statistics(each) for each in found]})
+
+    # Repository
+
+    async def index(self, request: Request) -> Response:
+        document = await self._document(request)
+        if not isinstance(document.get("ready", False), bool):
+            raise InvalidArgument(
+                "Invalid value for 'ready': expected a boolean, attempt to access JSON non-boolean as boolean",
+                field="ready",
+            )
+        return json_response([_entry(each) for each in self._gateway.index(document.get("ready", False))])
+
+    async def load(self, request: Request) -> Response:
+        _refuse_repository(request)
+        parameters = _parameters(await self._document(request))
+        config, files = None, {}
+        for key, value in parameters.items():
+            if key == "config":
+                config = string(key, value)
+            elif key.startswith(_FILE):
+                text = string(key, value)
+                files[key.removeprefix(_FILE)] = await in_thread(len(text), _decoded, key, text)
+            else:
+                raise InvalidArgument(f"unrecognized load parameter '{key}'", field=key)
+        await self._gateway.load_model(request.path_params["model"], config, files)
+        return Response()
+
+    async def unload(self, request: Request) -> Response:
+        _refuse_repository(request)
+        dependents = False
+        for key, value in _parameters(await self._document(request)).items():
+            if key != "unload_dependents":
+                raise InvalidArgument(f"unrecognized unload parameter '{key}'", field=key)
+            dependents = boolean(key, value)
+        await self._gateway.unload_model(request.path_params["model"], dependents)
+        return Response()
+
+    # Settings
+
+    async def log_settings(self, request: Request) -> Response:
+        """With a body they change."""
+        logs = self._gateway.commons.logs
+        changed = {name: _log_setting(name, value) for name, value in (await self._document(request)).items()}
+        return json_response(asdict(logs.update(replace(logs.settings, **changed)) if changed else logs.settings))
+
+    async def trace_settings(self, request: Request) -> Response:
+        """With a body they change."""
+        model, traces = self._traced(request), self._gateway.commons.traces
+        change: Change = {name: _trace_setting(name, value) for name, value in (await self._document(request)).items()}
+        return json_response(_traces((traces.update(change, model) if change else traces.settings(model)).texts()))
+
+    def _traced(self, request: Request) -> str:
+        model: str = request.path_params.get("model", "")
+        if model and not self._gateway.model_ready(model):
+            raise InvalidArgument(f"Request for unknown model : {model}", field="model")
+        return model
+
+    async def _document(self, request: Request) -> Document:
+        body = await read_body(request, self._max_size) if request.method == "POST" else b""
+        return await read_whole_object(body) if body else {}
+
+
+def _repositories(path: str, handler: Callable[[Request], Any]) -> list[Route]:
+    """With and without the name of a repository."""
+    return [Route(f"/v2/repository/{each}{path}", handler, methods=["POST"]) for each in ("", "{repository}/")]
+
+
+def _asked_for(request: Request) -> tuple[str, str]:
+    return request.path_params.get("model", ""), str(request.path_params.get("version", ""))
+
+
+def _statistics(of: ModelStatistics) -> Document:
+    [said] = statistics_document([of])
+    reasons = explanations(of)
+    return {**said, "explain": reasons} if reasons else said
+
+
+def _entry(entry: IndexEntry) -> Document:
+    """Only what there is to say: of a model that was never loaded its name."""
+    said = {"name": entry.name, "version": entry.version, "state": entry.state and entry.state.value}
+    if entry.state is not None and entry.reason:
+        said["reason"] = entry.reason
+    return {key: value for key, value in said.items() if value}
+
+
+def _refuse_repository(request: Request) -> None:
+    if "repository" in request.path_params:
+        raise Unsupported("'repository_name' specification is not supported", field="repository_name")
+
+
+def _parameters(document: Document) -> Document:
+    return object_("parameters", document["parameters"]) if "parameters" in document else {}
+
+
+def _decoded(key: str, text: str) -> bytes:
+    """The bytes of a file, whose base64 NVIDIA's C++ client breaks into lines. Made piece by piece: each call that
+    decodes keeps the interpreter's lock."""
+    parts, rest, padded = [], "", False
+    try:
+        for begin in range(0, len(text), _PIECE):
+            rest += "".join(text[begin : begin + _PIECE].split())
+            if padded and rest:
+                raise ValueError
+            whole = len(rest) // 4 * 4
+            parts.append(base64.b64decode(rest[:whole], validate=True))
+            padded, rest = padded or rest[:whole].endswith("="), rest[whole:]
+        return b"".join((*parts, base64.b64decode(rest, validate=True)))
+    except ValueError:
+        raise InvalidArgument(f"load parameter '{key}' is not base64", field=key) from None
+
+
+def _log_setting(name: str, value: Any) -> Any:
+    if name == "log_format":
+        try:
+            return log_form(string(name, value), "--log_format")
+        except InvalidArgument as error:
+            raise Unavailable(error.message, field=name) from None  # 503, as Triton has it here
+    if name == "log_verbose_level":
+        return unsigned(name, value)
+    if name == "log_file":
+        return string(name, value)
+    if name in ("log_info", "log_warning", "log_error"):
+        return boolean(name, value)
+    raise InvalidArgument(f"unknown log setting '{name}'", field=name)
+
+
+def _trace_setting(name: str, value: Any) -> tuple[str, ...] | None:
+    """null takes back what was set; levels are a list, all else is one text."""
+    if value is None:
+        return None
+    if name == "trace_level":
+        return tuple(string(name, level) for level in array(name, value))
+    return (string(name, value),)
+
+
+def _traces(texts: dict[str, tuple[str, ...]]) -> Document:
+    return {name: list(values) if name == "trace_level" else ",".join(values) for name, values in texts.items()}

@@ -1,0 +1,140 @@
+"""Triton's v2 door over HTTP: health, metadata, infer, generate.
+
+Translates between the protocol and the gateway; decides nothing.
+"""
+
+from asyncio import to_thread
+from collections.abc import Awaitable
+from contextlib import aclosing
+
+import msgspec
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from ...core.errors import CharoniaError, Exiting, InvalidArgument, Unsupported
+from ...core.gateway import Gateway, Stream
+from ...core.model import ModelConfig
+from ...core.request import InferRequest, InferResponse
+from ..header_forwarding import Forwarding
+from ..http.auth import tenant_of
+from ..http.connection import EventStream, WhileConnected, event, read_body
+from ..http.error_responses import json_response, v2_body
+from ..http.request_context import note
+from ..metadata import ServerInfo, model_metadata, server_metadata
+from ..single_response import at_most_two, is_nothing
+from . import orca
+from .generate import encode_response, is_long, open_generate, parse_generate
+from .infer import Infer
+
+_NOT_ONE = (
+    "generate expects model to produce exactly 1 response, "
+    "use generate stream for model that generates various number of responses"
+)
+
+
+class V2:
+    """The door's handlers."""
+
+    def __init__(self, gateway: Gateway, info: ServerInfo, forwarding: Forwarding) -> None:
+        self._gateway = gateway
+        self._info = info
+        self._infer_door = Infer(gateway, info, forwarding)
+
+    def routes(self) -> list[Route]:
+        models = "/v2/models/{model}", "/v2/models/{model}/versions/{version:int}"
+        routes: list[Route] = [
+            Route("/v2", self.server, methods=["GET"]),
+            Route("/v2/health/live", self.live, methods=["GET"]),
+            Route("/v2/health/ready", self.ready, methods=["GET"]),
+        ]
+        for path in models:
+            routes += [
+                Route(path, self.metadata, methods=["GET"]),
+                Route(f"{path}/ready", self.model_ready, methods=["GET"]),
+                Route(f"{path}/infer", self._infer_door.answer, methods=["POST"]),
+                Route(f"{path}/generate", self.generate, methods=["POST"]),
+                Route(f"{path}/generate_stream", self.generate_stream, methods=["POST"]),
+            ]
+        return routes
+
+    async def server(self, request: Request) -> Response:
+        return json_response(server_metadata(self._info))
+
+    async def live(self, request: Request) -> Response:
+        return Response()
+
+    async def ready(self, request: Request) -> Response:
+        if self._gateway.exiting():
+            raise Exiting
+        return Response(status_code=200 if self._gateway.ready() else 400)
+
+    async def metadata(self, request: Request) -> Response:
+        name, version = _asked_for(request)
+        config = self._gateway.model(name, version)
+        return json_response(model_metadata(config, (version,) if version else self._gateway.versions(name)))
+
+    async def model_ready(self, request: Request) -> Response:
+        if self._gateway.model_ready(*_asked_for(request)):
+            return Response()
+        return json_response({"error": "Model version not ready"}, 400)
+
+    async def generate(self, request: Request) -> Response:
+        config, wanted = await self._read(request, stream=False)
+        async with WhileConnected(request.receive), aclosing(self._infer(config, wanted)) as responses:
+            answers = await at_most_two(responses)
+        if len(answers) != 1:
+            note(error := Unsupported(_NOT_ONE))
+            return json_response(v2_body(error))  # with status 200, as Triton's first response has it
+        encode = to_thread(encode_response, config, wanted.id, answers[0]) if is_long(answers[0]) else None
+        body = await encode if encode else encode_response(config, wanted.id, answers[0])
+        headers = self._load_header(request, config)
+        return Response(body, headers=headers, media_type="application/json")
+
+    async def generate_stream(self, request: Request) -> ASGIApp:
+        config, wanted = await self._read(request, stream=True)
+        headers = self._load_header(request, config)
+        return EventStream(self._infer(config, wanted), Responses(config, wanted.id), headers)
+
+    async def _read(self, request: Request, stream: bool) -> tuple[ModelConfig, InferRequest]:
+        config = self._gateway.model(*_asked_for(request))
+        if request.headers.get("content-encoding", "identity") not in ("identity", ""):
+            raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
+        body = await open_generate(await read_body(request, self._info.max_input_size), config)
+        name, weight = tenant_of(request)
+        return config, msgspec.structs.replace(parse_generate(body, config, stream), tenant=name, weight=weight)
+
+    def _load_header(self, request: Request, config: ModelConfig) -> dict[str, str]:
+        form = request.headers.get(orca.ASKED)
+        return {} if form is None else orca.load_header(form, self._gateway.stats(config.name, config.version))
+
+    def _infer(self, config: ModelConfig, request: InferRequest) -> Stream[InferResponse]:
+        return self._gateway.infer(config.name, config.version, request)
+
+
+def _asked_for(request: Request) -> tuple[str, str]:
+    return request.path_params["model"], str(request.path_params.get("version", ""))
+
+
+class Responses:
+    """A model's responses as server-sent events."""
+
+    def __init__(self, config: ModelConfig, request_id: str) -> None:
+        self._config = config
+        self._id = request_id
+
+    def event(self, response: InferResponse) -> bytes | Awaitable[bytes]:
+        if is_long(response):
+            return to_thread(self._written, response)
+        return b"" if is_nothing(response) else self._written(response)
+
+    def _written(self, response: InferResponse) -> bytes:
+        return event(encode_response(self._config, self._id, response))
+
+    def end(self) -> bytes:
+        return b""
+
+    def fault(self, error: CharoniaError) -> bytes:
+        return event(orjson.dumps(v2_body(error)))

@@ -1,0 +1,232 @@
+"""The generate extension: a JSON body becomes an InferRequest, an InferResponse becomes a JSON object.
+
+Knows nothing of HTTP and of how a model computes; v2's section 8 in code.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ...core.errors import InvalidArgument
+from ...core.model import ModelConfig
+from ...core.request import InferRequest, InferResponse, Scalar
+from ...core.tensor import Tensor, TensorSpec
+from .. import json_tensors
+from ..chunked_json import MOST_IDS, PIECE, Long, Values, read_long, whole
+from ..json_values import Buffer, malformed, parameter, request_id, string, unreadable
+
+Pairs = list[tuple[str, Any]]
+"""A JSON object as it was written: order and repeated keys included."""
+
+_SAMPLING = "sampling_parameters"
+
+
+async def open_generate(body: bytes | bytearray, config: ModelConfig) -> "bytes | Members":
+    """A long body's members, those for inputs of numbers as arrays. A short body as it is: it is parsed at once.
+
+    Raises:
+        InvalidArgument: malformed JSON, or a list that is longer than anything could mean.
+    """
+    if len(body) <= PIECE:
+        return bytes(body)
+    found, values = await read_long(body), Values()
+    if not isinstance(found, Long) or not found.is_object:
+        raise malformed("the body must be a JSON object")
+    specs = {spec.name: spec for spec in config.inputs}
+    members = Members()
+    for key, value in await found.pairs(_pairs, values):
+        if key == "parameters" and isinstance(value, Long) and value.is_object:
+            nested = await value.pairs(_pairs, values)
+            members.append((key, Members([(name, await _opened(specs.get(name), each)) for name, each in nested])))
+        else:
+            members.append((key, await _opened(specs.get(key), value)))
+    return members
+
+
+async def _opened(spec: TensorSpec | None, value: Any) -> Any:
+    """What is still text of a member; `spec`: of the input that it is."""
+    if spec is None or spec.datatype == "BYTES" or not isinstance(value, Long) or value.is_object:
+        return await whole(value, Values())
+    json_tensors.refuse_binary_only(spec.datatype, spec.name)
+    pieces, values = [], Values(MOST_IDS)
+    async for each in value.flat():
+        values.take(len(each))
+        pieces.append(json_tensors.elements(spec.datatype, each, spec.name))
+    return np.concatenate(pieces)
+
+
+def parse_generate(body: "bytes | Members", config: ModelConfig, stream: bool) -> InferRequest:
+    """Translate a generate body for the model that `config` describes; `stream` fills an absent `stream` input.
+
+    Raises:
+        InvalidArgument: malformed JSON, or a member of the wrong type.
+    """
+    mapping = _Mapping(config)
+    try:
+        for key, value in _members(_load(body) if isinstance(body, bytes) and body else body or Members()):
+            mapping.take(key, value)
+        mapping.default_stream(stream)
+        mapping.move_lists()
+    except RecursionError as error:
+        raise unreadable(error) from None
+    return InferRequest(mapping.id, mapping.tensors, None, mapping.parameters)
+
+
+def encode_response(config: ModelConfig, request_id: str, response: InferResponse) -> bytes:
+    """One model response as one JSON object with sorted keys."""
+    members: dict[str, Any] = {"model_name": config.name, "model_version": config.version, **response.parameters}
+    if request_id:
+        members["id"] = request_id
+    strict = all(map(json_tensors.finite, response.outputs))
+    if is_long(response):
+        return _long_json(members, response, strict)
+    for tensor in response.outputs:
+        members[tensor.name] = _plain(tensor)
+    return json_tensors.dump(members, strict, ordered=True)
+
+
+def is_long(response: InferResponse) -> bool:
+    """To say it takes longer than the event loop should be held."""
+    return any(tensor.data.size > json_tensors.PIECE for tensor in response.outputs)
+
+
+def _long_json(members: dict[str, Any], response: InferResponse, strict: bool) -> bytes:
+    """In pieces, of which none took long to make."""
+    texts = {key: [json_tensors.dump(value, strict)] for key, value in members.items()}
+    for tensor in response.outputs:
+        if tensor.data.size > json_tensors.PIECE:
+            texts[tensor.name] = [b"[", *json_tensors.pieces(tensor, strict), b"]"]
+        else:
+            texts[tensor.name] = [json_tensors.dump(_plain(tensor), strict)]
+    said = [b"".join((json_tensors.dump(key, strict), b":", *parts)) for key, parts in sorted(texts.items())]
+    return b"{" + b",".join(said) + b"}"
+
+
+def _plain(tensor: Tensor) -> Any:
+    values = json_tensors.listed(tensor)
+    return values[0] if len(values) == 1 else values
+
+
+class Members(Pairs):
+    """A JSON object, told apart from a JSON array."""
+
+
+def _load(body: bytes, offset: int = 0) -> Any:
+    # The standard library's parser, because it shows repeated keys and reads NaN, as Triton's does.
+    try:
+        return json.loads(body.decode(), object_pairs_hook=Members)
+    except (ValueError, RecursionError) as error:
+        raise unreadable(error, offset) from None
+
+
+def _pairs(text: Buffer, offset: int) -> Any:
+    return _load(bytes(text), offset)
+
+
+def _members(document: Any) -> Pairs:
+    if not isinstance(document, Members):
+        raise malformed("the body must be a JSON object")
+    return document
+
+
+def _as_json(key: str, value: Any) -> Any:
+    if isinstance(value, Members):
+        return {string(key, name): _as_json(key, member) for name, member in value}
+    if isinstance(value, list):
+        return [_as_json(key, element) for element in value]
+    return string(key, value) if isinstance(value, str) else value
+
+
+class _Mapping:
+    """Sorts the members of a body into tensors and parameters."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._specs = {spec.name: spec for spec in config.inputs}
+        self._lists: dict[str, list[Any]] = {}
+        self.id = ""
+        self.tensors: dict[str, Tensor] = {}
+        self.parameters: dict[str, Scalar] = {}
+
+    def take(self, key: str, value: Any) -> None:
+        """A top-level member: `parameters` is flattened, `id` is the request's and a member like any other."""
+        if key == "parameters":
+            return self._take_nested(value)
+        if key == "id":
+            self.id = request_id(value)
+        return self._take_member(key, value)
+
+    def _take_nested(self, value: Any) -> None:
+        if "parameters" in self._specs:
+            raise InvalidArgument("Keyword 'parameters' for nested schema also given as input tensor name")
+        if not isinstance(value, Members):
+            raise InvalidArgument("Expected JSON object for keyword: 'parameters'", field="parameters")
+        try:
+            for key, member in value:
+                self._take_member(key, member)
+        except InvalidArgument as error:
+            message = f"Converting keyword: 'parameters': {error.message}"
+            raise InvalidArgument(message, field=error.field) from None
+
+    def _take_member(self, key: str, value: Any) -> None:
+        string(key, key)
+        if key in self.tensors:
+            raise InvalidArgument(f"input '{key}' already exists in request", field=key)
+        if key in self._specs:
+            self.tensors[key] = _tensor(self._specs[key], value, self._config.max_batch_size > 0)
+        elif type(value) is list and self._has(_SAMPLING, "BYTES"):
+            self._lists[key] = _as_json(key, value)
+        else:
+            self.parameters[key] = parameter(key, value)
+
+    def _has(self, name: str, datatype: str) -> bool:
+        spec = self._specs.get(name)
+        return spec is not None and spec.datatype == datatype
+
+    def default_stream(self, stream: bool) -> None:
+        if self._has("stream", "BOOL") and "stream" not in self.tensors:
+            self.tensors["stream"] = _tensor(self._specs["stream"], stream, self._config.max_batch_size > 0)
+
+    def move_lists(self) -> None:
+        """A v2 parameter cannot be a list: lists travel as JSON in the input made for it, scalars along with them."""
+        if not self._lists:
+            return
+        sampling: dict[str, Any] = {key: value for key, value in self.parameters.items() if key != "id"}
+        sampling |= self._lists
+        if _SAMPLING in self.tensors:
+            sampling |= _sampling_object(self.tensors[_SAMPLING])
+        self.tensors[_SAMPLING] = _tensor(self._specs[_SAMPLING], json.dumps(sampling), False)
+
+
+def _sampling_object(tensor: Tensor) -> Mapping[str, Any]:
+    try:
+        members = json.loads(tensor.scalar)
+    except ValueError as error:
+        raise InvalidArgument(f"Unable to parse '{_SAMPLING}': {error}", field=_SAMPLING) from None
+    if not isinstance(members, dict):
+        raise InvalidArgument(f"Unable to parse '{_SAMPLING}': it must be a JSON object", field=_SAMPLING)
+    return members
+
+
+def _tensor(spec: TensorSpec, value: Any, batched: bool) -> Tensor:
+    json_tensors.refuse_binary_only(spec.datatype, spec.name)
+    if isinstance(value, np.ndarray):
+        data = value
+    else:
+        data = json_tensors.elements(spec.datatype, value if type(value) is list else [value], spec.name)
+    shape = _shape(spec, len(data), (-1, *spec.dims) if batched else spec.dims)
+    return Tensor(spec.name, spec.datatype, shape, data.reshape(shape))
+
+
+def _shape(spec: TensorSpec, count: int, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Fixed dims as they are, the innermost free one takes what remains, other free ones are 1."""
+    free = [axis for axis, dim in enumerate(dims) if dim < 0]
+    fixed = math.prod(dim for dim in dims if dim >= 0)
+    rest, odd = divmod(count, fixed) if fixed else (0, count)
+    if odd or (not free and rest != 1):
+        message = f"The schema can not convert input '{spec.name}' to tensor with proper shape"
+        raise InvalidArgument(message, field=spec.name)
+    return tuple(dim if dim >= 0 else rest if axis == free[-1] else 1 for axis, dim in enumerate(dims))

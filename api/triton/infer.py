@@ -1,0 +1,173 @@
+"""`POST .../infer`: v2's inference over HTTP, and what of HTTP belongs to it: lengths, encodings, forwarded headers.
+
+Translates between the protocol and the gateway; decides nothing. The hottest of all routes: what it does not need it
+does not ask.
+"""
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TypeAlias
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ...core.errors import Internal, InvalidArgument, Unsupported
+from ...core.gateway import Gateway
+from ...core.model import ModelConfig
+from ...core.request import InferResponse
+from .. import size_limits
+from ..chunked_json import PIECE
+from ..deferred_tensors import decoded
+from ..header_forwarding import Forwarding
+from ..http import content_encoding
+from ..http.auth import tenant_of
+from ..http.connection import Check, WhileConnected, in_thread, receive_body, refuse_form
+from ..http.eager import Begun, in_task
+from ..http.request_ids import header_line
+from ..http.uvicorn_cycle import cycle_of
+from ..metadata import ServerInfo
+from ..single_response import asks_for_stream, at_most_two, can_answer_once
+from .infer_call import Call
+from .infer_request import Reader, open_document
+from .infer_response import Answer, is_long, write_answer
+
+_DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
+_HEADER_LENGTH = "Inference-Header-Content-Length"
+_INTEGER = re.compile(rb"[+-]?\d{1,18}")
+
+Headers: TypeAlias = Mapping[bytes, bytes]
+
+
+class Infer:
+    """The route's handler. `forwarding`: which headers are parameters too."""
+
+    def __init__(self, gateway: Gateway, info: ServerInfo, forwarding: Forwarding) -> None:
+        self._gateway = gateway
+        self._max_size, self._max_raw_size = info.max_input_size, info.max_raw_size
+        self._forwarding = forwarding
+
+    @cached_property
+    def _reader(self) -> Reader:
+        return Reader(self._gateway.commons.regions, self._max_size, self._max_raw_size)
+
+    async def answer(self, request: Request) -> ASGIApp:
+        scope = request.scope
+        config = self._gateway.model(scope["path_params"]["model"], str(scope["path_params"].get("version", "")))
+        if not can_answer_once(config):
+            raise Unsupported(_DECOUPLED)
+        headers: Headers = dict(scope["headers"])
+        call = await self._read(config, headers, request)
+        if config.decoupled and asks_for_stream(call.request):
+            raise Unsupported(f"{_DECOUPLED}: set stream to false, or use generate_stream", field="stream")
+        response = await self._infer(config, call, request.receive)
+        if is_long(call, response):
+            answer = await asyncio.to_thread(write_answer, config, call, response)
+        else:
+            answer = write_answer(config, call, response)
+        return await _reply(answer, headers)
+
+    async def _read(self, config: ModelConfig, headers: Headers, request: Request) -> Call:
+        given = headers.get(b"content-encoding")
+        encoding = content_encoding.coding_of(given.decode("latin-1")) if given else ""
+        length = _header_length(headers)
+        body = await self._body(request, headers, length)
+        if encoding:
+            limit = self._max_size if length is None else self._max_raw_size
+            body = await in_thread(len(body), content_encoding.decompress, body, encoding, limit)
+        if length is not None and not 0 <= length <= len(body):
+            raise InvalidArgument(f"inference header size should be in range (0, {len(body)}), got: {length}")
+        if length is None and body[:1] != b"{":
+            refuse_form(headers.get(b"content-type", b"").decode("latin-1"), body)
+        document = None
+        if (len(body) if length is None else length) > PIECE:
+            size_limits.check_json(len(body) if length is None else length, self._max_size)
+            document = await open_document(body if length is None else memoryview(body)[:length])
+        call = self._reader.read(config, body, length, document)
+        if call.later:
+            call = call._replace(request=await decoded(config, call.request, call.later))
+        forwarded, (name, weight) = self._forwarding.parameters(headers), tenant_of(request)
+        if not forwarded and not name:
+            return call
+        parameters = {**call.request.parameters, **forwarded}
+        asked = msgspec.structs.replace(call.request, parameters=parameters, tenant=name, weight=weight)
+        return call._replace(request=asked)
+
+    async def _body(self, request: Request, headers: Headers, header_length: int | None) -> bytes | bytearray:
+        check, cycle = self._check_of(header_length), cycle_of(request.receive)
+        whole = None if cycle is None else cycle.whole_body()
+        if whole is None:
+            return await receive_body(request.receive, headers.get(b"content-length", b""), check)
+        check(len(whole))
+        return whole
+
+    def _check_of(self, header_length: int | None) -> Check:
+        if header_length is None:
+            return lambda size: size_limits.check_json(size, self._max_size)
+        return lambda size: size_limits.check_raw(size, self._max_raw_size)
+
+    async def _infer(self, config: ModelConfig, call: Call, receive: Receive) -> InferResponse:
+        stream = self._gateway.infer(config.name, config.version, call.request)
+        try:
+            if config.decoupled:
+                await in_task()
+            answering = Begun(at_most_two(stream))
+            if not answering.done:
+                await in_task()
+                async with WhileConnected(receive):
+                    await answering
+            answers = await answering
+        finally:
+            await stream.aclose()
+        if len(answers) != 1:
+            raise Internal(f"expected a single response, got {len(answers)}")
+        return answers[0]
+
+
+def _header_length(headers: Headers) -> int | None:
+    given = headers.get(b"inference-header-content-length")
+    if given is None:
+        return None
+    if given.isdigit() and len(given) < 19:
+        return int(given)
+    if not _INTEGER.fullmatch(given):
+        raise InvalidArgument(f"Unable to parse {_HEADER_LENGTH}, got: {given.decode('latin-1')}")
+    return int(given)
+
+
+async def _reply(answer: Answer, headers: Headers) -> ASGIApp:
+    accepted = headers.get(b"accept-encoding")
+    encoding = content_encoding.chosen(accepted.decode("latin-1")) if accepted else ""
+    if not encoding:
+        return Reply(answer.parts, answer.header_length)
+    body = await in_thread(answer.size, content_encoding.compress, answer.parts, encoding)
+    return Reply((body,), answer.header_length, encoding)
+
+
+class Reply:
+    """A body in parts, whose JSON is as long as `header_length` says, if there is more than JSON."""
+
+    def __init__(self, parts: Sequence[bytes | memoryview], header_length: int | None, encoding: str = "") -> None:
+        self._parts = parts
+        self._head = _head(sum(map(len, parts)), header_length, encoding)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        cycle = cycle_of(receive)
+        if cycle is not None and cycle.answer(self._head + header_line(scope), self._parts):
+            return
+        headers = [tuple(line.split(b": ", 1)) for line in self._head.split(b"\r\n")[:-1]]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        last = len(self._parts) - 1
+        for number, part in enumerate(self._parts):
+            await send({"type": "http.response.body", "body": part, "more_body": number < last})
+
+
+def _head(size: int, header_length: int | None, encoding: str) -> bytes:
+    """The headers, as they go over the wire."""
+    coded = b"content-encoding: %b\r\n" % encoding.encode() if encoding else b""
+    if header_length is None:
+        return b"content-type: application/json\r\n%bcontent-length: %d\r\n" % (coded, size)
+    kind = b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n" % header_length
+    return b"%b%bcontent-length: %d\r\n" % (kind, coded, size)

@@ -1,0 +1,99 @@
+"""Shared memory over HTTP: what clients lend, and take back.
+
+v2's section 7 in routes; the gateway keeps the regions.
+"""
+
+import base64
+import binascii
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...core.client_shared_memory import Regions
+from ...core.errors import InvalidArgument
+from ...core.gateway import Gateway
+from ..http.connection import read_body
+from ..http.error_responses import json_response
+from ..json_values import Document, object_, parse_object, string, unsigned
+
+_SYSTEM = "/v2/systemsharedmemory"
+_CUDA = "/v2/cudasharedmemory"
+
+
+class SharedMemory:
+    """The handlers. Bodies have at most `max_size` bytes."""
+
+    def __init__(self, gateway: Gateway, max_size: int) -> None:
+        self._gateway = gateway
+        self._max_size = max_size
+
+    @property
+    def _regions(self) -> Regions:
+        return self._gateway.commons.regions
+
+    def routes(self) -> list[Route]:
+        routes = []
+        for root, status, register, unregister in (
+            (_SYSTEM, self.status, self.register, self.unregister),
+            (_CUDA, self.cuda_status, self.cuda_register, self.cuda_unregister),
+        ):
+            region = root + "/region/{region}"
+            routes += [
+                *[Route(f"{path}/status", status, methods=["GET"]) for path in (root, region)],
+                Route(f"{region}/register", register, methods=["POST"]),
+                *[Route(f"{path}/unregister", unregister, methods=["POST"]) for path in (root, region)],
+            ]
+        return routes
+
+    async def status(self, request: Request) -> Response:
+        return json_response([region._asdict() for region in self._regions.status(_named(request))])
+
+    async def register(self, request: Request) -> Response:
+        document = await self._document(request)
+        key = string("key", _required(document, "key"))
+        offset = unsigned("offset", document.get("offset", 0))
+        self._regions.register(_named(request), key, offset, unsigned("byte_size", _required(document, "byte_size")))
+        return Response()
+
+    async def unregister(self, request: Request) -> Response:
+        self._regions.unregister(_named(request))
+        return Response()
+
+    async def cuda_status(self, request: Request) -> Response:
+        self._regions.status_cuda(_named(request))
+        return json_response([])
+
+    async def cuda_register(self, request: Request) -> Response:
+        document = await self._document(request)
+        _check_handle(object_("raw_handle", _required(document, "raw_handle")))
+        unsigned("byte_size", _required(document, "byte_size"))
+        self._regions.register_cuda(_named(request))
+        return Response()
+
+    async def cuda_unregister(self, request: Request) -> Response:
+        self._regions.unregister_cuda()
+        return Response()
+
+    async def _document(self, request: Request) -> Document:
+        body = await read_body(request, self._max_size)
+        return parse_object(body) if body else {}
+
+
+def _named(request: Request) -> str:
+    name: str = request.path_params.get("region", "")
+    return name
+
+
+def _required(document: Document, key: str) -> Any:
+    if key not in document:
+        raise InvalidArgument(f"Shared memory register request has no '{key}' field", field=key)
+    return document[key]
+
+
+def _check_handle(handle: Document) -> None:
+    try:
+        base64.b64decode(string("b64", _required(handle, "b64")), validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidArgument("'b64' of 'raw_handle' is not base64", field="raw_handle") from None

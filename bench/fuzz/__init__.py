@@ -1,0 +1,1 @@
+"""Requests that were changed at random: what the fuzzing proofs send."""

@@ -1,0 +1,140 @@
+"""How a server answers a mutant, and what is wrong with that: over HTTP on a connection of its own, or over gRPC."""
+
+import asyncio
+from typing import NamedTuple
+
+import orjson
+
+from ..load.http_client import Answer
+from ..server_process import Place
+from .grpc_mutations import RpcMutant
+from .http_mutations import Mutant
+
+_BOUND_SECONDS = 30.0
+"""No answer may take longer."""
+_PATIENCE = 0.3
+"""Seconds in which a request whose end nobody knows may be answered before we hang up."""
+_SERVICE = "/inference.GRPCInferenceService/"
+_REFUSALS = ("OK", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED")
+"""Statuses that say it is the request: UNIMPLEMENTED is Triton's for a stream asked of ModelInfer."""
+QUEUE_FULL = "429"
+_EXPIRED = "Request timeout expired"
+"""Triton's 503 for a request whose own `timeout`, mutated to almost nothing, was over: asked for, and given."""
+_TRITONS = (
+    _EXPIRED,
+    "hape does not match true shape",
+    "HTTP end point doesn't support models with decoupled transaction policy",
+    "Unsupported compression type",
+    "can not be updated through network protocol",
+    "failed to poll from model repository",
+)
+"""What Triton's protocol answers with 5xx although it is the request's fault."""
+
+
+class Verdict(NamedTuple):
+    """How one mutant was answered, in a word; `fault`: what is wrong with that."""
+
+    kind: str
+    answer: str
+    fault: str = ""
+
+
+async def ask_http(place: Place, asked: Mutant) -> Verdict:
+    """Send it on a connection of its own, and hear what comes."""
+    try:
+        async with asyncio.timeout(_BOUND_SECONDS):
+            answer = await _exchange(place, asked)
+    except TimeoutError:
+        return Verdict(asked.kind, "hung", f"no answer within {_BOUND_SECONDS:g} s: {asked.wire[:300]!r}")
+    except (ValueError, LookupError) as error:
+        return Verdict(asked.kind, "strange", f"not HTTP ({error}): {asked.wire[:300]!r}")
+    fault = _fault_of(asked, answer)
+    word = f"{answer.status // 100}xx" if answer.status else "hung up"
+    word = QUEUE_FULL if answer.status == 429 else word
+    return Verdict(asked.kind, word, f"{fault}: {asked.wire[:300]!r}" if fault else "")
+
+
+async def _exchange(place: Place, asked: Mutant) -> Answer:
+    answer = Answer()
+    reader, writer = await asyncio.open_connection(place.host, place.http_port)
+    try:
+        writer.write(asked.wire)
+        try:
+            async with asyncio.timeout(_PATIENCE if asked.unframed else None):
+                await _hear(reader, answer)
+        except TimeoutError:
+            # Whoever hangs up is heard no more: what the server waits for will not come.
+            writer.write_eof()
+            await _hear(reader, answer)
+    except OSError:  # gone in the middle of anything
+        pass
+    finally:
+        writer.transport.abort()
+    return answer
+
+
+async def _hear(reader: asyncio.StreamReader, answer: Answer) -> None:
+    while not answer.complete and (data := await reader.read(1 << 16)):
+        answer.feed(data, 0.0)
+
+
+def _fault_of(asked: Mutant, answer: Answer) -> str:
+    if answer.status >= 500:
+        listed = any(text.encode() in answer.body for text in _TRITONS)
+        return "" if listed else f"{answer.status} {answer.body[:200]!r}"
+    if not (asked.unframed or answer.complete):
+        return f"hung up on, {answer.status or 'without an answer'}"
+    for event in answer.events:
+        if error := _error_in(event.data):
+            return f"error in a stream: {error}"
+    return ""
+
+
+def _error_in(event: bytes) -> str:
+    content = event.removeprefix(b"data:").strip()
+    if content == b"[DONE]":
+        return ""
+    error = orjson.loads(content).get("error", "")
+    return "" if _EXPIRED in str(error) else str(error)
+
+
+class Rpc:
+    """Sends bytes where messages belong, over one channel."""
+
+    def __init__(self, place: Place) -> None:
+        import grpc
+
+        self._rpc_error = grpc.RpcError
+        self._channel = grpc.aio.insecure_channel(f"{place.host}:{place.grpc_port}")
+        self._infer = self._channel.unary_unary(f"{_SERVICE}ModelInfer")
+        self._stream = self._channel.stream_stream(f"{_SERVICE}ModelStreamInfer")
+
+    async def ask(self, asked: RpcMutant) -> Verdict:
+        """Send it as the one message of a call, and hear what comes."""
+        status = await self._status(asked)
+        code, _, detail = status.partition(": ")
+        expired = code == "UNAVAILABLE" and detail == _EXPIRED
+        right = code in _REFUSALS or expired
+        return Verdict(asked.kind, code, "" if right else f"{status[:300]}: {asked.data[:300]!r}")
+
+    async def _status(self, asked: RpcMutant) -> str:
+        try:
+            if not asked.streaming:
+                await self._infer(asked.data, timeout=_BOUND_SECONDS)
+                return "OK"
+            call = self._stream(iter([asked.data]), timeout=_BOUND_SECONDS)
+            return _said([response async for response in call])
+        except self._rpc_error as error:
+            return f"{error.code().name}: {error.details()}"
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+def _said(responses: list[bytes]) -> str:
+    from tritonclient.grpc import service_pb2 as pb
+
+    errors = [pb.ModelStreamInferResponse.FromString(each).error_message for each in responses]
+    if any("Internal Server Error" in error for error in errors):
+        return f"INTERNAL: {errors}"
+    return "INVALID_ARGUMENT" if any(errors) else "OK"

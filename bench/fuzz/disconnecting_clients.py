@@ -1,0 +1,182 @@
+"""Clients that leave: each asks one streaming door for a long answer, and is gone at a moment of its own.
+
+A visit is drawn from (seed, number) alone. Knows where to leave; not what the server makes of it.
+"""
+
+import asyncio
+import json
+import struct
+from contextlib import suppress
+from enum import StrEnum
+from random import Random
+from typing import Any, NamedTuple
+
+from ..server_process import Place
+from .http_mutations import head, request
+
+_CONNECT_SECONDS = 30.0
+_LONGEST_WAIT = 0.25
+"""Seconds a visitor waits at most before the first event."""
+_MOST_EVENTS = 12
+_NEW = 200
+"""Tokens asked for: more than anybody stays for, but who stays to the end."""
+_DOORS = ("generate_stream", "completions", "chat", "grpc")
+
+
+class Moment(StrEnum):
+    """When a visitor leaves."""
+
+    CONNECTED = "connected, nothing sent"
+    HEAD = "in the middle of the head"
+    BODY = "in the middle of the body"
+    SENT = "as soon as all is sent"
+    WAITING = "a moment later, with or without an event"
+    STREAMING = "after some events"
+    END = "after the end"
+
+
+class Visit(NamedTuple):
+    """`abrupt`: with a reset, or a cancelled call, instead of a polite end. `events`: heard before leaving mid-stream,
+    `wait`: seconds to stay after sending, `share`: of head or body that is sent."""
+
+    door: str
+    moment: Moment
+    abrupt: bool
+    events: int
+    wait: float
+    share: float
+
+
+def visit(seed: int, number: int) -> Visit:
+    """The visit of this number."""
+    random = Random(f"{seed}:visit:{number}")
+    door, moment = random.choice(_DOORS), random.choice(list(Moment))
+    return Visit(
+        door, moment, random.random() < 0.5, random.randint(1, _MOST_EVENTS), random.uniform(0, _LONGEST_WAIT),
+        random.random(),
+    )  # fmt: skip
+
+
+def _question(door: str, model: str, new: int) -> tuple[str, bytes]:
+    asked: dict[str, tuple[str, dict[str, Any]]] = {
+        "generate_stream": (f"/v2/models/{model}/generate_stream", {"input_ids": list(range(1, 40))}),
+        "completions": ("/v1/completions", {"model": model, "prompt": "def f(x): return"}),
+        "chat": ("/v1/chat/completions", {"model": model, "messages": [{"role": "user", "content": "Hello, you!"}]}),
+    }
+    path, body = asked[door]
+    return path, json.dumps({**body, "stream": True, "max_tokens": new, "ignore_eos": True}).encode()
+
+
+async def pay(place: Place, model: str, asked: Visit, channels: "Channels") -> None:
+    """Come, and leave. Raises `OSError` when there is nobody to visit."""
+    if asked.door == "grpc":
+        await channels.visit(place, model, asked)
+    else:
+        await _over_http(place, model, asked)
+
+
+async def _over_http(place: Place, model: str, asked: Visit) -> None:
+    async with asyncio.timeout(_CONNECT_SECONDS):
+        reader, writer = await asyncio.open_connection(place.host, place.http_port)
+    try:
+        path, body = _question(asked.door, model, 5 if asked.moment is Moment.END else _NEW)
+        writer.write(_sent(asked, path, body))
+        await _stay(asked, reader)
+    except ConnectionError:
+        pass
+    finally:
+        if asked.abrupt:
+            _reset(writer)
+        else:
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+
+
+def _sent(asked: Visit, path: str, body: bytes) -> bytes:
+    opening = head(path, f"Content-Length: {len(body)}")
+    if asked.moment is Moment.CONNECTED:
+        return b""
+    if asked.moment is Moment.HEAD:
+        return opening[: int(asked.share * len(opening))]
+    if asked.moment is Moment.BODY:
+        return opening + body[: int(asked.share * len(body))]
+    return request(path, body)
+
+
+async def _stay(asked: Visit, reader: asyncio.StreamReader) -> None:
+    if asked.moment is Moment.STREAMING:
+        for _ in range(asked.events):
+            if not await _event(reader):
+                return
+    elif asked.moment is Moment.END:
+        while await reader.read(1 << 16):
+            pass
+    elif asked.moment is not Moment.SENT:
+        await asyncio.sleep(asked.wait)
+
+
+async def _event(reader: asyncio.StreamReader) -> bool:
+    try:
+        await reader.readuntil(b"data: ")
+    except asyncio.IncompleteReadError:
+        return False
+    return True
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """Leave with RST instead of FIN."""
+    import socket
+
+    connection: Any = writer.get_extra_info("socket")
+    with suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+class Channels:
+    """gRPC channels of which each has a connection of its own; those that leave abruptly take it with them."""
+
+    async def visit(self, place: Place, model: str, asked: Visit) -> None:
+        import grpc
+
+        options = (("grpc.use_local_subchannel_pool", 1),)
+        async with grpc.aio.insecure_channel(f"{place.host}:{place.grpc_port}", options) as channel:
+            with suppress(grpc.RpcError):
+                if asked.moment is Moment.CONNECTED:
+                    await channel.channel_ready()
+                    return
+                await self._call(channel, model, asked)
+
+    async def _call(self, channel: Any, model: str, asked: Visit) -> None:
+        from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
+
+        call = GRPCInferenceServiceStub(channel).ModelStreamInfer(timeout=_CONNECT_SECONDS)
+        if asked.moment is not Moment.HEAD:
+            await call.write(_message(model, 5 if asked.moment is Moment.END else _NEW))
+        await self._listen(call, asked)
+        if not asked.abrupt:
+            call.cancel()
+
+    async def _listen(self, call: Any, asked: Visit) -> None:
+        import grpc
+
+        if asked.moment is Moment.END:
+            await call.done_writing()
+        if asked.moment in (Moment.STREAMING, Moment.END):
+            left = asked.events if asked.moment is Moment.STREAMING else _NEW
+            while left and await call.read() is not grpc.aio.EOF:
+                left -= 1
+        elif asked.moment is not Moment.SENT:
+            await asyncio.sleep(asked.wait)
+
+
+def _message(model: str, new: int) -> Any:
+    from tritonclient.grpc import service_pb2 as pb
+
+    message = pb.ModelInferRequest(model_name=model)
+    message.inputs.add(name="input_ids", datatype="INT32", shape=[3]).contents.int_contents.extend([5, 6, 7])
+    message.inputs.add(name="stream", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
+    message.parameters["max_tokens"].int64_param = new
+    message.parameters["ignore_eos"].bool_param = True
+    return message

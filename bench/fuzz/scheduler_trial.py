@@ -1,0 +1,250 @@
+"""A scheduler, its cache and the fake executor put through any interleaving, everything checked after every call.
+
+Shared by the tests (random and under hypothesis) and by `bench.proof_scheduler`. Knows what each sequence must give:
+the fake's next token is the last one plus one, so every token of every sequence is known beforehand.
+"""
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+
+from ...engine.worker.executor import Capacity
+from ...engine.worker.fake_executor import FakeExecutor, Manner
+from ...kvcache.manager import KVCacheManager
+from ...scheduler.plan import RowSampling, StepPlan, StepResult, StepUpdates
+from ...scheduler.prefill_budget import LEAST_CHUNK
+from ...scheduler.scheduler import Scheduler
+from ...scheduler.sequence import SequenceRequest
+from ...scheduler.waiting_queue import SENIORS_TURN
+from .scheduler_world import World
+
+VOCABULARY = 1000
+FAMILY = 250  # a family's prompts are prefixes of one stream, so they share blocks, generated ones too
+
+
+@dataclass(slots=True)
+class Expected:
+    """What a sequence has yet to give. In plans: when it arrived, until when newcomers may overtake it, and when it
+    must have been admitted. `work`: plans it needs for itself. Of its prompt's tokens from position `scored` on, up to
+    `prompt`, scores are to come."""
+
+    tokens: deque[int]
+    reason: str
+    arrived: int
+    overtaken_until: int
+    deadline: int
+    work: int
+    prompt: int
+    scored: int
+    started: bool = False
+
+
+class Trial:
+    """Each verb is one call of the scheduler or the cache, then a check of everything; `operations` counts them.
+
+    A verb raises AssertionError when anything is not as it must be.
+    """
+
+    def __init__(self, world: World, seed: int = 0) -> None:
+        self.world = world
+        self.cache = KVCacheManager(world.blocks, world.block_size, world.prefix_caching)
+        self.scheduler = Scheduler(world.scheduler, self.cache)
+        self.executor = FakeExecutor(
+            Capacity(VOCABULARY, world.scheduler.max_model_len, 1, world.blocks),
+            block_size=world.block_size,
+            manner=Manner(burst=world.burst, seed=seed),
+            threaded=False,
+        )
+        self.executor.allocate(world.blocks)
+        self.operations = 0
+        self.plans = 0
+        self.longest_wait = 0.0  # of the patience a sequence had
+        self.expected: dict[int, Expected] = {}
+        self._flights: deque[tuple[StepPlan, StepResult]] = deque()
+        self._random = Random(seed)
+        self._arrivals = 0
+
+    @property
+    def crowded(self) -> bool:
+        return len(self.expected) >= self.world.live
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._flights)
+
+    def longest(self) -> int:
+        """Tokens, prompt and new ones, that a sequence may have here."""
+        return min(self.world.scheduler.max_model_len, self.world.blocks * self.world.block_size)
+
+    def arrive(
+        self,
+        *,
+        family: int,
+        prompt: int,
+        new: int,
+        priority: int = 0,
+        stop: int | None = None,
+        tenant: int = 0,
+        scored: bool = False,
+    ) -> int:
+        """A sequence of `prompt` tokens of a family; `stop`: which of its new tokens is a stop token, from 1. `scored`:
+        it wants to know of its prompt's tokens what the model gave them."""
+        key, self._arrivals = self._arrivals, self._arrivals + 1
+        first = FAMILY * family
+        tokens = np.arange(first, first + prompt, dtype=np.int32)
+        least = max(new, 1)
+        ends = least if stop is None else min(stop, least)
+        outputs = [(first + prompt + n) % VOCABULARY for n in range(ends)]
+        reason = "stop" if stop is not None and stop <= least else "length"
+        overtaken_until, deadline = self._patience(prompt, priority)
+        work = self._work(prompt, new)
+        self._burden_others(work)
+        unscored = 1 if scored else prompt
+        self.expected[key] = Expected(
+            deque(outputs), reason, self.plans, overtaken_until, deadline, work, prompt, unscored
+        )
+        stops = frozenset() if stop is None else frozenset([(first + prompt + stop - 1) % VOCABULARY])
+        hashes = self.cache.digest(tokens)
+        self.scheduler.add(
+            SequenceRequest(
+                key=key,
+                prompt=tokens,
+                max_tokens=new,
+                hashes=hashes,
+                sampling=RowSampling(prompt_logprobs=1 if scored else None),
+                stop_token_ids=stops,
+                priority=priority,
+                tenant=f"tenant {tenant}",
+                weight=float(1 << tenant),
+            )
+        )
+        self._check()
+        return key
+
+    def _work(self, prompt: int, new: int) -> int:
+        """Plans a sequence needs that nobody keeps from running: the others decode beside it, each result may be
+        late, and some bring nothing. Where steps are timed, a prompt gets its least chunk, or half of it, or the next
+        time."""
+        config = self.world.scheduler
+        chunk = config.max_num_batched_tokens - config.max_num_seqs + 1
+        if self.world.token_seconds:
+            chunk, new = max(min(chunk, LEAST_CHUNK) // 2, 1), new + prompt
+        chances = 1 if self.world.burst[0] else 8
+        return (-(-prompt // chunk) + max(new, 1)) * (config.ahead + 1) * chances
+
+    def _patience(self, prompt: int, priority: int) -> tuple[int, int]:
+        """Until when newcomers may overtake, and when it must be admitted if none does: the most senior sequence
+        always gets on, so everybody before it runs in turn at worst; then those that took the rows while it stood
+        aside for a block it can share, twice for good measure."""
+        config = self.world.scheduler
+        overtaken = priority * config.ageing_steps + prompt // config.turn_tokens
+        before = sum(expected.work for expected in self.expected.values())
+        aside = 2 * config.max_num_seqs * self._longest_work()
+        if self.world.tenants > 1:  # everybody before it goes by rank, and that is one admission in so many
+            before = (len(self.expected) + 1) * SENIORS_TURN * self._longest_work()
+        return self.plans + overtaken, self.plans + overtaken + before + aside
+
+    def _longest_work(self) -> int:
+        return self._work(self.longest(), min(self.world.outputs, self.longest()))
+
+    def _burden_others(self, work: int) -> None:
+        """Whoever a newcomer may overtake has to wait for it as well."""
+        if self.world.tenants > 1:
+            work = SENIORS_TURN * self._longest_work()
+        for expected in self.expected.values():
+            if self.plans <= expected.overtaken_until or self.world.token_seconds:  # its prompt may be a long one
+                expected.deadline += work
+
+    def leave(self, key: int) -> None:
+        """Abort; from here on nothing may be heard of it."""
+        del self.expected[key]
+        self.scheduler.abort([key])
+        self._check()
+
+    def schedule(self) -> StepPlan | None:
+        """Plan a step; the executor computes it at once, the result stays in flight until `apply`."""
+        plan = self.scheduler.schedule()
+        if plan is None:
+            config = self.world.scheduler
+            assert self._flights or not self.scheduler.has_work, "work, and nothing to run"
+            assert len(self._flights) <= config.ahead + 1
+        else:
+            self.plans += 1
+            self._check_plan(plan)
+            self._flights.append((plan, self.executor.execute(plan).result()))
+        self._check()
+        return plan
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        config = self.world.scheduler
+        assert plan.tokens <= config.max_num_batched_tokens, "over the budget"
+        assert len(self._flights) <= config.ahead, "too many plans ahead"
+        cap = config.in_flight_per_sequence or config.ahead + 1
+        in_flight = Counter(row for flight, _ in self._flights for row in flight.rows.tolist())
+        assert all(in_flight[row] < cap for row in plan.rows.tolist()), "a row is in too many plans"
+
+    def apply(self) -> StepUpdates | None:
+        """The oldest result arrives, if there is one."""
+        if not self._flights:
+            return None
+        plan, result = self._flights.popleft()
+        updates = self.scheduler.apply(result, self._seconds(plan))
+        self._take_started(updates)
+        self._take_scores(updates)
+        self._take_tokens(updates)
+        for key, reason in updates.finished:
+            expected = self.expected.pop(key)
+            assert expected.scored == expected.prompt, f"{key} lacks scores"
+            assert (reason, len(expected.tokens)) == (expected.reason, 0), f"{key} ended early or for another reason"
+        self._check()
+        return updates
+
+    def _seconds(self, plan: StepPlan) -> float | None:
+        """Any part of it may be noise."""
+        steady = 0.01 + self.world.token_seconds * plan.tokens
+        return steady * self._random.uniform(0.3, 3) if self.world.token_seconds else None
+
+    def _take_started(self, updates: StepUpdates) -> None:
+        for key, _ in updates.started:
+            expected = self.expected[key]
+            assert not expected.started, "started twice"
+            expected.started = True
+            waited = (self.plans - expected.arrived) / (expected.deadline - expected.arrived)
+            self.longest_wait = max(self.longest_wait, waited)
+
+    def _take_tokens(self, updates: StepUpdates) -> None:
+        assert len(set(updates.keys)) == len(updates.keys)
+        assert sum(updates.counts) == len(updates.tokens)
+        tokens = iter(updates.tokens)
+        for key, count in zip(updates.keys, updates.counts, strict=True):
+            expected = self.expected[key]
+            assert expected.started, "tokens before the start"
+            for _ in range(count):
+                assert next(tokens) == expected.tokens.popleft(), f"{key} got another token than last + 1"
+
+    def _take_scores(self, updates: StepUpdates) -> None:
+        """Every token once, in order; each is the one that follows the one before."""
+        for key, scores in updates.scores:
+            expected, found = self.expected[key], scores.read()
+            assert scores.first == expected.scored, f"{key} got scores twice, or not all"
+            assert {score.rank for score in found} == {1}, f"{key} got another token's score"
+            expected.scored += len(found)
+
+    def drain(self) -> list[int]:
+        """Run until nothing is left, then nothing may be held; the keys that were admitted on the way, in order."""
+        admitted: list[int] = []
+        while self.scheduler.has_work:
+            self.schedule()
+            updates = self.apply()
+            admitted += [key for key, _ in updates.started] if updates else []
+        assert not self.expected, "a sequence was forgotten"
+        assert self.cache.free_blocks == self.world.blocks, "a block leaked"
+        return admitted
+
+    def _check(self) -> None:
+        self.operations += 1
+        self.scheduler.check_integrity()
+        for key, expected in self.expected.items():
+            assert expected.started or self.plans <= expected.deadline, f"{key} is never admitted"

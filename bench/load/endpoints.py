@@ -1,0 +1,176 @@
+"""The server's doors as a client sees them: how a request is put, and what the events of its answer say.
+
+Knows nothing of loops and loads. A door is asked through a `Caller`, whatever the transport.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+
+import msgspec
+import orjson
+
+from .http_client import Answer, Client, Event
+from .plan import Prompt
+
+DoorName: TypeAlias = Literal["completions", "chat", "generate", "grpc"]
+OK = "ok"
+
+
+class Heard(msgspec.Struct, kw_only=True):
+    """What came of one request. `status` is "ok" or says what went wrong; `times` are those at which tokens came, in
+    seconds of `perf_counter`; `frames` are events or messages, `size` their bytes; a count of -1 is unknown."""
+
+    status: str
+    times: list[float] = []
+    tokens: int = -1
+    prompt_tokens: int = -1
+    frames: int = 0
+    size: int = 0
+
+
+class Manner(NamedTuple):
+    """How requests are put, all alike. `counted`: ask the server to say how many tokens there were. `api_key`: shown
+    where it is not empty."""
+
+    model: str
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    counted: bool = True
+    api_key: str = ""
+
+
+class Caller(Protocol):
+    """Puts requests to a server."""
+
+    async def ask(self, prompt: Prompt, new: int) -> Heard:
+        """Put one request and hear it out. Raises `OSError` when the connection fails."""
+
+    async def close(self) -> None: ...
+
+
+class Door(Protocol):
+    """A door over HTTP whose answers are event streams."""
+
+    def path(self, model: str) -> str: ...
+
+    def body(self, prompt: Prompt, new: int, manner: Manner) -> dict[str, Any]: ...
+
+    def read(self, event: Any, heard: Heard) -> bool:
+        """Note what an event says; whether it brought tokens."""
+
+
+class Completions:
+    """OpenAI's completions."""
+
+    def path(self, model: str) -> str:
+        return "/v1/completions"
+
+    def body(self, prompt: Prompt, new: int, manner: Manner) -> dict[str, Any]:
+        return {"prompt": prompt, **_openai(new, manner)}
+
+    def read(self, event: Any, heard: Heard) -> bool:
+        _read_usage(event, heard)
+        return any(choice["text"] for choice in event["choices"])
+
+
+class Chat:
+    """OpenAI's chat, each prompt one message of a user."""
+
+    def path(self, model: str) -> str:
+        return "/v1/chat/completions"
+
+    def body(self, prompt: Prompt, new: int, manner: Manner) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": prompt}], **_openai(new, manner)}
+
+    def read(self, event: Any, heard: Heard) -> bool:
+        _read_usage(event, heard)
+        return any(choice["delta"].get("content") for choice in event["choices"])
+
+
+class Generate:
+    """v2's generate_stream."""
+
+    def path(self, model: str) -> str:
+        return f"/v2/models/{model}/generate_stream"
+
+    def body(self, prompt: Prompt, new: int, manner: Manner) -> dict[str, Any]:
+        name = "text_input" if isinstance(prompt, str) else "input_ids"
+        # Not the number of output tokens: events that would hold half a character alone are not sent, ids are.
+        asked = {"return_num_input_tokens": True, "return_output_ids": True} if manner.counted else {}
+        return {name: prompt, "stream": True, **sampling(new, manner), **asked}
+
+    def read(self, event: Any, heard: Heard) -> bool:
+        heard.prompt_tokens = event.get("num_input_tokens", -1)
+        ids = event.get("output_ids")
+        if ids is None:
+            return bool(event["text_output"])
+        count = len(ids) if isinstance(ids, list) else 1
+        heard.tokens = max(0, heard.tokens) + count
+        return count > 0
+
+
+DOORS: dict[str, Door] = {"completions": Completions(), "chat": Chat(), "generate": Generate()}
+
+
+class SseCaller:
+    """Puts requests to one door of a server."""
+
+    def __init__(self, client: Client, door: Door, manner: Manner) -> None:
+        self._client, self._door, self._manner = client, door, manner
+
+    async def ask(self, prompt: Prompt, new: int) -> Heard:
+        body = orjson.dumps(self._door.body(prompt, new, self._manner))
+        heard = read_answer(await self._client.post(self._door.path(self._manner.model), body), self._door)
+        if self._manner.counted and heard.status == OK and heard.tokens < 0:
+            heard.status = "cut short"  # the count comes last
+        return heard
+
+    async def close(self) -> None:
+        self._client.close()
+
+
+def read_answer(answer: Answer, door: Door) -> Heard:
+    """What a whole answer says; an event that is no event of this door's is an error, not an exception."""
+    heard = Heard(status=OK, frames=len(answer.events), size=answer.size)
+    if answer.status != 200:
+        heard.status = f"HTTP {answer.status}"
+        return heard
+    try:
+        heard.times = list(_token_times(answer.events, door, heard))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        heard.status = f"strange event: {error!r}"[:80]
+    if heard.status == OK and not heard.times:
+        heard.status = "no token"
+    return heard
+
+
+def _token_times(events: Iterable[Event], door: Door, heard: Heard) -> Iterable[float]:
+    for at, data in events:
+        content = data.removeprefix(b"data:").strip()
+        if content == b"[DONE]":
+            continue
+        event = orjson.loads(content)
+        if "error" in event:
+            heard.status = f"event: {_message(event['error'])}"[:80]
+        elif door.read(event, heard):
+            yield at
+
+
+def _message(error: Any) -> str:
+    return str(error.get("message")) if isinstance(error, dict) else str(error)
+
+
+def sampling(new: int, manner: Manner) -> dict[str, Any]:
+    """What every door calls by the same names."""
+    return {"max_tokens": new, "temperature": manner.temperature, "ignore_eos": manner.ignore_eos}
+
+
+def _openai(new: int, manner: Manner) -> dict[str, Any]:
+    usage = {"stream_options": {"include_usage": True}} if manner.counted else {}
+    return {"model": manner.model, "stream": True, **sampling(new, manner), **usage}
+
+
+def _read_usage(event: Any, heard: Heard) -> None:
+    usage = event.get("usage")
+    if usage:
+        heard.tokens, heard.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]

@@ -1,0 +1,36 @@
+"""A model repository whose one model counts: a vocabulary of plain text, a fake executor, no weights."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..dummy_tokenizer import write_tokenizer
+
+NAME = "fake"
+VOCAB = 1024
+
+_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+
+def write_repository(directory: Path, parameters: Mapping[str, object]) -> Path:
+    """Make `directory` a repository with the model `fake`; `parameters` join those that make it fake."""
+    checkpoint = directory / NAME / "1"
+    write_words(checkpoint)
+    (checkpoint / "config.json").write_text("{}")
+    write_config(directory / NAME, {"executor": "fake", "fake_vocab_size": VOCAB, **parameters})
+    return directory
+
+
+def write_words(checkpoint: Path) -> None:
+    """What a checkpoint has beside config and weights: tokenizer and chat template."""
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(checkpoint, VOCAB)
+    (checkpoint / "chat_template.jinja").write_text(_TEMPLATE)
+
+
+def write_config(model: Path, parameters: Mapping[str, object]) -> None:
+    """The config.pbtxt of the model in this directory."""
+    lines = [f'name: "{model.name}"', 'backend: "charonia"']
+    for key, value in parameters.items():
+        lines.append(f"parameters {{ key: {json.dumps(key)} value {{ string_value: {json.dumps(str(value))} }} }}")
+    (model / "config.pbtxt").write_text("\n".join(lines))

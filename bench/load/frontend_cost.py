@@ -1,0 +1,241 @@
+"""What the frontend costs: its doors with a model that only counts, beside a bare handler that sends as many frames
+of the same size. Both take turns in one run, for the machine is shared and its speed is not constant.
+
+Frames per second say what one frontend carries here, with generator and engine core on the same machine, and mean
+something where the frontend was busy all the time. CPU time per frame leaves the others out. A frame may hold several
+tokens: what a busy frontend has not sent yet merges.
+
+The bare handler runs each stream to its end in one go, and once more giving the others a turn after each frame, as
+streams of one engine must. With a step time it also waits that long between frames: then every frame wakes its reader
+up, which makes the same system call several times dearer. Paced, only CPU time per frame compares.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import msgspec
+from cyclopts import Parameter
+from cyclopts.validators import Number
+from rich.console import Console
+from rich.table import Table
+
+from ...core.errors import Unavailable
+from ..server_process import LOOPBACK, CpuMeter, Place, free_ports, own_server, process, require_open, until_open
+from .bare_streams import Frames
+from .driver import Pace
+from .endpoints import DoorName, Manner
+from .fake_model import NAME, write_repository
+from .figures import figures
+from .plan import Form, Prompts, uniform_jobs
+from .worker import Load, Outcome, Target, run
+
+_BLOCK = 16
+_OURS = "charonia"
+_TURNS = "bare, in turns"
+_STEPS = "bare, in steps"
+_Count = Annotated[int, Parameter(validator=Number(gt=0))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What every turn of every contender does."""
+
+    door: DoorName = "completions"
+    """The protocol."""
+    streams: _Count = 256
+    """Requests at a time."""
+    requests: _Count = 512
+    """Requests of one turn."""
+    prompt: _Count = 16
+    """Tokens of each prompt."""
+    new: _Count = 128
+    """New tokens of each request."""
+    repeats: _Count = 2
+    """Turns of each contender."""
+    step_ms: Annotated[float, Parameter(validator=Number(gte=0))] = 15.0
+    """Milliseconds that a step of the fake engine takes, besides what it costs; at 0 most frames hold many tokens."""
+    processes: _Count = 1
+    """Generator processes."""
+
+
+class Leg(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of one contender. `frontend_cpu` and `generator_cpu` are cores used on average, the latter by the
+    busiest generator; `microseconds_per_frame` are of frontend CPU, a request's own cost spread over its frames."""
+
+    name: str
+    frames: int
+    tokens_per_frame: float
+    bytes_per_frame: float
+    frames_per_s: float
+    microseconds_per_frame: float
+    frontend_cpu: float
+    generator_cpu: float
+    errors: dict[str, int]
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """All turns, and the medians' ratios."""
+
+    trial: Trial
+    legs: list[Leg]
+
+    def frames_per_s(self, name: str) -> float:
+        return median(leg.frames_per_s for leg in self.legs if leg.name == name)
+
+    def microseconds_per_frame(self, name: str) -> float:
+        return median(leg.microseconds_per_frame for leg in self.legs if leg.name == name)
+
+    def others(self) -> list[str]:
+        """The contenders beside charonia."""
+        return [name for name in dict.fromkeys(leg.name for leg in self.legs) if name != _OURS]
+
+    def ratio(self, name: str) -> float:
+        """Charonia's frames per second, in those of contender `name`."""
+        return self.frames_per_s(_OURS) / self.frames_per_s(name)
+
+    def cpu_ratio(self, name: str) -> float:
+        """The same per second of frontend CPU."""
+        return self.microseconds_per_frame(name) / self.microseconds_per_frame(_OURS)
+
+
+def compare(trial: Trial, log: Callable[[str], None]) -> Comparison:
+    """Run the contenders in turns.
+
+    Raises:
+        Unavailable: a server cannot be started, or its door is closed.
+    """
+    with _servers(trial) as (ours, bare):
+        legs: list[Leg] = []
+        for _ in range(trial.repeats):
+            first = _leg(_OURS, trial, ours, None)
+            legs.append(first)
+            log(_line(first))
+            for name, pause in _bare_ways(trial).items():
+                legs.append(_leg(name, trial, bare, _frames(first, trial, pause)))
+                log(_line(legs[-1]))
+        return Comparison(trial, legs)
+
+
+def _bare_ways(trial: Trial) -> dict[str, float | None]:
+    steps = {_STEPS: trial.step_ms / 1e3} if trial.step_ms else {}
+    return {"bare": None, _TURNS: 0.0, **steps}
+
+
+def _frames(leg: Leg, trial: Trial, pause: float | None) -> Frames:
+    return Frames(max(1, round(leg.frames / trial.requests)), round(leg.bytes_per_frame), pause)
+
+
+@contextmanager
+def _servers(trial: Trial) -> Iterator[tuple[Place, Place]]:
+    parameters = {
+        "max_num_seqs": trial.streams,
+        "max_num_batched_tokens": 4 * trial.streams,
+        "max_queued_requests": 2 * trial.streams,
+        "fake_step_seconds": trial.step_ms / 1e3,
+        "fake_max_model_len": _length(trial),
+        # Room for all: preemption is no business of the frontend's.
+        "kv_cache_blocks": trial.streams * (_length(trial) // _BLOCK + 1),
+    }
+    with ExitStack() as stack:
+        scratch = stack.enter_context(TemporaryDirectory(prefix="charonia-bench-"))
+        repository = write_repository(Path(scratch) / "models", parameters)
+        ours = stack.enter_context(own_server("--model-repository", str(repository)))
+        if trial.door == "grpc":
+            require_open(ours, ours.grpc_port, "the gRPC door")
+        yield ours, stack.enter_context(_bare_server())
+
+
+def _length(trial: Trial) -> int:
+    return trial.prompt + trial.new + _BLOCK
+
+
+@contextmanager
+def _bare_server() -> Iterator[Place]:
+    http_port, grpc_port = free_ports(2)
+    command = [sys.executable, "-m", "charonia.bench.load.bare_streams", str(http_port), str(grpc_port)]
+    with process(command) as (pid, alive):
+        place = Place(LOOPBACK, http_port, grpc_port, pid)
+        until_open(place, alive)
+        yield place
+
+
+def _leg(name: str, trial: Trial, place: Place, frames: Frames | None) -> Leg:
+    meter = CpuMeter(place.pid)
+    outcomes = run(_load(trial, place, frames), trial.processes, on_start=meter.start)
+    spent = meter.spent()
+    return _measured(name, outcomes, spent.frontend if spent else float("nan"))
+
+
+def _load(trial: Trial, place: Place, frames: Frames | None) -> Load:
+    grpc = trial.door == "grpc"
+    # Whatever our door is called: the bare handler's events are those of completions.
+    door: DoorName = trial.door if grpc or frames is None else "completions"
+    form: Form = "text" if door == "chat" else "ids"
+    target = Target(
+        host=place.host,
+        port=place.grpc_port if grpc else place.http_port,
+        door=door,
+        manner=Manner(NAME, counted=False),
+    )
+    fixed = None if frames is None else frames.prompt()
+    return Load(
+        target=target,
+        jobs=uniform_jobs([0.0] * trial.requests, trial.prompt, trial.new),
+        prompts=Prompts(form=form, fixed=fixed),
+        pace=Pace(concurrency=trial.streams),
+        warm_up=0,
+    )
+
+
+def _measured(name: str, outcomes: Sequence[Outcome], spent: float) -> Leg:
+    seen = figures([record for outcome in outcomes for record in outcome.records])
+    if not seen.frames:
+        raise Unavailable(f"{name} sent nothing: {seen.errors}")
+    return Leg(
+        name=name,
+        frames=seen.frames,
+        tokens_per_frame=seen.output_tokens / seen.frames,
+        bytes_per_frame=seen.size / seen.frames,
+        frames_per_s=seen.per_second(seen.frames),
+        microseconds_per_frame=spent / seen.frames * 1e6,
+        frontend_cpu=spent / seen.seconds,
+        generator_cpu=max(outcome.cpu / outcome.seconds for outcome in outcomes),
+        errors=seen.errors,
+    )
+
+
+def _line(leg: Leg) -> str:
+    return f"{leg.name}: {leg.frames_per_s:,.0f} frames/s" + (f", errors {leg.errors}" if leg.errors else "")
+
+
+def _cells(leg: Leg) -> list[str]:
+    return [
+        f"{leg.frames:,}",
+        f"{leg.tokens_per_frame:.2f}",
+        f"{leg.bytes_per_frame:.0f}",
+        f"{leg.frames_per_s:,.0f}",
+        f"{leg.microseconds_per_frame:.1f}",
+        f"{leg.frontend_cpu:.0%}",
+        f"{leg.generator_cpu:.0%}",
+    ]
+
+
+def show(console: Console, comparison: Comparison) -> None:
+    """Print the turns and the ratios."""
+    trial = comparison.trial
+    table = Table(title=f"{trial.door}: {trial.streams} streams, {trial.requests} requests of {trial.new} tokens")
+    columns = ("", "frames", "tokens each", "bytes each", "per s", "CPU µs each", "frontend CPU", "generator CPU")
+    for column in columns:
+        table.add_column(column, justify="right" if column else "left")
+    for leg in comparison.legs:
+        table.add_row(leg.name, *_cells(leg))
+    console.print(table)
+    for name in comparison.others():
+        by_cpu = comparison.cpu_ratio(name)
+        console.print(f"charonia / {name}: {comparison.ratio(name):.2f} in frames/s, {by_cpu:.2f} per frontend CPU")

@@ -1,0 +1,1 @@
+"""Long proofs of `make proof`: soaks, floods, kills, random drivers."""

@@ -1,0 +1,150 @@
+"""Ten thousand requests that are wrong, and none of them hurts: `python -m charonia.bench.proofs.bodies`.
+
+Mutants of valid requests go to every door that takes one, a third of them over gRPC. Each must be answered or hung up
+on within a bound, none with a fault of the server's (5xx; over gRPC INTERNAL, UNKNOWN and the like), none with a
+traceback in its log; and afterwards it still serves, and its memory has not grown. The core computes: its weights are
+random.
+"""
+
+import asyncio
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from cyclopts import App
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from ..fuzz.answer_checks import Rpc, Verdict, ask_http
+from ..fuzz.grpc_mutations import rpc_mutant
+from ..fuzz.http_mutations import LIMIT, mutant, valid_requests
+from ..load.tiny_model import ECHO, NAME, tiny_server
+from ..server_process import Place
+from .process_stats import Census, census, until_idle
+from .trend import Trend, trend
+
+AT_ONCE = 24
+LOOKS = 60
+"""How often memory is looked at."""
+_RPC_SHARE = 3
+"""Every third mutant goes over gRPC."""
+
+app = App(name="python -m charonia.bench.proofs.bodies", help=__doc__)
+
+
+class Targets(NamedTuple):
+    """A language model, and one of the backend `identity` if there is one."""
+
+    model: str
+    identity: str = ""
+
+
+class Look(NamedTuple):
+    done: int
+    seen: Census
+
+
+class Findings(NamedTuple):
+    verdicts: list[Verdict]
+    looks: list[Look]
+
+    @property
+    def faults(self) -> list[Verdict]:
+        return [verdict for verdict in self.verdicts if verdict.fault]
+
+
+async def assail(
+    place: Place, targets: Targets, numbers: range, seed: int, tell: Callable[[], None] = lambda: None
+) -> Findings:
+    """Send the mutants of these numbers, some at a time, and look at the server's processes in between."""
+    model = targets.model
+    valid, remaining, rpc = valid_requests(model, targets.identity), iter(numbers), Rpc(place)
+    found, every = Findings([], []), max(1, len(numbers) // LOOKS)
+
+    async def one_after_another() -> None:
+        for number in remaining:
+            if number % _RPC_SHARE:
+                verdict = await ask_http(place, mutant(valid, seed, number))
+            else:
+                verdict = await rpc.ask(rpc_mutant(model, seed, number))
+            if verdict.fault:
+                verdict = verdict._replace(fault=f"number {number}: {verdict.fault}")
+            found.verdicts.append(verdict)
+            if len(found.verdicts) % every == 0:
+                found.looks.append(Look(len(found.verdicts), census(place)))
+            tell()
+
+    try:
+        async with asyncio.TaskGroup() as senders:
+            for _ in range(AT_ONCE):
+                senders.create_task(one_after_another())
+    finally:
+        await rpc.close()
+    await until_idle(place)
+    return found
+
+
+def tracebacks(place: Place) -> list[str]:
+    """The last line of every traceback in the server's log."""
+    text = "" if place.log is None else place.log.read_text(errors="replace")
+    said = text.split("Traceback (most recent call last):")[1:]
+    return [next((line for line in each.splitlines() if line[:1].strip()), "") for each in said]
+
+
+def memory(looks: list[Look]) -> dict[str, Trend]:
+    """How the memory of the frontend and of the core went, in bytes."""
+    done = [look.done for look in looks]
+    return {
+        "frontend": trend(done, [look.seen.frontend.rss for look in looks]),
+        "core": trend(done, [look.seen.cores[0].rss for look in looks]),
+    }
+
+
+def show(console: Console, found: Findings, trends: dict[str, Trend]) -> None:
+    """The table of what was answered to what, and the figures."""
+    answers = sorted({verdict.answer for verdict in found.verdicts})
+    table = Table("mutation", "sent", *answers)
+    counts = Counter((verdict.kind, verdict.answer) for verdict in found.verdicts)
+    for kind in sorted({verdict.kind for verdict in found.verdicts}):
+        row = [counts[kind, answer] for answer in answers]
+        table.add_row(kind, str(sum(row)), *(str(count or "") for count in row))
+    console.print(table)
+    for verdict in found.faults[:20]:
+        console.print(f"{verdict.kind}: {verdict.fault}", markup=False, highlight=False)
+    for who, each in trends.items():
+        print(f"{who}: {told(each)}")
+
+
+def told(each: Trend) -> str:
+    """Memory and its growth, for people."""
+    mib = 1 << 20
+    word = "flat" if each.flat else "GROWS"
+    return f"{each.mean / mib:.1f} MiB, grew {each.growth / mib:+.2f} MiB, noise {each.noise / mib:.2f} MiB: {word}"
+
+
+@app.default
+def main(count: int = 10_000, seed: int = 0, first: int = 0) -> None:
+    """Send `count` mutants from number `first` on; the exit code tells whether all was well."""
+    console = Console()
+    with tiny_server("--http-max-input-size", str(LIMIT)) as place, Progress(console=console) as progress:
+        task = progress.add_task("mutants", total=count)
+        found = asyncio.run(
+            assail(place, Targets(NAME, ECHO), range(first, first + count), seed, lambda: progress.advance(task))
+        )
+        cores, broken = census(place).cores, tracebacks(place)
+    same = cores[0].pid == found.looks[0].seen.cores[0].pid
+    trends = memory(found.looks)
+    show(console, found, trends)
+    for line in broken[:20]:
+        print(f"in the log: {line}")
+    print(
+        f"{len(found.verdicts):,} mutants, {len(found.faults)} answered wrongly, {len(broken)} tracebacks, "
+        f"core {'alive throughout' if same else 'LOST'}"
+    )
+    sys.exit(bool(found.faults or broken) or not same or not all(each.flat for each in trends.values()))
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,173 @@
+"""Two thousand streams whose clients leave, and nothing of them stays: `python -m charonia.bench.proofs.disconnects`.
+
+Clients ask every streaming door, many at a time, and leave at random moments: before they sent anything, midway in
+head or body, before the first event, in the stream, behind it; politely or with a reset. Then the server must
+hold what it held before: no request, no block, no descriptor, no socket, no thread, no process, no memory. It must
+have counted an end for each request that it read, still serve, and, as nothing is left to finish, leave at once when
+told to.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from cyclopts import App
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from ..fuzz.disconnecting_clients import Channels, Moment, Visit, pay, visit
+from ..load.fake_model import NAME
+from ..server_process import Place
+from .bodies import tracebacks
+from .fake_load import fake_server
+from .process_stats import Census, census, scrape, settled, since, until_idle
+
+AT_ONCE = 64
+_WARM_UP = 1 / 4
+"""Before the first census, this share of visits is paid beside the others: pools and arenas fill."""
+_LEAVE_SECONDS = 5.0
+"""A server with nothing to do leaves within this time."""
+_GROWTH = 0.05
+"""Memory may be this share larger: what 2,000 requests of 10 KiB would leave is more."""
+
+# Steps take some time, or nobody would leave in the middle of an answer.
+ENGINE = {"fake_step_seconds": 0.005, "max_num_seqs": 64, "max_queued_requests": 10_000}
+
+app = App(name="python -m charonia.bench.proofs.disconnects", help=__doc__)
+
+
+class Remains(NamedTuple):
+    """What was there before and after the visits, and how the requests of these ended, by the server's count."""
+
+    visits: Sequence[Visit]
+    before: Census
+    after: Census
+    outcomes: dict[str, int]
+
+    @property
+    def faults(self) -> list[str]:
+        """What is left of those who left."""
+        whole = sum(each.moment not in (Moment.CONNECTED, Moment.HEAD, Moment.BODY) for each in self.visits)
+        stayed = sum(each.moment is Moment.END for each in self.visits)
+        found = list(self.after.beyond(self.before))
+        if self.outcomes.get("length", 0) < stayed:
+            found.append(f"{stayed} stayed to the end, {self.outcomes.get('length', 0)} were answered to the end")
+        if "error" in self.outcomes:
+            found.append(f"{self.outcomes['error']} ended with an error of the server's")
+        # A request over HTTP that was reset may have been lost on the way.
+        if not whole / 2 <= sum(self.outcomes.values()):
+            found.append(f"{whole} requests were sent whole, {sum(self.outcomes.values())} have an end")
+        return found
+
+
+async def besiege(
+    place: Place, model: str, numbers: range, seed: int, tell: Callable[[], None] = lambda: None
+) -> Remains:
+    """Pay the visits of these numbers, and wait until the server is idle.
+
+    Raises:
+        Unavailable: it does not get idle.
+    """
+    await _pay_all(place, model, [visit(seed, -1 - n) for n in range(round(len(numbers) * _WARM_UP))], tell)
+    counted = (await until_idle(place)).outcomes()
+    before, visits = await _at_rest(place), [visit(seed, number) for number in numbers]
+    await _pay_all(place, model, visits, tell)
+    outcomes = since(counted, (await until_idle(place)).outcomes())
+    return Remains(visits, before, await settled(place, before), outcomes)
+
+
+async def _at_rest(place: Place) -> Census:
+    """What it holds when its connections are closed: as soon as two looks agree."""
+    last = census(place)
+    while True:
+        await asyncio.sleep(0.3)
+        now = census(place)
+        if now.frontend.sockets == last.frontend.sockets:
+            return now
+        last = now
+
+
+async def _pay_all(place: Place, model: str, visits: Sequence[Visit], tell: Callable[[], None]) -> None:
+    remaining, channels = iter(visits), Channels()
+
+    async def one_after_another() -> None:
+        for each in remaining:
+            await pay(place, model, each, channels)
+            tell()
+
+    async with asyncio.TaskGroup() as visitors:
+        for _ in range(min(AT_ONCE, len(visits))):
+            visitors.create_task(one_after_another())
+
+
+def leaves_at_once(place: Place) -> float:
+    """Seconds the server takes to end when it is asked to; endless where it does not."""
+    assert place.pid is not None
+    asked = time.monotonic()
+    os.kill(place.pid, signal.SIGTERM)
+    while not _ended(place.pid):
+        if time.monotonic() - asked > _LEAVE_SECONDS:
+            return float("inf")
+        time.sleep(0.02)
+    return time.monotonic() - asked
+
+
+def _ended(pid: int) -> bool:
+    # Its parent, who is us, has not reaped it yet.
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] == "Z"
+
+
+def show(console: Console, remains: Remains) -> None:
+    """Who left when; what was held before and after."""
+    counts = Counter((each.moment, each.door) for each in remains.visits)
+    doors = sorted({door for _, door in counts})
+    left = Table("left", *doors)
+    for moment in Moment:
+        left.add_row(moment.value, *(str(counts[moment, door]) for door in doors))
+    console.print(left)
+    held = Table("held", "frontend before", "after", "core before", "after")
+    before, after = remains.before, remains.after
+    for what in ("descriptors", "sockets", "threads"):
+        pairs = ((before.frontend, after.frontend), (before.cores[0], after.cores[0]))
+        held.add_row(what, *(str(getattr(each, what)) for pair in pairs for each in pair))
+    mib = 1 << 20
+    sizes = (before.frontend.rss, after.frontend.rss, before.cores[0].rss, after.cores[0].rss)
+    held.add_row("memory, MiB", *(f"{size / mib:.1f}" for size in sizes))
+    console.print(held)
+
+
+def grown(remains: Remains) -> list[str]:
+    """Whose memory has grown by more than noise."""
+    before, after = remains.before, remains.after
+    pairs = {"frontend": (before.frontend.rss, after.frontend.rss), "core": (before.cores[0].rss, after.cores[0].rss)}
+    return [f"{who} grew by {now / then - 1:.0%}" for who, (then, now) in pairs.items() if now > then * (1 + _GROWTH)]
+
+
+@app.default
+def main(count: int = 2_000, seed: int = 0) -> None:
+    """Pay `count` visits after the warm-up; the exit code tells whether nothing stayed."""
+    console = Console()
+    with fake_server(ENGINE) as place:
+        with Progress(console=console) as progress:
+            task = progress.add_task("visits", total=count + round(count * _WARM_UP))
+            remains = asyncio.run(besiege(place, NAME, range(count), seed, lambda: progress.advance(task)))
+        busy, broken = scrape(place).busy, tracebacks(place)
+        seconds = leaves_at_once(place)
+    show(console, remains)
+    faults = [*remains.faults, *grown(remains), *(f"in the log: {line}" for line in broken)]
+    faults += [f"left in {seconds:g} s"] if seconds > _LEAVE_SECONDS else []
+    for fault in faults[:20]:
+        print(fault)
+    print(f"{count:,} visits, ends {remains.outcomes}, left {busy or 'nothing'}, and the server in {seconds:.2f} s")
+    sys.exit(bool(faults))
+
+
+if __name__ == "__main__":
+    app()

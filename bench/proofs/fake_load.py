@@ -1,0 +1,71 @@
+"""What the proofs under load share: a server of our own over a fake model, and loads put to it by several tenants.
+
+The fake executor makes a step take a known time, so that capacity is known too and no machine's speed is measured.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from ..load.driver import Pace, Record
+from ..load.endpoints import OK, Manner
+from ..load.fake_model import NAME, write_repository
+from ..load.plan import Job, Prompts, poisson, uniform_jobs, until
+from ..load.worker import Load, Target, run
+from ..server_process import Place, own_server
+
+
+@contextmanager
+def fake_server(parameters: Mapping[str, object], *flags: str) -> Iterator[Place]:
+    """A server over the fake model, set up with `parameters`, and gone in the end."""
+    with TemporaryDirectory(prefix="charonia-proof-") as directory:
+        repository = write_repository(Path(directory) / "models", parameters)
+        with own_server("--model-repository", str(repository), *flags) as place:
+            yield place
+
+
+class Shape(NamedTuple):
+    """Tokens of every request."""
+
+    prompt: int
+    new: int
+
+
+def open_load(place: Place, shape: Shape, rate: float, seconds: float, seed: int, api_key: str = "") -> Load:
+    """`rate` requests a second on average, arriving at random."""
+    arrivals = poisson(rate, round(2 * rate * seconds) + 100, seed)
+    return _load(place, until(uniform_jobs(arrivals, *shape), seconds), Pace(), seed, api_key)
+
+
+def closed_load(place: Place, shape: Shape, concurrency: int, seconds: float, api_key: str = "") -> Load:
+    """So many requests at a time."""
+    jobs = uniform_jobs([0.0] * 100_000, *shape)
+    return _load(place, jobs, Pace(concurrency=concurrency, duration=seconds), 0, api_key)
+
+
+def _load(place: Place, jobs: list[Job], pace: Pace, seed: int, api_key: str) -> Load:
+    target = Target(
+        host=place.host, port=place.http_port, door="completions", manner=Manner(NAME, counted=False, api_key=api_key)
+    )
+    return Load(target=target, jobs=jobs, prompts=Prompts(seed=seed), pace=pace, warm_up=1)
+
+
+def records_of(load: Load) -> list[Record]:
+    """What came of a load."""
+    return [record for outcome in run(load) for record in outcome.records]
+
+
+def side_by_side(loads: Sequence[Load]) -> list[list[Record]]:
+    """What came of several loads put at the same time, in their order."""
+    with ThreadPoolExecutor(len(loads)) as threads:
+        return list(threads.map(records_of, loads))
+
+
+def saturating_rate(place: Place, shape: Shape, concurrency: int, seconds: float, api_key: str = "") -> float:
+    """Requests a second that are served while somebody always waits; the start and the end are left out."""
+    records = records_of(closed_load(place, shape, concurrency, seconds, api_key))
+    ends = [record.ended for record in records if record.status == OK and seconds / 4 <= record.ended <= seconds]
+    return len(ends) / (seconds * 3 / 4)

@@ -1,0 +1,155 @@
+"""Families of decoders that are hard on a cache, token for token: `python -m charonia.bench.proofs.families`.
+
+Attention sinks, and keys and values of unequal size or number. Of each family a tiny model with random weights computes
+greedily, by transformers.generate and by the engine, over a cache that is too small for all: cut prompts, prefix hits,
+preemption, a step ahead.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from cyclopts import App
+
+from ...engine.config import CacheConfig, EngineConfig
+from ...engine.worker.inline_executor import InlineExecutor
+from ...kvcache.manager import KVCacheManager
+from ...scheduler.config import SchedulerConfig
+from ...scheduler.plan import RowSampling, StepPlan
+from ...scheduler.scheduler import Scheduler
+from ...scheduler.sequence import SequenceRequest
+from ..checkpoint import write_random
+from ..inline_loop import Outcome, run
+
+LENGTHS, SHARED, NEW = (15, 30, 14, 29, 46, 60), 33, 24
+"""Of prompts, of what half of them begin with, and of what is generated."""
+BLOCKS, BLOCK, CHUNK = 9, 16, 29
+
+_TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "vocab_size": 384,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+    "dtype": "float32",
+}
+_SLIDING: dict[str, Any] = {"sliding_window": 19, "layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_ROUTED = _EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+_SHARED = _SLIDING | {
+    "num_hidden_layers": 4,
+    "layer_types": 2 * _SLIDING["layer_types"],
+    "num_kv_shared_layers": 2,
+    "global_head_dim": 32,
+    "vocab_size_per_layer_input": 384,
+    "hidden_size_per_layer_input": 16,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "axk1": _LATENT | _ROUTED,
+    "deepseek_v2": _LATENT | _ROUTED | {"first_k_dense_replace": 1, "topk_method": "greedy"},
+    "deepseek_v3": _LATENT | _ROUTED | {"first_k_dense_replace": 1},
+    "flint": _SLIDING | _EXPERTS | {"num_experts": 4},
+    "gemma4_text": _SHARED,
+    "gemma4_unified_text": _SHARED,
+    "glm4_moe_lite": _LATENT | _ROUTED,
+    "gpt_oss": _SLIDING | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granite_swa": _SLIDING | {"attention_multiplier": 0.25},
+    "granitemoe_swa": _SLIDING | {"attention_multiplier": 0.25, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "longcat_flash": _LATENT | _ROUTED | {"num_layers": 2, "num_hidden_layers": 4, "expert_ffn_hidden_size": 48},
+    "mimo_v2_flash": _SLIDING | _ROUTED | {"head_dim": 32, "v_head_dim": 16, "mlp_layer_types": ["dense", "sparse"]},
+    "minicpm3": _LATENT,
+    "youtu": _LATENT,
+}
+"""transformers' model types, with what is theirs alone."""
+
+app = App(name="python -m charonia.bench.proofs.families", help=__doc__)
+
+
+def faults(family: str, directory: Path, device: str = "cpu") -> Iterator[str]:
+    """What is wrong with a family, of which a checkpoint is made in `directory`."""
+    write_random(directory, _TINY | FAMILIES[family] | {"model_type": family})
+    prompts = _prompts()
+    outcome, plans = _served(directory, device, prompts)
+    for number, (prompt, right) in enumerate(zip(prompts, _generated(directory, device, prompts), strict=True)):
+        if outcome.tokens[number] != right:
+            yield f"a prompt of {len(prompt)}: {outcome.tokens[number]}, not {right}"
+    if not any((~plan.samples).any() for plan in plans):
+        yield "no prompt was cut"
+    if not sum(outcome.cached.values()):
+        yield "nothing came out of the prefix cache"
+    if sum(len(plan.new) for plan in plans) == len(prompts):
+        yield "nobody was preempted"
+
+
+def _prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    drawn = [torch.randint(1, 384, (length,), generator=generator).tolist() for length in LENGTHS]
+    return [drawn[-1][:SHARED] + each if number % 2 else each for number, each in enumerate(drawn)]
+
+
+def _served(directory: Path, device: str, prompts: list[list[int]]) -> tuple[Outcome, list[StepPlan]]:
+    cache, plans = KVCacheManager(BLOCKS, BLOCK), list[StepPlan]()
+    executor = InlineExecutor(EngineConfig(model=str(directory), device=device, cache=CacheConfig(block_size=BLOCK)))
+    try:
+        executor.load(lambda phase, fraction: None)
+        executor.allocate(BLOCKS)
+        requests = []
+        for key, prompt in enumerate(prompts):
+            tokens = np.array(prompt, np.int32)
+            hashes = cache.digest(tokens)
+            requests.append(
+                SequenceRequest(key=key, prompt=tokens, max_tokens=NEW, hashes=hashes, sampling=RowSampling())
+            )
+        config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=CHUNK, max_model_len=256, ahead=1)
+        return run(Scheduler(config, cache), executor, requests, observe=plans.append), plans
+    finally:
+        executor.close()
+
+
+@torch.inference_mode()
+def _generated(directory: Path, device: str, prompts: list[list[int]]) -> Iterator[list[int]]:
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").to(device)
+    model.generation_config.eos_token_id = None
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=device)
+        mask = torch.ones_like(ids)
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        yield out[0, len(prompt) :].tolist()
+
+
+@app.default
+def main(device: str = "cpu") -> None:
+    """Compare all families on `device`; the exit code tells whether all are equal."""
+    broken = 0
+    for family in FAMILIES:
+        with TemporaryDirectory() as scratch:
+            found = list(faults(family, Path(scratch), device))
+        broken += bool(found)
+        print(f"{family}: {'; '.join(found) or 'the same tokens'}")
+    sys.exit(broken > 0)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,93 @@
+"""Ten times too much to do, and as much done as ever: `python -m charonia.bench.proofs.overload`.
+
+A rate sweep over a real server with the fake executor finds the highest goodput; then ten times what saturates it
+arrives for a minute. Goodput must be at least 90 % of the highest, and 99 of 100 refusals take less than 50 ms.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from cyclopts import App
+
+from ..load.driver import Record
+from ..load.endpoints import OK
+from ..load.figures import Slo
+from ..server_process import Place
+from .fake_load import Shape, fake_server, open_load, records_of, saturating_rate
+
+SHAPE = Shape(prompt=32, new=32)
+ROWS = 16
+ENGINE = {
+    "fake_step_seconds": 0.02,
+    "max_num_seqs": ROWS,
+    "max_num_batched_tokens": 256,
+    "prefix_caching": False,
+    # What waits has started within a second at this pace: whoever is let in keeps the objective.
+    "max_queued_requests": 24,
+}
+OBJECTIVE = Slo(ttft_ms=2000)
+SWEEP = (0.5, 0.8, 1.0, 1.2)
+OVERLOAD = 10
+REFUSED = "HTTP 429"
+LEAST_GOODPUT, SLOWEST_REFUSAL = 0.9, 0.05
+
+app = App(name="python -m charonia.bench.proofs.overload", help=__doc__)
+
+
+def goodput(records: Sequence[Record], seconds: float) -> float:
+    """Requests a second that kept the objective and ended while the load went on; its first quarter is left out."""
+    good = [record for record in records if OBJECTIVE.kept_by(record) and seconds / 4 <= record.ended <= seconds]
+    return len(good) / (seconds * 3 / 4)
+
+
+def refusals(records: Sequence[Record]) -> list[float]:
+    """Seconds each refusal took."""
+    return [record.ended - record.sent for record in records if record.status == REFUSED]
+
+
+class Overloaded(NamedTuple):
+    """Good requests a second: the most of the sweep, and under overload; and what came of each request then."""
+
+    highest: float
+    reached: float
+    records: Sequence[Record]
+
+    @property
+    def statuses(self) -> list[str]:
+        return sorted({record.status for record in self.records})
+
+    @property
+    def slowest(self) -> float:
+        """Seconds within which 99 of 100 refusals came."""
+        return float(np.percentile(refusals(self.records), 99))
+
+
+def overload(place: Place, seconds: float, sweep_seconds: float) -> Overloaded:
+    """Sweep the rates, each for `sweep_seconds`, then overload for `seconds`."""
+    rate = saturating_rate(place, SHAPE, ROWS + 8, sweep_seconds)
+    print(f"saturated at {rate:.1f} requests a second")
+    highest = 0.0
+    for factor in SWEEP:
+        reached = goodput(records_of(open_load(place, SHAPE, factor * rate, sweep_seconds, 1)), sweep_seconds)
+        print(f"  {factor:g} times that: {reached:.1f} good requests a second")
+        highest = max(highest, reached)
+    records = records_of(open_load(place, SHAPE, OVERLOAD * rate, seconds, 2))
+    return Overloaded(highest, goodput(records, seconds), records)
+
+
+@app.default
+def main(seconds: float = 60.0, sweep_seconds: float = 15.0) -> None:
+    """Overload for `seconds`; the exit code tells whether both bounds held."""
+    with fake_server(ENGINE, "--log-format", "json") as place:
+        found = overload(place, seconds, sweep_seconds)
+    count, slow = len(refusals(found.records)), found.slowest
+    share = found.reached / found.highest
+    print(f"{OVERLOAD} times that for {seconds:g} s: {found.reached:.1f} good requests a second, {share:.0%}")
+    print(f"{count} of {len(found.records)} refused, p99 {slow * 1e3:.1f} ms; statuses {found.statuses}")
+    sys.exit(share < LEAST_GOODPUT or slow > SLOWEST_REFUSAL or found.statuses != [REFUSED, OK])
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,171 @@
+"""What a server of ours holds, as any operator can see it: its processes in /proc, its work on the metrics port.
+
+Knows nothing of what is asked there.
+"""
+
+import asyncio
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+from urllib.request import ProxyHandler, build_opener
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from ...core.errors import Unavailable
+from ..server_process import Place, children
+
+_POLL_SECONDS = 0.05
+_CORE = "charonia-core"
+_LATE_THREADS = 4
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+_http = build_opener(ProxyHandler({}))
+
+
+class Process(NamedTuple):
+    """One process; `rss` in bytes. A zombie holds nothing but its name."""
+
+    pid: int
+    name: str
+    zombie: bool
+    rss: int
+    descriptors: int
+    sockets: int
+    threads: int
+
+
+class Census(NamedTuple):
+    """A server's processes: the frontend, its engine cores, and its other children, which are Python's own."""
+
+    frontend: Process
+    cores: tuple[Process, ...]
+    others: tuple[Process, ...] = ()
+
+    def beyond(self, before: "Census") -> Iterator[str]:
+        """What is held that was not held before: descriptors, sockets, processes, zombies, and more threads than pools
+        may start late."""
+        yield from _more("frontend", before.frontend, self.frontend)
+        for what in ("cores", "others"):
+            then, now = getattr(before, what), getattr(self, what)
+            if len(now) > len(then):
+                yield f"{len(now)} {what}, {len(then)} before"
+            yield from (f"zombie {each.name} ({each.pid})" for each in now if each.zombie)
+        for old, new in zip(before.cores, self.cores, strict=False):
+            yield from _more("core", old, new)
+
+
+def _more(who: str, before: Process, now: Process) -> Iterator[str]:
+    for what, late in (("descriptors", 0), ("sockets", 0), ("threads", _LATE_THREADS)):
+        then, count = getattr(before, what), getattr(now, what)
+        if count > then + late:
+            yield f"{who}: {count} {what}, {then} before"
+
+
+def census(place: Place) -> Census:
+    """Raises `Unavailable` where the server is not ours, or gone."""
+    if place.pid is None:
+        raise Unavailable("the server is not ours to look into")
+    try:
+        found = list(_living(children(place.pid)))
+        cores = tuple(each for each in found if each.name == _CORE)
+        return Census(_process(place.pid), cores, tuple(each for each in found if each.name != _CORE))
+    except OSError as error:
+        raise Unavailable(f"the server is gone: {error}") from None
+
+
+def _living(pids: list[int]) -> Iterator[Process]:
+    for pid in sorted(pids):
+        try:
+            yield _process(pid)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+
+
+def _process(pid: int) -> Process:
+    folder = Path(f"/proc/{pid}")
+    # The second field is a name in parentheses, which may hold anything.
+    head, _, rest = (folder / "stat").read_text().rpartition(")")
+    name, fields = head.partition("(")[2], rest.split()
+    if fields[0] == "Z":
+        return Process(pid, name, True, 0, 0, 0, 0)
+    links = [_target(link) for link in (folder / "fd").iterdir()]
+    sockets = sum(link.startswith("socket:") for link in links)
+    return Process(pid, name, False, int(fields[21]) * _PAGE, len(links), sockets, int(fields[17]))
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except FileNotFoundError:
+        return ""
+
+
+class Scrape:
+    """One look at the metrics port."""
+
+    def __init__(self, text: str) -> None:
+        self._samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum over all series of this name that have these labels; 0 where there is none."""
+        wanted = labels.items()
+        return sum(each.value for each in self._samples if each.name == name and wanted <= each.labels.items())
+
+    def outcomes(self) -> dict[str, int]:
+        """Ended requests by outcome."""
+        counts: dict[str, int] = {}
+        for sample in self._samples:
+            if sample.name == "charonia_requests_total":
+                outcome = sample.labels["outcome"]
+                counts[outcome] = counts.get(outcome, 0) + int(sample.value)
+        return counts
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """What a server that does nothing has none of: the names and values that are not zero."""
+        names = (
+            "charonia_requests_running",
+            "charonia_requests_waiting",
+            "charonia_kv_cache_usage_ratio",
+            "nv_inference_pending_request_count",
+        )
+        return {name: value for name in names if (value := self.total(name))}
+
+
+def since(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    """What was counted in between, zeros left out."""
+    return {name: count - before.get(name, 0) for name, count in now.items() if count != before.get(name, 0)}
+
+
+def scrape(place: Place) -> Scrape:
+    """Raises `Unavailable` where no metrics port answers."""
+    try:
+        with _http.open(f"http://{place.host}:{place.metrics_port}/metrics", timeout=30) as answer:
+            return Scrape(answer.read().decode())
+    except OSError as error:
+        raise Unavailable(f"the metrics port does not answer: {error}") from None
+
+
+async def until_idle(place: Place, seconds: float = 30.0) -> Scrape:
+    """Look until nothing runs, waits or holds a block.
+
+    Raises:
+        Unavailable: something still does after so many seconds; the message names it.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    while (seen := await asyncio.to_thread(scrape, place)).busy:
+        if loop.time() > deadline:
+            raise Unavailable(f"not idle after {seconds:g} s: {seen.busy}")
+        await asyncio.sleep(_POLL_SECONDS)
+    return seen
+
+
+async def settled(place: Place, before: Census, seconds: float = 30.0) -> Census:
+    """Look until no more is held than before, or so many seconds are over; connections take a moment to close."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    while any((now := census(place)).beyond(before)) and loop.time() < deadline:  # noqa: ASYNC110 - nobody tells
+        await asyncio.sleep(_POLL_SECONDS)
+    return now

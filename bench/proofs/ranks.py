@@ -1,0 +1,139 @@
+"""A random rank is killed a hundred times under load, and nothing stays: `python -m charonia.bench.proofs.ranks`.
+
+As `proof_kills`, of a model that is split over rank processes. A rank that dies must take the others and the core with
+it: streams end with an error that says so, the model comes back, and of all the dead ranks no process, no shared memory
+and no listening port is left.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from cyclopts import App
+from rich.console import Console
+from rich.progress import Progress
+
+from ..load.tiny_model import NAME, write_repository
+from ..server_process import Place, children, own_server
+from .kills import Quarry, batter, living_cores, show
+
+_LISTENING = "0A"
+"""A TCP socket's state in /proc."""
+
+app = App(name="python -m charonia.bench.proofs.ranks", help=__doc__)
+
+
+class Held(NamedTuple):
+    """What a server's processes hold on the machine: how many ranks and listening sockets, and everybody's segments of
+    shared memory by name."""
+
+    ranks: int
+    listening: int
+    segments: frozenset[str]
+
+    def beyond(self, before: "Held") -> Iterator[str]:
+        """What is held that was not held before."""
+        for what in ("ranks", "listening"):
+            then, now = getattr(before, what), getattr(self, what)
+            if now != then:
+                yield f"{now} {what}, {then} before"
+        yield from (f"/dev/shm/{name} is left" for name in self.segments - before.segments)
+
+
+def rank_pids(place: Place) -> list[int]:
+    """The rank processes of the server's cores."""
+    return [pid for core in living_cores(place) for pid in children(core) if _name(pid) == "charonia-rank"]
+
+
+def held(place: Place) -> Held:
+    """What there is now."""
+    assert place.pid is not None
+    ranks = rank_pids(place)
+    pids = [place.pid, *living_cores(place), *ranks]
+    return Held(len(ranks), sum(map(_listening, pids)), frozenset(each.name for each in Path("/dev/shm").iterdir()))
+
+
+def alive(pids: set[int]) -> list[int]:
+    """Those of the ranks that still run."""
+    return [pid for pid in sorted(pids) if _name(pid) == "charonia-rank"]
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _listening(pid: int) -> int:
+    sockets = {link.readlink().name for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+    lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    return sum(fields[3] == _LISTENING and f"socket:[{fields[9]}]" in sockets for fields in map(str.split, lines))
+
+
+class _Seen:
+    """Ranks to kill, and all that there ever were."""
+
+    def __init__(self) -> None:
+        self.pids: set[int] = set()
+
+    def of(self, place: Place) -> list[int]:
+        now = rank_pids(place)
+        self.pids.update(now)
+        return now
+
+
+@app.default
+def main(
+    kills: int = 100,
+    every: float = 12.0,
+    rate: float = 10.0,
+    tensor: int = 2,
+    pipeline: int = 1,
+    patience: float = 60.0,
+) -> None:
+    """Kill so many times; the exit code tells whether nothing was lost and nothing is left.
+
+    Parameters
+    ----------
+    kills
+        How many times.
+    every
+        Seconds between two, unless the model takes longer to be ready again.
+    rate
+        Requests a second.
+    tensor, pipeline
+        How the model is split.
+    patience
+        Seconds after which a model that is not ready is lost.
+    """
+    console, seen = Console(), _Seen()
+    ranks = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    with TemporaryDirectory(prefix="charonia-proof-") as directory, Progress(console=console) as progress:
+        repository = write_repository(Path(directory) / "models", {"kv_cache_bytes": 16 << 20, **ranks})
+        with own_server("--model-repository", str(repository)) as place:
+            task = progress.add_task("under load", total=None)
+            before = held(place)
+            dues = [(number + 0.5) * every for number in range(kills)]
+            aftermath = batter(
+                place,
+                rate,
+                dues,
+                patience,
+                lambda line: progress.update(task, description=line),
+                Quarry(NAME, seen.of),
+            )
+            left = [*held(place).beyond(before)]
+            left += [f"rank {pid} still runs" for pid in alive(seen.pids - set(rank_pids(place)))]
+        left += [f"rank {pid} outlived the server" for pid in alive(seen.pids)]
+    show(console, aftermath)
+    for fault in left:
+        print(fault)
+    print(f"{len(seen.pids)} ranks lived and died; {before.listening} ports are open as before")
+    sys.exit(bool(aftermath.faults or left))
+
+
+if __name__ == "__main__":
+    app()

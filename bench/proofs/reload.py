@@ -1,0 +1,120 @@
+"""Memory comes back when models are unloaded: `python -m charonia.bench.proofs.reload`.
+
+A server loads an ONNX model of 200 MB, answers with it and unloads it, ten times. What its process holds afterwards
+must be within five percent of what it held after the first time: the libraries stay, and nothing else.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+from urllib.request import ProxyHandler, Request, build_opener
+
+from cyclopts import App
+from rich.console import Console
+
+from ..load.onnx_mlp import write_mlp
+from ..server_process import Place, own_server
+from .process_stats import census
+
+NAME = "large"
+SIZES = (512, 7168, 6656, 512)
+"""54 million weights, 216 MB."""
+
+_BAR = 0.05
+_LOAD_SECONDS = 120
+_UNLOAD_SECONDS = 30.0
+_POLL_SECONDS = 0.05
+
+_http = build_opener(ProxyHandler({}))
+
+app = App(name="python -m charonia.bench.proofs.reload", help=__doc__)
+
+
+class Round(NamedTuple):
+    """Bytes that the server's process held with the model loaded, and after it was unloaded."""
+
+    loaded: int
+    unloaded: int
+
+
+class Reloads(NamedTuple):
+    """`before`: bytes held before anything was loaded."""
+
+    before: int
+    rounds: Sequence[Round]
+
+    @property
+    def growth(self) -> float:
+        """Of what is held without the model, from the first round to the last."""
+        first, last = self.rounds[0].unloaded, self.rounds[-1].unloaded
+        return last / first - 1
+
+
+def reload(directory: Path, sizes: Sequence[int], rounds: int) -> Reloads:
+    """Raises `Unavailable` if the server does not start, and `OSError` if it refuses something."""
+    write_mlp(directory / NAME / "1" / "model.onnx", sizes)
+    with own_server("--model-repository", str(directory), "--model-control-mode", "explicit") as place:
+        before = census(place).frontend.rss
+        return Reloads(before, [_round(place, sizes[0]) for _ in range(rounds)])
+
+
+def _round(place: Place, wide: int) -> Round:
+    _post(place, f"/v2/repository/models/{NAME}/load")
+    tensor = {"name": "INPUT", "datatype": "FP32", "shape": [1, wide], "data": [1.0] * wide}
+    _post(place, f"/v2/models/{NAME}/infer", {"inputs": [tensor]})
+    loaded = census(place).frontend.rss
+    _post(place, f"/v2/repository/models/{NAME}/unload")
+    until = time.monotonic() + _UNLOAD_SECONDS
+    while _is_there(place) and time.monotonic() < until:
+        time.sleep(_POLL_SECONDS)
+    return Round(loaded, _settled(place))
+
+
+def _settled(place: Place) -> int:
+    """What is held once it shrinks no more: unloading goes on after it was answered."""
+    held = census(place).frontend.rss
+    for _ in range(round(_UNLOAD_SECONDS)):
+        time.sleep(10 * _POLL_SECONDS)
+        before, held = held, census(place).frontend.rss
+        if held > 0.99 * before:
+            break
+    return held
+
+
+def _is_there(place: Place) -> bool:
+    index = json.loads(_post(place, "/v2/repository/index"))
+    return any(entry.get("state") in ("READY", "UNLOADING") for entry in index)
+
+
+def _post(place: Place, path: str, body: object = None) -> bytes:
+    data = json.dumps({} if body is None else body).encode()
+    request = Request(f"http://{place.host}:{place.http_port}{path}", data, {"Content-Type": "application/json"})
+    with _http.open(request, timeout=_LOAD_SECONDS) as answer:
+        content: bytes = answer.read()
+        return content
+
+
+@app.default
+def prove(*, rounds: int = 10) -> int:
+    """Load and unload.
+
+    Parameters
+    ----------
+    rounds
+        How many times.
+    """
+    console = Console()
+    with TemporaryDirectory(prefix="charonia-proof-") as directory:
+        done = reload(Path(directory), SIZES, rounds)
+    megabytes = [f"{each.loaded / 1e6:.0f} loaded, {each.unloaded / 1e6:.0f} after" for each in done.rounds]
+    console.print(f"MB held: {done.before / 1e6:.0f} before; {'; '.join(megabytes)}", highlight=False)
+    console.print(f"grown by {done.growth:.1%} since the first time; at most {_BAR:.0%} is allowed", highlight=False)
+    return 0 if done.growth <= _BAR else 1
+
+
+if __name__ == "__main__":
+    sys.exit(app())

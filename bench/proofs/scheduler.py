@@ -1,0 +1,71 @@
+"""Two million random calls of the scheduler, all checked after each: `python -m charonia.bench.proofs.scheduler`.
+
+The same trials as in the tests, longer and more of them. A failure prints the seed that repeats it.
+"""
+
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from os import cpu_count
+from random import Random
+from typing import NamedTuple
+
+from cyclopts import App
+from rich.progress import Progress
+
+from ..fuzz.scheduler_random_driver import ramble
+from ..fuzz.scheduler_trial import Trial
+from ..fuzz.scheduler_world import World
+
+PER_SEED = 10_000
+PER_TRIAL = 2_000
+
+app = App(name="python -m charonia.bench.proofs.scheduler", help=__doc__)
+
+
+class Proved(NamedTuple):
+    """`longest_wait`: of the patience a sequence may need at most, the largest part one did need."""
+
+    operations: int
+    longest_wait: float
+
+
+def prove(seed: int) -> Proved:
+    """At least PER_SEED calls, in worlds drawn from the seed.
+
+    Raises:
+        RuntimeError: a check failed; names seed and world.
+    """
+    random, operations, longest_wait = Random(seed), 0, 0.0
+    while operations < PER_SEED:
+        world = World.drawn(random)
+        trial = Trial(world, seed)
+        try:
+            ramble(trial, random, PER_TRIAL)
+        except Exception as broken:
+            raise RuntimeError(f"seed {seed}, call {operations + trial.operations}, {world}: {broken!r}") from broken
+        operations += trial.operations
+        longest_wait = max(longest_wait, trial.longest_wait)
+    return Proved(operations, longest_wait)
+
+
+@app.default
+def main(operations: int = 2_000_000, first_seed: int = 0) -> None:
+    """Stop at the first failure."""
+    seeds = range(first_seed, first_seed - (-operations // PER_SEED))
+    total, longest_wait = 0, 0.0
+    with Progress() as progress, ProcessPoolExecutor(cpu_count(), get_context("spawn")) as pool:
+        task = progress.add_task("calls, each checked", total=operations)
+        try:
+            for done in as_completed([pool.submit(prove, seed) for seed in seeds]):
+                proved = done.result()
+                total += proved.operations
+                longest_wait = max(longest_wait, proved.longest_wait)
+                progress.update(task, completed=total)
+        except RuntimeError:
+            pool.shutdown(cancel_futures=True)
+            raise
+    print(f"{total:,} calls, nothing leaked, nobody starved (longest wait {longest_wait:.0%} of the bound)")
+
+
+if __name__ == "__main__":
+    app()

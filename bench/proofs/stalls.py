@@ -1,0 +1,185 @@
+"""No request holds up the others: `python -m charonia.bench.proofs.stalls`.
+
+Each of a list of hostile requests, as large as a server's limits let it be, goes there while another process asks for
+its health all the time. None may leave a gap of more than a tenth of a second in the answers, each must be answered or
+refused, and afterwards the frontend holds no more memory than before, but for 64 MiB.
+"""
+
+import http.client
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import grpc
+from cyclopts import App
+from rich.console import Console
+from rich.table import Table
+
+from ..fuzz.hostile_bodies import Attack, attacks
+from ..load.tiny_model import write_repository
+from ..server_process import Place, own_server
+from .process_stats import census
+
+GAP_SECONDS = 0.1
+KEPT_BYTES = 64 << 20
+_TRIES = 3
+"""A gap may be the machine's, which somebody else uses too: the smallest of some counts."""
+
+_SETTLE_SECONDS = 10.0
+_PAUSE = 0.002
+_FRONTEND = {"threads": 1, "kv_cache_bytes": 16 << 20}
+_ECHO = """
+name: "{name}"
+backend: "identity"
+input {{ name: "IN" data_type: TYPE_{kind} dims: [ -1 ] }}
+output {{ name: "OUT" data_type: TYPE_{kind} dims: [ -1 ] }}
+"""
+
+app = App(name="python -m charonia.bench.proofs.stalls", help=__doc__)
+
+
+class Stall(NamedTuple):
+    """What one attack did. `gap`: seconds between two answers to who asked beside it; `kept`: bytes the frontend still
+    held when it had settled; `seconds`: until it was answered, with `status`."""
+
+    name: str
+    status: str
+    seconds: float
+    gap: float
+    kept: int
+    internal: bool = False
+
+    @property
+    def faults(self) -> list[str]:
+        found = []
+        if self.gap > GAP_SECONDS:
+            found.append(f"{self.gap * 1000:.0f} ms")
+        if self.kept > KEPT_BYTES:
+            found.append(f"{self.kept >> 20} MiB stay")
+        if self.status.startswith(("500", "INTERNAL", "UNKNOWN")) and not self.internal:
+            found.append(self.status)
+        return found
+
+
+@contextmanager
+def server(*flags: str) -> Iterator[Place]:
+    """One with a language model and models that give back numbers, or strings, of any length."""
+    with TemporaryDirectory(prefix="charonia-proof-") as directory:
+        repository = write_repository(Path(directory) / "models", _FRONTEND)
+        for name, kind in (("floats", "FP32"), ("strings", "STRING"), ("flags", "BOOL")):
+            (repository / name / "1").mkdir(parents=True)
+            (repository / name / "config.pbtxt").write_text(_ECHO.format(name=name, kind=kind))
+        with own_server("--model-repository", str(repository), *flags) as place:
+            yield place
+
+
+def _watch(place: Place, told: Connection) -> None:
+    """The process that asks: whenever it is told to, it tells the longest gap since."""
+    connection = http.client.HTTPConnection(place.host, place.http_port, timeout=600)
+    longest, last = 0.0, time.monotonic()
+    while True:
+        connection.request("GET", "/v2/health/live")
+        connection.getresponse().read()
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+        if told.poll():
+            if not told.recv():
+                return
+            told.send(longest)
+            longest = 0.0
+        time.sleep(_PAUSE)
+
+
+@contextmanager
+def watching(place: Place) -> Iterator[Connection]:
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_watch, args=(place, theirs))
+    process.start()
+    try:
+        yield ours
+    finally:
+        ours.send(False)
+        process.join()
+
+
+def _gap(watch: Connection) -> float:
+    watch.send(True)
+    gap: float = watch.recv()
+    return gap
+
+
+def _sent(place: Place, attack: Attack, body: bytes) -> str:
+    if not attack.path:
+        return _called(place, body)
+    connection = http.client.HTTPConnection(place.host, place.http_port, timeout=600)
+    try:
+        connection.request("POST", attack.path, body, dict(attack.headers))
+        answer = connection.getresponse()
+        while answer.read(1 << 20):
+            pass
+        return str(answer.status)
+    except ConnectionError:
+        return "closed"  # refused before all of it was sent
+    finally:
+        connection.close()
+
+
+def _called(place: Place, body: bytes) -> str:
+    sizes = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+    with grpc.insecure_channel(f"{place.host}:{place.grpc_port}", sizes) as channel:
+        try:
+            channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(body, timeout=600)
+            return "OK"
+        except grpc.RpcError as error:
+            return str(error.code().name)
+
+
+def assail(place: Place, watch: Connection, attack: Attack) -> Stall:
+    """Send it, and see what it costs those beside it."""
+    body = attack.body()
+    before = census(place).frontend.rss
+    _gap(watch)
+    begun = time.monotonic()
+    status = _sent(place, attack, body)
+    seconds = time.monotonic() - begun
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while (kept := census(place).frontend.rss - before) > KEPT_BYTES and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return Stall(attack.name, status, seconds, _gap(watch), kept, attack.internal)
+
+
+def siege(place: Place, json_size: int, raw_size: int, tries: int = 1, only: str = "") -> Iterator[Stall]:
+    """What each attack did; of several tries the one with the smallest gap."""
+    with watching(place) as watch:
+        for attack in attacks(json_size, raw_size):
+            if only not in attack.name:
+                continue
+            found = assail(place, watch, attack)
+            for _ in range(tries - 1):
+                if found.faults:
+                    found = min(found, assail(place, watch, attack), key=lambda each: (each.gap, each.kept))
+            yield found
+
+
+@app.default
+def main(json_mib: int = 64, raw_mib: int = 32, tries: int = _TRIES, only: str = "") -> None:
+    """Send each attack, of those whose name has `only` in it; the exit code tells whether all was well."""
+    table, failed = Table("attack", "answer", "s", "gap, ms", "kept, MiB", "faults"), False
+    with server() as place:
+        for each in siege(place, json_mib << 20, raw_mib << 20, tries, only):
+            failed = failed or bool(each.faults)
+            row = (f"{each.seconds:.2f}", f"{each.gap * 1000:.0f}", str(each.kept >> 20), ", ".join(each.faults))
+            print(each.name, each.status, *row, flush=True)
+            table.add_row(each.name, each.status, *row)
+    Console().print(table)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    app()

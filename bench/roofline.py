@@ -1,0 +1,91 @@
+"""How fast a machine could generate at best, out of a model's shape and the machine's measured limits.
+
+Knows dense decoders alone, and neither torch nor clocks. Not counted: the arithmetic of attention, norms and sampling,
+so a long context shows a lower share of the limit than a short one.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+from ..core.errors import InvalidArgument
+from ..engine.checkpoint.model_spec import ModelSpec
+
+Precision: TypeAlias = Literal["bf16", "fp16", "fp32", "int8"]
+"""What weights are computed with."""
+
+WEIGHT_BYTES: dict[Precision, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "int8": 1}
+_KV_BYTES: dict[Precision, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "int8": 2}
+"""Quantised weights leave the cache as it was."""
+
+
+class Job(NamedTuple):
+    """`sequences` submitted at once, each of `prompt` tokens with `new` tokens to come."""
+
+    sequences: int
+    prompt: int
+    new: int
+
+
+class Machine(NamedTuple):
+    """Bytes a second it reads, and operations a second of its best matrix product in the precision asked for."""
+
+    read: float
+    peak: float
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a model asks of a machine: weights a token is multiplied with, in the layers and in the head, and bytes.
+
+    `windows` has one entry a layer: tokens that it sees, None for all. `kv_bytes`: of a token in one layer.
+    """
+
+    layers: int
+    head: int
+    weight_bytes: int
+    windows: tuple[int | None, ...]
+    kv_bytes: int
+
+    @classmethod
+    def of(cls, spec: ModelSpec, precision: Precision) -> "Demand":
+        """Raises InvalidArgument: a mixture of experts, whose demand depends on what its router chooses."""
+        if spec.experts is not None:
+            raise InvalidArgument(f"{spec.architecture}: limits are known for dense models only")
+        attention = spec.hidden_size * spec.head_dim * 2 * (spec.heads + spec.kv_heads)
+        mlp = 3 * spec.hidden_size * spec.intermediate_size
+        head, layers = spec.hidden_size * spec.vocab_size, spec.layers * (attention + mlp)
+        return cls(
+            layers=layers,
+            head=head,
+            weight_bytes=(layers + head) * WEIGHT_BYTES[precision],
+            windows=tuple(view.window for view in spec.views),
+            kv_bytes=2 * spec.kv_heads * spec.head_dim * _KV_BYTES[precision],
+        )
+
+    def context_bytes(self, tokens: int) -> int:
+        """Bytes of keys and values that the next token of a sequence of so many tokens reads."""
+        return sum(min(tokens, window or tokens) for window in self.windows) * self.kv_bytes
+
+    def prompt_ops(self, job: Job) -> int:
+        """Operations of all prompts; only the last token of each goes through the head."""
+        return 2 * job.sequences * (job.prompt * self.layers + self.head)
+
+    def decode_ops(self, job: Job) -> int:
+        """Operations of one decode step."""
+        return 2 * job.sequences * (self.layers + self.head)
+
+
+def seconds(demand: Demand, job: Job, machine: Machine) -> float:
+    """The least time a job takes: prompts at the peak, then each decode step as long as its reading or its arithmetic
+    takes, whichever is longer. The first new token of each sequence comes with its prompt."""
+    arithmetic = demand.decode_ops(job) / machine.peak
+    decode = sum(
+        max((demand.weight_bytes + job.sequences * demand.context_bytes(context)) / machine.read, arithmetic)
+        for context in range(job.prompt + 1, job.prompt + job.new)
+    )
+    return demand.prompt_ops(job) / machine.peak + decode
+
+
+def limit(demand: Demand, job: Job, machine: Machine) -> float:
+    """Output tokens a second at best."""
+    return job.sequences * job.new / seconds(demand, job, machine)

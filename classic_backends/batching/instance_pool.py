@@ -1,0 +1,212 @@
+"""The instances of a model: started together, stopped together, and replaced when they are lost.
+
+An instance that can end by itself, as a process does, is watched. Knows nothing of requests: whoever gives the
+instances work is told who comes and who goes.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from ..instance_groups import Slot
+from ..runtime import Runtime
+from .dispatcher import Worker
+from .instance import Instance
+
+log = logging.getLogger(__name__)
+
+
+EXECUTION_TIMEOUT = "execution_timeout_secs"
+"""The parameter of a model or backend that says after how many seconds an execution is ended."""
+
+_SOONEST = 0.05
+"""Seconds between two looks at how long executions take, at least."""
+
+
+class Patience(NamedTuple):
+    """Seconds. A lost instance is replaced after `first_retry`, then twice as long each time up to `last_retry`, until
+    one has lived for `stable`. `watch`: how often to look how long executions take."""
+
+    first_retry: float = 0.1
+    last_retry: float = 30.0
+    stable: float = 5.0
+    watch: float = 1.0
+
+
+PATIENCE = Patience()
+
+
+class Roster(Protocol):
+    """Hears who can work."""
+
+    def add_worker(self, worker: Worker) -> None: ...
+
+    def remove_worker(self, worker: Worker) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class _Member:
+    """One instance in the place that a config gives it. `born`: when it began to work, of `time.monotonic`. `late`: the
+    log has it that its execution is overdue; `ended`: that it was ended, or cannot be."""
+
+    slot: Slot
+    worker: Worker
+    born: float = field(default_factory=time.monotonic)
+    late: bool = False
+    ended: bool = False
+
+
+class Crew:
+    """`load` makes the runtime of a slot, in its instance's thread. `limit`: seconds after which an execution is ended,
+    where it can be; 0: never. `restarts`: replacements of lost ones."""
+
+    def __init__(self, load: Callable[[Slot], Runtime], limit: float = 0.0, patience: Patience | None = None) -> None:
+        self._load = load
+        self._limit = limit
+        self._patience = patience or PATIENCE
+        self._watching: asyncio.TimerHandle | None = None
+        self._members: list[_Member] = []
+        self._roster: Roster | None = None
+        self._replacing: set[asyncio.Task[None]] = set()
+        self._stopping = asyncio.Event()
+        self.restarts = 0
+
+    @property
+    def first(self) -> Runtime:
+        return self._members[0].worker.runtime
+
+    @property
+    def ready(self) -> bool:
+        """An instance is there to work, and what it executes is not overdue."""
+        active = (member.worker for member in self._members if not member.slot.passive)
+        return any(not worker.lost and not worker.stopwatch.overdue for worker in active)
+
+    async def start(self, slots: Sequence[Slot]) -> None:
+        """Return when all of them are loaded. Raises what loading one raises."""
+        members = [_Member(slot, self._instance(slot)) for slot in slots]
+        results = await asyncio.gather(*(each.worker.start() for each in members), return_exceptions=True)
+        self._members += [member for member, result in zip(members, results, strict=True) if result is None]
+        for result in results:
+            if result is not None:
+                raise result
+
+    def serve(self, roster: Roster) -> None:
+        """Let them work, and whoever replaces them."""
+        self._roster = roster
+        for member in self._members:
+            self._enlist(member)
+        self._watch()
+
+    async def stop(self) -> None:
+        """Return when nothing of them is left."""
+        self._stopping.set()
+        if self._watching is not None:
+            self._watching.cancel()
+        for member in self._members:
+            _unwatch(member.worker)
+        await asyncio.gather(*self._replacing)
+        members, self._members = self._members, []
+        await asyncio.gather(*(member.worker.stop(_abandoned(member.worker)) for member in members))
+
+    def _watch(self) -> None:
+        every = min(self._patience.watch, max(self._limit / 4, _SOONEST)) if self._limit else self._patience.watch
+        self._watching = asyncio.get_running_loop().call_later(every, self._watch)
+        for member in self._members:
+            self._look(member)
+
+    def _look(self, member: _Member) -> None:
+        """Whether it executes something for too long."""
+        worker, late = member.worker, member.worker.stopwatch.overdue
+        if late and not member.late:
+            log.error(
+                "instance '%s' has been executing for %g s: it is not ready", worker.name, worker.stopwatch.seconds
+            )
+        elif member.late and not late:
+            log.warning("instance '%s' is ready again", worker.name)
+        member.late = late
+        if self._limit:
+            told = member.ended
+            member.ended = worker.stopwatch.if_beyond(self._limit, lambda: None if told else self._end(worker))
+
+    def _end(self, worker: Worker) -> None:
+        reason = f"the execution took longer than {self._limit:g} s ({EXECUTION_TIMEOUT})"
+        ends = worker.end(reason)
+        log.error("instance '%s': %s; %s", worker.name, reason, "it is ended" if ends else "a thread cannot be ended")
+
+    def _instance(self, slot: Slot) -> Worker:
+        return Instance(slot.place.name, partial(self._load, slot))
+
+    def _enlist(self, member: _Member, pause: float | None = None) -> None:
+        """`pause`: before it is replaced, should it be lost soon."""
+        if member.worker.life is not None:
+            sentinel = member.worker.life.sentinel
+            asyncio.get_running_loop().add_reader(sentinel, self._lost, member, pause or self._patience.first_retry)
+        if self._roster is not None and not member.slot.passive:
+            self._roster.add_worker(member.worker)
+
+    def _lost(self, member: _Member, pause: float) -> None:
+        _unwatch(member.worker)
+        self._members.remove(member)
+        if self._roster is not None:
+            self._roster.remove_worker(member.worker)
+        if time.monotonic() - member.born >= self._patience.stable:
+            pause = self._patience.first_retry
+        task = asyncio.create_task(self._replace(member, pause), name=f"replace {member.worker.name}")
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+
+    async def _replace(self, lost: _Member, pause: float) -> None:
+        """Try it for ever."""
+        log.error("instance '%s' has ended unexpectedly; another one starts in %g s", lost.worker.name, pause)
+        await lost.worker.stop()
+        while not await self._stops_within(pause):
+            pause = min(2 * pause, self._patience.last_retry)
+            member = _Member(lost.slot, self._instance(lost.slot))
+            try:
+                await self._unless_stopping(member.worker.start())
+            except Exception as error:
+                log.error("instance '%s' did not start again: %s", member.worker.name, error)
+            else:
+                await self._take(member, pause)
+                break
+
+    async def _take(self, member: _Member, pause: float) -> None:
+        if self._stopping.is_set():
+            await member.worker.stop(abandoned=True)  # it may still load
+            return
+        self.restarts += 1
+        self._members.append(member)
+        log.warning("instance '%s' works again", member.worker.name)
+        self._enlist(member, pause)
+
+    async def _unless_stopping(self, wait: Coroutine[None, None, None]) -> None:
+        waits = [asyncio.ensure_future(each) for each in (wait, self._stopping.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if waits[0].done():
+                waits[0].result()
+        finally:
+            for each in waits:
+                each.cancel()
+
+    async def _stops_within(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+
+def _abandoned(worker: Worker) -> bool:
+    """Nobody waits any more for what it executes."""
+    work = worker.work
+    return work is not None and all(request.item.given_up for request in work.requests)
+
+
+def _unwatch(worker: Worker) -> None:
+    if worker.life is not None:
+        asyncio.get_running_loop().remove_reader(worker.life.sentinel)

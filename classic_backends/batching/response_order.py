@@ -1,0 +1,60 @@
+"""Responses in the order of their requests, whichever instance was faster: `preserve_ordering`."""
+
+from collections import deque
+
+from ...core.request import InferResponse
+from .inference_job import Sink
+
+
+class Line:
+    """Requests that have not ended, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._places: deque[Place] = deque()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def enter(self, sink: Sink) -> "Place":
+        """A sink that holds back what comes until all requests before it have ended."""
+        place = Place(self, sink)
+        self._places.append(place)
+        self.advance()
+        return place
+
+    def advance(self) -> None:
+        while self._places and self._places[0].lead():
+            self._places.popleft()
+
+
+class Place:
+    """One request's place in the line."""
+
+    def __init__(self, line: Line, sink: Sink) -> None:
+        self._line = line
+        self._sink = sink
+        self._held: list[InferResponse] = []
+        self._leads = self.ended = False
+        self._error: Exception | None = None
+
+    def put(self, response: InferResponse) -> None:
+        if self._leads:
+            self._sink.put(response)
+        else:
+            self._held.append(response)
+
+    def end(self, error: Exception | None = None) -> None:
+        if not self.ended:
+            self.ended, self._error = True, error
+            self._line.advance()
+
+    def lead(self) -> bool:
+        """Everybody before it has ended: let go what was held back. True: it has ended itself."""
+        if not self._leads:
+            self._leads = True
+            for response in self._held:
+                self._sink.put(response)
+            self._held.clear()
+        if self.ended:
+            self._sink.end(self._error)
+        return self.ended

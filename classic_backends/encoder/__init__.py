@@ -1,0 +1,1 @@
+"""Encoders of text, bidirectional: embeddings and rerankers from their checkpoints."""

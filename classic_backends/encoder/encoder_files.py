@@ -1,0 +1,191 @@
+"""Encoders as they are published: what the files of a sentence-transformers or cross-encoder directory say.
+
+Reads small JSON files, loads no weights, imports no torch. What it does not know it refuses by name: an embedding made
+without one of its steps looks like any other.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from ...core.errors import InvalidArgument, NotFound, Unsupported
+from ...tokenization.checkpoint_files import read_json
+
+_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+
+
+class Pooling(StrEnum):
+    """How the vectors of a text's tokens become one; sentence-transformers' names."""
+
+    MEAN = "mean"
+    CLS = "cls"
+    MAX = "max"
+    LAST = "lasttoken"
+
+
+class Activation(StrEnum):
+    """What becomes of a linear layer's results; the last part of a torch class's name."""
+
+    IDENTITY = "Identity"
+    SIGMOID = "Sigmoid"
+    TANH = "Tanh"
+
+
+@dataclass(frozen=True, slots=True)
+class DenseFiles:
+    """A linear layer behind the pooling, in a directory of its own."""
+
+    directory: Path
+    inputs: int
+    outputs: int
+    bias: bool
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """How texts are tokenized. `length`: the most tokens; `prompt`: what is put before each text."""
+
+    length: int
+    lowercase: bool = False
+    prompt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedderFiles:
+    """Texts to vectors of `size`. `directory`: of the transformer."""
+
+    directory: Path
+    tokens: Tokens
+    pooling: Pooling
+    dense: tuple[DenseFiles, ...]
+    normalize: bool
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class CrossEncoderFiles:
+    """Pairs of texts to `labels` scores."""
+
+    directory: Path
+    tokens: Tokens
+    labels: int
+    activation: Activation
+
+
+def read_encoder(directory: Path) -> EmbedderFiles | CrossEncoderFiles:
+    """What kind of encoder is in a directory, and how it is put together.
+
+    Raises:
+        NotFound: there is none.
+        InvalidArgument: a file cannot be read.
+        Unsupported: it has a step that is not known here.
+    """
+    if (directory / "modules.json").is_file():
+        return _embedder(directory)
+    config = read_json(directory / "config.json")
+    if not config:
+        raise NotFound(f"{directory} has neither modules.json nor config.json: no encoder")
+    if any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()):
+        return _cross_encoder(directory, config)
+    # As sentence-transformers takes a bare transformer.
+    return EmbedderFiles(directory, _tokens(directory, directory), Pooling.MEAN, (), False, _hidden(config, directory))
+
+
+def _embedder(directory: Path) -> EmbedderFiles:
+    steps = [(str(each["type"]).rpartition(".")[2], directory / each["path"]) for each in _modules(directory)]
+    kinds = [kind for kind, _ in steps]
+    dense = tuple(_dense(path) for kind, path in steps if kind == "Dense")
+    if kinds not in (["Transformer", "Pooling", *["Dense"] * len(dense), *tail] for tail in ([], ["Normalize"])):
+        message = "it must be Transformer, Pooling, maybe Dense, maybe Normalize"
+        raise Unsupported(f"{directory / 'modules.json'} has the modules {', '.join(kinds)}; {message}")
+    transformer, pooling = steps[0][1], read_json(steps[1][1] / "config.json")
+    hidden = _hidden(read_json(transformer / "config.json"), transformer)
+    tokens = _tokens(directory, transformer)
+    if tokens.prompt and not pooling.get("include_prompt", True):
+        raise Unsupported(f"{steps[1][1] / 'config.json'}: include_prompt false, with a default prompt")
+    size = dense[-1].outputs if dense else hidden
+    return EmbedderFiles(transformer, tokens, _pooling(pooling, steps[1][1]), dense, "Normalize" in kinds, size)
+
+
+def _modules(directory: Path) -> list[dict[str, Any]]:
+    file = directory / "modules.json"
+    try:
+        modules = orjson.loads(file.read_bytes())
+        return sorted(modules, key=lambda each: int(each["idx"]))
+    except (ValueError, LookupError, TypeError) as error:
+        raise InvalidArgument(f"{file} is no list of modules: {error}") from error
+
+
+def _pooling(config: Mapping[str, Any], directory: Path) -> Pooling:
+    modes = [name for key, name in _MODES.items() if config.get(key)]
+    named = config.get("pooling_mode")
+    modes = modes or ([named] if isinstance(named, str) else list(named or ()))
+    if len(modes) != 1 or modes[0] not in set(Pooling):
+        known = ", ".join(Pooling)
+        found = ", ".join(map(str, modes)) or "none"
+        raise Unsupported(f"{directory / 'config.json'}: pooling must be one of {known}, got {found}")
+    return Pooling(modes[0])
+
+
+def _dense(directory: Path) -> DenseFiles:
+    config = read_json(directory / "config.json")
+    try:
+        sizes = int(config["in_features"]), int(config["out_features"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidArgument(f"{directory / 'config.json'} is no Dense module: {error}") from error
+    activation = _activation(config.get("activation_function", "torch.nn.modules.activation.Tanh"), directory)
+    return DenseFiles(directory, *sizes, bool(config.get("bias", True)), activation)
+
+
+def _cross_encoder(directory: Path, config: Mapping[str, Any]) -> CrossEncoderFiles:
+    labels = len(config.get("id2label") or {}) or int(config.get("num_labels", 1))
+    own: Mapping[str, Any] = config.get("sentence_transformers") or {}
+    named = own.get("activation_fn") or config.get("sbert_ce_default_activation_function")
+    default = Activation.SIGMOID if labels == 1 else Activation.IDENTITY
+    activation = default if named is None else _activation(str(named), directory)
+    return CrossEncoderFiles(directory, _tokens(directory, directory), labels, activation)
+
+
+def _activation(name: str, directory: Path) -> Activation:
+    last = name.rpartition(".")[2]
+    if last not in set(Activation):
+        raise Unsupported(
+            f"{directory / 'config.json'}: unknown activation '{name}'; known are {', '.join(Activation)}"
+        )
+    return Activation(last)
+
+
+def _tokens(directory: Path, transformer: Path) -> Tokens:
+    own = read_json(transformer / "sentence_bert_config.json")
+    prompts = read_json(directory / "config_sentence_transformers.json")
+    default = prompts.get("default_prompt_name")
+    prompt = (prompts.get("prompts") or {}).get(default, "") if default else ""
+    return Tokens(_length(transformer, own), bool(own.get("do_lower_case", False)), str(prompt))
+
+
+def _length(transformer: Path, own: Mapping[str, Any]) -> int:
+    """sentence-transformers': its own figure, or the lesser of what the model and its tokenizer say."""
+    if own.get("max_seq_length"):
+        return int(own["max_seq_length"])
+    config, tokenizer = (read_json(transformer / name) for name in ("config.json", "tokenizer_config.json"))
+    said = (config.get("max_position_embeddings"), tokenizer.get("model_max_length"))
+    return min((int(length) for length in said if length), default=512)
+
+
+def _hidden(config: Mapping[str, Any], directory: Path) -> int:
+    size = config.get("hidden_size") or config.get("dim")
+    if not isinstance(size, int):
+        raise InvalidArgument(f"{directory / 'config.json'} does not tell hidden_size")
+    return size

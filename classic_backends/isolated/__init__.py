@@ -1,0 +1,1 @@
+"""A classic model's instance in a process of its own, reached over a pipe and shared memory."""

@@ -1,0 +1,191 @@
+"""The process of one isolated instance: loads its runtime, executes what it is told, and ends with the server.
+
+Knows nothing of queues and requests.
+"""
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import msgspec
+
+from ...core.errors import Internal
+from ...core.model import Document, ModelConfig
+from ...processes.child_process import die_with_parent, leave_signals_to_parent, show_name
+from ..runtime import Arrays, Place, Runtime, RuntimeLoader
+from .instance_messages import Abandon, Completed, Done, Execute, FromInstance, Loaded, Made, Said, ToInstance, failed
+from .tensor_arena import Region
+
+SPINS = 5000
+"""Rounds for which a thread of OpenMP waits before it sleeps, some 0.1 ms: with fewer, a small model alone gets slower,
+with many more two models at once do."""
+
+NICE = 5
+"""A third of the weight of an engine core, where both want the same core."""
+
+
+class Origin(NamedTuple):
+    """Where a backend's `RuntimeLoader` is found, by names: of its module, and in it."""
+
+    module: str
+    name: str
+
+    def find(self) -> RuntimeLoader:
+        return cast(RuntimeLoader, getattr(import_module(self.module), self.name))
+
+
+class Task(NamedTuple):
+    """What to load, as `RuntimeLoader.load` has it."""
+
+    origin: Origin
+    directory: Path
+    config: ModelConfig
+    place: Place
+    parameters: dict[str, str]
+
+
+class Regions(NamedTuple):
+    """Memory for inputs, which the server fills, and for outputs."""
+
+    inputs: Region
+    outputs: Region
+
+
+class Voice:
+    """Says things to the server, from any thread."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._lock = threading.Lock()
+
+    def say(self, message: FromInstance) -> None:
+        with self._lock:
+            self._connection.send_bytes(self._encode(message))
+
+
+class _Reporter(logging.Handler):
+    """The server keeps the log."""
+
+    def __init__(self, voice: Voice) -> None:
+        super().__init__()
+        self._voice = voice
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            self._voice.say(Said(record.levelno, record.name, self.format(record)))
+
+
+def execute(ours: Connection, regions: Regions, task: Task) -> None:
+    """Load, and execute until the server says no more."""
+    voice = _settle(ours)
+    try:
+        runtime = task.origin.find().load(task.directory, task.config, task.place, task.parameters)
+    except BaseException as error:
+        return voice.say(failed(error))
+    voice.say(Loaded(runtime.traits.ragged))
+    with suppress(EOFError, OSError):
+        _Instance(runtime, regions, ours, voice, task.config.decoupled).serve()
+    return runtime.close()
+
+
+def complete(ours: Connection, origin: Origin, directory: Path, document: Document, parameters: dict[str, str]) -> None:
+    """Complete a config."""
+    voice = _settle(ours)
+    try:
+        whole = origin.find().complete(directory, document, parameters)
+    except BaseException as error:
+        return voice.say(failed(error))
+    return voice.say(Completed(json.dumps(whole).encode()))
+
+
+class _Instance:
+    """`decoupled`: its runtime makes any number of outputs for a batch."""
+
+    def __init__(self, runtime: Runtime, regions: Regions, ours: Connection, voice: Voice, decoupled: bool) -> None:
+        self._runtime = runtime
+        self._regions = regions
+        self._connection = ours
+        self._voice = voice
+        self._decoupled = decoupled
+        self._decode: Callable[[bytes], ToInstance] = msgspec.msgpack.Decoder(ToInstance).decode
+
+    def serve(self) -> None:
+        """Raises `EOFError` when the server says no more."""
+        while True:
+            order = self._hear()
+            assert isinstance(order, Execute), order
+            self._obey(order)
+
+    def _hear(self) -> ToInstance:
+        return self._decode(self._connection.recv_bytes())
+
+    def _obey(self, order: Execute) -> None:
+        answers = self._answers(order)
+        for answer in answers:
+            self._voice.say(answer)
+            if isinstance(answer, Made) and not answer.last and isinstance(self._hear(), Abandon):
+                answers.close()
+                self._voice.say(Done())
+
+    def _answers(self, order: Execute) -> Generator[FromInstance, None, None]:
+        try:
+            inputs = self._regions.inputs.unpack(order.inputs, copy=False)
+            made = self._runtime.execute(inputs, order.wanted)
+            yield from self._streamed(made) if self._decoupled else [self._made(_only(list(made)), True)]
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            # Whatever a model does, even to exit, the instance is used again.
+            yield failed(error)
+
+    def _streamed(self, made: Iterator[Arrays]) -> Iterator[FromInstance]:
+        try:
+            for outputs in made:
+                yield self._made(outputs, False)
+            yield Done()
+        finally:
+            _close(made)
+
+    def _made(self, outputs: Arrays, last: bool) -> Made:
+        return Made(self._regions.outputs.pack(outputs), last)
+
+
+def _only(made: list[Arrays]) -> Arrays:
+    if len(made) != 1:
+        raise Internal(f"expected a single response, got {len(made)}")
+    return made[0]
+
+
+def _close(made: Any) -> None:
+    """What is abandoned may say nothing any more."""
+    if hasattr(made, "close"):
+        with suppress(Exception):
+            made.close()
+
+
+def _share_cores() -> None:
+    """Threads of OpenMP that wait spin, by its own choice, for milliseconds: on cores that other models need, where two
+    at the same time would each take several times as long as alone. And the threads of a language model stand still
+    together when one of them has no core."""
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = str(SPINS)
+    os.nice(NICE)
+
+
+def _settle(ours: Connection) -> Voice:
+    """Be the server's, and nobody else's; before the model's libraries are imported."""
+    _share_cores()
+    leave_signals_to_parent()
+    show_name("charonia-model")
+    die_with_parent()
+    voice = Voice(ours)
+    logging.basicConfig(level=logging.INFO, handlers=[_Reporter(voice)], format="%(message)s")
+    return voice

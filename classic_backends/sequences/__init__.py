@@ -1,0 +1,1 @@
+"""Sequence batching: requests of one sequence go to one instance, with its control and state tensors."""

@@ -1,0 +1,119 @@
+"""Which requests of its open sequences an instance executes together: the next one of each, never two of the same.
+
+Pure logic over the times it is told (nanoseconds). Of one instance: when it asks, what it took before is done, and what
+that left to a sequence's next request is known. Knows nothing of which sequences there are.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from ..batching.dispatcher import Request
+from ..batching.dynamic_batcher import Batcher, Turn
+from ..batching.inference_job import Job
+from .sequence_config import Sequencing
+from .sequence_context import SequenceContext
+from .stateful_batch import state_shapes
+
+
+class SequenceBatcher:
+    """A `Queue`. The first request of each sequence that has any stands in front, where a `Batcher` chooses; the others
+    stand behind it until it is done."""
+
+    def __init__(self, rules: Sequencing) -> None:
+        self._front: Batcher[Job] = Batcher(rules.batching)
+        self._pinned = rules.seating.pinned
+        self._free_states = tuple(state for state in rules.states if -1 in state.dims)
+        self._behind: dict[SequenceContext, deque[Request]] = {}
+        self._taken: Sequence[Request] = ()
+        self._held = 0
+
+    def __len__(self) -> int:
+        return len(self._front) + self._held
+
+    @property
+    def portion(self) -> int:
+        return self._front.portion
+
+    @property
+    def backlog(self) -> int:
+        return len(self)
+
+    def add(self, request: Request, now: int) -> bool:
+        """True: there is room for any number."""
+        request.arrived = request.arrived or now
+        context = _context(request)
+        if context in self._behind:
+            self._behind[context].append(request)
+            self._held += 1
+        else:
+            self._behind[context] = deque()
+            self._step_forward(request)
+        return True
+
+    def remove(self, request: Request) -> bool:
+        """It has given up. False: it was not here, or is being executed."""
+        if self._front.remove(request):
+            self._advance(_context(request))
+            return True
+        behind = self._behind.get(_context(request), ())
+        if request not in behind:
+            return False
+        self._behind[_context(request)].remove(request)
+        self._held -= 1
+        return True
+
+    def expire(self, now: int) -> Turn[Job]:
+        return self._front.expire(now)
+
+    def look(self, now: int) -> Turn[Job]:
+        """Only while the instance executes nothing, as `take`."""
+        self._resume()
+        return self._front.look(now)
+
+    def take(self, now: int) -> Turn[Job]:
+        """In the order of their rows, if sequences have any."""
+        self._resume()
+        turn = self._front.take(now)
+        if turn.batch is None:
+            return turn
+        self._taken = turn.batch.requests
+        if self._pinned:
+            self._taken = sorted(self._taken, key=lambda request: _context(request).row)
+        return turn._replace(batch=turn.batch._replace(requests=self._taken))
+
+    def drain(self) -> list[Request]:
+        """Everybody out."""
+        waiting = [*self._front.drain(), *(request for behind in self._behind.values() for request in behind)]
+        self._behind = {_context(request): deque() for request in self._taken}
+        self._held = 0
+        return waiting
+
+    def _resume(self) -> None:
+        taken, self._taken = self._taken, ()
+        for request in taken:
+            self._advance(_context(request))
+
+    def _advance(self, context: SequenceContext) -> None:
+        """Its first request has left: the next one takes its place."""
+        behind = self._behind[context]
+        if not behind:
+            del self._behind[context]
+            return
+        self._held -= 1
+        self._step_forward(behind.popleft())
+
+    def _step_forward(self, request: Request) -> None:
+        if self._free_states:
+            request.kind = (request.kind, state_shapes(self._free_states, request.item))
+        self._front.add(request, request.arrived)
+
+    def check_integrity(self) -> None:
+        """Recompute everything. Raises `AssertionError`."""
+        self._front.check_integrity()
+        assert self._held == sum(map(len, self._behind.values()))
+        assert len(self._behind) == len(self._front) + len(self._taken)
+
+
+def _context(request: Request) -> SequenceContext:
+    assert request.item.context is not None
+    return request.item.context

@@ -1,0 +1,226 @@
+"""Which sequences are open, on which seat of which instance; who waits for a seat; and who was idle for too long.
+
+Pure bookkeeping over the times it is told (nanoseconds). Knows nothing of how requests are executed.
+
+    enter(start)     seat()                      answered, after its end, cancelled or idle
+    -> backlog  ->  seated: pending <-> idle  -> gone; the seat is the next one's
+       cancelled, or out of time              -> gone
+"""
+
+import logging
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Generic, NamedTuple, TypeVar
+
+from ...core.errors import InvalidArgument
+from ..batching.dispatcher import Request
+from .sequence_config import Seating
+from .sequence_context import Flags, SequenceContext, SequenceId
+
+log = logging.getLogger(__name__)
+
+H = TypeVar("H", bound=Hashable)
+
+
+class Seat(NamedTuple, Generic[H]):
+    """Room for one sequence on the instance `host`. The first rows are taken first: then instances share the work, and
+    batches of pinned rows are short."""
+
+    row: int
+    serial: int
+    host: H
+
+
+@dataclass(slots=True, eq=False)
+class OpenSequence(Generic[H]):
+    """`pending`: requests that are not answered, in order. `closed`: no more of them come. `deadline`: until when it
+    waits for a seat, None for ever."""
+
+    context: SequenceContext
+    pending: dict[Request, None] = field(default_factory=dict)
+    seat: Seat[H] | None = None
+    closed: bool = False
+    deadline: int | None = None
+
+
+class Roll(Generic[H]):
+    """The sequences of one `model`."""
+
+    def __init__(self, model: str, seating: Seating) -> None:
+        self._model = model
+        self._seating = seating
+        self._open: dict[SequenceId, OpenSequence[H]] = {}
+        self._of: dict[Request, OpenSequence[H]] = {}
+        self._backlog: dict[OpenSequence[H], None] = {}
+        self._idle: dict[OpenSequence[H], int] = {}
+        # Seats that were left, and of each host the first that no sequence had yet.
+        self._free: list[Seat[H]] = []
+        # How many seats of each host a sequence had at some time.
+        self._hosts: dict[H, int] = {}
+        self._serial = count()
+
+    def __len__(self) -> int:
+        """Sequences that requests may still join."""
+        return len(self._open)
+
+    @property
+    def waiting(self) -> int:
+        """Requests of sequences without a seat."""
+        return sum(len(sequence.pending) for sequence in self._backlog)
+
+    @property
+    def backlog(self) -> int:
+        """Sequences without a seat."""
+        return len(self._backlog)
+
+    @property
+    def seats(self) -> int:
+        """On all hosts."""
+        return len(self._hosts) * self._seating.seats
+
+    @property
+    def taken(self) -> int:
+        """Of those, the ones that sequences sit on."""
+        return sum(self._hosts.values()) - sum(seat.row < self._hosts[seat.host] for seat in self._free)
+
+    def add_host(self, host: H) -> None:
+        self._hosts[host] = 0
+        heappush(self._free, Seat(0, next(self._serial), host))
+
+    def remove_host(self, host: H) -> None:
+        """Its sequences are lost."""
+        self._hosts.pop(host, None)
+        self._free = [seat for seat in self._free if seat.host != host]
+        heapify(self._free)
+        seated = {*self._idle, *self._of.values(), *self._open.values()} - self._backlog.keys()
+        for sequence in seated:
+            if sequence.seat is not None and sequence.seat.host == host:
+                self.close(sequence)
+
+    def enter(self, request: Request, now: int) -> OpenSequence[H]:
+        """The sequence that it belongs to; without a seat it is in the backlog.
+
+        Raises:
+            InvalidArgument: there is none, and it does not start one.
+        """
+        flags = request.item.flags
+        assert flags is not None
+        sequence = self._open.get(flags.id)
+        if sequence is None:
+            sequence = self._begin(flags)
+        elif flags.start:
+            log.warning("model '%s': sequence %s starts anew, though it had not ended", self._model, flags.id)
+        if flags.end:
+            sequence.closed = True
+            del self._open[flags.id]
+        request.item.context = sequence.context
+        sequence.pending[request] = None
+        self._of[request] = sequence
+        self._idle.pop(sequence, None)
+        if request.timeout and sequence.seat is None:
+            sequence.deadline = min(sequence.deadline or now + request.timeout, now + request.timeout)
+        return sequence
+
+    def _begin(self, flags: Flags) -> OpenSequence[H]:
+        if not flags.start:
+            message = "must specify the START flag on the first request of the sequence"
+            raise InvalidArgument(
+                f"inference request for sequence {flags.id} to model '{self._model}' {message}", field="sequence_start"
+            )
+        sequence = OpenSequence[H](SequenceContext(flags.id))
+        self._open[flags.id] = sequence
+        self._backlog[sequence] = None
+        return sequence
+
+    def seat(self) -> list[OpenSequence[H]]:
+        """Those who have waited longest get the seats that are free: their pending requests may go there."""
+        seated = []
+        while self._backlog and self._free:
+            sequence = next(iter(self._backlog))
+            del self._backlog[sequence]
+            sequence.seat, sequence.deadline = self._take(), None
+            sequence.context.row = sequence.seat.row
+            seated.append(sequence)
+        return seated
+
+    def _take(self) -> Seat[H]:
+        """The first that is free; after one that nobody had yet, the next of its host is."""
+        seat = heappop(self._free)
+        if seat.row == self._hosts[seat.host]:
+            self._hosts[seat.host] += 1
+            if seat.row + 1 < self._seating.seats:
+                heappush(self._free, seat._replace(row=seat.row + 1))
+        return seat
+
+    def of(self, request: Request) -> OpenSequence[H] | None:
+        """Whose request it is; None once it is settled."""
+        return self._of.get(request)
+
+    def settle(self, request: Request, now: int) -> None:
+        """It is answered, one way or the other."""
+        sequence = self._of.pop(request, None)
+        if sequence is None:
+            return
+        del sequence.pending[request]
+        if not sequence.pending:
+            self._rest(sequence, now)
+
+    def _rest(self, sequence: OpenSequence[H], now: int) -> None:
+        if not sequence.closed:
+            self._idle[sequence] = now
+        elif sequence.seat is not None and sequence.seat.host in self._hosts:
+            heappush(self._free, sequence.seat)
+            sequence.seat = None
+
+    def close(self, sequence: OpenSequence[H]) -> None:
+        """No more requests join it; its seat is free when those that are pending are settled."""
+        sequence.closed = True
+        if self._open.get(sequence.context.id) is sequence:
+            del self._open[sequence.context.id]
+        self._backlog.pop(sequence, None)
+        if self._idle.pop(sequence, None) is not None:
+            self._rest(sequence, 0)
+
+    def expire(self, now: int) -> list[OpenSequence[H]]:
+        """Close those who were idle for too long, and those whose time for a seat ran out: these."""
+        while self._idle:
+            sequence, since = next(iter(self._idle.items()))
+            if now < since + self._seating.idle:
+                break
+            log.debug("model '%s': sequence %s was idle for too long", self._model, sequence.context.id)
+            self.close(sequence)
+        late = [each for each in self._backlog if each.deadline is not None and each.deadline <= now]
+        for sequence in late:
+            self.close(sequence)
+        return late
+
+    def clear(self) -> list[OpenSequence[H]]:
+        """Close everything; whoever waited for a seat."""
+        backlog = list(self._backlog)
+        for sequence in {*self._open.values(), *self._of.values()}:
+            self.close(sequence)
+        return backlog
+
+    @property
+    def due(self) -> int | None:
+        """When to `expire` next; None: nothing does by itself."""
+        dues = [each.deadline for each in self._backlog if each.deadline is not None]
+        if self._idle:
+            dues.append(next(iter(self._idle.values())) + self._seating.idle)
+        return min(dues, default=None)
+
+    def check_integrity(self) -> None:
+        """Recompute everything. Raises `AssertionError`."""
+        known = {*self._open.values(), *self._of.values()}
+        assert {request: each for each in known for request in each.pending} == self._of
+        assert all(not each.closed and self._open[each.context.id] is each for each in self._open.values())
+        assert all(not each.pending and not each.closed and each.seat is not None for each in self._idle)
+        assert all(each.pending and each.seat is None for each in self._backlog)
+        assert all(each.pending or each in self._idle for each in known)
+        taken = [each.seat for each in known if each.seat is not None and each.seat.host in self._hosts]
+        assert len(taken) == self.taken
+        for host, had in self._hosts.items():
+            rows = sorted(seat.row for seat in (*self._free, *taken) if seat.host == host)
+            assert rows == list(range(min(had + 1, self._seating.seats)))

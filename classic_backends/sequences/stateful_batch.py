@@ -1,0 +1,121 @@
+"""A batch of a stateful model: rows that wait for their sequence, control tensors, and state from request to request.
+
+Runs in the thread of an instance. Knows nothing of which sequences there are, and when they end.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core.errors import Internal
+from ...core.tensor import NUMPY_TYPES, blank
+from ..batching.inference_job import Job, Nobody
+from ..runtime import Arrays
+from .sequence_context import Flags
+from .sequence_tensors import Control, Kind, State
+
+_NOBODY = Nobody()
+
+
+class Stateful(NamedTuple):
+    """How requests of sequences become a batch, beside what is so for all. `batched`: tensors have a batch dimension in
+    front; `pinned`: each sequence has its own row."""
+
+    batched: bool
+    pinned: bool = False
+    controls: tuple[Control, ...] = ()
+    states: tuple[State, ...] = ()
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        """Outputs that are read though nobody asks for them."""
+        return tuple(state.output for state in self.states)
+
+    def laid_out(self, jobs: Sequence[Job]) -> Sequence[Job]:
+        """The rows of a batch: where sequences are pinned, all up to the last that has a request; idle ones are jobs
+        without a context, like the first in shape."""
+        if not self.pinned:
+            return jobs
+        by_row = {job.context.row: job for job in jobs if job.context is not None}
+        count = max(by_row) + 1
+        if count == len(jobs):
+            return [by_row[row] for row in range(count)]
+        idle = Job({name: _emptied(array) for name, array in jobs[0].inputs.items()}, (), _NOBODY)
+        return [by_row.get(row, idle) for row in range(count)]
+
+    def inputs(self, jobs: Sequence[Job]) -> dict[str, NDArray[Any]]:
+        """What the model gets beside the requests' own tensors."""
+        told = {control.name: self._told(control, jobs) for control in self.controls}
+        return told | {state.input: _fed(state, jobs) for state in self.states}
+
+    def _told(self, control: Control, jobs: Sequence[Job]) -> NDArray[Any]:
+        dtype = NUMPY_TYPES[control.datatype]
+        flags = [job.flags for job in jobs for _ in range(job.rows)]
+        if control.kind is Kind.ID:
+            array = np.array([_id(control, each) for each in flags], dtype)
+        else:
+            array = np.array(control.values, dtype)[[_holds(control.kind, each) for each in flags]]
+        return array[:, np.newaxis] if self.batched else array
+
+    def keep(self, jobs: Sequence[Job], parts: Sequence[Arrays]) -> None:
+        """Each sequence takes the state that its part of the outputs leaves it, all of them or none.
+
+        Raises:
+            Internal: a state is of another type or shape than its config says.
+        """
+        alone = len(jobs) == 1
+        left = [{state.input: self._state(state, part, alone) for state in self.states} for part in parts]
+        for job, states in zip(jobs, left, strict=True):
+            if job.context is not None and job.flags is not None:
+                job.context.states = {} if job.flags.end else states
+
+    def _state(self, state: State, part: Arrays, alone: bool) -> NDArray[Any]:
+        """A copy of what is a part of something larger, which would be kept with it."""
+        array = part[state.output]
+        shape = array.shape[1:] if self.batched else array.shape
+        fits = len(shape) == len(state.dims) and all(
+            dim in (-1, size) for dim, size in zip(state.dims, shape, strict=True)
+        )
+        if array.dtype != np.dtype(NUMPY_TYPES[state.datatype]) or not fits:
+            made = f"{array.dtype} of shape {list(array.shape)}"
+            raise Internal(f"state '{state.output}' came as {made}, not {state.datatype} of dims {list(state.dims)}")
+        return array if alone else array.copy()
+
+
+def _id(control: Control, flags: Flags | None) -> int | bytes:
+    if flags is None:
+        return b"" if control.datatype == "BYTES" else 0
+    return flags.id.encode() if isinstance(flags.id, str) else flags.id
+
+
+def _holds(kind: Kind, flags: Flags | None) -> int:
+    """0 or 1."""
+    if flags is None:
+        return 0
+    return int(kind is Kind.READY or (flags.start if kind is Kind.START else flags.end))
+
+
+def _fed(state: State, jobs: Sequence[Job]) -> NDArray[Any]:
+    real = next(job for job in jobs if job.context is not None)
+    shape = _kept(state, real)
+    arrays = [_emptied(shape) if job.context is None else _kept(state, job) for job in jobs]
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _kept(state: State, job: Job) -> NDArray[Any]:
+    """What the sequence's last request left; the first one gets what the config says."""
+    kept = {} if job.context is None or job.flags is None or job.flags.start else job.context.states
+    if state.input in kept:
+        return kept[state.input]
+    return state.initial if job.rows == 1 else np.repeat(state.initial, job.rows, axis=0)
+
+
+def state_shapes(states: Sequence[State], job: Job) -> tuple[tuple[int, ...], ...]:
+    """Of what the job's request would be fed."""
+    return tuple(_kept(state, job).shape for state in states)
+
+
+def _emptied(array: NDArray[Any]) -> NDArray[Any]:
+    return blank(array.shape, array.dtype)

@@ -1,0 +1,123 @@
+"""Opens what PyTorch saves of a model: TorchScript (`.pt`), exported programs and AOTInductor packages (`.pt2`).
+
+Says what its parts are called, as far as the file tells. Imported only where such a model is loaded.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile, ZipFile
+
+import torch
+
+from ...core.errors import InvalidArgument, NotFound, Unsupported
+from ...processes.host import keep_large_blocks_apart
+from ..config_completion import Found, FoundModel
+
+DATATYPES: Mapping[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "UINT8",
+    torch.uint16: "UINT16",
+    torch.uint32: "UINT32",
+    torch.uint64: "UINT64",
+    torch.int8: "INT8",
+    torch.int16: "INT16",
+    torch.int32: "INT32",
+    torch.int64: "INT64",
+    torch.float16: "FP16",
+    torch.float32: "FP32",
+    torch.float64: "FP64",
+    torch.bfloat16: "BF16",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A model and how it wants to be called. `inputs`: names of its arguments in order, those of them that are
+    `keywords` by name; empty where the file does not tell. `found`: its tensors, where the file tells."""
+
+    module: Callable[..., Any]
+    inputs: tuple[str, ...] = ()
+    keywords: frozenset[str] = frozenset()
+    found: FoundModel | None = None
+
+
+def open_model(file: Path, device: str | None) -> Opened:
+    """`device`: where its weights go; None leaves them where they were when it was saved.
+
+    Raises:
+        NotFound: there is no such file.
+        InvalidArgument: PyTorch cannot load it.
+        Unsupported: its arguments are no plain tensors.
+    """
+    if not file.is_file():
+        raise NotFound(f"unable to find '{file}' for model '{file.parent.parent.name}'")
+    keep_large_blocks_apart()
+    if file.suffix != ".pt2":
+        return _loaded(file, lambda: _open_script(file, device))
+    if _is_compiled(file):
+        return _loaded(file, lambda: Opened(torch._inductor.aoti_load_package(str(file))))
+    return _loaded(file, lambda: _open_exported(file, device))
+
+
+def _loaded(file: Path, load: Callable[[], Opened]) -> Opened:
+    try:
+        with warnings.catch_warnings():
+            # TorchScript is deprecated, as whoever saved the model knows.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return load()
+    except Unsupported:
+        raise
+    except Exception as error:  # of any class
+        raise InvalidArgument(f"PyTorch cannot load {file}: {error}") from error
+
+
+def _open_script(file: Path, device: str | None) -> Opened:
+    module: Any = torch.jit.load(str(file), map_location=device)  # type: ignore[no-untyped-call]
+    module.eval()
+    names = tuple(argument.name for argument in module.forward.schema.arguments[1:])
+    return Opened(module, names)
+
+
+def _is_compiled(file: Path) -> bool:
+    try:
+        with ZipFile(file) as package:
+            return any("/aotinductor/" in name for name in package.namelist())
+    except BadZipFile as error:
+        raise InvalidArgument(f"PyTorch cannot load {file}: {error}") from None
+
+
+def _open_exported(file: Path, device: str | None) -> Opened:
+    program = torch.export.load(file)
+    if device is not None and device != "cpu":
+        from torch.export.passes import move_to_device_pass
+
+        program = move_to_device_pass(program, device)
+    names = tuple(program.graph_signature.user_inputs)
+    _, given = program.example_inputs or ((), {})
+    nodes = {node.name: node for node in program.graph.nodes}
+    if not all(isinstance(name, str) and isinstance(nodes[name].meta.get("val"), torch.Tensor) for name in names):
+        raise Unsupported(f"{file}: the arguments of an exported program must be tensors")
+    inputs = tuple(_found(str(name), nodes[str(name)]) for name in names)
+    outputs = tuple(
+        _found(f"OUTPUT__{index}", nodes[str(name)])
+        for index, name in enumerate(program.graph_signature.user_outputs)
+        if isinstance(name, str)
+    )
+    return Opened(program.module(), tuple(map(str, names)), frozenset(given), FoundModel(inputs, outputs))
+
+
+def _found(name: str, node: Any) -> Found:
+    value = node.meta["val"]
+    shape = tuple(size if isinstance(size, int) else -1 for size in value.shape)
+    return Found(name, DATATYPES.get(value.dtype, ""), shape)
+
+
+def renamed(found: FoundModel, inputs: Sequence[str], outputs: Sequence[str]) -> FoundModel:
+    """`found` with the names that a config gives its tensors."""
+    return FoundModel(
+        tuple(each._replace(name=name) for each, name in zip(found.inputs, inputs, strict=True)),
+        tuple(each._replace(name=name) for each, name in zip(found.outputs, outputs, strict=True)),
+    )

@@ -1,0 +1,148 @@
+"""What the command line asks to serve: the models there are, those to begin with, and who changes that later."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..core.errors import InvalidArgument
+from ..repository.builder import BackendSettings, Builder
+from ..repository.catalog import Catalog
+from ..repository.config_defaults import CHECKPOINT_BACKENDS, named
+from ..repository.gateway import Hub
+from ..repository.memory_budget import Budget
+from ..repository.model_control import Explicit
+from ..repository.model_source import ModelSource, checkpoint_source, is_repository
+from ..repository.response_cache import read_cache_config
+from ..repository.watcher import Keeper
+from .progress_display import Display
+from .repository_options import RepositoryOptions
+
+_ALL = "*"
+_IN_REPOSITORIES = {
+    "served_model_name": "a model is called as its folder",
+    "revision": "the parameter 'model' in config.pbtxt may be owner/name@revision",
+}
+"""What there is in place of flags that no config.pbtxt has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """`single`: one checkpoint was asked for; without it there is nothing to do."""
+
+    catalog: Catalog
+    builder: Builder
+    options: RepositoryOptions
+    single: bool
+
+    @property
+    def names(self) -> list[str]:
+        """What to load at the start."""
+        wanted = self.options.load_model
+        if self.options.model_control_mode == "explicit" and wanted != (_ALL,):
+            return list(dict.fromkeys(wanted))
+        return self.catalog.names()
+
+    def keeper(self, hub: Hub) -> Keeper:
+        """Who keeps the hub's models as they were asked for; in mode explicit, requests may change them."""
+        if self.options.model_control_mode == "explicit":
+            hub.control = Explicit(self.catalog, hub.registry, hub.lifecycle)
+        return Keeper(self.catalog, hub.registry, hub.lifecycle)
+
+    async def load(self, keeper: Keeper, strict: bool) -> bool:
+        """Load what there is to begin with, before the eyes of who started it; whether that is enough to serve.
+        `strict`: nothing but all of it is."""
+        with Display() as display:
+            complete = await keeper.start(self.names, display)
+        if not complete and strict and not self.single:
+            print("charonia: a model failed to load; --exit-on-error=false serves the others", file=sys.stderr)
+        return complete or not (strict or self.single)
+
+    @asynccontextmanager
+    async def kept(self, keeper: Keeper) -> AsyncIterator[None]:
+        """In mode poll, follow the repository meanwhile."""
+        if self.options.model_control_mode != "poll":
+            yield
+            return
+        polling = asyncio.create_task(keeper.poll(self.options.repository_poll_secs))
+        try:
+            yield
+        finally:
+            polling.cancel()
+            with suppress(asyncio.CancelledError):
+                await polling
+
+
+def select(
+    model: str | None, options: RepositoryOptions, engine: Mapping[str, str], quantiles: tuple[float, ...] = ()
+) -> Selection:
+    """`model`: a checkpoint, a hub id or a repository, on its own; `engine`: settings for a checkpoint. `quantiles`: of
+    the summaries of latencies, none for no summaries.
+
+    Raises:
+        InvalidArgument: there is nothing to serve, or what is asked for contradicts itself.
+    """
+    _check_mode(options)
+    repositories = list(options.model_repository)
+    single = None if model is None else _single(model, options, engine)
+    if model is not None and single is None:
+        repositories.append(Path(model))
+    if single is None:
+        _refuse_for_repository(options, engine, repositories)
+    elif not repositories:
+        _refuse_for_checkpoint(options)
+    catalog = Catalog(repositories, single, options.model_config_name)
+    limit = f"execution_timeout_secs={options.execution_timeout_secs:g}"  # as if it were said of all backends
+    backends = BackendSettings.parse((limit, *options.backend_config))
+    cache = read_cache_config(options.cache_config)
+    promised = (lambda: 0) if cache is None else (lambda: cache.to_come)
+    budget = Budget.of_machine(options.memory_limit, options.gpu_memory_limit, promised)
+    builder = Builder(backends, not options.disable_auto_complete_config, budget, quantiles, cache)
+    return Selection(catalog, builder, options, single is not None and not repositories)
+
+
+def _single(model: str, options: RepositoryOptions, engine: Mapping[str, str]) -> ModelSource | None:
+    """The checkpoint that is meant; None for a repository."""
+    try:
+        if Path(model).is_dir() and is_repository(Path(model)):
+            return None
+        _check_backend(options.backend)
+        if options.revision and Path(model).exists():
+            raise InvalidArgument(f"--revision is for a model of the hub: '{model}' is a directory")
+        wanted = f"{model}@{options.revision}" if options.revision else model
+        return checkpoint_source(wanted, options.served_model_name, engine, options.backend)
+    except OSError as error:
+        raise InvalidArgument(f"cannot read '{model}': {error.strerror}") from None
+
+
+def _check_backend(backend: str) -> None:
+    if backend and named(backend) not in CHECKPOINT_BACKENDS:
+        *others, last = CHECKPOINT_BACKENDS
+        raise InvalidArgument(f"--backend {backend} serves no checkpoint; {', '.join(others)} and {last} do")
+
+
+def _check_mode(options: RepositoryOptions) -> None:
+    if options.load_model and options.model_control_mode != "explicit":
+        raise InvalidArgument("Use of '--load-model' requires setting '--model-control-mode=explicit' as well.")
+    if _ALL in options.load_model and options.load_model != (_ALL,):
+        raise InvalidArgument("--load-model * stands for all models and must be the only one")
+
+
+def _refuse_for_checkpoint(options: RepositoryOptions) -> None:
+    if options.model_control_mode != "none":
+        flag = f"--model-control-mode {options.model_control_mode}"
+        raise InvalidArgument(
+            f"{flag} is for a model repository; a single checkpoint is served as long as the server runs"
+        )
+
+
+def _refuse_for_repository(options: RepositoryOptions, engine: Mapping[str, str], repositories: list[Path]) -> None:
+    if not repositories:
+        raise InvalidArgument("nothing to serve: name a checkpoint or give --model-repository")
+    flags = [*engine, *(name for name in ("served_model_name", "backend", "revision") if getattr(options, name))]
+    if flags:
+        flag = f"--{flags[0].replace('_', '-')}"
+        instead = _IN_REPOSITORIES.get(flags[0], "set it in config.pbtxt")
+        raise InvalidArgument(f"{flag} is for a single checkpoint; in a repository, {instead}")

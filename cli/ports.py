@@ -1,0 +1,67 @@
+"""The ports of a server, reserved before there is anything to serve. Knows their flags; not what will listen there."""
+
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import combinations
+from typing import NamedTuple
+
+from ..api.http.server import bind
+from ..api.triton.clouds import Cloud
+from ..core.errors import InvalidArgument
+from .grpc_options import GrpcOptions
+from .server_options import ServerOptions, true
+
+_EVERYWHERE = {"0.0.0.0", "::"}
+
+
+class Ports(NamedTuple):
+    """Sockets that do not listen yet; there is none for a door that nobody wants."""
+
+    http: socket.socket | None
+    grpc: socket.socket | None
+    metrics: socket.socket | None
+    clouds: Sequence[socket.socket] = ()
+
+
+@contextmanager
+def reserved(server: ServerOptions, grpc: GrpcOptions, clouds: Sequence[Cloud] = ()) -> Iterator[Ports]:
+    """The ports these ask for, given back at the end of the block.
+
+    Raises:
+        Unavailable: one is taken, or its address is not ours; the message names the flag.
+        InvalidArgument: two of them are one, or nobody wants a door for requests.
+    """
+    if not true(server.allow_http) and not true(grpc.allow_grpc) and not clouds:
+        raise InvalidArgument("--allow-http and --allow-grpc are both false: nobody could ask anything")
+    with ExitStack() as stack, _http(server) as http, _grpc(grpc) as rpc, _metrics(server) as metrics:
+        others = {each.flag: stack.enter_context(bind(server.http_address, each.port, each.flag)) for each in clouds}
+        doors = {"--http-port": http, "--grpc-port": rpc, "--metrics-port": metrics, **others}
+        _check_apart({flag: sock for flag, sock in doors.items() if sock is not None})
+        yield Ports(http, rpc, metrics, tuple(others.values()))
+
+
+def _check_apart(ports: Mapping[str, socket.socket]) -> None:
+    """Until somebody listens on it, a port may be reserved twice."""
+    for (one, mine), (other, theirs) in combinations(ports.items(), 2):
+        (host, port), (its_host, its_port) = mine.getsockname()[:2], theirs.getsockname()[:2]
+        if port == its_port and (host == its_host or {host, its_host} & _EVERYWHERE):
+            raise InvalidArgument(f"{one} and {other} are both {port}")
+
+
+def _http(server: ServerOptions) -> AbstractContextManager[socket.socket | None]:
+    if not true(server.allow_http):
+        return nullcontext()
+    return bind(server.http_address, server.http_port, "--http-port", true(server.reuse_http_port))
+
+
+def _grpc(grpc: GrpcOptions) -> AbstractContextManager[socket.socket | None]:
+    if not true(grpc.allow_grpc):
+        return nullcontext()
+    return bind(grpc.grpc_address, grpc.grpc_port, "--grpc-port", true(grpc.reuse_grpc_port))
+
+
+def _metrics(server: ServerOptions) -> AbstractContextManager[socket.socket | None]:
+    if not true(server.allow_metrics):
+        return nullcontext()
+    return bind(server.metrics_address or server.http_address, server.metrics_port, "--metrics-port")

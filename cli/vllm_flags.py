@@ -1,0 +1,86 @@
+"""What flags of vLLM are called here, and what is said of a flag that nobody knows.
+
+vLLM's names are taken where they mean the same, and stand in the options; these do not. tritonserver's are all taken
+(`cli/triton_flags.py`).
+"""
+
+from collections.abc import Mapping
+
+from cyclopts import CycloptsPanel
+from cyclopts.exceptions import CycloptsError, UnknownOptionError
+
+from ..core.suggestion import did_you_mean
+
+_NO_EFFECT = "leave it out: "
+_NOT_SERVED = "not served: "
+
+VLLM: Mapping[str, str] = {
+    "--host": "--http-address, --grpc-address and --metrics-address",
+    "--port": "--http-port; gRPC has --grpc-port, metrics --metrics-port",
+    "--model": "the first argument: charonia serve MODEL",
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-ep": "--enable-expert-parallel",
+    "--gpu-memory-utilization": "--kv-cache-memory-fraction, of what weights leave free; --gpu-memory-limit, in bytes",
+    "--kv-cache-memory-bytes": "--kv-cache-bytes",
+    "--num-gpu-blocks-override": "--kv-cache-blocks",
+    "--enable-prefix-caching": "--prefix-caching, which is on by default",
+    "--no-enable-prefix-caching": "--no-prefix-caching",
+    "--enable-chunked-prefill": f"{_NO_EFFECT}prompts are always computed in pieces",
+    "--async-scheduling": "--ahead 1",
+    "--scheduling-policy": f"{_NO_EFFECT}a request's priority always counts",
+    "--enforce-eager": f"{_NO_EFFECT}there are no graphs to capture",
+    "--compilation-config": f"{_NO_EFFECT}nothing is compiled",
+    "--swap-space": f"{_NO_EFFECT}what has no room is computed again",
+    "--cpu-offload-gb": f"{_NOT_SERVED}weights are where they are computed with",
+    "--load-format": f"{_NO_EFFECT}safetensors, else torch's .bin",
+    "--hf-token": "the variable HF_TOKEN",
+    "--hf-overrides": f"{_NOT_SERVED}change the checkpoint's config.json",
+    "--tokenizer-mode": f"{_NO_EFFECT}a tokenizer.json is read",
+    "--trust-remote-code": f"{_NOT_SERVED}no code of a checkpoint is run",
+    "--seed": f"{_NO_EFFECT}a request's seed counts",
+    "--max-logprobs": f"{_NO_EFFECT}up to 20",
+    "--generation-config": f"{_NO_EFFECT}the checkpoint's generation_config.json gives the defaults",
+    "--override-generation-config": f"{_NOT_SERVED}change the checkpoint's generation_config.json",
+    "--enable-lora": f"{_NOT_SERVED}adapters, but with --backend tensorrtllm",
+    "--lora-modules": f"{_NOT_SERVED}adapters, but with --backend tensorrtllm",
+    "--speculative-config": f"{_NOT_SERVED}speculation, but with --backend tensorrtllm",
+    "--enable-auto-tool-choice": f"{_NOT_SERVED}calls of tools",
+    "--tool-call-parser": f"{_NOT_SERVED}calls of tools",
+    "--reasoning-parser": f"{_NOT_SERVED}reasoning stays in the text",
+    "--ssl-certfile": "--http-server-cert",
+    "--ssl-keyfile": "--http-server-key",
+    "--ssl-ca-certs": "--grpc-root-cert, for gRPC alone",
+    "--root-path": f"{_NOT_SERVED}let the proxy take the prefix away",
+    "--uvicorn-log-level": "--log-info, --log-warning, --log-error, --log-verbose",
+    "--enable-log-requests": "--log-info, which is on by default",
+    "--disable-log-requests": "--log-info=false",
+    "--no-enable-log-requests": "--log-info=false",
+    "--disable-log-stats": f"{_NO_EFFECT}statistics are metrics, not lines of the log",
+    "--disable-uvicorn-access-log": f"{_NO_EFFECT}they come with --log-verbose alone",
+    "--enable-request-id-headers": f"{_NO_EFFECT}every answer has x-request-id",
+    "--allowed-methods": f"{_NO_EFFECT}--allowed-origins lets pages use all of them",
+    "--allowed-headers": f"{_NO_EFFECT}--allowed-origins lets pages send all of them",
+}
+"""By vLLM's name: what it is called here, or why it is not there."""
+
+
+def explained(error: CycloptsError) -> object:
+    """What a command line that cannot be read gets to see."""
+    if not isinstance(error, UnknownOptionError):
+        return CycloptsPanel(error)
+    flag, _, _ = (error.token.keyword or error.token.value).partition("=")
+    if flag in VLLM:
+        return CycloptsPanel(f"{flag} is vLLM's; here: {VLLM[flag]}")
+    known = [name for argument in error.argument_collection for name in argument.names]
+    return CycloptsPanel(f"Unknown option: {flag}{did_you_mean(flag.replace('_', '-'), [*known, *VLLM])}")
+
+
+def table() -> str:
+    """All of `VLLM`, for people."""
+    width = max(map(len, VLLM))
+    flags = sorted(VLLM.items(), key=lambda row: row[0].lstrip("-"))
+    return "\n".join(
+        ["vLLM's flags that are called otherwise here:", *(f"  {flag:{width}}  {here}" for flag, here in flags)]
+    )

@@ -1,0 +1,1 @@
+"""What a checkpoint on disk says: its configuration, weights, vocabulary limits, and how ranks share it."""

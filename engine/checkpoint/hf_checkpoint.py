@@ -1,0 +1,56 @@
+"""A Hugging Face checkpoint directory as the engine sees it: where it lies and what its config.json says.
+
+Imports no torch; `weights.py` reads the tensors, and `tokenization/` what concerns text.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...tokenization.checkpoint_files import SMALL_FILES, locate, read_json
+from .hf_config import read_spec
+from .model_spec import CheckpointError, ModelSpec
+from .text_part import language_part
+from .weight_files import PICKLED, SAFETENSORS
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An opened checkpoint; `config` is its config.json, or what that says of the `language_part` of more."""
+
+    directory: Path
+    config: Mapping[str, Any]
+    language_part: bool = False
+
+    @property
+    def where(self) -> str:
+        """Names config.json in errors."""
+        return str(self.directory / "config.json")
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The numbers of an architecture that we have a file for.
+
+        Raises:
+            CheckpointError: a field is missing or has a value that is not supported.
+        """
+        return read_spec(self.config, self.where)
+
+
+def open_checkpoint(model: str | Path) -> Checkpoint:
+    """Open a checkpoint directory, or a hub id (downloaded to the hub's cache when it is not there).
+
+    Raises:
+        NotFound: no such checkpoint.
+        CheckpointError: there is no config.json.
+        InvalidArgument: it is not JSON.
+    """
+    directory = locate(str(model), (*SMALL_FILES, SAFETENSORS))
+    if not Path(model).expanduser().is_dir() and not any(directory.glob(SAFETENSORS)):
+        directory = locate(str(model), (*SMALL_FILES, PICKLED))
+    config = read_json(directory / "config.json")
+    if not config:
+        raise CheckpointError(f"{directory / 'config.json'}: missing; a checkpoint needs it beside its weights")
+    part = language_part(config)
+    return Checkpoint(directory, config if part is None else part, part is not None)

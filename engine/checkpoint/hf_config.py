@@ -1,0 +1,292 @@
+"""A parsed config.json, as each architecture writes it, read into a ModelSpec. Knows nothing of tensors or files."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from .model_spec import (
+    ACTIVATIONS,
+    DTYPES,
+    LAYER_TYPES,
+    ROPE_TYPES,
+    CheckpointError,
+    Experts,
+    ModelSpec,
+    Rope,
+    UnknownVariant,
+    View,
+)
+
+
+def read_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
+    """The spec in a parsed config.json; `where` names the file in errors.
+
+    Reads both the fields transformers 5 writes (`rope_parameters`, `dtype`) and the older ones (`rope_scaling`,
+    `rope_theta`, `torch_dtype`).
+
+    Raises:
+        CheckpointError: a field is missing or has a value that is not supported.
+        UnknownVariant: it asks for something that none of our own files computes.
+    """
+    architecture = _Fields(config, where).architecture()
+    dialect = _DIALECTS.get(architecture, _PLAIN)
+    fields = _Fields({**dialect.absent, **config}, where)
+    try:
+        fields.refuse_unsupported()
+        return _spec(architecture, fields, dialect)
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        raise fields.error(f"a field has a value of the wrong kind: {error}") from error
+
+
+def _spec(architecture: str, fields: "_Fields", dialect: "_Dialect") -> ModelSpec:
+    heads, hidden = fields.number("num_attention_heads"), fields.number("hidden_size")
+    head_dim = fields.number("head_dim", hidden // heads)
+    rope = fields.rope("full_attention", dialect, head_dim)
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=fields.number("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=fields.number("intermediate_size"),
+        heads=heads,
+        kv_heads=fields.number("num_key_value_heads", heads),
+        head_dim=head_dim,
+        views=fields.views(dialect.slides),
+        norm_eps=fields.real("rms_norm_eps") or 1e-6,
+        rope=rope,
+        local_rope=fields.rope("sliding_attention", dialect, head_dim),
+        max_position=fields.max_position(rope),
+        tied_embeddings=fields.flag("tie_word_embeddings"),
+        attention_bias=fields.flag("attention_bias"),
+        mlp_bias=fields.flag("mlp_bias"),
+        activation=fields.activation(),
+        logit_cap=fields.real("final_logit_softcapping"),
+        experts=fields.experts(),
+        dtype=fields.dtype(),
+    )
+
+
+class _Fields(NamedTuple):
+    """config.json's fields, checked while they are read."""
+
+    config: Mapping[str, Any]
+    where: str
+
+    def error(self, message: str) -> CheckpointError:
+        return CheckpointError(f"{self.where}: {message}")
+
+    def unknown(self, message: str) -> UnknownVariant:
+        return UnknownVariant(f"{self.where}: {message}")
+
+    def number(self, name: str, default: int | None = None) -> int:
+        value = self.config.get(name)
+        value = default if value is None else value
+        if type(value) is not int or value < 1:
+            raise self.error(f"{name} must be a positive whole number, got {value!r}")
+        return value
+
+    def real(self, name: str) -> float | None:
+        """A positive number, or None where the field is absent or null."""
+        value = self.config.get(name)
+        if value is None:
+            return None
+        if type(value) not in (int, float) or not value > 0:
+            raise self.error(f"{name} must be a positive number, got {value!r}")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        return bool(self.config.get(name, False))
+
+    def architecture(self) -> str:
+        names = self.config.get("architectures")
+        if not isinstance(names, list) or len(names) != 1:
+            raise self.error(f"architectures must name one class, got {names!r}")
+        return str(names[0])
+
+    def dtype(self) -> str:
+        name = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32").removeprefix("torch.")
+        if name not in DTYPES:
+            raise self.error(f"dtype {name} is not supported; supported: {', '.join(DTYPES)}")
+        return name
+
+    def activation(self) -> str:
+        name = str(self.config.get("hidden_activation") or self.config.get("hidden_act") or "silu")
+        if name not in ACTIVATIONS:
+            raise self.unknown(f"hidden_act {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+        return name
+
+    def views(self, slides: "Slides") -> tuple[View, ...]:
+        scalar = self.real("query_pre_attn_scalar")
+        far = View(None, scalar and scalar**-0.5, self.real("attn_logit_softcapping"))
+        layers, types = range(self.number("num_hidden_layers")), self.config.get("layer_types")
+        if types and len(types) != len(layers):
+            raise self.error(f"layer_types must have one for each of {len(layers)} layers, got {types}")
+        if types and not LAYER_TYPES.issuperset(types):
+            raise self.unknown(f"layer_types must say of every layer {' or '.join(sorted(LAYER_TYPES))}, got {types}")
+        if self.config.get("sliding_window") is None:
+            return (far,) * len(layers)
+        near = far._replace(window=self.number("sliding_window"))
+        return tuple(near if slides(self.config, layer) else far for layer in layers)
+
+    def max_position(self, rope: Rope) -> int:
+        """Yarn's recipes name the length before scaling, and often leave max_position_embeddings at that."""
+        written = self.number("max_position_embeddings", 2048)
+        return max(written, int(rope.original_max_position * rope.factor)) if rope.kind == "yarn" else written
+
+    def rope(self, layer_type: str, dialect: "_Dialect", head_dim: int) -> Rope:
+        """The rotation of layers of this type, where types differ."""
+        values = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        theta = self.config.get("rope_theta")
+        if "full_attention" in values:
+            values = values.get(layer_type) or {}
+        elif layer_type == "sliding_attention" and "rope_local_base_freq" in self.config:
+            values, theta = {}, self.config["rope_local_base_freq"]
+        return self._rope(values, float(values.get("rope_theta") or theta or 10000.0), dialect, head_dim)
+
+    def _rope(self, values: Mapping[str, Any], theta: float, dialect: "_Dialect", head_dim: int) -> Rope:
+        kind = str(values.get("rope_type") or values.get("type") or "default")
+        kind = dialect.rope_types.get(kind, kind)
+        if kind not in ROPE_TYPES:
+            raise self.unknown(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+        longest = self.config.get("max_position_embeddings")
+        original = self.config.get("original_max_position_embeddings")
+        original = int(original or values.get("original_max_position_embeddings") or longest or 8192)
+        scaled_by_length = kind in ("yarn", "longrope")
+        factor = float(values.get("factor") or (int(longest or original) / original if scaled_by_length else 1.0))
+        rope = Rope(
+            kind,
+            theta,
+            factor,
+            float(values.get("low_freq_factor") or 1.0),
+            float(values.get("high_freq_factor") or 4.0),
+            original,
+            self._partial_rotary_factor(values, dialect, head_dim),
+            _attention_factor(kind, values, factor, original),
+            float(values.get("beta_fast") or 32.0),
+            float(values.get("beta_slow") or 1.0),
+            bool(values.get("truncate", True)),
+            tuple(map(float, values.get("short_factor") or ())),
+            tuple(map(float, values.get("long_factor") or ())),
+        )
+        pairs = rope.rotary_dim(head_dim) // 2
+        for name, factors in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
+            if kind == "longrope" and len(factors) != pairs:
+                raise self.error(f"{name} of rope type longrope must have {pairs} numbers, got {len(factors)}")
+        return rope
+
+    def _partial_rotary_factor(self, values: Mapping[str, Any], dialect: "_Dialect", head_dim: int) -> float:
+        part = values.get("partial_rotary_factor", self.config.get("partial_rotary_factor"))
+        part = 1.0 if part is None else float(part)
+        turned = int(head_dim * part)
+        if part != 1.0 and not (dialect.turns_parts and 0 < turned <= head_dim and turned % 2 == 0):
+            raise self.unknown(f"partial_rotary_factor {part} of heads of {head_dim} is not supported here")
+        return part
+
+    def experts(self) -> Experts | None:
+        if "num_experts_per_tok" not in self.config:
+            return None
+        count = self.number("num_experts" if "num_experts" in self.config else "num_local_experts")
+        chosen, every = self.number("num_experts_per_tok"), self.number("decoder_sparse_step", 1)
+        if chosen > count:
+            raise self.error(f"num_experts_per_tok is {chosen}, but there are {count} experts")
+        dense = self.config.get("mlp_only_layers") or []
+        return Experts(
+            count,
+            chosen,
+            self.number("moe_intermediate_size", self.number("intermediate_size")),
+            bool(self.config.get("norm_topk_prob", True)),
+            tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(self.number("num_hidden_layers"))),
+        )
+
+    def refuse_unsupported(self) -> None:
+        quantization = self.config.get("quantization_config")
+        if quantization:
+            method = quantization.get("quant_method", "unknown method")
+            raise self.error(f"quantised weights ({method}) are not supported; supported dtypes: {', '.join(DTYPES)}")
+        if self.config.get("use_bidirectional_attention"):
+            raise self.error("use_bidirectional_attention is not supported; only causal attention is")
+
+
+def _attention_factor(kind: str, values: Mapping[str, Any], factor: float, original: int) -> float:
+    """As the papers have it (arXiv 2309.00071, 2402.13753), where config.json does not say."""
+    given, mscale, all_dim = (values.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    if kind not in ("yarn", "longrope") or (given is None and factor <= 1):
+        return 1.0
+    if given is not None:
+        return float(given)
+    if kind == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(original))
+    above, below = (float(mscale), float(all_dim)) if mscale and all_dim else (1.0, 0.0)
+    return (0.1 * above * math.log(factor) + 1) / (0.1 * below * math.log(factor) + 1)
+
+
+Slides: TypeAlias = Callable[[Mapping[str, Any], int], bool]
+"""(config, layer) -> whether the layer looks through the window, if the config has one."""
+
+
+class _Dialect(NamedTuple):
+    """What an architecture's config.json leaves unsaid: which layers `slides`, and what `absent` fields mean.
+    `turns_parts`: a part of each head may be turned; `rope_types`: what it calls some of them."""
+
+    slides: Slides = lambda config, layer: False
+    absent: Mapping[str, Any] = {}
+    turns_parts: bool = False
+    rope_types: Mapping[str, str] = {}
+
+
+def _listed(otherwise: Slides) -> Slides:
+    """What `layer_types` says, where it is there."""
+
+    def slides(config: Mapping[str, Any], layer: int) -> bool:
+        types = config.get("layer_types")
+        return types[layer] == "sliding_attention" if types else otherwise(config, layer)
+
+    return slides
+
+
+def _always(config: Mapping[str, Any], layer: int) -> bool:
+    return True
+
+
+def _if_used(config: Mapping[str, Any], layer: int) -> bool:
+    return bool(config.get("use_sliding_window"))
+
+
+def _qwen(config: Mapping[str, Any], layer: int) -> bool:
+    return _if_used(config, layer) and layer >= int(config.get("max_window_layers", 28))
+
+
+def _gemma3(config: Mapping[str, Any], layer: int) -> bool:
+    return (layer + 1) % int(config.get("sliding_window_pattern") or 6) != 0
+
+
+_PLAIN = _Dialect()
+_GEMMA = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+_TEXT_ALONE = {"mrope": "default"}
+"""Its three positions of a token are one where there are no images."""
+_DIALECTS: dict[str, _Dialect] = {
+    "MistralForCausalLM": _Dialect(_always, {"sliding_window": 4096}),
+    "Qwen2ForCausalLM": _Dialect(_listed(_qwen), {"sliding_window": 4096}, rope_types=_TEXT_ALONE),
+    "Qwen3ForCausalLM": _Dialect(_listed(_qwen), {"sliding_window": 4096, "head_dim": 128}, rope_types=_TEXT_ALONE),
+    "Qwen3MoeForCausalLM": _Dialect(_if_used, {"sliding_window": 4096, "norm_topk_prob": False}),
+    "MixtralForCausalLM": _Dialect(_always, {"rms_norm_eps": 1e-5}),
+    "Phi3ForCausalLM": _Dialect(
+        _always,
+        {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
+        turns_parts=True,
+        rope_types={"su": "longrope", "yarn": "longrope"},
+    ),
+    "Gemma2ForCausalLM": _Dialect(
+        _listed(lambda config, layer: layer % 2 == 0),
+        _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "Gemma3ForCausalLM": _Dialect(
+        _listed(_gemma3), _GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "max_position_embeddings": 131072}
+    ),
+}
+"""Where an architecture is not here, no layer slides and absent fields mean what they mean for Llama."""

@@ -1,0 +1,123 @@
+"""What a model is, in numbers: frozen values. Knows nothing of tensors or files; `dialects.py` reads them."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ...core.errors import InvalidArgument
+
+DTYPES = ("bfloat16", "float16", "float32")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+ACTIVATIONS = (
+    "silu",
+    "swish",
+    "gelu",
+    "gelu_python",
+    "gelu_pytorch_tanh",
+    "gelu_python_tanh",
+    "gelu_new",
+    "gelu_fast",
+    "gelu_accurate",
+    "quick_gelu",
+)
+
+
+class CheckpointError(InvalidArgument):
+    """A checkpoint that cannot be served: the message says what, where, and what is supported."""
+
+
+class UnknownVariant(CheckpointError):
+    """config.json asks for a variant of an architecture that our own file for it does not compute."""
+
+
+class Rope(NamedTuple):
+    """Rotary position embedding; `factor` and what follows belong to the scaled kinds, `beta_fast` to `truncate` to
+    yarn, the two lists of factors to longrope.
+
+    The first `partial_rotary_factor` of a head is turned, by cosines and sines multiplied with `attention_factor`.
+    """
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+    partial_rotary_factor: float = 1.0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Numbers of a head that are turned."""
+        return int(head_dim * self.partial_rotary_factor)
+
+
+class View(NamedTuple):
+    """What a layer says of how it attends; the plain one sees everything before it.
+
+    A token sees the last `window` tokens, itself included. Scores are multiplied by `scale` (None: head_dim ** -0.5)
+    and softly capped: cap * tanh(score / cap). With `sinks` each query head has a learned score more, of a token that
+    is always seen and whose value is 0.
+    """
+
+    window: int | None = None
+    scale: float | None = None
+    cap: float | None = None
+    sinks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts: each token goes to `chosen` of `count`, with weights that may be `normalised` to sum 1.
+
+    `layers` says which layers have one; the others are dense.
+    """
+
+    count: int
+    chosen: int
+    intermediate_size: int
+    normalised: bool
+    layers: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A decoder's outer sizes, all that an executor needs to know; `views` has one entry a layer."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    views: tuple[View, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec(Shape):
+    """All of a decoder's numbers. `dtype` is what the weights are stored in, one of DTYPES.
+
+    `local_rope` is for layers with a window where those turn at a pace of their own; `logit_cap` bounds the logits
+    as View.cap does the scores.
+    """
+
+    architecture: str
+    norm_eps: float
+    rope: Rope
+    local_rope: Rope
+    max_position: int
+    tied_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    activation: str
+    logit_cap: float | None
+    experts: Experts | None
+    dtype: str
+
+    @property
+    def layers(self) -> int:
+        return len(self.views)

@@ -1,0 +1,60 @@
+"""Whether a model can be split over so many ranks and stages: numbers alone, checked before any weight is read."""
+
+from ...core.errors import InvalidArgument
+from .model_spec import ModelSpec
+from .pipeline_stage import Stage
+
+
+def check_split(spec: ModelSpec, model: str, tensor: int, stage: Stage, whole_experts: bool = False) -> None:
+    """Whether `tensor` ranks in each stage can share the `model`'s layers, and `stage.count` stages its depth.
+
+    Slices need not be equal, but heads are whole: every rank has as many as the others, with key/value heads to them.
+
+    Raises:
+        InvalidArgument: they can't; the message names the model and the numbers.
+    """
+    if whole_experts and spec.experts is None:
+        raise InvalidArgument(f"model {model}: it has no experts to share", field="enable_expert_parallel")
+    _check_heads(spec, model, tensor)
+    _check_sizes(spec, model, tensor, whole_experts)
+    _check_layers(spec.layers, model, stage)
+
+
+def _check_heads(spec: ModelSpec, model: str, tensor: int) -> None:
+    if spec.heads % tensor:
+        raise _refusal(model, f"{spec.heads} attention heads can't be shared evenly by {tensor} ranks")
+    if spec.kv_heads % tensor and tensor % spec.kv_heads:
+        raise _refusal(
+            model,
+            f"{spec.kv_heads} key/value heads can be neither shared evenly by {tensor} ranks"
+            " nor held by equally many of them each",
+        )
+
+
+def _check_sizes(spec: ModelSpec, model: str, tensor: int, whole_experts: bool) -> None:
+    sizes = {"intermediate_size": spec.intermediate_size, "vocab_size": spec.vocab_size}
+    if spec.experts is not None and whole_experts:
+        sizes["experts"] = spec.experts.count
+    elif spec.experts is not None:
+        sizes["intermediate_size of an expert"] = spec.experts.intermediate_size
+    for what, size in sizes.items():
+        if size < tensor:
+            raise _refusal(model, f"its {what}, {size}, gives nothing to some of {tensor} ranks")
+
+
+def _check_layers(layers: int, model: str, stage: Stage) -> None:
+    if layers < stage.count:
+        raise InvalidArgument(
+            f"model {model}: {layers} layers can't be split over {stage.count} stages",
+            field="pipeline_parallel_size",
+        )
+    if stage.split and (len(stage.split) != stage.count or sum(stage.split) != layers or min(stage.split) < 1):
+        raise InvalidArgument(
+            f"model {model}: pipeline_layers must give each of its {layers} layers to one of {stage.count} stages"
+            f" (pipeline_parallel_size), at least one to each, got {','.join(map(str, stage.split))}",
+            field="pipeline_layers",
+        )
+
+
+def _refusal(model: str, reason: str) -> InvalidArgument:
+    return InvalidArgument(f"model {model}: {reason}", field="tensor_parallel_size")

@@ -1,0 +1,259 @@
+"""Tensors out of a checkpoint's files, slice by slice. Knows nothing of architectures."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+from zipfile import is_zipfile
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ...tokenization.checkpoint_files import refuse_pointer
+from ..cpu.memory import Memory
+from .build_context import Place
+from .model_spec import CheckpointError
+from .tensor_group import Group
+from .weight_files import find_weights
+
+STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+"""safetensors' name of a dtype -> torch's; no other is supported."""
+
+_NAMES = {dtype: name for name, dtype in STORED.items()}
+
+WHOLE = slice(None)
+
+TILE_BYTES = 1 << 24
+"""Of a matrix that is converted on the way, so much at a time: what else it takes is not more than the result."""
+
+
+class Piece(NamedTuple):
+    """A part of the named tensor, which has `shape` in the checkpoint: these rows and, of a matrix, columns."""
+
+    name: str
+    shape: tuple[int, ...]
+    rows: slice = WHOLE
+    columns: slice = WHOLE
+
+    @property
+    def row_range(self) -> range:
+        """The tensor's rows that are in it."""
+        return range(*self.rows.indices(self.shape[0]))
+
+    @property
+    def width(self) -> int:
+        """Columns of a matrix that are in it."""
+        return len(range(*self.columns.indices(self.shape[1])))
+
+
+class Tile(NamedTuple):
+    """Rows of a matrix as the checkpoint stores them; `first` is the place of the first one in the whole."""
+
+    first: int
+    rows: Tensor
+
+
+class Weights:
+    """The weights of one directory, safetensors or torch's .bin: a single file, or shards under an index.
+
+    Files are memory-mapped: what `read` returns are views, and nothing is copied before it is used.
+    """
+
+    def __init__(self, directory: Path, own_name: Callable[[str], str] = str) -> None:
+        """`own_name`: what a tensor is asked for as, by its name in the file.
+
+        Raises:
+            CheckpointError: no weights, a missing shard, a truncated file.
+        """
+        files, by_tensor = find_weights(directory)
+        self._where = directory
+        self._open: dict[Path, Any] = {path: _open(path) for path in files}
+        self._files = dict.fromkeys(self._open[files[0]].keys(), files[0]) if by_tensor is None else by_tensor
+        self._stored = {own_name(stored): stored for stored in self._files}
+        self._unread = set(self._files)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files together."""
+        return sum(path.stat().st_size for path in self._open)
+
+    @property
+    def unread(self) -> list[str]:
+        """Tensors of which nothing was read yet, by name."""
+        return sorted(self._unread)
+
+    def read(self, piece: Piece) -> Tensor:
+        """A mapped view of `piece`, in the dtype it is stored in.
+
+        Raises:
+            CheckpointError: the tensor is missing, or its shape or dtype is not what is expected.
+        """
+        stored = self._stored.get(piece.name)
+        if stored is None:
+            raise CheckpointError(f"{self._where}: tensor {piece.name} is missing from the weights")
+        path = self._files[stored]
+        found = _slice(self._open[path], path, stored)
+        _check(found, piece, path)
+        self._unread.discard(stored)
+        view: Tensor = found[piece.rows] if len(piece.shape) == 1 else found[piece.rows, piece.columns]
+        return view
+
+
+def _open(path: Path) -> Any:
+    """What reads its tensors: see `safe_open`, or `Pickled`, which is like it."""
+    try:
+        refuse_pointer(path)
+        return Pickled(path) if path.suffix == ".bin" else safe_open(path, framework="pt")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: the file is missing") from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: truncated or not a safetensors file: {error}") from error
+
+
+def _slice(file: Any, path: Path, name: str) -> Any:
+    try:
+        return file.get_slice(name)
+    except (SafetensorError, KeyError) as error:
+        raise CheckpointError(f"{path}: tensor {name} is missing, though the index puts it here") from error
+
+
+def _check(found: Any, piece: Piece, path: Path) -> None:
+    dtype, shape = found.get_dtype(), tuple(found.get_shape())
+    if dtype not in STORED:
+        supported = ", ".join(STORED)
+        raise CheckpointError(
+            f"{path}: tensor {piece.name} has dtype {dtype}, which is not supported ({supported} are)"
+        )
+    if shape != piece.shape:
+        raise CheckpointError(
+            f"{path}: tensor {piece.name} has shape {list(shape)}, but config.json means {list(piece.shape)}"
+        )
+
+
+class Pickled:
+    """A file of `torch.save` by torch's safe loader, which runs no code of it, mapped unless it is of the oldest form;
+    read as `safe_open` reads."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError: it is broken, or holds anything but tensors."""
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+        except (UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+            code = re.search(r"GLOBAL (\S+)", str(error))
+            reason = f"{code[1]} is in it" if code else str(error).partition("\n")[0] or type(error).__name__
+            raise CheckpointError(f"{path}: truncated, or no weights that torch loads safely: {reason}") from error
+        if not isinstance(found, dict) or not all(isinstance(each, Tensor) for each in found.values()):
+            raise CheckpointError(f"{path}: it must hold tensors by their names, and nothing else")
+        self._tensors: dict[str, Tensor] = found
+
+    def keys(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def get_slice(self, name: str) -> "_Slice":
+        """Raises KeyError: no such tensor."""
+        return _Slice(self._tensors[name])
+
+
+class _Slice:
+    """A tensor as safetensors hands out slices of it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, part: Any) -> Tensor:
+        return self._tensor[part]
+
+    def get_shape(self) -> Sequence[int]:
+        return self._tensor.shape
+
+    def get_dtype(self) -> str:
+        return _NAMES.get(self._tensor.dtype, str(self._tensor.dtype))
+
+
+class Reading:
+    """Counts the bytes that a rank reads, `expected` more or less, and tells `progress` the fraction."""
+
+    def __init__(self, expected: float, progress: Callable[[float], None]) -> None:
+        self.bytes = 0
+        self._expected, self._progress = expected, progress
+        self._mapped: set[str] = set()
+
+    def once(self, name: str, view: Tensor) -> None:
+        """A table that is both mapped and packed is one tensor of the file."""
+        self.count(name, view)
+        self._mapped.add(name)
+
+    def count(self, name: str, view: Tensor) -> None:
+        if name not in self._mapped:
+            self.bytes += view.numel() * view.element_size()
+        self._progress(min(self.bytes / self._expected, 1.0))
+
+
+class Loader:
+    """Hands layers their weights: this rank's pieces, in the dtype and on the device the model computes in."""
+
+    def __init__(self, weights: Weights, place: Place) -> None:
+        self.place = place
+        self.dtype, self.device, self.quantized = place.dtype, place.device, place.quantized
+        self.group = place.seat.group
+        self.memory = Memory()
+        """For what is packed."""
+        self.reading = Reading(weights.bytes / self.group.size / place.seat.stage.count, place.progress)
+        self._weights = weights
+        self._shared: WeakValueDictionary[tuple[str, int, int], Tensor] = WeakValueDictionary()
+
+    def within(self, group: Group) -> "Loader":
+        """The same for layers that another group shares."""
+        other = copy(self)
+        other.group = group
+        return other
+
+    def layers(self, total: int) -> range:
+        """Those this rank has, of the model's `total`."""
+        return self.place.seat.stage.layers(total)
+
+    def vector(self, name: str, size: int) -> Tensor:
+        """A whole one-dimensional tensor [size]."""
+        return self.stack([Piece(name, (size,))])
+
+    def mapped(self, piece: Piece) -> Tensor:
+        """One piece; a mapped view of the file where dtype and device allow it, else a copy that all who ask share."""
+        key = (piece.name, piece.rows.start, piece.rows.stop)
+        tensor = self._shared.get(key)
+        if tensor is None:
+            view = self._weights.read(piece)
+            tensor = self._shared[key] = view.to(self.device, self.dtype)
+            self.reading.once(piece.name, view)
+        return tensor
+
+    def stack(self, pieces: Iterable[Piece]) -> Tensor:
+        """The pieces one below the other, in memory of their own."""
+        pieces = list(pieces)
+        views = [self._weights.read(piece) for piece in pieces]
+        shape = (sum(len(view) for view in views), *views[0].shape[1:])
+        whole = torch.empty(shape, dtype=self.dtype, device=self.device)
+        targets = torch.split(whole, [len(view) for view in views])
+        for piece, target, view in zip(pieces, targets, views, strict=True):
+            target.copy_(view)
+            self.reading.count(piece.name, view)
+        return whole
+
+    def tiles(self, pieces: Iterable[Piece]) -> Iterator[Tile]:
+        """The matrices one below the other, a few rows at a time, mapped where the file has them side by side."""
+        first = 0
+        for piece in pieces:
+            rows, row_bytes = piece.row_range, piece.shape[1] * torch.float32.itemsize
+            step = max(TILE_BYTES // row_bytes, 1)
+            for start in range(rows.start, rows.stop, step):
+                part = piece._replace(rows=slice(start, min(start + step, rows.stop)))
+                view = self._weights.read(part)
+                yield Tile(first, view)
+                first += len(view)
+                self.reading.count(piece.name, view)

@@ -1,0 +1,147 @@
+"""What the frontend and an engine core say to each other: msgpack arrays over ZeroMQ.
+
+The core sends at most one message per step and client, never one per token.
+"""
+
+from typing import TypeAlias
+
+import msgspec
+
+from ...core.guided_decoding import Guide
+from ...core.logprobs import Logprobs, Scores
+from ...scheduler.plan import RowSampling
+from ...scheduler.sequence import GREEDY
+
+
+class Add(msgspec.Struct, array_like=True, tag="add", kw_only=True, frozen=True):
+    """A new sequence. `key` is the client's own, unique among its live requests and below 2**48.
+
+    `stop_token_ids` ends the sequence, model eos included (unless ignored). Prompt and `max_tokens` together must
+    fit the model's length. `weight`: the tenant's share. `timeout`: seconds left to it; 0 is no limit. `guide` and
+    `adapter`: as in `GenerateRequest`. `pooling` and `embeds` are reserved.
+    """
+
+    client: int
+    key: int
+    prompt: list[int]
+    max_tokens: int
+    sampling: RowSampling = GREEDY
+    stop_token_ids: list[int] = []
+    priority: int = 0
+    tenant: str = ""
+    salt: str = ""
+    adapter: str = ""
+    guide: Guide | None = None
+    pooling: str = ""
+    embeds: bytes = b""
+    weight: float = 1.0
+    timeout: float = 0.0
+
+
+class Abort(msgspec.Struct, array_like=True, tag="abort", frozen=True):
+    """The client no longer wants these; unknown keys are ignored."""
+
+    client: int
+    keys: list[int]
+
+
+class Shutdown(msgspec.Struct, array_like=True, tag="shutdown", frozen=True):
+    """Stop the loop and exit."""
+
+
+ToCore: TypeAlias = Add | Abort | Shutdown
+
+
+class Loading(msgspec.Struct, array_like=True, tag="loading", frozen=True):
+    """A start-up phase goes on: `fraction` of it is done; at 1 it took `seconds`."""
+
+    phase: str
+    fraction: float
+    seconds: float
+    detail: str = ""
+
+
+class Ready(msgspec.Struct, array_like=True, tag="ready", frozen=True):
+    """Warm-up generated a token; requests are served from here on. `cache_bytes`: of the host's memory, that the cache
+    will take when it is full."""
+
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    blocks: int
+    cache_bytes: int = 0
+
+
+class Load(msgspec.Struct, array_like=True, frozen=True):
+    """The engine's state after a turn of its loop."""
+
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    step_seconds: float = 0.0
+    """Recent step time (moving average); 0 before the first step."""
+
+
+class Turn(msgspec.Struct, array_like=True, frozen=True):
+    """The step that a turn of the loop waited for; all zero if there was none. `seconds`: how long the turn took."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    sequences: int = 0
+
+
+class Totals(msgspec.Struct, array_like=True, frozen=True):
+    """What was counted since the core was born, warm-up left out: sequences preempted, prompt tokens looked up in
+    the prefix cache, and found there."""
+
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+
+IDLE = Turn()
+NO_TOTALS = Totals()
+
+
+class Updates(msgspec.Struct, array_like=True, tag="updates", frozen=True):
+    """What one step meant to one client; see `scheduler.plan.StepUpdates`. Empty ones are the heartbeat."""
+
+    step: int
+    keys: list[int]
+    counts: list[int]
+    tokens: list[int]
+    started: list[tuple[int, int]]
+    finished: list[tuple[int, str]]
+    load: Load
+    turn: Turn = IDLE
+    totals: Totals = NO_TOTALS
+    logprobs: list[Logprobs | None] = []
+    scores: list[tuple[int, Scores]] = []
+
+
+class Refused(msgspec.Struct, array_like=True, tag="refused", frozen=True):
+    """A request that can never be satisfied; nothing was done for it."""
+
+    key: int
+    message: str
+    field: str = ""
+
+
+class Failed(msgspec.Struct, array_like=True, tag="failed", frozen=True):
+    """The core could not start, or its loop broke; it exits after this. `code`: see `core.errors.Code`. `field`: the
+    parameter that was wrong, if one was."""
+
+    message: str
+    code: str = "INTERNAL"
+    field: str = ""
+
+
+class Said(msgspec.Struct, array_like=True, tag="said", frozen=True):
+    """A record of the core's log, which the frontend keeps."""
+
+    logger: str
+    level: int
+    text: str
+
+
+FromCore: TypeAlias = Loading | Ready | Updates | Refused | Failed | Said

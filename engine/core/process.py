@@ -1,0 +1,188 @@
+"""The engine core's process: build, load, warm up, turn, leave nothing behind.
+
+Knows nothing of the frontend but its sockets, their directory, and that it must not outlive it.
+"""
+
+import logging
+import os
+import shutil
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import msgspec
+import zmq
+
+from ...core.errors import CharoniaError, Code, InvalidArgument
+from ...kvcache.manager import KVCacheManager
+from ...processes import gc_tuning
+from ...processes.child_process import die_with_parent, leave_signals_to_parent, show, show_name
+from ...scheduler.config import SchedulerConfig
+from ...scheduler.scheduler import Scheduler
+from ..config import CacheConfig, EngineConfig
+from ..worker.executor import Capacity, Executor
+from .executors import build_executor
+from .messages import Failed, Loading, Ready, Said
+from .sockets import Address, Wire
+from .step_loop import EngineCore
+
+_SHAPE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+_SHAPES = "256"
+"""oneDNN, and torch above it, keep code for every shape that they met, 0.3 MiB each, 1024 of them unless told. A model
+has about five for each number of tokens in a step, a millisecond each to make again: those of small steps are kept."""
+_USEFUL_TIMES = 4
+"""A cache sized by share of memory stops at this many times what all rows could fill at full length."""
+
+
+def main(config: EngineConfig, directory: str) -> None:
+    """Serve the client whose sockets lie in `directory` until it says so, or dies."""
+    leave_signals_to_parent()
+    show_name("charonia-core")
+    die_with_parent(lambda: shutil.rmtree(directory, ignore_errors=True))
+    wire = Wire([Address.under(directory)])
+    Reporter(wire).listen()
+    try:
+        _serve(config, wire)
+    except Exception as error:
+        wire.broadcast(_last_words(error))
+        sys.exit(1)
+    finally:
+        wire.close()
+
+
+def _serve(config: EngineConfig, wire: Wire) -> None:
+    phases = Phases(wire)
+    phases.report("libraries", 0.0)
+    for name in _SHAPE_CACHES:
+        os.environ.setdefault(name, _SHAPES)
+    executor = build_executor(config)  # imports torch where it needs it
+    phases.report("libraries", 1.0)
+    try:
+        core, ready = start(config, executor, phases)
+        threading.excepthook = lambda thread: core.fail(thread.exc_value or RuntimeError("a thread died"))
+        executor.watch(core.fail)
+        wire.listen(core.accept)
+        wire.broadcast(ready)
+        core.run(wire)
+    finally:
+        executor.close()
+
+
+class Reporter(logging.Handler):
+    """The frontend keeps the log: this process's stderr may be a pipe that nobody reads."""
+
+    def __init__(self, wire: Wire) -> None:
+        super().__init__()
+        self._wire = wire
+
+    def listen(self) -> None:
+        """Report every record of this process, and every warning."""
+        logging.basicConfig(level=logging.WARNING, handlers=[self], format="%(message)s")
+        logging.captureWarnings(True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(zmq.ZMQError):  # it is about to end, and closed already
+            self._wire.broadcast(Said(record.name, record.levelno, self.format(record)))
+
+
+class Phases:
+    """Tells all clients how far start-up is."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._phase = ""
+        self._began = 0.0
+
+    def report(self, phase: str, fraction: float, detail: str = "") -> None:
+        """`fraction` of `phase` is done; the first report of a phase starts its clock."""
+        if phase != self._phase:
+            self._phase, self._began = phase, time.perf_counter()
+        self._wire.broadcast(Loading(phase, fraction, time.perf_counter() - self._began, detail))
+
+
+def start(config: EngineConfig, executor: Executor, phases: Phases) -> tuple[EngineCore, Ready]:
+    """Load everything and generate a token."""
+    phases.report("weights", 0.0)
+    capacity = executor.load(phases.report)
+    if capacity.machine:
+        phases.report("machine", 1.0, capacity.machine)
+    length = model_length(config.max_model_len, capacity)
+    blocks = cache_blocks(config.cache, capacity, config.scheduler.max_num_seqs * length)
+    phases.report("cache", 0.0)
+    executor.allocate(blocks)
+    phases.report("cache", 1.0, f"{blocks} blocks of {config.cache.block_size} tokens")
+    cache = KVCacheManager(blocks, config.cache.block_size, config.cache.prefix_caching)
+    scheduler = Scheduler(scheduling(config, length), cache)
+    core = EngineCore(scheduler, cache, executor, capacity.vocab_size)
+    phases.report("warm-up", 0.0)
+    core.warm_up()
+    gc_tuning.settle()
+    phases.report("warm-up", 1.0)
+    here = capacity.machine and config.parallel.backend == "mp"
+    cache_bytes = blocks * capacity.block_bytes * config.parallel.world if here else 0
+    return core, Ready(capacity.vocab_size, length, config.cache.block_size, blocks, cache_bytes)
+
+
+def scheduling(config: EngineConfig, length: int) -> SchedulerConfig:
+    """The scheduler's numbers for sequences of at most `length` tokens. Every stage of a pipeline computes a step of
+    its own, and of each sequence one at a time: the next one needs what the last brings.
+
+    Raises:
+        InvalidArgument: another number of steps ahead is configured.
+    """
+    scheduler = msgspec.structs.replace(config.scheduler, max_model_len=length)
+    stages = config.parallel.pipeline
+    if stages == 1:
+        return scheduler
+    if scheduler.ahead not in (0, stages - 1):
+        raise InvalidArgument(
+            f"ahead: {stages} stages have {stages - 1} steps ahead, not {scheduler.ahead}", field="ahead"
+        )
+    return msgspec.structs.replace(scheduler, ahead=stages - 1, in_flight_per_sequence=1)
+
+
+def model_length(wanted: int | None, capacity: Capacity) -> int:
+    """Tokens a sequence may have.
+
+    Raises:
+        InvalidArgument: more are wanted than the model can attend to.
+    """
+    if wanted is not None and wanted > capacity.max_model_len:
+        message = f"max_model_len {wanted} exceeds the model's own {capacity.max_model_len}"
+        raise InvalidArgument(message, field="max_model_len")
+    return wanted or capacity.max_model_len
+
+
+def cache_blocks(cache: CacheConfig, capacity: Capacity, useful_tokens: int) -> int:
+    """How many blocks to allocate, when all rows at full length hold `useful_tokens`.
+
+    Raises:
+        InvalidArgument: not even one fits.
+    """
+    if cache.blocks is not None:
+        blocks = cache.blocks
+    elif cache.bytes is not None:
+        blocks = cache.bytes // capacity.block_bytes
+    else:
+        share = int(capacity.free_bytes * cache.memory_fraction) // capacity.block_bytes
+        blocks = min(share, _USEFUL_TIMES * useful_tokens // cache.block_size + 1)
+    if blocks < 1:
+        raise _no_room(cache, capacity)
+    return blocks
+
+
+def _no_room(cache: CacheConfig, capacity: Capacity) -> InvalidArgument:
+    block = f"no room for the cache: a block of {cache.block_size} tokens takes {capacity.block_bytes} bytes"
+    if cache.bytes is not None:
+        return InvalidArgument(f"{block}, and kv_cache_bytes is {cache.bytes}", field="kv_cache_bytes")
+    field = "kv_cache_memory_fraction"
+    allowed = f"of {capacity.free_bytes} that are free it may have {field} {cache.memory_fraction:g}"
+    return InvalidArgument(f"{block}, and {allowed}", field=field)
+
+
+def _last_words(error: Exception) -> Failed:
+    if isinstance(error, CharoniaError):
+        return Failed(error.message, error.code, error.field or "")
+    show(error)
+    return Failed(f"{type(error).__name__}: {error}", Code.INTERNAL)

@@ -1,0 +1,93 @@
+/* Paged attention: what is stored how, and what one call is divided into.
+
+   Keys and values stand in tiles of TILE tokens of one head, made for products with many queries at once:
+     keys    [head_dim / 2][TILE][2]    16 tokens of two neighbouring dimensions
+     values  [TILE / 2][head_dim][2]    all dimensions of two neighbouring tokens
+     scales  [2][TILE] float            int8 only: what a token's keys and values are multiplied with
+   float32 is [head_dim][TILE] and [TILE][head_dim]. A block is [tiles in it][kv_heads] tiles.
+
+   A context is cut into splits of SPLIT tokens, counted from the sequence's beginning. Each split's part of the sum is
+   made by itself and the parts are folded in order: so a token's result depends on its position and on nothing else. */
+#ifndef CHARONIA_ATTENTION_H
+#define CHARONIA_ATTENTION_H
+
+#include <stdint.h>
+
+#include "parallel_region.h"
+
+enum { TILE = 16, SPLIT = 256, TILES = SPLIT / TILE };
+
+/* Bytes of a line of 16 pairs; from one line of keys to the next, from one pair of tokens' values to the next; where in
+   a tile its values and its scales begin, and how long it is. */
+#define LINE(stored) ((stored) == S8 ? 2 * TILE : 4 * TILE)
+#define KEY_STEP(stored) ((stored) == F32 ? 8 * TILE : LINE(stored))
+#define VALUE_STEP(stored, head_dim) ((head_dim)*2 * KIND_BYTES(stored))
+#define VALUES_AT(stored, head_dim) ((head_dim)*TILE * KIND_BYTES(stored))
+#define SCALES_AT(stored, head_dim) (2 * VALUES_AT(stored, head_dim))
+#define TILE_BYTES(stored, head_dim) (SCALES_AT(stored, head_dim) + ((stored) == S8 ? 2 * TILE * 4 : 0))
+
+/* Floats of queries that one piece of work may hold on its stack, twice. */
+enum { MOST_QUERIES = 16384, MOST_HEAD = 512 };
+
+/* One kind of layer; attention.py has the same fields. `window` 0: all; `cap` 0: none. */
+struct manner {
+    int64_t heads, kv_heads, head_dim, block_size, window;
+    int64_t kind, stored; /* of queries and what comes out; of the cache: F32, BF16 or S8 */
+    float scale, cap;
+};
+
+/* One step: `rows` sequences. The rth has `counts` tokens from position `starts` on, packed from firsts[r] on, and its
+   blocks are tables[lines[r]], a line `width` long. */
+struct step {
+    int64_t rows, width;
+    const int32_t *lines, *starts, *counts;
+    const int64_t *firsts, *tables;
+};
+
+/* One layer's part of a step. Strides in elements between tokens; `turns` [positions, 2, turned / 2] for the first
+   `turned` numbers of a head, or none; `sinks` [heads] or none: of each query head the score of a token that it always
+   sees, whose value is 0. */
+struct call {
+    const void *queries, *keys, *values;
+    int64_t query_stride, key_stride, value_stride;
+    const float *turns, *sinks;
+    char *cache;
+    void *out;
+    int64_t turned;
+};
+
+/* Neighbouring tokens of a row, from `token` of it: those that share a tile to be written, or queries of one head that
+   go together through the splits from `from` to `to`. `part` >= 0: they leave one partial sum a split in the scratch
+   memory from there on, [split][query][head_dim + 2]. */
+struct piece {
+    int32_t row, token, tokens, head, from, to;
+    int64_t part;
+};
+
+/* What `queries` neighbouring queries see of one split: its tiles from `first` up to `last`. */
+struct span {
+    const char *tiles[TILES];
+    int64_t head_dim;
+    int first, last, stored, fresh; /* fresh: nobody looked at them before, they come from far */
+};
+
+/* scores[r][SPLIT] = queries [r][stride] times the span's keys; part[r][head_dim] = weights [r][stride] times values. */
+typedef void product(const struct span *, const float *, int64_t, float *);
+
+struct plan {
+    int64_t writes, works, folds, scratch, cost;
+    struct piece *to_write, *to_work, *to_fold;
+};
+
+/* Work below which threads would cost more than they give. */
+enum { WORTH_ATTENDING = 100000 };
+
+/* Fills `plan`, whose arrays have room for so many pieces each, for layers of this manner. Returns what room it takes:
+   if that is more, the plan is not to be used, but for its `scratch`. */
+int64_t charonia_attention_plan(const struct manner *, const struct step *, struct plan *, int64_t room);
+
+/* One layer of a step that `plan` was made for, with plan->scratch floats of memory for it. */
+void attend_together(Team *, const struct manner *, const struct step *, const struct plan *, const struct call *,
+                     float *scratch);
+
+#endif

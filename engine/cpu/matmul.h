@@ -1,0 +1,104 @@
+/* Products x W^T + b of activations [rows, inputs] with weights [outputs, inputs] that never change.
+ *
+ * Weights are packed once. Sixteen outputs beside each other are a group; a step is four bytes of each of its outputs: one
+ * fp32, two bf16 or four int8 inputs. So one step of a group is one 64-byte line, a group is one stream of lines, and what
+ * is missing to whole groups and steps is zero. A level that wants another order of int8 within a line (`halved`)
+ * multiplies only what it packed itself. Every sum runs over the inputs in ascending order, one accumulator an output,
+ * whatever else is computed with it: a row's result does not depend on the number of rows. */
+#ifndef CHARONIA_MATMUL_H
+#define CHARONIA_MATMUL_H
+
+#include <stdint.h>
+
+#include "parallel_region.h"
+
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8")
+#define TILE(rows, groups) \
+    TARGET static void NAME(rows##x##groups)(const Tile *t) { NAME(tile)(t, rows, groups); }
+
+enum { FLOAT32, BFLOAT16, INT8, KINDS };
+enum { LANES = 16, LINE = 64, MOST_ROWS = 6 };
+
+/* Packed weights, and the types around them. `scales`, `offsets` and `bias` are [outputs], filled up to whole groups. */
+typedef struct {
+    const char *lines;
+    const float *scales;    /* int8: of each output, else null */
+    const int32_t *offsets; /* int8: 128 times the sum of each output's weights, else null */
+    const float *bias;      /* or null */
+    int64_t outputs, inputs;
+    int32_t kind;           /* of the weights */
+    int32_t x_kind;         /* of the activations: fp32 or bf16 */
+    int32_t out_kind;       /* of the results: fp32 or bf16 */
+} Matrix;
+
+/* A few rows times a few groups, over one chunk of the inputs. */
+typedef struct {
+    const Matrix *matrix;
+    const char *rows;       /* the first row, at the chunk's first step */
+    int64_t row_stride;     /* bytes */
+    const char *lines;      /* the first group, at the chunk's first step */
+    int64_t group_stride;   /* bytes */
+    int64_t steps;
+    const char *next;       /* lines to fetch meanwhile: as many steps of `streams` groups */
+    int64_t streams;        /* 1, 2, or all of the tile's groups */
+    int32_t slower;         /* a single stream: a line only every 2^slower steps */
+    char *sums;             /* the accumulators between chunks */
+    int32_t first, last;    /* whether the chunk begins the sums, and whether it completes them */
+    int64_t output;         /* of the tile's first column */
+    int64_t groups;         /* of the tile's groups, those that exist */
+    const float *row_scales; /* int8: of the tile's rows */
+    char *out;              /* the first row's result, at `output` */
+    int64_t out_stride;     /* elements */
+} Tile;
+
+typedef void (*TileFunction)(const Tile *);
+
+/* Tiles of `groups` groups and up to `rows` rows, for products of at most `upto` rows. */
+typedef struct {
+    int64_t upto, rows, groups;
+    int64_t chunk;  /* steps of the inputs at a time */
+    int64_t block;  /* rows at a time: so many of a chunk stay in the second cache */
+    TileFunction tiles[MOST_ROWS]; /* by rows - 1 */
+} Plan;
+
+/* One row of activations as the tiles read it, filled with zeros to whole steps. Returns the row's scale (int8), else 1. */
+typedef float (*RowFunction)(const void *x, int32_t x_kind, int64_t inputs, int64_t steps, void *row);
+
+typedef struct {
+    const Plan *plans;
+    RowFunction row;
+    int32_t step_bytes; /* of a row as the tiles read it */
+    int32_t sum_bytes;  /* of a group's accumulators */
+    int32_t direct;     /* whether that is how the activations are stored */
+    int32_t halved;     /* whether a line has the first two inputs of all its outputs, then the other two */
+} Kernel;
+
+/* out [rows, outputs] = x [rows, inputs] W^T + b; strides in elements. `next`: a matrix that the same threads will
+   multiply after this one, or null; its first lines are fetched. */
+typedef struct {
+    const Matrix *matrix, *next;
+    const void *x;
+    int64_t x_stride, rows;
+    void *out;
+    int64_t out_stride;
+} Asked;
+
+/* Bytes of memory that so many threads need for it; a multiple of a line. */
+int64_t product_bytes(const Asked *, int threads);
+
+/* With product_bytes() of memory, at the beginning of a line. */
+void multiply_together(Team *, const Asked *, char *memory);
+
+/* That of the level in use. */
+const Kernel *kernel_of(int kind);
+
+extern const Kernel matmul_portable[KINDS], matmul_avx2[KINDS], matmul_avx512[KINDS];
+
+ALWAYS_INLINE int inputs_a_step(int kind) { return kind == FLOAT32 ? 1 : kind == BFLOAT16 ? 2 : 4; }
+
+ALWAYS_INLINE int64_t steps_of(int kind, int64_t inputs) {
+    return (inputs + inputs_a_step(kind) - 1) / inputs_a_step(kind);
+}
+
+#endif

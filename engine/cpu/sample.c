@@ -1,0 +1,153 @@
+/* Tokens drawn from logits: temperature, top-k, top-p and min-p, in time that grows with the vocabulary and not faster.
+
+   A weight is 2^-below, where `below` is how many halvings a token is less likely than the likeliest, whose weight is 1.
+   Whoever wants tokens in order of weight counts them into buckets by `below`, and sorts only the bucket that matters. */
+#include <float.h>
+#include <stdlib.h>
+
+#include "argmax.h"
+#include "sample.h"
+#include "parallel_region.h"
+
+enum {
+    CHUNK = 2048,  /* tokens whose weights are summed at a time */
+    CHUNKS = 256,  /* at most; of a larger vocabulary they are longer */
+    BLOCK = 64,    /* tokens that are looked at at a time */
+    FINENESS = 16, /* buckets a halving */
+    BUCKETS = 2048 /* so the last one's weights are 0: 2^-126 is the least that is a normal float */
+};
+
+#define GREEDY_BELOW 1e-5f /* sampling.GREEDY_BELOW */
+
+/* The logits of one row. */
+typedef struct {
+    const void *logits;
+    int64_t n;
+    int kind;
+    int64_t likeliest;
+    float top, scale; /* the largest logit; halvings a unit */
+} Row;
+
+/* The tokens that are about as likely. */
+typedef struct {
+    double weight;
+    int64_t count;
+} Bucket;
+
+/* A token, and the bits of its `below`, which are in the order of the numbers. */
+typedef struct {
+    uint32_t below;
+    int32_t token;
+} Item;
+
+/* A row's tokens on the way to an order; one bucket is open: its items are in order. */
+typedef struct {
+    const Row *row;
+    Bucket buckets[BUCKETS];
+    int64_t open; /* -1: none */
+    Item *room;   /* for the items, twice */
+    Item *items;
+} Order;
+
+/* What the likeliest tokens are together. */
+typedef struct {
+    int64_t tokens;
+    double mass;
+    int64_t last; /* one of them: the last where it is in an open bucket */
+} Prefix;
+
+/* Where a prefix ends: so many tokens; no token begins at this mass or later; no weight is less than `least`. */
+typedef struct {
+    int64_t tokens;
+    double mass;
+    float least;
+} Limits;
+
+/* The likeliest token always belongs to it. */
+static int complete(const Prefix *p, const Limits *most)
+{
+    return p->tokens > 0 && (p->tokens >= most->tokens || p->mass >= most->mass);
+}
+
+/* The items by `below`, equals in the order they had: radix sort, a byte at a time, between two arrays. */
+static Item *sorted(Item *items, Item *spare, int64_t count)
+{
+    for (int shift = 0; shift < 32; shift += 8) {
+        int64_t ends[257] = {0};
+        for (int64_t i = 0; i < count; i++)
+            ends[(items[i].below >> shift & 255) + 1]++;
+        if (ends[(items[0].below >> shift & 255) + 1] == count)
+            continue;
+        for (int digit = 0; digit < 256; digit++)
+            ends[digit + 1] += ends[digit];
+        for (int64_t i = 0; i < count; i++)
+            spare[ends[items[i].below >> shift & 255]++] = items[i];
+        Item *other = items;
+        items = spare, spare = other;
+    }
+    return items;
+}
+
+static float number(const Row *row, int64_t at)
+{
+    if (row->kind == 0)
+        return ((const float *)row->logits)[at];
+    const uint32_t bits = (uint32_t)((const uint16_t *)row->logits)[at] << 16;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static uint64_t mixed(uint64_t z)
+{
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+    return z ^ z >> 31;
+}
+
+/* engine/worker/counter_random.py's number, strictly between 0 and 1. */
+static double uniform(const struct choice *c)
+{
+    const uint64_t golden = 0x9E3779B97F4A7C15u;
+    uint64_t state = mixed((uint64_t)c->seed + golden);
+    state = mixed(state + (uint64_t)c->choice * golden);
+    state = mixed(state + (uint64_t)c->position * golden);
+    return ((double)(state >> 12) + 0.5) * 0x1p-52;
+}
+
+#define SUBJECT "sample.inc"
+#include "each_level.h"
+
+typedef int64_t draw(const Row *, const struct choice *);
+
+static draw *const plain[LEVELS] = ALL_LEVELS(plain);
+static draw *const filtered[LEVELS] = ALL_LEVELS(filtered);
+
+int64_t sampled(const void *logits, int64_t n, int kind, const struct choice *c)
+{
+    Row row = {logits, n, kind, largest_of(logits, n, kind), 0, LOG2E / c->temperature};
+    if (c->temperature < GREEDY_BELOW || c->top_k == 1)
+        return row.likeliest;
+    row.top = number(&row, row.likeliest);
+    if (row.scale < FLT_MIN)
+        row.scale = FLT_MIN; /* of an infinite temperature; what is impossible remains so */
+    const int filters = c->top_k > 0 || c->top_p < 1 || c->min_p > 0;
+    return (filters ? filtered : plain)[charonia_level()](&row, c);
+}
+
+/* out [rows] = a token of each row of x [rows, n], rows `stride` elements apart, as choices [rows] say. */
+EXPORT void charonia_sample(const void *x, const struct choice *choices, int64_t *out, int64_t rows, int64_t stride,
+                            int64_t n, int kind)
+{
+    const int threads = rows < 2 || rows * n < WORTH_THREADS ? 1 : omp_get_max_threads();
+    TOGETHER(threads, FOR_ROWS(team, rows, rows * n, {
+                 out[row] = sampled((const char *)x + row * stride * KIND_BYTES(kind), n, kind, choices + row);
+             }));
+}
+
+/* out [rows] = the number between 0 and 1 that each row chooses by. */
+EXPORT void charonia_uniform(const struct choice *choices, double *out, int64_t rows)
+{
+    for (int64_t row = 0; row < rows; row++)
+        out[row] = uniform(choices + row);
+}

@@ -1,0 +1,131 @@
+"""What an engine says of one request, turned into chunks of text.
+
+Knows nothing of where tokens come from; decides nothing but where a stop string ends the text.
+"""
+
+from collections.abc import Sequence
+
+from ...core.errors import InvalidArgument
+from ...core.logprobs import Logprobs, PromptToken, Score, Scores, TokenLogprob
+from ...core.request import FinishReason, GenerateChunk, SamplingParams, Usage
+from ...tokenization.detokenizer import detokenizer
+from ...tokenization.stop_strings import StopStrings
+from ...tokenization.tokenizer import Tokenizer
+from .token_stream import Delta
+
+_LEAST_LOGPROB = -9999.0
+"""Stands for impossible: JSON has no infinity."""
+
+
+class Writer:
+    """Writes the text of one request, which begins with `echo`; `eos` are the tokens by which the model itself ends it,
+    `told` those of the prompt that the first chunk has. The chunk with a finish reason is the last one, though the
+    engine may go on.
+
+    Raises:
+        InvalidArgument: special tokens are wanted without the spaces that this tokenizer puts between them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: list[int],
+        asked: SamplingParams,
+        eos: Sequence[int] = (),
+        echo: str = "",
+        told: tuple[int, ...] = (),
+    ) -> None:
+        if not (asked.skip_special_tokens or asked.spaces_between_special_tokens) and tokenizer.parts_special:
+            field = "spaces_between_special_tokens"
+            raise InvalidArgument(f"{field}: this model's tokenizer cannot leave them out", field=field)
+        self._tokenizer = tokenizer
+        self._prompt_tokens = len(prompt)
+        self._echo = echo
+        self._told = told
+        self._unsaid = [] if asked.prompt_logprobs is None else prompt
+        self._completion_tokens = 0
+        self._min_tokens = asked.min_tokens
+        self._includes_stop = asked.include_stop_str_in_output
+        own = () if asked.ignore_eos else eos
+        self._stop_tokens = frozenset(asked.stop_token_ids) - frozenset(own)
+        self._text = detokenizer(tokenizer, prompt, special=not asked.skip_special_tokens)
+        self._stops = StopStrings(asked.stop, asked.include_stop_str_in_output)
+
+    def chunk(self, delta: Delta) -> GenerateChunk:
+        """What these tokens write. Those behind a stop string do not count."""
+        text, taken = self._write(delta)
+        self._completion_tokens += taken
+        token_ids = delta.token_ids[:taken]
+        echo, self._echo = self._echo, ""
+        told, self._told = self._told, ()
+        return GenerateChunk(
+            text=echo + text,
+            token_ids=token_ids,
+            usage=Usage(self._prompt_tokens, self._completion_tokens, delta.cached_tokens),
+            finish_reason=delta.finish_reason if self._stops.found is None else FinishReason.STOP,
+            stop_reason=self._stop_reason(delta),
+            logprobs=self._logprobs(token_ids, delta.logprobs) if delta.logprobs else (),
+            prompt=self._scored(delta.scores) if self._unsaid else (),
+            prompt_ids=told,
+        )
+
+    def _stop_reason(self, delta: Delta) -> str | int | None:
+        if self._stops.found is not None or delta.finish_reason is not FinishReason.STOP:
+            return self._stops.found
+        last = delta.token_ids[-1] if delta.token_ids else None
+        return last if last in self._stop_tokens else None
+
+    def _write(self, delta: Delta) -> tuple[str, int]:
+        """The text of the delta, and how many of its tokens it took."""
+        if not (delta.token_ids or self._completion_tokens):
+            return "", 0  # nor does what the prompt left incomplete belong to it
+        if delta.finish_reason is None and not self._stops:
+            return self._text.push(delta.token_ids), len(delta.token_ids)
+        # The token that stopped it ends the text and is no part of it, unless what stops it is wanted there.
+        cut = delta.finish_reason is FinishReason.STOP and not self._includes_stop
+        written = delta.token_ids[:-1] if cut else delta.token_ids
+        text, taken = self._show_all(written)
+        if self._stops.found is not None:
+            return text, taken
+        if delta.finish_reason is not None:
+            text += self._show(self._text.finish(), len(written)) + self._stops.finish()
+        return text, len(delta.token_ids)
+
+    def _show_all(self, tokens: tuple[int, ...]) -> tuple[str, int]:
+        if not self._stops:
+            return self._text.push(tokens), len(tokens)
+        shown = ""
+        # One by one: which token completed a stop string must not depend on how many came at once.
+        for taken, token in enumerate(tokens, start=1):
+            shown += self._show(self._text.push((token,)), taken)
+            if self._stops.found is not None:
+                return shown, taken
+        return shown, len(tokens)
+
+    def _show(self, piece: str, taken: int) -> str:
+        too_early = self._completion_tokens + taken < self._min_tokens
+        return piece if too_early else self._stops.push(piece)
+
+    def _scored(self, scores: Sequence[Scores]) -> tuple[PromptToken, ...]:
+        """The whole prompt, once."""
+        (first, *others), self._unsaid = self._unsaid, []
+        found = (score for each in scores for score in each.read())
+        return (
+            PromptToken(first, self._tokenizer.piece(first).text),
+            *(self._prompt_token(token, score) for token, score in zip(others, found, strict=True)),
+        )
+
+    def _prompt_token(self, token: int, score: Score) -> PromptToken:
+        given = self._logprob(token, score.logprobs)
+        return PromptToken(token, given.text, given, score.rank)
+
+    def _logprobs(self, tokens: tuple[int, ...], logprobs: Sequence[Logprobs]) -> tuple[TokenLogprob, ...]:
+        return tuple(self._logprob(token, each) for token, each in zip(tokens, logprobs, strict=False))
+
+    def _logprob(self, token: int, logprobs: Logprobs) -> TokenLogprob:
+        top = tuple(self._named(*pair) for pair in zip(logprobs.ids, logprobs.values, strict=True))
+        return self._named(token, logprobs.chosen, top)
+
+    def _named(self, token: int, value: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        text, data = self._tokenizer.piece(token)
+        return TokenLogprob(token, text, data, value if value > _LEAST_LOGPROB else _LEAST_LOGPROB, top)

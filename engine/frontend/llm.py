@@ -1,0 +1,222 @@
+"""A language model as the contract wants it: text goes in, text streams out, an engine core computes between.
+
+Knows nothing of protocols, and of the engine only its client. Leaves torch to the core's process.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from ...core.errors import Unavailable
+from ...core.memory_needs import Holder, Holding
+from ...core.metrics import LlmMetrics, Outcome, Reading
+from ...core.model import ModelConfig, ModelStats
+from ...core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
+from ...core.request_context import Exchange
+from ...core.statistics import Statistics
+from ...tokenization.async_tokenizer import AsyncTokenizer
+from ...tokenization.checkpoint_files import fingerprint, locate
+from ...tokenization.generation_defaults import GenerationDefaults, read_defaults
+from ...tokenization.tokenizer import Limit, Tokenizer
+from ..config import EngineConfig
+from ..core.messages import Loading
+from ..core.sequence_request import check_vocabulary
+from .add_request import addition, kept_tokens
+from .chunk_builder import Writer
+from .client import EngineClient
+from .engine import Driver, Engine
+from .infer import INPUTS, OUTPUTS, Spoken, read_question, whole_answer
+from .sequence_stats import Accounts
+from .v2_statistics import statistics_of
+
+OnProgress: TypeAlias = Callable[[str, float, float, str], None]
+"""Called while loading: phase, fraction done, seconds so far, detail."""
+
+_COUNTED = 65_536
+"""Tokens that may be counted for a model whose own length is shorter: what is yet to be cut is longer than that."""
+
+
+def silent(phase: str, fraction: float, seconds: float, detail: str) -> None:
+    """An `OnProgress` that tells nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Language:
+    """What the frontend reads of a checkpoint. `async_tokenizer`: the same, for what may take long. `fingerprint`: of
+    its files."""
+
+    tokenizer: Tokenizer
+    defaults: GenerationDefaults
+    async_tokenizer: AsyncTokenizer
+    fingerprint: str = ""
+
+    @classmethod
+    def load(cls, model: str, chat_template: str = "", tokenizer_of: str = "") -> "Language":
+        """Read a checkpoint directory or hub id; `Tokenizer.load` says what may be wrong with it, or with the
+        `chat_template` and the tokenizer of another that are to be taken in place of its own."""
+        directory = locate(model)
+        tokenizer = Tokenizer.load(locate(tokenizer_of) if tokenizer_of else directory, chat_template)
+        defaults = read_defaults(directory, tokenizer)
+        return cls(tokenizer, defaults, AsyncTokenizer(tokenizer), fingerprint(directory))
+
+    def within(self, vocab_size: int) -> "Language":
+        """The same for a model of so many tokens."""
+        return replace(self, defaults=self.defaults.within(vocab_size))
+
+
+def our_own(config: EngineConfig) -> Driver:
+    """Our own engine."""
+
+    def connect(told: Callable[[Loading], None], metrics: LlmMetrics) -> EngineClient:
+        return EngineClient(config, told, metrics=metrics)
+
+    return Driver(
+        "charonia", config.model, connect, frozenset({"scored"}), config.chat_template, tokenizer=config.tokenizer
+    )
+
+
+class LlmModel:
+    """One checkpoint served by one engine: a `TextModel`. `engine`: what drives it, or our own's configuration.
+
+    `generate` and `infer` raise what `EngineClient.stream` raises, and `InvalidArgument` for a prompt that cannot
+    be tokenized.
+    """
+
+    def __init__(
+        self, name: str, version: str, engine: EngineConfig | Driver, on_progress: OnProgress = silent
+    ) -> None:
+        self._driver = driver = engine if isinstance(engine, Driver) else our_own(engine)
+        created = int(time.time())
+        self._config = ModelConfig(
+            name, version, driver.backend, decoupled=True, inputs=INPUTS, outputs=OUTPUTS, created=created
+        )
+        self._on_progress = on_progress
+        self._metrics = LlmMetrics()
+        self._accounts = Accounts(self._metrics)
+        self._client = driver.connect(self._report, self._metrics)
+        self._loaded: Language | None = None
+        self._vocab_size = 0
+        self._counted, self._length = _COUNTED, 0
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._config
+
+    @property
+    def client(self) -> Engine:
+        """The engine behind it."""
+        return self._client
+
+    def stats(self) -> ModelStats:
+        total, (used, capacity) = self._metrics.total, self._client.kv_tokens
+        return ModelStats(
+            self._client.ready,
+            success=self._metrics.answered,
+            failure=total(Outcome.ERROR, Outcome.REJECTED, Outcome.TIMEOUT),
+            cancelled=total(Outcome.CANCELLED),
+            kv_tokens=used,
+            kv_token_capacity=capacity,
+        )
+
+    def statistics(self) -> Statistics:
+        return statistics_of(self._metrics)
+
+    def readings(self) -> Iterator[Reading]:
+        """Everything measured, for a scrape."""
+        return self._metrics.readings(self._client.state())
+
+    def count(self, exchange: Exchange) -> None:
+        self._accounts.count(exchange)
+
+    def holding(self) -> Holding:
+        """What it holds of the host's memory; nothing is known of somebody else's engine."""
+        return self._client.holding() if isinstance(self._client, Holder) else Holding()
+
+    async def load(self) -> None:
+        """Return when a token was generated.
+
+        Raises:
+            CharoniaError: the checkpoint or the configuration is wrong; nothing is left running.
+        """
+        starting = asyncio.create_task(self._client.start())  # takes longest: the tokenizer is read meanwhile
+        try:
+            language = await asyncio.to_thread(
+                Language.load, self._driver.language, self._driver.chat_template, self._driver.tokenizer
+            )
+            info = await starting
+            self._loaded = language.within(info.vocab_size)
+            self._vocab_size = info.vocab_size
+            self._counted, self._length = max(info.max_model_len, _COUNTED), info.max_model_len
+            parameters = {"max_model_len": str(info.max_model_len)}
+            self._config = replace(self._config, parameters=parameters, fingerprint=language.fingerprint)
+        except BaseException:
+            starting.cancel()
+            await asyncio.gather(starting, self.unload(), return_exceptions=True)
+            raise
+
+    async def unload(self) -> None:
+        """Streams still open end with `Unavailable`; what is only tokenized comes to its end."""
+        language, self._loaded = self._loaded, None
+        await self._client.close()
+        if language is not None:
+            language.async_tokenizer.close()
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+        # The whole way of a token in one generator: each more would cost every frame of every stream.
+        with self._accounts.open(request) as account:
+            language = self._language
+            tokenizer = language.async_tokenizer
+            self._driver.check(request)
+            self._client.check_size(request)
+            with self._client.place(request.tenant) as engine:
+                kept = kept_tokens(request.sampling, engine.max_model_len)
+                prompt = await tokenizer.prompt_ids(request.prompt, limit=Limit(engine.max_model_len), kept=kept)
+                self._client.check_size(request, len(prompt))
+                banned = await tokenizer.word_ids(request.sampling.bad_words)
+                add = addition(request, prompt, language.defaults, engine, banned)
+                whole = request.prompt if kept is None or len(prompt) < kept else tuple(prompt)
+                echo = await tokenizer.text(whole, prompt) if request.echo else ""
+            told = tuple(prompt) if request.tell_prompt else ()
+            writer = Writer(language.tokenizer, prompt, request.sampling, language.defaults.eos, echo, told)
+            with self._client.open(add, account) as channel:
+                while (chunk := writer.chunk(await channel.read())).finish_reason is None:
+                    yield chunk
+            # By now the engine was told, if it does not know: a stop string may end a text long before its last token.
+            account.finish(chunk.finish_reason)
+            yield chunk
+
+    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        question = read_question(request, Limit(self._length))
+        streams = [self.generate(each) for each in question.requests]
+        if not question.manner.stream:
+            yield await whole_answer(question, streams)
+            return
+        spoken = Spoken(question.outputs)
+        async with aclosing(streams[0]) as chunks:
+            async for chunk in chunks:
+                if (response := spoken.response(chunk)) is not None:
+                    yield response
+
+    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+        limit = Limit(self._counted, "what is only tokenized may have at most")
+        return await self._language.async_tokenizer.prompt_ids(request.prompt, request.special, limit)
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        if len(ids) > self._counted:
+            limit = Limit(self._counted, "what is only detokenized may have at most")
+            raise limit.refuse(f"these are {len(ids)}", "tokens")
+        check_vocabulary(ids, self._vocab_size, "tokens")
+        return await self._language.async_tokenizer.decode(ids)
+
+    @property
+    def _language(self) -> Language:
+        if self._loaded is None:
+            raise Unavailable(f"model '{self._config.name}' is not loaded")
+        return self._loaded
+
+    def _report(self, loading: Loading) -> None:
+        if self._loaded is None:  # who watches the start is gone when a core is started again
+            self._on_progress(loading.phase, loading.fraction, loading.seconds, loading.detail)

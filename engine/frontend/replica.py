@@ -1,0 +1,201 @@
+"""One engine core with the requests that it has: sends them, hands back what becomes of them, counts the work left.
+
+Knows nothing of other replicas. Lives in the frontend's event loop.
+"""
+
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+from ...core.errors import CharoniaError, InvalidArgument
+from ...core.metrics import LlmMetrics
+from ...core.request import FinishReason
+from ..config import EngineConfig
+from ..core.messages import NO_TOTALS, Abort, Add, Load, Loading, Ready, Refused, Totals, Turn, Updates
+from .admission import Admission
+from .core_supervisor import CoreSupervisor, Patience
+from .prefix_index import Known
+from .routing import SEQUENCE
+from .token_stream import Channel
+
+
+class OnProgress(Protocol):
+    """Told how far a replica's core is with loading."""
+
+    def __call__(self, replica: int, loading: Loading) -> None: ...
+
+
+class Replica:
+    """A `supervisor.Listener`. The core is spawned by `start()`, restarted when it dies, and gone after `close()`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        admission: Admission,
+        metrics: LlmMetrics,
+        on_progress: OnProgress,
+        patience: Patience,
+    ) -> None:
+        self._number = config.replica
+        self._admission = admission
+        self._metrics = metrics
+        self._on_progress = on_progress
+        self._core = CoreSupervisor(config, self, patience)
+        self._channels: dict[int, Channel] = {}
+        self._owed = 0
+        self._totals = Lifelong()
+        self._closing = False
+        self.known = Known()
+        """What its prefix cache likely holds."""
+        self.losses = 0
+        """Cores that died."""
+
+    @property
+    def info(self) -> Ready | None:
+        """What the engine is; None while no core serves."""
+        return self._core.info
+
+    @property
+    def load(self) -> Load:
+        """The engine's state after its last turn."""
+        return self._core.load
+
+    @property
+    def ready(self) -> bool:
+        """Warm-up generated a token, and the step loop turned not long ago."""
+        return self._core.ready
+
+    @property
+    def pid(self) -> int | None:
+        """The core process, while there is one."""
+        return self._core.pid
+
+    @property
+    def channels(self) -> Iterable[Channel]:
+        """Of the requests that it has."""
+        return self._channels.values()
+
+    @property
+    def work(self) -> int:
+        """What is ahead of it, as `routing.Prospect` counts."""
+        return len(self._channels) * SEQUENCE + self._owed
+
+    @property
+    def totals(self) -> Totals:
+        """What its cores have counted, the lost ones included."""
+        return self._totals.sums
+
+    @property
+    def kv_tokens(self) -> tuple[int, int]:
+        """Tokens that the cache blocks in use hold, and that all of them would."""
+        info = self._core.info
+        if info is None:
+            return 0, 0
+        return (info.blocks - self.load.free_blocks) * info.block_size, info.blocks * info.block_size
+
+    async def start(self) -> Ready:
+        """Return when the core serves.
+
+        Raises:
+            CharoniaError: it cannot; the message says why.
+        """
+        return await self._core.start()
+
+    async def close(self) -> None:
+        """Stop the core; streams still open end with `Unavailable`. May be called again."""
+        self._closing = True
+        await self._core.close()
+
+    def take(self, add: Add, channel: Channel) -> None:
+        """A new request, whose tokens go into `channel` until it is dropped."""
+        self._channels[add.key] = channel
+        self._owed += channel.owed
+        self._core.send(add)
+
+    def drop(self, add: Add) -> None:
+        """Nobody reads the channel of this request any more."""
+        channel = self._channels.pop(add.key)
+        self._settle(channel)
+        if not channel.started:
+            self._admission.leave(channel.place)
+        if not channel.ended:
+            self._core.send(Abort(add.client, [add.key]))
+
+    def _settle(self, channel: Channel) -> None:
+        """Its prompt is computed, or nobody wants it."""
+        self._owed -= channel.owed
+        channel.owed = 0
+
+    # What the core says
+
+    def on_progress(self, loading: Loading) -> None:
+        self._on_progress(self._number, loading)
+
+    def on_updates(self, updates: Updates) -> None:
+        channels, now = self._channels, time.monotonic()
+        self._measure(updates.turn)
+        self._totals.see(updates.totals)
+        self._start(updates, now)
+        for key, scores in updates.scores:
+            if key in channels:
+                channels[key].score(scores)
+        tokens, logprobs, at = updates.tokens, updates.logprobs, 0
+        for key, count in zip(updates.keys, updates.counts, strict=True):
+            channel, end = channels.get(key), at + count
+            if channel is not None:
+                if channel.owed:
+                    self._settle(channel)
+                channel.push(tokens[at:end], now, logprobs[at:end])
+            at = end
+        for key, reason in updates.finished:
+            if key in channels:
+                channels[key].finish(FinishReason(reason))
+
+    def _start(self, updates: Updates, now: float) -> None:
+        for key, cached in updates.started:
+            self._admission.note_start()
+            if key in self._channels:
+                self._admission.leave(self._channels[key].place)
+                self._channels[key].start(cached, now - updates.turn.seconds)
+
+    def on_refused(self, refused: Refused) -> None:
+        if refused.key in self._channels:
+            self._channels[refused.key].fail(InvalidArgument(refused.message, field=refused.field or None))
+
+    def on_loss(self, error: CharoniaError) -> None:
+        self.losses += not self._closing
+        self._totals.start_over()
+        self.known.forget()
+        for channel in self._channels.values():
+            channel.fail(error)
+
+    def _measure(self, turn: Turn) -> None:
+        if turn.tokens:
+            self._metrics.step.observe(turn.seconds)
+            self._metrics.step_tokens.observe(turn.tokens)
+            self._metrics.step_sequences.observe(turn.sequences)
+
+
+class Lifelong:
+    """Totals of a core and all cores before it."""
+
+    def __init__(self) -> None:
+        self._before = self._seen = NO_TOTALS
+
+    def see(self, totals: Totals) -> None:
+        """What the core of now has counted so far."""
+        self._seen = totals
+
+    def start_over(self) -> None:
+        """The core is gone; the next one counts from zero."""
+        self._before, self._seen = self.sums, NO_TOTALS
+
+    @property
+    def sums(self) -> Totals:
+        return added((self._before, self._seen))
+
+
+def added(totals: Iterable[Totals]) -> Totals:
+    """The sums of all."""
+    columns = zip(*((each.preemptions, each.prefix_queries, each.prefix_hits) for each in totals), strict=True)
+    return Totals(*map(sum, columns))

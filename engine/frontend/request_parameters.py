@@ -1,0 +1,223 @@
+"""What the parameters of a v2 request may say to a language model, under every name clients know it by.
+
+A name nobody knows, a value of the wrong type and a wish that cannot be granted yet are refused; none is ignored.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
+
+import msgspec
+import orjson
+
+from ...core.errors import InvalidArgument
+from ...core.guided_decoding import Guide, GuideKind
+from ...core.request import SamplingParams, Scalar
+from ...core.suggestion import did_you_mean
+from ...core.tensor import Tensor
+from ...core.validation_errors import mismatch
+
+T = TypeVar("T")
+Microseconds: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+MAX_CHOICES = 128
+"""Answers to one prompt that may be asked for at once."""
+
+
+class Manner(msgspec.Struct, frozen=True, kw_only=True):
+    """How to answer: everything a request may set that does not choose tokens. `n`: how many answers. `timeout` in
+    microseconds, as Triton has it; 0 is the model's."""
+
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] = 1
+    stream: bool = False
+    exclude_input_in_output: bool = True
+    return_finish_reason: bool = False
+    return_num_input_tokens: bool = False
+    return_num_output_tokens: bool = False
+    return_output_ids: bool = False
+    return_log_probs: bool = False
+    return_cumulative_logprob: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+    timeout: Microseconds = 0
+    lora_name: str = ""
+    guided_decoding_guide_type: GuideKind | None = None
+    guided_decoding_guide: str = ""
+
+    @property
+    def guide(self) -> Guide | None:
+        """Raises `InvalidArgument` for a guide without its type, or the other way round."""
+        return Guide.of(self.guided_decoding_guide_type, self.guided_decoding_guide)
+
+
+class _Given(NamedTuple):
+    """A parameter, and the name it came by."""
+
+    name: str
+    value: Any
+
+
+class Settings(NamedTuple):
+    """A request's parameters, understood."""
+
+    sampling: SamplingParams
+    manner: Manner
+
+
+_SAMPLING = set(SamplingParams.__struct_fields__) - {"logprobs", "prompt_logprobs"}
+_MANNER = set(Manner.__struct_fields__)
+_ALIASES = {
+    "end_id": "stop_token_ids",
+    "random_seed": "seed",
+    "request_output_len": "max_tokens",
+    "runtime_top_k": "top_k",
+    "runtime_top_p": "top_p",
+    "streaming": "stream",
+    "exclude_input_from_output": "exclude_input_in_output",
+    "stop_words": "stop",
+    "min_length": "min_tokens",
+    "num_return_sequences": "n",
+}
+_LISTS = {"stop_token_ids", "stop", "bad_words", "allowed_token_ids"}
+"""Fields of which one element may come alone."""
+_WORDS = {"stop", "bad_words"}
+"""Of these, those in which an empty string is none."""
+_LLMAPI_PREFIX = "sampling_param_"
+
+_OF_THE_PROTOCOL = {"id", "pad_id", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"}
+"""Parameters that reach a model by the way it was asked and mean nothing to it; padding we never do."""
+
+_NOT_YET: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "beam_width": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "len_penalty": (1,),
+    "early_stopping": (False,),
+    "logprobs": (False,),
+    "prompt_logprobs": (False,),
+    "return_logprobs": (False,),
+    "return_context_logits": (False,),
+    "return_generation_logits": (False,),
+    "return_perf_metrics": (False,),
+    "return_stop_reason": (False,),
+    "detokenize": (True,),
+    "guided_decoding": (),
+    "structured_outputs": (),
+    "response_format": (),
+    "lora_id": (),
+    "lora_task_id": (),
+    "logits_post_processor_name": (),
+    "embedding_bias_words": (),
+    "embedding_bias_weights": (),
+}
+"""Known wishes that are not granted yet, with the values that wish for nothing (so do "", [] and null)."""
+
+
+def read_settings(parameters: Mapping[str, Scalar], replacement: Tensor | None) -> Settings:
+    """Understand a request's parameters; a `sampling_parameters` tensor replaces those that choose tokens.
+
+    Raises:
+        InvalidArgument: see above; `field` names the parameter.
+    """
+    given = _renamed(parameters)
+    if replacement is not None:
+        manner = {name: each for name, each in given.items() if name in _MANNER}
+        given = manner | _renamed(_json_object(replacement))
+    return Settings(_convert(given, _SAMPLING, SamplingParams), _convert(given, _MANNER, Manner))
+
+
+def one_element(tensor: Tensor) -> Any:
+    """The only element of a tensor.
+
+    Raises:
+        InvalidArgument: it has none or several.
+    """
+    if tensor.data.size != 1:
+        raise InvalidArgument(f"{tensor.name} must hold one element, got {tensor.data.size}", field=tensor.name)
+    return tensor.scalar
+
+
+def text_of(tensor: Tensor) -> str:
+    """The only element of a BYTES tensor, as text.
+
+    Raises:
+        InvalidArgument: it is not one, or not UTF-8.
+    """
+    element = one_element(tensor)
+    try:
+        return element if isinstance(element, str) else bytes(element).decode()
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"{tensor.name} is not UTF-8: {error}", field=tensor.name) from error
+
+
+def _json_object(tensor: Tensor) -> dict[str, Any]:
+    try:
+        content = orjson.loads(text_of(tensor))
+    except ValueError as error:
+        raise InvalidArgument(f"{tensor.name} is not JSON: {error}", field=tensor.name) from error
+    if not isinstance(content, dict):
+        raise InvalidArgument(f"{tensor.name} must be a JSON object", field=tensor.name)
+    return content
+
+
+def _renamed(parameters: Mapping[str, Any]) -> dict[str, _Given]:
+    """The parameters that say something, by our own names."""
+    renamed: dict[str, _Given] = {}
+    for given, value in parameters.items():
+        name = given.removeprefix(_LLMAPI_PREFIX)
+        name = _ALIASES.get(name, name)
+        if _says_nothing(given, name, value):
+            continue
+        if name in renamed:
+            text = f"parameter '{given}' says again what '{renamed[name].name}' says"
+            raise InvalidArgument(text, field=given)
+        renamed[name] = _Given(given, value)
+    return renamed
+
+
+def _says_nothing(given: str, name: str, value: Any) -> bool:
+    if name in {*_LISTS, "logit_bias"} - {"allowed_token_ids"}:
+        # TensorRT-LLM has a boolean that is called stop, too.
+        return value is None or value is False or value in ("", [], {})
+    if name in _SAMPLING or name in _MANNER:
+        return value is None
+    if name in _OF_THE_PROTOCOL or name.startswith("triton_"):
+        return True
+    if name not in _NOT_YET:
+        alike = did_you_mean(given, (*_SAMPLING, *_MANNER, *_ALIASES))
+        raise InvalidArgument(f"unknown parameter '{given}'{alike}", field=given)
+    if value in (None, "", []) or value in _NOT_YET[name]:
+        return True
+    raise InvalidArgument(f"parameter '{given}' is not supported yet", field=given)
+
+
+def _convert(given: Mapping[str, _Given], names: set[str], kind: type[T]) -> T:
+    wanted = {name: _whole(each.value) for name, each in given.items() if name in names}
+    for name in _LISTS & wanted.keys():
+        if isinstance(wanted[name], int | str):
+            wanted[name] = [wanted[name]]
+        if name in _WORDS and isinstance(wanted[name], list) and all(isinstance(word, str) for word in wanted[name]):
+            wanted[name] = [word for word in wanted[name] if word]
+    try:
+        # Not strict: some clients can send numbers only as text.
+        return msgspec.convert(wanted, kind, strict=False)
+    except msgspec.ValidationError as error:
+        found = mismatch(error)
+        said, value = given[found.path.partition("[")[0]]
+        element = found.path[found.path.find("[") :] if isinstance(value, list) else ""
+        raise InvalidArgument(f"parameter '{said}{element}' {found}", field=said) from error
+    except InvalidArgument as error:
+        raise _as_said(error, given) from None
+
+
+def _whole(value: Any) -> Any:
+    """An integer of more than 64 bits comes as a number; what is too large is to be told by its range."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+def _as_said(error: InvalidArgument, given: Mapping[str, _Given]) -> InvalidArgument:
+    """By the name that the parameter came by."""
+    culprit = given.get(error.field or "")
+    if culprit is None or culprit.name == error.field:
+        return error
+    return InvalidArgument(f"parameter '{culprit.name}': {error.message}", field=culprit.name)

@@ -1,0 +1,173 @@
+"""The account of one sequence: when what happened to it and how much it used; and what a model measures of requests.
+
+Knows nothing of protocols. Written by the event loop that serves the request; a chunk costs less than a microsecond.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ...core.errors import RequestTimeout
+from ...core.metrics import End, LlmMetrics, Outcome
+from ...core.request import FinishReason, GenerateRequest, SamplingParams
+from ...core.request_context import CANCELLED, Exchange, current, end_of
+
+_ENDS: dict[FinishReason, End] = {
+    reason: CANCELLED if reason is FinishReason.ABORT else End(Outcome(reason.value)) for reason in FinishReason
+}
+
+_DEFAULTS = SamplingParams()
+
+
+class Account:
+    """A `core.exchange.Part`. `arrived`: a door got the request that it is for."""
+
+    __slots__ = (
+        "arrived",
+        "begun",
+        "cached",
+        "choice",
+        "end",
+        "finish_reason",
+        "first",
+        "generated",
+        "last",
+        "metrics",
+        "opened",
+        "prompt",
+        "sampling",
+        "submitted",
+        "tokens",
+    )
+
+    def __init__(self, metrics: LlmMetrics, request: GenerateRequest | None = None) -> None:
+        self.metrics = metrics
+        self.tokens = metrics.tenant("" if request is None else request.tenant)
+        self.sampling = _DEFAULTS if request is None else request.sampling
+        self.choice = 0 if request is None else request.choice
+        self.arrived = self.opened = time.monotonic()
+        self.submitted: float | None = None
+        self.begun: float | None = None
+        self.first: float | None = None
+        self.last: float | None = None
+        self.prompt: int | None = None
+        self.cached: int | None = None
+        self.generated = 0
+        self.finish_reason: FinishReason | None = None
+        self.end: End | None = None
+
+    def time_left(self, limit: float) -> float:
+        """Of `limit` seconds since it arrived; 0 is no limit.
+
+        Raises:
+            RequestTimeout: they are over.
+        """
+        left = limit - (time.monotonic() - self.arrived)
+        if limit and left <= 0:
+            raise RequestTimeout
+        return left if limit else 0.0
+
+    def join(self, exchange: Exchange) -> None:
+        """It is for this request."""
+        self.arrived = exchange.arrived
+        exchange.parts.append(self)
+
+    def submit(self, prompt: int) -> None:
+        """The engine has it, with that many prompt tokens."""
+        self.prompt = prompt
+        self.submitted = time.monotonic()
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the engine has it."""
+        return time.monotonic() - (self.submitted or self.opened)
+
+    def begin(self, cached: int, at: float) -> None:
+        """Its first step began, at about `at`."""
+        submitted = self.opened if self.submitted is None else self.submitted
+        self.begun = max(at, submitted)
+        self.cached = cached
+        self.tokens.prompt += self.prompt or 0
+        self.metrics.queue.observe(self.begun - submitted)
+
+    def receive(self, count: int, at: float) -> None:
+        """That many tokens came."""
+        self.generated += count
+        self.tokens.generated += count
+        if self.last is None:
+            self._receive_first(at)
+        else:
+            self.metrics.inter_token.observe((at - self.last) / count, count)
+        self.last = at
+
+    def _receive_first(self, at: float) -> None:
+        self.first = at
+        self.metrics.first_token.observe(at - self.arrived)
+        self.metrics.first_response.observe(1000 * (at - self.arrived))
+        if self.begun is not None:
+            self.metrics.prefill.observe(at - self.begun)
+
+    def finish(self, reason: FinishReason) -> None:
+        """The last token is on its way to the client."""
+        self.finish_reason = reason
+        self.end = _ENDS[reason]
+
+    def cancel(self) -> None:
+        """The reader left; after the last token that changes nothing."""
+        if self.end is None:
+            self.end = CANCELLED
+
+    def fail(self, error: Exception) -> None:
+        self.end = end_of(error, self.submitted is not None)
+
+
+class Accounts:
+    """Opens the accounts of one model's sequences, and counts its requests when they ended."""
+
+    def __init__(self, metrics: LlmMetrics) -> None:
+        self._metrics = metrics
+
+    @contextmanager
+    def open(self, request: GenerateRequest) -> Iterator[Account]:
+        """One sequence of the current exchange; whatever ends the block ends it: a reader that leaves before the last
+        token has cancelled it."""
+        account = Account(self._metrics, request)
+        exchange = current()
+        if exchange is not None:
+            account.join(exchange)
+        try:
+            yield account
+        except Exception as error:
+            account.fail(error)
+            raise
+        finally:
+            account.cancel()
+
+    def count(self, exchange: Exchange) -> None:
+        """A request that was for the model has ended."""
+        assert exchange.end is not None
+        self._metrics.ended[exchange.end] += 1
+        if exchange.end.outcome.answered:
+            self._measure(exchange)
+
+    def _measure(self, exchange: Exchange) -> None:
+        """An answered request: its phases, and Triton's sums of them."""
+        metrics, summary, arrived, ended = self._metrics, exchange.summary, exchange.arrived, exchange.ended
+        submitted = summary.submitted or arrived
+        begun = summary.begun or submitted
+        last = summary.last or begun
+        metrics.request.observe(ended - arrived)
+        metrics.decode.observe(last - (summary.first or last))
+        metrics.prompt_length.observe(summary.prompt or 0)
+        metrics.generation_length.observe(summary.generated)
+        spent = metrics.durations
+        spent.request += _microseconds(ended - arrived)
+        spent.compute_input += _microseconds(submitted - arrived)
+        spent.queue += _microseconds(begun - submitted)
+        spent.compute_infer += _microseconds(last - begun)
+        spent.compute_output += _microseconds(ended - last)
+        spent.last = int(time.time() * 1000)
+
+
+def _microseconds(seconds: float) -> int:
+    return int(max(seconds, 0.0) * 1e6)

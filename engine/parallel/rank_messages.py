@@ -1,0 +1,110 @@
+"""What the core and its ranks say to each other, plans apart: msgpack arrays."""
+
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+
+from ...core.logprobs import Logprobs, Scores
+from ...scheduler.plan import IntArray, StepResult
+from ..worker.executor import Capacity
+
+PLAN = b"\0"
+"""What begins a message that is a plan; no command begins so."""
+
+
+class Meet(msgspec.Struct, array_like=True, tag="meet", frozen=True):
+    """All ranks are there: come together at the store that rank 0 keeps."""
+
+    host: str
+    port: int
+
+
+class Allocate(msgspec.Struct, array_like=True, tag="allocate", frozen=True):
+    """Make a cache of so many blocks and begin anew."""
+
+    blocks: int
+
+
+class Leave(msgspec.Struct, array_like=True, tag="leave", frozen=True):
+    """Let go of everything and exit."""
+
+
+Command: TypeAlias = Meet | Allocate | Leave
+
+
+class Here(msgspec.Struct, array_like=True, tag="here", frozen=True):
+    """The rank runs. Rank 0 says where its store listens."""
+
+    host: str = ""
+    port: int = 0
+
+
+class Joined(msgspec.Struct, array_like=True, tag="joined", frozen=True):
+    """It has met the others."""
+
+
+class Progress(msgspec.Struct, array_like=True, tag="progress", frozen=True):
+    """So much of its weights is read."""
+
+    fraction: float
+
+
+class Loaded(msgspec.Struct, array_like=True, tag="loaded", frozen=True):
+    """See `executor.base.Capacity`."""
+
+    vocab_size: int
+    max_model_len: int
+    block_bytes: int
+    free_bytes: int
+    machine: str = ""
+
+    @classmethod
+    def of(cls, capacity: Capacity) -> "Loaded":
+        return cls(*capacity)
+
+    def read(self) -> Capacity:
+        return Capacity(*msgspec.structs.astuple(self))
+
+
+class Allocated(msgspec.Struct, array_like=True, tag="allocated", frozen=True):
+    """Its cache is there."""
+
+
+class Result(msgspec.Struct, array_like=True, tag="result", frozen=True):
+    """A step's result, integers as int32 bytes."""
+
+    step: int
+    rows: bytes
+    offsets: bytes
+    counts: bytes
+    tokens: bytes
+    logprobs: list[Logprobs | None] = []
+    scores: list[tuple[int, Scores]] = []
+
+    @classmethod
+    def of(cls, result: StepResult) -> "Result":
+        step, *columns, logprobs, scores = result
+        rows, offsets, counts, tokens = (column.tobytes() for column in columns)
+        return cls(step, rows, offsets, counts, tokens, list(logprobs), list(scores))
+
+    def read(self) -> StepResult:
+        rows, offsets, counts = map(_column, (self.rows, self.offsets, self.counts))
+        return StepResult(self.step, rows, offsets, counts, _column(self.tokens), self.logprobs, self.scores)
+
+
+def _column(written: bytes) -> IntArray:
+    return np.frombuffer(written, np.int32)
+
+
+class Broken(msgspec.Struct, array_like=True, tag="broken", frozen=True):
+    """Last words. `code`: see `core.errors.Code`. `bereft`: it only lost another rank, which knows better why. `field`:
+    the parameter that was wrong, if one was."""
+
+    message: str
+    code: str
+    bereft: bool = False
+    field: str = ""
+
+
+Report: TypeAlias = Here | Joined | Progress | Loaded | Allocated | Result | Broken

@@ -1,0 +1,100 @@
+"""Hears what ranks say, and notices the first that is lost. Knows nothing of what they compute."""
+
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import NamedTuple
+
+import msgspec
+
+from ...core.errors import CharoniaError, Code, Unavailable, error_of
+from .layout import Layout
+from .local_ranks import Crew
+from .rank_messages import Broken, Report, Result
+
+_GRACE_SECONDS = 1.0
+"""How long a rank that lost another one waits for that one's own end to be known, which says more."""
+
+
+class Said(NamedTuple):
+    rank: int
+    report: Report
+
+
+class Watch:
+    """Threads of its own, one for each rank, until all lines are broken.
+
+    `on_result` is told results as they come; `on_loss` why no more will come, once, having killed what is left.
+    """
+
+    def __init__(
+        self, crew: Crew, layout: Layout, on_result: Callable[[Result], None], on_loss: Callable[[CharoniaError], None]
+    ) -> None:
+        self._crew, self._layout = crew, layout
+        self._on_result, self._on_loss = on_result, on_loss
+        self._said: SimpleQueue[Said | CharoniaError] = SimpleQueue()
+        self._decode = msgspec.msgpack.Decoder[Report](Report).decode
+        self._over = threading.Event()
+        self._deciding = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._listen, args=(rank,), name=f"rank-{rank}", daemon=True)
+            for rank in range(layout.world)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def next(self, deadline: float | None = None) -> Said | None:
+        """What a rank says next, results apart; None when it is later than `deadline`.
+
+        Raises:
+            CharoniaError: a rank is lost.
+        """
+        try:
+            said = self._said.get(timeout=None if deadline is None else max(0.0, deadline - monotonic()))
+        except Empty:
+            return None
+        if isinstance(said, CharoniaError):
+            raise said
+        return said
+
+    def dismiss(self) -> None:
+        """From now on ranks may go."""
+        with self._deciding:
+            self._over.set()
+
+    def join(self) -> None:
+        """All lines are broken: return when nobody reads them any more."""
+        for thread in self._threads:
+            thread.join()
+
+    def _listen(self, rank: int) -> None:
+        line = self._crew.lines[rank]
+        try:
+            while not isinstance(report := self._decode(line.recv_bytes()), Broken):
+                if isinstance(report, Result):
+                    self._on_result(report)
+                else:
+                    self._said.put(Said(rank, report))
+        except (EOFError, OSError):
+            self._lose(lambda: Unavailable(f"{self._layout.name(rank)} {self._crew.fate(rank)}"))
+        else:
+            if report.bereft:
+                self._over.wait(_GRACE_SECONDS)
+            self._lose(lambda: _error(self._layout.name(rank), report))
+
+    def _lose(self, reason: Callable[[], CharoniaError]) -> None:
+        with self._deciding:
+            if self._over.is_set():
+                return
+            self._over.set()
+        error = reason()
+        self._crew.kill()
+        self._on_loss(error)
+        self._said.put(error)
+
+
+def _error(name: str, broken: Broken) -> CharoniaError:
+    """What is wrong with the configuration is wrong for all ranks alike."""
+    asked = broken.code in (Code.INVALID_ARGUMENT, Code.UNSUPPORTED, Code.NOT_FOUND)
+    return error_of(broken.code, broken.message if asked else f"{name}: {broken.message}", broken.field or None)

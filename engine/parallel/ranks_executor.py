@@ -1,0 +1,170 @@
+"""Computes in rank processes: a plan goes out to all of them, its result comes back from one.
+
+Knows where they run no better than the `Crew` that started them, and of torch nothing.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Container
+from concurrent.futures import Future
+from contextlib import suppress
+from time import monotonic
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import msgspec
+
+from ...core.errors import CharoniaError, Unavailable
+from ...scheduler.plan import StepPlan, StepResult
+from ..config import EngineConfig
+from ..worker.executor import Capacity, Progress
+from .broadcast_ring import Board
+from .layout import Layout
+from .local_ranks import Crew, Processes
+from .pending_steps import Pending
+from .plan_codec import Bulletin, Landed, Writer
+from .rank_messages import PLAN, Allocate, Allocated, Command, Here, Joined, Leave, Loaded, Meet, Report, Result
+from .rank_messages import Progress as WeightsRead
+from .rank_monitor import Watch
+
+R = TypeVar("R", Here, Joined, Loaded, Allocated)
+
+Muster: TypeAlias = Callable[[EngineConfig, Layout], Crew]
+"""Starts the ranks of an engine."""
+
+JOIN_SECONDS = 300.0
+"""How long ranks may take to start and to meet: torch may come from a cold disk."""
+
+_LEAVE_SECONDS = 3.0
+
+
+class _Staff(NamedTuple):
+    """What there is while ranks run."""
+
+    crew: Crew
+    board: Board
+    watch: Watch
+
+
+class RanksExecutor:
+    """A model on `config.parallel.world` ranks, which `muster` starts.
+
+    When one is lost the others are ended at once, and everything pending fails with an error that names it.
+    """
+
+    def __init__(self, config: EngineConfig, muster: Muster = Processes, join_seconds: float = JOIN_SECONDS) -> None:
+        self._config, self._muster, self._join_seconds = config, muster, join_seconds
+        self._layout = Layout(config.parallel.tensor, config.parallel.pipeline)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._writer = Writer()
+        self._pending = Pending()
+        self._landed: deque[StepResult] = deque()
+        self._staff: _Staff | None = None
+        # By what is said and who says it: a quick rank may say the next thing before a slow one says this.
+        self._heard: defaultdict[type[Report], dict[int, Any]] = defaultdict(dict)
+
+    def load(self, progress: Progress) -> Capacity:
+        """Start the ranks and let each load its share; `progress` is called on the caller's thread.
+
+        Raises:
+            Unavailable: one does not join, or died; the message names it.
+            CharoniaError: what one of them raised.
+        """
+        progress("ranks", 0.0)
+        self._begin()
+        deadline = monotonic() + self._join_seconds
+        host, port = msgspec.structs.astuple(self._everyone(Here, deadline)[0])
+        self._tell(Meet(host, port))
+        self._everyone(Joined, deadline)
+        progress("ranks", 1.0)
+        loaded = self._everyone(Loaded, progress=progress)
+        progress("weights", 1.0)
+        return _tightest([loaded[rank].read() for rank in range(self._layout.world)], self._layout)
+
+    def allocate(self, blocks: int) -> None:
+        """Allocate every rank's part of the cache, and begin anew."""
+        self._landed.clear()
+        self._tell(Allocate(blocks))
+        self._everyone(Allocated)
+
+    def execute(self, plan: StepPlan) -> Future[StepResult]:
+        board = self._started.board
+        step = self._pending.add()
+        if not step.done():
+            with suppress(OSError):  # a rank is gone: whoever watches them fails the step
+                board.post(PLAN + self._writer.write(Bulletin(plan, self._take_landed())))
+        return step
+
+    def watch(self, tell: Callable[[CharoniaError], None]) -> None:
+        """Call `tell`, from any thread, when a rank is lost; at once if one is already."""
+        self._pending.on_loss(tell)
+
+    def close(self) -> None:
+        if self._staff is None:
+            return
+        crew, board, watch = self._staff
+        watch.dismiss()
+        with suppress(OSError):
+            board.tell(self._encode(Leave()))
+        crew.end(0.0 if self._pending.loss else _LEAVE_SECONDS)
+        watch.join()
+        crew.close()
+        self._pending.cancel()
+        self._staff = None
+
+    @property
+    def _started(self) -> _Staff:
+        if self._staff is None:
+            raise RuntimeError("the executor is not loaded")
+        return self._staff
+
+    def _begin(self) -> None:
+        crew = self._muster(self._config, self._layout)
+        watch = Watch(crew, self._layout, self._land, self._pending.fail)
+        self._staff = _Staff(crew, Board(crew.lines, crew.memory), watch)
+
+    def _tell(self, command: Command) -> None:
+        with suppress(OSError):  # as above
+            self._started.board.tell(self._encode(command))
+
+    def _everyone(
+        self, kind: type[R], deadline: float | None = None, progress: Progress = lambda phase, fraction: None
+    ) -> dict[int, R]:
+        """What every rank says of this kind. On the way there, tell `progress` of weights read."""
+        told = 0.0
+        while len(self._heard[kind]) < self._layout.world:
+            said = self._started.watch.next(deadline)
+            if said is None:
+                raise self._absent(self._heard[kind])
+            self._heard[type(said.report)][said.rank] = said.report
+            read = sum(report.fraction for report in self._heard[WeightsRead].values()) / self._layout.world
+            if told < read < 1.0:
+                told = read
+                progress("weights", told)
+        return self._heard.pop(kind)
+
+    def _absent(self, heard: Container[int]) -> Unavailable:
+        absent = [self._layout.name(rank) for rank in range(self._layout.world) if rank not in heard]
+        return Unavailable(f"{', '.join(absent)} did not join within {self._join_seconds:g} s")
+
+    # Results, on a thread of their own
+
+    def _land(self, result: Result) -> None:
+        landed = result.read()
+        self._started.board.forget()
+        if self._layout.pipeline > 1:
+            self._landed.append(landed)
+        self._pending.resolve(landed)
+
+    def _take_landed(self) -> Landed | None:
+        """What was sampled since the last plan, for the stages that cannot know: a sequence's next plan comes after its
+        last result."""
+        landed: list[StepResult] = []
+        while self._landed:  # more may come meanwhile
+            landed.append(self._landed.popleft())
+        return Landed.of(landed) if any(len(result.rows) for result in landed) else None
+
+
+def _tightest(capacities: list[Capacity], layout: Layout) -> Capacity:
+    """What all ranks can hold is what the one can that holds the fewest blocks."""
+    least = min(capacities, key=lambda each: each.free_bytes / each.block_bytes)
+    machine = capacities[0].machine
+    return least._replace(machine=f"{layout}, each {machine}" if machine else str(layout))

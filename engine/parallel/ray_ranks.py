@@ -1,0 +1,179 @@
+"""Ranks on the machines of a Ray cluster: Ray starts them and ends them; what is said goes over lines of our own.
+
+They belong to this process: when it ends, Ray ends them and takes the places back. Loaded only where Ray is wanted.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from time import monotonic
+from typing import Any, NamedTuple, TypeAlias
+
+import ray
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ...core.errors import Unavailable
+from ..config import EngineConfig
+from .layout import Layout
+from .rank_connections import Gate, hang_up, until_broken
+from .ray_cluster import connect, hosts, own_host, resources
+from .ray_placement import Place, Share, neighbours, places, rank_config, share
+from .ray_rank import Errand, RankActor
+
+log = logging.getLogger(__name__)
+
+Actor: TypeAlias = Any
+"""Ray has no type for a handle that a checker without Ray could read."""
+
+
+class Patience(NamedTuple):
+    """How long the cluster may take to find `room`, and then the ranks to `join`, in seconds."""
+
+    room: float = 300.0
+    join: float = 300.0
+
+
+PATIENCE = Patience()
+
+_TELL_SECONDS = 10.0
+"""After which it is told that ranks wait for room."""
+_LOOK_SECONDS = 0.5
+_DEATH_SECONDS = 5.0
+"""How long Ray may take to end a process: on a machine that is gone it never does."""
+_CARRIED = ("CHARONIA_", "HF_", "LRU_CACHE_", "NCCL_", "ONEDNN_")
+"""Environment variables that go with a rank, where its machine does not say otherwise."""
+
+
+class RayCrew:
+    """A `Crew` on a Ray cluster, one bundle of a placement group for each rank.
+
+    Raises:
+        InvalidArgument: the configuration does not say where the cluster is, or what a rank needs.
+        Unavailable: there is no cluster, no room in it, or a rank does not start; nothing is left of the others.
+    """
+
+    memory = None
+
+    def __init__(self, config: EngineConfig, layout: Layout, patience: Patience = PATIENCE) -> None:
+        self._layout, self._patience = layout, patience
+        self._actors: list[Actor] = []
+        self._served: list[Any] = []
+        self._lines: dict[int, Connection] = {}
+        self._group: Any = None
+        connect(config.parallel.ray_address)
+        self._gate = Gate(own_host())
+        try:
+            asked = share(config, layout, resources())
+            self._places = self._placed(asked)
+            for rank, place in enumerate(self._places):
+                self._start(config, asked, rank, place)
+            self._meet()
+        except BaseException:
+            self.end(0.0)
+            self.close()
+            raise
+
+    @property
+    def lines(self) -> Sequence[Connection]:
+        return [self._lines[rank] for rank in sorted(self._lines)]
+
+    @property
+    def hosts(self) -> list[str]:
+        """Where each rank runs."""
+        return [place.host for place in self._places]
+
+    def fate(self, rank: int) -> str:
+        return f"is lost, on {self._places[rank].host}"
+
+    def kill(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+
+    def end(self, patience: float) -> None:
+        _running(self._served, patience)
+        self.kill()
+        until_broken(self._lines.values(), _DEATH_SECONDS)
+        if self._group is not None:
+            remove_placement_group(self._group)
+        for line in self._lines.values():
+            hang_up(line)
+
+    def close(self) -> None:
+        self._gate.close()
+        for line in self._lines.values():
+            line.close()
+        ray.shutdown()
+
+    def _placed(self, asked: Share) -> list[Place]:
+        """Every rank's place, once the cluster has room for all."""
+        self._group = placement_group([asked.bundle] * self._layout.world, strategy="PACK")
+        self._wait_for_room(f"{self._layout} want {asked} each of the Ray cluster")
+        nodes, known = placement_group_table(self._group)["bundles_to_node_id"], hosts()
+        try:
+            return places([known[nodes[bundle]] for bundle in range(self._layout.world)])
+        except KeyError as lost:
+            raise Unavailable("a machine left the Ray cluster while ranks were placed") from lost
+
+    def _wait_for_room(self, wanted: str) -> None:
+        if self._group.wait(min(self._patience.room, _TELL_SECONDS)):
+            return
+        if (left := self._patience.room - _TELL_SECONDS) > 0.0:
+            log.warning("%s: waiting for room; %s", wanted, _free())
+            if self._group.wait(left):
+                return
+        raise Unavailable(f"{wanted}: it had no room for {self._patience.room:g} s; {_free()}")
+
+    def _start(self, config: EngineConfig, asked: Share, rank: int, place: Place) -> None:
+        seat = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place.bundle)
+        options = {"num_cpus": asked.cpus, "num_gpus": asked.gpus, "scheduling_strategy": seat}
+        actor = ray.remote(RankActor).options(**options, max_restarts=0, max_task_retries=0).remote()
+        self._actors.append(actor)
+        own = rank_config(config, asked, place)
+        sharing = neighbours(config, asked, place)
+        environment = {name: value for name, value in os.environ.items() if name.startswith(_CARRIED)}
+        local = 0 if asked.gpus else place.local
+        errand = Errand(own, self._layout, self._gate.ticket(rank), place.host, local, sharing, environment)
+        self._served.append(actor.serve.remote(errand))
+
+    def _meet(self) -> None:
+        """Have a line to every rank."""
+        deadline = monotonic() + self._patience.join
+        while len(self._lines) < self._layout.world:
+            if called := self._gate.accept(min(_LOOK_SECONDS, max(0.0, deadline - monotonic()))):
+                self._lines[called.rank] = called.line
+                continue
+            absent = [rank for rank in range(self._layout.world) if rank not in self._lines]
+            self._check_alive(absent)
+            if monotonic() >= deadline:
+                raise Unavailable(
+                    f"{', '.join(map(self._named, absent))} did not join within {self._patience.join:g} s"
+                )
+
+    def _check_alive(self, absent: Sequence[int]) -> None:
+        for rank in absent:
+            if not _running([self._served[rank]], 0.0):
+                raise Unavailable(f"{self._named(rank)} did not start: {_reason(self._served[rank])}")
+
+    def _named(self, rank: int) -> str:
+        return f"{self._layout.name(rank)} on {self._places[rank].host}"
+
+
+def _running(served: list[Any], seconds: float) -> list[Any]:
+    """Which of them still serve after so many seconds."""
+    running: list[Any] = ray.wait(served, num_returns=len(served), timeout=seconds)[1] if served else []
+    return running
+
+
+def _free() -> str:
+    return ", ".join(f"{amount:g} {kind}" for kind, amount in resources(free=True).items()) + " are free"
+
+
+def _reason(served: Any) -> str:
+    """Why a process that ended did, in Ray's words."""
+    try:
+        ray.get(served)
+    except Exception as error:
+        return str(error).strip().rpartition("\n")[2]
+    return "it ended"

@@ -1,0 +1,163 @@
+"""Ranks that reach each other by torch.distributed: gloo between CPUs, NCCL between GPUs.
+
+Knows nothing of models and plans.
+"""
+
+import os
+import sys
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...core.errors import Unavailable
+from ..checkpoint.build_context import Seat
+from ..checkpoint.pipeline_stage import Stage
+from ..checkpoint.tensor_group import Alone, Group, parts
+from .layout import Layout
+from .rank_connections import listen
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+PATIENCE_SECONDS = 1800.0
+"""How long ranks wait for each other: where one loads from a slow disk, or computes. Whoever started them gives up one
+that does not join at all much sooner."""
+
+_UNREAD = 4
+"""Steps that a stage may be ahead of the one after it before it waits."""
+
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+class Bereft(Unavailable):
+    """Another rank does not answer any more."""
+
+
+class Meeting(NamedTuple):
+    """Where ranks come together: rank 0's store."""
+
+    host: str
+    port: int
+
+
+class Store:
+    """Rank 0's, listening on `host` alone."""
+
+    def __init__(self, host: str, seconds: float = PATIENCE_SECONDS) -> None:
+        listener = listen(host)
+        self.meeting = Meeting(host, listener.getsockname()[1])
+        patience = timedelta(seconds=seconds)
+        descriptor = listener.detach()  # the store closes it
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
+            host,
+            self.meeting.port,
+            is_master=True,
+            timeout=patience,
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
+        )
+
+
+def join(meeting: Meeting, rank: int, layout: Layout, device: torch.device, seconds: float = PATIENCE_SECONDS) -> None:
+    """Meet the other ranks. Returns when all are there.
+
+    Raises:
+        Bereft: somebody is not.
+    """
+    _told(_join, meeting, rank, layout, device, timedelta(seconds=seconds))
+
+
+def _join(meeting: Meeting, rank: int, layout: Layout, device: torch.device, patience: timedelta) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if meeting.host in ("127.0.0.1", "::1"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        meeting.host, meeting.port, is_master=False, timeout=patience, wait_for_workers=False
+    )
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=layout.world,
+        timeout=patience,
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def wait_for_all() -> None:
+    """Return when every rank has come so far."""
+    _told(dist.barrier)
+
+
+def leave() -> None:
+    """Part from the others."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def seat(rank: int, layout: Layout, split: tuple[int, ...] = ()) -> Seat:
+    """The share of the model that `rank` computes, once it has joined; every rank asks for its own at the same time."""
+    groups = [_told(dist.new_group, list(members)) for members in layout.stages()]
+    index = layout.stage(rank)
+    group: Group = Alone() if layout.tensor == 1 else Ranks(groups[index], layout.members(index))
+    stage = Stage(index, layout.pipeline, split)
+    return Seat(group, stage, Neighbours(rank, layout.tensor) if layout.pipeline > 1 else None)
+
+
+def _told(call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """What torch.distributed raises of a rank that is gone says nothing to people."""
+    try:
+        return call(*arguments, **named)
+    except RuntimeError as error:
+        raise Bereft(f"lost the other ranks: {str(error).splitlines()[0]}") from error
+
+
+class Ranks:
+    """The ranks of one stage: a `Group`."""
+
+    def __init__(self, group: dist.ProcessGroup, members: range) -> None:
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), len(members)
+
+    def sum(self, partial: Tensor) -> Tensor:
+        whole = partial.contiguous()
+        _told(dist.all_reduce, whole, group=self._group)
+        return whole
+
+    def gather(self, part: Tensor, total: int) -> Tensor:
+        widths = [part.stop - part.start for part in parts(total, self.size)]
+        # Equal pieces are what the libraries gather: the narrow ones are padded.
+        mine = part if part.shape[-1] == max(widths) else torch.nn.functional.pad(part, (0, 1))
+        pieces = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in widths]
+        _told(dist.all_gather, pieces, mine.contiguous(), group=self._group)
+        return torch.cat([piece[..., :width] for piece, width in zip(pieces, widths, strict=True)], -1)
+
+
+class Neighbours:
+    """The ranks with the same place in the stages before and after: a `Pipe`."""
+
+    def __init__(self, rank: int, distance: int) -> None:
+        self._before, self._after = rank - distance, rank + distance
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def receive(self, into: Tensor) -> None:
+        _told(dist.recv, into, self._before)
+
+    def send(self, x: Tensor) -> None:
+        while self._sent and self._sent[0][0].is_completed():
+            self._finish()
+        while len(self._sent) >= _UNREAD:
+            self._finish()
+        work = _told(dist.isend, x, self._after)
+        assert work is not None
+        self._sent.append((work, x))
+
+    def _finish(self) -> None:
+        work, _ = self._sent.popleft()
+        _told(work.wait)

@@ -1,0 +1,81 @@
+"""Our queue in front of an engine that batches by itself: who goes next, and how many are on the way at once.
+
+By class, then fair share of the tenants, then arrival, as in our own scheduler, whose parts these are; its steps are
+ticks of a clock here. What was handed over, the engine schedules.
+"""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from ...scheduler.fairness import OUTPUT_WEIGHT, Fairness
+from ...scheduler.sequence import Sequence, SequenceRequest
+from ...scheduler.waiting_queue import WaitingLine
+from ..core.messages import Add
+
+TICKS = 50
+"""A second's."""
+_AGEING = 5 * TICKS
+"""Ticks after which whoever waits is as urgent as the next class."""
+_CREDIT = 8192.0
+"""Tokens that a tenant may save who asks for less than his share."""
+_NO_TOKENS = np.empty(0, np.int32)
+
+
+class Line:
+    """`places`: sequences that may be on the way at once."""
+
+    def __init__(self, places: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._places = places
+        self._clock = clock
+        self._fairness = Fairness(_AGEING, _CREDIT)
+        self._waiting = WaitingLine(self._fairness)
+        self._arrivals = 0
+        self.running = 0
+
+    def __len__(self) -> int:
+        """Sequences that wait."""
+        return len(self._waiting)
+
+    def join(self, add: Add) -> Sequence:
+        """Stand in line."""
+        seniority = self._now() + add.priority * _AGEING
+        slot = self._fairness.slot(add.tenant, add.weight)
+        request = SequenceRequest(key=add.key, prompt=_NO_TOKENS, max_tokens=add.max_tokens)
+        sequence = Sequence(request, self._arrivals, seniority, seniority, [], slot)
+        self._arrivals += 1
+        self._fairness.arrive(slot)
+        self._waiting.join(sequence)
+        return sequence
+
+    def next(self) -> Sequence | None:
+        """Who goes now, and has a place from here on; None if nobody can."""
+        if self.running >= self._places or not len(self._waiting):
+            return None
+        sequence = self._waiting.first(self._now())
+        assert sequence is not None
+        self._waiting.take(sequence)
+        sequence.admitted = True
+        self.running += 1
+        return sequence
+
+    def leave(self, sequence: Sequence) -> None:
+        """It has ended, or was given up in line."""
+        if sequence.admitted:
+            self.running -= 1
+        else:
+            self._waiting.leave(sequence)
+        self._fairness.depart(sequence.slot)
+
+    def charge(self, sequence: Sequence, prompt: int, outputs: int = 0) -> None:
+        """So many of its prompt tokens were computed, and so many generated."""
+        self._fairness.charge(sequence.slot, prompt + round(OUTPUT_WEIGHT * outputs))
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` where the counts do not add up."""
+        assert 0 <= self.running <= self._places
+        assert len(self._waiting) == sum(1 for _ in self._waiting)
+
+    def _now(self) -> int:
+        return int(self._clock() * TICKS)

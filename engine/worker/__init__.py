@@ -1,0 +1,1 @@
+"""One rank's computation: executors, the model runner, sampling, log-probabilities."""

@@ -1,0 +1,208 @@
+"""An executor that computes nothing: the next token is the last one plus one.
+
+It believes no plan: rows, positions, block tables and the contents of every block are checked as a real executor
+would depend on them, and a plan that breaks the contract fails its future. Ships with the package: tests, benches
+and a server without weights run on it.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+
+from ...core.errors import CharoniaError
+from ...core.logprobs import Logprobs, Scores
+from ...scheduler.plan import IntArray, NewSequence, RowSampling, StepPlan, StepResult
+from .executor import Capacity, Progress, StepFuture
+
+EMPTY = -1
+SMALL = Capacity(vocab_size=32_000, max_model_len=2048, block_bytes=1 << 16, free_bytes=1 << 28)
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How the fake behaves. A step takes `step_seconds` and `token_seconds` for each of its tokens.
+
+    `burst` (least, most): tokens a sampling row yields, drawn from `seed`; above 1 it is a speculation that always
+    knows better, 0 is one that sampled in vain.
+    """
+
+    step_seconds: float = 0.0
+    token_seconds: float = 0.0
+    burst: tuple[int, int] = (1, 1)
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class FakeRow:
+    """What an executor keeps for a row: token ids, of which `prompt` are its prompt, what is asked of them, its block
+    table, and how far it is computed."""
+
+    tokens: list[int]
+    computed: int
+    prompt: int
+    sampling: RowSampling
+    blocks: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, new: NewSequence) -> "FakeRow":
+        return cls(new.tokens.tolist(), new.computed, new.prompt, new.sampling)
+
+
+class FakeExecutor:
+    """Reports `capacity`, in cache blocks of `block_size` tokens.
+
+    `threaded`: results come from one worker thread, otherwise before `execute` returns. `check_contents`: also keep
+    which token sits in which slot, and verify everything a row attends to.
+    """
+
+    def __init__(
+        self,
+        capacity: Capacity = SMALL,
+        *,
+        block_size: int = 16,
+        manner: Manner = Manner(),
+        threaded: bool = True,
+        check_contents: bool = True,
+    ) -> None:
+        self._capacity = capacity
+        self._block_size = block_size
+        self._manner = manner
+        self._random = Random(manner.seed)
+        self._check_contents = check_contents
+        self._worker = ThreadPoolExecutor(1, "fake-executor") if threaded else None
+        self._rows: dict[int, FakeRow] = {}
+        self._slots = np.full(0, EMPTY, np.int64)
+        self._holders: list[int] = []
+        self._next_step: int | None = None
+
+    def load(self, progress: Progress) -> Capacity:
+        progress("weights", 1.0)
+        return self._capacity
+
+    def allocate(self, blocks: int) -> None:
+        self._slots = np.full(blocks * self._block_size, EMPTY, np.int64)
+        self._holders = [0] * blocks
+
+    def execute(self, plan: StepPlan) -> StepFuture:
+        if self._worker is not None:
+            return self._worker.submit(self._step, plan)
+        done: Future[StepResult] = Future()
+        try:
+            done.set_result(self._step(plan))
+        except AssertionError as broken:
+            done.set_exception(broken)
+        return done
+
+    def watch(self, tell: Callable[[CharoniaError], None]) -> None:
+        """It cannot be lost by itself."""
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown(wait=True, cancel_futures=True)
+
+    def _step(self, plan: StepPlan) -> StepResult:
+        assert self._next_step in (None, plan.step), f"step {plan.step} came instead of {self._next_step}"
+        self._next_step = plan.step + 1
+        self._change_rows(plan)
+        result = self._run_rows(plan)
+        pause = self._manner.step_seconds + self._manner.token_seconds * plan.tokens
+        if pause:
+            time.sleep(pause)
+        return result
+
+    def _change_rows(self, plan: StepPlan) -> None:
+        for row in plan.closed.tolist():
+            for block in self._rows.pop(row).blocks:
+                self._holders[block] -= 1
+        for new in plan.new:
+            assert new.row not in self._rows, f"row {new.row} is occupied"
+            assert 0 <= new.computed < len(new.tokens), "nothing to compute for a new row"
+            self._rows[new.row] = FakeRow.of(new)
+        assert not len(plan.copies), "block moves are not known here"
+        for row, block in plan.appended.tolist():
+            assert block not in self._rows[row].blocks, f"row {row} has block {block} already"
+            self._rows[row].blocks.append(block)
+            self._holders[block] += 1
+
+    def _run_rows(self, plan: StepPlan) -> StepResult:
+        assert len(set(plan.rows.tolist())) == len(plan.rows), "a row twice in one step"
+        ran = list(zip(*(array.tolist() for array in (plan.rows, plan.starts, plan.counts, plan.samples)), strict=True))
+        for row, start, count, _ in ran:
+            self._compute(self._rows[row], start, count)
+        sampled = [row for row, start, count, samples in ran if samples and self._is_newest(row, start + count)]
+        offsets = [len(self._rows[row].tokens) for row in sampled]
+        drawn = [self._sample(self._rows[row]) for row in sampled]
+        counts = [len(tokens) for tokens in drawn]
+        tokens = [token for tokens in drawn for token in tokens]
+        result = StepResult(plan.step, _ints(sampled), _ints(offsets), _ints(counts), _ints(tokens))
+        logprobs = self._wanted_logprobs(sampled, counts, tokens)
+        scores = [(row, self._scores(self._rows[row], start, count)) for row, start, count, _ in ran]
+        return result._replace(
+            logprobs=logprobs if any(logprobs) else (),
+            scores=[(row, found) for row, found in scores if found is not None],
+        )
+
+    def _compute(self, row: FakeRow, start: int, count: int) -> None:
+        """Compute up to `count` tokens: a plan made ahead may count on tokens that an earlier step did not bring."""
+        assert count >= 1, "a row without work"
+        end = min(start + count, len(row.tokens))
+        if end <= start:
+            return
+        assert start <= row.computed, "a gap between what is computed and what is to be"
+        assert end <= len(row.blocks) * self._block_size, "no block for the last token"
+        for block in set(row.blocks[start // self._block_size : (end - 1) // self._block_size + 1]):
+            assert self._holders[block] == 1, f"block {block} is written and has {self._holders[block]} holders"
+        if self._check_contents:
+            self._attend(row, start, end)
+        row.computed = end
+
+    def _attend(self, row: FakeRow, start: int, end: int) -> None:
+        """Write the new positions, then read all of them."""
+        blocks = np.array(row.blocks)
+        slots = (blocks[:, None] * self._block_size + np.arange(self._block_size)).ravel()[:end]
+        known = np.array(row.tokens[:end])
+        self._slots[slots[start:]] = known[start:]
+        assert (self._slots[slots] == known).all(), "a block holds another sequence's tokens"
+
+    def _is_newest(self, row: int, end: int) -> bool:
+        return end == len(self._rows[row].tokens)
+
+    def _sample(self, row: FakeRow) -> list[int]:
+        tokens = list(self._successors(row.tokens[-1], self._random.randint(*self._manner.burst)))
+        row.tokens.extend(tokens)
+        return tokens
+
+    def _wanted_logprobs(self, rows: list[int], counts: list[int], tokens: list[int]) -> list[Logprobs | None]:
+        owners = (self._rows[row] for row, count in zip(rows, counts, strict=True) for _ in range(count))
+        return [self._logprobs(token, row.sampling.logprobs) for token, row in zip(tokens, owners, strict=True)]
+
+    def _scores(self, row: FakeRow, start: int, count: int) -> Scores | None:
+        """Of the tokens of its prompt that come after those: the likeliest has rank 1 and logprob -1, and so on."""
+        most, ends = row.sampling.prompt_logprobs, range(start + 1, min(start + count + 1, row.prompt))
+        if most is None or not ends:
+            return None
+        befores = [row.tokens[end - 1] for end in ends]
+        pairs = zip(befores, row.tokens[start + 1 :], strict=False)
+        ranks = np.array([(token - before - 1) % self._capacity.vocab_size + 1 for before, token in pairs], np.int32)
+        ids = np.array([list(self._successors(before, most)) for before in befores], np.int32)
+        values = np.tile(-np.arange(1, most + 1, dtype=np.float32), (len(ends), 1))
+        return Scores.of(start + 1, -ranks.astype(np.float32), ranks, ids, values)
+
+    def _logprobs(self, token: int, top: int | None) -> Logprobs | None:
+        """The chosen token is the likeliest, its successors follow: -1, -2, ..."""
+        if top is None:
+            return None
+        return Logprobs(-1.0, [token, *self._successors(token, top - 1)][:top], [-1.0 - rank for rank in range(top)])
+
+    def _successors(self, token: int, count: int) -> Iterator[int]:
+        for _ in range(count):
+            token = (token + 1) % self._capacity.vocab_size
+            yield token
+
+
+def _ints(values: list[int]) -> IntArray:
+    return np.array(values, np.int32)

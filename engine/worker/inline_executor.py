@@ -1,0 +1,100 @@
+"""Computes in this process, on the caller's thread and those that help it."""
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+
+import msgspec
+import torch
+
+from ...core.errors import CharoniaError
+from ...scheduler.plan import StepPlan, StepResult
+from ..checkpoint.build_context import Seat
+from ..checkpoint.pipeline_stage import Stage
+from ..config import EngineConfig
+from .device import own_device
+from .executor import Capacity, Progress
+from .loaded_rank import Engine, assemble
+
+
+class InlineExecutor:
+    """One rank in this process, for one thread of it.
+
+    What can be computed without the caller begins when it is executed; the caller helps, and does the rest, when it
+    asks for a result. What a step raises is raised by its future.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._engine: Engine | None = None
+        self._due: deque[_Due] = deque()
+        self._threads_before: int | None = None
+
+    def load(self, progress: Progress) -> Capacity:
+        """Load the weights.
+
+        Raises:
+            CheckpointError: the checkpoint is broken or not supported.
+            InvalidArgument: the configuration does not fit it or the machine.
+        """
+        self._threads_before = torch.get_num_threads()
+        torch.set_num_threads(self._config.threads_each())
+        config = msgspec.structs.replace(self._config, device=own_device(self._config))
+        seat = Seat(stage=Stage(split=config.parallel.layers))
+        self._engine = assemble(config, seat, lambda fraction: progress("weights", fraction))
+        return self._engine.capacity()
+
+    def allocate(self, blocks: int) -> None:
+        self._loaded.runner.allocate(blocks)
+
+    def execute(self, plan: StepPlan) -> "_Due":
+        self._loaded.runner.begin(plan)
+        due = _Due(self._land)
+        self._due.append(due)
+        return due
+
+    def watch(self, tell: Callable[[CharoniaError], None]) -> None:
+        """It cannot be lost by itself."""
+
+    def close(self) -> None:
+        for due in self._due:
+            due.error = CancelledError()
+        self._due.clear()
+        if self._engine is not None:
+            self._engine.runner.close()
+            self._engine = None
+        if self._threads_before is not None:  # a setting of the caller's thread, also where loading failed
+            torch.set_num_threads(self._threads_before)
+            self._threads_before = None
+
+    def _land(self) -> None:
+        """The oldest step's result."""
+        due = self._due.popleft()
+        try:
+            due.found = self._loaded.runner.finish()
+        except Exception as error:
+            due.error = error
+
+    @property
+    def _loaded(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError("the executor is not loaded")
+        return self._engine
+
+
+class _Due:
+    """A step's result, computed at the latest when somebody wants it."""
+
+    def __init__(self, land: Callable[[], None]) -> None:
+        self._land = land
+        self.found: StepResult | None = None
+        self.error: BaseException | None = None
+
+    def result(self, timeout: float | None = None) -> StepResult:
+        """See `StepFuture.result`; whoever waits computes, however long it takes."""
+        while self.error is None and self.found is None:
+            self._land()
+        if self.error is not None:
+            raise self.error
+        assert self.found is not None
+        return self.found

@@ -1,0 +1,146 @@
+"""One rank's engine out of a configuration: model, attention, rows and runner, and what is left for the cache.
+
+Every executor builds its ranks here. Knows nothing of threads, processes, or how ranks reach each other.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from ...core.errors import InvalidArgument
+from ...processes.host import anonymous_memory, available_memory, cores
+from ..attention.backend import Attention, CacheSpec
+from ..attention.selector import Wanted, attention_backend, check_backend
+from ..checkpoint.build_context import Place, Seat
+from ..checkpoint.hf_checkpoint import open_checkpoint
+from ..checkpoint.model_spec import DTYPES, Shape
+from ..config import CacheConfig, EngineConfig
+from ..cpu import library
+from ..models.interfaces import Recipe
+from ..models.registry import recipe
+from .device import device_of
+from .executor import Capacity
+from .model_runner import Runner
+from .prompt_logprobs import PIECE
+from .roofline import roof
+from .row_states import Rows
+
+ALONE = Seat()
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A loaded rank; `shape` is the whole model's."""
+
+    config: EngineConfig
+    place: Place
+    shape: Shape
+    attention: Attention
+    runner: Runner
+
+    def capacity(self, neighbours: int = 1) -> Capacity:
+        """What there is for this rank's cache, when all `neighbours` that share its memory have loaded."""
+        left = _free_memory(self.place.device, neighbours, self.config)
+        free = left - _working_memory(self.shape, self.config)
+        machine = self._machine() if self.place.device.type == "cpu" else ""
+        sizes = self.shape.vocab_size, self.place.positions, self.attention.block_bytes
+        return Capacity(*sizes, max(free, 0), machine)
+
+    def _machine(self) -> str:
+        """Cores, threads, and the bound that memory sets a rank that is alone, for people."""
+        threads = torch.get_num_threads()
+        said = f"{cores()}; {threads} thread{'s' if threads > 1 else ''}; {library.described()}"
+        kept = torch.int8 if self.place.quantized else self.place.dtype
+        bound = roof(self.shape, kept) if self.place.seat.alone else None
+        return said if bound is None else f"{said}; {bound}"
+
+
+def assemble(config: EngineConfig, seat: Seat = ALONE, progress: Callable[[float], None] = lambda _: None) -> Engine:
+    """Load this rank's share of the model. `progress` is told the fraction of its bytes read so far.
+
+    Computes on torch's threads as they are set; ranks of a stage must have the same number of them, for each chooses
+    tokens by itself.
+
+    Raises:
+        CheckpointError: the checkpoint is broken or not supported.
+        InvalidArgument: the configuration does not fit it, its split or the machine.
+    """
+    found, block_size = recipe(open_checkpoint(config.model)), config.cache.block_size
+    place = _place(config, found, seat, progress)
+    check_backend(config.attention, Wanted(place.device, place.dtype, block_size, config.cache.dtype))
+    decoder, shape = found.build(place)
+    progress(1.0)
+    attention = attention_backend(config.attention, _cache(seat.share(shape), config.cache, place))
+    rows = Rows(place.positions, block_size, place.device)
+    return Engine(config, place, shape, attention, Runner(decoder, attention, rows, place.device))
+
+
+def examine(config: EngineConfig) -> str:
+    """What `assemble` would refuse, short of reading weights; what only they can show, if anything. Which devices there
+    are is not looked at: it may be served elsewhere.
+
+    Raises:
+        CheckpointError: as `assemble`.
+        InvalidArgument: the configuration does not fit the checkpoint.
+    """
+    found = recipe(open_checkpoint(config.model))
+    place = _place(msgspec.structs.replace(config, device="cpu"), found, ALONE, lambda _: None)
+    return found.examine(place, config.parallel)
+
+
+def _place(config: EngineConfig, found: Recipe, seat: Seat, progress: Callable[[float], None]) -> Place:
+    device, dtype = device_of(config.device), _dtype(config.dtype, found.dtype)
+    max_tokens = _max_tokens(config.max_model_len, found)
+    quantized, whole_experts = _quantized(config.quantization, device), config.parallel.whole_experts
+    return Place(dtype, device, max_tokens, seat, progress, quantized, whole_experts)
+
+
+def _cache(shape: Shape, cache: CacheConfig, place: Place) -> CacheSpec:
+    heads = shape.heads, shape.kv_heads, shape.head_dim
+    return CacheSpec(shape.views, *heads, cache.block_size, place.dtype, place.device, cache.dtype)
+
+
+def _dtype(name: str, stored: str) -> torch.dtype:
+    name = stored if name == "auto" else name
+    if name not in DTYPES:
+        raise InvalidArgument(f"dtype must be auto, {', '.join(DTYPES)}, got {name!r}", field="dtype")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _quantized(name: str, device: torch.device) -> bool:
+    if name not in ("none", "int8"):
+        raise InvalidArgument(f"quantization must be none or int8, got {name!r}", field="quantization")
+    if name == "int8" and device.type != "cpu":
+        raise InvalidArgument(f"quantization int8 computes on the cpu only, not on {device}", field="quantization")
+    return name == "int8"
+
+
+def _max_tokens(wanted: int | None, found: Recipe) -> int:
+    own = found.max_position
+    if wanted is not None and not 1 <= wanted <= own:
+        raise InvalidArgument(
+            f"max_model_len must be between 1 and the checkpoint's {own}, got {wanted}", field="max_model_len"
+        )
+    return wanted or found.default_length
+
+
+def _free_memory(device: torch.device, neighbours: int, config: EngineConfig) -> int:
+    """Bytes left to each of `neighbours`. Other replicas may be loading still, and take theirs later, and other models
+    have what they were promised: no more than what was granted is for these, what they have taken already included."""
+    if device.type == "cuda":
+        free, granted = torch.cuda.mem_get_info(device)[0], config.gpu_memory
+        taken = torch.cuda.memory_reserved(device) if granted is not None else 0
+    else:
+        free, granted, taken = available_memory(), config.host_memory, anonymous_memory()
+    return free // neighbours if granted is None else min(free // neighbours, granted // neighbours - taken)
+
+
+def _working_memory(shape: Shape, config: EngineConfig) -> int:
+    """Bytes a step may take beside weights and cache: activations of its tokens, logits of its rows or of a piece of a
+    prompt (float32, three times: logits, probabilities, their sums)."""
+    scheduler = config.scheduler
+    activations = scheduler.max_num_batched_tokens * (8 * shape.hidden_size + 4 * shape.intermediate_size) * 4
+    return activations + max(scheduler.max_num_seqs, PIECE) * shape.vocab_size * 12

@@ -1,0 +1,192 @@
+"""One rank's computation of a step: rows, model, attention, sampler. Knows nothing of processes."""
+
+from collections import deque
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...core.logprobs import Logprobs
+from ...scheduler.plan import IntArray, StepPlan, StepResult
+from ..attention.backend import Attention
+from ..models.interfaces import Decoder, Logits, Running
+from .logprobs import top_logprobs
+from .row_states import Inputs, Rows
+from .sampler import sample
+
+_NONE: IntArray = np.zeros(0, np.int32)
+
+
+class _Step:
+    """A plan, and how far it is: `inputs` once it began; `running` while it is computed beside us, `picked` what it
+    then chooses by itself; once it is `computed` otherwise, `sampled` what was chosen from the first of the `logits`,
+    in which what scores prompts follows. A stage that is not the last has none."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self.begun = False
+        self.inputs: Inputs | None = None
+        self.running: Running | None = None
+        self.picked: IntArray | None = None
+        self.computed = False
+        self.logits: Logits | None = None
+        self.sampled: _Sampled | None = None
+        self.error: Exception | None = None
+
+    @property
+    def chosen(self) -> bool:
+        """Whether its tokens are there, or will be when the device comes to the next step."""
+        return self.begun and self.error is None and (self.picked is not None or self.logits is not None)
+
+
+class _Sampled(NamedTuple):
+    """Token ids [S], and the logits [S, vocabulary] that they were chosen from."""
+
+    tokens: Tensor
+    logits: Tensor
+
+
+class Runner:
+    """Computes plans strictly in order; for one thread.
+
+    A step that our kernels compute, and whose tokens are chosen from the logits as they are, needs nobody's time: the
+    next one can begin when it is done. Others are computed, or chosen, when the caller wants their results.
+    """
+
+    def __init__(self, model: Decoder, attention: Attention, rows: Rows, device: torch.device) -> None:
+        self._model, self._attention, self._rows, self._device = model, attention, rows, device
+        self._steps: deque[_Step] = deque()
+
+    def allocate(self, blocks: int) -> None:
+        """Make a cache of `blocks` blocks and begin anew: rows refer to the cache they were filled with."""
+        self._rows.clear()
+        self._attention.allocate(blocks)
+
+    @torch.inference_mode()
+    def learn(self, rows: IntArray, positions: IntArray, tokens: IntArray) -> None:
+        """Keep `tokens` [S] at `positions` [S] of `rows` [S]: so hear stages that choose none of those chosen, before
+        the next plan after they were. Told to a stage that chose them, it changes nothing."""
+        self._rows.learn(rows, positions, tokens)
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Compute `plan`'s tokens; on the last stage, sample where it says so and keep the samples in their rows. The
+        other stages' results are empty."""
+        self.begin(plan)
+        return self.finish()
+
+    def begin(self, plan: StepPlan) -> None:
+        """Have `plan` computed after those begun before."""
+        self._steps.append(_Step(plan))
+        self._advance()
+
+    def finish(self) -> StepResult:
+        """The result of the oldest plan that was begun; what computing it raised."""
+        step = self._steps[0]
+        try:
+            return self._finish(step)
+        finally:
+            self._steps.popleft()
+            self._advance()
+
+    def close(self) -> None:
+        """Forget what was begun, when nobody computes it any more."""
+        self._model.close()
+        self._steps.clear()
+
+    @torch.inference_mode()
+    def _advance(self) -> None:
+        """Begin what can begin: the oldest step, and one that can follow another that is not done."""
+        for before, step in pairwise((None, *self._steps)):
+            if step is None or step.begun:
+                continue
+            if before is not None and not self._can_follow(before, step.plan):
+                return
+            step.begun = True
+            try:
+                self._begin(step)
+            except Exception as error:
+                step.error = error  # told when the step's result is asked for
+
+    def _can_follow(self, before: _Step, plan: StepPlan) -> bool:
+        """Whether `plan` can begin while the step `before` it is computed: whose tokens are chosen when it is done, and
+        from under which nothing is moved."""
+        return before.chosen and self._rows.have_room(plan) and not len(plan.copies)
+
+    def _begin(self, step: _Step) -> None:
+        plan = step.plan
+        self._rows.update(plan)
+        if len(plan.copies):
+            self._attention.copy(torch.from_numpy(plan.copies.astype(np.int64)).to(self._device))
+        if not len(plan.rows):
+            return
+        step.inputs = inputs = self._rows.inputs(plan)
+        if self._device.type != "cpu":
+            self._compute(step, inputs)  # which is queued on the device
+        elif len(inputs.rows) and inputs.scored is None:
+            picks = inputs.picks()
+            step.running = self._model.begin(inputs.batch, self._attention.begin(inputs.batch), inputs.last, picks)
+            step.picked = None if step.running is None or picks is None else picks.tokens
+
+    def _finish(self, step: _Step) -> StepResult:
+        if step.error is not None:
+            raise step.error
+        if step.inputs is None:
+            return _nothing(step.plan)
+        if step.running is not None:
+            step.running.finish()
+        if step.picked is not None:
+            return _result(step.plan, step.inputs, step.picked)
+        return self._read(step, step.inputs)
+
+    @torch.inference_mode()
+    def _compute(self, step: _Step, inputs: Inputs) -> None:
+        """Logits and tokens on the device; nothing of them on the stages before the last."""
+        step.computed = True
+        step.logits = self._logits(inputs) if step.running is None else iter((step.running.logits,))
+        if step.logits is not None and len(inputs.rows):
+            logits = next(step.logits)
+            tokens = self._choose(inputs, logits)
+            self._rows.write(inputs, tokens)
+            step.sampled = _Sampled(tokens, logits)
+
+    @torch.inference_mode()
+    def _read(self, step: _Step, inputs: Inputs) -> StepResult:
+        """What the host wants to know of it."""
+        if not step.computed:
+            self._compute(step, inputs)
+        result = _nothing(step.plan)
+        if step.logits is None:
+            return result
+        if step.sampled is not None:
+            tokens, logits = step.sampled
+            logprobs = top_logprobs(logits, tokens, inputs.logprobs)
+            result = _result(step.plan, inputs, tokens.to(torch.int32).cpu().numpy(), logprobs)
+        return result if inputs.scored is None else result._replace(scores=inputs.scored.read(step.logits))
+
+    def _logits(self, inputs: Inputs) -> Logits | None:
+        """Those of the rows that are sampled, if any, then piece by piece those that score prompts."""
+        sampled = (inputs.last,) if len(inputs.rows) else ()
+        scored = () if inputs.scored is None else inputs.scored.pieces
+        return self._model.logits(inputs.batch, self._attention.begin(inputs.batch), (*sampled, *scored))
+
+    def _choose(self, inputs: Inputs, logits: Tensor) -> Tensor:
+        """Token ids [S]. Logits that rows want changed are changed in a copy: the others pay nothing for them."""
+        if not len(inputs.shaped):
+            return sample(logits, inputs.choices)
+        at = torch.from_numpy(inputs.shaped).to(self._device)
+        changed = logits[at].float()
+        self._rows.shape(inputs, changed)
+        theirs = sample(changed, None if inputs.choices is None else inputs.choices[inputs.shaped])
+        if len(inputs.shaped) == len(logits):
+            return theirs
+        return sample(logits, inputs.choices).index_copy(0, at, theirs)
+
+
+def _nothing(plan: StepPlan) -> StepResult:
+    return StepResult(plan.step, _NONE, _NONE, _NONE, _NONE)
+
+
+def _result(plan: StepPlan, inputs: Inputs, tokens: IntArray, logprobs: tuple[Logprobs | None, ...] = ()) -> StepResult:
+    return StepResult(plan.step, inputs.rows, inputs.positions, np.ones_like(inputs.rows), tokens, logprobs)

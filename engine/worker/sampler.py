@@ -1,0 +1,141 @@
+"""Choosing tokens from logits: greedy, temperature, then top-k, top-p and min-p, every row by its own numbers.
+
+One uniform number a row, never one a logit: on a CPU those would cost more than the model. Knows nothing of
+sequences: a row's number is a function of its seed, choice and position (`random.py`).
+"""
+
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...scheduler.plan import IntArray, RowSampling
+from ..cpu import library
+from ..cpu.argmax import largest
+from ..cpu.sampling import drawn
+from .counter_random import uniform
+
+GREEDY_BELOW = 1e-5
+"""A temperature below this is greedy: ties aside, it cannot choose anything else."""
+
+CANDIDATES = 256
+"""Tokens looked at first for top-k, top-p and min-p; a row that needs more of them is sorted whole."""
+
+
+Choices: TypeAlias = NDArray[np.void]
+"""How S rows choose: an array [S] of CHOICE, on the host."""
+
+CHOICE = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_k", np.int64),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("seed", np.int64),
+        ("choice", np.int64),
+        ("position", np.int64),
+    ],
+    align=True,  # torch takes no column whose stride is not a multiple of its elements
+)
+"""`position` is that of the token to be chosen; the rest is RowSampling's, the seed as a signed number."""
+
+
+class Picks(NamedTuple):
+    """Tokens that a step chooses by itself: into `tokens`, int32 [S], as `choices` [S] say, or the likeliest."""
+
+    tokens: IntArray
+    choices: Choices | None = None
+
+
+def is_greedy(asked: RowSampling) -> bool:
+    """Whether it takes the likeliest token, whatever its random numbers are."""
+    return asked.temperature < GREEDY_BELOW or asked.top_k == 1
+
+
+def sample(logits: Tensor, choices: Choices | None) -> Tensor:
+    """Token ids int64 [S] for logits [S, vocabulary]; the likeliest of each row without `choices`."""
+    if choices is None:
+        return largest(logits)
+    if library.serves(logits.dtype, logits.device):
+        return drawn(logits, choices)
+    greedy = (choices["temperature"] < GREEDY_BELOW) | (choices["top_k"] == 1)
+    if greedy.all():
+        return largest(logits)
+    filtered = ~greedy & ((choices["top_k"] > 0) | (choices["top_p"] < 1) | (choices["min_p"] > 0))
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    for kind, choose in ((greedy, _greedy), (~greedy & ~filtered, _plain), (filtered, _filtered)):
+        rows = np.flatnonzero(kind)
+        if len(rows):
+            at = _to(rows, logits.device)
+            tokens[at] = choose(logits[at].float(), choices[rows])
+    return tokens
+
+
+def _greedy(logits: Tensor, choices: Choices) -> Tensor:
+    return largest(logits)
+
+
+def _plain(logits: Tensor, choices: Choices) -> Tensor:
+    """Temperature alone: the inverse of the cumulative distribution."""
+    probabilities = _scale(logits, choices).softmax(-1)
+    return _invert(probabilities, _uniform(choices, logits.device))
+
+
+def _filtered(logits: Tensor, choices: Choices) -> Tensor:
+    """Top-k, then top-p of what is left, then min-p: among CANDIDATES where they suffice, else among all."""
+    scaled = _scale(logits, choices)
+    tokens, enough = _among(scaled, choices, min(CANDIDATES, logits.shape[-1]))
+    missed = (~enough).nonzero().squeeze(-1)  # the one wait for the device, and only in steps that filter
+    if len(missed):
+        rest = choices[missed.cpu().numpy()]
+        tokens[missed] = _among(scaled[missed], rest, logits.shape[-1])[0]
+    return tokens
+
+
+def _among(scaled: Tensor, choices: Choices, candidates: int) -> tuple[Tensor, Tensor]:
+    """A token for each row out of its most likely `candidates`, and whether those were enough to be exact."""
+    top_k, top_p, min_p = (_to(choices[name], scaled.device).unsqueeze(-1) for name in ("top_k", "top_p", "min_p"))
+    values, ids = scaled.topk(candidates)
+    probabilities = (values - scaled.logsumexp(-1, keepdim=True)).exp()
+    beyond = torch.arange(candidates, device=scaled.device) >= torch.where(top_k > 0, top_k, scaled.shape[-1])
+    probabilities.masked_fill_(beyond, 0)
+    cumulative = probabilities.cumsum(-1)
+    mass = torch.where(top_k > 0, cumulative[:, -1:], 1.0)
+    # A token stays while the tokens before it do not reach top_p.
+    least = min_p * probabilities[:, :1]
+    left_out = (cumulative - probabilities >= top_p * mass) | (probabilities < least)
+    left_out[:, 0] = False
+    chosen = probabilities.masked_fill(left_out, 0)
+    enough = torch.where(top_k > 0, top_k <= candidates, cumulative[:, -1:] >= top_p)
+    enough |= (probabilities[:, -1:] < least) & ((top_k == 0) | (top_p >= 1))
+    index = _invert(chosen, _uniform(choices, scaled.device))
+    return ids.gather(-1, index.unsqueeze(-1)).squeeze(-1), enough.squeeze(-1)
+
+
+def _scale(logits: Tensor, choices: Choices) -> Tensor:
+    """Logits over temperature, the largest moved to 0 first so that a small temperature cannot overflow."""
+    temperature = _to(choices["temperature"], logits.device).unsqueeze(-1)
+    return (logits - logits.amax(-1, keepdim=True)) / temperature
+
+
+def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The index at which the cumulative sum of `weights` [S, n] reaches the share `uniform` [S] of the whole.
+
+    The first index that reaches a positive share has a weight above 0. Weights that are no numbers (a model that
+    overflows its dtype) still give an index that exists.
+    """
+    cumulative = weights.cumsum(-1)
+    share = (uniform.unsqueeze(-1) * cumulative[:, -1:]).to(cumulative.dtype)
+    share.clamp_(min=torch.finfo(share.dtype).tiny)
+    return torch.searchsorted(cumulative, share).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
+
+
+def _uniform(choices: Choices, device: torch.device) -> Tensor:
+    """float64 [S] between 0 and 1"""
+    return uniform(*(_to(choices[name], device) for name in ("seed", "choice", "position")))
+
+
+def _to(column: NDArray[Any], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(column)).to(device)

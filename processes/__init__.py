@@ -1,0 +1,1 @@
+"""Child processes, shared memory, and facts about this host."""

@@ -1,0 +1,122 @@
+"""A model whose answers are kept: it is asked only what it was not asked before.
+
+model-config.md section 7, metrics.md section 2 (the cache families). Knows a model as the contract has it.
+"""
+
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import cast
+
+from ..core.gateway import Stream
+from ..core.metrics import Reading
+from ..core.model import MeasuredModel, ModelConfig, ModelStats
+from ..core.request import InferRequest, InferResponse
+from ..core.request_context import Exchange
+from ..core.statistics import Duration, InferenceStatistics, Statistics
+from ..core.summary import Summary
+from .response_cache import ResponseCache, question_of
+
+_WHOLE = "nv_inference_request_summary_us"
+"""Triton does not make it for such a model."""
+
+
+@dataclass(slots=True)
+class _Looks:
+    """How many there were, and how long they took: nanoseconds, and whole microseconds of each, as Triton counts."""
+
+    summary: Summary
+    count: int = 0
+    ns: int = 0
+    microseconds: int = 0
+
+    def add(self, ns: int) -> None:
+        self.count += 1
+        self.ns += ns
+        self.microseconds += ns // 1000
+        if self.summary.quantiles:
+            self.summary.observe(ns // 1000)
+
+    def read(self) -> Duration:
+        return Duration(self.count, self.ns)
+
+    def readings(self, kind: str, plural: str) -> Iterator[Reading]:
+        yield Reading(f"nv_cache_num_{plural}_per_model", self.count)
+        yield Reading(f"nv_cache_{kind}_duration_per_model", self.microseconds)
+        if self.summary.quantiles:
+            yield Reading(f"nv_cache_{kind}_summary_per_model", self.summary)
+
+
+class CachedModel:
+    """`model`, which answers each request once, with `cache` in front. `quantiles`: of the summaries of how long
+    looking takes, none for no summaries."""
+
+    def __init__(self, model: MeasuredModel, cache: ResponseCache, quantiles: Sequence[float] = ()) -> None:
+        self._model = model
+        self._cache = cache
+        self._hits = _Looks(Summary(quantiles))
+        self._misses = _Looks(Summary(quantiles))
+        self._last = 0.0
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._model.config
+
+    async def load(self) -> None:
+        await self._model.load()
+
+    async def unload(self) -> None:
+        await self._model.unload()
+        self._cache.forget(self)
+
+    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        """Raises what the model raises: that is not kept."""
+        begun = time.monotonic_ns()
+        question = question_of(request)
+        found = self._cache.find(self, question)
+        looked = time.monotonic_ns() - begun
+        if found is not None:
+            self._hits.add(looked)
+            self._last = time.time()
+            yield found
+            return
+        async with aclosing(cast("Stream[InferResponse]", self._model.infer(request))) as responses:
+            async for response in responses:
+                begun = time.monotonic_ns()
+                self._cache.keep(self, question, response)
+                self._misses.add(looked + time.monotonic_ns() - begun)
+                yield response
+
+    def stats(self) -> ModelStats:
+        stats = self._model.stats()
+        return replace(stats, success=stats.success + self._hits.count)
+
+    def statistics(self) -> Statistics:
+        said = self._model.statistics()
+        last = max(said.last_inference, int(self._last * 1000))
+        return replace(said, last_inference=last, inference=self._inference(said.inference))
+
+    def _inference(self, asked: InferenceStatistics) -> InferenceStatistics:
+        """Of what the model was asked, and what it was not."""
+        hits, misses = self._hits.read(), self._misses.read()
+        success = Duration(asked.success.count + hits.count, asked.success.ns + hits.ns)
+        queue = Duration(asked.queue.count + hits.count, asked.queue.ns)
+        return asked._replace(success=success, queue=queue, cache_hit=hits, cache_miss=misses)
+
+    def count(self, exchange: Exchange) -> None:
+        self._model.count(exchange)
+
+    def readings(self) -> Iterator[Reading]:
+        """The model's, which counts what it was asked, and what was answered without it."""
+        more = {
+            "nv_inference_request_success": self._hits.count,
+            "nv_inference_request_duration_us": self._hits.microseconds,
+        }
+        for reading in self._model.readings():
+            if reading.family in more:
+                yield reading._replace(value=cast(float, reading.value) + more[reading.family])
+            elif reading.family != _WHOLE:
+                yield reading
+        yield from self._hits.readings("hit", "hits")
+        yield from self._misses.readings("miss", "misses")

@@ -1,0 +1,103 @@
+"""Requests that are being answered: counted while they run, and their streams.
+
+Knows nothing of models.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar, cast
+
+from ..core.gateway import Stream
+from ..core.request import InferResponse
+from ..core.request_context import current
+
+T = TypeVar("T")
+
+
+class Tally:
+    """How many run, and when none does; all of them count in `whole` too."""
+
+    __slots__ = ("_idle", "_whole", "count")
+
+    def __init__(self, whole: "Tally | None" = None) -> None:
+        self.count = 0
+        self._whole = whole
+        self._idle: asyncio.Event | None = None
+
+    def enter(self) -> None:
+        self.count += 1
+        if self._whole is not None:
+            self._whole.enter()
+
+    def leave(self) -> None:
+        self.count -= 1
+        if not self.count and self._idle is not None:
+            self._idle.set()
+        if self._whole is not None:
+            self._whole.leave()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """One runs during the block."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    async def drained(self) -> None:
+        """Return when none runs."""
+        while self.count:
+            self._idle = asyncio.Event()
+            await self._idle.wait()
+
+
+class Running(Generic[T]):
+    """A model's stream, counted until it is closed or has ended. Of one that keeps no account of its own
+    (`accounted`), the end is the request's."""
+
+    __slots__ = ("_accounted", "_stream", "_tally")
+
+    def __init__(self, stream: AsyncIterator[T], tally: Tally, accounted: bool = True) -> None:
+        # Models promise an AsyncIterator and write generators; only those can be closed.
+        self._stream = cast("Stream[T]", stream)
+        self._accounted = accounted
+        self._tally: Tally | None = tally
+        tally.enter()
+
+    def __aiter__(self) -> "Running[T]":
+        return self
+
+    def __anext__(self) -> Awaitable[T]:
+        # A generator of ours would be resumed once more for each token of each stream.
+        return self._stream.__anext__() if self._accounted else self._observed()
+
+    async def _observed(self) -> T:
+        try:
+            item = await self._stream.__anext__()
+        except StopAsyncIteration:
+            self._leave()
+            finish()
+            raise
+        if isinstance(item, InferResponse) and item.final:
+            finish()
+        return item
+
+    async def aclose(self) -> None:
+        try:
+            await self._stream.aclose()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._tally is not None:
+            self._tally.leave()
+            self._tally = None
+
+
+def finish() -> None:
+    """The current request is answered; if a text was generated for it, that says how."""
+    exchange = current()
+    if exchange is not None:
+        exchange.finish()

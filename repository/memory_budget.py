@@ -1,0 +1,204 @@
+"""Memory as models share it, the host's and each GPU's: who holds how much of it, and whether one more fits.
+
+A model states its bytes before it loads. What it was promised of the host's and has not touched yet, as a language
+model its cache, counts as taken: the kernel would call it free. On a GPU models take all while they load, one at a
+time, so that what is free no longer when one has loaded is what it holds.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+
+from ..core.errors import Unavailable
+from ..core.memory_needs import Holder, Share
+from ..core.metrics import Measurement, Reading
+from ..processes.host import available_memory
+from ..telemetry.gpus import Gpus, usable_gpus
+
+_SHOWN = 3
+
+
+class NoRoom(Unavailable):
+    """A memory has not as much left as a model needs."""
+
+
+class Memory:
+    """One memory. `free`: bytes that are left there now, by what processes really use. `limit`: all that models may
+    hold of it together, None for what there is. `gpu`: whose it is, None for the host's."""
+
+    def __init__(self, free: Callable[[], int], limit: int | None = None, gpu: int | None = None) -> None:
+        self.free = free
+        self.gpu = gpu
+        self._limit = limit
+        self.claims: list[Claim] = []
+
+    @property
+    def held(self) -> int:
+        return sum(claim.reserved for claim in self.claims)
+
+    @property
+    def left(self) -> int:
+        """Bytes for those to come; at least 0."""
+        there = self.free() - sum(claim.to_come for claim in self.claims)
+        allowed = there if self._limit is None else min(there, self._limit - self.held)
+        return max(0, allowed)
+
+    def claim(self, name: str, version: str, size: int) -> "Claim":
+        """Hold them for a model.
+
+        Raises:
+            NoRoom: they are not there; the message names the largest holders.
+        """
+        left = self.left
+        if size > left:
+            limit = "" if self._limit is None else f" of {shown(self._limit)}"
+            needs = f"model '{name}' version {version} needs at least {shown(size)} of {self}"
+            raise NoRoom(f"{needs} and {shown(left)}{limit} is free{self._largest()}")
+        claim = Claim(self, name, version, size)
+        self.claims.append(claim)
+        return claim
+
+    def give_back(self, claim: "Claim") -> None:
+        """May be called again."""
+        if claim in self.claims:
+            self.claims.remove(claim)
+
+    def _largest(self) -> str:
+        largest = sorted(self.claims, key=lambda claim: -claim.size)[:_SHOWN]
+        names = ", ".join(str(claim) for claim in largest if claim.size)
+        return f"; most is held by {names}" if names else ""
+
+    @property
+    def label(self) -> str:
+        return "host" if self.gpu is None else f"gpu{self.gpu}"
+
+    def __str__(self) -> str:
+        return "memory" if self.gpu is None else f"memory of GPU {self.gpu}"
+
+
+class Claim:
+    """What one version of a model has of one memory: what it stated, or what is known of it once it has loaded. While
+    it loads it may take more, up to what it was granted."""
+
+    def __init__(self, memory: Memory, name: str, version: str, stated: int) -> None:
+        self.name = name
+        self.version = version
+        self._memory = memory
+        self._stated = stated
+        self._granted = stated
+        self._loading = True
+        self._before = memory.free()
+        self._taken = 0
+        self._holder: Holder | None = None
+
+    @property
+    def size(self) -> int:
+        known = self._taken if self._holder is None else self._holder.holding().promised
+        return max(self._stated, known)
+
+    @property
+    def reserved(self) -> int:
+        """What nobody else may have."""
+        return self._granted if self._loading else self.size
+
+    @property
+    def to_come(self) -> int:
+        """Promised, and not taken yet. While it loads that is all it was granted: nobody knows how much of it is taken.
+        What states its bytes has them all once it has loaded."""
+        if self._loading and self._memory.gpu is None:
+            return self._granted
+        return 0 if self._holder is None else self._holder.holding().to_come
+
+    def grant(self, size: int) -> None:
+        """It may take so much while it loads, and then says what it needs of that."""
+        self._granted = max(self._stated, size)
+
+    def loaded(self, model: object) -> None:
+        """From now on it speaks for itself, if it can."""
+        self._loading = False
+        if self._memory.gpu is not None:
+            self._taken = self._before - self._memory.free()
+        elif isinstance(model, Holder):
+            self._holder = model
+
+    def release(self) -> None:
+        """It has gone. May be called again."""
+        self._memory.give_back(self)
+
+    def __str__(self) -> str:
+        return f"'{self.name}' version {self.version} ({shown(self.size)})"
+
+
+class Hold:
+    """All that one version of a model has, of every memory."""
+
+    def __init__(self, claims: Sequence[Claim]) -> None:
+        """The host's memory is the first."""
+        self._claims = claims
+
+    def grant(self, size: int) -> None:
+        """Of the host's memory: see `Claim.grant`."""
+        self._claims[0].grant(size)
+
+    def loaded(self, model: object) -> None:
+        for claim in self._claims:
+            claim.loaded(model)
+
+    def release(self) -> None:
+        """May be called again."""
+        for claim in self._claims:
+            claim.release()
+
+
+class Budget:
+    """The host's memory and that of GPUs, by their numbers. What is needed of a GPU that is not there limits nothing:
+    whoever places the model says so."""
+
+    def __init__(self, host: Memory | None = None, gpus: Mapping[int, Memory] = MappingProxyType({})) -> None:
+        self.host = host or Memory(available_memory)
+        self._gpus = gpus
+        self._memories = (self.host, *gpus.values())
+
+    @classmethod
+    def of_machine(cls, limit: int | None, gpu_limit: int | None, promised: Callable[[], int] = lambda: 0) -> "Budget":
+        """`limit`, `gpu_limit`: bytes that models may hold together of the host's memory, and of each GPU's. What
+        somebody else was `promised` of the host's and has not taken yet is not free."""
+        driver, numbers = Gpus(), usable_gpus()
+        gpus = {gpu: Memory(partial(driver.free, gpu), gpu_limit, gpu) for gpu in numbers}
+        return cls(Memory(lambda: max(0, available_memory() - promised()), limit), gpus)
+
+    def left(self, gpus: Sequence[int]) -> int | None:
+        """Bytes of the memory of each of these `gpus`; None where nothing is known of them."""
+        return min((self._gpus[gpu].left for gpu in gpus if gpu in self._gpus), default=None)
+
+    def take(self, name: str, version: str, needs: Sequence[Share]) -> Hold:
+        """Hold all of it for a model, or nothing. Of every GPU, for it may go where it does not say.
+
+        Raises:
+            NoRoom: see `Memory.claim`.
+        """
+        claims: list[Claim] = []
+        try:
+            for memory in self._memories:
+                size = sum(share.size for share in needs if share.gpu == memory.gpu)
+                claims.append(memory.claim(name, version, size))
+        except NoRoom:
+            Hold(claims).release()
+            raise
+        return Hold(claims)
+
+    def measure(self) -> Iterator[Measurement]:
+        """What each version of a model holds; while it replaces itself, both together. Of a GPU only who has some."""
+        for memory in self._memories:
+            sizes: Counter[tuple[str, str]] = Counter()
+            for claim in memory.claims:
+                sizes[claim.name, claim.version] += claim.size
+            for (name, version), size in sizes.items():
+                if size or memory is self.host:
+                    reading = Reading("charonia_memory_held_bytes", size, {"memory": memory.label})
+                    yield Measurement({"model": name, "version": version}, (reading,))
+
+
+def shown(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

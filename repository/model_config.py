@@ -1,0 +1,61 @@
+"""From a config message to what the rest of the house knows of a model: `core.model.ModelConfig`."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from ..core.model import ModelConfig
+from ..core.tensor import TensorSpec
+from .config_defaults import normalise
+from .config_io import Config, datatype_of, from_fields, to_fields
+from .label_files import read_labels
+
+
+def model_config(config: Config, version: str, directory: Path | None = None) -> ModelConfig:
+    """Of a whole config; labels come from the model's `directory`.
+
+    Raises:
+        InvalidArgument: a label file cannot be read.
+    """
+    return ModelConfig(
+        config.name,
+        version,
+        config.backend or config.platform,
+        platform=config.platform,
+        max_batch_size=config.max_batch_size,
+        decoupled=config.model_transaction_policy.decoupled,
+        inputs=tuple(_spec(tensor, tensor.optional) for tensor in config.input),
+        outputs=tuple(_spec(tensor) for tensor in config.output),
+        parameters={key: config.parameters[key].string_value for key in sorted(config.parameters)},
+        created=int(time.time()),
+        document=to_fields(config),
+        labels={} if directory is None else read_labels(config, directory),
+    )
+
+
+def described(model: ModelConfig, config: Config) -> ModelConfig:
+    """A model that makes its own config, as `config` has what it lacks and the model knows better."""
+    if model.document:
+        return model
+    whole = from_fields(to_fields(config))
+    whole.name, whole.backend, whole.max_batch_size = model.name, model.backend, model.max_batch_size
+    whole.model_transaction_policy.decoupled = model.decoupled
+    for specs, tensors in ((model.inputs, whole.input), (model.outputs, whole.output)):
+        del tensors[:]
+        for spec in specs:
+            tensor = tensors.add(name=spec.name, data_type=_type(spec.datatype), dims=spec.dims)
+            if spec.optional:
+                tensor.optional = True
+    normalise(whole, ())
+    return replace(model, document=to_fields(whole))
+
+
+def _spec(tensor: Config, optional: bool = False) -> TensorSpec:
+    return TensorSpec(tensor.name, datatype_of(tensor), tuple(tensor.dims), optional)
+
+
+def _type(datatype: str) -> int:
+    from tritonclient.grpc import model_config_pb2
+
+    name = "STRING" if datatype == "BYTES" else datatype
+    return int(model_config_pb2.DataType.Value(f"TYPE_{name}"))

@@ -1,0 +1,158 @@
+"""Who decides what is served: the start alone, changes on disk, or requests; model-config.md section 9."""
+
+import logging
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import ExitStack
+from pathlib import Path, PurePosixPath
+from typing import Protocol
+
+from ..core.errors import CharoniaError, Internal, InvalidArgument, NotFound, Unavailable
+from ..processes.scratch import ScratchDirectory
+from .catalog import Catalog
+from .config_io import parse_override
+from .lifecycle import Lifecycle, LoadFailure
+from .model_registry import Registry
+from .model_source import ModelSource
+
+log = logging.getLogger(__name__)
+
+_LONGEST_NAME = 255
+"""Bytes of a file's name, on every file system that matters."""
+
+_DEEPEST = 64
+"""Folders around a file that came with a load."""
+
+
+class Control(Protocol):
+    """What requests may change."""
+
+    def names(self) -> list[str]:
+        """The models that could be loaded."""
+
+    async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None: ...
+
+    async def unload(self, name: str) -> None: ...
+
+
+class Fixed:
+    """Requests change nothing: modes none and poll."""
+
+    def names(self) -> list[str]:
+        return []
+
+    async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+        raise Unavailable("explicit model load / unload is not allowed if polling is enabled")
+
+    async def unload(self, name: str) -> None:
+        raise Unavailable("explicit model load / unload is not allowed if polling is enabled")
+
+
+class Explicit:
+    """Requests decide."""
+
+    def __init__(self, catalog: Catalog, registry: Registry, lifecycle: Lifecycle) -> None:
+        self._catalog = catalog
+        self._registry = registry
+        self._lifecycle = lifecycle
+        # Of models that serve with a config of a request's: what was on disk when it was given.
+        self._overridden: dict[str, Hashable] = {}
+
+    def names(self) -> list[str]:
+        return self._catalog.names()
+
+    async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+        await self._lifecycle.see_through(self._load(name, config, files))
+
+    async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+        _check_name(name)
+        for path in files:
+            _check_path(path)
+        stamps = await self._lifecycle.aside(self._catalog.stamps, name)
+        from_disk = config is None and not files
+        if from_disk and stamps is not None and self._overridden.get(name) == stamps:
+            return
+        try:
+            source, release = await self._read(name, config, files)
+        except CharoniaError as error:
+            raise self._unreadable(name, error, from_disk) from None
+        try:
+            await self._lifecycle.load(source, release=release)
+        except LoadFailure as failure:
+            message = f"load failed for model '{name}': version {failure.version} is at UNAVAILABLE state: {failure};\n"
+            raise InvalidArgument(message) from None
+        self._overridden.pop(name, None)
+        if config is not None and not files:
+            self._overridden[name] = stamps
+
+    async def unload(self, name: str) -> None:
+        await self._lifecycle.see_through(self._unload(name))
+
+    async def _unload(self, name: str) -> None:
+        _check_name(name)
+        await self._lifecycle.unload(name)
+        self._overridden.pop(name, None)  # not before: a load that had to end first has set it
+
+    async def _read(
+        self, name: str, config: str | None, files: Mapping[str, bytes]
+    ) -> tuple[ModelSource, Callable[[], None]]:
+        if files and config is None:
+            raise InvalidArgument("Load parameter 'config' must be specified for model file override")
+        override = None if config is None else parse_override(config)
+        if not files:
+            return await self._lifecycle.aside(self._catalog.read, name, override), lambda: None
+        scratch, directory = await self._lifecycle.aside(_write, name, files)
+        try:
+            return await self._lifecycle.aside(self._catalog.read, name, override, directory), scratch.close
+        except BaseException:
+            scratch.close()
+            raise
+
+    def _unreadable(self, name: str, error: CharoniaError, from_disk: bool) -> Internal:
+        """Triton's answer to whatever keeps it from reading a model, and why. One that is wrong on disk has failed."""
+        log.error("model '%s' cannot be read: %s", name, error.message)
+        if from_disk and not isinstance(error, NotFound):
+            self._registry.entry(name).fail(error.message)
+        message = f"failed to load '{name}', failed to poll from model repository: {error.message}"
+        return Internal(message, field=error.field)
+
+
+def _check_name(name: str) -> None:
+    if not name:
+        raise InvalidArgument("Model name cannot be empty. Please enter a valid name to deploy.")
+    if name in (".", "..") or any(part in name for part in ("/", "\\", "..", "\0")):
+        raise InvalidArgument(f"invalid model name '{name}', model name must not contain path traversal characters")
+    if len(name.encode(errors="surrogatepass")) > _LONGEST_NAME:
+        message = f"invalid model name '{name[:32]}...', a folder's name has at most {_LONGEST_NAME} bytes"
+        raise InvalidArgument(message)
+
+
+def _write(name: str, files: Mapping[str, bytes]) -> tuple[ScratchDirectory, Path]:
+    """A directory of the model with these files, in a scratch directory of its own."""
+    with ExitStack() as unless_written:
+        try:
+            scratch = ScratchDirectory()
+            unless_written.push(scratch)
+            for path, content in files.items():
+                file = scratch.path / name / path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(content)
+        except (OSError, UnicodeEncodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise InvalidArgument(f"cannot write the files of model '{name}': {reason}") from None
+        unless_written.pop_all()
+    return scratch, scratch.path / name
+
+
+def _check_path(path: str) -> None:
+    if "\0" in path:
+        raise InvalidArgument(f"Invalid file parameter {path!r}: no path has a NUL in it")
+    parts: list[str] = []
+    for part in PurePosixPath(path).parts:
+        parts = parts[:-1] if part == ".." and parts and parts[-1] != ".." else [*parts, part]
+    if len(parts) > _DEEPEST:
+        raise InvalidArgument(f"Invalid file parameter '{path[:64]}...': it is in more than {_DEEPEST} folders")
+    if not parts or parts[0] in ("..", "/"):
+        normalised = "/".join(parts)
+        raise InvalidArgument(
+            f"Invalid file parameter '{path}' with normalized path '{normalised}' must stay within model directory."
+        )

@@ -1,0 +1,154 @@
+"""What the hub knows of one model: its versions, loaded or not, and which of them is the latest."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from ..core.gateway import IndexEntry, State
+from ..core.metrics import Labels, Measurement, Reading
+from ..core.model import MeasuredModel, Model, ModelConfig, TextModel
+from ..core.statistics import ModelStatistics
+from .in_flight import Tally
+
+UNLOADED = "unloaded"
+
+
+@dataclass(slots=True)
+class Serving:
+    """A loaded model. `text` and `measured` are the same model, if it can do that; `tally` counts its requests;
+    `release` frees what it was made from, once it is unloaded. `mark`: what it was made from."""
+
+    model: Model
+    config: ModelConfig
+    tally: Tally
+    load_seconds: float = 0.0
+    mark: Hashable = None
+    release: Callable[[], None] = lambda: None
+    text: TextModel | None = field(init=False)
+    measured: MeasuredModel | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.text = self.model if isinstance(self.model, TextModel) else None
+        self.measured = self.model if isinstance(self.model, MeasuredModel) else None
+
+    @property
+    def ready(self) -> bool:
+        return self.model.stats().ready
+
+
+@dataclass(slots=True)
+class Version:
+    """A version that was asked for. `serving` is there while it is served; `state` and `reason` say why it is not.
+    `superseded`: what served it a moment ago, for requests that were told so and are still being read."""
+
+    number: str
+    serving: Serving | None = None
+    superseded: Serving | None = None
+    state: State = State.UNAVAILABLE
+    reason: str = ""
+
+    @property
+    def ready(self) -> bool:
+        return self.serving is not None and self.serving.ready
+
+    def shown(self, name: str) -> IndexEntry:
+        if self.serving is None:
+            return IndexEntry(name, self.number, self.state, self.reason)
+        return IndexEntry(name, self.number, State.READY if self.serving.ready else State.UNAVAILABLE, self.reason)
+
+
+@dataclass(slots=True)
+class Entry:
+    """A known model. `wanted`: it is to be served; nobody waits for one that a user unloaded. `reason`: why there are
+    no versions. `failures`: loads that failed, by version. `changing`: held while versions load, or wait for that, and
+    while they are taken out of service."""
+
+    name: str
+    versions: dict[str, Version] = field(default_factory=dict)
+    latest: Version | None = None
+    wanted: bool = True
+    reason: str = ""
+    failures: Counter[str] = field(default_factory=Counter)
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def ready(self) -> bool:
+        """Every version that is to be served is."""
+        wanted = [version for version in self.versions.values() if version.reason != UNLOADED]
+        return bool(wanted) and all(version.ready for version in wanted)
+
+    @property
+    def served(self) -> list[Version]:
+        """Lowest first."""
+        return [version for _, version in sorted(self.versions.items(), key=_number) if version.serving is not None]
+
+    def find(self, number: str = "") -> Version | None:
+        """That version, or without a number the latest that is served."""
+        return self.versions.get(number) if number else self.latest
+
+    def version(self, number: str) -> Version:
+        """That one; from now on known."""
+        return self.versions.setdefault(number, Version(number))
+
+    def publish(self, serving: Iterable[tuple[str, Serving]]) -> list[Serving]:
+        """Serve these from now on and no others; those that are no longer served."""
+        new = dict(serving)
+        old = {version.number: version.serving for version in self.served if version.serving is not None}
+        for number in {*new, *self.versions}:
+            version = self.version(number)
+            version.serving = new.get(number)
+            version.superseded = old.get(number) if new and number not in new else None
+            version.state = State.READY if number in new else State.UNAVAILABLE
+            version.reason = "" if number in new else UNLOADED
+        self.reason = ""
+        self.latest = max((self.versions[number] for number in new), key=lambda one: int(one.number), default=None)
+        return [each for number, each in old.items() if each is not new.get(number)]
+
+    def fail(self, reason: str, numbers: Iterable[str] = ()) -> None:
+        """A load failed; what is served stays."""
+        numbers = tuple(numbers)
+        self.failures.update(numbers or ("",))
+        if not numbers and not self.served:
+            self.reason = reason
+        for number in numbers:
+            version = self.version(number)
+            if version.serving is None:
+                version.state, version.reason = State.UNAVAILABLE, reason
+
+    def index(self) -> list[IndexEntry]:
+        if not self.versions:
+            return [IndexEntry(self.name, "", State.UNAVAILABLE, self.reason)]
+        return [version.shown(self.name) for _, version in sorted(self.versions.items(), key=_number)]
+
+    def statistics(self, number: str = "") -> list[ModelStatistics]:
+        wanted = (version for version in self.served if number in ("", version.number))
+        return [
+            ModelStatistics(self.name, version.number, version.serving.model.statistics())
+            for version in wanted
+            if version.serving is not None
+        ]
+
+    def measure(self) -> Iterator[Measurement]:
+        """Of a version that is not loaded, only that it is not."""
+        for number in sorted({*self.versions, *self.failures}):
+            version = self.versions.get(number, Version(number))
+            yield Measurement(self.labels(number), tuple(self._readings(version)))
+
+    def _readings(self, version: Version) -> Iterator[Reading]:
+        yield Reading("charonia_model_ready", int(version.ready))
+        yield Reading("charonia_model_load_failures_total", self.failures[version.number])
+        if version.serving is not None:
+            yield Reading("nv_model_load_duration_secs", version.serving.load_seconds)
+            if version.serving.measured is not None:
+                yield from version.serving.measured.readings()
+
+    def labels(self, number: str) -> Labels:
+        """Of everything that is measured of a version."""
+        serving = self.versions[number].serving if number in self.versions else None
+        tags = {} if serving is None else serving.config.document.get("metric_tags", {})
+        return {"model": self.name, "version": number, **{f"_{tag}": value for tag, value in tags.items()}}
+
+
+def _number(item: tuple[str, Version]) -> int:
+    return int(item[0])

@@ -1,0 +1,121 @@
+"""Keeps what is served as the directories have it: at the start, and in mode poll ever after.
+
+All that there is to load is read first: then models load side by side, as `lifecycle.py` has it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Hashable, Iterable
+from typing import Protocol
+
+from ..core.errors import AlreadyExists, CharoniaError
+from .backend_registry import OnProgress
+from .catalog import Catalog
+from .lifecycle import Lifecycle, LoadFailure, silent
+from .model_registry import Registry
+from .model_source import ModelSource
+
+log = logging.getLogger(__name__)
+
+
+class Watcher(Protocol):
+    """Sees models load."""
+
+    def loading(self, name: str) -> OnProgress: ...
+
+    def loaded(self, name: str, seconds: float) -> None: ...
+
+    def failed(self, name: str, reason: str) -> None: ...
+
+
+class Log:
+    """A watcher that writes to the log."""
+
+    def loading(self, name: str) -> OnProgress:
+        return silent
+
+    def loaded(self, name: str, seconds: float) -> None:
+        log.info("model '%s' is ready after %.2f s", name, seconds)
+
+    def failed(self, name: str, reason: str) -> None:
+        log.error("model '%s' failed to load: %s", name, reason)
+
+
+class Keeper:
+    """Loads what the catalog has. Remembers what each model was made from at the last try."""
+
+    def __init__(self, catalog: Catalog, registry: Registry, lifecycle: Lifecycle) -> None:
+        self._catalog = catalog
+        self._registry = registry
+        self._lifecycle = lifecycle
+        self._tried: dict[str, Hashable] = {}
+
+    async def start(self, names: Iterable[str], watcher: Watcher) -> bool:
+        """Load these; whether all of them did. One that fails leaves the others alone."""
+        names = list(names)
+        for name in names:
+            self._registry.entry(name)  # known, and not ready
+        return await self._load(names, watcher)
+
+    async def poll(self, every: float) -> None:
+        """Look for what changed, for ever."""
+        while True:
+            await asyncio.sleep(every)
+            await self.look(Log())
+
+    async def look(self, watcher: Watcher) -> None:
+        """Load what is new or has changed, unload what has gone; nothing while a repository cannot be read, which may
+        be back the next time."""
+        if not await self._lifecycle.aside(self._catalog.readable):
+            return
+        names = await self._lifecycle.aside(self._catalog.names)
+        await self._load(names, watcher)
+        for name in set(self._tried) - set(names):
+            del self._tried[name]
+            await self._lifecycle.unload(name)
+
+    async def _load(self, names: Iterable[str], watcher: Watcher) -> bool:
+        """Whether all of them loaded, or had nothing new."""
+        found = [await self._read(name, watcher) for name in names]
+        async with asyncio.TaskGroup() as group:
+            loads = [
+                group.create_task(self._try(source, watcher)) for source in found if isinstance(source, ModelSource)
+            ]
+        return all(load.result() for load in loads) and False not in found
+
+    async def _read(self, name: str, watcher: Watcher) -> ModelSource | bool:
+        """What to load; nothing if it is what was tried the last time, and then whether it can be read."""
+        try:
+            source = await self._lifecycle.aside(self._catalog.read, name)
+        except CharoniaError as error:
+            if not self._new(name, error.message):
+                return True
+            entry = self._registry.entry(name)
+            if isinstance(error, AlreadyExists):  # who can tell which of them is wanted now?
+                await self._lifecycle.unload(name)
+                entry.wanted = True
+            entry.fail(error.message, () if entry.served else entry.versions)
+            watcher.failed(name, error.message)
+            return False
+        return source if self._new(name, source.versions) else True
+
+    async def _try(self, source: ModelSource, watcher: Watcher) -> bool:
+        """Whether it loaded."""
+        try:
+            seconds = await self._lifecycle.load(source, watcher.loading(source.name))
+        except (CharoniaError, LoadFailure) as error:
+            watcher.failed(source.name, reason(error))
+            return False
+        watcher.loaded(source.name, seconds)
+        return True
+
+    def _new(self, name: str, mark: Hashable) -> bool:
+        known = self._tried.get(name)
+        self._tried[name] = mark
+        return known is None or known != mark
+
+
+def reason(error: CharoniaError | LoadFailure) -> str:
+    """Why a model did not load, for people."""
+    cause = error.cause if isinstance(error, LoadFailure) else error
+    return cause.message if isinstance(cause, CharoniaError) else f"{type(cause).__name__}: {cause}"

@@ -1,0 +1,64 @@
+"""Who comes into the running set and leaves it: row, blocks and place in line change together. Decides nothing."""
+
+from ..kvcache.manager import BlockTable, KVCacheManager
+from .rows import Rows
+from .sequence import Sequence
+from .waiting_queue import WaitingLine
+
+
+class Stays:
+    """`closed`: rows left since the last plan. `started`: (key, prompt tokens found in the prefix cache) of those that
+    came in for the first time since the last updates. `preemptions`, `prefix_queries`, `prefix_hits`: counted since
+    `forget_totals`.
+    """
+
+    def __init__(self, rows: Rows, cache: KVCacheManager, line: WaitingLine) -> None:
+        self.rows = rows
+        self.cache = cache
+        self.line = line
+        self.closed: list[int] = []
+        self.started: list[tuple[int, int]] = []
+        self.forget_totals()
+
+    def forget_totals(self) -> None:
+        self.preemptions = self.prefix_queries = self.prefix_hits = 0
+
+    def enter(self, sequence: Sequence, table: BlockTable, reserve: int) -> int:
+        """Out of the line and into a row, which it is given with this table."""
+        self.line.take(sequence)
+        row = self.rows.occupy(sequence, table, reserve)
+        if not sequence.admitted:
+            sequence.admitted = True
+            looks = self.cache.prefix_caching and not sequence.lacks_scores
+            self.prefix_queries += len(sequence.request.prompt) if looks else 0
+            self.prefix_hits += table.cached
+            self.started.append((sequence.key, table.cached))
+        return row
+
+    def preempt(self, row: int) -> None:
+        """It makes way for others, and lines up again as soon as nothing of it is in flight."""
+        self.preemptions += 1
+        self.leave(row)
+
+    def leave(self, row: int) -> None:
+        """Out of the running set: at once, or when the last plan in flight is applied."""
+        self.rows.leave(row)
+        if not self.rows.flights.carry(row):
+            self._release(row)
+
+    def release_landed(self) -> None:
+        """Those whose last plan is back."""
+        for row in sorted(self.rows.leaving):
+            if not self.rows.flights.carry(row):
+                self._release(row)
+
+    def _release(self, row: int) -> None:
+        """Free row and blocks; a preempted sequence lines up again with all tokens it knows."""
+        self.closed.append(row)
+        ended = self.rows.ended[row]
+        sequence, table = self.rows.vacate(row)
+        self.cache.close(table)
+        self.line.wake(table.promised[table.committed :])
+        if not ended:
+            sequence.rank = sequence.seniority  # most of it is still cached
+            self.line.join(sequence)

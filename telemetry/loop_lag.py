@@ -1,0 +1,62 @@
+"""How late the event loop turns: the delay of a timer that does nothing else."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from typing import Self
+
+from ..core.metrics import Measurement, Reading
+
+_INTERVAL = 0.25
+"""Seconds between two looks at the loop."""
+
+_WINDOW = 10.0
+"""A delay is remembered for at least as many seconds, and at most twice as many."""
+
+
+class LoopLag:
+    """Watches the running loop inside a `with` block; `bound`: seconds of delay that can only mean that it is stuck."""
+
+    def __init__(self, bound: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._bound = bound
+        self._clock = clock
+        self._due: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._window = clock()
+        self._longest = self._longest_before = 0.0
+
+    def __enter__(self) -> Self:
+        self._look()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._due = None
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        self._due = self._clock() + _INTERVAL
+        self._timer = asyncio.get_running_loop().call_later(_INTERVAL, self._turn)
+
+    @property
+    def seconds(self) -> float:
+        """The longest recent delay, one that goes on included."""
+        return max(self._longest, self._longest_before, self._late())
+
+    @property
+    def stuck(self) -> bool:
+        return self.seconds > self._bound
+
+    def measure(self) -> Iterator[Measurement]:
+        yield Measurement({}, [Reading("charonia_event_loop_lag_seconds", self.seconds)])
+
+    def _turn(self) -> None:
+        now = self._clock()
+        if now - self._window > _WINDOW:
+            self._window = now
+            self._longest, self._longest_before = 0.0, self._longest
+        self._longest = max(self._longest, self._late())
+        self._look()
+
+    def _late(self) -> float:
+        return 0.0 if self._due is None else max(0.0, self._clock() - self._due)

@@ -1,0 +1,164 @@
+"""The names of what is measured: each family's type and help, and what vLLM calls the same quantity.
+
+Names are as they stand on the wire, counters with or without `_total`. Knows no values.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple, TypeAlias
+
+from ..core.metrics import Histogram, Labels, Reading
+from ..core.summary import Summary
+
+Kind: TypeAlias = Literal["counter", "gauge", "histogram", "summary"]
+
+
+class Family(NamedTuple):
+    name: str
+    kind: Kind
+    help: str
+
+
+CHARONIA = (
+    Family("charonia_requests_total", "counter", "Ended requests by outcome, and why where they were refused or broke"),
+    Family("charonia_requests_running", "gauge", "Sequences in the running set"),
+    Family("charonia_requests_waiting", "gauge", "Requests queued and not begun, by class; 9 stands for all below"),
+    Family("charonia_queue_age_seconds", "gauge", "Age of the oldest waiting request"),
+    Family("charonia_kv_cache_usage_ratio", "gauge", "KV cache blocks in use, of all"),
+    Family("charonia_prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache"),
+    Family("charonia_prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache"),
+    Family("charonia_preemptions_total", "counter", "Running sequences put back in line for want of blocks"),
+    Family("charonia_prompt_tokens_total", "counter", "Prompt tokens of begun requests"),
+    Family("charonia_generation_tokens_total", "counter", "Generated tokens"),
+    Family("charonia_time_to_first_token_seconds", "histogram", "Arrival to first token"),
+    Family("charonia_inter_token_latency_seconds", "histogram", "Time between two tokens of a request"),
+    Family("charonia_request_seconds", "histogram", "Arrival to end of answered requests"),
+    Family("charonia_queue_seconds", "histogram", "Time in the engine's queue"),
+    Family("charonia_prefill_seconds", "histogram", "Begin of computation to first token"),
+    Family("charonia_decode_seconds", "histogram", "First to last token of answered requests"),
+    Family("charonia_step_seconds", "histogram", "Time of one engine step"),
+    Family("charonia_step_tokens", "histogram", "Tokens computed in one engine step"),
+    Family("charonia_step_sequences", "histogram", "Sequences in one engine step"),
+    Family("charonia_core_restarts_total", "counter", "Engine cores that were lost and started again"),
+    Family("charonia_replicas_ready", "gauge", "Engine cores that serve now"),
+    Family("charonia_instance_restarts_total", "counter", "Instances that were lost and replaced"),
+    Family("charonia_unbatched_requests_total", "counter", "Requests that were executed alone, by why"),
+    Family("charonia_sequences_open", "gauge", "Sequences that have a slot of an instance"),
+    Family("charonia_sequences_waiting", "gauge", "Sequences that have begun and for which no slot is free"),
+    Family("charonia_sequence_slots", "gauge", "Sequences that may be open at a time, on all instances"),
+    Family("charonia_event_loop_lag_seconds", "gauge", "Longest recent delay of the frontend's event loop"),
+    Family("charonia_model_ready", "gauge", "1 where the model serves, 0 where it does not"),
+    Family("charonia_memory_held_bytes", "gauge", "What the model holds of the host's memory, or of a GPU's"),
+    Family("charonia_model_load_failures_total", "counter", "Loads of the model that failed"),
+)
+
+DURATIONS = (
+    Family("nv_inference_request_duration_us", "counter", "Cumulative inference request duration in microseconds"),
+    Family("nv_inference_queue_duration_us", "counter", "Cumulative queuing duration in microseconds"),
+    Family("nv_inference_compute_input_duration_us", "counter", "Cumulative input preparation in microseconds"),
+    Family("nv_inference_compute_infer_duration_us", "counter", "Cumulative inference in microseconds"),
+    Family("nv_inference_compute_output_duration_us", "counter", "Cumulative output extraction in microseconds"),
+    Family("nv_cache_hit_duration_per_model", "counter", "Cumulative lookups that found an answer, in microseconds"),
+    Family("nv_cache_miss_duration_per_model", "counter", "Cumulative lookups without one and insertions, likewise"),
+)
+
+SUMMARIES = (
+    Family("nv_inference_request_summary_us", "summary", "Inference request duration in microseconds"),
+    Family("nv_inference_queue_summary_us", "summary", "Queuing duration in microseconds"),
+    Family("nv_inference_compute_input_summary_us", "summary", "Input preparation in microseconds"),
+    Family("nv_inference_compute_infer_summary_us", "summary", "Inference in microseconds"),
+    Family("nv_inference_compute_output_summary_us", "summary", "Output extraction in microseconds"),
+    Family("nv_cache_hit_summary_per_model", "summary", "Lookups that found an answer in microseconds"),
+    Family("nv_cache_miss_summary_per_model", "summary", "Lookups without one and insertions in microseconds"),
+)
+
+FIRST_RESPONSES = (
+    Family("nv_inference_first_response_histogram_ms", "histogram", "Arrival to first response in milliseconds"),
+)
+
+TRITON = (
+    Family("nv_inference_request_success", "counter", "Number of successful inference requests"),
+    Family("nv_inference_request_failure", "counter", "Number of failed inference requests"),
+    Family("nv_inference_count", "counter", "Number of inferences performed"),
+    Family("nv_inference_exec_count", "counter", "Number of model executions performed"),
+    *DURATIONS,
+    Family("nv_cache_num_hits_per_model", "counter", "Requests whose answer was kept"),
+    Family("nv_cache_num_misses_per_model", "counter", "Requests whose answer was not"),
+    Family("nv_inference_pending_request_count", "gauge", "Requests accepted and not yet begun"),
+    Family("nv_model_load_duration_secs", "gauge", "Duration of the model's last load in seconds"),
+    *SUMMARIES,
+    *FIRST_RESPONSES,
+    Family("nv_cpu_utilization", "gauge", "CPU utilization rate since the last scrape, 0.0 to 1.0"),
+    Family("nv_cpu_memory_total_bytes", "gauge", "The host's memory in bytes"),
+    Family("nv_cpu_memory_used_bytes", "gauge", "The host's memory in use in bytes"),
+    Family("nv_gpu_utilization", "gauge", "GPU utilization rate, 0.0 to 1.0"),
+    Family("nv_gpu_memory_total_bytes", "gauge", "The GPU's memory in bytes"),
+    Family("nv_gpu_memory_used_bytes", "gauge", "The GPU's memory in use in bytes"),
+    Family("nv_gpu_power_usage", "gauge", "What the GPU draws in watts"),
+    Family("nv_gpu_power_limit", "gauge", "What the GPU may draw in watts"),
+    Family("nv_energy_consumption", "counter", "The GPU's energy since the server's start in joules"),
+    Family("nv_pinned_memory_pool_total_bytes", "gauge", "Pinned memory pool in bytes: there is none"),
+    Family("nv_pinned_memory_pool_used_bytes", "gauge", "Pinned memory pool in use in bytes"),
+)
+
+_OURS = {family.name: family for family in CHARONIA}
+
+_VLLM_NAMES = {
+    "charonia_requests_running": "vllm:num_requests_running",
+    "charonia_requests_waiting": "vllm:num_requests_waiting",
+    "charonia_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc",
+    "charonia_prefix_cache_queries_total": "vllm:prefix_cache_queries_total",
+    "charonia_prefix_cache_hits_total": "vllm:prefix_cache_hits_total",
+    "charonia_preemptions_total": "vllm:num_preemptions_total",
+    "charonia_prompt_tokens_total": "vllm:prompt_tokens_total",
+    "charonia_generation_tokens_total": "vllm:generation_tokens_total",
+    "charonia_requests_total": "vllm:request_success_total",
+    "charonia_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "charonia_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
+    "charonia_request_seconds": "vllm:e2e_request_latency_seconds",
+    "charonia_queue_seconds": "vllm:request_queue_time_seconds",
+    "charonia_prefill_seconds": "vllm:request_prefill_time_seconds",
+    "charonia_decode_seconds": "vllm:request_decode_time_seconds",
+    "charonia_step_tokens": "vllm:iteration_tokens_total",
+}
+_FORMER_VLLM_NAMES = {"charonia_inter_token_latency_seconds": "vllm:time_per_output_token_seconds"}
+
+VLLM = (
+    *(
+        Family(theirs, _OURS[ours].kind, _OURS[ours].help)
+        for names in (_VLLM_NAMES, _FORMER_VLLM_NAMES)
+        for ours, theirs in names.items()
+    ),
+    Family("vllm:request_prompt_tokens", "histogram", "Prompt tokens per answered request"),
+    Family("vllm:request_generation_tokens", "histogram", "Generated tokens per answered request"),
+)
+
+_FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
+"""Our outcomes in vLLM's words; it does not count the others."""
+
+
+def vllm_readings(readings: Iterable[Reading]) -> Iterator[Reading]:
+    """What vLLM exports too, as it does: summed over the labels that it does not have."""
+    sums: dict[tuple[str, str], float] = {}
+    for reading in readings:
+        if isinstance(reading.value, Summary):
+            continue
+        if isinstance(reading.value, Histogram):
+            yield from _renamed(reading.family, reading.value)
+        elif reading.family in _VLLM_NAMES and (finished := _finished(reading.labels)) is not None:
+            key = _VLLM_NAMES[reading.family], finished
+            sums[key] = sums.get(key, 0) + reading.value
+    for (name, finished), value in sums.items():
+        yield Reading(name, value, {"finished_reason": finished})
+
+
+def _renamed(family: str, value: Histogram) -> Iterator[Reading]:
+    if family.startswith("vllm:"):
+        yield Reading(family, value)
+    for names in (_VLLM_NAMES, _FORMER_VLLM_NAMES):
+        if family in names:
+            yield Reading(names[family], value)
+
+
+def _finished(labels: Labels) -> str | None:
+    """The `finished_reason`, empty for what has none; None for what vLLM does not count."""
+    return _FINISHED.get(labels["outcome"]) if "outcome" in labels else ""

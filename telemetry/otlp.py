@@ -1,0 +1,131 @@
+"""Sends the spans of ended requests to an OpenTelemetry collector, by OTLP over HTTP, from a thread of its own.
+
+Imported only where requests are traced: OpenTelemetry may not be installed.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.trace import SpanKind, StatusCode, format_trace_id, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from ..core.request_context import Exchange, Headers
+from ..core.span_settings import SpanSettings
+from .spans import phase_spans, request_span
+
+log = logging.getLogger(__name__)
+
+_CONTEXT = ("traceparent", "tracestate")
+"""W3C Trace Context: what a client sends to have its trace go on here."""
+
+_PROPAGATOR = TraceContextTextMapPropagator()
+
+_FLUSH_SECONDS = 3.0
+"""How long spans that are still here may take to leave at the very end."""
+
+
+class Tracer:
+    """Shown an exchange that ended, makes its spans; a batch of them leaves now and then, in another thread. Where
+    nothing is told of them, OpenTelemetry's own variables say how."""
+
+    def __init__(self, endpoint: str, version: str, told: SpanSettings | None = None) -> None:
+        self._exporter = _Exporter(OTLPSpanExporter(endpoint), endpoint)
+        self._provider = _provider(self._exporter) if told is None else _provider_of(told, self._exporter)
+        self._tracer = self._provider.get_tracer("charonia", version)
+        self._failed = False
+
+    def __call__(self, exchange: Exchange) -> None:
+        """Make its spans, and name its trace to the exchange. Never raises: no request suffers from its trace."""
+        try:
+            self._show(exchange)
+        except Exception:
+            if not self._failed:
+                log.exception("a request could not be traced; further failures are not told")
+            self._failed = True
+
+    def _show(self, exchange: Exchange) -> None:
+        clock = time.time() - time.monotonic()
+        whole = request_span(exchange)
+        parent = _PROPAGATOR.extract(_context(exchange.headers))
+        span = self._tracer.start_span(
+            whole.name, parent, SpanKind.SERVER, whole.attributes, start_time=_nanoseconds(whole.start + clock)
+        )
+        exchange.trace_id = format_trace_id(span.get_span_context().trace_id)
+        if span.is_recording():
+            inside = set_span_in_context(span)
+            for each in phase_spans(exchange):
+                start, end = _nanoseconds(each.start + clock), _nanoseconds(each.end + clock)
+                self._tracer.start_span(each.name, inside, attributes=each.attributes, start_time=start).end(end)
+            if whole.broken:
+                span.set_status(StatusCode.ERROR)
+        span.end(_nanoseconds(whole.end + clock))
+
+    def close(self) -> None:
+        """Send what is left, for a few seconds at most."""
+        flushing = threading.Thread(target=self._provider.shutdown, name="tracing-flush", daemon=True)
+        flushing.start()
+        flushing.join(_FLUSH_SECONDS)
+        if flushing.is_alive():
+            log.warning("the last spans could not be sent in time")
+            self._exporter.shutdown()
+
+
+def _provider(exporter: SpanExporter) -> TracerProvider:
+    resource = Resource.create()
+    # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES have the last word; without them the library makes a name up.
+    if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
+        resource = resource.merge(Resource({SERVICE_NAME: "charonia"}))
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider
+
+
+def _provider_of(told: SpanSettings, exporter: SpanExporter) -> TracerProvider:
+    provider = TracerProvider(resource=Resource.create(dict(told.resource)), shutdown_on_exit=False)
+    delay = float(told.bsp_schedule_delay)
+    provider.add_span_processor(BatchSpanProcessor(exporter, told.bsp_max_queue_size, delay, told.batch))
+    return provider
+
+
+class _Exporter(SpanExporter):
+    """Another exporter that tells of an outage once, instead of once a batch."""
+
+    def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
+        self._exporter = exporter
+        self._endpoint = endpoint
+        self._failing = False
+        logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = self._exporter.export(spans)
+        if result is SpanExportResult.SUCCESS:
+            self._failing = False
+        elif not self._failing:
+            self._failing = True
+            log.warning("spans cannot be sent to %s; they are lost until it answers", self._endpoint)
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        return self._exporter.force_flush(timeout_millis)
+
+
+def _context(headers: Headers) -> dict[str, str]:
+    pairs = ((_text(name), value) for name, value in headers)
+    return {name: _text(value) for name, value in pairs if name in _CONTEXT}
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode("latin-1")
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)

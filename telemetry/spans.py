@@ -1,0 +1,143 @@
+"""What a trace shows of a request: spans made from the times and counts that its exchange kept.
+
+Knows nothing of how spans travel. Names: OpenTelemetry's semantic conventions for generative AI, and vLLM's where those
+have none (https://opentelemetry.io/docs/specs/semconv/gen-ai/). Holds no text of prompts and answers.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, TypeAlias
+
+from ..core.metrics import Outcome
+from ..core.request_context import Exchange, Part, Summary
+
+Value: TypeAlias = str | bool | int | float | tuple[str, ...]
+Attributes: TypeAlias = Mapping[str, Value]
+
+_OPERATIONS = {"chat": "chat", "tokenize": "tokenize", "detokenize": "detokenize"}
+_GENERATES = "text_completion"
+"""What every other door's operation is called."""
+
+_BROKEN = (Outcome.ERROR, Outcome.TIMEOUT)
+"""Outcomes that are a server's error; a refusal is the client's."""
+
+_SAMPLING = {
+    "max_tokens": "gen_ai.request.max_tokens",
+    "temperature": "gen_ai.request.temperature",
+    "top_k": "gen_ai.request.top_k",
+    "top_p": "gen_ai.request.top_p",
+    "seed": "gen_ai.request.seed",
+}
+
+
+class Span(NamedTuple):
+    """Times are of `time.monotonic`. `broken`: its end is an error of the server."""
+
+    name: str
+    start: float
+    end: float
+    attributes: Attributes = {}
+    broken: bool = False
+
+
+def request_span(exchange: Exchange) -> Span:
+    """The span of a closed exchange: from its arrival to its end."""
+    assert exchange.end is not None
+    operation = _OPERATIONS.get(exchange.door, _GENERATES)
+    attributes = dict(_attributes(exchange, operation))
+    name = f"{operation} {exchange.model}".rstrip()
+    return Span(name, exchange.arrived, exchange.ended, attributes, exchange.end.outcome in _BROKEN)
+
+
+def phase_spans(exchange: Exchange) -> Iterator[Span]:
+    """What each of its sequences went through; where one broke off, that phase lasts to the request's end."""
+    several = len(exchange.parts) > 1
+    for index, part in enumerate(exchange.parts):
+        attributes: Attributes = {"charonia.choice": index} if several else {}
+        for name, start, end in _phases(part):
+            if start is not None:
+                yield Span(name, start, exchange.ended if end is None else end, attributes)
+
+
+def _phases(part: Part) -> Iterator[tuple[str, float | None, float | None]]:
+    """Name, begin and end of each; None: that never came."""
+    yield "tokenize", part.opened, part.submitted
+    yield "queue", part.submitted, part.begun
+    yield "prefill", part.begun, part.first
+    yield "decode", part.first, part.last
+
+
+def _attributes(exchange: Exchange, operation: str) -> Iterator[tuple[str, Value]]:
+    yield "gen_ai.operation.name", operation
+    yield "gen_ai.provider.name", "charonia"
+    yield "charonia.door", exchange.door
+    yield from _named(
+        {
+            "gen_ai.request.model": exchange.model,
+            "gen_ai.request.id": exchange.id,
+            "gen_ai.response.id": exchange.id,
+            "charonia.tenant": exchange.tenant,
+            "charonia.model.version": exchange.version,
+        }
+    )
+    yield from _end(exchange)
+    if exchange.parts:
+        yield from _asked(exchange.parts)
+        yield from _used(exchange)
+
+
+def _named(names: Mapping[str, str]) -> Iterator[tuple[str, Value]]:
+    yield from ((key, name) for key, name in names.items() if name)
+
+
+def _end(exchange: Exchange) -> Iterator[tuple[str, Value]]:
+    assert exchange.end is not None
+    outcome, reason = exchange.end
+    yield "charonia.outcome", outcome.value
+    if outcome in _BROKEN or outcome is Outcome.REJECTED:
+        yield "error.type", reason or outcome.value
+
+
+def _asked(parts: list[Part]) -> Iterator[tuple[str, Value]]:
+    sampling = parts[0].sampling
+    for field, name in _SAMPLING.items():
+        value = getattr(sampling, field)
+        if value is not None:
+            # Clients may ask for integers that no span can hold.
+            yield name, value if abs(value) < 2**63 else float(value)
+    if sampling.stop:
+        yield "gen_ai.request.stop_sequences", sampling.stop
+    choices = 1 + max(part.choice for part in parts)
+    yield "gen_ai.request.n", choices
+    if choices > 1:
+        yield "gen_ai.request.choice.count", choices
+
+
+def _used(exchange: Exchange) -> Iterator[tuple[str, Value]]:
+    summary = exchange.summary
+    yield "gen_ai.usage.num_sequences", summary.choices
+    yield "gen_ai.usage.output_tokens", summary.generated
+    if summary.prompt is not None:
+        yield "gen_ai.usage.input_tokens", summary.prompt
+    if summary.cached is not None:
+        yield "gen_ai.usage.cache_read.input_tokens", summary.cached
+    reasons = tuple(part.finish_reason.value for part in exchange.parts if part.finish_reason is not None)
+    if reasons:
+        yield "gen_ai.response.model", exchange.model
+        yield "gen_ai.response.finish_reasons", reasons
+    yield from _latencies(exchange, summary)
+
+
+def _latencies(exchange: Exchange, summary: Summary) -> Iterator[tuple[str, Value]]:
+    """Seconds; those of phases that were never over are left out."""
+    submitted, begun, first, last = summary[-4:]
+    periods = {
+        "time_in_queue": (submitted, begun),
+        "time_to_first_token": (exchange.arrived, first),
+        "time_in_model_prefill": (begun, first),
+        "time_in_model_decode": (first, last),
+        "time_in_model_inference": (begun, last),
+        "e2e": (exchange.arrived, exchange.ended),
+    }
+    for name, (start, end) in periods.items():
+        if start is not None and end is not None:
+            yield f"gen_ai.latency.{name}", end - start

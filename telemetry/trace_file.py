@@ -1,0 +1,221 @@
+"""Traces of requests in files, as tritonserver writes them: a JSON array of what happened when.
+
+A trace is objects of one `id`: what was asked, the times, the tensors. Times are nanoseconds of the monotonic clock.
+"""
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import accumulate
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from ..core.errors import InvalidArgument
+from ..core.request_context import Computed, Exchange, Summary
+from ..core.trace_settings import TIMESTAMPS, Traces, TraceSettings
+from ..processes.stderr import Outage
+from .request_trace import Trace, trace_of
+
+_BUFFER = 1 << 16
+
+_PATIENCE = 1.0
+"""Seconds that it may take to say at the end what was lost."""
+
+
+def check_writable(settings: TraceSettings) -> None:
+    """That traces can be written where they are to go. Makes no file, opens none.
+
+    Raises:
+        InvalidArgument: they cannot; the message names the flag.
+    """
+    if settings.trace_file and (wrong := _wrong(_file(settings, 0))):
+        raise InvalidArgument(f"--trace-config file={settings.trace_file}: {wrong}")
+
+
+def _file(settings: TraceSettings, number: int) -> Path:
+    return Path(settings.trace_file + (f".{number}" if settings.numbered else ""))
+
+
+def _wrong(file: Path) -> str:
+    if not os.path.isdir(file.parent):
+        return f"there is no directory '{file.parent}'"
+    if os.path.isdir(file):
+        return "it is a directory"
+    return "" if os.access(file if os.path.exists(file) else file.parent, os.W_OK) else "it may not be written"
+
+
+class TraceFile:
+    """Shown every exchange when it ended; writes those that `traces` picks. `close` makes the last file whole."""
+
+    def __init__(self, traces: Traces) -> None:
+        self._traces = traces
+        self._file: IO[bytes] | None = None
+        self._path = Path()
+        self._held = self._lost = 0
+        self._numbered = False
+        self._before = self._files = self._id = 0
+        self._outage = Outage("traces")
+        traces.changed = self._flush
+
+    def __call__(self, exchange: Exchange) -> None:
+        trace = trace_of(exchange, self._traces)
+        if trace is None:
+            return
+        self._traces.pending -= 1
+        self._id += 1
+        try:
+            self._write(trace, exchange)
+        except OSError as error:
+            self._lose(error, self._held + 1)
+
+    def close(self) -> None:
+        """End the array of the file that is open; say what was lost."""
+        self._finish()
+        self._outage.end(self._lost, _PATIENCE)
+
+    def _finish(self) -> None:
+        if self._file is None:
+            return
+        self._flush()
+        if not self._numbered:
+            self._before = self._held
+        self._forget()
+
+    def _write(self, trace: Trace, exchange: Exchange) -> None:
+        settings = trace.settings
+        if self._numbered is not settings.numbered:
+            self._finish()
+        if self._file is None:
+            self._open(settings)
+        assert self._file is not None
+        said = [json.dumps(each, separators=(",", ":")).encode() for each in _objects(self._id, trace, exchange)]
+        _check_there(self._file)
+        self._file.write((b"," if self._held else b"[") + b",".join(said))
+        self._held += 1
+        over = not self._traces.settings(exchange.model).trace_count
+        if 0 < settings.log_frequency <= self._held or (over and not self._traces.pending):
+            self._finish()
+        elif over:
+            self._flush()
+
+    def _open(self, settings: TraceSettings) -> None:
+        """A new file, or the one without a number where it was left."""
+        self._numbered, self._path = settings.numbered, _file(settings, self._files)
+        before = 0 if self._numbered else self._before
+        self._file = self._path.open("r+b" if before else "wb", _BUFFER)
+        if before:
+            self._file.seek(-1, os.SEEK_END)
+        self._held = before
+        self._files += self._numbered
+
+    def _flush(self) -> None:
+        """Make what is written so far a whole array; the next trace goes over its end."""
+        if self._file is None:
+            return
+        try:
+            end = self._file.tell()
+            self._file.write(b"]")
+            self._file.flush()
+            self._file.seek(end)
+            _check_there(self._file)
+        except OSError as error:
+            self._lose(error, self._held)
+        else:
+            self._outage.end(self._lost)
+            self._lost = 0
+
+    def _lose(self, error: OSError, count: int) -> None:
+        """The file is no whole array, and will be written anew: all that it held goes."""
+        self._outage.begin(str(self._path), error)
+        self._lost += count
+        if not self._numbered:
+            self._before = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):  # of what it held and could not write, which is told
+                self._file.close()
+        self._file, self._held = None, 0
+
+
+def _check_there(file: IO[bytes]) -> None:
+    """Raises `OSError` for a file that was removed while it was open."""
+    if os.fstat(file.fileno()).st_nlink == 0:
+        raise FileNotFoundError(errno.ENOENT, "it was removed")
+
+
+def _objects(number: int, trace: Trace, exchange: Exchange) -> Iterator[dict[str, object]]:
+    asked = {"id": number, "model_name": exchange.model, "model_version": int(exchange.version or 0)}
+    yield asked | ({"request_id": exchange.id} if exchange.id else {})
+    if TIMESTAMPS in trace.settings.trace_level:
+        yield {"id": number, "timestamps": [{"name": name, "ns": ns} for name, ns in _times(exchange)]}
+    executed = exchange.computed is not None or exchange.parts
+    for activity, tensors in (
+        ("TENSOR_QUEUE_INPUT", trace.inputs.texts),
+        ("TENSOR_BACKEND_INPUT", trace.inputs.texts if executed else ()),
+        ("TENSOR_BACKEND_OUTPUT", trace.outputs.texts),
+    ):
+        yield from ({"id": number, "activity": activity, "tensor": tensor} for tensor in tensors)
+
+
+class _Way(NamedTuple):
+    """What Triton calls it to receive a request and to send the answer, begin and end."""
+
+    receive: str
+    received: str
+    send: str
+    sent: str
+
+
+_HTTP = _Way("HTTP_RECV_START", "HTTP_RECV_END", "HTTP_SEND_START", "HTTP_SEND_END")
+_GRPC = _Way("GRPC_WAITREAD_START", "GRPC_WAITREAD_END", "GRPC_SEND_START", "GRPC_SEND_END")
+_GRPC_DOORS = ("ModelInfer", "ModelStreamInfer")
+
+
+def _times(exchange: Exchange) -> Iterator[tuple[str, int]]:
+    """What happened, by Triton's names; what never did is left out."""
+    way = _GRPC if exchange.door in _GRPC_DOORS else _HTTP
+    asked, answered = _asked(exchange), exchange.summary.last or exchange.answered
+    yield way.receive, _ns(exchange.arrived)
+    if asked:
+        yield way.received, asked
+    yield "REQUEST_START", asked or _ns(exchange.arrived)
+    if exchange.computed is not None:
+        yield from _executed(exchange.computed)
+    yield from _generated(exchange.summary)
+    yield "REQUEST_END", _ns(answered or exchange.ended)
+    if answered:
+        yield "INFER_RESPONSE_COMPLETE", _ns(answered)
+        yield way.send, _ns(answered)
+    yield way.sent, _ns(exchange.ended)
+
+
+def _asked(exchange: Exchange) -> int:
+    """When the model got it; 0: it never did."""
+    if exchange.computed is not None:
+        return exchange.computed.queued
+    return _ns(min((part.opened for part in exchange.parts), default=0.0))
+
+
+def _generated(summary: Summary) -> Iterator[tuple[str, int]]:
+    for name, seconds in (
+        ("QUEUE_START", summary.submitted),
+        ("COMPUTE_START", summary.begun),
+        ("FIRST_RESPONSE", summary.first),
+        ("COMPUTE_END", summary.last),
+    ):
+        if seconds is not None:
+            yield name, _ns(seconds)
+
+
+def _executed(computed: Computed) -> Iterator[tuple[str, int]]:
+    yield "QUEUE_START", computed.queued
+    names = ("COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END")
+    yield from zip(names, accumulate(computed.spent, initial=computed.begun), strict=True)
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)

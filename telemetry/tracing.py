@@ -1,0 +1,109 @@
+"""Whether requests are traced, and where their spans go.
+
+Without an endpoint nothing of OpenTelemetry is imported, and nothing happens for a request.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from urllib.parse import SplitResult, urlsplit
+
+from ..core.errors import InvalidArgument
+from ..core.request_context import Exchange
+from ..core.span_settings import MODE, SpanSettings
+from ..core.trace_settings import TIMESTAMPS, Traces
+from .request_trace import trace_of
+
+if TYPE_CHECKING:
+    from .otlp import Tracer
+
+_FLAG = "--otlp-traces-endpoint"
+_TRACES = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+_ALL = "OTEL_EXPORTER_OTLP_ENDPOINT"
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_PATH = "/v1/traces"
+_PARENT = ("traceparent", b"traceparent")
+"""The header that carries on a client's trace, over gRPC and over HTTP."""
+
+
+class Sampled:
+    """Shows `tracer` the exchanges that `traces` picks, and those of clients who trace themselves: tritonserver's mode
+    opentelemetry, whose settings stay as they are."""
+
+    def __init__(self, tracer: Callable[[Exchange], None], traces: Traces) -> None:
+        self._tracer = tracer
+        self._traces = traces
+        self._level = TIMESTAMPS in traces.settings().trace_level
+
+    def __call__(self, exchange: Exchange) -> None:
+        picked = trace_of(exchange, self._traces) is not None
+        self._traces.pending -= picked
+        if picked or (self._level and any(name in _PARENT for name, _ in exchange.headers)):
+            self._tracer(exchange)
+
+
+def endpoint_of(flag: str, environment: Mapping[str, str], told: SpanSettings | None = None) -> str:
+    """Where spans go, or "": what tritonserver's mode opentelemetry was told, or the flag, else OpenTelemetry's own
+    variables.
+
+    Raises:
+        InvalidArgument: it is no HTTP URL, or said twice, or the variables ask for a protocol that is not spoken here.
+    """
+    if flag and told is not None:
+        raise InvalidArgument(f"{_FLAG} and --trace-config mode={MODE} both say where spans go")
+    if told is not None:
+        _split(f"--trace-config {MODE},url", told.url)
+        return told.url
+    if flag:
+        path = _split(_FLAG, flag).path.strip("/")
+        return flag if path else flag.rstrip("/") + _PATH
+    disabled = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    if disabled or environment.get("OTEL_TRACES_EXPORTER", "").lower() == "none":
+        return ""
+    name = next((name for name in (_TRACES, _ALL) if environment.get(name)), "")
+    if not name:
+        return ""
+    _check_protocol(environment)
+    _split(name, environment[name])
+    return environment[name] if name == _TRACES else environment[name].rstrip("/") + _PATH
+
+
+def _check_protocol(environment: Mapping[str, str]) -> None:
+    variable = next((name for name in _PROTOCOLS if environment.get(name)), "")
+    if variable and environment[variable] != "http/protobuf":
+        raise InvalidArgument(f"{variable} is {environment[variable]}: spans are sent by http/protobuf only")
+
+
+def _split(name: str, url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        parts = urlsplit("")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InvalidArgument(f"{name} must be an HTTP URL such as http://localhost:4318{_PATH}, got {url!r}")
+    return parts
+
+
+@contextmanager
+def tracing(endpoint: str, version: str, told: SpanSettings | None = None) -> Iterator["Tracer | None"]:
+    """A tracer for the block, whose spans are sent when it ends; None without an endpoint. `told`: how they leave.
+
+    Raises:
+        InvalidArgument: OpenTelemetry is not installed, or its own environment variables are wrong.
+    """
+    if not endpoint:
+        yield None
+        return
+    try:
+        from .otlp import Tracer
+    except ImportError as error:
+        message = f"tracing to {endpoint} needs OpenTelemetry ({error.name}): pip install 'charonia[otel]'"
+        raise InvalidArgument(message) from None
+    try:
+        tracer = Tracer(endpoint, version, told)
+    except ValueError as error:
+        raise InvalidArgument(f"OpenTelemetry's environment variables are wrong: {error}") from None
+    try:
+        yield tracer
+    finally:
+        tracer.close()

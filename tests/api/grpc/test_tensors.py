@@ -1,0 +1,238 @@
+"""Tensors over gRPC: whatever is in them comes back, raw, typed and by shared memory; and what is refused."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tritonclient.grpc import service_pb2 as pb
+
+from charonia.api.grpc import response_messages
+from charonia.api.grpc.call_policy import Caller
+from charonia.api.grpc.request_messages import read_call
+from charonia.api.grpc.response_messages import write_response
+from charonia.core.client_shared_memory import Regions, Span
+from charonia.core.errors import CharoniaError, Internal, InvalidArgument, NotFound
+from charonia.core.model import ModelConfig
+from charonia.core.request import InferResponse
+from charonia.core.tensor import NUMPY_TYPES, Tensor
+
+MODEL = ModelConfig("m", "1", "identity", labels={"T": ("cat", "dog")})
+BATCHING = ModelConfig("m", "1", "identity", max_batch_size=4)
+FIELDS = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+SHAPES = st.lists(st.integers(0, 4), max_size=3)
+
+
+def read(message: Any, regions: Regions | None = None) -> Any:
+    """As it comes over the wire."""
+    return read_call(pb.ModelInferRequest.FromString(message.SerializeToString()), regions or Regions(), Caller())
+
+
+@st.composite
+def tensors(draw: st.DrawFn, *datatypes: str) -> Tensor:
+    """Of any shape, with any bytes in it: every NaN, every true."""
+    datatype, shape = draw(st.sampled_from(datatypes)), tuple(draw(SHAPES))
+    count = math.prod(shape)
+    if datatype == "BYTES":
+        data = np.empty(count, np.object_)
+        data[:] = draw(st.lists(st.binary(max_size=9), min_size=count, max_size=count))
+    elif datatype == "BOOL":
+        data = np.array(draw(st.lists(st.booleans(), min_size=count, max_size=count)), np.bool_)
+    else:
+        size = count * np.dtype(NUMPY_TYPES[datatype]).itemsize
+        data = np.frombuffer(draw(st.binary(min_size=size, max_size=size)), NUMPY_TYPES[datatype])
+    return Tensor("T", datatype, shape, data.reshape(shape))
+
+
+def raw_bytes(tensor: Tensor) -> bytes:
+    if tensor.datatype != "BYTES":
+        return tensor.data.tobytes()
+    return b"".join(len(each).to_bytes(4, "little") + each for each in tensor.data.ravel())
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """To the last bit."""
+    alike = (one.name, one.datatype, one.shape) == (other.name, other.datatype, other.shape)
+    return alike and one.data.dtype == other.data.dtype and raw_bytes(one) == raw_bytes(other)
+
+
+@given(tensors(*NUMPY_TYPES))
+def test_raw_tensors_come_back(tensor: Tensor) -> None:
+    described = {"name": "T", "datatype": tensor.datatype, "shape": tensor.shape}
+    asked, _, _ = read(pb.ModelInferRequest(inputs=[described], raw_input_contents=[raw_bytes(tensor)]))
+    assert same(asked.inputs["T"], tensor)
+    answer = write_response(MODEL, "", InferResponse((asked.inputs["T"],)), {})
+    [output] = answer.outputs
+    assert (output.name, output.datatype, tuple(output.shape)) == ("T", tensor.datatype, tensor.shape)
+    assert list(answer.raw_output_contents) == [raw_bytes(tensor)]
+
+
+@given(tensors(*FIELDS))
+def test_typed_tensors_come_back(tensor: Tensor) -> None:
+    if tensor.data.dtype.kind == "f":  # the protocol's floats keep no payload of a NaN
+        tensor = Tensor("T", tensor.datatype, tensor.shape, np.nan_to_num(tensor.data))
+    described = {"name": "T", "datatype": tensor.datatype, "shape": tensor.shape}
+    contents = {FIELDS[tensor.datatype]: tensor.data.ravel().tolist()}
+    asked, _, _ = read(pb.ModelInferRequest(inputs=[described | {"contents": contents}]))
+    assert same(asked.inputs["T"], tensor)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tensor=tensors(*NUMPY_TYPES), offset=st.integers(0, 9))
+def test_lent_tensors_come_back(shared_memory: str, tensor: Tensor, offset: int) -> None:
+    regions, raw = Regions(allowed=True), raw_bytes(tensor)
+    regions.register("in", shared_memory, 0, 2000)
+    regions.register("out", shared_memory, 2000, 2000)
+    place = memory(region="in", offset=offset, byte_size=len(raw))
+    regions.view(Span("in", offset, len(raw)))[:] = raw
+    described = {"name": "T", "datatype": tensor.datatype, "shape": tensor.shape, "parameters": place}
+    wanted = {"name": "T", "parameters": memory(region="out", offset=offset, byte_size=1000)}
+    call = read(pb.ModelInferRequest(inputs=[described], outputs=[wanted]), regions)
+    assert same(call.asked.inputs["T"], tensor)
+    regions.unregister()  # what is in use stays
+    answer = write_response(MODEL, "", InferResponse((call.asked.inputs["T"],)), call.wanted)
+    assert list(answer.raw_output_contents) == [b""]
+    regions.register("out", shared_memory, 2000, 2000)
+    assert bytes(regions.view(Span("out", offset, len(raw)))) == raw
+
+
+def memory(**place: Any) -> dict[str, Any]:
+    return {
+        f"shared_memory_{name}": pb.InferParameter(**{"string_param" if name == "region" else "int64_param": value})
+        for name, value in place.items()
+    }
+
+
+INPUT = {"name": "T", "datatype": "INT32", "shape": [2]}
+WRONG = [
+    (
+        {"inputs": [INPUT | {"parameters": memory(region="never")}]},
+        NotFound,
+        "Unable to find shared memory region: 'never'",
+    ),
+    (
+        {"inputs": [INPUT | {"parameters": memory(region="r", offset=101)}]},
+        InvalidArgument,
+        "Invalid offset for shared memory region: 'r'",
+    ),
+    (
+        {"inputs": [INPUT | {"parameters": memory(region="r", offset=1, byte_size=100)}]},
+        InvalidArgument,
+        "Invalid offset + byte size for shared memory region: 'r'",
+    ),
+    (
+        {"inputs": [INPUT | {"parameters": memory(region="r", byte_size=7)}]},
+        InvalidArgument,
+        "[request id: <id_unknown>] input byte size mismatch for input 'T' for model 'm'. Expected 8, got 7",
+    ),
+    (
+        {"inputs": [INPUT | {"parameters": memory(region="r", byte_size=8), "contents": {"int_contents": [1, 2]}}]},
+        InvalidArgument,
+        "unexpected 'content' provided when using shared memory for input tensor 'T' for model 'm'",
+    ),
+    (
+        {"inputs": [INPUT | {"parameters": {"shared_memory_region": pb.InferParameter(int64_param=1)}}]},
+        InvalidArgument,
+        "invalid value type for 'shared_memory_region' parameter for tensor 'T', expected string_param.",
+    ),
+    (
+        {
+            "outputs": [
+                {"name": "O", "parameters": memory(region="r") | {"classification": pb.InferParameter(int64_param=1)}}
+            ]
+        },
+        InvalidArgument,
+        "Output can't set both 'shared_memory_region' and 'classification'",
+    ),
+    (
+        {"outputs": [{"name": "O", "parameters": {"classification": pb.InferParameter(string_param="1")}}]},
+        InvalidArgument,
+        "invalid value type for 'classification' parameter, expected int64_param",
+    ),
+    (
+        {"outputs": [{"name": "O", "parameters": {"classification": pb.InferParameter(int64_param=0)}}]},
+        InvalidArgument,
+        "invalid value for 'classification' parameter, expected > 0",
+    ),
+    (
+        {"outputs": [{"name": "O"}, {"name": "O"}]},
+        InvalidArgument,
+        "Duplicate output name 'O' is not allowed in a request",
+    ),
+    (
+        {"inputs": [INPUT | {"datatype": "FP16", "contents": {"fp32_contents": [1, 2]}}]},
+        InvalidArgument,
+        "unexpected explicit tensor data for input tensor 'T' for model 'm' of type 'FP32', expected datatype 'FP16'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "error", "text"), WRONG)
+def test_wrong_tensors(shared_memory: str, fields: Any, error: type[CharoniaError], text: str) -> None:
+    regions = Regions(allowed=True)
+    regions.register("r", shared_memory, 0, 100)
+    with pytest.raises(error) as caught:
+        read(pb.ModelInferRequest(model_name="m", **fields), regions)
+    assert caught.value.message == text
+
+
+def test_lent_memory_and_raw_contents_side_by_side(shared_memory: str) -> None:
+    regions = Regions(allowed=True)
+    regions.register("r", shared_memory, 0, 100)
+    lent = INPUT | {"name": "L", "parameters": memory(region="r", byte_size=8)}
+    message = pb.ModelInferRequest(
+        inputs=[INPUT, lent, INPUT | {"name": "U"}], raw_input_contents=[b"\1" * 8, b"\2" * 8]
+    )
+    inputs = read(message, regions).asked.inputs
+    assert [inputs[name].data.tobytes() for name in "TLU"] == [b"\1" * 8, bytes(8), b"\2" * 8]
+    assert not inputs["L"].data.flags.writeable, "what a model reads is the client's"
+
+
+def answered(tensor: Tensor, wanted: dict[str, Any], regions: Regions, config: ModelConfig = MODEL) -> Any:
+    call = read(pb.ModelInferRequest(outputs=[{"name": "T", "parameters": wanted}]), regions)
+    return write_response(config, "", InferResponse((tensor,)), call.wanted)
+
+
+def test_an_output_too_large_for_its_place(shared_memory: str) -> None:
+    regions = Regions(allowed=True)
+    regions.register("r", shared_memory, 0, 100)
+    text = "shared memory size specified with the request for output 'T' (7 bytes) should be at least 8 bytes to hold"
+    for tensor in (Tensor.of("T", "INT32", [1, 2]), Tensor.of("T", "BYTES", [b"a", b"cd"])):
+        size = len(raw_bytes(tensor)) - 1
+        with pytest.raises(Internal) as caught:
+            answered(tensor, memory(region="r", byte_size=size), regions)
+        assert caught.value.message.startswith(text.replace("7", str(size)).replace("8", str(size + 1)))
+
+
+def test_classes() -> None:
+    wanted = {"classification": pb.InferParameter(int64_param=2)}
+    answer = answered(Tensor.of("T", "FP32", [1, 3.3, 2]), wanted, Regions())
+    [output] = answer.outputs
+    assert (output.datatype, list(output.shape)) == ("BYTES", [2])
+    assert answer.raw_output_contents[0] == b"\x0e\0\0\0" + b"3.300000:1:dog" + b"\x0a\0\0\0" + b"2.000000:2"
+    answer = answered(Tensor.of("T", "INT8", [[1, -1], [0, 7]]), wanted, Regions(), BATCHING)
+    assert list(answer.outputs[0].shape) == [2, 2]
+    with pytest.raises(InvalidArgument, match="class result not available for output due to unsupported type 'BOOL'"):
+        answered(Tensor.of("T", "BOOL", [True]), wanted, Regions())
+
+
+def test_a_response_that_no_message_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_messages, "_LARGEST", 7)
+    with pytest.raises(InvalidArgument) as caught:
+        write_response(MODEL, "", InferResponse((Tensor.of("T", "INT32", [1, 2]),)), {})
+    assert caught.value.message == "Response has byte size 8 which exceeds gRPC's byte size limit 7."

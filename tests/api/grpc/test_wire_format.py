@@ -1,0 +1,120 @@
+"""Long messages of gRPC: what is left as bytes at first is what protobuf would have made of it."""
+
+import asyncio
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tritonclient.grpc import service_pb2 as pb
+
+from charonia.api import deferred_tensors
+from charonia.api.grpc import wire_format
+from charonia.api.grpc.call_policy import Caller
+from charonia.api.grpc.request_messages import read_call
+from charonia.api.grpc.wire_format import LongRequest, bounded, contents_in_pieces, read_infer
+from charonia.core.client_shared_memory import Regions
+
+CONTENTS = {
+    "bool_contents": st.booleans(),
+    "int_contents": st.integers(-(2**31), 2**31 - 1),
+    "int64_contents": st.integers(-(2**63), 2**63 - 1),
+    "uint_contents": st.integers(0, 2**32 - 1),
+    "uint64_contents": st.integers(0, 2**64 - 1),
+    "fp32_contents": st.floats(width=32),
+    "fp64_contents": st.floats(),
+    "bytes_contents": st.binary(max_size=9),
+}
+
+
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is longer than a few bytes is long."""
+    monkeypatch.setattr(wire_format, "LONG", 12)
+    monkeypatch.setattr(deferred_tensors, "LONG", 12)
+
+
+def _both(message: Any) -> tuple[Any, Any]:
+    """What comes of it at once, and later."""
+    data = message.SerializeToString()
+    at_once = read_call(pb.ModelInferRequest.FromString(data), Regions(), Caller())
+    read = read_infer(data)
+    assert isinstance(read, LongRequest) == (len(data) > wire_format.LONG)
+    return _all(at_once), _all(read_call(read, Regions(), Caller()))
+
+
+def _all(call: Any) -> Any:
+    async def decode() -> Any:
+        return {**call.asked.inputs, **{name: await each() for name, each in call.later.items()}}
+
+    return asyncio.run(decode())
+
+
+def _same(left: Any, right: Any) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        other = right[name]
+        assert (tensor.datatype, tensor.shape, tensor.data.dtype) == (other.datatype, other.shape, other.data.dtype)
+        same = tensor.data.tobytes() == other.data.tobytes() if tensor.datatype != "BYTES" else None
+        assert list(tensor.data) == list(other.data) if same is None else same
+
+
+@pytest.mark.usefixtures("_small")
+@settings(max_examples=25, deadline=None)
+@given(st.data(), st.sampled_from(sorted(CONTENTS)))
+def test_typed_contents(data: Any, field: str) -> None:
+    values = data.draw(st.lists(CONTENTS[field], max_size=20))
+    datatype = {"bytes": "BYTES", "int": "INT32", "uint": "UINT32"}.get(field[: -len("_contents")], field[:-9].upper())
+    tensor = {"name": "T", "datatype": datatype, "shape": [len(values)], "contents": {field: values}}
+    _same(*_both(pb.ModelInferRequest(model_name="m", id="7", inputs=[tensor])))
+
+
+@pytest.mark.usefixtures("_small")
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.lists(st.binary(max_size=5), max_size=8), max_size=3), st.floats(width=32, allow_nan=False))
+def test_raw_contents(texts: list[list[bytes]], number: float) -> None:
+    blobs = [b"".join(len(each).to_bytes(4, "little") + each for each in text) for text in texts]
+    inputs = [{"name": f"T{place}", "datatype": "BYTES", "shape": [len(each)]} for place, each in enumerate(texts)]
+    inputs.append({"name": "N", "datatype": "FP32", "shape": [2, 2]})
+    blobs.append(np.full(4, number, np.float32).tobytes())
+    request = pb.ModelInferRequest(model_name="m", inputs=inputs, raw_input_contents=blobs)
+    request.parameters["priority"].int64_param = 3
+    _same(*_both(request))
+
+
+@pytest.mark.usefixtures("_small")
+@given(st.binary(max_size=40))
+def test_bytes_that_are_no_message(data: bytes) -> None:
+    try:
+        expected = pb.ModelInferRequest.FromString(data)
+    except DecodeError:
+        with pytest.raises(DecodeError):
+            _read_all(read_infer(data))
+    else:
+        try:
+            read = read_infer(data)
+        except DecodeError:
+            return  # groups, which nobody sends
+        assert (read.model_name, read.id, len(read.inputs)) == (expected.model_name, expected.id, len(expected.inputs))
+
+
+def _read_all(read: Any) -> None:
+    for view in getattr(read, "contents", {}).values():
+        list(contents_in_pieces(view))
+
+
+@pytest.mark.parametrize("field", [4, 5, 6, 7])
+def test_there_are_not_too_many_fields(field: int) -> None:
+    with pytest.raises(DecodeError, match="more than 4096 fields"):
+        read_infer(bytes([field << 3 | 2, 0]) * math.ceil(wire_format.LONG / 2 + 1))
+
+
+def test_what_is_beside_tensors_is_bounded() -> None:
+    shape = pb.ModelInferRequest(inputs=[{"shape": [1] * (2 << 20)}]).SerializeToString()
+    with pytest.raises(DecodeError, match="more than 1048576 bytes beside its tensors"):
+        read_infer(shape)
+    with pytest.raises(DecodeError, match="longer than the 100 there may be"):
+        bounded(pb.ModelConfigRequest.FromString, 100)(bytes(101))

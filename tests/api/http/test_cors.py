@@ -1,0 +1,76 @@
+"""What a browser is told before a page of another origin may ask, and with the answer."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from charonia.api.api_keys import Keyring, Tenant
+from charonia.api.app import LastResort, build_app
+from charonia.api.http.cors import read_origins
+from charonia.api.http.rules import HttpRules
+from charonia.api.metadata import ServerInfo
+from charonia.core.errors import InvalidArgument
+
+INFO = ServerInfo("triton", "0", 1 << 20)
+PAGE = "https://app.example"
+CHAT = {"model": "llm", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ((), ()),
+        (("*",), ("*",)),
+        ((PAGE, "http://localhost:3000"), (PAGE, "http://localhost:3000")),
+        (('["https://a.example", "*"]',), ("https://a.example", "*")),
+        (("chrome-extension://abc", "http://[::1]:80"), ("chrome-extension://abc", "http://[::1]:80")),
+    ],
+)
+def test_origins(given: tuple[str, ...], meant: tuple[str, ...]) -> None:
+    assert read_origins(given) == meant
+
+
+@pytest.mark.parametrize("wrong", [f"{PAGE}/", f"{PAGE}/app", "app.example", "https://*.example", "", "[1", "[5]"])
+def test_what_no_browser_would_say_is_refused(wrong: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"--allowed-origins: '.*' is no origin"):
+        read_origins([wrong])
+
+
+def client(gateway: Any, *origins: str) -> httpx.AsyncClient:
+    app = build_app(gateway, INFO, Keyring([("secret", Tenant("alpha"))]), HttpRules(origins=origins))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
+
+
+def asking(origin: str, method: str = "POST") -> dict[str, str]:
+    headers = "authorization, content-type, inference-header-content-length"
+    return {"origin": origin, "access-control-request-method": method, "access-control-request-headers": headers}
+
+
+async def test_a_page_asks_without_a_key_whether_it_may(gateway: Any) -> None:
+    async with client(gateway, PAGE) as browser:
+        allowed = await browser.options("/v1/chat/completions", headers=asking(PAGE))
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == PAGE
+        assert allowed.headers["access-control-allow-headers"] == asking(PAGE)["access-control-request-headers"]
+        other = await browser.options("/v1/chat/completions", headers=asking("https://other.example"))
+        assert other.status_code == 400
+        assert "access-control-allow-origin" not in other.headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_answer_is_for_the_page_also_where_it_is_a_refusal(gateway: Any, stream: bool) -> None:
+    async with client(gateway, PAGE) as browser:
+        for key, status in (("secret", 200), ("wrong", 401)):
+            headers = {"origin": PAGE, "authorization": f"Bearer {key}"}
+            answer = await browser.post("/v1/chat/completions", json=CHAT | {"stream": stream}, headers=headers)
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, PAGE)
+            assert "retry-after" in answer.headers["access-control-expose-headers"]
+        assert "access-control-allow-origin" not in (await browser.get("/v2", headers={"origin": "null"})).headers
+
+
+async def test_without_the_flag_nothing_stands_in_the_way(gateway: Any) -> None:
+    assert isinstance(build_app(gateway, INFO), LastResort)
+    async with client(gateway) as browser:
+        assert (await browser.options("/v2", headers=asking(PAGE))).status_code == 401
+        assert "access-control-allow-origin" not in (await browser.get("/v2/health/live", headers=asking(PAGE))).headers

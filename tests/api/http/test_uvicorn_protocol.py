@@ -1,0 +1,360 @@
+"""What our HTTP protocol does in another way than uvicorn's: whole answers, tasks only for who waits, one timer."""
+
+import asyncio
+import gc
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import uvicorn
+
+from charonia.api.http.eager import in_task
+from charonia.api.http.error_responses import BodyTimeout, error_response
+from charonia.api.http.uvicorn_cycle import cycle_of
+from charonia.api.http.uvicorn_protocol import HttpProtocol, Shared
+
+HEAD = b"x-one: 1\r\ncontent-length: 4\r\n"
+
+
+class Transport(asyncio.Transport):
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.closed = False
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return {"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)}.get(name, default)
+
+    def write(self, data: Any) -> None:
+        self.written += bytes(data)
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+    def pause_reading(self) -> None:
+        pass
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        pass
+
+    resume_reading = pause_reading
+
+
+class Clock:
+    """What the protocol asks of a loop, in a time of its own."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.timers: list[tuple[float, Callable[[], None], asyncio.TimerHandle]] = []
+        self.create_task = asyncio.get_running_loop().create_task
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(self, delay: float, call: Callable[[], None]) -> Any:
+        handle = asyncio.TimerHandle(self.now + delay, call, (), asyncio.get_running_loop())
+        self.timers.append((self.now + delay, call, handle))
+        return handle
+
+    def pass_to(self, now: float) -> None:
+        self.now = now
+        due = [timer for timer in self.timers if timer[0] <= now]
+        self.timers = [timer for timer in self.timers if timer[0] > now]
+        for _, call, handle in due:
+            if not handle.cancelled():
+                call()
+
+
+class App:
+    """Answers with the body, as soon as it may."""
+
+    begins_at_once = True
+
+    def __init__(self) -> None:
+        self.scopes: list[Any] = []
+        self.tasks: list[Any] = []
+        self.gate: asyncio.Event | None = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.scopes.append(scope)
+        self.tasks.append(asyncio.current_task())
+        cycle = cycle_of(receive)
+        assert cycle is not None
+        body = cycle.whole_body()
+        if body is None:
+            body = await body_of(receive)
+        if self.gate is not None:
+            await in_task()
+            self.tasks.append(asyncio.current_task())
+            await self.gate.wait()
+        if not cycle.answer(HEAD, (body[:2], memoryview(body)[2:])):
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+            await send({"type": "http.response.body", "body": body})
+
+
+async def body_of(receive: Any) -> bytes:
+    body = b""
+    while True:
+        message = await receive()
+        body += message["body"]
+        if not message["more_body"]:
+            return body
+
+
+class Connection:
+    def __init__(self, app: Any) -> None:
+        config = uvicorn.Config(
+            app, http=HttpProtocol, ws="none", lifespan="off", log_config=None, timeout_keep_alive=9
+        )
+        config.load()
+        self.clock, self.transport, state = Clock(), Transport(), Shared()
+        self.protocol = HttpProtocol(config, state, {}, self.clock)  # type: ignore[arg-type]
+        self.protocol.connection_made(self.transport)
+        self.tasks = state.tasks
+
+    async def send(self, *pieces: bytes) -> None:
+        """As a loop delivers them: in no task."""
+        for piece in pieces:
+            asyncio.get_running_loop().call_soon(self.protocol.data_received, piece)
+        await turns()
+
+    @property
+    def answers(self) -> list[bytes]:
+        """Bodies of 4 bytes."""
+        return [each.split(b"\r\n\r\n")[1] for each in self.transport.written.split(b"HTTP/1.1 200 OK\r\n")[1:]]
+
+
+def request(body: bytes, *headers: bytes) -> bytes:
+    return b"\r\n".join([b"POST /a%20b?c=d HTTP/1.1", b"content-length: %d" % len(body), *headers, b"", body])
+
+
+async def turns() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_what_does_not_wait_is_answered_in_place() -> None:
+    app = App()
+    connection = Connection(app)
+    await connection.send(request(b"abcd", b"X-Y: z"))
+    assert connection.transport.written == b"HTTP/1.1 200 OK\r\n" + HEAD + b"\r\nabcd"
+    assert app.tasks == [None]
+    assert not connection.tasks
+    [scope] = app.scopes
+    assert (scope["method"], scope["path"], scope["raw_path"]) == ("POST", "/a b", b"/a%20b")
+    assert (scope["query_string"], scope["http_version"], scope["scheme"]) == (b"c=d", "1.1", "http")
+    assert scope["headers"] == [(b"content-length", b"4"), (b"x-y", b"z")]
+
+
+async def test_what_waits_becomes_a_task_that_is_known_and_can_be_cancelled() -> None:
+    app = App()
+    app.gate = asyncio.Event()
+    connection = Connection(app)
+    await connection.send(request(b"abcd"), request(b"efgh"))
+    assert not connection.answers
+    [task] = connection.tasks
+    assert app.tasks == [None, task]
+    app.gate.set()
+    await turns()
+    assert connection.answers == [b"abcd", b"efgh"]
+    assert not connection.tasks
+
+
+async def test_a_body_in_pieces() -> None:
+    app = App()
+    connection = Connection(app)
+    whole = request(b"abcd")
+    await connection.send(whole[:10], whole[10:-3], whole[-3:-1])
+    assert not connection.answers
+    await connection.send(whole[-1:])
+    assert connection.answers == [b"abcd"]
+
+
+async def test_a_client_that_waits_for_permission_gets_it() -> None:
+    connection = Connection(App())
+    whole = request(b"abcd", b"expect: 100-continue")
+    await connection.send(whole[:-4])
+    assert connection.transport.written == b"HTTP/1.1 100 Continue\r\n\r\n"
+    await connection.send(whole[-4:])
+    assert connection.answers == [b"abcd"]
+
+
+async def test_requests_that_came_together_are_answered_in_order() -> None:
+    connection = Connection(App())
+    await connection.send(request(b"abcd") + request(b"efgh") + request(b"ijkl"))
+    assert connection.answers == [b"abcd", b"efgh", b"ijkl"]
+
+
+@pytest.mark.parametrize("last", [request(b"abcd", b"connection: close"), request(b"abcd").replace(b"1.1", b"1.0")])
+async def test_the_last_answer_says_so(last: bytes) -> None:
+    connection = Connection(App())
+    await connection.send(last)
+    assert b"connection: close\r\n\r\nabcd" in connection.transport.written
+    assert connection.transport.closed
+
+
+async def test_who_does_not_read_is_not_answered_more() -> None:
+    connection = Connection(App())
+    connection.protocol.pause_writing()
+    await connection.send(request(b"abcd"))
+    assert not connection.answers
+    connection.protocol.resume_writing()
+    await turns()
+    assert connection.answers == [b"abcd"]
+
+
+async def test_who_left_gets_nothing() -> None:
+    app = App()
+    app.gate = asyncio.Event()
+    connection = Connection(app)
+    await connection.send(request(b"abcd"))
+    connection.protocol.connection_lost(None)
+    app.gate.set()
+    await turns()
+    assert connection.transport.written == b""
+    assert not connection.tasks
+
+
+async def test_the_access_log_is_what_is_wanted_now(caplog: pytest.LogCaptureFixture) -> None:
+    connection = Connection(App())
+    caplog.set_level(logging.WARNING, "uvicorn.access")
+    await connection.send(request(b"abcd"))
+    caplog.set_level(logging.INFO, "uvicorn.access")
+    await connection.send(request(b"efgh", b"x-forwarded-for: 10.9.8.7"))
+    assert connection.answers == [b"abcd", b"efgh"]
+    assert [record.getMessage() for record in caplog.records] == ['10.9.8.7:0 - "POST /a%20b?c=d HTTP/1.1" 200']
+
+
+async def test_only_an_idle_connection_is_closed_and_not_too_early() -> None:
+    app = App()
+    connection = Connection(app)
+    await connection.send(request(b"abcd"))
+    connection.clock.pass_to(5)
+    await connection.send(request(b"abcd"))
+    connection.clock.pass_to(10)
+    assert not connection.transport.closed
+    assert len(connection.clock.timers) == 1
+    app.gate = asyncio.Event()
+    await connection.send(request(b"abcd"))
+    connection.clock.pass_to(100)
+    assert not connection.transport.closed
+    app.gate.set()
+    await turns()
+    connection.clock.pass_to(108)
+    assert not connection.transport.closed
+    connection.clock.pass_to(109)
+    assert connection.transport.closed
+
+
+@pytest.mark.parametrize("beginning", [b"", b"POST / HTTP/1.1\r\nhost: x\r\n"])
+async def test_who_never_asks_is_not_waited_for(beginning: bytes) -> None:
+    connection = Connection(App())
+    await connection.send(*(beginning[at : at + 1] for at in range(len(beginning))))
+    connection.clock.pass_to(8)
+    assert not connection.transport.closed
+    connection.clock.pass_to(9)
+    assert connection.transport.closed
+
+
+async def test_a_body_that_gets_on_may_take_its_time() -> None:
+    connection = Connection(App())
+    whole = request(b"abcd")
+    await connection.send(whole[:-4])
+    for at in range(-4, -1):
+        connection.clock.pass_to(connection.clock.now + 59)
+        await connection.send(whole[at : at + 1])
+    connection.clock.pass_to(connection.clock.now + 59)
+    await connection.send(whole[-1:])
+    assert connection.answers == [b"abcd"]
+
+
+async def test_a_body_that_comes_to_a_halt_is_given_up() -> None:
+    class Reading(App):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            try:
+                await body_of(receive)
+            except BodyTimeout as error:
+                await error_response(error, scope["path"])(scope, receive, send)
+
+    connection = Connection(Reading())
+    await connection.send(request(b"abcd")[:-1])
+    connection.clock.pass_to(59)
+    await turns()
+    assert not connection.transport.closed
+    connection.clock.pass_to(60)
+    await turns()
+    assert connection.transport.written.startswith(b"HTTP/1.1 408 ")
+    assert connection.transport.closed
+
+
+async def test_what_comes_in_the_very_moment_comes_in_time() -> None:
+    connection = Connection(App())
+    whole = request(b"abcd")
+    await connection.send(whole[:-2])
+    connection.clock.pass_to(60)
+    connection.protocol.data_received(whole[-2:-1])
+    await turns()
+    connection.clock.pass_to(119)
+    await connection.send(whole[-1:])
+    assert connection.answers == [b"abcd"]
+
+
+async def test_an_application_that_fails_is_answered_for() -> None:
+    class Failing(App):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            raise ValueError
+
+    connection = Connection(Failing())
+    await connection.send(request(b"abcd"))
+    assert connection.transport.written.startswith(b"HTTP/1.1 500 ")
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_request_leaves_nothing_for_the_garbage_collector(waits: bool) -> None:
+    app = App()
+    connection = Connection(app)
+
+    async def ask(times: int) -> None:
+        for _ in range(times):
+            app.gate = asyncio.Event() if waits else None
+            await connection.send(request(b"abcd"))
+            if app.gate is not None:
+                app.gate.set()
+                await turns()
+        app.scopes.clear()
+        app.tasks.clear()
+
+    await ask(3)
+    gc.collect()
+    gc.disable()
+    try:
+        await ask(30)
+        assert gc.collect() < 30
+    finally:
+        gc.enable()
+    assert len(connection.answers) == 33
+
+
+@pytest.mark.parametrize("end", ["eof_received", "shutdown"])
+async def test_an_answer_that_waits_for_others_leaves_before_the_connection_ends(end: str) -> None:
+    connection = Connection(App())
+    connection.protocol.data_received(request(b"abcd"))
+    assert not connection.answers
+    getattr(connection.protocol, end)()
+    assert connection.answers == [b"abcd"]
+    assert connection.transport.closed == (end == "shutdown")
+
+
+async def test_no_refusal_overtakes_an_answer() -> None:
+    connection = Connection(App())
+    connection.protocol.data_received(request(b"abcd"))
+    connection.protocol.data_received(b"this is no request\r\n\r\n")
+    first, _, second = connection.transport.written.rpartition(b"HTTP/1.1 ")
+    assert first.endswith(b"abcd")
+    assert second.startswith(b"400 ")

@@ -1,0 +1,69 @@
+"""Answers of one turn of the loop leave one after the other, none is lost, and none overtakes another."""
+
+import asyncio
+from typing import Any
+
+from charonia.api.http.write_coalescer import Outbox
+
+
+class Transport(asyncio.Transport):
+    """Notes in `sent` what is written, by its name."""
+
+    def __init__(self, name: str, sent: list[str]) -> None:
+        super().__init__()
+        self.name, self.sent, self.closing = name, sent, False
+
+    def write(self, data: Any) -> None:
+        assert not self.closing
+        self.sent.append(f"{self.name}{data.decode()}")
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+
+def transports(count: int) -> tuple[list[str], list[Transport]]:
+    sent: list[str] = []
+    return sent, [Transport(chr(ord("a") + number), sent) for number in range(count)]
+
+
+async def test_answers_wait_for_those_of_the_same_turn_and_no_longer() -> None:
+    outbox, (sent, [one, other]) = Outbox(), transports(2)
+    outbox.post(one, b"1")
+    outbox.post(other, b"2")
+    assert one in outbox
+    assert not sent
+    await asyncio.sleep(0)
+    assert sent == ["a1", "b2"]
+    assert one not in outbox
+    outbox.post(other, b"3")
+    await asyncio.sleep(0)
+    assert sent[2:] == ["b3"]
+
+
+async def test_a_long_turn_keeps_nobody_waiting_for_its_end() -> None:
+    outbox, (sent, many) = Outbox(), transports(20)
+    for each in many:
+        outbox.post(each, b"")
+    assert sent == [each.name for each in many[:16]]
+    await asyncio.sleep(0)
+    assert sent == [each.name for each in many]
+
+
+async def test_two_answers_to_one_client_keep_their_order() -> None:
+    outbox, (sent, [one]) = Outbox(), transports(1)
+    outbox.post(one, b"1")
+    outbox.post(one, b"2")
+    assert sent == ["a1"]
+    await asyncio.sleep(0)
+    assert sent == ["a1", "a2"]
+
+
+async def test_who_left_is_passed_over() -> None:
+    outbox, (sent, [one, other]) = Outbox(), transports(2)
+    outbox.post(one, b"1")
+    outbox.post(other, b"2")
+    one.closing = True
+    outbox.flush()
+    assert sent == ["b2"]
+    await asyncio.sleep(0)
+    assert sent == ["b2"]

@@ -1,0 +1,188 @@
+"""/v1/embeddings and /v1/rerank over a model that answers with lengths: their forms, parts, errors and usage."""
+
+import base64
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from charonia.core.errors import NotFound, Unavailable
+from charonia.core.model import ModelConfig
+from charonia.core.request import InferRequest, InferResponse
+from charonia.core.tensor import Tensor, TensorSpec
+
+TEXT = TensorSpec("text_input", "BYTES", (1,), optional=True)
+COUNT = TensorSpec("num_input_tokens", "INT32", (1,))
+CONFIGS = {
+    "embedder": ModelConfig(
+        "embedder",
+        "1",
+        "encoder",
+        max_batch_size=2,
+        inputs=(TEXT, TensorSpec("input_ids", "INT64", (-1,), optional=True)),
+        outputs=(TensorSpec("embedding", "FP32", (3,)), COUNT),
+    ),
+    "ranker": ModelConfig(
+        "ranker",
+        "1",
+        "encoder",
+        max_batch_size=2,
+        inputs=(TEXT, TensorSpec("text_pair", "BYTES", (1,))),
+        outputs=(TensorSpec("score", "FP32", (1,)), COUNT),
+    ),
+    "classifier": ModelConfig(
+        "classifier",
+        "1",
+        "ensemble",
+        inputs=(TEXT, TensorSpec("text_pair", "BYTES", (1,))),
+        outputs=(TensorSpec("score", "FP32", (2,)),),
+    ),
+}
+
+
+def answer(request: InferRequest, config: ModelConfig) -> tuple[Tensor, ...]:
+    """A text of length n: the vector [n, 3, 4], the score n / 100 for a document, n tokens."""
+    data = request.inputs.get("text_pair", next(iter(request.inputs.values()))).data
+    lengths = (data >= 0).sum(1) if "input_ids" in request.inputs else np.array([len(row[0]) for row in data])
+    if config.name == "embedder":
+        made = np.stack([lengths, np.full(len(lengths), 3), np.full(len(lengths), 4)], 1).astype(np.float32)
+    else:
+        made = np.repeat(lengths[:, None] / np.float32(100), config.outputs[0].dims[0], 1).astype(np.float32)
+    counts = Tensor.of("num_input_tokens", "INT32", lengths[:, None])
+    first = Tensor(config.outputs[0].name, "FP32", made.shape, made)
+    return (first, counts) if COUNT in config.outputs else (first,)
+
+
+@pytest.fixture(autouse=True)
+def encoders(gateway: Any) -> None:
+    async def infer(name: str, version: str, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        gateway.asked.append(request)
+        if gateway.error is not None:
+            raise gateway.error
+        yield InferResponse(answer(request, CONFIGS[name]), final=True)
+
+    def model(name: str, version: str = "") -> ModelConfig:
+        if name not in CONFIGS:
+            raise NotFound(f"Request for unknown model: '{name}' is not found")
+        return CONFIGS[name]
+
+    gateway.infer, gateway.model = infer, model
+
+
+async def embed(client: httpx.AsyncClient, given: Any, **fields: Any) -> httpx.Response:
+    return await client.post("/v1/embeddings", json={"model": "embedder", "input": given, **fields})
+
+
+async def test_one_text(client: httpx.AsyncClient) -> None:
+    assert (await embed(client, "twelve")).json() == {
+        "object": "list",
+        "data": [{"object": "embedding", "index": 0, "embedding": [6.0, 3.0, 4.0]}],
+        "model": "embedder",
+        "usage": {"prompt_tokens": 6, "total_tokens": 6},
+    }
+
+
+async def test_many_texts_go_in_parts_and_keep_their_order(client: httpx.AsyncClient, gateway: Any) -> None:
+    texts = ["a" * length for length in (5, 1, 4, 2, 3)]
+    body = (await embed(client, texts)).json()
+    assert [each["embedding"][0] for each in body["data"]] == [5, 1, 4, 2, 3]
+    assert [each["index"] for each in body["data"]] == [0, 1, 2, 3, 4]
+    assert body["usage"]["prompt_tokens"] == 15
+    assert sorted(request.inputs["text_input"].shape for request in gateway.asked) == [(1, 1), (2, 1), (2, 1)]
+
+
+async def test_token_ids(client: httpx.AsyncClient, gateway: Any) -> None:
+    assert (await embed(client, [7, 8, 9])).json()["data"][0]["embedding"][0] == 3
+    body = (await embed(client, [[7, 8, 9], [7]])).json()
+    assert [each["embedding"][0] for each in body["data"]] == [3, 1]
+    assert gateway.asked[-1].inputs["input_ids"].data.tolist() == [[7, 8, 9], [7, -1, -1]]
+
+
+async def test_base64_is_little_endian_floats(client: httpx.AsyncClient) -> None:
+    shown = (await embed(client, "ab", encoding_format="base64")).json()["data"][0]["embedding"]
+    assert np.frombuffer(base64.b64decode(shown), "<f4").tolist() == [2, 3, 4]
+
+
+async def test_fewer_dimensions_have_length_one(client: httpx.AsyncClient) -> None:
+    assert (await embed(client, "abcd", dimensions=2)).json()["data"][0]["embedding"] == pytest.approx([0.8, 0.6])
+    assert (await embed(client, "abcd", dimensions=3)).json()["data"][0]["embedding"] == [4, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "said"),
+    [
+        ({"input": ""}, "input", "none of them empty"),
+        ({"input": []}, "input", "none of them empty"),
+        ({"input": ["a", 1]}, "input", "input must be a string"),
+        ({"input": [[1], []]}, "input", "none of them empty"),
+        ({"input": [-1]}, "input", "input must be"),
+        ({"input": ["a"] * 2049, "model": "m"}, "input", "input must be 1 to 2048, got 2049"),
+        ({"dimensions": 0}, "dimensions", "dimensions must be at least 1"),
+        ({"dimensions": 4}, "dimensions", "dimensions must be at most 3 for this model, got 4"),
+        ({"encoding_format": "int8"}, "encoding_format", "must be float or base64"),
+        ({"input_type": "query"}, "input_type", "unknown field"),
+        ({"model": "ranker"}, "model", "makes no embeddings"),
+    ],
+)
+async def test_what_is_wrong_is_named(client: httpx.AsyncClient, fields: dict[str, Any], field: str, said: str) -> None:
+    from charonia.api.openai.embedding_schemas import parse_embeddings
+    from charonia.core.errors import InvalidArgument
+
+    body = {"model": "embedder", "input": "a", **fields}
+    if len(body["input"]) > 100:  # longer than the server of these tests lets in
+        with pytest.raises(InvalidArgument, match=said):
+            parse_embeddings(httpx.Request("POST", "http://x", json=body).content)
+        return
+    answered = await client.post("/v1/embeddings", json=body)
+    error = answered.json()["error"]
+    assert (answered.status_code, error["param"]) == (400, field)
+    assert said in error["message"]
+
+
+async def test_an_unknown_model(client: httpx.AsyncClient) -> None:
+    for path, body in (("embeddings", {"input": "a"}), ("rerank", {"query": "a", "documents": ["b"]})):
+        answered = await client.post(f"/v1/{path}", json={"model": "nobody", **body})
+        assert (answered.status_code, answered.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_an_error_of_one_part_is_the_answer(client: httpx.AsyncClient, gateway: Any) -> None:
+    gateway.error = Unavailable("Exceeds maximum queue size")
+    answered = await embed(client, ["a", "b", "c"])
+    assert (answered.status_code, answered.json()["error"]["message"]) == (503, "Exceeds maximum queue size")
+
+
+async def rank(client: httpx.AsyncClient, **fields: Any) -> httpx.Response:
+    documents = ["a" * length for length in (2, 5, 3)]
+    return await client.post("/v1/rerank", json={"model": "ranker", "query": "q", "documents": documents, **fields})
+
+
+async def test_documents_come_back_best_first(client: httpx.AsyncClient, gateway: Any) -> None:
+    body = (await rank(client)).json()
+    assert [each["index"] for each in body["results"]] == [1, 2, 0]
+    assert [each["relevance_score"] for each in body["results"]] == pytest.approx([0.05, 0.03, 0.02])
+    assert (body["model"], body["usage"]) == ("ranker", {"total_tokens": 10})
+    assert {request.inputs["text_input"].data[0, 0] for request in gateway.asked} == {b"q"}
+
+
+async def test_the_best_documents_with_their_texts(client: httpx.AsyncClient) -> None:
+    documents = ["a", {"text": "abc"}]
+    body = (await rank(client, documents=documents, top_n=1, return_documents=True)).json()
+    assert [(each["index"], each["document"]) for each in body["results"]] == [(1, {"text": "abc"})]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"top_n": 0}, "top_n"),
+        ({"documents": []}, "documents"),
+        ({"documents": [{"title": "a"}]}, "documents[0]"),
+        ({"model": "embedder"}, "model"),
+        ({"model": "classifier"}, "model"),
+        ({"query": 1}, "query"),
+    ],
+)
+async def test_wrong_rankings_are_named(client: httpx.AsyncClient, fields: dict[str, Any], field: str) -> None:
+    answered = await rank(client, **fields)
+    assert (answered.status_code, answered.json()["error"]["param"]) == (400, field)

@@ -1,0 +1,117 @@
+"""Long JSON in pieces is the same as at once: values, elements, and what is no JSON."""
+
+import json
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from charonia.api import chunked_json
+from charonia.api.chunked_json import Long, TooMany, Values, read_long, read_object, whole
+from charonia.api.json_tensors import flat
+from charonia.core.errors import InvalidArgument
+
+
+@pytest.fixture(autouse=True, params=[3])
+def _small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces and blocks of a few bytes."""
+    monkeypatch.setattr(chunked_json, "PIECE", request.param)
+    monkeypatch.setattr(chunked_json, "_BLOCK", request.param + 1)
+
+
+def run(coroutine: Any) -> Any:
+    """Without a loop: nothing here waits for anything but its turn."""
+    while True:
+        try:
+            coroutine.send(None)
+        except StopIteration as end:
+            return end.value
+
+
+async def at_once(body: bytes) -> Any:
+    return await whole(await read_long(body), Values(10**6))
+
+
+texts = st.text(st.sampled_from('a,[]{}:"\\\n é\U0001f600\ud800'), max_size=8)
+scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | texts
+documents = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(texts, inner), max_leaves=10)
+spaces = st.sampled_from([None, 0, 1])
+
+
+@settings(max_examples=50)
+@given(documents, spaces, st.booleans())
+def test_any_document(document: Any, indent: int | None, ascii: bool) -> None:
+    body = json.dumps(document, indent=indent, ensure_ascii=ascii).encode(errors="surrogatepass")
+    try:
+        expected = chunked_json.parse(body)
+    except InvalidArgument:
+        with pytest.raises(InvalidArgument):
+            run(at_once(body))
+    else:
+        assert run(at_once(body)) == expected
+
+
+@settings(max_examples=50)
+@given(st.recursive(st.lists(scalars), lambda inner: st.lists(inner | scalars), max_leaves=10), spaces)
+def test_elements_of_arrays_in_arrays(document: list[Any], indent: int | None) -> None:
+    body = json.dumps(document, indent=indent).encode()
+
+    async def elements() -> list[Any]:
+        found = await read_long(body)
+        assert isinstance(found, Long)
+        return [element async for piece in found.flat() for element in flat(piece)]
+
+    assert run(elements()) == flat(json.loads(body))
+
+
+@settings(max_examples=50)
+@given(st.text('[]{},:"\\1a ', max_size=14))
+def test_what_is_no_json(text: str) -> None:
+    body = text.encode()
+    try:
+        expected = chunked_json.parse(body)
+    except InvalidArgument:
+        with pytest.raises(InvalidArgument):
+            run(at_once(body))
+    else:
+        assert run(at_once(body)) == expected
+
+
+@settings(max_examples=50)
+@given(st.text("[],1 ", max_size=14))
+def test_what_is_no_array_of_elements(text: str) -> None:
+    body = f"[{text}]".encode()
+
+    async def elements() -> list[Any]:
+        return [element async for piece in (await read_long(body)).flat() for element in flat(piece)]
+
+    try:
+        expected = flat(orjson.loads(body))
+    except ValueError:
+        with pytest.raises(InvalidArgument):
+            run(elements())
+    else:
+        assert run(elements()) == expected
+
+
+def test_nothing_of_a_long_value_is_read_before_it_is_wanted() -> None:
+    body = b'{"a": 1, "data": [%b], "b": "x"}' % b",".join([b"nonsense"] * 1000)
+    found = run(read_object(body))
+    assert (found["a"], found["b"]) == (1, "x")
+    with pytest.raises(InvalidArgument, match="failed to parse the request JSON buffer"):
+        run(found["data"].all(Values()))
+
+
+def test_there_may_be_too_many_values() -> None:
+    body = b"[%b]" % b",".join([b"[1,2,3]"] * 100)
+    assert len(run(at_once(body))) == 100
+    for size in (50, 90):
+        with pytest.raises(TooMany, match=f"more than {size} values"):
+            run(run(read_long(body)).all(Values(size)))
+
+
+def test_depth_has_an_end() -> None:
+    with pytest.raises(InvalidArgument, match="nested too deeply"):
+        run(read_long(b"[" * 100_000))

@@ -1,0 +1,104 @@
+"""The metrics port on the wire, over readings of a few lines."""
+
+from collections.abc import AsyncIterator, Iterator
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.parser import text_string_to_metric_families
+
+from charonia.api.http.metrics_server import of_machine
+from charonia.api.prometheus import MetricsApp, build_registry, render
+from charonia.api.triton.orca import load_header
+from charonia.cli.server_options import ServerOptions
+from charonia.core.metrics import Histogram, Measurement, Reading
+from charonia.core.model import ModelStats
+
+LABELS = {"model": 'm"1\\\n', "version": "1"}
+
+
+def test_tritons_environment_turns_gauges_of_gpus_off() -> None:
+    sources = [len(list(of_machine(ServerOptions(), told))) for told in ({}, {"TRITON_SERVER_CPU_ONLY": "1"})]
+    assert sources == [2, 1]
+
+
+def measure() -> Iterator[Measurement]:
+    step = Histogram((1, 2))
+    step.observe(1.5, times=2)
+    readings = [
+        Reading("nv_inference_request_success", 2**60),
+        Reading("charonia_requests_total", 3, {"outcome": "stop", "reason": ""}),
+        Reading("charonia_kv_cache_usage_ratio", 0.5),
+        Reading("charonia_step_tokens", step),
+    ]
+    yield Measurement(LABELS, readings)
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    app = MetricsApp(build_registry([measure], vllm=True))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://charonia") as connected:
+        yield connected
+
+
+async def test_the_text(client: httpx.AsyncClient) -> None:
+    lines = (await client.get("/metrics")).text.splitlines()
+    model = r'model="m\"1\\\n",version="1"'
+    for line in (
+        "# TYPE nv_inference_request_success counter",
+        f"nv_inference_request_success{{{model}}} {2**60}",
+        r'charonia_requests_total{model="m\"1\\\n",outcome="stop",version="1"} 3',
+        f"charonia_kv_cache_usage_ratio{{{model}}} 0.5",
+        f'charonia_step_tokens_bucket{{{model},le="1.0"}} 0',
+        f'charonia_step_tokens_bucket{{{model},le="2.0"}} 2',
+        f'charonia_step_tokens_bucket{{{model},le="+Inf"}} 2',
+        f"charonia_step_tokens_sum{{{model}}} 3.0",
+        f"charonia_step_tokens_count{{{model}}} 2",
+        r'vllm:request_success_total{finished_reason="stop",model="m\"1\\\n",model_name="m\"1\\\n",version="1"} 3',
+    ):
+        assert line in lines
+
+
+async def test_a_family_without_samples_is_not_named() -> None:
+    assert render(build_registry([], vllm=True).collect()) == b""
+    told = [
+        line.split()[2] for line in render(build_registry([measure]).collect()).decode().splitlines() if "# " in line
+    ]
+    names = ["charonia_requests_total", "charonia_kv_cache_usage_ratio", "charonia_step_tokens"]
+    assert told == [name for name in [*names, "nv_inference_request_success"] for _ in ("HELP", "TYPE")]
+
+
+async def test_it_parses(client: httpx.AsyncClient) -> None:
+    families = {family.name: family for family in text_string_to_metric_families((await client.get("/metrics")).text)}
+    assert families["charonia_requests"].samples[0].labels == {**LABELS, "outcome": "stop"}
+    assert families["charonia_step_tokens"].type == "histogram"
+
+
+async def test_the_port(client: httpx.AsyncClient) -> None:
+    for path in ("/metrics", "/metrics/"):
+        answer = await client.get(path)
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "text/plain; charset=utf-8")
+        assert answer.content
+    for path in ("/", "/metrics/x", "/v2"):
+        answer = await client.get(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+        assert (await client.post(path)).status_code == 405
+
+
+def test_our_names_alone() -> None:
+    assert b"vllm:" not in render(build_registry([measure]).collect())
+
+
+def test_others_may_register_too() -> None:
+    registry = CollectorRegistry()
+    Counter("spins", "Of a wheel", registry=registry).inc()
+    assert "spins_total 1.0\n" in render(registry.collect()).decode()
+
+
+def test_the_load_header() -> None:
+    stats = ModelStats(True, kv_tokens=16, kv_token_capacity=64)
+    text = "TEXT named_metrics.kv_cache_utilization=0.250000, named_metrics.max_token_capacity=64"
+    object_ = 'JSON {"named_metrics":{"kv_cache_utilization":0.25,"max_token_capacity":64}}'
+    assert load_header("text", stats) == {"endpoint-load-metrics": text}
+    assert load_header("json", stats) == {"endpoint-load-metrics": object_}
+    assert load_header("xml", stats) == load_header("text", ModelStats(True)) == {}

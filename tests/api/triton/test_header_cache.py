@@ -1,0 +1,118 @@
+"""Requests that look alike are read alike, the first time and every other."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from charonia.api.triton.infer_request import Reader
+from charonia.core.client_shared_memory import Regions
+from charonia.core.errors import CharoniaError
+from charonia.core.model import ModelConfig
+
+CONFIG = ModelConfig("m", "1", "b")
+
+
+def tensor(name: str, datatype: str, shape: list[int], size: int) -> dict[str, Any]:
+    return {"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": size}}
+
+
+def head(*inputs: Any, **more: Any) -> bytes:
+    return json.dumps({"inputs": inputs, **more}).encode()
+
+
+def known(reader: Reader) -> int:
+    return len(reader._outlines._known)
+
+
+PAIR = head(
+    tensor("A", "FP32", [2, 1], 8),
+    tensor("B", "INT64", [1], 8),
+    parameters={"binary_data_output": True, "priority": 3},
+    outputs=[{"name": "OUT", "parameters": {"classification": 2}}],
+)
+
+
+def pair(a: list[float], b: int) -> bytes:
+    return np.array(a, np.float32).tobytes() + np.array([b], np.int64).tobytes()
+
+
+def test_numbers_are_those_of_each_request() -> None:
+    reader = Reader()
+    calls = [reader.read(CONFIG, PAIR + pair([n, -n], n), len(PAIR)) for n in range(3)]
+    assert known(reader) == 1
+    for number, call in enumerate(calls):
+        inputs = call.request.inputs
+        assert inputs["A"].data.ravel().tolist() == [number, -number]
+        assert inputs["B"].data.tolist() == [number]
+        assert not inputs["A"].data.flags.writeable
+        assert [(each.name, each.datatype, each.shape) for each in inputs.values()] == [
+            ("A", "FP32", (2, 1)),
+            ("B", "INT64", (1,)),
+        ]
+        assert (call.request.parameters, call.request.outputs) == ({"priority": 3}, ("OUT",))
+        assert (call.wanted["OUT"].classes, call.rest.binary) == (2, True)
+
+
+@pytest.mark.parametrize("change", [-1, 1, -16, 100])
+def test_another_length_is_refused_as_at_first(change: int) -> None:
+    body = pair([1, 2], 3)
+    wrong = body[:change] if change < 0 else body + bytes(change)
+    texts = []
+    for reader in (Reader(), read := Reader()):
+        if reader is read:
+            reader.read(CONFIG, PAIR + body, len(PAIR))
+        with pytest.raises(CharoniaError) as raised:
+            reader.read(CONFIG, PAIR + wrong, len(PAIR))
+        texts.append(raised.value.message)
+    assert texts[0] == texts[1]
+
+
+def test_another_model_or_another_header_length_is_not_the_same() -> None:
+    reader = Reader()
+    reader.read(CONFIG, PAIR + pair([1, 2], 3), len(PAIR))
+    with pytest.raises(CharoniaError):
+        reader.read(CONFIG, PAIR + pair([1, 2], 3), len(PAIR) - 1)
+    with pytest.raises(CharoniaError, match="'other'"):
+        reader.read(ModelConfig("other", "1", "b"), PAIR + bytes(17), len(PAIR))
+
+
+@pytest.mark.parametrize(
+    ("header", "blob"),
+    [
+        (head(tensor("A", "FP32", [1], 4), id="7"), bytes(4)),
+        (head(tensor("A", "BYTES", [1], 5)), b"\1\0\0\0x"),
+        (head(tensor("A", "BOOL", [1], 1)), b"\7"),
+        (head(tensor("A", "FP32", [0], 0)), b""),
+        (head(tensor("A", "FP32", [1], 4), {"name": "B", "datatype": "INT8", "shape": [1], "data": [1]}), bytes(4)),
+        (head(tensor("A", "FP32", [1], 4), parameters={"long": "x" * 5000}), bytes(4)),
+    ],
+    ids=["id", "bytes", "bool", "empty", "json", "long"],
+)
+def test_what_may_differ_or_is_rare_is_not_remembered(header: bytes, blob: bytes) -> None:
+    reader = Reader()
+    first, second = (reader.read(CONFIG, header + blob, len(header)).request for _ in range(2))
+    assert known(reader) == 0
+    for name in first.inputs:
+        assert first.inputs[name].data.tolist() == second.inputs[name].data.tolist()
+
+
+def test_memory_that_a_client_lends_is_asked_for_each_time() -> None:
+    reader = Reader(Regions(False))
+    lent = {"shared_memory_region": "r", "shared_memory_byte_size": 4}
+    for header in (
+        head({"name": "A", "datatype": "FP32", "shape": [1], "parameters": lent}),
+        head(tensor("A", "FP32", [1], 4), outputs=[{"name": "OUT", "parameters": lent}]),
+    ):
+        with pytest.raises(CharoniaError):
+            reader.read(CONFIG, header + bytes(4), len(header))
+    assert known(reader) == 0
+
+
+def test_headers_that_are_remembered_have_a_bound() -> None:
+    reader = Reader()
+    for number in range(1000):
+        header = head(tensor(f"A{number}", "FP32", [1], 4))
+        reader.read(CONFIG, header + bytes(4), len(header))
+    assert known(reader) == 256

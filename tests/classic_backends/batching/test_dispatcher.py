@@ -1,0 +1,124 @@
+"""Who is woken for what, with instances that run when the test says so."""
+
+from typing import Any
+
+from charonia.classic_backends.batching.batch_execution import Form
+from charonia.classic_backends.batching.batching_config import Batching
+from charonia.classic_backends.batching.dispatcher import Dispatcher, Request
+from charonia.classic_backends.batching.dynamic_batcher import Batcher
+from charonia.classic_backends.batching.inference_job import Job, Nobody
+from charonia.classic_backends.batching.request_queue import Waiting
+from charonia.classic_backends.signature import Signature
+from charonia.core.model import ModelConfig
+
+
+class Worker:
+    def __init__(self) -> None:
+        self.woken = 0
+        self.lost = False
+
+    def wake(self, source: Any) -> None:
+        self.woken += 1
+
+
+class Clerk:
+    def __init__(self) -> None:
+        self.refusals: list[str] = []
+
+    def refused(self, request: Request, error: Exception) -> None:
+        self.refusals.append(str(error))
+
+
+class Told(list[Any]):
+    """What instances tell the event loop, until it listens."""
+
+    def __call__(self, call: Any, *arguments: Any) -> None:
+        self.append((call, arguments))
+
+    def listen(self) -> None:
+        while self:
+            call, arguments = self.pop(0)
+            call(*arguments)
+
+
+def dispatching(count: int, **rules: Any) -> tuple[Dispatcher, list[Worker], Told]:
+    form = Form(Signature(ModelConfig("m", "1", "test")))
+    dispatcher = Dispatcher(Batcher(Batching(**rules)), form, Clerk(), decoupled=False)  # type: ignore[arg-type]
+    told = Told()
+    dispatcher._tell = told  # type: ignore[method-assign]
+    workers = [Worker() for _ in range(count)]
+    for worker in workers:
+        dispatcher.add_worker(worker)  # type: ignore[arg-type]
+    return dispatcher, workers, told
+
+
+def request(kind: int = 0, size: int = 1) -> Request:
+    return Waiting(Job({}, None, Nobody()), size, kind)
+
+
+def sizes(dispatcher: Dispatcher, worker: Any) -> list[int]:
+    batch = dispatcher.next(worker)
+    return [] if batch is None else [each.size for each in batch.requests]
+
+
+async def test_what_comes_until_a_woken_instance_runs_joins_its_batch() -> None:
+    dispatcher, (worker,), _ = dispatching(1, combine=True, max_size=8)
+    for size in (1, 2, 3):
+        dispatcher.submit(request(size=size))
+    assert worker.woken == 1
+    assert sizes(dispatcher, worker) == [1, 2, 3]
+    assert sizes(dispatcher, worker) == []
+    dispatcher.submit(request())
+    assert worker.woken == 2
+
+
+async def test_another_is_woken_for_what_the_first_does_not_take() -> None:
+    dispatcher, workers, _ = dispatching(3, combine=True, max_size=4)
+    for _ in range(4):
+        dispatcher.submit(request())
+    assert sum(worker.woken for worker in workers) == 1
+    dispatcher.submit(request())
+    assert sum(worker.woken for worker in workers) == 2
+
+
+async def test_without_batches_each_request_wakes_one() -> None:
+    dispatcher, workers, _ = dispatching(3)
+    for _ in range(2):
+        dispatcher.submit(request(size=5))
+    assert sum(worker.woken for worker in workers) == 2
+
+
+async def test_another_is_woken_for_other_shapes() -> None:
+    dispatcher, workers, told = dispatching(2, combine=True, max_size=8)
+    for kind in (1, 2):
+        dispatcher.submit(request(kind))
+    [first] = [worker for worker in workers if worker.woken]
+    assert sizes(dispatcher, first) == [1]
+    told.listen()
+    [second] = [worker for worker in workers if worker is not first]
+    assert second.woken == 1
+    assert sizes(dispatcher, second) == [1]
+
+
+async def test_a_batch_that_waits_wakes_nobody_and_is_looked_at_again() -> None:
+    dispatcher, (worker,), told = dispatching(1, combine=True, max_size=8, max_delay=10**12)
+    dispatcher.submit(request())
+    assert worker.woken == 0
+    assert dispatcher._alarm.due is not None
+    for _ in range(7):
+        dispatcher.submit(request())
+    assert worker.woken == 1
+    dispatcher.close()
+    assert sizes(dispatcher, worker) == []
+    told.listen()
+
+
+async def test_one_who_was_woken_for_nothing_is_free_again() -> None:
+    dispatcher, (worker,), _ = dispatching(1, combine=True, max_size=8)
+    gone = request()
+    dispatcher.submit(gone)
+    gone.item.give_up()
+    dispatcher.leave(gone)
+    assert sizes(dispatcher, worker) == []
+    dispatcher.submit(request())
+    assert worker.woken == 2

@@ -1,0 +1,359 @@
+"""The dynamic batcher beside the plainest writing of Triton's rules, and the rules one by one, over a clock of ours."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from charonia.classic_backends.batching.batching_config import Batching, QueuePolicy, read_batching
+from charonia.classic_backends.batching.dynamic_batcher import Batcher, Cause, Turn
+from charonia.classic_backends.batching.request_queue import RequestQueue, Waiting
+from charonia.core.errors import InvalidArgument
+
+Request = Waiting[str]
+
+
+def batching(max_size: int = 8, **fields: Any) -> Batching:
+    fields["preferred"] = tuple(sorted(fields.get("preferred", (max_size,))))
+    return Batching(combine=True, max_size=max_size, **fields)
+
+
+def queued(rules: Batching, *requests: Request, now: int = 0) -> Batcher[str]:
+    batcher: Batcher[str] = Batcher(rules)
+    for request in requests:
+        assert batcher.add(request, now)
+    return batcher
+
+
+def one(name: str = "", **fields: Any) -> Request:
+    return Waiting(name, **fields)
+
+
+def names(turn: Turn[str]) -> list[str]:
+    return [] if turn.batch is None else [request.item for request in turn.batch.requests]
+
+
+def test_without_batching_each_request_leaves_alone_in_order() -> None:
+    batcher = queued(Batching(), one("a"), one("b", size=3))
+    assert [names(batcher.take(0)) for _ in range(3)] == [["a"], ["b"], []]
+
+
+def test_what_queued_up_leaves_together() -> None:
+    batcher = queued(batching(), one("a"), one("b", size=3), one("c"))
+    turn = batcher.take(0)
+    assert names(turn) == ["a", "b", "c"]
+    assert turn.batch is not None
+    assert turn.batch.cause is Cause.IDLE
+    assert turn.batch.size == 5
+
+
+def test_a_batch_is_never_too_large() -> None:
+    batcher = queued(batching(), one("a", size=5), one("b", size=4), one("c"))
+    turn = batcher.take(0)
+    assert names(turn) == ["a"]
+    assert turn.batch is not None
+    assert turn.batch.cause is Cause.FULL
+
+
+def test_another_shape_ends_a_batch_at_once() -> None:
+    batcher = queued(batching(max_delay=100), one("a", kind=1), one("b", kind=2), one("c", kind=2))
+    turn = batcher.take(0)
+    assert names(turn) == ["a"]
+    assert turn.batch is not None
+    assert turn.batch.cause is Cause.DIFFERS
+    assert names(batcher.take(0)) == []
+
+
+def test_the_oldest_waits_for_the_delay_and_no_longer() -> None:
+    batcher = queued(batching(max_delay=100), one("a"))
+    assert batcher.take(10) == (None, [], 100)
+    assert batcher.add(one("b"), 60)
+    assert batcher.take(99) == (None, [], 100)
+    turn = batcher.take(100)
+    assert names(turn) == ["a", "b"]
+    assert turn.batch is not None
+    assert turn.batch.cause is Cause.DELAY
+
+
+def test_a_preferred_size_leaves_at_once_and_the_rest_stays() -> None:
+    batcher = queued(batching(preferred=(2, 4), max_delay=100), one("a"), one("b"), one("c"))
+    assert names(batcher.take(0)) == ["a", "b"]
+    assert batcher.take(0) == (None, [], 100)
+
+
+def test_the_largest_preferred_size_is_not_passed() -> None:
+    batcher = queued(batching(preferred=(4,), max_delay=100), one("a", size=3), one("b", size=2))
+    assert names(batcher.take(0)) == ["a"]
+
+
+def test_priorities_come_first_and_share_a_batch() -> None:
+    rules = batching(levels=3, default_level=2)
+    low, middle, high = one("low", priority=3), one("middle", priority=9), one("high", priority=1)
+    assert names(queued(rules, low, middle, high).take(0)) == ["high", "middle", "low"]
+
+
+def test_time_runs_out_in_the_queue() -> None:
+    batcher = queued(batching(policy=QueuePolicy(timeout=50), max_delay=100), one("a"))
+    assert batcher.take(10).until == 50
+    turn = batcher.take(50)
+    assert turn.batch is None
+    assert [request.item for request in turn.refused] == ["a"]
+    assert batcher.take(50).until is None
+
+
+def test_a_request_may_only_shorten_its_time() -> None:
+    policy = QueuePolicy(timeout=50, override=True)
+    batcher = queued(batching(policy=policy), one("short", timeout=20), one("long", timeout=90))
+    assert [request.item for request in batcher.expire(20).refused] == ["short"]
+    assert [request.item for request in batcher.expire(50).refused] == ["long"]
+    assert QueuePolicy(timeout=0, override=True).deadline(0, 20) is None
+    assert QueuePolicy(timeout=50).deadline(7, 20) == 57
+
+
+def test_postponed_requests_come_after_those_in_time() -> None:
+    rules = batching(max_size=1, policy=QueuePolicy(timeout=50, postpone=True))
+    batcher = queued(rules, one("late"))
+    assert batcher.expire(50).refused == []
+    assert batcher.add(one("in time"), 60)
+    assert [names(batcher.take(60)) for _ in range(2)] == [["in time"], ["late"]]
+
+
+def test_a_request_set_aside_leaves_a_preferred_size_that_goes_at_once() -> None:
+    policy = QueuePolicy(timeout=50, postpone=True, override=True)
+    batcher = queued(batching(preferred=(2, 6), max_delay=100, policy=policy), one("a", timeout=20), one("b", size=2))
+    assert batcher.take(0) == (None, [], 20)
+    assert names(batcher.take(20)) == ["b"]
+    assert names(batcher.take(20)) == []
+    assert names(batcher.take(100)) == ["a"]
+
+
+def test_a_request_of_a_higher_level_makes_a_preferred_size_that_goes_at_once() -> None:
+    batcher = queued(batching(preferred=(2, 6), max_delay=100, levels=2, default_level=2), one("a"), one("b", size=2))
+    assert batcher.take(0) == (None, [], 100)
+    assert batcher.add(one("c", priority=1), 10)
+    assert names(batcher.take(10)) == ["c", "a"]
+
+
+def test_a_full_level_takes_nobody_else() -> None:
+    rules = batching(levels=2, default_level=1, policies={2: QueuePolicy(max_size=1)})
+    batcher = queued(rules, one(priority=2))
+    assert not batcher.add(one(priority=2), 0)
+    assert batcher.add(one(priority=1), 0)
+    assert len(batcher) == 2
+
+
+def test_deadlines_of_those_who_left_are_not_kept() -> None:
+    queue: RequestQueue[str] = RequestQueue(batching(policy=QueuePolicy(timeout=10**12)))
+    for _ in range(1000):
+        request = one()
+        queue.add(request, 0)
+        queue.remove(request)
+        queue.check_integrity()
+
+
+@dataclass
+class Plain:
+    """Triton's rules over lists, looked through from the start each time."""
+
+    rules: Batching
+    waiting: list[Request] = field(default_factory=list)
+    late: list[Request] = field(default_factory=list)
+
+    def expire(self, now: int) -> set[str]:
+        due = [each for each in self.waiting if each.deadline is not None and each.deadline <= now]
+        due.sort(key=lambda each: (each.deadline, each.arrived))
+        refused = set()
+        for request in due:
+            self.waiting.remove(request)
+            if self.rules.policy_of(request.level).postpone:
+                self.late.append(request)
+            else:
+                refused.add(request.item)
+        return refused
+
+    def order(self) -> list[Request]:
+        waiting = [each for part in (self.waiting, self.late) for each in part]
+        return sorted(waiting, key=lambda each: each.level)
+
+    def take(self, now: int) -> list[str]:
+        order = self.order()
+        if not self.rules.combine or not order:
+            return self._leave(order[:1])
+        chosen, marked, send_now = [order[0]], 0, False
+        marked = 1 if order[0].size in self.rules.preferred else 0
+        for request in order[1:]:
+            size = sum(each.size for each in chosen)
+            if size + request.size > self.rules.largest and not marked:
+                marked = len(chosen)
+            if size + request.size > self.rules.max_size or request.kind != chosen[0].kind:
+                send_now = True
+                break
+            chosen.append(request)
+            if size + request.size in self.rules.preferred:
+                marked = len(chosen)
+        waited = now - min(each.arrived for each in chosen)
+        exceeded = self.rules.max_delay > 0 and waited >= self.rules.max_delay
+        if marked and not exceeded:
+            return self._leave(chosen[:marked])
+        full = sum(each.size for each in chosen) >= self.rules.largest
+        return self._leave(chosen if send_now or full or exceeded or not self.rules.max_delay else [])
+
+    def _leave(self, requests: list[Request]) -> list[str]:
+        for request in requests:
+            (self.late if request in self.late else self.waiting).remove(request)
+        return [request.item for request in requests]
+
+
+POLICIES = st.builds(
+    QueuePolicy,
+    timeout=st.sampled_from([0, 0, 5, 20]),
+    postpone=st.booleans(),
+    override=st.booleans(),
+    max_size=st.sampled_from([0, 0, 3]),
+)
+
+
+@st.composite
+def all_rules(draw: st.DrawFn) -> Batching:
+    max_size, levels = draw(st.integers(1, 8)), draw(st.sampled_from([1, 2, 3, 2**64 - 1]))
+    return Batching(
+        combine=draw(st.sampled_from([True, True, True, False])),
+        max_size=max_size,
+        preferred=sorted(draw(st.frozensets(st.integers(1, max_size), max_size=3))),
+        max_delay=draw(st.sampled_from([0, 4, 15])),
+        levels=levels,
+        default_level=draw(st.integers(1, levels)),
+        policy=draw(POLICIES),
+        policies=draw(st.dictionaries(st.integers(1, levels), POLICIES, max_size=2)),
+    )
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(1, 4), st.integers(0, 1), st.integers(0, 4), st.sampled_from([0, 3])),
+        st.tuples(st.just("pass"), st.integers(1, 6)),
+        st.tuples(st.just("take")),
+        st.tuples(st.just("expire")),
+        st.tuples(st.just("remove"), st.integers(0, 30)),
+    ),
+    max_size=40,
+)
+
+
+@settings(deadline=None, max_examples=400)
+@given(all_rules(), STEPS)
+def test_it_does_what_the_rules_say(rules: Batching, steps: list[tuple[Any, ...]]) -> None:
+    batcher: Batcher[str] = Batcher(rules)
+    plain, now, everybody = Plain(rules), 0, list[Request]()
+    for number, (verb, *arguments) in enumerate(steps):
+        if verb == "add":
+            size, kind, priority, timeout = arguments
+            request = Waiting(str(number), min(size, rules.max_size), kind, priority, timeout)
+            if batcher.add(request, now):
+                plain.waiting.append(request)
+                everybody.append(request)
+            else:
+                level = rules.level_of(priority)
+                assert len([each for each in plain.order() if each.level == level]) == rules.policy_of(level).max_size
+        elif verb == "pass":
+            now += arguments[0]
+        elif verb == "remove" and everybody:
+            request = everybody[arguments[0] % len(everybody)]
+            waited = batcher.remove(request)
+            assert waited == (request in plain.order())
+            if waited:
+                plain._leave([request])
+        elif verb in ("take", "expire"):
+            seen = batcher.look(now) if verb == "take" else batcher.expire(now)
+            assert {request.item for request in seen.refused} == plain.expire(now)
+            assert len(batcher) == len(plain.order())
+            turn = batcher.take(now) if verb == "take" else seen
+            if verb == "take":
+                assert names(seen) == names(turn) == plain.take(now)
+                assert turn.batch is None or turn.batch.size <= rules.max_size
+                # Whoever waits is looked at again, or needs nobody to.
+                assert turn.batch is not None or turn.until is not None or not plain.order()
+        batcher.check_integrity()
+        assert len(batcher) == len(plain.order())
+
+
+OVERTAKING = st.builds(
+    Batching,
+    combine=st.just(True),
+    max_size=st.just(8),
+    preferred=st.frozensets(st.integers(2, 8), min_size=1, max_size=2).map(sorted),
+    max_delay=st.just(15),
+    levels=st.integers(1, 2),
+    policy=st.builds(
+        QueuePolicy, timeout=st.just(9), postpone=st.booleans(), override=st.just(True), max_size=st.just(0)
+    ),
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(OVERTAKING, st.lists(st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(0, 9)), min_size=3, max_size=8))
+def test_an_instance_woken_when_it_must_misses_nothing(rules: Batching, arrivals: list[tuple[int, int, int]]) -> None:
+    """It looks when a request comes and when it was told to; another looks all the time, and finds no more."""
+    batcher: Batcher[str] = Batcher(rules)
+    plain, until = Plain(rules), 0
+    for now in range(1, 40):
+        for size, priority, timeout in arrivals[now - 1 : now]:
+            request = one(str(now), size=size, priority=priority, timeout=timeout)
+            batcher.add(request, now)
+            plain.waiting.append(request)
+            until = now
+        turn = batcher.take(now) if until <= now else Turn[str](None, (), until)
+        assert {request.item for request in turn.refused} == plain.expire(now)
+        assert names(turn) == plain.take(now)
+        until = now if turn.batch is not None else turn.until or 40
+
+
+def test_a_pause_ends_when_those_it_was_for_ran_out_of_time() -> None:
+    policy = QueuePolicy(timeout=5)
+    batcher: Batcher[str] = Batcher(Batching(combine=True, max_size=2, max_delay=10, policies={1: policy}))
+    batcher.add(Waiting("late", 1), 0)
+    assert batcher.take(0).batch is None
+    assert [request.item for request in batcher.expire(6).refused] == ["late"]
+    batcher.check_integrity()
+
+
+def test_the_rules_are_read_from_a_config() -> None:
+    document = {
+        "dynamic_batching": {
+            "preferred_batch_size": [4, 8],
+            "max_queue_delay_microseconds": 100,
+            "priority_levels": 2,
+            "default_priority_level": 2,
+            "default_queue_policy": {"timeout_action": "DELAY", "default_timeout_microseconds": 7},
+            "priority_queue_policy": {"1": {"max_queue_size": 3, "allow_timeout_override": True}},
+        }
+    }
+    rules = read_batching(document, 8, decoupled=False)
+    assert (rules.combine, rules.max_size, rules.preferred) == (True, 8, (4, 8))
+    assert (rules.max_delay, rules.levels, rules.level_of(0), rules.level_of(1)) == (100_000, 2, 2, 1)
+    assert rules.policy_of(2) == QueuePolicy(timeout=7000, postpone=True)
+    assert rules.policy_of(1) == QueuePolicy(max_size=3, override=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"preferred_batch_size": [9]}, "dynamic_batching.preferred_batch_size"),
+        ({"priority_levels": 2}, "dynamic_batching.default_priority_level"),
+        ({"priority_queue_policy": {"2": {}}}, "dynamic_batching.priority_queue_policy"),
+        (
+            {"preserve_ordering": True, "priority_levels": 2, "default_priority_level": 1},
+            "dynamic_batching.preserve_ordering",
+        ),
+        (
+            {"preserve_ordering": True, "default_queue_policy": {"timeout_action": "DELAY"}},
+            "dynamic_batching.preserve_ordering",
+        ),
+    ],
+)
+def test_rules_that_contradict_each_other_are_refused(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        read_batching({"dynamic_batching": fields}, 8, decoupled=False)
+    assert refused.value.field == field

@@ -1,0 +1,200 @@
+"""What a config says of sequences, and what requests do."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from charonia.classic_backends.batching.batching_config import Batching
+from charonia.classic_backends.batching.inference_job import Job, Nobody
+from charonia.classic_backends.sequences.sequence_context import Flags
+from charonia.classic_backends.sequences.sequence_support import Sequences, read_sequences
+from charonia.classic_backends.sequences.sequence_tensors import hidden_tensors
+from charonia.core.errors import CharoniaError, InvalidArgument, Unsupported
+from charonia.core.model import ModelConfig
+from charonia.core.request import InferRequest
+from charonia.core.tensor import Tensor, TensorSpec
+
+from .sequence_subjects import CONTROLS, config, control, state
+
+OLDEST = {"max_candidate_sequences": 6}
+
+
+def read(settings: ModelConfig, **initial: Tensor) -> Sequences:
+    found = read_sequences(settings, initial)
+    assert found is not None
+    return found
+
+
+def test_without_sequence_batching_there_are_none() -> None:
+    assert read_sequences(ModelConfig("m", "1", "test", document={"dynamic_batching": {}}), {}) is None
+
+
+def test_direct_is_what_a_config_means_that_names_no_strategy() -> None:
+    rules = read(config()).rules
+    assert rules == read(config(direct={})).rules
+    assert (rules.seating.seats, rules.seating.pinned, rules.seating.idle) == (4, True, 10**9)
+    assert rules.batching == Batching(combine=True, max_size=4)
+    assert read(config(max_batch_size=0)).rules.seating.seats == 1
+    assert read(config(max_sequence_idle_microseconds=7)).rules.seating.idle == 7000
+
+
+def test_a_delay_is_heeded_together_with_a_least_utilization_alone() -> None:
+    delay = {"max_queue_delay_microseconds": 9}
+    assert read(config(direct=delay)).rules.batching.max_delay == 0
+    rules = read(config(max_batch_size=10, direct=delay | {"minimum_slot_utilization": 0.7})).rules.batching
+    assert (rules.max_delay, rules.preferred) == (9000, range(7, 11))
+    rules = read(config(max_batch_size=2**31 - 1, direct=delay | {"minimum_slot_utilization": 0.5})).rules.batching
+    assert rules.largest == 2**31 - 1
+
+
+@pytest.mark.parametrize("dims", [[2**63 - 1, -1], [1] * 65])
+def test_a_state_that_a_few_digits_make_too_large_is_refused(dims: list[int]) -> None:
+    with pytest.raises(InvalidArgument, match="state 'S' must have at most 64 dims and 2147483647 bytes"):
+        read(config(state=[state(dims)]))
+
+
+def test_oldest_has_the_rules_of_a_dynamic_batcher() -> None:
+    asked = {"preferred_batch_size": [2], "max_queue_delay_microseconds": 5, "preserve_ordering": True}
+    rules = read(config(oldest=OLDEST | asked)).rules
+    assert (rules.seating.seats, rules.seating.pinned) == (6, False)
+    assert rules.batching == Batching(True, 4, (2,), 5000, ordered=True)
+
+
+def test_a_runtime_sees_controls_and_states_and_a_client_does_not() -> None:
+    settings = config(state=[state([-1, 2])])
+    whole = read(settings).config
+    assert [(spec.name, spec.datatype, spec.dims) for spec in whole.inputs[1:]] == [
+        ("START", "INT32", (1,)),
+        ("READY", "FP32", (1,)),
+        ("END", "BOOL", (1,)),
+        ("ID", "INT64", (1,)),
+        ("S", "INT32", (-1, 2)),
+    ]
+    assert whole.outputs[1:] == (TensorSpec("T", "INT32", (-1, 2)),)
+    assert hidden_tensors(settings.document) == ({"START", "READY", "END", "ID", "S"}, {"T"})
+
+
+def test_an_output_that_is_a_state_too_is_there_once() -> None:
+    both = [state([1]) | {"output_name": "SUM"}]
+    assert [spec.name for spec in read(config(state=both)).config.outputs] == ["SUM"]
+
+
+def test_a_state_begins_with_zeros_or_what_is_given() -> None:
+    [of] = read(config(state=[state([-1, 2])])).rules.states
+    assert of.initial.tolist() == [[[0, 0]]]
+    given = Tensor.of("S", "INT32", [[1, 2], [3, 4]])
+    [of] = read(config(max_batch_size=0, state=[state([-1, 2])]), S=given).rules.states
+    assert of.initial.tolist() == [[1, 2], [3, 4]]
+    texts = state([2]) | {"data_type": "TYPE_STRING"}
+    [of] = read(config(state=[texts])).rules.states
+    assert of.initial.tolist() == [[b"", b""]]
+
+
+TWICE = [*CONTROLS, control("AGAIN", "START", fp32_false_true=[0.0, 1.0])]
+BOTH = control("A", "START", fp32_false_true=[0.0, 1.0], int32_false_true=[0, 1])
+
+
+@pytest.mark.parametrize(
+    ("sequences", "field", "says"),
+    [
+        ({"oldest": {}}, "oldest.max_candidate_sequences", "must be at least 1 for m, got 0"),
+        ({"oldest": OLDEST | {"preferred_batch_size": [5]}}, "oldest.preferred_batch_size", "sequence batching pref"),
+        ({"direct": {"minimum_slot_utilization": 1.5}}, "direct.minimum_slot_utilization", "in range \\[0.0, 1.0\\]"),
+        ({"control_input": [{"name": "", "control": []}]}, "control_input", "must have a name"),
+        ({"control_input": [{"name": "A", "control": []}]}, "control_input", "'A' must have exactly one control"),
+        ({"control_input": [control("A", "READY")]}, "control_input", "'A' of kind .*READY must have exactly one of"),
+        ({"control_input": [control("A", "END", int32_false_true=[1])]}, "control_input", "with 2 values"),
+        ({"control_input": [BOTH]}, "control_input", "must have exactly one of"),
+        ({"control_input": [control("A", "CORRID")]}, "control_input", "must have a data_type of UINT64"),
+        ({"control_input": [control("A", "CORRID", data_type="TYPE_FP32")]}, "control_input", "must have a data_type"),
+        (
+            {"control_input": [control("A", "END", int32_false_true=[0, 1], data_type="TYPE_INT32")]},
+            "control_input",
+            "must not have a data_type",
+        ),
+        ({"control_input": TWICE}, "control_input", "control kind 'CONTROL_SEQUENCE_START' is there more than once"),
+        ({"control_input": [control("X", "CORRID", data_type="TYPE_INT32")]}, "control_input", "input 'X' is there mo"),
+        ({"state": [state([1]) | {"input_name": ""}]}, "state", "must have an input_name and an output_name"),
+        ({"state": [state([0])]}, "state", "dims that are at least 1, or -1, got \\[0\\]"),
+        ({"state": [state([1]) | {"data_type": "TYPE_INVALID"}]}, "state", "must have a data_type"),
+        ({"state": [state([1]), state([1]) | {"input_name": "U"}]}, "control_input", "output of a state 'T' is there"),
+        (
+            {"state": [state([1]) | {"output_name": "SUM", "data_type": "TYPE_FP32"}]},
+            "state",
+            "INT32 as an output and FP32 as a state",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_refused(sequences: dict[str, Any], field: str, says: str) -> None:
+    with pytest.raises(InvalidArgument, match=says) as refused:
+        read(config(**sequences))
+    assert refused.value.field == f"sequence_batching.{field}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        (config(iterative_sequence=True), "iterative_sequence"),
+        (config(decoupled=True, state=[state([1])], oldest=OLDEST), "state"),
+        (config(decoupled=True), "direct"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(settings: ModelConfig, field: str) -> None:
+    with pytest.raises(Unsupported, match=f"model 'm': sequence batching {field}") as refused:
+        read(settings)
+    assert refused.value.field == f"sequence_batching.{field}"
+
+
+def ids(datatype: str) -> Sequences:
+    return read(config(control_input=[control("ID", "CORRID", data_type=datatype)]))
+
+
+def test_flags_of_a_request() -> None:
+    reader = ids("TYPE_UINT64").flags
+    assert reader.read(InferRequest(parameters={"sequence_id": 2**64 - 1}), 1) == Flags(2**64 - 1)
+    asked = InferRequest(parameters={"sequence_id": 5, "sequence_start": True, "sequence_end": True})
+    assert reader.read(asked, 1) == Flags(5, start=True, end=True)
+    assert ids("TYPE_STRING").flags.read(InferRequest(parameters={"sequence_id": "a"}), 1) == Flags("a")
+    untold = read(config(control_input=[])).flags
+    assert [untold.read(InferRequest(parameters={"sequence_id": each}), 1).id for each in ("a", -7)] == ["a", -7]
+    assert [each.whole() for each in (reader, ids("TYPE_STRING").flags)] == [
+        Flags(1, start=True, end=True),
+        Flags("warmup", start=True, end=True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "rows", "says"),
+    [
+        ({"sequence_id": 1}, 2, "to model 'm' must specify batch-size 1 due to requirements of sequence batcher"),
+        ({}, 1, "inference request to model 'm' must specify a non-zero or non-empty correlation ID"),
+        ({"sequence_id": ""}, 1, "must specify a non-zero or non-empty correlation ID"),
+        ({"sequence_id": 1.5}, 1, "[request id: 7] parameter 'sequence_id' must be an integer or a string, got 1.5"),
+        ({"sequence_id": True}, 1, "parameter 'sequence_id' must be an integer or a string, got True"),
+        (
+            {"sequence_id": "a"},
+            1,
+            "[request id: 7] sequence batching control 'ID' data-type is 'BYTES', but model 'm' expects 'INT32'",
+        ),
+        ({"sequence_id": 2**31}, 1, "sequence id 2147483648 does not fit 'ID' of type INT32"),
+        ({"sequence_id": 1, "sequence_end": 1}, 1, "parameter 'sequence_end' must be true or false, got 1"),
+    ],
+)
+def test_a_request_of_no_sequence_is_refused(parameters: dict[str, Any], rows: int, says: str) -> None:
+    with pytest.raises(CharoniaError) as refused:
+        ids("TYPE_INT32").flags.read(InferRequest(id="7", parameters=parameters), rows)
+    assert says in refused.value.message
+
+
+def test_controls_have_the_types_that_their_values_have() -> None:
+    sequences = read(config(max_batch_size=0))
+    job = Job({"X": np.zeros(1, np.int32)}, None, Nobody())
+    sequences.rehearse(job)
+    told = sequences.stateful.inputs([job])
+    assert {name: (array.dtype.name, array.tolist()) for name, array in told.items()} == {
+        "START": ("int32", [1]),
+        "READY": ("float32", [1.0]),
+        "END": ("bool", [True]),
+        "ID": ("int64", [1]),
+    }

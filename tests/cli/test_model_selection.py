@@ -1,0 +1,55 @@
+"""What the command line may ask to serve."""
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from charonia.cli.model_selection import select
+from charonia.cli.repository_options import RepositoryOptions
+from charonia.core.errors import InvalidArgument
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "nonsense"])
+def test_what_serves_no_checkpoint_is_refused_by_its_flag(tmp_path: Path, backend: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InvalidArgument) as refused:
+        select(str(tmp_path), RepositoryOptions(backend=backend), {})
+    assert refused.value.message == f"--backend {backend} serves no checkpoint; charonia, tensorrtllm and encoder do"
+
+
+@pytest.mark.parametrize("mode", ["poll", "explicit"])
+def test_nobody_controls_a_single_checkpoint(tmp_path: Path, mode: Literal["poll", "explicit"]) -> None:
+    checkpoint, repository = tmp_path / "checkpoint", tmp_path / "repository"
+    checkpoint.mkdir()
+    repository.mkdir()
+    (checkpoint / "config.json").write_text("{}")
+    with pytest.raises(InvalidArgument, match=f"--model-control-mode {mode} is for a model repository"):
+        select(str(checkpoint), RepositoryOptions(model_control_mode=mode), {})
+    both = RepositoryOptions(model_control_mode=mode, model_repository=(repository,))
+    assert not select(str(checkpoint), both, {}).single
+
+
+@pytest.mark.parametrize("backend", ["", "charonia", "tensorrt-llm", "encoder"])
+def test_what_may_serve_a_checkpoint(tmp_path: Path, backend: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert select(str(tmp_path), RepositoryOptions(backend=backend), {}).single
+
+
+@pytest.mark.parametrize("path", ["./demo", "../demo", "/models/demo", "~/demo", "./no/such/demo"])
+def test_a_path_is_no_hub_id(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidArgument, match=f"^there is no directory '{path}'$"):
+        select(path, RepositoryOptions(), {})
+
+
+def test_a_revision_goes_with_a_hub_id(tmp_path: Path) -> None:
+    source = select("owner/name", RepositoryOptions(revision="refs/pr/3"), {}).catalog.read("name")
+    assert [version.path for version in source.versions] == ["owner/name@refs/pr/3"]
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InvalidArgument, match="--revision is for a model of the hub"):
+        select(str(tmp_path), RepositoryOptions(revision="main"), {})
+    with pytest.raises(
+        InvalidArgument, match="--revision is for a single checkpoint; in a repository, the parameter 'model'"
+    ):
+        select(None, RepositoryOptions(revision="main", model_repository=(tmp_path,)), {})

@@ -1,0 +1,125 @@
+"""How a request ended, whoever learnt of it; and who is told."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+
+from charonia.core.errors import (
+    Cancelled,
+    CharoniaError,
+    InvalidArgument,
+    QueueFull,
+    RequestTimeout,
+    Unauthenticated,
+    Unavailable,
+)
+from charonia.core.metrics import End, Outcome
+from charonia.core.request import FinishReason, SamplingParams
+from charonia.core.request_context import Exchange, current, end_of, serving
+
+REJECTED = Outcome.REJECTED
+STOP = End(Outcome.STOP)
+
+
+@dataclass
+class Done:
+    """A part that is over."""
+
+    end: End | None = STOP
+    choice: int = 0
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    opened: float = 1.0
+    submitted: float | None = 2.0
+    begun: float | None = 3.0
+    first: float | None = 4.0
+    last: float | None = 5.0
+    prompt: int | None = 7
+    cached: int | None = 4
+    generated: int = 3
+    finish_reason: FinishReason | None = FinishReason.STOP
+
+
+def ended(*parts: Done) -> End:
+    exchange = Exchange("test")
+    exchange.parts.extend(parts)
+    return exchange.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "submitted", "end"),
+    [
+        (QueueFull("full", retry_after=1), False, End(REJECTED, "queue_full_requests")),
+        (QueueFull("full", retry_after=1, limit="tokens"), False, End(REJECTED, "queue_full_tokens")),
+        (InvalidArgument("no"), True, End(REJECTED, "invalid_argument")),
+        (Unauthenticated("who"), False, End(REJECTED, "unauthenticated")),
+        (Unavailable("not yet"), False, End(REJECTED, "unavailable")),
+        (Unavailable("no longer"), True, End(Outcome.ERROR, "unavailable")),
+        (RequestTimeout(), True, End(Outcome.TIMEOUT)),
+        (Cancelled("not by you"), True, End(Outcome.CANCELLED)),
+        (CharoniaError("what"), True, End(Outcome.ERROR, "unknown")),
+        (ZeroDivisionError(), False, End(Outcome.ERROR, "internal")),
+    ],
+)
+def test_what_an_error_means(error: Exception, submitted: bool, end: End) -> None:
+    assert end_of(error, submitted) == end
+
+
+def test_the_worst_part_is_the_whole() -> None:
+    assert ended(Done(), Done(End(Outcome.LENGTH)), Done()) == End(Outcome.LENGTH)
+    assert ended(Done(End(REJECTED, "queue_full_tokens")), Done(None)) == End(REJECTED, "queue_full_tokens")
+    assert ended(Done(), Done(None)) == End(Outcome.CANCELLED)
+    assert ended(Done(End(Outcome.ERROR, "internal")), Done(End(REJECTED, "x"))) == End(Outcome.ERROR, "internal")
+
+
+def test_without_parts_it_is_what_was_said_and_leaving_says_nothing() -> None:
+    assert ended() == End(Outcome.CANCELLED)
+    exchange = Exchange("test")
+    exchange.finish()
+    assert exchange.close() == End(Outcome.DONE)
+
+
+def test_a_fault_behind_the_last_token_is_a_fault() -> None:
+    exchange = Exchange("test")
+    exchange.parts.append(Done())
+    with pytest.raises(ZeroDivisionError), serving(exchange):
+        raise ZeroDivisionError
+    assert exchange.end == End(Outcome.ERROR, "internal")
+
+
+@pytest.mark.parametrize("gone", [asyncio.CancelledError(), GeneratorExit()])
+def test_who_leaves_has_cancelled(gone: BaseException) -> None:
+    exchange = Exchange("test")
+    with pytest.raises(type(gone)), serving(exchange):
+        raise gone
+    assert exchange.end == End(Outcome.CANCELLED)
+
+
+def test_parts_add_up_and_a_prompt_counts_once() -> None:
+    exchange = Exchange("test")
+    exchange.parts.extend([Done(), Done(choice=1, first=3.5, last=9.0), Done(prompt=1, cached=None, submitted=None)])
+    summary = exchange.summary
+    assert (summary.choices, summary.prompt, summary.cached, summary.generated) == (3, 8, 4, 9)
+    assert (summary.submitted, summary.begun, summary.first, summary.last) == (2.0, 3.0, 3.5, 9.0)
+
+
+def test_nothing_that_came_is_none() -> None:
+    summary = Exchange("test").summary
+    assert set(summary) == {0, None}
+    assert (summary.choices, summary.generated, summary.prompt) == (0, 0, None)
+
+
+async def test_each_task_serves_its_own() -> None:
+    async def serve(exchange: Exchange) -> list[Exchange | None]:
+        with serving(exchange):
+            await asyncio.sleep(0)
+            inner = await asyncio.create_task(asked())
+            return [current(), inner]
+
+    async def asked() -> Exchange | None:
+        return current()
+
+    first, second = Exchange("a"), Exchange("b")
+    seen = await asyncio.gather(serve(first), serve(second))
+    assert seen == [[first, first], [second, second]]
+    assert current() is None

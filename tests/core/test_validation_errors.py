@@ -1,0 +1,51 @@
+"""What a client is told of a value of the wrong kind."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+import pytest
+
+from charonia.core.validation_errors import mismatch
+
+
+class Inner(msgspec.Struct, forbid_unknown_fields=True):
+    words: tuple[str, ...] = ()
+    weights: dict[int, float] = {}
+
+
+class Outer(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    count: Annotated[int, msgspec.Meta(ge=1, le=9)] | None = None
+    inner: list[Inner] = []
+    either: str | list[str] | None = None
+    kind: Literal["json", "yaml"] = "json"
+    share: float = 1.0
+    wanted: bool = False
+
+
+@pytest.mark.parametrize(
+    ("value", "path", "said"),
+    [
+        ({}, "name", "is missing"),
+        ({"name": "a", "nmae": 1}, "nmae", "is unknown"),
+        ({"name": None}, "name", "must be a string, got null"),
+        ({"name": "a", "count": "b"}, "count", "must be an integer, got a string"),
+        ({"name": "a", "count": 0}, "count", "must be an integer >= 1"),
+        ({"name": "a", "count": 10}, "count", "must be an integer <= 9"),
+        ({"name": "a", "inner": {}}, "inner", "must be a list, got an object"),
+        ({"name": "a", "inner": [{"words": ["a", 1]}]}, "inner[0].words[1]", "must be a string, got an integer"),
+        ({"name": "a", "inner": [{"weights": {"b": 1}}]}, "inner[0].weights", "must be an integer, got a string"),
+        ({"name": "a", "inner": [{"weights": {1: "b"}}]}, "inner[0].weights[...]", "must be a number, got a string"),
+        ({"name": "a", "inner": [{"x": 1}]}, "inner[0].x", "is unknown"),
+        ({"name": "a", "either": 1}, "either", "must be a string or a list, got an integer"),
+        ({"name": "a", "kind": "xml"}, "kind", "is wrong: Invalid enum value 'xml'"),
+        ({"name": "a", "share": []}, "share", "must be a number, got a list"),
+        ({"name": "a", "wanted": 3}, "wanted", "must be a boolean, got an integer"),
+        ([], "", "must be an object, got a list"),
+    ],
+)
+def test_what_is_wrong_and_where(value: Any, path: str, said: str) -> None:
+    with pytest.raises(msgspec.ValidationError) as refusal:
+        msgspec.convert(value, Outer)
+    found = mismatch(refusal.value)
+    assert (found.path, str(found)) == (path, said)

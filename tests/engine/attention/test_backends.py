@@ -1,0 +1,217 @@
+"""Every backend against attention in float64 over the whole sequence."""
+
+import math
+
+import pytest
+import torch
+
+from charonia.core.errors import InvalidArgument
+from charonia.engine.attention.backend import Attention, CacheSpec
+from charonia.engine.attention.native import NativeAttention
+from charonia.engine.attention.selector import BACKENDS, attention_backend
+from charonia.engine.attention.torch_sdpa import CpuAttention
+from charonia.engine.checkpoint.model_spec import View
+from charonia.engine.cpu import library
+from charonia.engine.step_batch import Batch
+
+CPU = torch.device("cpu")
+PLAIN = View()
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def spec(**changes: object) -> CacheSpec:
+    return CacheSpec((PLAIN, PLAIN), 6, 2, 16, 4, torch.float32, CPU)._replace(**changes)
+
+
+class Story:
+    """Sequences that grow step by step: what attention says at each against what it should say."""
+
+    def __init__(self, attention: Attention, spec: CacheSpec, blocks: int = 200, seed: int = 0) -> None:
+        self.attention, self.spec = attention, spec
+        self.generator = torch.Generator().manual_seed(seed)
+        self.free = torch.randperm(blocks, generator=self.generator).tolist()
+        self.tables: dict[int, list[int]] = {}
+        self.history: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self.sinks = [2 * torch.randn(spec.heads, generator=self.generator) if v.sinks else None for v in spec.views]
+        attention.allocate(blocks)
+
+    def random(self, tokens: int, heads: int) -> torch.Tensor:
+        return torch.randn(tokens, heads, self.spec.head_dim, generator=self.generator).to(self.spec.dtype)
+
+    def length(self, row: int) -> int:
+        return sum(len(k) for k in self.history.get((row, 0), [])[::2])
+
+    def step(self, rows: dict[int, int]) -> float:
+        """Compute `rows`: counts by row; returns the largest error over all layers and rows."""
+        starts = [self.length(row) for row in rows]
+        attend = self.attention.begin(self.batch(rows, starts))
+        return max(self.layer(attend, layer, rows, starts) for layer in range(self.spec.layers))
+
+    def batch(self, rows: dict[int, int], starts: list[int]) -> Batch:
+        for (row, count), start in zip(rows.items(), starts, strict=True):
+            table = self.tables.setdefault(row, [])
+            while len(table) * self.spec.block_size < start + count:
+                table.append(self.free.pop())
+        width = max(len(self.tables[row]) for row in rows)
+        tables = torch.tensor([self.tables[row] + [0] * (width - len(self.tables[row])) for row in rows])
+        counts = list(rows.values())
+        return Batch.of(torch.zeros(sum(counts)), starts, counts, tables, self.spec.block_size)
+
+    def layer(self, attend: object, layer: int, rows: dict[int, int], starts: list[int]) -> float:
+        total = sum(rows.values())
+        q, k, v = self.random(total, self.spec.heads), *(self.random(total, self.spec.kv_heads) for _ in "kv")
+        found = attend(layer, q, k, v, self.sinks[layer])
+        counts = list(rows.values())
+        errors = [
+            self.error(found_row, layer, row, start, *mine)
+            for row, start, found_row, *mine in zip(
+                rows, starts, found.split(counts), q.split(counts), k.split(counts), v.split(counts), strict=True
+            )
+        ]
+        return max(errors)
+
+    def error(self, found: torch.Tensor, layer: int, row: int, start: int, *qkv: torch.Tensor) -> float:
+        q, k, v = qkv
+        seen = self.history.setdefault((row, layer), [])
+        seen += [k, v]
+        past = torch.cat(seen[::2]), torch.cat(seen[1::2])
+        right = exact(q, *past, start, self.spec.views[layer], self.sinks[layer])
+        return (found.double() - right).abs().max().item()
+
+
+def exact(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, view: View, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Head by head, in float64; a sink is one more token, seen by all, with a value of 0."""
+    group = q.shape[1] // k.shape[1]
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(start)
+    if view.window is not None:
+        seen = seen.triu(start + 1 - view.window)
+    for head in range(q.shape[1]):
+        mine, keys, values = (t.double() for t in (q[:, head], k[:, head // group], v[:, head // group]))
+        scores = mine @ keys.T * (view.scale or 1 / math.sqrt(q.shape[-1]))
+        scores = scores if view.cap is None else view.cap * (scores / view.cap).tanh()
+        scores = scores.masked_fill(~seen, -math.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[head].double().expand(len(q), 1)), -1)
+            values = torch.cat((values, torch.zeros(1, values.shape[1])))
+        out[:, head] = scores.softmax(-1) @ values
+    return out.reshape(len(q), -1)
+
+
+STEPS = [
+    {0: 9, 1: 1, 2: 30},
+    {0: 1, 1: 1, 2: 1},
+    {0: 1, 1: 7, 3: 2, 2: 1},
+    {3: 1, 1: 1, 0: 5, 2: 1, 4: 1},
+    {0: 1, 1: 1, 2: 1, 3: 1, 4: 1},
+    {2: 1},
+]
+"""Prefills, chunks on top of context, decodes of lengths near and far, mixed and in changing order."""
+
+
+NATIVE = pytest.param("native", marks=pytest.mark.skipif(library.level() is None, reason="no C extension here"))
+
+
+@pytest.fixture(params=[NATIVE, *sorted({*BACKENDS} - {"native"})])
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def spec_for(name: str, **changes: object) -> CacheSpec:
+    """As `spec`, in blocks that the backend can do."""
+    return spec(**({"block_size": 16} if name == "native" else {}) | changes)
+
+
+def able(name: str, shape: CacheSpec) -> bool:
+    supports = BACKENDS[name].supports
+    return shape.dtype in supports.dtypes and shape.block_size in supports.block_sizes
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (7, 1)])
+def test_a_whole_story(name: str, dtype: torch.dtype, heads: int, kv_heads: int) -> None:
+    shape = spec_for(name, dtype=dtype, heads=heads, kv_heads=kv_heads)
+    if not able(name, shape):
+        pytest.skip("the backend does not do this")
+    story = Story(attention_backend(name, shape), shape)
+    assert max(story.step(rows) for rows in STEPS) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("window", "dtype"), [*((window, torch.float32) for window in (1, 4, 6, 100)), (6, torch.bfloat16)], ids=str
+)
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_layers_with_views_of_their_own(name: str, window: int, cap: float | None, dtype: torch.dtype) -> None:
+    """A window as long as a block, one that is not, one that is longer than everything."""
+    shape = spec_for(name, views=(PLAIN, View(window, 0.3, cap), View(window), View(scale=0.1, cap=cap)), dtype=dtype)
+    story = Story(attention_backend(name, shape), shape)
+    assert max(story.step(rows) for rows in STEPS) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_layers_with_sinks(name: str, dtype: torch.dtype) -> None:
+    """Beside one without, with windows and a cap."""
+    views = (View(sinks=True), PLAIN, View(6, 0.3, sinks=True), View(None, 0.3, 1.5, sinks=True))
+    shape = spec_for(name, views=views, dtype=dtype)
+    if not able(name, shape):
+        pytest.skip("the backend does not do this")
+    story = Story(attention_backend(name, shape), shape)
+    assert max(story.step(rows) for rows in STEPS) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
+def test_block_sizes(name: str, block_size: int) -> None:
+    shape = spec(block_size=block_size)
+    if not able(name, shape):
+        pytest.skip("the backend does not do this")
+    story = Story(attention_backend(name, shape), shape)
+    assert max(story.step(rows) for rows in STEPS) < TOLERANCE[torch.float32]
+
+
+def test_copied_blocks_hold_the_same(name: str) -> None:
+    shape = spec_for(name)
+    attention = attention_backend(name, shape)
+    story = Story(attention, shape)
+    story.step({0: 7})
+    old = story.tables[0]
+    story.tables[0] = [story.free.pop() for _ in old]
+    attention.copy(torch.tensor(list(zip(old, story.tables[0], strict=True))))
+    assert story.step({0: 1}) < TOLERANCE[torch.float32]
+
+
+def test_block_bytes_count_keys_and_values_of_all_layers(name: str) -> None:
+    shape = spec_for(name)
+    assert attention_backend(name, shape).block_bytes == 2 * 2 * shape.block_size * 2 * 16 * 4
+
+
+def test_what_a_backend_cannot_do_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="auto or one of native, cpu, reference"):
+        attention_backend("flash", spec())
+    with pytest.raises(InvalidArgument, match=r"dtype float64; it can do bfloat16, float16, float32$") as refusal:
+        attention_backend("reference", spec(dtype=torch.float64))
+    assert refusal.value.field == "dtype"
+    with pytest.raises(InvalidArgument, match=r"block_size 0; it can do 1 to 4096$"):
+        attention_backend("cpu", spec(block_size=0))
+    with pytest.raises(InvalidArgument, match=r"block_size 8; it can do 16 to 4096 in steps of 16$"):
+        attention_backend("native", spec(block_size=8))
+    with pytest.raises(InvalidArgument, match="int8") as refusal:
+        attention_backend("cpu", spec(stored="int8"))
+    assert refusal.value.field == "kv_cache_dtype"
+
+
+def test_without_the_extension_its_backend_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "level", lambda: None)
+    with pytest.raises(InvalidArgument, match="needs the C extension") as refusal:
+        attention_backend("native", spec(block_size=16))
+    assert refusal.value.field == "attention"
+    assert isinstance(attention_backend("auto", spec(block_size=16)), CpuAttention)
+
+
+@pytest.mark.skipif(library.level() is None, reason="no C extension here")
+def test_auto_is_what_knows_the_heads() -> None:
+    assert isinstance(attention_backend("auto", spec(block_size=16)), NativeAttention)
+    assert isinstance(attention_backend("auto", spec(block_size=16, head_dim=24)), CpuAttention)
+    with pytest.raises(InvalidArgument, match="heads on 2 of 24"):
+        attention_backend("native", spec(block_size=16, head_dim=24))

@@ -1,0 +1,120 @@
+"""The core's process: how it sizes its cache, and that it dies with its frontend."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from charonia.core.errors import InvalidArgument
+from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
+from charonia.engine.core.process import cache_blocks, model_length, scheduling
+from charonia.engine.worker.executor import Capacity
+from charonia.scheduler.config import SchedulerConfig
+
+CAPACITY = Capacity(vocab_size=100, max_model_len=1024, block_bytes=1000, free_bytes=100_000)
+FRONTEND = """
+import asyncio, signal, sys, tempfile
+from charonia.engine.frontend.client import EngineClient
+from charonia.engine.config import EngineConfig
+from charonia.engine.core.messages import Add
+
+async def main():
+    client = EngineClient(EngineConfig(model="", executor="fake"))
+    await client.start()
+    print(client.pids[0], flush=True)
+    {then}
+
+tempfile.tempdir = sys.argv[1]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("cache", "blocks"),
+    [
+        (CacheConfig(memory_fraction=0.5), 50),
+        (CacheConfig(memory_fraction=1.0), 100),
+        (CacheConfig(bytes=7999), 7),
+        (CacheConfig(blocks=3, bytes=7999), 3),
+    ],
+)
+def test_the_cache_is_as_large_as_configured(cache: CacheConfig, blocks: int) -> None:
+    assert cache_blocks(cache, CAPACITY, useful_tokens=10_000) == blocks
+
+
+def test_a_share_of_memory_stops_at_what_is_useful() -> None:
+    assert cache_blocks(CacheConfig(), CAPACITY, useful_tokens=64) == 4 * 64 // 16 + 1
+    assert cache_blocks(CacheConfig(blocks=90), CAPACITY, useful_tokens=64) == 90
+
+
+def test_a_cache_without_room_for_a_block_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"16 tokens takes 1000 bytes, and kv_cache_bytes is 999$") as exact:
+        cache_blocks(CacheConfig(bytes=999), CAPACITY, useful_tokens=64)
+    with pytest.raises(InvalidArgument, match=r"it may have kv_cache_memory_fraction 1e-05$") as share:
+        cache_blocks(CacheConfig(memory_fraction=1e-5), CAPACITY, useful_tokens=64)
+    assert (exact.value.field, share.value.field) == ("kv_cache_bytes", "kv_cache_memory_fraction")
+
+
+def test_the_length_is_the_models_or_less() -> None:
+    assert model_length(None, CAPACITY) == 1024
+    assert model_length(100, CAPACITY) == 100
+    with pytest.raises(InvalidArgument, match="2000"):
+        model_length(2000, CAPACITY)
+
+
+def gone(pid: int) -> bool:
+    """Dead; an orphan may stay a zombie where nobody reaps."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def until_nothing_is_left(core: int, sockets: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not gone(core) or list(sockets.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_core_dies_with_its_frontend(tmp_path_factory: pytest.TempPathFactory, sign: signal.Signals) -> None:
+    sockets, script = tmp_path_factory.mktemp("s"), tmp_path_factory.mktemp("frontend") / "frontend.py"
+    script.write_text(FRONTEND.format(then="await asyncio.sleep(600)"))
+    with subprocess.Popen(
+        [sys.executable, script, sockets], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as frontend:
+        assert frontend.stdout is not None
+        core = int(frontend.stdout.readline())
+        frontend.send_signal(sign)
+        frontend.wait(60)
+    until_nothing_is_left(core, sockets)
+
+
+def test_a_frontend_that_forgets_to_close_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
+    sockets, script = tmp_path_factory.mktemp("s"), tmp_path_factory.mktemp("frontend") / "frontend.py"
+    script.write_text(FRONTEND.format(then="return"))
+    frontend = subprocess.run([sys.executable, script, sockets], capture_output=True, timeout=60, check=True)
+    until_nothing_is_left(int(frontend.stdout), sockets)
+
+
+@pytest.mark.parametrize(
+    ("stages", "wanted", "ahead", "each"), [(1, 0, 0, None), (1, 2, 2, None), (2, 0, 1, 1), (3, 0, 2, 1), (3, 2, 2, 1)]
+)
+def test_every_stage_has_a_step_of_its_own(stages: int, wanted: int, ahead: int, each: int | None) -> None:
+    config = EngineConfig(
+        model="", parallel=ParallelConfig(pipeline=stages), scheduler=SchedulerConfig(ahead=wanted, max_num_seqs=9)
+    )
+    found = scheduling(config, 77)
+    assert (found.ahead, found.in_flight_per_sequence, found.max_model_len, found.max_num_seqs) == (ahead, each, 77, 9)
+
+
+def test_a_pipeline_has_no_other_number_of_steps_ahead() -> None:
+    config = EngineConfig(model="", parallel=ParallelConfig(pipeline=2), scheduler=SchedulerConfig(ahead=2))
+    with pytest.raises(InvalidArgument, match="ahead: 2 stages have 1 steps ahead, not 2"):
+        scheduling(config, 77)

@@ -1,0 +1,121 @@
+"""Norm, gate and rotation at every level, against float64 and beside torch's."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from charonia.engine.checkpoint.model_spec import ACTIVATIONS as NAMES
+from charonia.engine.cpu.elementwise import ACTIVATIONS, FusedGate, FusedNorm, turn
+from charonia.engine.layers.mlp import ACTIVATIONS as TORCH_ACTIVATIONS
+
+SIZES = (1, 3, 8, 15, 16, 17, 64, 100, 896)
+DTYPES = (torch.float32, torch.bfloat16)
+CASES = list(itertools.product(SIZES, DTYPES))
+
+
+def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(*shape, generator=generator) * scale).to(dtype)
+
+
+def close(found: Tensor, right: Tensor, roundings: float = 4) -> bool:
+    """Within a few roundings of the largest number in the row, or of 1 where that is small."""
+    bound = roundings * torch.finfo(found.dtype).eps * right.abs().amax(-1, keepdim=True).clamp(min=1e-2)
+    return bool(((found.double() - right).abs() <= bound).all())
+
+
+def norm_of(weight: Tensor, eps: float = 1e-6) -> FusedNorm:
+    return FusedNorm(weight.float(), eps, weight.dtype)
+
+
+def rms_normalised(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+@pytest.mark.parametrize(("size", "dtype"), CASES, ids=str)
+def test_norm(level: str, size: int, dtype: torch.dtype) -> None:
+    x, weight = random(7, size, dtype=dtype, scale=3.0), random(size, dtype=dtype)
+    assert close(norm_of(weight)(x), rms_normalised(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize(("size", "dtype"), CASES, ids=str)
+def test_norm_after_a_sum(level: str, size: int, dtype: torch.dtype) -> None:
+    """The sum is torch's, to the bit, and the norm that of the rounded sum."""
+    x, delta, weight = (random(rows, size, dtype=dtype) for rows in (5, 5, 1))
+    summed, norm = x + delta, norm_of(weight[0], 1e-5)
+    found = norm.after(x, delta)
+    assert torch.equal(x, summed)
+    assert torch.equal(found, norm(summed))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norm_of_heads_between_others(level: str, dtype: torch.dtype) -> None:
+    """Heads of queries and keys in a row that holds values too, each head with its own weight."""
+    packed, weight = random(4, 9, 24, dtype=dtype), random(7, 24, dtype=dtype)
+    before = packed.clone()
+    norm_of(weight).within(packed, 7)
+    assert close(packed[:, :7], rms_normalised(before[:, :7], weight, 1e-6))
+    assert torch.equal(packed[:, 7:], before[:, 7:])
+
+
+DIFFERENT = ("silu", "gelu_pytorch_tanh", "gelu", "quick_gelu")
+
+
+def test_every_activation_is_what_transformers_means_by_it() -> None:
+    x = torch.linspace(-6, 6, 4001)
+    assert set(NAMES) == set(ACTIVATIONS) == set(TORCH_ACTIVATIONS)
+    for name in NAMES:
+        right = ACT2FN[name](x.double())
+        assert close(TORCH_ACTIVATIONS[name](x), right), name
+        assert close(FusedGate(name)(torch.cat((x, torch.ones_like(x)))[None])[0], right), name
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+@pytest.mark.parametrize(("size", "dtype"), CASES, ids=str)
+def test_gate(level: str, size: int, dtype: torch.dtype, name: str) -> None:
+    x = random(6, 2 * size, dtype=dtype, scale=5.0)
+    gate, up = x.double().chunk(2, -1)
+    assert close(FusedGate(name)(x), TORCH_ACTIVATIONS[name](gate) * up, roundings=8 if name == "gelu" else 4)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_gate_of_numbers_far_out(level: str, name: str) -> None:
+    far = torch.tensor([-1e30, -3e4, -200.0, -90.0, -1e-30, 0.0, 1e-30, 50.0, 200.0, 1e30])
+    found = FusedGate(name)(torch.cat((far, torch.ones_like(far)))[None])[0]
+    halved = torch.tensor([0, 0, 0, 0, 0.5, 0.5, 0.5, 1, 1, 1])
+    assert torch.allclose(found, far * halved, atol=1e-6, rtol=1e-6)
+    assert FusedGate(name)(torch.tensor([[float("nan"), 1.0]])).isnan().all()
+
+
+@pytest.mark.parametrize("half", [1, 4, 8, 20, 32, 64])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_turn(level: str, half: int, dtype: torch.dtype) -> None:
+    packed = random(5, 6, 2 * half, dtype=dtype)
+    angles = random(5, half, dtype=torch.float32, scale=9.0).double()
+    turns = torch.stack((angles.cos(), angles.sin()), 1).float()
+    first, second = packed[:, :4].double().chunk(2, -1)
+    cos, sin = (turns[:, one].double().unsqueeze(1) for one in (0, 1))
+    right = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    assert close(turn(packed[:, :4], turns), right)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_do_not_depend_on_their_number(level: str, dtype: torch.dtype) -> None:
+    """To the bit: 1 row on one thread, 300 on all."""
+    x, turns = random(300, 2 * 896, dtype=dtype), random(300, 2, 32, dtype=torch.float32)
+    norm, gate = norm_of(random(2 * 896, dtype=dtype)), FusedGate("silu")
+    heads = x.view(300, 28, 64)
+    for row in (0, 17, 299):
+        one = slice(row, row + 1)
+        assert torch.equal(norm(x)[one], norm(x[one]))
+        assert torch.equal(gate(x)[one], gate(x[one]))
+        assert torch.equal(turn(heads, turns)[one], turn(heads[one], turns[one]))
+
+
+def test_no_rows(level: str) -> None:
+    assert norm_of(torch.ones(8))(torch.empty(0, 8)).shape == (0, 8)
+    assert FusedGate("silu")(torch.empty(0, 8)).shape == (0, 4)

@@ -1,0 +1,95 @@
+"""The seam to C: levels, the pool of threads, life without a library."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from charonia.engine.cpu import library
+
+
+def run(code: str, **environment: str) -> str:
+    """What a fresh interpreter prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return done.stdout.strip()
+
+
+def test_a_level_is_in_use_where_it_was_asked_for(level: str) -> None:
+    assert library.level() == level
+
+
+def test_levels_end_with_their_block(level: str) -> None:
+    with library.at("portable"):
+        assert library.level() == "portable"
+    assert library.level() == level
+
+
+@pytest.mark.skipif(library.level() is None, reason="no C extension here")
+def test_threads_are_torch_s() -> None:
+    """One OpenMP in the process, and torch's number of threads."""
+    library.bind("charonia_threads")
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        pools = {line.split()[-1] for line in maps.read_text().splitlines() if "omp" in line.rpartition("/")[2]}
+        assert len(pools) == 1
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert library.bind("charonia_threads")() == 1
+        torch.set_num_threads(2)
+        assert library.bind("charonia_threads")() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+SHOW = "from charonia.engine.cpu import library; print(library.level(), library.described(), sep='; ')"
+
+
+def test_the_environment_caps_the_level() -> None:
+    assert run(SHOW, CHARONIA_KERNELS="none").startswith("None; no C kernels (CHARONIA_KERNELS=none): torch computes")
+    if library.level() is not None:
+        assert run(SHOW, CHARONIA_KERNELS="portable") == "portable; C kernels at level portable"
+
+
+@pytest.mark.skipif(library.level() is None, reason="no C extension here")
+def test_a_level_nobody_knows_is_named() -> None:
+    asked = "from charonia.engine.cpu import library\ntry: library.level()\nexcept ValueError as e: print(e)"
+    assert "CHARONIA_KERNELS must be none or one of portable" in run(asked, CHARONIA_KERNELS="sse9")
+
+
+@pytest.mark.skipif(library.level() is None, reason="no C extension here")
+def test_every_signature_is_a_function() -> None:
+    assert all(isinstance(library.bind(name), ctypes._CFuncPtr) for name in library.SIGNATURES)
+
+
+def test_only_what_kernels_compute_is_served() -> None:
+    assert not library.serves(torch.float16, torch.device("cpu"))
+    assert not library.serves(torch.float32, torch.device("cuda"))
+    assert library.serves(torch.bfloat16, torch.device("cpu")) == (library.level() is not None)
+
+
+def test_people_are_told_what_computes(level: str) -> None:
+    assert library.described() == f"C kernels at level {level}"
+    with library.absent():
+        assert "for want of a compiler" in library.described()
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc here")
+def test_the_compiler_finds_nothing_odd() -> None:
+    """A macro's variable once took the place of its caller's, and a region had as many threads as chance would have."""
+    sources = [str(path) for path in sorted(Path(library.__file__).parent.glob("*.c"))]
+    asked = ["gcc", "-std=gnu11", "-fopenmp", "-fsyntax-only", "-Wall", "-Wno-psabi", "-Werror", *sources]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,44 @@
+"""Where slots lie: any program, and no two that are needed at the same time on the same bytes."""
+
+from itertools import combinations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from charonia.engine.cpu.buffer_planner import Marks, places
+from charonia.engine.cpu.op_trace import ENTER, NORM, Operation, Places, Slot, Tape
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+@given(st.data())
+def test_slots_that_are_needed_together_lie_apart(data: st.DataObject) -> None:
+    tape = Tape(torch.float32)
+    slots = [tape.begin(Operation(kind=ENTER), 24)]
+    for _ in range(data.draw(st.integers(1, 12))):
+        x, delta = (data.draw(st.sampled_from(slots)) for _ in range(2))
+        if not x.chosen and data.draw(st.booleans()):
+            slots.append(x[Places()])
+        else:
+            added = None if delta.chosen != x.chosen else delta
+            width, dtype = data.draw(st.integers(1, 80)), data.draw(DTYPES)
+            slots.append(tape.add(Operation(kind=NORM), x, width, delta=added, dtype=dtype))
+    rest, logits = data.draw(st.sampled_from(slots)), data.draw(st.sampled_from([None, slots[-1]]))
+    marks = Marks(slots[0], rest, len(tape.uses), True, logits)
+    found, spans = places(tape, marks), _spans(tape, marks)
+    for a, b in combinations(spans, 2):
+        together = max(spans[a].start, spans[b].start) < min(spans[a].stop, spans[b].stop)
+        (from_a, to_a), (from_b, to_b) = ((found[one], found[one] + one.dtype.itemsize * one.width) for one in (a, b))
+        assert not together or a.chosen != b.chosen or to_a <= from_b or to_b <= from_a
+        assert from_a % 64 == from_b % 64 == 0
+
+
+def _spans(tape: Tape, marks: Marks) -> dict[Slot, range]:
+    """From the operation that makes a slot to past the last that needs it, found the slow way."""
+    spans = {}
+    for slot in {slot for use in tape.uses for slot in use.slots}:
+        met = [number for number, use in enumerate(tape.uses) if any(slot is each for each in use.slots)]
+        read = any(slot is each for each in (marks.stream, marks.rest, marks.logits))
+        spans[slot] = range(min(met), len(tape.uses) + 1 if read else max(met) + 1)
+    return spans

@@ -1,0 +1,202 @@
+"""Threads that stay: steps of real decoders, begun before anybody comes to help, by however many."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from charonia.engine.attention.backend import CacheSpec
+from charonia.engine.attention.native import NativeAttention
+from charonia.engine.checkpoint.build_context import Place
+from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
+from charonia.engine.cpu import library
+from charonia.engine.models.interfaces import Running
+from charonia.engine.models.native_decoder import Stack
+from charonia.engine.models.registry import recipe
+from charonia.engine.step_batch import Batch
+from charonia.engine.worker.sampler import CHOICE, Choices, Picks, sample
+
+CPU, BLOCK = torch.device("cpu"), 16
+
+pytestmark = pytest.mark.skipif(library.level() is None, reason="no C extension here")
+
+
+class World:
+    """Rows of a real decoder, as the runner keeps them."""
+
+    def __init__(self, directory: Path, rows: int = 3) -> None:
+        self.decoder, shape = recipe(open_checkpoint(directory)).build(Place(torch.float32, CPU, 128))
+        spec = CacheSpec(shape.views, shape.heads, shape.kv_heads, shape.head_dim, BLOCK, torch.float32, CPU)
+        self.attention = NativeAttention(spec)
+        self.attention.allocate(8 * rows)
+        self.known = torch.zeros(rows, 128, dtype=torch.int32)
+        self.known[:, :5] = torch.arange(5) + torch.arange(1, 1 + rows).unsqueeze(1)
+        self.blocks = torch.arange(8 * rows).view(rows, 8)
+
+    def begin(
+        self, starts: list[int], counts: list[int], *, pick: bool = True, choices: Choices | None = None
+    ) -> tuple[Running, np.ndarray]:
+        rows = len(starts)
+        batch = Batch(range(rows), starts, counts, self.known, self.blocks, BLOCK)
+        picked = np.full(rows, -1, np.int32)
+        places = torch.from_numpy(batch.firsts + batch.counts - 1)
+        running = self.decoder.begin(
+            batch, self.attention.begin(batch), places, Picks(picked, choices) if pick else None
+        )
+        assert running is not None
+        return running, picked
+
+    def one_by_one(self, steps: int) -> list[list[int]]:
+        """Each step finished before the next begins."""
+        found = []
+        for start, count in spans(steps):
+            running, picked = self.begin([start] * 3, [count] * 3)
+            running.finish()
+            found.append(picked.tolist())
+        return found
+
+
+def spans(steps: int) -> Iterator[tuple[int, int]]:
+    """The prompt, then token after token: (start, count)."""
+    yield 0, 5
+    for position in range(5, 4 + steps):
+        yield position, 1
+
+
+@pytest.fixture(params=[1, 2, 4])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def test_steps_begun_ahead_are_those_of_one_after_the_other(checkpoint: Callable[..., Path], threads: int) -> None:
+    """More than the crew has places for, so that giving one has to wait for another."""
+    expected = World(checkpoint("llama")).one_by_one(24)
+    world = World(checkpoint("llama"))
+    begun = [world.begin([start] * 3, [count] * 3) for start, count in spans(24)]
+    begun[-1][0].finish()
+    assert [picked.tolist() for _, picked in begun] == expected
+    assert world.known[:, 5:29].T.tolist() == expected
+
+
+def test_logits_are_those_that_were_picked_from(checkpoint: Callable[..., Path], threads: int) -> None:
+    world = World(checkpoint("llama"))
+    running, _ = world.begin([0, 0, 0], [5, 3, 4], pick=False)
+    running.finish()
+    logits = running.logits.clone()
+    for choices in (None, mixed_choices()):
+        running, picked = world.begin([0, 0, 0], [5, 3, 4], choices=choices)
+        running.finish()
+        assert picked.tolist() == sample(logits, choices).tolist()
+        assert world.known[range(3), [5, 3, 4]].tolist() == picked.tolist()
+
+
+def mixed_choices() -> Choices:
+    """One row of each kind: by temperature alone, filtered, greedy."""
+    choices = np.zeros(3, CHOICE)
+    choices["temperature"], choices["top_p"], choices["seed"] = [1.5, 2, 0], [1, 0.9, 1], [3, 4, 5]
+    choices["top_k"], choices["position"] = [0, 40, 0], [5, 3, 4]
+    return choices
+
+
+def test_closing_waits_for_what_was_begun(checkpoint: Callable[..., Path], threads: int) -> None:
+    expected = World(checkpoint("llama")).one_by_one(6)
+    world = World(checkpoint("llama"))
+    begun = [world.begin([start] * 3, [count] * 3) for start, count in spans(6)]
+    world.decoder.close()
+    world.decoder.close()
+    done = expected if threads > 1 else [[-1] * 3] * 6  # alone, nobody computes what nobody waits for
+    assert [picked.tolist() for _, picked in begun] == done
+
+
+def test_memory_grows_under_nobody(checkpoint: Callable[..., Path], threads: int) -> None:
+    """A larger step that is begun while smaller ones are computed."""
+    steps = [(0, 1), (1, 1), (2, 30), (32, 1), (33, 64), (97, 2)]
+
+    def picked(world: World, each: Callable[[Running], object]) -> list[list[int]]:
+        world.known[:] = torch.arange(world.known.numel(), dtype=torch.int32).view(world.known.shape) % 300
+        begun = []
+        for start, count in steps:
+            begun.append(world.begin([start] * 3, [count] * 3))
+            each(begun[-1][0])
+        begun[-1][0].finish()
+        return [tokens.tolist() for _, tokens in begun]
+
+    alone = picked(World(checkpoint("llama")), lambda running: running.finish())
+    assert picked(World(checkpoint("llama")), lambda _: None) == alone
+
+
+def test_who_was_interrupted_comes_back_for_the_step(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Ctrl-C while a step is computed: without helpers a step that nobody comes for would hold up all others."""
+    world, joined = World(checkpoint("llama")), list[int]()
+    first, second = (world.begin([start] * 3, [count] * 3)[0] for start, count in spans(2))
+    assert isinstance(world.decoder, Stack)
+    program = world.decoder._program
+    assert program is not None
+    join = program._join
+
+    def interrupted(crew: int, number: int) -> None:
+        joined.append(number)
+        if len(joined) == 1:
+            raise KeyboardInterrupt
+        join(crew, number)
+
+    monkeypatch.setattr(program, "_join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        first.finish()
+    second.finish()
+    assert joined == [0, 0, 1]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+def test_a_forked_process_waits_for_no_threads(checkpoint: Callable[..., Path], threads: int) -> None:
+    """It has none of them."""
+    world = World(checkpoint("llama"))
+    world.begin([0] * 3, [5] * 3)[0].finish()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking where threads are
+        child = os.fork()
+    if child == 0:
+        world.decoder.close()
+        os._exit(0)
+    deadline = time.monotonic() + 30
+    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+        time.sleep(0.001)
+    if not ended[0]:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
+
+
+@pytest.fixture(scope="module")
+def stress(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The crew alone, watched by the thread sanitizer where the compiler has it."""
+    compiler, to = shutil.which("gcc") or shutil.which("cc"), tmp_path_factory.mktemp("crew") / "stress"
+    if compiler is None:
+        pytest.skip("no compiler here")
+    here, kernels = Path(__file__).parent, Path(library.__file__).parent
+    command = [compiler, "-std=gnu11", "-O1", "-g", "-pthread", f"-I{kernels}", str(here / "crew_stress.c")]
+    command += [str(kernels / "crew.c"), "-o", str(to)]
+    if subprocess.run([*command, "-fsanitize=thread"], capture_output=True, check=False).returncode:
+        subprocess.run(command, check=True)
+    return to
+
+
+@pytest.mark.parametrize("helpers", [0, 1, 3])
+def test_everything_is_done_once_whoever_comes_when(stress: Path, helpers: int) -> None:
+    done = subprocess.run([stress, str(helpers), "600"], capture_output=True, text=True, timeout=60, check=False)
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("the thread sanitizer does not run on this kernel")
+    assert (done.stdout, done.stderr, done.returncode) == ("right\n", "", 0)

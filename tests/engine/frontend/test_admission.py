@@ -1,0 +1,93 @@
+"""Limits on what waits: counted, checked, and told apart; with a clock of the test's own."""
+
+import pytest
+
+from charonia.core.errors import InvalidArgument, QueueFull
+from charonia.engine.frontend.admission import Admission, QueueLimits
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_requests_are_limited() -> None:
+    admission = Admission(QueueLimits(requests=2, tokens=100))
+    places = []
+    for _ in range(2):
+        admission.check(tokens=1)
+        places.append(admission.enter(tokens=1))
+    with pytest.raises(QueueFull, match=r"2 requests .*max_queued_requests"):
+        admission.check()
+    admission.leave(places[0])
+    admission.check()
+
+
+def test_what_no_empty_queue_has_room_for_is_refused_for_good() -> None:
+    admission = Admission(QueueLimits(requests=4, tokens=100))
+    for prompts, choices, tokens in ((4, 1, 0), (2, 2, 0), (1, 4, 25), (1, 1, 1000)):
+        admission.check_size(prompts, choices, tokens)
+    for prompts, choices, tokens, field, limit in (
+        (5, 1, 0, "prompt", "max_queued_requests"),
+        (1, 5, 0, "n", "max_queued_requests"),
+        (3, 2, 0, "n", "max_queued_requests"),
+        (1, 4, 26, "n", "max_queued_tokens"),
+    ):
+        with pytest.raises(InvalidArgument, match=limit) as refusal:
+            admission.check_size(prompts, choices, tokens)
+        assert refusal.value.field == field
+
+
+def test_prompt_tokens_are_limited() -> None:
+    admission = Admission(QueueLimits(requests=9, tokens=100))
+    admission.enter(tokens=60)
+    admission.check(tokens=40)
+    with pytest.raises(QueueFull, match=r"60 prompt tokens .* has 41: more than 100 .*max_queued_tokens"):
+        admission.check(tokens=41)
+
+
+def test_a_prompt_above_the_limit_may_wait_alone() -> None:
+    admission = Admission(QueueLimits(requests=9, tokens=100))
+    admission.check(tokens=1000)
+    admission.enter(tokens=1000)
+    with pytest.raises(QueueFull):
+        admission.check(tokens=1)
+
+
+def test_a_flood_does_not_keep_the_others_out() -> None:
+    admission = Admission(QueueLimits(requests=8, tokens=100))
+    for _ in range(8):
+        admission.check("flood", 10)
+        admission.enter("flood", 10)
+    for _ in range(4):
+        admission.check("other", 10)
+        admission.enter("other", 10)
+    for tenant in ("flood", "other"):
+        with pytest.raises(QueueFull):
+            admission.check(tenant, 10)
+    admission.check("third", 10)
+
+
+def test_what_left_is_forgotten() -> None:
+    admission = Admission(QueueLimits(requests=8, tokens=100))
+    for place in [admission.enter(tenant, 5) for tenant in "abca"]:
+        admission.leave(place)
+    assert (admission.requests, admission.tokens, admission._tenants) == (0, 0, {})
+
+
+def test_come_back_when_everything_has_started_at_the_recent_pace() -> None:
+    clock = Clock()
+    admission = Admission(QueueLimits(requests=1000, tokens=1000), clock)
+    assert admission.retry_after() == 1
+    for _ in range(10):
+        admission.note_start()
+        clock.now += 0.5
+    for _ in range(20):
+        admission.enter()
+    assert admission.retry_after() == pytest.approx(10)
+    for _ in range(900):
+        admission.enter()
+    assert admission.retry_after() == 60

@@ -1,0 +1,56 @@
+"""How long the supervisor waits before it starts the next core."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from charonia.core.errors import CharoniaError
+from charonia.engine.config import EngineConfig
+from charonia.engine.core.messages import Loading, Ready, Refused, Said, Updates
+from charonia.engine.frontend import core_supervisor
+from charonia.engine.frontend.core_supervisor import PATIENCE, CoreSupervisor
+
+
+class Deaf:
+    """Whoever is told, and does nothing."""
+
+    def on_progress(self, loading: Loading) -> None: ...
+
+    def on_updates(self, updates: Updates) -> None: ...
+
+    def on_refused(self, refused: Refused) -> None: ...
+
+    def on_loss(self, error: CharoniaError) -> None: ...
+
+
+READY = Ready(blocks=1, block_size=16, vocab_size=10, max_model_len=16)
+
+
+def waits(monkeypatch: pytest.MonkeyPatch, served: list[float]) -> list[float]:
+    """Seconds before each restart, of cores that died after serving so many seconds each."""
+    now = [0.0]
+    monkeypatch.setattr(core_supervisor, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    core, found = CoreSupervisor(EngineConfig(model="", executor="fake"), Deaf(), PATIENCE), []
+    for seconds in served:
+        core._serve(READY)
+        now[0] += seconds
+        core._mourn(-9)
+        found.append(core._backoff())
+    return found
+
+
+def test_cores_that_die_young_are_restarted_ever_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert waits(monkeypatch, [1.0] * 5) == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6])
+
+
+def test_a_core_killed_every_ten_seconds_is_back_at_once_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert waits(monkeypatch, [9.0] * 12) == pytest.approx([0.1] * 12)
+
+
+def test_what_a_core_logs_is_logged_here(caplog: pytest.LogCaptureFixture) -> None:
+    core = CoreSupervisor(EngineConfig(model="", executor="fake", data_parallel_size=2, replica=1), Deaf(), PATIENCE)
+    core._on_message(Said("charonia.engine.models.registry", logging.WARNING, "5 % of it"))
+    [record] = caplog.records
+    assert (record.name, record.levelname) == ("charonia.engine.models.registry", "WARNING")
+    assert record.getMessage() == "the engine core of replica 1: 5 % of it"

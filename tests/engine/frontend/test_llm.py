@@ -1,0 +1,60 @@
+"""The language model over our own engine: what is particular to it. What all text models do: text_models/."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from charonia.core.errors import NotFound, Unavailable
+from charonia.core.request import GenerateRequest, SamplingParams
+from charonia.engine.config import EngineConfig
+from charonia.engine.core.messages import Ready
+from charonia.engine.frontend.add_request import addition
+from charonia.engine.frontend.llm import LlmModel
+from charonia.tokenization.generation_defaults import GenerationDefaults
+
+HUGE = SamplingParams(
+    max_tokens=1, temperature=1e300, top_k=2**70, top_p=1e-300, stop_token_ids=(2**70,), seed=2**64 - 1
+)
+
+
+def test_numbers_that_no_device_can_hold_are_clipped_to_what_they_mean() -> None:
+    request = GenerateRequest(id="", prompt="", priority=2**70, sampling=HUGE)
+    asked = addition(
+        request, [1], GenerationDefaults((7,)), Ready(vocab_size=100, max_model_len=8, block_size=4, blocks=2)
+    )
+    assert (asked.sampling.temperature, asked.sampling.top_k, asked.sampling.top_p) == (1e6, 100, 1e-6)
+    assert (asked.stop_token_ids, asked.priority) == ([7], 2**16)
+
+
+def test_an_unseeded_request_draws_its_own_seed() -> None:
+    request = GenerateRequest(id="", prompt="", sampling=SamplingParams(max_tokens=1))
+    ready = Ready(vocab_size=100, max_model_len=8, block_size=4, blocks=2)
+    seeds = {addition(request, [1], GenerationDefaults(()), ready).sampling.seed for _ in range(9)}
+    assert len(seeds) == 9
+
+
+async def test_it_describes_itself_completed() -> None:
+    config = LlmModel("words", "3", EngineConfig(model="nowhere")).config
+    assert (config.name, config.version, config.backend, config.platform) == ("words", "3", "charonia", "")
+    assert config.decoupled
+    assert config.max_batch_size == 0
+    assert [spec.name for spec in config.inputs] == ["text_input", "input_ids", "stream", "sampling_parameters"]
+    assert all(spec.optional for spec in config.inputs)
+    assert config.outputs[0].name == "text_output"
+
+
+async def test_it_fails_clearly_when_it_cannot_load(tmp_path: Path) -> None:
+    model = LlmModel("words", "1", EngineConfig(model=str(tmp_path), executor="fake"))
+    with pytest.raises(NotFound, match=r"tokenizer\.json"):
+        await model.load()
+    with pytest.raises(Unavailable, match="words"):
+        await anext(model.generate(GenerateRequest(id="", prompt="w1")))
+    await model.unload()
+
+
+def test_leaves_torch_to_the_core() -> None:
+    check = "import charonia.engine.frontend.llm, sys; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "transformers"} & set(loaded)

@@ -1,0 +1,168 @@
+import json
+from typing import Any
+
+import pytest
+
+from charonia.core.errors import InvalidArgument
+from charonia.core.guided_decoding import Guide
+from charonia.core.request import InferRequest, SamplingParams
+from charonia.core.tensor import Tensor
+from charonia.engine.frontend.infer import read_question
+from charonia.engine.frontend.request_parameters import Manner, read_settings
+
+PROMPT = {"text_input": Tensor.of("text_input", "BYTES", [b"x"])}
+
+
+def sampling(**parameters: Any) -> SamplingParams:
+    return read_settings(parameters, None).sampling
+
+
+def replacing(text: str) -> Tensor:
+    return Tensor.of("sampling_parameters", "BYTES", [text.encode()])
+
+
+def test_names_of_every_generation_mean_the_same() -> None:
+    expected = SamplingParams(max_tokens=5, temperature=0.5, top_k=3, top_p=0.9, seed=7, stop_token_ids=(2,))
+    assert sampling(max_tokens=5, temperature=0.5, top_k=3, top_p=0.9, seed=7, end_id=2) == expected
+    tensorrt = {"request_output_len": 5, "runtime_top_k": 3, "runtime_top_p": 0.9, "random_seed": 7, "end_id": 2}
+    assert sampling(temperature=0.5, **tensorrt) == expected
+    plain = {"max_tokens": 5, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "seed": 7, "stop_token_ids": 2}
+    assert sampling(**{f"sampling_param_{name}": value for name, value in plain.items()}) == expected
+
+
+def test_what_shapes_a_text_has_its_names_too() -> None:
+    lists = replacing(json.dumps({"stop_words": ["a", "b"], "bad_words": "c", "logit_bias": {"7": -1}, "n": 3}))
+    settings = read_settings({}, lists)
+    assert settings.sampling == SamplingParams(stop=("a", "b"), bad_words=("c",), logit_bias={7: -1.0})
+    assert settings.manner.n == 3
+    plain = {"stop_words": "a", "min_length": 2, "min_p": 0.1, "repetition_penalty": 1.2, "num_return_sequences": 2}
+    assert sampling(**plain) == SamplingParams(stop=("a",), min_tokens=2, min_p=0.1, repetition_penalty=1.2)
+    assert read_settings(plain, None).manner == Manner(n=2)
+    penalties = {"sampling_param_presence_penalty": "1", "frequency_penalty": -1}
+    assert sampling(**penalties) == SamplingParams(presence_penalty=1, frequency_penalty=-1)
+
+
+def test_numbers_may_come_as_text() -> None:
+    assert sampling(max_tokens="5", temperature="0.5", ignore_eos="true") == SamplingParams(
+        max_tokens=5, temperature=0.5, ignore_eos=True
+    )
+
+
+def test_empty_words_are_none_and_whole_numbers_integers() -> None:
+    given = {"stop_words": ["", "a"], "bad_words": [""], "max_tokens": 8.0, "stop_token_ids": [2.0]}
+    settings = read_settings({}, replacing(json.dumps(given)))
+    assert settings.sampling == SamplingParams(stop=("a",), max_tokens=8, stop_token_ids=(2,))
+    with pytest.raises(InvalidArgument, match="'max_tokens' must be an integer"):
+        read_settings({"max_tokens": 8.5}, None)
+
+
+@pytest.mark.parametrize("seed", [2**64, float(2**70), "18446744073709551616"])
+def test_a_seed_of_more_than_64_bits_is_told_the_range(seed: Any) -> None:
+    for name in ("seed", "random_seed"):
+        with pytest.raises(InvalidArgument, match=r"between -2\*\*63 and 2\*\*64 - 1") as refusal:
+            read_settings({name: seed}, None)
+        assert refusal.value.field == name
+
+
+def test_a_tensor_replaces_what_chooses_tokens_and_nothing_else() -> None:
+    tensor = replacing(json.dumps({"temperature": 0, "stop_token_ids": [1, 2], "return_finish_reason": True}))
+    settings = read_settings({"max_tokens": 5, "return_output_ids": True}, tensor)
+    assert settings.sampling == SamplingParams(temperature=0, stop_token_ids=(1, 2))
+    assert settings.manner == Manner(return_output_ids=True, return_finish_reason=True)
+
+
+def test_wishes_for_nothing_and_words_of_the_protocol_pass() -> None:
+    assert sampling(bad_words="", stop_words="", beam_width=1, stop=False, logprobs=False, n=1) == SamplingParams()
+    assert (
+        sampling(id="x", sequence_id=4, triton_enable_empty_final_response=True, temperature=None) == SamplingParams()
+    )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "field", "message"),
+    [
+        ({"max_token": 5}, "max_token", "unknown parameter 'max_token'; did you mean 'max_tokens'?"),
+        ({"max_tokenss": 5}, "max_tokenss", "unknown parameter 'max_tokenss'; did you mean 'max_tokens'?"),
+        ({"no_such": 5}, "no_such", "unknown parameter 'no_such'"),
+        ({"beam_width": 2}, "beam_width", "'beam_width' is not supported yet"),
+        ({"sampling_param_best_of": 2}, "sampling_param_best_of", "'sampling_param_best_of' is not supported yet"),
+        ({"logprobs": 5}, "logprobs", "'logprobs' is not supported yet"),
+        ({"stop": True}, "stop", "'stop' must be a string, got a boolean"),
+        ({"stop_words": ["a", 1]}, "stop_words", r"'stop_words\[1\]' must be a string, got an integer"),
+        ({"n": 0}, "n", "'n' must be an integer >= 1"),
+        ({"num_return_sequences": 129}, "num_return_sequences", "'num_return_sequences' must be an integer <= 128"),
+        ({"request_output_len": "x"}, "request_output_len", "'request_output_len' must be an integer, got a string"),
+        ({"request_output_len": -1}, "request_output_len", "'request_output_len': max_tokens must be at least 0"),
+        ({"timeout": 2**63}, "timeout", "'timeout' must be an integer <= 9223372036854775807"),
+        ({"timeout": "1" * 400}, "timeout", "'timeout' must be an integer <= 9223372036854775807"),
+        ({"presence_penalty": 3}, "presence_penalty", "between -2 and 2"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "'logit_bias'"),
+        ({"max_tokens": "many"}, "max_tokens", "'max_tokens' must be an integer, got a string"),
+        ({"max_tokens": -1}, "max_tokens", "max_tokens must be at least 0"),
+        ({"stream": "maybe"}, "stream", "'stream' must be a boolean, got a string"),
+        ({"max_tokens": 1, "request_output_len": 2}, "request_output_len", "says again what 'max_tokens' says"),
+    ],
+)
+def test_everything_else_is_refused_by_name(parameters: dict[str, Any], field: str, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message) as refusal:
+        read_settings(parameters, None)
+    assert refusal.value.field == field
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "nan", "[" * 100_000, r'{"max_tokens": "\ud800"}'])
+def test_a_tensor_that_is_no_json_object_is_refused(text: str) -> None:
+    with pytest.raises(InvalidArgument) as refusal:
+        read_settings({}, replacing(text))
+    assert refusal.value.field == "sampling_parameters"
+
+
+def test_a_tensor_names_its_own_fields() -> None:
+    with pytest.raises(InvalidArgument) as refusal:
+        read_settings({}, replacing('{"stop_token_ids": [1, "x"]}'))
+    assert refusal.value.field == "stop_token_ids"
+
+
+def test_what_vllms_clients_say_of_tokens() -> None:
+    asked = {"allowed_token_ids": [5], "skip_special_tokens": False, "truncate_prompt_tokens": -1}
+    expected = SamplingParams(allowed_token_ids=(5,), skip_special_tokens=False, truncate_prompt_tokens=-1)
+    assert read_settings({}, replacing(json.dumps(asked))).sampling == expected
+    plain = {"allowed_token_ids": 5, "sampling_param_skip_special_tokens": "false", "truncate_prompt_tokens": "-1"}
+    assert sampling(**plain) == expected
+    with pytest.raises(InvalidArgument, match="allowed_token_ids must be at least one token, got 0"):
+        read_settings({}, replacing('{"allowed_token_ids": []}'))
+
+
+def test_a_timeout_is_in_microseconds_and_not_negative() -> None:
+    assert read_settings({"timeout": 1_500_000}, None).manner.timeout == 1_500_000
+    assert read_question(InferRequest(inputs=PROMPT, parameters={"timeout": 1_500_000})).requests[0].timeout == 1.5
+    with pytest.raises(InvalidArgument, match="timeout"):
+        read_settings({"timeout": -1}, None)
+
+
+def test_a_negative_priority_is_refused_as_on_every_door() -> None:
+    for parameters in ({"priority": -3}, {"priority": "-3"}):
+        with pytest.raises(InvalidArgument, match="priority must be at least 0, got -3") as refusal:
+            read_question(InferRequest(inputs=PROMPT, parameters=parameters))
+        assert refusal.value.field == "priority"
+
+
+def test_a_guide_and_its_type_come_together() -> None:
+    schema = {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": "{}", "lora_name": "a"}
+    asked = read_question(InferRequest(inputs=PROMPT, parameters=schema)).requests[0]
+    assert (asked.guide, asked.adapter) == (Guide("json_schema", "{}"), "a")
+    plain = {"guided_decoding_guide_type": "json"}
+    assert read_question(InferRequest(inputs=PROMPT, parameters=plain)).requests[0].guide == Guide("json")
+    for wrong, field in [
+        ({"guided_decoding_guide": "{}"}, "guided_decoding_guide_type"),
+        ({"guided_decoding_guide_type": "regex"}, "guided_decoding_guide"),
+        (schema | {"guided_decoding_guide_type": "json"}, "guided_decoding_guide"),
+        (schema | {"guided_decoding_guide_type": "yaml"}, "guided_decoding_guide_type"),
+    ]:
+        with pytest.raises(InvalidArgument) as refusal:
+            read_question(InferRequest(inputs=PROMPT, parameters=wrong))
+        assert refusal.value.field == field
+
+
+def test_a_question_is_its_tenants() -> None:
+    asked = read_question(InferRequest(inputs=PROMPT, tenant="a", weight=2.0)).requests[0]
+    assert (asked.tenant, asked.weight) == ("a", 2.0)

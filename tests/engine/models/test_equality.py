@@ -1,0 +1,246 @@
+"""The heart of it: whatever the scheduler does to a request, its greedy tokens are those of transformers.generate."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from charonia.bench.inline_loop import Outcome, run
+from charonia.engine.config import CacheConfig, EngineConfig
+from charonia.engine.cpu import library
+from charonia.engine.worker.inline_executor import InlineExecutor
+from charonia.kvcache.manager import KVCacheManager
+from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.plan import RowSampling, StepPlan
+from charonia.scheduler.scheduler import Scheduler
+from charonia.scheduler.sequence import SequenceRequest
+
+BLOCK = 16
+GREEDY = RowSampling()
+NEW = 32
+LENGTHS = (1, 2, 7, 8, 9, 16, 23, 31, 40, 50, 64, 65, 77, 90, 100, 120)
+SHARED = 33
+"""Tokens that every second prompt begins with: two whole blocks and a bit."""
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(11)
+    drawn = [torch.randint(1, 384, (length,), generator=generator).tolist() for length in LENGTHS]
+    common = torch.randint(1, 384, (SHARED,), generator=generator).tolist()
+    return [common + own if number % 2 else own for number, own in enumerate(drawn)]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is done to the requests. `tight`: a cache for a sixth of them."""
+
+    chunk: int = 4096
+    prefix: bool = False
+    tight: bool = False
+    ahead: int = 0
+    rows: int = 16
+
+
+SETTINGS = {
+    "plain": Setting(),
+    "chunked": Setting(chunk=29),
+    "prefix": Setting(prefix=True),
+    "preempted": Setting(tight=True),
+    "ahead 1": Setting(ahead=1),
+    "ahead 2": Setting(ahead=2),
+    "everything, ahead 1": Setting(chunk=29, prefix=True, tight=True, ahead=1),
+    "everything, ahead 2": Setting(chunk=29, prefix=True, tight=True, ahead=2),
+}
+
+
+class Events:
+    """What really happened, read off the plans."""
+
+    def __init__(self) -> None:
+        self.unfinished_chunks = self.admissions = 0
+
+    def observe(self, plan: StepPlan) -> None:
+        self.unfinished_chunks += int((~plan.samples).sum())
+        self.admissions += len(plan.new)
+
+
+class Bench:
+    """One loaded executor, and schedulers as the settings want them."""
+
+    def __init__(self, checkpoint: Path, backend: str, length: int | None = None) -> None:
+        """`backend` "torch" is the machine without a compiler."""
+        config = EngineConfig(
+            model=str(checkpoint),
+            device="cpu",
+            attention="auto" if backend == "torch" else backend,
+            cache=CacheConfig(block_size=BLOCK),
+            max_model_len=length,
+        )
+        self.executor = InlineExecutor(config)
+        with library.absent() if backend == "torch" else nullcontext():
+            self.executor.load(lambda phase, fraction: None)
+
+    def run(
+        self, setting: Setting, sampling: RowSampling = GREEDY, asked: Sequence[list[int]] = ()
+    ) -> tuple[Outcome, Events]:
+        asked, events = asked or prompts(), Events()
+        needed = sum(-(-(len(prompt) + NEW) // BLOCK) for prompt in asked)
+        blocks = needed // 6 if setting.tight else needed
+        cache = KVCacheManager(blocks, BLOCK, setting.prefix)
+        config = SchedulerConfig(
+            max_num_seqs=setting.rows, max_num_batched_tokens=setting.chunk, max_model_len=256, ahead=setting.ahead
+        )
+        self.executor.allocate(blocks)
+        requests = [self.request(cache, key, prompt, sampling) for key, prompt in enumerate(asked)]
+        outcome = run(Scheduler(config, cache), self.executor, requests, observe=events.observe)
+        cache.check_integrity()
+        return outcome, events
+
+    def request(self, cache: KVCacheManager, key: int, prompt: list[int], sampling: RowSampling) -> SequenceRequest:
+        tokens = np.array(prompt, np.int32)
+        hashes = cache.digest(tokens)
+        return SequenceRequest(key=key, prompt=tokens, max_tokens=NEW, hashes=hashes, sampling=sampling)
+
+
+@pytest.fixture(scope="module")
+def generated(checkpoint: Callable[..., Path]) -> Callable[[str], list[list[int]]]:
+    """What transformers generates for each prompt, alone and greedily, by configuration."""
+    known: dict[str, list[list[int]]] = {}
+
+    def generate(name: str) -> list[list[int]]:
+        if name not in known:
+            model: Any = AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=torch.float32)
+            model.generation_config.eos_token_id = None
+            known[name] = [continued(model, prompt) for prompt in prompts()]
+        return known[name]
+
+    return generate
+
+
+@torch.inference_mode()
+def continued(model: Any, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    mask = torch.ones_like(ids)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    return list(out[0, len(prompt) :].tolist())
+
+
+@pytest.fixture(scope="module")
+def bench(checkpoint: Callable[..., Path]) -> Iterator[Callable[[str, str], Bench]]:
+    made: dict[tuple[str, str], Bench] = {}
+
+    def make(name: str, backend: str) -> Bench:
+        if (name, backend) not in made:
+            made[name, backend] = Bench(checkpoint(name), backend)
+        return made[name, backend]
+
+    yield make
+    for each in made.values():
+        each.executor.close()
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=list(SETTINGS))
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, "auto") for name in ("llama", "llama-llama3-tied", "llama-linear-biased", "qwen2")),
+        *((name, "torch") for name in ("llama", "qwen2")),
+        ("llama", "reference"),
+    ],
+)
+def test_greedy_tokens_are_transformers(
+    name: str,
+    backend: str,
+    setting: Setting,
+    bench: Callable[[str, str], Bench],
+    generated: Callable[[str], list[list[int]]],
+) -> None:
+    outcome, events = bench(name, backend).run(setting)
+    assert [outcome.tokens[key] for key in range(len(LENGTHS))] == generated(name)
+    assert set(outcome.finished.values()) == {"length"}
+    assert_it_happened(setting, outcome, events)
+
+
+OTHERS = ("qwen2-yarn", "qwen2-window", "mistral", "qwen3", "qwen3-moe", "mixtral", "phi3", "gemma2", "gemma3")
+FOREIGN = ("gpt-neox", "granite", "starcoder2", "cohere2", "opt")
+
+
+@pytest.mark.parametrize("setting", ["plain", "everything, ahead 1"])
+@pytest.mark.parametrize("name", [*OTHERS, *FOREIGN])
+def test_other_architectures_are_transformers(
+    name: str,
+    setting: str,
+    bench: Callable[[str, str], Bench],
+    generated: Callable[[str], list[list[int]]],
+) -> None:
+    """Windows here are shorter than most prompts."""
+    test_greedy_tokens_are_transformers(name, "auto", SETTINGS[setting], bench, generated)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch", "cpu"])
+@pytest.mark.parametrize("length", [None, 256])
+@pytest.mark.parametrize("name", ["phi3.5", "phi4-mini"])
+def test_longrope_is_transformers_on_either_side_of_its_length(
+    name: str,
+    length: int | None,
+    backend: str,
+    checkpoint: Callable[..., Path],
+    generated: Callable[[str], list[list[int]]],
+) -> None:
+    """transformers changes factors when a text becomes longer than 64 tokens, the keys it has cached keep the old ones.
+    Here the length that is asked for decides: texts that stay on its side come out the same."""
+    bench = Bench(checkpoint(name), backend, length)
+    whole = list(zip(prompts(), generated(name), strict=True))
+    texts = [each for each in whole if (len(each[0]) > 64 if length else len(each[0]) + NEW <= 64)]
+    outcome, _ = bench.run(Setting(chunk=29), asked=[prompt for prompt, _ in texts])
+    assert len(texts) > 3
+    assert [outcome.tokens[key] for key in range(len(texts))] == [right for _, right in texts]
+    bench.executor.close()
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
+def test_one_row_at_a_time_says_the_same(
+    backend: str, bench: Callable[[str, str], Bench], generated: Callable[[str], list[list[int]]]
+) -> None:
+    outcome, _ = bench("llama", backend).run(Setting(rows=1))
+    assert [outcome.tokens[key] for key in range(len(LENGTHS))] == generated("llama")
+
+
+def assert_it_happened(setting: Setting, outcome: Outcome, events: Events) -> None:
+    """A scenario that did not occur proves nothing."""
+    preemptions = events.admissions - len(LENGTHS)
+    assert (events.unfinished_chunks > 5) == (setting.chunk < 100)
+    assert (sum(outcome.cached.values()) > 100) == setting.prefix
+    assert (preemptions > 0) == setting.tight
+    assert outcome.most_in_flight == setting.ahead + 1
+
+
+@pytest.mark.parametrize("setting", ["chunked", "preempted", "everything, ahead 1", "everything, ahead 2"])
+@pytest.mark.parametrize(
+    "sampling",
+    [RowSampling(1.0, 0, 1.0, 5), RowSampling(0.8, 20, 0.9, 2**64 - 1), RowSampling(1.5, 300, 0.95, 7, 3)],
+    ids=["temperature", "top-k and top-p", "large top-k"],
+)
+def test_seeded_tokens_do_not_depend_on_what_happens(
+    sampling: RowSampling, setting: str, bench: Callable[[str, str], Bench]
+) -> None:
+    llama = bench("llama", "auto")
+    undisturbed, _ = llama.run(SETTINGS["plain"], sampling)
+    outcome, _ = llama.run(SETTINGS[setting], sampling)
+    assert outcome.tokens == undisturbed.tokens
+
+
+def test_another_seed_or_choice_is_another_text(bench: Callable[[str, str], Bench]) -> None:
+    llama = bench("llama", "auto")
+    texts = [
+        llama.run(SETTINGS["plain"], RowSampling(1.0, 0, 1.0, seed, choice))[0].tokens
+        for seed, choice in ((1, 0), (2, 0), (1, 1))
+    ]
+    assert texts[0] != texts[1]
+    assert texts[0] != texts[2]

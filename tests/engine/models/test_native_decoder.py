@@ -1,0 +1,80 @@
+"""Layers by one recorded call, by however many threads, against layers one by one: the same bits."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from charonia.engine.attention.backend import CacheSpec
+from charonia.engine.attention.native import NativeAttention
+from charonia.engine.checkpoint.build_context import Place
+from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
+from charonia.engine.cpu import library
+from charonia.engine.cpu.program import Program
+from charonia.engine.models.interfaces import Decoder
+from charonia.engine.models.native_decoder import Stack
+from charonia.engine.models.registry import recipe
+from charonia.engine.step_batch import Batch
+
+CPU = torch.device("cpu")
+DENSE = ["llama", "llama-linear-biased", "qwen2", "mistral", "qwen3", "phi3", "phi4-mini", "gemma2", "gemma3"]
+SPARSE = ["qwen3-moe", "mixtral"]
+
+pytestmark = pytest.mark.skipif(library.level() is None, reason="no C extension here")
+
+
+def chunk(ids: torch.Tensor, start: int) -> Batch:
+    """One sequence's next tokens, in blocks one after the other."""
+    return Batch.of(ids, [start], [len(ids)], torch.arange(8).view(1, 8), 16)
+
+
+@torch.inference_mode()
+def spoken(decoder: Decoder, attention: NativeAttention) -> list[torch.Tensor]:
+    """Logits of a prompt in two chunks, then of single tokens."""
+    attention.allocate(8)
+    ids, at, found = torch.arange(3, 128), 0, []
+    for count in (40, 17, 1, 1):
+        step = chunk(ids[at : at + count], at)
+        logits = decoder.logits(step, attention.begin(step), [torch.arange(count)])
+        assert logits is not None
+        found.append(next(logits).clone())
+        at += count
+    return found
+
+
+def whole(decoder: Decoder) -> tuple[bool, bool]:
+    """Whether its program begins with token ids, and whether it ends with logits: those that are capped are torch's."""
+    assert isinstance(decoder, Stack)
+    marks = None if decoder._program is None else decoder._program.marks
+    return marks is not None and marks.embeds, marks is not None and marks.logits is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [*DENSE, *SPARSE])
+def test_a_program_changes_no_bit(
+    checkpoint: Callable[..., Path], name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = 0
+    begin = Program.begin
+
+    def counted(*args: object) -> object:
+        nonlocal runs
+        runs += 1
+        return begin(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Program, "begin", counted)
+    found = recipe(open_checkpoint(checkpoint(name)))
+    decoder, shape = found.build(Place(dtype, CPU, 128))
+    attention = NativeAttention(CacheSpec(shape.views, shape.heads, shape.kv_heads, shape.head_dim, 16, dtype, CPU))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        by_program = spoken(decoder, attention)
+    finally:
+        torch.set_num_threads(before)
+    assert runs == (0 if name in SPARSE else 4)
+    assert whole(decoder) == (name not in SPARSE, name not in (*SPARSE, "gemma2"))
+    monkeypatch.setattr(Stack, "_recorded", lambda *_: None)
+    one_by_one = spoken(decoder, attention)
+    assert all(torch.equal(a, b) for a, b in zip(by_program, one_by_one, strict=True))

@@ -1,0 +1,122 @@
+"""Ranks in processes of their own: they say what one rank says, and none outlives another."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+
+from charonia.core.errors import CharoniaError, InvalidArgument, Unavailable
+from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
+from charonia.engine.parallel.layout import Layout
+from charonia.engine.parallel.local_ranks import Processes
+from charonia.engine.parallel.ranks_executor import RanksExecutor
+from charonia.engine.worker.inline_executor import InlineExecutor
+
+LAYERS = 4
+VOCAB = 385
+"""No number of ranks has equal parts of it."""
+CASES = {
+    "llama, tensor 2": ("llama", ParallelConfig(tensor=2)),
+    "llama, pipeline 2": ("llama", ParallelConfig(pipeline=2, layers=(1, 3))),
+    "llama, tensor 2 x pipeline 2": ("llama", ParallelConfig(tensor=2, pipeline=2)),
+    "qwen3-moe, tensor 2": ("qwen3-moe", ParallelConfig(tensor=2)),
+}
+
+
+class Ranks(NamedTuple):
+    """Loaded ranks, and one that is alone with the same model."""
+
+    executor: RanksExecutor
+    alone: InlineExecutor
+    crew: Processes
+    stages: int
+
+
+@pytest.fixture(scope="module")
+def config(checkpoint: Callable[..., Path]) -> Callable[..., EngineConfig]:
+    def make(name: str, parallel: ParallelConfig) -> EngineConfig:
+        directory = checkpoint(name, num_hidden_layers=LAYERS, vocab_size=VOCAB)
+        cache = CacheConfig(block_size=16)
+        return EngineConfig(model=str(directory), device="cpu", threads=1, parallel=parallel, cache=cache)
+
+    return make
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=list(CASES))
+def ranks(request: pytest.FixtureRequest, config: Callable[..., EngineConfig]) -> Iterator[Ranks]:
+    name, parallel = request.param
+    crews: list[Processes] = []
+
+    def muster(config: EngineConfig, layout: Layout) -> Processes:
+        crews.append(Processes(config, layout))
+        return crews[-1]
+
+    executor, alone = RanksExecutor(config(name, parallel), muster), InlineExecutor(config(name, ParallelConfig()))
+    try:
+        executor.load(lambda phase, fraction: None)
+        alone.load(lambda phase, fraction: None)
+        yield Ranks(executor, alone, crews[0], parallel.pipeline)
+    finally:
+        executor.close()
+        alone.close()
+
+
+@pytest.fixture(scope="module")
+def split(sibling: Callable[[str], ModuleType]) -> Any:
+    """How requests are served, as the threads' ranks serve them."""
+    return sibling("engine/test_split_equality.py")
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "shaped"])
+def test_tokens_are_those_of_one_rank(ranks: Ranks, split: Any, sampling: str) -> None:
+    """With chunks, prefix hits, preemption and cancels, all of which happen."""
+    asked = split.Asked() if sampling == "greedy" else split.Asked(sampling=split.SHAPED)
+    undisturbed = split.ALONE._replace(sampling=asked.sampling)
+    expected = split.serve(ranks.alone, undisturbed, 1, {}).outcome
+    events = split.serve(ranks.executor, asked, ranks.stages, split.CANCELLED)
+    left = set(split.CANCELLED.values())
+    stayed = [key for key in range(len(split.LENGTHS)) if key not in left]
+    assert [events.outcome.tokens[key] for key in stayed] == [expected.tokens[key] for key in stayed]
+    assert events.unfinished_chunks > 2
+    assert events.preemptions > 0
+    assert sum(events.outcome.cached.values()) > 0
+    assert events.outcome.most_in_flight == ranks.stages
+
+
+def test_logprobs_come_with_the_tokens(ranks: Ranks, split: Any) -> None:
+    asked = split.ALONE._replace(sampling=split.RowSampling(logprobs=3))
+    expected = split.serve(ranks.alone, asked, 1, {}).outcome.logprobs
+    outcome = split.serve(ranks.executor, asked, ranks.stages, {}).outcome
+    for key, theirs in expected.items():
+        assert [each.ids for each in outcome.logprobs[key]] == [each.ids for each in theirs]
+        assert [each.chosen for each in outcome.logprobs[key]] == pytest.approx(
+            [each.chosen for each in theirs], abs=1e-4
+        )
+
+
+def test_a_killed_rank_takes_everything_with_it(ranks: Ranks, split: Any) -> None:
+    """The last of the tests that need these ranks."""
+    told: list[CharoniaError] = []
+    ranks.executor.watch(told.append)
+    pids = ranks.crew.pids
+    os.kill(pids[-1], signal.SIGKILL)
+    name = f"rank {len(pids) - 1} of {len(pids)}"
+    with pytest.raises(Unavailable, match=rf"^{name}.* died \(exit code -9\)$"):
+        split.serve(ranks.executor, split.Asked(), ranks.stages, {})
+    ranks.executor.close()
+    assert [error.message.startswith(name) for error in told] == [True]
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_what_does_not_fit_the_model_is_said_by_a_rank(config: Callable[..., EngineConfig]) -> None:
+    parallel = ParallelConfig(layers=(LAYERS + 1,))
+    executor = RanksExecutor(config("llama", parallel))
+    try:
+        with pytest.raises(InvalidArgument, match=r"5"):
+            executor.load(lambda phase, fraction: None)
+    finally:
+        executor.close()

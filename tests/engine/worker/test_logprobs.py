@@ -1,0 +1,30 @@
+"""What the model gave a token does not depend on who else asks."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from charonia.engine.worker.logprobs import measure
+
+VOCAB = 151_936
+"""So long that torch shares a sum among its threads."""
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """As many as make a difference, whatever the machine has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_row_that_is_alone_is_measured_as_in_company() -> None:
+    logits = 3 * torch.randn(60, VOCAB, generator=torch.Generator().manual_seed(0))
+    tokens = torch.arange(60)
+    together = measure(logits, tokens, 2)
+    for row in range(60):
+        alone = measure(logits[row : row + 1], tokens[row : row + 1], 2)
+        assert [column.tolist() for column in alone] == [column[row : row + 1].tolist() for column in together]

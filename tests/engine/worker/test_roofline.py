@@ -1,0 +1,55 @@
+"""What bounds decoding: bytes a token, counted against a real checkpoint, and the memory's speed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
+from charonia.engine.checkpoint.model_spec import Experts
+from charonia.engine.worker.roofline import CACHED, Roof, read_bandwidth, roof, token_weights
+
+DEMO = Path(__file__).parents[3] / "examples/model_repository/demo/1"
+
+
+def test_the_matrices_of_a_checkpoint_are_counted_once() -> None:
+    with safe_open(DEMO / "model.safetensors", framework="pt") as file:
+        sizes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - not a mapping
+    spec = open_checkpoint(DEMO).spec
+    matrices = sum(shape[0] * shape[1] for name, shape in sizes.items() if len(shape) == 2)
+    assert spec.tied_embeddings, "else the embeddings, of which a token reads one row, would have to be left out"
+    assert token_weights(spec) == matrices
+
+
+def test_of_a_mixture_only_the_chosen_experts_count() -> None:
+    spec = open_checkpoint(DEMO).spec
+    layers = tuple(layer % 2 == 0 for layer in range(spec.layers))
+    mixture = replace(spec, experts=Experts(64, 2, spec.intermediate_size, True, layers))
+    more = sum(layers) * 3 * spec.hidden_size * spec.intermediate_size
+    assert token_weights(mixture) == token_weights(spec) + more
+
+
+def test_weights_that_fit_the_caches_are_not_bound_by_memory() -> None:
+    spec = open_checkpoint(DEMO).spec
+    assert token_weights(spec) < CACHED
+    assert roof(spec, torch.int8) is None
+
+
+@pytest.mark.parametrize(("kind", "name"), [(torch.int8, "int8"), (torch.bfloat16, "bfloat16")])
+def test_a_larger_model_has_a_bound(kind: torch.dtype, name: str) -> None:
+    spec = replace(open_checkpoint(DEMO).spec, vocab_size=1_000_000)
+    found = roof(spec, kind)
+    assert found is not None
+    assert (found.weights, found.kind) == (token_weights(spec) * kind.itemsize, name)
+
+
+def test_the_bound_is_said() -> None:
+    said = str(Roof(500_000_000, "int8", 36e9))
+    bound = "one sequence decodes at most 72 tokens/s"
+    assert said == f"memory read at 36 GB/s now, 500 MB of int8 weights a token: {bound}"
+
+
+def test_memory_has_a_speed() -> None:
+    assert 1e8 < read_bandwidth() < 1e13

@@ -1,0 +1,48 @@
+"""The cycle collector while serving, in a process of its own; and memory that large requests leave."""
+
+import asyncio
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from charonia.processes import gc_tuning
+
+CASE = """
+import gc, weakref
+from charonia.core import garbage
+
+class Node:
+    pass
+
+def cycle():
+    node = Node()
+    node.itself = node
+    return weakref.ref(node), node
+
+seen, kept = cycle()
+garbage.settle()
+assert gc.get_freeze_count() > 0 and gc.get_threshold()[0] > 700
+assert not any(each is kept for each in gc.get_objects()), "it is still looked at"
+del kept
+gc.collect()
+assert seen() is not None
+garbage.collect()
+assert seen() is None, "a cycle from before was not freed"
+"""
+
+
+def test_what_lasts_is_left_alone_and_still_freed_when_it_goes() -> None:
+    subprocess.run([sys.executable, "-c", CASE], check=True, timeout=60)
+
+
+async def test_memory_is_given_back_once_for_all_large_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed: list[int] = []
+    monkeypatch.setattr(gc_tuning, "_MOMENTS", (0.0, 0.01))
+    monkeypatch.setattr(gc_tuning.ctypes, "CDLL", lambda _: SimpleNamespace(malloc_trim=trimmed.append))
+    for _ in range(2):
+        for _ in range(10):
+            gc_tuning.was_large()
+        await asyncio.sleep(0.05)
+    assert trimmed == [0] * 4

@@ -1,0 +1,170 @@
+"""`charonia check`: the real backends' configs, read, completed and built, and nothing loaded."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from charonia.cli.repository_options import CheckOptions
+from charonia.core.errors import InvalidArgument
+from charonia.repository.repository_check import report
+
+GOOD = """
+backend: "identity"
+input { name: "A" data_type: TYPE_FP32 dims: 16 }
+output { name: "B" data_type: TYPE_FP32 dims: 16 }
+"""
+
+
+def write(root: Path, name: str, config: str, version: str = "1") -> None:
+    (root / name / version).mkdir(parents=True)
+    (root / name / "config.pbtxt").write_text(config)
+
+
+def test_a_good_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, "a", GOOD + 'host_policy: "x"'.replace("host_policy", "runtime"))
+    assert report(tmp_path, CheckOptions()) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"a: {tmp_path}/a/config.pbtxt:5: runtime has no effect here",
+        "a: good: identity, version 1",
+    ]
+
+
+def test_numbers_cost_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of these was counted to, or given memory."""
+    levels = f"dynamic_batching {{ priority_levels: {2**64 - 1} default_priority_level: {2**63} }}"
+    warm_up = f'model_warmup {{ name: "w" count: {2**32 - 1} inputs {{ key: "A" value {{ '
+    write(tmp_path, "a", f"{GOOD} max_batch_size: {2**31 - 1} {levels}")
+    write(tmp_path, "b", f"{GOOD} {warm_up} data_type: TYPE_FP32 dims: 16 zero_data: true }} }} }}")
+    write(tmp_path, "c", f"{GOOD} {warm_up} data_type: TYPE_FP32 dims: {2**40} random_data: true }} }} }}")
+    report(tmp_path, CheckOptions())
+    good, other, refused = capsys.readouterr().out.splitlines()
+    assert (good, other) == ("a: good: identity, version 1", "b: good: identity, version 1")
+    assert refused.endswith(f"must have at most 64 dimensions and 2147483647 bytes, got shape [{2**40}]")
+
+
+LLM = 'backend: "charonia" parameters { key: "max_num_seqs" value { string_value: "3" } }'
+
+
+def write_llm(making: Any, root: Path, name: str = "llama", model: str = "llm") -> Path:
+    """A language model in the repository; the folder of its version."""
+    write(root, model, LLM)
+    return Path(making.write_checkpoint(root / model / "1", making.CONFIGS[name]))
+
+
+def test_good_language_models(making: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_llm(making, tmp_path, model="ours")
+    write_llm(making, tmp_path, "granite", "theirs")
+    write(tmp_path, "hub", LLM + 'parameters { key: "model" value { string_value: "nobody/nothing" } }')
+    assert report(tmp_path, CheckOptions()) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "hub: good: charonia, version 1; nobody/nothing is not here yet",
+        "ours: good: charonia, version 1",
+        "theirs: good: charonia, version 1; transformers computes GraniteForCausalLM, which is tried out when it loads",
+    ]
+
+
+def edit_config(version: Path, **changes: object) -> None:
+    path = version / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda version: (version / "config.json").unlink(), "config.json: missing"),
+        (
+            lambda version: edit_config(version, intermediate_size=97),
+            "has shape [96, 64], but config.json means [97, 64]",
+        ),
+        (lambda version: edit_config(version, num_hidden_layers=3), "model.layers.2.input_layernorm.weight is missing"),
+        (
+            lambda version: edit_config(version, architectures=["T5ForConditionalGeneration"]),
+            "T5ForConditionalGeneration",
+        ),
+        (lambda version: (version / "model.safetensors").write_bytes(b"cut"), "truncated"),
+        (lambda version: (version / "tokenizer.json").unlink(), "no tokenizer.json"),
+        (
+            lambda version: (version.parent / "config.pbtxt").write_text(
+                LLM.replace("max_num_seqs", "max_model_len", 1).replace('"3"', '"300"')
+            ),
+            "max_model_len must be between 1 and the checkpoint's 256",
+        ),
+        (
+            lambda version: (version.parent / "config.pbtxt").write_text(
+                LLM.replace("max_num_seqs", "tensor_parallel_size")
+            ),
+            "4 attention heads can't be shared evenly by 3 ranks",
+        ),
+    ],
+)
+def test_a_language_model_that_would_not_load(
+    making: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], object], says: str
+) -> None:
+    """Found by what loads it, without a weight being read."""
+    spoil(write_llm(making, tmp_path))
+    assert report(tmp_path, CheckOptions()) == 1
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("llm: WRONG: ")
+    assert says in line
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("nonsense", "failed to read text proto from {file}:1:1 : "),
+        (GOOD.replace("FP32", "FP33", 1), "failed to read text proto from {file}:3:"),
+        (GOOD.replace("dims: 16", "dims: -2", 1), "{file}:3: model input dimension must be integer >= 1"),
+        (GOOD + "instance_group { passive: true }", "{file}:5: model 'm' has no instance that takes requests"),
+        (GOOD + 'batch_input { target_name: "L" source_input: "X" }', "{file}:5: batch_input of m has source input"),
+        (GOOD + 'default_model_filename: "../2/model.onnx"', "{file}:5: 'default_model_filename' of m must stay"),
+        (GOOD + 'default_model_filename: "/etc/passwd"', "{file}:5: 'default_model_filename' of m must stay within"),
+        (
+            GOOD + 'metric_tags { key: "b-c" value: "1" }',
+            "{file}:5: 'metric_tags' of m must be named by letters, digits",
+        ),
+        (GOOD + "instance_group { count: 2000000000 }", "{file}:5: model m has 2000000000 instances, and may"),
+        (
+            'backend: "charonia"\nparameters { key: "bogus" value { string_value: "3" } }',
+            "{file}:2: unknown parameter 'bogus'",
+        ),
+    ],
+)
+def test_what_would_not_load(tmp_path: Path, capsys: pytest.CaptureFixture[str], config: str, says: str) -> None:
+    write(tmp_path, "m", config)
+    assert report(tmp_path, CheckOptions()) == 1
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("m: WRONG: " + says.format(file=tmp_path / "m" / "config.pbtxt"))
+
+
+def test_a_model_that_cannot_be_read_leaves_the_others_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, "fine", GOOD)
+    for name, output in (("loop", "loop"), ("nul", r"\000")):
+        write(tmp_path, name, GOOD.replace('name: "B"', f'name: "B" label_filename: "{output}"'))
+    (tmp_path / "loop" / "loop").symlink_to("loop")
+    assert report(tmp_path, CheckOptions()) == 1
+    fine, *wrong = capsys.readouterr().out.splitlines()
+    assert fine == "fine: good: identity, version 1"
+    assert [line.partition(": WRONG: ")[0] for line in wrong] == ["loop", "nul"]
+
+
+def test_what_is_no_repository(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="has no folders"):
+        report(tmp_path, CheckOptions())
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InvalidArgument, match="is a checkpoint and no model repository: charonia serve"):
+        report(tmp_path, CheckOptions())
+    with pytest.raises(InvalidArgument, match="cannot read model repository '/xxx"):
+        report(Path("/" + "x" * 300), CheckOptions())
+
+
+def test_options_that_are_wrong(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="is not a directory"):
+        report(tmp_path / "no", CheckOptions())
+    for flag in ("onnxruntime", "a,b", "default-max-batch-size=many"):
+        with pytest.raises(InvalidArgument, match="--backend-config"):
+            report(tmp_path, CheckOptions(backend_config=(flag,)))

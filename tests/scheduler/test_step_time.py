@@ -1,0 +1,75 @@
+"""What steps cost, learnt: from exact times, noisy ones and wrong ones."""
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from charonia.scheduler.step_time import StepCost, Work
+
+DECODING, BESIDE, PROMPT = Work(8, 4000), Work(8, 4000, 32, 16_000), Work(0, 0, 256, 32_768)
+
+
+def true_seconds(work: Work) -> float:
+    return 0.03 + 1e-3 * work.rows + 1e-6 * work.rows_context + 2e-3 * work.tokens + 3e-7 * work.tokens_context
+
+
+def taught(rounds: int, noise: float = 0.0, seed: int = 0) -> StepCost:
+    cost, random = StepCost(), Random(seed)
+    for _ in range(rounds):
+        for work in (DECODING, BESIDE, PROMPT):
+            cost.observe(work, true_seconds(work) * random.uniform(1 - noise, 1 + noise))
+    return cost
+
+
+def test_nothing_is_known_before_a_step_was_timed() -> None:
+    cost = StepCost()
+    assert not cost.known
+    cost.observe(DECODING, 0.5)
+    assert cost.known
+    assert cost.of(DECODING) == pytest.approx(0.5), "the first step sets the scale"
+
+
+@pytest.mark.parametrize("work", [DECODING, BESIDE, PROMPT])
+def test_exact_times_are_learnt(work: Work) -> None:
+    assert taught(60).of(work) == pytest.approx(true_seconds(work), rel=0.02)
+
+
+@pytest.mark.parametrize("work", [DECODING, BESIDE, PROMPT])
+def test_noise_leaves_a_tenth(work: Work) -> None:
+    assert taught(200, noise=0.2).of(work) == pytest.approx(true_seconds(work), rel=0.15)
+
+
+def test_a_hiccup_is_no_news() -> None:
+    cost = taught(60)
+    before = cost.of(DECODING)
+    cost.observe(DECODING, 100 * before)
+    assert cost.of(DECODING) < 1.25 * before
+
+
+def test_a_machine_that_became_slower_is_followed() -> None:
+    cost = taught(60)
+    for _ in range(30):
+        cost.observe(DECODING, 3 * true_seconds(DECODING))
+    assert cost.of(DECODING) == pytest.approx(3 * true_seconds(DECODING), rel=0.02)
+
+
+def test_the_same_times_teach_the_same() -> None:
+    assert taught(20, noise=0.3).of(BESIDE) == taught(20, noise=0.3).of(BESIDE)
+
+
+@given(st.floats(1e-6, 10), st.integers(0, 100_000))
+def test_so_many_tokens_of_a_prompt_and_not_one_more(seconds: float, context: int) -> None:
+    cost = taught(20)
+    tokens = cost.prompt_tokens(seconds, context)
+    assert cost.of_prompt(tokens, context) <= seconds * (1 + 1e-9)
+    assert cost.of_prompt(tokens + 1, context) > seconds * (1 - 1e-9)
+
+
+@given(st.lists(st.tuples(st.sampled_from([DECODING, BESIDE, PROMPT, Work(1)]), st.floats(1e-7, 1e4)), max_size=60))
+def test_whatever_is_told_costs_stay_positive_and_finite(told: list[tuple[Work, float]]) -> None:
+    cost = StepCost()
+    for work, seconds in told:
+        cost.observe(work, seconds)
+    assert 0 < cost.of(Work()) < cost.of(Work(1)) < cost.of(Work(1, 0, 100, 0)) < float("inf")

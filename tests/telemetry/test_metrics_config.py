@@ -1,0 +1,49 @@
+"""What --metrics-config says."""
+
+import pytest
+
+from charonia.core.errors import InvalidArgument
+from charonia.telemetry.metric_families import CHARONIA, DURATIONS, FIRST_RESPONSES, SUMMARIES, TRITON
+from charonia.telemetry.metrics_config import MetricsConfig, read_metrics_config
+
+SUMMED = {family.name for family in SUMMARIES}
+FIRST = {family.name for family in FIRST_RESPONSES}
+DURATION = {family.name for family in DURATIONS}
+
+
+@pytest.mark.parametrize(
+    ("words", "hidden"),
+    [
+        ((), SUMMED | FIRST),
+        (("summary_latencies=true",), FIRST),
+        (("histogram_latencies=1", "summary_latencies=TRUE"), set()),
+        (("counter_latencies=false",), SUMMED | FIRST | DURATION),
+        (("summary_latencies=true", "summary_latencies=false"), SUMMED | FIRST),
+    ],
+)
+def test_what_is_shown(words: tuple[str, ...], hidden: set[str]) -> None:
+    assert read_metrics_config(words).hidden == hidden
+    assert hidden <= {family.name for family in (*CHARONIA, *TRITON)}
+
+
+def test_quantiles() -> None:
+    assert MetricsConfig().quantiles == (0.5, 0.9, 0.95, 0.99, 0.999)
+    assert read_metrics_config(['summary_quantiles="0.25:0.05,1:0.001"']).quantiles == (0.25, 1.0)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "summary_latencies",
+        "summary_latencies=maybe",
+        "colour=red",
+        "",
+        "summary_quantiles=",
+        "summary_quantiles=0.5",
+        "summary_quantiles=1.5:0.1",
+        "summary_quantiles=0.5:x",
+    ],
+)
+def test_what_it_cannot_say_is_refused(word: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"^--metrics-config {word}: expected"):
+        read_metrics_config([word])

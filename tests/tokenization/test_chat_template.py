@@ -1,0 +1,93 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from charonia.core.errors import InvalidArgument
+from charonia.core.request import Conversation, Message
+from charonia.tokenization.chat_template import ChatTemplate, find_template
+
+HELLO = Conversation((Message("user", "<héllo>"),))
+
+
+def render(source: str, **tokens: str) -> str:
+    return ChatTemplate(source, tokens).render(HELLO)
+
+
+def test_the_jinja_file_wins_over_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "configured"}')
+    assert find_template(tmp_path) == "configured"
+    (tmp_path / "chat_template.jinja").write_text("from the file")
+    assert find_template(tmp_path) == "from the file"
+
+
+def test_the_default_of_several_templates_is_taken(tmp_path: Path) -> None:
+    several = '[{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]'
+    (tmp_path / "tokenizer_config.json").write_text(f'{{"chat_template": {several}}}')
+    assert find_template(tmp_path) == "plain"
+    assert find_template(tmp_path / "nowhere") is None
+
+
+def test_what_templates_of_the_field_lean_on() -> None:
+    assert render("{{ bos_token }}{{ messages[0].content }}", bos_token="<s>") == "<s><héllo>"
+    assert render("{{ messages | tojson }}") == '[{"role": "user", "content": "<héllo>"}]'
+    assert render("{{ strftime_now('%Y') }}").isdigit()
+    assert render("{% for i in [1, 2] %}{% break %}{% endfor %}{% generation %}kept{% endgeneration %}") == "kept"
+    assert render("{% if tools is none and add_generation_prompt %}\n  yes\n{% endif %}") == "  yes\n"
+
+
+def test_participants_may_have_names() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.name | default(m.role) }}: {{ m.content }};{% endfor %}", {})
+    chat = Conversation((Message("user", "a", "Ann"), Message("user", "b")))
+    assert template.render(chat) == "Ann: a;user: b;"
+
+
+QWEN_3 = "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{{ bos_token }}"
+
+
+def talking(**variables: Any) -> Conversation:
+    return Conversation(HELLO.messages, variables)
+
+
+def test_a_conversation_brings_variables_of_its_own() -> None:
+    template = ChatTemplate(QWEN_3, {"bos_token": "<s>"})
+    assert template.render(HELLO) == "<s>"
+    assert template.render(talking(enable_thinking=True, other=[1, {"a": None}])) == "<s>"
+    assert template.render(talking(enable_thinking=False)) == "<think></think><s>"
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "documents", "add_generation_prompt", "bos_token", "chat_template", "self"]
+)
+def test_what_the_server_sets_is_no_variable_of_a_conversation(name: str) -> None:
+    with pytest.raises(InvalidArgument, match="reserved") as refusal:
+        ChatTemplate(QWEN_3, {"bos_token": "<s>"}).render(Conversation(HELLO.messages, {name: "<s>"}))
+    assert refusal.value.field == f"chat_template_kwargs.{name}"
+
+
+@pytest.mark.parametrize(("source", "value"), [("{{ thing | dictsort }}", 5), ("{{ thing.append(1) }}", [])])
+def test_variables_that_a_template_cannot_use_are_the_requests_fault(source: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument, match="chat template"):
+        ChatTemplate(source, {}).render(talking(thing=value))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ ''.__class__.__mro__ }}{{ messages.append(1) }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ 1 / 0 }}",
+        "{{ nothing.at.all }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    ],
+)
+def test_whatever_a_template_does_is_the_requests_fault(source: str) -> None:
+    with pytest.raises(InvalidArgument, match="chat template") as refusal:
+        render(source)
+    assert refusal.value.field == "messages"
+
+
+def test_a_template_that_does_not_compile_fails_the_load() -> None:
+    with pytest.raises(InvalidArgument, match="does not compile"):
+        ChatTemplate("{% if %}", {})

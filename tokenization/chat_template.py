@@ -1,0 +1,166 @@
+"""Renders conversations by a checkpoint's chat template, as transformers would, in a sandbox.
+
+Knows nothing of token ids: messages in, text out. Templates come from the internet: they see plain strings only.
+"""
+
+import json
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from datetime import datetime
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+
+from ..core.errors import InvalidArgument
+from ..core.request import Conversation, Message
+from .checkpoint_files import read_json
+from .template_sandbox import MAX_PYTHON, MAX_WORK, Meter, TemplateSandbox, TooMuch, metered
+
+_RESERVED = frozenset({"chat_template", "continue_final_message", "conversation", "self", "tokenize"})
+"""Names besides those a template is given that mean something else to transformers or jinja2."""
+_FAULTS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
+"""What a template may raise that meets words it was not made for."""
+_EACH = 4
+"""How often a template may look at a character of the messages, or write it, beside what it may do anyway."""
+_END = "CHARONIA-FINAL-MESSAGE-ENDS "
+"""Put behind a message that is to be continued, to find its end in what the template writes. A template that trims
+messages takes the space."""
+
+
+class ChatTemplate:
+    """A compiled template. `tokens` are the special tokens it may name, `bos_token` and so on; `whose`: which it is,
+    for errors, and of a request's its `field`.
+
+    Raises:
+        InvalidArgument: it does not compile.
+    """
+
+    def __init__(
+        self, source: str, tokens: Mapping[str, str], whose: str = "the model's", field: str | None = None
+    ) -> None:
+        self._tokens = dict(tokens)
+        self._name = f"{whose} chat template"
+        self._field = field or "messages"
+        try:
+            self._template = _environment().compiled(source, inf if field is None else MAX_PYTHON)
+        except Exception as error:  # of jinja, and of Python, which has limits of its own for what jinja makes of it
+            raise InvalidArgument(f"{self._name} does not compile: {error}", field=field) from error
+
+    def render(self, conversation: Conversation) -> str:
+        """The prompt these messages make, ready for the assistant's next turn, or for the rest of the last one.
+
+        Raises:
+            InvalidArgument: the template refuses them (`field` is messages) or does more than it may, or a variable has
+                a name that is taken (`field` is chat_template_kwargs and the name), or the last message can't be
+                continued.
+        """
+        turns = [_turn(message) for message in conversation.messages]
+        if conversation.continue_final_message:
+            turns[-1]["content"] += _END
+        given = self._tokens | {
+            "messages": turns,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": conversation.add_generation_prompt,
+        }
+        _refuse_taken(conversation.variables, _RESERVED | given.keys())
+        size = sum(len(message.content) for message in conversation.messages)
+        try:
+            with metered(Meter(MAX_WORK + _EACH * size)):
+                text = self._template.render({**conversation.variables, **given})
+        except TooMuch as error:
+            raise InvalidArgument(f"{self._name} does more than it may: {error}", field=self._field) from error
+        except _FAULTS as error:
+            raise InvalidArgument(f"messages do not fit {self._name}: {error}", field="messages") from error
+        return self._unfinished(text, conversation.messages[-1]) if conversation.continue_final_message else text
+
+    def _unfinished(self, text: str, last: Message) -> str:
+        """Up to the end of its last message; without the space there, if the template leaves that out."""
+        begun, end, _ = text.rpartition(_END.rstrip())
+        if not end or last.content.strip() not in begun:
+            field = "continue_final_message"
+            raise InvalidArgument(f"{field}: {self._name} does not write the last message as it is", field=field)
+        return begun if text.startswith(_END, len(begun)) else begun.rstrip()
+
+
+def _refuse_taken(variables: Mapping[str, Any], taken: AbstractSet[str]) -> None:
+    for name in variables:
+        if name in taken:
+            field = f"chat_template_kwargs.{name}"
+            raise InvalidArgument(f"{field}: the name is reserved", field=field)
+
+
+def _turn(message: Message) -> dict[str, str]:
+    turn = {"role": message.role, "content": message.content}
+    return turn | {"name": message.name} if message.name else turn
+
+
+def read_template(given: str) -> str:
+    """The source that is meant: a file's, or `given` itself, if it is no name of one.
+
+    Raises:
+        InvalidArgument: there is no such file, or it can't be read.
+    """
+    if set("{}\n") & set(given):
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        field = "chat_template"
+        message = f"{field}: {given!r} is neither a template nor a file that can be read: {error}"
+        raise InvalidArgument(message, field=field) from None
+
+
+def find_template(directory: Path) -> str | None:
+    """The source of a checkpoint's default chat template: the .jinja file, else tokenizer_config.json's, else that of
+    models which take images too."""
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    files = (read_json(directory / name) for name in ("tokenizer_config.json", "chat_template.json"))
+    configured = next(filter(None, (file.get("chat_template") for file in files)), None)
+    if isinstance(configured, list):
+        return {entry["name"]: str(entry["template"]) for entry in configured}.get("default")
+    return configured if isinstance(configured, str) else None
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's words for training; here it only passes them through."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+def _environment() -> TemplateSandbox:
+    environment = TemplateSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.add_filter("tojson", _to_json)
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter would escape HTML characters.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

@@ -1,0 +1,61 @@
+"""Texts, and pairs of texts, to the token ids of encoders: with special tokens and segments, cut to the model's length.
+
+Never imports transformers or torch. Thread-safe once loaded.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import tokenizers
+
+from ..core.errors import InvalidArgument
+from .checkpoint_files import read_json
+from .special_tokens import complete, named_tokens
+from .tokenizer import read_backend
+
+
+class TokenSequence(NamedTuple):
+    """What one text, or pair, becomes: `segments` tells the two of a pair apart, as BERT's models want it."""
+
+    ids: Sequence[int]
+    segments: Sequence[int]
+
+
+class SequenceTokenizer:
+    """A checkpoint's tokenizer.json, cutting what is longer than `length` tokens, special ones included. Of a pair, the
+    longer one is cut first."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, length: int, lowercase: bool = False) -> None:
+        self._backend = backend
+        self._lowercase = lowercase
+        backend.no_padding()
+        backend.enable_truncation(length, strategy="longest_first")
+
+    @classmethod
+    def load(cls, directory: Path, length: int, lowercase: bool = False) -> "SequenceTokenizer":
+        """Read a checkpoint directory.
+
+        Raises:
+            NotFound: no tokenizer.json in it.
+            InvalidArgument: a file there cannot be read.
+        """
+        backend = read_backend(directory / "tokenizer.json")
+        complete(backend, read_json(directory / "tokenizer_config.json"), named_tokens(directory))
+        return cls(backend, length, lowercase)
+
+    def encode(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> list[TokenSequence]:
+        """The tokens of each text, or of each text and the one in the same place of `pairs`.
+
+        Raises:
+            InvalidArgument: one is not Unicode.
+        """
+        if self._lowercase:
+            texts = [text.lower() for text in texts]
+            pairs = pairs and [text.lower() for text in pairs]
+        given = list(texts) if pairs is None else list(zip(texts, pairs, strict=True))
+        try:
+            made = self._backend.encode_batch(given)
+        except (UnicodeEncodeError, TypeError) as error:  # lone surrogates
+            raise InvalidArgument("a text is not valid Unicode", field="input") from error
+        return [TokenSequence(each.ids, each.type_ids) for each in made]
