@@ -27,7 +27,7 @@ class Tenant(NamedTuple):
     weight: float = 1.0
 
 
-NOBODY = Tenant()
+ANONYMOUS = Tenant()
 """Everybody, where no keys are set."""
 
 
@@ -43,7 +43,7 @@ class KeyOptions:
 
 
 class Keyring:
-    """Every key there is; without any, everybody is `NOBODY`."""
+    """Every key there is; without any, everybody is `ANONYMOUS`."""
 
     def __init__(self, keys: Iterable[tuple[str, Tenant]] = ()) -> None:
         self._tenants = tuple((_digest(key), tenant) for key, tenant in keys)
@@ -58,7 +58,7 @@ class Keyring:
             Unauthenticated: none is shown, or one that nobody has.
         """
         if not self._tenants:
-            return NOBODY
+            return ANONYMOUS
         if authorization is None or not authorization.lower().startswith(_SCHEME):
             raise Unauthenticated("no API key: send it as 'Authorization: Bearer <key>'")
         shown, found = _digest(authorization[len(_SCHEME) :].strip()), None
@@ -70,7 +70,7 @@ class Keyring:
         return found
 
 
-def read_keys(options: KeyOptions) -> Keyring:
+def load_keyring(options: KeyOptions) -> Keyring:
     """The keys of the command line, the file and the environment.
 
     Raises:

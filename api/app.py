@@ -19,27 +19,27 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..core.errors import CharoniaError, NotFound, cut_off
+from ..core.errors import CharoniaError, NotFound, shutdown_error
 from ..core.gateway import Gateway
 from .api_keys import Keyring
-from .http.auth import Guard
-from .http.connection import ClientLeft
-from .http.cors import crossing
-from .http.eager import in_task
-from .http.error_responses import UNEXPECTED, error_response, json_response, speaks_openai
-from .http.request_context import Exchanges, note
-from .http.request_ids import identified
+from .http.auth import AuthMiddleware
+from .http.connection import ClientDisconnected
+from .http.cors import cors_middleware
+from .http.eager import ensure_task
+from .http.error_responses import INTERNAL_SERVER_ERROR, error_response, is_openai_path, json_response
+from .http.request_context import RequestContextMiddleware, record_error
+from .http.request_ids import with_request_id
 from .http.rules import HttpRules
 from .http.server_endpoints import ServerEndpoints
 from .http.uvicorn_cycle import cycle_of
 from .metadata import ServerInfo
-from .openai.embeddings import Encoders
-from .openai.routes import OpenAI
-from .openai.tokenize_routes import Tokenization
-from .restricted_apis import Restricted
-from .triton.control import Control
-from .triton.endpoints import V2
-from .triton.shared_memory import SharedMemory
+from .openai.embeddings import EncoderRoutes
+from .openai.routes import OpenAIRoutes
+from .openai.tokenize_routes import TokenizeRoutes
+from .restricted_apis import RestrictedApiMiddleware
+from .triton.control import ControlEndpoints
+from .triton.endpoints import V2Endpoints
+from .triton.shared_memory import SharedMemoryEndpoints
 
 log = logging.getLogger(__name__)
 
@@ -70,11 +70,11 @@ def build_app(
     fastapi.router.routes.extend(routes)
     fastapi.add_exception_handler(CharoniaError, _charonia_error)
     fastapi.add_exception_handler(HTTPException, _no_route)
-    app: ASGIApp = HotRoutes(routes, fastapi)
+    app: ASGIApp = PostRouter(routes, fastapi)
     if rules.tolls:
-        app = Restricted(app, rules.tolls)
-    app = LastResort(Exchanges(Guard(app, keys) if keys else app, gateway))
-    return crossing(app, rules.origins) if rules.origins else app
+        app = RestrictedApiMiddleware(app, rules.tolls)
+    app = CatchAllMiddleware(RequestContextMiddleware(AuthMiddleware(app, keys) if keys else app, gateway))
+    return cors_middleware(app, rules.origins) if rules.origins else app
 
 
 def all_routes(
@@ -82,12 +82,12 @@ def all_routes(
 ) -> list[Route]:
     """Those of every door; they match to the very end of a path, a line break there included."""
     routes = [
-        *Control(gateway, info.max_input_size).routes(),
-        *SharedMemory(gateway, info.max_input_size).routes(),
-        *V2(gateway, info, rules.forwarding).routes(),
-        *OpenAI(gateway, info).routes(),
-        *Encoders(gateway, info.max_input_size).routes(),
-        *Tokenization(gateway, info.max_input_size).routes(),
+        *ControlEndpoints(gateway, info.max_input_size).routes(),
+        *SharedMemoryEndpoints(gateway, info.max_input_size).routes(),
+        *V2Endpoints(gateway, info, rules.forwarding).routes(),
+        *OpenAIRoutes(gateway, info).routes(),
+        *EncoderRoutes(gateway, info.max_input_size).routes(),
+        *TokenizeRoutes(gateway, info.max_input_size).routes(),
         *ServerEndpoints(gateway, info, metrics).routes(),
     ]
     for route in routes:
@@ -95,7 +95,7 @@ def all_routes(
     return routes
 
 
-class HotRoutes:
+class PostRouter:
     """Answers what is posted to one of `routes`, and leaves all else to `app`."""
 
     def __init__(self, routes: Sequence[Route], app: ASGIApp) -> None:
@@ -109,7 +109,7 @@ class HotRoutes:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
         if not path.endswith(_PROMPT):
-            await in_task()
+            await ensure_task()
         if scope["type"] == "http" and scope["method"] == "POST":
             found = self._find(path) if len(path) < _LONGEST_KNOWN else self._search(path)
             if found is not None:
@@ -136,24 +136,24 @@ async def _answer(endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
         response = await endpoint(Request(scope, receive))
         await response(scope, receive, send)
     except CharoniaError as error:
-        note(error)
+        record_error(error)
         await error_response(error, scope["path"])(scope, receive, send)
-    except ClientLeft:
+    except ClientDisconnected:
         await Response(status_code=_CLIENT_LEFT)(scope, receive, send)
     except asyncio.CancelledError as cancelled:
-        cycle, exiting = cycle_of(receive), cut_off(cancelled)
+        cycle, exiting = cycle_of(receive), shutdown_error(cancelled)
         if exiting is None or (cycle is not None and cycle.response_started):
             raise
-        note(exiting)
+        record_error(exiting)
         await error_response(exiting, scope["path"])(scope, receive, send)
 
 
-class LastResort:
+class CatchAllMiddleware:
     """Answers what nobody expected, once, and keeps the connection: the traceback is for the log.
 
     A path that ends with a slash is the one without it, for all that is asked about it: a redirect would lose the body.
     Those of v2 are not, as Triton has it. What it runs may be begun outside of any task: who needs one waits for it
-    (`in_task`).
+    (`ensure_task`).
     """
 
     begins_at_once = True
@@ -162,29 +162,29 @@ class LastResort:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        send = identified(scope, send)
+        send = with_request_id(scope, send)
         path = scope["path"]
         if path.endswith("/") and path != "/" and not path.startswith("/v2"):
             scope["path"] = path[:-1]
         try:
             await self._app(scope, receive, send)
         except Exception:
-            # Streams answer for themselves once they have begun (`EventStream`), so nothing was sent yet.
+            # Streams answer for themselves once they have begun (`EventStreamResponse`), so nothing was sent yet.
             log.exception("%s %s failed", scope.get("method"), scope.get("path"))
-            await error_response(UNEXPECTED, scope["path"])(scope, receive, send)
+            await error_response(INTERNAL_SERVER_ERROR, scope["path"])(scope, receive, send)
 
 
 async def _charonia_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, CharoniaError)
-    note(error)
+    record_error(error)
     return error_response(error, request.url.path)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    note(NotFound(error.detail))
+    record_error(NotFound(error.detail))
     headers = dict(error.headers or {})  # of a wrong method: those that would be right
-    if not speaks_openai(request.url.path):
+    if not is_openai_path(request.url.path):
         return json_response({"error": error.detail}, error.status_code, headers)
     body = {"message": f"{error.detail}: {request.method} {request.url.path}", "type": "invalid_request_error"}
     return json_response({"error": {**body, "param": None, "code": None}}, error.status_code, headers)

@@ -1,8 +1,8 @@
 """Long JSON, read in pieces: names and shapes can be looked at before anything large is decoded, and others get turns.
 
 A body's structure is found by its brackets, commas and quotes, a block at a time; containers that are longer than a
-piece stay text (`Long`) until somebody wants what is in them. What comes out is what the parser makes of the whole.
-Knows nothing of what the values mean.
+piece stay text (`UnparsedContainer`) until somebody wants what is in them. What comes out is what the parser makes of
+the whole. Knows nothing of what the values mean.
 """
 
 import asyncio
@@ -16,18 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import InvalidArgument
-from .json_values import Buffer, Document, malformed, parse, parse_object
+from .json_values import Buffer, JsonObject, malformed_json, parse_json, parse_json_object
 
-PIECE = 1 << 16
+PIECE_BYTES = 1 << 16
 """Bytes that are decoded at a time; shorter bodies are decoded at once."""
 
-MOST_VALUES = 1 << 15
+MAX_VALUES = 1 << 15
 """In a list or an object of a long body, nested ones included, where nothing else is said."""
 
-MOST_IDS = 1 << 20
+MAX_IDS = 1 << 20
 """Token ids, and numbers of an input in `generate`."""
 
-MOST_TEXT = 1 << 24
+MAX_STRING_BYTES = 1 << 24
 """Bytes of one string, where nothing else is said."""
 
 _LONGEST = 1 << 16
@@ -49,11 +49,11 @@ _SPACE = b" \t\n\r"
 _SPACES = re.compile(rb"[ \t\n\r]*")
 
 
-Parser: TypeAlias = Callable[[Buffer, int], Any]
+JsonParser: TypeAlias = Callable[[Buffer, int], Any]
 """The value of a text that begins at an offset of what the client sent."""
 
 
-class TooMany(InvalidArgument):
+class TooManyValues(InvalidArgument):
     """More values than a request may have in one place."""
 
 
@@ -79,7 +79,7 @@ class _Marks(NamedTuple):
 class _Text:
     """The whole body, and where its blocks are in its structure. `least`: the smallest depth in each."""
 
-    def __init__(self, body: Buffer, read: Parser, longest: int) -> None:
+    def __init__(self, body: Buffer, read: JsonParser, longest: int) -> None:
         self.view = memoryview(body)
         self.parse = read
         self.longest = longest
@@ -98,10 +98,10 @@ class _Text:
             marks, state = self._marks(block)
             self._least.append(min(self._states[block].depth, int(marks.depths.min(initial=_DEEPEST))))
             if marks.depths.max(initial=0) > _DEEPEST:
-                raise malformed("it is nested too deeply", block * _BLOCK)
+                raise malformed_json("it is nested too deeply", block * _BLOCK)
             await asyncio.sleep(0)
         if state.depth > 0 or state.quoted:
-            raise malformed("unexpected end of data", len(self))
+            raise malformed_json("unexpected end of data", len(self))
 
     async def marks(self, begin: int, deepest: int) -> AsyncIterator[_Marks]:
         """Those from `begin` on, a block at a time; not of blocks in which all is deeper than `deepest`."""
@@ -155,23 +155,23 @@ class _Part(NamedTuple):
     last: bool
 
 
-class Values:
+class ValueBudget:
     """How many values may still be read; those of nested containers count, too."""
 
-    def __init__(self, most: int = MOST_VALUES) -> None:
+    def __init__(self, most: int = MAX_VALUES) -> None:
         self._most = self._left = most
 
     def take(self, count: int) -> None:
-        """Raises `TooMany`."""
+        """Raises `TooManyValues`."""
         self._left -= count
         if self._left < 0:
-            raise TooMany(f"a list or an object in the request has more than {self._most} values")
+            raise TooManyValues(f"a list or an object in the request has more than {self._most} values")
 
 
-class Long:
+class UnparsedContainer:
     """An array or an object whose text is longer than a piece: from its bracket at `begin` to before `stop`.
 
-    What reads it raises `InvalidArgument` for what is no JSON, and `TooMany`.
+    What reads it raises `InvalidArgument` for what is no JSON, and `TooManyValues`.
     """
 
     def __init__(self, text: _Text, begin: int, stop: int, depth: int) -> None:
@@ -182,43 +182,43 @@ class Long:
     def is_object(self) -> bool:
         return self._bracket == ord("{")
 
-    async def items(self, values: Values) -> list[Any]:
+    async def items(self, values: ValueBudget) -> list[Any]:
         """An array's, long ones still as text."""
         items: list[Any] = []
         async for begin, end in self._parts(values):
-            if end - begin > PIECE:
+            if end - begin > PIECE_BYTES:
                 items.append(self._long(begin, end))
             else:
                 items += self._text.parse(self._piece(begin, end, b"[", b"]"), begin - 1)
         return items
 
-    async def members(self, values: Values) -> Document:
+    async def members(self, values: ValueBudget) -> JsonObject:
         """An object's, long ones still as text; of several with a name the last."""
         return dict(await self.pairs(lambda text, offset: self._text.parse(text, offset).items(), values))
 
-    async def pairs(self, load: Parser, values: Values) -> list[tuple[str, Any]]:
+    async def pairs(self, load: JsonParser, values: ValueBudget) -> list[tuple[str, Any]]:
         """An object's, as they come. `load` makes pairs of the text of a short object that begins at an offset."""
         pairs: list[tuple[str, Any]] = []
         async for begin, end in self._parts(values):
-            if end - begin > PIECE:
+            if end - begin > PIECE_BYTES:
                 key = _KEY.match(self._text.view, begin, min(end, begin + _LONGEST))
                 if key is None:
-                    raise malformed("an object's key is missing or too long", begin)
+                    raise malformed_json("an object's key is missing or too long", begin)
                 pairs.append((self._text.parse(key[1], begin), self._long(key.end(), end)))
             else:
                 pairs += load(self._piece(begin, end, b"{", b"}"), begin - 1)
         return pairs
 
-    async def all(self, values: Values) -> Any:
+    async def all(self, values: ValueBudget) -> Any:
         """The whole value."""
         if self.is_object:
-            return {key: await whole(value, values) for key, value in (await self.members(values)).items()}
-        return [await whole(value, values) for value in await self.items(values)]
+            return {key: await parse_fully(value, values) for key, value in (await self.members(values)).items()}
+        return [await parse_fully(value, values) for value in await self.items(values)]
 
     async def flat(self) -> AsyncIterator[list[Any]]:
         """An array's elements in their order, some at a time, in as many arrays as they are in."""
         if self.is_object:
-            raise malformed("an array was expected", self._begin)
+            raise malformed_json("an array was expected", self._begin)
         begin, before = self._begin + 1, 1
         async for marks in self._text.marks(begin, _DEEPEST):
             ends = np.flatnonzero(marks.depths < self._depth)
@@ -233,7 +233,7 @@ class Long:
                 yield self._text.parse(self._piece(begin, end, b"[" * before, b"]" * after), begin - before)
                 begin, before = end + 1, after
 
-    async def _parts(self, values: Values) -> AsyncIterator[tuple[int, int]]:
+    async def _parts(self, values: ValueBudget) -> AsyncIterator[tuple[int, int]]:
         """All there is in it: from where to which comma or bracket; not longer than a piece, but for what is alone."""
         begin, cut, held = self._begin + 1, -1, np.empty(0, np.int64)
         async for marks in self._text.marks(begin, self._depth):
@@ -245,7 +245,7 @@ class Long:
             own = marks.at[((marks.kinds == _COMMA) & (marks.depths == self._depth)) | (marks.depths < self._depth)]
             done = 0
             while done < len(own):
-                within = int(np.searchsorted(own, begin + PIECE, "right"))
+                within = int(np.searchsorted(own, begin + PIECE_BYTES, "right"))
                 if within > done:
                     cut, done = int(own[within - 1]), within
                     continue
@@ -268,18 +268,18 @@ class Long:
         text = bytes(self._text.view[begin:end])
         inside, comma = text.strip(_SPACE), self._text.view[end] == ord(",")
         if not inside and (comma or begin > self._begin + 1):
-            raise malformed("a value is missing beside a comma", begin)
+            raise malformed_json("a value is missing beside a comma", begin)
         if inside[:1] in (b"]", b"}") or (comma and inside[-1:] in (b"[", b"{")):
-            raise malformed("a value is missing beside a comma", begin)
+            raise malformed_json("a value is missing beside a comma", begin)
         return opening + text + closing
 
     def _long(self, begin: int, end: int) -> Any:
         view = self._text.view
         begin = _after_space(view, begin, end)
         if begin < end and view[begin] in _ENDS:
-            return Long(self._text, begin, end, self._depth + 1)
+            return UnparsedContainer(self._text, begin, end, self._depth + 1)
         if end - begin > _LONGEST and view[begin] != ord('"'):
-            raise malformed("a value is too long", begin)
+            raise malformed_json("a value is too long", begin)
         self._check_length(begin, end)
         with suppress(msgspec.MsgspecError, UnicodeError):  # on which the parser has its own word
             return msgspec.json.decode(view[begin:end], type=str)  # in two thirds of orjson's time: others wait for it
@@ -287,24 +287,24 @@ class Long:
 
     def _check_length(self, begin: int, end: int) -> None:
         if end - begin > self._text.longest:
-            raise TooMany(f"a text in the request has more than {self._text.longest} bytes")
+            raise TooManyValues(f"a text in the request has more than {self._text.longest} bytes")
 
     def _check_end(self, at: int) -> None:
         if self._text.view[at] != _ENDS[self._bracket]:
-            raise malformed("a bracket closes one of another kind", at)
+            raise malformed_json("a bracket closes one of another kind", at)
         if _after_space(self._text.view, at + 1, self._stop) < self._stop:
-            raise malformed("trailing characters", at + 1)
+            raise malformed_json("trailing characters", at + 1)
 
 
 def _after_space(view: memoryview, begin: int, end: int) -> int:
     found = _SPACES.match(view, begin, min(end, begin + _LONGEST))
     behind = found.end() if found else begin
     if behind - begin == _LONGEST:
-        raise malformed("there is too much space", begin)
+        raise malformed_json("there is too much space", begin)
     return behind
 
 
-async def read_long(body: Buffer, read: Parser = parse, longest: int = MOST_TEXT) -> Any:
+async def read_long_json(body: Buffer, read: JsonParser = parse_json, longest: int = MAX_STRING_BYTES) -> Any:
     """A long body: its value, or what is still text of it. `read` reads pieces; no string is longer than `longest`.
 
     Raises:
@@ -314,27 +314,27 @@ async def read_long(body: Buffer, read: Parser = parse, longest: int = MOST_TEXT
     await text.scan()
     begin = _after_space(text.view, 0, len(text))
     if begin < len(text) and text.view[begin] in _ENDS:
-        return Long(text, begin, len(text), 1)
+        return UnparsedContainer(text, begin, len(text), 1)
     return read(text.view, 0)
 
 
-async def read_object(body: Buffer, longest: int = MOST_TEXT) -> Document:
-    """What `parse_object` makes of the body; values of it that are long may still be text."""
-    if len(body) <= PIECE:
-        return parse_object(body)
-    found = await read_long(body, longest=longest)
-    if not isinstance(found, Long) or not found.is_object:
-        raise malformed("the body must be a JSON object")
-    return await found.members(Values())
+async def read_json_object(body: Buffer, longest: int = MAX_STRING_BYTES) -> JsonObject:
+    """What `parse_json_object` makes of the body; values of it that are long may still be text."""
+    if len(body) <= PIECE_BYTES:
+        return parse_json_object(body)
+    found = await read_long_json(body, longest=longest)
+    if not isinstance(found, UnparsedContainer) or not found.is_object:
+        raise malformed_json("the body must be a JSON object")
+    return await found.members(ValueBudget())
 
 
-async def read_whole_object(body: Buffer) -> Document:
-    """What `parse_object` makes of the body; a string in it may be a file."""
-    found = await read_object(body, len(body))
-    values = Values()
-    return {key: await whole(value, values) for key, value in found.items()} if len(body) > PIECE else found
+async def read_whole_json_object(body: Buffer) -> JsonObject:
+    """What `parse_json_object` makes of the body; a string in it may be a file."""
+    found = await read_json_object(body, len(body))
+    values = ValueBudget()
+    return {key: await parse_fully(value, values) for key, value in found.items()} if len(body) > PIECE_BYTES else found
 
 
-async def whole(value: Any, values: Values) -> Any:
+async def parse_fully(value: Any, values: ValueBudget) -> Any:
     """The value, whatever is still text of it read, too."""
-    return await value.all(values) if isinstance(value, Long) else value
+    return await value.all(values) if isinstance(value, UnparsedContainer) else value

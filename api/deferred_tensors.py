@@ -14,61 +14,61 @@ import numpy as np
 from ..core.model import ModelConfig
 from ..core.request import InferRequest
 from ..core.tensor import NUMPY_TYPES, Tensor
-from ..repository.request_validation import check
+from ..repository.request_validation import validate_request
 from . import json_tensors, raw_tensors
-from .chunked_json import PIECE, Long
-from .json_values import mismatch
+from .chunked_json import PIECE_BYTES, UnparsedContainer
+from .json_values import wrong_json_type
 
-Decode: TypeAlias = Callable[[], Awaitable[Tensor]]
+DecodeTensor: TypeAlias = Callable[[], Awaitable[Tensor]]
 """Makes the tensor that an empty one of its name, datatype and shape stands for until then."""
 
-Later: TypeAlias = dict[str, Decode]
+DeferredInputs: TypeAlias = dict[str, DecodeTensor]
 """By input."""
 
-LONG = PIECE
+LONG_STRING_BYTES = PIECE_BYTES
 """Bytes of strings that are decoded beside the loop."""
 
 _NOTHING = np.empty(0, np.uint8)
 
 
-def promise(datatype: str, shape: tuple[int, ...], place: raw_tensors.Place) -> Tensor:
+def placeholder_tensor(datatype: str, shape: tuple[int, ...], place: raw_tensors.InputRef) -> Tensor:
     """What stands for the tensor; raises `InvalidArgument` as `raw.element_count` does."""
     raw_tensors.element_count(datatype, shape, place)
     return Tensor(place.input, datatype, shape, _NOTHING)
 
 
-async def decoded(config: ModelConfig, request: InferRequest, later: Later) -> InferRequest:
+async def decode_deferred(config: ModelConfig, request: InferRequest, later: DeferredInputs) -> InferRequest:
     """The request with all its inputs.
 
     Raises:
         InvalidArgument: it does not fit the model, and nothing was decoded; or an input cannot be.
     """
-    check(config, request)
+    validate_request(config, request)
     inputs = {name: await decode() for name, decode in later.items()}
     return msgspec.structs.replace(request, inputs={**request.inputs, **inputs})
 
 
-def strings(tensor: Tensor, source: raw_tensors.Raw, place: raw_tensors.Place) -> Decode:
+def deferred_strings(tensor: Tensor, source: raw_tensors.RawBytes, place: raw_tensors.InputRef) -> DecodeTensor:
     """Of raw bytes."""
     return partial(asyncio.to_thread, raw_tensors.decode, tensor.datatype, tensor.shape, source, place)
 
 
-def from_json(tensor: Tensor, source: Long, place: raw_tensors.Place) -> Decode:
+def deferred_json(tensor: Tensor, source: UnparsedContainer, place: raw_tensors.InputRef) -> DecodeTensor:
     """Of an array. Raises `InvalidArgument` for what is none."""
     if source.is_object:
-        raise mismatch("data", "non-array as array")
+        raise wrong_json_type("data", "non-array as array")
     return partial(_from_json, tensor, source, place)
 
 
-async def _from_json(tensor: Tensor, source: Long, place: raw_tensors.Place) -> Tensor:
+async def _from_json(tensor: Tensor, source: UnparsedContainer, place: raw_tensors.InputRef) -> Tensor:
     datatype, done = tensor.datatype, 0
     count = raw_tensors.element_count(datatype, tensor.shape, place)
     data = np.empty(count, NUMPY_TYPES[datatype])
     async for piece in source.flat():
-        values = json_tensors.flat(piece)
+        values = json_tensors.flatten(piece)
         if done + len(values) > count:
-            json_tensors.check_count(datatype, count, done + len(values))
-        data[done : done + len(values)] = json_tensors.elements(datatype, values, "data")
+            json_tensors.check_element_count(datatype, count, done + len(values))
+        data[done : done + len(values)] = json_tensors.to_array(datatype, values, "data")
         done += len(values)
-    json_tensors.check_count(datatype, count, done)
+    json_tensors.check_element_count(datatype, count, done)
     return msgspec.structs.replace(tensor, data=data.reshape(tensor.shape))

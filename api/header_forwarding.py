@@ -16,7 +16,7 @@ _EXACT = "(?-i)"
 _NOTHING: Mapping[str, str] = {}
 
 
-class Forwarding:
+class HeaderForwarding:
     """The headers of which `pattern` matches a part of the name; case does not matter unless it begins with `(?-i)`.
 
     Raises:

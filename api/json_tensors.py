@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from ..core.errors import CharoniaError, Internal, InvalidArgument
 from ..core.tensor import NUMPY_TYPES, Tensor
-from .json_values import mismatch
+from .json_values import wrong_json_type
 
-PIECE = 1 << 14
+PIECE_ELEMENTS = 1 << 14
 """Elements that are written at a time."""
 
 _DEEPEST = 100
@@ -25,13 +25,13 @@ _FLOATS = ("FP32", "FP64")
 _TEXTS = {"BOOL": "non-boolean as boolean", "BYTES": "non-string as string"} | dict.fromkeys(
     _FLOATS, "non-number as double"
 )
-READABLE = frozenset(NUMPY_TYPES) - {*_BINARY_ONLY}
+JSON_DATATYPES = frozenset(NUMPY_TYPES) - {*_BINARY_ONLY}
 """Datatypes whose elements can be JSON."""
 
 _KINDS: dict[str, set[type]] = {"BOOL": {bool}, "BYTES": {str}, "FP32": {int, float}, "FP64": {int, float}}
 
 
-def flat(values: list[Any]) -> list[Any]:
+def flatten(values: list[Any]) -> list[Any]:
     """The elements of arrays in arrays, in their order.
 
     Raises:
@@ -74,7 +74,7 @@ def refuse_binary_only(datatype: str, name: str) -> None:
         )
 
 
-def elements(datatype: str, values: list[Any], field: str) -> NDArray[Any]:
+def to_array(datatype: str, values: list[Any], field: str) -> NDArray[Any]:
     """A flat array of JSON's values.
 
     Raises:
@@ -103,10 +103,10 @@ def _mismatch(datatype: str, field: str) -> CharoniaError:
     integers = (
         "non-unsigned-integer as unsigned-integer" if datatype[0] == "U" else "non-signed-integer as signed-integer"
     )
-    return mismatch(field, _TEXTS.get(datatype, integers))
+    return wrong_json_type(field, _TEXTS.get(datatype, integers))
 
 
-def check_count(datatype: str, expected: int, got: int) -> None:
+def check_element_count(datatype: str, expected: int, got: int) -> None:
     """Raises `Internal`, as Triton has it, if they differ."""
     if got > expected:
         first = "shape" if datatype == "BYTES" else "Shape"
@@ -115,7 +115,7 @@ def check_count(datatype: str, expected: int, got: int) -> None:
         raise Internal("Failed to parse 'data' field: shape does not match true shape", field="data")
 
 
-def listed(tensor: Tensor) -> list[Any]:
+def to_list(tensor: Tensor) -> list[Any]:
     """The tensor's elements, flat, as JSON has them.
 
     Raises:
@@ -131,22 +131,22 @@ def listed(tensor: Tensor) -> list[Any]:
     return [value.decode(errors="replace") for value in values] if tensor.datatype == "BYTES" else values
 
 
-def pieces(tensor: Tensor, strict: bool) -> Iterator[bytes]:
+def encode_in_pieces(tensor: Tensor, strict: bool) -> Iterator[bytes]:
     """What is between the brackets of `listed`'s JSON, some elements at a time."""
     flat_data, between = tensor.data.ravel(), b""
-    for begin in range(0, flat_data.size, PIECE):
-        piece = flat_data[begin : begin + PIECE]
+    for begin in range(0, flat_data.size, PIECE_ELEMENTS):
+        piece = flat_data[begin : begin + PIECE_ELEMENTS]
         part = Tensor(tensor.name, tensor.datatype, piece.shape, piece)
-        yield between + dump(listed(part), strict)[1:-1]
+        yield between + dump_json(to_list(part), strict)[1:-1]
         between = b","
 
 
-def finite(tensor: Tensor) -> bool:
+def is_strict_json(tensor: Tensor) -> bool:
     """Strict JSON has all its elements."""
     return tensor.datatype not in _FLOATS or bool(np.isfinite(tensor.data).all())
 
 
-def dump(document: Any, strict: bool, ordered: bool = False) -> bytes:
+def dump_json(document: Any, strict: bool, ordered: bool = False) -> bytes:
     """As JSON, keys `ordered` by name if asked for. Where that cannot be `strict`, numbers that are none are the bare
     words that Triton writes."""
     if strict:

@@ -9,17 +9,17 @@ from typing import Any, TypeAlias
 import orjson
 
 from ..core.errors import CharoniaError, InvalidArgument
-from ..core.request import Scalar
+from ..core.request import ParameterValue
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-LONGEST_ID = 4096
+MAX_ID_LENGTH = 4096
 """Characters of a request's id."""
 
-Document: TypeAlias = dict[str, Any]
+JsonObject: TypeAlias = dict[str, Any]
 
 
-def parse(body: Buffer, offset: int = 0) -> Any:
+def parse_json(body: Buffer, offset: int = 0) -> Any:
     """The value that the body is; NaN and infinities are read as Triton reads them. `offset`: where the body begins in
     what the client sent.
 
@@ -32,11 +32,11 @@ def parse(body: Buffer, offset: int = 0) -> Any:
         return _parse_leniently(body, offset)
 
 
-def parse_object(body: Buffer) -> Document:
+def parse_json_object(body: Buffer) -> JsonObject:
     """Raises `InvalidArgument` for what is no JSON object, too."""
-    value = parse(body)
+    value = parse_json(body)
     if not isinstance(value, dict):
-        raise malformed("the body must be a JSON object")
+        raise malformed_json("the body must be a JSON object")
     return value
 
 
@@ -44,28 +44,28 @@ def _parse_leniently(body: Buffer, offset: int) -> Any:
     try:
         return json.loads(bytes(body).decode())
     except (ValueError, RecursionError) as error:
-        raise unreadable(error, offset) from None
+        raise unreadable_json(error, offset) from None
 
 
-def unreadable(error: ValueError | RecursionError, offset: int = 0) -> CharoniaError:
+def unreadable_json(error: ValueError | RecursionError, offset: int = 0) -> CharoniaError:
     """What the standard library's parser cannot read, or not even as text."""
     if isinstance(error, json.JSONDecodeError):
-        return malformed(error.msg, max(0, offset + error.pos))
+        return malformed_json(error.msg, max(0, offset + error.pos))
     if isinstance(error, UnicodeDecodeError):
-        return malformed(f"it is not UTF-8: {error.reason}", max(0, offset + error.start))
+        return malformed_json(f"it is not UTF-8: {error.reason}", max(0, offset + error.start))
     deep = isinstance(error, RecursionError)
-    return malformed("it is nested too deeply" if deep else "a number has too many digits", max(0, offset))
+    return malformed_json("it is nested too deeply" if deep else "a number has too many digits", max(0, offset))
 
 
-def malformed(reason: str, offset: int = 0) -> CharoniaError:
+def malformed_json(reason: str, offset: int = 0) -> CharoniaError:
     return InvalidArgument(f"failed to parse the request JSON buffer: {reason} at {offset}")
 
 
-def mismatch(field: str, texts: str) -> CharoniaError:
+def wrong_json_type(field: str, texts: str) -> CharoniaError:
     return InvalidArgument(f"Unable to parse '{field}': attempt to access JSON {texts}", field=field)
 
 
-def member(of: Document, key: str) -> Any:
+def required_member(of: JsonObject, key: str) -> Any:
     """Raises `InvalidArgument` where it is missing."""
     if key not in of:
         message = f"Unable to parse '{key}': attempt to access non-existing object member '{key}'"
@@ -73,20 +73,22 @@ def member(of: Document, key: str) -> Any:
     return of[key]
 
 
-def string(field: str, value: Any) -> str:
+def as_string(field: str, value: Any) -> str:
     """Raises `InvalidArgument` for what is no text, as all below it for what is not theirs."""
     if not isinstance(value, str):
-        raise mismatch(field, "non-string as string")
+        raise wrong_json_type(field, "non-string as string")
     if not value.isascii():
         _check_text(field, value)
     return value
 
 
-def request_id(value: Any) -> str:
+def as_request_id(value: Any) -> str:
     """It goes into answers, records and traces."""
-    if isinstance(value, str) and len(value) > LONGEST_ID:
-        raise InvalidArgument(f"'id' has {len(value)} characters, more than the {LONGEST_ID} there may be", field="id")
-    return string("id", value)
+    if isinstance(value, str) and len(value) > MAX_ID_LENGTH:
+        raise InvalidArgument(
+            f"'id' has {len(value)} characters, more than the {MAX_ID_LENGTH} there may be", field="id"
+        )
+    return as_string("id", value)
 
 
 def _check_text(field: str, value: str) -> None:
@@ -96,40 +98,40 @@ def _check_text(field: str, value: str) -> None:
         raise InvalidArgument(f"Unable to parse '{field}': a lone surrogate is not text", field=field) from None
 
 
-def boolean(field: str, value: Any) -> bool:
+def as_boolean(field: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise mismatch(field, "non-boolean as boolean")
+        raise wrong_json_type(field, "non-boolean as boolean")
     return value
 
 
-def unsigned(field: str, value: Any) -> int:
+def as_unsigned(field: str, value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**64:
-        raise mismatch(field, "non-unsigned-integer as unsigned-integer")
+        raise wrong_json_type(field, "non-unsigned-integer as unsigned-integer")
     return value
 
 
-def signed(field: str, value: Any) -> int:
+def as_signed(field: str, value: Any) -> int:
     if type(value) is not int or not -(2**63) <= value < 2**63:
-        raise mismatch(field, "non-signed-integer as signed-integer")
+        raise wrong_json_type(field, "non-signed-integer as signed-integer")
     return value
 
 
-def array(field: str, value: Any) -> list[Any]:
+def as_array(field: str, value: Any) -> list[Any]:
     if type(value) is not list:
-        raise mismatch(field, "non-array as array")
+        raise wrong_json_type(field, "non-array as array")
     return value
 
 
-def object_(field: str, value: Any) -> Document:
+def as_object(field: str, value: Any) -> JsonObject:
     if type(value) is not dict:
-        raise mismatch(field, "non-object as object")
+        raise wrong_json_type(field, "non-object as object")
     return value
 
 
-def parameter(key: str, value: Any) -> Scalar:
+def as_parameter(key: str, value: Any) -> ParameterValue:
     """What a model may be told by a parameter: text, number or boolean."""
     if isinstance(value, str):
-        return string(key, value)
+        return as_string(key, value)
     if isinstance(value, bool | float) or (isinstance(value, int) and -(2**63) <= value < 2**64):
         return value
     if isinstance(value, int):

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..core.model import ModelConfig
 from ..core.tensor import TensorSpec
-from .size_limits import MAX_RAW
+from .size_limits import MAX_RAW_BYTES
 
 EXTENSIONS = (
     "classification",
@@ -32,7 +32,7 @@ class ServerInfo:
     name: str = "triton"
     version: str = ""
     max_input_size: int = 64 * 1024 * 1024
-    max_raw_size: int = MAX_RAW
+    max_raw_size: int = MAX_RAW_BYTES
 
 
 def server_metadata(info: ServerInfo) -> dict[str, Any]:

@@ -6,10 +6,10 @@ Knows v2's section 9; not who counted.
 from collections.abc import Iterable
 from typing import Any
 
-from ..core.statistics import BatchStatistics, Duration, ModelStatistics
+from ..core.statistics import BatchStatistics, ModelStatistics, StatisticDuration
 
 
-def statistics_document(of: Iterable[ModelStatistics]) -> list[dict[str, Any]]:
+def model_stats_json(of: Iterable[ModelStatistics]) -> list[dict[str, Any]]:
     """The `model_stats`. What v2 has no name for is not among them: `explanations`."""
     return [_model(each) for each in of]
 
@@ -42,5 +42,5 @@ def _durations(times: Any, names: tuple[str, ...] = ()) -> dict[str, dict[str, i
     return {name: _duration(time) for name, time in zip(names or times._fields, times, strict=True)}
 
 
-def _duration(time: Duration) -> dict[str, int]:
+def _duration(time: StatisticDuration) -> dict[str, int]:
     return {"count": time.count, "ns": time.ns}

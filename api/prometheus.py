@@ -13,32 +13,34 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..core.metrics import Histogram, Labels, Measurement, Reading
-from ..core.summary import Summary
-from ..telemetry.metric_families import CHARONIA, TRITON, VLLM, vllm_readings
+from ..core.summary import QuantileSummary
+from ..telemetry.metric_families import CHARONIA_FAMILIES, TRITON_FAMILIES, VLLM_FAMILIES, vllm_readings
 
 _CONTENT_TYPE = "text/plain; charset=utf-8"
 
-Source = Callable[[], Iterable[Measurement]]
+MetricsSource = Callable[[], Iterable[Measurement]]
 """Who measures; asked at each scrape."""
 
 
-def build_registry(sources: Iterable[Source], vllm: bool = False, hidden: Collection[str] = ()) -> CollectorRegistry:
+def build_registry(
+    sources: Iterable[MetricsSource], vllm: bool = False, hidden: Collection[str] = ()
+) -> CollectorRegistry:
     """A registry of its own; `vllm`: vLLM's names beside ours. `hidden`: families that are not shown."""
     registry = CollectorRegistry()
-    registry.register(Readings(tuple(sources), vllm, hidden))
+    registry.register(PrometheusCollector(tuple(sources), vllm, hidden))
     return registry
 
 
-class Readings(Collector):
+class PrometheusCollector(Collector):
     """A family is there as long as it has a series, and a series as long as its model is."""
 
-    def __init__(self, sources: tuple[Source, ...], vllm: bool, hidden: Collection[str]) -> None:
+    def __init__(self, sources: tuple[MetricsSource, ...], vllm: bool, hidden: Collection[str]) -> None:
         self._sources = sources
         self._vllm = vllm
-        self._shown = [family for family in (*CHARONIA, *TRITON) if family.name not in hidden]
+        self._shown = [family for family in (*CHARONIA_FAMILIES, *TRITON_FAMILIES) if family.name not in hidden]
 
     def collect(self) -> Iterator[Metric]:
-        ours, theirs = _families(self._shown), _families(VLLM if self._vllm else ())
+        ours, theirs = _families(self._shown), _families(VLLM_FAMILIES if self._vllm else ())
         for source in self._sources:
             for labels, readings in source():
                 _fill(ours, labels, readings)
@@ -57,13 +59,13 @@ def _fill(metrics: Mapping[str, Metric], labels: Labels, readings: Iterable[Read
             _add(metric, {**labels, **reading.labels}, reading.value)
 
 
-def _add(metric: Metric, labels: dict[str, str], value: float | Histogram | Summary) -> None:
+def _add(metric: Metric, labels: dict[str, str], value: float | Histogram | QuantileSummary) -> None:
     # To Prometheus an empty label is no label. In Triton's text they are sorted, and le and quantile come last.
     labels = {name: text for name, text in sorted(labels.items()) if text}
     match value:
         case Histogram():
             _add_histogram(metric, labels, value)
-        case Summary():
+        case QuantileSummary():
             _add_summary(metric, labels, value)
         case _:
             metric.add_sample(metric.name, labels, value)
@@ -78,14 +80,14 @@ def _add_histogram(metric: Metric, labels: dict[str, str], value: Histogram) -> 
     metric.add_sample(f"{metric.name}_count", labels, count)
 
 
-def _add_summary(metric: Metric, labels: dict[str, str], value: Summary) -> None:
+def _add_summary(metric: Metric, labels: dict[str, str], value: QuantileSummary) -> None:
     for quantile, each in zip(value.quantiles, value.values(), strict=True):
         metric.add_sample(metric.name, {**labels, "quantile": repr(quantile)}, each)
     metric.add_sample(f"{metric.name}_sum", labels, value.sum)
     metric.add_sample(f"{metric.name}_count", labels, value.count)
 
 
-def render(metrics: Iterable[Metric]) -> bytes:
+def render_exposition(metrics: Iterable[Metric]) -> bytes:
     """Prometheus text, names exactly as the families have them: Triton's counters lack the `_total` that
     prometheus_client's own writer puts on each."""
     lines: list[str] = []
@@ -115,7 +117,7 @@ def _number(value: float) -> str:
 
 def metrics_response(registry: CollectorRegistry) -> Response:
     """A scrape of all that `registry` collects."""
-    return Response(render(registry.collect()), headers={"content-type": _CONTENT_TYPE})
+    return Response(render_exposition(registry.collect()), headers={"content-type": _CONTENT_TYPE})
 
 
 class MetricsApp:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..core.errors import InvalidArgument
 from ..core.tensor import NUMPY_TYPES, Tensor
 
-Raw: TypeAlias = bytes | bytearray | memoryview
+RawBytes: TypeAlias = bytes | bytearray | memoryview
 """What a tensor is read from, left where it is: numbers are views of it."""
 
 _DTYPES = {datatype: np.dtype(dtype) for datatype, dtype in NUMPY_TYPES.items()}
@@ -25,13 +25,13 @@ _MOST_BYTES = _MOST_ELEMENTS // 8
 _PIECE = 1 << 14
 """Strings that are written at a time."""
 
-MOST_STRINGS = 1 << 20
+MAX_STRINGS = 1 << 20
 """Elements of a BYTES tensor in a request: each is an object of its own."""
 _MOST_DIMENSIONS = 64
 """Of an array of numpy's."""
 
 
-class Place(NamedTuple):
+class InputRef(NamedTuple):
     """Which input of which request: what an error says of where it happened."""
 
     request_id: str
@@ -46,7 +46,7 @@ class Place(NamedTuple):
         return f"input '{self.input}' for model '{self.model}'"
 
 
-def element_count(datatype: str, shape: tuple[int, ...], place: Place) -> int:
+def element_count(datatype: str, shape: tuple[int, ...], place: InputRef) -> int:
     """How many elements a tensor of this shape has.
 
     Raises:
@@ -56,7 +56,7 @@ def element_count(datatype: str, shape: tuple[int, ...], place: Place) -> int:
         text = f"{len(shape)} dimensions are more than the {_MOST_DIMENSIONS} that a tensor may have"
         raise InvalidArgument(f"invalid shape for input '{place.input}': {text}", field=place.input)
     count = math.prod(shape)
-    if count <= (MOST_STRINGS if datatype == "BYTES" else _MOST_BYTES) and (not shape or min(shape) >= 0):
+    if count <= (MAX_STRINGS if datatype == "BYTES" else _MOST_BYTES) and (not shape or min(shape) >= 0):
         return count
     shown = f"[{','.join(map(str, shape))}]"
     text = f"invalid shape for input '{place.input}': shape {shown}"
@@ -67,7 +67,7 @@ def element_count(datatype: str, shape: tuple[int, ...], place: Place) -> int:
     elif count * _width(datatype) > _MOST_ELEMENTS:
         text = f"byte size overflow for input '{place.input}': shape {shown} exceeds {_MOST_ELEMENTS} bytes"
     elif datatype == "BYTES":
-        text += f" has {count} strings, more than the {MOST_STRINGS} that a request may have in an input"
+        text += f" has {count} strings, more than the {MAX_STRINGS} that a request may have in an input"
     else:
         return count
     raise InvalidArgument(text, field=place.input)
@@ -78,7 +78,7 @@ def _width(datatype: str) -> int:
     return _DTYPES[datatype].itemsize if datatype in NUMPY_TYPES and datatype != "BYTES" else 1
 
 
-def decode(datatype: str, shape: tuple[int, ...], raw: Raw, place: Place) -> Tensor:
+def decode(datatype: str, shape: tuple[int, ...], raw: RawBytes, place: InputRef) -> Tensor:
     """A read-only view of the bytes as a tensor. What a datatype nobody knows holds is left alone: no model has such an
     input.
 
@@ -95,13 +95,13 @@ def decode(datatype: str, shape: tuple[int, ...], raw: Raw, place: Place) -> Ten
     return Tensor(place.input, datatype, shape, data)
 
 
-def check_byte_size(expected: int, got: int, place: Place) -> None:
+def check_byte_size(expected: int, got: int, place: InputRef) -> None:
     """Raises `InvalidArgument` if they differ."""
     if expected != got:
         raise place.refuse(f"input byte size mismatch for {place.text}. Expected {expected}, got {got}")
 
 
-def check_string_count(expected: int, got: int, place: Place) -> None:
+def check_string_count(expected: int, got: int, place: InputRef) -> None:
     """Raises `InvalidArgument` if they differ."""
     whose = f"inference {place.text}"
     if got > expected:
@@ -110,7 +110,7 @@ def check_string_count(expected: int, got: int, place: Place) -> None:
         raise place.refuse(f"expected {expected} string elements for {whose}, got {got}")
 
 
-def strings(elements: list[bytes], count: int, place: Place) -> NDArray[Any]:
+def string_array(elements: list[bytes], count: int, place: InputRef) -> NDArray[Any]:
     """The data of a BYTES tensor of `count` elements.
 
     Raises:
@@ -133,7 +133,7 @@ def _prefixed(elements: NDArray[Any]) -> bytes:
     return b"".join([part for element in elements for part in (_LENGTH.pack(len(element)), element)])
 
 
-def view(tensor: Tensor) -> memoryview:
+def encode_view(tensor: Tensor) -> memoryview:
     """The same, of numbers that lie together without a copy."""
     if tensor.datatype == "BYTES":
         return memoryview(encode(tensor))
@@ -147,7 +147,7 @@ def encoded_size(tensor: Tensor) -> int:
     return tensor.data.nbytes
 
 
-def write(tensor: Tensor, into: memoryview) -> None:
+def write_into(tensor: Tensor, into: memoryview) -> None:
     """Put the tensor's raw bytes at the beginning of `into`, which has room for them; numbers are copied once."""
     if tensor.datatype == "BYTES":
         raw = encode(tensor)
@@ -157,7 +157,7 @@ def write(tensor: Tensor, into: memoryview) -> None:
         np.copyto(there.reshape(tensor.data.shape), tensor.data)
 
 
-def _numbers(datatype: str, count: int, raw: Raw, place: Place) -> NDArray[Any]:
+def _numbers(datatype: str, count: int, raw: RawBytes, place: InputRef) -> NDArray[Any]:
     dtype = _DTYPES[datatype]
     check_byte_size(count * dtype.itemsize, len(raw), place)
     if datatype == "BOOL":  # a byte may say true in 255 ways
@@ -168,7 +168,7 @@ def _numbers(datatype: str, count: int, raw: Raw, place: Place) -> NDArray[Any]:
     return data
 
 
-def _elements(raw: Raw, count: int, place: Place) -> list[bytes]:
+def _elements(raw: RawBytes, count: int, place: InputRef) -> list[bytes]:
     elements: list[bytes] = []
     offset = 0
     while offset < len(raw):
@@ -183,7 +183,7 @@ def _elements(raw: Raw, count: int, place: Place) -> list[bytes]:
     return elements
 
 
-def _length(raw: Raw, offset: int, place: Place) -> int:
+def _length(raw: RawBytes, offset: int, place: InputRef) -> int:
     rest = len(raw) - offset
     if rest < _LENGTH.size:
         raise place.refuse(

@@ -10,7 +10,7 @@ from ..core.tensor import Tensor
 from . import raw_tensors
 
 
-class WantedOutput(NamedTuple):
+class RequestedOutput(NamedTuple):
     """An output that a request names. `classes`: how many of its greatest, 0 for the output itself; `into`: the shared
     memory to put it in, lent for as long as the request lasts, None for into the response."""
 
@@ -25,7 +25,7 @@ class WantedOutput(NamedTuple):
             raise InvalidArgument(message, field=self.name)
 
 
-def place(output: Tensor, into: memoryview) -> None:
+def write_to_shared_memory(output: Tensor, into: memoryview) -> None:
     """Put an output where the client wants it.
 
     Raises:
@@ -38,4 +38,4 @@ def place(output: Tensor, into: memoryview) -> None:
             f"should be at least {needed} bytes to hold the results",
             field=output.name,
         )
-    raw_tensors.write(output, into)
+    raw_tensors.write_into(output, into)

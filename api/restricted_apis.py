@@ -11,8 +11,8 @@ from typing import NamedTuple
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..core.errors import InvalidArgument, Unauthenticated
-from .http.error_responses import json_response, v2_body
-from .http.request_context import note
+from .http.error_responses import json_response, v2_error_body
+from .http.request_context import record_error
 
 _MODEL = r"/v2/models/[^/]+(/versions/[0-9]+)?"
 _PATHS = {
@@ -32,7 +32,7 @@ APIS = tuple(_PATHS)
 """What can be restricted. Endpoints of OpenAI and vLLM go with v2's that do the same."""
 
 
-class Toll(NamedTuple):
+class RequiredHeader(NamedTuple):
     """The header that must have this value."""
 
     key: str
@@ -42,13 +42,13 @@ class Toll(NamedTuple):
         return shown is not None and hmac.compare_digest(shown.encode(), self.value.encode())
 
 
-def read_restrictions(groups: Sequence[str], flag: str) -> Mapping[str, Toll]:
+def read_restrictions(groups: Sequence[str], flag: str) -> Mapping[str, RequiredHeader]:
     """What each API that is restricted asks for. `groups`: `<api>[,<api>]:<key>=<value>`.
 
     Raises:
         InvalidArgument: one is malformed (its value is not told), or restricts what is restricted already.
     """
-    tolls: dict[str, Toll] = {}
+    tolls: dict[str, RequiredHeader] = {}
     for group in groups:
         names, colon, rest = group.partition(":")
         key, equals, value = rest.partition("=")
@@ -56,7 +56,7 @@ def read_restrictions(groups: Sequence[str], flag: str) -> Mapping[str, Toll]:
             raise InvalidArgument(f"{flag} must be <api>[,<api>]:<key>=<value>, got one that begins '{names}'")
         for name in names.split(","):
             _check_api(name, tolls, flag)
-            tolls[name] = Toll(key, value)
+            tolls[name] = RequiredHeader(key, value)
     return tolls
 
 
@@ -69,10 +69,10 @@ def _check_api(name: str, known: Iterable[str], flag: str) -> None:
         raise InvalidArgument(f"{flag}: {what} can not be specified in multiple config groups")
 
 
-class Restricted:
+class RestrictedApiMiddleware:
     """Answers 403 in place of `app`, before anything of a body is read."""
 
-    def __init__(self, app: ASGIApp, tolls: Mapping[str, Toll]) -> None:
+    def __init__(self, app: ASGIApp, tolls: Mapping[str, RequiredHeader]) -> None:
         self._app = app
         self._tolls = tolls
 
@@ -80,11 +80,11 @@ class Restricted:
         app, toll = self._app, self._toll(scope)
         if toll is not None and not toll.paid(_header(scope, toll.key)):
             error = Unauthenticated(f"This API is restricted, expecting header '{toll.key}'")
-            note(error)
-            app = json_response(v2_body(error), 403)
+            record_error(error)
+            app = json_response(v2_error_body(error), 403)
         await app(scope, receive, send)
 
-    def _toll(self, scope: Scope) -> Toll | None:
+    def _toll(self, scope: Scope) -> RequiredHeader | None:
         found = _API.fullmatch(scope["path"]) if scope["type"] == "http" else None
         return None if found is None else self._tolls.get(_api_of(found))
 

@@ -2,40 +2,40 @@
 
 from ..core.errors import InvalidArgument
 
-MAX_RAW = 32 * 1024 * 1024
+MAX_RAW_BYTES = 32 * 1024 * 1024
 """Bytes of a request's raw tensors, over HTTP and gRPC alike, unless a flag says otherwise."""
 
 _HINT = "Use --http-max-input-size to increase the limit."
 _RAW_HINT = "Use --max-raw-input-size to increase the limit."
 
 
-class TooLarge(InvalidArgument):
+class BodyTooLarge(InvalidArgument):
     """A body of more bytes than there may be."""
 
 
-def check_json(size: int, limit: int) -> None:
-    """Raises `TooLarge` for more bytes of JSON than `limit`, as all below it do for what they check."""
+def check_json_size(size: int, limit: int) -> None:
+    """Raises `BodyTooLarge` for more bytes of JSON than `limit`, as all below it do for what they check."""
     if size > limit:
-        raise TooLarge(
+        raise BodyTooLarge(
             f"request JSON size of {size} bytes exceeds the maximum allowed input size of {limit} bytes. {_HINT}"
         )
 
 
-def check_json_tensor(name: str, size: int, limit: int) -> None:
+def check_json_tensor_size(name: str, size: int, limit: int) -> None:
     """Raises `InvalidArgument`: the body itself may be short."""
     if size > limit:
         raise InvalidArgument(f"JSON input '{name}' has a byte_size ({size} bytes) that {_exceeds(limit)}")
 
 
-def check_raw(size: int, limit: int) -> None:
+def check_raw_size(size: int, limit: int) -> None:
     if size > limit:
         text = f"Raw input has a byte_size ({size} bytes) that exceeds the maximum allowed value of {limit} bytes."
-        raise TooLarge(f"{text} {_RAW_HINT}")
+        raise BodyTooLarge(f"{text} {_RAW_HINT}")
 
 
-def check_decompressed(size: int, limit: int) -> None:
+def check_decompressed_size(size: int, limit: int) -> None:
     if size > limit:
-        raise TooLarge(f"Decompressed data size {_exceeds(limit)}")
+        raise BodyTooLarge(f"Decompressed data size {_exceeds(limit)}")
 
 
 def _exceeds(limit: int) -> str:

@@ -14,7 +14,7 @@ class KeyPair(NamedTuple):
     key: Path
 
 
-def key_pair(certificate: Path | None, key: Path | None, prefix: str) -> KeyPair | None:
+def parse_key_pair(certificate: Path | None, key: Path | None, prefix: str) -> KeyPair | None:
     """The pair, or None where neither is given; `prefix` of the flags names them in messages.
 
     Raises:
@@ -24,11 +24,11 @@ def key_pair(certificate: Path | None, key: Path | None, prefix: str) -> KeyPair
         return None
     if certificate is None or key is None:
         raise InvalidArgument(f"TLS needs both {prefix}-cert and {prefix}-key")
-    check_pair(KeyPair(certificate, key), prefix)
+    check_key_pair(KeyPair(certificate, key), prefix)
     return KeyPair(certificate, key)
 
 
-def check_pair(pair: KeyPair, prefix: str) -> None:
+def check_key_pair(pair: KeyPair, prefix: str) -> None:
     """Raises `InvalidArgument` for what is not a certificate and its key."""
     try:
         # A password that is needed and not there must be an error, not a question on the terminal.

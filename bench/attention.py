@@ -15,19 +15,19 @@ from rich.console import Console
 from rich.table import Table
 
 from ..engine.attention.backend import CacheSpec
-from ..engine.attention.selector import attention_backend
-from ..engine.checkpoint.model_spec import Rope, View
+from ..engine.attention.selector import create_backend
+from ..engine.checkpoint.model_spec import LayerAttention, RopeSpec
 from ..engine.cpu import library
-from ..engine.layers.rotary import Angles, rotary
-from ..engine.step_batch import Batch
-from .machine_peaks import Gauge
+from ..engine.layers.rotary import RotaryAngles, build_rotary
+from ..engine.step_batch import StepBatch
+from .machine_peaks import PeakMeter
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS, BLOCK = 14, 2, 64, 24, 16
 
 app = App(name="python -m charonia.bench.attention", help=__doc__)
 
 
-class Case(NamedTuple):
+class AttentionCase(NamedTuple):
     """So many sequences that each compute `new` tokens on top of `context`."""
 
     sequences: int
@@ -47,8 +47,9 @@ class Case(NamedTuple):
         return self.sequences * (self.context + self.new)
 
 
-CASES = (*(Case(count, context) for count in (1, 8, 32) for context in (128, 1024, 4096)), Case(1, 0, 256),
-         Case(1, 1024, 256), Case(1, 2048, 512))  # fmt: skip
+CASES = (*(AttentionCase(count, context) for count in (1, 8, 32) for context in (128, 1024, 4096)), AttentionCase(1, 0,
+256),
+         AttentionCase(1, 1024, 256), AttentionCase(1, 2048, 512))  # fmt: skip
 
 CONTENDERS = (("native", "auto"), ("native", "int8"), ("cpu", "auto"))
 """Backend, and how it stores keys and values."""
@@ -57,22 +58,22 @@ BYTES = {"auto": 2 * 2 * KV_HEADS * HEAD_DIM * LAYERS, "int8": 2 * KV_HEADS * (H
 """Of one token in the cache."""
 
 
-class Figure(NamedTuple):
+class AttentionFigure(NamedTuple):
     """Seconds of all layers, the best of each contender, and bytes a second that memory gave beside them."""
 
-    case: Case
+    case: AttentionCase
     seconds: list[float]
     read: float
 
 
-def step(case: Case, backend: str, stored: str) -> Callable[[], None]:
+def step(case: AttentionCase, backend: str, stored: str) -> Callable[[], None]:
     """All layers of the case, with a cache of their own."""
     device, dtype = torch.device("cpu"), torch.bfloat16
-    spec = CacheSpec((View(),) * LAYERS, HEADS, KV_HEADS, HEAD_DIM, BLOCK, dtype, device, stored)
-    attention, batch = attention_backend(backend, spec), _batch(case)
+    spec = CacheSpec((LayerAttention(),) * LAYERS, HEADS, KV_HEADS, HEAD_DIM, BLOCK, dtype, device, stored)
+    attention, batch = create_backend(backend, spec), _batch(case)
     attention.allocate(batch.tables.numel())
     packed = torch.randn(case.sequences * case.new, HEADS + 2 * KV_HEADS, HEAD_DIM).to(dtype)
-    angles = rotary(Rope(), HEAD_DIM, case.context + case.new, dtype, device)(batch.positions)
+    angles = build_rotary(RopeSpec(), HEAD_DIM, case.context + case.new, dtype, device)(batch.positions)
 
     @torch.inference_mode()
     def run() -> None:
@@ -81,21 +82,23 @@ def step(case: Case, backend: str, stored: str) -> Callable[[], None]:
     return run
 
 
-def _layers(turned: Callable[[int, torch.Tensor, Angles], torch.Tensor], packed: torch.Tensor, angles: Angles) -> None:
+def _layers(
+    turned: Callable[[int, torch.Tensor, RotaryAngles], torch.Tensor], packed: torch.Tensor, angles: RotaryAngles
+) -> None:
     for layer in range(LAYERS):
         turned(layer, packed, angles)
 
 
-def _batch(case: Case) -> Batch:
+def _batch(case: AttentionCase) -> StepBatch:
     """Blocks lie anywhere, as they do after a while."""
     width = -(-(case.context + case.new) // BLOCK)
     tables = torch.randperm(case.sequences * width).view(case.sequences, width)
     starts, counts = ([number] * case.sequences for number in (case.context, case.new))
-    return Batch.of(torch.zeros(case.sequences * case.new), starts, counts, tables, BLOCK)
+    return StepBatch.of(torch.zeros(case.sequences * case.new), starts, counts, tables, BLOCK)
 
 
-def measure(turns: int) -> Iterator[Figure]:
-    gauge = Gauge(["bf16"], "cpu", torch.get_num_threads())
+def measure(turns: int) -> Iterator[AttentionFigure]:
+    gauge = PeakMeter(["bf16"], "cpu", torch.get_num_threads())
     for case in CASES:
         contenders = [step(case, *contender) for contender in CONTENDERS]
         best, read = [math.inf] * len(contenders), 0.0
@@ -103,7 +106,7 @@ def measure(turns: int) -> Iterator[Figure]:
             for at, run in enumerate(contenders):
                 best[at] = min(best[at], _seconds(run))
             read = max(read, gauge.measure()["bf16"].read)
-        yield Figure(case, best, read)
+        yield AttentionFigure(case, best, read)
 
 
 def _seconds(run: Callable[[], None]) -> float:

@@ -17,9 +17,9 @@ from cyclopts import App
 from rich.console import Console
 from rich.table import Table
 
-from ..engine.parallel.broadcast_ring import Board, Desk, Memory
-from ..engine.parallel.plan_codec import Bulletin, Landed, Reader, Writer
-from ..scheduler.plan import IntArray, NewSequence, RowSampling, StepPlan
+from ..engine.parallel.broadcast_ring import BroadcastRing, RingMemory, RingReader
+from ..engine.parallel.plan_codec import PlanDecoder, PlanEncoder, SampledBatch, StepBroadcast
+from ..scheduler.plan import IntArray, NewSequence, SamplerParams, StepPlan
 
 BLOCK = 16
 _NOTHING: IntArray = np.zeros(0, np.int32)
@@ -31,7 +31,7 @@ _WARM_UP = 50
 app = App(name="python -m charonia.bench.broadcast", help=__doc__)
 
 
-class Kind(NamedTuple):
+class StepKind(NamedTuple):
     """A step in which rows decode: the share of them that takes a block, how many sequences are new, whether stages are
     told what was sampled, and how many groups of the rows take turns, as they do in a pipeline."""
 
@@ -43,16 +43,16 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind("decode", 0.0),
-    Kind("decode, a block for every 16th", 1 / BLOCK),
-    Kind("decode, a block for each", 1.0),
-    Kind("decode, a block for each, stages told", 1.0, landed=True),
-    Kind("decode, half of them in turn, stages told", 1 / BLOCK, landed=True, groups=2),
-    Kind(f"the first, and a new prompt of {_PROMPT}", 1 / BLOCK, new=1),
+    StepKind("decode", 0.0),
+    StepKind("decode, a block for every 16th", 1 / BLOCK),
+    StepKind("decode, a block for each", 1.0),
+    StepKind("decode, a block for each, stages told", 1.0, landed=True),
+    StepKind("decode, half of them in turn, stages told", 1 / BLOCK, landed=True, groups=2),
+    StepKind(f"the first, and a new prompt of {_PROMPT}", 1 / BLOCK, new=1),
 )
 
 
-class Cost(NamedTuple):
+class BroadcastCost(NamedTuple):
     """Of one kind of step: its bytes, and microseconds of the median step. To write, post and read it is processor
     time: on a machine with few cores a reader that wakes up takes the writer's. `told` is time on the clock, from the
     plan to the last rank's word that it has read it; that word's way back is a part of it."""
@@ -64,7 +64,7 @@ class Cost(NamedTuple):
     told: float
 
 
-def bulletins(kind: Kind, rows: int, steps: int) -> Iterator[Bulletin]:
+def sample_broadcasts(kind: StepKind, rows: int, steps: int) -> Iterator[StepBroadcast]:
     """A run of steps of one kind."""
     random = np.random.default_rng(1)
     all_rows: IntArray = np.arange(rows, dtype=np.int32)
@@ -76,25 +76,25 @@ def bulletins(kind: Kind, rows: int, steps: int) -> Iterator[Bulletin]:
         blocks = random.integers(0, _BLOCKS, len(owners)).astype(np.int32)
         fresh = tuple(_newcomer(row, random) for row in range(kind.new))
         tokens = random.integers(0, _VOCAB, len(running)).astype(np.int32)
-        landed = Landed(running, starts, tokens) if kind.landed else None
+        landed = SampledBatch(running, starts, tokens) if kind.landed else None
         plan = StepPlan(
             step, running, starts, ones, ones == 1, np.stack([owners, blocks], 1), fresh, _NOTHING, _NO_PAIRS
         )
-        yield Bulletin(plan, landed)
+        yield StepBroadcast(plan, landed)
         ends[running] += 1
 
 
 def _newcomer(row: int, random: np.random.Generator) -> NewSequence:
-    return NewSequence(row, random.integers(0, _VOCAB, _PROMPT).astype(np.int32), 0, RowSampling(), _PROMPT)
+    return NewSequence(row, random.integers(0, _VOCAB, _PROMPT).astype(np.int32), 0, SamplerParams(), _PROMPT)
 
 
-def measure(kind: Kind, rows: int, ranks: int, steps: int) -> Cost:
+def measure(kind: StepKind, rows: int, ranks: int, steps: int) -> BroadcastCost:
     """Time `steps` steps of a kind."""
-    writer, reader = Writer(), Reader()
+    writer, reader = PlanEncoder(), PlanDecoder()
     sizes: list[int] = []
     written, posted, read, told = (list[float]() for _ in range(4))
     with readers(ranks) as (board, lines):
-        for bulletin in bulletins(kind, rows, _WARM_UP + steps):
+        for bulletin in sample_broadcasts(kind, rows, _WARM_UP + steps):
             begun, now = time.perf_counter(), time.thread_time()
             message = writer.write(bulletin)
             now = _lap(written, now)
@@ -108,7 +108,9 @@ def measure(kind: Kind, rows: int, ranks: int, steps: int) -> Cost:
             reader.read(message)
             _lap(read, now)
             sizes.append(len(message))
-    return Cost(sizes[-1], *(statistics.median(each[_WARM_UP:]) * 1e6 for each in (written, posted, read, told)))
+    return BroadcastCost(
+        sizes[-1], *(statistics.median(each[_WARM_UP:]) * 1e6 for each in (written, posted, read, told))
+    )
 
 
 def _lap(laps: list[float], begun: float) -> float:
@@ -119,11 +121,11 @@ def _lap(laps: list[float], begun: float) -> float:
 
 
 @contextmanager
-def readers(count: int) -> Iterator[tuple[Board, Sequence[Connection]]]:
+def readers(count: int) -> Iterator[tuple[BroadcastRing, Sequence[Connection]]]:
     """A board before so many processes, and their lines."""
     context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
-        memory = stack.enter_context(closing(Memory.create()))
+        memory = stack.enter_context(closing(RingMemory.create()))
         lines = []
         for _ in range(count):
             ours, theirs = context.Pipe()
@@ -134,11 +136,11 @@ def readers(count: int) -> Iterator[tuple[Board, Sequence[Connection]]]:
             lines.append(stack.enter_context(ours))
         for line in lines:
             line.recv_bytes()
-        yield Board(lines, memory), lines
+        yield BroadcastRing(lines, memory), lines
 
 
-def _read(line: Connection, memory: Memory) -> None:
-    desk, reader = Desk(line, memory), Reader()
+def _read(line: Connection, memory: RingMemory) -> None:
+    desk, reader = RingReader(line, memory), PlanDecoder()
     line.send_bytes(b"!")
     try:
         while True:

@@ -11,8 +11,8 @@ from ..kvcache.manager import KVCacheManager
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceRequest
-from .inline_loop import run
-from .peer_runner import Setup
+from .inline_loop import run_to_end
+from .peer_runner import PeerSetup
 
 BLOCK = 16
 _FIELDS: dict[str, dict[str, str]] = {
@@ -24,7 +24,7 @@ _FIELDS: dict[str, dict[str, str]] = {
 
 
 class Peer:
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: PeerSetup) -> None:
         self.about = f"charonia {__version__}, torch {torch.__version__}"
         self._executor = InlineExecutor(_config(setup))
         self._executor.load(lambda phase, fraction: None)
@@ -40,11 +40,11 @@ class Peer:
             SequenceRequest(key=key, prompt=np.array(prompt, np.int32), max_tokens=new)
             for key, prompt in enumerate(prompts)
         ]
-        made = run(self._scheduler, self._executor, requests).tokens
+        made = run_to_end(self._scheduler, self._executor, requests).tokens
         return [made[key] for key in range(len(prompts))]
 
 
-def _config(setup: Setup) -> EngineConfig:
+def _config(setup: PeerSetup) -> EngineConfig:
     plain = EngineConfig(
         model=setup.checkpoint,
         device=setup.device,

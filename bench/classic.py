@@ -22,11 +22,11 @@ from cyclopts.validators import Number
 from rich.console import Console
 from rich.table import Table
 
-from .cli_errors import plainly
+from .cli_errors import exit_on_error
 from .load.bare_infer import NAME
-from .load.infer_generators import Driver, Generator, driver, drivers, generate
-from .load.infer_load import Door, Load
-from .server_process import LOOPBACK, CpuMeter, Place, free_ports, own_server, process, until_open
+from .load.infer_generators import Driver, Generator, describe_generators, find_generator, run_load
+from .load.infer_load import Door, InferLoad
+from .server_process import LOOPBACK, CpuMeter, ServerAddress, free_ports, own_server, run_process, until_open
 
 IDENTITY = """\
 name: "identity"
@@ -44,7 +44,7 @@ _Count = Annotated[int, Parameter(validator=Number(gt=0))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class InferTrial:
     """What every contender does."""
 
     doors: Annotated[tuple[Door, ...], Parameter(consume_multiple=True, negative=())] = ("binary", "json", "grpc")
@@ -60,7 +60,7 @@ class Trial:
     there."""
 
 
-class Leg(msgspec.Struct, frozen=True, kw_only=True):
+class InferRun(msgspec.Struct, frozen=True, kw_only=True):
     """One turn of one contender. `per_cpu_second`: answers for each second of the server's CPU time."""
 
     name: str
@@ -75,48 +75,48 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     errors: int
 
 
-class Comparison(msgspec.Struct, frozen=True):
+class InferComparison(msgspec.Struct, frozen=True):
     """All turns, and their medians."""
 
-    trial: Trial
-    legs: list[Leg]
+    trial: InferTrial
+    legs: list[InferRun]
 
-    def median(self, name: str, door: Door, connections: int, figure: Callable[[Leg], float]) -> float:
+    def median(self, name: str, door: Door, connections: int, figure: Callable[[InferRun], float]) -> float:
         chosen = [leg for leg in self.legs if (leg.name, leg.door, leg.connections) == (name, door, connections)]
         return median(map(figure, chosen))
 
 
-def compare(trial: Trial, log: Callable[[str], None]) -> Comparison:
+def compare(trial: InferTrial, log: Callable[[str], None]) -> InferComparison:
     """Run the contenders in turns.
 
     Raises:
         Unavailable: a server cannot be started, or a generator failed or is not installed.
     """
-    legs: list[Leg] = []
+    legs: list[InferRun] = []
     with _servers() as places:
         for door in trial.doors:
-            by = driver(door, trial.generator)
+            by = find_generator(door, trial.generator)
             for connections in trial.connections:
                 for name, place in list(places.items()) * trial.repeats:
                     legs.append(_leg(name, place, _load(trial, place, door, connections), by))
                     log(_line(legs[-1]))
-    return Comparison(trial, legs)
+    return InferComparison(trial, legs)
 
 
-def _load(trial: Trial, place: Place, door: Door, connections: int) -> Load:
+def _load(trial: InferTrial, place: ServerAddress, door: Door, connections: int) -> InferLoad:
     port = place.grpc_port if door == "grpc" else place.http_port
-    return Load(door=door, port=port, connections=connections, seconds=trial.seconds, model=NAME)
+    return InferLoad(door=door, port=port, connections=connections, seconds=trial.seconds, model=NAME)
 
 
-def _leg(name: str, place: Place, load: Load, by: Driver) -> Leg:
+def _leg(name: str, place: ServerAddress, load: InferLoad, by: Driver) -> InferRun:
     meter = CpuMeter(place.pid)
     meter.start()
-    report = generate(load, by)
+    report = run_load(load, by)
     cores = meter.spent()
     # The meter sees our own generator's warm-up too, which is answered at the same rate.
     warm_up = load.warm_up if by == "own" else 0.0
     spent = 0.0 if cores is None else cores.frontend * report.seconds / (report.seconds + warm_up)
-    return Leg(
+    return InferRun(
         name=name,
         door=load.door,
         driver=by,
@@ -131,7 +131,7 @@ def _leg(name: str, place: Place, load: Load, by: Driver) -> Leg:
 
 
 @contextmanager
-def _servers() -> Iterator[dict[str, Place]]:
+def _servers() -> Iterator[dict[str, ServerAddress]]:
     with ExitStack() as stack:
         repository = Path(stack.enter_context(TemporaryDirectory(prefix="charonia-bench-")))
         (repository / NAME / "1").mkdir(parents=True)
@@ -141,17 +141,17 @@ def _servers() -> Iterator[dict[str, Place]]:
 
 
 @contextmanager
-def bare_server() -> Iterator[Place]:
+def bare_server() -> Iterator[ServerAddress]:
     """The handlers of classic_bare."""
     http_port, grpc_port = free_ports(2)
     command = [sys.executable, "-m", "charonia.bench.load.bare_infer", str(http_port), str(grpc_port)]
-    with process(command) as (pid, alive):
-        place = Place(LOOPBACK, http_port, grpc_port, pid)
+    with run_process(command) as (pid, alive):
+        place = ServerAddress(LOOPBACK, http_port, grpc_port, pid)
         until_open(place, alive)
         yield place
 
 
-def _line(leg: Leg) -> str:
+def _line(leg: InferRun) -> str:
     return (
         f"{leg.door:6} {leg.connections:4} {leg.name:8} {leg.per_second:8.0f}/s {leg.per_cpu_second:8.0f} per CPU s, "
         f"p50 {leg.p50_ms:.2f} ms, p99 {leg.p99_ms:.2f} ms, generator {leg.generator_cores:.2f} cores, "
@@ -159,9 +159,9 @@ def _line(leg: Leg) -> str:
     )
 
 
-def show(console: Console, comparison: Comparison) -> None:
+def show(console: Console, comparison: InferComparison) -> None:
     """Medians, and Charonia's part of the bare handler's."""
-    console.print(f"driven: {drivers(comparison.trial.doors, comparison.trial.generator)}", highlight=False)
+    console.print(f"driven: {describe_generators(comparison.trial.doors, comparison.trial.generator)}", highlight=False)
     table = Table("door", "connections", "per second", "of bare", "per CPU second", "of bare", "p50 ms", "p99 ms")
     for door in comparison.trial.doors:
         for connections in comparison.trial.connections:
@@ -169,8 +169,8 @@ def show(console: Console, comparison: Comparison) -> None:
     console.print(table)
 
 
-def _cells(comparison: Comparison, door: Door, connections: int) -> Sequence[str]:
-    def of(name: str, figure: Callable[[Leg], float]) -> float:
+def _cells(comparison: InferComparison, door: Door, connections: int) -> Sequence[str]:
+    def of(name: str, figure: Callable[[InferRun], float]) -> float:
         return comparison.median(name, door, connections, figure)
 
     rate, bare_rate = (of(name, lambda leg: leg.per_second) for name in (_OURS, _BARE))
@@ -181,7 +181,7 @@ def _cells(comparison: Comparison, door: Door, connections: int) -> Sequence[str
 
 
 @app.default
-def classic(*, trial: Annotated[Trial, Parameter("*")] = Trial(), json: Path | None = None) -> None:
+def classic(*, trial: Annotated[InferTrial, Parameter("*")] = InferTrial(), json: Path | None = None) -> None:
     """Compare Charonia's doors with bare handlers.
 
     Parameters
@@ -190,7 +190,7 @@ def classic(*, trial: Annotated[Trial, Parameter("*")] = Trial(), json: Path | N
         Write the turns to this file.
     """
     console = Console()
-    with plainly():
+    with exit_on_error():
         comparison = compare(trial, lambda line: console.print(line, highlight=False, soft_wrap=True))
     show(console, comparison)
     if json:

@@ -27,14 +27,14 @@ from rich.console import Console
 from rich.table import Table
 
 from ..core.errors import Unsupported
-from ..processes.host import cores
+from ..processes.host import usable_cores
 from .classic import IDENTITY
-from .cli_errors import plainly
+from .cli_errors import exit_on_error
 from .load.bare_infer import NAME
-from .load.infer_generators import Driver, Generator, driver, drivers, generate
-from .load.infer_load import Load
+from .load.infer_generators import Driver, Generator, describe_generators, find_generator, run_load
+from .load.infer_load import InferLoad
 from .load.onnx_mlp import write_mlp
-from .server_process import Place, own_server
+from .server_process import ServerAddress, own_server
 
 _BATCH = 32
 _SMALL = (50, 1024, 1024, 1)
@@ -53,7 +53,7 @@ _Count = Annotated[int, Parameter(validator=Number(gt=0))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class BatchingTrial:
     """What every contender does."""
 
     connections: _Count = 32
@@ -66,7 +66,7 @@ class Trial:
     """What drives them: wrk, which wants whole seconds, or our own process; auto takes wrk if it is there."""
 
 
-class Contender(msgspec.Struct, frozen=True):
+class BatchingContender(msgspec.Struct, frozen=True):
     """A model of the repository; `beside` names the one whose rate its own is a part of."""
 
     name: str
@@ -76,13 +76,13 @@ class Contender(msgspec.Struct, frozen=True):
 
 
 CONTENDERS = (
-    Contender("small", _SMALL, _CONFIG + "dynamic_batching { }\n", NAME),
-    Contender("large", _LARGE, _CONFIG + _DYNAMIC, _ALONE),
-    Contender("large_unbatched", _LARGE, _CONFIG, _ALONE),
+    BatchingContender("small", _SMALL, _CONFIG + "dynamic_batching { }\n", NAME),
+    BatchingContender("large", _LARGE, _CONFIG + _DYNAMIC, _ALONE),
+    BatchingContender("large_unbatched", _LARGE, _CONFIG, _ALONE),
 )
 
 
-class Turn(msgspec.Struct, frozen=True):
+class BatchingRun(msgspec.Struct, frozen=True):
     """Requests per second, of onnxruntime alone items per second; and the part of the cores that the generator took."""
 
     rate: float
@@ -93,11 +93,11 @@ class Turn(msgspec.Struct, frozen=True):
         return self.rate / (1 - self.generator)
 
 
-class Rates(msgspec.Struct, frozen=True):
+class BatchingComparison(msgspec.Struct, frozen=True):
     """What came of each turn, by contender."""
 
-    trial: Trial
-    turns: dict[str, list[Turn]]
+    trial: BatchingTrial
+    turns: dict[str, list[BatchingRun]]
 
     def median(self, name: str) -> float:
         return median(turn.rate for turn in self.turns[name])
@@ -106,7 +106,7 @@ class Rates(msgspec.Struct, frozen=True):
         return median(turn.net for turn in self.turns[name])
 
 
-def measure(trial: Trial, log: Callable[[str], None]) -> Rates:
+def measure(trial: BatchingTrial, log: Callable[[str], None]) -> BatchingComparison:
     """Run the contenders in turns.
 
     Raises:
@@ -116,31 +116,31 @@ def measure(trial: Trial, log: Callable[[str], None]) -> Rates:
         repository = Path(directory)
         _write(repository)
         with own_server("--model-repository", directory) as place:
-            turns: dict[str, list[Turn]] = {}
+            turns: dict[str, list[BatchingRun]] = {}
             for _ in range(trial.repeats):
                 for name, turn in _turns(trial, place, repository):
                     turns.setdefault(name, []).append(turn)
                     log(f"{name:16} {turn.rate:8.0f}/s")
-    return Rates(trial, turns)
+    return BatchingComparison(trial, turns)
 
 
-def _turns(trial: Trial, place: Place, repository: Path) -> Iterator[tuple[str, Turn]]:
+def _turns(trial: BatchingTrial, place: ServerAddress, repository: Path) -> Iterator[tuple[str, BatchingRun]]:
     common: Mapping[str, Any] = {
         "door": "binary",
         "port": place.http_port,
         "connections": trial.connections,
         "seconds": trial.seconds,
     }
-    by = driver("binary", trial.generator)
-    yield NAME, _put(Load(**common), by)
+    by = find_generator("binary", trial.generator)
+    yield NAME, _put(InferLoad(**common), by)
     for each in CONTENDERS:
-        yield each.name, _put(Load(**common, model=each.name, name="INPUT", shape=(1, each.sizes[0])), by)
-    yield _ALONE, Turn(_alone(repository / "large" / "1" / "model.onnx", trial.seconds))
+        yield each.name, _put(InferLoad(**common, model=each.name, name="INPUT", shape=(1, each.sizes[0])), by)
+    yield _ALONE, BatchingRun(_alone(repository / "large" / "1" / "model.onnx", trial.seconds))
 
 
-def _put(load: Load, by: Driver) -> Turn:
-    report = generate(load, by)
-    return Turn(report.rate, report.cpu / report.seconds / cores().logical)
+def _put(load: InferLoad, by: Driver) -> BatchingRun:
+    report = run_load(load, by)
+    return BatchingRun(report.rate, report.cpu / report.seconds / usable_cores().logical)
 
 
 def _alone(file: Path, seconds: float) -> float:
@@ -148,7 +148,7 @@ def _alone(file: Path, seconds: float) -> float:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = cores().threads
+    options.intra_op_num_threads = usable_cores().threads
     session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     given = {"INPUT": np.zeros((_BATCH, _LARGE[0]), np.float32)}
     session.run(None, given)
@@ -169,9 +169,9 @@ def _write(repository: Path) -> None:
         (repository / each.name / "config.pbtxt").write_text(each.config)
 
 
-def show(console: Console, rates: Rates) -> None:
+def show(console: Console, rates: BatchingComparison) -> None:
     """Medians, and what part they are of those beside them."""
-    console.print(f"driven: {drivers(['binary'], rates.trial.generator)}", highlight=False)
+    console.print(f"driven: {describe_generators(['binary'], rates.trial.generator)}", highlight=False)
     table = Table("model", "per second", "beside", "part of it", "net")
     for each in CONTENDERS:
         rate, other = rates.median(each.name), rates.median(each.beside)
@@ -183,7 +183,7 @@ def show(console: Console, rates: Rates) -> None:
 
 
 @app.default
-def models(*, trial: Annotated[Trial, Parameter("*")] = Trial(), json: Path | None = None) -> None:
+def models(*, trial: Annotated[BatchingTrial, Parameter("*")] = BatchingTrial(), json: Path | None = None) -> None:
     """Compare what models give through the server with what they give without one.
 
     Parameters
@@ -192,7 +192,7 @@ def models(*, trial: Annotated[Trial, Parameter("*")] = Trial(), json: Path | No
         Write the turns to this file.
     """
     console = Console()
-    with plainly():
+    with exit_on_error():
         rates = measure(trial, lambda line: console.print(line, highlight=False))
     show(console, rates)
     if json:

@@ -8,7 +8,7 @@ from ..core.errors import CharoniaError
 
 
 @contextmanager
-def plainly() -> Iterator[None]:
+def exit_on_error() -> Iterator[None]:
     """An error that is meant for people ends the command with its message, and with nothing more."""
     try:
         yield

@@ -12,7 +12,7 @@ _PRINTABLE = string.digits + string.ascii_letters + string.punctuation + "ĠĊ"
 """What the byte-level pre-tokenizer makes of printable text; space and newline are the last two."""
 
 
-def tokenizer(vocab: int) -> Tokenizer:
+def build_tokenizer(vocab: int) -> Tokenizer:
     """Single characters to read prompts with, and invented words to fill a vocabulary of `vocab` tokens up."""
     pieces = [*_PRINTABLE, *(f"Ġw{number}" for number in range(vocab - len(_PRINTABLE)))]
     made = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(pieces[:vocab])}, merges=[]))
@@ -23,5 +23,5 @@ def tokenizer(vocab: int) -> Tokenizer:
 
 def write_tokenizer(directory: Path, vocab: int) -> None:
     """Write the files that servers look for beside a checkpoint."""
-    tokenizer(vocab).save(str(directory / "tokenizer.json"))
+    build_tokenizer(vocab).save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')

@@ -10,10 +10,10 @@ import sys
 import torch
 from rich.console import Console
 
-from .offline import Work, at_hand, compare
+from .offline import OfflineOptions, compare, prepare_checkpoint
 from .offline_report import show
 
-WORK = Work(sequences=(32,), precisions=("bf16",), chunk=2048, device="cuda", repeats=2)
+WORK = OfflineOptions(sequences=(32,), precisions=("bf16",), chunk=2048, device="cuda", repeats=2)
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
         sys.exit("no CUDA device on this machine, or a torch without CUDA")
     console = Console()
     console.print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    with at_hand(None, "qwen2.5-0.5b", None, console.print) as (checkpoint, folder):
+    with prepare_checkpoint(None, "qwen2.5-0.5b", None, console.print) as (checkpoint, folder):
         show(console, compare(checkpoint, folder, WORK, ["transformers"], console.print))
 
 

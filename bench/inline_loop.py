@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TypeAlias
 
-from ..core.logprobs import Logprobs, Score
+from ..core.logprobs import Logprobs, RankedLogprobs
 from ..engine.worker.executor import Executor, StepFuture
 from ..scheduler.plan import StepPlan, StepUpdates
 from ..scheduler.scheduler import Scheduler
@@ -16,7 +16,7 @@ Observe: TypeAlias = Callable[[StepPlan], None]
 
 
 @dataclass
-class Outcome:
+class LoopResult:
     """What a run brought, by sequence key: new tokens, prompt tokens out of the prefix cache, finish reason, and
     logprobs of the tokens, new ones and the prompt's, where they were asked for."""
 
@@ -24,7 +24,7 @@ class Outcome:
     cached: dict[int, int] = field(default_factory=dict)
     finished: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
-    scores: dict[int, list[Score]] = field(default_factory=dict)
+    scores: dict[int, list[RankedLogprobs]] = field(default_factory=dict)
     steps: int = 0
     most_in_flight: int = 0
     seconds: float = 0.0
@@ -50,15 +50,15 @@ class Outcome:
                 self.logprobs.setdefault(key, []).append(logprobs)
 
 
-def run(
+def run_to_end(
     scheduler: Scheduler,
     executor: Executor,
     requests: Iterable[SequenceRequest],
     *,
     observe: Observe = lambda plan: None,
-) -> Outcome:
+) -> LoopResult:
     """Run the requests, all submitted at once, to their ends. `observe` sees every plan."""
-    outcome, flying, begun = Outcome(), deque[StepFuture](), perf_counter()
+    outcome, flying, begun = LoopResult(), deque[StepFuture](), perf_counter()
     for request in requests:
         scheduler.add(request)
     while scheduler.has_work:

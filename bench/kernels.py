@@ -18,11 +18,11 @@ from rich.table import Table
 from torch import Tensor
 
 from ..engine.cpu import library
-from ..engine.cpu.matmul import Form, Packed
-from ..engine.cpu.memory import Memory
-from ..engine.layers.matmul import QuantizedProduct, plain, quantize
-from .machine_peaks import Gauge
-from .roofline import Machine, Precision
+from ..engine.cpu.matmul import MatmulFormat, PackedMatmul
+from ..engine.cpu.memory import HugePageArena
+from ..engine.layers.matmul import TorchInt8Matmul, quantize_rows, torch_matmul
+from .machine_peaks import PeakMeter
+from .roofline import MachinePeaks, Precision
 
 HIDDEN, INNER, VOCAB, LAYERS = 896, 4864, 151936, 24
 SHAPES = ((1152, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER))
@@ -40,7 +40,7 @@ Product: TypeAlias = Callable[[Tensor], Tensor]
 app = App(name="python -m charonia.bench.kernels", help=__doc__)
 
 
-class Stack(NamedTuple):
+class ProductStack(NamedTuple):
     """One contender's products, layer by layer, and its head."""
 
     layers: list[list[Product]]
@@ -54,13 +54,13 @@ class Stack(NamedTuple):
             self.head(inputs[HIDDEN])
 
 
-class Figure(NamedTuple):
+class ProductFigure(NamedTuple):
     """Seconds of the whole stack for so many rows, the best of each contender; and the limits beside them."""
 
     rows: int
     ours: float
     torchs: float
-    limits: Machine
+    limits: MachinePeaks
 
     def least(self, width: int) -> float:
         """Seconds the machine needs at least, for weights of `width` bytes."""
@@ -77,42 +77,42 @@ def numbers(rows: int) -> int:
     return LAYERS * sum(outputs * columns for outputs, columns in SHAPES) + head
 
 
-def stacks(precision: Precision) -> list[Stack]:
+def stacks(precision: Precision) -> list[ProductStack]:
     """Ours and torch's. Every layer has memory of its own; what is in it is the same."""
-    kept, memory = KEPT[precision], Memory()
+    kept, memory = KEPT[precision], HugePageArena()
     x = torch.float32 if precision == "fp32" else torch.bfloat16
     weights = [torch.randn(shape).to(x) for shape in (*SHAPES, (VOCAB, HIDDEN))]
     ours = [[_ours(weight, kept, memory) for weight in weights[:-1]] for _ in range(LAYERS)]
     torchs = [[_torchs(weight, kept) for weight in weights[:-1]] for _ in range(LAYERS)]
-    return [Stack(ours, _ours(weights[-1], kept, memory)), Stack(torchs, _torchs(weights[-1], kept))]
+    return [ProductStack(ours, _ours(weights[-1], kept, memory)), ProductStack(torchs, _torchs(weights[-1], kept))]
 
 
-def _ours(weight: Tensor, kept: torch.dtype, memory: Memory) -> Product:
-    packed = Packed(Form(len(weight), weight.shape[1], kept, weight.dtype, weight.dtype), None, memory)
+def _ours(weight: Tensor, kept: torch.dtype, memory: HugePageArena) -> Product:
+    packed = PackedMatmul(MatmulFormat(len(weight), weight.shape[1], kept, weight.dtype, weight.dtype), None, memory)
     packed.pack(0, weight)
     return packed
 
 
 def _torchs(weight: Tensor, kept: torch.dtype) -> Product:
     if kept == torch.int8:
-        quantized, scales = quantize(weight)
-        return QuantizedProduct(quantized.t(), scales, None)
-    return plain(weight.clone(), None)
+        quantized, scales = quantize_rows(weight)
+        return TorchInt8Matmul(quantized.t(), scales, None)
+    return torch_matmul(weight.clone(), None)
 
 
-def measure(precision: Precision, rows: list[int], turns: int) -> Iterator[Figure]:
+def measure(precision: Precision, rows: list[int], turns: int) -> Iterator[ProductFigure]:
     contenders = stacks(precision)
-    gauge = Gauge([precision], "cpu", torch.get_num_threads())
+    gauge = PeakMeter([precision], "cpu", torch.get_num_threads())
     for count in rows:
         inputs = {columns: torch.randn(count, columns).to(_x(precision)) for columns in (HIDDEN, INNER)}
-        best, limits = [math.inf] * 2, Machine(0.0, 0.0)
+        best, limits = [math.inf] * 2, MachinePeaks(0.0, 0.0)
         for _ in range(turns):
             for at in range(len(contenders)):
                 best[at] = min(best[at], _seconds(contenders[at], inputs))
             now = gauge.measure()[precision]
-            limits = Machine(max(limits.read, now.read), max(limits.peak, now.peak))
+            limits = MachinePeaks(max(limits.read, now.read), max(limits.peak, now.peak))
             contenders = contenders[: 1 if best[1] > HOPELESS else 2]
-        yield Figure(count, best[0], best[1], limits)
+        yield ProductFigure(count, best[0], best[1], limits)
 
 
 def _x(precision: Precision) -> torch.dtype:
@@ -120,20 +120,20 @@ def _x(precision: Precision) -> torch.dtype:
 
 
 @torch.inference_mode()
-def _seconds(stack: Stack, inputs: dict[int, Tensor]) -> float:
+def _seconds(stack: ProductStack, inputs: dict[int, Tensor]) -> float:
     begun = perf_counter()
     stack.run(inputs)
     return perf_counter() - begun
 
 
-def show(console: Console, precision: Precision, figures: list[Figure]) -> None:
+def show(console: Console, precision: Precision, figures: list[ProductFigure]) -> None:
     """Our best product may be the machine's best: then it is the peak."""
     peak = max(chain(*((each.limits.peak, each.operations / each.ours) for each in figures)))
     table = Table(title=f"{precision}, all products of a step")
     for column in ("rows", "ms", "torch ms", "torch / ours", "GB/s", "of", "GOP/s", "of", "of the limit"):
         table.add_column(column, justify="right")
     for each in figures:
-        width, limits = KEPT[precision].itemsize, Machine(each.limits.read, peak)
+        width, limits = KEPT[precision].itemsize, MachinePeaks(each.limits.read, peak)
         table.add_row(
             str(each.rows),
             f"{each.ours * 1e3:.2f}",

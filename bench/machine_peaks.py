@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from .roofline import Machine, Precision
+from .roofline import MachinePeaks, Precision
 
 _ROWS, _IN, _OUT = 512, 1024, 4096
 _TRIES = 5
@@ -19,7 +19,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Product: TypeAlias = Callable[[], object]
 
 
-class Gauge:
+class PeakMeter:
     """Holds what it measures with, so that a measurement is short: half a GB, and a few matrices."""
 
     def __init__(self, precisions: Sequence[Precision], device: str, threads: int) -> None:
@@ -36,11 +36,11 @@ class Gauge:
         """How the best product of each precision is computed."""
         return {precision: name for precision, (name, _) in self._products.items()}
 
-    def measure(self) -> dict[Precision, Machine]:
+    def measure(self) -> dict[Precision, MachinePeaks]:
         """The best of several short tries each, by precision."""
         read = self._big.nbytes / _best(lambda: self._big.sum().item(), _TRIES)
         return {
-            precision: Machine(read, self._ops / _best(product, _TRIES))
+            precision: MachinePeaks(read, self._ops / _best(product, _TRIES))
             for precision, (_, product) in self._products.items()
         }
 

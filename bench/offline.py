@@ -26,14 +26,14 @@ from rich.console import Console
 from ..core.errors import CharoniaError
 from ..engine.checkpoint.hf_checkpoint import open_checkpoint
 from ..engine.checkpoint.model_spec import ModelSpec
-from ..processes.host import cores
+from ..processes.host import usable_cores
 from .checkpoint import ShapeName, write_shape
 from .load.report import require_matplotlib
-from .machine_peaks import Gauge
-from .offline_report import Comparison, Turn, show, write_json, write_plot
-from .peer_process import OURS, Contender, Spent, entries
-from .peer_runner import Setup
-from .roofline import Demand, Job, Machine, Precision, limit
+from .machine_peaks import PeakMeter
+from .offline_report import OfflineComparison, OfflineRun, show, write_json, write_plot
+from .peer_process import OURS, GenerationTime, PeerProcess, parse_peer_specs
+from .peer_runner import PeerSetup
+from .roofline import MachinePeaks, ModelDemand, OfflineJob, Precision, roofline_speed
 
 Log: TypeAlias = Callable[[str], None]
 _Positive = Parameter(validator=Number(gt=0))
@@ -43,7 +43,7 @@ app = App(name="python -m charonia.bench.offline", help=__doc__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class OfflineOptions:
     """What to compute, and with what."""
 
     sequences: Annotated[tuple[int, ...], _Several] = (1, 4, 16, 32)
@@ -62,8 +62,8 @@ class Work:
     """cpu or cuda."""
 
     @property
-    def jobs(self) -> list[Job]:
-        return [Job(sequences, self.prompt, self.new) for sequences in self.sequences]
+    def jobs(self) -> list[OfflineJob]:
+        return [OfflineJob(sequences, self.prompt, self.new) for sequences in self.sequences]
 
     @property
     def length(self) -> int:
@@ -71,15 +71,15 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class WarmContenders:
     """Those who take part, warm, and what their machine is measured with."""
 
     spec: ModelSpec
-    gauge: Gauge
-    contenders: Sequence[Contender]
+    gauge: PeakMeter
+    contenders: Sequence[PeerProcess]
 
 
-def compare(checkpoint: Path, scratch: Path, work: Work, peers: Sequence[str], log: Log) -> Comparison:
+def compare(checkpoint: Path, scratch: Path, work: OfflineOptions, peers: Sequence[str], log: Log) -> OfflineComparison:
     """Every contender at every job, in turns.
 
     Raises:
@@ -93,61 +93,63 @@ def compare(checkpoint: Path, scratch: Path, work: Work, peers: Sequence[str], l
             for turn in _round(field, job, seed=1 + repeat, log=log)
         ]
         about = {each.entry.label: each.about for each in field.contenders}
-        return Comparison(
+        return OfflineComparison(
             checkpoint=checkpoint.name, threads=field.gauge.threads, about=about, ways=field.gauge.ways, turns=turns
         )
 
 
 @contextmanager
-def _field(checkpoint: Path, scratch: Path, work: Work, peers: Sequence[str], log: Log) -> Iterator[Field]:
-    asked, spec = entries(work.precisions, peers), open_checkpoint(checkpoint).spec
+def _field(
+    checkpoint: Path, scratch: Path, work: OfflineOptions, peers: Sequence[str], log: Log
+) -> Iterator[WarmContenders]:
+    asked, spec = parse_peer_specs(work.precisions, peers), open_checkpoint(checkpoint).spec
     with ExitStack() as stack:
         contenders = []
         for entry in asked:
             log(f"starting {entry.label} ...")
-            setup = Setup(
+            setup = PeerSetup(
                 checkpoint=str(checkpoint),
                 precision=entry.precision,
                 sequences=max(work.sequences),
                 length=work.length,
                 chunk=work.chunk,
-                threads=cores().threads,
+                threads=usable_cores().threads,
                 device=work.device,
-                folder=str(scratch / f"{identity(checkpoint)}-{entry.name}-{entry.precision}"),
+                folder=str(scratch / f"{checkpoint_digest(checkpoint)}-{entry.name}-{entry.precision}"),
             )
-            contenders.append(stack.enter_context(Contender(entry, setup)))
+            contenders.append(stack.enter_context(PeerProcess(entry, setup)))
         for contender in contenders:
             _warm(contender, work, spec.vocab_size)
-        yield Field(spec, Gauge(work.precisions, work.device, cores().threads), contenders)
+        yield WarmContenders(spec, PeakMeter(work.precisions, work.device, usable_cores().threads), contenders)
 
 
-def identity(checkpoint: Path) -> str:
+def checkpoint_digest(checkpoint: Path) -> str:
     """A name that no other checkpoint has, nor this one once its files have changed."""
     files = sorted(checkpoint.resolve().glob("*"))
     state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return f"{checkpoint.name}-{sha256(repr(state).encode()).hexdigest()[:12]}"
 
 
-def _warm(contender: Contender, work: Work, vocab: int) -> None:
+def _warm(contender: PeerProcess, work: OfflineOptions, vocab: int) -> None:
     for sequences in (1, max(work.sequences)):
-        contender.generate(prompts(Job(sequences, work.prompt, 2), vocab, seed=0), 2)
+        contender.generate(prompts(OfflineJob(sequences, work.prompt, 2), vocab, seed=0), 2)
 
 
-def _round(field: Field, job: Job, seed: int, log: Log) -> Iterator[Turn]:
+def _round(field: WarmContenders, job: OfflineJob, seed: int, log: Log) -> Iterator[OfflineRun]:
     asked = prompts(job, field.spec.vocab_size, seed)
-    before, ours = field.gauge.measure(), Spent((), 0.0)
+    before, ours = field.gauge.measure(), GenerationTime((), 0.0)
     for contender in field.contenders:
         spent = contender.generate(asked, job.new)
         after, entry = field.gauge.measure(), contender.entry
         ours = spent if entry.name == OURS else ours
-        machine = better(before[entry.precision], after[entry.precision])
-        turn = Turn(
+        machine = best_peaks(before[entry.precision], after[entry.precision])
+        turn = OfflineRun(
             name=entry.name,
             precision=entry.precision,
             job=job,
             speed=spent.speed,
             machine=machine,
-            limit=limit(Demand.of(field.spec, entry.precision), job, machine),
+            limit=roofline_speed(ModelDemand.of(field.spec, entry.precision), job, machine),
             agreement=agreement(spent.tokens, ours.tokens),
         )
         log(f"{job.sequences} sequences, {entry.label}: {turn.speed:.1f} tokens/s, {turn.speed / turn.limit:.0%}")
@@ -161,19 +163,21 @@ def agreement(tokens: Sequence[Sequence[int]], ours: Sequence[Sequence[int]]) ->
     return sum(one[0] == other[0] for one, other in zip(tokens, ours, strict=True)) / len(ours)
 
 
-def better(one: Machine, other: Machine) -> Machine:
+def best_peaks(one: MachinePeaks, other: MachinePeaks) -> MachinePeaks:
     """The best of two measurements: neighbours only ever take away."""
-    return Machine(max(one.read, other.read), max(one.peak, other.peak))
+    return MachinePeaks(max(one.read, other.read), max(one.peak, other.peak))
 
 
-def prompts(job: Job, vocab: int, seed: int) -> list[list[int]]:
+def prompts(job: OfflineJob, vocab: int, seed: int) -> list[list[int]]:
     """Distinct ones, the same for the same seed."""
     drawn: list[list[int]] = np.random.default_rng(seed).integers(0, vocab, (job.sequences, job.prompt)).tolist()
     return drawn
 
 
 @contextmanager
-def at_hand(checkpoint: Path | None, shape: ShapeName, scratch: Path | None, log: Log) -> Iterator[tuple[Path, Path]]:
+def prepare_checkpoint(
+    checkpoint: Path | None, shape: ShapeName, scratch: Path | None, log: Log
+) -> Iterator[tuple[Path, Path]]:
     """A checkpoint and a folder for what is made on the way; without `scratch` that is gone afterwards."""
     with ExitStack() as stack:
         folder = scratch or Path(stack.enter_context(TemporaryDirectory(prefix="charonia-bench-")))
@@ -191,7 +195,7 @@ def main(
     shape: ShapeName = "qwen2.5-0.5b",
     scratch: Path | None = None,
     peer: tuple[str, ...] = (),
-    work: Annotated[Work, Parameter("*")] = Work(),
+    work: Annotated[OfflineOptions, Parameter("*")] = OfflineOptions(),
     json: Path | None = None,
     plot: Path | None = None,
 ) -> None:
@@ -220,7 +224,7 @@ def main(
     try:
         if plot:
             require_matplotlib()
-        with at_hand(checkpoint, shape, scratch, log) as (found, folder):
+        with prepare_checkpoint(checkpoint, shape, scratch, log) as (found, folder):
             seen = compare(found, folder, work, peer, log)
     except CharoniaError as error:
         sys.exit(f"charonia: {error.message}")

@@ -12,10 +12,10 @@ from rich.table import Table
 
 from .load.report import require_matplotlib
 from .peer_process import OURS
-from .roofline import Job, Machine, Precision
+from .roofline import MachinePeaks, OfflineJob, Precision
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
+class OfflineRun(msgspec.Struct, frozen=True, kw_only=True):
     """One contender once: output tokens a second, beside the limit of the machine as it was measured next to it.
 
     `agreement`: share of the prompts whose first new token is ours in this precision.
@@ -23,18 +23,18 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     precision: Precision
-    job: Job
+    job: OfflineJob
     speed: float
-    machine: Machine
+    machine: MachinePeaks
     limit: float
     agreement: float
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class OfflineCell:
     """Several turns at one job, by their medians."""
 
-    turns: Sequence[Turn]
+    turns: Sequence[OfflineRun]
 
     @property
     def speed(self) -> float:
@@ -50,17 +50,17 @@ class Cell:
         return median(turn.speed / turn.limit for turn in self.turns)
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class OfflineComparison(msgspec.Struct, frozen=True, kw_only=True):
     """Everything there is to tell. `about`: what each contender is; `ways`: how the peaks were reached."""
 
     checkpoint: str
     threads: int
     about: dict[str, str]
     ways: dict[Precision, str]
-    turns: list[Turn]
+    turns: list[OfflineRun]
 
     @property
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[OfflineJob]:
         return list(dict.fromkeys(turn.job for turn in self.turns))
 
     @property
@@ -68,19 +68,21 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         """Contenders in the order they began, by precision."""
         return list(dict.fromkeys((turn.name, turn.precision) for turn in self.turns))
 
-    def cell(self, name: str, precision: Precision, job: Job) -> Cell:
-        return Cell([turn for turn in self.turns if (turn.name, turn.precision, turn.job) == (name, precision, job)])
+    def cell(self, name: str, precision: Precision, job: OfflineJob) -> OfflineCell:
+        return OfflineCell(
+            [turn for turn in self.turns if (turn.name, turn.precision, turn.job) == (name, precision, job)]
+        )
 
     def agreement(self, name: str, precision: Precision) -> float:
         """Mean of that contender's turns."""
         return fmean(turn.agreement for turn in self.turns if (turn.name, turn.precision) == (name, precision))
 
-    def ratio(self, name: str, precision: Precision, job: Job) -> float:
+    def ratio(self, name: str, precision: Precision, job: OfflineJob) -> float:
         """Our speed over that contender's, medians both."""
         return self.cell(OURS, precision, job).speed / self.cell(name, precision, job).speed
 
 
-def show(console: Console, seen: Comparison) -> None:
+def show(console: Console, seen: OfflineComparison) -> None:
     """Print speeds with shares of the limit, ratios, and what the machine gave."""
     job = seen.jobs[0]
     table = Table(title=f"output tokens/s and share of the limit, {job.prompt} prompt + {job.new} new tokens, medians")
@@ -106,7 +108,7 @@ def show(console: Console, seen: Comparison) -> None:
             console.print(f"{name} {precision} begins as we do in {seen.agreement(name, precision):.0%} of the prompts")
 
 
-def _machine(seen: Comparison) -> str:
+def _machine(seen: OfflineComparison) -> str:
     reads = sorted(turn.machine.read / 1e9 for turn in seen.turns)
     lines = [f"{seen.threads} threads; read bandwidth {reads[0]:.1f} to {reads[-1]:.1f} GB/s"]
     for precision, way in seen.ways.items():
@@ -115,7 +117,7 @@ def _machine(seen: Comparison) -> str:
     return "; ".join([*lines, *dict.fromkeys(seen.about.values())])
 
 
-def write_json(path: Path, seen: Comparison) -> None:
+def write_json(path: Path, seen: OfflineComparison) -> None:
     """Every turn, and the medians of the table."""
     medians = [
         {
@@ -135,7 +137,7 @@ def write_json(path: Path, seen: Comparison) -> None:
     path.write_bytes(msgspec.json.encode({"comparison": seen, "medians": medians}))
 
 
-def write_plot(path: Path, seen: Comparison) -> None:
+def write_plot(path: Path, seen: OfflineComparison) -> None:
     """Speeds over sequences with the limit above them, one picture a precision."""
     pyplot = require_matplotlib()
     precisions = list(dict.fromkeys(precision for _, precision in seen.rows))
@@ -148,7 +150,7 @@ def write_plot(path: Path, seen: Comparison) -> None:
     pyplot.close(figure)
 
 
-def _draw(plot: Any, seen: Comparison, precision: Precision) -> None:
+def _draw(plot: Any, seen: OfflineComparison, precision: Precision) -> None:
     places = range(len(seen.jobs))
     limits = [seen.cell(OURS, precision, job).limit for job in seen.jobs]
     plot.plot(places, limits, "k--", label="the machine's limit")

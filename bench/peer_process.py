@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from ..core.errors import InvalidArgument, Unavailable
-from .peer_runner import Setup
+from .peer_runner import PeerSetup
 from .roofline import Precision
 
 OURS = "charonia"
@@ -31,7 +31,7 @@ _SECONDS = 1800.0
 _TAIL = 1500
 
 
-class Entry(NamedTuple):
+class PeerSpec(NamedTuple):
     """A contender that is asked for: `python` is the interpreter that has it."""
 
     name: str
@@ -43,7 +43,7 @@ class Entry(NamedTuple):
         return f"{self.name} {self.precision}"
 
 
-class Spent(NamedTuple):
+class GenerationTime(NamedTuple):
     """New tokens of each prompt, and the seconds that all took."""
 
     tokens: Sequence[Sequence[int]]
@@ -55,7 +55,7 @@ class Spent(NamedTuple):
         return sum(map(len, self.tokens)) / self.seconds
 
 
-def entries(precisions: Sequence[Precision], peers: Sequence[str]) -> list[Entry]:
+def parse_peer_specs(precisions: Sequence[Precision], peers: Sequence[str]) -> list[PeerSpec]:
     """Ourselves in every precision, each followed by the peers (NAME or NAME=PYTHON) that compute with it.
 
     Raises:
@@ -66,8 +66,8 @@ def entries(precisions: Sequence[Precision], peers: Sequence[str]) -> list[Entry
         entry
         for precision in precisions
         for entry in (
-            Entry(OURS, precision, Path(sys.executable)),
-            *(Entry(name, precision, python) for name, python in found if precision in PEERS[name]),
+            PeerSpec(OURS, precision, Path(sys.executable)),
+            *(PeerSpec(name, precision, python) for name, python in found if precision in PEERS[name]),
         )
     ]
 
@@ -82,10 +82,10 @@ def _peer(text: str) -> tuple[str, Path]:
     return name, path
 
 
-class Contender:
+class PeerProcess:
     """A running one. While nobody asks it, it is stopped: whatever it does idly is no part of another's figure."""
 
-    def __init__(self, entry: Entry, setup: Setup) -> None:
+    def __init__(self, entry: PeerSpec, setup: PeerSetup) -> None:
         """Start it; returns when it stands.
 
         Raises:
@@ -110,7 +110,7 @@ class Contender:
             raise
         self._signal(signal.SIGSTOP)
 
-    def generate(self, prompts: Sequence[Sequence[int]], new: int) -> Spent:
+    def generate(self, prompts: Sequence[Sequence[int]], new: int) -> GenerationTime:
         """Continue all prompts, submitted at once, by `new` tokens each.
 
         Raises:
@@ -122,7 +122,7 @@ class Contender:
         self._process.stdin.flush()
         answer = self._hear()
         self._signal(signal.SIGSTOP)
-        spent = Spent(answer["tokens"], answer["seconds"])
+        spent = GenerationTime(answer["tokens"], answer["seconds"])
         if (lengths := [len(made) for made in spent.tokens]) != [new] * len(prompts):
             raise Unavailable(f"{self.entry.label} made {lengths} tokens of {len(prompts)} prompts, not {new} of each")
         return spent
@@ -137,7 +137,7 @@ class Contender:
             pipe.close()
         self._said.close()
 
-    def __enter__(self) -> "Contender":
+    def __enter__(self) -> "PeerProcess":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -162,7 +162,7 @@ class Contender:
         os.killpg(self._process.pid, number)
 
 
-def _command(entry: Entry) -> list[str]:
+def _command(entry: PeerSpec) -> list[str]:
     if entry.name == OURS:
         return [str(entry.python), "-m", f"{__package__}.peer_runner", entry.name]
     # Without charonia there, and without this folder's names in the way of the peer's imports.

@@ -2,7 +2,8 @@
 
     python -P peer_runner.py NAME SETUP
 
-NAME is a file `peer_NAME.py` beside this one with a class `Peer`; SETUP is a `Setup` as JSON. Once the peer stands, a
+NAME is a file `peer_NAME.py` beside this one with a class `Peer`; SETUP is a `PeerSetup` as JSON. Once the peer
+stands, a
 line with `about` says what it is; then each line {"prompts": [[ids]], "new": n} is answered by {"tokens": [[ids]],
 "seconds": s}, or by {"error"} and the end. Of the standard library alone: a peer's interpreter holds the peer, and no
 charonia.
@@ -20,7 +21,7 @@ from typing import Any, TextIO
 
 
 @dataclass(frozen=True)
-class Setup:
+class PeerSetup:
     """What a contender is to be ready for: so many sequences of `length` tokens at most, prompt included.
 
     `precision`: what it computes with. `chunk`: most tokens in a step. `folder`: it may keep files here, such as the
@@ -41,7 +42,7 @@ def main() -> None:
     """Answer until the standard input ends."""
     line = _line()
     try:
-        peer = _peer_class(sys.argv[1])(Setup(**json.loads(sys.argv[2])))
+        peer = _peer_class(sys.argv[1])(PeerSetup(**json.loads(sys.argv[2])))
         _say(line, about=peer.about)
         for text in sys.stdin:
             asked = json.loads(text)

@@ -22,8 +22,8 @@ from rich.table import Table
 
 from ..engine.checkpoint.hf_checkpoint import open_checkpoint
 from .load.plan import uniform_jobs
-from .load.service_trials import Asked, Sizes, speed, steady_gaps
-from .server_process import CpuMeter, CpuSeconds, Place, first_model, own_server
+from .load.service_trials import TrialSizes, TrialTarget, speed, steady_gaps
+from .server_process import CpuMeter, CpuSeconds, ServerAddress, first_model, own_server
 
 _TEXT = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n" * 64
 _http = build_opener(ProxyHandler({}))
@@ -31,7 +31,7 @@ _http = build_opener(ProxyHandler({}))
 app = App(name="python -m charonia.bench.placement", help=__doc__)
 
 
-class Placed(NamedTuple):
+class PlacementResult(NamedTuple):
     """What one combination gave: output tokens a second, median and 99th percentile of ITL in seconds, cores taken."""
 
     tokens: float
@@ -40,11 +40,13 @@ class Placed(NamedTuple):
     cores: CpuSeconds | None
 
 
-def place(checkpoint: Path, threads: int, nice: int, streams: int, busy: int, sizes: Sizes) -> Placed:
+def measure_placement(
+    checkpoint: Path, threads: int, nice: int, streams: int, busy: int, sizes: TrialSizes
+) -> PlacementResult:
     """One server with so many engine threads, its frontend `nice`, under so many streams and `busy` other clients."""
     with own_server(str(checkpoint), "--threads", str(threads)) as at:
         yield_to_engine(at.pid, nice)
-        asked = Asked(at, first_model(at), open_checkpoint(checkpoint).spec.vocab_size)
+        asked = TrialTarget(at, first_model(at), open_checkpoint(checkpoint).spec.vocab_size)
         jobs = uniform_jobs([0.0] * streams, sizes.prompt, sizes.new)
         asked.put(jobs[:1])
         meter = CpuMeter(at.pid)
@@ -53,7 +55,7 @@ def place(checkpoint: Path, threads: int, nice: int, streams: int, busy: int, si
             outcome = asked.put(jobs, concurrency=streams)
             cores = meter.cores()
     itl, slow = np.percentile(steady_gaps(outcome.records), (50, 99))
-    return Placed(speed(outcome), float(itl), float(slow), cores)
+    return PlacementResult(speed(outcome), float(itl), float(slow), cores)
 
 
 def yield_to_engine(frontend: int | None, nice: int) -> None:
@@ -65,7 +67,7 @@ def yield_to_engine(frontend: int | None, nice: int) -> None:
 
 
 @contextmanager
-def tokenizing(at: Place, model: str, clients: int) -> Iterator[None]:
+def tokenizing(at: ServerAddress, model: str, clients: int) -> Iterator[None]:
     """So many clients that ask for a long text to be tokenized, again and again."""
     enough = threading.Event()
     body = json.dumps({"model": model, "prompt": _TEXT}).encode()
@@ -103,7 +105,7 @@ def main(
     for _ in range(repeats):
         for count in threads:
             for level in nice:
-                found = place(checkpoint, count, level, streams, busy, Sizes(new=new))
+                found = measure_placement(checkpoint, count, level, streams, busy, TrialSizes(new=new))
                 taken = ("", "") if found.cores is None else tuple(f"{cores:.2f}" for cores in found.cores)
                 figures = f"{found.tokens:.1f}", f"{found.itl * 1e3:.1f}", f"{found.slow * 1e3:.1f}"
                 table.add_row(str(count), str(level), *figures, *taken)

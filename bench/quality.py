@@ -19,13 +19,13 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from ..engine.attention.backend import Attention, CacheSpec
-from ..engine.attention.selector import attention_backend
-from ..engine.checkpoint.build_context import Place
+from ..engine.attention.backend import AttentionBackend, CacheSpec
+from ..engine.attention.selector import create_backend
+from ..engine.checkpoint.build_context import BuildContext
 from ..engine.checkpoint.hf_checkpoint import open_checkpoint
 from ..engine.models.interfaces import Decoder
-from ..engine.models.registry import recipe
-from ..engine.step_batch import Batch
+from ..engine.models.registry import checkpoint_builder
+from ..engine.step_batch import StepBatch
 
 BLOCK, WINDOW = 16, 512
 SEED, SHARE = 20261120, 0.04
@@ -34,7 +34,7 @@ SEED, SHARE = 20261120, 0.04
 app = App(name="python -m charonia.bench.quality", help=__doc__)
 
 
-class Score(NamedTuple):
+class PerplexityScore(NamedTuple):
     """`nats`: mean loss of a predicted token."""
 
     name: str
@@ -46,31 +46,31 @@ class Score(NamedTuple):
         return math.exp(self.nats)
 
 
-class Model:
+class ScoredModel:
     """A checkpoint in one precision, with a cache for one window."""
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype, quantized: bool) -> None:
-        place = Place(dtype, torch.device("cpu"), WINDOW, quantized=quantized)
-        built = recipe(open_checkpoint(str(checkpoint))).build(place)
+        place = BuildContext(dtype, torch.device("cpu"), WINDOW, quantized=quantized)
+        built = checkpoint_builder(open_checkpoint(str(checkpoint))).build(place)
         self._decoder: Decoder = built.decoder
         heads = built.shape.heads, built.shape.kv_heads, built.shape.head_dim
         spec = CacheSpec(built.shape.views, *heads, BLOCK, dtype, place.device)
-        self._attention: Attention = attention_backend("auto", spec)
+        self._attention: AttentionBackend = create_backend("auto", spec)
         self._attention.allocate(WINDOW // BLOCK)
 
     @torch.inference_mode()
     def losses(self, window: Tensor) -> Tensor:
         """[n - 1] in nats, of all tokens int64 [n] but the first."""
         blocks = torch.arange(WINDOW // BLOCK).unsqueeze(0)
-        step = Batch.of(window, [0], [len(window)], blocks, BLOCK)
+        step = StepBatch.of(window, [0], [len(window)], blocks, BLOCK)
         logits = self._decoder.logits(step, self._attention.begin(step), [step.positions[:-1]])
         assert logits is not None, "one rank is the last stage too"
         return F.cross_entropy(next(logits).float(), window[1:], reduction="none")
 
 
-def score(name: str, model: Model, windows: list[Tensor]) -> Score:
+def score(name: str, model: ScoredModel, windows: list[Tensor]) -> PerplexityScore:
     losses = torch.cat([model.losses(window) for window in windows])
-    return Score(name, float(losses.double().mean()), len(losses))
+    return PerplexityScore(name, float(losses.double().mean()), len(losses))
 
 
 def windows_of(checkpoint: Path, texts: list[str], most: int) -> list[Tensor]:
@@ -101,10 +101,12 @@ def is_held_out(origin: str) -> bool:
     return random.Random(f"{SEED} {origin}").random() < SHARE
 
 
-def compare(checkpoint: Path, windows: list[Tensor], dtype: torch.dtype = torch.bfloat16) -> tuple[Score, Score]:
+def compare(
+    checkpoint: Path, windows: list[Tensor], dtype: torch.dtype = torch.bfloat16
+) -> tuple[PerplexityScore, PerplexityScore]:
     """Of the same windows: in `dtype`, and in int8 with activations in `dtype`."""
-    plain = score(str(dtype).removeprefix("torch."), Model(checkpoint, dtype, False), windows)
-    return plain, score("int8", Model(checkpoint, dtype, True), windows)
+    plain = score(str(dtype).removeprefix("torch."), ScoredModel(checkpoint, dtype, False), windows)
+    return plain, score("int8", ScoredModel(checkpoint, dtype, True), windows)
 
 
 @app.default

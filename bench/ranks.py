@@ -23,16 +23,16 @@ from rich.progress import track
 from rich.table import Table
 
 from ..engine.config import CacheConfig, EngineConfig, ParallelConfig
-from ..engine.core.process import scheduling
-from ..engine.parallel.layout import Layout
-from ..engine.parallel.local_ranks import Processes
+from ..engine.core.process import scheduler_config
+from ..engine.parallel.layout import RankLayout
+from ..engine.parallel.local_ranks import LocalRanks
 from ..engine.parallel.ranks_executor import RanksExecutor
 from ..kvcache.manager import KVCacheManager
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceRequest
 from .checkpoint import write_shape
-from .inline_loop import run
+from .inline_loop import run_to_end
 
 SPLITS = (ParallelConfig(), ParallelConfig(tensor=2), ParallelConfig(pipeline=2), ParallelConfig(tensor=2, pipeline=2))
 BLOCK = 16
@@ -42,7 +42,7 @@ _ANONYMOUS = re.compile(r"^Anonymous:\s+(\d+) kB", re.MULTILINE)
 app = App(name="python -m charonia.bench.ranks", help=__doc__)
 
 
-class Cost(NamedTuple):
+class RankCost(NamedTuple):
     """Of one split: seconds to load, milliseconds of a decoding step, and of each rank the anonymous bytes, loaded and
     with its part of the cache written."""
 
@@ -81,12 +81,12 @@ def _import_torch(line: Connection) -> None:
         return
 
 
-def measure(checkpoint: str, parallel: ParallelConfig, tokens: int, sequences: int) -> Cost:
+def measure(checkpoint: str, parallel: ParallelConfig, tokens: int, sequences: int) -> RankCost:
     """Load over so many ranks, fill a cache of so many tokens, and let so many sequences decode."""
-    crews: list[Processes] = []
+    crews: list[LocalRanks] = []
 
-    def muster(config: EngineConfig, layout: Layout) -> Processes:
-        crews.append(Processes(config, layout))
+    def muster(config: EngineConfig, layout: RankLayout) -> LocalRanks:
+        crews.append(LocalRanks(config, layout))
         return crews[-1]
 
     scheduler = SchedulerConfig(max_num_seqs=sequences)
@@ -100,7 +100,7 @@ def measure(checkpoint: str, parallel: ParallelConfig, tokens: int, sequences: i
         _generate(executor, config, tokens, fill=True)
         held = [anonymous(pid) for pid in crews[0].pids]
         steps = [_generate(executor, config, tokens, fill=False) for _ in range(3)]
-    return Cost(loaded, statistics.median(steps) * 1e3, held)
+    return RankCost(loaded, statistics.median(steps) * 1e3, held)
 
 
 def _generate(executor: RanksExecutor, config: EngineConfig, tokens: int, fill: bool) -> float:
@@ -108,10 +108,10 @@ def _generate(executor: RanksExecutor, config: EngineConfig, tokens: int, fill: 
     cache = KVCacheManager(tokens // BLOCK, BLOCK, prefix_caching=False)
     sequences = config.scheduler.max_num_seqs
     prompt, new = (tokens // sequences - 1, 1) if fill else (_PROMPT, _NEW)
-    scheduler = Scheduler(scheduling(config, prompt + new), cache)
+    scheduler = Scheduler(scheduler_config(config, prompt + new), cache)
     ids = np.random.default_rng(1).integers(1, 1000, prompt).astype(np.int32)
     requests = [SequenceRequest(key=key, prompt=ids, max_tokens=new) for key in range(sequences)]
-    outcome = run(scheduler, executor, requests)
+    outcome = run_to_end(scheduler, executor, requests)
     return outcome.seconds / outcome.steps
 
 

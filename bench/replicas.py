@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ..engine.config import CacheConfig, EngineConfig, FakeConfig
-from ..engine.core.messages import Add
+from ..engine.core.messages import AddRequest
 from ..engine.frontend.client import EngineClient
-from ..engine.frontend.prefix_index import Known, prefixes
+from ..engine.frontend.prefix_index import PrefixIndex, prompt_prefixes
 from ..scheduler.config import SchedulerConfig
 
 BLOCK_SIZE = 16
@@ -53,7 +53,7 @@ class Workload:
         return [text + [random.randrange(1000) for _ in range(self.question)] for text in chosen]
 
 
-class Figures(NamedTuple):
+class ReplicaFigures(NamedTuple):
     """`busiest`: the share of the prompt tokens that the replica with most of them got; the times in seconds."""
 
     hit_rate: float
@@ -76,7 +76,7 @@ def engine(workload: Workload, replicas: int) -> EngineConfig:
     )
 
 
-async def measure(workload: Workload, replicas: int, affinity: bool) -> Figures:
+async def measure(workload: Workload, replicas: int, affinity: bool) -> ReplicaFigures:
     """Put the whole workload to fresh cores."""
     client = EngineClient(engine(workload, replicas), affinity=affinity)
     try:
@@ -86,12 +86,12 @@ async def measure(workload: Workload, replicas: int, affinity: bool) -> Figures:
         await client.close()
 
 
-async def _drive(client: EngineClient, workload: Workload) -> Figures:
+async def _drive(client: EngineClient, workload: Workload) -> ReplicaFigures:
     waiting, times, began = iter(workload.prompts()), list[float](), time.perf_counter()
     await asyncio.gather(*(_ask_on(client, waiting, workload.answer, times) for _ in range(workload.clients)))
     whole, totals = time.perf_counter() - began, client.replicas.totals
     parts = Counter({at: replica.totals.prefix_queries for at, replica in enumerate(client.replicas)})
-    return Figures(
+    return ReplicaFigures(
         totals.prefix_hits / totals.prefix_queries,
         max(parts.values()) / parts.total(),
         median(times),
@@ -104,7 +104,7 @@ async def _ask_on(client: EngineClient, waiting: Iterator[list[int]], answer: in
     """Ask one question after another; how long each first token took goes into `times`."""
     for prompt in waiting:
         began, finish = time.perf_counter(), None
-        with client.open(Add(client=0, key=0, prompt=prompt, max_tokens=answer)) as channel:
+        with client.open(AddRequest(client=0, key=0, prompt=prompt, max_tokens=answer)) as channel:
             finish = (await channel.read()).finish_reason
             times.append(time.perf_counter() - began)
             while finish is None:
@@ -113,12 +113,12 @@ async def _ask_on(client: EngineClient, waiting: Iterator[list[int]], answer: in
 
 def microseconds(length: int) -> float:
     """What finding a replica costs, a token of a prompt that long: the best of many."""
-    prompt, known = list(range(length)), [Known(), Known()]
+    prompt, known = list(range(length)), [PrefixIndex(), PrefixIndex()]
     return min(_timed(lambda: _find(prompt, known)) for _ in range(50)) / length * 1e6
 
 
-def _find(prompt: list[int], known: list[Known]) -> None:
-    beginnings = prefixes(prompt, ("", "", ""))
+def _find(prompt: list[int], known: list[PrefixIndex]) -> None:
+    beginnings = prompt_prefixes(prompt, ("", "", ""))
     for each in known:
         each.longest(beginnings)
     known[0].learn(beginnings, 1 << 20)

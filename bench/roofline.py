@@ -18,7 +18,7 @@ _KV_BYTES: dict[Precision, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "int8": 2}
 """Quantised weights leave the cache as it was."""
 
 
-class Job(NamedTuple):
+class OfflineJob(NamedTuple):
     """`sequences` submitted at once, each of `prompt` tokens with `new` tokens to come."""
 
     sequences: int
@@ -26,7 +26,7 @@ class Job(NamedTuple):
     new: int
 
 
-class Machine(NamedTuple):
+class MachinePeaks(NamedTuple):
     """Bytes a second it reads, and operations a second of its best matrix product in the precision asked for."""
 
     read: float
@@ -34,7 +34,7 @@ class Machine(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class ModelDemand:
     """What a model asks of a machine: weights a token is multiplied with, in the layers and in the head, and bytes.
 
     `windows` has one entry a layer: tokens that it sees, None for all. `kv_bytes`: of a token in one layer.
@@ -47,7 +47,7 @@ class Demand:
     kv_bytes: int
 
     @classmethod
-    def of(cls, spec: ModelSpec, precision: Precision) -> "Demand":
+    def of(cls, spec: ModelSpec, precision: Precision) -> "ModelDemand":
         """Raises InvalidArgument: a mixture of experts, whose demand depends on what its router chooses."""
         if spec.experts is not None:
             raise InvalidArgument(f"{spec.architecture}: limits are known for dense models only")
@@ -66,16 +66,16 @@ class Demand:
         """Bytes of keys and values that the next token of a sequence of so many tokens reads."""
         return sum(min(tokens, window or tokens) for window in self.windows) * self.kv_bytes
 
-    def prompt_ops(self, job: Job) -> int:
+    def prompt_ops(self, job: OfflineJob) -> int:
         """Operations of all prompts; only the last token of each goes through the head."""
         return 2 * job.sequences * (job.prompt * self.layers + self.head)
 
-    def decode_ops(self, job: Job) -> int:
+    def decode_ops(self, job: OfflineJob) -> int:
         """Operations of one decode step."""
         return 2 * job.sequences * (self.layers + self.head)
 
 
-def seconds(demand: Demand, job: Job, machine: Machine) -> float:
+def least_seconds(demand: ModelDemand, job: OfflineJob, machine: MachinePeaks) -> float:
     """The least time a job takes: prompts at the peak, then each decode step as long as its reading or its arithmetic
     takes, whichever is longer. The first new token of each sequence comes with its prompt."""
     arithmetic = demand.decode_ops(job) / machine.peak
@@ -86,6 +86,6 @@ def seconds(demand: Demand, job: Job, machine: Machine) -> float:
     return demand.prompt_ops(job) / machine.peak + decode
 
 
-def limit(demand: Demand, job: Job, machine: Machine) -> float:
+def roofline_speed(demand: ModelDemand, job: OfflineJob, machine: MachinePeaks) -> float:
     """Output tokens a second at best."""
-    return job.sequences * job.new / seconds(demand, job, machine)
+    return job.sequences * job.new / least_seconds(demand, job, machine)

@@ -37,7 +37,7 @@ app = App(name="python -m charonia.bench.scheduler", help=__doc__)
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class SchedulerCase:
     """`mixed`: sequences come and go. `steps`: how many are measured."""
 
     sequences: int
@@ -56,10 +56,10 @@ class Case:
         return self.sequences + 2 * PROMPT * (1 + self.sequences // MEAN_OUTPUT)
 
 
-class Load:
+class SchedulerLoad:
     """Keeps a scheduler busy with one case."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: SchedulerCase) -> None:
         config = SchedulerConfig(
             max_num_seqs=case.sequences,
             max_num_batched_tokens=case.budget,
@@ -120,16 +120,16 @@ def sampled(plan: StepPlan) -> StepResult:
     return StepResult(plan.step, rows, offsets, np.ones(len(rows), np.int32), offsets)
 
 
-def measure(case: Case) -> tuple[float, float]:
+def measure(case: SchedulerCase) -> tuple[float, float]:
     """Median and 99th percentile of schedule + apply, in milliseconds."""
-    load = Load(case)
+    load = SchedulerLoad(case)
     load.fill()
     seconds = [load.step() for _ in range(case.steps)]
     median, slow = np.percentile(seconds, (50, 99))
     return float(median) * 1e3, float(slow) * 1e3
 
 
-def prefix(tokens: int, rounds: int) -> tuple[float, float]:
+def measure_prefix(tokens: int, rounds: int) -> tuple[float, float]:
     """Microseconds a prompt token, hashing it and finding it cached."""
     cache = KVCacheManager(2 * tokens // BLOCK_SIZE, BLOCK_SIZE)
     prompt = np.random.default_rng(0).integers(0, 150_000, tokens, dtype=np.int32)
@@ -163,7 +163,7 @@ def main(steps: int = 1000, ahead: tuple[int, ...] = (0, 1)) -> None:
     for sequences in (32, 256, 1024):
         for mixed in (False, True):
             for plans in ahead:
-                median, slow = measure(Case(sequences, mixed, plans, steps))
+                median, slow = measure(SchedulerCase(sequences, mixed, plans, steps))
                 bar = BARS.get(sequences)
                 missed |= bar is not None and median > bar
                 load = "mixed" if mixed else "steady"
@@ -171,7 +171,7 @@ def main(steps: int = 1000, ahead: tuple[int, ...] = (0, 1)) -> None:
                 table.add_row(str(sequences), load, str(plans), *figures)
     console.print(table)
     for tokens in (256, 1024, 32_768):
-        hashing, finding = prefix(tokens, max(steps // 10, 5))
+        hashing, finding = measure_prefix(tokens, max(steps // 10, 5))
         missed |= hashing + finding > PREFIX_BAR
         console.print(
             f"{tokens} cached tokens: hashing {hashing:.3f} us and lookup {finding:.3f} us a token (bar {PREFIX_BAR:g})"

@@ -1,7 +1,7 @@
 """What the scheduler's packing means for latency, in a machine's time: `python -m charonia.bench.scheduler_latency`.
 
 Nothing is measured: the fake executor computes, and a clock of its own moves by what each step would take on a machine
-(`Machine`). So figures are exact, the same everywhere, and tests may hold the scheduler to them.
+(`SimulatedMachine`). So figures are exact, the same everywhere, and tests may hold the scheduler to them.
 """
 
 from collections import defaultdict
@@ -23,14 +23,14 @@ from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import StepPlan
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceRequest
-from ..scheduler.step_time import Work
+from ..scheduler.step_time import StepWork
 
 BLOCK_SIZE = 16
 
 app = App(name="python -m charonia.bench.scheduler_latency", help=__doc__)
 
 
-class Machine(NamedTuple):
+class SimulatedMachine(NamedTuple):
     """Seconds of a step: reading the weights or computing with them, whichever is longer; attention; and the rest.
 
     The defaults are bf16 of Qwen2.5-0.5B's shape on two Zen 4 cores. `noise`: steps take up to this part longer.
@@ -44,17 +44,17 @@ class Machine(NamedTuple):
     rest: float = 2e-3
     noise: float = 0.0
 
-    def seconds(self, work: Work, samples: int) -> float:
+    def seconds(self, work: StepWork, samples: int) -> float:
         computing = self.token * (work.rows + work.tokens) + self.head * samples
         attention = self.decode_context * work.rows_context + self.prompt_context * work.tokens_context
         return max(self.weights, computing) + attention + self.rest
 
 
-BF16 = Machine()
-INT8 = Machine(weights=13.7e-3, token=0.9e-3, head=0.35e-3)
+BF16 = SimulatedMachine()
+INT8 = SimulatedMachine(weights=13.7e-3, token=0.9e-3, head=0.35e-3)
 
 
-class Arrival(NamedTuple):
+class SimulatedRequest(NamedTuple):
     """A request of `prompt` tokens that asks for `new` ones at `at` seconds."""
 
     at: float
@@ -63,10 +63,10 @@ class Arrival(NamedTuple):
 
 
 @dataclass(slots=True)
-class Heard:
+class SimulatedResult:
     """What one request got: the times of its tokens, in seconds from the beginning."""
 
-    arrival: Arrival
+    arrival: SimulatedRequest
     tokens: list[float] = field(default_factory=list)
 
     @property
@@ -83,7 +83,7 @@ class Simulation:
 
     def __init__(
         self,
-        machine: Machine,
+        machine: SimulatedMachine,
         config: SchedulerConfig,
         watch: Callable[[StepPlan, float], None] = lambda plan, seconds: None,
         seed: int = 0,
@@ -102,12 +102,12 @@ class Simulation:
 
     def _warm_up(self) -> None:
         """As an engine does, whereby the scheduler learns what steps cost."""
-        self.run([Arrival(0.0, TRIAL_PROMPT, TRIAL_TOKENS)])
+        self.run([SimulatedRequest(0.0, TRIAL_PROMPT, TRIAL_TOKENS)])
         self.now, self.steps = 0.0, 0
 
-    def run(self, arrivals: Iterable[Arrival]) -> list[Heard]:
+    def run(self, arrivals: Iterable[SimulatedRequest]) -> list[SimulatedResult]:
         """What each heard, in the order of arrival."""
-        heard = [Heard(arrival) for arrival in sorted(arrivals)]
+        heard = [SimulatedResult(arrival) for arrival in sorted(arrivals)]
         coming = list(enumerate(heard))[::-1]
         while coming or self._scheduler.has_work:
             while coming and (coming[-1][1].arrival.at <= self.now or not self._scheduler.has_work):
@@ -131,17 +131,17 @@ class Simulation:
         self.steps += 1
         return updates.keys
 
-    def _work(self, plan: StepPlan) -> Work:
+    def _work(self, plan: StepPlan) -> StepWork:
         """Rows that sampled before decode, from there on."""
         self._decoding -= {*plan.closed.tolist(), *(new.row for new in plan.new)}
         decoding = np.isin(plan.rows, list(self._decoding))
         context = plan.counts * (plan.starts + plan.counts // 2)
         self._decoding |= set(plan.rows[plan.samples].tolist())
         own, other = plan.counts[decoding], plan.counts[~decoding]
-        return Work(int(own.sum()), int(context[decoding].sum()), int(other.sum()), int(context[~decoding].sum()))
+        return StepWork(int(own.sum()), int(context[decoding].sum()), int(other.sum()), int(context[~decoding].sum()))
 
 
-class Stall(NamedTuple):
+class PrefillStall(NamedTuple):
     """ITL of running streams in seconds: the median alone, and the 99th percentile beside a long prompt; and that
     prompt's TTFT."""
 
@@ -150,19 +150,19 @@ class Stall(NamedTuple):
     ttft: float
 
 
-def stall(machine: Machine, config: SchedulerConfig, streams: int, prompt: int = 2048) -> Stall:
+def stall(machine: SimulatedMachine, config: SchedulerConfig, streams: int, prompt: int = 2048) -> PrefillStall:
     """`streams` decode; then a long prompt arrives."""
     began = 2 + streams * 0.3
-    running = [Arrival(0.0, 128, 500) for _ in range(streams)]
-    heard = Simulation(machine, config).run([*running, Arrival(began, prompt, 1)])
+    running = [SimulatedRequest(0.0, 128, 500) for _ in range(streams)]
+    heard = Simulation(machine, config).run([*running, SimulatedRequest(began, prompt, 1)])
     late = heard[-1]
     watched = heard[:-1]
     alone = [gap for who in watched for gap in who.gaps(0.8 * began, began)]
     beside = [gap for who in watched for gap in who.gaps(began, late.tokens[0])]
-    return Stall(float(np.median(alone)), float(np.percentile(beside, 99)), late.ttft)
+    return PrefillStall(float(np.median(alone)), float(np.percentile(beside, 99)), late.ttft)
 
 
-class Mixed(NamedTuple):
+class MixedLatency(NamedTuple):
     """Median TTFT of short prompts in seconds, alone and behind long ones; and that of the long ones."""
 
     alone: float
@@ -170,23 +170,23 @@ class Mixed(NamedTuple):
     long: float
 
 
-def mixed(machine: Machine, config: SchedulerConfig, shorts: int = 12, longs: int = 4) -> Mixed:
+def mixed(machine: SimulatedMachine, config: SchedulerConfig, shorts: int = 12, longs: int = 4) -> MixedLatency:
     """Short prompts arrive one by one; the same again after so many of 2,048 tokens came at once."""
     random = Random(0)
-    few = [Arrival(0.05 + 0.9 * n + random.random(), random.randrange(16, 256), 16) for n in range(shorts)]
-    many = [Arrival(0.0, 2048, 16) for _ in range(longs)]
+    few = [SimulatedRequest(0.05 + 0.9 * n + random.random(), random.randrange(16, 256), 16) for n in range(shorts)]
+    many = [SimulatedRequest(0.0, 2048, 16) for _ in range(longs)]
     alone = Simulation(machine, config).run(few)
     together = Simulation(machine, config).run([*many, *few])
     by_kind = defaultdict[bool, list[float]](list)
     for who in together:
         by_kind[who.arrival.prompt < 256].append(who.ttft)
-    return Mixed(_median(who.ttft for who in alone), _median(by_kind[True]), _median(by_kind[False]))
+    return MixedLatency(_median(who.ttft for who in alone), _median(by_kind[True]), _median(by_kind[False]))
 
 
-def burst(machine: Machine, config: SchedulerConfig, sequences: int) -> float:
+def burst(machine: SimulatedMachine, config: SchedulerConfig, sequences: int) -> float:
     """Output tokens a second of sequences with 128 prompt and 64 new tokens, all there at once."""
     simulation = Simulation(machine, config)
-    simulation.run([Arrival(0.0, 128, 64) for _ in range(sequences)])
+    simulation.run([SimulatedRequest(0.0, 128, 64) for _ in range(sequences)])
     return 64 * sequences / simulation.now
 
 

@@ -24,19 +24,19 @@ from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ..core.errors import InvalidArgument
-from .cli_errors import plainly
+from .cli_errors import exit_on_error
 from .load import frontend_cost
-from .load.figures import Slo, figures
-from .load.options import ENDLESS, Server, Work, described, load_of
-from .load.report import Cpu, Result, require_matplotlib, show, write_json, write_plot
-from .load.worker import Outcome, Progress, run
-from .server_process import CpuMeter, CpuSeconds, Place, own_server, parse_place, require_open
+from .load.figures import Slo, compute_figures
+from .load.options import ENDLESS, LoadFlags, ServerFlags, build_load, describe_load
+from .load.report import Cpu, LoadResult, require_matplotlib, show, write_json, write_plot
+from .load.worker import RequestProgress, WorkerOutcome, run
+from .server_process import CpuMeter, CpuSeconds, ServerAddress, own_server, parse_server_url, require_open
 
 app = App(name="python -m charonia.bench.serve", help=__doc__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
+class OutputOptions:
     """What to tell, and where."""
 
     slo_ttft_ms: float | None = None
@@ -54,9 +54,9 @@ def load(
     url: str | None = None,
     /,
     *,
-    server: Annotated[Server, Parameter("*")] = Server(),  # noqa: B008
-    work: Annotated[Work, Parameter("*")] = Work(),  # noqa: B008
-    output: Annotated[Output, Parameter("*")] = Output(),
+    server: Annotated[ServerFlags, Parameter("*")] = ServerFlags(),  # noqa: B008
+    work: Annotated[LoadFlags, Parameter("*")] = LoadFlags(),  # noqa: B008
+    output: Annotated[OutputOptions, Parameter("*")] = OutputOptions(),
 ) -> int:
     """Put a load to a server.
 
@@ -66,7 +66,7 @@ def load(
         http://host:port of a server that runs; otherwise give --model-repository or --checkpoint.
     """
     console = Console()
-    with plainly():
+    with exit_on_error():
         if output.plot:
             require_matplotlib()
         with _place(url, server, console) as place:
@@ -82,7 +82,7 @@ def load(
 @app.command
 def frontend(
     *,
-    trial: Annotated[frontend_cost.Trial, Parameter("*")] = frontend_cost.Trial(),  # noqa: B008
+    trial: Annotated[frontend_cost.FrontendTrial, Parameter("*")] = frontend_cost.FrontendTrial(),  # noqa: B008
     json: Path | None = None,
 ) -> int:
     """Measure the frontend over a fake engine, beside a bare handler that sends the same frames.
@@ -93,7 +93,7 @@ def frontend(
         Write the turns to this file.
     """
     console = Console()
-    with plainly():
+    with exit_on_error():
         comparison = frontend_cost.compare(trial, lambda line: console.print(line, highlight=False))
         frontend_cost.show(console, comparison)
         if json:
@@ -102,11 +102,11 @@ def frontend(
 
 
 @contextmanager
-def _place(url: str | None, server: Server, console: Console) -> Iterator[Place]:
+def _place(url: str | None, server: ServerFlags, console: Console) -> Iterator[ServerAddress]:
     if sum(each is not None for each in (url, server.model_repository, server.checkpoint)) != 1:
         raise InvalidArgument("give one of a server's URL, --model-repository and --checkpoint")
     if url is not None:
-        place = parse_place(url, server.grpc_port, server.allow_remote)
+        place = parse_server_url(url, server.grpc_port, server.allow_remote)
         require_open(place, place.http_port, "the server")
         yield place
         return
@@ -117,18 +117,20 @@ def _place(url: str | None, server: Server, console: Console) -> Iterator[Place]
         yield place
 
 
-def _measure(place: Place, server: Server, work: Work, output: Output, console: Console) -> Result:
-    wanted = load_of(place, server, work)
+def _measure(
+    place: ServerAddress, server: ServerFlags, work: LoadFlags, output: OutputOptions, console: Console
+) -> LoadResult:
+    wanted = build_load(place, server, work)
     meter = CpuMeter(place.pid)
     with _progress(console, len(wanted.jobs)) as bar:
         outcomes = run(wanted, work.processes, bar, meter.start)
     cpu = _cpu(outcomes, meter.cores())
     slo = Slo(output.slo_ttft_ms, output.slo_itl_ms)
     records = [record for outcome in outcomes for record in outcome.records]
-    return Result(described(server, work), figures(records, slo), slo, cpu, records)
+    return LoadResult(describe_load(server, work), compute_figures(records, slo), slo, cpu, records)
 
 
-def _cpu(outcomes: list[Outcome], server: CpuSeconds | None) -> Cpu:
+def _cpu(outcomes: list[WorkerOutcome], server: CpuSeconds | None) -> Cpu:
     generator = [outcome.cpu / outcome.seconds for outcome in outcomes]
     if server is None:
         return Cpu(generator=generator)
@@ -141,7 +143,7 @@ def _progress(console: Console, requests: int) -> "Iterator[Any]":
     with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task("warming up")
 
-        def tell(seen: Progress) -> None:
+        def tell(seen: RequestProgress) -> None:
             of = f" of {requests}" if requests < ENDLESS else ""
             failed = f", {seen.failed} failed" if seen.failed else ""
             running = seen.sent - seen.done

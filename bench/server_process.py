@@ -36,7 +36,7 @@ _TAIL = 2000
 _http = build_opener(ProxyHandler({}))
 
 
-class Place(NamedTuple):
+class ServerAddress(NamedTuple):
     """Where a server's doors are. Where it is ours: `pid`, its process, its `metrics_port`, and the `log` of all that
     it says."""
 
@@ -79,7 +79,7 @@ class CpuMeter:
         return None if spent is None else CpuSeconds(spent.frontend / seconds, spent.engine / seconds)
 
 
-def parse_place(url: str, grpc_port: int, allow_remote: bool) -> Place:
+def parse_server_url(url: str, grpc_port: int, allow_remote: bool) -> ServerAddress:
     """Where `url` (http://host:port) points.
 
     Raises:
@@ -90,7 +90,7 @@ def parse_place(url: str, grpc_port: int, allow_remote: bool) -> Place:
         raise InvalidArgument(f"give the server as http://host:port, not {url}")
     if not allow_remote and not is_loopback(parts.hostname):
         raise InvalidArgument(f"{parts.hostname} is not this machine; if its owner agrees, add --allow-remote")
-    return Place(parts.hostname, parts.port or 8000, grpc_port)
+    return ServerAddress(parts.hostname, parts.port or 8000, grpc_port)
 
 
 def is_loopback(host: str) -> bool:
@@ -101,7 +101,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def require_open(place: Place, port: int, what: str) -> None:
+def require_open(place: ServerAddress, port: int, what: str) -> None:
     """Raises `Unavailable` where nothing listens on the port."""
     try:
         socket.create_connection((place.host, port), timeout=5).close()
@@ -109,7 +109,7 @@ def require_open(place: Place, port: int, what: str) -> None:
         raise Unavailable(f"{what} is closed: nothing listens on {place.host}:{port} ({error.strerror})") from None
 
 
-def first_model(place: Place) -> str:
+def first_model(place: ServerAddress) -> str:
     """The name of the first model the server offers.
 
     Raises:
@@ -126,7 +126,7 @@ def first_model(place: Place) -> str:
 
 
 @contextmanager
-def own_server(*what: str, on_open: Callable[[], None] = lambda: None) -> Iterator[Place]:
+def own_server(*what: str, on_open: Callable[[], None] = lambda: None) -> Iterator[ServerAddress]:
     """A server over `what` (arguments of `charonia serve`) on free loopback ports; stopped in the end. `on_open` is
     called when it takes connections, which is before it is ready.
 
@@ -137,15 +137,15 @@ def own_server(*what: str, on_open: Callable[[], None] = lambda: None) -> Iterat
     flags = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), ports, strict=True)]
     addresses = ("--http-address", LOOPBACK, "--grpc-address", LOOPBACK)
     command = [sys.executable, "-m", "charonia", "serve", *what, *addresses, *flags]
-    with process(command) as (pid, alive):
-        place = Place(LOOPBACK, ports[0], ports[1], pid, ports[2], alive.output)
+    with run_process(command) as (pid, alive):
+        place = ServerAddress(LOOPBACK, ports[0], ports[1], pid, ports[2], alive.output)
         until_open(place, alive)
         on_open()
         _until_ready(place, alive)
         yield place
 
 
-class Alive:
+class LivenessCheck:
     """Asks a process whether it still runs, and all is well; `output` is all that it said."""
 
     def __init__(self, running: "subprocess.Popen[bytes]", output: Path) -> None:
@@ -166,14 +166,14 @@ class Alive:
 
 
 @contextmanager
-def process(command: Sequence[str]) -> Iterator[tuple[int, Alive]]:
+def run_process(command: Sequence[str]) -> Iterator[tuple[int, LivenessCheck]]:
     """A process of ours, its output kept for when it fails; ended in the end, by its pid."""
     with ExitStack() as stack:
         output = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="charonia-bench-"))) / "output"
         file = stack.enter_context(output.open("wb"))
         running = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         stack.callback(_end, running)
-        yield running.pid, Alive(running, output)
+        yield running.pid, LivenessCheck(running, output)
 
 
 def _end(running: "subprocess.Popen[bytes]") -> None:
@@ -195,7 +195,7 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def until_open(place: Place, alive: Alive) -> None:
+def until_open(place: ServerAddress, alive: LivenessCheck) -> None:
     """Return when the HTTP port takes connections."""
     while True:
         alive.check()
@@ -204,7 +204,7 @@ def until_open(place: Place, alive: Alive) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _until_ready(place: Place, alive: Alive) -> None:
+def _until_ready(place: ServerAddress, alive: LivenessCheck) -> None:
     deadline = time.monotonic() + _LOAD_SECONDS
     while not is_ready(place):
         alive.check()
@@ -214,7 +214,7 @@ def _until_ready(place: Place, alive: Alive) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def is_ready(place: Place) -> bool:
+def is_ready(place: ServerAddress) -> bool:
     """Whether the server says so."""
     try:
         with _http.open(f"http://{_netloc(place)}/v2/health/ready", timeout=5) as answer:
@@ -226,7 +226,7 @@ def is_ready(place: Place) -> bool:
         return False
 
 
-def _netloc(place: Place) -> str:
+def _netloc(place: ServerAddress) -> str:
     return f"[{place.host}]:{place.http_port}" if ":" in place.host else f"{place.host}:{place.http_port}"
 
 

@@ -19,18 +19,18 @@ from rich.console import Console
 from rich.table import Table
 
 from ..engine.checkpoint.hf_checkpoint import open_checkpoint
-from ..processes.host import cores
+from ..processes.host import usable_cores
 from .checkpoint import ShapeName
-from .cli_errors import plainly
-from .load.service_trials import Asked, Log, Sizes, Verdict, mixed, prefill, prefix, throughput
-from .offline import at_hand
-from .peer_process import OURS, Contender, Entry
-from .peer_runner import Setup
+from .cli_errors import exit_on_error
+from .load.service_trials import Log, TrialSizes, TrialTarget, TrialVerdict, mixed, prefill, prefix, throughput
+from .offline import prepare_checkpoint
+from .peer_process import OURS, PeerProcess, PeerSpec
+from .peer_runner import PeerSetup
 from .roofline import Precision
 from .server_process import first_model, own_server
 
-Trial: TypeAlias = Literal["throughput", "prefill", "mixed", "prefix"]
-_TRIALS: tuple[Trial, ...] = ("throughput", "prefill", "mixed", "prefix")
+TrialName: TypeAlias = Literal["throughput", "prefill", "mixed", "prefix"]
+_TRIALS: tuple[TrialName, ...] = ("throughput", "prefill", "mixed", "prefix")
 _FLAGS: dict[Precision, list[str]] = {
     "bf16": ["--dtype", "bfloat16"],
     "fp16": ["--dtype", "float16"],
@@ -43,9 +43,9 @@ _CHUNK = 512
 app = App(name="python -m charonia.bench.service", help=__doc__)
 
 
-def judge(
-    checkpoint: Path, precision: Precision, trials: tuple[Trial, ...], sizes: Sizes, server_args: str, log: Log
-) -> list[Verdict]:
+def run_trials(
+    checkpoint: Path, precision: Precision, trials: tuple[TrialName, ...], sizes: TrialSizes, server_args: str, log: Log
+) -> list[TrialVerdict]:
     """The verdicts of these trials over a server of our own.
 
     Raises:
@@ -54,7 +54,7 @@ def judge(
     flags = [*_FLAGS[precision], "--max-num-batched-tokens", str(_CHUNK), *shlex.split(server_args)]
     log(f"starting a server with {shlex.join(flags)} ...")
     with own_server(str(checkpoint), *flags) as place:
-        asked = Asked(place, first_model(place), open_checkpoint(checkpoint).spec.vocab_size)
+        asked = TrialTarget(place, first_model(place), open_checkpoint(checkpoint).spec.vocab_size)
         verdicts = []
         for trial in trials:
             log(f"{trial}:")
@@ -62,27 +62,31 @@ def judge(
         return verdicts
 
 
-def _run(trial: Trial, asked: Asked, checkpoint: Path, precision: Precision, sizes: Sizes, log: Log) -> list[Verdict]:
+def _run(
+    trial: TrialName, asked: TrialTarget, checkpoint: Path, precision: Precision, sizes: TrialSizes, log: Log
+) -> list[TrialVerdict]:
     if trial == "throughput":
-        with Contender(Entry(OURS, precision, Path(sys.executable)), _setup(checkpoint, precision, sizes)) as engine:
-            return throughput(asked, engine, sizes, cores().threads, log)
+        with PeerProcess(
+            PeerSpec(OURS, precision, Path(sys.executable)), _setup(checkpoint, precision, sizes)
+        ) as engine:
+            return throughput(asked, engine, sizes, usable_cores().threads, log)
     return {"prefill": prefill, "mixed": mixed, "prefix": prefix}[trial](asked, sizes, log)
 
 
-def _setup(checkpoint: Path, precision: Precision, sizes: Sizes) -> Setup:
-    return Setup(
+def _setup(checkpoint: Path, precision: Precision, sizes: TrialSizes) -> PeerSetup:
+    return PeerSetup(
         checkpoint=str(checkpoint),
         precision=precision,
         sequences=max(sizes.streams),
         length=sizes.prompt + sizes.new,
         chunk=_CHUNK,
-        threads=cores().threads,
+        threads=usable_cores().threads,
         device="cpu",
         folder=str(checkpoint),
     )
 
 
-def show(console: Console, verdicts: list[Verdict]) -> None:
+def show(console: Console, verdicts: list[TrialVerdict]) -> None:
     """Print them beside their bars."""
     table = Table("", "ratio", "bar", "")
     for verdict in verdicts:
@@ -99,8 +103,8 @@ def main(
     shape: ShapeName = "qwen2.5-0.5b",
     scratch: Path | None = None,
     precision: Precision = "bf16",
-    trials: Annotated[tuple[Trial, ...], Parameter(consume_multiple=True)] = _TRIALS,
-    sizes: Annotated[Sizes, Parameter("*")] = Sizes(),  # noqa: B008
+    trials: Annotated[tuple[TrialName, ...], Parameter(consume_multiple=True)] = _TRIALS,
+    sizes: Annotated[TrialSizes, Parameter("*")] = TrialSizes(),  # noqa: B008
     server_args: str = "",
     json: Path | None = None,
 ) -> int:
@@ -128,8 +132,8 @@ def main(
     def log(line: str) -> None:
         console.print(line, highlight=False)
 
-    with plainly(), at_hand(checkpoint, shape, scratch, log) as (found, _):
-        verdicts = judge(found, precision, trials, sizes, server_args, log)
+    with exit_on_error(), prepare_checkpoint(checkpoint, shape, scratch, log) as (found, _):
+        verdicts = run_trials(found, precision, trials, sizes, server_args, log)
     show(console, verdicts)
     if json:
         json.write_bytes(msgspec.json.encode(verdicts))

@@ -24,7 +24,7 @@ _IMPORT = re.compile(r"import time:\s+(\d+) \|\s+(\d+) \| ( *)(\S+)")
 app = App(name="python -m charonia.bench.start", help=__doc__)
 
 
-class Start(NamedTuple):
+class ServerStart(NamedTuple):
     """Seconds until its port answers and until it is ready, processor seconds of the frontend and of engine cores, and
     what the server said."""
 
@@ -35,7 +35,7 @@ class Start(NamedTuple):
     said: str
 
 
-class Import(NamedTuple):
+class ModuleImport(NamedTuple):
     """Milliseconds, those of what it imports included."""
 
     milliseconds: float
@@ -43,7 +43,7 @@ class Import(NamedTuple):
     module: str
 
 
-def start(*what: str) -> Start:
+def start(*what: str) -> ServerStart:
     """Serve `what`, arguments of `charonia serve`, until it is ready."""
     began = time.perf_counter()
     times: list[float] = []
@@ -51,7 +51,7 @@ def start(*what: str) -> Start:
         seconds = time.perf_counter() - began
         spent = cpu_seconds(place.pid)
         said = place.log.read_text() if place.log else ""
-    return Start(times[0], seconds, spent.frontend if spent else 0.0, spent.engine if spent else 0.0, said)
+    return ServerStart(times[0], seconds, spent.frontend if spent else 0.0, spent.engine if spent else 0.0, said)
 
 
 def write_copies(root: Path, checkpoint: Path, copies: int) -> Path:
@@ -64,10 +64,10 @@ def write_copies(root: Path, checkpoint: Path, copies: int) -> Path:
     return root
 
 
-def imports(said: str, least: float = 20.0) -> list[Import]:
+def imports(said: str, least: float = 20.0) -> list[ModuleImport]:
     """Modules that took `least` milliseconds or more, in the order in which they were imported."""
     found = (_IMPORT.match(line) for line in said.splitlines())
-    read = (Import(int(match[2]) / 1e3, len(match[3]) // 2, match[4]) for match in found if match)
+    read = (ModuleImport(int(match[2]) / 1e3, len(match[3]) // 2, match[4]) for match in found if match)
     return [each for each in read if each.milliseconds >= least]
 
 

@@ -19,12 +19,12 @@ from rich.table import Table
 from ..core.errors import InvalidArgument
 from ..engine.checkpoint.hf_checkpoint import open_checkpoint
 from ..engine.cpu.op_trace import ATTENTION, GATE, NORM, PRODUCT
-from ..engine.cpu.program import Timed, timed
-from ..processes.host import cores
+from ..engine.cpu.program import ProgramTimings, listen_to_timings
+from ..processes.host import usable_cores
 from .charonia_peer import Peer
-from .machine_peaks import Gauge
-from .peer_runner import Setup
-from .roofline import Demand, Job, Machine, Precision
+from .machine_peaks import PeakMeter
+from .peer_runner import PeerSetup
+from .roofline import MachinePeaks, ModelDemand, OfflineJob, Precision
 
 PARTS = {"products": PRODUCT, "attention": ATTENTION, "norms": NORM, "gates": GATE}
 
@@ -32,7 +32,7 @@ _Positive = Parameter(validator=Number(gt=0))
 app = App(name="python -m charonia.bench.step_breakdown", help=__doc__)
 
 
-class Step(NamedTuple):
+class StepTimes(NamedTuple):
     """A step of so many tokens: seconds of each part, and of the whole."""
 
     tokens: int
@@ -44,28 +44,28 @@ class Step(NamedTuple):
         return max(self.whole - sum(self.parts.values()), 0.0)
 
 
-class Watch:
+class FastestSteps:
     """Keeps of all steps with as many tokens the fastest, with its parts as they were in it."""
 
     def __init__(self) -> None:
-        self._best: dict[int, Step] = {}
+        self._best: dict[int, StepTimes] = {}
         self._tokens, self._began = 0, 0.0
 
-    def see(self, run: Timed) -> None:
+    def see(self, run: ProgramTimings) -> None:
         """A step is computed, and the one before was when it began: between lie that one's sampling, and this one."""
         now = perf_counter()
         if self._tokens == run.tokens:
             whole = now - self._began
             if run.tokens not in self._best or whole < self._best[run.tokens].whole:
-                self._best[run.tokens] = Step(run.tokens, _parts(run), whole)
+                self._best[run.tokens] = StepTimes(run.tokens, _parts(run), whole)
         self._tokens, self._began = run.tokens, now
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[StepTimes]:
         """Those of which one followed another."""
         return (self._best[tokens] for tokens in sorted(self._best))
 
 
-def _parts(run: Timed) -> dict[str, float]:
+def _parts(run: ProgramTimings) -> dict[str, float]:
     heads = (run.kinds == PRODUCT) & run.chosen
     parts = {name: float(run.seconds[(run.kinds == kind) & ~heads].sum()) for name, kind in PARTS.items()}
     return {**parts, "head": float(run.seconds[heads].sum())}
@@ -91,21 +91,21 @@ def main(
         new: Tokens that each generates.
         tries: Runs of each number of sequences.
     """
-    threads = cores().threads
-    demand = Demand.of(open_checkpoint(str(checkpoint)).spec, precision)
-    machine = Gauge([precision], "cpu", threads).measure()[precision]
+    threads = usable_cores().threads
+    demand = ModelDemand.of(open_checkpoint(str(checkpoint)).spec, precision)
+    machine = PeakMeter([precision], "cpu", threads).measure()[precision]
     table = _table(precision, threads, machine)
     for count in sequences:
-        setup = Setup(str(checkpoint), precision, count, prompt + new, 512, threads, "cpu", "")
-        step = _decode(Peer(setup), Job(count, prompt, new), tries)
-        _row(table, step, _least(demand, Job(count, prompt, new), machine))
+        setup = PeerSetup(str(checkpoint), precision, count, prompt + new, 512, threads, "cpu", "")
+        step = _decode(Peer(setup), OfflineJob(count, prompt, new), tries)
+        _row(table, step, _least(demand, OfflineJob(count, prompt, new), machine))
     Console().print(table)
 
 
-def _decode(peer: Peer, job: Job, tries: int) -> Step:
+def _decode(peer: Peer, job: OfflineJob, tries: int) -> StepTimes:
     """Raises InvalidArgument: the layers run as no program here, or no step followed another."""
-    watch, random = Watch(), np.random.default_rng(0)
-    with timed(watch.see):
+    watch, random = FastestSteps(), np.random.default_rng(0)
+    with listen_to_timings(watch.see):
         for _ in range(tries):
             peer.generate(random.integers(1, 60, (job.sequences, job.prompt)).tolist(), job.new)
     for step in watch.steps():
@@ -114,13 +114,13 @@ def _decode(peer: Peer, job: Job, tries: int) -> Step:
     raise InvalidArgument("no decode step was timed: its layers are not run by the C kernels as one program")
 
 
-def _least(demand: Demand, job: Job, machine: Machine) -> float:
+def _least(demand: ModelDemand, job: OfflineJob, machine: MachinePeaks) -> float:
     """Seconds of a decode step in the middle of the job."""
     read = demand.weight_bytes + job.sequences * demand.context_bytes(job.prompt + job.new // 2)
     return max(read / machine.read, demand.decode_ops(job) / machine.peak)
 
 
-def _table(precision: Precision, threads: int, machine: Machine) -> Table:
+def _table(precision: Precision, threads: int, machine: MachinePeaks) -> Table:
     said = f"{precision}, {threads} threads; {machine.read / 1e9:.1f} GB/s, {machine.peak / 1e9:.0f} GOP/s"
     table = Table(title=f"ms of a decode step: {said}")
     for name in ("sequences", "least", "step", *PARTS, "head", "rest"):
@@ -128,7 +128,7 @@ def _table(precision: Precision, threads: int, machine: Machine) -> Table:
     return table
 
 
-def _row(table: Table, step: Step, least: float) -> None:
+def _row(table: Table, step: StepTimes, least: float) -> None:
     seconds = (least, step.whole, *step.parts.values(), step.rest)
     table.add_row(str(step.tokens), *(f"{1000 * each:.2f}" for each in seconds))
 

@@ -22,13 +22,13 @@ from cyclopts.validators import Number
 from rich.console import Console
 from rich.table import Table
 
-from ..engine.core.messages import Add, FromCore, Shutdown, Updates
-from ..engine.core.sockets import Address, Wire
+from ..engine.core.messages import AddRequest, FromCore, RequestUpdates, Shutdown
+from ..engine.core.sockets import CoreEndpoints, CoreSockets
 from ..engine.core.step_loop import EngineCore
 from ..engine.worker.executor import StepFuture
 from ..engine.worker.fake_executor import FakeExecutor
 from ..kvcache.manager import KVCacheManager
-from ..processes.host import cores
+from ..processes.host import usable_cores
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import StepPlan, StepResult, StepUpdates
 from ..scheduler.scheduler import Scheduler
@@ -46,7 +46,7 @@ app = App(name="python -m charonia.bench.step_overhead", help=__doc__)
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class StepCase:
     """`megabytes`: what each core reads in a step."""
 
     sequences: int
@@ -60,7 +60,7 @@ class Case:
         return 2 * (BLOCK_SIZE + _WARM_UP + self.steps)
 
 
-class Clock:
+class StepClock:
     """CPU time of the thread that asks: seconds of each step and of its parts."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class ColdExecutor(FakeExecutor):
 
     def __init__(self, megabytes: int) -> None:
         super().__init__()
-        threads = cores().threads
+        threads = usable_cores().threads
         self._memory = [np.ones(megabytes << 18, np.float32) for _ in range(threads)]
         self._readers = ThreadPoolExecutor(threads)
 
@@ -104,7 +104,7 @@ class ColdExecutor(FakeExecutor):
 class TimedExecutor(ColdExecutor):
     """One that times itself, and waiting for it."""
 
-    def __init__(self, megabytes: int, clock: Clock) -> None:
+    def __init__(self, megabytes: int, clock: StepClock) -> None:
         super().__init__(megabytes)
         self._clock = clock
 
@@ -113,7 +113,7 @@ class TimedExecutor(ColdExecutor):
 
 
 class TimedFuture:
-    def __init__(self, future: StepFuture, clock: Clock) -> None:
+    def __init__(self, future: StepFuture, clock: StepClock) -> None:
         self._future, self._clock = future, clock
 
     def result(self, timeout: float | None = None) -> StepResult:
@@ -123,7 +123,7 @@ class TimedFuture:
 class TimedScheduler(Scheduler):
     """One that times itself."""
 
-    def __init__(self, config: SchedulerConfig, cache: KVCacheManager, clock: Clock) -> None:
+    def __init__(self, config: SchedulerConfig, cache: KVCacheManager, clock: StepClock) -> None:
         super().__init__(config, cache)
         self._clock = clock
 
@@ -134,28 +134,28 @@ class TimedScheduler(Scheduler):
         return self._clock.time("apply", partial(super().apply, result, seconds))
 
 
-class Outbox:
+class ClockedOutbox:
     """Turns the clock, and calls `stop` after the last step that is counted."""
 
     clients = 1
 
-    def __init__(self, send: Callable[[int, FromCore], None], clock: Clock, case: Case) -> None:
+    def __init__(self, send: Callable[[int, FromCore], None], clock: StepClock, case: StepCase) -> None:
         self._send, self._clock, self._sequences = send, clock, case.sequences
         self._left = _WARM_UP + case.steps
         self.stop: Callable[[], None] = lambda: None
 
     def send(self, client: int, message: FromCore) -> None:
         self._send(client, message)
-        if isinstance(message, Updates) and len(message.keys) == self._sequences:
+        if isinstance(message, RequestUpdates) and len(message.keys) == self._sequences:
             self._left -= 1
         if self._left == 0:
             self.stop()
         self._clock.turn()
 
 
-def measure(case: Case, parted: bool) -> dict[str, float]:
+def measure(case: StepCase, parted: bool) -> dict[str, float]:
     """Median microseconds of a step, and of its parts where `parted`, which makes it longer."""
-    clock, cache = Clock(), KVCacheManager(case.sequences * (case.longest // BLOCK_SIZE + 2), BLOCK_SIZE)
+    clock, cache = StepClock(), KVCacheManager(case.sequences * (case.longest // BLOCK_SIZE + 2), BLOCK_SIZE)
     config = SchedulerConfig(
         max_num_seqs=case.sequences,
         max_num_batched_tokens=max(512, case.sequences),
@@ -167,34 +167,34 @@ def measure(case: Case, parted: bool) -> dict[str, float]:
     core = EngineCore(scheduler, cache, executor, vocab_size=1 << 20)
     _add(core, case)
     with _wire() as wire:
-        outbox = Outbox(partial(_timed, clock, wire.send) if parted else wire.send, clock, case)
+        outbox = ClockedOutbox(partial(_timed, clock, wire.send) if parted else wire.send, clock, case)
         outbox.stop = lambda: core.accept(Shutdown())
         core.run(outbox)
     executor.close()
     return clock.medians(case.steps)
 
 
-def _timed(clock: Clock, send: Callable[[int, FromCore], None], client: int, message: FromCore) -> None:
+def _timed(clock: StepClock, send: Callable[[int, FromCore], None], client: int, message: FromCore) -> None:
     clock.time("send", partial(send, client, message))
 
 
-def _add(core: EngineCore, case: Case) -> None:
+def _add(core: EngineCore, case: StepCase) -> None:
     """Sequences whose blocks do not become full all in one step."""
     random = np.random.default_rng(0)
     for key in range(case.sequences):
         length = BLOCK_SIZE + key % BLOCK_SIZE
         prompt = random.integers(0, 30_000, length).tolist()
-        core.accept(Add(client=0, key=key, prompt=prompt, max_tokens=case.longest - length))
+        core.accept(AddRequest(client=0, key=key, prompt=prompt, max_tokens=case.longest - length))
 
 
 @contextmanager
-def _wire() -> Iterator[Wire]:
+def _wire() -> Iterator[CoreSockets]:
     """To a process that reads and forgets."""
     with TemporaryDirectory() as directory:
-        address = Address.under(directory)
+        address = CoreEndpoints.under(directory)
         reader = get_context("spawn").Process(target=_read, args=(address,), daemon=True)
         reader.start()
-        wire = Wire([address])
+        wire = CoreSockets([address])
         try:
             yield wire
         finally:
@@ -203,7 +203,7 @@ def _wire() -> Iterator[Wire]:
             reader.join()
 
 
-def _read(address: Address) -> None:
+def _read(address: CoreEndpoints) -> None:
     with zmq.Context() as context, context.socket(zmq.PULL) as inbox:
         inbox.bind(address.from_core)
         while True:
@@ -228,7 +228,7 @@ def main(
     """
     table = Table("sequences", "step", *PARTS, title=f"microseconds a step, ahead {ahead}")
     for count in sequences:
-        case = Case(count, ahead, steps, megabytes)
+        case = StepCase(count, ahead, steps, megabytes)
         whole, parts = measure(case, parted=False)["step"], measure(case, parted=True)
         table.add_row(str(count), f"{whole:.0f}", *(f"{parts[name]:.0f}" for name in PARTS))
     Console(width=100).print(table)

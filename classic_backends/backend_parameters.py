@@ -20,12 +20,12 @@ _MOST_THREADS = 1024
 """Libraries start all that they are told to."""
 
 
-def thread_count(parameters: Mapping[str, str], name: str) -> int:
+def read_thread_count(parameters: Mapping[str, str], name: str) -> int:
     """0 where nothing is said. Raises as `integer`."""
-    return integer(parameters, name, 0, most=_MOST_THREADS)
+    return read_integer(parameters, name, 0, most=_MOST_THREADS)
 
 
-def integer(parameters: Mapping[str, str], name: str, default: int, least: int = 0, most: int = _MOST) -> int:
+def read_integer(parameters: Mapping[str, str], name: str, default: int, least: int = 0, most: int = _MOST) -> int:
     """Raises `InvalidArgument` for anything but a whole number from `least` to `most`; `field` names the parameter."""
     text = parameters.get(name)
     if text is None:
@@ -41,7 +41,7 @@ def integer(parameters: Mapping[str, str], name: str, default: int, least: int =
     return value
 
 
-def number(parameters: Mapping[str, str], name: str, default: float, least: float = 0) -> float:
+def read_number(parameters: Mapping[str, str], name: str, default: float, least: float = 0) -> float:
     """Raises `InvalidArgument` for anything but a finite number of at least `least`; `field` names the parameter."""
     text = parameters.get(name)
     if text is None:
@@ -56,7 +56,7 @@ def number(parameters: Mapping[str, str], name: str, default: float, least: floa
     return value
 
 
-def flag(parameters: Mapping[str, str], name: str, default: bool) -> bool:
+def read_flag(parameters: Mapping[str, str], name: str, default: bool) -> bool:
     """Raises `InvalidArgument` for anything but 0, 1, true or false; `field` names the parameter."""
     text = parameters.get(name)
     if text is None:
@@ -66,7 +66,7 @@ def flag(parameters: Mapping[str, str], name: str, default: bool) -> bool:
     return text.lower() in _TRUE
 
 
-def choice(parameters: Mapping[str, str], name: str, choices: Collection[str], default: str) -> str:
+def read_choice(parameters: Mapping[str, str], name: str, choices: Collection[str], default: str) -> str:
     """Raises `InvalidArgument` for none of the `choices`; `field` names the parameter."""
     text = parameters.get(name, default)
     if text not in choices:
@@ -75,7 +75,7 @@ def choice(parameters: Mapping[str, str], name: str, choices: Collection[str], d
     return text
 
 
-def report_unknown(model: str, parameters: Mapping[str, str], known: Collection[str]) -> None:
+def warn_unknown_parameters(model: str, parameters: Mapping[str, str], known: Collection[str]) -> None:
     """Configs may carry parameters for whoever reads them, so those that a backend does not know are only said."""
     unknown = sorted(set(parameters) - set(known))
     if unknown:

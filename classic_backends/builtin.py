@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from ..core.errors import InvalidArgument
-from ..core.memory_needs import Share
-from ..core.model import Document, ModelConfig
+from ..core.memory_needs import MemoryNeed
+from ..core.model import ConfigDocument, ModelConfig
 from ..core.tensor import TensorSpec
-from .backend_parameters import integer, report_unknown
-from .runtime import Arrays, Place, Runtime, Traits
-from .sequences.sequence_tensors import hidden_tensors
+from .backend_parameters import read_integer, warn_unknown_parameters
+from .runtime import Arrays, InstancePlacement, Runtime, RuntimeTraits
+from .sequences.sequence_tensors import sequence_tensor_names
 
 _MILLISECOND = 1e-3
 _IDENTITY_PARAMETERS = ("execute_delay_ms", "instance_wise_delay_multiplier", "creation_delay_sec")
@@ -30,10 +30,10 @@ class Identity:
     def __init__(self, pairs: Sequence[tuple[str, str]], delay: float, ragged: bool) -> None:
         self._pairs = tuple(pairs)
         self._delay = delay
-        self._traits = Traits(inline=not delay and not ragged, ragged=ragged)
+        self._traits = RuntimeTraits(inline=not delay and not ragged, ragged=ragged)
 
     @property
-    def traits(self) -> Traits:
+    def traits(self) -> RuntimeTraits:
         return self._traits
 
     def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
@@ -49,8 +49,8 @@ class Repeat:
     """A response for each element of `IN`, `DELAY` milliseconds after the one before it; `IDX` counts them."""
 
     @property
-    def traits(self) -> Traits:
-        return Traits()
+    def traits(self) -> RuntimeTraits:
+        return RuntimeTraits()
 
     def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
         if inputs["IN"].shape != inputs["DELAY"].shape:
@@ -68,8 +68,8 @@ class Square:
     """As many responses as `IN` says, each of which is `IN`."""
 
     @property
-    def traits(self) -> Traits:
-        return Traits()
+    def traits(self) -> RuntimeTraits:
+        return RuntimeTraits()
 
     def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
         for _ in range(int(inputs["IN"].item())):
@@ -86,25 +86,27 @@ class IdentityLoader:
     `instance_wise_delay_multiplier` where that is more; `creation_delay_sec` to load.
     """
 
-    def load(self, directory: Path, config: ModelConfig, place: Place, parameters: Mapping[str, str]) -> Runtime:
+    def load(
+        self, directory: Path, config: ModelConfig, place: InstancePlacement, parameters: Mapping[str, str]
+    ) -> Runtime:
         # Triton's takes no notice of a sequence's controls.
-        hidden, _ = hidden_tensors(config.document)
+        hidden, _ = sequence_tensor_names(config.document)
         config = replace(config, inputs=tuple(spec for spec in config.inputs if spec.name not in hidden))
         _check_pairs(config)
-        time.sleep(integer(parameters, "creation_delay_sec", 0))
-        factor = max(1, place.index * integer(parameters, "instance_wise_delay_multiplier", 0))
-        delay = integer(parameters, "execute_delay_ms", 0) * factor * _MILLISECOND
-        report_unknown(config.name, config.parameters, _IDENTITY_PARAMETERS)
+        time.sleep(read_integer(parameters, "creation_delay_sec", 0))
+        factor = max(1, place.index * read_integer(parameters, "instance_wise_delay_multiplier", 0))
+        delay = read_integer(parameters, "execute_delay_ms", 0) * factor * _MILLISECOND
+        warn_unknown_parameters(config.name, config.parameters, _IDENTITY_PARAMETERS)
         pairs = [(given.name, made.name) for given, made in zip(config.inputs, config.outputs, strict=True)]
         return Identity(pairs, delay, _check_ragged(config, pairs))
 
     def uses_gpus(self) -> bool:
         return False
 
-    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> tuple[Share, ...]:
+    def needs(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
         return ()
 
-    def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
+    def complete(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> ConfigDocument:
         return document
 
 
@@ -116,7 +118,9 @@ class DecoupledLoader:
         self._inputs = inputs
         self._outputs = outputs
 
-    def load(self, directory: Path, config: ModelConfig, place: Place, parameters: Mapping[str, str]) -> Runtime:
+    def load(
+        self, directory: Path, config: ModelConfig, place: InstancePlacement, parameters: Mapping[str, str]
+    ) -> Runtime:
         if not config.decoupled or config.max_batch_size:
             message = f"model '{config.name}' must be decoupled and have max_batch_size 0 for '{config.backend}'"
             raise InvalidArgument(message, field="model_transaction_policy.decoupled")
@@ -127,10 +131,10 @@ class DecoupledLoader:
     def uses_gpus(self) -> bool:
         return False
 
-    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> tuple[Share, ...]:
+    def needs(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
         return ()
 
-    def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
+    def complete(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> ConfigDocument:
         """`document` with what every such model has where it says nothing of it."""
         whole = dict(document)
         whole["input"] = document.get("input") or [_field(spec) for spec in self._inputs]
@@ -139,7 +143,7 @@ class DecoupledLoader:
         return whole
 
 
-def _field(spec: TensorSpec) -> Document:
+def _field(spec: TensorSpec) -> ConfigDocument:
     return {"name": spec.name, "data_type": f"TYPE_{spec.datatype}", "dims": list(spec.dims)}
 
 

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from ..core.errors import InvalidArgument
-from ..core.model import Document, ModelConfig
+from ..core.model import ConfigDocument, ModelConfig
 from ..core.tensor import TensorSpec
-from .backend_parameters import integer
-from .sequences.sequence_tensors import hidden_tensors
+from .backend_parameters import read_integer
+from .sequences.sequence_tensors import sequence_tensor_names
 
 DEFAULT_MAX_BATCH_SIZE = 4
 """Triton's, for a model that can batch and whose config does not say how much."""
 
 
-class Found(NamedTuple):
+class FoundTensor(NamedTuple):
     """A tensor as the model has it: the whole shape, a batch dimension included; -1 is free. `shape` None: untold."""
 
     name: str
@@ -28,16 +28,16 @@ class Found(NamedTuple):
 class FoundModel(NamedTuple):
     """Everything that goes into a model and comes out."""
 
-    inputs: tuple[Found, ...]
-    outputs: tuple[Found, ...]
+    inputs: tuple[FoundTensor, ...]
+    outputs: tuple[FoundTensor, ...]
 
 
-def is_complete(document: Document) -> bool:
+def declares_tensors(document: ConfigDocument) -> bool:
     """It names inputs and outputs: then Triton looks no further, and 0 means that the model does not batch."""
     return bool(document.get("input")) and bool(document.get("output"))
 
 
-def completed(document: Document, found: FoundModel, parameters: Mapping[str, str]) -> dict[str, Any]:
+def complete_config(document: ConfigDocument, found: FoundModel, parameters: Mapping[str, str]) -> dict[str, Any]:
     """`document` with the inputs, outputs and batch size that it lacks.
 
     Raises:
@@ -50,8 +50,8 @@ def completed(document: Document, found: FoundModel, parameters: Mapping[str, st
         message = "model does not support batching while non-zero max_batch_size is specified"
         raise InvalidArgument(f"autofill failed for model '{name}': {message}", field="max_batch_size")
     if batches and not size:
-        size = integer(parameters, "default-max-batch-size", DEFAULT_MAX_BATCH_SIZE)
-    inputs, outputs = hidden_tensors(document)
+        size = read_integer(parameters, "default-max-batch-size", DEFAULT_MAX_BATCH_SIZE)
+    inputs, outputs = sequence_tensor_names(document)
     sides = {
         "input": [each for each in found.inputs if each.name not in inputs],
         "output": [each for each in found.outputs if each.name not in outputs],
@@ -65,14 +65,14 @@ def _can_batch(found: FoundModel) -> bool:
     return all(each.shape and each.shape[0] == -1 for each in (*found.inputs, *found.outputs))
 
 
-def _leaves_out_batch(document: Document, found: FoundModel) -> bool:
+def _leaves_out_batch(document: ConfigDocument, found: FoundModel) -> bool:
     """No tensor of the config has as many dims as the model's own: then the batch would be among them."""
     ranks = {each.name: len(each.shape or ()) for each in (*found.inputs, *found.outputs)}
     given = [*(document.get("input") or ()), *(document.get("output") or ())]
     return all(len(_dims(each)) != ranks.get(each["name"]) for each in given)
 
 
-def _tensor(found: Found, batched: bool) -> dict[str, Any]:
+def _tensor(found: FoundTensor, batched: bool) -> dict[str, Any]:
     dims = list((found.shape or ())[int(batched) :])
     tensor: dict[str, Any] = {"name": found.name, "data_type": config_type(found.datatype), "dims": dims or [1]}
     if not dims:
@@ -85,7 +85,7 @@ def config_type(datatype: str) -> str:
     return "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"
 
 
-def check_fit(config: ModelConfig, found: FoundModel) -> None:
+def check_config_matches(config: ModelConfig, found: FoundModel) -> None:
     """Every tensor of the config is one of the model's, of its type, and of a shape that fits.
 
     Raises:
@@ -112,7 +112,9 @@ def _check_count(config: ModelConfig, found: FoundModel, made: set[str]) -> None
         _refuse(config, "input", f"{count}: '{missing[0]}' is missing")
 
 
-def _check_tensor(config: ModelConfig, where: str, found: Found, spec: TensorSpec, document: Document) -> None:
+def _check_tensor(
+    config: ModelConfig, where: str, found: FoundTensor, spec: TensorSpec, document: ConfigDocument
+) -> None:
     if found.datatype != spec.datatype:
         wanted, has = config_type(spec.datatype), config_type(found.datatype)
         message = f"'{spec.name}' has data type {wanted} in the configuration, {has} in the model"
@@ -129,7 +131,7 @@ def _check_tensor(config: ModelConfig, where: str, found: Found, spec: TensorSpe
         _refuse(config, f"{where}.dims", message + batch)
 
 
-def _dims(document: Document) -> Sequence[int]:
+def _dims(document: ConfigDocument) -> Sequence[int]:
     """As the model sees them."""
     reshaped = document.get("reshape")
     dims = document.get("dims", ()) if reshaped is None else reshaped.get("shape", ())

@@ -11,32 +11,39 @@ from pathlib import Path
 
 from ..core.errors import CharoniaError, InvalidArgument, RequestTimeout, Unavailable
 from ..core.metrics import Reading
-from ..core.model import ModelConfig, ModelStats, Samples
+from ..core.model import ModelConfig, ModelSamples, ModelStats
 from ..core.request import InferRequest, InferResponse
-from ..core.request_context import Computed, Exchange, current
-from ..core.statistics import Statistics
-from .backend_parameters import number
-from .batching.batch_execution import Form, execute, execute_alone, stream
-from .batching.batching_config import read_batching
-from .batching.dispatcher import Dispatcher, Request, prefix
-from .batching.dynamic_batcher import Batcher, Cause
-from .batching.inference_job import Answer, Channel, Job, Nobody, Once, Sink
-from .batching.instance_pool import EXECUTION_TIMEOUT, Crew
-from .batching.latency_metrics import Latencies, first_response_bounds
-from .batching.model_metrics import Account, Failure
-from .batching.ragged_batches import read_ragged
-from .batching.request_queue import Waiting
-from .batching.response_order import Line
-from .batching.response_router import Delivery
-from .instance_groups import Slot, read_slots
+from ..core.request_context import ExecutionTimes, RequestContext, current_request
+from ..core.statistics import VersionStatistics
+from .backend_parameters import read_number
+from .batching.batch_execution import BatchLayout, execute_batch, execute_decoupled, execute_single
+from .batching.batching_config import read_batching_config
+from .batching.dispatcher import Dispatcher, QueuedJob, request_id_prefix
+from .batching.dynamic_batcher import CloseReason, DynamicBatcher
+from .batching.inference_job import (
+    InferenceJob,
+    NullSink,
+    ResponseChannel,
+    ResponseSink,
+    SingleResponse,
+    SingleResponseStream,
+)
+from .batching.instance_pool import EXECUTION_TIMEOUT, InstancePool
+from .batching.latency_metrics import LatencyMetrics, first_response_bounds
+from .batching.model_metrics import FailureReason, ModelMetrics
+from .batching.ragged_batches import read_ragged_config
+from .batching.request_queue import QueuedRequest
+from .batching.response_order import ResponseOrderer
+from .batching.response_router import ResponseRouter
+from .instance_groups import InstanceSlot, read_instance_slots
 from .runtime import Runtime, RuntimeLoader
-from .sequences.sequence_scheduler import SequenceDesk
-from .sequences.sequence_support import read_sequences
-from .signature import Signature, require_ragged
+from .sequences.sequence_scheduler import SequenceScheduler
+from .sequences.sequence_support import read_sequence_support
+from .signature import ModelSignature, check_ragged_support
 
 _MICROSECOND = 1000
-_NOBODY = Nobody()
-_NO_SAMPLES = Samples()
+_NOBODY = NullSink()
+_NO_SAMPLES = ModelSamples()
 
 
 class ClassicModel:
@@ -56,27 +63,29 @@ class ClassicModel:
         loader: RuntimeLoader,
         directory: Path,
         parameters: Mapping[str, str] | None = None,
-        samples: Samples = _NO_SAMPLES,
+        samples: ModelSamples = _NO_SAMPLES,
         quantiles: Sequence[float] = (),
     ) -> None:
         self._config = config
         self._loader = loader
         self._directory = directory
         self._parameters = {**(parameters or {}), **config.parameters}
-        limit = number(self._parameters, EXECUTION_TIMEOUT, 0.0)
+        limit = read_number(self._parameters, EXECUTION_TIMEOUT, 0.0)
         self._parameters.pop(EXECUTION_TIMEOUT, None)
         self._warm_up = samples.warm_up
-        self._sequences = sequences = read_sequences(config, samples.states)
-        rules = read_batching(config.document, config.max_batch_size, config.decoupled)
+        self._sequences = sequences = read_sequence_support(config, samples.states)
+        rules = read_batching_config(config.document, config.max_batch_size, config.decoupled)
         self._rules = rules if sequences is None else sequences.rules.batching
         stateful = None if sequences is None else sequences.stateful
-        self._form = Form(Signature(config), read_ragged(config.document), stateful)
-        self._slots = read_slots(config.name, config.document)
-        self._account = Account(Latencies(quantiles, first_response_bounds(config.document), config.decoupled))
-        self._delivery = Delivery(self._account, self._form.signature.batched)
-        self._line = Line()
-        self._crew = Crew(self._load, limit)
-        self._dispatcher: Dispatcher | SequenceDesk | None = None
+        self._form = BatchLayout(ModelSignature(config), read_ragged_config(config.document), stateful)
+        self._slots = read_instance_slots(config.name, config.document)
+        self._account = ModelMetrics(
+            LatencyMetrics(quantiles, first_response_bounds(config.document), config.decoupled)
+        )
+        self._delivery = ResponseRouter(self._account, self._form.signature.batched)
+        self._line = ResponseOrderer()
+        self._crew = InstancePool(self._load, limit)
+        self._dispatcher: Dispatcher | SequenceScheduler | None = None
         self._inline: Runtime | None = None
 
     @property
@@ -85,7 +94,7 @@ class ClassicModel:
 
     def stats(self) -> ModelStats:
         account = self._account
-        cancelled = account.failures[Failure.CANCELED]
+        cancelled = account.failures[FailureReason.CANCELED]
         return ModelStats(
             self._inline is not None or (self._dispatcher is not None and self._crew.ready),
             success=account.success.count,
@@ -93,17 +102,17 @@ class ClassicModel:
             cancelled=cancelled,
         )
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> VersionStatistics:
         return self._account.statistics()
 
-    def count(self, exchange: Exchange) -> None:
+    def count(self, exchange: RequestContext) -> None:
         self._account.count(exchange)
 
     def readings(self) -> Iterator[Reading]:
         """Everything measured, for a scrape."""
         yield from self._account.readings(0 if self._dispatcher is None else len(self._dispatcher))
         yield Reading("charonia_instance_restarts_total", self._crew.restarts)
-        if isinstance(self._dispatcher, SequenceDesk):
+        if isinstance(self._dispatcher, SequenceScheduler):
             yield from self._dispatcher.readings()
 
     async def load(self) -> None:
@@ -112,7 +121,7 @@ class ClassicModel:
         try:
             await self._crew.start([first])
             traits = self._crew.first.traits
-            require_ragged(self._form.signature, traits.ragged, self._config.backend)
+            check_ragged_support(self._form.signature, traits.ragged, self._config.backend)
             waits = self._config.decoupled or self._rules.max_delay or self._sequences is not None
             if traits.inline and not waits:
                 # No queue, no thread.
@@ -134,26 +143,30 @@ class ClassicModel:
         """Raises what the runtime raises; `Unavailable` where the queue is full or the model is not loaded, and
         `RequestTimeout` where its time in the queue ran out."""
         if self._inline is not None:
-            return Once(partial(self._infer_inline, self._inline, request))
-        return self._infer_streamed(request) if self._config.decoupled else Once(partial(self._infer_once, request))
+            return SingleResponseStream(partial(self._infer_inline, self._inline, request))
+        return (
+            self._infer_streamed(request)
+            if self._config.decoupled
+            else SingleResponseStream(partial(self._infer_once, request))
+        )
 
     async def _infer_inline(self, runtime: Runtime, request: InferRequest) -> InferResponse:
         begun = time.monotonic_ns()
-        result = execute_alone(runtime, self._form, request, self._slots[0].place.name)
+        result = execute_single(runtime, self._form, request, self._slots[0].place.name)
         whole = time.monotonic_ns() - begun
-        exchange = current()
+        exchange = current_request()
         if exchange is not None:
-            exchange.computed = Computed(begun, begun, result.timing)
+            exchange.computed = ExecutionTimes(begun, begun, result.timing)
         if result.error is not None:
-            self._account.lose(Failure.BACKEND, whole)
+            self._account.lose(FailureReason.BACKEND, whole)
             raise result.error
         size = self._form.signature.size(request)
-        self._account.execute(size, result.timing, Cause.IDLE if self._rules.combine else Cause.ALONE, 1)
+        self._account.execute(size, result.timing, CloseReason.IDLE if self._rules.combine else CloseReason.ALONE, 1)
         self._account.succeed(size, whole, 0, result.timing)
         return result.responses[0]
 
     async def _infer_once(self, request: InferRequest) -> InferResponse:
-        answer = Answer(asyncio.get_running_loop())
+        answer = SingleResponse(asyncio.get_running_loop())
         waiting = self._waiting(request, answer)
         self._submit(waiting)
         timer = self._timer(waiting)
@@ -161,14 +174,14 @@ class ClassicModel:
             return await answer.future
         except asyncio.CancelledError:
             if answer.future.cancelled():
-                self._give_up(waiting, Failure.CANCELED)
+                self._give_up(waiting, FailureReason.CANCELED)
             raise
         finally:
             if timer is not None:
                 timer.cancel()
 
     async def _infer_streamed(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
-        channel = Channel(asyncio.get_running_loop())
+        channel = ResponseChannel(asyncio.get_running_loop())
         waiting = self._waiting(request, channel)
         waiting.item.room = channel.room
         self._submit(waiting)
@@ -180,32 +193,34 @@ class ClassicModel:
             if timer is not None:
                 timer.cancel()
             if not channel.ended:
-                self._give_up(waiting, Failure.CANCELED)
+                self._give_up(waiting, FailureReason.CANCELED)
 
-    def _timer(self, waiting: Request) -> asyncio.TimerHandle | None:
+    def _timer(self, waiting: QueuedJob) -> asyncio.TimerHandle | None:
         """Of a request whose own time may run out while it is executed."""
         if waiting.limit is None:
             return None
         left = max(0, waiting.limit - time.monotonic_ns()) / 1e9
         return asyncio.get_running_loop().call_later(left, self._time_out, waiting)
 
-    def _time_out(self, waiting: Request) -> None:
+    def _time_out(self, waiting: QueuedJob) -> None:
         if not waiting.item.sink.ended:
-            self._give_up(waiting, Failure.REJECTED, RequestTimeout())
+            self._give_up(waiting, FailureReason.REJECTED, RequestTimeout())
 
-    def _waiting(self, request: InferRequest, sink: Sink) -> Request:
+    def _waiting(self, request: InferRequest, sink: ResponseSink) -> QueuedJob:
         signature = self._form.signature
         job, size = self._job(request, sink), signature.size(request)
         if self._sequences is not None:
             job.flags = self._sequences.flags.read(request, size)
         kind = signature.kind(request) if self._rules.combine else None
         timeout = _number(request, "timeout") * _MICROSECOND
-        return Waiting(job, size, kind, _number(request, "priority"), timeout)
+        return QueuedRequest(job, size, kind, _number(request, "priority"), timeout)
 
-    def _job(self, request: InferRequest, sink: Sink) -> Job:
-        return Job(self._form.signature.arrays(request), request.outputs, sink, request.id, exchange=current())
+    def _job(self, request: InferRequest, sink: ResponseSink) -> InferenceJob:
+        return InferenceJob(
+            self._form.signature.arrays(request), request.outputs, sink, request.id, exchange=current_request()
+        )
 
-    def _submit(self, waiting: Request) -> None:
+    def _submit(self, waiting: QueuedJob) -> None:
         try:
             if self._dispatcher is None:
                 raise Unavailable(f"model '{self._config.name}' is not loaded")
@@ -213,11 +228,11 @@ class ClassicModel:
                 waiting.item.sink = self._line.enter(waiting.item.sink)
             self._dispatcher.submit(waiting)
         except CharoniaError:
-            self._account.lose(Failure.REJECTED, 0)
+            self._account.lose(FailureReason.REJECTED, 0)
             waiting.item.sink.end()
             raise
 
-    def _give_up(self, waiting: Request, reason: Failure, error: Exception | None = None) -> None:
+    def _give_up(self, waiting: QueuedJob, reason: FailureReason, error: Exception | None = None) -> None:
         """Its reader left, or is told that `error`. What is made of it is dropped."""
         self._account.lose(reason, time.monotonic_ns() - waiting.arrived)
         waiting.item.give_up()
@@ -225,7 +240,7 @@ class ClassicModel:
             self._dispatcher.leave(waiting)
         waiting.item.sink.end(error)
 
-    def _load(self, slot: Slot) -> Runtime:
+    def _load(self, slot: InstanceSlot) -> Runtime:
         """In the thread of the instance."""
         config = self._config if self._sequences is None else self._sequences.config
         runtime = self._loader.load(self._directory, config, slot.place, self._parameters)
@@ -243,9 +258,9 @@ class ClassicModel:
         if self._sequences is not None:
             self._sequences.rehearse(job)
         if self._config.decoupled:
-            results = list(stream(runtime, self._form, job, name))
+            results = list(execute_decoupled(runtime, self._form, job, name))
         else:
-            results = [execute(runtime, self._form, [job], name)]
+            results = [execute_batch(runtime, self._form, [job], name)]
         for result in results:
             if result.error is not None:
                 raise InvalidArgument(f"failed to run warmup sample on '{name}': {result.error}")
@@ -253,9 +268,9 @@ class ClassicModel:
     def _open(self) -> None:
         form, clerk, decoupled = self._form, self._delivery, self._config.decoupled
         if self._sequences is None:
-            self._dispatcher = Dispatcher(Batcher(self._rules), form, clerk, decoupled)
+            self._dispatcher = Dispatcher(DynamicBatcher(self._rules), form, clerk, decoupled)
         else:
-            self._dispatcher = SequenceDesk(self._sequences.rules, form, clerk, decoupled)
+            self._dispatcher = SequenceScheduler(self._sequences.rules, form, clerk, decoupled)
         if self._inline is None:
             self._crew.serve(self._dispatcher)
 
@@ -265,5 +280,5 @@ def _number(request: InferRequest, name: str) -> int:
     value = request.parameters.get(name, 0)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         message = f"parameter '{name}' must be an integer of at least 0, got {value!r}"
-        raise InvalidArgument(f"{prefix(request.id)}{message}", field=name)
+        raise InvalidArgument(f"{request_id_prefix(request.id)}{message}", field=name)
     return value

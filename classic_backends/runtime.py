@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from numpy.typing import NDArray
 
-from ..core.memory_needs import Share
-from ..core.model import Document, ModelConfig
+from ..core.memory_needs import MemoryNeed
+from ..core.model import ConfigDocument, ModelConfig
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 """Tensors by name. With the model's batch dimension first, if it has one; BYTES are object arrays of `bytes`; BF16, for
@@ -19,7 +19,7 @@ which numpy has no type, are uint16 arrays of its bits."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class InstancePlacement:
     """Where one instance of a model computes. `kind`: KIND_CPU, KIND_GPU or KIND_MODEL; `device`: the GPU, 0 without
     one; `name`: of the instance, as Triton numbers them: `<model>_<group>_<index>`."""
 
@@ -34,7 +34,7 @@ class Place:
         return self.device if self.kind == "KIND_GPU" else None
 
 
-class Life(Protocol):
+class RuntimeProcess(Protocol):
     """Of a runtime that may end by itself, as a process does. `lost`: an execution found that it has. `sentinel`: a
     descriptor that can be read as soon as it has."""
 
@@ -44,7 +44,7 @@ class Life(Protocol):
     def sentinel(self) -> int: ...
 
 
-class Traits(NamedTuple):
+class RuntimeTraits(NamedTuple):
     """What its scheduler must know of a runtime.
 
     `inline`: an execution takes microseconds, so it may run in the event loop's thread. `ragged`: inputs that allow it
@@ -55,7 +55,7 @@ class Traits(NamedTuple):
 
     inline: bool = False
     ragged: bool = False
-    life: Life | None = None
+    life: RuntimeProcess | None = None
     end: Callable[[str], None] | None = None
 
 
@@ -66,7 +66,7 @@ class Runtime(Protocol):
     """
 
     @property
-    def traits(self) -> Traits: ...
+    def traits(self) -> RuntimeTraits: ...
 
     def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
         """Outputs for a batch of inputs; of a decoupled model any number of times, else exactly once.
@@ -82,7 +82,9 @@ class Runtime(Protocol):
 class RuntimeLoader(Protocol):
     """One backend: makes the instances of its models. Imports what it needs when it is asked."""
 
-    def load(self, directory: Path, config: ModelConfig, place: Place, parameters: Mapping[str, str]) -> Runtime:
+    def load(
+        self, directory: Path, config: ModelConfig, place: InstancePlacement, parameters: Mapping[str, str]
+    ) -> Runtime:
         """One instance, ready to execute. `directory`: of the model's version; `parameters`: the backend's, from
         `--backend-config`, and over them the model's own.
 
@@ -93,11 +95,11 @@ class RuntimeLoader(Protocol):
     def uses_gpus(self) -> bool:
         """Whether what it computes with was built for them."""
 
-    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> tuple[Share, ...]:
+    def needs(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
         """What all instances take at least of each memory, by the size of what they load. `document`: the config as it
         was written, but for its `instance_group`, which is normalised. One memory may be there several times."""
 
-    def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
+    def complete(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> ConfigDocument:
         """`document` with what it lacks and the model's file tells: `input`, `output` and `max_batch_size`.
 
         Raises:

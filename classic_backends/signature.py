@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import Internal, InvalidArgument
-from ..core.model import Document, ModelConfig
+from ..core.model import ConfigDocument, ModelConfig
 from ..core.request import InferRequest
 from ..core.tensor import NUMPY_TYPES, Tensor, TensorSpec
 from .runtime import Arrays
@@ -18,7 +18,7 @@ from .runtime import Arrays
 Shape = tuple[int, ...]
 
 
-class Side(NamedTuple):
+class TensorBinding(NamedTuple):
     """One input or output. `reshape`: its dims as the model has them, where they differ; `ragged`: requests with
     different shapes share a batch, whose elements the model gets in one flat tensor."""
 
@@ -30,7 +30,7 @@ class Side(NamedTuple):
     optional: bool = False
 
 
-class Signature:
+class ModelSignature:
     """`batched`: requests have a batch dimension in front. `outputs`: all names, in order."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -83,7 +83,7 @@ class Signature:
             ]
         )
 
-    def _tensor(self, side: Side, array: NDArray[Any]) -> Tensor:
+    def _tensor(self, side: TensorBinding, array: NDArray[Any]) -> Tensor:
         if array.dtype != self._types[side.name]:
             message = f"model '{self.model}' made output '{side.name}' of type {array.dtype}, not {side.datatype}"
             raise Internal(message)
@@ -103,15 +103,15 @@ class Signature:
         return (*shape[:front], *(next(free, 1) if dim == -1 else dim for dim in there))
 
 
-def _sides(specs: Sequence[TensorSpec], documents: Sequence[Document]) -> tuple[Side, ...]:
+def _sides(specs: Sequence[TensorSpec], documents: Sequence[ConfigDocument]) -> tuple[TensorBinding, ...]:
     by_name = {document["name"]: document for document in documents}
     return tuple(_side(spec, by_name.get(spec.name, {})) for spec in specs)
 
 
-def _side(spec: TensorSpec, document: Document) -> Side:
+def _side(spec: TensorSpec, document: ConfigDocument) -> TensorBinding:
     reshape = tuple(map(int, document["reshape"].get("shape", ()))) if "reshape" in document else None
     ragged = bool(document.get("allow_ragged_batch", False))
-    return Side(spec.name, spec.datatype, spec.dims, reshape, ragged, spec.optional)
+    return TensorBinding(spec.name, spec.datatype, spec.dims, reshape, ragged, spec.optional)
 
 
 def _numpy_type(datatype: str) -> np.dtype[Any]:
@@ -119,7 +119,7 @@ def _numpy_type(datatype: str) -> np.dtype[Any]:
     return np.dtype(NUMPY_TYPES.get(datatype, np.uint16))
 
 
-def require_ragged(signature: Signature, able: bool, backend: str) -> None:
+def check_ragged_support(signature: ModelSignature, able: bool, backend: str) -> None:
     """Raises `InvalidArgument` where a config wants of its backend what that is not `able` to."""
     ragged = [side.name for side in signature.inputs if side.ragged]
     if ragged and not able:

@@ -6,17 +6,17 @@ import sys
 from ..core.gateway import Gateway
 
 
-def reachable(address: str, port: int) -> str:
+def reachable_address(address: str, port: int) -> str:
     """Where somebody on this machine finds what listens on `address`."""
     host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def url(address: str, port: int, encrypted: bool = False) -> str:
-    return f"{'https' if encrypted else 'http'}://{reachable(address, port)}"
+def base_url(address: str, port: int, encrypted: bool = False) -> str:
+    return f"{'https' if encrypted else 'http'}://{reachable_address(address, port)}"
 
 
-def say_ready(gateway: Gateway, at: str, guarded: bool) -> None:
+def print_ready(gateway: Gateway, at: str, guarded: bool) -> None:
     """The URL, and a line to paste; `guarded`: it needs a key."""
     key = "-H 'Authorization: Bearer <key>' " if guarded else ""
     print(f"Serving on {at}")

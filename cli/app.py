@@ -19,15 +19,15 @@ from .grpc_options import GrpcOptions
 from .http_options import HttpOptions
 from .repository_options import CheckOptions, RepositoryOptions
 from .server_options import ServerOptions
-from .triton_flags import TritonOptions
-from .vllm_flags import explained, table
+from .triton_flags import TritonFlags
+from .vllm_flags import format_usage_error, vllm_flag_table
 
 app = App(
     name="charonia",
     version=__version__,
     help="A streaming, LLM-centric inference server.",
     result_action="return_value",  # main has more to do before it ends with that status
-    error_formatter=explained,
+    error_formatter=format_usage_error,
 )
 
 
@@ -60,7 +60,7 @@ def serve(
     access: Annotated[KeyOptions, _group("Keys", 5)] = KeyOptions(),  # noqa: B008
     grpc: Annotated[GrpcOptions, _group("gRPC", 6)] = GrpcOptions(),  # noqa: B008
     cloud: Annotated[CloudOptions, _group("Clouds", 7)] = CloudOptions(),  # noqa: B008
-    triton: Annotated[TritonOptions, Parameter("*", show=False)] = TritonOptions(),  # noqa: B008
+    triton: Annotated[TritonFlags, Parameter("*", show=False)] = TritonFlags(),  # noqa: B008
 ) -> int:
     """Serve models until SIGTERM or SIGINT; a second one forces.
 
@@ -71,10 +71,17 @@ def serve(
     """
     import uvloop
 
-    from ..telemetry.logging_setup import logging_as
-    from ..telemetry.metrics_config import read_metrics_config
-    from ..telemetry.tracing import endpoint_of, tracing
-    from .plan import Plan, check_foreign, commons, entry, selection, warn_of_open_control
+    from ..telemetry.logging_setup import configured_logging
+    from ..telemetry.metrics_config import parse_metrics_config
+    from ..telemetry.tracing import open_tracer, otlp_endpoint
+    from .plan import (
+        ServePlan,
+        check_triton_flags,
+        endpoint_settings,
+        selection_from_flags,
+        shared_state,
+        warn_of_unprotected_control,
+    )
     from .serve import run
 
     if repository.download_dir is not None:
@@ -83,15 +90,18 @@ def serve(
         )  # read by the hub's library, here and in what we start
     server, repository = triton.former.server(server), triton.former.repository(repository)
     try:
-        with logging_as(server.log_settings) as logs:
-            check_foreign(triton)
-            doors, metrics = entry(server, http, access, grpc, cloud), read_metrics_config(server.metrics_config)
-            warn_of_open_control(repository, server, grpc, doors)
-            chosen = selection(model, repository, engine, metrics)
-            plan = Plan(doors, chosen, commons(server, logs), server, grpc, metrics)
+        with configured_logging(server.log_settings) as logs:
+            check_triton_flags(triton)
+            doors, metrics = (
+                endpoint_settings(server, http, access, grpc, cloud),
+                parse_metrics_config(server.metrics_config),
+            )
+            warn_of_unprotected_control(repository, server, grpc, doors)
+            chosen = selection_from_flags(model, repository, engine, metrics)
+            plan = ServePlan(doors, chosen, shared_state(server, logs), server, grpc, metrics)
             spans = plan.commons.traces.settings().spans
-            endpoint = endpoint_of(server.otlp_traces_endpoint, os.environ, spans)
-            with tracing(endpoint, __version__, spans) as tracer:
+            endpoint = otlp_endpoint(server.otlp_traces_endpoint, os.environ, spans)
+            with open_tracer(endpoint, __version__, spans) as tracer:
                 return uvloop.run(run(plan, tracer))
     except CharoniaError as error:
         return _failed(error)
@@ -118,12 +128,12 @@ def check(
         from ..engine.trtllm.check import report as report_package
 
         return report_package(repository)
-    from ..repository.repository_check import report
+    from ..repository.repository_check import print_check_report
 
     try:
         if repository is None:
             raise InvalidArgument("nothing to check: name a model repository")
-        return report(Path(repository), options)
+        return print_check_report(Path(repository), options)
     except CharoniaError as error:
         return _failed(error)
 
@@ -131,11 +141,11 @@ def check(
 @app.command
 def flags(
     *,
-    triton: Annotated[TritonOptions, Parameter("*")] = TritonOptions(),  # noqa: B008
+    triton: Annotated[TritonFlags, Parameter("*")] = TritonFlags(),  # noqa: B008
 ) -> int:
     """Say what becomes of tritonserver's flags that `serve --help` leaves out, and what vLLM's are called."""
     app.help_print(["flags"])
-    print(table())
+    print(vllm_flag_table())
     return 0
 
 

@@ -2,20 +2,20 @@
 
 from dataclasses import dataclass
 
-from .server_options import Boolean, Port
+from .server_options import BooleanFlag, PortFlag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloudOptions:
     """Doors for clouds, under tritonserver's names."""
 
-    allow_sagemaker: Boolean = "false"
+    allow_sagemaker: BooleanFlag = "false"
     """Serve what SageMaker asks of a container; its variables say which model."""
-    sagemaker_port: Port = 8080
+    sagemaker_port: PortFlag = 8080
     """Port of SageMaker's door."""
-    allow_vertex_ai: Boolean = "false"
+    allow_vertex_ai: BooleanFlag = "false"
     """Serve what Vertex AI asks of a container; its variables say on which paths."""
-    vertex_ai_port: Port | None = None
+    vertex_ai_port: PortFlag | None = None
     """Port of Vertex AI's door; without it AIP_HTTP_PORT says, or 8080."""
     vertex_ai_default_model: str = ""
     """Model that Vertex AI asks; may be left out where there is one."""

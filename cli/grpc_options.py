@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from .server_options import Boolean, Port, true
+from .server_options import BooleanFlag, PortFlag, is_true
 
 _Count: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lte=2**31 - 1))]
 
@@ -16,17 +16,17 @@ _Count: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lte=2**31 -
 class GrpcOptions:
     """Settings of the gRPC door."""
 
-    allow_grpc: Boolean = "true"
+    allow_grpc: BooleanFlag = "true"
     """Serve gRPC."""
     grpc_address: str = "0.0.0.0"
     """Address to listen on for gRPC."""
-    grpc_port: Port = 8001
+    grpc_port: PortFlag = 8001
     """Port of the v2 protocol over gRPC."""
-    reuse_grpc_port: Boolean = "false"
+    reuse_grpc_port: BooleanFlag = "false"
     """Let other servers listen on the port too: each gets some of the connections."""
-    grpc_use_ssl: Boolean = "false"
+    grpc_use_ssl: BooleanFlag = "false"
     """Encrypt gRPC."""
-    grpc_use_ssl_mutual: Boolean = "false"
+    grpc_use_ssl_mutual: BooleanFlag = "false"
     """Encrypt gRPC and let in only clients with a certificate of --grpc-root-cert."""
     grpc_server_cert: Path | None = None
     """The server's certificate, PEM."""
@@ -38,7 +38,7 @@ class GrpcOptions:
     """Milliseconds of silence after which a client is pinged."""
     grpc_keepalive_timeout: _Count = 20_000
     """Milliseconds a pinged client may take to answer."""
-    grpc_keepalive_permit_without_calls: Boolean = "false"
+    grpc_keepalive_permit_without_calls: BooleanFlag = "false"
     """Ping clients that have no call open."""
     grpc_http2_max_pings_without_data: _Count = 2
     """Pings in a row without data in between."""
@@ -60,8 +60,8 @@ class GrpcOptions:
 
     @property
     def mutual(self) -> bool:
-        return true(self.grpc_use_ssl_mutual)
+        return is_true(self.grpc_use_ssl_mutual)
 
     @property
     def encrypted(self) -> bool:
-        return self.mutual or true(self.grpc_use_ssl)
+        return self.mutual or is_true(self.grpc_use_ssl)

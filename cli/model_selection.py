@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.errors import InvalidArgument
-from ..repository.builder import BackendSettings, Builder
-from ..repository.catalog import Catalog
-from ..repository.config_defaults import CHECKPOINT_BACKENDS, named
-from ..repository.gateway import Hub
-from ..repository.memory_budget import Budget
-from ..repository.model_control import Explicit
+from ..repository.builder import BackendSettings, ModelBuilder
+from ..repository.catalog import RepositoryCatalog
+from ..repository.config_defaults import CHECKPOINT_BACKENDS, canonical_backend
+from ..repository.gateway import InProcessGateway
+from ..repository.memory_budget import MemoryBudget
+from ..repository.model_control import ExplicitModelControl
 from ..repository.model_source import ModelSource, checkpoint_source, is_repository
-from ..repository.response_cache import read_cache_config
-from ..repository.watcher import Keeper
-from .progress_display import Display
+from ..repository.response_cache import parse_cache_config
+from ..repository.watcher import RepositoryWatcher
+from .progress_display import ProgressDisplay
 from .repository_options import RepositoryOptions
 
-_ALL = "*"
-_IN_REPOSITORIES = {
+_ALL_MODELS = "*"
+_REPOSITORY_ALTERNATIVES = {
     "served_model_name": "a model is called as its folder",
     "revision": "the parameter 'model' in config.pbtxt may be owner/name@revision",
 }
@@ -29,11 +29,11 @@ _IN_REPOSITORIES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class ModelSelection:
     """`single`: one checkpoint was asked for; without it there is nothing to do."""
 
-    catalog: Catalog
-    builder: Builder
+    catalog: RepositoryCatalog
+    builder: ModelBuilder
     options: RepositoryOptions
     single: bool
 
@@ -41,27 +41,27 @@ class Selection:
     def names(self) -> list[str]:
         """What to load at the start."""
         wanted = self.options.load_model
-        if self.options.model_control_mode == "explicit" and wanted != (_ALL,):
+        if self.options.model_control_mode == "explicit" and wanted != (_ALL_MODELS,):
             return list(dict.fromkeys(wanted))
         return self.catalog.names()
 
-    def keeper(self, hub: Hub) -> Keeper:
+    def keeper(self, hub: InProcessGateway) -> RepositoryWatcher:
         """Who keeps the hub's models as they were asked for; in mode explicit, requests may change them."""
         if self.options.model_control_mode == "explicit":
-            hub.control = Explicit(self.catalog, hub.registry, hub.lifecycle)
-        return Keeper(self.catalog, hub.registry, hub.lifecycle)
+            hub.control = ExplicitModelControl(self.catalog, hub.registry, hub.lifecycle)
+        return RepositoryWatcher(self.catalog, hub.registry, hub.lifecycle)
 
-    async def load(self, keeper: Keeper, strict: bool) -> bool:
+    async def load(self, keeper: RepositoryWatcher, strict: bool) -> bool:
         """Load what there is to begin with, before the eyes of who started it; whether that is enough to serve.
         `strict`: nothing but all of it is."""
-        with Display() as display:
+        with ProgressDisplay() as display:
             complete = await keeper.start(self.names, display)
         if not complete and strict and not self.single:
             print("charonia: a model failed to load; --exit-on-error=false serves the others", file=sys.stderr)
         return complete or not (strict or self.single)
 
     @asynccontextmanager
-    async def kept(self, keeper: Keeper) -> AsyncIterator[None]:
+    async def kept(self, keeper: RepositoryWatcher) -> AsyncIterator[None]:
         """In mode poll, follow the repository meanwhile."""
         if self.options.model_control_mode != "poll":
             yield
@@ -75,9 +75,9 @@ class Selection:
                 await polling
 
 
-def select(
+def select_models(
     model: str | None, options: RepositoryOptions, engine: Mapping[str, str], quantiles: tuple[float, ...] = ()
-) -> Selection:
+) -> ModelSelection:
     """`model`: a checkpoint, a hub id or a repository, on its own; `engine`: settings for a checkpoint. `quantiles`: of
     the summaries of latencies, none for no summaries.
 
@@ -86,24 +86,24 @@ def select(
     """
     _check_mode(options)
     repositories = list(options.model_repository)
-    single = None if model is None else _single(model, options, engine)
+    single = None if model is None else _single_checkpoint(model, options, engine)
     if model is not None and single is None:
         repositories.append(Path(model))
     if single is None:
         _refuse_for_repository(options, engine, repositories)
     elif not repositories:
         _refuse_for_checkpoint(options)
-    catalog = Catalog(repositories, single, options.model_config_name)
+    catalog = RepositoryCatalog(repositories, single, options.model_config_name)
     limit = f"execution_timeout_secs={options.execution_timeout_secs:g}"  # as if it were said of all backends
     backends = BackendSettings.parse((limit, *options.backend_config))
-    cache = read_cache_config(options.cache_config)
+    cache = parse_cache_config(options.cache_config)
     promised = (lambda: 0) if cache is None else (lambda: cache.to_come)
-    budget = Budget.of_machine(options.memory_limit, options.gpu_memory_limit, promised)
-    builder = Builder(backends, not options.disable_auto_complete_config, budget, quantiles, cache)
-    return Selection(catalog, builder, options, single is not None and not repositories)
+    budget = MemoryBudget.of_machine(options.memory_limit, options.gpu_memory_limit, promised)
+    builder = ModelBuilder(backends, not options.disable_auto_complete_config, budget, quantiles, cache)
+    return ModelSelection(catalog, builder, options, single is not None and not repositories)
 
 
-def _single(model: str, options: RepositoryOptions, engine: Mapping[str, str]) -> ModelSource | None:
+def _single_checkpoint(model: str, options: RepositoryOptions, engine: Mapping[str, str]) -> ModelSource | None:
     """The checkpoint that is meant; None for a repository."""
     try:
         if Path(model).is_dir() and is_repository(Path(model)):
@@ -118,7 +118,7 @@ def _single(model: str, options: RepositoryOptions, engine: Mapping[str, str]) -
 
 
 def _check_backend(backend: str) -> None:
-    if backend and named(backend) not in CHECKPOINT_BACKENDS:
+    if backend and canonical_backend(backend) not in CHECKPOINT_BACKENDS:
         *others, last = CHECKPOINT_BACKENDS
         raise InvalidArgument(f"--backend {backend} serves no checkpoint; {', '.join(others)} and {last} do")
 
@@ -126,7 +126,7 @@ def _check_backend(backend: str) -> None:
 def _check_mode(options: RepositoryOptions) -> None:
     if options.load_model and options.model_control_mode != "explicit":
         raise InvalidArgument("Use of '--load-model' requires setting '--model-control-mode=explicit' as well.")
-    if _ALL in options.load_model and options.load_model != (_ALL,):
+    if _ALL_MODELS in options.load_model and options.load_model != (_ALL_MODELS,):
         raise InvalidArgument("--load-model * stands for all models and must be the only one")
 
 
@@ -144,5 +144,5 @@ def _refuse_for_repository(options: RepositoryOptions, engine: Mapping[str, str]
     flags = [*engine, *(name for name in ("served_model_name", "backend", "revision") if getattr(options, name))]
     if flags:
         flag = f"--{flags[0].replace('_', '-')}"
-        instead = _IN_REPOSITORIES.get(flags[0], "set it in config.pbtxt")
+        instead = _REPOSITORY_ALTERNATIVES.get(flags[0], "set it in config.pbtxt")
         raise InvalidArgument(f"{flag} is for a single checkpoint; in a repository, {instead}")

@@ -4,26 +4,26 @@ import logging
 import os
 from dataclasses import dataclass
 
-from ..api.api_keys import KeyOptions, Keyring, read_keys
+from ..api.api_keys import KeyOptions, Keyring, load_keyring
 from ..api.grpc import call_policy
-from ..api.grpc.tls_files import tls_files
-from ..api.http.rules import HttpRules, read_rules
-from ..api.tls import KeyPair, key_pair
-from ..api.triton.clouds import Cloud, read_clouds
-from ..core.client_shared_memory import Regions
-from ..core.log_settings import Logs
-from ..core.shared_state import Commons
-from ..core.trace_settings import TENSORS, Traces, read_trace_config
+from ..api.grpc.tls_files import load_tls_files
+from ..api.http.rules import HttpRules, parse_http_rules
+from ..api.tls import KeyPair, parse_key_pair
+from ..api.triton.clouds import CloudEndpoint, configure_clouds
+from ..core.client_shared_memory import SharedMemoryRegistry
+from ..core.log_settings import LogControl
+from ..core.shared_state import SharedState
+from ..core.trace_settings import TENSORS, TraceControl, parse_trace_config
 from ..engine.options import EngineOptions
 from ..telemetry.metrics_config import MetricsConfig
-from ..telemetry.trace_file import check_writable
+from ..telemetry.trace_file import check_trace_file
 from .cloud_options import CloudOptions
 from .grpc_options import GrpcOptions
 from .http_options import HttpOptions
-from .model_selection import Selection, select
+from .model_selection import ModelSelection, select_models
 from .repository_options import RepositoryOptions
-from .server_options import ServerOptions, true
-from .triton_flags import TritonOptions
+from .server_options import ServerOptions, is_true
+from .triton_flags import TritonFlags
 
 log = logging.getLogger(__name__)
 
@@ -32,29 +32,29 @@ _LOADS = "model-repository"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class EndpointSettings:
     """Who may come in over HTTP (`rules`) or gRPC (`calls`), and how; `clouds`: by other doors."""
 
     keys: Keyring
     rules: HttpRules
-    calls: call_policy.GrpcRules
+    calls: call_policy.GrpcCallPolicy
     tls: KeyPair | None
-    clouds: tuple[Cloud, ...] = ()
+    clouds: tuple[CloudEndpoint, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ServePlan:
     """What to serve and how."""
 
-    entry: Entry
-    selection: Selection
-    commons: Commons
+    entry: EndpointSettings
+    selection: ModelSelection
+    commons: SharedState
     server: ServerOptions
     grpc: GrpcOptions
     metrics: MetricsConfig
 
 
-def check_foreign(options: TritonOptions) -> None:
+def check_triton_flags(options: TritonFlags) -> None:
     """What tritonserver would have done and nobody does here is told, and refused where it would be missed.
 
     Raises:
@@ -65,28 +65,36 @@ def check_foreign(options: TritonOptions) -> None:
         log.warning("flags of tritonserver that have no effect here: %s", ", ".join(options.idle.given))
 
 
-def entry(
+def endpoint_settings(
     server: ServerOptions, http: HttpOptions, access: KeyOptions, grpc: GrpcOptions, cloud: CloudOptions
-) -> Entry:
+) -> EndpointSettings:
     """What the doors are made with, gRPC's files read on trial.
 
     Raises:
         InvalidArgument: files of TLS or keys are no good, or a rule means nothing, or a cloud's environment lacks what
             its door needs.
     """
-    tls_files(grpc)
-    tls = key_pair(server.http_server_cert, server.http_server_key, "--http-server")
-    keys = read_keys(access)
-    return Entry(keys, read_rules(http), call_policy.read_rules(grpc, keys), tls, read_clouds(cloud, os.environ))
+    load_tls_files(grpc)
+    tls = parse_key_pair(server.http_server_cert, server.http_server_key, "--http-server")
+    keys = load_keyring(access)
+    return EndpointSettings(
+        keys,
+        parse_http_rules(http),
+        call_policy.build_call_policy(grpc, keys),
+        tls,
+        configure_clouds(cloud, os.environ),
+    )
 
 
-def warn_of_open_control(repository: RepositoryOptions, server: ServerOptions, grpc: GrpcOptions, entry: Entry) -> None:
+def warn_of_unprotected_control(
+    repository: RepositoryOptions, server: ServerOptions, grpc: GrpcOptions, entry: EndpointSettings
+) -> None:
     """In mode explicit, tell which doors let anybody load a model, and so run what it brings."""
     if repository.model_control_mode != "explicit" or entry.keys:
         return
     doors = {
-        "HTTP": true(server.allow_http) and _LOADS not in entry.rules.tolls,
-        "gRPC": true(grpc.allow_grpc) and "RepositoryModelLoad" not in entry.calls.tolls,
+        "HTTP": is_true(server.allow_http) and _LOADS not in entry.rules.tolls,
+        "gRPC": is_true(grpc.allow_grpc) and "RepositoryModelLoad" not in entry.calls.tolls,
     }
     if any(doors.values()):
         log.warning(
@@ -97,28 +105,28 @@ def warn_of_open_control(repository: RepositoryOptions, server: ServerOptions, g
         )
 
 
-def selection(
+def selection_from_flags(
     model: str | None, repository: RepositoryOptions, engine: EngineOptions, metrics: MetricsConfig
-) -> Selection:
+) -> ModelSelection:
     """The models that are asked for.
 
     Raises:
         InvalidArgument: there is nothing to serve, or what is asked for contradicts itself.
     """
     given = {name: str(value) for name, value in engine.given().items()}
-    return select(model, repository, given, metrics.quantiles if metrics.summaries else ())
+    return select_models(model, repository, given, metrics.quantiles if metrics.summaries else ())
 
 
-def commons(server: ServerOptions, logs: Logs) -> Commons:
+def shared_state(server: ServerOptions, logs: LogControl) -> SharedState:
     """What all models share.
 
     Raises:
         InvalidArgument: --trace-config says what it cannot, or names a file that cannot be written.
     """
-    traces = read_trace_config(server.trace_config)
-    check_writable(traces)
+    traces = parse_trace_config(server.trace_config)
+    check_trace_file(traces)
     if traces.spans is not None and TENSORS in traces.trace_level:
         log.warning("--trace-config level=TENSORS has no effect: spans hold no tensors")
     if traces.spans is not None and not traces.on:
         log.warning("nothing is traced: --trace-config level=TIMESTAMPS is not given")
-    return Commons(Regions(true(server.allow_client_shm)), logs, Traces(traces))
+    return SharedState(SharedMemoryRegistry(is_true(server.allow_client_shm)), logs, TraceControl(traces))

@@ -6,16 +6,16 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from itertools import combinations
 from typing import NamedTuple
 
-from ..api.http.server import bind
-from ..api.triton.clouds import Cloud
+from ..api.http.server import bind_port
+from ..api.triton.clouds import CloudEndpoint
 from ..core.errors import InvalidArgument
 from .grpc_options import GrpcOptions
-from .server_options import ServerOptions, true
+from .server_options import ServerOptions, is_true
 
 _EVERYWHERE = {"0.0.0.0", "::"}
 
 
-class Ports(NamedTuple):
+class ReservedPorts(NamedTuple):
     """Sockets that do not listen yet; there is none for a door that nobody wants."""
 
     http: socket.socket | None
@@ -25,20 +25,24 @@ class Ports(NamedTuple):
 
 
 @contextmanager
-def reserved(server: ServerOptions, grpc: GrpcOptions, clouds: Sequence[Cloud] = ()) -> Iterator[Ports]:
+def reserve_ports(
+    server: ServerOptions, grpc: GrpcOptions, clouds: Sequence[CloudEndpoint] = ()
+) -> Iterator[ReservedPorts]:
     """The ports these ask for, given back at the end of the block.
 
     Raises:
         Unavailable: one is taken, or its address is not ours; the message names the flag.
         InvalidArgument: two of them are one, or nobody wants a door for requests.
     """
-    if not true(server.allow_http) and not true(grpc.allow_grpc) and not clouds:
+    if not is_true(server.allow_http) and not is_true(grpc.allow_grpc) and not clouds:
         raise InvalidArgument("--allow-http and --allow-grpc are both false: nobody could ask anything")
     with ExitStack() as stack, _http(server) as http, _grpc(grpc) as rpc, _metrics(server) as metrics:
-        others = {each.flag: stack.enter_context(bind(server.http_address, each.port, each.flag)) for each in clouds}
+        others = {
+            each.flag: stack.enter_context(bind_port(server.http_address, each.port, each.flag)) for each in clouds
+        }
         doors = {"--http-port": http, "--grpc-port": rpc, "--metrics-port": metrics, **others}
         _check_apart({flag: sock for flag, sock in doors.items() if sock is not None})
-        yield Ports(http, rpc, metrics, tuple(others.values()))
+        yield ReservedPorts(http, rpc, metrics, tuple(others.values()))
 
 
 def _check_apart(ports: Mapping[str, socket.socket]) -> None:
@@ -50,18 +54,18 @@ def _check_apart(ports: Mapping[str, socket.socket]) -> None:
 
 
 def _http(server: ServerOptions) -> AbstractContextManager[socket.socket | None]:
-    if not true(server.allow_http):
+    if not is_true(server.allow_http):
         return nullcontext()
-    return bind(server.http_address, server.http_port, "--http-port", true(server.reuse_http_port))
+    return bind_port(server.http_address, server.http_port, "--http-port", is_true(server.reuse_http_port))
 
 
 def _grpc(grpc: GrpcOptions) -> AbstractContextManager[socket.socket | None]:
-    if not true(grpc.allow_grpc):
+    if not is_true(grpc.allow_grpc):
         return nullcontext()
-    return bind(grpc.grpc_address, grpc.grpc_port, "--grpc-port", true(grpc.reuse_grpc_port))
+    return bind_port(grpc.grpc_address, grpc.grpc_port, "--grpc-port", is_true(grpc.reuse_grpc_port))
 
 
 def _metrics(server: ServerOptions) -> AbstractContextManager[socket.socket | None]:
-    if not true(server.allow_metrics):
+    if not is_true(server.allow_metrics):
         return nullcontext()
-    return bind(server.metrics_address or server.http_address, server.metrics_port, "--metrics-port")
+    return bind_port(server.metrics_address or server.http_address, server.metrics_port, "--metrics-port")

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from ..repository.backend_registry import OnProgress
 
 
-class Display:
-    """A `Watcher` that writes to stdout; a phase leaves one line with the time it took."""
+class ProgressDisplay:
+    """A `LoadListener` that writes to stdout; a phase leaves one line with the time it took."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False, markup=False, soft_wrap=True)

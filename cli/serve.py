@@ -10,27 +10,27 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from ..api.http.server import StopSignals, first_of
-from ..core.request_context import Exchange
-from ..core.trace_settings import Traces
+from ..api.http.server import StopSignals, wait_for_first
+from ..core.request_context import RequestContext
+from ..core.trace_settings import TraceControl
 from ..processes import gc_tuning
-from ..processes.open_files import allow_files
-from ..processes.scratch import sweep
-from ..repository.gateway import Hub
-from ..repository.watcher import Keeper
+from ..processes.open_files import raise_open_file_limit
+from ..processes.scratch import remove_abandoned_scratch
+from ..repository.gateway import InProcessGateway
+from ..repository.watcher import RepositoryWatcher
 from ..telemetry.loop_lag import LoopLag
-from ..telemetry.request_log import write_record
-from ..telemetry.trace_file import TraceFile
-from ..telemetry.tracing import Sampled
-from .plan import Plan
-from .ports import Ports, reserved
-from .server_options import true
-from .serving import close, serve
+from ..telemetry.request_log import log_request
+from ..telemetry.trace_file import TraceFileWriter
+from ..telemetry.tracing import SamplingTracer
+from .plan import ServePlan
+from .ports import ReservedPorts, reserve_ports
+from .server_options import is_true
+from .serving import serve_until_stopped, shut_down
 
 if TYPE_CHECKING:
-    from ..api.prometheus import Source
-    from ..telemetry.otlp import Tracer
-    from .frontend_servers import Doors
+    from ..api.prometheus import MetricsSource
+    from ..telemetry.otlp import OtlpTracer
+    from .frontend_servers import FrontendServers
 
 log = logging.getLogger(__name__)
 
@@ -38,17 +38,17 @@ _TURN_SECONDS = 0.0005
 """How long another thread that computes may keep the event loop from the interpreter, each time it waits for it."""
 
 
-async def run(plan: Plan, tracer: "Tracer | None") -> int:
+async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
     """Serve until somebody asks to stop; the status to exit with."""
-    allow_files()
-    swept = sweep()
+    raise_open_file_limit()
+    swept = remove_abandoned_scratch()
     if swept:
         log.info("removed %d scratch directories of servers that were killed", swept)
-    lag, traces = LoopLag(plan.server.max_loop_lag_secs), TraceFile(plan.commons.traces)
+    lag, traces = LoopLag(plan.server.max_loop_lag_secs), TraceFileWriter(plan.commons.traces)
     hub = _hub(plan, lag, traces, tracer)
     keeper = plan.selection.keeper(hub)
     with (
-        reserved(plan.server, plan.grpc, plan.entry.clouds) as ports,
+        reserve_ports(plan.server, plan.grpc, plan.entry.clouds) as ports,
         StopSignals() as stop,
         lag,
         closing(traces),
@@ -61,15 +61,15 @@ async def run(plan: Plan, tracer: "Tracer | None") -> int:
             async with frontend_servers.metrics():
                 servers = await frontend_servers.open()
                 hub.lifecycle.load_side_by_side()
-                await first_of(asyncio.shield(loading), servers.ended())
+                await wait_for_first(asyncio.shield(loading), servers.ended())
                 if not await loading:
-                    await close(hub, servers, stop, patience)
+                    await shut_down(hub, servers, stop, patience)
                     return 0 if stop.asked.is_set() else 1
-                gc_tuning.settle()
+                gc_tuning.freeze_after_startup()
                 sys.setswitchinterval(_TURN_SECONDS)
                 frontend_servers.announce()
                 async with plan.selection.kept(keeper):
-                    await serve(hub, servers, stop, patience)
+                    await serve_until_stopped(hub, servers, stop, patience)
             return 0
         finally:
             loading.cancel()
@@ -77,34 +77,38 @@ async def run(plan: Plan, tracer: "Tracer | None") -> int:
             await hub.unload()
 
 
-def _hub(plan: Plan, lag: LoopLag, traces: TraceFile, tracer: "Tracer | None") -> Hub:
-    strict, witnesses = true(plan.server.strict_readiness), _witnesses(plan.commons.traces, traces, tracer)
-    return Hub(strict, lambda: not lag.stuck, witnesses, plan.commons, plan.selection.builder)
+def _hub(plan: ServePlan, lag: LoopLag, traces: TraceFileWriter, tracer: "OtlpTracer | None") -> InProcessGateway:
+    strict, witnesses = is_true(plan.server.strict_readiness), _witnesses(plan.commons.traces, traces, tracer)
+    return InProcessGateway(strict, lambda: not lag.stuck, witnesses, plan.commons, plan.selection.builder)
 
 
-def _witnesses(traces: Traces, file: TraceFile, tracer: "Tracer | None") -> Sequence[Callable[[Exchange], None]]:
+def _witnesses(
+    traces: TraceControl, file: TraceFileWriter, tracer: "OtlpTracer | None"
+) -> Sequence[Callable[[RequestContext], None]]:
     """The tracer first: the record names the trace."""
     if tracer is None:
-        return write_record, file
+        return log_request, file
     if traces.settings().spans is not None:
-        return Sampled(tracer, traces), write_record
-    return tracer, write_record, file
+        return SamplingTracer(tracer, traces), log_request
+    return tracer, log_request, file
 
 
-async def _load(plan: Plan, keeper: Keeper, stop: StopSignals) -> bool:
+async def _load(plan: ServePlan, keeper: RepositoryWatcher, stop: StopSignals) -> bool:
     """Whether there is something to serve, and still someone who wants it."""
-    loading = asyncio.create_task(plan.selection.load(keeper, strict=true(plan.server.exit_on_error)))
-    await first_of(loading, stop.asked.wait())
+    loading = asyncio.create_task(plan.selection.load(keeper, strict=is_true(plan.server.exit_on_error)))
+    await wait_for_first(loading, stop.asked.wait())
     return not stop.asked.is_set() and loading.result()
 
 
-async def _doors(plan: Plan, hub: Hub, ports: Ports, sources: "Sequence[Source]") -> "Doors":
+async def _doors(
+    plan: ServePlan, hub: InProcessGateway, ports: ReservedPorts, sources: "Sequence[MetricsSource]"
+) -> "FrontendServers":
     """Made while models load, which begins first; imports of what doors need go on beside it."""
     await asyncio.sleep(0)
     await asyncio.to_thread(_import_doors)
-    from .frontend_servers import Doors
+    from .frontend_servers import FrontendServers
 
-    return Doors(plan, hub, ports, sources)
+    return FrontendServers(plan, hub, ports, sources)
 
 
 def _import_doors() -> None:

@@ -11,7 +11,7 @@ from cyclopts import Group, Parameter
 
 from ..core.errors import Unsupported
 from .repository_options import RepositoryOptions
-from .server_options import Boolean, ServerOptions, true
+from .server_options import BooleanFlag, ServerOptions, is_true
 
 _FORMER = Group("Former names of tritonserver's flags")
 _IDLE = Group("Flags of tritonserver without effect")
@@ -22,10 +22,10 @@ _Idle: TypeAlias = Annotated[tuple[str, ...], Parameter(group=_IDLE, negative=()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FormerOptions:
+class RenamedTritonFlags:
     """Flags that tritonserver had before those that replaced them, which win."""
 
-    strict_model_config: Annotated[Boolean, Parameter(group=_FORMER)] = "false"
+    strict_model_config: Annotated[BooleanFlag, Parameter(group=_FORMER)] = "false"
     """true: --disable-auto-complete-config."""
     trace_file: _Former = ""
     """--trace-config triton,file=..."""
@@ -57,12 +57,12 @@ class FormerOptions:
         """Likewise."""
         size = self.response_cache_byte_size
         cache = options.cache_config or ((f"local,size={size}",) if size not in ("", "0") else ())
-        strict = options.disable_auto_complete_config or true(self.strict_model_config)
+        strict = options.disable_auto_complete_config or is_true(self.strict_model_config)
         return replace(options, cache_config=cache, disable_auto_complete_config=strict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IdleOptions:
+class IgnoredTritonFlags:
     """Flags that tune what is not there."""
 
     backend_directory: _Idle = ()
@@ -117,10 +117,10 @@ class IdleOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RefusedOptions:
+class UnsupportedTritonFlags:
     """Flags that have one value here."""
 
-    model_namespacing: Annotated[Boolean, Parameter(group=_REFUSED)] = "false"
+    model_namespacing: Annotated[BooleanFlag, Parameter(group=_REFUSED)] = "false"
     """Names of models are unique over all repositories."""
     rate_limit: Annotated[Literal["off", "execution_count"], Parameter(group=_REFUSED)] = "off"
     """Instances wait for no resources."""
@@ -134,12 +134,12 @@ class RefusedOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TritonOptions:
+class TritonFlags:
     """All of them."""
 
-    former: Annotated[FormerOptions, Parameter("*")] = FormerOptions()
-    idle: Annotated[IdleOptions, Parameter("*")] = IdleOptions()
-    refused: Annotated[RefusedOptions, Parameter("*")] = RefusedOptions()
+    former: Annotated[RenamedTritonFlags, Parameter("*")] = RenamedTritonFlags()
+    idle: Annotated[IgnoredTritonFlags, Parameter("*")] = IgnoredTritonFlags()
+    refused: Annotated[UnsupportedTritonFlags, Parameter("*")] = UnsupportedTritonFlags()
 
 
 def _flag(option: str) -> str:

@@ -14,7 +14,7 @@ from ..core.suggestion import did_you_mean
 _NO_EFFECT = "leave it out: "
 _NOT_SERVED = "not served: "
 
-VLLM: Mapping[str, str] = {
+VLLM_FLAGS: Mapping[str, str] = {
     "--host": "--http-address, --grpc-address and --metrics-address",
     "--port": "--http-port; gRPC has --grpc-port, metrics --metrics-port",
     "--model": "the first argument: charonia serve MODEL",
@@ -66,21 +66,21 @@ VLLM: Mapping[str, str] = {
 """By vLLM's name: what it is called here, or why it is not there."""
 
 
-def explained(error: CycloptsError) -> object:
+def format_usage_error(error: CycloptsError) -> object:
     """What a command line that cannot be read gets to see."""
     if not isinstance(error, UnknownOptionError):
         return CycloptsPanel(error)
     flag, _, _ = (error.token.keyword or error.token.value).partition("=")
-    if flag in VLLM:
-        return CycloptsPanel(f"{flag} is vLLM's; here: {VLLM[flag]}")
+    if flag in VLLM_FLAGS:
+        return CycloptsPanel(f"{flag} is vLLM's; here: {VLLM_FLAGS[flag]}")
     known = [name for argument in error.argument_collection for name in argument.names]
-    return CycloptsPanel(f"Unknown option: {flag}{did_you_mean(flag.replace('_', '-'), [*known, *VLLM])}")
+    return CycloptsPanel(f"Unknown option: {flag}{did_you_mean(flag.replace('_', '-'), [*known, *VLLM_FLAGS])}")
 
 
-def table() -> str:
-    """All of `VLLM`, for people."""
-    width = max(map(len, VLLM))
-    flags = sorted(VLLM.items(), key=lambda row: row[0].lstrip("-"))
+def vllm_flag_table() -> str:
+    """All of `VLLM_FLAGS`, for people."""
+    width = max(map(len, VLLM_FLAGS))
+    flags = sorted(VLLM_FLAGS.items(), key=lambda row: row[0].lstrip("-"))
     return "\n".join(
         ["vLLM's flags that are called otherwise here:", *(f"  {flag:{width}}  {here}" for flag, here in flags)]
     )

@@ -14,12 +14,12 @@ import posix_ipc
 from .errors import AlreadyExists, CharoniaError, Internal, InvalidArgument, NotFound, Unsupported
 
 _RESERVED = "triton_python_backend_shm_region_"
-_LARGEST = 2**64 - 1
+_MAX_OFFSET = 2**64 - 1
 _DISABLED = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
 _NO_CUDA = "failed to register CUDA shared memory region: '{}', GPUs not supported"
 
 
-class Region(NamedTuple):
+class SharedMemoryRegion(NamedTuple):
     """`byte_size` bytes of the shared memory object `key`, from `offset` on, that requests call `name`."""
 
     name: str
@@ -28,7 +28,7 @@ class Region(NamedTuple):
     byte_size: int
 
 
-class Span(NamedTuple):
+class SharedMemorySlice(NamedTuple):
     """Where in a region a tensor lies."""
 
     region: str
@@ -36,7 +36,7 @@ class Span(NamedTuple):
     byte_size: int
 
 
-class Regions:
+class SharedMemoryRegistry:
     """Every registered region. Without `allowed` none can be; asking what there is always works.
 
     A region that is taken back stays mapped, and in the status, while somebody holds a view of it, and no longer: the
@@ -45,8 +45,8 @@ class Regions:
 
     def __init__(self, allowed: bool = False) -> None:
         self._allowed = allowed
-        self._mapped: dict[str, tuple[Region, mmap.mmap]] = {}
-        self._leaving: list[tuple[Region, weakref.ref[mmap.mmap]]] = []
+        self._mapped: dict[str, tuple[SharedMemoryRegion, mmap.mmap]] = {}
+        self._leaving: list[tuple[SharedMemoryRegion, weakref.ref[mmap.mmap]]] = []
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """Map a client's region.
@@ -65,8 +65,8 @@ class Regions:
             raise InvalidArgument(f"{message} prefix '{_RESERVED}'", field="key")
         if not key.strip("/"):
             raise InvalidArgument(f"shared memory region '{name}' has a key without a name: '{key}'", field="key")
-        region = Region(name, key, offset, byte_size)
-        self._mapped[name] = region, _mapped(region)
+        region = SharedMemoryRegion(name, key, offset, byte_size)
+        self._mapped[name] = region, _map_region(region)
 
     def unregister(self, name: str = "") -> None:
         """Take back one region, or all; a name that nobody has is no error."""
@@ -74,7 +74,7 @@ class Regions:
         taken = [self._mapped.pop(each) for each in ([name] if name else list(self._mapped)) if each in self._mapped]
         self._leaving = [*self._in_use(), *((region, weakref.ref(memory)) for region, memory in taken)]
 
-    def status(self, name: str = "") -> list[Region]:
+    def status(self, name: str = "") -> list[SharedMemoryRegion]:
         """All regions, or one.
 
         Raises:
@@ -85,7 +85,7 @@ class Regions:
             raise NotFound(f"Unable to find system shared memory region: '{name}'", field="name")
         return [known[name]] if name else list(known.values())
 
-    def view(self, span: Span) -> memoryview:
+    def view(self, span: SharedMemorySlice) -> memoryview:
         """Its bytes, to read and to write. Hold it no longer than the request.
 
         Raises:
@@ -98,8 +98,8 @@ class Regions:
         if not 0 <= span.offset < region.byte_size:
             raise InvalidArgument(f"Invalid offset for shared memory region: '{region.name}'", field=region.name)
         end = span.offset + span.byte_size
-        if end > _LARGEST:
-            said = f"byte_size ({span.byte_size}) + offset ({span.offset}) exceeds maximum value ({_LARGEST})"
+        if end > _MAX_OFFSET:
+            said = f"byte_size ({span.byte_size}) + offset ({span.offset}) exceeds maximum value ({_MAX_OFFSET})"
             raise InvalidArgument(f"Integer overflow detected: {said} for region '{region.name}'", field=region.name)
         # Beyond the end of an object that shrank there is no memory: to touch it would kill the process.
         if span.byte_size < 0 or end > region.byte_size or region.offset + end > memory.size():
@@ -123,7 +123,7 @@ class Regions:
         if name:
             raise NotFound(f"Unable to find cuda shared memory region: '{name}'", field="name")
 
-    def _in_use(self) -> list[tuple[Region, weakref.ref[mmap.mmap]]]:
+    def _in_use(self) -> list[tuple[SharedMemoryRegion, weakref.ref[mmap.mmap]]]:
         """Those that were taken back and somebody holds a view of."""
         return [(region, memory) for region, memory in self._leaving if memory() is not None]
 
@@ -132,8 +132,8 @@ class Regions:
             raise Unsupported(_DISABLED)
 
 
-def _mapped(region: Region) -> mmap.mmap:
-    descriptor = _opened(region.key)
+def _map_region(region: SharedMemoryRegion) -> mmap.mmap:
+    descriptor = _open_object(region.key)
     try:
         end = region.offset + region.byte_size
         if region.offset < 0 or region.byte_size <= 0 or end > os.fstat(descriptor).st_size:
@@ -141,20 +141,20 @@ def _mapped(region: Region) -> mmap.mmap:
             raise InvalidArgument(message, field=region.name)
         return mmap.mmap(descriptor, end)
     except OSError:
-        raise _unable(region.key) from None
+        raise _cannot_open(region.key) from None
     finally:
         os.close(descriptor)
 
 
-def _opened(key: str) -> int:
+def _open_object(key: str) -> int:
     try:
         # The library takes the process down with it when a name cannot be encoded, or has a null character.
         name = "" if "\0" in key else os.fsencode(key).decode()
         descriptor: int = posix_ipc.SharedMemory(name).fd
     except (posix_ipc.Error, ValueError, OSError):
-        raise _unable(key) from None
+        raise _cannot_open(key) from None
     return descriptor
 
 
-def _unable(key: str) -> CharoniaError:
+def _cannot_open(key: str) -> CharoniaError:
     return Internal(f"Unable to open shared memory region: '{key}'", field="key")

@@ -4,7 +4,7 @@ from enum import StrEnum
 from typing import Literal
 
 
-class Code(StrEnum):
+class ErrorCode(StrEnum):
     """Triton's internal status codes, RESOURCE_EXHAUSTED for an LLM's full queue, UNAUTHENTICATED for a missing key."""
 
     UNKNOWN = "UNKNOWN"
@@ -26,7 +26,7 @@ class CharoniaError(Exception):
     another try may succeed, here or at another server; 0: time changes nothing.
     """
 
-    code: Code = Code.UNKNOWN
+    code: ErrorCode = ErrorCode.UNKNOWN
     retry_after: float = 0.0
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
@@ -36,32 +36,32 @@ class CharoniaError(Exception):
 
 
 class InvalidArgument(CharoniaError):
-    code = Code.INVALID_ARGUMENT
+    code = ErrorCode.INVALID_ARGUMENT
 
 
-class TooLong(InvalidArgument):
+class ContextLengthExceeded(InvalidArgument):
     """A prompt, or what is to come after it, for which the model's length has no room."""
 
 
 class NotFound(CharoniaError):
-    code = Code.NOT_FOUND
+    code = ErrorCode.NOT_FOUND
 
 
 class AlreadyExists(CharoniaError):
-    code = Code.ALREADY_EXISTS
+    code = ErrorCode.ALREADY_EXISTS
 
 
 class Unauthenticated(CharoniaError):
     """No key was shown, or a wrong one."""
 
-    code = Code.UNAUTHENTICATED
+    code = ErrorCode.UNAUTHENTICATED
 
 
 class Unavailable(CharoniaError):
-    code = Code.UNAVAILABLE
+    code = ErrorCode.UNAVAILABLE
 
 
-class Exiting(Unavailable):
+class ServerExiting(Unavailable):
     """The server ends. A task that still answers a request then is cancelled with this as the message."""
 
     retry_after = 1.0
@@ -70,9 +70,9 @@ class Exiting(Unavailable):
         super().__init__(message)
 
 
-def cut_off(cancelled: BaseException | None) -> Exiting | None:
+def shutdown_error(cancelled: BaseException | None) -> ServerExiting | None:
     """What a client is told if the end of the server cancelled its request; None if the client did, by leaving."""
-    return next((each for each in cancelled.args if isinstance(each, Exiting)), None) if cancelled else None
+    return next((each for each in cancelled.args if isinstance(each, ServerExiting)), None) if cancelled else None
 
 
 class NotReady(Unavailable):
@@ -84,15 +84,15 @@ class NotReady(Unavailable):
 class Cancelled(CharoniaError):
     """Not by whoever asked: by someone else whom it belongs to."""
 
-    code = Code.CANCELLED
+    code = ErrorCode.CANCELLED
 
 
 class Unsupported(CharoniaError):
-    code = Code.UNSUPPORTED
+    code = ErrorCode.UNSUPPORTED
 
 
 class Internal(CharoniaError):
-    code = Code.INTERNAL
+    code = ErrorCode.INTERNAL
 
 
 class RequestTimeout(Unavailable):
@@ -105,7 +105,7 @@ class RequestTimeout(Unavailable):
 class QueueFull(CharoniaError):
     """Refused before any work; worth another try after `retry_after` seconds. `limit`: what too much of waits."""
 
-    code = Code.RESOURCE_EXHAUSTED
+    code = ErrorCode.RESOURCE_EXHAUSTED
 
     def __init__(self, message: str, *, retry_after: float, limit: Literal["requests", "tokens"] = "requests") -> None:
         super().__init__(message)
@@ -113,11 +113,11 @@ class QueueFull(CharoniaError):
         self.limit = limit
 
 
-_BY_CODE: dict[Code, type[CharoniaError]] = {
+_BY_CODE: dict[ErrorCode, type[CharoniaError]] = {
     error.code: error for error in (Internal, InvalidArgument, NotFound, Unavailable, Unsupported)
 }
 
 
-def error_of(code: str, message: str, field: str | None = None) -> CharoniaError:
+def error_from_code(code: str, message: str, field: str | None = None) -> CharoniaError:
     """What another process raised, once more: `Internal` where its kind is not known."""
-    return _BY_CODE.get(Code(code), Internal)(message, field=field)
+    return _BY_CODE.get(ErrorCode(code), Internal)(message, field=field)

@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from .model import ModelConfig, ModelStats
 from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
-from .request_context import Exchange, Headers
-from .shared_state import Commons
+from .request_context import Headers, RequestContext
+from .shared_state import SharedState
 from .statistics import ModelStatistics
 
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
@@ -17,7 +17,7 @@ NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Stream(Protocol[T_co]):
+class ResponseStream(Protocol[T_co]):
     """What can be iterated and closed (`contextlib.aclosing`): a generator, or what stands for one."""
 
     def __aiter__(self) -> AsyncIterator[T_co]: ...
@@ -27,7 +27,7 @@ class Stream(Protocol[T_co]):
     async def aclose(self) -> None: ...
 
 
-class State(StrEnum):
+class ModelState(StrEnum):
     """Of a version of a model; Triton's words."""
 
     UNKNOWN = "UNKNOWN"
@@ -37,12 +37,12 @@ class State(StrEnum):
     UNLOADING = "UNLOADING"
 
 
-class IndexEntry(NamedTuple):
+class RepositoryIndexEntry(NamedTuple):
     """One version of a known model; of one that was never loaded there is only the name."""
 
     name: str
     version: str = ""
-    state: State | None = None
+    state: ModelState | None = None
     reason: str = ""
 
 
@@ -55,10 +55,10 @@ class Gateway(Protocol):
     """
 
     @property
-    def commons(self) -> Commons:
+    def commons(self) -> SharedState:
         """What clients lend and set."""
 
-    def open(self, door: str, headers: Headers = ()) -> AbstractContextManager[Exchange]:
+    def open(self, door: str, headers: Headers = ()) -> AbstractContextManager[RequestContext]:
         """The one exchange of a request that came through `door`: the current one of the block, at whose end it is
         counted and recorded."""
 
@@ -87,9 +87,9 @@ class Gateway(Protocol):
     def model_ready(self, name: str, version: str = "") -> bool:
         """Whether that version, or the latest, can be asked now; False for what is not known, too. Raises nothing."""
 
-    def infer(self, name: str, version: str, request: InferRequest) -> Stream[InferResponse]: ...
+    def infer(self, name: str, version: str, request: InferRequest) -> ResponseStream[InferResponse]: ...
 
-    def generate(self, name: str, request: GenerateRequest) -> Stream[GenerateChunk]:
+    def generate(self, name: str, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
         """Raises `InvalidArgument` for a model that does not write text."""
 
     async def tokenize(self, name: str, request: TokenizeRequest) -> list[int]:
@@ -98,7 +98,7 @@ class Gateway(Protocol):
     async def detokenize(self, name: str, ids: list[int]) -> str:
         """Raises as `generate` does."""
 
-    def index(self, ready_only: bool = False) -> list[IndexEntry]:
+    def index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
         """Every version that the repositories hold, or that was loaded."""
 
     async def load_model(self, name: str, config: str | None = None, files: Mapping[str, bytes] = NO_FILES) -> None:

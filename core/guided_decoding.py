@@ -4,19 +4,19 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from .errors import InvalidArgument
 
-GuideKind: TypeAlias = Literal["json", "json_schema", "regex", "ebnf_grammar"]
+GuidedDecodingKind: TypeAlias = Literal["json", "json_schema", "regex", "ebnf_grammar"]
 
 
-class Guide(NamedTuple):
+class GuidedDecoding(NamedTuple):
     """What a text must be: any JSON, JSON of a schema, or what a regular expression or an EBNF grammar describes.
     `text` is the schema, expression or grammar; empty for `json`. `parameter`: what the client asked for it by."""
 
-    kind: GuideKind
+    kind: GuidedDecodingKind
     text: str = ""
     parameter: str = "guided_decoding_guide_type"
 
     @classmethod
-    def of(cls, kind: GuideKind | None, text: str) -> "Guide | None":
+    def of(cls, kind: GuidedDecodingKind | None, text: str) -> "GuidedDecoding | None":
         """By the parameters `guided_decoding_guide_type` and `guided_decoding_guide`; neither asks for nothing.
 
         Raises:

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from .errors import InvalidArgument, Unsupported
 
-Form: TypeAlias = Literal["default", "ISO8601", "json"]
+LogFormat: TypeAlias = Literal["default", "ISO8601", "json"]
 
 _FILE_IS_FIXED = "log file location can not be updated through network protocol"
 
@@ -23,22 +23,22 @@ class LogSettings:
     log_warning: bool = True
     log_error: bool = True
     log_verbose_level: int = 0
-    log_format: Form = "default"
+    log_format: LogFormat = "default"
 
 
-def log_form(name: str, setting: str = "log_format") -> Form:
+def parse_log_format(name: str, setting: str = "log_format") -> LogFormat:
     """The form of that name; Triton says differently over HTTP which `setting` is wrong.
 
     Raises:
         InvalidArgument: there is none.
     """
-    forms: dict[str, Form] = {"default": "default", "ISO8601": "ISO8601", "json": "json"}
+    forms: dict[str, LogFormat] = {"default": "default", "ISO8601": "ISO8601", "json": "json"}
     if name not in forms:
         raise InvalidArgument(f"invalid argument for {setting}, got: {name}", field="log_format")
     return forms[name]
 
 
-class Logs:
+class LogControl:
     """The settings as they are, and who makes others true."""
 
     def __init__(

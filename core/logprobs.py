@@ -22,14 +22,14 @@ class Logprobs(NamedTuple):
     values: list[float]
 
 
-class Score(NamedTuple):
+class RankedLogprobs(NamedTuple):
     """Of one token of a prompt. `rank`: 1 if no token is likelier there, 2 if one is, and so on."""
 
     logprobs: Logprobs
     rank: int
 
 
-class Scores(NamedTuple):
+class PromptLogprobs(NamedTuple):
     """Of T consecutive tokens of a prompt, from position `first` on; `most` likeliest ones are named beside each.
 
     Columns travel as bytes: `chosen` float32 [T], `ranks` int32 [T], `ids` int32 and `values` float32 [T, most].
@@ -75,13 +75,13 @@ class Scores(NamedTuple):
             values=self.values[of_each:],
         )
 
-    def read(self) -> list[Score]:
+    def read(self) -> list[RankedLogprobs]:
         """One after the other."""
         chosen, ranks = np.frombuffer(self.chosen, np.float32).tolist(), np.frombuffer(self.ranks, np.int32).tolist()
         ids = np.frombuffer(self.ids, np.int32).reshape(len(chosen), self.most).tolist()
         values = np.frombuffer(self.values, np.float32).reshape(len(chosen), self.most).tolist()
         columns = zip(chosen, ids, values, ranks, strict=True)
-        return [Score(Logprobs(own, top, theirs), rank) for own, top, theirs, rank in columns]
+        return [RankedLogprobs(Logprobs(own, top, theirs), rank) for own, top, theirs, rank in columns]
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -99,7 +99,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class PromptToken(msgspec.Struct, frozen=True):
-    """A token of the prompt. `given`: what the model gave it, nothing to the first; `rank`: see `Score`."""
+    """A token of the prompt. `given`: what the model gave it, nothing to the first; `rank`: see `RankedLogprobs`."""
 
     id: int
     text: str

@@ -7,14 +7,14 @@ from typing import NamedTuple, Protocol, runtime_checkable
 _PROC = Path("/proc")
 
 
-class Share(NamedTuple):
+class MemoryNeed(NamedTuple):
     """Bytes that a model needs of one memory: of GPU `gpu`, as this process numbers them; None: of the host's."""
 
     size: int
     gpu: int | None = None
 
 
-class Holding(NamedTuple):
+class ReservedMemory(NamedTuple):
     """Bytes. `promised`: all it will ever hold; `resident`: what of it is in memory now."""
 
     promised: int = 0
@@ -26,16 +26,16 @@ class Holding(NamedTuple):
 
 
 @runtime_checkable
-class Holder(Protocol):
+class MemoryHolder(Protocol):
     """Who takes the host's memory as it goes, and knows how much it will be."""
 
-    def holding(self) -> Holding: ...
+    def holding(self) -> ReservedMemory: ...
 
 
-def processes_memory(pids: Iterable[int], root: Path = _PROC) -> int:
+def resident_memory_of(pids: Iterable[int], root: Path = _PROC) -> int:
     """Bytes of these processes' own, and of all that they started: what they have in memory that is no file's. One that
     has gone has none."""
-    return sum(_own(root / str(pid)) + processes_memory(_children(root / str(pid)), root) for pid in pids)
+    return sum(_own(root / str(pid)) + resident_memory_of(_children(root / str(pid)), root) for pid in pids)
 
 
 def _own(process: Path) -> int:

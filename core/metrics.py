@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
-from .summary import Summary
+from .summary import QuantileSummary
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_GAPS = _SECONDS[:11]
-_STEPS = (0.0005, *_SECONDS[:10])
-_SIZES = tuple(2**power for power in range(15))
-FIRST_RESPONSE = (100, 500, 2000, 5000)
+_SECONDS_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_INTER_TOKEN_BOUNDS = _SECONDS_BOUNDS[:11]
+_STEP_SECONDS_BOUNDS = (0.0005, *_SECONDS_BOUNDS[:10])
+_STEP_SIZE_BOUNDS = tuple(2**power for power in range(15))
+FIRST_RESPONSE_BOUNDS = (100, 500, 2000, 5000)
 """Triton's bounds, milliseconds."""
 
-_LENGTHS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+_LENGTH_BOUNDS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 
 class Histogram:
@@ -45,7 +45,7 @@ class Reading(NamedTuple):
     """One series at a scrape; `labels` beyond those of its model."""
 
     family: str
-    value: "float | Histogram | Summary"
+    value: "float | Histogram | QuantileSummary"
     labels: Labels = {}
 
 
@@ -74,17 +74,20 @@ class Outcome(StrEnum):
         return self in (Outcome.STOP, Outcome.LENGTH)
 
 
-class End(NamedTuple):
+class RequestEnd(NamedTuple):
     """An outcome, and for a refusal or an error why."""
 
     outcome: Outcome
     reason: str = ""
 
 
-QUEUE_FULL = {limit: End(Outcome.REJECTED, f"queue_full_{limit}") for limit in ("requests", "tokens")}
+QUEUE_FULL_ENDS = {limit: RequestEnd(Outcome.REJECTED, f"queue_full_{limit}") for limit in ("requests", "tokens")}
 """The refusals that shed load, by the limit reached; all others are about the request or the server's state."""
 
-_FROM_THE_START = (*(End(outcome) for outcome in Outcome if outcome is not Outcome.REJECTED), *QUEUE_FULL.values())
+_ALWAYS_REPORTED = (
+    *(RequestEnd(outcome) for outcome in Outcome if outcome is not Outcome.REJECTED),
+    *QUEUE_FULL_ENDS.values(),
+)
 
 
 @dataclass(slots=True)
@@ -96,7 +99,7 @@ class TenantTokens:
 
 
 @dataclass(slots=True)
-class Microseconds:
+class RequestDurations:
     """Triton's sums over successful requests: the whole, and what it was made of. `last`: when the last one ended, in
     milliseconds since the epoch."""
 
@@ -131,32 +134,32 @@ class EngineState(NamedTuple):
 
 
 def _seconds() -> Histogram:
-    return Histogram(_SECONDS)
+    return Histogram(_SECONDS_BOUNDS)
 
 
 def _sizes() -> Histogram:
-    return Histogram(_SIZES)
+    return Histogram(_STEP_SIZE_BOUNDS)
 
 
 def _lengths() -> Histogram:
-    return Histogram(_LENGTHS)
+    return Histogram(_LENGTH_BOUNDS)
 
 
 @dataclass(frozen=True, slots=True)
 class LlmMetrics:
     """The instruments of one language model, from its load to its unload. Seconds and tokens throughout."""
 
-    ended: Counter[End] = field(default_factory=lambda: Counter(dict.fromkeys(_FROM_THE_START, 0)))
+    ended: Counter[RequestEnd] = field(default_factory=lambda: Counter(dict.fromkeys(_ALWAYS_REPORTED, 0)))
     tenants: dict[str, TenantTokens] = field(default_factory=lambda: {"": TenantTokens()})
-    durations: Microseconds = field(default_factory=Microseconds)
+    durations: RequestDurations = field(default_factory=RequestDurations)
     first_token: Histogram = field(default_factory=_seconds)
-    first_response: Histogram = field(default_factory=lambda: Histogram(FIRST_RESPONSE))
-    inter_token: Histogram = field(default_factory=lambda: Histogram(_GAPS))
+    first_response: Histogram = field(default_factory=lambda: Histogram(FIRST_RESPONSE_BOUNDS))
+    inter_token: Histogram = field(default_factory=lambda: Histogram(_INTER_TOKEN_BOUNDS))
     request: Histogram = field(default_factory=_seconds)
     queue: Histogram = field(default_factory=_seconds)
     prefill: Histogram = field(default_factory=_seconds)
     decode: Histogram = field(default_factory=_seconds)
-    step: Histogram = field(default_factory=lambda: Histogram(_STEPS))
+    step: Histogram = field(default_factory=lambda: Histogram(_STEP_SECONDS_BOUNDS))
     step_tokens: Histogram = field(default_factory=_sizes)
     step_sequences: Histogram = field(default_factory=_sizes)
     prompt_length: Histogram = field(default_factory=_lengths)
@@ -178,7 +181,7 @@ class LlmMetrics:
         yield from ended_readings(self.ended)
         yield from self._tokens()
         yield from self._histograms()
-        yield from _engine(engine)
+        yield from _engine_readings(engine)
         yield from self._triton(sum(engine.waiting.values()))
 
     def _tokens(self) -> Iterator[Reading]:
@@ -212,7 +215,7 @@ class LlmMetrics:
         yield Reading("nv_inference_pending_request_count", pending)
 
     def _failures(self) -> dict[str, int]:
-        shed = sum(self.ended[end] for end in QUEUE_FULL.values())
+        shed = sum(self.ended[end] for end in QUEUE_FULL_ENDS.values())
         return {
             "REJECTED": shed + self.total(Outcome.TIMEOUT),
             "CANCELED": self.total(Outcome.CANCELLED),
@@ -221,13 +224,13 @@ class LlmMetrics:
         }
 
 
-def ended_readings(ended: Mapping[End, int]) -> Iterator[Reading]:
+def ended_readings(ended: Mapping[RequestEnd, int]) -> Iterator[Reading]:
     """Requests by how they ended."""
     for (outcome, reason), count in ended.items():
         yield Reading("charonia_requests_total", count, {"outcome": outcome.value, "reason": reason})
 
 
-def _engine(state: EngineState) -> Iterator[Reading]:
+def _engine_readings(state: EngineState) -> Iterator[Reading]:
     yield Reading("charonia_requests_running", state.running)
     for name, count in ({"0": 0} | dict(state.waiting)).items():
         yield Reading("charonia_requests_waiting", count, {"class": name})

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from .metrics import Reading
 from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
-from .request_context import Exchange
-from .statistics import Statistics
+from .request_context import RequestContext
+from .statistics import VersionStatistics
 from .tensor import Tensor, TensorSpec
 
-Document: TypeAlias = Mapping[str, Any]
+ConfigDocument: TypeAlias = Mapping[str, Any]
 """A model's config, or a message in one, as /config shows it: protobuf's JSON mapping with the names of the .proto, in
 its order, plain JSON values throughout."""
 
@@ -34,7 +34,7 @@ class ModelConfig:
     parameters: Mapping[str, str] = field(default_factory=dict)
     created: int = 0
     fingerprint: str = ""
-    document: Document = field(default_factory=dict)
+    document: ConfigDocument = field(default_factory=dict)
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -50,18 +50,18 @@ class ModelStats:
     kv_token_capacity: int = 0
 
 
-class WarmUp(NamedTuple):
+class WarmupRequest(NamedTuple):
     """A request that every instance answers so many `times` before the model is ready."""
 
     request: InferRequest
     times: int = 1
 
 
-class Samples(NamedTuple):
+class ModelSamples(NamedTuple):
     """Data that a config asks for and that lies beside it: `warm_up`, in this order; `states`, what the first request
     of a sequence gets of a state, by the state's input."""
 
-    warm_up: Sequence[WarmUp] = ()
+    warm_up: Sequence[WarmupRequest] = ()
     states: Mapping[str, Tensor] = {}
 
 
@@ -87,7 +87,7 @@ class Model(Protocol):
 
     def stats(self) -> ModelStats: ...
 
-    def statistics(self) -> Statistics: ...
+    def statistics(self) -> VersionStatistics: ...
 
 
 @runtime_checkable
@@ -105,7 +105,7 @@ class TextModel(Model, Protocol):
 class MeasuredModel(Model, Protocol):
     """A model that counts its requests, and has something to show at a scrape."""
 
-    def count(self, exchange: Exchange) -> None:
+    def count(self, exchange: RequestContext) -> None:
         """One request that was for this model has ended."""
 
     def readings(self) -> Iterator[Reading]: ...

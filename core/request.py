@@ -7,11 +7,11 @@ from typing import Any, TypeAlias
 import msgspec
 
 from .errors import InvalidArgument
-from .guided_decoding import Guide
+from .guided_decoding import GuidedDecoding
 from .logprobs import MAX_LOGPROBS, PromptToken, TokenLogprob
 from .tensor import Tensor
 
-Scalar: TypeAlias = str | int | float | bool
+ParameterValue: TypeAlias = str | int | float | bool
 
 
 class InferRequest(msgspec.Struct, frozen=True):
@@ -21,7 +21,7 @@ class InferRequest(msgspec.Struct, frozen=True):
     id: str = ""
     inputs: Mapping[str, Tensor] = {}
     outputs: tuple[str, ...] | None = None
-    parameters: Mapping[str, Scalar] = {}
+    parameters: Mapping[str, ParameterValue] = {}
     tenant: str = ""
     weight: float = 1.0
 
@@ -33,7 +33,7 @@ class InferResponse(msgspec.Struct, frozen=True):
     """
 
     outputs: tuple[Tensor, ...]
-    parameters: Mapping[str, Scalar] = {}
+    parameters: Mapping[str, ParameterValue] = {}
     final: bool = False
 
 
@@ -47,11 +47,11 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-MAX_NAMED = 1024
+MAX_LISTED_TOKENS = 1024
 """Tokens that a request may name to stop at, or to bias."""
 
-_MAX_WORDS = 64
-_MAX_WORD = 256
+_MAX_STOP_STRINGS = 64
+_MAX_STOP_STRING_LENGTH = 256
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,7 +103,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check("top_p", self.top_p, "above 0 and at most 1", lambda v: 0 < v <= 1)
         _check("seed", self.seed, "between -2**63 and 2**64 - 1", lambda v: -(2**63) <= v < 2**64)
         for name in ("stop_token_ids", "logit_bias"):
-            _check(name, getattr(self, name), f"at most {MAX_NAMED} tokens", lambda v: len(v) <= MAX_NAMED)
+            _check(
+                name, getattr(self, name), f"at most {MAX_LISTED_TOKENS} tokens", lambda v: len(v) <= MAX_LISTED_TOKENS
+            )
         for token in self.stop_token_ids:
             _check("stop_token_ids", token, "made of numbers of at least 0", lambda v: v >= 0)
         truncated = self.truncate_prompt_tokens
@@ -136,12 +138,12 @@ def _check(name: str, value: Any, must_be: str, holds: Any) -> None:
 
 
 def _check_words(name: str, words: tuple[str, ...]) -> None:
-    if len(words) > _MAX_WORDS or not all(0 < len(word) <= _MAX_WORD for word in words):
-        message = f"{name} must be at most {_MAX_WORDS} strings of 1 to {_MAX_WORD} characters"
+    if len(words) > _MAX_STOP_STRINGS or not all(0 < len(word) <= _MAX_STOP_STRING_LENGTH for word in words):
+        message = f"{name} must be at most {_MAX_STOP_STRINGS} strings of 1 to {_MAX_STOP_STRING_LENGTH} characters"
         raise InvalidArgument(message, field=name)
 
 
-class Message(msgspec.Struct, frozen=True):
+class ChatMessage(msgspec.Struct, frozen=True):
     """One turn of a conversation; `name` tells participants of the same role apart."""
 
     role: str
@@ -158,7 +160,7 @@ class Conversation(msgspec.Struct, frozen=True):
         InvalidArgument: both are wanted, or there is nothing to go on with.
     """
 
-    messages: tuple[Message, ...]
+    messages: tuple[ChatMessage, ...]
     variables: Mapping[str, Any] = {}
     chat_template: str = ""
     add_generation_prompt: bool = True
@@ -202,7 +204,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     choices: int = 1
     prompts: int = 1
     adapter: str = ""
-    guide: Guide | None = None
+    guide: GuidedDecoding | None = None
     echo: bool = False
     tell_prompt: bool = False
 
@@ -260,7 +262,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: tuple[int, ...] = ()
 
 
-def joined(chunks: Sequence[GenerateChunk]) -> GenerateChunk:
+def join_chunks(chunks: Sequence[GenerateChunk]) -> GenerateChunk:
     """The one chunk that says what all of a stream's chunks say."""
     return msgspec.structs.replace(
         chunks[-1],

@@ -1,7 +1,7 @@
 """One request, from its arrival at a door to its end, whatever becomes of it.
 
-Knows nothing of protocols and models. Who serves a request finds its exchange by `current()`: a refusal before any
-model was found leaves one as well as an answer does.
+Knows nothing of protocols and models. Who serves a request finds its exchange by `current_request()`: a refusal before
+any model was found leaves one as well as an answer does.
 """
 
 import time
@@ -11,23 +11,23 @@ from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from .errors import Cancelled, CharoniaError, Code, QueueFull, RequestTimeout, cut_off
-from .metrics import QUEUE_FULL, End, Outcome
+from .errors import Cancelled, CharoniaError, ErrorCode, QueueFull, RequestTimeout, shutdown_error
+from .metrics import QUEUE_FULL_ENDS, Outcome, RequestEnd
 from .request import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
-    from ..telemetry.request_trace import Trace
+    from ..telemetry.request_trace import RequestTrace
 
 Headers: TypeAlias = Sequence[tuple[str | bytes, str | bytes]]
 """What a client sent along: HTTP headers or gRPC metadata, names in lower case."""
 
-CANCELLED = End(Outcome.CANCELLED)
-DONE = End(Outcome.DONE)
+CANCELLED = RequestEnd(Outcome.CANCELLED)
+DONE = RequestEnd(Outcome.DONE)
 
-_REFUSALS = (Code.INVALID_ARGUMENT, Code.NOT_FOUND, Code.UNSUPPORTED, Code.UNAUTHENTICATED)
+_REFUSALS = (ErrorCode.INVALID_ARGUMENT, ErrorCode.NOT_FOUND, ErrorCode.UNSUPPORTED, ErrorCode.UNAUTHENTICATED)
 """Codes that blame the request, whenever they come."""
 
-_WORST = (
+_WORST_FIRST = (
     Outcome.ERROR,
     Outcome.TIMEOUT,
     Outcome.REJECTED,
@@ -39,7 +39,7 @@ _WORST = (
 """Which outcome a request has whose parts ended differently: the first of these."""
 
 
-class Part(Protocol):
+class SequenceRecord(Protocol):
     """What an exchange needs to know of each sequence made for it. Times are of `time.monotonic`, None until then.
 
     `opened`: the model got it; `submitted`: the engine did, tokenized; `begun`: its first step began; `first` and
@@ -57,10 +57,10 @@ class Part(Protocol):
     cached: int | None
     generated: int
     finish_reason: FinishReason | None
-    end: End | None
+    end: RequestEnd | None
 
 
-class Summary(NamedTuple):
+class RequestSummary(NamedTuple):
     """All parts of an exchange as one: tokens added up, each prompt counted once, and the earliest and latest times.
 
     What never came is None.
@@ -76,7 +76,7 @@ class Summary(NamedTuple):
     last: float | None
 
 
-class Computed(NamedTuple):
+class ExecutionTimes(NamedTuple):
     """When a model without parts did what, nanoseconds of `time.monotonic_ns`: the request was `queued`, its execution
     `begun`. `spent`: how long it took to prepare inputs, to compute, and to take outputs apart."""
 
@@ -85,7 +85,7 @@ class Computed(NamedTuple):
     spent: tuple[int, int, int]
 
 
-class Exchange:
+class RequestContext:
     """Opened by a door, filled in by whoever learns something, closed once. Lives in one event loop.
 
     `model` and `version` are as asked for until they are found; `found`: they were. `end` and `ended` are there from
@@ -120,13 +120,13 @@ class Exchange:
         self.headers = headers
         self.id = self.client_id = self.tenant = self.model = self.version = self.trace_id = ""
         self.found = self.sampled = False
-        self.trace: Trace | None = None
+        self.trace: RequestTrace | None = None
         self.arrived = self.ended = time.monotonic()
         self.answered = 0.0
-        self.parts: list[Part] = []
-        self.end: End | None = None
-        self.computed: Computed | None = None
-        self._summary: Summary | None = None
+        self.parts: list[SequenceRecord] = []
+        self.end: RequestEnd | None = None
+        self.computed: ExecutionTimes | None = None
+        self._summary: RequestSummary | None = None
 
     def finish(self) -> None:
         """It was answered, with something that has no parts."""
@@ -135,9 +135,9 @@ class Exchange:
 
     def fail(self, error: Exception) -> None:
         """It could not be answered, or not to its end."""
-        self._take(end_of(error, any(part.submitted is not None for part in self.parts)))
+        self._take(end_for_error(error, any(part.submitted is not None for part in self.parts)))
 
-    def close(self) -> End:
+    def close(self) -> RequestEnd:
         """Nothing more is sent. Without an end by now, the reader left."""
         for part in self.parts:
             self._take(part.end or CANCELLED)
@@ -145,29 +145,29 @@ class Exchange:
         self.end = self.end or CANCELLED
         return self.end
 
-    def _take(self, end: End) -> None:
-        if self.end is None or _WORST.index(end.outcome) < _WORST.index(self.end.outcome):
+    def _take(self, end: RequestEnd) -> None:
+        if self.end is None or _WORST_FIRST.index(end.outcome) < _WORST_FIRST.index(self.end.outcome):
             self.end = end
 
     @property
-    def summary(self) -> Summary:
+    def summary(self) -> RequestSummary:
         """Of a closed exchange."""
         if self._summary is None:
             self._summary = _summary(self.parts)
         return self._summary
 
 
-_NO_PARTS = Summary(0, None, None, 0, None, None, None, None)
+_NO_PARTS = RequestSummary(0, None, None, 0, None, None, None, None)
 
 
-def _summary(parts: list[Part]) -> Summary:
+def _summary(parts: list[SequenceRecord]) -> RequestSummary:
     if not parts:
         return _NO_PARTS
     if len(parts) == 1:
         [one] = parts
-        return Summary(1, one.prompt, one.cached, one.generated, one.submitted, one.begun, one.first, one.last)
+        return RequestSummary(1, one.prompt, one.cached, one.generated, one.submitted, one.begun, one.first, one.last)
     asked = [part for part in parts if part.choice == 0]
-    return Summary(
+    return RequestSummary(
         choices=len(parts),
         prompt=_folded(sum, [part.prompt for part in asked]),
         cached=_folded(sum, [part.cached for part in asked]),
@@ -187,45 +187,45 @@ def _folded(fold: Callable[[list[_Number]], _Number], values: list[_Number | Non
     return fold(known) if known else None
 
 
-def end_of(error: Exception, submitted: bool) -> End:
+def end_for_error(error: Exception, submitted: bool) -> RequestEnd:
     """The end that an error is to a request of which an engine has, or has not, been told."""
     if isinstance(error, QueueFull):
-        return QUEUE_FULL[error.limit]
+        return QUEUE_FULL_ENDS[error.limit]
     if isinstance(error, RequestTimeout):
-        return End(Outcome.TIMEOUT)
+        return RequestEnd(Outcome.TIMEOUT)
     if isinstance(error, Cancelled):
         return CANCELLED
-    code = error.code if isinstance(error, CharoniaError) else Code.INTERNAL
-    refused = code in _REFUSALS or (code is Code.UNAVAILABLE and not submitted)
-    return End(Outcome.REJECTED if refused else Outcome.ERROR, code.value.lower())
+    code = error.code if isinstance(error, CharoniaError) else ErrorCode.INTERNAL
+    refused = code in _REFUSALS or (code is ErrorCode.UNAVAILABLE and not submitted)
+    return RequestEnd(Outcome.REJECTED if refused else Outcome.ERROR, code.value.lower())
 
 
-_current: ContextVar[Exchange | None] = ContextVar("exchange", default=None)
+_current: ContextVar[RequestContext | None] = ContextVar("exchange", default=None)
 
 
-def current() -> Exchange | None:
+def current_request() -> RequestContext | None:
     """The exchange that this task serves: that of the door which started it, if it is one that is counted."""
     return _current.get()
 
 
-class _Serving(AbstractContextManager[Exchange]):
+class _RequestScope(AbstractContextManager[RequestContext]):
     """A block that serves an exchange. No generator: every request passes here."""
 
     __slots__ = ("_ended", "_exchange", "_token")
-    _token: Token[Exchange | None]
+    _token: Token[RequestContext | None]
 
-    def __init__(self, exchange: Exchange, ended: Callable[[Exchange], None] | None) -> None:
+    def __init__(self, exchange: RequestContext, ended: Callable[[RequestContext], None] | None) -> None:
         self._exchange = exchange
         self._ended = ended
 
-    def __enter__(self) -> Exchange:
+    def __enter__(self) -> RequestContext:
         self._token = _current.set(self._exchange)
         return self._exchange
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        failure = error if isinstance(error, Exception) else cut_off(error)
+        failure = error if isinstance(error, Exception) else shutdown_error(error)
         if failure is not None:
             self._exchange.fail(failure)
         _current.reset(self._token)
@@ -234,7 +234,9 @@ class _Serving(AbstractContextManager[Exchange]):
             self._ended(self._exchange)
 
 
-def serving(exchange: Exchange, ended: Callable[[Exchange], None] | None = None) -> AbstractContextManager[Exchange]:
+def request_scope(
+    exchange: RequestContext, ended: Callable[[RequestContext], None] | None = None
+) -> AbstractContextManager[RequestContext]:
     """Makes it the current one of the block, and of the tasks started there; closes it, whatever ends the block, and
     tells `ended`."""
-    return _Serving(exchange, ended)
+    return _RequestScope(exchange, ended)

@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass, field
 
-from .client_shared_memory import Regions
-from .log_settings import Logs
-from .trace_settings import Traces
+from .client_shared_memory import SharedMemoryRegistry
+from .log_settings import LogControl
+from .trace_settings import TraceControl
 
 
 @dataclass(frozen=True, slots=True)
-class Commons:
+class SharedState:
     """Doors ask and change it through `Gateway.commons`; the composition root makes it."""
 
-    regions: Regions = field(default_factory=Regions)
-    logs: Logs = field(default_factory=Logs)
-    traces: Traces = field(default_factory=Traces)
+    regions: SharedMemoryRegistry = field(default_factory=SharedMemoryRegistry)
+    logs: LogControl = field(default_factory=LogControl)
+    traces: TraceControl = field(default_factory=TraceControl)

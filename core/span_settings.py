@@ -9,7 +9,7 @@ from typing import Any
 
 from .errors import InvalidArgument
 
-MODE = "opentelemetry"
+OPENTELEMETRY_MODE = "opentelemetry"
 _NUMBERS = ("bsp_max_queue_size", "bsp_schedule_delay", "bsp_max_export_batch_size")
 
 
@@ -45,7 +45,7 @@ class SpanSettings:
             changed = {name: int(value)}
         else:
             raise InvalidArgument(
-                f"--trace-config {MODE},{setting}: expected url=http://..., resource=<key>=<value>, "
+                f"--trace-config {OPENTELEMETRY_MODE},{setting}: expected url=http://..., resource=<key>=<value>, "
                 f"or a number above 0 for {', '.join(_NUMBERS)}"
             )
         return replace(self, **changed)

@@ -9,47 +9,47 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
-class Duration:
+class StatisticDuration:
     """How often something happened, and how long that took in all."""
 
     count: int = 0
     ns: int = 0
 
 
-NEVER = Duration()
+NO_DURATION = StatisticDuration()
 
 
 class InferenceStatistics(NamedTuple):
     """Of requests: a successful one counts in `success` and `queue`, and in the computes unless a cache had it."""
 
-    success: Duration = NEVER
-    fail: Duration = NEVER
-    queue: Duration = NEVER
-    compute_input: Duration = NEVER
-    compute_infer: Duration = NEVER
-    compute_output: Duration = NEVER
-    cache_hit: Duration = NEVER
-    cache_miss: Duration = NEVER
+    success: StatisticDuration = NO_DURATION
+    fail: StatisticDuration = NO_DURATION
+    queue: StatisticDuration = NO_DURATION
+    compute_input: StatisticDuration = NO_DURATION
+    compute_infer: StatisticDuration = NO_DURATION
+    compute_output: StatisticDuration = NO_DURATION
+    cache_hit: StatisticDuration = NO_DURATION
+    cache_miss: StatisticDuration = NO_DURATION
 
 
 class BatchStatistics(NamedTuple):
     """Of executions with `batch_size` requests' items together."""
 
     batch_size: int
-    compute_input: Duration = NEVER
-    compute_infer: Duration = NEVER
-    compute_output: Duration = NEVER
+    compute_input: StatisticDuration = NO_DURATION
+    compute_infer: StatisticDuration = NO_DURATION
+    compute_output: StatisticDuration = NO_DURATION
 
 
 class ResponseStatistics(NamedTuple):
     """Of the responses in one place of a decoupled model's streams: the first ones, the second ones, and so on."""
 
-    compute_infer: Duration = NEVER
-    compute_output: Duration = NEVER
-    success: Duration = NEVER
-    fail: Duration = NEVER
-    empty_response: Duration = NEVER
-    cancel: Duration = NEVER
+    compute_infer: StatisticDuration = NO_DURATION
+    compute_output: StatisticDuration = NO_DURATION
+    success: StatisticDuration = NO_DURATION
+    fail: StatisticDuration = NO_DURATION
+    empty_response: StatisticDuration = NO_DURATION
+    cancel: StatisticDuration = NO_DURATION
 
 
 class MemoryUsage(NamedTuple):
@@ -64,7 +64,7 @@ _NOTHING = InferenceStatistics()
 
 
 @dataclass(frozen=True, slots=True)
-class Statistics:
+class VersionStatistics:
     """`last_inference`: milliseconds since the epoch, 0 if there was none. `inference_count` counts the items of
     batches, `execution_count` the batches. `responses` by their place, as a string. `explain`: how often requests
     that might have shared an execution did not, by the reason."""
@@ -84,4 +84,4 @@ class ModelStatistics(NamedTuple):
 
     name: str
     version: str
-    statistics: Statistics
+    statistics: VersionStatistics

@@ -21,14 +21,14 @@ _LEAST = 1e-3
 """Whatever is less counts as this."""
 
 
-class _Slice(NamedTuple):
+class _TimeSlice(NamedTuple):
     """`counts` of values by their logarithm; `number`: which slice of all time."""
 
     number: int
     counts: Counter[int]
 
 
-class Summary:
+class QuantileSummary:
     """`count` and `sum` are of everything since the start. `quantiles`: which ones are asked for, from 0 to 1."""
 
     __slots__ = ("_clock", "_slices", "count", "quantiles", "sum")
@@ -38,7 +38,7 @@ class Summary:
         self.count = 0
         self.sum = 0.0
         self._clock = clock
-        self._slices: deque[_Slice] = deque()
+        self._slices: deque[_TimeSlice] = deque()
 
     def observe(self, value: float) -> None:
         self.count += 1
@@ -60,7 +60,7 @@ class Summary:
         while self._slices and self._slices[0].number <= now - _SLICES:
             self._slices.popleft()
         if not self._slices or self._slices[-1].number != now:
-            self._slices.append(_Slice(now, Counter()))
+            self._slices.append(_TimeSlice(now, Counter()))
 
 
 def _quantile(wanted: float, keys: Sequence[int], ranks: Sequence[int]) -> float:

@@ -27,16 +27,16 @@ NUMPY_TYPES: dict[str, DTypeLike] = {
 """v2 datatype -> numpy dtype. BF16, for which numpy has no type, is its bits; BYTES elements are `bytes`."""
 
 
-MOST_BYTES = 2**31 - 1
+MAX_CONFIG_TENSOR_BYTES = 2**31 - 1
 """Of a tensor that a config asks for by its shape alone: no gRPC message carries more."""
 
 
-def small_enough(datatype: str, shape: tuple[int, ...]) -> bool:
+def is_config_tensor_size_allowed(datatype: str, shape: tuple[int, ...]) -> bool:
     """Whether a config may ask for this tensor by its shape, which a few digits make as large as they like."""
-    return len(shape) <= 64 and math.prod(shape) * np.dtype(NUMPY_TYPES[datatype]).itemsize <= MOST_BYTES
+    return len(shape) <= 64 and math.prod(shape) * np.dtype(NUMPY_TYPES[datatype]).itemsize <= MAX_CONFIG_TENSOR_BYTES
 
 
-def blank(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+def zero_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Zeros; of BYTES, empty ones."""
     return np.full(shape, b"", object) if dtype.hasobject else np.zeros(shape, dtype)
 

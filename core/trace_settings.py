@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from .errors import CharoniaError, InvalidArgument, Unsupported
-from .span_settings import MODE, SpanSettings
+from .span_settings import OPENTELEMETRY_MODE, SpanSettings
 
 log = logging.getLogger(__name__)
 
-Change: TypeAlias = Mapping[str, Sequence[str] | None]
+TraceSettingsChange: TypeAlias = Mapping[str, Sequence[str] | None]
 """New values of settings, by their names; None or nothing takes back what was set."""
 
 OFF = "OFF"
@@ -28,7 +28,7 @@ _LEVELS = {
 }
 """By all their names, those of tritonserver's former releases and of its command line too; in any case of letters."""
 
-_NUMBER = re.compile(r"[+-]?\d+", re.ASCII)
+_INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
 _RANGES = {"trace_rate": (1, 2**32 - 1), "trace_count": (-1, 2**31 - 1), "log_frequency": (0, 2**32 - 1)}
 
 
@@ -71,7 +71,7 @@ class TraceSettings:
         said = {"trace_level": self.trace_level, "trace_rate": (str(self.trace_rate),)}
         said["trace_count"] = (str(self.trace_count),)
         if self.spans is not None:
-            return {**said, "trace_mode": (MODE,), **self.spans.texts()}
+            return {**said, "trace_mode": (OPENTELEMETRY_MODE,), **self.spans.texts()}
         said |= {"log_frequency": (str(self.log_frequency),), "trace_file": (self.trace_file,)}
         return {**said, "trace_mode": ("triton",)}
 
@@ -95,7 +95,7 @@ class _Scope:
         return taken
 
 
-class Traces:
+class TraceControl:
     """The settings as they are, who hears of every change, and which requests they pick. `pending`: traces of requests
     that have not ended."""
 
@@ -114,7 +114,7 @@ class Traces:
             return self._all.over(self._base)
         return scope.over(replace(self._base, **self._all.given))
 
-    def update(self, change: Change, model: str = "") -> TraceSettings:
+    def update(self, change: TraceSettingsChange, model: str = "") -> TraceSettings:
         """Change the settings of a model, or of all; return those that hold then.
 
         Raises:
@@ -122,8 +122,8 @@ class Traces:
             Unsupported: that cannot be changed.
         """
         if self._base.spans is not None:
-            raise Unsupported(f"trace settings can not be updated in mode {MODE}")
-        parsed = {name: _parsed(name, values) for name, values in change.items()}
+            raise Unsupported(f"trace settings can not be updated in mode {OPENTELEMETRY_MODE}")
+        parsed = {name: _parse_setting(name, values) for name, values in change.items()}
         scope = self._models.get(model, _Scope()) if model else self._all
         given = {**scope.given, **parsed}
         fresh = _Scope({name: value for name, value in given.items() if value is not None})
@@ -153,7 +153,7 @@ class Traces:
             log.warning("nothing is traced: trace file name is not given (--trace-config triton,file=PATH)")
 
 
-def _parsed(name: str, values: Sequence[str] | None) -> Any:
+def _parse_setting(name: str, values: Sequence[str] | None) -> Any:
     if name == "trace_file":
         raise Unsupported("trace file location can not be updated through network protocol", field=name)
     if name not in (*_RANGES, "trace_level"):
@@ -161,36 +161,36 @@ def _parsed(name: str, values: Sequence[str] | None) -> Any:
     if not values:
         return None
     if name == "trace_level":
-        return _levels(values)
+        return _parse_levels(values)
     if len(values) > 1:
         raise InvalidArgument(f"expect only 1 value for '{name}'", field=name)
-    return _number(name, values[0])
+    return _parse_number(name, values[0])
 
 
-def _levels(values: Sequence[str]) -> tuple[str, ...]:
+def _parse_levels(values: Sequence[str]) -> tuple[str, ...]:
     levels = {_LEVELS.get(value.upper()): value for value in values}
     if None in levels:
-        raise _unreadable("trace_level", levels[None])
+        raise _cannot_parse("trace_level", levels[None])
     if OFF in levels and len(levels) > 1:
         raise InvalidArgument("Expect only one trace level 'OFF' is specified", field="trace_level")
     return tuple(level for level in (OFF, TIMESTAMPS, TENSORS) if level in levels)
 
 
-def _number(name: str, text: str) -> int:
+def _parse_number(name: str, text: str) -> int:
     low, high = _RANGES[name]
-    if not _NUMBER.fullmatch(text):
-        raise _unreadable(name, text)
+    if not _INTEGER.fullmatch(text):
+        raise _cannot_parse(name, text)
     if len(text) > 20 or not low <= int(text) <= high:
         bounds = f"value is out of range [ {low}, {high} ]"
         raise InvalidArgument(f"Unable to parse '{name}', {bounds}, got: {text}", field=name)
     return int(text)
 
 
-def _unreadable(name: str, text: str) -> CharoniaError:
+def _cannot_parse(name: str, text: str) -> CharoniaError:
     return InvalidArgument(f"Unable to parse '{name}', got: {text}", field=name)
 
 
-def read_trace_config(words: Iterable[str]) -> TraceSettings:
+def parse_trace_config(words: Iterable[str]) -> TraceSettings:
     """The settings that the server starts with: what --trace-config says, each time it is given.
 
     Raises:
@@ -199,16 +199,16 @@ def read_trace_config(words: Iterable[str]) -> TraceSettings:
     settings, spans, mode = TraceSettings(), SpanSettings(), ""
     for word in words:
         name, equals, value = word.removeprefix("triton,").partition("=")
-        if word.startswith(f"{MODE},"):
-            spans = spans.told(word.removeprefix(f"{MODE},"))
-        elif name == "mode" and value.lower() in ("triton", MODE):
+        if word.startswith(f"{OPENTELEMETRY_MODE},"):
+            spans = spans.told(word.removeprefix(f"{OPENTELEMETRY_MODE},"))
+        elif name == "mode" and value.lower() in ("triton", OPENTELEMETRY_MODE):
             mode = value.lower()
         else:
-            settings = replace(settings, **_configured(word, name if equals else "", value, settings))
-    return replace(settings, spans=spans) if mode == MODE else settings
+            settings = replace(settings, **_parse_flag(word, name if equals else "", value, settings))
+    return replace(settings, spans=spans) if mode == OPENTELEMETRY_MODE else settings
 
 
-_CONFIGURED = {
+_FLAG_SETTINGS = {
     "level": "trace_level",
     "rate": "trace_rate",
     "count": "trace_count",
@@ -217,15 +217,15 @@ _CONFIGURED = {
 }
 
 
-def _configured(word: str, name: str, value: str, so_far: TraceSettings) -> dict[str, Any]:
-    setting = _CONFIGURED.get(name)
+def _parse_flag(word: str, name: str, value: str, so_far: TraceSettings) -> dict[str, Any]:
+    setting = _FLAG_SETTINGS.get(name)
     if setting is None:
-        raise InvalidArgument(f"--trace-config {word}: expected mode, or a setting of {', '.join(_CONFIGURED)}")
+        raise InvalidArgument(f"--trace-config {word}: expected mode, or a setting of {', '.join(_FLAG_SETTINGS)}")
     if setting == "trace_file":
         return {setting: value}
     # Levels that are given one by one hold together; OFF takes back those before it.
     adds = setting == "trace_level" and so_far.leveled and _LEVELS.get(value.upper()) != OFF
     try:
-        return {setting: _parsed(setting, (*so_far.trace_level, value) if adds else (value,))}
+        return {setting: _parse_setting(setting, (*so_far.trace_level, value) if adds else (value,))}
     except CharoniaError as error:
         raise InvalidArgument(f"--trace-config {word}: {error.message}") from None

@@ -17,7 +17,7 @@ _EXPECTED = re.compile(r"Expected `(?P<kinds>[^`]+)`(?P<limits>.*?)(, got `(?P<g
 _NAMED = re.compile(r"Object (?P<problem>missing required|contains unknown) field `(?P<name>[^`]*)`")
 
 
-class Mismatch(NamedTuple):
+class ValidationMismatch(NamedTuple):
     """`path`: where, as in `messages[0].content`; empty for the whole. `reason`: what must be there ("must be a number
     <= 1"), or what else is wrong. `got`: what is there instead ("a string"), empty where msgspec does not tell.
     """
@@ -30,16 +30,18 @@ class Mismatch(NamedTuple):
         return f"{self.reason}, got {self.got}" if self.got else self.reason
 
 
-def mismatch(error: msgspec.ValidationError) -> Mismatch:
+def describe_validation_error(error: msgspec.ValidationError) -> ValidationMismatch:
     text, _, where = str(error).partition(" - at ")
     path = where.rpartition("`$")[2].rstrip("`").lstrip(".")  # of a key: in which object
     if named := _NAMED.fullmatch(text):
         path = f"{path}.{named['name']}".lstrip(".")
-        return Mismatch(path, "is missing" if named["problem"].startswith("missing") else "is unknown")
+        return ValidationMismatch(path, "is missing" if named["problem"].startswith("missing") else "is unknown")
     if expected := _EXPECTED.fullmatch(text):
         kinds = [_kind(name) for name in expected["kinds"].split(" | ") if name != "null"]
-        return Mismatch(path, f"must be {' or '.join(kinds)}{expected['limits']}", _kind(expected["got"] or ""))
-    return Mismatch(path, f"is wrong: {text}")
+        return ValidationMismatch(
+            path, f"must be {' or '.join(kinds)}{expected['limits']}", _kind(expected["got"] or "")
+        )
+    return ValidationMismatch(path, f"is wrong: {text}")
 
 
 def _kind(name: str) -> str:

@@ -6,13 +6,13 @@ from pathlib import Path
 import msgspec
 
 from ..core.errors import CharoniaError, InvalidArgument
-from ..core.memory_needs import Share
+from ..core.memory_needs import MemoryNeed
 from ..core.model import TextModel
-from ..processes.host import cores
+from ..processes.host import usable_cores
 from ..processes.torch_build import torch_has_cuda
 from ..tokenization.checkpoint_files import read_json
 from .checkpoint.weight_files import find_weights
-from .frontend.llm import Language, LlmModel
+from .frontend.llm import LlmModel, TokenizerBundle
 from .options import EngineOptions, engine_config, parse_options
 
 _CROWD = 4
@@ -44,7 +44,7 @@ def language_model(
     return LlmModel(name, version, config, on_progress)
 
 
-def memory_needed(path: str, parameters: Mapping[str, str], gpus: Sequence[int]) -> tuple[Share, ...]:
+def memory_needed(path: str, parameters: Mapping[str, str], gpus: Sequence[int]) -> tuple[MemoryNeed, ...]:
     """What weights need, and a cache whose bytes are given: of the host's memory, or of each GPU that has a rank.
     `gpus`: that are here. Nothing for a checkpoint that is to be downloaded yet, but where it goes; nothing for ranks
     that Ray places: it knows each machine better.
@@ -59,9 +59,11 @@ def memory_needed(path: str, parameters: Mapping[str, str], gpus: Sequence[int])
     weights, cache = int(stored * _shrunk(checkpoint, options)) if stored else 0, options.kv_cache_bytes or 0
     replicas = options.data_parallel_size or 1
     if _on_host(options.device or "auto", gpus):
-        return (Share((weights + cache) * replicas),)
+        return (MemoryNeed((weights + cache) * replicas),)
     ranks = (options.tensor_parallel_size or 1) * (options.pipeline_parallel_size or 1)
-    return tuple(Share(weights // ranks + cache, gpu) for gpu in _taken(options.device or "auto", ranks * replicas))
+    return tuple(
+        MemoryNeed(weights // ranks + cache, gpu) for gpu in _taken(options.device or "auto", ranks * replicas)
+    )
 
 
 def examine(path: str, parameters: Mapping[str, str]) -> str:
@@ -70,12 +72,12 @@ def examine(path: str, parameters: Mapping[str, str]) -> str:
     Raises:
         CharoniaError: it would not load.
     """
-    from .worker.loaded_rank import examine as examine_weights  # torch takes a second to import
+    from .worker.loaded_rank import check_rank_config as examine_weights  # torch takes a second to import
 
     checkpoint, options = _read(path, parameters)
     if not Path(checkpoint).is_dir():
         return f"{checkpoint} is not here yet"
-    Language.load(checkpoint, options.chat_template or "", options.tokenizer or "")
+    TokenizerBundle.load(checkpoint, options.chat_template or "", options.tokenizer or "")
     return "" if options.executor == "fake" else examine_weights(engine_config(checkpoint, options))
 
 
@@ -94,7 +96,7 @@ def _read(path: str, parameters: Mapping[str, str]) -> tuple[str, EngineOptions]
 
 def _check_threads(options: EngineOptions) -> None:
     """Ranks that Ray places may have more cores than are here."""
-    here = cores().logical
+    here = usable_cores().logical
     if (options.threads or 0) > _CROWD * here and options.distributed_executor_backend != "ray":
         message = f"threads: {options.threads} is more than {_CROWD} for each of the {here} cores that there are"
         raise InvalidArgument(message, field="threads")

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from ..processes.host import cores
+from ..processes.host import usable_cores
 from ..scheduler.config import SchedulerConfig
 
 
@@ -90,4 +90,4 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def threads_each(self, ranks: int = 1) -> int:
         """What one of so many `ranks`, which share a machine, computes with."""
-        return max(1, (self.threads or cores().threads) // ranks)
+        return max(1, (self.threads or usable_cores().threads) // ranks)

@@ -12,14 +12,14 @@ import msgspec
 from ..core.errors import InvalidArgument
 from ..scheduler.config import SchedulerConfig
 from .config import CacheConfig, EngineConfig, FakeConfig, ParallelConfig
-from .parse_settings import parse
+from .parse_settings import parse_settings
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Bytes: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=3600)]
-Replicas: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=128)]
-Ranks: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=128)]
+ReplicaCount: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=128)]
+RankCount: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=128)]
 Layers: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,6}(,[0-9]{1,6})*$")]
 Fraction: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
@@ -38,9 +38,9 @@ class EngineOptions:
     """Attention backend."""
     executor: Literal["auto", "inline", "ranks", "fake"] | None = None
     """Who computes: the core itself or rank processes; fake counts instead, to measure everything around the engine."""
-    tensor_parallel_size: Ranks | None = None
+    tensor_parallel_size: RankCount | None = None
     """Ranks that share every layer."""
-    pipeline_parallel_size: Ranks | None = None
+    pipeline_parallel_size: RankCount | None = None
     """Stages that follow each other, each with a part of the layers."""
     pipeline_layers: Layers | None = None
     """Layers of each stage, as in 10,12; unset: as even as can be."""
@@ -52,7 +52,7 @@ class EngineOptions:
     """Ray cluster, as in 10.0.0.1:6379; unset: RAY_ADDRESS, or the one that this machine belongs to."""
     threads: Count | None = None
     """CPU threads of a replica, divided over its ranks; 0 means every usable core, divided over all replicas."""
-    data_parallel_size: Replicas | None = None
+    data_parallel_size: ReplicaCount | None = None
     """Replicas of the engine; each has weights, cache and sequences of its own."""
     max_model_len: AtLeastOne | None = None
     """Longest sequence, prompt included."""
@@ -130,7 +130,7 @@ def parse_options(parameters: Mapping[str, Any]) -> EngineOptions:
     Raises:
         InvalidArgument: an unknown name, or a value of the wrong type or out of range; it names the parameter.
     """
-    return parse(parameters, EngineOptions)
+    return parse_settings(parameters, EngineOptions)
 
 
 def engine_config(model: str, options: EngineOptions) -> EngineConfig:

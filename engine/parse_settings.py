@@ -11,12 +11,12 @@ import msgspec
 
 from ..core.errors import InvalidArgument
 from ..core.suggestion import did_you_mean
-from ..core.validation_errors import mismatch
+from ..core.validation_errors import describe_validation_error
 
 T = TypeVar("T")
 
 
-def parse(parameters: Mapping[str, Any], kind: type[T]) -> T:
+def parse_settings(parameters: Mapping[str, Any], kind: type[T]) -> T:
     """A dataclass `kind` whose fields are the settings; values may be text.
 
     Raises:
@@ -33,7 +33,7 @@ def _value(name: str, text: Any, types: Mapping[str, Any]) -> Any:
     try:
         return msgspec.convert(text, types[name], strict=False)
     except msgspec.ValidationError as error:
-        reason = _choices(types[name]) or mismatch(error).reason
+        reason = _choices(types[name]) or describe_validation_error(error).reason
         raise InvalidArgument(f"parameter '{name}' {reason}, got {text!r}", field=name) from None
 
 

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 
-class Batch:
+class StepBatch:
     """R rows of `counts` tokens each from position `starts` on, N in all, row after row.
 
     `rows`, `starts` and `counts` int32 [R] are host numbers, `rows` the lines of two tables on the device, which have
@@ -27,7 +27,7 @@ class Batch:
     @classmethod
     def of(
         cls, tokens: Tensor, starts: Sequence[int], counts: Sequence[int], blocks: Tensor, block_size: int
-    ) -> "Batch":
+    ) -> "StepBatch":
         """The rows of `blocks` [R, most] and no others, for `tokens` [N]; what came before them is not known."""
         longest = max(start + count for start, count in zip(starts, counts, strict=True))
         known = torch.zeros(len(starts), longest, dtype=torch.int32, device=tokens.device)
@@ -49,12 +49,12 @@ class Batch:
     def tables(self) -> Tensor:
         """Block ids [R, B], no more than the longest row needs."""
         most = -(-int((self.starts + self.counts).max()) // self.block_size)
-        return picked(self.blocks[:, :most], self.rows)
+        return gather_entries(self.blocks[:, :most], self.rows)
 
     @cached_property
     def tokens(self) -> Tensor:
         """Ids int32 [N]."""
-        return picked(self.known, self.rows[self._owners], self._positions)
+        return gather_entries(self.known, self.rows[self._owners], self._positions)
 
     @cached_property
     def positions(self) -> Tensor:
@@ -80,7 +80,7 @@ class Batch:
         return np.arange(len(self._owners)) + np.repeat(self.starts - self.firsts, self.counts)
 
 
-def picked(table: Tensor, *at: NDArray[np.signedinteger[Any]]) -> Tensor:
+def gather_entries(table: Tensor, *at: NDArray[np.signedinteger[Any]]) -> Tensor:
     """table[at]; on the CPU by numpy, which begins sooner than torch."""
     if table.device.type == "cpu":
         return torch.from_numpy(table.numpy()[at])

@@ -7,16 +7,16 @@ from hashlib import sha256
 import numpy as np
 from numpy.typing import NDArray
 
-Extras = tuple[str, ...]
+HashExtras = tuple[str, ...]
 """What sets equal tokens apart: adapter, tenant, salt. They enter at the root and so mark the whole chain."""
 
 
-def root(extras: Extras) -> bytes:
+def root_hash(extras: HashExtras) -> bytes:
     """The parent of a sequence's first block; `repr` keeps ("a", "b") apart from ("ab",)."""
     return sha256(repr(extras).encode()).digest()
 
 
-def chain(parent: bytes, tokens: NDArray[np.int32] | Iterable[int], block_size: int) -> list[bytes]:
+def chain_hashes(parent: bytes, tokens: NDArray[np.int32] | Iterable[int], block_size: int) -> list[bytes]:
     """Hashes of the full blocks of `tokens`, which begin right after the block hashed `parent`."""
     packed = tokens.astype(np.int32).tobytes() if isinstance(tokens, np.ndarray) else array("i", tokens).tobytes()
     width = 4 * block_size

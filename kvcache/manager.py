@@ -59,7 +59,7 @@ class KVCacheManager:
     def digest(
         self,
         tokens: NDArray[np.int32] | Iterable[int],
-        extras: block_hashes.Extras = (),
+        extras: block_hashes.HashExtras = (),
         parent: bytes | None = None,
     ) -> list[bytes]:
         """Hashes of the full blocks of `tokens`, which follow the block `parent` or begin the sequence.
@@ -69,7 +69,7 @@ class KVCacheManager:
         """
         if not self.prefix_caching:
             return []
-        return block_hashes.chain(parent or block_hashes.root(extras), tokens, self.block_size)
+        return block_hashes.chain_hashes(parent or block_hashes.root_hash(extras), tokens, self.block_size)
 
     def open(self, hashes: Sequence[bytes], known: int) -> BlockTable:
         """A table for a sequence of `known` tokens that shares the longest cached prefix; takes nothing more.

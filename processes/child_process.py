@@ -13,24 +13,25 @@ from multiprocessing.popen_spawn_posix import Popen
 from pathlib import Path
 from typing import Any
 
-from .stderr import to_stderr
+from .stderr import write_stderr
 
-PARENTS_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
+STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 """Ctrl-C and service managers signal the whole group: the frontend decides what that means to everybody else."""
 
-_DEATH_SECONDS = 1.0
+_KILL_RETRY_SECONDS = 1.0
 """How long a process that was killed may take before it is killed again."""
-_UNKNOWN = 255
+_UNKNOWN_EXIT_CODE = 255
 """The exit code of a process that was reaped by someone else; asyncio's word for it."""
-_TAKEN_SECONDS = 1.0
+_STDERR_SECONDS = 1.0
 """How long a pipe may take what somebody reads from it."""
 
 
-class Child:
+class ChildProcess:
     """A process of its own, `name`, that runs `target(*arguments)`: started, waited for, killed and closed here alone.
 
     For any thread, and nothing here raises for what became of the process. It is not in multiprocessing's own list of
-    children: each `Process.start()`, in whatever thread and of whatever library, reaps all that are in there, and those
+    children: each `ProcessStats.start()`, in whatever thread and of whatever library, reaps all that are in there, and
+    those
     that wait for them meanwhile are told that there are none. It is started deaf to what stops servers: signals may
     reach the whole group before it has left them to its parent. What still runs at the interpreter's end is killed.
 
@@ -43,7 +44,7 @@ class Child:
     def __init__(self, name: str, target: Callable[..., None], *arguments: Any) -> None:
         process = get_context("spawn").Process(target=target, args=arguments, name=name)
         resource_tracker.ensure_running()  # it is started with the first process, and would make this one hear again
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             self._launched = Popen(process)
         finally:
@@ -72,7 +73,7 @@ class Child:
         exit_code = self.wait(patience)
         while exit_code is None:
             self.kill()
-            exit_code = self.wait(_DEATH_SECONDS)
+            exit_code = self.wait(_KILL_RETRY_SECONDS)
         atexit.unregister(self.kill)
         if self.sentinel != self._launched.sentinel:
             os.close(self.sentinel)
@@ -85,7 +86,7 @@ class Child:
                 try:
                     reaped, status = os.waitpid(self.pid, os.WNOHANG)
                 except ChildProcessError:  # somebody waits for all processes, or the system is told to
-                    self._exit_code = _UNKNOWN
+                    self._exit_code = _UNKNOWN_EXIT_CODE
                 else:
                     self._exit_code = os.waitstatus_to_exitcode(status) if reaped else None
             return self._exit_code
@@ -100,14 +101,14 @@ def _sentinel(launched: Popen) -> int:
         return launched.sentinel
 
 
-def leave_signals_to_parent() -> None:
+def ignore_stop_signals() -> None:
     """Be deaf to them, however this process was started."""
-    for number in PARENTS_SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def show_name(name: str) -> None:
+def set_process_name(name: str) -> None:
     """Be `name`, of at most 15 characters, to ps, top and pkill."""
     with suppress(OSError):  # Linux alone has it
         Path("/proc/self/comm").write_text(name)
@@ -117,15 +118,15 @@ def die_with_parent(bury: Callable[[], None] = lambda: None) -> None:
     """However the parent ends, kill -9 included, this process ends too, after `bury`."""
     parent = parent_process()
     if parent is not None:
-        threading.Thread(target=_die_after, args=(parent.sentinel, bury), name="parent", daemon=True).start()
+        threading.Thread(target=_exit_after, args=(parent.sentinel, bury), name="parent", daemon=True).start()
 
 
-def _die_after(parent: int, bury: Callable[[], None]) -> None:
+def _exit_after(parent: int, bury: Callable[[], None]) -> None:
     connection.wait([parent])
     bury()
     os._exit(1)
 
 
-def show(error: BaseException) -> None:
+def print_traceback(error: BaseException) -> None:
     """Its traceback on stderr, unless that is a pipe that nobody reads: who waits there never ends."""
-    to_stderr("".join(traceback.format_exception(error))).join(_TAKEN_SECONDS)
+    write_stderr("".join(traceback.format_exception(error))).join(_STDERR_SECONDS)

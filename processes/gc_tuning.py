@@ -13,38 +13,38 @@ _THRESHOLDS = (20_000, 50, 100)
 """Objects that a young generation may gain before it is looked at, and how many rounds of it the older ones wait."""
 
 
-def settle() -> None:
+def freeze_after_startup() -> None:
     """From now on it serves: leave alone what there is, and look less often."""
     gc.set_threshold(*_THRESHOLDS)
-    collect()
+    collect_and_freeze()
 
 
-def collect() -> None:
+def collect_and_freeze() -> None:
     """Free every cycle that nothing holds, those among what was left alone too."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
 
 
-LARGE = 1 << 20
+LARGE_REQUEST_BYTES = 1 << 20
 """Bytes of a request after which memory is given back."""
 
-_MOMENTS = (2.0, 7.0)
+_RELEASE_DELAYS = (2.0, 7.0)
 """Seconds after the first large request since the last time; it may take a while."""
 
-_given_back: set[float] = set()
+_scheduled_releases: set[float] = set()
 
 
-def was_large() -> None:
+def release_memory_soon() -> None:
     """A large request came: what it leaves free goes back to the system before long. For the event loop's thread."""
-    for moment in _MOMENTS:
-        if moment not in _given_back:
-            _given_back.add(moment)
-            asyncio.get_running_loop().call_later(moment, _give_back, moment)
+    for moment in _RELEASE_DELAYS:
+        if moment not in _scheduled_releases:
+            _scheduled_releases.add(moment)
+            asyncio.get_running_loop().call_later(moment, _release, moment)
 
 
-def _give_back(moment: float) -> None:
-    _given_back.discard(moment)
+def _release(moment: float) -> None:
+    _scheduled_releases.discard(moment)
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         asyncio.get_running_loop().run_in_executor(None, trim, 0)

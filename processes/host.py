@@ -37,7 +37,7 @@ class Cores(NamedTuple):
         return max(1, math.ceil(min(self.physical, self.quota)))
 
     def __str__(self) -> str:
-        parts = [_count(self.physical, "core")]
+        parts = [_plural(self.physical, "core")]
         if self.logical != self.physical:
             parts.append(f"{self.logical} hyperthreads")
         if self.nodes > 1:
@@ -47,7 +47,7 @@ class Cores(NamedTuple):
         return ", ".join(parts)
 
 
-def cores(root: Path = _ROOT) -> Cores:
+def usable_cores(root: Path = _ROOT) -> Cores:
     """What there is to compute on."""
     usable = _affinity()
     physical = {_siblings(root, cpu) for cpu in usable}
@@ -60,7 +60,7 @@ def available_memory(root: Path = _ROOT) -> int:
     return max(0, int(min(_mem_available(root), _UNLIMITED, *_memory_left(root))))
 
 
-def anonymous_memory(root: Path = _ROOT) -> int:
+def own_anonymous_memory(root: Path = _ROOT) -> int:
     """Bytes of this process's own: what it has in memory that is no file's."""
     for line in _read(root / "proc/self/status").splitlines():
         if line.startswith("RssAnon:"):
@@ -68,7 +68,7 @@ def anonymous_memory(root: Path = _ROOT) -> int:
     return 0
 
 
-def keep_large_blocks_apart() -> None:
+def map_large_blocks_separately() -> None:
     """Let weights come and go as mappings of their own. glibc begins so, and at the first large block that is freed
     starts to put the next ones among the small, which then hold their pages."""
     mallopt = getattr(_libc, "mallopt", None)
@@ -76,7 +76,7 @@ def keep_large_blocks_apart() -> None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE)
 
 
-def give_back_memory() -> None:
+def release_free_memory() -> None:
     """Return to the system what this process has freed: glibc keeps it, in an arena for each thread that ever was."""
     trim = getattr(_libc, "malloc_trim", None)
     if trim is not None:
@@ -110,7 +110,7 @@ def _cpu_list(text: str) -> frozenset[int]:
 
 def _quotas(root: Path) -> Iterator[float]:
     """Of the process's cgroups and all above them, in cores."""
-    for group in _groups(root, "cpu"):
+    for group in _cgroups(root, "cpu"):
         fields = _read(group / "cpu.max").split()
         if len(fields) == 2 and fields[0] != "max":
             yield int(fields[0]) / int(fields[1])
@@ -125,12 +125,12 @@ def _quotas(root: Path) -> Iterator[float]:
 def _memory_left(root: Path) -> Iterator[float]:
     """Limit less use, of the process's cgroups and all above them; file pages that the kernel can drop at once do not
     count as used."""
-    for group in _groups(root, "memory"):
-        yield _left(group / "memory.max", group / "memory.current", "inactive_file")
-        yield _left(group / "memory.limit_in_bytes", group / "memory.usage_in_bytes", "total_inactive_file")
+    for group in _cgroups(root, "memory"):
+        yield _limit_minus_use(group / "memory.max", group / "memory.current", "inactive_file")
+        yield _limit_minus_use(group / "memory.limit_in_bytes", group / "memory.usage_in_bytes", "total_inactive_file")
 
 
-def _left(limit: Path, used: Path, dropped: str) -> float:
+def _limit_minus_use(limit: Path, used: Path, dropped: str) -> float:
     text = _read(limit)
     if not text.isdigit() or int(text) >= _UNLIMITED:
         return math.inf
@@ -147,21 +147,21 @@ def _mem_available(root: Path) -> float:
 # Files
 
 
-def _groups(root: Path, controller: str) -> Iterator[Path]:
+def _cgroups(root: Path, controller: str) -> Iterator[Path]:
     """Directories of the process's cgroup with this controller, of either version, and of all above it. In a container
     the innermost may be what is mounted, whatever the path says."""
     mounts = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines() or ["0::/"]:
         _, names, path = line.split(":", 2)
         if not names:
-            yield from _up(mounts, path)
-            yield from _up(mounts / "unified", path)
+            yield from _with_ancestors(mounts, path)
+            yield from _with_ancestors(mounts / "unified", path)
         elif controller in names.split(","):
             for mount in {names, controller}:
-                yield from _up(mounts / mount, path)
+                yield from _with_ancestors(mounts / mount, path)
 
 
-def _up(mount: Path, path: str) -> Iterator[Path]:
+def _with_ancestors(mount: Path, path: str) -> Iterator[Path]:
     parts = [part for part in path.split("/") if part]
     return (mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
 
@@ -177,5 +177,5 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _count(number: int, what: str) -> str:
+def _plural(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -5,11 +5,11 @@ import resource
 
 log = logging.getLogger(__name__)
 
-_ENOUGH = 65536
-_FEW = 1024
+_WANTED = 65536
+_WARN_BELOW = 1024
 
 
-def allow_files(enough: int = _ENOUGH) -> int:
+def raise_open_file_limit(enough: int = _WANTED) -> int:
     """Raise the process's own limit to `enough`, or as near as it may; returns what it is then.
 
     Logs a warning where that is little: beyond it, connections are cut without a word.
@@ -20,6 +20,6 @@ def allow_files(enough: int = _ENOUGH) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
         soft = most
     limit = enough if soft == resource.RLIM_INFINITY else soft
-    if limit < _FEW:
+    if limit < _WARN_BELOW:
         log.warning("%d files may be open at once, connections included; ulimit -n raises that", limit)
     return limit

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 _PREFIX = "charonia-scratch-"
-_OURS = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}")
+_SCRATCH_NAME = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}")
 
 
 class ScratchDirectory(AbstractContextManager[Path]):
@@ -23,7 +23,7 @@ class ScratchDirectory(AbstractContextManager[Path]):
     def __init__(self) -> None:
         # Until it is locked it has a name that nobody sweeps.
         made = tempfile.mkdtemp(prefix=f".{_PREFIX}")
-        self._lock = _locked(made)
+        self._lock = _lock_directory(made)
         self.path = Path(made).with_name(os.path.basename(made).removeprefix("."))
         os.rename(made, self.path)
 
@@ -42,12 +42,12 @@ class ScratchDirectory(AbstractContextManager[Path]):
         self.close()
 
 
-def sweep() -> int:
+def remove_abandoned_scratch() -> int:
     """Remove the scratch directories of this user whose processes are gone; how many there were."""
     swept = 0
     with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
-            if _OURS.fullmatch(entry.name) and _abandoned(entry):
+            if _SCRATCH_NAME.fullmatch(entry.name) and _abandoned(entry):
                 shutil.rmtree(entry.path, ignore_errors=True)
                 swept += 1
     return swept
@@ -59,13 +59,13 @@ def _abandoned(entry: "os.DirEntry[str]") -> bool:
             return False
     except OSError:  # it is gone by now
         return False
-    lock = _locked(entry.path)
+    lock = _lock_directory(entry.path)
     if lock is not None:
         os.close(lock)
     return lock is not None
 
 
-def _locked(directory: str) -> int | None:
+def _lock_directory(directory: str) -> int | None:
     """A descriptor that holds the directory's lock; None if another process has it, or the file system has no locks.
     Processes that are started do not inherit it."""
     with suppress(OSError):

@@ -6,7 +6,7 @@ from threading import Thread
 _STDERR = 2
 
 
-def to_stderr(text: str) -> Thread:
+def write_stderr(text: str) -> Thread:
     """Write it in a thread, which a pipe that nobody reads may hold for ever, and past Python's own buffer, whose lock
     that thread would take along."""
     writing = Thread(target=os.write, args=(_STDERR, text.encode(errors="backslashreplace")), daemon=True)
@@ -14,7 +14,7 @@ def to_stderr(text: str) -> Thread:
     return writing
 
 
-class Outage:
+class FileOutage:
     """Of one file that somebody writes `things` to, such as traces, and counts those that are lost."""
 
     def __init__(self, things: str) -> None:
@@ -25,7 +25,7 @@ class Outage:
         """The file cannot be written; said the first time."""
         if not self._file:
             reason = getattr(error, "strerror", None) or error
-            to_stderr(f"charonia: cannot write {self._things} to {file}: {reason}\n")
+            write_stderr(f"charonia: cannot write {self._things} to {file}: {reason}\n")
         self._file = file
 
     def end(self, lost: int, patience: float = 0) -> None:
@@ -33,5 +33,5 @@ class Outage:
         seconds to wait for a pipe to be read."""
         if self._file:
             text = f"charonia: {lost} {self._things} are lost: {self._file} could not be written\n"
-            to_stderr(text).join(patience)
+            write_stderr(text).join(patience)
         self._file = ""

@@ -9,24 +9,32 @@ from functools import partial
 from pathlib import Path
 
 from ..core.errors import CharoniaError, InvalidArgument
-from ..core.memory_needs import Share
-from ..core.model import MeasuredModel, Model, ModelConfig, Samples
+from ..core.memory_needs import MemoryNeed
+from ..core.model import MeasuredModel, Model, ModelConfig, ModelSamples
 from ..telemetry.gpus import usable_gpus
-from .backend_registry import OnProgress, check_backend, classic, examine_of, kind_of, loader_of, needs_of
+from .backend_registry import (
+    OnProgress,
+    check_backend,
+    checkpoint_examiner,
+    classic_model_builder,
+    classic_runtime_loader,
+    memory_estimator,
+    text_model_builder,
+)
 from .cached_model import CachedModel
-from .config_defaults import invite_batching, normalise
-from .config_io import Config, from_fields, to_fields
-from .config_validation import check_config, check_written
+from .config_defaults import enable_default_batching, fill_defaults
+from .config_io import ConfigMessage, config_from_json, config_to_json
+from .config_validation import validate_config, validate_written_config
 from .initial_states import read_initial_states
-from .memory_budget import Budget, Hold
-from .model_config import described, model_config
-from .model_source import ModelSource, VersionSource, located
+from .memory_budget import MemoryBudget, MemoryReservation
+from .model_config import to_model_config, with_config_defaults
+from .model_source import ModelSource, VersionSource, with_config_position
 from .response_cache import ResponseCache
-from .unsupported_fields import caches, refuse_unserved
-from .warmup import check_samples, read_warmup
+from .unsupported_fields import is_response_cache_enabled, refuse_unsupported_fields
+from .warmup import read_warmup_requests, validate_warmup_requests
 
-_BATCH = "default-max-batch-size"
-_PRESET = {_BATCH: "4"}
+_DEFAULT_BATCH_KEY = "default-max-batch-size"
+_DEFAULT_SETTINGS = {_DEFAULT_BATCH_KEY: "4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +58,17 @@ class BackendSettings:
                 message = f"--backend-config must be <backend>,<key>=<value> or <key>=<value>, got '{flag}'"
                 raise InvalidArgument(message)
             settings.setdefault(backend, {})[key] = value
-        size = settings.get("", {}).get(_BATCH, "1")
+        size = settings.get("", {}).get(_DEFAULT_BATCH_KEY, "1")
         if not size.isdecimal():
-            raise InvalidArgument(f"--backend-config: {_BATCH} must be a whole number, got '{size}'")
+            raise InvalidArgument(f"--backend-config: {_DEFAULT_BATCH_KEY} must be a whole number, got '{size}'")
         return cls(settings)
 
     def of(self, backend: str) -> dict[str, str]:
-        return {**_PRESET, **self.settings.get("", {}), **self.settings.get(backend, {})}
+        return {**_DEFAULT_SETTINGS, **self.settings.get("", {}), **self.settings.get(backend, {})}
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class ModelFactory:
     """All that is needed to make a model. `describe`: its config, once it is loaded; `loaded` is called then. `release`
     is called when it has gone, or could not load. `examine` looks at its files without loading it: see `kinds`."""
 
@@ -72,18 +80,18 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Builder:
+class ModelBuilder:
     """`complete`: let backends complete configs from their models' files. `budget`: what models may hold.
     `quantiles`: of the summaries of their latencies, none for no summaries. `cache`: of the answers of models that want
     one, None for none."""
 
     backends: BackendSettings = field(default_factory=BackendSettings)
     complete: bool = True
-    budget: Budget = field(default_factory=Budget)
+    budget: MemoryBudget = field(default_factory=MemoryBudget)
     quantiles: tuple[float, ...] = ()
     cache: ResponseCache | None = None
 
-    def recipe(self, source: ModelSource, version: VersionSource, sharers: int = 1) -> Recipe:
+    def recipe(self, source: ModelSource, version: VersionSource, sharers: int = 1) -> ModelFactory:
         """Reads files and imports what it needs, which may take a while. `sharers`: models that load side by side and
         divide what is left of the host's memory, this one among them, if it sizes itself by that.
 
@@ -92,14 +100,18 @@ class Builder:
         """
         try:
             check_backend(source.name, source.backend)
-            refuse_unserved(source.config)
-            check_written(source.config)
+            refuse_unsupported_fields(source.config)
+            validate_written_config(source.config)
             return self._language(source, version, sharers) or self._classic(source, version)
         except CharoniaError as error:
-            raise located(error, source.file) from None
+            raise with_config_position(error, source.file) from None
 
-    def _language(self, source: ModelSource, version: VersionSource, sharers: int) -> Recipe | None:
-        build, needs, look = kind_of(source.backend), needs_of(source.backend), examine_of(source.backend)
+    def _language(self, source: ModelSource, version: VersionSource, sharers: int) -> ModelFactory | None:
+        build, needs, look = (
+            text_model_builder(source.backend),
+            memory_estimator(source.backend),
+            checkpoint_examiner(source.backend),
+        )
         if build is None:
             return None
         parameters = {**self.backends.settings.get(source.backend, {}), **source.parameters}
@@ -107,27 +119,27 @@ class Builder:
         granted = {} if needs is None else self._granted(needed, sharers)
         hold = self.budget.take(source.name, version.number, needed)
         hold.grant(granted.get("memory", 0))
-        return Recipe(
+        return ModelFactory(
             lambda on_progress: build(source.name, version.number, version.path, parameters, on_progress, **granted),
-            lambda config: described(config, source.config),
+            lambda config: with_config_defaults(config, source.config),
             hold.loaded,
             hold.release,
             lambda: "" if look is None else look(version.path, parameters),
         )
 
-    def _granted(self, needed: Sequence[Share], sharers: int) -> dict[str, int]:
+    def _granted(self, needed: Sequence[MemoryNeed], sharers: int) -> dict[str, int]:
         """What it needs and a share of what is left of the host's memory then; all that is left of GPUs."""
         stated, left = sum(share.size for share in needed if share.gpu is None), self.budget.host.left
         granted = {"memory": stated + max(0, left - stated) // sharers}
         on_each = self.budget.left([share.gpu for share in needed if share.gpu is not None])
         return granted if on_each is None else {**granted, "gpu_memory": on_each}
 
-    def _classic(self, source: ModelSource, version: VersionSource) -> Recipe:
+    def _classic(self, source: ModelSource, version: VersionSource) -> ModelFactory:
         # Before anything reads the model, as completing its config does.
         parameters = {**self.backends.of(source.backend), **source.parameters}
-        placed = from_fields(to_fields(source.config))
+        placed = config_from_json(config_to_json(source.config))
         self._normalise(placed, source.backend)
-        needed = loader_of(source.backend).needs(Path(version.path), to_fields(placed), parameters)
+        needed = classic_runtime_loader(source.backend).needs(Path(version.path), config_to_json(placed), parameters)
         hold = self.budget.take(source.name, version.number, needed)
         try:
             return self._classic_within(source, version, hold)
@@ -135,39 +147,41 @@ class Builder:
             hold.release()
             raise
 
-    def _classic_within(self, source: ModelSource, version: VersionSource, hold: Hold) -> Recipe:
-        build, loader, directory = classic(), loader_of(source.backend), Path(version.path)
+    def _classic_within(self, source: ModelSource, version: VersionSource, hold: MemoryReservation) -> ModelFactory:
+        build, loader, directory = classic_model_builder(), classic_runtime_loader(source.backend), Path(version.path)
         whole = self.whole_config(source, version)
-        config = model_config(whole, version.number, source.directory)
+        config = to_model_config(whole, version.number, source.directory)
         samples = _samples(whole, source.directory)
-        check_samples(config, samples.warm_up)
+        validate_warmup_requests(config, samples.warm_up)
         make = partial(build, config, loader, directory, self.backends.of(source.backend), samples, self.quantiles)
-        return Recipe(lambda _: self._cached(whole, make()), lambda config: config, hold.loaded, hold.release)
+        return ModelFactory(lambda _: self._cached(whole, make()), lambda config: config, hold.loaded, hold.release)
 
-    def _cached(self, config: Config, model: MeasuredModel) -> Model:
-        if self.cache is None or not caches(config):
+    def _cached(self, config: ConfigMessage, model: MeasuredModel) -> Model:
+        if self.cache is None or not is_response_cache_enabled(config):
             return model
         return CachedModel(model, self.cache, self.quantiles)
 
-    def whole_config(self, source: ModelSource, version: VersionSource) -> Config:
+    def whole_config(self, source: ModelSource, version: VersionSource) -> ConfigMessage:
         """The config of one version, completed, normalised and checked."""
-        whole = from_fields(to_fields(source.config))
+        whole = config_from_json(config_to_json(source.config))
         if self.complete:
             parameters = {**self.backends.of(source.backend), **source.parameters}
-            fields = loader_of(source.backend).complete(Path(version.path), to_fields(whole), parameters)
+            fields = classic_runtime_loader(source.backend).complete(
+                Path(version.path), config_to_json(whole), parameters
+            )
             size_given = whole.max_batch_size > 0
-            whole = from_fields(fields)
-            invite_batching(whole, size_given)
+            whole = config_from_json(fields)
+            enable_default_batching(whole, size_given)
         self._normalise(whole, source.backend)
-        check_config(whole, usable_gpus())
+        validate_config(whole, usable_gpus())
         return whole
 
-    def _normalise(self, config: Config, backend: str) -> None:
+    def _normalise(self, config: ConfigMessage, backend: str) -> None:
         gpus = usable_gpus()
-        normalise(config, gpus, bool(gpus) and loader_of(backend).uses_gpus())
+        fill_defaults(config, gpus, bool(gpus) and classic_runtime_loader(backend).uses_gpus())
 
 
-def _samples(config: Config, directory: Path | None) -> Samples:
+def _samples(config: ConfigMessage, directory: Path | None) -> ModelSamples:
     if directory is None:
-        return Samples()
-    return Samples(read_warmup(config, directory), read_initial_states(config, directory))
+        return ModelSamples()
+    return ModelSamples(read_warmup_requests(config, directory), read_initial_states(config, directory))

@@ -9,24 +9,24 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import cast
 
-from ..core.gateway import Stream
+from ..core.gateway import ResponseStream
 from ..core.metrics import Reading
 from ..core.model import MeasuredModel, ModelConfig, ModelStats
 from ..core.request import InferRequest, InferResponse
-from ..core.request_context import Exchange
-from ..core.statistics import Duration, InferenceStatistics, Statistics
-from ..core.summary import Summary
-from .response_cache import ResponseCache, question_of
+from ..core.request_context import RequestContext
+from ..core.statistics import InferenceStatistics, StatisticDuration, VersionStatistics
+from ..core.summary import QuantileSummary
+from .response_cache import ResponseCache, cache_key
 
-_WHOLE = "nv_inference_request_summary_us"
+_REQUEST_SUMMARY_FAMILY = "nv_inference_request_summary_us"
 """Triton does not make it for such a model."""
 
 
 @dataclass(slots=True)
-class _Looks:
+class _LookupCounter:
     """How many there were, and how long they took: nanoseconds, and whole microseconds of each, as Triton counts."""
 
-    summary: Summary
+    summary: QuantileSummary
     count: int = 0
     ns: int = 0
     microseconds: int = 0
@@ -38,8 +38,8 @@ class _Looks:
         if self.summary.quantiles:
             self.summary.observe(ns // 1000)
 
-    def read(self) -> Duration:
-        return Duration(self.count, self.ns)
+    def read(self) -> StatisticDuration:
+        return StatisticDuration(self.count, self.ns)
 
     def readings(self, kind: str, plural: str) -> Iterator[Reading]:
         yield Reading(f"nv_cache_num_{plural}_per_model", self.count)
@@ -55,8 +55,8 @@ class CachedModel:
     def __init__(self, model: MeasuredModel, cache: ResponseCache, quantiles: Sequence[float] = ()) -> None:
         self._model = model
         self._cache = cache
-        self._hits = _Looks(Summary(quantiles))
-        self._misses = _Looks(Summary(quantiles))
+        self._hits = _LookupCounter(QuantileSummary(quantiles))
+        self._misses = _LookupCounter(QuantileSummary(quantiles))
         self._last = 0.0
 
     @property
@@ -73,7 +73,7 @@ class CachedModel:
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Raises what the model raises: that is not kept."""
         begun = time.monotonic_ns()
-        question = question_of(request)
+        question = cache_key(request)
         found = self._cache.find(self, question)
         looked = time.monotonic_ns() - begun
         if found is not None:
@@ -81,7 +81,7 @@ class CachedModel:
             self._last = time.time()
             yield found
             return
-        async with aclosing(cast("Stream[InferResponse]", self._model.infer(request))) as responses:
+        async with aclosing(cast("ResponseStream[InferResponse]", self._model.infer(request))) as responses:
             async for response in responses:
                 begun = time.monotonic_ns()
                 self._cache.keep(self, question, response)
@@ -92,7 +92,7 @@ class CachedModel:
         stats = self._model.stats()
         return replace(stats, success=stats.success + self._hits.count)
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> VersionStatistics:
         said = self._model.statistics()
         last = max(said.last_inference, int(self._last * 1000))
         return replace(said, last_inference=last, inference=self._inference(said.inference))
@@ -100,11 +100,11 @@ class CachedModel:
     def _inference(self, asked: InferenceStatistics) -> InferenceStatistics:
         """Of what the model was asked, and what it was not."""
         hits, misses = self._hits.read(), self._misses.read()
-        success = Duration(asked.success.count + hits.count, asked.success.ns + hits.ns)
-        queue = Duration(asked.queue.count + hits.count, asked.queue.ns)
+        success = StatisticDuration(asked.success.count + hits.count, asked.success.ns + hits.ns)
+        queue = StatisticDuration(asked.queue.count + hits.count, asked.queue.ns)
         return asked._replace(success=success, queue=queue, cache_hit=hits, cache_miss=misses)
 
-    def count(self, exchange: Exchange) -> None:
+    def count(self, exchange: RequestContext) -> None:
         self._model.count(exchange)
 
     def readings(self) -> Iterator[Reading]:
@@ -116,7 +116,7 @@ class CachedModel:
         for reading in self._model.readings():
             if reading.family in more:
                 yield reading._replace(value=cast(float, reading.value) + more[reading.family])
-            elif reading.family != _WHOLE:
+            elif reading.family != _REQUEST_SUMMARY_FAMILY:
                 yield reading
         yield from self._hits.readings("hit", "hits")
         yield from self._misses.readings("miss", "misses")

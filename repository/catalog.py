@@ -7,16 +7,16 @@ from functools import cache
 from pathlib import Path
 
 from ..core.errors import AlreadyExists, InvalidArgument, NotFound, Unsupported
-from .config_io import Config
-from .model_source import ModelSource, read_model, stamps_of
+from .config_io import ConfigMessage
+from .model_source import ModelSource, file_stamps, read_model
 
 log = logging.getLogger(__name__)
 
-_CLOUDS = (("s3:",), ("gs:",), ("as:",))
+_CLOUD_SCHEMES = (("s3:",), ("gs:",), ("as:",))
 """What the paths begin with that tritonserver fetches."""
 
 
-class Catalog:
+class RepositoryCatalog:
     """Looks anew each time it is asked. `config_name`: of other config files, in `configs/`.
 
     Raises:
@@ -37,11 +37,11 @@ class Catalog:
 
     def readable(self) -> bool:
         """Whether every repository can be read at this moment."""
-        return None not in [_models(repository) for repository in self._repositories]
+        return None not in [_model_folders(repository) for repository in self._repositories]
 
     def names(self) -> list[str]:
         """Every model's name once: the single checkpoint's first, the others by name."""
-        found = {path.name for repository in self._repositories for path in _models(repository) or ()}
+        found = {path.name for repository in self._repositories for path in _model_folders(repository) or ()}
         single = [] if self._single is None else [self._single.name]
         return [*single, *sorted(found - set(single))]
 
@@ -52,11 +52,11 @@ class Catalog:
     def stamps(self, name: str) -> Hashable:
         """Of everything in that model's directory: equal as long as nothing of it changes. None: there is nothing."""
         try:
-            return tuple(stamp for directory in self.directories(name) for stamp in stamps_of(directory)) or None
+            return tuple(stamp for directory in self.directories(name) for stamp in file_stamps(directory)) or None
         except OSError:  # which reading it says
             return None
 
-    def read(self, name: str, override: Config = None, directory: Path | None = None) -> ModelSource:
+    def read(self, name: str, override: ConfigMessage = None, directory: Path | None = None) -> ModelSource:
         """What that model is made from, with `override` for its config, and in `directory` instead of its own.
 
         Raises:
@@ -81,7 +81,7 @@ class Catalog:
 
 
 def _check_directory(repository: Path) -> None:
-    if repository.parts[:1] in _CLOUDS:
+    if repository.parts[:1] in _CLOUD_SCHEMES:
         message = f"model repository '{repository}': repositories in clouds are not read; copy it, or mount it"
         raise Unsupported(message)
     try:
@@ -92,17 +92,17 @@ def _check_directory(repository: Path) -> None:
         raise InvalidArgument(f"model repository '{repository}' is not a directory")
 
 
-def _models(repository: Path) -> list[Path] | None:
+def _model_folders(repository: Path) -> list[Path] | None:
     try:
         folders = [path for path in repository.iterdir() if path.is_dir() and not path.name.startswith(".")]
     except OSError as error:
         log.warning("cannot read the model repository %s: %s", repository, error)
         return None
-    return [path for path in folders if _is_text(path.name)]
+    return [path for path in folders if _is_utf8_name(path.name)]
 
 
 @cache
-def _is_text(name: str) -> bool:
+def _is_utf8_name(name: str) -> bool:
     """Whether answers and metrics can have it; warns, once, where not."""
     try:
         name.encode()

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..core.errors import InvalidArgument
-from .config_io import Config
+from .config_io import ConfigMessage
 
 
-class Framework(NamedTuple):
+class TritonBackend(NamedTuple):
     """One of Triton's own backends: what models of it are called, and their files."""
 
     backend: str
@@ -19,75 +19,75 @@ class Framework(NamedTuple):
     file: str
 
 
-FRAMEWORKS = (
-    Framework("tensorrt", "tensorrt_plan", "model.plan"),
-    Framework("onnxruntime", "onnxruntime_onnx", "model.onnx"),
-    Framework("openvino", "", "model.xml"),
-    Framework("pytorch", "pytorch_libtorch", "model.pt"),
-    Framework("pytorch", "torch_aoti", "model.pt2"),
-    Framework("python", "", "model.py"),
-    Framework("tensorflow", "tensorflow_graphdef", "model.graphdef"),
-    Framework("tensorflow", "tensorflow_savedmodel", "model.savedmodel"),
+TRITON_BACKENDS = (
+    TritonBackend("tensorrt", "tensorrt_plan", "model.plan"),
+    TritonBackend("onnxruntime", "onnxruntime_onnx", "model.onnx"),
+    TritonBackend("openvino", "", "model.xml"),
+    TritonBackend("pytorch", "pytorch_libtorch", "model.pt"),
+    TritonBackend("pytorch", "torch_aoti", "model.pt2"),
+    TritonBackend("python", "", "model.py"),
+    TritonBackend("tensorflow", "tensorflow_graphdef", "model.graphdef"),
+    TritonBackend("tensorflow", "tensorflow_savedmodel", "model.savedmodel"),
 )
 """In the order in which a version's files are tried."""
 
-LANGUAGE_MODEL = "charonia"
-LANGUAGE_MODELS = (LANGUAGE_MODEL, "tensorrtllm")
-ENCODER = "encoder"
-CHECKPOINT_BACKENDS = (*LANGUAGE_MODELS, ENCODER)
-ENSEMBLE = "ensemble"
+LANGUAGE_MODEL_BACKEND = "charonia"
+LANGUAGE_MODEL_BACKENDS = (LANGUAGE_MODEL_BACKEND, "tensorrtllm")
+ENCODER_BACKEND = "encoder"
+CHECKPOINT_BACKENDS = (*LANGUAGE_MODEL_BACKENDS, ENCODER_BACKEND)
+ENSEMBLE_PLATFORM = "ensemble"
 
-_SEQUENCE_IDLE = 1_000_000
+_DEFAULT_SEQUENCE_IDLE_US = 1_000_000
 """Microseconds."""
 
 _ALIASES = {"tensorrt-llm": "tensorrtllm"}
 
 
-def fill_backend(config: Config, directory: Path | None) -> None:
+def fill_backend(config: ConfigMessage, directory: Path | None) -> None:
     """`backend`, `platform` and `default_model_filename`, as far as they say each other; else what the files of the
     version's `directory` or the model's name say.
 
     Raises:
         InvalidArgument: backend and platform contradict each other, or nothing tells them.
     """
-    config.backend = named(config.backend)
+    config.backend = canonical_backend(config.backend)
     if not config.backend and not config.platform:
-        _guess(config, directory)
-    if config.HasField("ensemble_scheduling") and not {config.backend, config.platform} <= {"", ENSEMBLE}:
+        _detect_backend(config, directory)
+    if config.HasField("ensemble_scheduling") and not {config.backend, config.platform} <= {"", ENSEMBLE_PLATFORM}:
         platform = config.platform or config.backend
         message = f"ensemble scheduling cannot be set for model '{config.name}' whose platform is {platform}"
         raise InvalidArgument(message, field="ensemble_scheduling")
-    if config.platform == ENSEMBLE or config.HasField("ensemble_scheduling"):
-        config.platform = ENSEMBLE
+    if config.platform == ENSEMBLE_PLATFORM or config.HasField("ensemble_scheduling"):
+        config.platform = ENSEMBLE_PLATFORM
         return
-    _pair(config)
-    if not config.default_model_filename and config.backend not in (*CHECKPOINT_BACKENDS, ENSEMBLE):
-        config.default_model_filename = _file(config, directory)
+    _pair_backend_and_platform(config)
+    if not config.default_model_filename and config.backend not in (*CHECKPOINT_BACKENDS, ENSEMBLE_PLATFORM):
+        config.default_model_filename = _default_filename(config, directory)
 
 
-def named(backend: str) -> str:
+def canonical_backend(backend: str) -> str:
     """A backend's name as we write it."""
     return _ALIASES.get(backend, backend)
 
 
-def checkpoint_backend(directory: Path) -> str:
+def detect_checkpoint_backend(directory: Path) -> str:
     """What serves a checkpoint: encoders are published with modules.json, or classify sequences."""
     if (directory / "modules.json").is_file():
-        return ENCODER
+        return ENCODER_BACKEND
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         architectures = [str(each) for each in config.get("architectures") or ()]
     except (ValueError, AttributeError, TypeError, OSError):
-        return LANGUAGE_MODEL  # which says what is wrong with it
+        return LANGUAGE_MODEL_BACKEND  # which says what is wrong with it
     classifies = any(each.endswith("ForSequenceClassification") for each in architectures)
-    return ENCODER if classifies else LANGUAGE_MODEL
+    return ENCODER_BACKEND if classifies else LANGUAGE_MODEL_BACKEND
 
 
-def _guess(config: Config, directory: Path | None) -> None:
+def _detect_backend(config: ConfigMessage, directory: Path | None) -> None:
     if directory is not None and ((directory / "config.json").is_file() or (directory / "modules.json").is_file()):
-        config.backend = checkpoint_backend(directory)
+        config.backend = detect_checkpoint_backend(directory)
         return
-    for framework in FRAMEWORKS if directory is not None else ():
+    for framework in TRITON_BACKENDS if directory is not None else ():
         if directory is not None and (directory / framework.file).exists():
             config.backend, config.platform = framework.backend, framework.platform
             return
@@ -100,13 +100,13 @@ def _guess(config: Config, directory: Path | None) -> None:
         )
 
 
-def _pair(config: Config) -> None:
-    own = [each for each in FRAMEWORKS if each.platform and each.platform == config.platform]
+def _pair_backend_and_platform(config: ConfigMessage) -> None:
+    own = [each for each in TRITON_BACKENDS if each.platform and each.platform == config.platform]
     if not config.backend:
         # A platform nobody knows is what older configs call a backend.
         config.backend = own[0].backend if own else config.platform
         return
-    theirs = [each for each in FRAMEWORKS if each.backend == config.backend]
+    theirs = [each for each in TRITON_BACKENDS if each.backend == config.backend]
     if not config.platform:
         config.platform = theirs[0].platform if theirs else ""
     elif own and own[0].backend != config.backend:
@@ -114,59 +114,59 @@ def _pair(config: Config) -> None:
         raise InvalidArgument(message, field="platform")
 
 
-def _file(config: Config, directory: Path | None) -> str:
-    files = [each.file for each in FRAMEWORKS if each.backend == config.backend]
-    same = [each.file for each in FRAMEWORKS if each.platform and each.platform == config.platform]
+def _default_filename(config: ConfigMessage, directory: Path | None) -> str:
+    files = [each.file for each in TRITON_BACKENDS if each.backend == config.backend]
+    same = [each.file for each in TRITON_BACKENDS if each.platform and each.platform == config.platform]
     there = [file for file in files if directory is not None and (directory / file).exists()]
     if same and (same[0] in there or not there):
         return same[0]
     return (there or files or [f"model.{config.backend}"])[0]
 
 
-def normalise(config: Config, gpus: tuple[int, ...], uses_gpus: bool = True) -> None:
+def fill_defaults(config: ConfigMessage, gpus: tuple[int, ...], uses_gpus: bool = True) -> None:
     """Everything else that has a default. `gpus`: those that are here; `uses_gpus`: the backend can."""
     if not config.version_policy.WhichOneof("policy_choice"):
         config.version_policy.latest.num_versions = 1
-    if config.platform == ENSEMBLE:
+    if config.platform == ENSEMBLE_PLATFORM:
         return
-    _batching(config)
+    _fill_batching(config)
     for buffer in (config.optimization.input_pinned_memory, config.optimization.output_pinned_memory):
         buffer.enable = buffer.enable or not buffer.ListFields()
-    _instances(config, gpus, uses_gpus)
+    _fill_instance_groups(config, gpus, uses_gpus)
 
 
-def invite_batching(config: Config, size_given: bool) -> None:
+def enable_default_batching(config: ConfigMessage, size_given: bool) -> None:
     """A model whose batch size the server found out batches dynamically, unless its config chose a scheduler."""
     if not size_given and config.max_batch_size > 1 and not config.WhichOneof("scheduling_choice"):
         config.dynamic_batching.SetInParent()
 
 
-def _batching(config: Config) -> None:
+def _fill_batching(config: ConfigMessage) -> None:
     sequences = config.sequence_batching
     if config.HasField("sequence_batching"):
-        sequences.max_sequence_idle_microseconds = sequences.max_sequence_idle_microseconds or _SEQUENCE_IDLE
+        sequences.max_sequence_idle_microseconds = sequences.max_sequence_idle_microseconds or _DEFAULT_SEQUENCE_IDLE_US
     batchers = ((config, "dynamic_batching"), (sequences, "oldest"))
     for batcher in [getattr(message, field) for message, field in batchers if message.HasField(field)]:
         if config.max_batch_size > 0 and not batcher.preferred_batch_size:
             batcher.preferred_batch_size.append(config.max_batch_size)
 
 
-def _instances(config: Config, gpus: tuple[int, ...], uses_gpus: bool) -> None:
+def _fill_instance_groups(config: ConfigMessage, gpus: tuple[int, ...], uses_gpus: bool) -> None:
     if not config.instance_group:
         config.instance_group.add(name=config.name)
     for number, group in enumerate(config.instance_group):
         group.name = group.name or f"{config.name}_{number}"
         if group.kind == group.KIND_AUTO:
-            group.kind = _kind(config, group, gpus if uses_gpus else ())
+            group.kind = _instance_kind(config, group, gpus if uses_gpus else ())
         if group.kind == group.KIND_GPU and not group.gpus:
             group.gpus.extend(gpus)
         if not group.count:
             group.count = 2 if group.kind == group.KIND_CPU and config.backend == "onnxruntime" else 1
 
 
-def _kind(config: Config, group: Config, gpus: tuple[int, ...]) -> int:
+def _instance_kind(config: ConfigMessage, group: ConfigMessage, gpus: tuple[int, ...]) -> int:
     """A GPU wherever there is one that the backend can use, as Triton."""
-    if config.backend in LANGUAGE_MODELS:
+    if config.backend in LANGUAGE_MODEL_BACKENDS:
         return int(group.KIND_MODEL)
     there = bool(gpus) and set(group.gpus) <= set(gpus)
     return int(group.KIND_GPU if there else group.KIND_CPU)

@@ -13,10 +13,10 @@ import numpy as np
 
 from ..core.errors import InvalidArgument
 
-FILES = ("config.pbtxt", "config.yaml", "config.yml", "config.json")
+CONFIG_FILE_NAMES = ("config.pbtxt", "config.yaml", "config.yml", "config.json")
 """Names that a model's config may have; of these it has one."""
 
-Config: TypeAlias = Any
+ConfigMessage: TypeAlias = Any
 """An `inference.ModelConfig` message; protobuf's modules have no types."""
 
 
@@ -26,8 +26,8 @@ def find_config(directory: Path, name: str = "") -> Path | None:
     Raises:
         InvalidArgument: there are two.
     """
-    custom = [directory / "configs" / f"{name}{Path(file).suffix}" for file in FILES] if name else []
-    for files in (custom, [directory / file for file in FILES]):
+    custom = [directory / "configs" / f"{name}{Path(file).suffix}" for file in CONFIG_FILE_NAMES] if name else []
+    for files in (custom, [directory / file for file in CONFIG_FILE_NAMES]):
         found = [file for file in files if file.is_file()]
         if len(found) > 1:
             raise InvalidArgument(f"{found[0]} and {found[1].name} are both there: a model has one config")
@@ -36,13 +36,13 @@ def find_config(directory: Path, name: str = "") -> Path | None:
     return None
 
 
-def new_config() -> Config:
+def new_config() -> ConfigMessage:
     from tritonclient.grpc import model_config_pb2
 
     return model_config_pb2.ModelConfig()
 
 
-def parse_file(file: Path) -> Config:
+def parse_config_file(file: Path) -> ConfigMessage:
     """Read one config.
 
     Raises:
@@ -51,33 +51,33 @@ def parse_file(file: Path) -> Config:
     try:
         text = file.read_text()
     except (UnicodeDecodeError, OSError) as error:
-        raise InvalidArgument(f"failed to read {_form(file)} from {file}: {error}") from None
+        raise InvalidArgument(f"failed to read {_format_name(file)} from {file}: {error}") from None
     if file.suffix == ".pbtxt":
         return _parse_text(text, file)
     fields = _yaml(text, file) if file.suffix in (".yaml", ".yml") else _json(text, file)
     try:
-        return from_fields(fields)
+        return config_from_json(fields)
     except InvalidArgument as error:
         line = line_of(text, error.field or "")
         where = f":{line}" if line else ""
-        raise InvalidArgument(f"failed to read {_form(file)} from {file}{where}: {error.message}") from None
+        raise InvalidArgument(f"failed to read {_format_name(file)} from {file}{where}: {error.message}") from None
 
 
-def parse_override(text: str) -> Config:
+def parse_config_override(text: str) -> ConfigMessage:
     """Read the `config` of a load request.
 
     Raises:
         InvalidArgument: it is no config.
     """
     try:
-        return from_fields(json.loads(text))
+        return config_from_json(json.loads(text))
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"Invalid config override: {error}", field="config") from None
     except InvalidArgument as error:
         raise InvalidArgument(f"Invalid config override: {error.message}", field="config") from None
 
 
-def from_fields(fields: Any) -> Config:
+def config_from_json(fields: Any) -> ConfigMessage:
     """The message of protobuf's JSON mapping.
 
     Raises:
@@ -92,15 +92,17 @@ def from_fields(fields: Any) -> Config:
     try:
         return json_format.ParseDict(fields, new_config())
     except json_format.ParseError as error:
-        raise _refusal(str(error)) from None
+        raise _parse_error(str(error)) from None
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
         raise InvalidArgument(f"a field has a value of the wrong kind: {error}") from None
 
 
-def to_fields(message: Any) -> dict[str, Any]:
+def config_to_json(message: Any) -> dict[str, Any]:
     """The message in protobuf's JSON mapping as Triton shows it: names and order of the .proto, values at their
     defaults too, messages only where they are set, 64-bit integers as numbers."""
-    return {field.name: _value(message, field) for field in message.DESCRIPTOR.fields if _shown(message, field)}
+    return {
+        field.name: _field_to_json(message, field) for field in message.DESCRIPTOR.fields if _is_shown(message, field)
+    }
 
 
 def line_of(text: str, path: str) -> int:
@@ -116,11 +118,11 @@ def line_of(text: str, path: str) -> int:
     return found
 
 
-def _form(file: Path) -> str:
+def _format_name(file: Path) -> str:
     return {".pbtxt": "text proto", ".json": "JSON"}.get(file.suffix, "YAML")
 
 
-def _parse_text(text: str, file: Path) -> Config:
+def _parse_text(text: str, file: Path) -> ConfigMessage:
     from google.protobuf import text_format
 
     try:
@@ -152,7 +154,7 @@ def _json(text: str, file: Path) -> Any:
         raise InvalidArgument(f"failed to read JSON from {file}: {error}") from None
 
 
-def _refusal(text: str) -> InvalidArgument:
+def _parse_error(text: str) -> InvalidArgument:
     """What protobuf's parser complains of, and the field: from the outermost to the one that is wrong."""
     path = re.findall(r"Failed to parse (\w+) field: ", text)
     reason = re.sub(r"Failed to parse \w+ field: |\s*Available Fields.*|\.+$", "", text, flags=re.DOTALL)
@@ -161,23 +163,23 @@ def _refusal(text: str) -> InvalidArgument:
     return InvalidArgument(f"{field}: {reason}" if field else reason, field=field or None)
 
 
-def _shown(message: Any, field: Any) -> bool:
+def _is_shown(message: Any, field: Any) -> bool:
     return not field.has_presence or message.HasField(field.name)
 
 
-def _value(message: Any, field: Any) -> Any:
+def _field_to_json(message: Any, field: Any) -> Any:
     value = getattr(message, field.name)
     if not field.is_repeated:
-        return _plain(value, field)
+        return _scalar_to_json(value, field)
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         of = field.message_type.fields_by_name["value"]
-        return {str(key): _plain(value[key], of) for key in sorted(value)}
-    return [_plain(item, field) for item in value]
+        return {str(key): _scalar_to_json(value[key], of) for key in sorted(value)}
+    return [_scalar_to_json(item, field) for item in value]
 
 
-def _plain(value: Any, field: Any) -> Any:
+def _scalar_to_json(value: Any, field: Any) -> Any:
     if field.message_type is not None:
-        return to_fields(value)
+        return config_to_json(value)
     if field.enum_type is not None:
         known = field.enum_type.values_by_number.get(value)
         return value if known is None else known.name
@@ -186,7 +188,7 @@ def _plain(value: Any, field: Any) -> Any:
     return value
 
 
-def datatype_of(message: Any) -> str:
+def v2_datatype(message: Any) -> str:
     """v2's name of a field `data_type`: FP32 for TYPE_FP32, BYTES for TYPE_STRING."""
     values = message.DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number
     name = str(values[message.data_type].name).removeprefix("TYPE_")

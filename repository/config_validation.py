@@ -8,16 +8,16 @@ from collections.abc import Iterable
 from pathlib import PurePosixPath
 
 from ..core.errors import InvalidArgument
-from .config_io import Config
+from .config_io import ConfigMessage
 
-_MOST_INSTANCES = 1024
+_MAX_INSTANCES = 1024
 """Each has a thread or a process of its own, and is given work by going through all of them."""
 
-_TAG = re.compile(r"[a-zA-Z0-9_]+")
+_METRIC_TAG = re.compile(r"[a-zA-Z0-9_]+")
 """What makes a label's name after a `_`: Prometheus takes none of the metrics where one of them has another."""
 
 
-def check_config(config: Config, gpus: tuple[int, ...]) -> None:
+def validate_config(config: ConfigMessage, gpus: tuple[int, ...]) -> None:
     """Raises `InvalidArgument` for the first rule that is broken; `field` says where. `gpus`: there are here."""
     _require(bool(config.name), "name", "model configuration must specify 'name'")
     _require(
@@ -32,11 +32,11 @@ def check_config(config: Config, gpus: tuple[int, ...]) -> None:
     _check_tensors(config, "input", config.input)
     _check_tensors(config, "output", config.output)
     _check_batching(config)
-    _check_helpers(config)
+    _check_batch_tensors(config)
     _check_instances(config, gpus)
 
 
-def check_written(config: Config) -> None:
+def validate_written_config(config: ConfigMessage) -> None:
     """The rules that hold before anything reads the model's file or counts its instances: the config is as written.
 
     A link in the version's directory may lead anywhere: whoever can make it can copy the file there, too.
@@ -45,8 +45,8 @@ def check_written(config: Config) -> None:
         InvalidArgument: a rule is broken; `field` says which.
     """
     count = sum(max(group.count, 1) * max(len(group.gpus), 1) for group in config.instance_group)
-    message = f"model {config.name} has {count} instances, and may have {_MOST_INSTANCES} at most"
-    _require(count <= _MOST_INSTANCES, "instance_group.count", message)
+    message = f"model {config.name} has {count} instances, and may have {_MAX_INSTANCES} at most"
+    _require(count <= _MAX_INSTANCES, "instance_group.count", message)
     name = config.default_model_filename
     path = PurePosixPath(name)
     holds = not path.is_absolute() and ".." not in path.parts and "\0" not in name
@@ -54,7 +54,7 @@ def check_written(config: Config) -> None:
     _require(holds, "default_model_filename", message)
     for tag in config.metric_tags:
         message = f"'metric_tags' of {config.name} must be named by letters, digits and '_', got {tag!r}"
-        _require(_TAG.fullmatch(tag) is not None, "metric_tags", message)
+        _require(_METRIC_TAG.fullmatch(tag) is not None, "metric_tags", message)
 
 
 def _require(holds: bool, field: str, message: str) -> None:
@@ -62,7 +62,7 @@ def _require(holds: bool, field: str, message: str) -> None:
         raise InvalidArgument(message, field=field)
 
 
-def _check_versions(config: Config) -> None:
+def _check_versions(config: ConfigMessage) -> None:
     policy = config.version_policy
     kind = policy.WhichOneof("policy_choice")
     if kind == "latest":
@@ -74,7 +74,7 @@ def _check_versions(config: Config) -> None:
         _require(bool(versions) and min(versions) >= 1, "version_policy.versions", message)
 
 
-def _check_tensors(config: Config, side: str, tensors: Iterable[Config]) -> None:
+def _check_tensors(config: ConfigMessage, side: str, tensors: Iterable[ConfigMessage]) -> None:
     seen: set[str] = set()
     for tensor in tensors:
         _require(bool(tensor.name), f"{side}.name", f"model {side} must specify 'name' for {config.name}")
@@ -87,7 +87,7 @@ def _check_tensors(config: Config, side: str, tensors: Iterable[Config]) -> None
         _check_shape(config, side, tensor)
 
 
-def _check_shape(config: Config, side: str, tensor: Config) -> None:
+def _check_shape(config: ConfigMessage, side: str, tensor: ConfigMessage) -> None:
     where, of = f"{side}.{tensor.name}", f"for {config.name}, '{tensor.name}'"
     _require(bool(tensor.dims), f"{where}.dims", f"model {side} must specify 'dims' {of}")
     message = f"model {side} dimension must be integer >= 1, or -1 to indicate a variable-size dimension {of}"
@@ -98,7 +98,7 @@ def _check_shape(config: Config, side: str, tensor: Config) -> None:
         _check_reshape(config, side, tensor, of)
 
 
-def _check_reshape(config: Config, side: str, tensor: Config, of: str) -> None:
+def _check_reshape(config: ConfigMessage, side: str, tensor: ConfigMessage, of: str) -> None:
     where, shape = f"{side}.{tensor.name}.reshape", list(tensor.reshape.shape)
     message = f"model {side} cannot have empty reshape for non-batching model as scalar tensors are not supported {of}"
     _require(bool(shape) or config.max_batch_size > 0, where, message)
@@ -107,10 +107,10 @@ def _check_reshape(config: Config, side: str, tensor: Config, of: str) -> None:
     message = f"model {side} has different number of variable-size dimensions for dims and reshape {of}"
     _require(list(tensor.dims).count(-1) == shape.count(-1), where, message)
     message = f"model {side} has different size for dims and reshape {of}"
-    _require(_sizes(tensor.dims) == _sizes(shape), where, message)
+    _require(_sizes_between_free_dims(tensor.dims) == _sizes_between_free_dims(shape), where, message)
 
 
-def _sizes(dims: Iterable[int]) -> list[int]:
+def _sizes_between_free_dims(dims: Iterable[int]) -> list[int]:
     """Elements between one free dimension and the next: each stretch has to keep its own."""
     sizes = [1]
     for dim in dims:
@@ -121,7 +121,7 @@ def _sizes(dims: Iterable[int]) -> list[int]:
     return sizes
 
 
-def _check_batching(config: Config) -> None:
+def _check_batching(config: ConfigMessage) -> None:
     if not config.HasField("dynamic_batching"):
         return
     batching, name = config.dynamic_batching, config.name
@@ -139,7 +139,7 @@ def _check_batching(config: Config) -> None:
         _require(not any(policy.timeout_action == policy.DELAY for policy in policies), "timeout_action", message)
 
 
-def _check_priorities(config: Config) -> None:
+def _check_priorities(config: ConfigMessage) -> None:
     batching, levels = config.dynamic_batching, config.dynamic_batching.priority_levels
     if levels:
         message = f"default priority level must be in range [1, {levels}] for {config.name}"
@@ -152,7 +152,7 @@ def _check_priorities(config: Config) -> None:
         _require(0 < level <= levels, "dynamic_batching.priority_queue_policy", message)
 
 
-def _check_helpers(config: Config) -> None:
+def _check_batch_tensors(config: ConfigMessage) -> None:
     inputs = {tensor.name for tensor in config.input}
     for field, helpers in (("batch_input", config.batch_input), ("batch_output", config.batch_output)):
         for helper in helpers:
@@ -166,7 +166,7 @@ def _check_helpers(config: Config) -> None:
             _require(not missing, f"{field}.source_input", message)
 
 
-def _check_instances(config: Config, gpus: tuple[int, ...]) -> None:
+def _check_instances(config: ConfigMessage, gpus: tuple[int, ...]) -> None:
     for group in config.instance_group:
         of = f"instance group {group.name} of model {config.name}"
         _require(group.count > 0, "instance_group.count", f"{of} must have a 'count' of at least 1, got {group.count}")

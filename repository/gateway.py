@@ -7,26 +7,26 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-from ..core.errors import Exiting, InvalidArgument
-from ..core.gateway import NO_FILES, IndexEntry, State, Stream
-from ..core.metrics import End, Measurement, ended_readings
+from ..core.errors import InvalidArgument, ServerExiting
+from ..core.gateway import NO_FILES, ModelState, RepositoryIndexEntry, ResponseStream
+from ..core.metrics import Measurement, RequestEnd, ended_readings
 from ..core.model import Model, ModelConfig, ModelStats, TextModel
 from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
-from ..core.request_context import Exchange, Headers, current, serving
-from ..core.shared_state import Commons
+from ..core.request_context import Headers, RequestContext, current_request, request_scope
+from ..core.shared_state import SharedState
 from ..core.statistics import ModelStatistics
-from ..telemetry.request_log import write_record
-from ..telemetry.request_trace import trace_of, traced
-from .builder import Builder
-from .in_flight import Running, finish
-from .lifecycle import Lifecycle, LoadFailure
-from .model_control import Control, Fixed
-from .model_entry import Serving
-from .model_registry import Registry
-from .request_validation import check
+from ..telemetry.request_log import log_request
+from ..telemetry.request_trace import request_trace, trace_tensors
+from .builder import ModelBuilder
+from .in_flight import CountedStream, finish_current_request
+from .lifecycle import LoadFailure, ModelLifecycle
+from .model_control import ModelControl, NoModelControl
+from .model_entry import LoadedModel
+from .model_registry import ModelRegistry
+from .request_validation import validate_request
 
 
-class Hub:
+class InProcessGateway:
     """Dispatch. With `strict`, the server is ready only when every known model is; and nothing is ready while the
     process that answers is not `healthy`. Each of `witnesses` is shown every exchange when it ended. `builder` builds
     what is loaded."""
@@ -35,20 +35,20 @@ class Hub:
         self,
         strict: bool = True,
         healthy: Callable[[], bool] = lambda: True,
-        witnesses: Sequence[Callable[[Exchange], None]] = (write_record,),
-        commons: Commons | None = None,
-        builder: Builder | None = None,
+        witnesses: Sequence[Callable[[RequestContext], None]] = (log_request,),
+        commons: SharedState | None = None,
+        builder: ModelBuilder | None = None,
     ) -> None:
-        self.commons = commons or Commons()
-        self.registry = Registry()
-        builder = builder or Builder()
-        self.lifecycle = Lifecycle(self.registry, builder)
-        self.control: Control = Fixed()
+        self.commons = commons or SharedState()
+        self.registry = ModelRegistry()
+        builder = builder or ModelBuilder()
+        self.lifecycle = ModelLifecycle(self.registry, builder)
+        self.control: ModelControl = NoModelControl()
         self._strict = strict
         self._healthy = healthy
         self._witnesses = witnesses
         self._budget = builder.budget
-        self._homeless: Counter[End] = Counter()
+        self._homeless: Counter[RequestEnd] = Counter()
         self._exiting = False
 
     # What doors ask
@@ -83,11 +83,11 @@ class Hub:
     def statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
         return self.registry.statistics(name, version)
 
-    def index(self, ready_only: bool = False) -> list[IndexEntry]:
+    def index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
         known = self.registry.index()
         names = {entry.name for entry in known}
-        whole = [*known, *(IndexEntry(name) for name in self.control.names() if name not in names)]
-        return [entry for entry in whole if not ready_only or entry.state is State.READY]
+        whole = [*known, *(RepositoryIndexEntry(name) for name in self.control.names() if name not in names)]
+        return [entry for entry in whole if not ready_only or entry.state is ModelState.READY]
 
     async def load_model(self, name: str, config: str | None = None, files: Mapping[str, bytes] = NO_FILES) -> None:
         self._refuse_when_exiting()
@@ -97,38 +97,38 @@ class Hub:
         # No model has dependents yet: ensembles are not served.
         await self.control.unload(name)
 
-    def open(self, door: str, headers: Headers = ()) -> AbstractContextManager[Exchange]:
-        return serving(Exchange(door, headers), self._ended)
+    def open(self, door: str, headers: Headers = ()) -> AbstractContextManager[RequestContext]:
+        return request_scope(RequestContext(door, headers), self._ended)
 
-    def infer(self, name: str, version: str, request: InferRequest) -> Stream[InferResponse]:
+    def infer(self, name: str, version: str, request: InferRequest) -> ResponseStream[InferResponse]:
         if request.id:
-            _name(request.id)
+            _set_request_id(request.id)
         if self._exiting:
             self._refuse_when_exiting()
         serves = self.registry.serving(name, version)
-        check(serves.config, request)
-        answers, exchange = serves.model.infer(request), current()
+        validate_request(serves.config, request)
+        answers, exchange = serves.model.infer(request), current_request()
         if exchange is not None:
-            answers = traced(trace_of(exchange, self.commons.traces), request.inputs.values(), answers)
-        return Running(answers, serves.tally, accounted=serves.text is not None)
+            answers = trace_tensors(request_trace(exchange, self.commons.traces), request.inputs.values(), answers)
+        return CountedStream(answers, serves.tally, accounted=serves.text is not None)
 
-    def generate(self, name: str, request: GenerateRequest) -> Stream[GenerateChunk]:
-        _name(request.id)
+    def generate(self, name: str, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
+        _set_request_id(request.id)
         serves, text = self._writing(name)
-        return Running(text.generate(request), serves.tally)
+        return CountedStream(text.generate(request), serves.tally)
 
     async def tokenize(self, name: str, request: TokenizeRequest) -> list[int]:
         serves, text = self._writing(name)
         with serves.tally.running():
             tokens = await text.tokenize(request)
-        finish()
+        finish_current_request()
         return tokens
 
     async def detokenize(self, name: str, ids: list[int]) -> str:
         serves, text = self._writing(name)
         with serves.tally.running():
             told = await text.detokenize(ids)
-        finish()
+        finish_current_request()
         return told
 
     # What the composition root does
@@ -168,12 +168,12 @@ class Hub:
 
     # Inside
 
-    def _ended(self, exchange: Exchange) -> None:
+    def _ended(self, exchange: RequestContext) -> None:
         self._count(exchange)
         for witness in self._witnesses:
             witness(exchange)
 
-    def _count(self, exchange: Exchange) -> None:
+    def _count(self, exchange: RequestContext) -> None:
         """With the model that it was for, if that counts; any name a client makes up would be a series forever."""
         counts = self.registry.counting(exchange.model, exchange.version) if exchange.found else None
         if counts is not None and counts.measured is not None:
@@ -181,7 +181,7 @@ class Hub:
         elif exchange.end is not None:
             self._homeless[exchange.end] += 1
 
-    def _writing(self, name: str) -> tuple[Serving, TextModel]:
+    def _writing(self, name: str) -> tuple[LoadedModel, TextModel]:
         self._refuse_when_exiting()
         serves = self.registry.serving(name)
         if serves.text is None:
@@ -190,10 +190,10 @@ class Hub:
 
     def _refuse_when_exiting(self) -> None:
         if self._exiting:
-            raise Exiting
+            raise ServerExiting
 
 
-def _name(request_id: str) -> None:
-    exchange = current()
+def _set_request_id(request_id: str) -> None:
+    exchange = current_request()
     if exchange is not None:
         exchange.id = request_id

@@ -8,19 +8,19 @@ from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar, cast
 
-from ..core.gateway import Stream
+from ..core.gateway import ResponseStream
 from ..core.request import InferResponse
-from ..core.request_context import current
+from ..core.request_context import current_request
 
 T = TypeVar("T")
 
 
-class Tally:
+class InFlightCounter:
     """How many run, and when none does; all of them count in `whole` too."""
 
     __slots__ = ("_idle", "_whole", "count")
 
-    def __init__(self, whole: "Tally | None" = None) -> None:
+    def __init__(self, whole: "InFlightCounter | None" = None) -> None:
         self.count = 0
         self._whole = whole
         self._idle: asyncio.Event | None = None
@@ -53,20 +53,20 @@ class Tally:
             await self._idle.wait()
 
 
-class Running(Generic[T]):
+class CountedStream(Generic[T]):
     """A model's stream, counted until it is closed or has ended. Of one that keeps no account of its own
     (`accounted`), the end is the request's."""
 
     __slots__ = ("_accounted", "_stream", "_tally")
 
-    def __init__(self, stream: AsyncIterator[T], tally: Tally, accounted: bool = True) -> None:
+    def __init__(self, stream: AsyncIterator[T], tally: InFlightCounter, accounted: bool = True) -> None:
         # Models promise an AsyncIterator and write generators; only those can be closed.
-        self._stream = cast("Stream[T]", stream)
+        self._stream = cast("ResponseStream[T]", stream)
         self._accounted = accounted
-        self._tally: Tally | None = tally
+        self._tally: InFlightCounter | None = tally
         tally.enter()
 
-    def __aiter__(self) -> "Running[T]":
+    def __aiter__(self) -> "CountedStream[T]":
         return self
 
     def __anext__(self) -> Awaitable[T]:
@@ -78,10 +78,10 @@ class Running(Generic[T]):
             item = await self._stream.__anext__()
         except StopAsyncIteration:
             self._leave()
-            finish()
+            finish_current_request()
             raise
         if isinstance(item, InferResponse) and item.final:
-            finish()
+            finish_current_request()
         return item
 
     async def aclose(self) -> None:
@@ -96,8 +96,8 @@ class Running(Generic[T]):
             self._tally = None
 
 
-def finish() -> None:
+def finish_current_request() -> None:
     """The current request is answered; if a text was generated for it, that says how."""
-    exchange = current()
+    exchange = current_request()
     if exchange is not None:
         exchange.finish()

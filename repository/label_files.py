@@ -3,20 +3,20 @@
 from pathlib import Path
 
 from ..core.errors import InvalidArgument
-from .config_io import Config
+from .config_io import ConfigMessage
 
 
-def read_labels(config: Config, directory: Path) -> dict[str, tuple[str, ...]]:
+def read_label_files(config: ConfigMessage, directory: Path) -> dict[str, tuple[str, ...]]:
     """Labels by output, from the model's directory.
 
     Raises:
         InvalidArgument: a file cannot be read, or is outside the directory.
     """
     named = (output for output in config.output if output.label_filename)
-    return {output.name: _read(output.name, inside(directory, output.label_filename)) for output in named}
+    return {output.name: _read(output.name, path_within(directory, output.label_filename)) for output in named}
 
 
-def inside(directory: Path, path: str) -> Path:
+def path_within(directory: Path, path: str) -> Path:
     """A file that a config names.
 
     Raises:

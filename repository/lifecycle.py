@@ -14,34 +14,34 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from ..core.errors import CharoniaError, Exiting
-from ..core.gateway import State
-from ..core.model import Document, Model
-from ..processes.host import cores
+from ..core.errors import CharoniaError, ServerExiting
+from ..core.gateway import ModelState
+from ..core.model import ConfigDocument, Model
+from ..processes.host import usable_cores
 from ..telemetry.gpus import usable_gpus
-from .backend_registry import OnProgress, sizes_itself
-from .builder import Builder, Recipe
-from .in_flight import Tally
-from .memory_budget import NoRoom
-from .model_entry import Entry, Serving, Version
-from .model_registry import Registry
-from .model_source import ModelSource, VersionSource, located
-from .shared_release import Shared, both, return_memory
-from .unsupported_fields import idle_fields, idleness
-from .versions import almost_versions
+from .backend_registry import OnProgress, fills_granted_memory
+from .builder import ModelBuilder, ModelFactory
+from .in_flight import InFlightCounter
+from .memory_budget import InsufficientMemory
+from .model_entry import LoadedModel, ModelEntry, ModelVersion
+from .model_registry import ModelRegistry
+from .model_source import ModelSource, VersionSource, with_config_position
+from .shared_release import SharedRelease, release_both, return_freed_memory
+from .unsupported_fields import ignored_field_message, ignored_fields
+from .versions import find_misnamed_versions
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_SIDE_BY_SIDE = 4
+_MAX_CONCURRENT_LOADS = 4
 """Models that load at once at most: each divides the memory more."""
 
-_PATIENCE = 10.0
+_UNLOAD_WAIT = 10.0
 """Seconds for which what does not fit waits for the next of those that are leaving to be gone."""
 
 
-def silent(phase: str, fraction: float, seconds: float, detail: str) -> None:
+def ignore_progress(phase: str, fraction: float, seconds: float, detail: str) -> None:
     """An `OnProgress` that tells nobody."""
 
 
@@ -54,15 +54,15 @@ class LoadFailure(Exception):
         self.cause = cause
 
 
-class Lifecycle:
+class ModelLifecycle:
     """Changes what a registry serves. `grace`: seconds for which a version that another replaced still takes requests
     that ask for it by its number."""
 
-    def __init__(self, registry: Registry, builder: Builder, grace: float = 1.0) -> None:
+    def __init__(self, registry: ModelRegistry, builder: ModelBuilder, grace: float = 1.0) -> None:
         self._grace = grace
         self._registry = registry
         self._builder = builder
-        self._width = 1 if usable_gpus() else min(_SIDE_BY_SIDE, cores().logical)
+        self._width = 1 if usable_gpus() else min(_MAX_CONCURRENT_LOADS, usable_cores().logical)
         self._slots = asyncio.Semaphore(self._width)
         self._under_way: set[asyncio.Future[None]] = set()
         self._ungranted: set[str] = set()
@@ -90,7 +90,7 @@ class Lifecycle:
             await asyncio.shield(task)
         except asyncio.CancelledError:
             if task.cancelled():
-                raise Exiting from None
+                raise ServerExiting from None
             raise
 
     def give_up_changes(self) -> None:
@@ -107,7 +107,7 @@ class Lifecycle:
             self._slots.release()
 
     async def load(
-        self, source: ModelSource, on_progress: OnProgress = silent, release: Callable[[], None] = lambda: None
+        self, source: ModelSource, on_progress: OnProgress = ignore_progress, release: Callable[[], None] = lambda: None
     ) -> float:
         """Serve the versions of `source`, and no others of its model; those that are served as they are, go on.
         `release` is called once when what was loaded has gone, or if nothing was. Returns the seconds that it took from
@@ -116,8 +116,8 @@ class Lifecycle:
         Raises:
             LoadFailure: a version did not load; everything is as before.
         """
-        entry, shared = self._registry.entry(source.name), Shared(release)
-        if sizes_itself(source.backend):
+        entry, shared = self._registry.entry(source.name), SharedRelease(release)
+        if fills_granted_memory(source.backend):
             self._ungranted.add(source.name)
         try:
             async with entry.changing:
@@ -130,24 +130,26 @@ class Lifecycle:
             self._ungranted.discard(source.name)
             shared.leave()
 
-    async def _load(self, entry: Entry, source: ModelSource, on_progress: OnProgress, shared: Shared) -> None:
+    async def _load(
+        self, entry: ModelEntry, source: ModelSource, on_progress: OnProgress, shared: SharedRelease
+    ) -> None:
         entry.wanted = True
         new = {}
         try:
             for version in source.versions:
-                kept = _unchanged(entry, version)
+                kept = _find_unchanged(entry, version)
                 new[version.number] = kept or await self._start(entry, source, version, on_progress, shared)
         except BaseException:
-            await self._abandon([each for number, each in new.items() if _served(entry, number) is not each])
+            await self._abandon([each for number, each in new.items() if _find_loaded(entry, number) is not each])
             raise
         for serving in entry.publish(new.items()):
             self._retire(entry, serving)
-        _tell_idle(source, self._builder.cache is not None, [each.config.document for each in new.values()])
+        _log_ignored_fields(source, self._builder.cache is not None, [each.config.document for each in new.values()])
 
     async def serve(self, name: str, number: str, build: Callable[[], Model]) -> None:
         """Load and serve a model that is made by hand. Raises `LoadFailure`."""
         entry = self._registry.entry(name)
-        serving = await self._attempt(entry, number, lambda: _by_hand(build))
+        serving = await self._attempt(entry, number, lambda: _factory_of(build))
         entry.publish([(number, serving)])
 
     async def unload(self, name: str) -> None:
@@ -177,16 +179,21 @@ class Lifecycle:
         self._hurry.set()
 
     async def _start(
-        self, entry: Entry, source: ModelSource, version: VersionSource, on_progress: OnProgress, shared: Shared
-    ) -> Serving:
-        async def recipe() -> Recipe:
+        self,
+        entry: ModelEntry,
+        source: ModelSource,
+        version: VersionSource,
+        on_progress: OnProgress,
+        shared: SharedRelease,
+    ) -> LoadedModel:
+        async def recipe() -> ModelFactory:
             return await self._where_room_is(source, version)
 
         serving = await self._attempt(entry, version.number, recipe, on_progress, source.file)
-        serving.mark, serving.release = version.mark, both(serving.release, shared.take())
+        serving.mark, serving.release = version.mark, release_both(serving.release, shared.take())
         return serving
 
-    async def _where_room_is(self, source: ModelSource, version: VersionSource) -> Recipe:
+    async def _where_room_is(self, source: ModelSource, version: VersionSource) -> ModelFactory:
         """Those that are leaving still hold what they will give back, and those that load what they were granted."""
         while True:
             async with self._granting:
@@ -196,38 +203,38 @@ class Lifecycle:
                     recipe = await self.aside(self._builder.recipe, source, version, sharers)
                     self._ungranted.discard(source.name)
                     return recipe
-                except NoRoom as error:
+                except InsufficientMemory as error:
                     refusal = error
-            if not await _one_is_done(others, None if self._under_way else _PATIENCE):
+            if not await _wait_for_one(others, None if self._under_way else _UNLOAD_WAIT):
                 raise refusal
 
     async def _attempt(
         self,
-        entry: Entry,
+        entry: ModelEntry,
         number: str,
-        recipe: Callable[[], Awaitable[Recipe]],
-        on_progress: OnProgress = silent,
+        recipe: Callable[[], Awaitable[ModelFactory]],
+        on_progress: OnProgress = ignore_progress,
         file: Path | None = None,
-    ) -> Serving:
+    ) -> LoadedModel:
         started = time.monotonic()
-        if _served(entry, number) is None:
-            entry.version(number).state, entry.version(number).reason = State.LOADING, ""
+        if _find_loaded(entry, number) is None:
+            entry.version(number).state, entry.version(number).reason = ModelState.LOADING, ""
         try:
             made = await recipe()
             model = await self._loaded(made, on_progress)
         except CharoniaError as error:
-            told = located(error, file)
+            told = with_config_position(error, file)
             entry.fail(told.message, [number])
             raise LoadFailure(number, told) from error
         except Exception as error:
             entry.fail(str(error), [number])
             log.exception("model '%s' failed to load", entry.name)
             raise LoadFailure(number, error) from error
-        tally = Tally(self._registry.tally)
+        tally = InFlightCounter(self._registry.tally)
         took = time.monotonic() - started
-        return Serving(model, made.describe(model.config), tally, took, release=made.release)
+        return LoadedModel(model, made.describe(model.config), tally, took, release=made.release)
 
-    async def _loaded(self, recipe: Recipe, on_progress: OnProgress) -> Model:
+    async def _loaded(self, recipe: ModelFactory, on_progress: OnProgress) -> Model:
         with self._loading():
             try:
                 model = await self.aside(recipe.make, on_progress)
@@ -249,28 +256,28 @@ class Lifecycle:
             self._under_way.discard(under_way)
             under_way.set_result(None)
 
-    async def _abandon(self, loaded: Sequence[Serving]) -> None:
+    async def _abandon(self, loaded: Sequence[LoadedModel]) -> None:
         """They were loaded in vain."""
         await asyncio.gather(*(_unload(serving) for serving in loaded))
 
-    def _retire(self, entry: Entry, serving: Serving) -> None:
+    def _retire(self, entry: ModelEntry, serving: LoadedModel) -> None:
         """Unload it when its last request is done."""
         version = entry.version(serving.config.version)
         if version.serving is None:
-            version.state = State.UNLOADING
+            version.state = ModelState.UNLOADING
         task = asyncio.create_task(self._leave(version, serving), name=f"unload {entry.name}")
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
-    async def _leave(self, version: Version, serving: Serving) -> None:
+    async def _leave(self, version: ModelVersion, serving: LoadedModel) -> None:
         await self._be_superseded(version)
         await self._unless_hurried(serving.tally.drained())
         await _unload(serving)
-        if version.state == State.UNLOADING:
-            version.state = State.UNAVAILABLE
-        await self._unless_hurried(self.aside(return_memory))  # a load that hangs has the thread
+        if version.state == ModelState.UNLOADING:
+            version.state = ModelState.UNAVAILABLE
+        await self._unless_hurried(self.aside(return_freed_memory))  # a load that hangs has the thread
 
-    async def _be_superseded(self, version: Version) -> None:
+    async def _be_superseded(self, version: ModelVersion) -> None:
         """A door may have looked it up, and still be reading the request."""
         if version.superseded is not None:
             await self._unless_hurried(asyncio.sleep(self._grace))
@@ -285,19 +292,19 @@ class Lifecycle:
                 each.cancel()
 
 
-async def _one_is_done(others: set[asyncio.Future[None]], patience: float | None) -> bool:
+async def _wait_for_one(others: set[asyncio.Future[None]], patience: float | None) -> bool:
     if not others:
         return False
     done, _ = await asyncio.wait(others, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
     return bool(done)
 
 
-async def _by_hand(build: Callable[[], Model]) -> Recipe:
+async def _factory_of(build: Callable[[], Model]) -> ModelFactory:
     model = build()
-    return Recipe(lambda _: model, lambda config: config)
+    return ModelFactory(lambda _: model, lambda config: config)
 
 
-async def _unload(serving: Serving) -> None:
+async def _unload(serving: LoadedModel) -> None:
     try:
         await serving.model.unload()
     except Exception:
@@ -305,18 +312,18 @@ async def _unload(serving: Serving) -> None:
     serving.release()
 
 
-def _served(entry: Entry, number: str) -> Serving | None:
+def _find_loaded(entry: ModelEntry, number: str) -> LoadedModel | None:
     version = entry.versions.get(number)
     return None if version is None else version.serving
 
 
-def _unchanged(entry: Entry, version: VersionSource) -> Serving | None:
-    serving = _served(entry, version.number)
+def _find_unchanged(entry: ModelEntry, version: VersionSource) -> LoadedModel | None:
+    serving = _find_loaded(entry, version.number)
     return serving if serving is not None and version.mark is not None and serving.mark == version.mark else None
 
 
-def _tell_idle(source: ModelSource, caching: bool, made: Sequence[Document]) -> None:
-    for folder in () if source.directory is None else almost_versions(source.directory):
+def _log_ignored_fields(source: ModelSource, caching: bool, made: Sequence[ConfigDocument]) -> None:
+    for folder in () if source.directory is None else find_misnamed_versions(source.directory):
         log.warning("model '%s': folder '%s' is no version, for it begins with 0", source.name, folder)
-    for path in idle_fields(source.config, caching, made):
-        log.warning("%smodel '%s': %s", source.where(path), source.name, idleness(path))
+    for path in ignored_fields(source.config, caching, made):
+        log.warning("%smodel '%s': %s", source.where(path), source.name, ignored_field_message(path))

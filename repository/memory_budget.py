@@ -11,19 +11,19 @@ from functools import partial
 from types import MappingProxyType
 
 from ..core.errors import Unavailable
-from ..core.memory_needs import Holder, Share
+from ..core.memory_needs import MemoryHolder, MemoryNeed
 from ..core.metrics import Measurement, Reading
 from ..processes.host import available_memory
 from ..telemetry.gpus import Gpus, usable_gpus
 
-_SHOWN = 3
+_HOLDERS_SHOWN = 3
 
 
-class NoRoom(Unavailable):
+class InsufficientMemory(Unavailable):
     """A memory has not as much left as a model needs."""
 
 
-class Memory:
+class DeviceMemory:
     """One memory. `free`: bytes that are left there now, by what processes really use. `limit`: all that models may
     hold of it together, None for what there is. `gpu`: whose it is, None for the host's."""
 
@@ -31,7 +31,7 @@ class Memory:
         self.free = free
         self.gpu = gpu
         self._limit = limit
-        self.claims: list[Claim] = []
+        self.claims: list[DeviceReservation] = []
 
     @property
     def held(self) -> int:
@@ -44,7 +44,7 @@ class Memory:
         allowed = there if self._limit is None else min(there, self._limit - self.held)
         return max(0, allowed)
 
-    def claim(self, name: str, version: str, size: int) -> "Claim":
+    def claim(self, name: str, version: str, size: int) -> "DeviceReservation":
         """Hold them for a model.
 
         Raises:
@@ -52,20 +52,20 @@ class Memory:
         """
         left = self.left
         if size > left:
-            limit = "" if self._limit is None else f" of {shown(self._limit)}"
-            needs = f"model '{name}' version {version} needs at least {shown(size)} of {self}"
-            raise NoRoom(f"{needs} and {shown(left)}{limit} is free{self._largest()}")
-        claim = Claim(self, name, version, size)
+            limit = "" if self._limit is None else f" of {format_bytes(self._limit)}"
+            needs = f"model '{name}' version {version} needs at least {format_bytes(size)} of {self}"
+            raise InsufficientMemory(f"{needs} and {format_bytes(left)}{limit} is free{self._largest()}")
+        claim = DeviceReservation(self, name, version, size)
         self.claims.append(claim)
         return claim
 
-    def give_back(self, claim: "Claim") -> None:
+    def give_back(self, claim: "DeviceReservation") -> None:
         """May be called again."""
         if claim in self.claims:
             self.claims.remove(claim)
 
     def _largest(self) -> str:
-        largest = sorted(self.claims, key=lambda claim: -claim.size)[:_SHOWN]
+        largest = sorted(self.claims, key=lambda claim: -claim.size)[:_HOLDERS_SHOWN]
         names = ", ".join(str(claim) for claim in largest if claim.size)
         return f"; most is held by {names}" if names else ""
 
@@ -77,11 +77,11 @@ class Memory:
         return "memory" if self.gpu is None else f"memory of GPU {self.gpu}"
 
 
-class Claim:
+class DeviceReservation:
     """What one version of a model has of one memory: what it stated, or what is known of it once it has loaded. While
     it loads it may take more, up to what it was granted."""
 
-    def __init__(self, memory: Memory, name: str, version: str, stated: int) -> None:
+    def __init__(self, memory: DeviceMemory, name: str, version: str, stated: int) -> None:
         self.name = name
         self.version = version
         self._memory = memory
@@ -90,7 +90,7 @@ class Claim:
         self._loading = True
         self._before = memory.free()
         self._taken = 0
-        self._holder: Holder | None = None
+        self._holder: MemoryHolder | None = None
 
     @property
     def size(self) -> int:
@@ -119,7 +119,7 @@ class Claim:
         self._loading = False
         if self._memory.gpu is not None:
             self._taken = self._before - self._memory.free()
-        elif isinstance(model, Holder):
+        elif isinstance(model, MemoryHolder):
             self._holder = model
 
     def release(self) -> None:
@@ -127,18 +127,18 @@ class Claim:
         self._memory.give_back(self)
 
     def __str__(self) -> str:
-        return f"'{self.name}' version {self.version} ({shown(self.size)})"
+        return f"'{self.name}' version {self.version} ({format_bytes(self.size)})"
 
 
-class Hold:
+class MemoryReservation:
     """All that one version of a model has, of every memory."""
 
-    def __init__(self, claims: Sequence[Claim]) -> None:
+    def __init__(self, claims: Sequence[DeviceReservation]) -> None:
         """The host's memory is the first."""
         self._claims = claims
 
     def grant(self, size: int) -> None:
-        """Of the host's memory: see `Claim.grant`."""
+        """Of the host's memory: see `DeviceReservation.grant`."""
         self._claims[0].grant(size)
 
     def loaded(self, model: object) -> None:
@@ -151,42 +151,46 @@ class Hold:
             claim.release()
 
 
-class Budget:
+class MemoryBudget:
     """The host's memory and that of GPUs, by their numbers. What is needed of a GPU that is not there limits nothing:
     whoever places the model says so."""
 
-    def __init__(self, host: Memory | None = None, gpus: Mapping[int, Memory] = MappingProxyType({})) -> None:
-        self.host = host or Memory(available_memory)
+    def __init__(
+        self, host: DeviceMemory | None = None, gpus: Mapping[int, DeviceMemory] = MappingProxyType({})
+    ) -> None:
+        self.host = host or DeviceMemory(available_memory)
         self._gpus = gpus
         self._memories = (self.host, *gpus.values())
 
     @classmethod
-    def of_machine(cls, limit: int | None, gpu_limit: int | None, promised: Callable[[], int] = lambda: 0) -> "Budget":
+    def of_machine(
+        cls, limit: int | None, gpu_limit: int | None, promised: Callable[[], int] = lambda: 0
+    ) -> "MemoryBudget":
         """`limit`, `gpu_limit`: bytes that models may hold together of the host's memory, and of each GPU's. What
         somebody else was `promised` of the host's and has not taken yet is not free."""
         driver, numbers = Gpus(), usable_gpus()
-        gpus = {gpu: Memory(partial(driver.free, gpu), gpu_limit, gpu) for gpu in numbers}
-        return cls(Memory(lambda: max(0, available_memory() - promised()), limit), gpus)
+        gpus = {gpu: DeviceMemory(partial(driver.free, gpu), gpu_limit, gpu) for gpu in numbers}
+        return cls(DeviceMemory(lambda: max(0, available_memory() - promised()), limit), gpus)
 
     def left(self, gpus: Sequence[int]) -> int | None:
         """Bytes of the memory of each of these `gpus`; None where nothing is known of them."""
         return min((self._gpus[gpu].left for gpu in gpus if gpu in self._gpus), default=None)
 
-    def take(self, name: str, version: str, needs: Sequence[Share]) -> Hold:
+    def take(self, name: str, version: str, needs: Sequence[MemoryNeed]) -> MemoryReservation:
         """Hold all of it for a model, or nothing. Of every GPU, for it may go where it does not say.
 
         Raises:
-            NoRoom: see `Memory.claim`.
+            NoRoom: see `DeviceMemory.claim`.
         """
-        claims: list[Claim] = []
+        claims: list[DeviceReservation] = []
         try:
             for memory in self._memories:
                 size = sum(share.size for share in needs if share.gpu == memory.gpu)
                 claims.append(memory.claim(name, version, size))
-        except NoRoom:
-            Hold(claims).release()
+        except InsufficientMemory:
+            MemoryReservation(claims).release()
             raise
-        return Hold(claims)
+        return MemoryReservation(claims)
 
     def measure(self) -> Iterator[Measurement]:
         """What each version of a model holds; while it replaces itself, both together. Of a GPU only who has some."""
@@ -200,5 +204,5 @@ class Budget:
                     yield Measurement({"model": name, "version": version}, (reading,))
 
 
-def shown(size: int) -> str:
+def format_bytes(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

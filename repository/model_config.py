@@ -6,12 +6,12 @@ from pathlib import Path
 
 from ..core.model import ModelConfig
 from ..core.tensor import TensorSpec
-from .config_defaults import normalise
-from .config_io import Config, datatype_of, from_fields, to_fields
-from .label_files import read_labels
+from .config_defaults import fill_defaults
+from .config_io import ConfigMessage, config_from_json, config_to_json, v2_datatype
+from .label_files import read_label_files
 
 
-def model_config(config: Config, version: str, directory: Path | None = None) -> ModelConfig:
+def to_model_config(config: ConfigMessage, version: str, directory: Path | None = None) -> ModelConfig:
     """Of a whole config; labels come from the model's `directory`.
 
     Raises:
@@ -28,16 +28,16 @@ def model_config(config: Config, version: str, directory: Path | None = None) ->
         outputs=tuple(_spec(tensor) for tensor in config.output),
         parameters={key: config.parameters[key].string_value for key in sorted(config.parameters)},
         created=int(time.time()),
-        document=to_fields(config),
-        labels={} if directory is None else read_labels(config, directory),
+        document=config_to_json(config),
+        labels={} if directory is None else read_label_files(config, directory),
     )
 
 
-def described(model: ModelConfig, config: Config) -> ModelConfig:
+def with_config_defaults(model: ModelConfig, config: ConfigMessage) -> ModelConfig:
     """A model that makes its own config, as `config` has what it lacks and the model knows better."""
     if model.document:
         return model
-    whole = from_fields(to_fields(config))
+    whole = config_from_json(config_to_json(config))
     whole.name, whole.backend, whole.max_batch_size = model.name, model.backend, model.max_batch_size
     whole.model_transaction_policy.decoupled = model.decoupled
     for specs, tensors in ((model.inputs, whole.input), (model.outputs, whole.output)):
@@ -46,12 +46,12 @@ def described(model: ModelConfig, config: Config) -> ModelConfig:
             tensor = tensors.add(name=spec.name, data_type=_type(spec.datatype), dims=spec.dims)
             if spec.optional:
                 tensor.optional = True
-    normalise(whole, ())
-    return replace(model, document=to_fields(whole))
+    fill_defaults(whole, ())
+    return replace(model, document=config_to_json(whole))
 
 
-def _spec(tensor: Config, optional: bool = False) -> TensorSpec:
-    return TensorSpec(tensor.name, datatype_of(tensor), tuple(tensor.dims), optional)
+def _spec(tensor: ConfigMessage, optional: bool = False) -> TensorSpec:
+    return TensorSpec(tensor.name, v2_datatype(tensor), tuple(tensor.dims), optional)
 
 
 def _type(datatype: str) -> int:

@@ -8,22 +8,22 @@ from typing import Protocol
 
 from ..core.errors import CharoniaError, Internal, InvalidArgument, NotFound, Unavailable
 from ..processes.scratch import ScratchDirectory
-from .catalog import Catalog
-from .config_io import parse_override
-from .lifecycle import Lifecycle, LoadFailure
-from .model_registry import Registry
+from .catalog import RepositoryCatalog
+from .config_io import parse_config_override
+from .lifecycle import LoadFailure, ModelLifecycle
+from .model_registry import ModelRegistry
 from .model_source import ModelSource
 
 log = logging.getLogger(__name__)
 
-_LONGEST_NAME = 255
+_MAX_NAME_BYTES = 255
 """Bytes of a file's name, on every file system that matters."""
 
-_DEEPEST = 64
+_MAX_FOLDER_DEPTH = 64
 """Folders around a file that came with a load."""
 
 
-class Control(Protocol):
+class ModelControl(Protocol):
     """What requests may change."""
 
     def names(self) -> list[str]:
@@ -34,7 +34,7 @@ class Control(Protocol):
     async def unload(self, name: str) -> None: ...
 
 
-class Fixed:
+class NoModelControl:
     """Requests change nothing: modes none and poll."""
 
     def names(self) -> list[str]:
@@ -47,10 +47,10 @@ class Fixed:
         raise Unavailable("explicit model load / unload is not allowed if polling is enabled")
 
 
-class Explicit:
+class ExplicitModelControl:
     """Requests decide."""
 
-    def __init__(self, catalog: Catalog, registry: Registry, lifecycle: Lifecycle) -> None:
+    def __init__(self, catalog: RepositoryCatalog, registry: ModelRegistry, lifecycle: ModelLifecycle) -> None:
         self._catalog = catalog
         self._registry = registry
         self._lifecycle = lifecycle
@@ -97,10 +97,10 @@ class Explicit:
     ) -> tuple[ModelSource, Callable[[], None]]:
         if files and config is None:
             raise InvalidArgument("Load parameter 'config' must be specified for model file override")
-        override = None if config is None else parse_override(config)
+        override = None if config is None else parse_config_override(config)
         if not files:
             return await self._lifecycle.aside(self._catalog.read, name, override), lambda: None
-        scratch, directory = await self._lifecycle.aside(_write, name, files)
+        scratch, directory = await self._lifecycle.aside(_write_uploaded_files, name, files)
         try:
             return await self._lifecycle.aside(self._catalog.read, name, override, directory), scratch.close
         except BaseException:
@@ -121,12 +121,12 @@ def _check_name(name: str) -> None:
         raise InvalidArgument("Model name cannot be empty. Please enter a valid name to deploy.")
     if name in (".", "..") or any(part in name for part in ("/", "\\", "..", "\0")):
         raise InvalidArgument(f"invalid model name '{name}', model name must not contain path traversal characters")
-    if len(name.encode(errors="surrogatepass")) > _LONGEST_NAME:
-        message = f"invalid model name '{name[:32]}...', a folder's name has at most {_LONGEST_NAME} bytes"
+    if len(name.encode(errors="surrogatepass")) > _MAX_NAME_BYTES:
+        message = f"invalid model name '{name[:32]}...', a folder's name has at most {_MAX_NAME_BYTES} bytes"
         raise InvalidArgument(message)
 
 
-def _write(name: str, files: Mapping[str, bytes]) -> tuple[ScratchDirectory, Path]:
+def _write_uploaded_files(name: str, files: Mapping[str, bytes]) -> tuple[ScratchDirectory, Path]:
     """A directory of the model with these files, in a scratch directory of its own."""
     with ExitStack() as unless_written:
         try:
@@ -149,8 +149,10 @@ def _check_path(path: str) -> None:
     parts: list[str] = []
     for part in PurePosixPath(path).parts:
         parts = parts[:-1] if part == ".." and parts and parts[-1] != ".." else [*parts, part]
-    if len(parts) > _DEEPEST:
-        raise InvalidArgument(f"Invalid file parameter '{path[:64]}...': it is in more than {_DEEPEST} folders")
+    if len(parts) > _MAX_FOLDER_DEPTH:
+        raise InvalidArgument(
+            f"Invalid file parameter '{path[:64]}...': it is in more than {_MAX_FOLDER_DEPTH} folders"
+        )
     if not parts or parts[0] in ("..", "/"):
         normalised = "/".join(parts)
         raise InvalidArgument(

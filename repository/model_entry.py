@@ -5,23 +5,23 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from ..core.gateway import IndexEntry, State
+from ..core.gateway import ModelState, RepositoryIndexEntry
 from ..core.metrics import Labels, Measurement, Reading
 from ..core.model import MeasuredModel, Model, ModelConfig, TextModel
 from ..core.statistics import ModelStatistics
-from .in_flight import Tally
+from .in_flight import InFlightCounter
 
 UNLOADED = "unloaded"
 
 
 @dataclass(slots=True)
-class Serving:
+class LoadedModel:
     """A loaded model. `text` and `measured` are the same model, if it can do that; `tally` counts its requests;
     `release` frees what it was made from, once it is unloaded. `mark`: what it was made from."""
 
     model: Model
     config: ModelConfig
-    tally: Tally
+    tally: InFlightCounter
     load_seconds: float = 0.0
     mark: Hashable = None
     release: Callable[[], None] = lambda: None
@@ -38,35 +38,37 @@ class Serving:
 
 
 @dataclass(slots=True)
-class Version:
+class ModelVersion:
     """A version that was asked for. `serving` is there while it is served; `state` and `reason` say why it is not.
     `superseded`: what served it a moment ago, for requests that were told so and are still being read."""
 
     number: str
-    serving: Serving | None = None
-    superseded: Serving | None = None
-    state: State = State.UNAVAILABLE
+    serving: LoadedModel | None = None
+    superseded: LoadedModel | None = None
+    state: ModelState = ModelState.UNAVAILABLE
     reason: str = ""
 
     @property
     def ready(self) -> bool:
         return self.serving is not None and self.serving.ready
 
-    def shown(self, name: str) -> IndexEntry:
+    def shown(self, name: str) -> RepositoryIndexEntry:
         if self.serving is None:
-            return IndexEntry(name, self.number, self.state, self.reason)
-        return IndexEntry(name, self.number, State.READY if self.serving.ready else State.UNAVAILABLE, self.reason)
+            return RepositoryIndexEntry(name, self.number, self.state, self.reason)
+        return RepositoryIndexEntry(
+            name, self.number, ModelState.READY if self.serving.ready else ModelState.UNAVAILABLE, self.reason
+        )
 
 
 @dataclass(slots=True)
-class Entry:
+class ModelEntry:
     """A known model. `wanted`: it is to be served; nobody waits for one that a user unloaded. `reason`: why there are
     no versions. `failures`: loads that failed, by version. `changing`: held while versions load, or wait for that, and
     while they are taken out of service."""
 
     name: str
-    versions: dict[str, Version] = field(default_factory=dict)
-    latest: Version | None = None
+    versions: dict[str, ModelVersion] = field(default_factory=dict)
+    latest: ModelVersion | None = None
     wanted: bool = True
     reason: str = ""
     failures: Counter[str] = field(default_factory=Counter)
@@ -79,19 +81,19 @@ class Entry:
         return bool(wanted) and all(version.ready for version in wanted)
 
     @property
-    def served(self) -> list[Version]:
+    def served(self) -> list[ModelVersion]:
         """Lowest first."""
         return [version for _, version in sorted(self.versions.items(), key=_number) if version.serving is not None]
 
-    def find(self, number: str = "") -> Version | None:
+    def find(self, number: str = "") -> ModelVersion | None:
         """That version, or without a number the latest that is served."""
         return self.versions.get(number) if number else self.latest
 
-    def version(self, number: str) -> Version:
+    def version(self, number: str) -> ModelVersion:
         """That one; from now on known."""
-        return self.versions.setdefault(number, Version(number))
+        return self.versions.setdefault(number, ModelVersion(number))
 
-    def publish(self, serving: Iterable[tuple[str, Serving]]) -> list[Serving]:
+    def publish(self, serving: Iterable[tuple[str, LoadedModel]]) -> list[LoadedModel]:
         """Serve these from now on and no others; those that are no longer served."""
         new = dict(serving)
         old = {version.number: version.serving for version in self.served if version.serving is not None}
@@ -99,7 +101,7 @@ class Entry:
             version = self.version(number)
             version.serving = new.get(number)
             version.superseded = old.get(number) if new and number not in new else None
-            version.state = State.READY if number in new else State.UNAVAILABLE
+            version.state = ModelState.READY if number in new else ModelState.UNAVAILABLE
             version.reason = "" if number in new else UNLOADED
         self.reason = ""
         self.latest = max((self.versions[number] for number in new), key=lambda one: int(one.number), default=None)
@@ -114,11 +116,11 @@ class Entry:
         for number in numbers:
             version = self.version(number)
             if version.serving is None:
-                version.state, version.reason = State.UNAVAILABLE, reason
+                version.state, version.reason = ModelState.UNAVAILABLE, reason
 
-    def index(self) -> list[IndexEntry]:
+    def index(self) -> list[RepositoryIndexEntry]:
         if not self.versions:
-            return [IndexEntry(self.name, "", State.UNAVAILABLE, self.reason)]
+            return [RepositoryIndexEntry(self.name, "", ModelState.UNAVAILABLE, self.reason)]
         return [version.shown(self.name) for _, version in sorted(self.versions.items(), key=_number)]
 
     def statistics(self, number: str = "") -> list[ModelStatistics]:
@@ -132,10 +134,10 @@ class Entry:
     def measure(self) -> Iterator[Measurement]:
         """Of a version that is not loaded, only that it is not."""
         for number in sorted({*self.versions, *self.failures}):
-            version = self.versions.get(number, Version(number))
+            version = self.versions.get(number, ModelVersion(number))
             yield Measurement(self.labels(number), tuple(self._readings(version)))
 
-    def _readings(self, version: Version) -> Iterator[Reading]:
+    def _readings(self, version: ModelVersion) -> Iterator[Reading]:
         yield Reading("charonia_model_ready", int(version.ready))
         yield Reading("charonia_model_load_failures_total", self.failures[version.number])
         if version.serving is not None:
@@ -150,5 +152,5 @@ class Entry:
         return {"model": self.name, "version": number, **{f"_{tag}": value for tag, value in tags.items()}}
 
 
-def _number(item: tuple[str, Version]) -> int:
+def _number(item: tuple[str, ModelVersion]) -> int:
     return int(item[0])

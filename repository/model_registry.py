@@ -3,36 +3,36 @@
 from collections.abc import Iterator
 
 from ..core.errors import InvalidArgument, NotFound, NotReady, Unavailable
-from ..core.gateway import IndexEntry
+from ..core.gateway import RepositoryIndexEntry
 from ..core.metrics import Labels, Measurement
-from ..core.request_context import current
+from ..core.request_context import current_request
 from ..core.statistics import ModelStatistics
-from .in_flight import Tally
-from .model_entry import Entry, Serving, Version
+from .in_flight import InFlightCounter
+from .model_entry import LoadedModel, ModelEntry, ModelVersion
 
 
-class Registry:
+class ModelRegistry:
     """`tally`: of all requests of all models."""
 
     def __init__(self) -> None:
-        self.entries: dict[str, Entry] = {}
-        self.tally = Tally()
+        self.entries: dict[str, ModelEntry] = {}
+        self.tally = InFlightCounter()
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> ModelEntry:
         """That model; from now on known."""
-        return self.entries.setdefault(name, Entry(name))
+        return self.entries.setdefault(name, ModelEntry(name))
 
     def ready(self) -> bool:
         """Every model that is wanted is."""
         return all(entry.ready for entry in self.entries.values() if entry.wanted)
 
-    def find(self, name: str, number: str = "") -> Version | None:
+    def find(self, name: str, number: str = "") -> ModelVersion | None:
         """That version, or the latest that is served, if any is; notes in the current request which it is for.
 
         Raises:
             NotFound: no such model, or version.
         """
-        entry, exchange = self.entries.get(name), current()
+        entry, exchange = self.entries.get(name), current_request()
         if exchange is not None:
             exchange.model, exchange.version, exchange.found = name, number, entry is not None
         if entry is None:
@@ -44,7 +44,7 @@ class Registry:
             exchange.version = version.number
         return version
 
-    def serving(self, name: str, number: str = "") -> Serving:
+    def serving(self, name: str, number: str = "") -> LoadedModel:
         """What serves that version, or the latest.
 
         Raises:
@@ -63,13 +63,13 @@ class Registry:
             raise NotReady(f"Request for unknown model: '{name}' is not at ready state: it is being loaded")
         raise NotFound(f"Request for unknown model: '{name}' has no available versions")
 
-    def counting(self, name: str, number: str) -> Serving | None:
+    def counting(self, name: str, number: str) -> LoadedModel | None:
         """What counts a request for that version; for one that is not there the latest does."""
         entry = self.entries.get(name)
         version = None if entry is None else entry.versions.get(number) or entry.latest
         return None if version is None else version.serving
 
-    def index(self) -> list[IndexEntry]:
+    def index(self) -> list[RepositoryIndexEntry]:
         return [shown for entry in self.entries.values() for shown in entry.index()]
 
     def statistics(self, name: str, number: str) -> list[ModelStatistics]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.errors import CharoniaError, InvalidArgument
-from .config_defaults import LANGUAGE_MODEL, checkpoint_backend, fill_backend, named
-from .config_io import FILES, Config, find_config, line_of, new_config, parse_file
-from .versions import almost_versions, chosen, versions_in
+from .config_defaults import LANGUAGE_MODEL_BACKEND, canonical_backend, detect_checkpoint_backend, fill_backend
+from .config_io import CONFIG_FILE_NAMES, ConfigMessage, find_config, line_of, new_config, parse_config_file
+from .versions import choose_versions, find_misnamed_versions, find_versions
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
@@ -32,7 +32,7 @@ class ModelSource:
     `directory`: the model's, and `file` its config, where there are any."""
 
     name: str
-    config: Config
+    config: ConfigMessage
     versions: tuple[VersionSource, ...]
     directory: Path | None = None
     file: Path | None = None
@@ -47,10 +47,10 @@ class ModelSource:
 
     def where(self, field: str) -> str:
         """ "file:line: " of a field of the config, as far as there is one."""
-        return where(self.file, field)
+        return config_position(self.file, field)
 
 
-def where(file: Path | None, field: str) -> str:
+def config_position(file: Path | None, field: str) -> str:
     """ "file:line: " of a field, as far as it is there."""
     if file is None or not file.is_file():
         return ""
@@ -58,33 +58,33 @@ def where(file: Path | None, field: str) -> str:
     return f"{file}:{line}: " if line else f"{file}: "
 
 
-def read_model(directory: Path, override: Config = None, config_name: str = "") -> ModelSource:
+def read_model(directory: Path, override: ConfigMessage = None, config_name: str = "") -> ModelSource:
     """One model directory; `override` stands in for its config.
 
     Raises:
         InvalidArgument: it cannot be a model; the message names file, line and field.
     """
     file = None if override is not None else find_config(directory, config_name)
-    config = override if override is not None else new_config() if file is None else parse_file(file)
+    config = override if override is not None else new_config() if file is None else parse_config_file(file)
     try:
-        _take_name(config, directory)
-        served = chosen(config, versions_in(directory), almost_versions(directory))
+        _set_name(config, directory)
+        served = choose_versions(config, find_versions(directory), find_misnamed_versions(directory))
         fill_backend(config, directory / str(served[0]))
     except InvalidArgument as error:
-        raise located(error, file) from None
+        raise with_config_position(error, file) from None
     once = object() if override is not None else None
-    versions = tuple(_version(directory, config, number, once) for number in served)
+    versions = tuple(_version_source(directory, config, number, once) for number in served)
     return ModelSource(directory.name, config, versions, directory, file)
 
 
-def located(error: CharoniaError, file: Path | None) -> CharoniaError:
+def with_config_position(error: CharoniaError, file: Path | None) -> CharoniaError:
     """The same error, saying where in the config its field is."""
     if not error.field or str(file) in error.message:
         return error
-    return type(error)(where(file, error.field) + error.message, field=error.field)
+    return type(error)(config_position(file, error.field) + error.message, field=error.field)
 
 
-def _take_name(config: Config, directory: Path) -> None:
+def _set_name(config: ConfigMessage, directory: Path) -> None:
     if config.name and config.name != directory.name:
         raise InvalidArgument(
             f"unexpected directory name '{directory.name}' for model '{config.name}', "
@@ -94,18 +94,18 @@ def _take_name(config: Config, directory: Path) -> None:
     config.name = directory.name
 
 
-def _version(directory: Path, config: Config, number: int, once: object) -> VersionSource:
+def _version_source(directory: Path, config: ConfigMessage, number: int, once: object) -> VersionSource:
     """With `once`, it is like no other."""
     path = directory / str(number)
     # What the config says stands in the mark itself.
     around = [entry for entry in directory.iterdir() if entry.name == "warmup" or entry.is_file()]
-    around = [entry for entry in around if entry.name not in FILES]
-    stamps = [stamp for entry in (path, *around) for stamp in stamps_of(entry)]
+    around = [entry for entry in around if entry.name not in CONFIG_FILE_NAMES]
+    stamps = [stamp for entry in (path, *around) for stamp in file_stamps(entry)]
     mark = (config.SerializeToString(deterministic=True), *stamps, once)
     return VersionSource(str(number), str(path), mark)
 
 
-def stamps_of(path: Path) -> list[tuple[str, int, int]]:
+def file_stamps(path: Path) -> list[tuple[str, int, int]]:
     """Of every file at or below it: name, time of change, size."""
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     return [(str(file), (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files]
@@ -118,14 +118,15 @@ def is_checkpoint(directory: Path) -> bool:
 
 def is_repository(directory: Path) -> bool:
     """Some folder in it has a config and is no checkpoint, or a numbered version."""
-    return any(_is_model(folder) for folder in directory.iterdir() if folder.is_dir())
+    return any(_is_model_folder(folder) for folder in directory.iterdir() if folder.is_dir())
 
 
-def _is_model(folder: Path) -> bool:
+def _is_model_folder(folder: Path) -> bool:
     if (folder / "config.pbtxt").is_file():
         return True
-    return bool(versions_in(folder)) and (
-        any(is_checkpoint(folder / str(version)) for version in versions_in(folder)) or find_config(folder) is not None
+    return bool(find_versions(folder)) and (
+        any(is_checkpoint(folder / str(version)) for version in find_versions(folder))
+        or find_config(folder) is not None
     )
 
 
@@ -139,7 +140,7 @@ def checkpoint_source(
         InvalidArgument: it is neither.
     """
     path = Path(model)
-    if not is_checkpoint(path) and path.is_dir() and _is_model(path):
+    if not is_checkpoint(path) and path.is_dir() and _is_model_folder(path):
         raise InvalidArgument(f"'{model}' is a model of a repository: give --model-repository {path.resolve().parent}")
     if model.startswith((".", "/", "~")) and not path.exists():  # the shell has put ~ in already, where it is a path
         raise InvalidArgument(f"there is no directory '{model}'")
@@ -150,7 +151,9 @@ def checkpoint_source(
         )
     config = new_config()
     config.name = name or (path if path.exists() else Path(model.partition("@")[0])).resolve().name
-    config.backend = named(backend) or (checkpoint_backend(path) if path.exists() else LANGUAGE_MODEL)
+    config.backend = canonical_backend(backend) or (
+        detect_checkpoint_backend(path) if path.exists() else LANGUAGE_MODEL_BACKEND
+    )
     for key, value in (parameters or {}).items():
         config.parameters[key].string_value = value
     checkpoint = str(path.resolve()) if path.exists() else model

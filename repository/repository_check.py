@@ -11,16 +11,16 @@ from pathlib import Path
 
 from ..cli.repository_options import CheckOptions
 from ..core.errors import CharoniaError, InvalidArgument
-from .builder import BackendSettings, Builder
-from .catalog import Catalog
-from .lifecycle import silent
-from .memory_budget import Budget, Memory
-from .model_source import ModelSource, is_checkpoint, located
-from .unsupported_fields import idle_fields, idleness
+from .builder import BackendSettings, ModelBuilder
+from .catalog import RepositoryCatalog
+from .lifecycle import ignore_progress
+from .memory_budget import DeviceMemory, MemoryBudget
+from .model_source import ModelSource, is_checkpoint, with_config_position
+from .unsupported_fields import ignored_field_message, ignored_fields
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckFinding:
     """`error`: the model would not load; else it would, `text` says how or what it would leave out."""
 
     model: str
@@ -28,7 +28,7 @@ class Finding:
     error: bool = False
 
 
-def report(repository: Path, options: CheckOptions) -> int:
+def print_check_report(repository: Path, options: CheckOptions) -> int:
     """Print what there is to say; the exit status.
 
     Raises:
@@ -36,8 +36,10 @@ def report(repository: Path, options: CheckOptions) -> int:
     """
     backends = BackendSettings.parse(options.backend_config)
     # Where it will be served there may be more memory than here.
-    builder = Builder(backends, not options.disable_auto_complete_config, Budget(Memory(lambda: sys.maxsize)))
-    catalog = Catalog([repository], config_name=options.model_config_name)
+    builder = ModelBuilder(
+        backends, not options.disable_auto_complete_config, MemoryBudget(DeviceMemory(lambda: sys.maxsize))
+    )
+    catalog = RepositoryCatalog([repository], config_name=options.model_config_name)
     if not catalog.names():
         raise InvalidArgument(_nothing(repository))
     status = 0
@@ -53,27 +55,27 @@ def _nothing(repository: Path) -> str:
     return f"nothing to check: model repository '{repository}' has no folders"
 
 
-def check_repository(catalog: Catalog, builder: Builder) -> Iterator[Finding]:
+def check_repository(catalog: RepositoryCatalog, builder: ModelBuilder) -> Iterator[CheckFinding]:
     """Every model in its turn: what is wrong, or what would be served."""
     for name in catalog.names():
         try:
             source = catalog.read(name)
             yield from _check(source, builder)
         except CharoniaError as error:
-            yield Finding(name, error.message, error=True)
+            yield CheckFinding(name, error.message, error=True)
 
 
-def _check(source: ModelSource, builder: Builder) -> Iterator[Finding]:
+def _check(source: ModelSource, builder: ModelBuilder) -> Iterator[CheckFinding]:
     notes, made = [], []
     for version in source.versions:
         try:
             recipe = builder.recipe(source, version)
-            made.append(recipe.make(silent).config.document)
+            made.append(recipe.make(ignore_progress).config.document)
             notes.append(recipe.examine())
             recipe.release()
         except CharoniaError as error:
-            raise located(error, source.file) from None
-    for path in idle_fields(source.config, made=made):
-        yield Finding(source.name, f"{source.where(path)}{idleness(path)}")
+            raise with_config_position(error, source.file) from None
+    for path in ignored_fields(source.config, made=made):
+        yield CheckFinding(source.name, f"{source.where(path)}{ignored_field_message(path)}")
     numbers = ", ".join(version.number for version in source.versions)
-    yield Finding(source.name, "; ".join([f"good: {source.backend}, version {numbers}", *filter(None, notes)]))
+    yield CheckFinding(source.name, "; ".join([f"good: {source.backend}, version {numbers}", *filter(None, notes)]))

@@ -10,10 +10,12 @@ from ..core.model import ModelConfig
 from ..core.request import InferRequest
 from ..core.tensor import Tensor, TensorSpec
 
-_NOTE = "NOTE: with a non-zero max_batch_size the first dimension is the batch, which the dims of a config leave out."
+_BATCH_NOTE = (
+    "NOTE: with a non-zero max_batch_size the first dimension is the batch, which the dims of a config leave out."
+)
 
 
-def check(config: ModelConfig, request: InferRequest) -> None:
+def validate_request(config: ModelConfig, request: InferRequest) -> None:
     """Raises `InvalidArgument` for the first thing that does not fit."""
     given, batched = request.inputs, config.max_batch_size > 0
     if request.outputs:
@@ -35,18 +37,18 @@ def _check_batch(config: ModelConfig, request: InferRequest) -> None:
     for name, tensor in request.inputs.items():
         if not tensor.shape:
             message = f"input '{name}' has no shape but model requires batch dimension for '{config.name}'"
-            raise _refused(request, message, name)
+            raise _invalid(request, message, name)
         if size is not None and tensor.shape[0] != size:
             message = f"input '{name}' batch size does not match other inputs for '{config.name}'"
-            raise _refused(request, message, name)
+            raise _invalid(request, message, name)
         size = tensor.shape[0]
         if not 1 <= size <= config.max_batch_size:
             bound = ">= 1" if size < 1 else f"<= {config.max_batch_size}"
-            raise _refused(request, f"inference request batch-size must be {bound} for '{config.name}'", name)
+            raise _invalid(request, f"inference request batch-size must be {bound} for '{config.name}'", name)
 
 
-def _refused(request: InferRequest, message: str, field: str) -> InvalidArgument:
-    return InvalidArgument(f"{_prefix(request)}{message}", field=field)
+def _invalid(request: InferRequest, message: str, field: str) -> InvalidArgument:
+    return InvalidArgument(f"{_id_prefix(request)}{message}", field=field)
 
 
 def _check_outputs(config: ModelConfig, request: InferRequest) -> None:
@@ -70,8 +72,8 @@ def _check_count(config: ModelConfig, request: InferRequest) -> None:
     total, required = len(config.inputs), sum(not spec.optional for spec in config.inputs)
     expected = f"{total} inputs" if total == required else f"number of inputs between {required} and {total}"
     raise InvalidArgument(
-        f"{_prefix(request)}expected {expected} but got {len(request.inputs)} inputs for model '{config.name}'. "
-        f"Got input(s) [{_names(request.inputs)}], but missing required input(s) [{_names(missing)}]. "
+        f"{_id_prefix(request)}expected {expected} but got {len(request.inputs)} inputs for model '{config.name}'. "
+        f"Got input(s) [{_quoted_names(request.inputs)}], but missing required input(s) [{_quoted_names(missing)}]. "
         "Please provide all required input(s).",
         field=missing[0],
     )
@@ -83,15 +85,15 @@ def _check_tensor(config: ModelConfig, spec: TensorSpec, tensor: Tensor, request
             f"inference input '{spec.name}' data-type is '{tensor.datatype}', "
             f"but model '{config.name}' expects '{spec.datatype}'"
         )
-        raise _refused(request, message, spec.name)
+        raise _invalid(request, message, spec.name)
     batched = config.max_batch_size > 0
     if not _fits(tensor.shape[1:] if batched else tensor.shape, spec.dims):
         expected = (-1, *spec.dims) if batched else spec.dims
         message = (
             f"unexpected shape for input '{spec.name}' for model '{config.name}'. "
-            f"Expected {_dims(expected)}, got {_dims(tensor.shape)}. {_NOTE if batched else ''}"
+            f"Expected {_format_dims(expected)}, got {_format_dims(tensor.shape)}. {_BATCH_NOTE if batched else ''}"
         )
-        raise _refused(request, message, spec.name)
+        raise _invalid(request, message, spec.name)
 
 
 def _fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
@@ -100,13 +102,13 @@ def _fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
     return len(shape) == len(dims) and all(dim in (-1, size) for size, dim in zip(shape, dims, strict=True))
 
 
-def _prefix(request: InferRequest) -> str:
+def _id_prefix(request: InferRequest) -> str:
     return f"[request id: {request.id or '<id_unknown>'}] "
 
 
-def _names(names: Iterable[str]) -> str:
+def _quoted_names(names: Iterable[str]) -> str:
     return ",".join(f"'{name}'" for name in names)
 
 
-def _dims(dims: tuple[int, ...]) -> str:
+def _format_dims(dims: tuple[int, ...]) -> str:
     return f"[{','.join(map(str, dims))}]"

@@ -16,14 +16,14 @@ from ..core.errors import InvalidArgument, Unsupported
 from ..core.request import InferRequest, InferResponse
 from ..core.tensor import Tensor
 
-_BESIDE = 512
+_ENTRY_OVERHEAD = 512
 """Bytes that an answer takes beside its tensors, about."""
 
-_OF_THE_QUEUE = ("priority", "timeout")
+_QUEUE_PARAMETERS = ("priority", "timeout")
 """Parameters that change when a question is answered, and not how."""
 
 
-class _Kept(NamedTuple):
+class _CachedResponse(NamedTuple):
     """`size`: bytes that it takes."""
 
     answer: InferResponse
@@ -36,7 +36,7 @@ class ResponseCache:
     def __init__(self, size: int) -> None:
         self.size = size
         self.used = 0
-        self._answers: OrderedDict[tuple[Hashable, bytes], _Kept] = OrderedDict()
+        self._answers: OrderedDict[tuple[Hashable, bytes], _CachedResponse] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._answers)
@@ -55,13 +55,13 @@ class ResponseCache:
 
     def keep(self, owner: Hashable, question: bytes, answer: InferResponse) -> None:
         """A copy of it: what it was made from may change. One that is larger than all there is, is not kept."""
-        size = _BESIDE + sum(_bytes(tensor.data) for tensor in answer.outputs)
+        size = _ENTRY_OVERHEAD + sum(_tensor_bytes(tensor.data) for tensor in answer.outputs)
         if size > self.size or (owner, question) in self._answers:
             return
         while self.used + size > self.size:
             self._drop(next(iter(self._answers)))
-        outputs = tuple(msgspec.structs.replace(tensor, data=_copied(tensor.data)) for tensor in answer.outputs)
-        self._answers[owner, question] = _Kept(msgspec.structs.replace(answer, outputs=outputs), size)
+        outputs = tuple(msgspec.structs.replace(tensor, data=_read_only_copy(tensor.data)) for tensor in answer.outputs)
+        self._answers[owner, question] = _CachedResponse(msgspec.structs.replace(answer, outputs=outputs), size)
         self.used += size
 
     def forget(self, owner: Hashable) -> None:
@@ -77,39 +77,39 @@ class ResponseCache:
         assert self.used == sum(kept.size for kept in self._answers.values()) <= self.size
 
 
-def question_of(request: InferRequest) -> bytes:
+def cache_key(request: InferRequest) -> bytes:
     """What a model's answer depends on: inputs with types and shapes, which outputs are wanted, and parameters. Triton
     looks at the inputs' names and bytes alone. The tenant parts it, too: how quickly an answer comes would tell one
     tenant what another asked."""
     digest = blake2b(digest_size=32)
-    told = {key: value for key, value in request.parameters.items() if key not in _OF_THE_QUEUE}
+    told = {key: value for key, value in request.parameters.items() if key not in _QUEUE_PARAMETERS}
     tensors = [request.inputs[name] for name in sorted(request.inputs)]
     outline = [(tensor.name, tensor.datatype, tensor.shape) for tensor in tensors]
     wanted = None if request.outputs is None else sorted(request.outputs)
     digest.update(msgspec.msgpack.encode((request.tenant, outline, wanted, sorted(told.items()))))
     for tensor in tensors:
-        _digest(tensor, digest)
+        _hash_tensor(tensor, digest)
     return digest.digest()
 
 
-def _digest(tensor: Tensor, digest: Any) -> None:
+def _hash_tensor(tensor: Tensor, digest: Any) -> None:
     if tensor.datatype == "BYTES":
         digest.update(msgspec.msgpack.encode(tensor.data.ravel().tolist()))
     else:
         digest.update(np.ascontiguousarray(tensor.data).data)
 
 
-def _bytes(data: NDArray[Any]) -> int:
+def _tensor_bytes(data: NDArray[Any]) -> int:
     return data.nbytes + (sum(map(len, data.ravel())) if data.dtype.hasobject else 0)
 
 
-def _copied(data: NDArray[Any]) -> NDArray[Any]:
+def _read_only_copy(data: NDArray[Any]) -> NDArray[Any]:
     copy = data.copy()
     copy.flags.writeable = False
     return copy
 
 
-def read_cache_config(words: Iterable[str]) -> ResponseCache | None:
+def parse_cache_config(words: Iterable[str]) -> ResponseCache | None:
     """What the flag says, each time it is given: `local,size=<bytes>`; without it there is no cache.
 
     Raises:

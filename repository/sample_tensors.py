@@ -8,15 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import InvalidArgument
-from ..core.tensor import MOST_BYTES, NUMPY_TYPES, Tensor, blank, small_enough
-from .config_io import Config, datatype_of
-from .label_files import inside
+from ..core.tensor import MAX_CONFIG_TENSOR_BYTES, NUMPY_TYPES, Tensor, is_config_tensor_size_allowed, zero_array
+from .config_io import ConfigMessage, v2_datatype
+from .label_files import path_within
 
 
-class Sample(NamedTuple):
+class SampleTensor(NamedTuple):
     """A message with `data_type`, `dims` and one of some ways to the data. Errors call it `of`, its place `field`."""
 
-    given: Config
+    given: ConfigMessage
     of: str
     field: str
 
@@ -31,36 +31,36 @@ class Sample(NamedTuple):
             raise InvalidArgument(message, field=f"{self.field}.dims")
         if self.given.data_type == 0:
             raise InvalidArgument(f"{self.of} must specify 'data_type'", field=f"{self.field}.data_type")
-        datatype, shape = datatype_of(self.given), (*batch, *self.given.dims)
-        if not small_enough(datatype, shape):
-            message = f"{self.of} must have at most 64 dimensions and {MOST_BYTES} bytes, got shape {list(shape)}"
-            raise InvalidArgument(message, field=f"{self.field}.dims")
+        datatype, shape = v2_datatype(self.given), (*batch, *self.given.dims)
+        if not is_config_tensor_size_allowed(datatype, shape):
+            limits = f"at most 64 dimensions and {MAX_CONFIG_TENSOR_BYTES} bytes"
+            raise InvalidArgument(f"{self.of} must have {limits}, got shape {list(shape)}", field=f"{self.field}.dims")
         return Tensor(name, datatype, shape, self._data(datatype, shape, files))
 
     def _data(self, datatype: str, shape: tuple[int, ...], files: Path) -> NDArray[Any]:
         [ways] = self.given.DESCRIPTOR.oneofs
         match self.given.WhichOneof(ways.name):
             case "zero_data":
-                return _zeros(datatype, shape)
+                return _zero_data(datatype, shape)
             case "random_data":
-                return _random(datatype, shape)
+                return _random_data(datatype, shape)
             case "data_file" | "input_data_file" as way:
-                file = inside(files.parent, f"{files.name}/{getattr(self.given, way)}")
-                return _from_file(datatype, shape, file, self.of)
+                file = path_within(files.parent, f"{files.name}/{getattr(self.given, way)}")
+                return _file_data(datatype, shape, file, self.of)
         *others, last = (way.name for way in ways.fields)
         raise InvalidArgument(f"{self.of} must have one of {', '.join(others)} and {last}", field=self.field)
 
 
-def _zeros(datatype: str, shape: tuple[int, ...]) -> NDArray[Any]:
-    return blank(shape, np.dtype(NUMPY_TYPES[datatype]))
+def _zero_data(datatype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    return zero_array(shape, np.dtype(NUMPY_TYPES[datatype]))
 
 
-def _random(datatype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+def _random_data(datatype: str, shape: tuple[int, ...]) -> NDArray[Any]:
     """Of strings, empty ones, as Triton has it; of floats numbers from 0 to 1, of integers small ones."""
     generator = np.random.default_rng(0)
     dtype = np.dtype(NUMPY_TYPES[datatype])
     if datatype == "BYTES":
-        return _zeros(datatype, shape)
+        return _zero_data(datatype, shape)
     if datatype == "BF16":
         return (generator.random(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
     if dtype.kind == "f":
@@ -68,7 +68,7 @@ def _random(datatype: str, shape: tuple[int, ...]) -> NDArray[Any]:
     return generator.integers(0, 2 if datatype == "BOOL" else 100, shape).astype(dtype)
 
 
-def _from_file(datatype: str, shape: tuple[int, ...], file: Path, of: str) -> NDArray[Any]:
+def _file_data(datatype: str, shape: tuple[int, ...], file: Path, of: str) -> NDArray[Any]:
     """Raw elements in the machine's order; of strings each after its length in 4 bytes."""
     try:
         raw = file.read_bytes()

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 from ..processes import gc_tuning
-from ..processes.host import give_back_memory
+from ..processes.host import release_free_memory
 
 
-class Shared:
+class SharedRelease:
     """What several versions are made from: released once, when the last of them has gone."""
 
     def __init__(self, release: Callable[[], None]) -> None:
@@ -23,7 +23,7 @@ class Shared:
             self._release()
 
 
-def both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+def release_both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
     """One after the other."""
 
     def release() -> None:
@@ -33,7 +33,7 @@ def both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], 
     return release
 
 
-def return_memory() -> None:
+def return_freed_memory() -> None:
     """To the system, what a model held, cycles included."""
-    gc_tuning.collect()
-    give_back_memory()
+    gc_tuning.collect_and_freeze()
+    release_free_memory()

@@ -6,9 +6,9 @@ Knows nothing of how a backend computes; parameters are each backend's own busin
 from collections.abc import Iterator, Sequence
 
 from ..core.errors import Unsupported
-from ..core.model import Document
-from .config_defaults import LANGUAGE_MODELS
-from .config_io import Config
+from ..core.model import ConfigDocument
+from .config_defaults import LANGUAGE_MODEL_BACKENDS
+from .config_io import ConfigMessage
 
 _REFUSED = {
     "model_repository_agents": "repository agents are not run",
@@ -16,19 +16,19 @@ _REFUSED = {
 }
 """What changes the answers, so that a model without it would be another."""
 
-_IDLE = ("runtime", "cc_model_filenames")
-_IDLE_OPTIMIZATION = ("priority", "cuda", "gather_kernel_buffer_threshold", "eager_batching")
-_OF_ONNX = ("graph", "execution_accelerators")
+_IGNORED = ("runtime", "cc_model_filenames")
+_IGNORED_OPTIMIZATION = ("priority", "cuda", "gather_kernel_buffer_threshold", "eager_batching")
+_ONNX_OPTIMIZATION = ("graph", "execution_accelerators")
 """Of `optimization`."""
 
-_STREAMING = ("repeat", "square")
+_DECOUPLED_BACKENDS = ("repeat", "square")
 """Backends of classic models that may make several responses to a request."""
 
 _DECOUPLED = "model_transaction_policy.decoupled"
-_IDLE_GROUP = ("rate_limiter", "profile", "host_policy", "secondary_devices")
-_IDLE_STATE = ("use_same_buffer_for_input_output", "use_growable_memory")
-_IDLE_TENSOR = ("is_shape_tensor", "is_non_linear_format_io")
-_OF_CLASSIC_MODELS = (
+_IGNORED_GROUP = ("rate_limiter", "profile", "host_policy", "secondary_devices")
+_IGNORED_STATE = ("use_same_buffer_for_input_output", "use_growable_memory")
+_IGNORED_TENSOR = ("is_shape_tensor", "is_non_linear_format_io")
+_CLASSIC_ONLY = (
     "max_batch_size",
     "input",
     "output",
@@ -44,53 +44,55 @@ _OF_CLASSIC_MODELS = (
 )
 
 
-def refuse_unserved(config: Config) -> None:
+def refuse_unsupported_fields(config: ConfigMessage) -> None:
     """Raises `Unsupported` for what cannot be left out."""
     for field, reason in _REFUSED.items():
         if config.HasField(field):
             raise Unsupported(f"model '{config.name}' has {field}: {reason} here", field=field)
-    if config.backend in LANGUAGE_MODELS and config.HasField("sequence_batching"):
+    if config.backend in LANGUAGE_MODEL_BACKENDS and config.HasField("sequence_batching"):
         message = f"model '{config.name}' has sequence_batching: language models keep no sequences between requests"
         raise Unsupported(message, field="sequence_batching")
 
 
-def caches(config: Config) -> bool:
+def is_response_cache_enabled(config: ConfigMessage) -> bool:
     """The model's answers may be kept, and are to be: it answers each request once, whatever it was asked before."""
     once = not config.model_transaction_policy.decoupled and not config.HasField("sequence_batching")
-    return bool(config.response_cache.enable) and once and config.backend not in LANGUAGE_MODELS
+    return bool(config.response_cache.enable) and once and config.backend not in LANGUAGE_MODEL_BACKENDS
 
 
-def idle_fields(config: Config, caching: bool = True, made: Sequence[Document] = ()) -> Iterator[str]:
+def ignored_fields(config: ConfigMessage, caching: bool = True, made: Sequence[ConfigDocument] = ()) -> Iterator[str]:
     """The fields of a config, as it was written, that have no effect; by their paths. `caching`: the server has a cache
     of responses. `made`: the whole configs of the versions, where some were made."""
-    yield from _set(config, _IDLE)
-    if config.response_cache.enable and not (caching and caches(config)):
+    yield from _fields_set(config, _IGNORED)
+    if config.response_cache.enable and not (caching and is_response_cache_enabled(config)):
         yield "response_cache"
-    if config.backend in LANGUAGE_MODELS:
-        yield from _set(config, _OF_CLASSIC_MODELS)
+    if config.backend in LANGUAGE_MODEL_BACKENDS:
+        yield from _fields_set(config, _CLASSIC_ONLY)
         return
-    if config.model_transaction_policy.decoupled and config.backend not in _STREAMING:
+    if config.model_transaction_policy.decoupled and config.backend not in _DECOUPLED_BACKENDS:
         yield _DECOUPLED
-    of_others = () if config.backend == "onnxruntime" else _OF_ONNX
-    yield from (f"optimization.{field}" for field in _set(config.optimization, (*_IDLE_OPTIMIZATION, *of_others)))
-    yield from () if of_others else _idle_accelerators(config, made)
+    of_others = () if config.backend == "onnxruntime" else _ONNX_OPTIMIZATION
+    yield from (
+        f"optimization.{field}" for field in _fields_set(config.optimization, (*_IGNORED_OPTIMIZATION, *of_others))
+    )
+    yield from () if of_others else _ignored_accelerators(config, made)
     for group in config.instance_group:
-        yield from (f"instance_group.{field}" for field in _set(group, _IDLE_GROUP))
+        yield from (f"instance_group.{field}" for field in _fields_set(group, _IGNORED_GROUP))
     for state in config.sequence_batching.state:
-        yield from (f"sequence_batching.state.{field}" for field in _set(state, _IDLE_STATE))
+        yield from (f"sequence_batching.state.{field}" for field in _fields_set(state, _IGNORED_STATE))
     for side, tensors in (("input", config.input), ("output", config.output)):
         for tensor in tensors:
-            yield from (f"{side}.{tensor.name}.{field}" for field in _set(tensor, _IDLE_TENSOR))
+            yield from (f"{side}.{tensor.name}.{field}" for field in _fields_set(tensor, _IGNORED_TENSOR))
 
 
-def idleness(path: str) -> str:
-    """What there is to say of a field that `idle_fields` found."""
+def ignored_field_message(path: str) -> str:
+    """What there is to say of a field that `ignored_fields` found."""
     if path == _DECOUPLED:
         return f"{path} makes no more of this backend's one response to a request; it may be asked for by streams alone"
     return f"{path} has no effect here"
 
 
-def _idle_accelerators(config: Config, made: Sequence[Document]) -> Iterator[str]:
+def _ignored_accelerators(config: ConfigMessage, made: Sequence[ConfigDocument]) -> Iterator[str]:
     kinds = {group["kind"] for document in made for group in document.get("instance_group", ())}
     accelerators = config.optimization.execution_accelerators
     if accelerators.gpu_execution_accelerator and kinds and "KIND_GPU" not in kinds:
@@ -99,6 +101,6 @@ def _idle_accelerators(config: Config, made: Sequence[Document]) -> Iterator[str
         yield "optimization.execution_accelerators.cpu_execution_accelerator"
 
 
-def _set(message: Config, fields: tuple[str, ...]) -> Iterator[str]:
+def _fields_set(message: ConfigMessage, fields: tuple[str, ...]) -> Iterator[str]:
     there = {field.name for field, _ in message.ListFields()}
     return (field for field in fields if field in there)

@@ -9,29 +9,29 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..core.errors import InvalidArgument
-from .config_io import Config
+from .config_io import ConfigMessage
 
 log = logging.getLogger(__name__)
 
 _VERSION = re.compile(r"[1-9][0-9]*")
-_ALMOST = re.compile(r"0[0-9]*")
+_MISNAMED_VERSION = re.compile(r"0[0-9]*")
 
 
-def versions_in(model: Path) -> list[int]:
+def find_versions(model: Path) -> list[int]:
     """The numbered folders, lowest first; anything else in a model's folder is no version."""
     if not model.is_dir():
         return []
     return sorted(int(entry.name) for entry in model.iterdir() if _VERSION.fullmatch(entry.name) and entry.is_dir())
 
 
-def almost_versions(model: Path) -> list[str]:
+def find_misnamed_versions(model: Path) -> list[str]:
     """The folders that somebody may take for versions: numbers that begin with 0."""
     if not model.is_dir():
         return []
-    return sorted(entry.name for entry in model.iterdir() if _ALMOST.fullmatch(entry.name) and entry.is_dir())
+    return sorted(entry.name for entry in model.iterdir() if _MISNAMED_VERSION.fullmatch(entry.name) and entry.is_dir())
 
 
-def chosen(config: Config, there: list[int], almost: Sequence[str] = ()) -> list[int]:
+def choose_versions(config: ConfigMessage, there: list[int], almost: Sequence[str] = ()) -> list[int]:
     """Those that the config's policy serves, lowest first; without a policy the latest. `almost`: folders that are no
     versions, though they look it.
 

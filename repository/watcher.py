@@ -10,15 +10,15 @@ from typing import Protocol
 
 from ..core.errors import AlreadyExists, CharoniaError
 from .backend_registry import OnProgress
-from .catalog import Catalog
-from .lifecycle import Lifecycle, LoadFailure, silent
-from .model_registry import Registry
+from .catalog import RepositoryCatalog
+from .lifecycle import LoadFailure, ModelLifecycle, ignore_progress
+from .model_registry import ModelRegistry
 from .model_source import ModelSource
 
 log = logging.getLogger(__name__)
 
 
-class Watcher(Protocol):
+class LoadListener(Protocol):
     """Sees models load."""
 
     def loading(self, name: str) -> OnProgress: ...
@@ -28,11 +28,11 @@ class Watcher(Protocol):
     def failed(self, name: str, reason: str) -> None: ...
 
 
-class Log:
+class LoadLogger:
     """A watcher that writes to the log."""
 
     def loading(self, name: str) -> OnProgress:
-        return silent
+        return ignore_progress
 
     def loaded(self, name: str, seconds: float) -> None:
         log.info("model '%s' is ready after %.2f s", name, seconds)
@@ -41,16 +41,16 @@ class Log:
         log.error("model '%s' failed to load: %s", name, reason)
 
 
-class Keeper:
+class RepositoryWatcher:
     """Loads what the catalog has. Remembers what each model was made from at the last try."""
 
-    def __init__(self, catalog: Catalog, registry: Registry, lifecycle: Lifecycle) -> None:
+    def __init__(self, catalog: RepositoryCatalog, registry: ModelRegistry, lifecycle: ModelLifecycle) -> None:
         self._catalog = catalog
         self._registry = registry
         self._lifecycle = lifecycle
         self._tried: dict[str, Hashable] = {}
 
-    async def start(self, names: Iterable[str], watcher: Watcher) -> bool:
+    async def start(self, names: Iterable[str], watcher: LoadListener) -> bool:
         """Load these; whether all of them did. One that fails leaves the others alone."""
         names = list(names)
         for name in names:
@@ -61,9 +61,9 @@ class Keeper:
         """Look for what changed, for ever."""
         while True:
             await asyncio.sleep(every)
-            await self.look(Log())
+            await self.look(LoadLogger())
 
-    async def look(self, watcher: Watcher) -> None:
+    async def look(self, watcher: LoadListener) -> None:
         """Load what is new or has changed, unload what has gone; nothing while a repository cannot be read, which may
         be back the next time."""
         if not await self._lifecycle.aside(self._catalog.readable):
@@ -74,7 +74,7 @@ class Keeper:
             del self._tried[name]
             await self._lifecycle.unload(name)
 
-    async def _load(self, names: Iterable[str], watcher: Watcher) -> bool:
+    async def _load(self, names: Iterable[str], watcher: LoadListener) -> bool:
         """Whether all of them loaded, or had nothing new."""
         found = [await self._read(name, watcher) for name in names]
         async with asyncio.TaskGroup() as group:
@@ -83,7 +83,7 @@ class Keeper:
             ]
         return all(load.result() for load in loads) and False not in found
 
-    async def _read(self, name: str, watcher: Watcher) -> ModelSource | bool:
+    async def _read(self, name: str, watcher: LoadListener) -> ModelSource | bool:
         """What to load; nothing if it is what was tried the last time, and then whether it can be read."""
         try:
             source = await self._lifecycle.aside(self._catalog.read, name)
@@ -99,12 +99,12 @@ class Keeper:
             return False
         return source if self._new(name, source.versions) else True
 
-    async def _try(self, source: ModelSource, watcher: Watcher) -> bool:
+    async def _try(self, source: ModelSource, watcher: LoadListener) -> bool:
         """Whether it loaded."""
         try:
             seconds = await self._lifecycle.load(source, watcher.loading(source.name))
         except (CharoniaError, LoadFailure) as error:
-            watcher.failed(source.name, reason(error))
+            watcher.failed(source.name, load_failure_reason(error))
             return False
         watcher.loaded(source.name, seconds)
         return True
@@ -115,7 +115,7 @@ class Keeper:
         return known is None or known != mark
 
 
-def reason(error: CharoniaError | LoadFailure) -> str:
+def load_failure_reason(error: CharoniaError | LoadFailure) -> str:
     """Why a model did not load, for people."""
     cause = error.cause if isinstance(error, LoadFailure) else error
     return cause.message if isinstance(cause, CharoniaError) else f"{type(cause).__name__}: {cause}"

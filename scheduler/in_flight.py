@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from .plan import IntArray, LongArray
-from .step_time import Work
+from .step_time import StepWork
 
 
-class Flight(NamedTuple):
+class InFlightStep(NamedTuple):
     """One plan. `ends` [R]: tokens of each of its `rows` [R] that are scheduled after it. `sampling`: rows that are to
     bring a token, in their order. `work`: what it computes."""
 
@@ -18,25 +18,25 @@ class Flight(NamedTuple):
     rows: LongArray
     ends: IntArray
     sampling: list[int]
-    work: Work
+    work: StepWork
 
 
-class Flights:
+class InFlightSteps:
     """Plans without a result, the oldest first."""
 
     def __init__(self) -> None:
-        self._line: deque[Flight] = deque()
+        self._line: deque[InFlightStep] = deque()
 
     def __len__(self) -> int:
         return len(self._line)
 
-    def __iter__(self) -> Iterator[Flight]:
+    def __iter__(self) -> Iterator[InFlightStep]:
         return iter(self._line)
 
-    def begin(self, flight: Flight) -> None:
+    def begin(self, flight: InFlightStep) -> None:
         self._line.append(flight)
 
-    def land(self, step: int) -> Flight:
+    def land(self, step: int) -> InFlightStep:
         """The oldest, which must be this step's.
 
         Raises:

@@ -6,14 +6,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.logprobs import Logprobs, Scores
+from ..core.logprobs import Logprobs, PromptLogprobs
 
 IntArray = NDArray[np.int32]
 LongArray = NDArray[np.int64]
 """What numpy makes of indices, and torch takes for them."""
 
 
-class Shaping(NamedTuple):
+class LogitsParams(NamedTuple):
     """How a row's logits are changed before a token is chosen; the defaults change nothing. Few rows have one.
 
     `repetition_penalty` counts prompt and output, `presence_penalty` and `frequency_penalty` the output alone. `bias`:
@@ -32,7 +32,7 @@ class Shaping(NamedTuple):
     allowed: tuple[int, ...] = ()
 
 
-class RowSampling(NamedTuple):
+class SamplerParams(NamedTuple):
     """How one row's tokens are chosen, every default resolved.
 
     `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off. The token at absolute position p of choice
@@ -46,7 +46,7 @@ class RowSampling(NamedTuple):
     seed: int = 0
     choice: int = 0
     min_p: float = 0.0
-    shaping: Shaping | None = None
+    shaping: LogitsParams | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -58,7 +58,7 @@ class NewSequence(NamedTuple):
     row: int
     tokens: IntArray
     computed: int
-    sampling: RowSampling
+    sampling: SamplerParams
     prompt: int = 0
 
 
@@ -105,7 +105,7 @@ class StepResult(NamedTuple):
     counts: IntArray
     tokens: IntArray
     logprobs: Sequence[Logprobs | None] = ()
-    scores: Sequence[tuple[int, Scores]] = ()
+    scores: Sequence[tuple[int, PromptLogprobs]] = ()
 
 
 class StepUpdates(NamedTuple):
@@ -122,4 +122,4 @@ class StepUpdates(NamedTuple):
     started: list[tuple[int, int]]
     finished: list[tuple[int, str]]
     logprobs: Sequence[Logprobs | None] = ()
-    scores: Sequence[tuple[int, Scores]] = ()
+    scores: Sequence[tuple[int, PromptLogprobs]] = ()

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.logprobs import Logprobs, Scores
-from .in_flight import Flight
+from ..core.logprobs import Logprobs, PromptLogprobs
+from .in_flight import InFlightStep
 from .plan import IntArray, StepResult
-from .rows import Rows
+from .rows import RowTable
 
 
-class Harvest(NamedTuple):
+class ProcessedResult(NamedTuple):
     """`counts[i]` new tokens for `rows[i]`, `tokens` their concatenation; rows without one are left out.
     `finished`: (row, finish reason). `logprobs`: as in StepResult. `scores`: (row, of the prompt's next tokens)."""
 
@@ -21,10 +21,10 @@ class Harvest(NamedTuple):
     tokens: list[int]
     finished: list[tuple[int, str]]
     logprobs: Sequence[Logprobs | None]
-    scores: Sequence[tuple[int, Scores]]
+    scores: Sequence[tuple[int, PromptLogprobs]]
 
 
-class _Brought(NamedTuple):
+class _RaggedTokens(NamedTuple):
     """`counts[i]` tokens for `rows[i]`; and, token by token, the row of each. `logprobs`: as in StepResult."""
 
     rows: list[int]
@@ -34,21 +34,21 @@ class _Brought(NamedTuple):
     logprobs: Sequence[Logprobs | None]
 
     @classmethod
-    def of(cls, result: StepResult) -> "_Brought":
+    def of(cls, result: StepResult) -> "_RaggedTokens":
         rows, counts, tokens = result.rows.tolist(), result.counts.tolist(), result.tokens.tolist()
         one_each = len(tokens) == len(rows) and 0 not in counts
         owners = rows if one_each else result.rows.repeat(result.counts).tolist()
         return cls(rows, counts, owners, tokens, result.logprobs)
 
-    def cut(self, kept: list[int]) -> "_Brought":
+    def cut(self, kept: list[int]) -> "_RaggedTokens":
         """Only the first `kept[i]` of each row's; rows without one are left out."""
         keeps = [at < kept[place] for place, count in enumerate(self.counts) for at in range(count)]
         rows, counts = list(compress(self.rows, kept)), [count for count in kept if count]
         owners, tokens = list(compress(self.owners, keeps)), list(compress(self.tokens, keeps))
-        return _Brought(rows, counts, owners, tokens, list(compress(self.logprobs, keeps)))
+        return _RaggedTokens(rows, counts, owners, tokens, list(compress(self.logprobs, keeps)))
 
 
-def harvest(rows: Rows, flight: Flight, result: StepResult) -> Harvest:
+def process_result(rows: RowTable, flight: InFlightStep, result: StepResult) -> ProcessedResult:
     """Take the tokens of `flight`'s result into the rows and settle their counters.
 
     Raises:
@@ -57,11 +57,11 @@ def harvest(rows: Rows, flight: Flight, result: StepResult) -> Harvest:
     places, kept = result.rows.astype(np.intp), result.counts
     known = rows.known[places]
     _check_offsets(rows, flight, result, known)
-    brought, finished = _Brought.of(result), list[tuple[int, str]]()
-    stopping = _stopping(rows, brought)
+    brought, finished = _RaggedTokens.of(result), list[tuple[int, str]]()
+    stopping = _find_stop_tokens(rows, brought)
     may_end = rows.spend(max(brought.counts, default=0))
     if may_end or stopping or rows.leaving or 0 in brought.counts:
-        kept, finished = _cut(rows, result, known, stopping)
+        kept, finished = _truncate_at_ends(rows, result, known, stopping)
         brought = brought.cut(kept.tolist())
     rows.known[places] = known + kept
     if may_end:
@@ -73,24 +73,24 @@ def harvest(rows: Rows, flight: Flight, result: StepResult) -> Harvest:
         _reconcile(rows, flight, result, kept)
     else:
         rows.computed[flight.rows] = flight.ends
-    scores = _scores(rows, result) if result.scores else ()
-    return Harvest(brought.rows, brought.counts, brought.tokens, finished, brought.logprobs, scores)
+    scores = _new_prompt_logprobs(rows, result) if result.scores else ()
+    return ProcessedResult(brought.rows, brought.counts, brought.tokens, finished, brought.logprobs, scores)
 
 
-def _check_offsets(rows: Rows, flight: Flight, result: StepResult, known: IntArray) -> None:
+def _check_offsets(rows: RowTable, flight: InFlightStep, result: StepResult, known: IntArray) -> None:
     """Lists are compared in a third of the time that numpy takes to say that all of two arrays is equal."""
     if result.offsets.tolist() != known.tolist() and (result.offsets != known)[~rows.ended[result.rows]].any():
         raise RuntimeError(f"step {flight.step}: a row's tokens do not begin where the known ones end")
 
 
-def _stopping(rows: Rows, brought: _Brought) -> list[int]:
+def _find_stop_tokens(rows: RowTable, brought: _RaggedTokens) -> list[int]:
     """Which tokens are stop tokens."""
     stops, ran = rows.stops, enumerate(zip(brought.owners, brought.tokens, strict=True))
     return [index for index, (row, token) in ran if token in stops[row]]
 
 
-def _cut(
-    rows: Rows, result: StepResult, known: IntArray, stopping: list[int]
+def _truncate_at_ends(
+    rows: RowTable, result: StepResult, known: IntArray, stopping: list[int]
 ) -> tuple[IntArray, list[tuple[int, str]]]:
     """How many tokens of each result row count; and rows that end with them, and why, stop tokens first. `stopping`:
     which tokens are some."""
@@ -109,13 +109,13 @@ def _cut(
     return kept, [(int(result.rows[place]), reason) for place, reason in finished]
 
 
-def _scores(rows: Rows, result: StepResult) -> list[tuple[int, Scores]]:
+def _new_prompt_logprobs(rows: RowTable, result: StepResult) -> list[tuple[int, PromptLogprobs]]:
     """What is new of the result's, of rows that still want it."""
     taken = [(row, rows.sequences[row].take(scores)) for row, scores in result.scores if not rows.ended[row]]
     return [(row, fresh) for row, fresh in taken if fresh]
 
 
-def _reconcile(rows: Rows, flight: Flight, result: StepResult, kept: IntArray) -> None:
+def _reconcile(rows: RowTable, flight: InFlightStep, result: StepResult, kept: IntArray) -> None:
     """Move the counters of all rows that ran, where not all brought what later plans count on.
 
     Plans made ahead expect one token a sample. A row that got another number is held until all of them are back, and

@@ -6,16 +6,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..kvcache.manager import BlockTable
-from .in_flight import Flights
+from .in_flight import InFlightSteps
 from .plan import IntArray
 from .sequence import Sequence
 
 BoolArray = NDArray[np.bool_]
 
-_MANY = 1 << 30
+_UNLIMITED = 1 << 30
 
 
-class Rows:
+class RowTable:
     """`size` rows over blocks of `block_size` tokens; a sequence keeps its row from admission until it ended or was
     preempted and nothing of it is in flight. Then row and blocks are free together, so a row in a late result always
     means whom it meant when planned.
@@ -61,11 +61,11 @@ class Rows:
         self.outputs: list[list[int]] = [[] for _ in range(size)]  # each is its sequence's own list
         self.sequences: dict[int, Sequence] = {}
         self.tables: dict[int, BlockTable] = {}
-        self.flights = Flights()
+        self.flights = InFlightSteps()
         self.behind: set[int] = set()
         self.held: set[int] = set()
         self.leaving: set[int] = set()
-        self.spare = _MANY
+        self.spare = _UNLIMITED
         self._free = list(range(size))  # a heap
 
     @property
@@ -113,7 +113,7 @@ class Rows:
     def measure_spare(self) -> None:
         """Of those whose last token came there is nothing to come."""
         room = (self.limit - self.known)[self.running]
-        self.spare = int(room[room > 0].min(initial=_MANY))
+        self.spare = int(room[room > 0].min(initial=_UNLIMITED))
 
     def catch_up(self, row: int) -> None:
         """It is sampled for the first time: from here on it decodes."""

@@ -1,18 +1,18 @@
 """Who comes into the running set and leaves it: row, blocks and place in line change together. Decides nothing."""
 
 from ..kvcache.manager import BlockTable, KVCacheManager
-from .rows import Rows
+from .rows import RowTable
 from .sequence import Sequence
-from .waiting_queue import WaitingLine
+from .waiting_queue import WaitingQueue
 
 
-class Stays:
+class RunningSet:
     """`closed`: rows left since the last plan. `started`: (key, prompt tokens found in the prefix cache) of those that
     came in for the first time since the last updates. `preemptions`, `prefix_queries`, `prefix_hits`: counted since
     `forget_totals`.
     """
 
-    def __init__(self, rows: Rows, cache: KVCacheManager, line: WaitingLine) -> None:
+    def __init__(self, rows: RowTable, cache: KVCacheManager, line: WaitingQueue) -> None:
         self.rows = rows
         self.cache = cache
         self.line = line

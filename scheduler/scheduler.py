@@ -13,16 +13,16 @@ from ..kvcache.manager import KVCacheManager
 from .config import SchedulerConfig
 from .fairness import Fairness
 from .plan import StepPlan, StepResult, StepUpdates
-from .prefill_budget import Pace
-from .result_processing import Harvest, harvest
-from .rows import Rows
-from .running_set import Stays
+from .prefill_budget import PrefillBudget
+from .result_processing import ProcessedResult, process_result
+from .rows import RowTable
+from .running_set import RunningSet
 from .sequence import Sequence, SequenceRequest
-from .step_packer import Packer
-from .validation import refuse_impossible
-from .waiting_queue import WaitingLine
+from .step_packer import StepPacker
+from .validation import check_can_ever_run
+from .waiting_queue import WaitingQueue
 
-CLASSES = 1 << 16
+PRIORITY_CLASSES = 1 << 16
 """Priorities are clipped to this many classes."""
 
 _CREDIT_STEPS = 16
@@ -47,12 +47,12 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
         self.config = config
         self._cache = cache
-        self._rows = Rows(config.max_num_seqs, cache.block_size)
+        self._rows = RowTable(config.max_num_seqs, cache.block_size)
         self._fairness = Fairness(config.ageing_steps, _CREDIT_STEPS * config.max_num_batched_tokens)
-        self._pace = Pace(None if config.target_step_ms is None else config.target_step_ms / 1e3)
-        self._line = WaitingLine(self._fairness, self._is_long)
-        self._stays = Stays(self._rows, cache, self._line)
-        self._packer = Packer(config, self._stays, self._fairness, self._pace)
+        self._pace = PrefillBudget(None if config.target_step_ms is None else config.target_step_ms / 1e3)
+        self._line = WaitingQueue(self._fairness, self._is_long)
+        self._stays = RunningSet(self._rows, cache, self._line)
+        self._packer = StepPacker(config, self._stays, self._fairness, self._pace)
         self._live: dict[int, Sequence] = {}
         self._flights = self._rows.flights
         self._step = 0
@@ -107,8 +107,8 @@ class Scheduler:
         """
         if request.key in self._live:
             raise InvalidArgument(f"sequence {request.key} is already being served")
-        refuse_impossible(request, self.config.max_model_len, self._cache)
-        priority = min(max(request.priority, 0), CLASSES - 1)
+        check_can_ever_run(request, self.config.max_model_len, self._cache)
+        priority = min(max(request.priority, 0), PRIORITY_CLASSES - 1)
         seniority = self._step + priority * self.config.ageing_steps
         rank = seniority + len(request.prompt) // self.config.turn_tokens
         slot = self._fairness.slot(request.tenant, request.weight)
@@ -169,7 +169,7 @@ class Scheduler:
         flight = self._flights.land(result.step)
         if seconds:
             self._pace.observe(flight.work, seconds)
-        gathered = harvest(self._rows, flight, result)
+        gathered = process_result(self._rows, flight, result)
         self._fairness.charge_outputs(self._rows.slot, gathered.rows, gathered.counts)
         self._commit()
         updates = self._updates(gathered)
@@ -178,7 +178,7 @@ class Scheduler:
         self._stays.release_landed()
         return updates
 
-    def _updates(self, gathered: Harvest) -> StepUpdates:
+    def _updates(self, gathered: ProcessedResult) -> StepUpdates:
         keys = self._rows.keys
         finished = [(keys[row], reason) for row, reason in gathered.finished]
         started, self._stays.started = self._stays.started, []

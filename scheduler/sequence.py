@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..core.logprobs import Scores
-from .plan import IntArray, RowSampling
+from ..core.logprobs import PromptLogprobs
+from .plan import IntArray, SamplerParams
 
-GREEDY = RowSampling()
+GREEDY = SamplerParams()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class SequenceRequest:
     prompt: IntArray
     max_tokens: int
     hashes: tuple[bytes, ...] | list[bytes] = ()
-    sampling: RowSampling = GREEDY
+    sampling: SamplerParams = GREEDY
     stop_token_ids: frozenset[int] = frozenset()
     priority: int = 0
     tenant: str = ""
@@ -84,12 +84,12 @@ class Sequence:
         return self.scored if self.lacks_scores else self.known
 
     @property
-    def sampling(self) -> RowSampling:
+    def sampling(self) -> SamplerParams:
         """What it still wants."""
         asked = self.request.sampling
         return asked if asked.prompt_logprobs is None or self.lacks_scores else asked._replace(prompt_logprobs=None)
 
-    def take(self, scores: Scores) -> Scores:
+    def take(self, scores: PromptLogprobs) -> PromptLogprobs:
         """Those of them that are new: after a preemption some come again.
 
         Raises:

@@ -5,16 +5,16 @@ from operator import mul
 
 import numpy as np
 
-from .in_flight import Flight
+from .in_flight import InFlightStep
 from .plan import IntArray, NewSequence, StepPlan
-from .rows import BoolArray, Rows
-from .step_time import Work
+from .rows import BoolArray, RowTable
+from .step_time import StepWork
 
 _NOBODY: IntArray = np.zeros(0, np.int32)
 _NO_PAIRS: IntArray = np.zeros((0, 2), np.int32)
 
 
-class Draft:
+class StepBuilder:
     """`counts` [rows]: tokens each row computes in this step, 0 for those outside; `left`: budget not spent; `work`:
     what it computes so far. It begins with what decoding rows compute.
 
@@ -22,14 +22,14 @@ class Draft:
     is `new` left enough blocks for the others, so it is never preempted in the same step.
     """
 
-    def __init__(self, rows: Rows, counts: IntArray, budget: int) -> None:
+    def __init__(self, rows: RowTable, counts: IntArray, budget: int) -> None:
         self._rows = rows
         self.counts = counts
         # Few numbers are summed sooner as Python's: cold, one sum of numpy's takes 20 microseconds.
         decoding = counts.nonzero()[0]
         given, starts = counts[decoding].tolist(), rows.scheduled[decoding].tolist()
         tokens = sum(given)
-        self.work = Work(tokens, sum(map(mul, given, starts)))
+        self.work = StepWork(tokens, sum(map(mul, given, starts)))
         self.left = budget - tokens
         self.grown: list[int] = []
         self.new: list[int] = []
@@ -52,7 +52,7 @@ class Draft:
             tokens, attended = tokens + sign * count, attended + sign * count * (start + count // 2)
         else:
             decoding, context = decoding + sign * count, context + sign * count * start
-        self.work = Work(decoding, context, tokens, attended)
+        self.work = StepWork(decoding, context, tokens, attended)
         self.left -= sign * count
 
     def end(self, row: int) -> int:
@@ -65,7 +65,7 @@ class Draft:
         rows = self._rows
         return rows.by_seniority((rows.scheduled + self.counts > rows.capacity).nonzero()[0])
 
-    def launch(self, step: int, closed: list[int]) -> tuple[StepPlan, Flight] | None:
+    def launch(self, step: int, closed: list[int]) -> tuple[StepPlan, InFlightStep] | None:
         """Write the step into the rows' counters; None when nothing runs (`closed` then waits for a plan that
         does)."""
         chosen = self.counts.nonzero()[0]
@@ -82,7 +82,7 @@ class Draft:
             rows.catch_up(row)
         leavers = np.array(closed, np.int32) if closed else _NOBODY
         plan = StepPlan(step, chosen.astype(np.int32), starts, counts, samples, appended, new, leavers, _NO_PAIRS)
-        return plan, Flight(step, chosen, ends, sampling, self.work)
+        return plan, InFlightStep(step, chosen, ends, sampling, self.work)
 
     def _newcomers(self) -> tuple[NewSequence, ...]:
         return tuple([self._newcomer(row) for row in self.new])

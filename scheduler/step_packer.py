@@ -1,7 +1,7 @@
 """What goes into one step: decoding rows first, then chunks of prompts, and blocks for all of them.
 
 Prompts are half-computed or waiting, alike. Short ones go first, and long ones have a part of the step that short ones
-cannot take: neither is stuck behind the other. Knows no results and no time but what `Pace` knows.
+cannot take: neither is stuck behind the other. Knows no results and no time but what `PrefillBudget` knows.
 """
 
 from typing import NamedTuple
@@ -11,19 +11,19 @@ import numpy as np
 from .config import SchedulerConfig
 from .fairness import Fairness
 from .plan import IntArray
-from .prefill_budget import Lane, Pace
+from .prefill_budget import PrefillBudget, PrefillLane
 from .rows import BoolArray
-from .running_set import Stays
+from .running_set import RunningSet
 from .sequence import Sequence
-from .step_builder import Draft
-from .step_time import Work
+from .step_builder import StepBuilder
+from .step_time import StepWork
 
-LEAST_GROUP = 8
+MIN_PIPELINE_GROUP = 8
 """Decoding rows that share a step of a pipeline in any case: what a step costs whoever is in it would be paid twice."""
 
 
-class Gap(NamedTuple):
-    """What a half-computed prompt still lacks, in the order of `Packer._fill`."""
+class PendingPrefill(NamedTuple):
+    """What a half-computed prompt still lacks, in the order of `StepPacker._fill`."""
 
     urgency: int
     served: float
@@ -33,10 +33,10 @@ class Gap(NamedTuple):
     tokens: int
 
 
-class Packer:
+class StepPacker:
     """Packs drafts; admits and preempts as it must."""
 
-    def __init__(self, config: SchedulerConfig, stays: Stays, fairness: Fairness, pace: Pace) -> None:
+    def __init__(self, config: SchedulerConfig, stays: RunningSet, fairness: Fairness, pace: PrefillBudget) -> None:
         self._config = config
         self._in_flight_cap = config.in_flight_per_sequence or config.ahead + 1
         self._groups = config.ahead + 1 if self._in_flight_cap == 1 else 1
@@ -47,13 +47,13 @@ class Packer:
         self._blocked: tuple[Sequence | None, int] = None, 0
         self._now = 0
 
-    def pack(self, step: int) -> Draft:
+    def pack(self, step: int) -> StepBuilder:
         """What step `step` computes."""
         self._now = step
         budget, counts = self._config.max_num_batched_tokens, self._decoding()
-        draft = Draft(self._rows, counts, budget)
+        draft = StepBuilder(self._rows, counts, budget)
         if draft.left < 0:
-            draft = Draft(self._rows, self._seniors(counts, budget), budget)
+            draft = StepBuilder(self._rows, self._seniors(counts, budget), budget)
         for row in draft.lacking:
             self._grow(draft, row)
         decoding = draft.work
@@ -92,13 +92,13 @@ class Packer:
         of all that decode: were they together, they would wait together, for one stage after the other."""
         rows = counts.nonzero()[0]
         decoding = self._rows.staying - len(self._rows.behind)
-        share = max(-(-decoding // self._groups), LEAST_GROUP)
+        share = max(-(-decoding // self._groups), MIN_PIPELINE_GROUP)
         if len(rows) > share:
             counts[self._rows.by_seniority(rows)[share:]] = 0
 
     # Prompts
 
-    def _close_gaps(self, draft: Draft, decoding: Work) -> None:
+    def _close_gaps(self, draft: StepBuilder, decoding: StepWork) -> None:
         """What remains of the budget goes to prompts, short ones first; but half of it is for long ones, if there are
         any and they can use it."""
         short, long = self._half_computed()
@@ -111,7 +111,7 @@ class Packer:
         lane.widen(draft.left)
         self._fill(draft, lane, short, long=False)
 
-    def _fill(self, draft: Draft, lane: Lane, gaps: list[Gap], long: bool) -> None:
+    def _fill(self, draft: StepBuilder, lane: PrefillLane, gaps: list[PendingPrefill], long: bool) -> None:
         """A lane's part of the step goes, of one tenant by rank, of several to the one of the most urgent class that
         was served least."""
         while draft.left and lane.open:
@@ -124,7 +124,7 @@ class Packer:
             else:
                 self._admit(draft, lane, waiting)
 
-    def _half_computed(self) -> tuple[list[Gap], list[Gap]]:
+    def _half_computed(self) -> tuple[list[PendingPrefill], list[PendingPrefill]]:
         """Of running sequences that never caught up, short prompts and long ones; the next one is the last here."""
         rows, behind = self._rows, np.array(sorted(self._rows.behind), np.int64)
         if self._crowded:
@@ -133,10 +133,12 @@ class Packer:
         ranks = rows.seniority[behind] + gaps // self._config.turn_tokens
         standings = self._fairness.standings(rows.slot[behind], rows.seniority[behind], self._now)
         columns = (*standings, ranks, rows.number[behind], behind, gaps)
-        ordered = sorted(map(Gap._make, zip(*(column.tolist() for column in columns), strict=True)), reverse=True)
+        ordered = sorted(
+            map(PendingPrefill._make, zip(*(column.tolist() for column in columns), strict=True)), reverse=True
+        )
         return [gap for gap in ordered if not rows.long[gap.row]], [gap for gap in ordered if rows.long[gap.row]]
 
-    def _precedes(self, gap: Gap, waiting: Sequence) -> bool:
+    def _precedes(self, gap: PendingPrefill, waiting: Sequence) -> bool:
         slot, seniority = int(self._rows.slot[gap.row]), int(self._rows.seniority[gap.row])
         if slot != waiting.slot and not self._line.is_seniors_turn:
             mine = self._fairness.standing(slot, seniority, self._now)
@@ -145,7 +147,7 @@ class Packer:
                 return mine < other
         return (gap.rank, gap.number) < (waiting.rank, waiting.number)
 
-    def _chunk(self, draft: Draft, lane: Lane, row: int, gap: int) -> None:
+    def _chunk(self, draft: StepBuilder, lane: PrefillLane, row: int, gap: int) -> None:
         if self._rows.running[row]:  # it may have been preempted a moment ago
             draft.add(row, lane.grant(gap, int(self._rows.scheduled[row]), draft.left))
             self._grow(draft, row)
@@ -153,7 +155,7 @@ class Packer:
 
     # Admission
 
-    def _admissible(self, draft: Draft, long: bool) -> Sequence | None:
+    def _admissible(self, draft: StepBuilder, long: bool) -> Sequence | None:
         """Who of a lane is to be admitted next, unless rows or blocks are short. Nobody overtakes who waits for
         blocks, and the last row is for who is next of all."""
         if draft.short_of_blocks or not self._rows.free:
@@ -173,7 +175,7 @@ class Packer:
         claims = self._rows.claims()
         return claims if self._config.admission == "no_evict" else claims + self._rows.staying
 
-    def _admit(self, draft: Draft, lane: Lane, sequence: Sequence) -> None:
+    def _admit(self, draft: StepBuilder, lane: PrefillLane, sequence: Sequence) -> None:
         """Give it a row and its first chunk; or set it aside until a block it can share is computed; or note that it
         does not fit, whereupon nobody is admissible until more blocks are free."""
         awaited = self._cache.awaits(sequence.hashes, sequence.sharable)
@@ -195,7 +197,7 @@ class Packer:
 
     # Blocks
 
-    def _grow(self, draft: Draft, row: int) -> None:
+    def _grow(self, draft: StepBuilder, row: int) -> None:
         """Let the row's table hold what the draft computes, at the cost of its juniors; or leave it out."""
         if not draft.counts[row]:
             return
@@ -209,7 +211,7 @@ class Packer:
         self._rows.capacity[row] = len(table.blocks) * self._cache.block_size
         draft.grown.append(row)
 
-    def _make_room(self, draft: Draft, row: int, missing: int) -> bool:
+    def _make_room(self, draft: StepBuilder, row: int, missing: int) -> bool:
         """Preempt one sequence for `missing` blocks. False: the row itself was it, or blocks come back only when
         plans in flight are applied."""
         draft.short_of_blocks = True

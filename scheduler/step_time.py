@@ -15,7 +15,7 @@ _GAINS_BESIDE = (0.1, 0.1, 0.1, 1.0, 1.0)
 """What decoding costs is learnt from steps that do nothing else; others tell what prompts add to it."""
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """What a step computes: tokens of decoding rows, and tokens of prompts, with the tokens that they attend to, summed
     over the tokens of each kind."""
 
@@ -25,7 +25,7 @@ class Work(NamedTuple):
     tokens_context: int = 0
 
 
-class StepCost:
+class StepTimeModel:
     """A sum over a step's work: each part has a positive coefficient, and there is one for what any step takes.
 
     The logarithms of the coefficients are projected onto what the newest step took (Kaczmarz' method, damped). So no
@@ -43,7 +43,7 @@ class StepCost:
         # Of a model of half a billion parameters on two cores. The first step that is timed scales them all.
         self._coefficients = [1.0, 0.02, 2e-5, 0.05, 1e-5]
 
-    def of(self, work: Work) -> float:
+    def of(self, work: StepWork) -> float:
         """Seconds such a step takes, as far as is known."""
         return sum(self._parts(work))
 
@@ -61,7 +61,7 @@ class StepCost:
         # The root of attended / 2 * n^2 + linear * n = seconds, in the form that does not cancel.
         return int(2 * seconds / (linear + math.sqrt(linear * linear + 2 * attended * seconds)))
 
-    def observe(self, work: Work, seconds: float) -> None:
+    def observe(self, work: StepWork, seconds: float) -> None:
         """Such a step took so long."""
         parts = self._parts(work)
         expected = sum(parts)
@@ -76,5 +76,5 @@ class StepCost:
         moved = zip(self._coefficients, gains, shares, strict=True)
         self._coefficients = [value * math.exp(step * gain * share) for value, gain, share in moved]
 
-    def _parts(self, work: Work) -> list[float]:
+    def _parts(self, work: StepWork) -> list[float]:
         return [value * count for value, count in zip(self._coefficients, (1, *work), strict=True)]

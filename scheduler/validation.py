@@ -5,7 +5,7 @@ from ..kvcache.manager import KVCacheManager
 from .sequence import SequenceRequest
 
 
-def refuse_impossible(request: SequenceRequest, max_model_len: int, cache: KVCacheManager) -> None:
+def check_can_ever_run(request: SequenceRequest, max_model_len: int, cache: KVCacheManager) -> None:
     """Raises `InvalidArgument` for a sequence that model or cache is too small for; `field` names the culprit."""
     prompt, new = len(request.prompt), request.max_tokens
     if prompt < 1:

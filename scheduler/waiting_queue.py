@@ -7,11 +7,11 @@ from typing import NamedTuple, TypeAlias
 from .fairness import Fairness
 from .sequence import Sequence
 
-SENIORS_TURN = 8
+RANK_ONLY_INTERVAL = 8
 """One admission in so many goes by rank alone, whoever's it is: no crowd of tenants keeps anybody waiting forever."""
 
 
-class _Place(NamedTuple):
+class _QueueEntry(NamedTuple):
     """Ranks decide, then numbers, which are distinct."""
 
     rank: int
@@ -19,11 +19,11 @@ class _Place(NamedTuple):
     sequence: Sequence
 
 
-_Lane: TypeAlias = dict[int, list[_Place]]
+_TenantQueues: TypeAlias = dict[int, list[_QueueEntry]]
 """A line for each tenant's slot; none is empty."""
 
 
-class WaitingLine:
+class WaitingQueue:
     """A tenant's sequences by rank, then arrival; whose turn it is, `Fairness` knows. Those with a long prompt, as
     `is_long` finds when they line up, stand in a lane of their own. Parked ones stand aside until the block they wait
     for is settled."""
@@ -31,7 +31,7 @@ class WaitingLine:
     def __init__(self, fairness: Fairness, is_long: Callable[[Sequence], bool] = lambda _: False) -> None:
         self._fairness = fairness
         self._is_long = is_long
-        self._lanes: tuple[_Lane, _Lane] = {}, {}
+        self._lanes: tuple[_TenantQueues, _TenantQueues] = {}, {}
         self._waiting = 0
         self._taken = 0
         self._parked: dict[bytes, list[Sequence]] = {}
@@ -55,7 +55,7 @@ class WaitingLine:
 
     @property
     def is_seniors_turn(self) -> bool:
-        return self._taken % SENIORS_TURN == SENIORS_TURN - 1
+        return self._taken % RANK_ONLY_INTERVAL == RANK_ONLY_INTERVAL - 1
 
     def first(self, now: int) -> Sequence | None:
         """Who is next at step `now`; parked ones are nobody's predecessors."""
@@ -65,13 +65,13 @@ class WaitingLine:
         """Who is next in one lane."""
         return self._first([self._lanes[long]] if self._lanes[long] else [], now)
 
-    def _first(self, lanes: list[_Lane], now: int) -> Sequence | None:
+    def _first(self, lanes: list[_TenantQueues], now: int) -> Sequence | None:
         if not lanes:
             return None
         slots = self._turn(lanes, now)
         return min(lane[slot][0] for lane in lanes for slot in slots if slot in lane).sequence
 
-    def _turn(self, lanes: list[_Lane], now: int) -> list[int]:
+    def _turn(self, lanes: list[_TenantQueues], now: int) -> list[int]:
         """Slots whose turn it is among those in these lanes."""
         slots = list(lanes[0] if len(lanes) == 1 else lanes[0].keys() | lanes[1].keys())
         if len(slots) < 2:
@@ -82,7 +82,7 @@ class WaitingLine:
     def join(self, sequence: Sequence) -> None:
         sequence.long = self._is_long(sequence)
         line = self._lanes[sequence.long].setdefault(sequence.slot, [])
-        insort(line, _Place(sequence.rank, sequence.number, sequence))
+        insort(line, _QueueEntry(sequence.rank, sequence.number, sequence))
         self._waiting += 1
         self._show(sequence.slot)
 
@@ -114,7 +114,7 @@ class WaitingLine:
         self._waiting -= 1
         self._show(sequence.slot)
 
-    def _head(self, slot: int) -> _Place:
+    def _head(self, slot: int) -> _QueueEntry:
         return min(lane[slot][0] for lane in self._lanes if slot in lane)
 
     def _show(self, slot: int) -> None:

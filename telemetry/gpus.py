@@ -44,11 +44,11 @@ class _Gpu(NamedTuple):
 def usable_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> tuple[int, ...]:
     """Numbers of the GPUs here, as this process may use them."""
     there = len(list(devices.glob("nvidia[0-9]*")))
-    visible = _visible(environment)
+    visible = _visible_devices(environment)
     return tuple(range(there if visible is None else min(there, len(visible))))
 
 
-def _visible(environment: Mapping[str, str]) -> list[str] | None:
+def _visible_devices(environment: Mapping[str, str]) -> list[str] | None:
     """What CUDA may see, by the driver's numbers or names, None for everything; an invalid one hides all behind it."""
     told = environment.get("CUDA_VISIBLE_DEVICES")
     names = None if told is None else (name.strip() for name in told.split(","))
@@ -59,7 +59,7 @@ class Gpus:
     """Those of this machine; none without a driver."""
 
     def __init__(self, library: str = _LIBRARY, environment: Mapping[str, str] = os.environ) -> None:
-        self._visible = _visible(environment)
+        self._visible = _visible_devices(environment)
         self._in_order = environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
         self._nvml: Any = None
         self._gpus: list[_Gpu] = []

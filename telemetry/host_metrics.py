@@ -14,12 +14,12 @@ _GUESTS = 8
 """From here on time of guests, which the fields before have already."""
 
 
-class _Ticks(NamedTuple):
+class _CpuTicks(NamedTuple):
     busy: int
     whole: int
 
 
-class Machine:
+class HostMetrics:
     """Asked at each scrape: utilisation is that since the last one. What a system does not tell has no series."""
 
     def __init__(self, root: Path = _ROOT) -> None:
@@ -27,7 +27,7 @@ class Machine:
         self._seen = self._ticks()
 
     def measure(self) -> Iterator[Measurement]:
-        yield Measurement({}, (*self._cpu(), *self._memory(), *_PINNED))
+        yield Measurement({}, (*self._cpu(), *self._memory(), *_PINNED_MEMORY))
 
     def _cpu(self) -> Iterator[Reading]:
         now, before = self._ticks(), self._seen
@@ -43,15 +43,15 @@ class Machine:
             yield Reading("nv_cpu_memory_total_bytes", sizes["MemTotal:"])
             yield Reading("nv_cpu_memory_used_bytes", sizes["MemTotal:"] - sizes["MemAvailable:"])
 
-    def _ticks(self) -> _Ticks | None:
+    def _ticks(self) -> _CpuTicks | None:
         lines = _read(self._root / "stat")
         if not lines:
             return None
         fields = [int(field) for field in lines[0].split()[1:]][:_GUESTS]
-        return _Ticks(sum(fields) - sum(fields[_IDLE]), sum(fields))
+        return _CpuTicks(sum(fields) - sum(fields[_IDLE]), sum(fields))
 
 
-_PINNED = (Reading("nv_pinned_memory_pool_total_bytes", 0), Reading("nv_pinned_memory_pool_used_bytes", 0))
+_PINNED_MEMORY = (Reading("nv_pinned_memory_pool_total_bytes", 0), Reading("nv_pinned_memory_pool_used_bytes", 0))
 """Tensors are not staged in pinned memory: there is no pool."""
 
 

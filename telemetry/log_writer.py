@@ -11,23 +11,23 @@ from queue import Empty, SimpleQueue
 from threading import Event, RLock, Thread
 from typing import TextIO
 
-from ..processes.stderr import Outage
-from .request_log import Entry
+from ..processes.stderr import FileOutage
+from .request_log import RequestLogRecord
 
-_MOMENT = 0.2
+_BATCHING_SECONDS = 0.2
 """Seconds that a record of a request may wait for others to be written with: each time, the thread that writes stands
 in the way of what makes them."""
 
-_MOST = 1 << 22
+_MAX_WAITING_CHARACTERS = 1 << 22
 """Characters that may stand in line: half a minute of busy traffic."""
 
-_PATIENCE = 1.0
+_CLOSE_SECONDS = 1.0
 """Seconds that writing may take at the end."""
 
-_LOST = "%d lines of the log are lost: they could not be written, or not quickly enough"
+_LOST_LINES_MESSAGE = "%d lines of the log are lost: they could not be written, or not quickly enough"
 
 
-class Lines(logging.Handler):
+class LogWriter(logging.Handler):
     """Never waits for the stream. `most`: characters that may wait to be written; beyond them the newest go. `file`:
     where the stream was opened to append, if it was; it is opened anew if another file, or none, is there by now, as
     logrotate and `rm` leave it, and closed at the end.
@@ -36,11 +36,11 @@ class Lines(logging.Handler):
     locked once more: garbage that is collected in the midst of it may have something to say, too.
     """
 
-    def __init__(self, stream: TextIO, most: int = _MOST, file: str = "") -> None:
+    def __init__(self, stream: TextIO, most: int = _MAX_WAITING_CHARACTERS, file: str = "") -> None:
         super().__init__()
         self._stream = stream
         self._file = file
-        self._outage = Outage("lines of the log")
+        self._outage = FileOutage("lines of the log")
         self._most = most
         self._guard = RLock()
         self._lines: list[str] = []
@@ -61,7 +61,7 @@ class Lines(logging.Handler):
             self.handleError(record)
         else:
             self._put(line)
-            self._wake(at_once=type(record) is not Entry)
+            self._wake(at_once=type(record) is not RequestLogRecord)
         return True
 
     def _put(self, line: str) -> None:
@@ -94,14 +94,14 @@ class Lines(logging.Handler):
 
     def _reach(self, written: Event) -> bool:
         self._wakes.put(written)
-        return written.wait(_PATIENCE)
+        return written.wait(_CLOSE_SECONDS)
 
     def _live(self) -> None:
         while not self._stopped.is_set():
             wakes = [self._wakes.get()]
             if wakes == [None]:
                 with suppress(Empty):
-                    wakes.append(self._wakes.get(timeout=_MOMENT))
+                    wakes.append(self._wakes.get(timeout=_BATCHING_SECONDS))
             self._write_all()
             if self._stopping and self._stopped in wakes:
                 self._close()
@@ -125,21 +125,21 @@ class Lines(logging.Handler):
                 self._lost += lost + len(lines)
 
     def _close(self) -> None:
-        self._outage.end(self._lost, _PATIENCE)
+        self._outage.end(self._lost, _CLOSE_SECONDS)
         if self._file:
             self._stream.close()
 
     def _told(self, lost: int) -> str:
         if not lost:
             return ""
-        record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, _LOST, (lost,), None)
+        record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, _LOST_LINES_MESSAGE, (lost,), None)
         return self.format(record) + "\n"
 
     def _write(self, text: str) -> bool:
         """Whether somebody took it."""
         try:
             if self._file:
-                self._stream = _there(self._stream, self._file)
+                self._stream = _reopened_if_moved(self._stream, self._file)
             _write(self._stream, text)
         except (OSError, ValueError) as error:  # no room on the disk; or the pipe's other end, or the stream, is closed
             if self._file:
@@ -148,7 +148,7 @@ class Lines(logging.Handler):
         return True
 
 
-def _there(stream: TextIO, file: str) -> TextIO:
+def _reopened_if_moved(stream: TextIO, file: str) -> TextIO:
     """The stream, or one of the file that is at its path now."""
     with suppress(FileNotFoundError):
         if os.path.samestat(os.fstat(stream.fileno()), os.stat(file)):

@@ -12,11 +12,11 @@ from typing import TextIO
 import msgspec
 
 from ..core.errors import InvalidArgument
-from ..core.log_settings import Form, Logs, LogSettings
-from .log_writer import Lines
-from .request_log import Entry
+from ..core.log_settings import LogControl, LogFormat, LogSettings
+from .log_writer import LogWriter
+from .request_log import RequestLogRecord
 
-_LEFT_OUT = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", "color_message"}
+_STANDARD_ATTRIBUTES = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", "color_message"}
 """What every record has, or is written under another name; and uvicorn's message once more, in colours."""
 
 _LINE = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
@@ -24,24 +24,24 @@ _TIMES = {"default": "%m%d %H:%M:%S", "ISO8601": "%Y-%m-%dT%H:%M:%S%z"}
 
 
 @contextmanager
-def logging_as(settings: LogSettings) -> Iterator[Logs]:
+def configured_logging(settings: LogSettings) -> Iterator[LogControl]:
     """Set logging up for the block, to stderr or a file, and let it be changed there; what still stands in line is
     written at its end, if somebody reads it. A program that has set logging up itself keeps its handlers.
 
     Raises:
         InvalidArgument: the file cannot be written.
     """
-    with _opened(settings.log_file) as stream:
-        lines = Lines(stream, file=settings.log_file)
+    with _open_log(settings.log_file) as stream:
+        lines = LogWriter(stream, file=settings.log_file)
         logging.basicConfig(level=logging.WARNING, handlers=[lines])
-        apply(settings)
+        apply_log_settings(settings)
         try:
-            yield Logs(settings, apply)
+            yield LogControl(settings, apply_log_settings)
         finally:
-            _hand_over(lines)
+            _replace_by_stderr(lines)
 
 
-def _hand_over(lines: Lines) -> None:
+def _replace_by_stderr(lines: LogWriter) -> None:
     """What there may still be to say goes to stderr, unless it would wait there for ever."""
     after: logging.Handler = logging.StreamHandler(sys.stderr) if lines.stop() else logging.NullHandler()
     after.setFormatter(lines.formatter)
@@ -50,7 +50,7 @@ def _hand_over(lines: Lines) -> None:
     root.handlers = [after if handler is lines else handler for handler in root.handlers]
 
 
-def _opened(file: str) -> AbstractContextManager[TextIO]:
+def _open_log(file: str) -> AbstractContextManager[TextIO]:
     if not file:
         return nullcontext(sys.stderr)
     try:
@@ -59,11 +59,11 @@ def _opened(file: str) -> AbstractContextManager[TextIO]:
         raise InvalidArgument(f"--log-file {file} cannot be written: {error.strerror}") from None
 
 
-def apply(settings: LogSettings) -> None:
+def apply_log_settings(settings: LogSettings) -> None:
     """Make the handlers and loggers of this process do so."""
     for handler in logging.getLogger().handlers:
-        handler.setFormatter(formatter(settings.log_format))
-        handler.filters = [_Wanted(settings)]
+        handler.setFormatter(log_formatter(settings.log_format))
+        handler.filters = [_LevelFilter(settings)]
     verbose = settings.log_verbose_level > 0
     logging.getLogger("charonia").setLevel(logging.DEBUG if verbose else logging.INFO)
     # Nobody would see them: then they are not even made.
@@ -72,11 +72,11 @@ def apply(settings: LogSettings) -> None:
     logging.getLogger("uvicorn").setLevel(logging.INFO if verbose else logging.WARNING)
 
 
-def formatter(form: Form) -> logging.Formatter:
+def log_formatter(form: LogFormat) -> logging.Formatter:
     return JsonFormatter() if form == "json" else LineFormatter(_LINE, _TIMES[form])
 
 
-class _Clock:
+class _CachedTime:
     """Times of records in the form of `time.strftime`, which change once a second."""
 
     def __init__(self, form: str) -> None:
@@ -96,15 +96,15 @@ class LineFormatter(logging.Formatter):
 
     def __init__(self, line: str, times: str) -> None:
         super().__init__(line, times)
-        self._clock = _Clock(times)
+        self._clock = _CachedTime(times)
 
     def format(self, record: logging.LogRecord) -> str:
-        if type(record) is Entry:
+        if type(record) is RequestLogRecord:
             return f"{self._clock(record)} I {record.name}: {record.words()}"
         return super().format(record)
 
 
-class _Wanted(logging.Filter):
+class _LevelFilter(logging.Filter):
     """Lets pass the levels that the settings want to see."""
 
     def __init__(self, settings: LogSettings) -> None:
@@ -126,15 +126,15 @@ class JsonFormatter(logging.Formatter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._clock = _Clock("%Y-%m-%dT%H:%M:%S%z")
+        self._clock = _CachedTime("%Y-%m-%dT%H:%M:%S%z")
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {"time": self._clock(record), "level": record.levelname, "logger": record.name}
-        if type(record) is Entry:
+        if type(record) is RequestLogRecord:
             line |= {"message": record.words(), **record.fields()}
             return msgspec.json.encode(line).decode()
         line["message"] = record.getMessage()
-        line |= {name: value for name, value in vars(record).items() if name not in _LEFT_OUT}
+        line |= {name: value for name, value in vars(record).items() if name not in _STANDARD_ATTRIBUTES}
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)

@@ -7,7 +7,7 @@ from typing import Self
 
 from ..core.metrics import Measurement, Reading
 
-_INTERVAL = 0.25
+_PROBE_INTERVAL = 0.25
 """Seconds between two looks at the loop."""
 
 _WINDOW = 10.0
@@ -35,8 +35,8 @@ class LoopLag:
             self._timer.cancel()
 
     def _look(self) -> None:
-        self._due = self._clock() + _INTERVAL
-        self._timer = asyncio.get_running_loop().call_later(_INTERVAL, self._turn)
+        self._due = self._clock() + _PROBE_INTERVAL
+        self._timer = asyncio.get_running_loop().call_later(_PROBE_INTERVAL, self._turn)
 
     @property
     def seconds(self) -> float:

@@ -7,100 +7,110 @@ from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, TypeAlias
 
 from ..core.metrics import Histogram, Labels, Reading
-from ..core.summary import Summary
+from ..core.summary import QuantileSummary
 
-Kind: TypeAlias = Literal["counter", "gauge", "histogram", "summary"]
+MetricType: TypeAlias = Literal["counter", "gauge", "histogram", "summary"]
 
 
-class Family(NamedTuple):
+class MetricFamily(NamedTuple):
     name: str
-    kind: Kind
+    kind: MetricType
     help: str
 
 
-CHARONIA = (
-    Family("charonia_requests_total", "counter", "Ended requests by outcome, and why where they were refused or broke"),
-    Family("charonia_requests_running", "gauge", "Sequences in the running set"),
-    Family("charonia_requests_waiting", "gauge", "Requests queued and not begun, by class; 9 stands for all below"),
-    Family("charonia_queue_age_seconds", "gauge", "Age of the oldest waiting request"),
-    Family("charonia_kv_cache_usage_ratio", "gauge", "KV cache blocks in use, of all"),
-    Family("charonia_prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache"),
-    Family("charonia_prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache"),
-    Family("charonia_preemptions_total", "counter", "Running sequences put back in line for want of blocks"),
-    Family("charonia_prompt_tokens_total", "counter", "Prompt tokens of begun requests"),
-    Family("charonia_generation_tokens_total", "counter", "Generated tokens"),
-    Family("charonia_time_to_first_token_seconds", "histogram", "Arrival to first token"),
-    Family("charonia_inter_token_latency_seconds", "histogram", "Time between two tokens of a request"),
-    Family("charonia_request_seconds", "histogram", "Arrival to end of answered requests"),
-    Family("charonia_queue_seconds", "histogram", "Time in the engine's queue"),
-    Family("charonia_prefill_seconds", "histogram", "Begin of computation to first token"),
-    Family("charonia_decode_seconds", "histogram", "First to last token of answered requests"),
-    Family("charonia_step_seconds", "histogram", "Time of one engine step"),
-    Family("charonia_step_tokens", "histogram", "Tokens computed in one engine step"),
-    Family("charonia_step_sequences", "histogram", "Sequences in one engine step"),
-    Family("charonia_core_restarts_total", "counter", "Engine cores that were lost and started again"),
-    Family("charonia_replicas_ready", "gauge", "Engine cores that serve now"),
-    Family("charonia_instance_restarts_total", "counter", "Instances that were lost and replaced"),
-    Family("charonia_unbatched_requests_total", "counter", "Requests that were executed alone, by why"),
-    Family("charonia_sequences_open", "gauge", "Sequences that have a slot of an instance"),
-    Family("charonia_sequences_waiting", "gauge", "Sequences that have begun and for which no slot is free"),
-    Family("charonia_sequence_slots", "gauge", "Sequences that may be open at a time, on all instances"),
-    Family("charonia_event_loop_lag_seconds", "gauge", "Longest recent delay of the frontend's event loop"),
-    Family("charonia_model_ready", "gauge", "1 where the model serves, 0 where it does not"),
-    Family("charonia_memory_held_bytes", "gauge", "What the model holds of the host's memory, or of a GPU's"),
-    Family("charonia_model_load_failures_total", "counter", "Loads of the model that failed"),
+CHARONIA_FAMILIES = (
+    MetricFamily(
+        "charonia_requests_total", "counter", "Ended requests by outcome, and why where they were refused or broke"
+    ),
+    MetricFamily("charonia_requests_running", "gauge", "Sequences in the running set"),
+    MetricFamily(
+        "charonia_requests_waiting", "gauge", "Requests queued and not begun, by class; 9 stands for all below"
+    ),
+    MetricFamily("charonia_queue_age_seconds", "gauge", "Age of the oldest waiting request"),
+    MetricFamily("charonia_kv_cache_usage_ratio", "gauge", "KV cache blocks in use, of all"),
+    MetricFamily("charonia_prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache"),
+    MetricFamily("charonia_prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache"),
+    MetricFamily("charonia_preemptions_total", "counter", "Running sequences put back in line for want of blocks"),
+    MetricFamily("charonia_prompt_tokens_total", "counter", "Prompt tokens of begun requests"),
+    MetricFamily("charonia_generation_tokens_total", "counter", "Generated tokens"),
+    MetricFamily("charonia_time_to_first_token_seconds", "histogram", "Arrival to first token"),
+    MetricFamily("charonia_inter_token_latency_seconds", "histogram", "Time between two tokens of a request"),
+    MetricFamily("charonia_request_seconds", "histogram", "Arrival to end of answered requests"),
+    MetricFamily("charonia_queue_seconds", "histogram", "Time in the engine's queue"),
+    MetricFamily("charonia_prefill_seconds", "histogram", "Begin of computation to first token"),
+    MetricFamily("charonia_decode_seconds", "histogram", "First to last token of answered requests"),
+    MetricFamily("charonia_step_seconds", "histogram", "Time of one engine step"),
+    MetricFamily("charonia_step_tokens", "histogram", "Tokens computed in one engine step"),
+    MetricFamily("charonia_step_sequences", "histogram", "Sequences in one engine step"),
+    MetricFamily("charonia_core_restarts_total", "counter", "Engine cores that were lost and started again"),
+    MetricFamily("charonia_replicas_ready", "gauge", "Engine cores that serve now"),
+    MetricFamily("charonia_instance_restarts_total", "counter", "Instances that were lost and replaced"),
+    MetricFamily("charonia_unbatched_requests_total", "counter", "Requests that were executed alone, by why"),
+    MetricFamily("charonia_sequences_open", "gauge", "Sequences that have a slot of an instance"),
+    MetricFamily("charonia_sequences_waiting", "gauge", "Sequences that have begun and for which no slot is free"),
+    MetricFamily("charonia_sequence_slots", "gauge", "Sequences that may be open at a time, on all instances"),
+    MetricFamily("charonia_event_loop_lag_seconds", "gauge", "Longest recent delay of the frontend's event loop"),
+    MetricFamily("charonia_model_ready", "gauge", "1 where the model serves, 0 where it does not"),
+    MetricFamily("charonia_memory_held_bytes", "gauge", "What the model holds of the host's memory, or of a GPU's"),
+    MetricFamily("charonia_model_load_failures_total", "counter", "Loads of the model that failed"),
 )
 
-DURATIONS = (
-    Family("nv_inference_request_duration_us", "counter", "Cumulative inference request duration in microseconds"),
-    Family("nv_inference_queue_duration_us", "counter", "Cumulative queuing duration in microseconds"),
-    Family("nv_inference_compute_input_duration_us", "counter", "Cumulative input preparation in microseconds"),
-    Family("nv_inference_compute_infer_duration_us", "counter", "Cumulative inference in microseconds"),
-    Family("nv_inference_compute_output_duration_us", "counter", "Cumulative output extraction in microseconds"),
-    Family("nv_cache_hit_duration_per_model", "counter", "Cumulative lookups that found an answer, in microseconds"),
-    Family("nv_cache_miss_duration_per_model", "counter", "Cumulative lookups without one and insertions, likewise"),
+DURATION_FAMILIES = (
+    MetricFamily(
+        "nv_inference_request_duration_us", "counter", "Cumulative inference request duration in microseconds"
+    ),
+    MetricFamily("nv_inference_queue_duration_us", "counter", "Cumulative queuing duration in microseconds"),
+    MetricFamily("nv_inference_compute_input_duration_us", "counter", "Cumulative input preparation in microseconds"),
+    MetricFamily("nv_inference_compute_infer_duration_us", "counter", "Cumulative inference in microseconds"),
+    MetricFamily("nv_inference_compute_output_duration_us", "counter", "Cumulative output extraction in microseconds"),
+    MetricFamily(
+        "nv_cache_hit_duration_per_model", "counter", "Cumulative lookups that found an answer, in microseconds"
+    ),
+    MetricFamily(
+        "nv_cache_miss_duration_per_model", "counter", "Cumulative lookups without one and insertions, likewise"
+    ),
 )
 
-SUMMARIES = (
-    Family("nv_inference_request_summary_us", "summary", "Inference request duration in microseconds"),
-    Family("nv_inference_queue_summary_us", "summary", "Queuing duration in microseconds"),
-    Family("nv_inference_compute_input_summary_us", "summary", "Input preparation in microseconds"),
-    Family("nv_inference_compute_infer_summary_us", "summary", "Inference in microseconds"),
-    Family("nv_inference_compute_output_summary_us", "summary", "Output extraction in microseconds"),
-    Family("nv_cache_hit_summary_per_model", "summary", "Lookups that found an answer in microseconds"),
-    Family("nv_cache_miss_summary_per_model", "summary", "Lookups without one and insertions in microseconds"),
+SUMMARY_FAMILIES = (
+    MetricFamily("nv_inference_request_summary_us", "summary", "Inference request duration in microseconds"),
+    MetricFamily("nv_inference_queue_summary_us", "summary", "Queuing duration in microseconds"),
+    MetricFamily("nv_inference_compute_input_summary_us", "summary", "Input preparation in microseconds"),
+    MetricFamily("nv_inference_compute_infer_summary_us", "summary", "Inference in microseconds"),
+    MetricFamily("nv_inference_compute_output_summary_us", "summary", "Output extraction in microseconds"),
+    MetricFamily("nv_cache_hit_summary_per_model", "summary", "Lookups that found an answer in microseconds"),
+    MetricFamily("nv_cache_miss_summary_per_model", "summary", "Lookups without one and insertions in microseconds"),
 )
 
-FIRST_RESPONSES = (
-    Family("nv_inference_first_response_histogram_ms", "histogram", "Arrival to first response in milliseconds"),
+FIRST_RESPONSE_FAMILIES = (
+    MetricFamily("nv_inference_first_response_histogram_ms", "histogram", "Arrival to first response in milliseconds"),
 )
 
-TRITON = (
-    Family("nv_inference_request_success", "counter", "Number of successful inference requests"),
-    Family("nv_inference_request_failure", "counter", "Number of failed inference requests"),
-    Family("nv_inference_count", "counter", "Number of inferences performed"),
-    Family("nv_inference_exec_count", "counter", "Number of model executions performed"),
-    *DURATIONS,
-    Family("nv_cache_num_hits_per_model", "counter", "Requests whose answer was kept"),
-    Family("nv_cache_num_misses_per_model", "counter", "Requests whose answer was not"),
-    Family("nv_inference_pending_request_count", "gauge", "Requests accepted and not yet begun"),
-    Family("nv_model_load_duration_secs", "gauge", "Duration of the model's last load in seconds"),
-    *SUMMARIES,
-    *FIRST_RESPONSES,
-    Family("nv_cpu_utilization", "gauge", "CPU utilization rate since the last scrape, 0.0 to 1.0"),
-    Family("nv_cpu_memory_total_bytes", "gauge", "The host's memory in bytes"),
-    Family("nv_cpu_memory_used_bytes", "gauge", "The host's memory in use in bytes"),
-    Family("nv_gpu_utilization", "gauge", "GPU utilization rate, 0.0 to 1.0"),
-    Family("nv_gpu_memory_total_bytes", "gauge", "The GPU's memory in bytes"),
-    Family("nv_gpu_memory_used_bytes", "gauge", "The GPU's memory in use in bytes"),
-    Family("nv_gpu_power_usage", "gauge", "What the GPU draws in watts"),
-    Family("nv_gpu_power_limit", "gauge", "What the GPU may draw in watts"),
-    Family("nv_energy_consumption", "counter", "The GPU's energy since the server's start in joules"),
-    Family("nv_pinned_memory_pool_total_bytes", "gauge", "Pinned memory pool in bytes: there is none"),
-    Family("nv_pinned_memory_pool_used_bytes", "gauge", "Pinned memory pool in use in bytes"),
+TRITON_FAMILIES = (
+    MetricFamily("nv_inference_request_success", "counter", "Number of successful inference requests"),
+    MetricFamily("nv_inference_request_failure", "counter", "Number of failed inference requests"),
+    MetricFamily("nv_inference_count", "counter", "Number of inferences performed"),
+    MetricFamily("nv_inference_exec_count", "counter", "Number of model executions performed"),
+    *DURATION_FAMILIES,
+    MetricFamily("nv_cache_num_hits_per_model", "counter", "Requests whose answer was kept"),
+    MetricFamily("nv_cache_num_misses_per_model", "counter", "Requests whose answer was not"),
+    MetricFamily("nv_inference_pending_request_count", "gauge", "Requests accepted and not yet begun"),
+    MetricFamily("nv_model_load_duration_secs", "gauge", "Duration of the model's last load in seconds"),
+    *SUMMARY_FAMILIES,
+    *FIRST_RESPONSE_FAMILIES,
+    MetricFamily("nv_cpu_utilization", "gauge", "CPU utilization rate since the last scrape, 0.0 to 1.0"),
+    MetricFamily("nv_cpu_memory_total_bytes", "gauge", "The host's memory in bytes"),
+    MetricFamily("nv_cpu_memory_used_bytes", "gauge", "The host's memory in use in bytes"),
+    MetricFamily("nv_gpu_utilization", "gauge", "GPU utilization rate, 0.0 to 1.0"),
+    MetricFamily("nv_gpu_memory_total_bytes", "gauge", "The GPU's memory in bytes"),
+    MetricFamily("nv_gpu_memory_used_bytes", "gauge", "The GPU's memory in use in bytes"),
+    MetricFamily("nv_gpu_power_usage", "gauge", "What the GPU draws in watts"),
+    MetricFamily("nv_gpu_power_limit", "gauge", "What the GPU may draw in watts"),
+    MetricFamily("nv_energy_consumption", "counter", "The GPU's energy since the server's start in joules"),
+    MetricFamily("nv_pinned_memory_pool_total_bytes", "gauge", "Pinned memory pool in bytes: there is none"),
+    MetricFamily("nv_pinned_memory_pool_used_bytes", "gauge", "Pinned memory pool in use in bytes"),
 )
 
-_OURS = {family.name: family for family in CHARONIA}
+_FAMILY_BY_NAME = {family.name: family for family in CHARONIA_FAMILIES}
 
 _VLLM_NAMES = {
     "charonia_requests_running": "vllm:num_requests_running",
@@ -122,17 +132,17 @@ _VLLM_NAMES = {
 }
 _FORMER_VLLM_NAMES = {"charonia_inter_token_latency_seconds": "vllm:time_per_output_token_seconds"}
 
-VLLM = (
+VLLM_FAMILIES = (
     *(
-        Family(theirs, _OURS[ours].kind, _OURS[ours].help)
+        MetricFamily(theirs, _FAMILY_BY_NAME[ours].kind, _FAMILY_BY_NAME[ours].help)
         for names in (_VLLM_NAMES, _FORMER_VLLM_NAMES)
         for ours, theirs in names.items()
     ),
-    Family("vllm:request_prompt_tokens", "histogram", "Prompt tokens per answered request"),
-    Family("vllm:request_generation_tokens", "histogram", "Generated tokens per answered request"),
+    MetricFamily("vllm:request_prompt_tokens", "histogram", "Prompt tokens per answered request"),
+    MetricFamily("vllm:request_generation_tokens", "histogram", "Generated tokens per answered request"),
 )
 
-_FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
+_VLLM_FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
 """Our outcomes in vLLM's words; it does not count the others."""
 
 
@@ -140,18 +150,18 @@ def vllm_readings(readings: Iterable[Reading]) -> Iterator[Reading]:
     """What vLLM exports too, as it does: summed over the labels that it does not have."""
     sums: dict[tuple[str, str], float] = {}
     for reading in readings:
-        if isinstance(reading.value, Summary):
+        if isinstance(reading.value, QuantileSummary):
             continue
         if isinstance(reading.value, Histogram):
-            yield from _renamed(reading.family, reading.value)
-        elif reading.family in _VLLM_NAMES and (finished := _finished(reading.labels)) is not None:
+            yield from _renamed_histograms(reading.family, reading.value)
+        elif reading.family in _VLLM_NAMES and (finished := _vllm_finished_reason(reading.labels)) is not None:
             key = _VLLM_NAMES[reading.family], finished
             sums[key] = sums.get(key, 0) + reading.value
     for (name, finished), value in sums.items():
         yield Reading(name, value, {"finished_reason": finished})
 
 
-def _renamed(family: str, value: Histogram) -> Iterator[Reading]:
+def _renamed_histograms(family: str, value: Histogram) -> Iterator[Reading]:
     if family.startswith("vllm:"):
         yield Reading(family, value)
     for names in (_VLLM_NAMES, _FORMER_VLLM_NAMES):
@@ -159,6 +169,6 @@ def _renamed(family: str, value: Histogram) -> Iterator[Reading]:
             yield Reading(names[family], value)
 
 
-def _finished(labels: Labels) -> str | None:
+def _vllm_finished_reason(labels: Labels) -> str | None:
     """The `finished_reason`, empty for what has none; None for what vLLM does not count."""
-    return _FINISHED.get(labels["outcome"]) if "outcome" in labels else ""
+    return _VLLM_FINISHED_REASONS.get(labels["outcome"]) if "outcome" in labels else ""

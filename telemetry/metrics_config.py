@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ..core.errors import InvalidArgument
-from .metric_families import DURATIONS, FIRST_RESPONSES, SUMMARIES
+from .metric_families import DURATION_FAMILIES, FIRST_RESPONSE_FAMILIES, SUMMARY_FAMILIES
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _SWITCHES = {"counter_latencies": "counters", "summary_latencies": "summaries", "histogram_latencies": "histograms"}
@@ -26,11 +26,15 @@ class MetricsConfig(NamedTuple):
     @property
     def hidden(self) -> frozenset[str]:
         """Families that are not shown."""
-        shown = ((self.counters, DURATIONS), (self.summaries, SUMMARIES), (self.histograms, FIRST_RESPONSES))
+        shown = (
+            (self.counters, DURATION_FAMILIES),
+            (self.summaries, SUMMARY_FAMILIES),
+            (self.histograms, FIRST_RESPONSE_FAMILIES),
+        )
         return frozenset(family.name for on, families in shown if not on for family in families)
 
 
-def read_metrics_config(words: Iterable[str]) -> MetricsConfig:
+def parse_metrics_config(words: Iterable[str]) -> MetricsConfig:
     """What the flag says, each time it is given: `<setting>=<value>`.
 
     Raises:

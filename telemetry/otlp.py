@@ -15,13 +15,13 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.trace import SpanKind, StatusCode, format_trace_id, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from ..core.request_context import Exchange, Headers
+from ..core.request_context import Headers, RequestContext
 from ..core.span_settings import SpanSettings
 from .spans import phase_spans, request_span
 
 log = logging.getLogger(__name__)
 
-_CONTEXT = ("traceparent", "tracestate")
+_CONTEXT_HEADERS = ("traceparent", "tracestate")
 """W3C Trace Context: what a client sends to have its trace go on here."""
 
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -30,17 +30,21 @@ _FLUSH_SECONDS = 3.0
 """How long spans that are still here may take to leave at the very end."""
 
 
-class Tracer:
+class OtlpTracer:
     """Shown an exchange that ended, makes its spans; a batch of them leaves now and then, in another thread. Where
     nothing is told of them, OpenTelemetry's own variables say how."""
 
     def __init__(self, endpoint: str, version: str, told: SpanSettings | None = None) -> None:
-        self._exporter = _Exporter(OTLPSpanExporter(endpoint), endpoint)
-        self._provider = _provider(self._exporter) if told is None else _provider_of(told, self._exporter)
+        self._exporter = _OutageReportingExporter(OTLPSpanExporter(endpoint), endpoint)
+        self._provider = (
+            _provider_from_environment(self._exporter)
+            if told is None
+            else _provider_from_settings(told, self._exporter)
+        )
         self._tracer = self._provider.get_tracer("charonia", version)
         self._failed = False
 
-    def __call__(self, exchange: Exchange) -> None:
+    def __call__(self, exchange: RequestContext) -> None:
         """Make its spans, and name its trace to the exchange. Never raises: no request suffers from its trace."""
         try:
             self._show(exchange)
@@ -49,10 +53,10 @@ class Tracer:
                 log.exception("a request could not be traced; further failures are not told")
             self._failed = True
 
-    def _show(self, exchange: Exchange) -> None:
+    def _show(self, exchange: RequestContext) -> None:
         clock = time.time() - time.monotonic()
         whole = request_span(exchange)
-        parent = _PROPAGATOR.extract(_context(exchange.headers))
+        parent = _PROPAGATOR.extract(_trace_context(exchange.headers))
         span = self._tracer.start_span(
             whole.name, parent, SpanKind.SERVER, whole.attributes, start_time=_nanoseconds(whole.start + clock)
         )
@@ -76,7 +80,7 @@ class Tracer:
             self._exporter.shutdown()
 
 
-def _provider(exporter: SpanExporter) -> TracerProvider:
+def _provider_from_environment(exporter: SpanExporter) -> TracerProvider:
     resource = Resource.create()
     # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES have the last word; without them the library makes a name up.
     if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
@@ -86,14 +90,14 @@ def _provider(exporter: SpanExporter) -> TracerProvider:
     return provider
 
 
-def _provider_of(told: SpanSettings, exporter: SpanExporter) -> TracerProvider:
+def _provider_from_settings(told: SpanSettings, exporter: SpanExporter) -> TracerProvider:
     provider = TracerProvider(resource=Resource.create(dict(told.resource)), shutdown_on_exit=False)
     delay = float(told.bsp_schedule_delay)
     provider.add_span_processor(BatchSpanProcessor(exporter, told.bsp_max_queue_size, delay, told.batch))
     return provider
 
 
-class _Exporter(SpanExporter):
+class _OutageReportingExporter(SpanExporter):
     """Another exporter that tells of an outage once, instead of once a batch."""
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
@@ -118,9 +122,9 @@ class _Exporter(SpanExporter):
         return self._exporter.force_flush(timeout_millis)
 
 
-def _context(headers: Headers) -> dict[str, str]:
+def _trace_context(headers: Headers) -> dict[str, str]:
     pairs = ((_text(name), value) for name, value in headers)
-    return {name: _text(value) for name, value in pairs if name in _CONTEXT}
+    return {name: _text(value) for name, value in pairs if name in _CONTEXT_HEADERS}
 
 
 def _text(value: str | bytes) -> str:

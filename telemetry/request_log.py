@@ -7,25 +7,25 @@ import time
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..core.metrics import End
-from ..core.request_context import Exchange, Summary
+from ..core.metrics import RequestEnd
+from ..core.request_context import RequestContext, RequestSummary
 
 log = logging.getLogger("charonia.requests")
 
-_WORD = re.compile(r"[\w.,:/@+-]+", re.ASCII)
+_PLAIN_WORD = re.compile(r"[\w.,:/@+-]+", re.ASCII)
 
-_LONGEST = 256
+_MAX_NAME_LENGTH = 256
 """Characters shown of a name that a client made up."""
 
-_KNOWN = 256
+_CACHE_SIZE = 256
 """Texts that are remembered."""
 
 
-class RequestRecord(NamedTuple):
+class RequestLogFields(NamedTuple):
     """What is logged of a request: each field is an attribute of the `logging` record too.
 
     Tokens are those of all answers, `choices` of them. Times that never came, and what was never counted, are None.
-    `x_request_id`: what the header of that name says, unless `request_id` ends with it.
+    `x_request_id`: what the header of that name says, unless `as_request_id` ends with it.
     """
 
     request_id: str
@@ -49,39 +49,39 @@ class RequestRecord(NamedTuple):
     def __str__(self) -> str:
         return " ".join(
             [
-                f"{name}={_word(value) if type(value) is str else value}"
+                f"{name}={_as_word(value) if type(value) is str else value}"
                 for name, value in zip(_NAMES, self, strict=True)
                 if value is not None and value != ""
             ]
         )
 
 
-_NAMES = RequestRecord._fields
+_NAMES = RequestLogFields._fields
 
 
-_BLANK = vars(logging.LogRecord(log.name, logging.INFO, __file__, 0, "%s", (), None))
+_EMPTY_RECORD = vars(logging.LogRecord(log.name, logging.INFO, __file__, 0, "%s", (), None))
 """What every entry begins with; finding out which line of ours logs it would cost more than all the rest."""
 
 
-class Entry(logging.LogRecord):
+class RequestLogRecord(logging.LogRecord):
     """The record of an exchange; nothing is made of it that nobody asks for."""
 
     name = log.name
     levelno = logging.INFO
     levelname = "INFO"
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: RequestContext) -> None:
         self.created = time.time()
         self._exchange = exchange
         self._filled = False
 
     def words(self) -> str:
         """The message, at no cost for those who want nothing else."""
-        return words(self._exchange)
+        return request_log_line(self._exchange)
 
     def fields(self) -> dict[str, object]:
-        """Those of the `RequestRecord`."""
-        return record_of(self._exchange)._asdict()
+        """Those of the `RequestLogFields`."""
+        return request_log_fields(self._exchange)._asdict()
 
     def getMessage(self) -> str:
         self._fill()
@@ -96,27 +96,33 @@ class Entry(logging.LogRecord):
         """Whether anything was left to fill."""
         if self.__dict__.get("_filled", True):
             return False
-        record = record_of(self._exchange)
-        self.__dict__ |= {**_BLANK, "created": self.created, "args": (record,), **record._asdict(), "_filled": True}
+        record = request_log_fields(self._exchange)
+        self.__dict__ |= {
+            **_EMPTY_RECORD,
+            "created": self.created,
+            "args": (record,),
+            **record._asdict(),
+            "_filled": True,
+        }
         return True
 
 
-def write_record(exchange: Exchange) -> None:
+def log_request(exchange: RequestContext) -> None:
     """Log an exchange that was closed."""
     if log.isEnabledFor(logging.INFO):
-        log.handle(Entry(exchange))
+        log.handle(RequestLogRecord(exchange))
 
 
-def record_of(exchange: Exchange) -> RequestRecord:
+def request_log_fields(exchange: RequestContext) -> RequestLogFields:
     assert exchange.end is not None
     summary = exchange.summary
-    return RequestRecord(
-        request_id=exchange.id[:_LONGEST],
-        x_request_id=_other_id(exchange),
+    return RequestLogFields(
+        request_id=exchange.id[:_MAX_NAME_LENGTH],
+        x_request_id=_x_request_id(exchange),
         trace_id=exchange.trace_id,
         door=exchange.door,
-        model=exchange.model[:_LONGEST],
-        version=exchange.version[:_LONGEST],
+        model=exchange.model[:_MAX_NAME_LENGTH],
+        version=exchange.version[:_MAX_NAME_LENGTH],
         tenant=exchange.tenant,
         outcome=exchange.end.outcome.value,
         reason=exchange.end.reason,
@@ -125,38 +131,38 @@ def record_of(exchange: Exchange) -> RequestRecord:
         prompt_tokens=summary.prompt,
         cached_tokens=summary.cached,
         generated_tokens=summary.generated,
-        queue_ms=_queue(summary),
+        queue_ms=_queue_ms(summary),
         ttft_ms=None if summary.first is None else _milliseconds(summary.first - exchange.arrived),
         e2e_ms=_milliseconds(exchange.ended - exchange.arrived),
     )
 
 
-def words(exchange: Exchange) -> str:
-    """The text of its `record_of`. Without parts most of it is that of many others, and is remembered."""
+def request_log_line(exchange: RequestContext) -> str:
+    """The text of its `request_log_fields`. Without parts most of it is that of many others, and is remembered."""
     if exchange.parts or exchange.end is None:
-        return str(record_of(exchange))
-    model, version = exchange.model[:_LONGEST], exchange.version[:_LONGEST]
-    common = _common(exchange.door, model, version, exchange.tenant, exchange.end)
+        return str(request_log_fields(exchange))
+    model, version = exchange.model[:_MAX_NAME_LENGTH], exchange.version[:_MAX_NAME_LENGTH]
+    common = _common_part(exchange.door, model, version, exchange.tenant, exchange.end)
     whole = f"{common}{_milliseconds(exchange.ended - exchange.arrived)}"
     if exchange.trace_id:
         whole = f"trace_id={exchange.trace_id} {whole}"
-    if other := _other_id(exchange):
-        whole = f"x_request_id={_word(other)} {whole}"
-    return f"request_id={_word(exchange.id[:_LONGEST])} {whole}" if exchange.id else whole
+    if other := _x_request_id(exchange):
+        whole = f"x_request_id={_as_word(other)} {whole}"
+    return f"request_id={_as_word(exchange.id[:_MAX_NAME_LENGTH])} {whole}" if exchange.id else whole
 
 
-def _other_id(exchange: Exchange) -> str:
-    return "" if exchange.id.endswith(exchange.client_id) else exchange.client_id[:_LONGEST]
+def _x_request_id(exchange: RequestContext) -> str:
+    return "" if exchange.id.endswith(exchange.client_id) else exchange.client_id[:_MAX_NAME_LENGTH]
 
 
-@lru_cache(_KNOWN)
-def _common(door: str, model: str, version: str, tenant: str, end: End) -> str:
-    exchange = Exchange(door)
+@lru_cache(_CACHE_SIZE)
+def _common_part(door: str, model: str, version: str, tenant: str, end: RequestEnd) -> str:
+    exchange = RequestContext(door)
     exchange.model, exchange.version, exchange.tenant, exchange.end = model, version, tenant, end
-    return str(record_of(exchange)).removesuffix("0.0")
+    return str(request_log_fields(exchange)).removesuffix("0.0")
 
 
-def _finish_reason(exchange: Exchange) -> str | None:
+def _finish_reason(exchange: RequestContext) -> str | None:
     """Those of all answers, each once."""
     if len(exchange.parts) == 1:
         only = exchange.parts[0].finish_reason
@@ -165,7 +171,7 @@ def _finish_reason(exchange: Exchange) -> str | None:
     return ",".join(sorted(reasons)) or None
 
 
-def _queue(summary: Summary) -> float | None:
+def _queue_ms(summary: RequestSummary) -> float | None:
     if summary.begun is None or summary.submitted is None:
         return None
     return _milliseconds(summary.begun - summary.submitted)
@@ -175,7 +181,7 @@ def _milliseconds(seconds: float) -> float:
     return round(1e3 * seconds, 3)
 
 
-@lru_cache(_KNOWN)
-def _word(text: str) -> str:
+@lru_cache(_CACHE_SIZE)
+def _as_word(text: str) -> str:
     """One word: what clients call things must not look like another field, or another record."""
-    return text if _WORD.fullmatch(text) else json.dumps(text)
+    return text if _PLAIN_WORD.fullmatch(text) else json.dumps(text)

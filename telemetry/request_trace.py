@@ -12,90 +12,92 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.gateway import Stream
+from ..core.gateway import ResponseStream
 from ..core.request import InferResponse
-from ..core.request_context import Exchange
+from ..core.request_context import RequestContext
 from ..core.tensor import Tensor
-from ..core.trace_settings import Traces, TraceSettings
+from ..core.trace_settings import TraceControl, TraceSettings
 
 TensorText: TypeAlias = dict[str, str]
 """A tensor's `name`, `data`, `shape` and `dtype` as tritonserver writes them, elements and dims between commas."""
 
-_ELEMENTS = 1 << 14
+_MAX_ELEMENTS = 1 << 14
 """Elements of one tensor that are written; the event loop waits meanwhile, a millisecond for each thousand."""
 
-_BYTES = 1 << 18
+_MAX_STRING_BYTES = 1 << 18
 """Bytes of one tensor's strings that are written."""
 
-_CHARACTERS = 1 << 20
+_MAX_CHARACTERS = 1 << 20
 """Characters of all of a request's inputs, or outputs, after which elements are left out."""
 
-_TENSORS = 1024
+_MAX_TENSORS = 1024
 """Tensors of a request's inputs, or outputs, that are written: a stream has no end."""
 
 
 @dataclass(slots=True)
-class Tensors:
+class TracedTensors:
     """Those that passed one way, as far as they are kept."""
 
     texts: list[TensorText] = field(default_factory=list)
-    _room: int = _CHARACTERS
+    _room: int = _MAX_CHARACTERS
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in islice(tensors, _TENSORS - len(self.texts)):
-            data = _data(tensor) if self._room > 0 else "..."
+        for tensor in islice(tensors, _MAX_TENSORS - len(self.texts)):
+            data = _tensor_text(tensor) if self._room > 0 else "..."
             self._room -= len(data)
             shape = ",".join(map(str, tensor.shape))
             self.texts.append({"name": tensor.name, "data": data, "shape": shape, "dtype": tensor.datatype})
 
 
 @dataclass(slots=True)
-class Trace:
+class RequestTrace:
     """Of a request that is traced by `settings`."""
 
     settings: TraceSettings
-    inputs: Tensors = field(default_factory=Tensors)
-    outputs: Tensors = field(default_factory=Tensors)
+    inputs: TracedTensors = field(default_factory=TracedTensors)
+    outputs: TracedTensors = field(default_factory=TracedTensors)
 
 
-def trace_of(exchange: Exchange, traces: Traces) -> Trace | None:
+def request_trace(exchange: RequestContext, traces: TraceControl) -> RequestTrace | None:
     """The trace of a request, if it is to leave one: the first call decides it. A request that is for no model
     leaves none."""
     if not exchange.sampled:
         settings = traces.picks(exchange.model) if exchange.found else None
         exchange.sampled = True
-        exchange.trace = None if settings is None else Trace(settings)
+        exchange.trace = None if settings is None else RequestTrace(settings)
         traces.pending += settings is not None
     return exchange.trace
 
 
-def traced(
-    trace: Trace | None, inputs: Iterable[Tensor], answers: AsyncIterator[InferResponse]
+def trace_tensors(
+    trace: RequestTrace | None, inputs: Iterable[Tensor], answers: AsyncIterator[InferResponse]
 ) -> AsyncIterator[InferResponse]:
     """The answers as they are; where the settings say TENSORS, the trace keeps what goes in, and what passes."""
     if trace is None or not trace.settings.tensors:
         return answers
     trace.inputs.add(inputs)
-    return _traced(trace.outputs, answers)
+    return _copy_outputs(trace.outputs, answers)
 
 
-async def _traced(kept: Tensors, answers: AsyncIterator[InferResponse]) -> AsyncGenerator[InferResponse, None]:
-    async with aclosing(cast("Stream[InferResponse]", answers)) as stream:
+async def _copy_outputs(
+    kept: TracedTensors, answers: AsyncIterator[InferResponse]
+) -> AsyncGenerator[InferResponse, None]:
+    async with aclosing(cast("ResponseStream[InferResponse]", answers)) as stream:
         async for response in stream:
             kept.add(response.outputs)
             yield response
 
 
-def _data(tensor: Tensor) -> str:
+def _tensor_text(tensor: Tensor) -> str:
     flat = tensor.data.reshape(-1)
-    first = flat[:_ELEMENTS]
-    elements = _strings(first) if tensor.datatype == "BYTES" else _numbers(tensor.datatype, first)
+    first = flat[:_MAX_ELEMENTS]
+    elements = _string_texts(first) if tensor.datatype == "BYTES" else _number_texts(tensor.datatype, first)
     if len(elements) < len(flat):
         elements.append("...")
     return ",".join(elements)
 
 
-def _numbers(datatype: str, flat: NDArray[Any]) -> list[str]:
+def _number_texts(datatype: str, flat: NDArray[Any]) -> list[str]:
     """Floats as short as they can be told; of FP32 eight digits."""
     if datatype == "BF16":
         flat = (flat.astype(np.uint32) << 16).view(np.float32)
@@ -104,9 +106,9 @@ def _numbers(datatype: str, flat: NDArray[Any]) -> list[str]:
     return [str(int(value)) if datatype == "BOOL" else str(value) for value in flat.tolist()]
 
 
-def _strings(flat: NDArray[Any]) -> list[str]:
+def _string_texts(flat: NDArray[Any]) -> list[str]:
     """In quotes; bytes that are no text are escaped."""
-    room, written = _BYTES, []
+    room, written = _MAX_STRING_BYTES, []
     for element in flat:
         room -= len(element)
         if room < 0:

@@ -8,16 +8,16 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 from ..core.metrics import Outcome
-from ..core.request_context import Exchange, Part, Summary
+from ..core.request_context import RequestContext, RequestSummary, SequenceRecord
 
 Value: TypeAlias = str | bool | int | float | tuple[str, ...]
 Attributes: TypeAlias = Mapping[str, Value]
 
 _OPERATIONS = {"chat": "chat", "tokenize": "tokenize", "detokenize": "detokenize"}
-_GENERATES = "text_completion"
+_DEFAULT_OPERATION = "text_completion"
 """What every other door's operation is called."""
 
-_BROKEN = (Outcome.ERROR, Outcome.TIMEOUT)
+_SERVER_ERRORS = (Outcome.ERROR, Outcome.TIMEOUT)
 """Outcomes that are a server's error; a refusal is the client's."""
 
 _SAMPLING = {
@@ -39,16 +39,16 @@ class Span(NamedTuple):
     broken: bool = False
 
 
-def request_span(exchange: Exchange) -> Span:
+def request_span(exchange: RequestContext) -> Span:
     """The span of a closed exchange: from its arrival to its end."""
     assert exchange.end is not None
-    operation = _OPERATIONS.get(exchange.door, _GENERATES)
-    attributes = dict(_attributes(exchange, operation))
+    operation = _OPERATIONS.get(exchange.door, _DEFAULT_OPERATION)
+    attributes = dict(_request_attributes(exchange, operation))
     name = f"{operation} {exchange.model}".rstrip()
-    return Span(name, exchange.arrived, exchange.ended, attributes, exchange.end.outcome in _BROKEN)
+    return Span(name, exchange.arrived, exchange.ended, attributes, exchange.end.outcome in _SERVER_ERRORS)
 
 
-def phase_spans(exchange: Exchange) -> Iterator[Span]:
+def phase_spans(exchange: RequestContext) -> Iterator[Span]:
     """What each of its sequences went through; where one broke off, that phase lasts to the request's end."""
     several = len(exchange.parts) > 1
     for index, part in enumerate(exchange.parts):
@@ -58,7 +58,7 @@ def phase_spans(exchange: Exchange) -> Iterator[Span]:
                 yield Span(name, start, exchange.ended if end is None else end, attributes)
 
 
-def _phases(part: Part) -> Iterator[tuple[str, float | None, float | None]]:
+def _phases(part: SequenceRecord) -> Iterator[tuple[str, float | None, float | None]]:
     """Name, begin and end of each; None: that never came."""
     yield "tokenize", part.opened, part.submitted
     yield "queue", part.submitted, part.begun
@@ -66,11 +66,11 @@ def _phases(part: Part) -> Iterator[tuple[str, float | None, float | None]]:
     yield "decode", part.first, part.last
 
 
-def _attributes(exchange: Exchange, operation: str) -> Iterator[tuple[str, Value]]:
+def _request_attributes(exchange: RequestContext, operation: str) -> Iterator[tuple[str, Value]]:
     yield "gen_ai.operation.name", operation
     yield "gen_ai.provider.name", "charonia"
     yield "charonia.door", exchange.door
-    yield from _named(
+    yield from _nonempty(
         {
             "gen_ai.request.model": exchange.model,
             "gen_ai.request.id": exchange.id,
@@ -79,25 +79,25 @@ def _attributes(exchange: Exchange, operation: str) -> Iterator[tuple[str, Value
             "charonia.model.version": exchange.version,
         }
     )
-    yield from _end(exchange)
+    yield from _outcome_attributes(exchange)
     if exchange.parts:
-        yield from _asked(exchange.parts)
-        yield from _used(exchange)
+        yield from _sampling_attributes(exchange.parts)
+        yield from _usage_attributes(exchange)
 
 
-def _named(names: Mapping[str, str]) -> Iterator[tuple[str, Value]]:
+def _nonempty(names: Mapping[str, str]) -> Iterator[tuple[str, Value]]:
     yield from ((key, name) for key, name in names.items() if name)
 
 
-def _end(exchange: Exchange) -> Iterator[tuple[str, Value]]:
+def _outcome_attributes(exchange: RequestContext) -> Iterator[tuple[str, Value]]:
     assert exchange.end is not None
     outcome, reason = exchange.end
     yield "charonia.outcome", outcome.value
-    if outcome in _BROKEN or outcome is Outcome.REJECTED:
+    if outcome in _SERVER_ERRORS or outcome is Outcome.REJECTED:
         yield "error.type", reason or outcome.value
 
 
-def _asked(parts: list[Part]) -> Iterator[tuple[str, Value]]:
+def _sampling_attributes(parts: list[SequenceRecord]) -> Iterator[tuple[str, Value]]:
     sampling = parts[0].sampling
     for field, name in _SAMPLING.items():
         value = getattr(sampling, field)
@@ -112,7 +112,7 @@ def _asked(parts: list[Part]) -> Iterator[tuple[str, Value]]:
         yield "gen_ai.request.choice.count", choices
 
 
-def _used(exchange: Exchange) -> Iterator[tuple[str, Value]]:
+def _usage_attributes(exchange: RequestContext) -> Iterator[tuple[str, Value]]:
     summary = exchange.summary
     yield "gen_ai.usage.num_sequences", summary.choices
     yield "gen_ai.usage.output_tokens", summary.generated
@@ -124,10 +124,10 @@ def _used(exchange: Exchange) -> Iterator[tuple[str, Value]]:
     if reasons:
         yield "gen_ai.response.model", exchange.model
         yield "gen_ai.response.finish_reasons", reasons
-    yield from _latencies(exchange, summary)
+    yield from _latency_attributes(exchange, summary)
 
 
-def _latencies(exchange: Exchange, summary: Summary) -> Iterator[tuple[str, Value]]:
+def _latency_attributes(exchange: RequestContext, summary: RequestSummary) -> Iterator[tuple[str, Value]]:
     """Seconds; those of phases that were never over are left out."""
     submitted, begun, first, last = summary[-4:]
     periods = {

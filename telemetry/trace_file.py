@@ -13,32 +13,32 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from ..core.errors import InvalidArgument
-from ..core.request_context import Computed, Exchange, Summary
-from ..core.trace_settings import TIMESTAMPS, Traces, TraceSettings
-from ..processes.stderr import Outage
-from .request_trace import Trace, trace_of
+from ..core.request_context import ExecutionTimes, RequestContext, RequestSummary
+from ..core.trace_settings import TIMESTAMPS, TraceControl, TraceSettings
+from ..processes.stderr import FileOutage
+from .request_trace import RequestTrace, request_trace
 
-_BUFFER = 1 << 16
+_BUFFER_BYTES = 1 << 16
 
-_PATIENCE = 1.0
+_CLOSE_SECONDS = 1.0
 """Seconds that it may take to say at the end what was lost."""
 
 
-def check_writable(settings: TraceSettings) -> None:
+def check_trace_file(settings: TraceSettings) -> None:
     """That traces can be written where they are to go. Makes no file, opens none.
 
     Raises:
         InvalidArgument: they cannot; the message names the flag.
     """
-    if settings.trace_file and (wrong := _wrong(_file(settings, 0))):
+    if settings.trace_file and (wrong := _why_not_writable(_path_of(settings, 0))):
         raise InvalidArgument(f"--trace-config file={settings.trace_file}: {wrong}")
 
 
-def _file(settings: TraceSettings, number: int) -> Path:
+def _path_of(settings: TraceSettings, number: int) -> Path:
     return Path(settings.trace_file + (f".{number}" if settings.numbered else ""))
 
 
-def _wrong(file: Path) -> str:
+def _why_not_writable(file: Path) -> str:
     if not os.path.isdir(file.parent):
         return f"there is no directory '{file.parent}'"
     if os.path.isdir(file):
@@ -46,21 +46,21 @@ def _wrong(file: Path) -> str:
     return "" if os.access(file if os.path.exists(file) else file.parent, os.W_OK) else "it may not be written"
 
 
-class TraceFile:
+class TraceFileWriter:
     """Shown every exchange when it ended; writes those that `traces` picks. `close` makes the last file whole."""
 
-    def __init__(self, traces: Traces) -> None:
+    def __init__(self, traces: TraceControl) -> None:
         self._traces = traces
         self._file: IO[bytes] | None = None
         self._path = Path()
         self._held = self._lost = 0
         self._numbered = False
         self._before = self._files = self._id = 0
-        self._outage = Outage("traces")
+        self._outage = FileOutage("traces")
         traces.changed = self._flush
 
-    def __call__(self, exchange: Exchange) -> None:
-        trace = trace_of(exchange, self._traces)
+    def __call__(self, exchange: RequestContext) -> None:
+        trace = request_trace(exchange, self._traces)
         if trace is None:
             return
         self._traces.pending -= 1
@@ -73,7 +73,7 @@ class TraceFile:
     def close(self) -> None:
         """End the array of the file that is open; say what was lost."""
         self._finish()
-        self._outage.end(self._lost, _PATIENCE)
+        self._outage.end(self._lost, _CLOSE_SECONDS)
 
     def _finish(self) -> None:
         if self._file is None:
@@ -83,15 +83,15 @@ class TraceFile:
             self._before = self._held
         self._forget()
 
-    def _write(self, trace: Trace, exchange: Exchange) -> None:
+    def _write(self, trace: RequestTrace, exchange: RequestContext) -> None:
         settings = trace.settings
         if self._numbered is not settings.numbered:
             self._finish()
         if self._file is None:
             self._open(settings)
         assert self._file is not None
-        said = [json.dumps(each, separators=(",", ":")).encode() for each in _objects(self._id, trace, exchange)]
-        _check_there(self._file)
+        said = [json.dumps(each, separators=(",", ":")).encode() for each in _trace_objects(self._id, trace, exchange)]
+        _check_not_removed(self._file)
         self._file.write((b"," if self._held else b"[") + b",".join(said))
         self._held += 1
         over = not self._traces.settings(exchange.model).trace_count
@@ -102,9 +102,9 @@ class TraceFile:
 
     def _open(self, settings: TraceSettings) -> None:
         """A new file, or the one without a number where it was left."""
-        self._numbered, self._path = settings.numbered, _file(settings, self._files)
+        self._numbered, self._path = settings.numbered, _path_of(settings, self._files)
         before = 0 if self._numbered else self._before
-        self._file = self._path.open("r+b" if before else "wb", _BUFFER)
+        self._file = self._path.open("r+b" if before else "wb", _BUFFER_BYTES)
         if before:
             self._file.seek(-1, os.SEEK_END)
         self._held = before
@@ -119,7 +119,7 @@ class TraceFile:
             self._file.write(b"]")
             self._file.flush()
             self._file.seek(end)
-            _check_there(self._file)
+            _check_not_removed(self._file)
         except OSError as error:
             self._lose(error, self._held)
         else:
@@ -141,17 +141,17 @@ class TraceFile:
         self._file, self._held = None, 0
 
 
-def _check_there(file: IO[bytes]) -> None:
+def _check_not_removed(file: IO[bytes]) -> None:
     """Raises `OSError` for a file that was removed while it was open."""
     if os.fstat(file.fileno()).st_nlink == 0:
         raise FileNotFoundError(errno.ENOENT, "it was removed")
 
 
-def _objects(number: int, trace: Trace, exchange: Exchange) -> Iterator[dict[str, object]]:
+def _trace_objects(number: int, trace: RequestTrace, exchange: RequestContext) -> Iterator[dict[str, object]]:
     asked = {"id": number, "model_name": exchange.model, "model_version": int(exchange.version or 0)}
     yield asked | ({"request_id": exchange.id} if exchange.id else {})
     if TIMESTAMPS in trace.settings.trace_level:
-        yield {"id": number, "timestamps": [{"name": name, "ns": ns} for name, ns in _times(exchange)]}
+        yield {"id": number, "timestamps": [{"name": name, "ns": ns} for name, ns in _timestamps(exchange)]}
     executed = exchange.computed is not None or exchange.parts
     for activity, tensors in (
         ("TENSOR_QUEUE_INPUT", trace.inputs.texts),
@@ -161,7 +161,7 @@ def _objects(number: int, trace: Trace, exchange: Exchange) -> Iterator[dict[str
         yield from ({"id": number, "activity": activity, "tensor": tensor} for tensor in tensors)
 
 
-class _Way(NamedTuple):
+class _TransportEvents(NamedTuple):
     """What Triton calls it to receive a request and to send the answer, begin and end."""
 
     receive: str
@@ -170,22 +170,22 @@ class _Way(NamedTuple):
     sent: str
 
 
-_HTTP = _Way("HTTP_RECV_START", "HTTP_RECV_END", "HTTP_SEND_START", "HTTP_SEND_END")
-_GRPC = _Way("GRPC_WAITREAD_START", "GRPC_WAITREAD_END", "GRPC_SEND_START", "GRPC_SEND_END")
+_HTTP_EVENTS = _TransportEvents("HTTP_RECV_START", "HTTP_RECV_END", "HTTP_SEND_START", "HTTP_SEND_END")
+_GRPC_EVENTS = _TransportEvents("GRPC_WAITREAD_START", "GRPC_WAITREAD_END", "GRPC_SEND_START", "GRPC_SEND_END")
 _GRPC_DOORS = ("ModelInfer", "ModelStreamInfer")
 
 
-def _times(exchange: Exchange) -> Iterator[tuple[str, int]]:
+def _timestamps(exchange: RequestContext) -> Iterator[tuple[str, int]]:
     """What happened, by Triton's names; what never did is left out."""
-    way = _GRPC if exchange.door in _GRPC_DOORS else _HTTP
-    asked, answered = _asked(exchange), exchange.summary.last or exchange.answered
+    way = _GRPC_EVENTS if exchange.door in _GRPC_DOORS else _HTTP_EVENTS
+    asked, answered = _received_ns(exchange), exchange.summary.last or exchange.answered
     yield way.receive, _ns(exchange.arrived)
     if asked:
         yield way.received, asked
     yield "REQUEST_START", asked or _ns(exchange.arrived)
     if exchange.computed is not None:
-        yield from _executed(exchange.computed)
-    yield from _generated(exchange.summary)
+        yield from _execution_times(exchange.computed)
+    yield from _generation_times(exchange.summary)
     yield "REQUEST_END", _ns(answered or exchange.ended)
     if answered:
         yield "INFER_RESPONSE_COMPLETE", _ns(answered)
@@ -193,14 +193,14 @@ def _times(exchange: Exchange) -> Iterator[tuple[str, int]]:
     yield way.sent, _ns(exchange.ended)
 
 
-def _asked(exchange: Exchange) -> int:
+def _received_ns(exchange: RequestContext) -> int:
     """When the model got it; 0: it never did."""
     if exchange.computed is not None:
         return exchange.computed.queued
     return _ns(min((part.opened for part in exchange.parts), default=0.0))
 
 
-def _generated(summary: Summary) -> Iterator[tuple[str, int]]:
+def _generation_times(summary: RequestSummary) -> Iterator[tuple[str, int]]:
     for name, seconds in (
         ("QUEUE_START", summary.submitted),
         ("COMPUTE_START", summary.begun),
@@ -211,7 +211,7 @@ def _generated(summary: Summary) -> Iterator[tuple[str, int]]:
             yield name, _ns(seconds)
 
 
-def _executed(computed: Computed) -> Iterator[tuple[str, int]]:
+def _execution_times(computed: ExecutionTimes) -> Iterator[tuple[str, int]]:
     yield "QUEUE_START", computed.queued
     names = ("COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END")
     yield from zip(names, accumulate(computed.spent, initial=computed.begun), strict=True)

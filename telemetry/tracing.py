@@ -9,40 +9,40 @@ from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, urlsplit
 
 from ..core.errors import InvalidArgument
-from ..core.request_context import Exchange
-from ..core.span_settings import MODE, SpanSettings
-from ..core.trace_settings import TIMESTAMPS, Traces
-from .request_trace import trace_of
+from ..core.request_context import RequestContext
+from ..core.span_settings import OPENTELEMETRY_MODE, SpanSettings
+from ..core.trace_settings import TIMESTAMPS, TraceControl
+from .request_trace import request_trace
 
 if TYPE_CHECKING:
-    from .otlp import Tracer
+    from .otlp import OtlpTracer
 
 _FLAG = "--otlp-traces-endpoint"
-_TRACES = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
-_ALL = "OTEL_EXPORTER_OTLP_ENDPOINT"
-_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_TRACES_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+_ALL_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
+_PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _PATH = "/v1/traces"
-_PARENT = ("traceparent", b"traceparent")
+_PARENT_HEADERS = ("traceparent", b"traceparent")
 """The header that carries on a client's trace, over gRPC and over HTTP."""
 
 
-class Sampled:
+class SamplingTracer:
     """Shows `tracer` the exchanges that `traces` picks, and those of clients who trace themselves: tritonserver's mode
     opentelemetry, whose settings stay as they are."""
 
-    def __init__(self, tracer: Callable[[Exchange], None], traces: Traces) -> None:
+    def __init__(self, tracer: Callable[[RequestContext], None], traces: TraceControl) -> None:
         self._tracer = tracer
         self._traces = traces
         self._level = TIMESTAMPS in traces.settings().trace_level
 
-    def __call__(self, exchange: Exchange) -> None:
-        picked = trace_of(exchange, self._traces) is not None
+    def __call__(self, exchange: RequestContext) -> None:
+        picked = request_trace(exchange, self._traces) is not None
         self._traces.pending -= picked
-        if picked or (self._level and any(name in _PARENT for name, _ in exchange.headers)):
+        if picked or (self._level and any(name in _PARENT_HEADERS for name, _ in exchange.headers)):
             self._tracer(exchange)
 
 
-def endpoint_of(flag: str, environment: Mapping[str, str], told: SpanSettings | None = None) -> str:
+def otlp_endpoint(flag: str, environment: Mapping[str, str], told: SpanSettings | None = None) -> str:
     """Where spans go, or "": what tritonserver's mode opentelemetry was told, or the flag, else OpenTelemetry's own
     variables.
 
@@ -50,31 +50,31 @@ def endpoint_of(flag: str, environment: Mapping[str, str], told: SpanSettings | 
         InvalidArgument: it is no HTTP URL, or said twice, or the variables ask for a protocol that is not spoken here.
     """
     if flag and told is not None:
-        raise InvalidArgument(f"{_FLAG} and --trace-config mode={MODE} both say where spans go")
+        raise InvalidArgument(f"{_FLAG} and --trace-config mode={OPENTELEMETRY_MODE} both say where spans go")
     if told is not None:
-        _split(f"--trace-config {MODE},url", told.url)
+        _checked_url(f"--trace-config {OPENTELEMETRY_MODE},url", told.url)
         return told.url
     if flag:
-        path = _split(_FLAG, flag).path.strip("/")
+        path = _checked_url(_FLAG, flag).path.strip("/")
         return flag if path else flag.rstrip("/") + _PATH
     disabled = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
     if disabled or environment.get("OTEL_TRACES_EXPORTER", "").lower() == "none":
         return ""
-    name = next((name for name in (_TRACES, _ALL) if environment.get(name)), "")
+    name = next((name for name in (_TRACES_VARIABLE, _ALL_VARIABLE) if environment.get(name)), "")
     if not name:
         return ""
     _check_protocol(environment)
-    _split(name, environment[name])
-    return environment[name] if name == _TRACES else environment[name].rstrip("/") + _PATH
+    _checked_url(name, environment[name])
+    return environment[name] if name == _TRACES_VARIABLE else environment[name].rstrip("/") + _PATH
 
 
 def _check_protocol(environment: Mapping[str, str]) -> None:
-    variable = next((name for name in _PROTOCOLS if environment.get(name)), "")
+    variable = next((name for name in _PROTOCOL_VARIABLES if environment.get(name)), "")
     if variable and environment[variable] != "http/protobuf":
         raise InvalidArgument(f"{variable} is {environment[variable]}: spans are sent by http/protobuf only")
 
 
-def _split(name: str, url: str) -> SplitResult:
+def _checked_url(name: str, url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -85,7 +85,7 @@ def _split(name: str, url: str) -> SplitResult:
 
 
 @contextmanager
-def tracing(endpoint: str, version: str, told: SpanSettings | None = None) -> Iterator["Tracer | None"]:
+def open_tracer(endpoint: str, version: str, told: SpanSettings | None = None) -> Iterator["OtlpTracer | None"]:
     """A tracer for the block, whose spans are sent when it ends; None without an endpoint. `told`: how they leave.
 
     Raises:
@@ -95,12 +95,12 @@ def tracing(endpoint: str, version: str, told: SpanSettings | None = None) -> It
         yield None
         return
     try:
-        from .otlp import Tracer
+        from .otlp import OtlpTracer
     except ImportError as error:
         message = f"tracing to {endpoint} needs OpenTelemetry ({error.name}): pip install 'charonia[otel]'"
         raise InvalidArgument(message) from None
     try:
-        tracer = Tracer(endpoint, version, told)
+        tracer = OtlpTracer(endpoint, version, told)
     except ValueError as error:
         raise InvalidArgument(f"OpenTelemetry's environment variables are wrong: {error}") from None
     try:

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from hypothesis import settings
 
-from charonia.processes.host import cores
+from charonia.processes.host import usable_cores
 
 # Two shared cores: a deadline per example would test the neighbours.
 settings.register_profile("charonia", deadline=None)
@@ -40,7 +40,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     asked = config.option
     if asked.file_or_dir or asked.keyword or asked.markexpr or asked.lf:
         return 0
-    return min(WORKERS, cores().logical)
+    return min(WORKERS, usable_cores().logical)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

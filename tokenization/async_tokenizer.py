@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 
 from ..core.errors import Unavailable
 from ..core.request import Conversation, Prompt
-from .tokenizer import Limit, Tokenizer
+from .tokenizer import Tokenizer, TokenLimit
 
 _THREADS = 2
 _SHORT = 256
@@ -30,7 +30,7 @@ class AsyncTokenizer:
         self._threads = ThreadPoolExecutor(_THREADS, "tokenizer")
 
     async def prompt_ids(
-        self, prompt: Prompt, special: bool = True, limit: Limit | None = None, kept: int | None = None
+        self, prompt: Prompt, special: bool = True, limit: TokenLimit | None = None, kept: int | None = None
     ) -> list[int]:
         """The token ids of any kind of prompt."""
         return await self._run(_size(prompt), self._tokenizer.prompt_ids, prompt, special, limit, kept)

@@ -16,9 +16,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from ..core.errors import InvalidArgument
-from ..core.request import Conversation, Message
+from ..core.request import ChatMessage, Conversation
 from .checkpoint_files import read_json
-from .template_sandbox import MAX_PYTHON, MAX_WORK, Meter, TemplateSandbox, TooMuch, metered
+from .template_sandbox import MAX_PYTHON, MAX_WORK, TemplateLimitExceeded, TemplateSandbox, WorkMeter, metered
 
 _RESERVED = frozenset({"chat_template", "continue_final_message", "conversation", "self", "tokenize"})
 """Names besides those a template is given that mean something else to transformers or jinja2."""
@@ -70,15 +70,15 @@ class ChatTemplate:
         _refuse_taken(conversation.variables, _RESERVED | given.keys())
         size = sum(len(message.content) for message in conversation.messages)
         try:
-            with metered(Meter(MAX_WORK + _EACH * size)):
+            with metered(WorkMeter(MAX_WORK + _EACH * size)):
                 text = self._template.render({**conversation.variables, **given})
-        except TooMuch as error:
+        except TemplateLimitExceeded as error:
             raise InvalidArgument(f"{self._name} does more than it may: {error}", field=self._field) from error
         except _FAULTS as error:
             raise InvalidArgument(f"messages do not fit {self._name}: {error}", field="messages") from error
         return self._unfinished(text, conversation.messages[-1]) if conversation.continue_final_message else text
 
-    def _unfinished(self, text: str, last: Message) -> str:
+    def _unfinished(self, text: str, last: ChatMessage) -> str:
         """Up to the end of its last message; without the space there, if the template leaves that out."""
         begun, end, _ = text.rpartition(_END.rstrip())
         if not end or last.content.strip() not in begun:
@@ -94,7 +94,7 @@ def _refuse_taken(variables: Mapping[str, Any], taken: AbstractSet[str]) -> None
             raise InvalidArgument(f"{field}: the name is reserved", field=field)
 
 
-def _turn(message: Message) -> dict[str, str]:
+def _turn(message: ChatMessage) -> dict[str, str]:
     turn = {"role": message.role, "content": message.content}
     return turn | {"name": message.name} if message.name else turn
 

@@ -13,7 +13,7 @@ SMALL_FILES = ("*.json", "*.jinja")
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
-def locate(model: str, files: Sequence[str] = SMALL_FILES) -> Path:
+def locate_checkpoint(model: str, files: Sequence[str] = SMALL_FILES) -> Path:
     """The directory of a checkpoint; of a hub id, as owner/name or owner/name@revision, the `files` (patterns) that are
     not there yet are fetched first.
 
@@ -42,7 +42,7 @@ def refuse_adapter(directory: Path) -> None:
         )
 
 
-def refuse_pointer(path: Path) -> None:
+def refuse_lfs_pointer(path: Path) -> None:
     """Raises `InvalidArgument` for what Git LFS leaves in place of a file that it did not fetch. The file is there."""
     with path.open("rb") as file:
         if file.read(len(_POINTER)) == _POINTER:
@@ -59,7 +59,7 @@ def _fetch(hub_id: str, files: Sequence[str]) -> Path:
         raise NotFound(f"{hub_id!r} is neither a directory nor a model that the hub would give: {error}") from error
 
 
-def fingerprint(directory: Path) -> str:
+def checkpoint_fingerprint(directory: Path) -> str:
     """The same for checkpoints whose files have the same names and sizes; of the hub's, for the same revision."""
     files = sorted((path.name, path.stat().st_size) for path in directory.iterdir() if path.is_file())
     revision = directory.name if directory.parent.name == "snapshots" else ""
@@ -74,7 +74,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         return {}
-    refuse_pointer(path)
+    refuse_lfs_pointer(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

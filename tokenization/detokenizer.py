@@ -27,7 +27,7 @@ class Detokenizer(Protocol):
         """What is left: bytes that never became a character come out as U+FFFD."""
 
 
-def detokenizer(tokenizer: Tokenizer, prompt: Sequence[int] = (), special: bool = False) -> Detokenizer:
+def make_detokenizer(tokenizer: Tokenizer, prompt: Sequence[int] = (), special: bool = False) -> Detokenizer:
     """The cheapest that is right for this tokenizer. `special`: the text has special tokens in it."""
     context, table = prompt[-_CONTEXT:], tokenizer.bytes_with_special if special else tokenizer.bytes
     return WindowDetokenizer(tokenizer, context, special) if table is None else ByteDetokenizer(table, context)

@@ -11,18 +11,18 @@ import tokenizers
 
 from ..core.errors import InvalidArgument
 from .checkpoint_files import read_json
-from .special_tokens import complete, named_tokens
+from .special_tokens import add_declared_tokens, named_special_tokens
 from .tokenizer import read_backend
 
 
-class TokenSequence(NamedTuple):
+class EncodedText(NamedTuple):
     """What one text, or pair, becomes: `segments` tells the two of a pair apart, as BERT's models want it."""
 
     ids: Sequence[int]
     segments: Sequence[int]
 
 
-class SequenceTokenizer:
+class EncoderTokenizer:
     """A checkpoint's tokenizer.json, cutting what is longer than `length` tokens, special ones included. Of a pair, the
     longer one is cut first."""
 
@@ -33,7 +33,7 @@ class SequenceTokenizer:
         backend.enable_truncation(length, strategy="longest_first")
 
     @classmethod
-    def load(cls, directory: Path, length: int, lowercase: bool = False) -> "SequenceTokenizer":
+    def load(cls, directory: Path, length: int, lowercase: bool = False) -> "EncoderTokenizer":
         """Read a checkpoint directory.
 
         Raises:
@@ -41,10 +41,10 @@ class SequenceTokenizer:
             InvalidArgument: a file there cannot be read.
         """
         backend = read_backend(directory / "tokenizer.json")
-        complete(backend, read_json(directory / "tokenizer_config.json"), named_tokens(directory))
+        add_declared_tokens(backend, read_json(directory / "tokenizer_config.json"), named_special_tokens(directory))
         return cls(backend, length, lowercase)
 
-    def encode(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> list[TokenSequence]:
+    def encode(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> list[EncodedText]:
         """The tokens of each text, or of each text and the one in the same place of `pairs`.
 
         Raises:
@@ -58,4 +58,4 @@ class SequenceTokenizer:
             made = self._backend.encode_batch(given)
         except (UnicodeEncodeError, TypeError) as error:  # lone surrogates
             raise InvalidArgument("a text is not valid Unicode", field="input") from error
-        return [TokenSequence(each.ids, each.type_ids) for each in made]
+        return [EncodedText(each.ids, each.type_ids) for each in made]

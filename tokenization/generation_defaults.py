@@ -34,7 +34,7 @@ class GenerationDefaults(NamedTuple):
         return self._replace(eos=eos)
 
 
-class Sampling(NamedTuple):
+class ResolvedSampling(NamedTuple):
     """Sampling parameters with every default resolved."""
 
     temperature: float
@@ -45,7 +45,7 @@ class Sampling(NamedTuple):
     repetition_penalty: float
 
 
-def read_defaults(directory: Path, tokenizer: Tokenizer) -> GenerationDefaults:
+def read_generation_defaults(directory: Path, tokenizer: Tokenizer) -> GenerationDefaults:
     """Read generation_config.json; eos is looked for there, then in config.json, then with the tokenizer.
 
     Raises:
@@ -87,10 +87,10 @@ def _check(defaults: GenerationDefaults, file: Path) -> None:
         raise InvalidArgument(f"{file}: {error.message}") from None
 
 
-def resolve(asked: SamplingParams, defaults: GenerationDefaults) -> Sampling:
+def resolve_sampling(asked: SamplingParams, defaults: GenerationDefaults) -> ResolvedSampling:
     """Fill what the request leaves open."""
     stops = asked.stop_token_ids if asked.ignore_eos else (*asked.stop_token_ids, *defaults.eos)
-    return Sampling(
+    return ResolvedSampling(
         temperature=_or(asked.temperature, defaults.temperature),
         top_k=max(0, _or(asked.top_k, defaults.top_k)),
         top_p=_or(asked.top_p, defaults.top_p),

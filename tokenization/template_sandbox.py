@@ -1,7 +1,7 @@
 """The sandbox of chat templates, which come from the internet, or with a request: what one may do, and how much of it.
 
 Jinja's own keeps a template from the server's objects, not from its time and memory: `'x' * 10 ** 10` is one operator.
-Here a `Meter` counts while a template is rendered, and what a step will make is counted before it is made:
+Here a `WorkMeter` counts while a template is rendered, and what a step will make is counted before it is made:
 
 - turns: of loops, and calls of macros and methods;
 - work: characters that are made or looked through, elements of lists likewise, and what a loop's body or a macro has in
@@ -78,11 +78,11 @@ _FREE_NUMBERS = ("default", "d", "int", "float", "sum")
 T = TypeVar("T")
 
 
-class TooMuch(TemplateError):
+class TemplateLimitExceeded(TemplateError):
     """A template did more than it may."""
 
 
-class Meter:
+class WorkMeter:
     """What a template may still do while it is rendered once."""
 
     def __init__(self, work: int = MAX_WORK, turns: int = MAX_TURNS) -> None:
@@ -92,19 +92,19 @@ class Meter:
         """Of lists in lists, in what was weighed last."""
 
     def spend(self, work: int) -> None:
-        """Raises `TooMuch` if less is left."""
+        """Raises `TemplateLimitExceeded` if less is left."""
         self.work -= work
         if self.work < 0:
-            raise TooMuch(f"it makes, or looks through, more than {self._limits[0]} characters")
+            raise TemplateLimitExceeded(f"it makes, or looks through, more than {self._limits[0]} characters")
 
     def turn(self) -> None:
         self.turns -= 1
         if self.turns < 0:
-            raise TooMuch(f"its loops and macros take more than {self._limits[1]} turns")
+            raise TemplateLimitExceeded(f"its loops and macros take more than {self._limits[1]} turns")
 
     def weigh(self, value: Any) -> int:
         """What there is in a value, each thing as often as it is in it, in characters. It is spent, as all has to be
-        looked at for that; what is nested deeply raises `TooMuch`."""
+        looked at for that; what is nested deeply raises `TemplateLimitExceeded`."""
         if isinstance(value, str):
             self.spend(len(value) // 8)
             return len(value)
@@ -125,22 +125,22 @@ class Meter:
                 levels.append(inside)
                 self.deepest = max(self.deepest, len(levels))
                 if self.deepest > _MAX_DEPTH:
-                    raise TooMuch(f"it nests lists more than {_MAX_DEPTH} deep")
+                    raise TemplateLimitExceeded(f"it nests lists more than {_MAX_DEPTH} deep")
         return weight
 
     def number(self, value: Any) -> Any:
         """The same, if it is no number that is too long to compute with."""
         if type(value) is int and value.bit_length() > _MAX_BITS:
-            raise TooMuch(f"it computes with numbers of more than {_MAX_BITS} bits")
+            raise TemplateLimitExceeded(f"it computes with numbers of more than {_MAX_BITS} bits")
         return value
 
 
 _NO_MORE = object()
-_meter: ContextVar[Meter] = ContextVar("meter")
+_meter: ContextVar[WorkMeter] = ContextVar("meter")
 
 
 @contextmanager
-def metered(meter: Meter) -> Iterator[None]:
+def metered(meter: WorkMeter) -> Iterator[None]:
     """Whatever templates do in the block, in this thread, it counts."""
     token = _meter.set(meter)
     try:
@@ -184,14 +184,16 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         """The template, which counts what it does, as Python of at most so many characters. Raises whatever jinja and
         Python raise for a source that is none."""
         if len(source) > MAX_SOURCE:
-            raise TooMuch(f"it has {len(source)} characters, and may have {MAX_SOURCE} at most")
+            raise TemplateLimitExceeded(f"it has {len(source)} characters, and may have {MAX_SOURCE} at most")
         template = self.parse(source)
         passing = _passing(self, template.body, template.lineno)
-        _Counting(self).generic_visit(template)
+        _MeteringTransformer(self).generic_visit(template)
         template.body.insert(0, passing)
         python: str = self.compile(template, raw=True)
         if len(python) > most:
-            raise TooMuch(f"it is too long: in Python it has {len(python)} characters, and may have {most} at most")
+            raise TemplateLimitExceeded(
+                f"it is too long: in Python it has {len(python)} characters, and may have {most} at most"
+            )
         return Template.from_code(self, compile(python, "<template>", "exec"), self.make_globals(None))
 
     # What compiled templates call
@@ -255,11 +257,11 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def key(self, value: T) -> T:
         if isinstance(value, tuple):
-            raise TooMuch("it has a list for a key")
+            raise TemplateLimitExceeded("it has a list for a key")
         return value
 
 
-class _Counting(NodeTransformer):
+class _MeteringTransformer(NodeTransformer):
     """Puts calls of the environment's methods around what is to be counted."""
 
     def __init__(self, environment: TemplateSandbox) -> None:
@@ -359,7 +361,7 @@ def _bounded_filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any
     return bounded
 
 
-def _spend_filter(meter: Meter, name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _spend_filter(meter: WorkMeter, name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     given = [*args, *kwargs.values()]
     size = len(value) if isinstance(value, _SIZED) else 1
     texts, numbers = sum(map(meter.weigh, given)), _numbers(given)
@@ -387,7 +389,7 @@ def _spend_filter(meter: Meter, name: str, value: Any, args: Sequence[Any], kwar
         case "trim":
             meter.spend(size * texts // 64)
         case "sum" if not all(isinstance(each, int | float | str) for each in given):
-            raise TooMuch("it adds up what is no number")
+            raise TemplateLimitExceeded("it adds up what is no number")
         case _ if name in _SORTING:
             meter.spend(20 * meter.weigh(value))
         case _ if name not in _FREE_NUMBERS:
@@ -398,10 +400,10 @@ def _spend_filter(meter: Meter, name: str, value: Any, args: Sequence[Any], kwar
         meter.weigh(value)
 
 
-def _spend_method(meter: Meter, of: Any, name: str, given: Sequence[Any]) -> None:
+def _spend_method(meter: WorkMeter, of: Any, name: str, given: Sequence[Any]) -> None:
     allowed = next((names for kind, names in _METHODS.items() if isinstance(of, kind)), frozenset[str]())
     if name not in allowed:
-        raise TooMuch(f"the method '{name}' of {type(of).__name__} is not offered to templates")
+        raise TemplateLimitExceeded(f"the method '{name}' of {type(of).__name__} is not offered to templates")
     weight = meter.weigh(given)
     if isinstance(of, list | tuple):
         meter.weigh(of)
@@ -424,21 +426,21 @@ def _spend_method(meter: Meter, of: Any, name: str, given: Sequence[Any]) -> Non
         _spend_format(meter, of, weight)
 
 
-def _spend_replacing(meter: Meter, text: str, given: Sequence[Any]) -> None:
+def _spend_replacing(meter: WorkMeter, text: str, given: Sequence[Any]) -> None:
     old, new = (str(each) for each in given[:2]) if len(given) >= 2 else ("x", "")
     meter.spend(len(text) + (text.count(old) if old else len(text) + 1) * len(new))
 
 
-def _spend_printf(meter: Meter, form: str, values: Any) -> None:
+def _spend_printf(meter: WorkMeter, form: str, values: Any) -> None:
     """Of `form % values`: a field is as wide as the number in it says."""
     if re.search(r"%[-+ #0-9.]*\*", form):
-        raise TooMuch("it computes the width of a field")
+        raise TemplateLimitExceeded("it computes the width of a field")
     meter.spend(len(form) + _numbers_in(form) + (form.count("%") + 1) * meter.weigh(values))
 
 
-def _spend_format(meter: Meter, form: str, weight: int) -> None:
+def _spend_format(meter: WorkMeter, form: str, weight: int) -> None:
     if any("{" in (spec or "") for _, _, spec, _ in Formatter().parse(form)):
-        raise TooMuch("it computes the width of a field")
+        raise TemplateLimitExceeded("it computes the width of a field")
     meter.spend(len(form) + _numbers_in(form) + (form.count("{") + 1) * weight)
 
 
@@ -456,7 +458,7 @@ def _times(value: Any, times: Any) -> int:
     return len(value) * max(times, 0) * each if isinstance(times, int) else 0
 
 
-def _kept(meter: Meter, made: Any) -> Any:
+def _kept(meter: WorkMeter, made: Any) -> Any:
     """What a filter or a method made, an iterator as a list."""
     if isinstance(made, _COPIED):
         meter.spend(len(made))
@@ -465,7 +467,7 @@ def _kept(meter: Meter, made: Any) -> Any:
     return meter.number(made)
 
 
-def _counted(meter: Meter, made: Iterable[T]) -> Iterator[T]:
+def _counted(meter: WorkMeter, made: Iterable[T]) -> Iterator[T]:
     for each in made:
         meter.spend(_ELEMENT)
         yield each

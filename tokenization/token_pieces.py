@@ -14,21 +14,21 @@ _HALF = "\ufffd"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class Piece(NamedTuple):
+class TokenPiece(NamedTuple):
     """A token's text, in which half a character shows as U+FFFD, and its bytes."""
 
     text: str
     data: bytes
 
 
-def read_piece(backend: tokenizers.Tokenizer, token: int) -> Piece:
+def read_token_piece(backend: tokenizers.Tokenizer, token: int) -> TokenPiece:
     """Ask the tokenizer for one token; one it does not know writes nothing."""
     once = backend.decode([token], skip_special_tokens=False)
     if _HALF in once:
-        return Piece(once, _raw(backend.id_to_token(token) or once))
+        return TokenPiece(once, _raw(backend.id_to_token(token) or once))
     # Some decoders take the space from the first token of a text: the second one shows it.
     text = backend.decode([token, token], skip_special_tokens=False)[len(once) :]
-    return Piece(text, text.encode())
+    return TokenPiece(text, text.encode())
 
 
 class TokenBytes(dict[int, bytes]):

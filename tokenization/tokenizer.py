@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import tokenizers
 
-from ..core.errors import InvalidArgument, NotFound, TooLong
+from ..core.errors import ContextLengthExceeded, InvalidArgument, NotFound
 from ..core.request import Conversation, Prompt
 from .chat_template import ChatTemplate, find_template, read_template
-from .checkpoint_files import read_json, refuse_pointer
-from .special_tokens import complete, named_tokens
-from .token_pieces import Piece, read_piece, token_bytes
+from .checkpoint_files import read_json, refuse_lfs_pointer
+from .special_tokens import add_declared_tokens, named_special_tokens
+from .token_pieces import TokenPiece, read_token_piece, token_bytes
 
 _BRIEF = 1024
 """Characters up to which it takes longer to let other threads run than to be done."""
@@ -27,15 +27,15 @@ _TAIL = 128
 """Characters for each token that is wanted of a text's end: so many are looked at first."""
 
 
-class Limit(NamedTuple):
+class TokenLimit(NamedTuple):
     """How many tokens a text may have, and the words that say whose limit it is."""
 
     tokens: int
     whose: str = "this model's maximum context length is"
 
-    def refuse(self, what: str, field: str) -> TooLong:
+    def refuse(self, what: str, field: str) -> ContextLengthExceeded:
         """The error for `what` goes beyond it."""
-        return TooLong(f"{self.whose} {self.tokens} tokens: {what}", field=field)
+        return ContextLengthExceeded(f"{self.whose} {self.tokens} tokens: {what}", field=field)
 
 
 class Tokenizer:
@@ -46,7 +46,7 @@ class Tokenizer:
         self._named = named
         self._chat = chat
         self._given = lru_cache(_TEMPLATES)(self._compiled)
-        self._pieces: dict[int, Piece] = {}
+        self._pieces: dict[int, TokenPiece] = {}
         self.bytes = token_bytes(backend)
         """What each token adds to a text, if that does not depend on its neighbours."""
         self.bytes_with_special = token_bytes(backend, special=True)
@@ -61,8 +61,8 @@ class Tokenizer:
             InvalidArgument: a file there cannot be read.
         """
         backend = read_backend(directory / "tokenizer.json")
-        named = named_tokens(directory)
-        complete(backend, read_json(directory / "tokenizer_config.json"), named)
+        named = named_special_tokens(directory)
+        add_declared_tokens(backend, read_json(directory / "tokenizer_config.json"), named)
         backend.no_truncation()
         backend.no_padding()
         source = read_template(chat_template) if chat_template else find_template(directory)
@@ -72,7 +72,7 @@ class Tokenizer:
         self,
         prompt: Prompt,
         special: bool = True,
-        limit: Limit | None = None,
+        limit: TokenLimit | None = None,
         kept: int | None = None,
     ) -> list[int]:
         """The token ids of any kind of prompt; see `TokenizeRequest`. `kept`: the last so many, however long it is.
@@ -99,7 +99,7 @@ class Tokenizer:
         except (UnicodeEncodeError, TypeError) as error:  # lone surrogates
             raise InvalidArgument("the prompt is not valid Unicode", field="prompt") from error
 
-    def _bounded(self, text: str, special: bool, limit: Limit | None, field: str) -> list[int]:
+    def _bounded(self, text: str, special: bool, limit: TokenLimit | None, field: str) -> list[int]:
         """Each character costs the library a microsecond and 200 bytes: what is far too long is known by its beginning.
 
         A beginning counts if it has twice as many tokens as may be, as its last ones may be others in the whole text.
@@ -149,11 +149,11 @@ class Tokenizer:
         ids = (tuple(self.encode(form, special=False)) for form in forms)
         return list(dict.fromkeys(word for word in ids if word))
 
-    def piece(self, token: int) -> Piece:
+    def piece(self, token: int) -> TokenPiece:
         """What a token writes by itself, a leading space and special tokens included."""
         piece = self._pieces.get(token)
         if piece is None:
-            piece = self._pieces[token] = read_piece(self._backend, token)
+            piece = self._pieces[token] = read_token_piece(self._backend, token)
         return piece
 
     def _compiled(self, source: str) -> ChatTemplate:
@@ -172,7 +172,7 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
     """Raises `NotFound` where there is no such file, and `InvalidArgument` for one that cannot be read."""
     if not path.is_file():
         raise NotFound(f"{path.parent} has no tokenizer.json, the only tokenizer format supported")
-    refuse_pointer(path)
+    refuse_lfs_pointer(path)
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower

@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 
 from ...cli.grpc_options import GrpcOptions
 from ...core.errors import Unavailable
-from ..api_keys import NOBODY, Keyring, Tenant
-from ..header_forwarding import Forwarding
-from ..restricted_apis import Toll, read_restrictions
+from ..api_keys import ANONYMOUS, Keyring, Tenant
+from ..header_forwarding import HeaderForwarding
+from ..restricted_apis import RequiredHeader, read_restrictions
 
-OPEN = ("ServerLive", "ServerReady", "ModelReady")
+UNAUTHENTICATED_RPCS = ("ServerLive", "ServerReady", "ModelReady")
 """What needs no key."""
 
 _PREFIX = "triton-grpc-protocol-"
 _PROTOCOLS = {
-    "health": OPEN,
+    "health": UNAUTHENTICATED_RPCS,
     "metadata": ("ServerMetadata", "ModelMetadata"),
     "inference": ("ModelInfer", "ModelStreamInfer"),
     "shared-memory": (
@@ -35,7 +35,7 @@ _PROTOCOLS = {
 class Caller(NamedTuple):
     """Who calls, and what of his metadata models get."""
 
-    tenant: Tenant = NOBODY
+    tenant: Tenant = ANONYMOUS
     parameters: Mapping[str, str] = MappingProxyType({})
 
 
@@ -43,12 +43,12 @@ _ANYBODY = Caller()
 
 
 @dataclass(frozen=True, slots=True)
-class GrpcRules:
+class GrpcCallPolicy:
     """`tolls`: by RPC; `forwarding`: which metadata models get."""
 
     keys: Keyring = field(default_factory=Keyring)
-    tolls: Mapping[str, Toll] = field(default_factory=dict)
-    forwarding: Forwarding = field(default_factory=Forwarding)
+    tolls: Mapping[str, RequiredHeader] = field(default_factory=dict)
+    forwarding: HeaderForwarding = field(default_factory=HeaderForwarding)
 
     def caller(self, rpc: str, metadata: Sequence[tuple[str, Any]]) -> Caller:
         """Who wants an inference. Raises as `admit` does, and `InvalidArgument` for what cannot be forwarded."""
@@ -67,11 +67,13 @@ class GrpcRules:
         toll = self.tolls.get(rpc)
         if toll is not None and not toll.paid(metadata.get(_PREFIX + toll.key.lower())):
             raise Unavailable(f"This protocol is restricted, expecting header '{_PREFIX}{toll.key}'")
-        return NOBODY if rpc in OPEN else self.keys.tenant(metadata.get("authorization"))
+        return ANONYMOUS if rpc in UNAUTHENTICATED_RPCS else self.keys.tenant(metadata.get("authorization"))
 
 
-def read_rules(options: GrpcOptions, keys: Keyring) -> GrpcRules:
+def build_call_policy(options: GrpcOptions, keys: Keyring) -> GrpcCallPolicy:
     """Raises `InvalidArgument` for a flag that means nothing."""
     tolls = read_restrictions(options.grpc_restricted_protocol, "--grpc-restricted-protocol")
     by_rpc = {rpc: toll for name, toll in tolls.items() for rpc in _PROTOCOLS[name]}
-    return GrpcRules(keys, by_rpc, Forwarding(options.grpc_header_forward_pattern, "--grpc-header-forward-pattern"))
+    return GrpcCallPolicy(
+        keys, by_rpc, HeaderForwarding(options.grpc_header_forward_pattern, "--grpc-header-forward-pattern")
+    )

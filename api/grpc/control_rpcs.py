@@ -12,42 +12,42 @@ from google.protobuf.json_format import ParseDict  # type: ignore[import-untyped
 from tritonclient.grpc import service_pb2 as pb
 
 from ...core.errors import InvalidArgument, Unsupported
-from ...core.gateway import Gateway, IndexEntry
-from ...core.log_settings import log_form
-from ...core.trace_settings import Change
-from ..model_stats import statistics_document
-from .response_messages import Message, read_version
+from ...core.gateway import Gateway, RepositoryIndexEntry
+from ...core.log_settings import parse_log_format
+from ...core.trace_settings import TraceSettingsChange
+from ..model_stats import model_stats_json
+from .response_messages import ProtoMessage, parse_version
 
-Control: TypeAlias = Callable[[Gateway, Message], Awaitable[Message]]
+ControlRpc: TypeAlias = Callable[[Gateway, ProtoMessage], Awaitable[ProtoMessage]]
 
 _CONFIG = "config"
 _FILE = "file:"
 _DEPENDENTS = "unload_dependents"
 
 
-async def model_config(gateway: Gateway, request: Message) -> Message:
-    config = gateway.model(request.name, read_version(request.version))
+async def model_config(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
+    config = gateway.model(request.name, parse_version(request.version))
     return ParseDict({"config": config.document}, pb.ModelConfigResponse())
 
 
-async def model_statistics(gateway: Gateway, request: Message) -> Message:
-    found = gateway.statistics(request.name, read_version(request.version))
-    return ParseDict({"model_stats": statistics_document(found)}, pb.ModelStatisticsResponse())
+async def model_statistics(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
+    found = gateway.statistics(request.name, parse_version(request.version))
+    return ParseDict({"model_stats": model_stats_json(found)}, pb.ModelStatisticsResponse())
 
 
 # The repository
 
 
-async def repository_index(gateway: Gateway, request: Message) -> Message:
+async def repository_index(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
     _refuse_repository(request)
     return pb.RepositoryIndexResponse(models=[_index_entry(entry) for entry in gateway.index(request.ready)])
 
 
-def _index_entry(entry: IndexEntry) -> dict[str, str]:
+def _index_entry(entry: RepositoryIndexEntry) -> dict[str, str]:
     return {"name": entry.name, "version": entry.version, "state": str(entry.state or ""), "reason": entry.reason}
 
 
-async def load_model(gateway: Gateway, request: Message) -> Message:
+async def load_model(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
     _refuse_repository(request)
     config, files = None, {}
     for key, parameter in request.parameters.items():
@@ -61,7 +61,7 @@ async def load_model(gateway: Gateway, request: Message) -> Message:
     return pb.RepositoryModelLoadResponse()
 
 
-async def unload_model(gateway: Gateway, request: Message) -> Message:
+async def unload_model(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
     _refuse_repository(request)
     dependents = False
     for key, parameter in request.parameters.items():
@@ -72,12 +72,12 @@ async def unload_model(gateway: Gateway, request: Message) -> Message:
     return pb.RepositoryModelUnloadResponse()
 
 
-def _refuse_repository(request: Message) -> None:
+def _refuse_repository(request: ProtoMessage) -> None:
     if request.repository_name:
         raise Unsupported("'repository_name' specification is not supported", field="repository_name")
 
 
-def _typed(parameter: Message, kind: str, what: str) -> Any:
+def _typed(parameter: ProtoMessage, kind: str, what: str) -> Any:
     if parameter.WhichOneof("parameter_choice") != kind:
         raise InvalidArgument(f"invalid value type for {what}, expected {kind}.")
     return getattr(parameter, kind)
@@ -86,36 +86,36 @@ def _typed(parameter: Message, kind: str, what: str) -> Any:
 # Shared memory
 
 
-async def system_status(gateway: Gateway, request: Message) -> Message:
+async def system_status(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
     found = gateway.commons.regions.status(request.name)
     return pb.SystemSharedMemoryStatusResponse(regions={region.name: _region(region._asdict()) for region in found})
 
 
-def _region(fields: dict[str, Any]) -> Message:
+def _region(fields: dict[str, Any]) -> ProtoMessage:
     return pb.SystemSharedMemoryStatusResponse.RegionStatus(**fields)
 
 
-async def system_register(gateway: Gateway, request: Message) -> Message:
+async def system_register(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
     gateway.commons.regions.register(request.name, request.key, request.offset, request.byte_size)
     return pb.SystemSharedMemoryRegisterResponse()
 
 
-async def system_unregister(gateway: Gateway, request: Message) -> Message:
+async def system_unregister(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
     gateway.commons.regions.unregister(request.name)
     return pb.SystemSharedMemoryUnregisterResponse()
 
 
-async def cuda_status(gateway: Gateway, request: Message) -> Message:
+async def cuda_status(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
     gateway.commons.regions.status_cuda(request.name)
     return pb.CudaSharedMemoryStatusResponse()
 
 
-async def cuda_register(gateway: Gateway, request: Message) -> Message:
+async def cuda_register(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
     gateway.commons.regions.register_cuda(request.name)
     return pb.CudaSharedMemoryRegisterResponse()
 
 
-async def cuda_unregister(gateway: Gateway, request: Message) -> Message:
+async def cuda_unregister(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
     gateway.commons.regions.unregister_cuda()
     return pb.CudaSharedMemoryUnregisterResponse()
 
@@ -123,10 +123,10 @@ async def cuda_unregister(gateway: Gateway, request: Message) -> Message:
 # Settings
 
 
-async def trace_setting(gateway: Gateway, request: Message) -> Message:
+async def trace_setting(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
     if request.model_name and not gateway.model_ready(request.model_name):
         raise InvalidArgument(f"Request for unknown model : {request.model_name}", field="model_name")
-    change: Change = {name: tuple(setting.value) for name, setting in request.settings.items()}
+    change: TraceSettingsChange = {name: tuple(setting.value) for name, setting in request.settings.items()}
     traces = gateway.commons.traces
     settings = traces.update(change, request.model_name) if change else traces.settings(request.model_name)
     said = {name: {"value": values} for name, values in settings.texts().items()}
@@ -143,7 +143,7 @@ _LOG_KINDS = {
 }
 
 
-async def log_settings(gateway: Gateway, request: Message) -> Message:
+async def log_settings(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
     logs = gateway.commons.logs
     changed = {name: _log_value(name, value) for name, value in request.settings.items()}
     settings = logs.update(replace(logs.settings, **changed)) if changed else logs.settings
@@ -151,17 +151,17 @@ async def log_settings(gateway: Gateway, request: Message) -> Message:
     return ParseDict({"settings": said}, pb.LogSettingsResponse())
 
 
-def _log_value(name: str, value: Message) -> Any:
+def _log_value(name: str, value: ProtoMessage) -> Any:
     if name not in _LOG_KINDS:
         raise InvalidArgument(f"unknown log setting '{name}'", field=name)
     kind, called = _LOG_KINDS[name]
     if value.WhichOneof("parameter_choice") != kind:
         raise InvalidArgument(f"expect {called} for '{name}'", field=name)
     given = getattr(value, kind)
-    return log_form(given) if name == "log_format" else given
+    return parse_log_format(given) if name == "log_format" else given
 
 
-CONTROLS: dict[str, Control] = {
+CONTROL_RPCS: dict[str, ControlRpc] = {
     "ModelConfig": model_config,
     "ModelStatistics": model_statistics,
     "RepositoryIndex": repository_index,

@@ -13,16 +13,16 @@ import numpy as np
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from numpy.typing import DTypeLike, NDArray
 
-from ...core.client_shared_memory import Regions, Span
+from ...core.client_shared_memory import SharedMemoryRegistry, SharedMemorySlice
 from ...core.errors import InvalidArgument
-from ...core.request import InferRequest, Scalar
+from ...core.request import InferRequest, ParameterValue
 from ...core.tensor import NUMPY_TYPES, Tensor
 from .. import deferred_tensors, raw_tensors
-from ..deferred_tensors import Later
-from ..requested_outputs import WantedOutput
+from ..deferred_tensors import DeferredInputs
+from ..requested_outputs import RequestedOutput
 from .call_policy import Caller
-from .response_messages import Message
-from .wire_format import LongRequest, contents_in_pieces
+from .response_messages import ProtoMessage
+from .wire_format import LazyInferRequest, iter_contents
 
 _EMPTY_FINAL = "triton_enable_empty_final_response"
 _REGION = "shared_memory_region"
@@ -51,16 +51,16 @@ _NARROW = {"INT8": "INT32", "INT16": "INT32", "UINT8": "UINT32", "UINT16": "UINT
 """Datatypes that travel in the field of a wider one: their elements are the low bytes, as in Triton."""
 
 
-class Call(NamedTuple):
+class GrpcInferCall(NamedTuple):
     """What is asked, and of the outputs that the request names how they are wanted. `later`: inputs that are empty in
     the request until somebody decodes them."""
 
     asked: InferRequest
-    wanted: Mapping[str, WantedOutput]
-    later: Later = {}
+    wanted: Mapping[str, RequestedOutput]
+    later: DeferredInputs = {}
 
 
-def read_call(message: Message, regions: Regions, caller: Caller) -> Call:
+def parse_infer_message(message: ProtoMessage, regions: SharedMemoryRegistry, caller: Caller) -> GrpcInferCall:
     """Understand a request.
 
     Raises:
@@ -71,23 +71,25 @@ def read_call(message: Message, regions: Regions, caller: Caller) -> Call:
         parameters = {**caller.parameters, **parameters}
     wanted = _all_wanted(message, regions) if message.outputs else {}
     tenant, weight = caller.tenant
-    later: Later = {}
+    later: DeferredInputs = {}
     inputs = _inputs(message, regions, later)
-    return Call(InferRequest(message.id, inputs, tuple(wanted) or None, parameters, tenant, weight), wanted, later)
+    return GrpcInferCall(
+        InferRequest(message.id, inputs, tuple(wanted) or None, parameters, tenant, weight), wanted, later
+    )
 
 
-def wants_empty_final(message: Message) -> bool:
+def wants_empty_final(message: ProtoMessage) -> bool:
     """A stream without a final response is to be ended by an empty one."""
     return _EMPTY_FINAL in message.parameters and bool(message.parameters[_EMPTY_FINAL].bool_param)
 
 
-def _parameters(given: Message) -> dict[str, Scalar]:
+def _parameters(given: ProtoMessage) -> dict[str, ParameterValue]:
     parameters = {key: _parameter(key, value) for key, value in given.items()}
     parameters.pop(_EMPTY_FINAL, None)
     return parameters
 
 
-def _parameter(key: str, parameter: Message) -> Scalar:
+def _parameter(key: str, parameter: ProtoMessage) -> ParameterValue:
     if key.startswith("triton_") and key != _EMPTY_FINAL:
         raise InvalidArgument(
             "parameter keys starting with 'triton_' are reserved for Triton usage. "
@@ -98,7 +100,7 @@ def _parameter(key: str, parameter: Message) -> Scalar:
     if kind is None or kind not in _KINDS.get(key, (kind,)):
         expected = " or ".join(_EXPECTED.get(key) or _KINDS.get(key, ("int64_param, bool_param, or string_param",)))
         raise InvalidArgument(f"invalid value type for '{key}' parameter, expected {expected}.", field=key)
-    value: Scalar = getattr(parameter, kind)
+    value: ParameterValue = getattr(parameter, kind)
     if key == "priority" and int(value) < 0:
         raise InvalidArgument("invalid value for 'priority', expected value >= 0.", field=key)
     return value
@@ -111,8 +113,8 @@ _EXPECTED = {"sequence_id": ("int64_param", "string_param")}
 # Outputs
 
 
-def _all_wanted(message: Message, regions: Regions) -> dict[str, WantedOutput]:
-    wanted: dict[str, WantedOutput] = {}
+def _all_wanted(message: ProtoMessage, regions: SharedMemoryRegistry) -> dict[str, RequestedOutput]:
+    wanted: dict[str, RequestedOutput] = {}
     for output in message.outputs:
         if output.name in wanted:
             raise InvalidArgument(
@@ -122,15 +124,15 @@ def _all_wanted(message: Message, regions: Regions) -> dict[str, WantedOutput]:
     return wanted
 
 
-def _wanted(output: Message, regions: Regions) -> WantedOutput:
+def _wanted(output: ProtoMessage, regions: SharedMemoryRegistry) -> RequestedOutput:
     if not output.parameters:
-        return WantedOutput(output.name)
-    wanted = WantedOutput(output.name, _classes(output), _memory(output, regions))
+        return RequestedOutput(output.name)
+    wanted = RequestedOutput(output.name, _classes(output), _memory(output, regions))
     wanted.check()
     return wanted
 
 
-def _classes(output: Message) -> int:
+def _classes(output: ProtoMessage) -> int:
     if _CLASSES not in output.parameters:
         return 0
     parameter = output.parameters[_CLASSES]
@@ -141,16 +143,16 @@ def _classes(output: Message) -> int:
     return int(parameter.int64_param)
 
 
-def _memory(tensor: Message, regions: Regions) -> memoryview | None:
+def _memory(tensor: ProtoMessage, regions: SharedMemoryRegistry) -> memoryview | None:
     """The shared memory that the tensor is in, or is wanted in."""
     if _REGION not in tensor.parameters:
         return None
     region = _place(tensor, _REGION, "string_param")
     offset = _place(tensor, "shared_memory_offset", "int64_param")
-    return regions.view(Span(region, offset, _place(tensor, "shared_memory_byte_size", "int64_param")))
+    return regions.view(SharedMemorySlice(region, offset, _place(tensor, "shared_memory_byte_size", "int64_param")))
 
 
-def _place(tensor: Message, key: str, kind: str) -> Any:
+def _place(tensor: ProtoMessage, key: str, kind: str) -> Any:
     if key not in tensor.parameters:
         return 0
     parameter = tensor.parameters[key]
@@ -163,10 +165,10 @@ def _place(tensor: Message, key: str, kind: str) -> Any:
 # Inputs
 
 
-def _inputs(message: Message, regions: Regions, later: Later) -> dict[str, Tensor]:
+def _inputs(message: ProtoMessage, regions: SharedMemoryRegistry, later: DeferredInputs) -> dict[str, Tensor]:
     inputs: dict[str, Tensor] = {}
     blobs = iter(message.raw_input_contents)
-    contents = message.contents if isinstance(message, LongRequest) else {}
+    contents = message.contents if isinstance(message, LazyInferRequest) else {}
     for place, given in enumerate(message.inputs):
         if given.name in inputs:
             raise InvalidArgument(f"input '{given.name}' already exists in request", field=given.name)
@@ -184,24 +186,30 @@ def _inputs(message: Message, regions: Regions, later: Later) -> dict[str, Tenso
 
 
 def _input(
-    given: Message, message: Message, contents: memoryview | None, data: raw_tensors.Raw | None, later: Later
+    given: ProtoMessage,
+    message: ProtoMessage,
+    contents: memoryview | None,
+    data: raw_tensors.RawBytes | None,
+    later: DeferredInputs,
 ) -> Tensor:
     """Of raw `data`, of long typed `contents`, or of those in the message."""
     shape, place = tuple(given.shape), _place_of(given, message)
     if contents is not None:
-        tensor = deferred_tensors.promise(given.datatype, shape, place)
+        tensor = deferred_tensors.placeholder_tensor(given.datatype, shape, place)
         later[given.name] = partial(asyncio.to_thread, _long_contents, given, contents, place)
         return tensor
     if data is None:
         return Tensor(given.name, given.datatype, shape, _contents(given, place))
-    if given.datatype == "BYTES" and len(data) > deferred_tensors.LONG:
-        tensor = deferred_tensors.promise(given.datatype, shape, place)
-        later[given.name] = deferred_tensors.strings(tensor, data, place)
+    if given.datatype == "BYTES" and len(data) > deferred_tensors.LONG_STRING_BYTES:
+        tensor = deferred_tensors.placeholder_tensor(given.datatype, shape, place)
+        later[given.name] = deferred_tensors.deferred_strings(tensor, data, place)
         return tensor
     return raw_tensors.decode(given.datatype, shape, data, place)
 
 
-def _data(given: Message, message: Message, typed: bool, blob: raw_tensors.Raw | None) -> raw_tensors.Raw | None:
+def _data(
+    given: ProtoMessage, message: ProtoMessage, typed: bool, blob: raw_tensors.RawBytes | None
+) -> raw_tensors.RawBytes | None:
     """What is raw of the input; None of one with `typed` contents."""
     if typed:
         if message.raw_input_contents:
@@ -214,26 +222,26 @@ def _data(given: Message, message: Message, typed: bool, blob: raw_tensors.Raw |
     return blob
 
 
-def _place_of(given: Message, message: Message) -> raw_tensors.Place:
-    return raw_tensors.Place(message.id, message.model_name, given.name)
+def _place_of(given: ProtoMessage, message: ProtoMessage) -> raw_tensors.InputRef:
+    return raw_tensors.InputRef(message.id, message.model_name, given.name)
 
 
-def _contents(given: Message, place: raw_tensors.Place) -> NDArray[Any]:
+def _contents(given: ProtoMessage, place: raw_tensors.InputRef) -> NDArray[Any]:
     """The one typed field that is filled, as the input's datatype."""
     count = raw_tensors.element_count(given.datatype, tuple(given.shape), place)
     values = _values(given, given.contents, place)
     if given.datatype == "BYTES":
-        return raw_tensors.strings(list(values), count, place)
+        return raw_tensors.string_array(list(values), count, place)
     return _numbers(values, given.datatype, count, place)
 
 
-def _long_contents(given: Message, contents: memoryview, place: raw_tensors.Place) -> Tensor:
+def _long_contents(given: ProtoMessage, contents: memoryview, place: raw_tensors.InputRef) -> Tensor:
     """The same of those that are still bytes, a piece at a time."""
     shape, datatype, done = tuple(given.shape), given.datatype, 0
     count = raw_tensors.element_count(datatype, shape, place)
     strings, numbers = [], [_numbers((), datatype, 0, place)]
     try:
-        for piece in contents_in_pieces(contents):
+        for piece in iter_contents(contents):
             values = _values(given, piece, place)
             done += len(values)
             if datatype == "BYTES":
@@ -244,13 +252,13 @@ def _long_contents(given: Message, contents: memoryview, place: raw_tensors.Plac
     except DecodeError as error:
         raise InvalidArgument(str(error), field=given.name) from None
     if datatype == "BYTES":
-        return Tensor(given.name, datatype, shape, raw_tensors.strings(strings, count, place))
+        return Tensor(given.name, datatype, shape, raw_tensors.string_array(strings, count, place))
     size = np.dtype(NUMPY_TYPES.get(datatype, np.uint8)).itemsize
     raw_tensors.check_byte_size(count * size, done * size, place)
     return Tensor(given.name, datatype, shape, np.concatenate(numbers))
 
 
-def _values(given: Message, contents: Message, place: raw_tensors.Place) -> Any:
+def _values(given: ProtoMessage, contents: ProtoMessage, place: raw_tensors.InputRef) -> Any:
     """Of the one field that is filled; raises `InvalidArgument` if it is another datatype's."""
     values: Any = ()
     for field, held in ((descriptor.name, value) for descriptor, value in contents.ListFields()):
@@ -264,7 +272,7 @@ def _values(given: Message, contents: Message, place: raw_tensors.Place) -> Any:
     return values
 
 
-def _numbers(values: Any, datatype: str, count: int, place: raw_tensors.Place) -> NDArray[Any]:
+def _numbers(values: Any, datatype: str, count: int, place: raw_tensors.InputRef) -> NDArray[Any]:
     dtype: DTypeLike = NUMPY_TYPES.get(datatype, np.uint8)
     raw_tensors.check_byte_size(count * np.dtype(dtype).itemsize, len(values) * np.dtype(dtype).itemsize, place)
     return np.array(values, NUMPY_TYPES[_NARROW[datatype]] if datatype in _NARROW else dtype).astype(dtype)

@@ -12,13 +12,13 @@ from tritonclient.grpc import service_pb2 as pb
 
 from ...core.errors import InvalidArgument
 from ...core.model import ModelConfig
-from ...core.request import InferResponse, Scalar
+from ...core.request import InferResponse, ParameterValue
 from ...core.tensor import Tensor
 from .. import raw_tensors
 from ..classification import classify
-from ..requested_outputs import WantedOutput, place
+from ..requested_outputs import RequestedOutput, write_to_shared_memory
 
-Message: TypeAlias = Any
+ProtoMessage: TypeAlias = Any
 """A protobuf message: the published modules are generated at import and have no types."""
 
 _LONG = 1 << 14
@@ -29,7 +29,7 @@ _LARGEST = 2**31 - 1
 """Bytes that gRPC, and protobuf, can put into one message."""
 
 
-def read_version(version: str) -> str:
+def parse_version(version: str) -> str:
     """A version as the gateway wants it; empty means the latest.
 
     Raises:
@@ -48,9 +48,9 @@ def read_version(version: str) -> str:
     return str(int(number[1]))
 
 
-async def written(
-    config: ModelConfig, request_id: str, response: InferResponse, wanted: Mapping[str, WantedOutput]
-) -> Message:
+async def write_response_off_loop(
+    config: ModelConfig, request_id: str, response: InferResponse, wanted: Mapping[str, RequestedOutput]
+) -> ProtoMessage:
     """What `write_response` makes; where that takes long, beside the event loop."""
     if any(tensor.data.size > _LONG for tensor in response.outputs):
         return await asyncio.to_thread(write_response, config, request_id, response, wanted)
@@ -58,8 +58,8 @@ async def written(
 
 
 def write_response(
-    config: ModelConfig, request_id: str, response: InferResponse, wanted: Mapping[str, WantedOutput]
-) -> Message:
+    config: ModelConfig, request_id: str, response: InferResponse, wanted: Mapping[str, RequestedOutput]
+) -> ProtoMessage:
     """One response of a model; data always raw, or where it is `wanted`.
 
     Raises:
@@ -87,29 +87,29 @@ def _check_size(size: int) -> None:
         raise InvalidArgument(message)
 
 
-def _as_wanted(tensor: Tensor, wanted: WantedOutput, config: ModelConfig) -> tuple[Tensor, bytes]:
+def _as_wanted(tensor: Tensor, wanted: RequestedOutput, config: ModelConfig) -> tuple[Tensor, bytes]:
     """What to say of it, and what to send."""
     if wanted.into is not None:
-        place(tensor, wanted.into)
+        write_to_shared_memory(tensor, wanted.into)
         return tensor, b""
     said = classify(config, tensor, wanted.classes) if wanted.classes else tensor
     return said, raw_tensors.encode(said)
 
 
-def mark_final(message: Message, final: bool) -> Message:
+def mark_final(message: ProtoMessage, final: bool) -> ProtoMessage:
     """Say of a stream's response whether it is its request's last one."""
     message.parameters[_FINAL].bool_param = final
     return message
 
 
-def write_fault(asked: Message, text: str) -> Message:
+def write_stream_error(asked: ProtoMessage, text: str) -> ProtoMessage:
     """The end of one request of a stream that failed."""
     name, version = asked.model_name, asked.model_version
     response = pb.ModelInferResponse(model_name=name, model_version=version, id=asked.id)
     return pb.ModelStreamInferResponse(error_message=text, infer_response=mark_final(response, True))
 
 
-def _set_parameter(parameter: Message, value: Scalar) -> None:
+def _set_parameter(parameter: ProtoMessage, value: ParameterValue) -> None:
     if isinstance(value, bool):
         parameter.bool_param = value
     elif isinstance(value, int) and value >= 2**63:

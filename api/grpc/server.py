@@ -11,16 +11,16 @@ from google.protobuf.message_factory import GetMessageClass  # type: ignore[impo
 from tritonclient.grpc import service_pb2
 
 from ...cli.grpc_options import GrpcOptions
-from ...cli.server_options import true
-from ...core.errors import Exiting, Unavailable
+from ...cli.server_options import is_true
+from ...core.errors import ServerExiting, Unavailable
 from ...core.gateway import Gateway
 from ...processes import gc_tuning
 from ..metadata import ServerInfo
-from .call_policy import GrpcRules
-from .servicer import GrpcDoor, Handler, Health
-from .status import STOPPING
-from .tls_files import tls_files
-from .wire_format import bounded, read_infer
+from .call_policy import GrpcCallPolicy
+from .servicer import HealthServicer, InferenceServicer, RpcHandler
+from .status import SHUTTING_DOWN
+from .tls_files import load_tls_files
+from .wire_format import bounded_deserializer, deserialize_infer
 
 _LARGEST_MESSAGE = 2**31 - 1
 _LARGEST_QUESTION = 1 << 20
@@ -50,7 +50,7 @@ class GrpcServer:
         info: ServerInfo,
         options: GrpcOptions,
         sock: socket.socket,
-        rules: GrpcRules,
+        rules: GrpcCallPolicy,
     ) -> None:
         self.port: int = sock.getsockname()[1]
         self._address = _joined(options.grpc_address, self.port)
@@ -70,8 +70,8 @@ class GrpcServer:
         compression = _COMPRESSION[self._options.grpc_infer_response_compression_level]
         settings = _channel_options(self._options, self._info.max_raw_size)
         self._server = server = grpc.aio.server(options=settings, compression=compression)
-        door = GrpcDoor(self._gateway, self._info, self._closing, self._rules, self._calls)
-        server.add_generic_rpc_handlers((_service(door.handlers()), Health(self._gateway).handler()))
+        door = InferenceServicer(self._gateway, self._info, self._closing, self._rules, self._calls)
+        server.add_generic_rpc_handlers((_service(door.handlers()), HealthServicer(self._gateway).handler()))
         try:
             self._open(server)
         except RuntimeError as error:
@@ -93,28 +93,28 @@ class GrpcServer:
         self._closing.set()
         if force:
             for call in self._calls:
-                call.cancel(Exiting(STOPPING))
+                call.cancel(ServerExiting(SHUTTING_DOWN))
         if self._server is not None:
             await self._server.stop(_FLUSH_SECONDS)
 
 
-def _service(handlers: Mapping[str, Handler]) -> grpc.GenericRpcHandler:
+def _service(handlers: Mapping[str, RpcHandler]) -> grpc.GenericRpcHandler:
     """GRPCInferenceService, as the published messages describe it, answered by `handlers`."""
     service = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
     methods = {method.name: _method(method, handlers[method.name]) for method in service.methods}
     return grpc.method_handlers_generic_handler(service.full_name, methods)
 
 
-def _method(method: Any, handler: Handler) -> grpc.RpcMethodHandler:
+def _method(method: Any, handler: RpcHandler) -> grpc.RpcMethodHandler:
     """The handler of a single request gets the `DecodeError` in place of one that is no message of its kind.
 
     grpc itself would log a traceback and say that the fault is ours. Streams read for themselves.
     """
     read, write = GetMessageClass(method.input_type).FromString, GetMessageClass(method.output_type).SerializeToString
     if method.name in _INFERENCE:
-        read = read_infer
+        read = deserialize_infer
     else:
-        read = bounded(read, _LARGEST_MESSAGE if method.name == _LOAD else _LARGEST_QUESTION)
+        read = bounded_deserializer(read, _LARGEST_MESSAGE if method.name == _LOAD else _LARGEST_QUESTION)
     read = _noted(read)
     if method.client_streaming:
         return grpc.stream_stream_rpc_method_handler(handler, read, write)
@@ -125,8 +125,8 @@ def _noted(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     """Memory is given back after a large message, whatever becomes of it."""
 
     def attempt(data: bytes) -> Any:
-        if len(data) > gc_tuning.LARGE:
-            gc_tuning.was_large()
+        if len(data) > gc_tuning.LARGE_REQUEST_BYTES:
+            gc_tuning.release_memory_soon()
         return read(data)
 
     return attempt
@@ -148,12 +148,12 @@ def _joined(address: str, port: int) -> str:
 
 def _channel_options(options: GrpcOptions, largest: int) -> list[tuple[str, Any]]:
     return [
-        ("grpc.so_reuseport", int(true(options.reuse_grpc_port))),  # grpc's own default is to share
+        ("grpc.so_reuseport", int(is_true(options.reuse_grpc_port))),  # grpc's own default is to share
         ("grpc.max_send_message_length", _LARGEST_MESSAGE),
         ("grpc.max_receive_message_length", largest),
         ("grpc.keepalive_time_ms", options.grpc_keepalive_time),
         ("grpc.keepalive_timeout_ms", options.grpc_keepalive_timeout),
-        ("grpc.keepalive_permit_without_calls", int(true(options.grpc_keepalive_permit_without_calls))),
+        ("grpc.keepalive_permit_without_calls", int(is_true(options.grpc_keepalive_permit_without_calls))),
         ("grpc.http2.max_pings_without_data", options.grpc_http2_max_pings_without_data),
         ("grpc.http2.min_ping_interval_without_data_ms", options.grpc_http2_min_recv_ping_interval_without_data),
         ("grpc.http2.max_ping_strikes", options.grpc_http2_max_ping_strikes),
@@ -169,8 +169,8 @@ def _ages(options: GrpcOptions) -> Iterator[tuple[str, int]]:
 
 
 def credentials(options: GrpcOptions) -> grpc.ServerCredentials | None:
-    """What TLS needs; None without it. Raises as `tls_files` does."""
-    files = tls_files(options)
+    """What TLS needs; None without it. Raises as `load_tls_files` does."""
+    files = load_tls_files(options)
     if files is None:
         return None
     return grpc.ssl_server_credentials([(files.key, files.certificate)], files.root, options.mutual)

@@ -13,15 +13,15 @@ import grpc
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2 as pb
 
-from ...core.errors import CharoniaError, Exiting, InvalidArgument
+from ...core.errors import CharoniaError, InvalidArgument, ServerExiting
 from ...core.gateway import Gateway
 from ...core.request import InferResponse
-from ..deferred_tensors import decoded
-from ..http.error_responses import UNEXPECTED
+from ..deferred_tensors import decode_deferred
+from ..http.error_responses import INTERNAL_SERVER_ERROR
 from .call_policy import Caller
-from .request_messages import read_call, wants_empty_final
-from .response_messages import Message, mark_final, read_version, write_fault, written
-from .status import STOPPING, Context, client_id_of, metadata_of, text_of
+from .request_messages import parse_infer_message, wants_empty_final
+from .response_messages import ProtoMessage, mark_final, parse_version, write_response_off_loop, write_stream_error
+from .status import SHUTTING_DOWN, RpcContext, call_metadata, client_request_id, status_details
 
 log = logging.getLogger(__name__)
 
@@ -29,31 +29,31 @@ _AT_ONCE = 1024
 """Requests of one stream that are answered at a time; the next one is read when one of them is done."""
 
 
-DOOR = "ModelStreamInfer"
+RPC_NAME = "ModelStreamInfer"
 
 
 @contextmanager
-def refusals(gateway: Gateway, context: Context) -> Iterator[None]:
+def recorded_refusals(gateway: Gateway, context: RpcContext) -> Iterator[None]:
     """A request that is refused in this block, before it could be read, leaves its record all the same."""
     try:
         yield
     except CharoniaError:
-        with gateway.open(DOOR, metadata_of(context)):
+        with gateway.open(RPC_NAME, call_metadata(context)):
             raise
 
 
-class InferStream:
+class StreamInferCall:
     """Reads requests until the client has no more or `closing` is set, and answers all that it read.
 
     With the call's metadata `triton_grpc_error: true` the first error of a request ends the whole stream.
     """
 
-    def __init__(self, gateway: Gateway, context: Context, closing: asyncio.Event, caller: Caller) -> None:
+    def __init__(self, gateway: Gateway, context: RpcContext, closing: asyncio.Event, caller: Caller) -> None:
         self._gateway = gateway
         self._context = context
         self._closing = closing
         self._caller = caller
-        self._strict = ("triton_grpc_error", "true") in metadata_of(context)
+        self._strict = ("triton_grpc_error", "true") in call_metadata(context)
         self._places = asyncio.Semaphore(_AT_ONCE)
         self._writing = asyncio.Lock()
         self._last_plain: asyncio.Task[None] | None = None
@@ -72,25 +72,25 @@ class InferStream:
         except ExceptionGroup as errors:
             raise _first(errors) from None
         if self._closing.is_set():
-            raise Exiting(STOPPING)
+            raise ServerExiting(SHUTTING_DOWN)
 
-    def _start(self, request: Message, answering: asyncio.TaskGroup) -> None:
+    def _start(self, request: ProtoMessage, answering: asyncio.TaskGroup) -> None:
         plain = self._is_plain(request)
         task = answering.create_task(self._answer(request, self._last_plain if plain else None))
         task.add_done_callback(lambda _: self._places.release())
         if plain:
             self._last_plain = task
 
-    def _is_plain(self, request: Message) -> bool:
+    def _is_plain(self, request: ProtoMessage) -> bool:
         """Whether its answer keeps the order of such requests."""
         try:
-            return not self._gateway.model(request.model_name, read_version(request.model_version)).decoupled
+            return not self._gateway.model(request.model_name, parse_version(request.model_version)).decoupled
         except CharoniaError:
             return False
 
-    async def _requests(self) -> AsyncGenerator[Message, None]:
+    async def _requests(self) -> AsyncGenerator[ProtoMessage, None]:
         closed = asyncio.create_task(self._closing.wait())
-        coming: asyncio.Task[Message] | None = None
+        coming: asyncio.Task[ProtoMessage] | None = None
         try:
             while True:
                 coming = asyncio.create_task(self._context.read())
@@ -99,33 +99,33 @@ class InferStream:
                     return
                 yield coming.result()
         except DecodeError as error:
-            with refusals(self._gateway, self._context):
+            with recorded_refusals(self._gateway, self._context):
                 raise InvalidArgument(str(error)) from None
         finally:
             for task in (closed, coming):
                 if task is not None:
                     task.cancel()
 
-    async def _answer(self, request: Message, after: asyncio.Task[None] | None) -> None:
+    async def _answer(self, request: ProtoMessage, after: asyncio.Task[None] | None) -> None:
         try:
-            with self._gateway.open(DOOR, metadata_of(self._context)) as exchange:
-                exchange.id, exchange.client_id = request.id, client_id_of(self._context)
+            with self._gateway.open(RPC_NAME, call_metadata(self._context)) as exchange:
+                exchange.id, exchange.client_id = request.id, client_request_id(self._context)
                 exchange.tenant = self._caller.tenant.name
                 await self._send_all(request, after)
         except CharoniaError as error:
             if self._strict:
                 raise
-            await self._send(write_fault(request, text_of(error)), after)
+            await self._send(write_stream_error(request, status_details(error)), after)
         except Exception:
             log.exception("a request of a stream failed")
-            await self._send(write_fault(request, UNEXPECTED.message), after)
+            await self._send(write_stream_error(request, INTERNAL_SERVER_ERROR.message), after)
 
-    async def _send_all(self, request: Message, after: asyncio.Task[None] | None) -> None:
+    async def _send_all(self, request: ProtoMessage, after: asyncio.Task[None] | None) -> None:
         async with aclosing(_responses(self._gateway, request, self._caller)) as responses:
             async for response in responses:
                 await self._send(pb.ModelStreamInferResponse(infer_response=response), after)
 
-    async def _send(self, message: Message, after: asyncio.Task[None] | None) -> None:
+    async def _send(self, message: ProtoMessage, after: asyncio.Task[None] | None) -> None:
         if after is not None:
             await asyncio.wait((after,))
         async with self._writing:
@@ -136,20 +136,20 @@ class InferStream:
                 raise asyncio.CancelledError from None
 
 
-async def _responses(gateway: Gateway, request: Message, caller: Caller) -> AsyncGenerator[Message, None]:
+async def _responses(gateway: Gateway, request: ProtoMessage, caller: Caller) -> AsyncGenerator[ProtoMessage, None]:
     """The answers to one request, each saying whether it is the last."""
     if gateway.exiting():
-        raise Exiting(STOPPING)
-    config = gateway.model(request.model_name, read_version(request.model_version))
-    (asked, wanted, later), final = read_call(request, gateway.commons.regions, caller), False
+        raise ServerExiting(SHUTTING_DOWN)
+    config = gateway.model(request.model_name, parse_version(request.model_version))
+    (asked, wanted, later), final = parse_infer_message(request, gateway.commons.regions, caller), False
     if later:
-        asked = await decoded(config, asked, later)
+        asked = await decode_deferred(config, asked, later)
     async with aclosing(gateway.infer(config.name, config.version, asked)) as responses:
         async for response in responses:
             final = response.final or not config.decoupled
-            yield mark_final(await written(config, asked.id, response, wanted), final)
+            yield mark_final(await write_response_off_loop(config, asked.id, response, wanted), final)
     if not final and wants_empty_final(request):
-        yield mark_final(await written(config, asked.id, InferResponse(()), wanted), True)
+        yield mark_final(await write_response_off_loop(config, asked.id, InferResponse(()), wanted), True)
 
 
 def _first(error: Exception) -> Exception:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ...cli.grpc_options import GrpcOptions
 from ...core.errors import InvalidArgument
-from ..tls import KeyPair, check_pair
+from ..tls import KeyPair, check_key_pair
 
 
 class TlsFiles(NamedTuple):
@@ -17,7 +17,7 @@ class TlsFiles(NamedTuple):
     root: bytes | None
 
 
-def tls_files(options: GrpcOptions) -> TlsFiles | None:
+def load_tls_files(options: GrpcOptions) -> TlsFiles | None:
     """What TLS needs; None without it.
 
     Raises:
@@ -30,7 +30,7 @@ def tls_files(options: GrpcOptions) -> TlsFiles | None:
     assert options.grpc_server_cert
     assert options.grpc_server_key
     # grpc would only log that it cannot use them, and refuse every client.
-    check_pair(KeyPair(options.grpc_server_cert, options.grpc_server_key), "--grpc-server")
+    check_key_pair(KeyPair(options.grpc_server_cert, options.grpc_server_key), "--grpc-server")
     root = None
     if options.mutual or options.grpc_root_cert is not None:
         root = _read(options.grpc_root_cert, "--grpc-root-cert")

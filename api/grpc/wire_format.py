@@ -10,9 +10,9 @@ import numpy as np
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2 as pb
 
-from .response_messages import Message
+from .response_messages import ProtoMessage
 
-LONG = 1 << 16
+LARGE_BYTES = 1 << 16
 """Bytes; shorter messages, and tensors in them, are decoded at once."""
 
 _MOST_FIELDS = 4096
@@ -35,11 +35,11 @@ class _Field(NamedTuple):
     end: int
 
 
-class LongRequest:
+class LazyInferRequest:
     """A ModelInferRequest: `raw_input_contents` and the long `contents` of inputs, by their places, are views of what
     came; all else is the message's."""
 
-    def __init__(self, message: Message, raw: list[memoryview], contents: dict[int, memoryview]) -> None:
+    def __init__(self, message: ProtoMessage, raw: list[memoryview], contents: dict[int, memoryview]) -> None:
         self._message = message
         self.raw_input_contents = raw
         self.contents = contents
@@ -48,9 +48,9 @@ class LongRequest:
         return getattr(self._message, name)
 
 
-def read_infer(data: bytes) -> Message:
+def deserialize_infer(data: bytes) -> ProtoMessage:
     """A ModelInferRequest, or a long one. Raises `DecodeError` for what is none, or has more in it than any request."""
-    if len(data) <= LONG:
+    if len(data) <= LARGE_BYTES:
         return pb.ModelInferRequest.FromString(data)
     view, rest = memoryview(data), bytearray()
     raw: list[memoryview] = []
@@ -61,7 +61,7 @@ def read_infer(data: bytes) -> Message:
         if (field.number, field.wire) == (_RAW, _DELIMITED):
             raw.append(view[field.value : field.end])
         elif (field.number, field.wire) == (_INPUTS, _DELIMITED):
-            if len(value) > LONG:
+            if len(value) > LARGE_BYTES:
                 value, only = _without_contents(view[field.value : field.end])
                 if only is not None:
                     contents[inputs] = only
@@ -70,16 +70,16 @@ def read_infer(data: bytes) -> Message:
         else:
             rest += view[field.begin : field.end]
         _check_rest(rest)
-    return LongRequest(pb.ModelInferRequest.FromString(bytes(rest)), raw, contents)
+    return LazyInferRequest(pb.ModelInferRequest.FromString(bytes(rest)), raw, contents)
 
 
-def bounded(read: Callable[[bytes], Message], most: int) -> Callable[[bytes], Message]:
+def bounded_deserializer(read: Callable[[bytes], ProtoMessage], most: int) -> Callable[[bytes], ProtoMessage]:
     """A reader of messages of at most so many bytes, and not of too many fields."""
 
-    def attempt(data: bytes) -> Message:
+    def attempt(data: bytes) -> ProtoMessage:
         if len(data) > most:
             raise DecodeError(f"a message of {len(data)} bytes is longer than the {most} there may be")
-        if len(data) > LONG:
+        if len(data) > LARGE_BYTES:
             for _ in _some_fields(memoryview(data)):
                 pass
         return read(data)
@@ -87,14 +87,14 @@ def bounded(read: Callable[[bytes], Message], most: int) -> Callable[[bytes], Me
     return attempt
 
 
-def contents_in_pieces(view: memoryview) -> Iterator[Message]:
+def iter_contents(view: memoryview) -> Iterator[ProtoMessage]:
     """InferTensorContents, some elements at a time."""
     held = bytearray()
     for field in _fields(view):
-        if len(held) + field.end - field.begin > LONG and held:
+        if len(held) + field.end - field.begin > LARGE_BYTES and held:
             yield pb.InferTensorContents.FromString(bytes(held))
             held.clear()
-        if field.end - field.begin <= LONG or field.wire != _DELIMITED or field.number == 8:
+        if field.end - field.begin <= LARGE_BYTES or field.wire != _DELIMITED or field.number == 8:
             held += view[field.begin : field.end]
             continue
         for piece in _packed_pieces(view[field.value : field.end], _FIXED.get(field.number)):
@@ -104,7 +104,7 @@ def contents_in_pieces(view: memoryview) -> Iterator[Message]:
 
 def _packed_pieces(values: memoryview, width: int | None) -> Iterator[memoryview]:
     """Whole elements; without a width they end with the byte that has no high bit."""
-    begin, most = 0, LONG - LONG % (width or 1)
+    begin, most = 0, LARGE_BYTES - LARGE_BYTES % (width or 1)
     while begin < len(values):
         end = min(begin + most, len(values))
         if width is None and end < len(values):

@@ -6,16 +6,16 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...core.errors import CharoniaError, InvalidArgument
-from ...core.request_context import current
-from ..api_keys import NOBODY, Keyring, Tenant
+from ...core.request_context import current_request
+from ..api_keys import ANONYMOUS, Keyring, Tenant
 from .error_responses import error_response
-from .request_context import note
+from .request_context import record_error
 
 _OPEN = re.compile(r"/health|/ping|/v2/health/(live|ready)|/v2/models/[^/]+(/versions/[^/]+)?/ready")
 _TENANT = "charonia.tenant"
 
 
-class Guard:
+class AuthMiddleware:
     """Answers 401 in place of `app`, before anything of a body is read."""
 
     def __init__(self, app: ASGIApp, keys: Keyring) -> None:
@@ -27,9 +27,9 @@ class Guard:
         if scope["type"] == "http" and not _OPEN.fullmatch(scope["path"]):
             try:
                 scope[_TENANT] = tenant = self._keys.tenant(_shown(scope))
-                name_tenant(tenant)
+                record_tenant(tenant)
             except CharoniaError as error:
-                note(error)
+                record_error(error)
                 app = error_response(error, scope["path"])
         await app(scope, receive, send)
 
@@ -42,14 +42,14 @@ def _shown(scope: Scope) -> str | None:
     return shown[0].decode("latin-1") if shown else None
 
 
-def name_tenant(tenant: Tenant) -> None:
+def record_tenant(tenant: Tenant) -> None:
     """The current request, if it is one that leaves a record, is this tenant's."""
-    exchange = current()
+    exchange = current_request()
     if exchange is not None:
         exchange.tenant = tenant.name
 
 
 def tenant_of(connection: HTTPConnection) -> Tenant:
     """Who asks."""
-    tenant: Tenant = connection.scope.get(_TENANT, NOBODY)
+    tenant: Tenant = connection.scope.get(_TENANT, ANONYMOUS)
     return tenant

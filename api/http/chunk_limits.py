@@ -5,13 +5,13 @@ Knows the chunks that a client made, which an ASGI application does not see any 
 
 from http import HTTPStatus
 
-from .protocol_errors import MOST_BYTES, Refused, Refusing, head_too_large
+from .protocol_errors import MAX_HEAD_BYTES, ErrorAnsweringProtocol, HttpProtocolError, head_too_large
 
-MOST = 65536
-_TEXT = f"Chunked request body exceeds maximum of {MOST} non-empty chunks. Send fewer or larger HTTP chunks."
+MAX_CHUNKS = 65536
+_TEXT = f"Chunked request body exceeds maximum of {MAX_CHUNKS} non-empty chunks. Send fewer or larger HTTP chunks."
 
 
-class FewChunks(Refusing):
+class ChunkLimitProtocol(ErrorAnsweringProtocol):
     """Refuses a request of too many chunks, and closes its connection. A request in one piece costs nothing."""
 
     _counted: object = None
@@ -24,11 +24,11 @@ class FewChunks(Refusing):
             self._counted, self._chunks = self.cycle, 0
         self._trailing = 0
         self._chunks += 1
-        if self._chunks == MOST + 2:
-            self.refuse(Refused(HTTPStatus.BAD_REQUEST, _TEXT, goes_on=True))
+        if self._chunks == MAX_CHUNKS + 2:
+            self.refuse(HttpProtocolError(HTTPStatus.BAD_REQUEST, _TEXT, goes_on=True))
 
     def count_trailing(self, size: int) -> None:
         """So many bytes came and none of them was the body's: extensions of a chunk, or trailers."""
         self._trailing += size
-        if self._trailing > MOST_BYTES:
+        if self._trailing > MAX_HEAD_BYTES:
             self.refuse(head_too_large())

@@ -14,13 +14,13 @@ from sse_starlette.sse import EventSourceResponse
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from ...core.errors import CharoniaError, InvalidArgument, cut_off
-from ...core.gateway import Stream
+from ...core.errors import CharoniaError, InvalidArgument, shutdown_error
+from ...core.gateway import ResponseStream
 from ...processes import gc_tuning
-from ..size_limits import check_json
-from .content_encoding import coding_of, decompress
-from .error_responses import UNEXPECTED
-from .request_context import note
+from ..size_limits import check_json_size
+from .content_encoding import content_coding, decompress
+from .error_responses import INTERNAL_SERVER_ERROR
+from .request_context import record_error
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +38,15 @@ _SHORT = 1 << 16
 _FORMS = ("application/x-www-form-urlencoded", "multipart/form-data")
 
 
-class ClientLeft(Exception):
+class ClientDisconnected(Exception):
     """The client hung up: nobody is there to read an answer."""
 
 
-Check: TypeAlias = Callable[[int], None]
+SizeCheck: TypeAlias = Callable[[int], None]
 """Raises what is to be said of a body of so many bytes, if that is too much."""
 
 
-async def read_body(request: Request, limit: int) -> bytes | bytearray:
+async def read_json_body(request: Request, limit: int) -> bytes | bytearray:
     """The whole body of a request in JSON, decompressed, refused as soon as it is known to be too long.
 
     Raises:
@@ -54,11 +54,11 @@ async def read_body(request: Request, limit: int) -> bytes | bytearray:
         ClientLeft: the client hung up while sending it.
     """
     headers = request.headers
-    encoding = coding_of(headers.get("content-encoding", ""))
+    encoding = content_coding(headers.get("content-encoding", ""))
     announced = headers.get("content-length", "").encode()
-    body = await receive_body(request.receive, announced, lambda size: check_json(size, limit))
+    body = await receive_body(request.receive, announced, lambda size: check_json_size(size, limit))
     if encoding:
-        body = await in_thread(len(body), decompress, body, encoding, limit)
+        body = await offload_if_large(len(body), decompress, body, encoding, limit)
     refuse_form(headers.get("content-type", ""), body)
     return body
 
@@ -71,17 +71,17 @@ def refuse_form(media: str, body: bytes | bytearray) -> None:
         raise InvalidArgument(f"the body is a form ({kind}), not JSON: send 'Content-Type: application/json' and JSON")
 
 
-async def in_thread(size: int, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+async def offload_if_large(size: int, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
     """The work on so many bytes, done in another thread if that is worth it."""
     if size <= _SHORT:
         return work(*given, **named)
     return await asyncio.to_thread(work, *given, **named)
 
 
-async def receive_body(receive: Receive, announced: bytes, check: Check) -> bytes | bytearray:
+async def receive_body(receive: Receive, announced: bytes, check: SizeCheck) -> bytes | bytearray:
     """The whole body, of which a header may have `announced` the length; copied once if it came in parts.
 
-    Raises what `check` says of its size, and `ClientLeft`.
+    Raises what `check` says of its size, and `ClientDisconnected`.
     """
     if announced.isdigit():
         check(int(announced))
@@ -95,20 +95,20 @@ async def receive_body(receive: Receive, announced: bytes, check: Check) -> byte
         message = await _received(receive)
         body += message.get("body", b"")
         check(len(body))
-    if len(body) > gc_tuning.LARGE:
-        gc_tuning.was_large()
+    if len(body) > gc_tuning.LARGE_REQUEST_BYTES:
+        gc_tuning.release_memory_soon()
     return body
 
 
 async def _received(receive: Receive) -> Message:
     message = await receive()
     if message["type"] == "http.disconnect":
-        raise ClientLeft
+        raise ClientDisconnected
     return message
 
 
-class WhileConnected:
-    """Cancels the task inside the `async with` block when the client leaves, and raises `ClientLeft` from it.
+class CancelOnDisconnect:
+    """Cancels the task inside the `async with` block when the client leaves, and raises `ClientDisconnected` from it.
 
     Use it after the body was read: it takes over `receive`. What takes no longer than a moment is not watched: to watch
     costs more than most of such requests do.
@@ -138,7 +138,7 @@ class WhileConnected:
             self._watch.cancel()
             self._watch = None  # what it ends with names what it began with
         if self._left and self._task.uncancel() == 0 and kind is asyncio.CancelledError:
-            raise ClientLeft from None
+            raise ClientDisconnected from None
 
     async def _cancel_on_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -147,7 +147,7 @@ class WhileConnected:
         self._task.cancel()
 
 
-class Form(Protocol[T_contra]):
+class EventEncoder(Protocol[T_contra]):
     """What the items of a stream look like to the client."""
 
     def event(self, item: T_contra) -> bytes | Awaitable[bytes]:
@@ -160,7 +160,7 @@ class Form(Protocol[T_contra]):
         """What comes instead of the rest, once something was sent."""
 
 
-class EventStream(EventSourceResponse, Generic[T]):
+class EventStreamResponse(EventSourceResponse, Generic[T]):
     """A response of server-sent events, in a `form`: LF only, no pings.
 
     The headers are sse-starlette's, the sending is not: the library's doubles what a frame costs, ends streams when
@@ -168,15 +168,17 @@ class EventStream(EventSourceResponse, Generic[T]):
     before the first item is raised and becomes a plain answer.
     """
 
-    def __init__(self, items: Stream[T], form: Form[T], headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, items: ResponseStream[T], form: EventEncoder[T], headers: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(items, headers=headers)
         del self.headers["connection"]  # is the connection's to say
         self._items = items
         self._form = form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(ClientLeft):
-            async with aclosing(self._items), WhileConnected(receive):
+        with suppress(ClientDisconnected):
+            async with aclosing(self._items), CancelOnDisconnect(receive):
                 first = await anext(self._items, None)
                 begin = b"" if first is None else await self._event(first)
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -199,19 +201,19 @@ class EventStream(EventSourceResponse, Generic[T]):
         except CharoniaError as error:
             return self._form.fault(error)
         except asyncio.CancelledError as cancelled:
-            if (exiting := cut_off(cancelled)) is None:
+            if (exiting := shutdown_error(cancelled)) is None:
                 raise
-            note(exiting)
+            record_error(exiting)
             return self._form.fault(exiting)
         except Exception:
             log.exception("a stream broke off")
-            return self._form.fault(UNEXPECTED)
+            return self._form.fault(INTERNAL_SERVER_ERROR)
 
 
 def _part(body: bytes, more: bool = True) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
-def event(data: bytes) -> bytes:
+def sse_event(data: bytes) -> bytes:
     """One server-sent event."""
     return b"data: " + data + b"\n\n"

@@ -7,9 +7,9 @@ import zlib
 from collections.abc import Sequence
 
 from ...core.errors import CharoniaError, InvalidArgument, Unsupported
-from ..size_limits import check_decompressed
+from ..size_limits import check_decompressed_size
 
-ACCEPTED = "gzip, deflate"
+ACCEPTED_ENCODINGS = "gzip, deflate"
 _WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 _IDENTITY = ("", "identity")
 _LEVEL = 1
@@ -23,7 +23,7 @@ class UnsupportedEncoding(Unsupported):
         super().__init__("Unsupported compression type")
 
 
-def coding_of(encoding: str) -> str:
+def content_coding(encoding: str) -> str:
     """By what a body with this `Content-Encoding`, whose case means nothing, has to be decompressed; "" for nothing.
 
     Raises:
@@ -48,7 +48,7 @@ def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
         data = machine.decompress(body, limit + 1)
     except zlib.error as error:
         raise _broken(encoding, str(error)) from None
-    check_decompressed(len(data), limit)
+    check_decompressed_size(len(data), limit)
     if not machine.eof or machine.unused_data:
         raise _broken(encoding, "data after its end" if machine.eof else "it is cut off")
     return data
@@ -58,7 +58,7 @@ def _broken(encoding: str, reason: str) -> CharoniaError:
     return InvalidArgument(f"the request body cannot be decompressed as {encoding}: {reason}")
 
 
-def chosen(accepted: str) -> str:
+def negotiate_encoding(accepted: str) -> str:
     """The encoding that a client with this `Accept-Encoding` likes best; "" for none. The first of equals."""
     best, most = "", 0.0
     for each in accepted.split(","):

@@ -19,7 +19,7 @@ _EXPOSED = ("endpoint-load-metrics", "inference-header-content-length", "retry-a
 """Headers of answers that a page could not read otherwise."""
 
 
-def read_origins(given: Sequence[str]) -> tuple[str, ...]:
+def parse_allowed_origins(given: Sequence[str]) -> tuple[str, ...]:
     """The origins that are meant: each as it is, or several as a JSON list, as vLLM takes them.
 
     Raises:
@@ -41,7 +41,7 @@ def _listed(text: str) -> Iterator[str]:
     yield from map(str, listed)
 
 
-def crossing(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+def cors_middleware(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     """`app`, for pages of these `origins` too."""
 
     async def message_by_message(scope: Scope, receive: Receive, send: Send) -> None:

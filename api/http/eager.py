@@ -14,7 +14,7 @@ _TASK = object()
 """What one waits for who waits for a task."""
 
 
-class Begun(Generic[T]):
+class EagerAwaitable(Generic[T]):
     """A coroutine, run until it waits for the first time, or to its end. Raises what it raises.
 
     Unless it is `done` it must be awaited: by the same task, or by a new one if it was begun in none.
@@ -48,8 +48,9 @@ class Begun(Generic[T]):
             self._result, self.done = end.value, True
 
 
-async def in_task() -> None:
-    """Return in a task, for what needs one: who was begun in none gets it now, from whoever awaits the `Begun`."""
+async def ensure_task() -> None:
+    """Return in a task, for what needs one: who was begun in none gets it now, from whoever awaits the
+    `EagerAwaitable`."""
     if asyncio.current_task() is None:
         await _ask_for_task()
 

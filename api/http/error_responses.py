@@ -9,21 +9,21 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from ...core.errors import CharoniaError, Code, Internal, InvalidArgument, TooLong, Unauthenticated
-from ..size_limits import TooLarge
-from .content_encoding import ACCEPTED, UnsupportedEncoding
+from ...core.errors import CharoniaError, ContextLengthExceeded, ErrorCode, Internal, InvalidArgument, Unauthenticated
+from ..size_limits import BodyTooLarge
+from .content_encoding import ACCEPTED_ENCODINGS, UnsupportedEncoding
 
 _STATUS = {
-    Code.UNKNOWN: 400,
-    Code.INTERNAL: 500,
-    Code.NOT_FOUND: 404,
-    Code.INVALID_ARGUMENT: 400,
-    Code.UNAVAILABLE: 503,
-    Code.UNSUPPORTED: 501,
-    Code.ALREADY_EXISTS: 400,
-    Code.CANCELLED: 400,
-    Code.RESOURCE_EXHAUSTED: 429,
-    Code.UNAUTHENTICATED: 401,
+    ErrorCode.UNKNOWN: 400,
+    ErrorCode.INTERNAL: 500,
+    ErrorCode.NOT_FOUND: 404,
+    ErrorCode.INVALID_ARGUMENT: 400,
+    ErrorCode.UNAVAILABLE: 503,
+    ErrorCode.UNSUPPORTED: 501,
+    ErrorCode.ALREADY_EXISTS: 400,
+    ErrorCode.CANCELLED: 400,
+    ErrorCode.RESOURCE_EXHAUSTED: 429,
+    ErrorCode.UNAUTHENTICATED: 401,
 }
 _REQUEST_TIMEOUT = 408
 _TOO_LARGE = 413
@@ -33,7 +33,7 @@ _TOO_LONG = "context_length_exceeded"
 
 _OPENAI_PATHS = ("/v1/", "/tokenize", "/detokenize")
 
-UNEXPECTED = Internal("Internal Server Error")
+INTERNAL_SERVER_ERROR = Internal("Internal Server Error")
 
 
 class BodyTimeout(InvalidArgument):
@@ -47,17 +47,17 @@ def status_of(error: CharoniaError) -> int:
     """The HTTP status; of OpenAI's door too, which differs only in the body."""
     if isinstance(error, BodyTimeout):
         return _REQUEST_TIMEOUT
-    return _TOO_LARGE if isinstance(error, TooLarge) else _STATUS[error.code]
+    return _TOO_LARGE if isinstance(error, BodyTooLarge) else _STATUS[error.code]
 
 
-def v2_body(error: CharoniaError) -> dict[str, Any]:
+def v2_error_body(error: CharoniaError) -> dict[str, Any]:
     return {"error": printable(error.message)}
 
 
-def openai_body(error: CharoniaError) -> dict[str, Any]:
+def openai_error_body(error: CharoniaError) -> dict[str, Any]:
     status = status_of(error)
     kind = _OPENAI_TYPE.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    code = _TOO_LONG if isinstance(error, TooLong) else _OPENAI_CODE.get(status)
+    code = _TOO_LONG if isinstance(error, ContextLengthExceeded) else _OPENAI_CODE.get(status)
     return {"error": {"message": printable(error.message), "type": kind, "param": error.field, "code": code}}
 
 
@@ -72,11 +72,11 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
 
 def error_response(error: CharoniaError, path: str) -> Response:
     """The error in the shape of the door that `path` belongs to."""
-    body = openai_body(error) if speaks_openai(path) else v2_body(error)
+    body = openai_error_body(error) if is_openai_path(path) else v2_error_body(error)
     return json_response(body, status_of(error), _headers(error))
 
 
-def speaks_openai(path: str) -> bool:
+def is_openai_path(path: str) -> bool:
     """Whether errors on `path` have OpenAI's shape, and not v2's."""
     return path.startswith(_OPENAI_PATHS)
 
@@ -87,7 +87,7 @@ def _headers(error: CharoniaError) -> dict[str, str] | None:
     if isinstance(error, Unauthenticated):
         return {"www-authenticate": "Bearer"}
     if isinstance(error, UnsupportedEncoding):
-        return {"accept-encoding": ACCEPTED}
+        return {"accept-encoding": ACCEPTED_ENCODINGS}
     if isinstance(error, BodyTimeout):
         return {"connection": "close"}
     return None

@@ -8,7 +8,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
-class UntilClosed(RequestResponseCycle):
+class UnchunkedCycle(RequestResponseCycle):
     """Sends a body whose length no header tells as it comes."""
 
     _measured = True

@@ -10,15 +10,15 @@ from http import HTTPStatus
 from httptools import HttpParserError
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-MOST_BYTES = 64 * 1024
-MOST_HEADERS = 128
+MAX_HEAD_BYTES = 64 * 1024
+MAX_HEADERS = 128
 """Of a request's head, and of what follows its last chunk."""
 
 _LINGER_SECONDS = 2.0
 """A client that still sends would lose the answer if the connection closed at once."""
 
 
-class Refused(Exception):
+class HttpProtocolError(Exception):
     """Raised in the parser's callbacks: no request comes of this. `goes_on`: the client may be far from its end."""
 
     def __init__(self, status: HTTPStatus, text: str, goes_on: bool = False) -> None:
@@ -26,15 +26,15 @@ class Refused(Exception):
         self.status, self.text, self.goes_on = status, text, goes_on
 
 
-def head_too_large() -> Refused:
-    text = f"the request's head exceeds the maximum of {MOST_BYTES} bytes or {MOST_HEADERS} headers"
-    return Refused(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text, goes_on=True)
+def head_too_large() -> HttpProtocolError:
+    text = f"the request's head exceeds the maximum of {MAX_HEAD_BYTES} bytes or {MAX_HEADERS} headers"
+    return HttpProtocolError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text, goes_on=True)
 
 
-class Refusing(HttpToolsProtocol):
+class ErrorAnsweringProtocol(HttpToolsProtocol):
     """Answers what is refused, and closes the connection."""
 
-    def refuse(self, refused: Refused) -> None:
+    def refuse(self, refused: HttpProtocolError) -> None:
         cycle, begun = self.cycle, False
         if cycle is not None and not cycle.response_complete:
             # For the application that has it, the client has left.
@@ -51,14 +51,14 @@ class Refusing(HttpToolsProtocol):
     def refuse_unparsed(self, error: HttpParserError) -> None:
         """What the parser, or one of its callbacks, gave up."""
         cause = error.__context__
-        if not isinstance(cause, Refused):
+        if not isinstance(cause, HttpProtocolError):
             self.logger.warning("Invalid HTTP request received.")
             reason = str(error) or "its method is not served"
-            cause = Refused(HTTPStatus.BAD_REQUEST, f"Invalid HTTP request received: {reason}")
+            cause = HttpProtocolError(HTTPStatus.BAD_REQUEST, f"Invalid HTTP request received: {reason}")
         self.refuse(cause)
 
 
-def _answer(refused: Refused) -> bytes:
+def _answer(refused: HttpProtocolError) -> bytes:
     body = json.dumps({"error": refused.text}, separators=(",", ":")).encode()
     head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
     return STATUS_LINE[refused.status] + head + body

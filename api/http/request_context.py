@@ -4,7 +4,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...core.errors import CharoniaError
 from ...core.gateway import Gateway
-from ...core.request_context import current
+from ...core.request_context import current_request
 from .request_ids import request_id_of
 
 _DOORS = {
@@ -19,7 +19,7 @@ _MODELS = "/v2/models/"
 _MODEL_DOORS = ("infer", "generate", "generate_stream")
 
 
-class Exchanges:
+class RequestContextMiddleware:
     """Around everything that may refuse a request: whoever does, one record ends it. Health and lookups leave none."""
 
     def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
@@ -35,9 +35,9 @@ class Exchanges:
             return await self._app(scope, receive, send)
 
 
-def note(error: CharoniaError) -> None:
+def record_error(error: CharoniaError) -> None:
     """The current request, if it is one that leaves a record, is answered with this error."""
-    exchange = current()
+    exchange = current_request()
     if exchange is not None:
         exchange.fail(error)
 

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from starlette.types import Message, Scope, Send
 
-from .error_responses import speaks_openai
+from .error_responses import is_openai_path
 
 _HEADER = b"x-request-id"
 _KEY = "charonia.request_id"
@@ -16,11 +16,11 @@ _LONGEST = 256
 """Bytes that are kept of a client's."""
 
 
-def identified(scope: Scope, send: Send) -> Send:
+def with_request_id(scope: Scope, send: Send) -> Send:
     """Give the request its id, if it has one; what is sent by the result carries it."""
     given: bytes = dict(scope["headers"]).get(_HEADER, b"")[:_LONGEST]
     if not given:
-        if not speaks_openai(scope["path"]):
+        if not is_openai_path(scope["path"]):
             return send
         given = uuid4().hex.encode()
     scope[_KEY] = given
@@ -40,7 +40,7 @@ def request_id_of(scope: Scope) -> str:
     return given.decode(errors="replace")
 
 
-def header_line(scope: Scope) -> bytes:
+def request_id_header_line(scope: Scope) -> bytes:
     """The header of an answer that goes past `send`, if there is to be one."""
     given = scope.get(_KEY)
     return b"" if given is None else b"x-request-id: %b\r\n" % given

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...cli.http_options import BODY_TIMEOUT, HttpOptions
-from ..header_forwarding import Forwarding
-from ..restricted_apis import Toll, read_restrictions
-from .cors import read_origins
+from ..header_forwarding import HeaderForwarding
+from ..restricted_apis import RequiredHeader, read_restrictions
+from .cors import parse_allowed_origins
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,14 +14,17 @@ class HttpRules:
     """`forwarding`: which headers models get; `tolls`: what restricted APIs ask for; `origins`: whose pages may ask;
     `body_timeout`: seconds to wait for the next piece of a body."""
 
-    forwarding: Forwarding = field(default_factory=Forwarding)
-    tolls: Mapping[str, Toll] = field(default_factory=dict)
+    forwarding: HeaderForwarding = field(default_factory=HeaderForwarding)
+    tolls: Mapping[str, RequiredHeader] = field(default_factory=dict)
     origins: tuple[str, ...] = ()
     body_timeout: float = BODY_TIMEOUT
 
 
-def read_rules(options: HttpOptions) -> HttpRules:
+def parse_http_rules(options: HttpOptions) -> HttpRules:
     """Raises `InvalidArgument` for a flag that means nothing."""
     tolls = read_restrictions(options.http_restricted_api, "--http-restricted-api")
-    forwarding, origins = Forwarding(options.http_header_forward_pattern), read_origins(options.allowed_origins)
+    forwarding, origins = (
+        HeaderForwarding(options.http_header_forward_pattern),
+        parse_allowed_origins(options.allowed_origins),
+    )
     return HttpRules(forwarding, tolls, origins, options.http_body_timeout_secs)

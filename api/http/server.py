@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import uvicorn
 
 from ...cli.http_options import BODY_TIMEOUT
-from ...core.errors import Exiting, Unavailable
+from ...core.errors import ServerExiting, Unavailable
 from ..tls import KeyPair
-from .uvicorn_protocol import HttpProtocol, Shared
+from .uvicorn_protocol import HttpProtocol, HttpServerState
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PORTS_FAULT = (errno.EADDRINUSE, errno.EACCES)
@@ -25,7 +25,7 @@ _FLUSH_SECONDS = 2
 """How long responses that are written may take to reach their clients' sockets at the very end."""
 
 
-def bind(address: str, port: int, flag: str, shared: bool = False) -> socket.socket:
+def bind_port(address: str, port: int, flag: str, shared: bool = False) -> socket.socket:
     """The port, reserved but not listening: clients are turned away until there is something to serve. `shared`: other
     processes may listen on it too, if they say so as well.
 
@@ -47,7 +47,7 @@ def bind(address: str, port: int, flag: str, shared: bool = False) -> socket.soc
     return sock
 
 
-class Server(Protocol):
+class ListeningServer(Protocol):
     """Something that listens."""
 
     async def start(self) -> None:
@@ -60,10 +60,10 @@ class Server(Protocol):
         """Let nobody in any more; with `force`, cancel what still runs."""
 
 
-class Servers:
+class ServerGroup:
     """Several servers that start, end and stop together."""
 
-    def __init__(self, *servers: Server) -> None:
+    def __init__(self, *servers: ListeningServer) -> None:
         self._servers = servers
 
     async def start(self) -> None:
@@ -71,7 +71,7 @@ class Servers:
             await server.start()
 
     async def ended(self) -> None:
-        await first_of(*(server.ended() for server in self._servers))
+        await wait_for_first(*(server.ended() for server in self._servers))
 
     async def stop(self, force: bool = False) -> None:
         await asyncio.gather(*(server.stop(force) for server in self._servers))
@@ -139,7 +139,7 @@ class HttpServer:
     async def start(self) -> None:
         """Return when it listens."""
         self._serving = asyncio.create_task(self._server.serve([self._socket]))
-        await first_of(self._server.listening.wait(), self.ended())
+        await wait_for_first(self._server.listening.wait(), self.ended())
 
     async def ended(self) -> None:
         """Return, or raise, when serving ends."""
@@ -152,7 +152,7 @@ class HttpServer:
             return
         if force:
             for task in self._server.server_state.tasks:
-                task.cancel(Exiting())
+                task.cancel(ServerExiting())
         self._server.should_exit = True
         await self._serving
 
@@ -166,7 +166,7 @@ class _WithoutAccessLog(HttpProtocol):
 class _Uvicorn(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, body_timeout: float) -> None:
         super().__init__(config)
-        self.server_state = Shared(body_timeout)
+        self.server_state = HttpServerState(body_timeout)
         self.listening = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -179,7 +179,7 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-async def first_of(*waits: Awaitable[Any], timeout: float | None = None) -> None:
+async def wait_for_first(*waits: Awaitable[Any], timeout: float | None = None) -> None:
     """Return when one of them is over, or after `timeout` seconds; the others are cancelled."""
     tasks = [asyncio.ensure_future(each) for each in waits]
     try:

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...core.errors import Exiting, NotReady
+from ...core.errors import NotReady, ServerExiting
 from ...core.gateway import Gateway
 from ..metadata import ServerInfo
 from ..prometheus import metrics_response
@@ -49,7 +49,7 @@ class ServerEndpoints:
     async def health(self, request: Request) -> Response:
         """200, or 503 while a known model is not ready: load balancers understand that; v2's readiness says 400."""
         if not self._gateway.ready():
-            raise Exiting if self._gateway.exiting() else NotReady("the server is not ready")
+            raise ServerExiting if self._gateway.exiting() else NotReady("the server is not ready")
         return Response()
 
     async def version(self, request: Request) -> Response:

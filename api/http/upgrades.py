@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
-from .protocol_errors import Refusing
+from .protocol_errors import ErrorAnsweringProtocol
 
 _OFFER = {b"upgrade", b"http2-settings"}
 
 
-class NoUpgrades(Refusing):
+class UpgradeDecliningProtocol(ErrorAnsweringProtocol):
     """Whoever overrides `on_headers_complete` leaves out requests that `offer`."""
 
     @property

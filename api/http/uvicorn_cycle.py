@@ -17,9 +17,9 @@ from starlette.types import Receive
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .error_responses import BodyTimeout
-from .http10 import UntilClosed
-from .protocol_errors import Refused
-from .write_coalescer import Outbox
+from .http10 import UnchunkedCycle
+from .protocol_errors import HttpProtocolError
+from .write_coalescer import WriteCoalescer
 
 _LONGEST_KNOWN = 256
 """Targets that are remembered: how many, and up to what length."""
@@ -31,12 +31,14 @@ _JOINED = 1 << 16
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
-class Cycle(RequestResponseCycle):
+class Http11Cycle(RequestResponseCycle):
     """Of HTTP/1.1. Who answers finds it by `cycle_of`. `body_timeout`: seconds to wait for the next piece of a body."""
 
     _silent = False
 
-    def __init__(self, connection: HttpToolsProtocol, version: str, outbox: Outbox, body_timeout: float) -> None:
+    def __init__(
+        self, connection: HttpToolsProtocol, version: str, outbox: WriteCoalescer, body_timeout: float
+    ) -> None:
         super().__init__(
             _scope(connection, version),
             connection.transport,
@@ -103,14 +105,14 @@ class Cycle(RequestResponseCycle):
         return None
 
 
-class OldCycle(UntilClosed, Cycle):
+class Http10Cycle(UnchunkedCycle, Http11Cycle):
     """Those of HTTP/1.0."""
 
 
-def cycle_of(receive: Receive) -> Cycle | None:
+def cycle_of(receive: Receive) -> Http11Cycle | None:
     """Of the request that is received so, if it came this way."""
     cycle = getattr(receive, "__self__", None)
-    return cycle if isinstance(cycle, Cycle) else None
+    return cycle if isinstance(cycle, Http11Cycle) else None
 
 
 class _Beginning(NamedTuple):
@@ -141,14 +143,14 @@ class _Target(NamedTuple):
 
 
 def _parsed(url: bytes) -> _Target:
-    """Raises `Refused` for control characters, escaped as they are: no path here has one, and to many a pattern a line
-    break is an end."""
+    """Raises `HttpProtocolError` for control characters, escaped as they are: no path here has one, and to many a
+    pattern a line break is an end."""
     parsed = parse_url(url)
     path = parsed.path.decode("ascii")
     if "%" in path:
         path = unquote(path)
         if _CONTROL.search(path):
-            raise Refused(HTTPStatus.BAD_REQUEST, "the path has a control character in it")
+            raise HttpProtocolError(HTTPStatus.BAD_REQUEST, "the path has a control character in it")
     return _Target(path, parsed.path, parsed.query or b"")
 
 

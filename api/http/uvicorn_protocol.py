@@ -1,7 +1,8 @@
 """HTTP/1.1 as uvicorn speaks it, without what it spends on every request alike.
 
-A target is parsed once for all requests that have it, a body and an answer that are whole go in one call (`Cycle`),
-answers leave together (`Outbox`), the timer of an idle connection is left alone while it is not, and where the
+A target is parsed once for all requests that have it, a body and an answer that are whole go in one call
+(`Http11Cycle`),
+answers leave together (`WriteCoalescer`), the timer of an idle connection is left alone while it is not, and where the
 application says that it `begins_at_once`, only a request that waits for something becomes a task. Knows nothing of
 applications beyond that.
 """
@@ -14,38 +15,38 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from ...cli.http_options import BODY_TIMEOUT
-from .chunk_limits import FewChunks
-from .eager import Begun
-from .protocol_errors import MOST_BYTES, MOST_HEADERS, head_too_large
-from .upgrades import NoUpgrades
-from .uvicorn_cycle import Cycle, OldCycle
-from .write_coalescer import Outbox
+from .chunk_limits import ChunkLimitProtocol
+from .eager import EagerAwaitable
+from .protocol_errors import MAX_HEAD_BYTES, MAX_HEADERS, head_too_large
+from .upgrades import UpgradeDecliningProtocol
+from .uvicorn_cycle import Http10Cycle, Http11Cycle
+from .write_coalescer import WriteCoalescer
 
 _ACCESS = logging.getLogger("uvicorn.access")
 
 
-class Shared(ServerState):
-    """What all connections of a server have in common. `body_timeout`: see `Cycle`."""
+class HttpServerState(ServerState):
+    """What all connections of a server have in common. `body_timeout`: see `Http11Cycle`."""
 
     def __init__(self, body_timeout: float = BODY_TIMEOUT) -> None:
         super().__init__()
-        self.outbox = Outbox()
+        self.outbox = WriteCoalescer()
         self.body_timeout = body_timeout
 
 
-class HttpProtocol(NoUpgrades, FewChunks):
+class HttpProtocol(UpgradeDecliningProtocol, ChunkLimitProtocol):
     """One connection. `tells`: it has an access log, which is what the logger wants now; uvicorn itself asks when a
     connection begins."""
 
     tells = True
     _idle = False
     _idle_since = 0.0
-    _next: tuple[Cycle, Any] | None = None
+    _next: tuple[Http11Cycle, Any] | None = None
     _in_head = False
     _head_bytes = 0
     _received = 0
 
-    def __init__(self, config: uvicorn.Config, server_state: Shared, *args: Any, **named: Any) -> None:
+    def __init__(self, config: uvicorn.Config, server_state: HttpServerState, *args: Any, **named: Any) -> None:
         super().__init__(config, server_state, *args, **named)
         self.outbox = server_state.outbox
         self._body_timeout = server_state.body_timeout
@@ -88,17 +89,17 @@ class HttpProtocol(NoUpgrades, FewChunks):
             self._start_asgi_task(self.cycle, app)
 
     def _check_head(self) -> None:
-        if len(self.headers) > MOST_HEADERS:
+        if len(self.headers) > MAX_HEADERS:
             raise head_too_large()
         # A head that came with little else cannot be too long.
-        if self._head_bytes >= 0 or self._received > MOST_BYTES:
+        if self._head_bytes >= 0 or self._received > MAX_HEAD_BYTES:
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-            if size > MOST_BYTES:
+            if size > MAX_HEAD_BYTES:
                 raise head_too_large()
 
-    def _cycle(self) -> Cycle:
+    def _cycle(self) -> Http11Cycle:
         version = self.parser.get_http_version()
-        cycle = (OldCycle if version == "1.0" else Cycle)(self, version, self.outbox, self._body_timeout)
+        cycle = (Http10Cycle if version == "1.0" else Http11Cycle)(self, version, self.outbox, self._body_timeout)
         self.headers = []  # trailers are no headers
         return cycle
 
@@ -120,14 +121,14 @@ class HttpProtocol(NoUpgrades, FewChunks):
     def _count_head(self, size: int) -> None:
         """A head is not at its end yet; what came before it in the piece that it began in is not counted."""
         self._head_bytes = 0 if self._head_bytes < 0 else self._head_bytes + size
-        if self._head_bytes > MOST_BYTES:
+        if self._head_bytes > MAX_HEAD_BYTES:
             self._in_head = False
             self.refuse(head_too_large())
 
-    def _begin(self, cycle: Cycle, app: Any) -> None:
+    def _begin(self, cycle: Http11Cycle, app: Any) -> None:
         """All of the request that came together is there."""
         context = contextvars.copy_context()
-        begun = context.run(Begun, cycle.run_asgi(app))
+        begun = context.run(EagerAwaitable, cycle.run_asgi(app))
         if not begun.done:
             task = self.loop.create_task(_rest(begun), context=context)
             task.add_done_callback(self.tasks.discard)
@@ -181,5 +182,5 @@ class HttpProtocol(NoUpgrades, FewChunks):
             self.timeout_keep_alive_task = None
 
 
-async def _rest(begun: Begun[None]) -> None:
+async def _rest(begun: EagerAwaitable[None]) -> None:
     await begun

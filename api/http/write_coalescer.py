@@ -10,7 +10,7 @@ _MOST = 16
 """Answers that wait for each other: the first of them for as long as it takes to make the rest."""
 
 
-class Outbox:
+class WriteCoalescer:
     """Of the connections of one event loop: of each the last answer, until this turn of the loop ends."""
 
     def __init__(self) -> None:

@@ -6,10 +6,10 @@ from typing import Any, Protocol
 import msgspec
 
 from ...core.errors import InvalidArgument
-from ...core.request import Conversation, Message
-from .json_body import Neutral, convert, refuse_others, short
+from ...core.request import ChatMessage, Conversation
+from .json_body import NoOpValues, convert_fields, reject_unsupported, shortened
 
-NEUTRAL: Neutral = {
+MESSAGE_NO_OP_VALUES: NoOpValues = {
     "refusal": (),
     "audio": (),
     "annotations": ([],),
@@ -20,19 +20,19 @@ NEUTRAL: Neutral = {
 }
 """Fields of a message that are not supported."""
 
-MOST_MESSAGES = 8192
+MAX_MESSAGES = 8192
 """Of one conversation."""
 
 _FIELDS = frozenset({"role", "content", "name"})
 _ROLES = ("system", "developer", "user", "assistant")
 
 
-class _Text(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _TextPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     type: str
     text: str
 
 
-class ChatFields(Protocol):
+class TemplateFields(Protocol):
     """A body with messages: these, and how they are rendered."""
 
     @property
@@ -45,7 +45,7 @@ class ChatFields(Protocol):
     def continue_final_message(self) -> bool | None: ...
 
 
-def read_messages(messages: list[dict[str, Any]], fields: ChatFields) -> Conversation:
+def parse_messages(messages: list[dict[str, Any]], fields: TemplateFields) -> Conversation:
     """Where `fields` do not say, the assistant's turn is opened, unless the last message goes on.
 
     Raises:
@@ -53,8 +53,8 @@ def read_messages(messages: list[dict[str, Any]], fields: ChatFields) -> Convers
     """
     if not messages:
         raise InvalidArgument("messages must not be empty", field="messages")
-    if len(messages) > MOST_MESSAGES:
-        message = f"messages: {len(messages)} are more than the {MOST_MESSAGES} there may be"
+    if len(messages) > MAX_MESSAGES:
+        message = f"messages: {len(messages)} are more than the {MAX_MESSAGES} there may be"
         raise InvalidArgument(message, field="messages")
     turns = (_message(f"messages[{index}]", message) for index, message in enumerate(messages))
     goes_on, opens = bool(fields.continue_final_message), fields.add_generation_prompt
@@ -62,8 +62,8 @@ def read_messages(messages: list[dict[str, Any]], fields: ChatFields) -> Convers
     return Conversation(tuple(turns), fields.chat_template_kwargs or {}, fields.chat_template or "", opens, goes_on)
 
 
-def _message(where: str, members: Mapping[str, Any]) -> Message:
-    refuse_others(members, _FIELDS, NEUTRAL, f"{where}.")
+def _message(where: str, members: Mapping[str, Any]) -> ChatMessage:
+    reject_unsupported(members, _FIELDS, MESSAGE_NO_OP_VALUES, f"{where}.")
     role = members.get("role")
     if role not in _ROLES:
         raise InvalidArgument(f"{where}.role must be one of {', '.join(_ROLES)}", field=f"{where}.role")
@@ -72,7 +72,7 @@ def _message(where: str, members: Mapping[str, Any]) -> Message:
         raise InvalidArgument(f"{where}.name must be a string", field=f"{where}.name")
     # Templates know "system"; "developer" is OpenAI's newer word for it.
     role = "system" if role == "developer" else role
-    return Message(role, _content(f"{where}.content", members.get("content")), name or "")
+    return ChatMessage(role, _content(f"{where}.content", members.get("content")), name or "")
 
 
 def _content(where: str, content: Any) -> str:
@@ -85,5 +85,5 @@ def _content(where: str, content: Any) -> str:
 
 def _part(where: str, part: Any) -> str:
     if isinstance(part, dict) and part.get("type") not in (None, "text"):
-        raise InvalidArgument(f"{where}.type must be 'text', got {short(part['type'])}", field=f"{where}.type")
-    return convert(part, _Text, where).text
+        raise InvalidArgument(f"{where}.type must be 'text', got {shortened(part['type'])}", field=f"{where}.type")
+    return convert_fields(part, _TextPart, where).text

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.errors import InvalidArgument
-from .json_body import Body, decode
+from .json_body import JsonBody, decode_body
 
 MAX_INPUTS = 2048
 """OpenAI's: texts of one request."""
@@ -33,7 +33,7 @@ class RerankBody(msgspec.Struct, frozen=True, kw_only=True):
     return_documents: bool | None = None
 
 
-class Embeddings(NamedTuple):
+class EmbeddingRequest(NamedTuple):
     """Either `texts` or `ids`. `dimensions`: of the vectors, where fewer than the model's are wanted."""
 
     model: str
@@ -43,7 +43,7 @@ class Embeddings(NamedTuple):
     dimensions: int | None
 
 
-class Rerank(NamedTuple):
+class RerankRequest(NamedTuple):
     """`top_n`: how many results, None for all."""
 
     id: str
@@ -54,27 +54,27 @@ class Rerank(NamedTuple):
     return_documents: bool
 
 
-def parse_embeddings(body: Body) -> Embeddings:
+def parse_embeddings(body: JsonBody) -> EmbeddingRequest:
     """Raises `InvalidArgument`, whose `field` names the culprit."""
-    fields = decode(body, EmbeddingsBody, _NEUTRAL)
+    fields = decode_body(body, EmbeddingsBody, _NEUTRAL)
     if fields.encoding_format not in (None, "float", "base64"):
         message = f"encoding_format must be float or base64, got {fields.encoding_format!r}"
         raise InvalidArgument(message, field="encoding_format")
     if fields.dimensions is not None and fields.dimensions < 1:
         raise InvalidArgument(f"dimensions must be at least 1, got {fields.dimensions}", field="dimensions")
     texts, ids = _inputs(fields.input)
-    return Embeddings(fields.model, texts, ids, fields.encoding_format == "base64", fields.dimensions)
+    return EmbeddingRequest(fields.model, texts, ids, fields.encoding_format == "base64", fields.dimensions)
 
 
-def parse_rerank(body: Body, name: str) -> Rerank:
+def parse_rerank(body: JsonBody, name: str) -> RerankRequest:
     """`name`: what the request's id ends with. Raises `InvalidArgument`, whose `field` names the culprit."""
-    fields = decode(body, RerankBody, _RERANK_NEUTRAL)
+    fields = decode_body(body, RerankBody, _RERANK_NEUTRAL)
     if fields.top_n is not None and fields.top_n < 1:
         raise InvalidArgument(f"top_n must be at least 1, got {fields.top_n}", field="top_n")
     _check_count("documents", len(fields.documents))
     documents = [_document(index, each) for index, each in enumerate(fields.documents)]
     wanted = bool(fields.return_documents)
-    return Rerank(f"rerank-{name}", fields.model, fields.query, documents, fields.top_n, wanted)
+    return RerankRequest(f"rerank-{name}", fields.model, fields.query, documents, fields.top_n, wanted)
 
 
 def _document(index: int, given: str | dict[str, str]) -> str:
@@ -109,7 +109,7 @@ def _check_count(name: str, count: int) -> None:
         raise InvalidArgument(f"{name} must be 1 to {MAX_INPUTS}, got {count}", field=name)
 
 
-def vectors_shown(values: NDArray[np.float32], asked: Embeddings) -> Iterator[Any]:
+def encode_vectors(values: NDArray[np.float32], asked: EmbeddingRequest) -> Iterator[Any]:
     """Each row as a list of numbers, or as the base64 of its little-endian floats; cut short ones have length 1 again.
 
     Raises:

@@ -22,11 +22,11 @@ from ...core.request import InferRequest
 from ...core.tensor import Tensor
 from ..api_keys import Tenant
 from ..http.auth import tenant_of
-from ..http.connection import WhileConnected, in_thread, read_body
+from ..http.connection import CancelOnDisconnect, offload_if_large, read_json_body
 from ..http.error_responses import json_response
 from ..http.request_ids import request_id_of
-from .embedding_schemas import Embeddings, Rerank, parse_embeddings, parse_rerank, vectors_shown
-from .json_body import Body, open_body
+from .embedding_schemas import EmbeddingRequest, RerankRequest, encode_vectors, parse_embeddings, parse_rerank
+from .json_body import JsonBody, load_body
 
 TEXT, PAIR, IDS = "text_input", "text_pair", "input_ids"
 EMBEDDING, SCORE, COUNT = "embedding", "score", "num_input_tokens"
@@ -34,14 +34,14 @@ _FILL = -1
 """Stands behind the ids of a row that is shorter than others."""
 
 
-class Made(NamedTuple):
+class EncoderResult(NamedTuple):
     """What a model made of texts: a row of `values` each, and how many `tokens` they were in all."""
 
     values: NDArray[np.float32]
     tokens: int
 
 
-class Encoders:
+class EncoderRoutes:
     """The door's handlers."""
 
     def __init__(self, gateway: Gateway, max_input_size: int) -> None:
@@ -57,9 +57,9 @@ class Encoders:
     async def embeddings(self, request: Request) -> Response:
         asked = parse_embeddings(await self._body(request))
         config = self._model(asked.model, EMBEDDING, "embeddings", (IDS if asked.ids else TEXT,))
-        async with WhileConnected(request.receive):
+        async with CancelOnDisconnect(request.receive):
             made = await self._ask(config, _embedding_inputs(asked, config), EMBEDDING, tenant_of(request))
-        body = await in_thread(made.values.nbytes, _embeddings_json, asked, made)
+        body = await offload_if_large(made.values.nbytes, _embeddings_json, asked, made)
         return Response(body, media_type="application/json")
 
     async def rerank(self, request: Request) -> Response:
@@ -69,15 +69,15 @@ class Encoders:
             {TEXT: _texts(TEXT, [asked.query] * len(part)), PAIR: _texts(PAIR, part)}
             for part in _parts(asked.documents, config)
         ]
-        async with WhileConnected(request.receive):
+        async with CancelOnDisconnect(request.receive):
             made = await self._ask(config, inputs, SCORE, tenant_of(request))
         if made.values.shape[1] != 1:
             labels = made.values.shape[1]
             raise InvalidArgument(f"model '{config.name}' gives {labels} scores to a document, not one", field="model")
         return json_response(_rerank_body(asked, made))
 
-    async def _body(self, request: Request) -> Body:
-        return await open_body(await read_body(request, self._max_input_size))
+    async def _body(self, request: Request) -> JsonBody:
+        return await load_body(await read_json_body(request, self._max_input_size))
 
     def _model(self, name: str, output: str, what: str, inputs: Sequence[str]) -> ModelConfig:
         try:
@@ -90,7 +90,9 @@ class Encoders:
             raise InvalidArgument(message, field="model")
         return config
 
-    async def _ask(self, config: ModelConfig, inputs: Sequence[dict[str, Tensor]], output: str, tenant: Tenant) -> Made:
+    async def _ask(
+        self, config: ModelConfig, inputs: Sequence[dict[str, Tensor]], output: str, tenant: Tenant
+    ) -> EncoderResult:
         """All parts at once; the first error ends the others."""
         wanted = (output, COUNT) if any(spec.name == COUNT for spec in config.outputs) else (output,)
         requests = [
@@ -103,7 +105,7 @@ class Encoders:
             raise _first(errors) from None
         made = [task.result() for task in tasks]
         values = np.concatenate([np.atleast_2d(each[output].data.reshape(each[output].shape)) for each in made])
-        return Made(values, sum(int(each[COUNT].data.sum()) for each in made if COUNT in each))
+        return EncoderResult(values, sum(int(each[COUNT].data.sum()) for each in made if COUNT in each))
 
     async def _one(self, name: str, request: InferRequest) -> dict[str, Tensor]:
         async with aclosing(self._gateway.infer(name, "", request)) as responses:
@@ -123,7 +125,7 @@ def _parts(items: Sequence[Any], config: ModelConfig) -> list[Sequence[Any]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def _embedding_inputs(asked: Embeddings, config: ModelConfig) -> list[dict[str, Tensor]]:
+def _embedding_inputs(asked: EmbeddingRequest, config: ModelConfig) -> list[dict[str, Tensor]]:
     if not asked.ids:
         return [{TEXT: _texts(TEXT, part)} for part in _parts(asked.texts, config)]
     return [{IDS: _ids(part)} for part in _parts(asked.ids, config)]
@@ -144,18 +146,18 @@ def _ids(rows: Sequence[Sequence[int]]) -> Tensor:
     return Tensor(IDS, "INT64", data.shape, data)
 
 
-def _embeddings_json(asked: Embeddings, made: Made) -> bytes:
+def _embeddings_json(asked: EmbeddingRequest, made: EncoderResult) -> bytes:
     """Made vector by vector: orjson keeps the interpreter's lock, and all of them together may take it a second."""
     data = (
         orjson.dumps({"object": "embedding", "index": index, "embedding": shown})
-        for index, shown in enumerate(vectors_shown(made.values, asked))
+        for index, shown in enumerate(encode_vectors(made.values, asked))
     )
     usage = {"prompt_tokens": made.tokens, "total_tokens": made.tokens}
     rest = orjson.dumps({"model": asked.model, "usage": usage})
     return b'{"object":"list","data":[' + b",".join(data) + b"]," + rest[1:]
 
 
-def _rerank_body(asked: Rerank, made: Made) -> dict[str, Any]:
+def _rerank_body(asked: RerankRequest, made: EncoderResult) -> dict[str, Any]:
     scores = made.values[:, 0].astype(float).tolist()
     best = sorted(range(len(scores)), key=lambda index: -scores[index])[: asked.top_n]
     results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in best]

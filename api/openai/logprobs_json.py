@@ -10,11 +10,13 @@ from typing import Any
 from ...core.logprobs import PromptToken, TokenLogprob
 from ...core.request import GenerateChunk
 
-Object = dict[str, Any]
+JsonObject = dict[str, Any]
 """A JSON object."""
 
 
-def of_text(prompt: Sequence[PromptToken], tokens: Sequence[TokenLogprob], offset: int, most: int) -> Object:
+def completion_logprobs(
+    prompt: Sequence[PromptToken], tokens: Sequence[TokenLogprob], offset: int, most: int
+) -> JsonObject:
     """Columns over the tokens of an echoed prompt, if any, and those generated. `offset`: characters that the tokens
     before wrote; `most`: likeliest tokens beside each."""
     given = [*(each.given for each in prompt), *tokens]
@@ -27,18 +29,18 @@ def of_text(prompt: Sequence[PromptToken], tokens: Sequence[TokenLogprob], offse
     }
 
 
-def of_message(tokens: Sequence[TokenLogprob]) -> Object:
+def chat_logprobs(tokens: Sequence[TokenLogprob]) -> JsonObject:
     """An entry for each token of a message."""
     content = [_entry(each) | {"top_logprobs": [_entry(other) for other in each.top]} for each in tokens]
     return {"content": content, "refusal": None}
 
 
-def of_prompt(prompt: Sequence[PromptToken], most: int) -> list[Object | None]:
+def prompt_logprobs(prompt: Sequence[PromptToken], most: int) -> list[JsonObject | None]:
     """vLLM's: by token id, the prompt's own token first, then the `most` likeliest; null for the first of all."""
     return [None if each.given is None else _by_id(each.given, each.rank, most) for each in prompt]
 
 
-def best(answers: Sequence[GenerateChunk], choices: int, kept: int) -> list[GenerateChunk]:
+def select_best(answers: Sequence[GenerateChunk], choices: int, kept: int) -> list[GenerateChunk]:
     """Of each `choices` answers in a row the `kept` with the highest logprob per token, the highest first; all of them,
     as they are, where all are kept."""
     if kept == choices:
@@ -51,7 +53,7 @@ def _per_token(answer: GenerateChunk) -> float:
     return sum(each.logprob for each in answer.logprobs) / max(len(answer.logprobs), 1)
 
 
-def _entry(token: TokenLogprob) -> Object:
+def _entry(token: TokenLogprob) -> JsonObject:
     return {"token": token.text, "logprob": token.logprob, "bytes": list(token.data)}
 
 
@@ -63,7 +65,7 @@ def _by_text(token: TokenLogprob, most: int) -> dict[str, float]:
     return named
 
 
-def _by_id(token: TokenLogprob, rank: int, most: int) -> Object:
+def _by_id(token: TokenLogprob, rank: int, most: int) -> JsonObject:
     ranked = ((token, rank), *((each, place) for place, each in enumerate(token.top[:most], start=1)))
     return {
         str(each.id): {"logprob": each.logprob, "rank": place, "decoded_token": each.text} for each, place in ranked

@@ -5,12 +5,12 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
-from ...core.gateway import Stream
+from ...core.gateway import ResponseStream
 
 T = TypeVar("T")
 
 
-async def merged(streams: Sequence[Stream[T]]) -> AsyncGenerator[tuple[int, T], None]:
+async def merge_streams(streams: Sequence[ResponseStream[T]]) -> AsyncGenerator[tuple[int, T], None]:
     """Items of all streams as they come, each with its stream's index; the first error ends all of them.
 
     Closing it cancels the tasks that read the streams, which closes these.
@@ -27,7 +27,7 @@ async def merged(streams: Sequence[Stream[T]]) -> AsyncGenerator[tuple[int, T], 
 
 
 async def _forward(
-    index: int, stream: Stream[T], queue: "asyncio.Queue[tuple[int, T | None, Exception | None]]"
+    index: int, stream: ResponseStream[T], queue: "asyncio.Queue[tuple[int, T | None, Exception | None]]"
 ) -> None:
     error = None
     try:

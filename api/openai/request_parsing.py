@@ -7,16 +7,24 @@ import msgspec
 
 from ...core.errors import InvalidArgument
 from ...core.request import GenerateRequest, Prompt, SamplingParams
-from .chat_messages import read_messages
-from .json_body import Body, decode, short
-from .schemas import NEUTRAL_CHAT, NEUTRAL_COMPLETION, ChatBody, Common, CompletionBody, StreamOptions, Words
+from .chat_messages import parse_messages
+from .json_body import JsonBody, decode_body, shortened
+from .schemas import (
+    CHAT_NO_OP_VALUES,
+    COMPLETION_NO_OP_VALUES,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    StreamOptions,
+    StringOrList,
+)
 
 _MAX_CHOICES = 128
 _MAX_ANSWERS = 1024
 """Prompts times choices of one body: each costs the frontend 70 microseconds before it can be refused."""
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How to answer: with `choices` for each prompt, of which the best `kept` are shown.
 
     `logprobs`: how many of the likeliest tokens stand beside each one of the text, which is the prompt's too with
@@ -37,28 +45,30 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     running_usage: bool = False
 
 
-class Asked(msgspec.Struct, frozen=True):
+class ParsedCompletion(msgspec.Struct, frozen=True):
     """One request of the door: what goes to the gateway, and how to answer."""
 
     requests: tuple[GenerateRequest, ...]
     stream: bool
-    reply: Reply
+    reply: ResponseSpec
 
 
-def parse_completion(body: Body, name: str) -> Asked:
+def parse_completion(body: JsonBody, name: str) -> ParsedCompletion:
     """`name`: what the request's id ends with. Raises `InvalidArgument`, whose `field` names the culprit."""
-    fields = decode(body, CompletionBody, NEUTRAL_COMPLETION)
+    fields = decode_body(body, CompletionBody, COMPLETION_NO_OP_VALUES)
     max_tokens = 16 if fields.max_tokens is None else fields.max_tokens
-    reply = msgspec.structs.replace(_reply(f"cmpl-{name}", fields), choices=_best_of(fields), echo=bool(fields.echo))
-    return _asked(reply, fields, _prompts(fields.prompt), max_tokens)
+    reply = msgspec.structs.replace(
+        _response_spec(f"cmpl-{name}", fields), choices=_best_of(fields), echo=bool(fields.echo)
+    )
+    return _parsed(reply, fields, _prompts(fields.prompt), max_tokens)
 
 
-def parse_chat(body: Body, name: str) -> Asked:
+def parse_chat(body: JsonBody, name: str) -> ParsedCompletion:
     """`name`: what the request's id ends with. Raises `InvalidArgument`, whose `field` names the culprit."""
-    fields = decode(body, ChatBody, NEUTRAL_CHAT)
-    conversation = read_messages(fields.messages, fields)
+    fields = decode_body(body, ChatBody, CHAT_NO_OP_VALUES)
+    conversation = parse_messages(fields.messages, fields)
     try:
-        return _asked(_reply(f"chatcmpl-{name}", fields), fields, [conversation], _chat_limit(fields))
+        return _parsed(_response_spec(f"chatcmpl-{name}", fields), fields, [conversation], _chat_limit(fields))
     except InvalidArgument as error:
         raise _as_said(error, fields) from None
 
@@ -71,9 +81,9 @@ def _as_said(error: InvalidArgument, fields: ChatBody) -> InvalidArgument:
     return InvalidArgument(error.message.replace(error.field, field, 1), field=field)
 
 
-def _reply(request_id: str, fields: Common) -> Reply:
+def _response_spec(request_id: str, fields: GenerationBody) -> ResponseSpec:
     options, choices = fields.stream_options or StreamOptions(), _choices(fields.n)
-    return Reply(
+    return ResponseSpec(
         id=request_id,
         model=fields.model,
         choices=choices,
@@ -113,7 +123,9 @@ def _chat_limit(fields: ChatBody) -> int | None:
     return fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
 
 
-def _asked(reply: Reply, fields: Common, prompts: list[Prompt], max_tokens: int | None) -> Asked:
+def _parsed(
+    reply: ResponseSpec, fields: GenerationBody, prompts: list[Prompt], max_tokens: int | None
+) -> ParsedCompletion:
     _check_stream(fields)
     _check_count(len(prompts), reply.choices)
     sampling = _sampling(fields, max_tokens)
@@ -136,7 +148,7 @@ def _asked(reply: Reply, fields: Common, prompts: list[Prompt], max_tokens: int 
     stream = bool(fields.stream)
     answers = [one, *_further(one, scored=stream)]
     requests = (msgspec.structs.replace(answer, prompt=prompt) for prompt in prompts for answer in answers)
-    return Asked(tuple(requests), stream, reply)
+    return ParsedCompletion(tuple(requests), stream, reply)
 
 
 def _further(first: GenerateRequest, scored: bool) -> Iterator[GenerateRequest]:
@@ -159,7 +171,7 @@ def _check_count(prompts: int, choices: int) -> None:
         raise InvalidArgument(message, field="prompt")
 
 
-def _check_stream(fields: Common) -> None:
+def _check_stream(fields: GenerationBody) -> None:
     if fields.stream_options is not None and not fields.stream:
         raise InvalidArgument("stream_options needs stream to be true", field="stream_options")
     if fields.stream and fields.prompt_logprobs is not None:
@@ -184,7 +196,7 @@ def _best_of(fields: CompletionBody) -> int:
     return best_of
 
 
-def _sampling(fields: Common, max_tokens: int | None) -> SamplingParams:
+def _sampling(fields: GenerationBody, max_tokens: int | None) -> SamplingParams:
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=fields.temperature,
@@ -211,7 +223,7 @@ def _sampling(fields: Common, max_tokens: int | None) -> SamplingParams:
     )
 
 
-def _words(words: Words) -> tuple[str, ...]:
+def _words(words: StringOrList) -> tuple[str, ...]:
     """Those that are there: clients send empty strings for none."""
     return tuple(filter(None, (words,) if isinstance(words, str) else words or ()))
 
@@ -219,5 +231,7 @@ def _words(words: Words) -> tuple[str, ...]:
 def _bias(bias: Mapping[str, float]) -> dict[int, float]:
     for token in bias:
         if not (token.isascii() and token.isdigit() and len(token) < 10):
-            raise InvalidArgument(f"logit_bias must name tokens by their ids, got {short(token)}", field="logit_bias")
+            raise InvalidArgument(
+                f"logit_bias must name tokens by their ids, got {shortened(token)}", field="logit_bias"
+            )
     return {int(token): value for token, value in bias.items()}

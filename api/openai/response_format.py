@@ -9,18 +9,18 @@ import msgspec
 import orjson
 
 from ...core.errors import InvalidArgument
-from ...core.guided_decoding import Guide
+from ...core.guided_decoding import GuidedDecoding
 
 
-class AnyText(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="text"):
+class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="text"):
     """Nothing is asked for."""
 
 
-class AnyJson(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="json_object"):
+class JsonObjectFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="json_object"):
     """A JSON object."""
 
 
-class Schema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`name`, `description` and `strict` change nothing: a guide is always held to."""
 
     name: str
@@ -29,25 +29,25 @@ class Schema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     strict: bool | None = None
 
 
-class JsonOfSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="json_schema"):
-    json_schema: Schema
+class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="json_schema"):
+    json_schema: JsonSchema
 
 
-ResponseFormat: TypeAlias = AnyText | AnyJson | JsonOfSchema
+ResponseFormat: TypeAlias = TextFormat | JsonObjectFormat | JsonSchemaFormat
 """By its `type`."""
 
 
-def guide_of(wanted: ResponseFormat | None, guide: Guide | None) -> Guide | None:
+def resolve_guide(wanted: ResponseFormat | None, guide: GuidedDecoding | None) -> GuidedDecoding | None:
     """What a body asks for, by `response_format` or by `guide`.
 
     Raises:
         InvalidArgument: by both.
     """
-    if wanted is None or isinstance(wanted, AnyText):
+    if wanted is None or isinstance(wanted, TextFormat):
         return guide
     if guide is not None:
         message = f"response_format and {guide.parameter} say the same thing twice: give one"
         raise InvalidArgument(message, field="response_format")
-    if isinstance(wanted, AnyJson):
-        return Guide("json", parameter="response_format")
-    return Guide("json_schema", orjson.dumps(wanted.json_schema.schema).decode(), "response_format")
+    if isinstance(wanted, JsonObjectFormat):
+        return GuidedDecoding("json", parameter="response_format")
+    return GuidedDecoding("json_schema", orjson.dumps(wanted.json_schema.schema).decode(), "response_format")

@@ -13,9 +13,9 @@ import orjson
 
 from ...core.model import ModelConfig
 from ...core.request import GenerateChunk, Usage
-from ..http.connection import event
-from .logprobs_json import Object, best, of_message, of_prompt, of_text
-from .request_parsing import Reply
+from ..http.connection import sse_event
+from .logprobs_json import JsonObject, chat_logprobs, completion_logprobs, prompt_logprobs, select_best
+from .request_parsing import ResponseSpec
 
 _PLAIN = GenerateChunk(text="\0text\0", token_ids=(), usage=Usage(0, 0))
 """Stands for a chunk whose text is not known yet; no model has this text for a name."""
@@ -23,82 +23,82 @@ _TEXT = orjson.dumps(_PLAIN.text)
 """That text as it stands in the JSON of an event."""
 
 
-class Shape(Protocol):
+class ApiFormat(Protocol):
     """What completions and chat do differently."""
 
     object: str
     chunk_object: str
 
-    def choice(self, index: int, chunk: GenerateChunk, logprobs: Object | None) -> Object: ...
+    def choice(self, index: int, chunk: GenerateChunk, logprobs: JsonObject | None) -> JsonObject: ...
 
-    def opening(self, index: int) -> Object | None:
+    def opening(self, index: int) -> JsonObject | None:
         """A choice that goes out before the first text."""
 
-    def delta(self, index: int, chunk: GenerateChunk, logprobs: Object | None) -> Object: ...
+    def delta(self, index: int, chunk: GenerateChunk, logprobs: JsonObject | None) -> JsonObject: ...
 
-    def logprobs(self, chunk: GenerateChunk, offset: int, reply: Reply) -> Object:
+    def logprobs(self, chunk: GenerateChunk, offset: int, reply: ResponseSpec) -> JsonObject:
         """`offset`: characters that the tokens before wrote."""
 
-    def show_prompts(self, body: Object, name: str, prompts: Sequence[Any]) -> None:
+    def show_prompts(self, body: JsonObject, name: str, prompts: Sequence[Any]) -> None:
         """Put what is told of the choices' prompts under a `name` where it belongs."""
 
 
-class CompletionShape:
+class CompletionFormat:
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def choice(self, index: int, chunk: GenerateChunk, logprobs: Object | None) -> Object:
+    def choice(self, index: int, chunk: GenerateChunk, logprobs: JsonObject | None) -> JsonObject:
         return {"text": chunk.text, "index": index, "logprobs": logprobs, **_end(chunk)}
 
-    def opening(self, index: int) -> Object | None:
+    def opening(self, index: int) -> JsonObject | None:
         return None
 
     delta = choice
 
-    def logprobs(self, chunk: GenerateChunk, offset: int, reply: Reply) -> Object:
+    def logprobs(self, chunk: GenerateChunk, offset: int, reply: ResponseSpec) -> JsonObject:
         prompt = chunk.prompt if reply.echo else ()
-        return of_text(prompt, chunk.logprobs, offset, reply.logprobs or 0)
+        return completion_logprobs(prompt, chunk.logprobs, offset, reply.logprobs or 0)
 
-    def show_prompts(self, body: Object, name: str, prompts: Sequence[Any]) -> None:
+    def show_prompts(self, body: JsonObject, name: str, prompts: Sequence[Any]) -> None:
         for choice, prompt in zip(body["choices"], prompts, strict=True):
             choice[name] = prompt
 
 
-class ChatShape:
+class ChatFormat:
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def choice(self, index: int, chunk: GenerateChunk, logprobs: Object | None) -> Object:
+    def choice(self, index: int, chunk: GenerateChunk, logprobs: JsonObject | None) -> JsonObject:
         message = {"role": "assistant", "content": chunk.text, "refusal": None}
         return {"index": index, "message": message, "logprobs": logprobs, **_end(chunk)}
 
-    def opening(self, index: int) -> Object | None:
+    def opening(self, index: int) -> JsonObject | None:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def delta(self, index: int, chunk: GenerateChunk, logprobs: Object | None) -> Object:
+    def delta(self, index: int, chunk: GenerateChunk, logprobs: JsonObject | None) -> JsonObject:
         delta = {"content": chunk.text} if chunk.text else {}
         return {"index": index, "delta": delta, "logprobs": logprobs, **_end(chunk)}
 
-    def logprobs(self, chunk: GenerateChunk, offset: int, reply: Reply) -> Object:
-        return of_message(chunk.logprobs)
+    def logprobs(self, chunk: GenerateChunk, offset: int, reply: ResponseSpec) -> JsonObject:
+        return chat_logprobs(chunk.logprobs)
 
-    def show_prompts(self, body: Object, name: str, prompts: Sequence[Any]) -> None:
+    def show_prompts(self, body: JsonObject, name: str, prompts: Sequence[Any]) -> None:
         body[name] = prompts[0]
 
 
-def _end(chunk: GenerateChunk) -> Object:
+def _end(chunk: GenerateChunk) -> JsonObject:
     """Why the answer ended, if it did; by vLLM's `stop_reason`, at what."""
     return {"finish_reason": chunk.finish_reason, "stop_reason": chunk.stop_reason}
 
 
-class Writer:
+class OpenAIResponseWriter:
     """Writes one answer, whole or as server-sent events: the members that all its objects share, and what was counted.
 
     Choices stand in the order of the prompts.
     """
 
-    def __init__(self, shape: Shape, reply: Reply, fingerprint: str) -> None:
+    def __init__(self, shape: ApiFormat, reply: ResponseSpec, fingerprint: str) -> None:
         self._shape = shape
         self._reply = reply
         head = {"id": reply.id, "created": int(time.time()), "model": reply.model}
@@ -109,17 +109,19 @@ class Writer:
         self._offsets: dict[int, int] = {}
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
-    def whole(self, answers: Sequence[GenerateChunk]) -> Object:
+    def whole(self, answers: Sequence[GenerateChunk]) -> JsonObject:
         """All in one; `answers[i]` is everything that was said as choice i, of its prompt by the first of them."""
         self._usage = {index: answer.usage for index, answer in enumerate(answers)}
-        shown = best(list(self._with_prompts(answers)), self._reply.choices, self._reply.kept)
+        shown = select_best(list(self._with_prompts(answers)), self._reply.choices, self._reply.kept)
         choices = [
             self._with_ids(self._shape.choice(index, answer, self._logprobs(index, answer)), answer)
             for index, answer in enumerate(shown)
         ]
         body = {**self._head, "object": self._shape.object, "choices": choices, "usage": self._total()}
         if (most := self._reply.prompt_logprobs) is not None:
-            self._shape.show_prompts(body, "prompt_logprobs", [of_prompt(answer.prompt, most) for answer in shown])
+            self._shape.show_prompts(
+                body, "prompt_logprobs", [prompt_logprobs(answer.prompt, most) for answer in shown]
+            )
         if self._reply.token_ids:
             self._shape.show_prompts(body, "prompt_token_ids", [answer.prompt_ids for answer in shown])
         return body
@@ -154,19 +156,19 @@ class Writer:
             around = self._around[index] = before, after
         return around[0] + orjson.dumps(text) + around[1]
 
-    def _event(self, choices: list[Object], prompt_ids: Sequence[int] = ()) -> bytes:
+    def _event(self, choices: list[JsonObject], prompt_ids: Sequence[int] = ()) -> bytes:
         """With the usage, at the end or all along, if it was asked for."""
-        chunk: Object = {**self._head, "object": self._shape.chunk_object, "choices": choices}
+        chunk: JsonObject = {**self._head, "object": self._shape.chunk_object, "choices": choices}
         if prompt_ids:
             self._shape.show_prompts(chunk, "prompt_token_ids", [prompt_ids])
         if self._reply.include_usage:
             chunk["usage"] = self._total() if self._reply.running_usage or not choices else None
-        return event(orjson.dumps(chunk))
+        return sse_event(orjson.dumps(chunk))
 
-    def _with_ids(self, choice: Object, chunk: GenerateChunk) -> Object:
+    def _with_ids(self, choice: JsonObject, chunk: GenerateChunk) -> JsonObject:
         return choice | {"token_ids": chunk.token_ids} if self._reply.token_ids else choice
 
-    def _logprobs(self, index: int, chunk: GenerateChunk) -> Object | None:
+    def _logprobs(self, index: int, chunk: GenerateChunk) -> JsonObject | None:
         if self._reply.logprobs is None or not (chunk.logprobs or chunk.prompt):
             return None
         offset = self._offsets.get(index, 0)
@@ -174,7 +176,7 @@ class Writer:
         self._offsets[index] = offset + written
         return self._shape.logprobs(chunk, offset, self._reply)
 
-    def _total(self) -> Object:
+    def _total(self) -> JsonObject:
         """A prompt counts once, however many choices it has."""
         prompts = [usage for index, usage in self._usage.items() if index % self._reply.choices == 0]
         prompt = sum(usage.prompt_tokens for usage in prompts)
@@ -187,12 +189,12 @@ class Writer:
         }
 
 
-def fingerprint(config: ModelConfig, software: str) -> str:
+def system_fingerprint(config: ModelConfig, software: str) -> str:
     """The same as long as the model's files, its settings and the `software`'s version are."""
     settings = config.document.get("parameters"), config.parameters
     known = orjson.dumps((software, config.backend, config.fingerprint, settings), option=orjson.OPT_SORT_KEYS)
     return f"fp_{sha256(known).hexdigest()[:10]}"
 
 
-def model_object(config: ModelConfig) -> dict[str, Any]:
+def model_card(config: ModelConfig) -> dict[str, Any]:
     return {"id": config.name, "object": "model", "created": config.created, "owned_by": "charonia"}

@@ -16,21 +16,28 @@ from starlette.types import ASGIApp
 from ...core.errors import CharoniaError, NotFound
 from ...core.gateway import Gateway
 from ...core.model import ModelConfig
-from ...core.request import GenerateChunk, joined
+from ...core.request import GenerateChunk, join_chunks
 from ..http.auth import tenant_of
-from ..http.connection import EventStream, WhileConnected, event, read_body
-from ..http.error_responses import json_response, openai_body
+from ..http.connection import CancelOnDisconnect, EventStreamResponse, read_json_body, sse_event
+from ..http.error_responses import json_response, openai_error_body
 from ..http.request_ids import request_id_of
 from ..metadata import ServerInfo
-from .json_body import Body, open_body
-from .merged_streams import merged
-from .request_parsing import Asked, parse_chat, parse_completion
-from .response_writer import ChatShape, CompletionShape, Shape, Writer, fingerprint, model_object
+from .json_body import JsonBody, load_body
+from .merged_streams import merge_streams
+from .request_parsing import ParsedCompletion, parse_chat, parse_completion
+from .response_writer import (
+    ApiFormat,
+    ChatFormat,
+    CompletionFormat,
+    OpenAIResponseWriter,
+    model_card,
+    system_fingerprint,
+)
 
-_DONE = event(b"[DONE]")
+_DONE = sse_event(b"[DONE]")
 
 
-class OpenAI:
+class OpenAIRoutes:
     """The door's handlers."""
 
     def __init__(self, gateway: Gateway, info: ServerInfo) -> None:
@@ -47,39 +54,41 @@ class OpenAI:
         ]
 
     async def models(self, request: Request) -> Response:
-        data = [model_object(config) for config in self._gateway.models()]
+        data = [model_card(config) for config in self._gateway.models()]
         return json_response({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
-        return json_response(model_object(self._lookup(request.path_params["model"])))
+        return json_response(model_card(self._lookup(request.path_params["model"])))
 
     async def completions(self, request: Request) -> ASGIApp:
-        return await self._answer(request, parse_completion, CompletionShape())
+        return await self._answer(request, parse_completion, CompletionFormat())
 
     async def chat(self, request: Request) -> ASGIApp:
-        return await self._answer(request, parse_chat, ChatShape())
+        return await self._answer(request, parse_chat, ChatFormat())
 
-    async def _answer(self, request: Request, parse: Callable[[Body, str], Asked], shape: Shape) -> ASGIApp:
+    async def _answer(
+        self, request: Request, parse: Callable[[JsonBody, str], ParsedCompletion], shape: ApiFormat
+    ) -> ASGIApp:
         asked = parse(
-            await open_body(await read_body(request, self._info.max_input_size)), request_id_of(request.scope)
+            await load_body(await read_json_body(request, self._info.max_input_size)), request_id_of(request.scope)
         )
         model = asked.reply.model
-        writer = Writer(shape, asked.reply, self._fingerprint(self._lookup(model)))
+        writer = OpenAIResponseWriter(shape, asked.reply, self._fingerprint(self._lookup(model)))
         name, weight = tenant_of(request)
         requests = [msgspec.structs.replace(each, tenant=name, weight=weight) for each in asked.requests]
         streams = [self._gateway.generate(model, each) for each in requests]
         if not asked.stream:
-            async with WhileConnected(request.receive), aclosing(merged(streams)) as chunks:
+            async with CancelOnDisconnect(request.receive), aclosing(merge_streams(streams)) as chunks:
                 return json_response(await _whole(writer, chunks, len(requests)))
         if len(streams) == 1:
-            return EventStream(streams[0], OneAnswer(writer))
-        return EventStream(merged(streams), SeveralAnswers(writer))
+            return EventStreamResponse(streams[0], SingleStreamEvents(writer))
+        return EventStreamResponse(merge_streams(streams), MergedStreamEvents(writer))
 
     def _fingerprint(self, config: ModelConfig) -> str:
         """Made once for each load of a model."""
         known = self._fingerprints.get(config.name)
         if known is None or known[0] is not config:
-            known = self._fingerprints[config.name] = config, fingerprint(config, self._info.version)
+            known = self._fingerprints[config.name] = config, system_fingerprint(config, self._info.version)
         return known[1]
 
     def _lookup(self, name: str) -> ModelConfig:
@@ -89,31 +98,33 @@ class OpenAI:
             raise NotFound(error.message, field="model") from None
 
 
-async def _whole(writer: Writer, chunks: AsyncIterator[tuple[int, GenerateChunk]], count: int) -> dict[str, object]:
+async def _whole(
+    writer: OpenAIResponseWriter, chunks: AsyncIterator[tuple[int, GenerateChunk]], count: int
+) -> dict[str, object]:
     said: list[list[GenerateChunk]] = [[] for _ in range(count)]
     async for index, chunk in chunks:
         said[index].append(chunk)
-    return writer.whole([joined(each) for each in said])
+    return writer.whole([join_chunks(each) for each in said])
 
 
-class Answers:
+class CompletionEvents:
     """How a stream of answers ends, well or not."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: OpenAIResponseWriter) -> None:
         self._writer = writer
 
     def end(self) -> bytes:
         return self._writer.closing() + _DONE
 
     def fault(self, error: CharoniaError) -> bytes:
-        return event(orjson.dumps(openai_body(error))) + _DONE
+        return sse_event(orjson.dumps(openai_error_body(error))) + _DONE
 
 
-class OneAnswer(Answers):
+class SingleStreamEvents(CompletionEvents):
     def event(self, chunk: GenerateChunk) -> bytes:
         return self._writer.event(0, chunk)
 
 
-class SeveralAnswers(Answers):
+class MergedStreamEvents(CompletionEvents):
     def event(self, item: tuple[int, GenerateChunk]) -> bytes:
         return self._writer.event(*item)

@@ -5,12 +5,12 @@ from typing import Any, TypeAlias
 import msgspec
 
 from ...core.errors import InvalidArgument
-from ...core.guided_decoding import Guide, GuideKind
+from ...core.guided_decoding import GuidedDecoding, GuidedDecodingKind
 from ...core.logprobs import MAX_LOGPROBS
-from .json_body import Neutral
-from .response_format import ResponseFormat, guide_of
+from .json_body import NoOpValues
+from .response_format import ResponseFormat, resolve_guide
 
-NEUTRAL: Neutral = {
+NO_OP_VALUES: NoOpValues = {
     "best_of": (1,),
     "top_logprobs": (0,),
     "length_penalty": (1,),
@@ -39,8 +39,8 @@ NEUTRAL: Neutral = {
 }
 """Fields of OpenAI and vLLM that are not supported, here or by the other endpoint."""
 
-NEUTRAL_COMPLETION: Neutral = {**NEUTRAL, "add_special_tokens": (True,)}
-NEUTRAL_CHAT: Neutral = {**NEUTRAL, "add_special_tokens": (False,)}
+COMPLETION_NO_OP_VALUES: NoOpValues = {**NO_OP_VALUES, "add_special_tokens": (True,)}
+CHAT_NO_OP_VALUES: NoOpValues = {**NO_OP_VALUES, "add_special_tokens": (False,)}
 """A text gets the tokens that the tokenizer puts around it; a conversation those that its template writes."""
 
 
@@ -50,11 +50,11 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     continuous_usage_stats: bool | None = None
 
 
-Words: TypeAlias = str | tuple[str, ...] | None
+StringOrList: TypeAlias = str | tuple[str, ...] | None
 """One string, or several."""
 
 
-class Common(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     """What both have."""
 
     model: str
@@ -71,9 +71,9 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None = None
     timeout: float | None = None
     n: int | None = None
-    stop: Words = None
+    stop: StringOrList = None
     include_stop_str_in_output: bool | None = None
-    bad_words: Words = None
+    bad_words: StringOrList = None
     allowed_token_ids: tuple[int, ...] | None = None
     truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool | None = None
@@ -88,14 +88,14 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool | None = None
     lora_name: str | None = None
     response_format: ResponseFormat | None = None
-    guided_decoding_guide_type: GuideKind | None = None
+    guided_decoding_guide_type: GuidedDecodingKind | None = None
     guided_decoding_guide: str | None = None
 
     @property
-    def guide(self) -> Guide | None:
+    def guide(self) -> GuidedDecoding | None:
         """What the text must be. Raises `InvalidArgument` where that contradicts itself."""
-        guide = Guide.of(self.guided_decoding_guide_type, self.guided_decoding_guide or "")
-        return guide_of(self.response_format, guide)
+        guide = GuidedDecoding.of(self.guided_decoding_guide_type, self.guided_decoding_guide or "")
+        return resolve_guide(self.response_format, guide)
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -108,7 +108,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
         return self.prompt_logprobs
 
 
-class CompletionBody(Common, frozen=True, kw_only=True):
+class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     prompt: Any
     logprobs: int | None = None
     echo: bool | None = None
@@ -125,7 +125,7 @@ class CompletionBody(Common, frozen=True, kw_only=True):
         return max((most for most in (echoed, self.prompt_logprobs) if most is not None), default=None)
 
 
-class ChatBody(Common, frozen=True, kw_only=True):
+class ChatBody(GenerationBody, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

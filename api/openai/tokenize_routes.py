@@ -14,10 +14,10 @@ from ...core.errors import InvalidArgument, NotReady
 from ...core.gateway import Gateway
 from ...core.model import ModelConfig
 from ...core.request import TokenizeRequest
-from ..http.connection import WhileConnected, read_body
+from ..http.connection import CancelOnDisconnect, read_json_body
 from ..http.error_responses import json_response
-from .chat_messages import read_messages
-from .json_body import Body, decode, open_body
+from .chat_messages import parse_messages
+from .json_body import JsonBody, decode_body, load_body
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_token_strs": (False,),
@@ -44,7 +44,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
 
 
-class Tokenization:
+class TokenizeRoutes:
     """The door's handlers."""
 
     def __init__(self, gateway: Gateway, max_input_size: int) -> None:
@@ -58,9 +58,9 @@ class Tokenization:
         ]
 
     async def tokenize(self, request: Request) -> Response:
-        body = decode(await self._body(request), TokenizeBody, _NEUTRAL)
+        body = decode_body(await self._body(request), TokenizeBody, _NEUTRAL)
         config = self._model(body.model)
-        async with WhileConnected(request.receive):
+        async with CancelOnDisconnect(request.receive):
             tokens = await self._gateway.tokenize(config.name, _asked(body))
         length = config.parameters.get("max_model_len")
         return json_response(
@@ -73,14 +73,14 @@ class Tokenization:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        body = decode(await self._body(request), DetokenizeBody, {})
+        body = decode_body(await self._body(request), DetokenizeBody, {})
         config = self._model(body.model)
-        async with WhileConnected(request.receive):
+        async with CancelOnDisconnect(request.receive):
             prompt = await self._gateway.detokenize(config.name, body.tokens)
         return json_response({"prompt": prompt})
 
-    async def _body(self, request: Request) -> Body:
-        return await open_body(await read_body(request, self._max_input_size))
+    async def _body(self, request: Request) -> JsonBody:
+        return await load_body(await read_json_body(request, self._max_input_size))
 
     def _model(self, name: str | None) -> ModelConfig:
         """A request may leave out which, if there is but one."""
@@ -106,4 +106,4 @@ def _asked(body: TokenizeBody) -> TokenizeRequest:
     if body.add_special_tokens:
         message = "add_special_tokens is not supported with messages: their template writes its own"
         raise InvalidArgument(message, field="add_special_tokens")
-    return TokenizeRequest(prompt=read_messages(body.messages, body))
+    return TokenizeRequest(prompt=parse_messages(body.messages, body))

@@ -4,16 +4,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...core.errors import CharoniaError
 from ..http.error_responses import error_response
-from .clouds import Cloud, Models
+from .clouds import CloudEndpoint, ListModels
 
 _LENGTH = b"inference-header-content-length"
 _TYPE = b"content-type"
 
 
-class CloudDoor:
+class CloudMiddleware:
     """`app` as `cloud` wants it."""
 
-    def __init__(self, app: ASGIApp, cloud: Cloud, models: Models) -> None:
+    def __init__(self, app: ASGIApp, cloud: CloudEndpoint, models: ListModels) -> None:
         self._app = app
         self._cloud = cloud
         self._models = models

@@ -10,10 +10,10 @@ from typing import NamedTuple, TypeAlias
 from starlette.types import Scope
 
 from ...cli.cloud_options import CloudOptions
-from ...cli.server_options import true
+from ...cli.server_options import is_true
 from ...core.errors import InvalidArgument, NotFound, Unsupported
 
-Models: TypeAlias = Callable[[], list[str]]
+ListModels: TypeAlias = Callable[[], list[str]]
 """Names of those that are served now."""
 
 _KINDS = ("infer", "generate", "generate_stream")
@@ -21,14 +21,14 @@ _POSTED = re.compile(r"/(infer|generate|generate_stream|index|load|unload|regist
 _REDIRECT = b"x-vertex-ai-triton-redirect"
 
 
-class Asked(NamedTuple):
+class V2Target(NamedTuple):
     """A request of v2's."""
 
     method: str
     path: str
 
 
-class Cloud(NamedTuple):
+class CloudEndpoint(NamedTuple):
     """A door. `read`: what is asked of v2, or raises `CharoniaError`; `media`: the type of a body that is not JSON
     alone, after which the length of the JSON in front stands."""
 
@@ -36,33 +36,40 @@ class Cloud(NamedTuple):
     flag: str
     port: int
     media: bytes
-    read: Callable[[Scope, Models], Asked]
+    read: Callable[[Scope, ListModels], V2Target]
 
 
-def read_clouds(options: CloudOptions, environment: Mapping[str, str]) -> tuple[Cloud, ...]:
+def configure_clouds(options: CloudOptions, environment: Mapping[str, str]) -> tuple[CloudEndpoint, ...]:
     """The doors that are wanted.
 
     Raises:
         InvalidArgument: the environment does not say what a cloud's has to; the message names the variable.
     """
     clouds = []
-    if true(options.allow_sagemaker):
+    if is_true(options.allow_sagemaker):
         media = b"application/vnd.sagemaker-triton.binary+json;json-header-size="
-        clouds.append(Cloud("SageMaker", "--sagemaker-port", options.sagemaker_port, media, _sagemaker(environment)))
-    if true(options.allow_vertex_ai):
+        clouds.append(
+            CloudEndpoint("SageMaker", "--sagemaker-port", options.sagemaker_port, media, _sagemaker(environment))
+        )
+    if is_true(options.allow_vertex_ai):
         media = b"application/vnd.vertex-ai-triton.binary+json;json-header-size="
         read = _vertex_ai(environment, options.vertex_ai_default_model)
-        clouds.append(Cloud("Vertex AI", "--vertex-ai-port", _vertex_ai_port(options, environment), media, read))
+        clouds.append(
+            CloudEndpoint("Vertex AI", "--vertex-ai-port", _vertex_ai_port(options, environment), media, read)
+        )
     return tuple(clouds)
 
 
-def _sagemaker(environment: Mapping[str, str]) -> Callable[[Scope, Models], Asked]:
+def _sagemaker(environment: Mapping[str, str]) -> Callable[[Scope, ListModels], V2Target]:
     model = _said(environment, "SAGEMAKER_TRITON_DEFAULT_MODEL_NAME", "--allow-sagemaker")
     ping = _one_of(environment, "SAGEMAKER_TRITON_PING_MODE", ("ready", "live"))
     kind = _one_of(environment, "SAGEMAKER_TRITON_INFERENCE_TYPE", _KINDS)
-    asked = {"/ping": Asked("GET", f"/v2/health/{ping}"), "/invocations": Asked("POST", f"/v2/models/{model}/{kind}")}
+    asked = {
+        "/ping": V2Target("GET", f"/v2/health/{ping}"),
+        "/invocations": V2Target("POST", f"/v2/models/{model}/{kind}"),
+    }
 
-    def read(scope: Scope, models: Models) -> Asked:
+    def read(scope: Scope, models: ListModels) -> V2Target:
         if re.match(r"/models(/|$)", scope["path"]):
             raise Unsupported("endpoints of several models are not served on SageMaker")
         return _found(asked, scope)
@@ -70,32 +77,32 @@ def _sagemaker(environment: Mapping[str, str]) -> Callable[[Scope, Models], Aske
     return read
 
 
-def _vertex_ai(environment: Mapping[str, str], model: str) -> Callable[[Scope, Models], Asked]:
+def _vertex_ai(environment: Mapping[str, str], model: str) -> Callable[[Scope, ListModels], V2Target]:
     health = _said(environment, "AIP_HEALTH_ROUTE", "--allow-vertex-ai")
     predict = _said(environment, "AIP_PREDICT_ROUTE", "--allow-vertex-ai")
 
-    def read(scope: Scope, models: Models) -> Asked:
+    def read(scope: Scope, models: ListModels) -> V2Target:
         if scope["path"] != predict:
-            return _found({health: Asked("GET", "/v2/health/ready")}, scope)
+            return _found({health: V2Target("GET", "/v2/health/ready")}, scope)
         redirect = dict(scope["headers"]).get(_REDIRECT, b"").decode("latin-1")
         if redirect:
             return _redirected(f"/{redirect.lstrip('/')}", scope)
-        return _found({predict: Asked("POST", f"/v2/models/{model or _only(models())}/infer")}, scope)
+        return _found({predict: V2Target("POST", f"/v2/models/{model or _only(models())}/infer")}, scope)
 
     return read
 
 
-def _found(asked: Mapping[str, Asked], scope: Scope) -> Asked:
+def _found(asked: Mapping[str, V2Target], scope: Scope) -> V2Target:
     found = asked.get(scope["path"])
     if found is None or scope["method"] != found.method:
         raise NotFound("Not Found")
     return found
 
 
-def _redirected(path: str, scope: Scope) -> Asked:
+def _redirected(path: str, scope: Scope) -> V2Target:
     """Vertex AI posts everything: what has no body, and is no action, is a question."""
     empty = dict(scope["headers"]).get(b"content-length", b"0") == b"0"
-    return Asked("GET" if empty and not _POSTED.search(path) else scope["method"], path)
+    return V2Target("GET" if empty and not _POSTED.search(path) else scope["method"], path)
 
 
 def _only(models: list[str]) -> str:

@@ -13,15 +13,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...core.errors import InvalidArgument, Unavailable, Unsupported
-from ...core.gateway import Gateway, IndexEntry
-from ...core.log_settings import log_form
+from ...core.gateway import Gateway, RepositoryIndexEntry
+from ...core.log_settings import parse_log_format
 from ...core.statistics import ModelStatistics
-from ...core.trace_settings import Change
-from ..chunked_json import read_whole_object
-from ..http.connection import in_thread, read_body
+from ...core.trace_settings import TraceSettingsChange
+from ..chunked_json import read_whole_json_object
+from ..http.connection import offload_if_large, read_json_body
 from ..http.error_responses import json_response
-from ..json_values import Document, array, boolean, object_, string, unsigned
-from ..model_stats import explanations, statistics_document
+from ..json_values import JsonObject, as_array, as_boolean, as_object, as_string, as_unsigned
+from ..model_stats import explanations, model_stats_json
 
 _MODEL = "/v2/models/{model}"
 _VERSION = _MODEL + "/versions/{version:int}"
@@ -30,7 +30,7 @@ _PIECE = 1 << 16
 """Characters of base64 that are decoded at a time."""
 
 
-class Control:
+class ControlEndpoints:
     """The handlers. Bodies have at most `max_size` bytes."""
 
     def __init__(self, gateway: Gateway, max_size: int) -> None:
@@ -78,10 +78,10 @@ class Control:
         config, files = None, {}
         for key, value in parameters.items():
             if key == "config":
-                config = string(key, value)
+                config = as_string(key, value)
             elif key.startswith(_FILE):
-                text = string(key, value)
-                files[key.removeprefix(_FILE)] = await in_thread(len(text), _decoded, key, text)
+                text = as_string(key, value)
+                files[key.removeprefix(_FILE)] = await offload_if_large(len(text), _decoded, key, text)
             else:
                 raise InvalidArgument(f"unrecognized load parameter '{key}'", field=key)
         await self._gateway.load_model(request.path_params["model"], config, files)
@@ -93,7 +93,7 @@ class Control:
         for key, value in _parameters(await self._document(request)).items():
             if key != "unload_dependents":
                 raise InvalidArgument(f"unrecognized unload parameter '{key}'", field=key)
-            dependents = boolean(key, value)
+            dependents = as_boolean(key, value)
         await self._gateway.unload_model(request.path_params["model"], dependents)
         return Response()
 
@@ -108,7 +108,9 @@ class Control:
     async def trace_settings(self, request: Request) -> Response:
         """With a body they change."""
         model, traces = self._traced(request), self._gateway.commons.traces
-        change: Change = {name: _trace_setting(name, value) for name, value in (await self._document(request)).items()}
+        change: TraceSettingsChange = {
+            name: _trace_setting(name, value) for name, value in (await self._document(request)).items()
+        }
         return json_response(_traces((traces.update(change, model) if change else traces.settings(model)).texts()))
 
     def _traced(self, request: Request) -> str:
@@ -117,9 +119,9 @@ class Control:
             raise InvalidArgument(f"Request for unknown model : {model}", field="model")
         return model
 
-    async def _document(self, request: Request) -> Document:
-        body = await read_body(request, self._max_size) if request.method == "POST" else b""
-        return await read_whole_object(body) if body else {}
+    async def _document(self, request: Request) -> JsonObject:
+        body = await read_json_body(request, self._max_size) if request.method == "POST" else b""
+        return await read_whole_json_object(body) if body else {}
 
 
 def _repositories(path: str, handler: Callable[[Request], Any]) -> list[Route]:
@@ -131,13 +133,13 @@ def _asked_for(request: Request) -> tuple[str, str]:
     return request.path_params.get("model", ""), str(request.path_params.get("version", ""))
 
 
-def _statistics(of: ModelStatistics) -> Document:
-    [said] = statistics_document([of])
+def _statistics(of: ModelStatistics) -> JsonObject:
+    [said] = model_stats_json([of])
     reasons = explanations(of)
     return {**said, "explain": reasons} if reasons else said
 
 
-def _entry(entry: IndexEntry) -> Document:
+def _entry(entry: RepositoryIndexEntry) -> JsonObject:
     """Only what there is to say: of a model that was never loaded its name."""
     said = {"name": entry.name, "version": entry.version, "state": entry.state and entry.state.value}
     if entry.state is not None and entry.reason:
@@ -150,8 +152,8 @@ def _refuse_repository(request: Request) -> None:
         raise Unsupported("'repository_name' specification is not supported", field="repository_name")
 
 
-def _parameters(document: Document) -> Document:
-    return object_("parameters", document["parameters"]) if "parameters" in document else {}
+def _parameters(document: JsonObject) -> JsonObject:
+    return as_object("parameters", document["parameters"]) if "parameters" in document else {}
 
 
 def _decoded(key: str, text: str) -> bytes:
@@ -174,15 +176,15 @@ def _decoded(key: str, text: str) -> bytes:
 def _log_setting(name: str, value: Any) -> Any:
     if name == "log_format":
         try:
-            return log_form(string(name, value), "--log_format")
+            return parse_log_format(as_string(name, value), "--log_format")
         except InvalidArgument as error:
             raise Unavailable(error.message, field=name) from None  # 503, as Triton has it here
     if name == "log_verbose_level":
-        return unsigned(name, value)
+        return as_unsigned(name, value)
     if name == "log_file":
-        return string(name, value)
+        return as_string(name, value)
     if name in ("log_info", "log_warning", "log_error"):
-        return boolean(name, value)
+        return as_boolean(name, value)
     raise InvalidArgument(f"unknown log setting '{name}'", field=name)
 
 
@@ -191,9 +193,9 @@ def _trace_setting(name: str, value: Any) -> tuple[str, ...] | None:
     if value is None:
         return None
     if name == "trace_level":
-        return tuple(string(name, level) for level in array(name, value))
-    return (string(name, value),)
+        return tuple(as_string(name, level) for level in as_array(name, value))
+    return (as_string(name, value),)
 
 
-def _traces(texts: dict[str, tuple[str, ...]]) -> Document:
+def _traces(texts: dict[str, tuple[str, ...]]) -> JsonObject:
     return {name: list(values) if name == "trace_level" else ",".join(values) for name, values in texts.items()}

@@ -14,20 +14,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from ...core.errors import CharoniaError, Exiting, InvalidArgument, Unsupported
-from ...core.gateway import Gateway, Stream
+from ...core.errors import CharoniaError, InvalidArgument, ServerExiting, Unsupported
+from ...core.gateway import Gateway, ResponseStream
 from ...core.model import ModelConfig
 from ...core.request import InferRequest, InferResponse
-from ..header_forwarding import Forwarding
+from ..header_forwarding import HeaderForwarding
 from ..http.auth import tenant_of
-from ..http.connection import EventStream, WhileConnected, event, read_body
-from ..http.error_responses import json_response, v2_body
-from ..http.request_context import note
+from ..http.connection import CancelOnDisconnect, EventStreamResponse, read_json_body, sse_event
+from ..http.error_responses import json_response, v2_error_body
+from ..http.request_context import record_error
 from ..metadata import ServerInfo, model_metadata, server_metadata
-from ..single_response import at_most_two, is_nothing
+from ..single_response import is_empty_final, read_up_to_two
 from . import orca
-from .generate import encode_response, is_long, open_generate, parse_generate
-from .infer import Infer
+from .generate import encode_generate_response, generate_body_to_infer_request, is_long, parse_long_generate_body
+from .infer import InferEndpoint
 
 _NOT_ONE = (
     "generate expects model to produce exactly 1 response, "
@@ -35,13 +35,13 @@ _NOT_ONE = (
 )
 
 
-class V2:
+class V2Endpoints:
     """The door's handlers."""
 
-    def __init__(self, gateway: Gateway, info: ServerInfo, forwarding: Forwarding) -> None:
+    def __init__(self, gateway: Gateway, info: ServerInfo, forwarding: HeaderForwarding) -> None:
         self._gateway = gateway
         self._info = info
-        self._infer_door = Infer(gateway, info, forwarding)
+        self._infer_door = InferEndpoint(gateway, info, forwarding)
 
     def routes(self) -> list[Route]:
         models = "/v2/models/{model}", "/v2/models/{model}/versions/{version:int}"
@@ -68,7 +68,7 @@ class V2:
 
     async def ready(self, request: Request) -> Response:
         if self._gateway.exiting():
-            raise Exiting
+            raise ServerExiting
         return Response(status_code=200 if self._gateway.ready() else 400)
 
     async def metadata(self, request: Request) -> Response:
@@ -83,34 +83,36 @@ class V2:
 
     async def generate(self, request: Request) -> Response:
         config, wanted = await self._read(request, stream=False)
-        async with WhileConnected(request.receive), aclosing(self._infer(config, wanted)) as responses:
-            answers = await at_most_two(responses)
+        async with CancelOnDisconnect(request.receive), aclosing(self._infer(config, wanted)) as responses:
+            answers = await read_up_to_two(responses)
         if len(answers) != 1:
-            note(error := Unsupported(_NOT_ONE))
-            return json_response(v2_body(error))  # with status 200, as Triton's first response has it
-        encode = to_thread(encode_response, config, wanted.id, answers[0]) if is_long(answers[0]) else None
-        body = await encode if encode else encode_response(config, wanted.id, answers[0])
+            record_error(error := Unsupported(_NOT_ONE))
+            return json_response(v2_error_body(error))  # with status 200, as Triton's first response has it
+        encode = to_thread(encode_generate_response, config, wanted.id, answers[0]) if is_long(answers[0]) else None
+        body = await encode if encode else encode_generate_response(config, wanted.id, answers[0])
         headers = self._load_header(request, config)
         return Response(body, headers=headers, media_type="application/json")
 
     async def generate_stream(self, request: Request) -> ASGIApp:
         config, wanted = await self._read(request, stream=True)
         headers = self._load_header(request, config)
-        return EventStream(self._infer(config, wanted), Responses(config, wanted.id), headers)
+        return EventStreamResponse(self._infer(config, wanted), GenerateEventEncoder(config, wanted.id), headers)
 
     async def _read(self, request: Request, stream: bool) -> tuple[ModelConfig, InferRequest]:
         config = self._gateway.model(*_asked_for(request))
         if request.headers.get("content-encoding", "identity") not in ("identity", ""):
             raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
-        body = await open_generate(await read_body(request, self._info.max_input_size), config)
+        body = await parse_long_generate_body(await read_json_body(request, self._info.max_input_size), config)
         name, weight = tenant_of(request)
-        return config, msgspec.structs.replace(parse_generate(body, config, stream), tenant=name, weight=weight)
+        return config, msgspec.structs.replace(
+            generate_body_to_infer_request(body, config, stream), tenant=name, weight=weight
+        )
 
     def _load_header(self, request: Request, config: ModelConfig) -> dict[str, str]:
-        form = request.headers.get(orca.ASKED)
+        form = request.headers.get(orca.FORMAT_HEADER)
         return {} if form is None else orca.load_header(form, self._gateway.stats(config.name, config.version))
 
-    def _infer(self, config: ModelConfig, request: InferRequest) -> Stream[InferResponse]:
+    def _infer(self, config: ModelConfig, request: InferRequest) -> ResponseStream[InferResponse]:
         return self._gateway.infer(config.name, config.version, request)
 
 
@@ -118,7 +120,7 @@ def _asked_for(request: Request) -> tuple[str, str]:
     return request.path_params["model"], str(request.path_params.get("version", ""))
 
 
-class Responses:
+class GenerateEventEncoder:
     """A model's responses as server-sent events."""
 
     def __init__(self, config: ModelConfig, request_id: str) -> None:
@@ -128,13 +130,13 @@ class Responses:
     def event(self, response: InferResponse) -> bytes | Awaitable[bytes]:
         if is_long(response):
             return to_thread(self._written, response)
-        return b"" if is_nothing(response) else self._written(response)
+        return b"" if is_empty_final(response) else self._written(response)
 
     def _written(self, response: InferResponse) -> bytes:
-        return event(encode_response(self._config, self._id, response))
+        return sse_event(encode_generate_response(self._config, self._id, response))
 
     def end(self) -> bytes:
         return b""
 
     def fault(self, error: CharoniaError) -> bytes:
-        return event(orjson.dumps(v2_body(error)))
+        return sse_event(orjson.dumps(v2_error_body(error)))

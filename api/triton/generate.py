@@ -12,35 +12,37 @@ import numpy as np
 
 from ...core.errors import InvalidArgument
 from ...core.model import ModelConfig
-from ...core.request import InferRequest, InferResponse, Scalar
+from ...core.request import InferRequest, InferResponse, ParameterValue
 from ...core.tensor import Tensor, TensorSpec
 from .. import json_tensors
-from ..chunked_json import MOST_IDS, PIECE, Long, Values, read_long, whole
-from ..json_values import Buffer, malformed, parameter, request_id, string, unreadable
+from ..chunked_json import MAX_IDS, PIECE_BYTES, UnparsedContainer, ValueBudget, parse_fully, read_long_json
+from ..json_values import Buffer, as_parameter, as_request_id, as_string, malformed_json, unreadable_json
 
-Pairs = list[tuple[str, Any]]
+JsonPairs = list[tuple[str, Any]]
 """A JSON object as it was written: order and repeated keys included."""
 
 _SAMPLING = "sampling_parameters"
 
 
-async def open_generate(body: bytes | bytearray, config: ModelConfig) -> "bytes | Members":
+async def parse_long_generate_body(body: bytes | bytearray, config: ModelConfig) -> "bytes | JsonObjectPairs":
     """A long body's members, those for inputs of numbers as arrays. A short body as it is: it is parsed at once.
 
     Raises:
         InvalidArgument: malformed JSON, or a list that is longer than anything could mean.
     """
-    if len(body) <= PIECE:
+    if len(body) <= PIECE_BYTES:
         return bytes(body)
-    found, values = await read_long(body), Values()
-    if not isinstance(found, Long) or not found.is_object:
-        raise malformed("the body must be a JSON object")
+    found, values = await read_long_json(body), ValueBudget()
+    if not isinstance(found, UnparsedContainer) or not found.is_object:
+        raise malformed_json("the body must be a JSON object")
     specs = {spec.name: spec for spec in config.inputs}
-    members = Members()
+    members = JsonObjectPairs()
     for key, value in await found.pairs(_pairs, values):
-        if key == "parameters" and isinstance(value, Long) and value.is_object:
+        if key == "parameters" and isinstance(value, UnparsedContainer) and value.is_object:
             nested = await value.pairs(_pairs, values)
-            members.append((key, Members([(name, await _opened(specs.get(name), each)) for name, each in nested])))
+            members.append(
+                (key, JsonObjectPairs([(name, await _opened(specs.get(name), each)) for name, each in nested]))
+            )
         else:
             members.append((key, await _opened(specs.get(key), value)))
     return members
@@ -48,17 +50,17 @@ async def open_generate(body: bytes | bytearray, config: ModelConfig) -> "bytes 
 
 async def _opened(spec: TensorSpec | None, value: Any) -> Any:
     """What is still text of a member; `spec`: of the input that it is."""
-    if spec is None or spec.datatype == "BYTES" or not isinstance(value, Long) or value.is_object:
-        return await whole(value, Values())
+    if spec is None or spec.datatype == "BYTES" or not isinstance(value, UnparsedContainer) or value.is_object:
+        return await parse_fully(value, ValueBudget())
     json_tensors.refuse_binary_only(spec.datatype, spec.name)
-    pieces, values = [], Values(MOST_IDS)
+    pieces, values = [], ValueBudget(MAX_IDS)
     async for each in value.flat():
         values.take(len(each))
-        pieces.append(json_tensors.elements(spec.datatype, each, spec.name))
+        pieces.append(json_tensors.to_array(spec.datatype, each, spec.name))
     return np.concatenate(pieces)
 
 
-def parse_generate(body: "bytes | Members", config: ModelConfig, stream: bool) -> InferRequest:
+def generate_body_to_infer_request(body: "bytes | JsonObjectPairs", config: ModelConfig, stream: bool) -> InferRequest:
     """Translate a generate body for the model that `config` describes; `stream` fills an absent `stream` input.
 
     Raises:
@@ -66,78 +68,78 @@ def parse_generate(body: "bytes | Members", config: ModelConfig, stream: bool) -
     """
     mapping = _Mapping(config)
     try:
-        for key, value in _members(_load(body) if isinstance(body, bytes) and body else body or Members()):
+        for key, value in _members(_load(body) if isinstance(body, bytes) and body else body or JsonObjectPairs()):
             mapping.take(key, value)
         mapping.default_stream(stream)
         mapping.move_lists()
     except RecursionError as error:
-        raise unreadable(error) from None
+        raise unreadable_json(error) from None
     return InferRequest(mapping.id, mapping.tensors, None, mapping.parameters)
 
 
-def encode_response(config: ModelConfig, request_id: str, response: InferResponse) -> bytes:
+def encode_generate_response(config: ModelConfig, request_id: str, response: InferResponse) -> bytes:
     """One model response as one JSON object with sorted keys."""
     members: dict[str, Any] = {"model_name": config.name, "model_version": config.version, **response.parameters}
     if request_id:
         members["id"] = request_id
-    strict = all(map(json_tensors.finite, response.outputs))
+    strict = all(map(json_tensors.is_strict_json, response.outputs))
     if is_long(response):
         return _long_json(members, response, strict)
     for tensor in response.outputs:
         members[tensor.name] = _plain(tensor)
-    return json_tensors.dump(members, strict, ordered=True)
+    return json_tensors.dump_json(members, strict, ordered=True)
 
 
 def is_long(response: InferResponse) -> bool:
     """To say it takes longer than the event loop should be held."""
-    return any(tensor.data.size > json_tensors.PIECE for tensor in response.outputs)
+    return any(tensor.data.size > json_tensors.PIECE_ELEMENTS for tensor in response.outputs)
 
 
 def _long_json(members: dict[str, Any], response: InferResponse, strict: bool) -> bytes:
     """In pieces, of which none took long to make."""
-    texts = {key: [json_tensors.dump(value, strict)] for key, value in members.items()}
+    texts = {key: [json_tensors.dump_json(value, strict)] for key, value in members.items()}
     for tensor in response.outputs:
-        if tensor.data.size > json_tensors.PIECE:
-            texts[tensor.name] = [b"[", *json_tensors.pieces(tensor, strict), b"]"]
+        if tensor.data.size > json_tensors.PIECE_ELEMENTS:
+            texts[tensor.name] = [b"[", *json_tensors.encode_in_pieces(tensor, strict), b"]"]
         else:
-            texts[tensor.name] = [json_tensors.dump(_plain(tensor), strict)]
-    said = [b"".join((json_tensors.dump(key, strict), b":", *parts)) for key, parts in sorted(texts.items())]
+            texts[tensor.name] = [json_tensors.dump_json(_plain(tensor), strict)]
+    said = [b"".join((json_tensors.dump_json(key, strict), b":", *parts)) for key, parts in sorted(texts.items())]
     return b"{" + b",".join(said) + b"}"
 
 
 def _plain(tensor: Tensor) -> Any:
-    values = json_tensors.listed(tensor)
+    values = json_tensors.to_list(tensor)
     return values[0] if len(values) == 1 else values
 
 
-class Members(Pairs):
+class JsonObjectPairs(JsonPairs):
     """A JSON object, told apart from a JSON array."""
 
 
 def _load(body: bytes, offset: int = 0) -> Any:
     # The standard library's parser, because it shows repeated keys and reads NaN, as Triton's does.
     try:
-        return json.loads(body.decode(), object_pairs_hook=Members)
+        return json.loads(body.decode(), object_pairs_hook=JsonObjectPairs)
     except (ValueError, RecursionError) as error:
-        raise unreadable(error, offset) from None
+        raise unreadable_json(error, offset) from None
 
 
 def _pairs(text: Buffer, offset: int) -> Any:
     return _load(bytes(text), offset)
 
 
-def _members(document: Any) -> Pairs:
-    if not isinstance(document, Members):
-        raise malformed("the body must be a JSON object")
+def _members(document: Any) -> JsonPairs:
+    if not isinstance(document, JsonObjectPairs):
+        raise malformed_json("the body must be a JSON object")
     return document
 
 
 def _as_json(key: str, value: Any) -> Any:
-    if isinstance(value, Members):
-        return {string(key, name): _as_json(key, member) for name, member in value}
+    if isinstance(value, JsonObjectPairs):
+        return {as_string(key, name): _as_json(key, member) for name, member in value}
     if isinstance(value, list):
         return [_as_json(key, element) for element in value]
-    return string(key, value) if isinstance(value, str) else value
+    return as_string(key, value) if isinstance(value, str) else value
 
 
 class _Mapping:
@@ -149,20 +151,20 @@ class _Mapping:
         self._lists: dict[str, list[Any]] = {}
         self.id = ""
         self.tensors: dict[str, Tensor] = {}
-        self.parameters: dict[str, Scalar] = {}
+        self.parameters: dict[str, ParameterValue] = {}
 
     def take(self, key: str, value: Any) -> None:
         """A top-level member: `parameters` is flattened, `id` is the request's and a member like any other."""
         if key == "parameters":
             return self._take_nested(value)
         if key == "id":
-            self.id = request_id(value)
+            self.id = as_request_id(value)
         return self._take_member(key, value)
 
     def _take_nested(self, value: Any) -> None:
         if "parameters" in self._specs:
             raise InvalidArgument("Keyword 'parameters' for nested schema also given as input tensor name")
-        if not isinstance(value, Members):
+        if not isinstance(value, JsonObjectPairs):
             raise InvalidArgument("Expected JSON object for keyword: 'parameters'", field="parameters")
         try:
             for key, member in value:
@@ -172,7 +174,7 @@ class _Mapping:
             raise InvalidArgument(message, field=error.field) from None
 
     def _take_member(self, key: str, value: Any) -> None:
-        string(key, key)
+        as_string(key, key)
         if key in self.tensors:
             raise InvalidArgument(f"input '{key}' already exists in request", field=key)
         if key in self._specs:
@@ -180,7 +182,7 @@ class _Mapping:
         elif type(value) is list and self._has(_SAMPLING, "BYTES"):
             self._lists[key] = _as_json(key, value)
         else:
-            self.parameters[key] = parameter(key, value)
+            self.parameters[key] = as_parameter(key, value)
 
     def _has(self, name: str, datatype: str) -> bool:
         spec = self._specs.get(name)
@@ -216,7 +218,7 @@ def _tensor(spec: TensorSpec, value: Any, batched: bool) -> Tensor:
     if isinstance(value, np.ndarray):
         data = value
     else:
-        data = json_tensors.elements(spec.datatype, value if type(value) is list else [value], spec.name)
+        data = json_tensors.to_array(spec.datatype, value if type(value) is list else [value], spec.name)
     shape = _shape(spec, len(data), (-1, *spec.dims) if batched else spec.dims)
     return Tensor(spec.name, spec.datatype, shape, data.reshape(shape))
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from ...core.request import InferRequest
 from ...core.tensor import NUMPY_TYPES, Tensor
-from ..json_values import Document
-from .infer_call import Call
+from ..json_values import JsonObject
+from .infer_call import HttpInferRequest
 
 _KNOWN = 256
 _LONGEST = 4096
@@ -33,24 +33,24 @@ class _Slot(NamedTuple):
     offset: int
 
 
-class Outline(NamedTuple):
+class CachedHeader(NamedTuple):
     """All of a request but its numbers: `size` bytes of them."""
 
     slots: tuple[_Slot, ...]
     size: int
-    call: Call
+    call: HttpInferRequest
 
     @classmethod
-    def of(cls, call: Call, size: int) -> Self:
+    def of(cls, call: HttpInferRequest, size: int) -> Self:
         return cls(tuple(_slots(call.request.inputs)), size, call._replace(request=_without_inputs(call.request)))
 
-    def filled(self, body: bytes, begin: int) -> Call:
+    def filled(self, body: bytes, begin: int) -> HttpInferRequest:
         """With the numbers of this body, whose header ends at `begin`."""
         asked, inputs = self.call.request, {}
         for name, datatype, shape, dtype, elements, offset in self.slots:
             inputs[name] = Tensor(name, datatype, shape, np.frombuffer(body, dtype, elements, begin + offset))
         request = InferRequest(asked.id, inputs, asked.outputs, asked.parameters)
-        return Call(request, self.call.wanted, self.call.rest)
+        return HttpInferRequest(request, self.call.wanted, self.call.rest)
 
 
 def _slots(inputs: Mapping[str, Tensor]) -> Iterator[_Slot]:
@@ -65,13 +65,13 @@ def _without_inputs(request: InferRequest) -> InferRequest:
     return msgspec.structs.replace(request, inputs={})
 
 
-class Outlines:
+class HeaderCache:
     """Of the headers that came lately, by model and header."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, bytes], Outline] = {}
+        self._known: dict[tuple[str, bytes], CachedHeader] = {}
 
-    def call(self, model: str, body: bytes | bytearray, length: int) -> Call | None:
+    def call(self, model: str, body: bytes | bytearray, length: int) -> HttpInferRequest | None:
         """What this body asks, if such a one was understood before; its header has that length."""
         if length > _LONGEST or type(body) is not bytes:
             return None
@@ -80,16 +80,18 @@ class Outlines:
             return None
         return outline.filled(body, length)
 
-    def learn(self, model: str, body: bytes | bytearray, length: int, document: Document, call: Call) -> None:
+    def learn(
+        self, model: str, body: bytes | bytearray, length: int, document: JsonObject, call: HttpInferRequest
+    ) -> None:
         """This body was read: what its header said, and what came of it."""
         if length > _LONGEST or not _lasting(document, call):
             return
         if len(self._known) >= _KNOWN:
             del self._known[next(iter(self._known))]
-        self._known[model, bytes(body[:length])] = Outline.of(call, len(body) - length)
+        self._known[model, bytes(body[:length])] = CachedHeader.of(call, len(body) - length)
 
 
-def _lasting(document: Document, call: Call) -> bool:
+def _lasting(document: JsonObject, call: HttpInferRequest) -> bool:
     """The header says all but numbers that lie behind it, and names nothing that comes and goes."""
     if call.request.id or any(wanted.memory is not None for wanted in call.wanted.values()):
         return False

@@ -19,75 +19,75 @@ from ...core.gateway import Gateway
 from ...core.model import ModelConfig
 from ...core.request import InferResponse
 from .. import size_limits
-from ..chunked_json import PIECE
-from ..deferred_tensors import decoded
-from ..header_forwarding import Forwarding
+from ..chunked_json import PIECE_BYTES
+from ..deferred_tensors import decode_deferred
+from ..header_forwarding import HeaderForwarding
 from ..http import content_encoding
 from ..http.auth import tenant_of
-from ..http.connection import Check, WhileConnected, in_thread, receive_body, refuse_form
-from ..http.eager import Begun, in_task
-from ..http.request_ids import header_line
+from ..http.connection import CancelOnDisconnect, SizeCheck, offload_if_large, receive_body, refuse_form
+from ..http.eager import EagerAwaitable, ensure_task
+from ..http.request_ids import request_id_header_line
 from ..http.uvicorn_cycle import cycle_of
 from ..metadata import ServerInfo
-from ..single_response import asks_for_stream, at_most_two, can_answer_once
-from .infer_call import Call
-from .infer_request import Reader, open_document
-from .infer_response import Answer, is_long, write_answer
+from ..single_response import read_up_to_two, supports_single_response, wants_stream
+from .infer_call import HttpInferRequest
+from .infer_request import InferRequestReader, parse_long_document
+from .infer_response import EncodedInferResponse, encode_infer_response, is_long
 
 _DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 _INTEGER = re.compile(rb"[+-]?\d{1,18}")
 
-Headers: TypeAlias = Mapping[bytes, bytes]
+HeaderMap: TypeAlias = Mapping[bytes, bytes]
 
 
-class Infer:
+class InferEndpoint:
     """The route's handler. `forwarding`: which headers are parameters too."""
 
-    def __init__(self, gateway: Gateway, info: ServerInfo, forwarding: Forwarding) -> None:
+    def __init__(self, gateway: Gateway, info: ServerInfo, forwarding: HeaderForwarding) -> None:
         self._gateway = gateway
         self._max_size, self._max_raw_size = info.max_input_size, info.max_raw_size
         self._forwarding = forwarding
 
     @cached_property
-    def _reader(self) -> Reader:
-        return Reader(self._gateway.commons.regions, self._max_size, self._max_raw_size)
+    def _reader(self) -> InferRequestReader:
+        return InferRequestReader(self._gateway.commons.regions, self._max_size, self._max_raw_size)
 
     async def answer(self, request: Request) -> ASGIApp:
         scope = request.scope
         config = self._gateway.model(scope["path_params"]["model"], str(scope["path_params"].get("version", "")))
-        if not can_answer_once(config):
+        if not supports_single_response(config):
             raise Unsupported(_DECOUPLED)
-        headers: Headers = dict(scope["headers"])
+        headers: HeaderMap = dict(scope["headers"])
         call = await self._read(config, headers, request)
-        if config.decoupled and asks_for_stream(call.request):
+        if config.decoupled and wants_stream(call.request):
             raise Unsupported(f"{_DECOUPLED}: set stream to false, or use generate_stream", field="stream")
         response = await self._infer(config, call, request.receive)
         if is_long(call, response):
-            answer = await asyncio.to_thread(write_answer, config, call, response)
+            answer = await asyncio.to_thread(encode_infer_response, config, call, response)
         else:
-            answer = write_answer(config, call, response)
+            answer = encode_infer_response(config, call, response)
         return await _reply(answer, headers)
 
-    async def _read(self, config: ModelConfig, headers: Headers, request: Request) -> Call:
+    async def _read(self, config: ModelConfig, headers: HeaderMap, request: Request) -> HttpInferRequest:
         given = headers.get(b"content-encoding")
-        encoding = content_encoding.coding_of(given.decode("latin-1")) if given else ""
+        encoding = content_encoding.content_coding(given.decode("latin-1")) if given else ""
         length = _header_length(headers)
         body = await self._body(request, headers, length)
         if encoding:
             limit = self._max_size if length is None else self._max_raw_size
-            body = await in_thread(len(body), content_encoding.decompress, body, encoding, limit)
+            body = await offload_if_large(len(body), content_encoding.decompress, body, encoding, limit)
         if length is not None and not 0 <= length <= len(body):
             raise InvalidArgument(f"inference header size should be in range (0, {len(body)}), got: {length}")
         if length is None and body[:1] != b"{":
             refuse_form(headers.get(b"content-type", b"").decode("latin-1"), body)
         document = None
-        if (len(body) if length is None else length) > PIECE:
-            size_limits.check_json(len(body) if length is None else length, self._max_size)
-            document = await open_document(body if length is None else memoryview(body)[:length])
+        if (len(body) if length is None else length) > PIECE_BYTES:
+            size_limits.check_json_size(len(body) if length is None else length, self._max_size)
+            document = await parse_long_document(body if length is None else memoryview(body)[:length])
         call = self._reader.read(config, body, length, document)
         if call.later:
-            call = call._replace(request=await decoded(config, call.request, call.later))
+            call = call._replace(request=await decode_deferred(config, call.request, call.later))
         forwarded, (name, weight) = self._forwarding.parameters(headers), tenant_of(request)
         if not forwarded and not name:
             return call
@@ -95,7 +95,7 @@ class Infer:
         asked = msgspec.structs.replace(call.request, parameters=parameters, tenant=name, weight=weight)
         return call._replace(request=asked)
 
-    async def _body(self, request: Request, headers: Headers, header_length: int | None) -> bytes | bytearray:
+    async def _body(self, request: Request, headers: HeaderMap, header_length: int | None) -> bytes | bytearray:
         check, cycle = self._check_of(header_length), cycle_of(request.receive)
         whole = None if cycle is None else cycle.whole_body()
         if whole is None:
@@ -103,20 +103,20 @@ class Infer:
         check(len(whole))
         return whole
 
-    def _check_of(self, header_length: int | None) -> Check:
+    def _check_of(self, header_length: int | None) -> SizeCheck:
         if header_length is None:
-            return lambda size: size_limits.check_json(size, self._max_size)
-        return lambda size: size_limits.check_raw(size, self._max_raw_size)
+            return lambda size: size_limits.check_json_size(size, self._max_size)
+        return lambda size: size_limits.check_raw_size(size, self._max_raw_size)
 
-    async def _infer(self, config: ModelConfig, call: Call, receive: Receive) -> InferResponse:
+    async def _infer(self, config: ModelConfig, call: HttpInferRequest, receive: Receive) -> InferResponse:
         stream = self._gateway.infer(config.name, config.version, call.request)
         try:
             if config.decoupled:
-                await in_task()
-            answering = Begun(at_most_two(stream))
+                await ensure_task()
+            answering = EagerAwaitable(read_up_to_two(stream))
             if not answering.done:
-                await in_task()
-                async with WhileConnected(receive):
+                await ensure_task()
+                async with CancelOnDisconnect(receive):
                     await answering
             answers = await answering
         finally:
@@ -126,7 +126,7 @@ class Infer:
         return answers[0]
 
 
-def _header_length(headers: Headers) -> int | None:
+def _header_length(headers: HeaderMap) -> int | None:
     given = headers.get(b"inference-header-content-length")
     if given is None:
         return None
@@ -137,16 +137,16 @@ def _header_length(headers: Headers) -> int | None:
     return int(given)
 
 
-async def _reply(answer: Answer, headers: Headers) -> ASGIApp:
+async def _reply(answer: EncodedInferResponse, headers: HeaderMap) -> ASGIApp:
     accepted = headers.get(b"accept-encoding")
-    encoding = content_encoding.chosen(accepted.decode("latin-1")) if accepted else ""
+    encoding = content_encoding.negotiate_encoding(accepted.decode("latin-1")) if accepted else ""
     if not encoding:
-        return Reply(answer.parts, answer.header_length)
-    body = await in_thread(answer.size, content_encoding.compress, answer.parts, encoding)
-    return Reply((body,), answer.header_length, encoding)
+        return InferHttpResponse(answer.parts, answer.header_length)
+    body = await offload_if_large(answer.size, content_encoding.compress, answer.parts, encoding)
+    return InferHttpResponse((body,), answer.header_length, encoding)
 
 
-class Reply:
+class InferHttpResponse:
     """A body in parts, whose JSON is as long as `header_length` says, if there is more than JSON."""
 
     def __init__(self, parts: Sequence[bytes | memoryview], header_length: int | None, encoding: str = "") -> None:
@@ -155,7 +155,7 @@ class Reply:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         cycle = cycle_of(receive)
-        if cycle is not None and cycle.answer(self._head + header_line(scope), self._parts):
+        if cycle is not None and cycle.answer(self._head + request_id_header_line(scope), self._parts):
             return
         headers = [tuple(line.split(b": ", 1)) for line in self._head.split(b"\r\n")[:-1]]
         await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ...core.request import InferRequest
-from ..deferred_tensors import Later
+from ..deferred_tensors import DeferredInputs
 
 
-class Wanted(NamedTuple):
+class OutputRequest(NamedTuple):
     """How one output is to be answered. `classes`: as that many classes, 0 for its numbers; `memory`: into this, which
     the client lends."""
 
@@ -16,11 +16,11 @@ class Wanted(NamedTuple):
     memory: memoryview | None = None
 
 
-class Call(NamedTuple):
+class HttpInferRequest(NamedTuple):
     """What is asked, and how to answer: outputs by name, `rest` those that nobody named. `later`: inputs that are empty
     in the request until somebody decodes them."""
 
     request: InferRequest
-    wanted: Mapping[str, Wanted]
-    rest: Wanted
-    later: Later = {}
+    wanted: Mapping[str, OutputRequest]
+    rest: OutputRequest
+    later: DeferredInputs = {}

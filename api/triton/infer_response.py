@@ -12,17 +12,17 @@ from ...core.request import InferResponse
 from ...core.tensor import Tensor
 from .. import json_tensors, raw_tensors
 from ..classification import classify
-from ..requested_outputs import place
-from .infer_call import Call
+from ..requested_outputs import write_to_shared_memory
+from .infer_call import HttpInferRequest
 
 _COPIED = 1 << 16
 """Bytes of tensors up to which it is cheaper to join them than to send them apart."""
 
-LONG = json_tensors.PIECE
+LONG_OUTPUT_ELEMENTS = json_tensors.PIECE_ELEMENTS
 """Elements beyond which an output is written in pieces."""
 
 
-class Answer(NamedTuple):
+class EncodedInferResponse(NamedTuple):
     """A body in parts. `header_length`: of the JSON in front, None if there is nothing but JSON."""
 
     parts: Sequence[bytes | memoryview]
@@ -43,16 +43,16 @@ class _Writing:
     def output(self, tensor: Tensor, binary: bool, memory: memoryview | None) -> "_Output":
         said: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
         if memory is not None:
-            place(tensor, memory)
+            write_to_shared_memory(tensor, memory)
         elif binary:
-            blob = raw_tensors.encode(tensor) if tensor.data.nbytes < _COPIED else raw_tensors.view(tensor)
+            blob = raw_tensors.encode(tensor) if tensor.data.nbytes < _COPIED else raw_tensors.encode_view(tensor)
             self.blobs.append(blob)
             said["parameters"] = {"binary_data_size": len(blob)}
         else:
-            self.strict = self.strict and json_tensors.finite(tensor)
-            if tensor.data.size > LONG:
+            self.strict = self.strict and json_tensors.is_strict_json(tensor)
+            if tensor.data.size > LONG_OUTPUT_ELEMENTS:
                 return _Output(said, tensor)
-            said["data"] = json_tensors.listed(tensor)
+            said["data"] = json_tensors.to_list(tensor)
         return _Output(said)
 
 
@@ -63,17 +63,17 @@ class _Output(NamedTuple):
     long: Tensor | None = None
 
 
-def is_long(call: Call, response: InferResponse) -> bool:
+def is_long(call: HttpInferRequest, response: InferResponse) -> bool:
     """What the response says takes longer than the event loop should be held."""
     for tensor in response.outputs:
-        if tensor.data.size > LONG:
+        if tensor.data.size > LONG_OUTPUT_ELEMENTS:
             wanted = call.wanted.get(tensor.name, call.rest)
             if tensor.datatype == "BYTES" or not (wanted.binary or wanted.memory is not None):
                 return True
     return False
 
 
-def write_answer(config: ModelConfig, call: Call, response: InferResponse) -> Answer:
+def encode_infer_response(config: ModelConfig, call: HttpInferRequest, response: InferResponse) -> EncodedInferResponse:
     """The body that says `response` as `call` wants it.
 
     Raises:
@@ -91,27 +91,29 @@ def write_answer(config: ModelConfig, call: Call, response: InferResponse) -> An
         head = _long_json(document, outputs, writing.strict)
     else:
         document["outputs"] = [each.said for each in outputs]
-        head = [json_tensors.dump(document, writing.strict)]
+        head = [json_tensors.dump_json(document, writing.strict)]
     return _answer(head, writing.blobs)
 
 
 def _long_json(document: dict[str, Any], outputs: Iterable[_Output], strict: bool) -> list[bytes]:
     """The document with these outputs, in pieces, of which none took long to make."""
-    parts, between = [json_tensors.dump(document, strict)[:-1], b',"outputs":['], b""
+    parts, between = [json_tensors.dump_json(document, strict)[:-1], b',"outputs":['], b""
     for each in outputs:
-        said = json_tensors.dump(each.said, strict)
+        said = json_tensors.dump_json(each.said, strict)
         parts.append(between + said)
         if each.long is not None:
             parts[-1] = parts[-1][:-1] + b',"data":['
-            parts += json_tensors.pieces(each.long, strict)
+            parts += json_tensors.encode_in_pieces(each.long, strict)
             parts.append(b"]}")
         between = b","
     return [*parts, b"]}"]
 
 
-def _answer(head: list[bytes], blobs: list[bytes | memoryview]) -> Answer:
+def _answer(head: list[bytes], blobs: list[bytes | memoryview]) -> EncodedInferResponse:
     size = sum(map(len, blobs))
     if not size:
-        return Answer(head, None)
+        return EncodedInferResponse(head, None)
     length = sum(map(len, head))
-    return Answer((b"".join((*head, *blobs)),) if size < _COPIED and len(head) == 1 else (*head, *blobs), length)
+    return EncodedInferResponse(
+        (b"".join((*head, *blobs)),) if size < _COPIED and len(head) == 1 else (*head, *blobs), length
+    )

@@ -7,7 +7,7 @@ import orjson
 
 from ...core.model import ModelStats
 
-ASKED = "endpoint-load-metrics-format"
+FORMAT_HEADER = "endpoint-load-metrics-format"
 _TOLD = "endpoint-load-metrics"
 
 

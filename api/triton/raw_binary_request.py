@@ -13,7 +13,7 @@ from ...core.tensor import Tensor, TensorSpec
 from .. import json_tensors, raw_tensors
 
 
-def read_raw(config: ModelConfig, body: memoryview) -> InferRequest:
+def read_raw_binary_request(config: ModelConfig, body: memoryview) -> InferRequest:
     """The tensor is a view of the body.
 
     Raises:
@@ -21,16 +21,16 @@ def read_raw(config: ModelConfig, body: memoryview) -> InferRequest:
     """
     if len(config.inputs) != 1:
         text = f"to be deduced but got {len(config.inputs)} inputs in '{config.name}' model configuration"
-        raise raw_tensors.Place("", config.name, "").refuse(f"Raw request must only have 1 input (found 1) {text}")
+        raise raw_tensors.InputRef("", config.name, "").refuse(f"Raw request must only have 1 input (found 1) {text}")
     [spec] = config.inputs
-    place = raw_tensors.Place("", config.name, spec.name)
+    place = raw_tensors.InputRef("", config.name, spec.name)
     tensor = _only(spec, body, place)
     if config.max_batch_size > 0:
         tensor = msgspec.structs.replace(tensor, shape=(1, *tensor.shape))
     return InferRequest(inputs={spec.name: tensor})
 
 
-def _only(spec: TensorSpec, body: memoryview, place: raw_tensors.Place) -> Tensor:
+def _only(spec: TensorSpec, body: memoryview, place: raw_tensors.InputRef) -> Tensor:
     """Dims may leave one free, which the number of bytes says; strings say their number themselves: there is one."""
     free = spec.dims.count(-1)
     if free > 1:
@@ -40,7 +40,7 @@ def _only(spec: TensorSpec, body: memoryview, place: raw_tensors.Place) -> Tenso
     if spec.datatype == "BYTES":
         if free or count != 1:
             raise place.refuse(f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1]")
-        return Tensor(spec.name, "BYTES", spec.dims, raw_tensors.strings([bytes(body)], 1, place))
+        return Tensor(spec.name, "BYTES", spec.dims, raw_tensors.string_array([bytes(body)], 1, place))
     row = json_tensors.byte_size(spec.datatype, count)
     shape = tuple((len(body) // row if row else 0) if dim < 0 else dim for dim in spec.dims)
     return raw_tensors.decode(spec.datatype, shape, body, place)

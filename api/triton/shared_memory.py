@@ -11,18 +11,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...core.client_shared_memory import Regions
+from ...core.client_shared_memory import SharedMemoryRegistry
 from ...core.errors import InvalidArgument
 from ...core.gateway import Gateway
-from ..http.connection import read_body
+from ..http.connection import read_json_body
 from ..http.error_responses import json_response
-from ..json_values import Document, object_, parse_object, string, unsigned
+from ..json_values import JsonObject, as_object, as_string, as_unsigned, parse_json_object
 
 _SYSTEM = "/v2/systemsharedmemory"
 _CUDA = "/v2/cudasharedmemory"
 
 
-class SharedMemory:
+class SharedMemoryEndpoints:
     """The handlers. Bodies have at most `max_size` bytes."""
 
     def __init__(self, gateway: Gateway, max_size: int) -> None:
@@ -30,7 +30,7 @@ class SharedMemory:
         self._max_size = max_size
 
     @property
-    def _regions(self) -> Regions:
+    def _regions(self) -> SharedMemoryRegistry:
         return self._gateway.commons.regions
 
     def routes(self) -> list[Route]:
@@ -52,9 +52,9 @@ class SharedMemory:
 
     async def register(self, request: Request) -> Response:
         document = await self._document(request)
-        key = string("key", _required(document, "key"))
-        offset = unsigned("offset", document.get("offset", 0))
-        self._regions.register(_named(request), key, offset, unsigned("byte_size", _required(document, "byte_size")))
+        key = as_string("key", _required(document, "key"))
+        offset = as_unsigned("offset", document.get("offset", 0))
+        self._regions.register(_named(request), key, offset, as_unsigned("byte_size", _required(document, "byte_size")))
         return Response()
 
     async def unregister(self, request: Request) -> Response:
@@ -67,8 +67,8 @@ class SharedMemory:
 
     async def cuda_register(self, request: Request) -> Response:
         document = await self._document(request)
-        _check_handle(object_("raw_handle", _required(document, "raw_handle")))
-        unsigned("byte_size", _required(document, "byte_size"))
+        _check_handle(as_object("raw_handle", _required(document, "raw_handle")))
+        as_unsigned("byte_size", _required(document, "byte_size"))
         self._regions.register_cuda(_named(request))
         return Response()
 
@@ -76,9 +76,9 @@ class SharedMemory:
         self._regions.unregister_cuda()
         return Response()
 
-    async def _document(self, request: Request) -> Document:
-        body = await read_body(request, self._max_size)
-        return parse_object(body) if body else {}
+    async def _document(self, request: Request) -> JsonObject:
+        body = await read_json_body(request, self._max_size)
+        return parse_json_object(body) if body else {}
 
 
 def _named(request: Request) -> str:
@@ -86,14 +86,14 @@ def _named(request: Request) -> str:
     return name
 
 
-def _required(document: Document, key: str) -> Any:
+def _required(document: JsonObject, key: str) -> Any:
     if key not in document:
         raise InvalidArgument(f"Shared memory register request has no '{key}' field", field=key)
     return document[key]
 
 
-def _check_handle(handle: Document) -> None:
+def _check_handle(handle: JsonObject) -> None:
     try:
-        base64.b64decode(string("b64", _required(handle, "b64")), validate=True)
+        base64.b64decode(as_string("b64", _required(handle, "b64")), validate=True)
     except (binascii.Error, ValueError):
         raise InvalidArgument("'b64' of 'raw_handle' is not base64", field="raw_handle") from None

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import orjson
 
-from ..load.http_client import Answer
-from ..server_process import Place
+from ..load.http_client import HttpResponseReader
+from ..server_process import ServerAddress
 from .grpc_mutations import RpcMutant
-from .http_mutations import Mutant
+from .http_mutations import HttpMutant
 
 _BOUND_SECONDS = 30.0
 """No answer may take longer."""
@@ -31,7 +31,7 @@ _TRITONS = (
 """What Triton's protocol answers with 5xx although it is the request's fault."""
 
 
-class Verdict(NamedTuple):
+class MutantVerdict(NamedTuple):
     """How one mutant was answered, in a word; `fault`: what is wrong with that."""
 
     kind: str
@@ -39,23 +39,23 @@ class Verdict(NamedTuple):
     fault: str = ""
 
 
-async def ask_http(place: Place, asked: Mutant) -> Verdict:
+async def ask_http(place: ServerAddress, asked: HttpMutant) -> MutantVerdict:
     """Send it on a connection of its own, and hear what comes."""
     try:
         async with asyncio.timeout(_BOUND_SECONDS):
             answer = await _exchange(place, asked)
     except TimeoutError:
-        return Verdict(asked.kind, "hung", f"no answer within {_BOUND_SECONDS:g} s: {asked.wire[:300]!r}")
+        return MutantVerdict(asked.kind, "hung", f"no answer within {_BOUND_SECONDS:g} s: {asked.wire[:300]!r}")
     except (ValueError, LookupError) as error:
-        return Verdict(asked.kind, "strange", f"not HTTP ({error}): {asked.wire[:300]!r}")
+        return MutantVerdict(asked.kind, "strange", f"not HTTP ({error}): {asked.wire[:300]!r}")
     fault = _fault_of(asked, answer)
     word = f"{answer.status // 100}xx" if answer.status else "hung up"
     word = QUEUE_FULL if answer.status == 429 else word
-    return Verdict(asked.kind, word, f"{fault}: {asked.wire[:300]!r}" if fault else "")
+    return MutantVerdict(asked.kind, word, f"{fault}: {asked.wire[:300]!r}" if fault else "")
 
 
-async def _exchange(place: Place, asked: Mutant) -> Answer:
-    answer = Answer()
+async def _exchange(place: ServerAddress, asked: HttpMutant) -> HttpResponseReader:
+    answer = HttpResponseReader()
     reader, writer = await asyncio.open_connection(place.host, place.http_port)
     try:
         writer.write(asked.wire)
@@ -73,12 +73,12 @@ async def _exchange(place: Place, asked: Mutant) -> Answer:
     return answer
 
 
-async def _hear(reader: asyncio.StreamReader, answer: Answer) -> None:
+async def _hear(reader: asyncio.StreamReader, answer: HttpResponseReader) -> None:
     while not answer.complete and (data := await reader.read(1 << 16)):
         answer.feed(data, 0.0)
 
 
-def _fault_of(asked: Mutant, answer: Answer) -> str:
+def _fault_of(asked: HttpMutant, answer: HttpResponseReader) -> str:
     if answer.status >= 500:
         listed = any(text.encode() in answer.body for text in _TRITONS)
         return "" if listed else f"{answer.status} {answer.body[:200]!r}"
@@ -98,10 +98,10 @@ def _error_in(event: bytes) -> str:
     return "" if _EXPIRED in str(error) else str(error)
 
 
-class Rpc:
+class RpcSender:
     """Sends bytes where messages belong, over one channel."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: ServerAddress) -> None:
         import grpc
 
         self._rpc_error = grpc.RpcError
@@ -109,13 +109,13 @@ class Rpc:
         self._infer = self._channel.unary_unary(f"{_SERVICE}ModelInfer")
         self._stream = self._channel.stream_stream(f"{_SERVICE}ModelStreamInfer")
 
-    async def ask(self, asked: RpcMutant) -> Verdict:
+    async def ask(self, asked: RpcMutant) -> MutantVerdict:
         """Send it as the one message of a call, and hear what comes."""
         status = await self._status(asked)
         code, _, detail = status.partition(": ")
         expired = code == "UNAVAILABLE" and detail == _EXPIRED
         right = code in _REFUSALS or expired
-        return Verdict(asked.kind, code, "" if right else f"{status[:300]}: {asked.data[:300]!r}")
+        return MutantVerdict(asked.kind, code, "" if right else f"{status[:300]}: {asked.data[:300]!r}")
 
     async def _status(self, asked: RpcMutant) -> str:
         try:

@@ -22,28 +22,28 @@ _SHAPES: tuple[Any, ...] = (
 )
 
 
-class Raw(NamedTuple):
+class RawRequest(NamedTuple):
     """A request: its header as a tree, and the tensors behind it."""
 
     header: dict[str, Any]
     blobs: tuple[bytes, ...]
 
 
-class Sent(NamedTuple):
+class EncodedRequest(NamedTuple):
     """A body, and the headers that say what it is."""
 
     body: bytes
     headers: tuple[str, ...]
 
 
-def raw_of(document: Mapping[str, Any]) -> Raw:
+def to_raw_request(document: Mapping[str, Any]) -> RawRequest:
     """The request whose data are JSON, with the same data raw."""
     header, blobs = deepcopy(dict(document)), []
     for given in header["inputs"]:
         blobs.append(_raw(given["datatype"], given.pop("data")))
         given["parameters"] = {"binary_data_size": len(blobs[-1])}
     header["parameters"] = {**header.get("parameters", {}), "binary_data_output": True}
-    return Raw(header, tuple(blobs))
+    return RawRequest(header, tuple(blobs))
 
 
 def _raw(datatype: str, values: list[Any]) -> bytes:
@@ -52,41 +52,43 @@ def _raw(datatype: str, values: list[Any]) -> bytes:
     return struct.pack("<" + {"FP32": "f", "INT32": "i", "BOOL": "?"}[datatype] * len(values), *values)
 
 
-def sent(raw: Raw, length: object = None) -> Sent:
+def encode_request(raw: RawRequest, length: object = None) -> EncodedRequest:
     """The request as it should be, but for the length of its header if that is given."""
     head = json.dumps(raw.header).encode()
     said = len(head) if length is None else length
-    return Sent(head + b"".join(raw.blobs), (f"{_LENGTH}: {said}",))
+    return EncodedRequest(head + b"".join(raw.blobs), (f"{_LENGTH}: {said}",))
 
 
-def wrong_header_length(random: Random, raw: Raw) -> Sent:
+def wrong_header_length(random: Random, raw: RawRequest) -> EncodedRequest:
     size = len(json.dumps(raw.header))
     lengths = (0, 1, -1, size - 1, size + 1, size // 2, 10**6, 2**31, 2**63, 10**40, "", "x", "1e3", "0x10", f"+{size}")
-    return sent(raw, random.choice(lengths))
+    return encode_request(raw, random.choice(lengths))
 
 
-def wrong_tensor(random: Random, raw: Raw) -> Sent:
+def wrong_tensor(random: Random, raw: RawRequest) -> EncodedRequest:
     lying = struct.pack("<I", random.choice((0, 1, 2**31, 2**32 - 1)))
     blob = random.choice((b"", b"\0", lying, lying + b"x", b"\xff" * 12, random.randbytes(1000), bytes(100_000)))
     blobs = list(raw.blobs)
     blobs[random.randrange(len(blobs))] = blob
-    return sent(raw._replace(blobs=tuple(blobs)))
+    return encode_request(raw._replace(blobs=tuple(blobs)))
 
 
-def wrong_tensor_size(random: Random, raw: Raw) -> Sent:
+def wrong_tensor_size(random: Random, raw: RawRequest) -> EncodedRequest:
     sizes: tuple[Any, ...] = (0, 1, 3, -1, 2**31, 2**63, 2**64, 10**30, 1.5, "8", None, True, [])
-    return sent(_input(random, raw, lambda given: given.update(parameters={"binary_data_size": random.choice(sizes)})))
+    return encode_request(
+        _input(random, raw, lambda given: given.update(parameters={"binary_data_size": random.choice(sizes)}))
+    )
 
 
-def wrong_tensor_shape(random: Random, raw: Raw) -> Sent:
-    return sent(_input(random, raw, lambda given: given.update(shape=random.choice(_SHAPES))))
+def wrong_tensor_shape(random: Random, raw: RawRequest) -> EncodedRequest:
+    return encode_request(_input(random, raw, lambda given: given.update(shape=random.choice(_SHAPES))))
 
 
-def wrong_tensor_type(random: Random, raw: Raw) -> Sent:
-    return sent(_input(random, raw, lambda given: given.update(datatype=random.choice(_DATATYPES))))
+def wrong_tensor_type(random: Random, raw: RawRequest) -> EncodedRequest:
+    return encode_request(_input(random, raw, lambda given: given.update(datatype=random.choice(_DATATYPES))))
 
 
-def wrong_source(random: Random, raw: Raw) -> Sent:
+def wrong_source(random: Random, raw: RawRequest) -> EncodedRequest:
     """Data twice, nowhere, or in memory that nobody lent."""
     region = {"shared_memory_region": "r", "shared_memory_byte_size": random.choice((0, 4, -1, 2**63))}
     ways: tuple[Callable[[dict[str, Any]], object], ...] = (
@@ -95,15 +97,15 @@ def wrong_source(random: Random, raw: Raw) -> Sent:
         lambda given: given.update(parameters=region),
         lambda given: given["parameters"].update(region),
     )
-    return sent(_input(random, raw, random.choice(ways)))
+    return encode_request(_input(random, raw, random.choice(ways)))
 
 
-def wrong_output(random: Random, raw: Raw) -> Sent:
+def wrong_output(random: Random, raw: RawRequest) -> EncodedRequest:
     values = deepcopy(STRANGE + HUGE)
     key = random.choice(("binary_data", "classification", "shared_memory_region", "shared_memory_byte_size"))
     name = random.choice(("text_output", "OUT", "output_ids", "", "no"))
     outputs = [{"name": name, "parameters": {key: random.choice(values)}}] * random.choice((1, 1, 2))
-    return sent(raw._replace(header={**raw.header, "outputs": outputs}))
+    return encode_request(raw._replace(header={**raw.header, "outputs": outputs}))
 
 
 @cache
@@ -112,29 +114,29 @@ def _bombs() -> tuple[bytes, bytes]:
     return gzip.compress(zeros), zlib.compress(zeros)
 
 
-def compressed(random: Random, raw: Raw) -> Sent:
+def compressed(random: Random, raw: RawRequest) -> EncodedRequest:
     """Rightly, wrongly, by another way than is said, or to far more than is allowed."""
-    body, headers = sent(raw)
+    body, headers = encode_request(raw)
     name = random.choice(("gzip", "deflate", "br", "gzip, deflate", "x"))
     ways = (
         *(gzip.compress(body), zlib.compress(body), body, gzip.compress(body)[:-5], zlib.compress(body) + b"x"),
         *(*_bombs(), gzip.compress(body) * 2, b""),
     )
     accepted = random.choice(("gzip", "deflate;q=0.5, gzip;q=x", "*", "", "identity;q=0", "gzip;;;q=", "\xff"))
-    return Sent(random.choice(ways), (*headers, f"Content-Encoding: {name}", f"Accept-Encoding: {accepted}"))
+    return EncodedRequest(random.choice(ways), (*headers, f"Content-Encoding: {name}", f"Accept-Encoding: {accepted}"))
 
 
-def raw_alone(random: Random, raw: Raw) -> Sent:
-    return Sent(random.choice((*raw.blobs, b"", random.randbytes(1000))), (f"{_LENGTH}: 0",))
+def raw_alone(random: Random, raw: RawRequest) -> EncodedRequest:
+    return EncodedRequest(random.choice((*raw.blobs, b"", random.randbytes(1000))), (f"{_LENGTH}: 0",))
 
 
-def _input(random: Random, raw: Raw, change: Callable[[dict[str, Any]], object]) -> Raw:
+def _input(random: Random, raw: RawRequest, change: Callable[[dict[str, Any]], object]) -> RawRequest:
     header = deepcopy(raw.header)
     change(random.choice(header["inputs"]))
     return raw._replace(header=header)
 
 
-BINARIES: Mapping[str, Callable[[Random, Raw], Sent]] = {
+BINARIES: Mapping[str, Callable[[Random, RawRequest], EncodedRequest]] = {
     each.__name__: each
     for each in (
         *(wrong_header_length, wrong_tensor, wrong_tensor_size, wrong_tensor_shape, wrong_tensor_type, wrong_source),

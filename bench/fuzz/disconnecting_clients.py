@@ -11,7 +11,7 @@ from enum import StrEnum
 from random import Random
 from typing import Any, NamedTuple
 
-from ..server_process import Place
+from ..server_process import ServerAddress
 from .http_mutations import head, request
 
 _CONNECT_SECONDS = 30.0
@@ -23,7 +23,7 @@ _NEW = 200
 _DOORS = ("generate_stream", "completions", "chat", "grpc")
 
 
-class Moment(StrEnum):
+class LeaveMoment(StrEnum):
     """When a visitor leaves."""
 
     CONNECTED = "connected, nothing sent"
@@ -35,23 +35,23 @@ class Moment(StrEnum):
     END = "after the end"
 
 
-class Visit(NamedTuple):
+class ClientPlan(NamedTuple):
     """`abrupt`: with a reset, or a cancelled call, instead of a polite end. `events`: heard before leaving mid-stream,
     `wait`: seconds to stay after sending, `share`: of head or body that is sent."""
 
     door: str
-    moment: Moment
+    moment: LeaveMoment
     abrupt: bool
     events: int
     wait: float
     share: float
 
 
-def visit(seed: int, number: int) -> Visit:
+def plan_client(seed: int, number: int) -> ClientPlan:
     """The visit of this number."""
     random = Random(f"{seed}:visit:{number}")
-    door, moment = random.choice(_DOORS), random.choice(list(Moment))
-    return Visit(
+    door, moment = random.choice(_DOORS), random.choice(list(LeaveMoment))
+    return ClientPlan(
         door, moment, random.random() < 0.5, random.randint(1, _MOST_EVENTS), random.uniform(0, _LONGEST_WAIT),
         random.random(),
     )  # fmt: skip
@@ -67,7 +67,7 @@ def _question(door: str, model: str, new: int) -> tuple[str, bytes]:
     return path, json.dumps({**body, "stream": True, "max_tokens": new, "ignore_eos": True}).encode()
 
 
-async def pay(place: Place, model: str, asked: Visit, channels: "Channels") -> None:
+async def run_client(place: ServerAddress, model: str, asked: ClientPlan, channels: "GrpcChannels") -> None:
     """Come, and leave. Raises `OSError` when there is nobody to visit."""
     if asked.door == "grpc":
         await channels.visit(place, model, asked)
@@ -75,11 +75,11 @@ async def pay(place: Place, model: str, asked: Visit, channels: "Channels") -> N
         await _over_http(place, model, asked)
 
 
-async def _over_http(place: Place, model: str, asked: Visit) -> None:
+async def _over_http(place: ServerAddress, model: str, asked: ClientPlan) -> None:
     async with asyncio.timeout(_CONNECT_SECONDS):
         reader, writer = await asyncio.open_connection(place.host, place.http_port)
     try:
-        path, body = _question(asked.door, model, 5 if asked.moment is Moment.END else _NEW)
+        path, body = _question(asked.door, model, 5 if asked.moment is LeaveMoment.END else _NEW)
         writer.write(_sent(asked, path, body))
         await _stay(asked, reader)
     except ConnectionError:
@@ -93,26 +93,26 @@ async def _over_http(place: Place, model: str, asked: Visit) -> None:
                 await writer.wait_closed()
 
 
-def _sent(asked: Visit, path: str, body: bytes) -> bytes:
+def _sent(asked: ClientPlan, path: str, body: bytes) -> bytes:
     opening = head(path, f"Content-Length: {len(body)}")
-    if asked.moment is Moment.CONNECTED:
+    if asked.moment is LeaveMoment.CONNECTED:
         return b""
-    if asked.moment is Moment.HEAD:
+    if asked.moment is LeaveMoment.HEAD:
         return opening[: int(asked.share * len(opening))]
-    if asked.moment is Moment.BODY:
+    if asked.moment is LeaveMoment.BODY:
         return opening + body[: int(asked.share * len(body))]
     return request(path, body)
 
 
-async def _stay(asked: Visit, reader: asyncio.StreamReader) -> None:
-    if asked.moment is Moment.STREAMING:
+async def _stay(asked: ClientPlan, reader: asyncio.StreamReader) -> None:
+    if asked.moment is LeaveMoment.STREAMING:
         for _ in range(asked.events):
             if not await _event(reader):
                 return
-    elif asked.moment is Moment.END:
+    elif asked.moment is LeaveMoment.END:
         while await reader.read(1 << 16):
             pass
-    elif asked.moment is not Moment.SENT:
+    elif asked.moment is not LeaveMoment.SENT:
         await asyncio.sleep(asked.wait)
 
 
@@ -134,40 +134,40 @@ def _reset(writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
-class Channels:
+class GrpcChannels:
     """gRPC channels of which each has a connection of its own; those that leave abruptly take it with them."""
 
-    async def visit(self, place: Place, model: str, asked: Visit) -> None:
+    async def visit(self, place: ServerAddress, model: str, asked: ClientPlan) -> None:
         import grpc
 
         options = (("grpc.use_local_subchannel_pool", 1),)
         async with grpc.aio.insecure_channel(f"{place.host}:{place.grpc_port}", options) as channel:
             with suppress(grpc.RpcError):
-                if asked.moment is Moment.CONNECTED:
+                if asked.moment is LeaveMoment.CONNECTED:
                     await channel.channel_ready()
                     return
                 await self._call(channel, model, asked)
 
-    async def _call(self, channel: Any, model: str, asked: Visit) -> None:
+    async def _call(self, channel: Any, model: str, asked: ClientPlan) -> None:
         from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
         call = GRPCInferenceServiceStub(channel).ModelStreamInfer(timeout=_CONNECT_SECONDS)
-        if asked.moment is not Moment.HEAD:
-            await call.write(_message(model, 5 if asked.moment is Moment.END else _NEW))
+        if asked.moment is not LeaveMoment.HEAD:
+            await call.write(_message(model, 5 if asked.moment is LeaveMoment.END else _NEW))
         await self._listen(call, asked)
         if not asked.abrupt:
             call.cancel()
 
-    async def _listen(self, call: Any, asked: Visit) -> None:
+    async def _listen(self, call: Any, asked: ClientPlan) -> None:
         import grpc
 
-        if asked.moment is Moment.END:
+        if asked.moment is LeaveMoment.END:
             await call.done_writing()
-        if asked.moment in (Moment.STREAMING, Moment.END):
-            left = asked.events if asked.moment is Moment.STREAMING else _NEW
+        if asked.moment in (LeaveMoment.STREAMING, LeaveMoment.END):
+            left = asked.events if asked.moment is LeaveMoment.STREAMING else _NEW
             while left and await call.read() is not grpc.aio.EOF:
                 left -= 1
-        elif asked.moment is not Moment.SENT:
+        elif asked.moment is not LeaveMoment.SENT:
             await asyncio.sleep(asked.wait)
 
 

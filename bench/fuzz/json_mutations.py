@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 Tree: TypeAlias = dict[str, Any]
 
 
-class Spot(NamedTuple):
+class JsonLocation(NamedTuple):
     """One value in a tree: `holder[key]`."""
 
     holder: Any
@@ -39,17 +39,17 @@ FIELDS = (
 )
 
 
-def spots(tree: Any) -> Iterator[Spot]:
+def json_locations(tree: Any) -> Iterator[JsonLocation]:
     """Every value below the root."""
     pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in pairs:
-        yield Spot(tree, key)
-        yield from spots(value)
+        yield JsonLocation(tree, key)
+        yield from json_locations(value)
 
 
-def _any_spot(random: Random, tree: Tree) -> Spot:
-    found = list(spots(tree))
-    return random.choice(found) if found else Spot(tree, "x")
+def _any_spot(random: Random, tree: Tree) -> JsonLocation:
+    found = list(json_locations(tree))
+    return random.choice(found) if found else JsonLocation(tree, "x")
 
 
 # Of the tree
@@ -72,7 +72,7 @@ def missing_field(random: Random, tree: Tree) -> None:
 
 
 def swapped_fields(random: Random, tree: Tree) -> None:
-    (one, here), (other, there) = (random.choice([Spot(tree, key) for key in tree]) for _ in range(2))
+    (one, here), (other, there) = (random.choice([JsonLocation(tree, key) for key in tree]) for _ in range(2))
     one[here], other[there] = other[there], one[here]
 
 

@@ -2,10 +2,10 @@
 
 from random import Random
 
-from .scheduler_trial import Trial
+from .scheduler_trial import SchedulerTrial
 
 
-def ramble(trial: Trial, random: Random, operations: int) -> None:
+def drive_randomly(trial: SchedulerTrial, random: Random, operations: int) -> None:
     """Random calls until there were `operations` of them, then drain. Busy phases alternate with quiet ones."""
     longest = trial.longest()
     while trial.operations < operations:
@@ -22,7 +22,7 @@ def ramble(trial: Trial, random: Random, operations: int) -> None:
     trial.drain()
 
 
-def _arrive(trial: Trial, random: Random, longest: int) -> None:
+def _arrive(trial: SchedulerTrial, random: Random, longest: int) -> None:
     long = random.random() < trial.world.long_prompts
     prompt = random.randint(1, longest - 1 if long else min(12, longest - 1))
     new = random.randint(0, min(longest - prompt, trial.world.outputs))

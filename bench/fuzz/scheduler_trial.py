@@ -11,21 +11,21 @@ from random import Random
 import numpy as np
 
 from ...engine.worker.executor import Capacity
-from ...engine.worker.fake_executor import FakeExecutor, Manner
+from ...engine.worker.fake_executor import FakeBehaviour, FakeExecutor
 from ...kvcache.manager import KVCacheManager
-from ...scheduler.plan import RowSampling, StepPlan, StepResult, StepUpdates
-from ...scheduler.prefill_budget import LEAST_CHUNK
+from ...scheduler.plan import SamplerParams, StepPlan, StepResult, StepUpdates
+from ...scheduler.prefill_budget import MIN_CHUNK_TOKENS
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import SequenceRequest
-from ...scheduler.waiting_queue import SENIORS_TURN
-from .scheduler_world import World
+from ...scheduler.waiting_queue import RANK_ONLY_INTERVAL
+from .scheduler_world import SchedulerWorld
 
 VOCABULARY = 1000
 FAMILY = 250  # a family's prompts are prefixes of one stream, so they share blocks, generated ones too
 
 
 @dataclass(slots=True)
-class Expected:
+class ExpectedSequence:
     """What a sequence has yet to give. In plans: when it arrived, until when newcomers may overtake it, and when it
     must have been admitted. `work`: plans it needs for itself. Of its prompt's tokens from position `scored` on, up to
     `prompt`, scores are to come."""
@@ -41,27 +41,27 @@ class Expected:
     started: bool = False
 
 
-class Trial:
+class SchedulerTrial:
     """Each verb is one call of the scheduler or the cache, then a check of everything; `operations` counts them.
 
     A verb raises AssertionError when anything is not as it must be.
     """
 
-    def __init__(self, world: World, seed: int = 0) -> None:
+    def __init__(self, world: SchedulerWorld, seed: int = 0) -> None:
         self.world = world
         self.cache = KVCacheManager(world.blocks, world.block_size, world.prefix_caching)
         self.scheduler = Scheduler(world.scheduler, self.cache)
         self.executor = FakeExecutor(
             Capacity(VOCABULARY, world.scheduler.max_model_len, 1, world.blocks),
             block_size=world.block_size,
-            manner=Manner(burst=world.burst, seed=seed),
+            manner=FakeBehaviour(burst=world.burst, seed=seed),
             threaded=False,
         )
         self.executor.allocate(world.blocks)
         self.operations = 0
         self.plans = 0
         self.longest_wait = 0.0  # of the patience a sequence had
-        self.expected: dict[int, Expected] = {}
+        self.expected: dict[int, ExpectedSequence] = {}
         self._flights: deque[tuple[StepPlan, StepResult]] = deque()
         self._random = Random(seed)
         self._arrivals = 0
@@ -102,7 +102,7 @@ class Trial:
         work = self._work(prompt, new)
         self._burden_others(work)
         unscored = 1 if scored else prompt
-        self.expected[key] = Expected(
+        self.expected[key] = ExpectedSequence(
             deque(outputs), reason, self.plans, overtaken_until, deadline, work, prompt, unscored
         )
         stops = frozenset() if stop is None else frozenset([(first + prompt + stop - 1) % VOCABULARY])
@@ -113,7 +113,7 @@ class Trial:
                 prompt=tokens,
                 max_tokens=new,
                 hashes=hashes,
-                sampling=RowSampling(prompt_logprobs=1 if scored else None),
+                sampling=SamplerParams(prompt_logprobs=1 if scored else None),
                 stop_token_ids=stops,
                 priority=priority,
                 tenant=f"tenant {tenant}",
@@ -130,7 +130,7 @@ class Trial:
         config = self.world.scheduler
         chunk = config.max_num_batched_tokens - config.max_num_seqs + 1
         if self.world.token_seconds:
-            chunk, new = max(min(chunk, LEAST_CHUNK) // 2, 1), new + prompt
+            chunk, new = max(min(chunk, MIN_CHUNK_TOKENS) // 2, 1), new + prompt
         chances = 1 if self.world.burst[0] else 8
         return (-(-prompt // chunk) + max(new, 1)) * (config.ahead + 1) * chances
 
@@ -143,7 +143,7 @@ class Trial:
         before = sum(expected.work for expected in self.expected.values())
         aside = 2 * config.max_num_seqs * self._longest_work()
         if self.world.tenants > 1:  # everybody before it goes by rank, and that is one admission in so many
-            before = (len(self.expected) + 1) * SENIORS_TURN * self._longest_work()
+            before = (len(self.expected) + 1) * RANK_ONLY_INTERVAL * self._longest_work()
         return self.plans + overtaken, self.plans + overtaken + before + aside
 
     def _longest_work(self) -> int:
@@ -152,7 +152,7 @@ class Trial:
     def _burden_others(self, work: int) -> None:
         """Whoever a newcomer may overtake has to wait for it as well."""
         if self.world.tenants > 1:
-            work = SENIORS_TURN * self._longest_work()
+            work = RANK_ONLY_INTERVAL * self._longest_work()
         for expected in self.expected.values():
             if self.plans <= expected.overtaken_until or self.world.token_seconds:  # its prompt may be a long one
                 expected.deadline += work

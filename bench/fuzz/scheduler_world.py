@@ -11,7 +11,7 @@ SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class SchedulerWorld:
     """What a trial runs in. `live`: sequences it lets in at once. Of a rambling trial's prompts, `long_prompts` may be
     of any length; `outputs`: the most new tokens it asks for. `tenants`: how many there are; each weighs twice the one
     before. `token_seconds`: what the scheduler is told that a token of a step takes, more or less; 0 tells nothing."""
@@ -28,7 +28,7 @@ class World:
     scheduler: SchedulerConfig = SMALL
 
     @classmethod
-    def drawn(cls, random: Random) -> "World":
+    def drawn(cls, random: Random) -> "SchedulerWorld":
         rows = random.choice((1, 2, 4, 8))
         ahead = random.choice((0, 1, 2))
         return cls(
@@ -53,7 +53,7 @@ class World:
             ),
         )
 
-    def staged(self, stages: int) -> "World":
+    def staged(self, stages: int) -> "SchedulerWorld":
         """The same over a pipeline, as a step loop has it scheduled; one stage is as drawn."""
         if stages == 1:
             return self

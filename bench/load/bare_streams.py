@@ -20,7 +20,7 @@ _EVENT = b'data: {"choices":[{"text":"%s"}]}\n\n'
 """A completions event, so that the door's own reader counts it."""
 
 
-class Frames(NamedTuple):
+class FrameSpec(NamedTuple):
     """What to send: `number` frames of `size` bytes. Between two of them `pause` seconds pass, in which others have
     their turn; None pauses not at all."""
 
@@ -32,7 +32,7 @@ class Frames(NamedTuple):
         return [self.number, self.size, 0 if self.pause is None else 1 + round(self.pause * 1e3)]
 
     @classmethod
-    def asked(cls, prompt: list[int]) -> "Frames":
+    def asked(cls, prompt: list[int]) -> "FrameSpec":
         number, size, pause = prompt
         return cls(number, size, (pause - 1) / 1e3 if pause else None)
 
@@ -44,7 +44,7 @@ def event_of(size: int) -> bytes:
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
     """The ASGI handler."""
-    frames = Frames.asked(orjson.loads(await _body(receive))["prompt"])
+    frames = FrameSpec.asked(orjson.loads(await _body(receive))["prompt"])
     frame = event_of(frames.size)
     await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
     for _ in range(frames.number):
@@ -80,7 +80,7 @@ def response_of(size: int) -> bytes:
 async def _stream_infer(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[bytes]:
     async for request in requests:
         ids = [int.from_bytes(request.raw_input_contents[0][at : at + 4], "little") for at in (0, 4, 8)]
-        frames = Frames.asked(ids)
+        frames = FrameSpec.asked(ids)
         frame = response_of(frames.size)
         for _ in range(frames.number):
             yield frame

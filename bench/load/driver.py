@@ -1,6 +1,6 @@
 """Puts the requests of a load to a server, in an open or a closed loop, and keeps the time.
 
-Knows nothing of doors: a `Caller` asks. Latencies count from the moment a request was due, not from when the
+Knows nothing of doors: a `RequestSender` asks. Latencies count from the moment a request was due, not from when the
 generator came round to it: else a slow server would slow its own examination.
 """
 
@@ -10,11 +10,11 @@ from time import perf_counter
 
 import msgspec
 
-from .endpoints import OK, Caller, Heard
-from .plan import Job, Prompt, Prompts
+from .endpoints import OK, RequestResult, RequestSender
+from .plan import PlannedRequest, Prompt, Prompts
 
 
-class Record(msgspec.Struct, kw_only=True):
+class LoadRecord(msgspec.Struct, kw_only=True):
     """One request and what came of it; all times in seconds after the start of the load.
 
     `times` are those at which tokens came, `tokens` and `prompt_tokens` as the server counted them, where it did.
@@ -32,7 +32,7 @@ class Record(msgspec.Struct, kw_only=True):
     size: int
 
 
-class Pace(msgspec.Struct, frozen=True, kw_only=True):
+class LoopMode(msgspec.Struct, frozen=True, kw_only=True):
     """`concurrency` requests at a time, or each when it is due (0); closed loops begin none after `duration`.
     `timeout`: seconds a request may take."""
 
@@ -41,46 +41,46 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     timeout: float = 600.0
 
 
-class Tally:
+class LoadCounters:
     """What happened so far, for whoever watches."""
 
     def __init__(self) -> None:
         self.sent = self.done = self.failed = self.tokens = 0
 
 
-class Driver:
+class LoadDriver:
     """Runs jobs through a caller; `start` is the moment in `perf_counter` seconds that everything counts from."""
 
-    def __init__(self, caller: Caller, prompts: Prompts, pace: Pace, start: float) -> None:
+    def __init__(self, caller: RequestSender, prompts: Prompts, pace: LoopMode, start: float) -> None:
         self._caller, self._prompts, self._pace, self._start = caller, prompts, pace, start
-        self.tally = Tally()
-        self.records: list[Record] = []
+        self.tally = LoadCounters()
+        self.records: list[LoadRecord] = []
 
-    async def run(self, jobs: Sequence[Job]) -> None:
+    async def run(self, jobs: Sequence[PlannedRequest]) -> None:
         """Return when every request has ended."""
         await self._until(0.0)
         await (self._closed(jobs) if self._pace.concurrency else self._open(jobs))
 
-    async def _open(self, jobs: Sequence[Job]) -> None:
+    async def _open(self, jobs: Sequence[PlannedRequest]) -> None:
         async with asyncio.TaskGroup() as requests:
             for job in jobs:
                 await self._until(job.due)
                 requests.create_task(self._request(job, job.due))
 
-    async def _closed(self, jobs: Sequence[Job]) -> None:
+    async def _closed(self, jobs: Sequence[PlannedRequest]) -> None:
         remaining = iter(jobs)
         async with asyncio.TaskGroup() as slots:
             for _ in range(self._pace.concurrency):
                 slots.create_task(self._slot(remaining))
 
-    async def _slot(self, remaining: Iterator[Job]) -> None:
+    async def _slot(self, remaining: Iterator[PlannedRequest]) -> None:
         while self._pace.duration is None or self._now() < self._pace.duration:
             job = next(remaining, None)
             if job is None:
                 return
             await self._request(job, self._now())
 
-    async def _request(self, job: Job, due: float) -> None:
+    async def _request(self, job: PlannedRequest, due: float) -> None:
         prompt, sent = self._prompts.write(job), self._now()
         self.tally.sent += 1
         heard = await self._ask(prompt, job.new)
@@ -90,19 +90,19 @@ class Driver:
         self.tally.failed += record.status != OK
         self.tally.tokens += max(0, record.tokens)
 
-    async def _ask(self, prompt: Prompt, new: int) -> Heard:
+    async def _ask(self, prompt: Prompt, new: int) -> RequestResult:
         try:
             async with asyncio.timeout(self._pace.timeout):
                 return await self._caller.ask(prompt, new)
         except TimeoutError:
-            return Heard(status="timeout")
+            return RequestResult(status="timeout")
         except OSError as error:
-            return Heard(status=f"connection: {error.strerror or error}"[:80])
+            return RequestResult(status=f"connection: {error.strerror or error}"[:80])
 
-    def _record(self, job: Job, heard: Heard, due: float, sent: float) -> Record:
+    def _record(self, job: PlannedRequest, heard: RequestResult, due: float, sent: float) -> LoadRecord:
         # Where the server was not asked to count, eos was to be ignored: then a good end is a full one.
         tokens = job.new if heard.tokens < 0 and heard.status == OK else heard.tokens
-        return Record(
+        return LoadRecord(
             index=job.index,
             due=due,
             sent=sent,

@@ -1,6 +1,6 @@
 """The server's doors as a client sees them: how a request is put, and what the events of its answer say.
 
-Knows nothing of loops and loads. A door is asked through a `Caller`, whatever the transport.
+Knows nothing of loops and loads. A door is asked through a `RequestSender`, whatever the transport.
 """
 
 from collections.abc import Iterable
@@ -9,14 +9,14 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 import msgspec
 import orjson
 
-from .http_client import Answer, Client, Event
+from .http_client import HttpClient, HttpResponseReader, SseEvent
 from .plan import Prompt
 
-DoorName: TypeAlias = Literal["completions", "chat", "generate", "grpc"]
+EndpointName: TypeAlias = Literal["completions", "chat", "generate", "grpc"]
 OK = "ok"
 
 
-class Heard(msgspec.Struct, kw_only=True):
+class RequestResult(msgspec.Struct, kw_only=True):
     """What came of one request. `status` is "ok" or says what went wrong; `times` are those at which tokens came, in
     seconds of `perf_counter`; `frames` are events or messages, `size` their bytes; a count of -1 is unknown."""
 
@@ -28,7 +28,7 @@ class Heard(msgspec.Struct, kw_only=True):
     size: int = 0
 
 
-class Manner(NamedTuple):
+class RequestOptions(NamedTuple):
     """How requests are put, all alike. `counted`: ask the server to say how many tokens there were. `api_key`: shown
     where it is not empty."""
 
@@ -39,67 +39,67 @@ class Manner(NamedTuple):
     api_key: str = ""
 
 
-class Caller(Protocol):
+class RequestSender(Protocol):
     """Puts requests to a server."""
 
-    async def ask(self, prompt: Prompt, new: int) -> Heard:
+    async def ask(self, prompt: Prompt, new: int) -> RequestResult:
         """Put one request and hear it out. Raises `OSError` when the connection fails."""
 
     async def close(self) -> None: ...
 
 
-class Door(Protocol):
+class StreamingEndpoint(Protocol):
     """A door over HTTP whose answers are event streams."""
 
     def path(self, model: str) -> str: ...
 
-    def body(self, prompt: Prompt, new: int, manner: Manner) -> dict[str, Any]: ...
+    def body(self, prompt: Prompt, new: int, manner: RequestOptions) -> dict[str, Any]: ...
 
-    def read(self, event: Any, heard: Heard) -> bool:
+    def read(self, event: Any, heard: RequestResult) -> bool:
         """Note what an event says; whether it brought tokens."""
 
 
-class Completions:
+class CompletionsEndpoint:
     """OpenAI's completions."""
 
     def path(self, model: str) -> str:
         return "/v1/completions"
 
-    def body(self, prompt: Prompt, new: int, manner: Manner) -> dict[str, Any]:
+    def body(self, prompt: Prompt, new: int, manner: RequestOptions) -> dict[str, Any]:
         return {"prompt": prompt, **_openai(new, manner)}
 
-    def read(self, event: Any, heard: Heard) -> bool:
+    def read(self, event: Any, heard: RequestResult) -> bool:
         _read_usage(event, heard)
         return any(choice["text"] for choice in event["choices"])
 
 
-class Chat:
+class ChatEndpoint:
     """OpenAI's chat, each prompt one message of a user."""
 
     def path(self, model: str) -> str:
         return "/v1/chat/completions"
 
-    def body(self, prompt: Prompt, new: int, manner: Manner) -> dict[str, Any]:
+    def body(self, prompt: Prompt, new: int, manner: RequestOptions) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": prompt}], **_openai(new, manner)}
 
-    def read(self, event: Any, heard: Heard) -> bool:
+    def read(self, event: Any, heard: RequestResult) -> bool:
         _read_usage(event, heard)
         return any(choice["delta"].get("content") for choice in event["choices"])
 
 
-class Generate:
+class GenerateEndpoint:
     """v2's generate_stream."""
 
     def path(self, model: str) -> str:
         return f"/v2/models/{model}/generate_stream"
 
-    def body(self, prompt: Prompt, new: int, manner: Manner) -> dict[str, Any]:
+    def body(self, prompt: Prompt, new: int, manner: RequestOptions) -> dict[str, Any]:
         name = "text_input" if isinstance(prompt, str) else "input_ids"
         # Not the number of output tokens: events that would hold half a character alone are not sent, ids are.
         asked = {"return_num_input_tokens": True, "return_output_ids": True} if manner.counted else {}
         return {name: prompt, "stream": True, **sampling(new, manner), **asked}
 
-    def read(self, event: Any, heard: Heard) -> bool:
+    def read(self, event: Any, heard: RequestResult) -> bool:
         heard.prompt_tokens = event.get("num_input_tokens", -1)
         ids = event.get("output_ids")
         if ids is None:
@@ -109,16 +109,20 @@ class Generate:
         return count > 0
 
 
-DOORS: dict[str, Door] = {"completions": Completions(), "chat": Chat(), "generate": Generate()}
+ENDPOINTS: dict[str, StreamingEndpoint] = {
+    "completions": CompletionsEndpoint(),
+    "chat": ChatEndpoint(),
+    "generate": GenerateEndpoint(),
+}
 
 
-class SseCaller:
+class SseSender:
     """Puts requests to one door of a server."""
 
-    def __init__(self, client: Client, door: Door, manner: Manner) -> None:
+    def __init__(self, client: HttpClient, door: StreamingEndpoint, manner: RequestOptions) -> None:
         self._client, self._door, self._manner = client, door, manner
 
-    async def ask(self, prompt: Prompt, new: int) -> Heard:
+    async def ask(self, prompt: Prompt, new: int) -> RequestResult:
         body = orjson.dumps(self._door.body(prompt, new, self._manner))
         heard = read_answer(await self._client.post(self._door.path(self._manner.model), body), self._door)
         if self._manner.counted and heard.status == OK and heard.tokens < 0:
@@ -129,9 +133,9 @@ class SseCaller:
         self._client.close()
 
 
-def read_answer(answer: Answer, door: Door) -> Heard:
+def read_answer(answer: HttpResponseReader, door: StreamingEndpoint) -> RequestResult:
     """What a whole answer says; an event that is no event of this door's is an error, not an exception."""
-    heard = Heard(status=OK, frames=len(answer.events), size=answer.size)
+    heard = RequestResult(status=OK, frames=len(answer.events), size=answer.size)
     if answer.status != 200:
         heard.status = f"HTTP {answer.status}"
         return heard
@@ -144,7 +148,7 @@ def read_answer(answer: Answer, door: Door) -> Heard:
     return heard
 
 
-def _token_times(events: Iterable[Event], door: Door, heard: Heard) -> Iterable[float]:
+def _token_times(events: Iterable[SseEvent], door: StreamingEndpoint, heard: RequestResult) -> Iterable[float]:
     for at, data in events:
         content = data.removeprefix(b"data:").strip()
         if content == b"[DONE]":
@@ -160,17 +164,17 @@ def _message(error: Any) -> str:
     return str(error.get("message")) if isinstance(error, dict) else str(error)
 
 
-def sampling(new: int, manner: Manner) -> dict[str, Any]:
+def sampling(new: int, manner: RequestOptions) -> dict[str, Any]:
     """What every door calls by the same names."""
     return {"max_tokens": new, "temperature": manner.temperature, "ignore_eos": manner.ignore_eos}
 
 
-def _openai(new: int, manner: Manner) -> dict[str, Any]:
+def _openai(new: int, manner: RequestOptions) -> dict[str, Any]:
     usage = {"stream_options": {"include_usage": True}} if manner.counted else {}
     return {"model": manner.model, "stream": True, **sampling(new, manner), **usage}
 
 
-def _read_usage(event: Any, heard: Heard) -> None:
+def _read_usage(event: Any, heard: RequestResult) -> None:
     usage = event.get("usage")
     if usage:
         heard.tokens, heard.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from .driver import Record
+from .driver import LoadRecord
 from .endpoints import OK
 
 
@@ -36,7 +36,7 @@ class Slo(msgspec.Struct, frozen=True):
     ttft_ms: float | None = None
     itl_ms: float | None = None
 
-    def kept_by(self, record: Record) -> bool:
+    def kept_by(self, record: LoadRecord) -> bool:
         """Whether it ended well, and in time."""
         if record.status != OK:
             return False
@@ -45,7 +45,7 @@ class Slo(msgspec.Struct, frozen=True):
         return first and (self.itl_ms is None or pace is None or pace * 1e3 <= self.itl_ms)
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
     """A load in figures; times in seconds. Latencies are of requests that ended well, and count from when they were
     due. `itl` are the gaps between successive frames with tokens, `tpot` a request's mean time per token after the
     first. `seconds` runs from the start to the last end."""
@@ -80,10 +80,10 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 _NO_SLO = Slo()
 
 
-def figures(records: Sequence[Record], slo: Slo = _NO_SLO) -> Figures:
+def compute_figures(records: Sequence[LoadRecord], slo: Slo = _NO_SLO) -> LoadFigures:
     """Every figure of these records."""
     well = [record for record in records if record.status == OK]
-    return Figures(
+    return LoadFigures(
         requests=len(records),
         good=sum(slo.kept_by(record) for record in records),
         statuses=dict(Counter(record.status for record in records).most_common()),
@@ -93,24 +93,24 @@ def figures(records: Sequence[Record], slo: Slo = _NO_SLO) -> Figures:
         frames=sum(record.frames for record in records),
         size=sum(record.size for record in records),
         ttft=Spread.of([ttft(record) for record in well]),
-        itl=Spread.of([gap for record in well for gap in gaps(record)]),
+        itl=Spread.of([gap for record in well for gap in inter_token_times(record)]),
         tpot=Spread.of(_known(tpot(record) for record in well)),
         end_to_end=Spread.of([record.ended - record.due for record in well]),
         lateness=Spread.of([record.sent - record.due for record in records]),
     )
 
 
-def ttft(record: Record) -> float:
+def ttft(record: LoadRecord) -> float:
     """Seconds from when it was due to its first token."""
     return record.times[0] - record.due
 
 
-def gaps(record: Record) -> list[float]:
+def inter_token_times(record: LoadRecord) -> list[float]:
     """Seconds between successive frames with tokens."""
     return [later - earlier for earlier, later in zip(record.times, record.times[1:], strict=False)]
 
 
-def tpot(record: Record) -> float | None:
+def tpot(record: LoadRecord) -> float | None:
     """Seconds per token after the first frame; None with a single token."""
     if record.tokens < 2:
         return None

@@ -26,14 +26,23 @@ from rich.console import Console
 from rich.table import Table
 
 from ...core.errors import Unavailable
-from ..server_process import LOOPBACK, CpuMeter, Place, free_ports, own_server, process, require_open, until_open
-from .bare_streams import Frames
-from .driver import Pace
-from .endpoints import DoorName, Manner
+from ..server_process import (
+    LOOPBACK,
+    CpuMeter,
+    ServerAddress,
+    free_ports,
+    own_server,
+    require_open,
+    run_process,
+    until_open,
+)
+from .bare_streams import FrameSpec
+from .driver import LoopMode
+from .endpoints import EndpointName, RequestOptions
 from .fake_model import NAME, write_repository
-from .figures import figures
+from .figures import compute_figures
 from .plan import Form, Prompts, uniform_jobs
-from .worker import Load, Outcome, Target, run
+from .worker import LoadRun, LoadTarget, WorkerOutcome, run
 
 _BLOCK = 16
 _OURS = "charonia"
@@ -43,10 +52,10 @@ _Count = Annotated[int, Parameter(validator=Number(gt=0))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class FrontendTrial:
     """What every turn of every contender does."""
 
-    door: DoorName = "completions"
+    door: EndpointName = "completions"
     """The protocol."""
     streams: _Count = 256
     """Requests at a time."""
@@ -64,7 +73,7 @@ class Trial:
     """Generator processes."""
 
 
-class Leg(msgspec.Struct, frozen=True, kw_only=True):
+class FrontendRun(msgspec.Struct, frozen=True, kw_only=True):
     """One turn of one contender. `frontend_cpu` and `generator_cpu` are cores used on average, the latter by the
     busiest generator; `microseconds_per_frame` are of frontend CPU, a request's own cost spread over its frames."""
 
@@ -79,11 +88,11 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     errors: dict[str, int]
 
 
-class Comparison(msgspec.Struct, frozen=True):
+class FrontendComparison(msgspec.Struct, frozen=True):
     """All turns, and the medians' ratios."""
 
-    trial: Trial
-    legs: list[Leg]
+    trial: FrontendTrial
+    legs: list[FrontendRun]
 
     def frames_per_s(self, name: str) -> float:
         return median(leg.frames_per_s for leg in self.legs if leg.name == name)
@@ -104,14 +113,14 @@ class Comparison(msgspec.Struct, frozen=True):
         return self.microseconds_per_frame(name) / self.microseconds_per_frame(_OURS)
 
 
-def compare(trial: Trial, log: Callable[[str], None]) -> Comparison:
+def compare(trial: FrontendTrial, log: Callable[[str], None]) -> FrontendComparison:
     """Run the contenders in turns.
 
     Raises:
         Unavailable: a server cannot be started, or its door is closed.
     """
     with _servers(trial) as (ours, bare):
-        legs: list[Leg] = []
+        legs: list[FrontendRun] = []
         for _ in range(trial.repeats):
             first = _leg(_OURS, trial, ours, None)
             legs.append(first)
@@ -119,20 +128,20 @@ def compare(trial: Trial, log: Callable[[str], None]) -> Comparison:
             for name, pause in _bare_ways(trial).items():
                 legs.append(_leg(name, trial, bare, _frames(first, trial, pause)))
                 log(_line(legs[-1]))
-        return Comparison(trial, legs)
+        return FrontendComparison(trial, legs)
 
 
-def _bare_ways(trial: Trial) -> dict[str, float | None]:
+def _bare_ways(trial: FrontendTrial) -> dict[str, float | None]:
     steps = {_STEPS: trial.step_ms / 1e3} if trial.step_ms else {}
     return {"bare": None, _TURNS: 0.0, **steps}
 
 
-def _frames(leg: Leg, trial: Trial, pause: float | None) -> Frames:
-    return Frames(max(1, round(leg.frames / trial.requests)), round(leg.bytes_per_frame), pause)
+def _frames(leg: FrontendRun, trial: FrontendTrial, pause: float | None) -> FrameSpec:
+    return FrameSpec(max(1, round(leg.frames / trial.requests)), round(leg.bytes_per_frame), pause)
 
 
 @contextmanager
-def _servers(trial: Trial) -> Iterator[tuple[Place, Place]]:
+def _servers(trial: FrontendTrial) -> Iterator[tuple[ServerAddress, ServerAddress]]:
     parameters = {
         "max_num_seqs": trial.streams,
         "max_num_batched_tokens": 4 * trial.streams,
@@ -151,53 +160,53 @@ def _servers(trial: Trial) -> Iterator[tuple[Place, Place]]:
         yield ours, stack.enter_context(_bare_server())
 
 
-def _length(trial: Trial) -> int:
+def _length(trial: FrontendTrial) -> int:
     return trial.prompt + trial.new + _BLOCK
 
 
 @contextmanager
-def _bare_server() -> Iterator[Place]:
+def _bare_server() -> Iterator[ServerAddress]:
     http_port, grpc_port = free_ports(2)
     command = [sys.executable, "-m", "charonia.bench.load.bare_streams", str(http_port), str(grpc_port)]
-    with process(command) as (pid, alive):
-        place = Place(LOOPBACK, http_port, grpc_port, pid)
+    with run_process(command) as (pid, alive):
+        place = ServerAddress(LOOPBACK, http_port, grpc_port, pid)
         until_open(place, alive)
         yield place
 
 
-def _leg(name: str, trial: Trial, place: Place, frames: Frames | None) -> Leg:
+def _leg(name: str, trial: FrontendTrial, place: ServerAddress, frames: FrameSpec | None) -> FrontendRun:
     meter = CpuMeter(place.pid)
     outcomes = run(_load(trial, place, frames), trial.processes, on_start=meter.start)
     spent = meter.spent()
     return _measured(name, outcomes, spent.frontend if spent else float("nan"))
 
 
-def _load(trial: Trial, place: Place, frames: Frames | None) -> Load:
+def _load(trial: FrontendTrial, place: ServerAddress, frames: FrameSpec | None) -> LoadRun:
     grpc = trial.door == "grpc"
     # Whatever our door is called: the bare handler's events are those of completions.
-    door: DoorName = trial.door if grpc or frames is None else "completions"
+    door: EndpointName = trial.door if grpc or frames is None else "completions"
     form: Form = "text" if door == "chat" else "ids"
-    target = Target(
+    target = LoadTarget(
         host=place.host,
         port=place.grpc_port if grpc else place.http_port,
         door=door,
-        manner=Manner(NAME, counted=False),
+        manner=RequestOptions(NAME, counted=False),
     )
     fixed = None if frames is None else frames.prompt()
-    return Load(
+    return LoadRun(
         target=target,
         jobs=uniform_jobs([0.0] * trial.requests, trial.prompt, trial.new),
         prompts=Prompts(form=form, fixed=fixed),
-        pace=Pace(concurrency=trial.streams),
+        pace=LoopMode(concurrency=trial.streams),
         warm_up=0,
     )
 
 
-def _measured(name: str, outcomes: Sequence[Outcome], spent: float) -> Leg:
-    seen = figures([record for outcome in outcomes for record in outcome.records])
+def _measured(name: str, outcomes: Sequence[WorkerOutcome], spent: float) -> FrontendRun:
+    seen = compute_figures([record for outcome in outcomes for record in outcome.records])
     if not seen.frames:
         raise Unavailable(f"{name} sent nothing: {seen.errors}")
-    return Leg(
+    return FrontendRun(
         name=name,
         frames=seen.frames,
         tokens_per_frame=seen.output_tokens / seen.frames,
@@ -210,11 +219,11 @@ def _measured(name: str, outcomes: Sequence[Outcome], spent: float) -> Leg:
     )
 
 
-def _line(leg: Leg) -> str:
+def _line(leg: FrontendRun) -> str:
     return f"{leg.name}: {leg.frames_per_s:,.0f} frames/s" + (f", errors {leg.errors}" if leg.errors else "")
 
 
-def _cells(leg: Leg) -> list[str]:
+def _cells(leg: FrontendRun) -> list[str]:
     return [
         f"{leg.frames:,}",
         f"{leg.tokens_per_frame:.2f}",
@@ -226,7 +235,7 @@ def _cells(leg: Leg) -> list[str]:
     ]
 
 
-def show(console: Console, comparison: Comparison) -> None:
+def show(console: Console, comparison: FrontendComparison) -> None:
     """Print the turns and the ratios."""
     trial = comparison.trial
     table = Table(title=f"{trial.door}: {trial.streams} streams, {trial.requests} requests of {trial.new} tokens")

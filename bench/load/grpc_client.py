@@ -11,24 +11,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .endpoints import OK, Heard, Manner, sampling
+from .endpoints import OK, RequestOptions, RequestResult, sampling
 from .plan import Prompt
 
 
-class GrpcCaller:
+class GrpcSender:
     """Puts requests to a server at `address` (host:port), all over one channel."""
 
-    def __init__(self, address: str, manner: Manner) -> None:
+    def __init__(self, address: str, manner: RequestOptions) -> None:
         from tritonclient.grpc.aio import InferenceServerClient
 
         self._client = InferenceServerClient(address)
         self._manner = manner
         self._headers = {"authorization": f"Bearer {manner.api_key}"} if manner.api_key else None
 
-    async def ask(self, prompt: Prompt, new: int) -> Heard:
+    async def ask(self, prompt: Prompt, new: int) -> RequestResult:
         import grpc
 
-        heard = Heard(status=OK)
+        heard = RequestResult(status=OK)
         stream = self._client.stream_infer(_once(_request(prompt, new, self._manner)), headers=self._headers)
         try:
             async for result, error in stream:
@@ -49,7 +49,7 @@ async def _once(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
     yield request
 
 
-def _request(prompt: Prompt, new: int, manner: Manner) -> dict[str, Any]:
+def _request(prompt: Prompt, new: int, manner: RequestOptions) -> dict[str, Any]:
     from tritonclient.grpc import InferRequestedOutput
 
     text = isinstance(prompt, str)
@@ -72,7 +72,7 @@ def _input(name: str, datatype: str, data: NDArray[Any]) -> Any:
     return made
 
 
-def _read(result: Any, error: Any, heard: Heard) -> None:
+def _read(result: Any, error: Any, heard: RequestResult) -> None:
     now = perf_counter()
     if error is not None:
         heard.status = f"event: {error.message()}"[:80]
@@ -86,7 +86,7 @@ def _read(result: Any, error: Any, heard: Heard) -> None:
         heard.times.append(now)
 
 
-def _read_counts(result: Any, heard: Heard) -> bool:
+def _read_counts(result: Any, heard: RequestResult) -> bool:
     """Whether tokens came; without ids among the outputs, every response with outputs counts."""
     ids, prompt = result.as_numpy("output_ids"), result.as_numpy("num_input_tokens")
     if prompt is not None:

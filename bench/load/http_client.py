@@ -10,21 +10,21 @@ from typing import NamedTuple, cast
 _HEAD_END = b"\r\n\r\n"
 
 
-class Event(NamedTuple):
+class SseEvent(NamedTuple):
     """One server-sent event, without the empty line that ends it; `at` in seconds of `perf_counter`."""
 
     at: float
     data: bytes
 
 
-class Answer:
+class HttpResponseReader:
     """One answer, read from the pieces that arrive: `events` of an event stream, `body` of anything else."""
 
     def __init__(self) -> None:
         self.status = 0
         self.reusable = True
         self.complete = False
-        self.events: list[Event] = []
+        self.events: list[SseEvent] = []
         self.body = b""
         self.size = 0
         self._buffer = b""
@@ -82,26 +82,26 @@ class Answer:
         if b"\r" in data:
             data = data.replace(b"\r", b"")
         *whole, self._rest = (self._rest + data).split(b"\n\n")
-        self.events += [Event(now, event) for event in whole]
+        self.events += [SseEvent(now, event) for event in whole]
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """One connection that stays open, one exchange at a time."""
 
     def __init__(self) -> None:
         self.closed = False
         self._transport: asyncio.Transport | None = None
-        self._answer = Answer()
+        self._answer = HttpResponseReader()
         self._ended: asyncio.Future[None] | None = None
 
-    async def exchange(self, request: bytes) -> Answer:
+    async def exchange(self, request: bytes) -> HttpResponseReader:
         """Send a whole request, and return its whole answer.
 
         Raises:
             ConnectionError: the other side hung up before the end.
         """
         assert self._transport is not None
-        self._answer, self._ended = Answer(), asyncio.get_running_loop().create_future()
+        self._answer, self._ended = HttpResponseReader(), asyncio.get_running_loop().create_future()
         self._transport.write(request)
         await self._ended
         return self._answer
@@ -136,15 +136,15 @@ class Connection(asyncio.Protocol):
             self._ended.set_exception(error)
 
 
-class Client:
+class HttpClient:
     """POSTs to one server, over as many connections as there are exchanges at a time. `api_key`: shown unless empty."""
 
     def __init__(self, host: str, port: int, api_key: str = "") -> None:
         self._host, self._port = host, port
         self._key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
-        self._idle: list[Connection] = []
+        self._idle: list[HttpConnection] = []
 
-    async def post(self, path: str, body: bytes) -> Answer:
+    async def post(self, path: str, body: bytes) -> HttpResponseReader:
         """Raises `OSError` when the server is not there, or hangs up."""
         head = (
             f"POST {path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type: application/json\r\n{self._key}"
@@ -166,10 +166,10 @@ class Client:
         for connection in self._idle:
             connection.close()
 
-    async def _connection(self) -> Connection:
+    async def _connection(self) -> HttpConnection:
         while self._idle:
             connection = self._idle.pop()
             if not connection.closed:
                 return connection
-        _, made = await asyncio.get_running_loop().create_connection(Connection, self._host, self._port)
+        _, made = await asyncio.get_running_loop().create_connection(HttpConnection, self._host, self._port)
         return made

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from ...core.errors import Unavailable
-from .infer_load import Door, Load, Report
+from .infer_load import Door, InferLoad, InferReport
 from .wrk_h2load import by_h2load, by_wrk
 
 Generator: TypeAlias = Literal["auto", "own", "wrk"]
@@ -20,7 +20,7 @@ Generator: TypeAlias = Literal["auto", "own", "wrk"]
 Driver: TypeAlias = Literal["own", "wrk", "h2load"]
 
 
-def driver(door: Door, generator: Generator) -> Driver:
+def find_generator(door: Door, generator: Generator) -> Driver:
     """What drives this door.
 
     Raises:
@@ -34,15 +34,15 @@ def driver(door: Door, generator: Generator) -> Driver:
     return tool
 
 
-def drivers(doors: Iterable[Door], generator: Generator) -> str:
+def describe_generators(doors: Iterable[Door], generator: Generator) -> str:
     """What drives which of these doors, in words. Raises as `driver` does."""
-    return ", ".join(f"{door} by {_WORDS[driver(door, generator)]}" for door in doors)
+    return ", ".join(f"{door} by {_WORDS[find_generator(door, generator)]}" for door in doors)
 
 
 _WORDS: Mapping[Driver, str] = {"own": "our own generator", "wrk": "wrk", "h2load": "h2load"}
 
 
-def generate(load: Load, by: Driver) -> Report:
+def run_load(load: InferLoad, by: Driver) -> InferReport:
     """Put a load to a server from a process of its own.
 
     Raises:
@@ -56,12 +56,12 @@ def generate(load: Load, by: Driver) -> Report:
     return report
 
 
-def _by_own(load: Load) -> Report:
+def _by_own(load: InferLoad) -> InferReport:
     command = [sys.executable, "-m", "charonia.bench.load.infer_load"]
     run = subprocess.run(command, input=msgspec.json.encode(load), capture_output=True, timeout=load.seconds + 60)
     if run.returncode:
         raise Unavailable(f"a generator failed:\n{run.stderr.decode(errors='replace')[-2000:]}")
-    return msgspec.json.decode(run.stdout, type=Report)
+    return msgspec.json.decode(run.stdout, type=InferReport)
 
 
-_GENERATORS: Mapping[Driver, Callable[[Load], Report]] = {"own": _by_own, "wrk": by_wrk, "h2load": by_h2load}
+_GENERATORS: Mapping[Driver, Callable[[InferLoad], InferReport]] = {"own": _by_own, "wrk": by_wrk, "h2load": by_h2load}

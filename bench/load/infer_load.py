@@ -25,7 +25,7 @@ _SHARE = 32
 """Calls at a time that share a gRPC connection."""
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class InferLoad(msgspec.Struct, frozen=True, kw_only=True):
     """`connections` at a time for `seconds`, to `model` with one FP32 input `name` of `shape`. What is sent in the
     first `warm_up` seconds is in no figure."""
 
@@ -39,7 +39,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     shape: tuple[int, ...] = (1, 16)
 
 
-class Report(msgspec.Struct, frozen=True):
+class InferReport(msgspec.Struct, frozen=True):
     """What came of it: answers, seconds, CPU seconds of the generator, and times of the answers in milliseconds."""
 
     answers: int
@@ -54,10 +54,10 @@ class Report(msgspec.Struct, frozen=True):
         return self.answers / self.seconds
 
 
-class Watch:
+class LatencyRecorder:
     """The times of answers, and when to stop."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: InferLoad) -> None:
         self.begin = perf_counter() + load.warm_up
         self.end = self.begin + load.seconds
         self.times: list[float] = []
@@ -74,16 +74,16 @@ class Watch:
                 self.errors += 1
         return now < self.end
 
-    def report(self) -> Report:
+    def report(self) -> InferReport:
         times = np.array(self.times or [0.0]) * 1e3
         p50, p99 = np.percentile(times, [50, 99]).tolist()
-        return Report(len(self.times), self.end - self.begin, self.cpu, p50, p99, self.errors)
+        return InferReport(len(self.times), self.end - self.begin, self.cpu, p50, p99, self.errors)
 
 
-class Connection(asyncio.Protocol):
+class InferConnection(asyncio.Protocol):
     """One HTTP connection of the loop; `done` when it has stopped."""
 
-    def __init__(self, request: bytes, watch: Watch) -> None:
+    def __init__(self, request: bytes, watch: LatencyRecorder) -> None:
         self._request = request
         self._watch = watch
         self._transport: Any = None
@@ -124,7 +124,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(self._request)
 
 
-def http_request(load: Load) -> bytes:
+def http_request(load: InferLoad) -> bytes:
     """The whole request, as it goes over the wire."""
     data = np.arange(np.prod(load.shape), dtype=np.float32)
     tensor: dict[str, Any] = {"name": load.name, "shape": load.shape, "datatype": "FP32"}
@@ -140,12 +140,12 @@ def http_request(load: Load) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
-def connections(load: Load) -> int:
+def connections(load: InferLoad) -> int:
     """As which its calls over gRPC go."""
     return -(-load.connections // _SHARE)
 
 
-def grpc_request(load: Load) -> bytes:
+def grpc_request(load: InferLoad) -> bytes:
     """A ModelInferRequest, encoded."""
     from tritonclient.grpc import service_pb2
 
@@ -156,16 +156,16 @@ def grpc_request(load: Load) -> bytes:
     return encoded
 
 
-async def _over_http(load: Load, watch: Watch) -> None:
+async def _over_http(load: InferLoad, watch: LatencyRecorder) -> None:
     loop, request = asyncio.get_running_loop(), http_request(load)
     made = [
-        await loop.create_connection(lambda: Connection(request, watch), LOOPBACK, load.port)
+        await loop.create_connection(lambda: InferConnection(request, watch), LOOPBACK, load.port)
         for _ in range(load.connections)
     ]
     await asyncio.gather(*(protocol.done for _, protocol in made))
 
 
-async def _over_grpc(load: Load, watch: Watch) -> None:
+async def _over_grpc(load: InferLoad, watch: LatencyRecorder) -> None:
     import grpc
 
     request = grpc_request(load)
@@ -189,9 +189,9 @@ async def _over_grpc(load: Load, watch: Watch) -> None:
         await channel.close()
 
 
-async def drive(load: Load) -> Report:
+async def drive(load: InferLoad) -> InferReport:
     """Put the load to the server, from this process."""
-    watch, spent = Watch(load), process_time()
+    watch, spent = LatencyRecorder(load), process_time()
     await (_over_grpc if load.door == "grpc" else _over_http)(load, watch)
     watch.cpu = (process_time() - spent) / (load.warm_up + load.seconds) * load.seconds
     return watch.report()
@@ -200,7 +200,7 @@ async def drive(load: Load) -> Report:
 def main() -> None:
     import uvloop
 
-    load = msgspec.json.decode(sys.stdin.buffer.read(), type=Load)
+    load = msgspec.json.decode(sys.stdin.buffer.read(), type=InferLoad)
     sys.stdout.buffer.write(msgspec.json.encode(uvloop.run(drive(load))))
 
 

@@ -12,14 +12,14 @@ Sizes = Sequence[int]
 """Wide of the input, of each hidden layer, of the output."""
 
 
-class Layer(NamedTuple):
+class LinearWeights(NamedTuple):
     """Of what a linear layer is made: [in, out] and [out]."""
 
     weight: NDArray[np.float32]
     bias: NDArray[np.float32]
 
 
-def write_mlp(file: Path, sizes: Sizes, seed: int = 0) -> list[Layer]:
+def write_mlp(file: Path, sizes: Sizes, seed: int = 0) -> list[LinearWeights]:
     """Write a model that makes OUTPUT [batch, last] of INPUT [batch, first]; what it is made of."""
     import onnx
     from onnx import TensorProto, helper, numpy_helper
@@ -40,11 +40,11 @@ def write_mlp(file: Path, sizes: Sizes, seed: int = 0) -> list[Layer]:
     return layers
 
 
-def _layers(sizes: Sizes, seed: int) -> Iterator[Layer]:
+def _layers(sizes: Sizes, seed: int) -> Iterator[LinearWeights]:
     rng = np.random.default_rng(seed)
     for wide, out in pairwise(sizes):
         weight = rng.standard_normal((wide, out), np.float32) / np.float32(wide**0.5)
-        yield Layer(weight, rng.random(out, np.float32))
+        yield LinearWeights(weight, rng.random(out, np.float32))
 
 
 def _nodes(count: int) -> Iterator[Any]:

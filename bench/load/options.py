@@ -9,11 +9,11 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from ...core.errors import InvalidArgument
-from ..server_process import GRPC_PORT, Place, first_model, require_open
-from .driver import Pace
-from .endpoints import DoorName, Manner
-from .plan import Form, Job, Prompts, poisson, read_trace, uniform_jobs, until
-from .worker import Load, Target
+from ..server_process import GRPC_PORT, ServerAddress, first_model, require_open
+from .driver import LoopMode
+from .endpoints import EndpointName, RequestOptions
+from .plan import Form, PlannedRequest, Prompts, due_within, poisson, read_trace, uniform_jobs
+from .worker import LoadRun, LoadTarget
 
 ENDLESS = 100_000
 """Requests of a closed loop that only its duration is to end."""
@@ -23,7 +23,7 @@ _Switch = Parameter(negative=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
+class ServerFlags:
     """Whom to ask, and where."""
 
     model_repository: Path | None = None
@@ -34,7 +34,7 @@ class Server:
     """More arguments of `charonia serve` for a server of our own."""
     model: str = ""
     """The model to ask; by default the server's first."""
-    door: DoorName = "completions"
+    door: EndpointName = "completions"
     """The protocol: OpenAI's completions or chat, v2's generate_stream, or gRPC's ModelStreamInfer."""
     grpc_port: int = GRPC_PORT
     """The gRPC door's port, of a server given by its URL."""
@@ -43,7 +43,7 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class LoadFlags:
     """What to ask. Give one of rate, trace and concurrency."""
 
     rate: Annotated[float | None, _Positive] = None
@@ -86,22 +86,22 @@ class Work:
     """Generator processes."""
 
 
-def load_of(place: Place, server: Server, work: Work) -> Load:
+def build_load(place: ServerAddress, server: ServerFlags, work: LoadFlags) -> LoadRun:
     grpc = server.door == "grpc"
     if grpc:
         require_open(place, place.grpc_port, "the gRPC door")
-    manner = Manner(server.model or first_model(place), work.temperature, not work.stop_at_eos)
+    manner = RequestOptions(server.model or first_model(place), work.temperature, not work.stop_at_eos)
     port = place.grpc_port if grpc else place.http_port
-    return Load(
-        target=Target(host=place.host, port=port, door=server.door, manner=manner),
-        jobs=jobs_of(work),
+    return LoadRun(
+        target=LoadTarget(host=place.host, port=port, door=server.door, manner=manner),
+        jobs=plan_requests(work),
         prompts=Prompts(form=_form(server, work), vocab=work.vocab, shared=work.shared_prefix, seed=work.seed),
-        pace=Pace(concurrency=work.concurrency or 0, duration=work.duration, timeout=work.timeout),
+        pace=LoopMode(concurrency=work.concurrency or 0, duration=work.duration, timeout=work.timeout),
         warm_up=work.warmup,
     )
 
 
-def jobs_of(work: Work) -> list[Job]:
+def plan_requests(work: LoadFlags) -> list[PlannedRequest]:
     """The requests of a load.
 
     Raises:
@@ -112,20 +112,20 @@ def jobs_of(work: Work) -> list[Job]:
     if work.trace is not None:
         limit = min(filter(None, (work.limit, work.requests)), default=None)
         jobs = read_trace(work.trace, speedup=work.speedup, limit=limit, longest=work.longest)
-        return until(jobs, work.duration)
+        return due_within(jobs, work.duration)
     if work.requests is None and work.duration is None:
         raise InvalidArgument("give --requests or --duration, or both: else it never ends")
     if work.rate is None:
         return uniform_jobs([0.0] * (work.requests or ENDLESS), work.prompt, work.new)
     count = work.requests or round(2 * work.rate * (work.duration or 0)) + 100
-    return until(uniform_jobs(poisson(work.rate, count, work.seed), work.prompt, work.new), work.duration)
+    return due_within(uniform_jobs(poisson(work.rate, count, work.seed), work.prompt, work.new), work.duration)
 
 
-def _form(server: Server, work: Work) -> Form:
+def _form(server: ServerFlags, work: LoadFlags) -> Form:
     if server.door == "chat" and work.form == "ids":
         raise InvalidArgument("a chat takes no token ids")
     return work.form or ("text" if server.door == "chat" else "ids")
 
 
-def described(server: Server, work: Work) -> dict[str, Any]:
+def describe_load(server: ServerFlags, work: LoadFlags) -> dict[str, Any]:
     return {**msgspec.to_builtins(server, enc_hook=str), **msgspec.to_builtins(work, enc_hook=str)}

@@ -30,7 +30,7 @@ _WORDS = re.findall(
 """Words that are one token, their space included, in most vocabularies."""
 
 
-class Job(msgspec.Struct, frozen=True):
+class PlannedRequest(msgspec.Struct, frozen=True):
     """One request: `prompt` and `new` in tokens, `due` in seconds after the start (0 in a closed loop)."""
 
     index: int
@@ -49,7 +49,7 @@ class Prompts(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     fixed: list[int] | None = None
 
-    def write(self, job: Job) -> Prompt:
+    def write(self, job: PlannedRequest) -> Prompt:
         """The prompt of a job. In the text form one word stands for one token, so that lengths are approximate."""
         if self.fixed is not None:
             return self.fixed
@@ -70,12 +70,14 @@ def poisson(rate: float, count: int, seed: int) -> list[float]:
     return times
 
 
-def uniform_jobs(arrivals: Iterable[float], prompt: int, new: int) -> list[Job]:
+def uniform_jobs(arrivals: Iterable[float], prompt: int, new: int) -> list[PlannedRequest]:
     """Jobs of one length."""
-    return [Job(index, due, prompt, new) for index, due in enumerate(arrivals)]
+    return [PlannedRequest(index, due, prompt, new) for index, due in enumerate(arrivals)]
 
 
-def read_trace(path: Path, *, speedup: float = 1.0, limit: int | None = None, longest: int | None = None) -> list[Job]:
+def read_trace(
+    path: Path, *, speedup: float = 1.0, limit: int | None = None, longest: int | None = None
+) -> list[PlannedRequest]:
     """The first `limit` jobs of a CSV with arrived_at (seconds), num_prefill_tokens and num_decode_tokens.
 
     The first is due at once; `speedup` divides the times. Prompts are cut so that no job exceeds `longest` tokens.
@@ -95,20 +97,20 @@ def read_trace(path: Path, *, speedup: float = 1.0, limit: int | None = None, lo
     return [_adapted(job, jobs[0].due, speedup, longest) for job in jobs]
 
 
-def _job(path: Path, index: int, row: dict[str, str]) -> Job:
+def _job(path: Path, index: int, row: dict[str, str]) -> PlannedRequest:
     try:
         arrived, prompt, new = (row[column] for column in _COLUMNS)
-        return Job(index, float(arrived), int(prompt), int(new))
+        return PlannedRequest(index, float(arrived), int(prompt), int(new))
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"{path}:{index + 2}: {error}") from None
 
 
-def _adapted(job: Job, first: float, speedup: float, longest: int | None) -> Job:
+def _adapted(job: PlannedRequest, first: float, speedup: float, longest: int | None) -> PlannedRequest:
     new = max(1, job.new if longest is None else min(job.new, longest - 1))
     prompt = max(1, job.prompt if longest is None else min(job.prompt, longest - new))
-    return Job(job.index, (job.due - first) / speedup, prompt, new)
+    return PlannedRequest(job.index, (job.due - first) / speedup, prompt, new)
 
 
-def until(jobs: Sequence[Job], duration: float | None) -> list[Job]:
+def due_within(jobs: Sequence[PlannedRequest], duration: float | None) -> list[PlannedRequest]:
     """Those due within `duration` seconds."""
     return [job for job in jobs if duration is None or job.due < duration]

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ...core.errors import Unavailable
-from .driver import Record
-from .figures import Figures, Slo, Spread, gaps, ttft
+from .driver import LoadRecord
+from .figures import LoadFigures, Slo, Spread, inter_token_times, ttft
 
 
 class Cpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,21 +24,21 @@ class Cpu(msgspec.Struct, frozen=True, kw_only=True):
     engine: float | None = None
 
 
-class Result(NamedTuple):
+class LoadResult(NamedTuple):
     """Everything there is to tell of one load. `asked`: the settings, for the record."""
 
     asked: dict[str, Any]
-    figures: Figures
+    figures: LoadFigures
     slo: Slo
     cpu: Cpu
-    records: Sequence[Record]
+    records: Sequence[LoadRecord]
 
 
 _BUSY = 0.85
 """From this share of a core on, a generator may be what was measured."""
 
 
-def show(console: Console, result: Result) -> None:
+def show(console: Console, result: LoadResult) -> None:
     """Print the tables, and a warning where the generator was the bottleneck."""
     console.print(_latencies(result.figures))
     console.print(_totals(result))
@@ -48,7 +48,7 @@ def show(console: Console, result: Result) -> None:
         console.print("[yellow]the generator was busy itself: give it more --processes, or believe less[/yellow]")
 
 
-def _latencies(figures: Figures) -> Table:
+def _latencies(figures: LoadFigures) -> Table:
     table = Table(title="latency, ms")
     for column in ("", "count", "mean", "p50", "p90", "p99", "max"):
         table.add_column(column, justify="right" if column else "left")
@@ -71,7 +71,7 @@ def _cells(spread: Spread | None) -> list[str]:
     return [str(spread.count), *(f"{time * 1e3:.2f}" for time in times)]
 
 
-def _totals(result: Result) -> Table:
+def _totals(result: LoadResult) -> Table:
     figures, cpu = result.figures, result.cpu
     table = Table(show_header=False)
     table.add_row("requests", f"{figures.requests} in {figures.seconds:.2f} s, {figures.succeeded} ended well")
@@ -92,7 +92,7 @@ def _slo(slo: Slo) -> str:
     return "with " + ", ".join(kept) if kept else "(no SLO given)"
 
 
-def write_json(path: Path, result: Result) -> None:
+def write_json(path: Path, result: LoadResult) -> None:
     """Settings, figures, and every request with the times of its tokens."""
     figures = result.figures
     rates = {
@@ -126,13 +126,13 @@ def require_matplotlib() -> Any:
     return import_module("matplotlib.pyplot")
 
 
-def write_plot(path: Path, result: Result) -> None:
+def write_plot(path: Path, result: LoadResult) -> None:
     """Distributions of TTFT and ITL, and output over time, side by side."""
     pyplot = require_matplotlib()
     figure, (first, between, output) = pyplot.subplots(1, 3, figsize=(15, 4), layout="constrained")
     well = [record for record in result.records if record.times]
     _distribution(first, [ttft(record) for record in well], "time to first token, ms")
-    _distribution(between, [gap for record in well for gap in gaps(record)], "time between tokens, ms")
+    _distribution(between, [gap for record in well for gap in inter_token_times(record)], "time between tokens, ms")
     times = np.array([time for record in well for time in record.times])
     if times.size:
         counts, edges = np.histogram(times, bins=60)

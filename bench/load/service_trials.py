@@ -15,19 +15,19 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from ...core.errors import Unavailable
-from ..peer_process import Contender
-from ..server_process import Place
-from .driver import Pace, Record
-from .endpoints import OK, Manner
-from .figures import gaps, ttft
-from .plan import Job, Prompts, uniform_jobs
-from .worker import Load, Outcome, Target, run
+from ..peer_process import PeerProcess
+from ..server_process import ServerAddress
+from .driver import LoadRecord, LoopMode
+from .endpoints import OK, RequestOptions
+from .figures import inter_token_times, ttft
+from .plan import PlannedRequest, Prompts, uniform_jobs
+from .worker import LoadRun, LoadTarget, WorkerOutcome, run
 
 Log: TypeAlias = Callable[[str], None]
 _Positive = Parameter(validator=Number(gt=0))
 
 
-class Verdict(NamedTuple):
+class TrialVerdict(NamedTuple):
     """What came out, and the bar it is held to, from below or from above."""
 
     what: str
@@ -41,7 +41,7 @@ class Verdict(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class TrialSizes:
     """How large the trials are."""
 
     streams: Annotated[tuple[int, ...], Parameter(consume_multiple=True, validator=Number(gt=0))] = (1, 8, 32)
@@ -69,34 +69,38 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TrialTarget:
     """A server, the model to ask there, the ids that prompts are made of, and seeds: with one of its own a load shares
     no prompt with what was asked before."""
 
-    place: Place
+    place: ServerAddress
     model: str
     vocab: int
     seeds: Iterator[int] = field(default_factory=count)
 
     def put(
         self,
-        jobs: Sequence[Job],
+        jobs: Sequence[PlannedRequest],
         *,
         seed: int | None = None,
         concurrency: int = 0,
         shared: int = 0,
         warm_up: int = 0,
-    ) -> Outcome:
+    ) -> WorkerOutcome:
         """A load in a process of its own, after `warm_up` requests like it; all requests ended well. Its prompts are
         new, or those of `seed`.
 
         Raises:
             Unavailable: one did not.
         """
-        target = Target(host=self.place.host, port=self.place.http_port, door="completions", manner=Manner(self.model))
+        target = LoadTarget(
+            host=self.place.host, port=self.place.http_port, door="completions", manner=RequestOptions(self.model)
+        )
         prompts = Prompts(vocab=self.vocab, shared=shared, seed=next(self.seeds) if seed is None else seed)
         (outcome,) = run(
-            Load(target=target, jobs=list(jobs), prompts=prompts, pace=Pace(concurrency=concurrency), warm_up=warm_up)
+            LoadRun(
+                target=target, jobs=list(jobs), prompts=prompts, pace=LoopMode(concurrency=concurrency), warm_up=warm_up
+            )
         )
         failed = [record.status for record in outcome.records if record.status != OK]
         if failed:
@@ -104,12 +108,12 @@ class Asked:
         return outcome
 
 
-def speed(outcome: Outcome) -> float:
+def speed(outcome: WorkerOutcome) -> float:
     """Output tokens a second, to the last end."""
     return sum(record.tokens for record in outcome.records) / max(record.ended for record in outcome.records)
 
 
-def throughput(asked: Asked, engine: Contender, sizes: Sizes, cores: int, log: Log) -> list[Verdict]:
+def throughput(asked: TrialTarget, engine: PeerProcess, sizes: TrialSizes, cores: int, log: Log) -> list[TrialVerdict]:
     """A closed loop beside the engine without doors, on the same prompts, submitted at once in both.
 
     The generator takes its share of the machine: what is left of it is what the server is held to. The machine's speed
@@ -122,32 +126,32 @@ def throughput(asked: Asked, engine: Contender, sizes: Sizes, cores: int, log: L
         jobs = uniform_jobs([0.0] * streams, sizes.prompt, sizes.new)
         for seed in islice(asked.seeds, sizes.repeats):
             outcome = asked.put(jobs, seed=seed, concurrency=streams, warm_up=1)
-            served = net(speed(outcome), outcome.cpu / outcome.seconds, cores)
+            served = without_generator(speed(outcome), outcome.cpu / outcome.seconds, cores)
             ids = [_ids(asked, job, seed) for job in jobs]
             alone = engine.generate(ids, sizes.new).speed
             shares.append(served / alone)
             log(f"{streams} streams: {speed(outcome):.1f} tokens/s, {served:.1f} net; engine {alone:.1f}")
         what = f"{streams} streams over HTTP, net, of the engine without doors"
-        verdicts.append(Verdict(what, median(shares), 0.95, True))
+        verdicts.append(TrialVerdict(what, median(shares), 0.95, True))
     return verdicts
 
 
-def _warm(asked: Asked) -> None:
+def _warm(asked: TrialTarget) -> None:
     asked.put(uniform_jobs([0.0], 16, 2))
 
 
-def net(tokens: float, generator: float, cores: int) -> float:
+def without_generator(tokens: float, generator: float, cores: int) -> float:
     """What a rate would have been with the cores that the generator took."""
     return tokens / (1 - generator / cores)
 
 
-def _ids(asked: Asked, job: Job, seed: int) -> list[int]:
+def _ids(asked: TrialTarget, job: PlannedRequest, seed: int) -> list[int]:
     prompt = Prompts(vocab=asked.vocab, seed=seed).write(job)
     assert isinstance(prompt, list)
     return prompt
 
 
-def prefill(asked: Asked, sizes: Sizes, log: Log) -> list[Verdict]:
+def prefill(asked: TrialTarget, sizes: TrialSizes, log: Log) -> list[TrialVerdict]:
     """The p99 gap between tokens of running streams while a long prompt is computed, over the same streams' median
     without it."""
     ratios = []
@@ -157,14 +161,16 @@ def prefill(asked: Asked, sizes: Sizes, log: Log) -> list[Verdict]:
         alone = asked.put(running).records
         usual = median(steady_gaps(alone))
         begun, ended = max(record.times[0] for record in alone), min(record.ended for record in alone)
-        long = Job(sizes.running, begun + (ended - begun) / 4, sizes.long, 1)
+        long = PlannedRequest(sizes.running, begun + (ended - begun) / 4, sizes.long, 1)
         slow = float(np.percentile(gaps_during(asked.put([*running, long]).records, long.index), 99))
         log(f"gaps of {sizes.running} streams: median {usual * 1e3:.1f} ms, p99 beside a prefill {slow * 1e3:.1f} ms")
         ratios.append(slow / usual)
-    return [Verdict(f"p99 ITL beside a {sizes.long}-token prefill, of the median without", median(ratios), 2.0, False)]
+    return [
+        TrialVerdict(f"p99 ITL beside a {sizes.long}-token prefill, of the median without", median(ratios), 2.0, False)
+    ]
 
 
-def steady_gaps(records: Sequence[Record]) -> list[float]:
+def steady_gaps(records: Sequence[LoadRecord]) -> list[float]:
     """Seconds between tokens from when every stream has begun until the first ends.
 
     Raises:
@@ -176,7 +182,7 @@ def steady_gaps(records: Sequence[Record]) -> list[float]:
     return _gaps_within(records, begun, ended)
 
 
-def gaps_during(records: Sequence[Record], long: int) -> list[float]:
+def gaps_during(records: Sequence[LoadRecord], long: int) -> list[float]:
     """Seconds between tokens of the others while the request with index `long` waited for its first.
 
     Raises:
@@ -189,33 +195,33 @@ def gaps_during(records: Sequence[Record], long: int) -> list[float]:
     return _gaps_within(others, slow.sent, slow.times[0])
 
 
-def _gaps_within(records: Sequence[Record], begin: float, end: float) -> list[float]:
+def _gaps_within(records: Sequence[LoadRecord], begin: float, end: float) -> list[float]:
     """Those that overlap the span."""
     return [
         gap
         for record in records
-        for at, gap in zip(record.times, gaps(record), strict=False)
+        for at, gap in zip(record.times, inter_token_times(record), strict=False)
         if at < end and at + gap > begin
     ]
 
 
-def mixed(asked: Asked, sizes: Sizes, log: Log) -> list[Verdict]:
+def mixed(asked: TrialTarget, sizes: TrialSizes, log: Log) -> list[TrialVerdict]:
     """The median TTFT of short prompts that arrive right behind long ones, over what they have alone."""
     ratios = []
     lengths = np.linspace(32, 255, sizes.shorts).astype(int).tolist()
-    shorts = [Job(index, 0.0, length, sizes.new) for index, length in enumerate(lengths)]
+    shorts = [PlannedRequest(index, 0.0, length, sizes.new) for index, length in enumerate(lengths)]
     _warm(asked)
-    longs = [Job(len(shorts) + index, 0.0, sizes.long, sizes.new) for index in range(sizes.longs)]
+    longs = [PlannedRequest(len(shorts) + index, 0.0, sizes.long, sizes.new) for index in range(sizes.longs)]
     for _ in range(sizes.repeats):
         alone = _median_ttft(asked.put(shorts).records, len(shorts))
         behind = _median_ttft(asked.put([*longs, *shorts]).records, len(shorts))
         log(f"TTFT of {len(shorts)} short prompts: {alone * 1e3:.0f} ms alone, {behind * 1e3:.0f} ms behind long ones")
         ratios.append(behind / alone)
     what = f"p50 TTFT of short prompts behind {sizes.longs} of {sizes.long} tokens, of theirs alone"
-    return [Verdict(what, median(ratios), 3.0, False)]
+    return [TrialVerdict(what, median(ratios), 3.0, False)]
 
 
-def _median_ttft(records: Sequence[Record], shorts: int) -> float:
+def _median_ttft(records: Sequence[LoadRecord], shorts: int) -> float:
     return median(ttft(record) for record in records if record.index < shorts)
 
 
@@ -223,7 +229,7 @@ _OWN = 16
 """Tokens of a sharing prompt that are its own."""
 
 
-def prefix(asked: Asked, sizes: Sizes, log: Log) -> list[Verdict]:
+def prefix(asked: TrialTarget, sizes: TrialSizes, log: Log) -> list[TrialVerdict]:
     """Throughput of prompts with a beginning that is cached already, over that of prompts with nothing in common."""
     ratios = []
     jobs = uniform_jobs([0.0] * sizes.sharing, sizes.shared + _OWN, sizes.new)
@@ -233,4 +239,6 @@ def prefix(asked: Asked, sizes: Sizes, log: Log) -> list[Verdict]:
         computed = speed(asked.put(jobs, concurrency=sizes.sharing, warm_up=1))
         log(f"{sizes.shared} tokens of each prompt cached: {cached:.1f} tokens/s, computed: {computed:.1f}")
         ratios.append(cached / computed)
-    return [Verdict(f"throughput with {sizes.shared} prompt tokens cached, of that without", median(ratios), 4.0, True)]
+    return [
+        TrialVerdict(f"throughput with {sizes.shared} prompt tokens cached, of that without", median(ratios), 4.0, True)
+    ]

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..checkpoint import write_random
-from ..server_process import Place, own_server
+from ..server_process import ServerAddress, own_server
 from .fake_model import VOCAB, write_config, write_words
 
 NAME = "tiny"
@@ -55,7 +55,7 @@ def write_repository(directory: Path, parameters: Mapping[str, object]) -> Path:
 
 
 @contextmanager
-def tiny_server(*flags: str) -> Iterator[Place]:
+def tiny_server(*flags: str) -> Iterator[ServerAddress]:
     """A server over it, gone in the end."""
     with TemporaryDirectory(prefix="charonia-proof-") as directory:
         repository = write_repository(Path(directory) / "models", _ENGINE)

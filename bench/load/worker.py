@@ -14,10 +14,10 @@ from typing import TypeAlias
 import msgspec
 
 from ...core.errors import Unavailable
-from .driver import Driver, Pace, Record
-from .endpoints import DOORS, OK, Caller, DoorName, Manner, SseCaller
-from .http_client import Client
-from .plan import Job, Prompts
+from .driver import LoadDriver, LoadRecord, LoopMode
+from .endpoints import ENDPOINTS, OK, EndpointName, RequestOptions, RequestSender, SseSender
+from .http_client import HttpClient
+from .plan import PlannedRequest, Prompts
 
 _PROGRESS_SECONDS = 0.25
 _HEAD_START_SECONDS = 0.1
@@ -26,25 +26,25 @@ _WARM_UP = 1 << 40
 """Where the numbers of jobs begin that only warm up."""
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
+class LoadTarget(msgspec.Struct, frozen=True, kw_only=True):
     """Where requests go, through which door, and how they are put. `address` is the door's own."""
 
     host: str
     port: int
-    door: DoorName
-    manner: Manner
+    door: EndpointName
+    manner: RequestOptions
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class LoadRun(msgspec.Struct, frozen=True, kw_only=True):
     """Everything one run asks for. `warm_up`: requests of each process before the start, in no figure."""
 
-    target: Target
-    jobs: list[Job]
+    target: LoadTarget
+    jobs: list[PlannedRequest]
     prompts: Prompts
-    pace: Pace
+    pace: LoopMode
     warm_up: int = 1
 
-    def shares(self, processes: int) -> "list[Load]":
+    def shares(self, processes: int) -> "list[LoadRun]":
         """One load for each process, jobs dealt out in turn. A closed loop has at least one slot in each."""
         slots = self.pace.concurrency
         processes = min(processes, slots or processes, max(1, len(self.jobs)))
@@ -58,7 +58,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
-class Progress(msgspec.Struct, frozen=True, tag=True):
+class RequestProgress(msgspec.Struct, frozen=True, tag=True):
     """Requests and tokens so far."""
 
     sent: int = 0
@@ -66,39 +66,39 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     failed: int = 0
     tokens: int = 0
 
-    def __add__(self, other: "Progress") -> "Progress":
+    def __add__(self, other: "RequestProgress") -> "RequestProgress":
         mine, others = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
-        return Progress(*(one + two for one, two in zip(mine, others, strict=True)))
+        return RequestProgress(*(one + two for one, two in zip(mine, others, strict=True)))
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class WorkerReady(msgspec.Struct, frozen=True, tag=True):
     """The process is connected and warm."""
 
 
-class Outcome(msgspec.Struct, frozen=True, tag=True):
+class WorkerOutcome(msgspec.Struct, frozen=True, tag=True):
     """What a process brought; `cpu` seconds it spent in `seconds` since the start."""
 
-    records: list[Record]
+    records: list[LoadRecord]
     cpu: float
     seconds: float
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class WorkerFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Message: TypeAlias = Progress | Ready | Outcome | Failed
-Watch: TypeAlias = Callable[[Progress], None]
+WorkerMessage: TypeAlias = RequestProgress | WorkerReady | WorkerOutcome | WorkerFailed
+Watch: TypeAlias = Callable[[RequestProgress], None]
 
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
 
 
 def run(
-    load: Load,
+    load: LoadRun,
     processes: int = 1,
     watch: Watch = lambda progress: None,
     on_start: Callable[[], None] = lambda: None,
-) -> list[Outcome]:
+) -> list[WorkerOutcome]:
     """Run a load in processes of its own; `watch` hears of progress a few times a second. `on_start` is called when
     all of them are warm.
 
@@ -115,23 +115,23 @@ def run(
         return _follow(pipes, watch)
 
 
-def _follow(pipes: Sequence[Connection], watch: Watch) -> list[Outcome]:
-    progress = {pipe.fileno(): Progress() for pipe in pipes}
-    outcomes: dict[int, Outcome] = {}
+def _follow(pipes: Sequence[Connection], watch: Watch) -> list[WorkerOutcome]:
+    progress = {pipe.fileno(): RequestProgress() for pipe in pipes}
+    outcomes: dict[int, WorkerOutcome] = {}
     while len(outcomes) < len(pipes):
         for pipe in wait([each for each in pipes if each.fileno() not in outcomes]):
             assert isinstance(pipe, Connection)
             message = _receive(pipe)
-            if isinstance(message, Progress):
+            if isinstance(message, RequestProgress):
                 progress[pipe.fileno()] = message
-            elif isinstance(message, Outcome):
+            elif isinstance(message, WorkerOutcome):
                 outcomes[pipe.fileno()] = message
-        watch(sum(progress.values(), Progress()))
+        watch(sum(progress.values(), RequestProgress()))
     return list(outcomes.values())
 
 
 @contextmanager
-def _spawned(shares: Sequence[Load]) -> Iterator[list[Connection]]:
+def _spawned(shares: Sequence[LoadRun]) -> Iterator[list[Connection]]:
     spawn = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
     processes = []
@@ -152,12 +152,12 @@ def _spawned(shares: Sequence[Load]) -> Iterator[list[Connection]]:
             process.join()
 
 
-def _receive(pipe: Connection) -> Progress | Ready | Outcome:
+def _receive(pipe: Connection) -> RequestProgress | WorkerReady | WorkerOutcome:
     try:
         message = _decoder.decode(pipe.recv_bytes())
     except EOFError:
         raise Unavailable("a load generator process died") from None
-    if isinstance(message, Failed):
+    if isinstance(message, WorkerFailed):
         raise Unavailable(message.message)
     return message
 
@@ -168,30 +168,30 @@ def _receive(pipe: Connection) -> Progress | Ready | Outcome:
 def _main(share: bytes, pipe: Connection) -> None:
     import uvloop
 
-    load = msgspec.msgpack.decode(share, type=Load)
+    load = msgspec.msgpack.decode(share, type=LoadRun)
     try:
         uvloop.run(_work(load, pipe))
     except KeyboardInterrupt:
         return
     except (Unavailable, OSError) as error:
-        _send(pipe, Failed(str(error)))
+        _send(pipe, WorkerFailed(str(error)))
 
 
-async def _work(load: Load, pipe: Connection) -> None:
-    caller = make_caller(load.target)
+async def _work(load: LoadRun, pipe: Connection) -> None:
+    caller = make_sender(load.target)
     try:
         await _warm_up(load, caller)
-        _send(pipe, Ready())
+        _send(pipe, WorkerReady())
         # Nothing else runs in this loop yet: waiting here keeps nobody waiting.
-        driver = Driver(caller, load.prompts, load.pace, pipe.recv())
+        driver = LoadDriver(caller, load.prompts, load.pace, pipe.recv())
         cpu, begun = process_time(), perf_counter()
         await _reporting(driver, load.jobs, pipe)
-        _send(pipe, Outcome(driver.records, process_time() - cpu, perf_counter() - begun))
+        _send(pipe, WorkerOutcome(driver.records, process_time() - cpu, perf_counter() - begun))
     finally:
         await caller.close()
 
 
-async def _warm_up(load: Load, caller: Caller) -> None:
+async def _warm_up(load: LoadRun, caller: RequestSender) -> None:
     for job in load.jobs[: load.warm_up]:
         again = msgspec.structs.replace(job, index=_WARM_UP + job.index)
         heard = await caller.ask(load.prompts.write(again), job.new)
@@ -199,24 +199,24 @@ async def _warm_up(load: Load, caller: Caller) -> None:
             raise Unavailable(f"the first request failed: {heard.status}")
 
 
-async def _reporting(driver: Driver, jobs: Sequence[Job], pipe: Connection) -> None:
+async def _reporting(driver: LoadDriver, jobs: Sequence[PlannedRequest], pipe: Connection) -> None:
     running = asyncio.create_task(driver.run(jobs))
     while not running.done():
         await asyncio.wait({running}, timeout=_PROGRESS_SECONDS)
         tally = driver.tally
-        _send(pipe, Progress(tally.sent, tally.done, tally.failed, tally.tokens))
+        _send(pipe, RequestProgress(tally.sent, tally.done, tally.failed, tally.tokens))
     running.result()
 
 
-def _send(pipe: Connection, message: Message) -> None:
+def _send(pipe: Connection, message: WorkerMessage) -> None:
     pipe.send_bytes(msgspec.msgpack.encode(message))
 
 
-def make_caller(target: Target) -> Caller:
+def make_sender(target: LoadTarget) -> RequestSender:
     """The client for a target's door."""
     if target.door == "grpc":
-        from .grpc_client import GrpcCaller
+        from .grpc_client import GrpcSender
 
-        return GrpcCaller(f"{target.host}:{target.port}", target.manner)
-    client = Client(target.host, target.port, target.manner.api_key)
-    return SseCaller(client, DOORS[target.door], target.manner)
+        return GrpcSender(f"{target.host}:{target.port}", target.manner)
+    client = HttpClient(target.host, target.port, target.manner.api_key)
+    return SseSender(client, ENDPOINTS[target.door], target.manner)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ...core.errors import Unavailable
 from ..server_process import LOOPBACK
-from .infer_load import METHOD, Load, Report, connections, grpc_request, http_request
+from .infer_load import METHOD, InferLoad, InferReport, connections, grpc_request, http_request
 
 _PATIENCE = 30
 """Seconds that an answer may take."""
@@ -53,7 +53,7 @@ class WrkSummary(msgspec.Struct, frozen=True):
     p99: float
 
 
-class Traffic(msgspec.Struct, frozen=True):
+class H2loadTraffic(msgspec.Struct, frozen=True):
     """What h2load says at its end: requests that have ended, those with status 200, and bytes of their bodies."""
 
     done: int
@@ -61,7 +61,7 @@ class Traffic(msgspec.Struct, frozen=True):
     data: int
 
 
-def by_wrk(load: Load) -> Report:
+def by_wrk(load: InferLoad) -> InferReport:
     """Put an HTTP load to a server.
 
     Raises:
@@ -93,8 +93,8 @@ def read_wrk(said: str) -> WrkSummary:
         raise Unavailable(f"wrk ended without a summary ({error}):\n{said[-2000:]}") from None
 
 
-def wrk_report(summary: WrkSummary, cpu: float) -> Report:
-    return Report(
+def wrk_report(summary: WrkSummary, cpu: float) -> InferReport:
+    return InferReport(
         answers=summary.answers - summary.refused,
         seconds=summary.microseconds / 1e6,
         cpu=cpu,
@@ -104,7 +104,7 @@ def wrk_report(summary: WrkSummary, cpu: float) -> Report:
     )
 
 
-def by_h2load(load: Load) -> Report:
+def by_h2load(load: InferLoad) -> InferReport:
     """Put a gRPC load to a server.
 
     Raises:
@@ -123,10 +123,10 @@ def by_h2load(load: Load) -> Report:
         options = (f"-c{count}", f"-m{streams}", f"-D{seconds}", f"--log-file={times}")
         said, cpu = _run("h2load", *options, *always)
         taken = np.loadtxt(times, np.int64, usecols=2, ndmin=1)
-    return h2load_report(read_h2load(said), first.data, Span(seconds, cpu, taken))
+    return h2load_report(read_h2load(said), first.data, H2loadTimes(seconds, cpu, taken))
 
 
-class Span(NamedTuple):
+class H2loadTimes(NamedTuple):
     """How long h2load ran, what it cost, and [answers] microseconds that each answer took."""
 
     seconds: float
@@ -134,19 +134,19 @@ class Span(NamedTuple):
     taken: NDArray[np.int64]
 
 
-def read_h2load(said: str) -> Traffic:
+def read_h2load(said: str) -> H2loadTraffic:
     """Raises `Unavailable` where there is no summary."""
     found = _TRAFFIC.search(said)
     if found is None:
         raise Unavailable(f"h2load ended without a summary:\n{said[-2000:]}")
-    return Traffic(*map(int, found.groups()))
+    return H2loadTraffic(*map(int, found.groups()))
 
 
-def h2load_report(traffic: Traffic, size: int, span: Span) -> Report:
+def h2load_report(traffic: H2loadTraffic, size: int, span: H2loadTimes) -> InferReport:
     """`size`: bytes of an answer. A call that fails has status 200 too, and no body."""
     good = min(traffic.data // size, traffic.succeeded)
     p50, p99 = np.percentile(span.taken, [50, 99]).tolist() if span.taken.size else (0.0, 0.0)
-    return Report(good, span.seconds, span.cpu, p50 / 1e3, p99 / 1e3, traffic.done - good)
+    return InferReport(good, span.seconds, span.cpu, p50 / 1e3, p99 / 1e3, traffic.done - good)
 
 
 def _run(*command: str) -> tuple[str, float]:

@@ -28,7 +28,7 @@ _STORED = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
 _MODELS = ("llama", "qwen2")
 
 
-class Refused(Exception):
+class UnsupportedCheckpoint(Exception):
     """The checkpoint is none that we can write; the message says why."""
 
 
@@ -51,7 +51,7 @@ class Llama3Rope(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shape:
+class GgufModelShape:
     """What llama.cpp is told of a model; `model` is its name for the architecture, and config.json's."""
 
     model: str
@@ -68,7 +68,7 @@ class Shape:
     stretched: Llama3Rope | None
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "Shape":
+    def of(cls, config: Mapping[str, Any]) -> "GgufModelShape":
         """Out of a config.json.
 
         Raises:
@@ -78,10 +78,10 @@ class Shape:
         try:
             return cls._read(config)
         except KeyError as missing:
-            raise Refused(f"config.json has no {missing}") from missing
+            raise UnsupportedCheckpoint(f"config.json has no {missing}") from missing
 
     @classmethod
-    def _read(cls, config: Mapping[str, Any]) -> "Shape":
+    def _read(cls, config: Mapping[str, Any]) -> "GgufModelShape":
         rope = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
         heads = config["num_attention_heads"]
         return cls(
@@ -100,7 +100,7 @@ class Shape:
         )
 
 
-class Tensor(NamedTuple):
+class GgufTensor(NamedTuple):
     """A weight by its name in the checkpoint; bf16's bits are 16-bit integers."""
 
     name: str
@@ -114,7 +114,7 @@ class Tensor(NamedTuple):
         return self.values.astype(np.float32)
 
 
-def tensors(checkpoint: Path) -> Iterator[Tensor]:
+def tensors(checkpoint: Path) -> Iterator[GgufTensor]:
     """Every weight of all files, mapped and not read yet.
 
     Raises:
@@ -122,7 +122,7 @@ def tensors(checkpoint: Path) -> Iterator[Tensor]:
     """
     files = sorted(checkpoint.glob("*.safetensors"))
     if not files:
-        raise Refused(f"{checkpoint}: no safetensors")
+        raise UnsupportedCheckpoint(f"{checkpoint}: no safetensors")
     for file in files:
         with file.open("rb") as opened:
             (size,) = struct.unpack("<Q", opened.read(8))
@@ -133,7 +133,7 @@ def tensors(checkpoint: Path) -> Iterator[Tensor]:
             yield _tensor(name, entry, data)
 
 
-def paired(values: Array, heads: int) -> Array:
+def permute_rope_rows(values: Array, heads: int) -> Array:
     """Rows of a query or key projection in the order that llama.cpp rotates Llama's in: neighbours form a pair, where
     the checkpoint has a head's first half and its second."""
     return values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
@@ -143,17 +143,17 @@ def export(checkpoint: Path, precision: str, file: Path) -> None:
     """Write the file.
 
     Raises:
-        Refused: see `Shape` and `tensors`; or a weight that llama.cpp has no name or no place for.
+        Refused: see `GgufModelShape` and `tensors`; or a weight that llama.cpp has no name or no place for.
     """
     gguf: Any = import_module("gguf")
-    shape = Shape.of(json.loads((checkpoint / "config.json").read_bytes()))
+    shape = GgufModelShape.of(json.loads((checkpoint / "config.json").read_bytes()))
     writer = gguf.GGUFWriter(file, shape.model)
     _describe(writer, shape)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[shape.model.upper()], shape.layers)
     for tensor in tensors(checkpoint):
         name = names.get_name(tensor.name, try_suffixes=(".weight", ".bias"))
         if name is None:
-            raise Refused(f"{tensor.name}: llama.cpp's {shape.model} has no such weight")
+            raise UnsupportedCheckpoint(f"{tensor.name}: llama.cpp's {shape.model} has no such weight")
         values = _arranged(tensor, shape)
         kind = gguf.GGMLQuantizationType[MATRICES[precision] if values.ndim > 1 else "F32"]
         writer.add_tensor(name, _encoded(gguf, tensor.name, values, kind), raw_dtype=kind)
@@ -168,11 +168,11 @@ def export(checkpoint: Path, precision: str, file: Path) -> None:
 def _refuse(config: Mapping[str, Any]) -> None:
     model = config.get("model_type")
     if model not in _MODELS:
-        raise Refused(f"model_type {model!r} is not converted to GGUF: {' and '.join(_MODELS)} are")
+        raise UnsupportedCheckpoint(f"model_type {model!r} is not converted to GGUF: {' and '.join(_MODELS)} are")
     if config.get("use_sliding_window"):
-        raise Refused("use_sliding_window is not converted to GGUF")
+        raise UnsupportedCheckpoint("use_sliding_window is not converted to GGUF")
     if config.get("hidden_act", "silu") != "silu":
-        raise Refused(f"hidden_act {config['hidden_act']!r} is not converted to GGUF: silu is")
+        raise UnsupportedCheckpoint(f"hidden_act {config['hidden_act']!r} is not converted to GGUF: silu is")
 
 
 def _stretched(model: str, rope: Mapping[str, Any]) -> Llama3Rope | None:
@@ -180,32 +180,36 @@ def _stretched(model: str, rope: Mapping[str, Any]) -> Llama3Rope | None:
     if kind == "default":
         return None
     if (model, kind) != ("llama", "llama3"):
-        raise Refused(f"rope_type {kind!r} of {model} is not converted to GGUF: default is, and llama's llama3")
+        raise UnsupportedCheckpoint(
+            f"rope_type {kind!r} of {model} is not converted to GGUF: default is, and llama's llama3"
+        )
     return Llama3Rope(*(rope[field] for field in Llama3Rope._fields))
 
 
-def _tensor(name: str, entry: Mapping[str, Any], data: Array) -> Tensor:
+def _tensor(name: str, entry: Mapping[str, Any], data: Array) -> GgufTensor:
     stored, (begin, end) = entry["dtype"], entry["data_offsets"]
     if stored not in _STORED:
-        raise Refused(f"{name}: {stored} is not converted to GGUF: {', '.join(_STORED)} are")
-    return Tensor(name, stored, data[begin:end].view(_STORED[stored]).reshape(entry["shape"]))
+        raise UnsupportedCheckpoint(f"{name}: {stored} is not converted to GGUF: {', '.join(_STORED)} are")
+    return GgufTensor(name, stored, data[begin:end].view(_STORED[stored]).reshape(entry["shape"]))
 
 
-def _arranged(tensor: Tensor, shape: Shape) -> Array:
+def _arranged(tensor: GgufTensor, shape: GgufModelShape) -> Array:
     values, heads = tensor.floats(), {"q_proj": shape.heads, "k_proj": shape.kv_heads}
     projection = tensor.name.split(".")[-2]
-    return paired(values, heads[projection]) if shape.model == "llama" and projection in heads else values
+    return permute_rope_rows(values, heads[projection]) if shape.model == "llama" and projection in heads else values
 
 
 def _encoded(gguf: Any, name: str, values: Array, kind: Any) -> Array:
     block, _ = gguf.GGML_QUANT_SIZES[kind]
     if values.shape[-1] % block:
-        raise Refused(f"{name}: rows of {values.shape[-1]} values are not whole blocks of {block}, as {kind.name} has")
+        raise UnsupportedCheckpoint(
+            f"{name}: rows of {values.shape[-1]} values are not whole blocks of {block}, as {kind.name} has"
+        )
     encoded: Array = gguf.quants.quantize(values, kind)
     return encoded
 
 
-def _describe(writer: Any, shape: Shape) -> None:
+def _describe(writer: Any, shape: GgufModelShape) -> None:
     writer.add_vocab_size(shape.vocab)
     writer.add_tokenizer_model("none")
     writer.add_context_length(shape.context)
@@ -226,7 +230,7 @@ def main() -> None:
     checkpoint, precision, file = sys.argv[1:]
     try:
         export(Path(checkpoint), precision, Path(file))
-    except Refused as error:
+    except UnsupportedCheckpoint as error:
         sys.exit(f"{checkpoint}: {error}")
 
 

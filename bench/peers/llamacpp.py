@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from ..peer_runner import Setup
+    from ..peer_runner import PeerSetup
 
 
 class _Row(NamedTuple):
@@ -25,7 +25,7 @@ class Peer:
     """All is llama.cpp's default but the threads, the sizes, `chunk`, which it calls the physical batch, and what fp32
     needs to be that."""
 
-    def __init__(self, setup: "Setup") -> None:
+    def __init__(self, setup: "PeerSetup") -> None:
         self._numpy: Any = import_module("numpy")
         self._api: Any = import_module("llama_cpp")
         self.about = f"llama-cpp-python {version('llama-cpp-python')}"
@@ -59,14 +59,14 @@ class Peer:
         likeliest: list[int] = logits.argmax(axis=1).tolist()
         return likeliest
 
-    def _loaded(self, setup: "Setup") -> Any:
+    def _loaded(self, setup: "PeerSetup") -> Any:
         file = _converted(setup)
         model = self._api.llama_model_load_from_file(str(file).encode(), self._api.llama_model_default_params())
         if not model:
             raise RuntimeError(f"llama.cpp does not load {file}")
         return model
 
-    def _opened(self, setup: "Setup") -> Any:
+    def _opened(self, setup: "PeerSetup") -> Any:
         most = self._api.llama_max_parallel_sequences()
         if setup.sequences > most:
             raise ValueError(f"{setup.sequences} sequences: llama.cpp has {most} at most")
@@ -92,7 +92,7 @@ def _rows(prompts: Sequence[Sequence[int]]) -> list[_Row]:
     ]
 
 
-def _converted(setup: "Setup") -> Path:
+def _converted(setup: "PeerSetup") -> Path:
     file = Path(setup.folder) / "model.gguf"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)

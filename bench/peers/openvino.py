@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..peer_runner import Setup
+    from ..peer_runner import PeerSetup
 
 _FORMATS = {"bf16": "fp16", "int8": "int8"}
 """What its weights are stored as. It picks what to compute with itself: bf16 where the processor has that."""
@@ -16,7 +16,7 @@ _CACHE_GB = 4
 
 
 class Peer:
-    def __init__(self, setup: "Setup") -> None:
+    def __init__(self, setup: "PeerSetup") -> None:
         self._numpy: Any = import_module("numpy")
         self._openvino: Any = import_module("openvino")
         self._genai: Any = import_module("openvino_genai")
@@ -29,7 +29,7 @@ class Peer:
         answers = self._pipeline.generate(ids, [self._sampling(new)] * len(ids))
         return [list(answer.m_generation_ids[0]) for answer in answers]
 
-    def _schedule(self, setup: "Setup") -> Any:
+    def _schedule(self, setup: "PeerSetup") -> Any:
         config = self._genai.SchedulerConfig()
         config.cache_size = _CACHE_GB
         config.max_num_batched_tokens, config.max_num_seqs = setup.chunk, max(64, setup.sequences)
@@ -43,7 +43,7 @@ class Peer:
         return config
 
 
-def _exported(setup: "Setup") -> str:
+def _exported(setup: "PeerSetup") -> str:
     folder = Path(setup.folder)
     if not folder.exists():
         # Only a whole export gets the name that the next run looks for.

@@ -4,13 +4,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..peer_runner import Setup
+    from ..peer_runner import PeerSetup
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 class Peer:
-    def __init__(self, setup: "Setup") -> None:
+    def __init__(self, setup: "PeerSetup") -> None:
         self._torch: Any = import_module("torch")
         transformers: Any = import_module("transformers")
         self.about = f"transformers {transformers.__version__}, torch {self._torch.__version__}"

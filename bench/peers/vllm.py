@@ -5,14 +5,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..peer_runner import Setup
+    from ..peer_runner import PeerSetup
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _CACHE_GB = 4
 
 
 class Peer:
-    def __init__(self, setup: "Setup") -> None:
+    def __init__(self, setup: "PeerSetup") -> None:
         # It reads them when it is imported.
         os.environ.update(_environment(setup))
         self._vllm: Any = import_module("vllm")
@@ -34,7 +34,7 @@ class Peer:
         return [list(answer.outputs[0].token_ids) for answer in answers]
 
 
-def _environment(setup: "Setup") -> dict[str, str]:
+def _environment(setup: "PeerSetup") -> dict[str, str]:
     cores = sorted(os.sched_getaffinity(0))[: setup.threads]
     return {
         "VLLM_CPU_KVCACHE_SPACE": str(_CACHE_GB),

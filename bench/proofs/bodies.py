@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ..fuzz.answer_checks import Rpc, Verdict, ask_http
+from ..fuzz.answer_checks import MutantVerdict, RpcSender, ask_http
 from ..fuzz.grpc_mutations import rpc_mutant
-from ..fuzz.http_mutations import LIMIT, mutant, valid_requests
+from ..fuzz.http_mutations import LIMIT, http_mutant, valid_requests
 from ..load.tiny_model import ECHO, NAME, tiny_server
-from ..server_process import Place
-from .process_stats import Census, census, until_idle
+from ..server_process import ServerAddress
+from .process_stats import ServerStats, read_server_stats, until_idle
 from .trend import Trend, trend
 
 AT_ONCE = 24
@@ -34,46 +34,46 @@ _RPC_SHARE = 3
 app = App(name="python -m charonia.bench.proofs.bodies", help=__doc__)
 
 
-class Targets(NamedTuple):
+class FuzzTargets(NamedTuple):
     """A language model, and one of the backend `identity` if there is one."""
 
     model: str
     identity: str = ""
 
 
-class Look(NamedTuple):
+class BodiesSample(NamedTuple):
     done: int
-    seen: Census
+    seen: ServerStats
 
 
-class Findings(NamedTuple):
-    verdicts: list[Verdict]
-    looks: list[Look]
+class BodiesResult(NamedTuple):
+    verdicts: list[MutantVerdict]
+    looks: list[BodiesSample]
 
     @property
-    def faults(self) -> list[Verdict]:
+    def faults(self) -> list[MutantVerdict]:
         return [verdict for verdict in self.verdicts if verdict.fault]
 
 
-async def assail(
-    place: Place, targets: Targets, numbers: range, seed: int, tell: Callable[[], None] = lambda: None
-) -> Findings:
+async def send_mutants(
+    place: ServerAddress, targets: FuzzTargets, numbers: range, seed: int, tell: Callable[[], None] = lambda: None
+) -> BodiesResult:
     """Send the mutants of these numbers, some at a time, and look at the server's processes in between."""
     model = targets.model
-    valid, remaining, rpc = valid_requests(model, targets.identity), iter(numbers), Rpc(place)
-    found, every = Findings([], []), max(1, len(numbers) // LOOKS)
+    valid, remaining, rpc = valid_requests(model, targets.identity), iter(numbers), RpcSender(place)
+    found, every = BodiesResult([], []), max(1, len(numbers) // LOOKS)
 
     async def one_after_another() -> None:
         for number in remaining:
             if number % _RPC_SHARE:
-                verdict = await ask_http(place, mutant(valid, seed, number))
+                verdict = await ask_http(place, http_mutant(valid, seed, number))
             else:
                 verdict = await rpc.ask(rpc_mutant(model, seed, number))
             if verdict.fault:
                 verdict = verdict._replace(fault=f"number {number}: {verdict.fault}")
             found.verdicts.append(verdict)
             if len(found.verdicts) % every == 0:
-                found.looks.append(Look(len(found.verdicts), census(place)))
+                found.looks.append(BodiesSample(len(found.verdicts), read_server_stats(place)))
             tell()
 
     try:
@@ -86,14 +86,14 @@ async def assail(
     return found
 
 
-def tracebacks(place: Place) -> list[str]:
+def tracebacks(place: ServerAddress) -> list[str]:
     """The last line of every traceback in the server's log."""
     text = "" if place.log is None else place.log.read_text(errors="replace")
     said = text.split("Traceback (most recent call last):")[1:]
     return [next((line for line in each.splitlines() if line[:1].strip()), "") for each in said]
 
 
-def memory(looks: list[Look]) -> dict[str, Trend]:
+def memory(looks: list[BodiesSample]) -> dict[str, Trend]:
     """How the memory of the frontend and of the core went, in bytes."""
     done = [look.done for look in looks]
     return {
@@ -102,7 +102,7 @@ def memory(looks: list[Look]) -> dict[str, Trend]:
     }
 
 
-def show(console: Console, found: Findings, trends: dict[str, Trend]) -> None:
+def show(console: Console, found: BodiesResult, trends: dict[str, Trend]) -> None:
     """The table of what was answered to what, and the figures."""
     answers = sorted({verdict.answer for verdict in found.verdicts})
     table = Table("mutation", "sent", *answers)
@@ -114,10 +114,10 @@ def show(console: Console, found: Findings, trends: dict[str, Trend]) -> None:
     for verdict in found.faults[:20]:
         console.print(f"{verdict.kind}: {verdict.fault}", markup=False, highlight=False)
     for who, each in trends.items():
-        print(f"{who}: {told(each)}")
+        print(f"{who}: {format_memory(each)}")
 
 
-def told(each: Trend) -> str:
+def format_memory(each: Trend) -> str:
     """Memory and its growth, for people."""
     mib = 1 << 20
     word = "flat" if each.flat else "GROWS"
@@ -131,9 +131,11 @@ def main(count: int = 10_000, seed: int = 0, first: int = 0) -> None:
     with tiny_server("--http-max-input-size", str(LIMIT)) as place, Progress(console=console) as progress:
         task = progress.add_task("mutants", total=count)
         found = asyncio.run(
-            assail(place, Targets(NAME, ECHO), range(first, first + count), seed, lambda: progress.advance(task))
+            send_mutants(
+                place, FuzzTargets(NAME, ECHO), range(first, first + count), seed, lambda: progress.advance(task)
+            )
         )
-        cores, broken = census(place).cores, tracebacks(place)
+        cores, broken = read_server_stats(place).cores, tracebacks(place)
     same = cores[0].pid == found.looks[0].seen.cores[0].pid
     trends = memory(found.looks)
     show(console, found, trends)

@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ..fuzz.disconnecting_clients import Channels, Moment, Visit, pay, visit
+from ..fuzz.disconnecting_clients import ClientPlan, GrpcChannels, LeaveMoment, plan_client, run_client
 from ..load.fake_model import NAME
-from ..server_process import Place
+from ..server_process import ServerAddress
 from .bodies import tracebacks
 from .fake_load import fake_server
-from .process_stats import Census, census, scrape, settled, since, until_idle
+from .process_stats import ServerStats, counted_since, read_server_stats, scrape, settled, until_idle
 
 AT_ONCE = 64
 _WARM_UP = 1 / 4
@@ -42,19 +42,21 @@ ENGINE = {"fake_step_seconds": 0.005, "max_num_seqs": 64, "max_queued_requests":
 app = App(name="python -m charonia.bench.proofs.disconnects", help=__doc__)
 
 
-class Remains(NamedTuple):
+class DisconnectsResult(NamedTuple):
     """What was there before and after the visits, and how the requests of these ended, by the server's count."""
 
-    visits: Sequence[Visit]
-    before: Census
-    after: Census
+    visits: Sequence[ClientPlan]
+    before: ServerStats
+    after: ServerStats
     outcomes: dict[str, int]
 
     @property
     def faults(self) -> list[str]:
         """What is left of those who left."""
-        whole = sum(each.moment not in (Moment.CONNECTED, Moment.HEAD, Moment.BODY) for each in self.visits)
-        stayed = sum(each.moment is Moment.END for each in self.visits)
+        whole = sum(
+            each.moment not in (LeaveMoment.CONNECTED, LeaveMoment.HEAD, LeaveMoment.BODY) for each in self.visits
+        )
+        stayed = sum(each.moment is LeaveMoment.END for each in self.visits)
         found = list(self.after.beyond(self.before))
         if self.outcomes.get("length", 0) < stayed:
             found.append(f"{stayed} stayed to the end, {self.outcomes.get('length', 0)} were answered to the end")
@@ -66,39 +68,39 @@ class Remains(NamedTuple):
         return found
 
 
-async def besiege(
-    place: Place, model: str, numbers: range, seed: int, tell: Callable[[], None] = lambda: None
-) -> Remains:
+async def run_disconnects(
+    place: ServerAddress, model: str, numbers: range, seed: int, tell: Callable[[], None] = lambda: None
+) -> DisconnectsResult:
     """Pay the visits of these numbers, and wait until the server is idle.
 
     Raises:
         Unavailable: it does not get idle.
     """
-    await _pay_all(place, model, [visit(seed, -1 - n) for n in range(round(len(numbers) * _WARM_UP))], tell)
+    await _pay_all(place, model, [plan_client(seed, -1 - n) for n in range(round(len(numbers) * _WARM_UP))], tell)
     counted = (await until_idle(place)).outcomes()
-    before, visits = await _at_rest(place), [visit(seed, number) for number in numbers]
+    before, visits = await _at_rest(place), [plan_client(seed, number) for number in numbers]
     await _pay_all(place, model, visits, tell)
-    outcomes = since(counted, (await until_idle(place)).outcomes())
-    return Remains(visits, before, await settled(place, before), outcomes)
+    outcomes = counted_since(counted, (await until_idle(place)).outcomes())
+    return DisconnectsResult(visits, before, await settled(place, before), outcomes)
 
 
-async def _at_rest(place: Place) -> Census:
+async def _at_rest(place: ServerAddress) -> ServerStats:
     """What it holds when its connections are closed: as soon as two looks agree."""
-    last = census(place)
+    last = read_server_stats(place)
     while True:
         await asyncio.sleep(0.3)
-        now = census(place)
+        now = read_server_stats(place)
         if now.frontend.sockets == last.frontend.sockets:
             return now
         last = now
 
 
-async def _pay_all(place: Place, model: str, visits: Sequence[Visit], tell: Callable[[], None]) -> None:
-    remaining, channels = iter(visits), Channels()
+async def _pay_all(place: ServerAddress, model: str, visits: Sequence[ClientPlan], tell: Callable[[], None]) -> None:
+    remaining, channels = iter(visits), GrpcChannels()
 
     async def one_after_another() -> None:
         for each in remaining:
-            await pay(place, model, each, channels)
+            await run_client(place, model, each, channels)
             tell()
 
     async with asyncio.TaskGroup() as visitors:
@@ -106,7 +108,7 @@ async def _pay_all(place: Place, model: str, visits: Sequence[Visit], tell: Call
             visitors.create_task(one_after_another())
 
 
-def leaves_at_once(place: Place) -> float:
+def shutdown_seconds(place: ServerAddress) -> float:
     """Seconds the server takes to end when it is asked to; endless where it does not."""
     assert place.pid is not None
     asked = time.monotonic()
@@ -124,12 +126,12 @@ def _ended(pid: int) -> bool:
         return stat.read().rpartition(")")[2].split()[0] == "Z"
 
 
-def show(console: Console, remains: Remains) -> None:
+def show(console: Console, remains: DisconnectsResult) -> None:
     """Who left when; what was held before and after."""
     counts = Counter((each.moment, each.door) for each in remains.visits)
     doors = sorted({door for _, door in counts})
     left = Table("left", *doors)
-    for moment in Moment:
+    for moment in LeaveMoment:
         left.add_row(moment.value, *(str(counts[moment, door]) for door in doors))
     console.print(left)
     held = Table("held", "frontend before", "after", "core before", "after")
@@ -143,7 +145,7 @@ def show(console: Console, remains: Remains) -> None:
     console.print(held)
 
 
-def grown(remains: Remains) -> list[str]:
+def grown_processes(remains: DisconnectsResult) -> list[str]:
     """Whose memory has grown by more than noise."""
     before, after = remains.before, remains.after
     pairs = {"frontend": (before.frontend.rss, after.frontend.rss), "core": (before.cores[0].rss, after.cores[0].rss)}
@@ -157,11 +159,11 @@ def main(count: int = 2_000, seed: int = 0) -> None:
     with fake_server(ENGINE) as place:
         with Progress(console=console) as progress:
             task = progress.add_task("visits", total=count + round(count * _WARM_UP))
-            remains = asyncio.run(besiege(place, NAME, range(count), seed, lambda: progress.advance(task)))
+            remains = asyncio.run(run_disconnects(place, NAME, range(count), seed, lambda: progress.advance(task)))
         busy, broken = scrape(place).busy, tracebacks(place)
-        seconds = leaves_at_once(place)
+        seconds = shutdown_seconds(place)
     show(console, remains)
-    faults = [*remains.faults, *grown(remains), *(f"in the log: {line}" for line in broken)]
+    faults = [*remains.faults, *grown_processes(remains), *(f"in the log: {line}" for line in broken)]
     faults += [f"left in {seconds:g} s"] if seconds > _LEAVE_SECONDS else []
     for fault in faults[:20]:
         print(fault)

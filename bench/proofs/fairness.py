@@ -9,13 +9,13 @@ from statistics import median
 
 from cyclopts import App
 
-from ..load.driver import Record
+from ..load.driver import LoadRecord
 from ..load.endpoints import OK
 from ..load.figures import ttft
-from ..server_process import Place
-from .fake_load import Shape, fake_server, open_load, saturating_rate, side_by_side
+from ..server_process import ServerAddress
+from .fake_load import RequestShape, fake_server, open_load, run_concurrently, saturating_rate
 
-SHAPE = Shape(prompt=48, new=24)
+SHAPE = RequestShape(prompt=48, new=24)
 ROWS = 16
 # A step has room for one prompt beside what decodes: rows then become free one by one, not all at once.
 ENGINE = {"fake_step_seconds": 0.04, "max_num_seqs": ROWS, "max_num_batched_tokens": 64, "prefix_caching": False}
@@ -27,18 +27,18 @@ BOUND = 1.5
 app = App(name="python -m charonia.bench.proofs.fairness", help=__doc__)
 
 
-def beside(place: Place, rate: float, other: float, seconds: float) -> float:
+def quiet_tenant_ttft(place: ServerAddress, rate: float, other: float, seconds: float) -> float:
     """The quiet tenant's median seconds to the first token at `rate` requests a second, beside `other` of the other."""
     quiet, flooding = (
         open_load(place, SHAPE, each, seconds, seed, key)
         for each, seed, key in ((rate, 1, QUIET), (other, 2, FLOODING))
     )
-    mine, theirs = side_by_side([quiet, flooding])
+    mine, theirs = run_concurrently([quiet, flooding])
     print(f"  {rate:.1f} a second beside {other:.1f}: {_told(mine)}; the other: {_told(theirs)}")
     return median(ttft(record) for record in mine if record.status == OK)
 
 
-def _told(records: list[Record]) -> str:
+def _told(records: list[LoadRecord]) -> str:
     firsts = [ttft(record) for record in records if record.status == OK]
     middle = f", p50 to the first token {median(firsts) * 1e3:.0f} ms" if firsts else ""
     return f"{len(firsts)} of {len(records)} served{middle}"
@@ -50,8 +50,8 @@ def main(seconds: float = 30.0) -> None:
     with fake_server(ENGINE, *FLAGS) as place:
         rate = saturating_rate(place, SHAPE, 3 * ROWS, seconds / 3, QUIET)
         print(f"saturated at {rate:.1f} requests a second")
-        equal = beside(place, rate / 2, rate / 2, seconds)
-        flooded = beside(place, rate / 2, FLOOD * rate, seconds)
+        equal = quiet_tenant_ttft(place, rate / 2, rate / 2, seconds)
+        flooded = quiet_tenant_ttft(place, rate / 2, FLOOD * rate, seconds)
     print(f"p50 to the first token: {equal * 1e3:.0f} ms beside an equal, {flooded * 1e3:.0f} ms beside a flood")
     print(f"{flooded / equal:.2f} times as long (bound {BOUND})")
     sys.exit(flooded > BOUND * equal)

@@ -10,16 +10,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from ..load.driver import Pace, Record
-from ..load.endpoints import OK, Manner
+from ..load.driver import LoadRecord, LoopMode
+from ..load.endpoints import OK, RequestOptions
 from ..load.fake_model import NAME, write_repository
-from ..load.plan import Job, Prompts, poisson, uniform_jobs, until
-from ..load.worker import Load, Target, run
-from ..server_process import Place, own_server
+from ..load.plan import PlannedRequest, Prompts, due_within, poisson, uniform_jobs
+from ..load.worker import LoadRun, LoadTarget, run
+from ..server_process import ServerAddress, own_server
 
 
 @contextmanager
-def fake_server(parameters: Mapping[str, object], *flags: str) -> Iterator[Place]:
+def fake_server(parameters: Mapping[str, object], *flags: str) -> Iterator[ServerAddress]:
     """A server over the fake model, set up with `parameters`, and gone in the end."""
     with TemporaryDirectory(prefix="charonia-proof-") as directory:
         repository = write_repository(Path(directory) / "models", parameters)
@@ -27,45 +27,54 @@ def fake_server(parameters: Mapping[str, object], *flags: str) -> Iterator[Place
             yield place
 
 
-class Shape(NamedTuple):
+class RequestShape(NamedTuple):
     """Tokens of every request."""
 
     prompt: int
     new: int
 
 
-def open_load(place: Place, shape: Shape, rate: float, seconds: float, seed: int, api_key: str = "") -> Load:
+def open_load(
+    place: ServerAddress, shape: RequestShape, rate: float, seconds: float, seed: int, api_key: str = ""
+) -> LoadRun:
     """`rate` requests a second on average, arriving at random."""
     arrivals = poisson(rate, round(2 * rate * seconds) + 100, seed)
-    return _load(place, until(uniform_jobs(arrivals, *shape), seconds), Pace(), seed, api_key)
+    return _load(place, due_within(uniform_jobs(arrivals, *shape), seconds), LoopMode(), seed, api_key)
 
 
-def closed_load(place: Place, shape: Shape, concurrency: int, seconds: float, api_key: str = "") -> Load:
+def closed_load(
+    place: ServerAddress, shape: RequestShape, concurrency: int, seconds: float, api_key: str = ""
+) -> LoadRun:
     """So many requests at a time."""
     jobs = uniform_jobs([0.0] * 100_000, *shape)
-    return _load(place, jobs, Pace(concurrency=concurrency, duration=seconds), 0, api_key)
+    return _load(place, jobs, LoopMode(concurrency=concurrency, duration=seconds), 0, api_key)
 
 
-def _load(place: Place, jobs: list[Job], pace: Pace, seed: int, api_key: str) -> Load:
-    target = Target(
-        host=place.host, port=place.http_port, door="completions", manner=Manner(NAME, counted=False, api_key=api_key)
+def _load(place: ServerAddress, jobs: list[PlannedRequest], pace: LoopMode, seed: int, api_key: str) -> LoadRun:
+    target = LoadTarget(
+        host=place.host,
+        port=place.http_port,
+        door="completions",
+        manner=RequestOptions(NAME, counted=False, api_key=api_key),
     )
-    return Load(target=target, jobs=jobs, prompts=Prompts(seed=seed), pace=pace, warm_up=1)
+    return LoadRun(target=target, jobs=jobs, prompts=Prompts(seed=seed), pace=pace, warm_up=1)
 
 
-def records_of(load: Load) -> list[Record]:
+def run_load(load: LoadRun) -> list[LoadRecord]:
     """What came of a load."""
     return [record for outcome in run(load) for record in outcome.records]
 
 
-def side_by_side(loads: Sequence[Load]) -> list[list[Record]]:
+def run_concurrently(loads: Sequence[LoadRun]) -> list[list[LoadRecord]]:
     """What came of several loads put at the same time, in their order."""
     with ThreadPoolExecutor(len(loads)) as threads:
-        return list(threads.map(records_of, loads))
+        return list(threads.map(run_load, loads))
 
 
-def saturating_rate(place: Place, shape: Shape, concurrency: int, seconds: float, api_key: str = "") -> float:
+def saturating_rate(
+    place: ServerAddress, shape: RequestShape, concurrency: int, seconds: float, api_key: str = ""
+) -> float:
     """Requests a second that are served while somebody always waits; the start and the end are left out."""
-    records = records_of(closed_load(place, shape, concurrency, seconds, api_key))
+    records = run_load(closed_load(place, shape, concurrency, seconds, api_key))
     ends = [record.ended for record in records if record.status == OK and seconds / 4 <= record.ended <= seconds]
     return len(ends) / (seconds * 3 / 4)

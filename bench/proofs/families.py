@@ -19,11 +19,11 @@ from ...engine.config import CacheConfig, EngineConfig
 from ...engine.worker.inline_executor import InlineExecutor
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.config import SchedulerConfig
-from ...scheduler.plan import RowSampling, StepPlan
+from ...scheduler.plan import SamplerParams, StepPlan
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import SequenceRequest
 from ..checkpoint import write_random
-from ..inline_loop import Outcome, run
+from ..inline_loop import LoopResult, run_to_end
 
 LENGTHS, SHARED, NEW = (15, 30, 14, 29, 46, 60), 33, 24
 """Of prompts, of what half of them begin with, and of what is generated."""
@@ -106,7 +106,7 @@ def _prompts() -> list[list[int]]:
     return [drawn[-1][:SHARED] + each if number % 2 else each for number, each in enumerate(drawn)]
 
 
-def _served(directory: Path, device: str, prompts: list[list[int]]) -> tuple[Outcome, list[StepPlan]]:
+def _served(directory: Path, device: str, prompts: list[list[int]]) -> tuple[LoopResult, list[StepPlan]]:
     cache, plans = KVCacheManager(BLOCKS, BLOCK), list[StepPlan]()
     executor = InlineExecutor(EngineConfig(model=str(directory), device=device, cache=CacheConfig(block_size=BLOCK)))
     try:
@@ -117,10 +117,10 @@ def _served(directory: Path, device: str, prompts: list[list[int]]) -> tuple[Out
             tokens = np.array(prompt, np.int32)
             hashes = cache.digest(tokens)
             requests.append(
-                SequenceRequest(key=key, prompt=tokens, max_tokens=NEW, hashes=hashes, sampling=RowSampling())
+                SequenceRequest(key=key, prompt=tokens, max_tokens=NEW, hashes=hashes, sampling=SamplerParams())
             )
         config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=CHUNK, max_model_len=256, ahead=1)
-        return run(Scheduler(config, cache), executor, requests, observe=plans.append), plans
+        return run_to_end(Scheduler(config, cache), executor, requests, observe=plans.append), plans
     finally:
         executor.close()
 

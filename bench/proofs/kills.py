@@ -22,16 +22,16 @@ from rich.progress import Progress
 from rich.table import Table
 
 from ...core.errors import Unavailable
-from ..load.driver import Pace, Record
-from ..load.endpoints import OK, DoorName, Manner
+from ..load.driver import LoadRecord, LoopMode
+from ..load.endpoints import OK, EndpointName, RequestOptions
 from ..load.fake_model import NAME
-from ..load.plan import Prompts, poisson, uniform_jobs, until
-from ..load.worker import Load, Target, run
-from ..server_process import Place, is_ready
+from ..load.plan import Prompts, due_within, poisson, uniform_jobs
+from ..load.worker import LoadRun, LoadTarget, run
+from ..server_process import ServerAddress, is_ready
 from .fake_load import fake_server
-from .process_stats import Census, Scrape, census, scrape, settled, since, until_idle
+from .process_stats import MetricsScrape, ServerStats, counted_since, read_server_stats, scrape, settled, until_idle
 
-DOORS: tuple[DoorName, ...] = get_args(DoorName)
+DOORS: tuple[EndpointName, ...] = get_args(EndpointName)
 PROMPT, NEW = 16, 40
 ENGINE = {"fake_step_seconds": 0.02, "max_num_seqs": 64}
 _LONGEST = 60.0
@@ -41,23 +41,23 @@ _POLL_SECONDS = 0.02
 app = App(name="python -m charonia.bench.proofs.kills", help=__doc__)
 
 
-class Quarry(NamedTuple):
+class KillTarget(NamedTuple):
     """The model that is asked, and those of the server's processes of which one dies at a time."""
 
     model: str
-    pids: Callable[[Place], list[int]]
+    pids: Callable[[ServerAddress], list[int]]
 
 
-class Aftermath(NamedTuple):
+class KillsResult(NamedTuple):
     """What came of everything. `away`: seconds from each kill until the server was ready again; `outcomes`: the ends
     that the server counted."""
 
-    records: Sequence[Record]
+    records: Sequence[LoadRecord]
     away: Sequence[float]
     outcomes: dict[str, int]
     restarts: int
-    before: Census
-    after: Census
+    before: ServerStats
+    after: ServerStats
 
     @property
     def answered(self) -> int:
@@ -88,33 +88,33 @@ _WORDS = {"length": "answered", "stop": "answered", "error": "told", "rejected":
 """The server's outcomes as clients see them."""
 
 
-def _answered(record: Record) -> bool:
+def _answered(record: LoadRecord) -> bool:
     return record.status == OK and record.tokens == NEW
 
 
-def _told(record: Record) -> bool:
+def _told(record: LoadRecord) -> bool:
     return record.status.startswith(("event: ", "HTTP 503", "HTTP 429", "gRPC UNAVAILABLE"))
 
 
-def _fate(record: Record) -> str:
+def _fate(record: LoadRecord) -> str:
     return f"after {record.tokens} of {NEW} tokens" if record.status == OK else record.status
 
 
-def living_cores(place: Place) -> list[int]:
-    return [core.pid for core in census(place).cores if not core.zombie]
+def living_cores(place: ServerAddress) -> list[int]:
+    return [core.pid for core in read_server_stats(place).cores if not core.zombie]
 
 
-CORE = Quarry(NAME, living_cores)
+CORE = KillTarget(NAME, living_cores)
 
 
-def batter(
-    place: Place,
+def run_kills(
+    place: ServerAddress,
     rate: float,
     kills: Sequence[float],
     patience: float,
     tell: Callable[[str], None] = lambda line: None,
-    quarry: Quarry = CORE,
-) -> Aftermath:
+    quarry: KillTarget = CORE,
+) -> KillsResult:
     """Ask `rate` times a second while one of the `quarry` dies at these seconds; after the last as long as before the
     first.
 
@@ -123,7 +123,7 @@ def batter(
     """
     seconds = kills[-1] + kills[0]
     asyncio.run(_tried(place, patience, tell, quarry))
-    before, seen = census(place), scrape(place)
+    before, seen = read_server_stats(place), scrape(place)
     with ThreadPoolExecutor(len(DOORS)) as threads:
         loads = [_load(place, door, rate / len(DOORS), seconds, seed, quarry) for seed, door in enumerate(DOORS)]
         putting = [threads.submit(run, load) for load in loads]
@@ -132,10 +132,10 @@ def batter(
     now = asyncio.run(until_idle(place))
     after = asyncio.run(settled(place, before))
     restarts = int(_restarts(now) - _restarts(seen))
-    return Aftermath(records, away, since(seen.outcomes(), now.outcomes()), restarts, before, after)
+    return KillsResult(records, away, counted_since(seen.outcomes(), now.outcomes()), restarts, before, after)
 
 
-async def _tried(place: Place, patience: float, tell: Callable[[str], None], quarry: Quarry) -> None:
+async def _tried(place: ServerAddress, patience: float, tell: Callable[[str], None], quarry: KillTarget) -> None:
     """Everything once before the first census: every door asked, and a core lost."""
     with ThreadPoolExecutor(len(DOORS)) as threads:
         list(threads.map(run, (_load(place, door, 8, 1, -1 - seed, quarry) for seed, door in enumerate(DOORS))))
@@ -144,20 +144,22 @@ async def _tried(place: Place, patience: float, tell: Callable[[str], None], qua
     await until_idle(place)
 
 
-def _load(place: Place, door: DoorName, rate: float, seconds: float, seed: int, quarry: Quarry) -> Load:
+def _load(
+    place: ServerAddress, door: EndpointName, rate: float, seconds: float, seed: int, quarry: KillTarget
+) -> LoadRun:
     arrivals = poisson(rate, round(2 * rate * seconds) + 20, abs(seed))
     port = place.grpc_port if door == "grpc" else place.http_port
-    return Load(
-        target=Target(host=place.host, port=port, door=door, manner=Manner(quarry.model)),
-        jobs=until(uniform_jobs(arrivals, PROMPT, NEW), seconds),
+    return LoadRun(
+        target=LoadTarget(host=place.host, port=port, door=door, manner=RequestOptions(quarry.model)),
+        jobs=due_within(uniform_jobs(arrivals, PROMPT, NEW), seconds),
         prompts=Prompts(form="text" if door == "chat" else "ids", seed=abs(seed)),
-        pace=Pace(timeout=_LONGEST),
+        pace=LoopMode(timeout=_LONGEST),
         warm_up=0,
     )
 
 
 def _kill_at(
-    place: Place, kills: Sequence[float], patience: float, tell: Callable[[str], None], quarry: Quarry
+    place: ServerAddress, kills: Sequence[float], patience: float, tell: Callable[[str], None], quarry: KillTarget
 ) -> Iterator[float]:
     begun = _begun(place, patience)
     for number, due in enumerate(kills, 1):
@@ -167,7 +169,7 @@ def _kill_at(
         yield away
 
 
-def _begun(place: Place, patience: float) -> float:
+def _begun(place: ServerAddress, patience: float) -> float:
     """When the first request runs: generators take a while to start, and a kill that meets nobody proves nothing."""
     deadline = time.monotonic() + patience
     while not scrape(place).total("charonia_requests_running") and time.monotonic() < deadline:
@@ -175,7 +177,7 @@ def _begun(place: Place, patience: float) -> float:
     return time.monotonic()
 
 
-def kill(place: Place, patience: float, quarry: Quarry = CORE) -> float:
+def kill(place: ServerAddress, patience: float, quarry: KillTarget = CORE) -> float:
     """Kill one of the quarry; seconds until another core serves.
 
     Raises:
@@ -193,15 +195,15 @@ def kill(place: Place, patience: float, quarry: Quarry = CORE) -> float:
     return time.monotonic() - killed
 
 
-def _pids(place: Place) -> list[int]:
-    return [core.pid for core in census(place).cores]
+def _pids(place: ServerAddress) -> list[int]:
+    return [core.pid for core in read_server_stats(place).cores]
 
 
-def _restarts(seen: Scrape) -> float:
+def _restarts(seen: MetricsScrape) -> float:
     return seen.total("charonia_core_restarts_total")
 
 
-def show(console: Console, aftermath: Aftermath) -> None:
+def show(console: Console, aftermath: KillsResult) -> None:
     """How the streams ended, as the clients saw it; and what was lost."""
     table = Table("ended", "streams")
     for status, count in Counter(record.status for record in aftermath.records).most_common():
@@ -224,7 +226,7 @@ def main(seconds: float = 120.0, every: float = 10.0, rate: float = 40.0) -> Non
     with fake_server(ENGINE) as place, Progress(console=console) as progress:
         task = progress.add_task("under load", total=None)
         kills = [(number + 0.5) * every for number in range(max(1, round(seconds / every)))]
-        aftermath = batter(place, rate, kills, every, lambda line: progress.update(task, description=line))
+        aftermath = run_kills(place, rate, kills, every, lambda line: progress.update(task, description=line))
     show(console, aftermath)
     sys.exit(bool(aftermath.faults))
 

@@ -11,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 from cyclopts import App
 
-from ..load.driver import Record
+from ..load.driver import LoadRecord
 from ..load.endpoints import OK
 from ..load.figures import Slo
-from ..server_process import Place
-from .fake_load import Shape, fake_server, open_load, records_of, saturating_rate
+from ..server_process import ServerAddress
+from .fake_load import RequestShape, fake_server, open_load, run_load, saturating_rate
 
-SHAPE = Shape(prompt=32, new=32)
+SHAPE = RequestShape(prompt=32, new=32)
 ROWS = 16
 ENGINE = {
     "fake_step_seconds": 0.02,
@@ -36,23 +36,23 @@ LEAST_GOODPUT, SLOWEST_REFUSAL = 0.9, 0.05
 app = App(name="python -m charonia.bench.proofs.overload", help=__doc__)
 
 
-def goodput(records: Sequence[Record], seconds: float) -> float:
+def goodput(records: Sequence[LoadRecord], seconds: float) -> float:
     """Requests a second that kept the objective and ended while the load went on; its first quarter is left out."""
     good = [record for record in records if OBJECTIVE.kept_by(record) and seconds / 4 <= record.ended <= seconds]
     return len(good) / (seconds * 3 / 4)
 
 
-def refusals(records: Sequence[Record]) -> list[float]:
+def refusals(records: Sequence[LoadRecord]) -> list[float]:
     """Seconds each refusal took."""
     return [record.ended - record.sent for record in records if record.status == REFUSED]
 
 
-class Overloaded(NamedTuple):
+class OverloadResult(NamedTuple):
     """Good requests a second: the most of the sweep, and under overload; and what came of each request then."""
 
     highest: float
     reached: float
-    records: Sequence[Record]
+    records: Sequence[LoadRecord]
 
     @property
     def statuses(self) -> list[str]:
@@ -64,17 +64,17 @@ class Overloaded(NamedTuple):
         return float(np.percentile(refusals(self.records), 99))
 
 
-def overload(place: Place, seconds: float, sweep_seconds: float) -> Overloaded:
+def overload(place: ServerAddress, seconds: float, sweep_seconds: float) -> OverloadResult:
     """Sweep the rates, each for `sweep_seconds`, then overload for `seconds`."""
     rate = saturating_rate(place, SHAPE, ROWS + 8, sweep_seconds)
     print(f"saturated at {rate:.1f} requests a second")
     highest = 0.0
     for factor in SWEEP:
-        reached = goodput(records_of(open_load(place, SHAPE, factor * rate, sweep_seconds, 1)), sweep_seconds)
+        reached = goodput(run_load(open_load(place, SHAPE, factor * rate, sweep_seconds, 1)), sweep_seconds)
         print(f"  {factor:g} times that: {reached:.1f} good requests a second")
         highest = max(highest, reached)
-    records = records_of(open_load(place, SHAPE, OVERLOAD * rate, seconds, 2))
-    return Overloaded(highest, goodput(records, seconds), records)
+    records = run_load(open_load(place, SHAPE, OVERLOAD * rate, seconds, 2))
+    return OverloadResult(highest, goodput(records, seconds), records)
 
 
 @app.default

@@ -13,7 +13,7 @@ from urllib.request import ProxyHandler, build_opener
 from prometheus_client.parser import text_string_to_metric_families
 
 from ...core.errors import Unavailable
-from ..server_process import Place, children
+from ..server_process import ServerAddress, children
 
 _POLL_SECONDS = 0.05
 _CORE = "charonia-core"
@@ -23,7 +23,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _http = build_opener(ProxyHandler({}))
 
 
-class Process(NamedTuple):
+class ProcessStats(NamedTuple):
     """One process; `rss` in bytes. A zombie holds nothing but its name."""
 
     pid: int
@@ -35,14 +35,14 @@ class Process(NamedTuple):
     threads: int
 
 
-class Census(NamedTuple):
+class ServerStats(NamedTuple):
     """A server's processes: the frontend, its engine cores, and its other children, which are Python's own."""
 
-    frontend: Process
-    cores: tuple[Process, ...]
-    others: tuple[Process, ...] = ()
+    frontend: ProcessStats
+    cores: tuple[ProcessStats, ...]
+    others: tuple[ProcessStats, ...] = ()
 
-    def beyond(self, before: "Census") -> Iterator[str]:
+    def beyond(self, before: "ServerStats") -> Iterator[str]:
         """What is held that was not held before: descriptors, sockets, processes, zombies, and more threads than pools
         may start late."""
         yield from _more("frontend", before.frontend, self.frontend)
@@ -55,26 +55,26 @@ class Census(NamedTuple):
             yield from _more("core", old, new)
 
 
-def _more(who: str, before: Process, now: Process) -> Iterator[str]:
+def _more(who: str, before: ProcessStats, now: ProcessStats) -> Iterator[str]:
     for what, late in (("descriptors", 0), ("sockets", 0), ("threads", _LATE_THREADS)):
         then, count = getattr(before, what), getattr(now, what)
         if count > then + late:
             yield f"{who}: {count} {what}, {then} before"
 
 
-def census(place: Place) -> Census:
+def read_server_stats(place: ServerAddress) -> ServerStats:
     """Raises `Unavailable` where the server is not ours, or gone."""
     if place.pid is None:
         raise Unavailable("the server is not ours to look into")
     try:
         found = list(_living(children(place.pid)))
         cores = tuple(each for each in found if each.name == _CORE)
-        return Census(_process(place.pid), cores, tuple(each for each in found if each.name != _CORE))
+        return ServerStats(_process(place.pid), cores, tuple(each for each in found if each.name != _CORE))
     except OSError as error:
         raise Unavailable(f"the server is gone: {error}") from None
 
 
-def _living(pids: list[int]) -> Iterator[Process]:
+def _living(pids: list[int]) -> Iterator[ProcessStats]:
     for pid in sorted(pids):
         try:
             yield _process(pid)
@@ -82,16 +82,16 @@ def _living(pids: list[int]) -> Iterator[Process]:
             continue
 
 
-def _process(pid: int) -> Process:
+def _process(pid: int) -> ProcessStats:
     folder = Path(f"/proc/{pid}")
     # The second field is a name in parentheses, which may hold anything.
     head, _, rest = (folder / "stat").read_text().rpartition(")")
     name, fields = head.partition("(")[2], rest.split()
     if fields[0] == "Z":
-        return Process(pid, name, True, 0, 0, 0, 0)
+        return ProcessStats(pid, name, True, 0, 0, 0, 0)
     links = [_target(link) for link in (folder / "fd").iterdir()]
     sockets = sum(link.startswith("socket:") for link in links)
-    return Process(pid, name, False, int(fields[21]) * _PAGE, len(links), sockets, int(fields[17]))
+    return ProcessStats(pid, name, False, int(fields[21]) * _PAGE, len(links), sockets, int(fields[17]))
 
 
 def _target(link: Path) -> str:
@@ -101,7 +101,7 @@ def _target(link: Path) -> str:
         return ""
 
 
-class Scrape:
+class MetricsScrape:
     """One look at the metrics port."""
 
     def __init__(self, text: str) -> None:
@@ -133,21 +133,21 @@ class Scrape:
         return {name: value for name in names if (value := self.total(name))}
 
 
-def since(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+def counted_since(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
     """What was counted in between, zeros left out."""
     return {name: count - before.get(name, 0) for name, count in now.items() if count != before.get(name, 0)}
 
 
-def scrape(place: Place) -> Scrape:
+def scrape(place: ServerAddress) -> MetricsScrape:
     """Raises `Unavailable` where no metrics port answers."""
     try:
         with _http.open(f"http://{place.host}:{place.metrics_port}/metrics", timeout=30) as answer:
-            return Scrape(answer.read().decode())
+            return MetricsScrape(answer.read().decode())
     except OSError as error:
         raise Unavailable(f"the metrics port does not answer: {error}") from None
 
 
-async def until_idle(place: Place, seconds: float = 30.0) -> Scrape:
+async def until_idle(place: ServerAddress, seconds: float = 30.0) -> MetricsScrape:
     """Look until nothing runs, waits or holds a block.
 
     Raises:
@@ -162,10 +162,10 @@ async def until_idle(place: Place, seconds: float = 30.0) -> Scrape:
     return seen
 
 
-async def settled(place: Place, before: Census, seconds: float = 30.0) -> Census:
+async def settled(place: ServerAddress, before: ServerStats, seconds: float = 30.0) -> ServerStats:
     """Look until no more is held than before, or so many seconds are over; connections take a moment to close."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
-    while any((now := census(place)).beyond(before)) and loop.time() < deadline:  # noqa: ASYNC110 - nobody tells
+    while any((now := read_server_stats(place)).beyond(before)) and loop.time() < deadline:  # noqa: ASYNC110 - nobody tells
         await asyncio.sleep(_POLL_SECONDS)
     return now

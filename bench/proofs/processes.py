@@ -29,9 +29,9 @@ from ..load.fake_model import write_repository as write_counting
 from ..load.onnx_mlp import write_mlp
 from ..load.tiny_model import NAME as SPLIT
 from ..load.tiny_model import write_repository as write_split
-from ..server_process import Place, children, own_server
+from ..server_process import ServerAddress, children, own_server
 from .bodies import tracebacks
-from .process_stats import Census, census
+from .process_stats import ServerStats, read_server_stats
 
 ISOLATED = "isolated"
 MODELS = (COUNTING, SPLIT, ISOLATED)
@@ -55,7 +55,7 @@ _http = build_opener(ProxyHandler({}))
 app = App(name="python -m charonia.bench.proofs.processes", help=__doc__)
 
 
-class Battle(NamedTuple):
+class ProcessesResult(NamedTuple):
     """What came of it: kills, loads that succeeded and that failed, and everything that should not have been."""
 
     kills: int
@@ -65,7 +65,7 @@ class Battle(NamedTuple):
 
 
 @contextmanager
-def served(models: Sequence[str]) -> Iterator[Place]:
+def serve_models(models: Sequence[str]) -> Iterator[ServerAddress]:
     """A server that loads these of `MODELS` when it is asked to."""
     with TemporaryDirectory(prefix="charonia-proof-") as directory:
         repository = Path(directory) / "models"
@@ -82,7 +82,7 @@ def served(models: Sequence[str]) -> Iterator[Place]:
             yield place
 
 
-def fight(place: Place, models: Sequence[str], rounds: int, seed: int = 0) -> Battle:
+def load_and_unload(place: ServerAddress, models: Sequence[str], rounds: int, seed: int = 0) -> ProcessesResult:
     """Load and unload each of the models so often, all at the same time, while their processes are killed."""
     for name in models:  # what is imported once stays
         _expect(place, f"{name}/load", 200)
@@ -99,10 +99,10 @@ def fight(place: Place, models: Sequence[str], rounds: int, seed: int = 0) -> Ba
         _expect(place, f"{name}/unload", 200)
     broken = [line for line in tracebacks(place) if not line.startswith(_ORPHANS)]
     left = [*_peace(place).beyond(before), *broken]
-    return Battle(killing.result(), statuses.count(200), len(statuses) - statuses.count(200), left)
+    return ProcessesResult(killing.result(), statuses.count(200), len(statuses) - statuses.count(200), left)
 
 
-def _change(place: Place, name: str, rounds: int, seed: int) -> list[int]:
+def _change(place: ServerAddress, name: str, rounds: int, seed: int) -> list[int]:
     """The statuses of all loads."""
     chance, statuses = random.Random(seed), []
     for _ in range(rounds):
@@ -112,7 +112,7 @@ def _change(place: Place, name: str, rounds: int, seed: int) -> list[int]:
     return statuses
 
 
-def _kill_until(place: Place, over: Callable[[], bool], seed: int) -> int:
+def _kill_until(place: ServerAddress, over: Callable[[], bool], seed: int) -> int:
     chance, kills = random.Random(seed), 0
     while not over():
         time.sleep(chance.random() * _PEACE)
@@ -124,7 +124,7 @@ def _kill_until(place: Place, over: Callable[[], bool], seed: int) -> int:
     return kills
 
 
-def _descendants(place: Place) -> list[int]:
+def _descendants(place: ServerAddress) -> list[int]:
     assert place.pid is not None
     below = children(place.pid)
     with suppress(FileNotFoundError):  # who ends meanwhile has none
@@ -139,14 +139,19 @@ def _name(pid: int) -> str:
         return ""
 
 
-def _peace(place: Place) -> Census:
+def _peace(place: ServerAddress) -> ServerStats:
     """What there is when no model has a process any more, or after a while."""
     with suppress(TimeoutError):
-        _until(lambda: not any(each.name in _PREY for each in census(place).others + census(place).cores), "all ended")
-    return census(place)
+        _until(
+            lambda: (
+                not any(each.name in _PREY for each in read_server_stats(place).others + read_server_stats(place).cores)
+            ),
+            "all ended",
+        )
+    return read_server_stats(place)
 
 
-def _expect(place: Place, change: str, status: int) -> None:
+def _expect(place: ServerAddress, change: str, status: int) -> None:
     found = _ask(place, f"/v2/repository/models/{change}", {})
     if found != status:
         raise Unavailable(f"{change} was answered with {found}")
@@ -160,7 +165,7 @@ def _until(holds: Callable[[], bool], what: str) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _ask(place: Place, path: str, body: object = None) -> int:
+def _ask(place: ServerAddress, path: str, body: object = None) -> int:
     """The status. Raises `TimeoutError` where none comes."""
     data = None if body is None else json.dumps(body).encode()
     request = Request(f"http://{place.host}:{place.http_port}{path}", data, {"Content-Type": "application/json"})
@@ -175,8 +180,8 @@ def _ask(place: Place, path: str, body: object = None) -> int:
 @app.default
 def main(rounds: int = 40) -> None:
     """Load and unload each model so often; the exit code tells whether all went well."""
-    with served(MODELS) as place:
-        fought = fight(place, MODELS, rounds)
+    with serve_models(MODELS) as place:
+        fought = load_and_unload(place, MODELS, rounds)
     for fault in fought.faults:
         print(fault)
     print(f"{fought.kills} kills; {fought.loaded} loads succeeded, {fought.failed} failed; every unload was answered")

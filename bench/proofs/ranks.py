@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ..load.tiny_model import NAME, write_repository
-from ..server_process import Place, children, own_server
-from .kills import Quarry, batter, living_cores, show
+from ..server_process import ServerAddress, children, own_server
+from .kills import KillTarget, living_cores, run_kills, show
 
 _LISTENING = "0A"
 """A TCP socket's state in /proc."""
@@ -25,7 +25,7 @@ _LISTENING = "0A"
 app = App(name="python -m charonia.bench.proofs.ranks", help=__doc__)
 
 
-class Held(NamedTuple):
+class HeldResources(NamedTuple):
     """What a server's processes hold on the machine: how many ranks and listening sockets, and everybody's segments of
     shared memory by name."""
 
@@ -33,7 +33,7 @@ class Held(NamedTuple):
     listening: int
     segments: frozenset[str]
 
-    def beyond(self, before: "Held") -> Iterator[str]:
+    def beyond(self, before: "HeldResources") -> Iterator[str]:
         """What is held that was not held before."""
         for what in ("ranks", "listening"):
             then, now = getattr(before, what), getattr(self, what)
@@ -42,20 +42,22 @@ class Held(NamedTuple):
         yield from (f"/dev/shm/{name} is left" for name in self.segments - before.segments)
 
 
-def rank_pids(place: Place) -> list[int]:
+def rank_pids(place: ServerAddress) -> list[int]:
     """The rank processes of the server's cores."""
     return [pid for core in living_cores(place) for pid in children(core) if _name(pid) == "charonia-rank"]
 
 
-def held(place: Place) -> Held:
+def held_resources(place: ServerAddress) -> HeldResources:
     """What there is now."""
     assert place.pid is not None
     ranks = rank_pids(place)
     pids = [place.pid, *living_cores(place), *ranks]
-    return Held(len(ranks), sum(map(_listening, pids)), frozenset(each.name for each in Path("/dev/shm").iterdir()))
+    return HeldResources(
+        len(ranks), sum(map(_listening, pids)), frozenset(each.name for each in Path("/dev/shm").iterdir())
+    )
 
 
-def alive(pids: set[int]) -> list[int]:
+def living_ranks(pids: set[int]) -> list[int]:
     """Those of the ranks that still run."""
     return [pid for pid in sorted(pids) if _name(pid) == "charonia-rank"]
 
@@ -79,7 +81,7 @@ class _Seen:
     def __init__(self) -> None:
         self.pids: set[int] = set()
 
-    def of(self, place: Place) -> list[int]:
+    def of(self, place: ServerAddress) -> list[int]:
         now = rank_pids(place)
         self.pids.update(now)
         return now
@@ -115,19 +117,19 @@ def main(
         repository = write_repository(Path(directory) / "models", {"kv_cache_bytes": 16 << 20, **ranks})
         with own_server("--model-repository", str(repository)) as place:
             task = progress.add_task("under load", total=None)
-            before = held(place)
+            before = held_resources(place)
             dues = [(number + 0.5) * every for number in range(kills)]
-            aftermath = batter(
+            aftermath = run_kills(
                 place,
                 rate,
                 dues,
                 patience,
                 lambda line: progress.update(task, description=line),
-                Quarry(NAME, seen.of),
+                KillTarget(NAME, seen.of),
             )
-            left = [*held(place).beyond(before)]
-            left += [f"rank {pid} still runs" for pid in alive(seen.pids - set(rank_pids(place)))]
-        left += [f"rank {pid} outlived the server" for pid in alive(seen.pids)]
+            left = [*held_resources(place).beyond(before)]
+            left += [f"rank {pid} still runs" for pid in living_ranks(seen.pids - set(rank_pids(place)))]
+        left += [f"rank {pid} outlived the server" for pid in living_ranks(seen.pids)]
     show(console, aftermath)
     for fault in left:
         print(fault)

@@ -17,8 +17,8 @@ from cyclopts import App
 from rich.console import Console
 
 from ..load.onnx_mlp import write_mlp
-from ..server_process import Place, own_server
-from .process_stats import census
+from ..server_process import ServerAddress, own_server
+from .process_stats import read_server_stats
 
 NAME = "large"
 SIZES = (512, 7168, 6656, 512)
@@ -34,18 +34,18 @@ _http = build_opener(ProxyHandler({}))
 app = App(name="python -m charonia.bench.proofs.reload", help=__doc__)
 
 
-class Round(NamedTuple):
+class ReloadRound(NamedTuple):
     """Bytes that the server's process held with the model loaded, and after it was unloaded."""
 
     loaded: int
     unloaded: int
 
 
-class Reloads(NamedTuple):
+class ReloadResult(NamedTuple):
     """`before`: bytes held before anything was loaded."""
 
     before: int
-    rounds: Sequence[Round]
+    rounds: Sequence[ReloadRound]
 
     @property
     def growth(self) -> float:
@@ -54,43 +54,43 @@ class Reloads(NamedTuple):
         return last / first - 1
 
 
-def reload(directory: Path, sizes: Sequence[int], rounds: int) -> Reloads:
+def reload(directory: Path, sizes: Sequence[int], rounds: int) -> ReloadResult:
     """Raises `Unavailable` if the server does not start, and `OSError` if it refuses something."""
     write_mlp(directory / NAME / "1" / "model.onnx", sizes)
     with own_server("--model-repository", str(directory), "--model-control-mode", "explicit") as place:
-        before = census(place).frontend.rss
-        return Reloads(before, [_round(place, sizes[0]) for _ in range(rounds)])
+        before = read_server_stats(place).frontend.rss
+        return ReloadResult(before, [_round(place, sizes[0]) for _ in range(rounds)])
 
 
-def _round(place: Place, wide: int) -> Round:
+def _round(place: ServerAddress, wide: int) -> ReloadRound:
     _post(place, f"/v2/repository/models/{NAME}/load")
     tensor = {"name": "INPUT", "datatype": "FP32", "shape": [1, wide], "data": [1.0] * wide}
     _post(place, f"/v2/models/{NAME}/infer", {"inputs": [tensor]})
-    loaded = census(place).frontend.rss
+    loaded = read_server_stats(place).frontend.rss
     _post(place, f"/v2/repository/models/{NAME}/unload")
     until = time.monotonic() + _UNLOAD_SECONDS
     while _is_there(place) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
-    return Round(loaded, _settled(place))
+    return ReloadRound(loaded, _settled(place))
 
 
-def _settled(place: Place) -> int:
+def _settled(place: ServerAddress) -> int:
     """What is held once it shrinks no more: unloading goes on after it was answered."""
-    held = census(place).frontend.rss
+    held = read_server_stats(place).frontend.rss
     for _ in range(round(_UNLOAD_SECONDS)):
         time.sleep(10 * _POLL_SECONDS)
-        before, held = held, census(place).frontend.rss
+        before, held = held, read_server_stats(place).frontend.rss
         if held > 0.99 * before:
             break
     return held
 
 
-def _is_there(place: Place) -> bool:
+def _is_there(place: ServerAddress) -> bool:
     index = json.loads(_post(place, "/v2/repository/index"))
     return any(entry.get("state") in ("READY", "UNLOADING") for entry in index)
 
 
-def _post(place: Place, path: str, body: object = None) -> bytes:
+def _post(place: ServerAddress, path: str, body: object = None) -> bytes:
     data = json.dumps({} if body is None else body).encode()
     request = Request(f"http://{place.host}:{place.http_port}{path}", data, {"Content-Type": "application/json"})
     with _http.open(request, timeout=_LOAD_SECONDS) as answer:
@@ -99,7 +99,7 @@ def _post(place: Place, path: str, body: object = None) -> bytes:
 
 
 @app.default
-def prove(*, rounds: int = 10) -> int:
+def run_reloads(*, rounds: int = 10) -> int:
     """Load and unload.
 
     Parameters

@@ -12,9 +12,9 @@ from typing import NamedTuple
 from cyclopts import App
 from rich.progress import Progress
 
-from ..fuzz.scheduler_random_driver import ramble
-from ..fuzz.scheduler_trial import Trial
-from ..fuzz.scheduler_world import World
+from ..fuzz.scheduler_random_driver import drive_randomly
+from ..fuzz.scheduler_trial import SchedulerTrial
+from ..fuzz.scheduler_world import SchedulerWorld
 
 PER_SEED = 10_000
 PER_TRIAL = 2_000
@@ -22,14 +22,14 @@ PER_TRIAL = 2_000
 app = App(name="python -m charonia.bench.proofs.scheduler", help=__doc__)
 
 
-class Proved(NamedTuple):
+class SchedulerResult(NamedTuple):
     """`longest_wait`: of the patience a sequence may need at most, the largest part one did need."""
 
     operations: int
     longest_wait: float
 
 
-def prove(seed: int) -> Proved:
+def run_trials(seed: int) -> SchedulerResult:
     """At least PER_SEED calls, in worlds drawn from the seed.
 
     Raises:
@@ -37,15 +37,15 @@ def prove(seed: int) -> Proved:
     """
     random, operations, longest_wait = Random(seed), 0, 0.0
     while operations < PER_SEED:
-        world = World.drawn(random)
-        trial = Trial(world, seed)
+        world = SchedulerWorld.drawn(random)
+        trial = SchedulerTrial(world, seed)
         try:
-            ramble(trial, random, PER_TRIAL)
+            drive_randomly(trial, random, PER_TRIAL)
         except Exception as broken:
             raise RuntimeError(f"seed {seed}, call {operations + trial.operations}, {world}: {broken!r}") from broken
         operations += trial.operations
         longest_wait = max(longest_wait, trial.longest_wait)
-    return Proved(operations, longest_wait)
+    return SchedulerResult(operations, longest_wait)
 
 
 @app.default
@@ -56,7 +56,7 @@ def main(operations: int = 2_000_000, first_seed: int = 0) -> None:
     with Progress() as progress, ProcessPoolExecutor(cpu_count(), get_context("spawn")) as pool:
         task = progress.add_task("calls, each checked", total=operations)
         try:
-            for done in as_completed([pool.submit(prove, seed) for seed in seeds]):
+            for done in as_completed([pool.submit(run_trials, seed) for seed in seeds]):
                 proved = done.result()
                 total += proved.operations
                 longest_wait = max(longest_wait, proved.longest_wait)

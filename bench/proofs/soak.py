@@ -21,15 +21,15 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ..fuzz.answer_checks import QUEUE_FULL, Rpc, Verdict, ask_http
-from ..fuzz.disconnecting_clients import Channels, pay, visit
+from ..fuzz.answer_checks import QUEUE_FULL, MutantVerdict, RpcSender, ask_http
+from ..fuzz.disconnecting_clients import GrpcChannels, plan_client, run_client
 from ..fuzz.grpc_mutations import RpcMutant, rpc_mutant, valid_message
-from ..fuzz.http_mutations import LIMIT, Mutant, Valid, mutant, request, valid_requests
+from ..fuzz.http_mutations import LIMIT, HttpMutant, ValidRequest, http_mutant, request, valid_requests
 from ..load.report import require_matplotlib
 from ..load.tiny_model import NAME, tiny_server
-from ..server_process import Place
-from .bodies import told, tracebacks
-from .process_stats import census, until_idle
+from ..server_process import ServerAddress
+from .bodies import format_memory, tracebacks
+from .process_stats import read_server_stats, until_idle
 from .trend import Trend, trend
 
 AT_ONCE = 16
@@ -44,7 +44,7 @@ _MIB = 1 << 20
 app = App(name="python -m charonia.bench.proofs.soak", help=__doc__)
 
 
-class Look(NamedTuple):
+class MemorySample(NamedTuple):
     """Memory in bytes, so many seconds after the start; `asked`: requests by then."""
 
     at: float
@@ -53,10 +53,10 @@ class Look(NamedTuple):
     core: int
 
 
-class Soaked(NamedTuple):
+class SoakResult(NamedTuple):
     verdicts: Counter[tuple[str, str]]
     faults: list[str]
-    looks: list[Look]
+    looks: list[MemorySample]
 
     def trends(self) -> dict[str, Trend]:
         """Memory of the frontend and of the core over the seconds."""
@@ -67,15 +67,15 @@ class Soaked(NamedTuple):
         }
 
 
-class Mix:
+class TrafficMix:
     """Asks whatever the number says, and notes what came of it."""
 
-    def __init__(self, place: Place, model: str, seed: int) -> None:
+    def __init__(self, place: ServerAddress, model: str, seed: int) -> None:
         self._place, self._model, self._seed = place, model, seed
         self._valid = (*valid_requests(model), *_longer(model))
-        self._rpc, self._channels = Rpc(place), Channels()
+        self._rpc, self._channels = RpcSender(place), GrpcChannels()
         self.asked = 0
-        self.soaked = Soaked(Counter(), [], [])
+        self.soaked = SoakResult(Counter(), [], [])
 
     async def ask(self) -> None:
         """The next one."""
@@ -88,15 +88,15 @@ class Mix:
             self.soaked.faults.append(f"number {self.asked}, {kind}: {fault}")
         await asyncio.sleep(random.uniform(0, _PAUSE))
 
-    async def _ask(self, kind: str, random: Random, number: int) -> Verdict:
+    async def _ask(self, kind: str, random: Random, number: int) -> MutantVerdict:
         if kind == "good":
             path, body = random.choice(self._valid)
-            return await ask_http(self._place, Mutant(path, path, request(path, orjson.dumps(body))))
+            return await ask_http(self._place, HttpMutant(path, path, request(path, orjson.dumps(body))))
         if kind == "wrong":
-            return await ask_http(self._place, mutant(self._valid, self._seed, number))
+            return await ask_http(self._place, http_mutant(self._valid, self._seed, number))
         if kind == "left":
-            await pay(self._place, self._model, visit(self._seed, number), self._channels)
-            return Verdict(kind, "left")
+            await run_client(self._place, self._model, plan_client(self._seed, number), self._channels)
+            return MutantVerdict(kind, "left")
         if kind == "wrong, gRPC":
             return await self._rpc.ask(rpc_mutant(self._model, self._seed, number))
         streaming = random.random() < 0.5
@@ -104,29 +104,33 @@ class Mix:
         return await self._rpc.ask(RpcMutant(kind, streaming, message.SerializeToString()))
 
     def look(self, at: float) -> None:
-        seen = census(self._place)
-        self.soaked.looks.append(Look(at, self.asked, seen.frontend.rss, seen.cores[0].rss if seen.cores else 0))
+        seen = read_server_stats(self._place)
+        self.soaked.looks.append(
+            MemorySample(at, self.asked, seen.frontend.rss, seen.cores[0].rss if seen.cores else 0)
+        )
 
     async def close(self) -> None:
         await self._rpc.close()
 
 
-def _longer(model: str) -> tuple[Valid, ...]:
+def _longer(model: str) -> tuple[ValidRequest, ...]:
     """Streams that take a while, beside the short ones."""
     v2 = f"/v2/models/{model}/generate_stream"
     chat = [{"role": "user", "content": "Tell me a story that is long enough to be worth a stream."}]
     return (
-        Valid(v2, {"text_input": "def f(x):", "max_tokens": 100, "temperature": 1.0}),
-        Valid("/v1/chat/completions", {"model": model, "messages": chat, "max_tokens": 100, "stream": True, "n": 3}),
+        ValidRequest(v2, {"text_input": "def f(x):", "max_tokens": 100, "temperature": 1.0}),
+        ValidRequest(
+            "/v1/chat/completions", {"model": model, "messages": chat, "max_tokens": 100, "stream": True, "n": 3}
+        ),
     )
 
 
-def _disappointed(kind: str, verdict: Verdict) -> str:
+def _disappointed(kind: str, verdict: MutantVerdict) -> str:
     good = kind.startswith("good")
     return f"answered {verdict.kind} with {verdict.answer}" if good and verdict.answer not in _RIGHT else ""
 
 
-async def fill(place: Place, model: str) -> None:
+async def send_heaviest(place: ServerAddress, model: str) -> None:
     """The heaviest bodies there can be, before anybody looks: they come rarely, and what allocators keep of one in the
     middle would look like growth."""
     many = {"model": model, "prompt": ["x"] * 4, "n": 128, "max_tokens": 32, "logprobs": 20}
@@ -134,14 +138,14 @@ async def fill(place: Place, model: str) -> None:
     text = {"model": model, "prompt": "many words, " * (LIMIT // 13)}
     path = "/v1/completions"
     for body in (many, ids, text, {**many, "stream": True}, text):
-        await ask_http(place, Mutant(path, path, request(path, orjson.dumps(body))))
+        await ask_http(place, HttpMutant(path, path, request(path, orjson.dumps(body))))
 
 
 async def soak(
-    place: Place, model: str, seconds: float, seed: int, tell: Callable[[float], None] = lambda at: None
-) -> Soaked:
+    place: ServerAddress, model: str, seconds: float, seed: int, tell: Callable[[float], None] = lambda at: None
+) -> SoakResult:
     """Ask for so many seconds, some clients at a time, looking every second, or 60 times where that is more."""
-    mix, begun = Mix(place, model, seed), time.monotonic()
+    mix, begun = TrafficMix(place, model, seed), time.monotonic()
 
     async def one_after_another() -> None:
         while time.monotonic() - begun < seconds:
@@ -164,7 +168,7 @@ async def soak(
     return mix.soaked
 
 
-def show(console: Console, soaked: Soaked) -> None:
+def show(console: Console, soaked: SoakResult) -> None:
     """What was asked, and how it was answered."""
     answers = sorted({answer for _, answer in soaked.verdicts})
     table = Table("asked", *answers)
@@ -173,7 +177,7 @@ def show(console: Console, soaked: Soaked) -> None:
     console.print(table)
 
 
-def draw(path: Path, looks: Sequence[Look], trends: dict[str, Trend]) -> None:
+def plot_memory(path: Path, looks: Sequence[MemorySample], trends: dict[str, Trend]) -> None:
     """Memory over time, one panel for each process, with the line that was judged."""
     pyplot = require_matplotlib()
     figure, panels = pyplot.subplots(1, 2, figsize=(12, 4), layout="constrained")
@@ -204,7 +208,7 @@ def main(seconds: float = 600.0, seed: int = 0, plot: Path | None = None) -> Non
         require_matplotlib()
     with tiny_server("--http-max-input-size", str(LIMIT)) as place, Progress(console=console) as progress:
         task = progress.add_task("under load", total=seconds)
-        asyncio.run(fill(place, NAME))
+        asyncio.run(send_heaviest(place, NAME))
         soaked = asyncio.run(soak(place, NAME, seconds, seed, lambda at: progress.update(task, completed=at)))
         broken = tracebacks(place)
     trends = soaked.trends()
@@ -212,9 +216,9 @@ def main(seconds: float = 600.0, seed: int = 0, plot: Path | None = None) -> Non
     for fault in [*soaked.faults, *(f"in the log: {line}" for line in broken)][:20]:
         print(fault)
     if plot:
-        draw(plot, soaked.looks, trends)
+        plot_memory(plot, soaked.looks, trends)
     for who, each in trends.items():
-        print(f"{who}: {told(each)}, {each.slope * 60 / 1024:+.1f} KiB a minute")
+        print(f"{who}: {format_memory(each)}, {each.slope * 60 / 1024:+.1f} KiB a minute")
     asked = sum(soaked.verdicts.values())
     print(f"{asked:,} requests in {seconds:g} s, {len(soaked.faults)} went wrong, {len(broken)} tracebacks")
     sys.exit(bool(soaked.faults or broken) or not all(each.flat for each in trends.values()))

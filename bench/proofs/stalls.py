@@ -23,8 +23,8 @@ from rich.table import Table
 
 from ..fuzz.hostile_bodies import Attack, attacks
 from ..load.tiny_model import write_repository
-from ..server_process import Place, own_server
-from .process_stats import census
+from ..server_process import ServerAddress, own_server
+from .process_stats import read_server_stats
 
 GAP_SECONDS = 0.1
 KEPT_BYTES = 64 << 20
@@ -44,7 +44,7 @@ output {{ name: "OUT" data_type: TYPE_{kind} dims: [ -1 ] }}
 app = App(name="python -m charonia.bench.proofs.stalls", help=__doc__)
 
 
-class Stall(NamedTuple):
+class AttackResult(NamedTuple):
     """What one attack did. `gap`: seconds between two answers to who asked beside it; `kept`: bytes the frontend still
     held when it had settled; `seconds`: until it was answered, with `status`."""
 
@@ -68,7 +68,7 @@ class Stall(NamedTuple):
 
 
 @contextmanager
-def server(*flags: str) -> Iterator[Place]:
+def server(*flags: str) -> Iterator[ServerAddress]:
     """One with a language model and models that give back numbers, or strings, of any length."""
     with TemporaryDirectory(prefix="charonia-proof-") as directory:
         repository = write_repository(Path(directory) / "models", _FRONTEND)
@@ -79,7 +79,7 @@ def server(*flags: str) -> Iterator[Place]:
             yield place
 
 
-def _watch(place: Place, told: Connection) -> None:
+def _watch(place: ServerAddress, told: Connection) -> None:
     """The process that asks: whenever it is told to, it tells the longest gap since."""
     connection = http.client.HTTPConnection(place.host, place.http_port, timeout=600)
     longest, last = 0.0, time.monotonic()
@@ -97,7 +97,7 @@ def _watch(place: Place, told: Connection) -> None:
 
 
 @contextmanager
-def watching(place: Place) -> Iterator[Connection]:
+def gap_watcher(place: ServerAddress) -> Iterator[Connection]:
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_watch, args=(place, theirs))
     process.start()
@@ -114,7 +114,7 @@ def _gap(watch: Connection) -> float:
     return gap
 
 
-def _sent(place: Place, attack: Attack, body: bytes) -> str:
+def _sent(place: ServerAddress, attack: Attack, body: bytes) -> str:
     if not attack.path:
         return _called(place, body)
     connection = http.client.HTTPConnection(place.host, place.http_port, timeout=600)
@@ -130,7 +130,7 @@ def _sent(place: Place, attack: Attack, body: bytes) -> str:
         connection.close()
 
 
-def _called(place: Place, body: bytes) -> str:
+def _called(place: ServerAddress, body: bytes) -> str:
     sizes = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
     with grpc.insecure_channel(f"{place.host}:{place.grpc_port}", sizes) as channel:
         try:
@@ -140,30 +140,32 @@ def _called(place: Place, body: bytes) -> str:
             return str(error.code().name)
 
 
-def assail(place: Place, watch: Connection, attack: Attack) -> Stall:
+def run_attack(place: ServerAddress, watch: Connection, attack: Attack) -> AttackResult:
     """Send it, and see what it costs those beside it."""
     body = attack.body()
-    before = census(place).frontend.rss
+    before = read_server_stats(place).frontend.rss
     _gap(watch)
     begun = time.monotonic()
     status = _sent(place, attack, body)
     seconds = time.monotonic() - begun
     deadline = time.monotonic() + _SETTLE_SECONDS
-    while (kept := census(place).frontend.rss - before) > KEPT_BYTES and time.monotonic() < deadline:
+    while (kept := read_server_stats(place).frontend.rss - before) > KEPT_BYTES and time.monotonic() < deadline:
         time.sleep(0.1)
-    return Stall(attack.name, status, seconds, _gap(watch), kept, attack.internal)
+    return AttackResult(attack.name, status, seconds, _gap(watch), kept, attack.internal)
 
 
-def siege(place: Place, json_size: int, raw_size: int, tries: int = 1, only: str = "") -> Iterator[Stall]:
+def run_attacks(
+    place: ServerAddress, json_size: int, raw_size: int, tries: int = 1, only: str = ""
+) -> Iterator[AttackResult]:
     """What each attack did; of several tries the one with the smallest gap."""
-    with watching(place) as watch:
+    with gap_watcher(place) as watch:
         for attack in attacks(json_size, raw_size):
             if only not in attack.name:
                 continue
-            found = assail(place, watch, attack)
+            found = run_attack(place, watch, attack)
             for _ in range(tries - 1):
                 if found.faults:
-                    found = min(found, assail(place, watch, attack), key=lambda each: (each.gap, each.kept))
+                    found = min(found, run_attack(place, watch, attack), key=lambda each: (each.gap, each.kept))
             yield found
 
 
@@ -172,7 +174,7 @@ def main(json_mib: int = 64, raw_mib: int = 32, tries: int = _TRIES, only: str =
     """Send each attack, of those whose name has `only` in it; the exit code tells whether all was well."""
     table, failed = Table("attack", "answer", "s", "gap, ms", "kept, MiB", "faults"), False
     with server() as place:
-        for each in siege(place, json_mib << 20, raw_mib << 20, tries, only):
+        for each in run_attacks(place, json_mib << 20, raw_mib << 20, tries, only):
             failed = failed or bool(each.faults)
             row = (f"{each.seconds:.2f}", f"{each.gap * 1000:.0f}", str(each.kept >> 20), ", ".join(each.faults))
             print(each.name, each.status, *row, flush=True)

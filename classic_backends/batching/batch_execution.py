@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 from ...core.errors import CharoniaError, Internal
 from ...core.request import InferRequest, InferResponse
 from ..runtime import Arrays, Runtime
-from ..sequences.stateful_batch import Stateful
-from ..signature import Signature
-from .inference_job import Job
-from .ragged_batches import Ragged, scattered
+from ..sequences.stateful_batch import StatefulLayout
+from ..signature import ModelSignature
+from .inference_job import InferenceJob
+from .ragged_batches import RaggedConfig, split_flat_output
 
 log = logging.getLogger(__name__)
 
 
-class Timing(NamedTuple):
+class ExecutionTiming(NamedTuple):
     """Nanoseconds: to prepare inputs, to compute, to make responses of outputs."""
 
     input: int = 0
@@ -31,42 +31,42 @@ class Timing(NamedTuple):
     output: int = 0
 
 
-NO_TIME = Timing()
+NO_TIMING = ExecutionTiming()
 
 
-class Result(NamedTuple):
+class ExecutionResult(NamedTuple):
     """What an execution made: for each request its responses, or for all of them an `error`."""
 
     responses: Sequence[InferResponse]
-    timing: Timing
+    timing: ExecutionTiming
     error: Exception | None = None
 
 
-class Form(NamedTuple):
+class BatchLayout(NamedTuple):
     """How a model's batches are put together and taken apart."""
 
-    signature: Signature
-    ragged: Ragged = Ragged()
-    stateful: Stateful | None = None
+    signature: ModelSignature
+    ragged: RaggedConfig = RaggedConfig()
+    stateful: StatefulLayout | None = None
 
 
-def execute(runtime: Runtime, form: Form, jobs: Sequence[Job], name: str) -> Result:
+def execute_batch(runtime: Runtime, form: BatchLayout, jobs: Sequence[InferenceJob], name: str) -> ExecutionResult:
     """Run a batch on the instance `name` of a model that answers each request once. Never raises."""
     marks = [perf_counter_ns()]
     try:
         jobs = jobs if form.stateful is None else form.stateful.laid_out(jobs)
-        inputs = gather(form, jobs)
+        inputs = gather_inputs(form, jobs)
         marks.append(perf_counter_ns())
         made = _only(runtime, inputs, _wanted(form, jobs))
         marks.append(perf_counter_ns())
-        responses = split(form, jobs, made)
+        responses = split_outputs(form, jobs, made)
     except BaseException as error:
         # Whatever a model does, even to exit, is no business of the thread it runs in.
-        return Result((), _timing(marks), failure(error, name))
-    return Result(responses, _timing(marks))
+        return ExecutionResult((), _timing(marks), client_error(error, name))
+    return ExecutionResult(responses, _timing(marks))
 
 
-def execute_alone(runtime: Runtime, form: Form, request: InferRequest, name: str) -> Result:
+def execute_single(runtime: Runtime, form: BatchLayout, request: InferRequest, name: str) -> ExecutionResult:
     """What `execute` does, for one request of a model without ragged inputs: in half the time. Never raises."""
     marks, signature, wanted = [perf_counter_ns()], form.signature, request.outputs
     try:
@@ -76,31 +76,33 @@ def execute_alone(runtime: Runtime, form: Form, request: InferRequest, name: str
         marks.append(perf_counter_ns())
         responses = (InferResponse(signature.tensors(made, wanted), final=True),)
     except BaseException as error:
-        return Result((), _timing(marks), failure(error, name))
+        return ExecutionResult((), _timing(marks), client_error(error, name))
     begin, prepared, done = marks
-    return Result(responses, Timing(prepared - begin, done - prepared, perf_counter_ns() - done))
+    return ExecutionResult(responses, ExecutionTiming(prepared - begin, done - prepared, perf_counter_ns() - done))
 
 
-def stream(runtime: Runtime, form: Form, job: Job, name: str) -> Generator[Result, None, None]:
+def execute_decoupled(
+    runtime: Runtime, form: BatchLayout, job: InferenceJob, name: str
+) -> Generator[ExecutionResult, None, None]:
     """Run one request on the instance of a decoupled model: a result for each response. Never raises; an error is the
     last result."""
     marks = [perf_counter_ns()]
     try:
-        inputs = gather(form, [job])
+        inputs = gather_inputs(form, [job])
         marks.append(perf_counter_ns())
         with closing(cast(Any, runtime.execute(inputs, _wanted(form, [job])))) as made:
             for arrays in made:
                 marks.append(perf_counter_ns())
                 responses = [InferResponse(form.signature.tensors(arrays, job.wanted))]
-                yield Result(responses, _timing(marks))
+                yield ExecutionResult(responses, _timing(marks))
                 marks = marks[2:] * 2
     except GeneratorExit:
         raise
     except BaseException as error:
-        yield Result((), _timing(marks), failure(error, name))
+        yield ExecutionResult((), _timing(marks), client_error(error, name))
 
 
-def gather(form: Form, jobs: Sequence[Job]) -> Arrays:
+def gather_inputs(form: BatchLayout, jobs: Sequence[InferenceJob]) -> Arrays:
     """The inputs of all jobs one after the other, and what the config wants made of their shapes."""
     ragged = {side.name for side in form.signature.inputs if side.ragged}
     inputs = {name: _joined([job.inputs[name] for job in jobs], name in ragged) for name in jobs[0].inputs}
@@ -116,7 +118,7 @@ def _joined(arrays: list[NDArray[Any]], flat: bool) -> NDArray[Any]:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def split(form: Form, jobs: Sequence[Job], made: Arrays) -> list[InferResponse]:
+def split_outputs(form: BatchLayout, jobs: Sequence[InferenceJob], made: Arrays) -> list[InferResponse]:
     """Each job's part of the outputs; none of rows that were idle.
 
     Raises:
@@ -129,7 +131,7 @@ def split(form: Form, jobs: Sequence[Job], made: Arrays) -> list[InferResponse]:
     return [_response(form, job, part) for job, part in zip(jobs, parts, strict=True) if job.context is not None]
 
 
-def _split(form: Form, jobs: Sequence[Job], made: Arrays) -> Sequence[Arrays]:
+def _split(form: BatchLayout, jobs: Sequence[InferenceJob], made: Arrays) -> Sequence[Arrays]:
     scatter = form.ragged.outputs
     if len(jobs) == 1 and not scatter:
         return [made]
@@ -137,13 +139,13 @@ def _split(form: Form, jobs: Sequence[Job], made: Arrays) -> Sequence[Arrays]:
     return [{name: each[index] for name, each in parts.items()} for index in range(len(jobs))]
 
 
-def _response(form: Form, job: Job, made: Arrays) -> InferResponse:
+def _response(form: BatchLayout, job: InferenceJob, made: Arrays) -> InferResponse:
     return InferResponse(form.signature.tensors(made, job.wanted), final=True)
 
 
-def _parts(name: str, array: NDArray[Any], jobs: Sequence[Job], source: str | None) -> Sequence[NDArray[Any]]:
+def _parts(name: str, array: NDArray[Any], jobs: Sequence[InferenceJob], source: str | None) -> Sequence[NDArray[Any]]:
     if source is not None:
-        return scattered(name, array, [job.inputs[source].shape for job in jobs])
+        return split_flat_output(name, array, [job.inputs[source].shape for job in jobs])
     sizes = [job.rows for job in jobs]
     if array.ndim == 0 or len(array) != sum(sizes):
         raise Internal(f"output '{name}' has shape {list(array.shape)} for a batch of {sum(sizes)}")
@@ -151,7 +153,7 @@ def _parts(name: str, array: NDArray[Any], jobs: Sequence[Job], source: str | No
     return [array[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
-def _wanted(form: Form, jobs: Sequence[Job]) -> Sequence[str]:
+def _wanted(form: BatchLayout, jobs: Sequence[InferenceJob]) -> Sequence[str]:
     names = form.signature.outputs
     kept = () if form.stateful is None else form.stateful.made
     if all(job.wanted is not None for job in jobs):
@@ -167,14 +169,14 @@ def _only(runtime: Runtime, inputs: Arrays, wanted: Sequence[str]) -> Arrays:
     return made[0]
 
 
-def _timing(marks: Sequence[int]) -> Timing:
+def _timing(marks: Sequence[int]) -> ExecutionTiming:
     """Begin, inputs there, outputs there, and now; of what failed, as far as it came."""
     now = perf_counter_ns()
     begin, prepared, made = (*marks, now, now)[:3]
-    return Timing(prepared - begin, made - prepared, now - made)
+    return ExecutionTiming(prepared - begin, made - prepared, now - made)
 
 
-def failure(error: BaseException, name: str) -> Exception:
+def client_error(error: BaseException, name: str) -> Exception:
     """What a client is told of an error in the instance `name`."""
     if isinstance(error, CharoniaError):
         return error

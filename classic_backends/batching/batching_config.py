@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ...core.errors import InvalidArgument
-from ...core.model import Document
+from ...core.model import ConfigDocument
 
 _MICROSECOND = 1000
 
@@ -43,7 +43,7 @@ NO_POLICY = QueuePolicy()
 
 
 @dataclass(frozen=True, slots=True)
-class Batching:
+class BatchingConfig:
     """How requests become batches of at most `max_size`; where `combine` is false, each is a batch of its own.
 
     `preferred` sizes, in ascending order, leave at once; others wait until the oldest request has waited `max_delay`.
@@ -83,18 +83,18 @@ class Batching:
         return self.policies.get(level, self.policy)
 
 
-def read_batching(document: Document, max_batch_size: int, decoupled: bool) -> Batching:
+def read_batching_config(document: ConfigDocument, max_batch_size: int, decoupled: bool) -> BatchingConfig:
     """The rules of the model with this config; without `dynamic_batching`, Triton's default scheduler.
 
     Raises:
         InvalidArgument: they contradict each other; `field` names the culprit.
     """
     if "dynamic_batching" not in document:
-        return Batching()
-    asked: Document = document["dynamic_batching"]
+        return BatchingConfig()
+    asked: ConfigDocument = document["dynamic_batching"]
     levels = int(asked.get("priority_levels", 0))
     policies = {int(level): _policy(policy) for level, policy in asked.get("priority_queue_policy", {}).items()}
-    rules = Batching(
+    rules = BatchingConfig(
         combine=max_batch_size > 0 and not decoupled,
         max_size=max(max_batch_size, 1),
         preferred=preferred_sizes(asked, max_batch_size, "dynamic_batching"),
@@ -109,7 +109,7 @@ def read_batching(document: Document, max_batch_size: int, decoupled: bool) -> B
     return rules
 
 
-def preferred_sizes(asked: Document, max_batch_size: int, field: str) -> tuple[int, ...]:
+def preferred_sizes(asked: ConfigDocument, max_batch_size: int, field: str) -> tuple[int, ...]:
     """Of the batcher in the `field` of a config, ascending. Raises `InvalidArgument` for one that no batch has."""
     sizes = tuple(sorted({int(size) for size in asked.get("preferred_batch_size", ())}))
     for size in sizes:
@@ -120,7 +120,7 @@ def preferred_sizes(asked: Document, max_batch_size: int, field: str) -> tuple[i
     return sizes
 
 
-def _policy(asked: Document) -> QueuePolicy:
+def _policy(asked: ConfigDocument) -> QueuePolicy:
     return QueuePolicy(
         timeout=int(asked.get("default_timeout_microseconds", 0)) * _MICROSECOND,
         postpone=asked.get("timeout_action", "REJECT") == "DELAY",
@@ -129,7 +129,7 @@ def _policy(asked: Document) -> QueuePolicy:
     )
 
 
-def _check(rules: Batching) -> None:
+def _check(rules: BatchingConfig) -> None:
     if not 1 <= rules.default_level <= rules.levels:
         message = f"default priority level must be in range [1, {rules.levels}], got {rules.default_level}"
         raise InvalidArgument(message, field="dynamic_batching.default_priority_level")

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 
-class Alarm:
+class DeadlineTimer:
     """Calls `ring` in the event loop's thread. `due`: when, in nanoseconds of `time.monotonic_ns`; None: never."""
 
     def __init__(self, ring: Callable[[], None]) -> None:

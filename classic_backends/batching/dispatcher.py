@@ -2,7 +2,7 @@
 
 The queue is under one lock. An instance takes its batches by itself, when it has ended one or was woken up: what comes
 until it runs joins the batch. The event loop wakes those that are free, and watches the times. What becomes of requests
-is told to a `Clerk` in the loop's thread.
+is told to a `DispatchListener` in the loop's thread.
 """
 
 import asyncio
@@ -11,45 +11,45 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
-from ...core.errors import Exiting, NotReady, RequestTimeout, Unavailable
-from .batch_execution import Form, Result, execute, stream
-from .deadline_timer import Alarm
-from .dynamic_batcher import Batch, Turn
-from .inference_job import Job
+from ...core.errors import NotReady, RequestTimeout, ServerExiting, Unavailable
+from .batch_execution import BatchLayout, ExecutionResult, execute_batch, execute_decoupled
+from .deadline_timer import DeadlineTimer
+from .dynamic_batcher import BatchDecision, RequestBatch
+from .inference_job import InferenceJob
 from .instance import Instance
-from .request_queue import Waiting
+from .request_queue import QueuedRequest
 
-Request: TypeAlias = Waiting[Job]
-Work: TypeAlias = Batch[Job]
-Worker: TypeAlias = Instance[Work]
+QueuedJob: TypeAlias = QueuedRequest[InferenceJob]
+JobBatch: TypeAlias = RequestBatch[InferenceJob]
+JobInstance: TypeAlias = Instance[JobBatch]
 
 
-class Done(NamedTuple):
-    """An execution, or of a decoupled model the part of it up to one response. `begun`: as `Waiting.arrived`."""
+class BatchResult(NamedTuple):
+    """An execution, or of a decoupled model the part of it up to one response. `begun`: as `QueuedRequest.arrived`."""
 
-    work: Work
+    work: JobBatch
     begun: int
-    result: Result
+    result: ExecutionResult
 
 
-class Clerk(Protocol):
+class DispatchListener(Protocol):
     """Hears what becomes of requests, in the event loop's thread."""
 
-    def answered(self, done: Done) -> None:
+    def answered(self, done: BatchResult) -> None:
         """The responses of a whole batch."""
 
-    def streamed(self, done: Done) -> None:
+    def streamed(self, done: BatchResult) -> None:
         """One response of a decoupled model, or the error that ends it."""
 
-    def ended(self, work: Work, begun: int) -> None:
+    def ended(self, work: JobBatch, begun: int) -> None:
         """A decoupled model has made its last response."""
 
-    def refused(self, request: Request, error: Exception) -> None:
+    def refused(self, request: QueuedJob, error: Exception) -> None:
         """It left the queue without being executed."""
 
 
-class Queue(Protocol):
-    """Who waits, and which of them leave together; see `Batcher`. One caller at a time."""
+class BatchQueue(Protocol):
+    """Who waits, and which of them leave together; see `DynamicBatcher`. One caller at a time."""
 
     @property
     def portion(self) -> int: ...
@@ -59,23 +59,23 @@ class Queue(Protocol):
 
     def __len__(self) -> int: ...
 
-    def add(self, request: Request, now: int) -> bool: ...
+    def add(self, request: QueuedJob, now: int) -> bool: ...
 
-    def remove(self, request: Request) -> bool: ...
+    def remove(self, request: QueuedJob) -> bool: ...
 
-    def expire(self, now: int) -> Turn[Job]: ...
+    def expire(self, now: int) -> BatchDecision[InferenceJob]: ...
 
-    def look(self, now: int) -> Turn[Job]: ...
+    def look(self, now: int) -> BatchDecision[InferenceJob]: ...
 
-    def take(self, now: int) -> Turn[Job]: ...
+    def take(self, now: int) -> BatchDecision[InferenceJob]: ...
 
-    def drain(self) -> Sequence[Request]: ...
+    def drain(self) -> Sequence[QueuedJob]: ...
 
 
 class Dispatcher:
     """Owns `queue`. `decoupled`: its instances make any number of responses."""
 
-    def __init__(self, queue: Queue, form: Form, clerk: Clerk, decoupled: bool) -> None:
+    def __init__(self, queue: BatchQueue, form: BatchLayout, clerk: DispatchListener, decoupled: bool) -> None:
         self._loop = asyncio.get_running_loop()
         self._form = form
         self._clerk = clerk
@@ -83,10 +83,10 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._queue = queue
         self._portion = queue.portion
-        self._alarm = Alarm(self._look)
-        self._workers: set[Worker] = set()
-        self._free: list[Worker] = []
-        self._waking: set[Worker] = set()
+        self._alarm = DeadlineTimer(self._look)
+        self._workers: set[JobInstance] = set()
+        self._free: list[JobInstance] = []
+        self._waking: set[JobInstance] = set()
         self._closed = False
 
     def __len__(self) -> int:
@@ -95,13 +95,13 @@ class Dispatcher:
 
     # The event loop's side
 
-    def add_worker(self, worker: Worker) -> None:
+    def add_worker(self, worker: JobInstance) -> None:
         with self._lock:
             self._free.append(worker)
         self._workers.add(worker)
         self._look()
 
-    def remove_worker(self, worker: Worker) -> None:
+    def remove_worker(self, worker: JobInstance) -> None:
         """It is lost. Without another one nobody waits: when there will be one is uncertain."""
         self._workers.discard(worker)
         with self._lock:
@@ -109,25 +109,25 @@ class Dispatcher:
                 self._free.remove(worker)
             waiting = [] if self._workers else self._queue.drain()
         for request in waiting:
-            self._clerk.refused(request, restarting(request))
+            self._clerk.refused(request, restarting_error(request))
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: QueuedJob) -> None:
         """Raises `Unavailable` where the queue is full, or closed, or nobody is there to serve it."""
         if self._closed:
-            raise stopping(request)
+            raise stopping_error(request)
         if not self._workers:
-            raise restarting(request)
+            raise restarting_error(request)
         now = time.monotonic_ns()
         with self._lock:
             if not self._queue.add(request, now):
-                raise Unavailable(f"{prefix(request.item.id)}Exceeds maximum queue size")
+                raise Unavailable(f"{request_id_prefix(request.item.id)}Exceeds maximum queue size")
             free = bool(self._free)
         if free:
             self._look()
         elif request.deadline is not None:
             self._alarm.set(request.deadline)
 
-    def leave(self, request: Request) -> bool:
+    def leave(self, request: QueuedJob) -> bool:
         """It was given up: out of the queue at once; what runs is abandoned, and False."""
         with self._lock:
             waited = self._queue.remove(request)
@@ -143,7 +143,7 @@ class Dispatcher:
         with self._lock:
             waiting = self._queue.drain()
         for request in waiting:
-            self._clerk.refused(request, stopping(request))
+            self._clerk.refused(request, stopping_error(request))
 
     def _look(self) -> None:
         """Wake as many free instances as have something to do; see to what time does."""
@@ -164,7 +164,7 @@ class Dispatcher:
         """Somebody is free, and those who were woken will not take all that waits. Under the lock."""
         return bool(self._free) and self._queue.backlog > len(self._waking) * self._portion
 
-    def _settle(self, turn: Turn[Job]) -> None:
+    def _settle(self, turn: BatchDecision[InferenceJob]) -> None:
         for request in turn.refused:
             self._clerk.refused(request, RequestTimeout())
         if turn.until is not None:
@@ -172,19 +172,19 @@ class Dispatcher:
 
     # The instances' side
 
-    def execute(self, instance: Worker, work: Work) -> None:
+    def execute(self, instance: JobInstance, work: JobBatch) -> None:
         begun = time.monotonic_ns()
         jobs = [request.item for request in work.requests]
         if self._decoupled:
             self._stream(instance, work, begun)
         else:
-            result = execute(instance.runtime, self._form, jobs, instance.name)
-            self._tell(self._clerk.answered, Done(work, begun, result))
+            result = execute_batch(instance.runtime, self._form, jobs, instance.name)
+            self._tell(self._clerk.answered, BatchResult(work, begun, result))
 
-    def _stream(self, instance: Worker, work: Work, begun: int) -> None:
+    def _stream(self, instance: JobInstance, work: JobBatch, begun: int) -> None:
         [request] = work.requests
         job = request.item
-        results = stream(instance.runtime, self._form, job, instance.name)
+        results = execute_decoupled(instance.runtime, self._form, job, instance.name)
         try:
             for result in results:
                 instance.stopwatch.stop()
@@ -192,13 +192,13 @@ class Dispatcher:
                     job.room.acquire()
                 if job.given_up:
                     break
-                self._tell(self._clerk.streamed, Done(work, begun, result))
+                self._tell(self._clerk.streamed, BatchResult(work, begun, result))
                 instance.stopwatch.start()
         finally:
             results.close()
         self._tell(self._clerk.ended, work, begun)
 
-    def next(self, instance: Worker) -> Work | None:
+    def next(self, instance: JobInstance) -> JobBatch | None:
         if instance.lost:
             with self._lock:
                 self._waking.discard(instance)
@@ -223,15 +223,17 @@ class Dispatcher:
             return  # the event loop is gone, and all who would hear
 
 
-def stopping(request: Request) -> Exiting:
+def stopping_error(request: QueuedJob) -> ServerExiting:
     message = "Server is stopping, scheduler for model has stopped accepting new inference requests"
-    return Exiting(f"{prefix(request.item.id)}{message}")
+    return ServerExiting(f"{request_id_prefix(request.item.id)}{message}")
 
 
-def restarting(request: Request) -> NotReady:
-    return NotReady(f"{prefix(request.item.id)}the model's instances have ended unexpectedly and are being restarted")
+def restarting_error(request: QueuedJob) -> NotReady:
+    return NotReady(
+        f"{request_id_prefix(request.item.id)}the model's instances have ended unexpectedly and are being restarted"
+    )
 
 
-def prefix(request_id: str) -> str:
+def request_id_prefix(request_id: str) -> str:
     """What Triton puts before what it says of one request."""
     return f"[request id: {request_id or '<id_unknown>'}] "

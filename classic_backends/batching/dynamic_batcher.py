@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
-from .batching_config import Batching
-from .request_queue import RequestQueue, Waiting
+from .batching_config import BatchingConfig
+from .request_queue import QueuedRequest, RequestQueue
 
 T = TypeVar("T")
 
 
-class Cause(StrEnum):
+class CloseReason(StrEnum):
     """Why a batch left with these requests and no more."""
 
     ALONE = "model_does_not_batch"
@@ -25,27 +25,27 @@ class Cause(StrEnum):
     IDLE = "instance_idle"
 
 
-class Batch(NamedTuple, Generic[T]):
+class RequestBatch(NamedTuple, Generic[T]):
     """Requests that are executed together, in the order in which they were served."""
 
-    requests: Sequence[Waiting[T]]
-    cause: Cause
+    requests: Sequence[QueuedRequest[T]]
+    cause: CloseReason
 
     @property
     def size(self) -> int:
         return sum(request.size for request in self.requests)
 
 
-class Turn(NamedTuple, Generic[T]):
+class BatchDecision(NamedTuple, Generic[T]):
     """What comes of asking: a `batch`, or None; requests `refused` because their time ran out, which left
     too; and without a batch, the time at which to ask again `until` which nothing changes by itself (None: never)."""
 
-    batch: Batch[T] | None
-    refused: Sequence[Waiting[T]] = ()
+    batch: RequestBatch[T] | None
+    refused: Sequence[QueuedRequest[T]] = ()
     until: int | None = None
 
 
-class _Pause(NamedTuple):
+class _PendingBatch(NamedTuple):
     """A batch that waits for company: nothing changes before `until` as long as only requests of this `kind` come,
     behind all others, and all together stay below `size`."""
 
@@ -54,28 +54,28 @@ class _Pause(NamedTuple):
     size: int
 
 
-class _Draft(NamedTuple, Generic[T]):
+class _Candidate(NamedTuple, Generic[T]):
     """What fits in one batch now, all of it or the `marked` first; `stopped`: why the next did not."""
 
-    requests: list[Waiting[T]]
+    requests: list[QueuedRequest[T]]
     size: int
     marked: int
-    stopped: Cause | None
+    stopped: CloseReason | None
 
 
-class Batcher(Generic[T]):
+class DynamicBatcher(Generic[T]):
     """The queue of one model and the batches made from it."""
 
-    def __init__(self, rules: Batching) -> None:
+    def __init__(self, rules: BatchingConfig) -> None:
         self._rules = rules
         self._largest = rules.largest
         self._queue = RequestQueue[T](rules)
-        self._pause: _Pause | None = None
+        self._pause: _PendingBatch | None = None
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def add(self, request: Waiting[T], now: int) -> bool:
+    def add(self, request: QueuedRequest[T], now: int) -> bool:
         """False: the queue is full."""
         if not self._queue.add(request, now):
             return False
@@ -83,19 +83,19 @@ class Batcher(Generic[T]):
             self._pause = None
         return True
 
-    def remove(self, request: Waiting[T]) -> bool:
+    def remove(self, request: QueuedRequest[T]) -> bool:
         """It has given up. False: it had left the queue already."""
         self._pause = None
         return self._queue.remove(request)
 
-    def expire(self, now: int) -> Turn[T]:
+    def expire(self, now: int) -> BatchDecision[T]:
         """What time alone does, while no instance is free."""
         refused = self._queue.expire(now)
         if refused:
             self._pause = None
-        return Turn(None, refused, self._queue.next_deadline)
+        return BatchDecision(None, refused, self._queue.next_deadline)
 
-    def look(self, now: int) -> Turn[T]:
+    def look(self, now: int) -> BatchDecision[T]:
         """What an instance that is free would do; a batch stays in the queue, and may still grow."""
         refused = self._queue.expire(now)
         batch = None
@@ -103,9 +103,9 @@ class Batcher(Generic[T]):
             self._pause = None
             batch = self._next(now)
         until = None if self._pause is None else self._pause.until
-        return Turn(batch, refused, _earlier(until, self._queue.next_deadline))
+        return BatchDecision(batch, refused, _earlier(until, self._queue.next_deadline))
 
-    def take(self, now: int) -> Turn[T]:
+    def take(self, now: int) -> BatchDecision[T]:
         """What an instance that is free does: a batch leaves the queue."""
         turn = self.look(now)
         if turn.batch is None:
@@ -124,7 +124,7 @@ class Batcher(Generic[T]):
         """How much waits, as `portion` counts it."""
         return self._queue.size if self._rules.combine else len(self._queue)
 
-    def drain(self) -> list[Waiting[T]]:
+    def drain(self) -> list[QueuedRequest[T]]:
         """Everybody out."""
         waiting = list(self._queue)
         for request in waiting:
@@ -135,47 +135,47 @@ class Batcher(Generic[T]):
         pause = self._pause
         return pause is not None and now < pause.until and self._queue.size < pause.size
 
-    def _next(self, now: int) -> Batch[T] | None:
+    def _next(self, now: int) -> RequestBatch[T] | None:
         if not self._rules.combine:
             first = next(iter(self._queue), None)
-            return None if first is None else Batch([first], Cause.ALONE)
+            return None if first is None else RequestBatch([first], CloseReason.ALONE)
         draft = self._draft()
         return self._decide(draft, now) if draft.requests else None
 
-    def _draft(self) -> _Draft[T]:
-        chosen: list[Waiting[T]] = []
+    def _draft(self) -> _Candidate[T]:
+        chosen: list[QueuedRequest[T]] = []
         size = marked = 0
         for request in self._queue:
             if chosen:
                 if size + request.size > self._largest and not marked:
                     marked = len(chosen)
                 if size + request.size > self._rules.max_size:
-                    return _Draft(chosen, size, marked, Cause.FULL)
+                    return _Candidate(chosen, size, marked, CloseReason.FULL)
                 if request.kind != chosen[0].kind:
-                    return _Draft(chosen, size, marked, Cause.DIFFERS)
+                    return _Candidate(chosen, size, marked, CloseReason.DIFFERS)
             chosen.append(request)
             size += request.size
             if size in self._rules.preferred:
                 marked = len(chosen)
-        return _Draft(chosen, size, marked, None)
+        return _Candidate(chosen, size, marked, None)
 
-    def _decide(self, draft: _Draft[T], now: int) -> Batch[T] | None:
+    def _decide(self, draft: _Candidate[T], now: int) -> RequestBatch[T] | None:
         requests, size, marked, stopped = draft
         delay = self._rules.max_delay
         oldest = min(request.arrived for request in requests)
         exceeded = 0 < delay <= now - oldest
         if marked and not exceeded:
             all_of_it = marked == len(requests)
-            return Batch(requests[:marked], stopped if stopped and all_of_it else Cause.PREFERRED)
+            return RequestBatch(requests[:marked], stopped if stopped and all_of_it else CloseReason.PREFERRED)
         if stopped:
-            return Batch(requests, stopped)
+            return RequestBatch(requests, stopped)
         if size >= self._largest:
-            return Batch(requests, Cause.FULL)
+            return RequestBatch(requests, CloseReason.FULL)
         if exceeded or not delay:
-            return Batch(requests, Cause.DELAY if exceeded else Cause.IDLE)
+            return RequestBatch(requests, CloseReason.DELAY if exceeded else CloseReason.IDLE)
         # A deadline refuses a request or moves it behind the others: what then stands in front may be a preferred size.
         until = min(oldest + delay, self._queue.next_deadline or oldest + delay)
-        self._pause = _Pause(until, requests[0].kind, self._next_size(size))
+        self._pause = _PendingBatch(until, requests[0].kind, self._next_size(size))
         return None
 
     def _next_size(self, size: int) -> int:

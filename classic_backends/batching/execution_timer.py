@@ -16,7 +16,7 @@ _RECENT = 64
 """Executions of which the median is taken."""
 
 
-class Stopwatch:
+class ExecutionTimer:
     """`clock`: nanoseconds. An execution is overdue when it takes longer than 30 s and 20 times the median of the last
     ones; of a decoupled model, each response counts as one."""
 

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from ...core.errors import Internal
 from ...core.request import InferResponse
-from ...core.request_context import Exchange
-from ..sequences.sequence_context import Flags, SequenceContext
+from ...core.request_context import RequestContext
+from ..sequences.sequence_context import SequenceContext, SequenceFlags
 
 _UNREAD = 256
 """Responses of one request that may wait for their reader before the instance that makes them does."""
 
 
-class Sink(Protocol):
+class ResponseSink(Protocol):
     """Takes what a request gets, in the event loop's thread. After `end` nothing comes. `ended`: it was called, though
     the reader may not have heard of it yet."""
 
@@ -31,7 +31,7 @@ class Sink(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class InferenceJob:
     """`inputs`: in the model's shapes; `wanted`: the outputs asked for, None for all. `room`: for responses that nobody
     has read yet; one who makes several takes a place for each. `given_up`: nobody reads what comes; set by the event
     loop, read by the thread that computes. `exchange`: which it answers, if it is one that is counted. Of a stateful
@@ -39,12 +39,12 @@ class Job:
 
     inputs: Mapping[str, NDArray[Any]]
     wanted: Sequence[str] | None
-    sink: Sink
+    sink: ResponseSink
     id: str = ""
     room: threading.Semaphore | None = None
     given_up: bool = False
-    exchange: Exchange | None = None
-    flags: Flags | None = None
+    exchange: RequestContext | None = None
+    flags: SequenceFlags | None = None
     context: SequenceContext | None = None
 
     @property
@@ -58,7 +58,7 @@ class Job:
             self.room.release()
 
 
-class Nobody:
+class NullSink:
     """The sink of a request whose responses are taken elsewhere."""
 
     ended = False
@@ -70,7 +70,7 @@ class Nobody:
         pass
 
 
-class Answer:
+class SingleResponse:
     """The sink of a request that gets exactly one response."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -94,7 +94,7 @@ class Answer:
         self.future.exception()  # counts as read: a request that was refused, or whose reader left, reads it no more
 
 
-class Channel:
+class ResponseChannel:
     """The sink of a request that gets any number of responses, read one by one; `room` for those that are unread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -130,7 +130,7 @@ class Channel:
             self._reader.set_result(None)
 
 
-class Once:
+class SingleResponseStream:
     """A stream of the one response that `make` makes when it is asked for. A generator would cost as much again as a
     small execution."""
 

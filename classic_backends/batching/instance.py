@@ -10,8 +10,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
-from ..runtime import Life, Runtime
-from .execution_timer import Stopwatch
+from ..runtime import Runtime, RuntimeProcess
+from .execution_timer import ExecutionTimer
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ _END_SECONDS = 5.0
 """How long it may take then before its thread is left to itself."""
 
 
-class Source(Protocol[T]):
+class WorkSource(Protocol[T]):
     """Who has work for instances. Called by their threads."""
 
     def execute(self, instance: "Instance[T]", work: T) -> None:
@@ -43,12 +43,12 @@ class Instance(Generic[T]):
         self._loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[Runtime] = self._loop.create_future()
         self._ended = asyncio.Event()
-        self._inbox: SimpleQueue[Source[T] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[WorkSource[T] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._live, name=name, daemon=True)
         self.runtime: Runtime
-        self.life: Life | None = None
+        self.life: RuntimeProcess | None = None
         self._end: Callable[[str], None] | None = None
-        self.stopwatch = Stopwatch()
+        self.stopwatch = ExecutionTimer()
         self.work: T | None = None
         """What it executes, read by the event loop."""
 
@@ -58,7 +58,7 @@ class Instance(Generic[T]):
         self.runtime = await asyncio.shield(self._loaded)
         self.life, self._end = self.runtime.traits.life, self.runtime.traits.end
 
-    def wake(self, source: Source[T]) -> None:
+    def wake(self, source: WorkSource[T]) -> None:
         """Let it take work from there. Only for an instance that is free."""
         self._inbox.put(source)
 

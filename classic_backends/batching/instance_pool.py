@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from ..instance_groups import Slot
+from ..instance_groups import InstanceSlot
 from ..runtime import Runtime
-from .dispatcher import Worker
+from .dispatcher import JobInstance
 from .instance import Instance
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _SOONEST = 0.05
 """Seconds between two looks at how long executions take, at least."""
 
 
-class Patience(NamedTuple):
+class RestartPolicy(NamedTuple):
     """Seconds. A lost instance is replaced after `first_retry`, then twice as long each time up to `last_retry`, until
     one has lived for `stable`. `watch`: how often to look how long executions take."""
 
@@ -37,40 +37,42 @@ class Patience(NamedTuple):
     watch: float = 1.0
 
 
-PATIENCE = Patience()
+RESTART_POLICY = RestartPolicy()
 
 
-class Roster(Protocol):
+class InstanceListener(Protocol):
     """Hears who can work."""
 
-    def add_worker(self, worker: Worker) -> None: ...
+    def add_worker(self, worker: JobInstance) -> None: ...
 
-    def remove_worker(self, worker: Worker) -> None: ...
+    def remove_worker(self, worker: JobInstance) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
-class _Member:
+class _PooledInstance:
     """One instance in the place that a config gives it. `born`: when it began to work, of `time.monotonic`. `late`: the
     log has it that its execution is overdue; `ended`: that it was ended, or cannot be."""
 
-    slot: Slot
-    worker: Worker
+    slot: InstanceSlot
+    worker: JobInstance
     born: float = field(default_factory=time.monotonic)
     late: bool = False
     ended: bool = False
 
 
-class Crew:
+class InstancePool:
     """`load` makes the runtime of a slot, in its instance's thread. `limit`: seconds after which an execution is ended,
     where it can be; 0: never. `restarts`: replacements of lost ones."""
 
-    def __init__(self, load: Callable[[Slot], Runtime], limit: float = 0.0, patience: Patience | None = None) -> None:
+    def __init__(
+        self, load: Callable[[InstanceSlot], Runtime], limit: float = 0.0, patience: RestartPolicy | None = None
+    ) -> None:
         self._load = load
         self._limit = limit
-        self._patience = patience or PATIENCE
+        self._patience = patience or RESTART_POLICY
         self._watching: asyncio.TimerHandle | None = None
-        self._members: list[_Member] = []
-        self._roster: Roster | None = None
+        self._members: list[_PooledInstance] = []
+        self._roster: InstanceListener | None = None
         self._replacing: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self.restarts = 0
@@ -85,16 +87,16 @@ class Crew:
         active = (member.worker for member in self._members if not member.slot.passive)
         return any(not worker.lost and not worker.stopwatch.overdue for worker in active)
 
-    async def start(self, slots: Sequence[Slot]) -> None:
+    async def start(self, slots: Sequence[InstanceSlot]) -> None:
         """Return when all of them are loaded. Raises what loading one raises."""
-        members = [_Member(slot, self._instance(slot)) for slot in slots]
+        members = [_PooledInstance(slot, self._instance(slot)) for slot in slots]
         results = await asyncio.gather(*(each.worker.start() for each in members), return_exceptions=True)
         self._members += [member for member, result in zip(members, results, strict=True) if result is None]
         for result in results:
             if result is not None:
                 raise result
 
-    def serve(self, roster: Roster) -> None:
+    def serve(self, roster: InstanceListener) -> None:
         """Let them work, and whoever replaces them."""
         self._roster = roster
         for member in self._members:
@@ -118,7 +120,7 @@ class Crew:
         for member in self._members:
             self._look(member)
 
-    def _look(self, member: _Member) -> None:
+    def _look(self, member: _PooledInstance) -> None:
         """Whether it executes something for too long."""
         worker, late = member.worker, member.worker.stopwatch.overdue
         if late and not member.late:
@@ -132,15 +134,15 @@ class Crew:
             told = member.ended
             member.ended = worker.stopwatch.if_beyond(self._limit, lambda: None if told else self._end(worker))
 
-    def _end(self, worker: Worker) -> None:
+    def _end(self, worker: JobInstance) -> None:
         reason = f"the execution took longer than {self._limit:g} s ({EXECUTION_TIMEOUT})"
         ends = worker.end(reason)
         log.error("instance '%s': %s; %s", worker.name, reason, "it is ended" if ends else "a thread cannot be ended")
 
-    def _instance(self, slot: Slot) -> Worker:
+    def _instance(self, slot: InstanceSlot) -> JobInstance:
         return Instance(slot.place.name, partial(self._load, slot))
 
-    def _enlist(self, member: _Member, pause: float | None = None) -> None:
+    def _enlist(self, member: _PooledInstance, pause: float | None = None) -> None:
         """`pause`: before it is replaced, should it be lost soon."""
         if member.worker.life is not None:
             sentinel = member.worker.life.sentinel
@@ -148,7 +150,7 @@ class Crew:
         if self._roster is not None and not member.slot.passive:
             self._roster.add_worker(member.worker)
 
-    def _lost(self, member: _Member, pause: float) -> None:
+    def _lost(self, member: _PooledInstance, pause: float) -> None:
         _unwatch(member.worker)
         self._members.remove(member)
         if self._roster is not None:
@@ -159,13 +161,13 @@ class Crew:
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
 
-    async def _replace(self, lost: _Member, pause: float) -> None:
+    async def _replace(self, lost: _PooledInstance, pause: float) -> None:
         """Try it for ever."""
         log.error("instance '%s' has ended unexpectedly; another one starts in %g s", lost.worker.name, pause)
         await lost.worker.stop()
         while not await self._stops_within(pause):
             pause = min(2 * pause, self._patience.last_retry)
-            member = _Member(lost.slot, self._instance(lost.slot))
+            member = _PooledInstance(lost.slot, self._instance(lost.slot))
             try:
                 await self._unless_stopping(member.worker.start())
             except Exception as error:
@@ -174,7 +176,7 @@ class Crew:
                 await self._take(member, pause)
                 break
 
-    async def _take(self, member: _Member, pause: float) -> None:
+    async def _take(self, member: _PooledInstance, pause: float) -> None:
         if self._stopping.is_set():
             await member.worker.stop(abandoned=True)  # it may still load
             return
@@ -201,12 +203,12 @@ class Crew:
         return True
 
 
-def _abandoned(worker: Worker) -> bool:
+def _abandoned(worker: JobInstance) -> bool:
     """Nobody waits any more for what it executes."""
     work = worker.work
     return work is not None and all(request.item.given_up for request in work.requests)
 
 
-def _unwatch(worker: Worker) -> None:
+def _unwatch(worker: JobInstance) -> None:
     if worker.life is not None:
         asyncio.get_running_loop().remove_reader(worker.life.sentinel)

@@ -8,27 +8,27 @@ from itertools import pairwise
 from typing import Any
 
 from ...core.errors import InvalidArgument
-from ...core.metrics import FIRST_RESPONSE, Histogram, Reading
-from ...core.model import Document
-from ...core.summary import Summary
-from .batch_execution import Timing
+from ...core.metrics import FIRST_RESPONSE_BOUNDS, Histogram, Reading
+from ...core.model import ConfigDocument
+from ...core.summary import QuantileSummary
+from .batch_execution import ExecutionTiming
 
 _FIRST = "nv_inference_first_response_histogram_ms"
 _PARTS = ("request", "queue", "compute_input", "compute_infer", "compute_output")
 
 
-class Latencies:
+class LatencyMetrics:
     """`quantiles` of summaries, none for no summaries; `bounds` of the time to the first response in milliseconds.
     `decoupled`: the model says when it makes one; of others the answer is the first response."""
 
     def __init__(
-        self, quantiles: Sequence[float] = (), bounds: Sequence[float] = FIRST_RESPONSE, decoupled: bool = False
+        self, quantiles: Sequence[float] = (), bounds: Sequence[float] = FIRST_RESPONSE_BOUNDS, decoupled: bool = False
     ) -> None:
-        self._summaries = [Summary(quantiles) for _ in _PARTS] if quantiles else []
+        self._summaries = [QuantileSummary(quantiles) for _ in _PARTS] if quantiles else []
         self._first = Histogram(bounds)
         self._decoupled = decoupled
 
-    def succeed(self, whole: int, queued: int, timing: Timing) -> None:
+    def succeed(self, whole: int, queued: int, timing: ExecutionTiming) -> None:
         """A request was answered; nanoseconds."""
         if self._summaries:
             for summary, spent in zip(self._summaries, (whole, queued, *timing), strict=True):
@@ -46,7 +46,7 @@ class Latencies:
         yield Reading(_FIRST, self._first)
 
 
-def first_response_bounds(document: Document) -> tuple[float, ...]:
+def first_response_bounds(document: ConfigDocument) -> tuple[float, ...]:
     """Triton's, unless the config's `model_metrics` has others.
 
     Raises:
@@ -55,7 +55,7 @@ def first_response_bounds(document: Document) -> tuple[float, ...]:
     for control in document.get("model_metrics", {}).get("metric_control", ()):
         if control.get("metric_identifier", {}).get("family") == _FIRST:
             return _rising(control.get("histogram_options", {}).get("buckets", ()))
-    return FIRST_RESPONSE
+    return FIRST_RESPONSE_BOUNDS
 
 
 def _rising(buckets: Sequence[Any]) -> tuple[float, ...]:

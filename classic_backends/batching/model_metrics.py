@@ -10,18 +10,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from ...core.metrics import End, Microseconds, Outcome, Reading, ended_readings
-from ...core.request_context import Exchange
-from ...core.statistics import BatchStatistics, Duration, InferenceStatistics, ResponseStatistics, Statistics
-from .batch_execution import Timing
-from .dynamic_batcher import Cause
-from .latency_metrics import Latencies
+from ...core.metrics import Outcome, Reading, RequestDurations, RequestEnd, ended_readings
+from ...core.request_context import RequestContext
+from ...core.statistics import (
+    BatchStatistics,
+    InferenceStatistics,
+    ResponseStatistics,
+    StatisticDuration,
+    VersionStatistics,
+)
+from .batch_execution import ExecutionTiming
+from .dynamic_batcher import CloseReason
+from .latency_metrics import LatencyMetrics
 
 _PLACES = 1024
 """Places of a stream that are booked apart: a stream has no end, memory has."""
 
 
-class Failure(StrEnum):
+class FailureReason(StrEnum):
     """Triton's reasons: refused for want of room or time; cancelled; the model's own; any other."""
 
     REJECTED = "REJECTED"
@@ -31,7 +37,7 @@ class Failure(StrEnum):
 
 
 @dataclass(slots=True)
-class Sum:
+class DurationSum:
     """How often, and how long in all."""
 
     count: int = 0
@@ -41,12 +47,12 @@ class Sum:
         self.count += 1
         self.ns += ns
 
-    def read(self) -> Duration:
-        return Duration(self.count, self.ns)
+    def read(self) -> StatisticDuration:
+        return StatisticDuration(self.count, self.ns)
 
 
 @dataclass(slots=True)
-class Computes:
+class ComputeSums:
     """The three parts of executions: how many there were, and nanoseconds of each part."""
 
     count: int = 0
@@ -54,26 +60,30 @@ class Computes:
     infer: int = 0
     output: int = 0
 
-    def add(self, timing: Timing) -> None:
+    def add(self, timing: ExecutionTiming) -> None:
         self.count += 1
         self.input += timing.input
         self.infer += timing.infer
         self.output += timing.output
 
-    def read(self) -> tuple[Duration, Duration, Duration]:
-        return Duration(self.count, self.input), Duration(self.count, self.infer), Duration(self.count, self.output)
+    def read(self) -> tuple[StatisticDuration, StatisticDuration, StatisticDuration]:
+        return (
+            StatisticDuration(self.count, self.input),
+            StatisticDuration(self.count, self.infer),
+            StatisticDuration(self.count, self.output),
+        )
 
 
 @dataclass(slots=True)
-class Responses:
+class ResponseSums:
     """The responses in one place of a decoupled model's streams."""
 
-    infer: Sum = field(default_factory=Sum)
-    output: Sum = field(default_factory=Sum)
-    success: Sum = field(default_factory=Sum)
-    fail: Sum = field(default_factory=Sum)
-    empty: Sum = field(default_factory=Sum)
-    cancel: Sum = field(default_factory=Sum)
+    infer: DurationSum = field(default_factory=DurationSum)
+    output: DurationSum = field(default_factory=DurationSum)
+    success: DurationSum = field(default_factory=DurationSum)
+    fail: DurationSum = field(default_factory=DurationSum)
+    empty: DurationSum = field(default_factory=DurationSum)
+    cancel: DurationSum = field(default_factory=DurationSum)
 
     def read(self) -> ResponseStatistics:
         sums = (self.infer, self.output, self.success, self.fail, self.empty, self.cancel)
@@ -81,34 +91,34 @@ class Responses:
 
 
 @dataclass(slots=True)
-class Account:
+class ModelMetrics:
     """Of one model, from its load to its unload. `queued`: nanoseconds; `last`: seconds since the epoch."""
 
-    latencies: Latencies = field(default_factory=Latencies)
-    success: Sum = field(default_factory=Sum)
-    fail: Sum = field(default_factory=Sum)
+    latencies: LatencyMetrics = field(default_factory=LatencyMetrics)
+    success: DurationSum = field(default_factory=DurationSum)
+    fail: DurationSum = field(default_factory=DurationSum)
     queued: int = 0
-    computes: Computes = field(default_factory=Computes)
-    batches: dict[int, Computes] = field(default_factory=dict)
-    responses: dict[int, Responses] = field(default_factory=dict)
-    failures: Counter[Failure] = field(default_factory=Counter)
-    alone: Counter[Cause] = field(default_factory=Counter)
-    ended: Counter[End] = field(default_factory=Counter)
-    spent: Microseconds = field(default_factory=Microseconds)
+    computes: ComputeSums = field(default_factory=ComputeSums)
+    batches: dict[int, ComputeSums] = field(default_factory=dict)
+    responses: dict[int, ResponseSums] = field(default_factory=dict)
+    failures: Counter[FailureReason] = field(default_factory=Counter)
+    alone: Counter[CloseReason] = field(default_factory=Counter)
+    ended: Counter[RequestEnd] = field(default_factory=Counter)
+    spent: RequestDurations = field(default_factory=RequestDurations)
     inferences: int = 0
     executions: int = 0
     last: float = 0.0
 
-    def execute(self, size: int, timing: Timing, cause: Cause, requests: int) -> None:
+    def execute(self, size: int, timing: ExecutionTiming, cause: CloseReason, requests: int) -> None:
         """A batch of that many items and requests was executed."""
         self.executions += 1
         if size not in self.batches:
-            self.batches[size] = Computes()
+            self.batches[size] = ComputeSums()
         self.batches[size].add(timing)
         if requests == 1:
             self.alone[cause] += 1
 
-    def succeed(self, size: int, whole: int, queued: int, timing: Timing) -> None:
+    def succeed(self, size: int, whole: int, queued: int, timing: ExecutionTiming) -> None:
         """A request of that many items was answered, `whole` after it came."""
         self.inferences += size
         self.success.count += 1
@@ -124,45 +134,45 @@ class Account:
         spent.compute_output += timing.output // 1000
         self.latencies.succeed(whole, queued, timing)
 
-    def lose(self, reason: Failure, whole: int) -> None:
+    def lose(self, reason: FailureReason, whole: int) -> None:
         """A request was not answered."""
         self.failures[reason] += 1
         self.fail.add(whole)
 
-    def response(self, place: int) -> Responses:
+    def response(self, place: int) -> ResponseSums:
         """Of the responses in that place of a stream; those far out share the last."""
         place = min(place, _PLACES - 1)
         if place not in self.responses:
-            self.responses[place] = Responses()
+            self.responses[place] = ResponseSums()
         return self.responses[place]
 
-    def count(self, exchange: Exchange) -> None:
+    def count(self, exchange: RequestContext) -> None:
         """A request of a door has ended that was for this model."""
         assert exchange.end is not None
         self.ended[exchange.end] += 1
 
-    def statistics(self) -> Statistics:
-        return Statistics(
+    def statistics(self) -> VersionStatistics:
+        return VersionStatistics(
             last_inference=int(self.last * 1000),
             inference_count=self.inferences,
             execution_count=self.executions,
             inference=self._inference(),
             batches=tuple(BatchStatistics(size, *parts.read()) for size, parts in sorted(self.batches.items())),
             responses={str(place): each.read() for place, each in sorted(self.responses.items())},
-            explain={cause.value: self.alone[cause] for cause in Cause if self.alone[cause]},
+            explain={cause.value: self.alone[cause] for cause in CloseReason if self.alone[cause]},
         )
 
     def _inference(self) -> InferenceStatistics:
-        queue = Duration(self.success.count, self.queued)
+        queue = StatisticDuration(self.success.count, self.queued)
         return InferenceStatistics(self.success.read(), self.fail.read(), queue, *self.computes.read())
 
     def readings(self, pending: int) -> Iterator[Reading]:
         """`pending`: requests that wait."""
-        yield from ended_readings({End(Outcome.DONE): 0} | self.ended)
-        for cause in Cause:
+        yield from ended_readings({RequestEnd(Outcome.DONE): 0} | self.ended)
+        for cause in CloseReason:
             yield Reading("charonia_unbatched_requests_total", self.alone[cause], {"reason": cause.value})
         yield Reading("nv_inference_request_success", self.success.count)
-        for reason in Failure:
+        for reason in FailureReason:
             yield Reading("nv_inference_request_failure", self.failures[reason], {"reason": reason.value})
         yield Reading("nv_inference_count", self.inferences)
         yield Reading("nv_inference_exec_count", self.executions)

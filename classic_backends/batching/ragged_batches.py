@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.errors import Internal, InvalidArgument
-from ...core.model import Document
+from ...core.model import ConfigDocument
 
 Shape = tuple[int, ...]
 
@@ -29,22 +29,22 @@ class BatchInput(NamedTuple):
         return _KINDS[self.kind](shapes).astype(self.dtype)
 
 
-class Ragged(NamedTuple):
+class RaggedConfig(NamedTuple):
     """What a config says of it. `outputs`: name of an output -> the input whose shape each request's part has."""
 
     inputs: tuple[BatchInput, ...] = ()
     outputs: Mapping[str, str] = {}
 
 
-def read_ragged(document: Document) -> Ragged:
+def read_ragged_config(document: ConfigDocument) -> RaggedConfig:
     """Raises `InvalidArgument` for what is not there to refer to; `field` names it."""
     names = {each["name"] for each in document.get("input", ())}
     inputs = tuple(made for each in document.get("batch_input", ()) for made in _batch_inputs(each, names))
     outputs = {name: source for each in document.get("batch_output", ()) for name, source in _targets(each, names)}
-    return Ragged(inputs, outputs)
+    return RaggedConfig(inputs, outputs)
 
 
-def _batch_inputs(asked: Document, names: set[str]) -> list[BatchInput]:
+def _batch_inputs(asked: ConfigDocument, names: set[str]) -> list[BatchInput]:
     kind = asked.get("kind", "BATCH_ELEMENT_COUNT")
     if kind not in _KINDS:
         raise InvalidArgument(f"unknown kind of batch input '{kind}'", field="batch_input.kind")
@@ -54,12 +54,12 @@ def _batch_inputs(asked: Document, names: set[str]) -> list[BatchInput]:
     return [BatchInput(name, kind, source, dtype) for name in asked.get("target_name", ())]
 
 
-def _targets(asked: Document, names: set[str]) -> list[tuple[str, str]]:
+def _targets(asked: ConfigDocument, names: set[str]) -> list[tuple[str, str]]:
     source = _source(asked, names, "batch_output")
     return [(name, source) for name in asked.get("target_name", ())]
 
 
-def _source(asked: Document, names: set[str], field: str) -> str:
+def _source(asked: ConfigDocument, names: set[str], field: str) -> str:
     sources = asked.get("source_input", ())
     if len(sources) != 1 or sources[0] not in names:
         message = f"'{field}' needs one source_input that is an input of the model, got {list(sources)}"
@@ -67,7 +67,7 @@ def _source(asked: Document, names: set[str], field: str) -> str:
     return str(sources[0])
 
 
-def scattered(name: str, made: NDArray[Any], shapes: Sequence[Shape]) -> list[NDArray[Any]]:
+def split_flat_output(name: str, made: NDArray[Any], shapes: Sequence[Shape]) -> list[NDArray[Any]]:
     """The elements of an output, dealt out in these shapes.
 
     Raises:

@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush
 from itertools import chain, count
 from typing import Generic, TypeVar
 
-from .batching_config import Batching
+from .batching_config import BatchingConfig
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ _SPARE = 64
 
 
 @dataclass(slots=True, eq=False)
-class Waiting(Generic[T]):
+class QueuedRequest(Generic[T]):
     """A request in the queue, `item` to whom it belongs. `size`: its batch, at least 1; only requests of the same
     `kind` share a batch. `priority` and `timeout` as asked for, 0 for neither. `arrived` is set by the queue, as all
     below it; `deadline`: of its wait, `limit`: of its answer."""
@@ -41,8 +41,8 @@ class Waiting(Generic[T]):
 class _Level(Generic[T]):
     """Requests in time, and those set aside because their time ran out."""
 
-    fresh: "OrderedDict[Waiting[T], None]" = field(default_factory=OrderedDict)
-    late: "OrderedDict[Waiting[T], None]" = field(default_factory=OrderedDict)
+    fresh: "OrderedDict[QueuedRequest[T], None]" = field(default_factory=OrderedDict)
+    late: "OrderedDict[QueuedRequest[T], None]" = field(default_factory=OrderedDict)
 
     def __len__(self) -> int:
         return len(self.fresh) + len(self.late)
@@ -52,11 +52,11 @@ class RequestQueue(Generic[T]):
     """`size`: the batches of all who wait, added up. A level is there while somebody waits in it, the default level
     always: a config may have as many as a 64-bit number says."""
 
-    def __init__(self, rules: Batching) -> None:
+    def __init__(self, rules: BatchingConfig) -> None:
         self._rules = rules
         self._levels = {rules.default_level: _Level[T]()}
         self._order = [rules.default_level]
-        self._deadlines: list[tuple[int, int, Waiting[T]]] = []
+        self._deadlines: list[tuple[int, int, QueuedRequest[T]]] = []
         self._serial = count()
         self._dated = 0
         self.size = 0
@@ -64,14 +64,14 @@ class RequestQueue(Generic[T]):
     def __len__(self) -> int:
         return sum(len(level) for level in self._levels.values())
 
-    def __iter__(self) -> Iterator[Waiting[T]]:
+    def __iter__(self) -> Iterator[QueuedRequest[T]]:
         """In the order in which they are served; not to be changed meanwhile."""
         for number in self._order:
             level = self._levels[number]
             yield from level.fresh
             yield from level.late
 
-    def add(self, request: Waiting[T], now: int) -> bool:
+    def add(self, request: QueuedRequest[T], now: int) -> bool:
         """False: its level is full, and nothing has changed."""
         number = self._rules.level_of(request.priority)
         policy, level = self._rules.policy_of(number), self._levels.get(number)
@@ -89,7 +89,7 @@ class RequestQueue(Generic[T]):
             self._dated += 1
         return True
 
-    def remove(self, request: Waiting[T]) -> bool:
+    def remove(self, request: QueuedRequest[T]) -> bool:
         """It is served, or has given up. False: it was not here."""
         if not request.queued:
             return False
@@ -107,10 +107,10 @@ class RequestQueue(Generic[T]):
         self._sweep()
         return True
 
-    def expire(self, now: int) -> list[Waiting[T]]:
+    def expire(self, now: int) -> list[QueuedRequest[T]]:
         """Those whose time ran out and who are refused, already removed; where the policy says so they stay, behind the
         others of their level."""
-        refused: list[Waiting[T]] = []
+        refused: list[QueuedRequest[T]] = []
         while (due := self.next_deadline) is not None and due <= now:
             request = heappop(self._deadlines)[2]
             if self._rules.policy_of(request.level).postpone:
@@ -130,7 +130,7 @@ class RequestQueue(Generic[T]):
             heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
-    def _in_time(self, request: Waiting[T]) -> bool:
+    def _in_time(self, request: QueuedRequest[T]) -> bool:
         return request.queued and request in self._levels[request.level].fresh
 
     def _sweep(self) -> None:

@@ -3,21 +3,21 @@
 from collections import deque
 
 from ...core.request import InferResponse
-from .inference_job import Sink
+from .inference_job import ResponseSink
 
 
-class Line:
+class ResponseOrderer:
     """Requests that have not ended, in the order in which they came."""
 
     def __init__(self) -> None:
-        self._places: deque[Place] = deque()
+        self._places: deque[OrderedSink] = deque()
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def enter(self, sink: Sink) -> "Place":
+    def enter(self, sink: ResponseSink) -> "OrderedSink":
         """A sink that holds back what comes until all requests before it have ended."""
-        place = Place(self, sink)
+        place = OrderedSink(self, sink)
         self._places.append(place)
         self.advance()
         return place
@@ -27,10 +27,10 @@ class Line:
             self._places.popleft()
 
 
-class Place:
+class OrderedSink:
     """One request's place in the line."""
 
-    def __init__(self, line: Line, sink: Sink) -> None:
+    def __init__(self, line: ResponseOrderer, sink: ResponseSink) -> None:
         self._line = line
         self._sink = sink
         self._held: list[InferResponse] = []

@@ -3,34 +3,34 @@
 import time
 from dataclasses import dataclass
 
-from ...core.errors import CharoniaError, Code
-from ...core.request_context import Computed
-from .batch_execution import NO_TIME, Timing
-from .dispatcher import Done, Request, Work
-from .model_metrics import Account, Failure
+from ...core.errors import CharoniaError, ErrorCode
+from ...core.request_context import ExecutionTimes
+from .batch_execution import NO_TIMING, ExecutionTiming
+from .dispatcher import BatchResult, JobBatch, QueuedJob
+from .model_metrics import FailureReason, ModelMetrics
 
-_REASONS = {Code.UNAVAILABLE: Failure.REJECTED, Code.CANCELLED: Failure.CANCELED}
+_REASONS = {ErrorCode.UNAVAILABLE: FailureReason.REJECTED, ErrorCode.CANCELLED: FailureReason.CANCELED}
 """Of what was not executed."""
 
 
 @dataclass(slots=True)
-class _Stream:
+class _StreamProgress:
     """The responses of one request so far: how many, and what they took."""
 
     count: int = 0
-    timing: Timing = NO_TIME
+    timing: ExecutionTiming = NO_TIMING
     failed: bool = False
 
 
-class Delivery:
-    """A `Clerk`. A request that gave up was booked when it did."""
+class ResponseRouter:
+    """A `DispatchListener`. A request that gave up was booked when it did."""
 
-    def __init__(self, account: Account, batched: bool) -> None:
+    def __init__(self, account: ModelMetrics, batched: bool) -> None:
         self._account = account
         self._batched = batched
-        self._streams: dict[Request, _Stream] = {}
+        self._streams: dict[QueuedJob, _StreamProgress] = {}
 
-    def answered(self, done: Done) -> None:
+    def answered(self, done: BatchResult) -> None:
         (requests, cause), begun, result = done.work, done.begun, done.result
         if result.error is None:
             self._account.execute(self._size(done.work), result.timing, cause, len(requests))
@@ -40,15 +40,15 @@ class Delivery:
                 continue
             _note(request, begun, result.timing)
             if result.error is not None:
-                self._fail(request, result.error, Failure.BACKEND)
+                self._fail(request, result.error, FailureReason.BACKEND)
                 continue
             self._account.succeed(request.size, now - request.arrived, begun - request.arrived, result.timing)
             request.item.sink.put(result.responses[index])
             request.item.sink.end()
 
-    def streamed(self, done: Done) -> None:
+    def streamed(self, done: BatchResult) -> None:
         [request], result = done.work.requests, done.result
-        stream = self._streams.setdefault(request, _Stream())
+        stream = self._streams.setdefault(request, _StreamProgress())
         booked = self._account.response(stream.count)
         if not stream.count:
             self._account.latencies.respond(time.monotonic_ns() - request.arrived)
@@ -58,17 +58,17 @@ class Delivery:
         if result.error is not None:
             stream.failed = True
             booked.fail.add(result.timing.infer)
-            return self._fail(request, result.error, Failure.BACKEND)
+            return self._fail(request, result.error, FailureReason.BACKEND)
         booked.infer.add(result.timing.infer)
         booked.output.add(result.timing.output)
         booked.success.add(result.timing.infer + result.timing.output)
-        stream.timing = Timing(*map(sum, zip(stream.timing, result.timing, strict=True)))
+        stream.timing = ExecutionTiming(*map(sum, zip(stream.timing, result.timing, strict=True)))
         _note(request, done.begun, stream.timing)
         return request.item.sink.put(result.responses[0])
 
-    def ended(self, work: Work, begun: int) -> None:
+    def ended(self, work: JobBatch, begun: int) -> None:
         [request] = work.requests
-        stream = self._streams.pop(request, _Stream())
+        stream = self._streams.pop(request, _StreamProgress())
         if stream.failed or request.item.given_up:
             return
         # Triton's backends say that they are done with one more response, which is empty.
@@ -78,20 +78,20 @@ class Delivery:
         self._account.succeed(request.size, now - request.arrived, begun - request.arrived, stream.timing)
         request.item.sink.end()
 
-    def refused(self, request: Request, error: Exception) -> None:
-        code = error.code if isinstance(error, CharoniaError) else Code.INTERNAL
-        self._fail(request, error, _REASONS.get(code, Failure.OTHER))
+    def refused(self, request: QueuedJob, error: Exception) -> None:
+        code = error.code if isinstance(error, CharoniaError) else ErrorCode.INTERNAL
+        self._fail(request, error, _REASONS.get(code, FailureReason.OTHER))
 
-    def _fail(self, request: Request, error: Exception, reason: Failure) -> None:
+    def _fail(self, request: QueuedJob, error: Exception, reason: FailureReason) -> None:
         self._account.lose(reason, time.monotonic_ns() - request.arrived)
         request.item.sink.end(error)
 
-    def _size(self, work: Work) -> int:
+    def _size(self, work: JobBatch) -> int:
         """Triton books a model that does not batch under the size 1."""
         return work.size if self._batched else 1
 
 
-def _note(request: Request, begun: int, timing: Timing) -> None:
+def _note(request: QueuedJob, begun: int, timing: ExecutionTiming) -> None:
     """For traces: when what happened to it."""
     if request.item.exchange is not None:
-        request.item.exchange.computed = Computed(request.arrived, begun, timing)
+        request.item.exchange.computed = ExecutionTimes(request.arrived, begun, timing)

@@ -12,17 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.errors import InvalidArgument
-from ...core.memory_needs import Share
-from ...core.model import Document, ModelConfig
+from ...core.memory_needs import MemoryNeed
+from ...core.model import ConfigDocument, ModelConfig
 from ...processes.torch_build import torch_has_cuda
 from ...tokenization.checkpoint_files import read_json
-from ...tokenization.encoder_tokenizer import SequenceTokenizer, TokenSequence
-from ..backend_parameters import integer, report_unknown, thread_count
-from ..config_completion import Found, FoundModel, check_fit, completed, is_complete
-from ..instance_groups import bytes_of, each_instance, threads_each
-from ..runtime import Arrays, Place, Runtime, Traits
+from ...tokenization.encoder_tokenizer import EncodedText, EncoderTokenizer
+from ..backend_parameters import read_integer, read_thread_count, warn_unknown_parameters
+from ..config_completion import FoundModel, FoundTensor, check_config_matches, complete_config, declares_tensors
+from ..instance_groups import bytes_on_disk, memory_per_instance, threads_per_instance
+from ..runtime import Arrays, InstancePlacement, Runtime, RuntimeTraits
 from .encoder_files import CrossEncoderFiles, EmbedderFiles, read_encoder
-from .token_batches import token_batches
+from .token_batches import batch_by_length
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,39 +44,43 @@ class EncoderLoader:
     Parameters: `max_batch_tokens`, how many are computed together, padding included; `intra_op_thread_count`.
     """
 
-    def load(self, directory: Path, config: ModelConfig, place: Place, parameters: Mapping[str, str]) -> Runtime:
-        from ..torch.torch_process import use_threads
+    def load(
+        self, directory: Path, config: ModelConfig, place: InstancePlacement, parameters: Mapping[str, str]
+    ) -> Runtime:
+        from ..torch.torch_process import set_torch_threads
 
-        report_unknown(config.name, parameters, _KNOWN)
-        budget = integer(parameters, "max_batch_tokens", _MAX_BATCH_TOKENS, least=1)
-        use_threads(thread_count(parameters, "intra_op_thread_count") or threads_each(config.document))
+        warn_unknown_parameters(config.name, parameters, _KNOWN)
+        budget = read_integer(parameters, "max_batch_tokens", _MAX_BATCH_TOKENS, least=1)
+        set_torch_threads(
+            read_thread_count(parameters, "intra_op_thread_count") or threads_per_instance(config.document)
+        )
         files = read_encoder(directory)
-        check_fit(config, tensors_of(files))
+        check_config_matches(config, encoder_tensors(files))
         device = f"cuda:{place.device}" if place.kind == "KIND_GPU" else "cpu"
-        tokenizer = SequenceTokenizer.load(files.directory, files.tokens.length, files.tokens.lowercase)
-        return EncoderRuntime(_encoder(files, device), Reader(files, tokenizer), budget, device)
+        tokenizer = EncoderTokenizer.load(files.directory, files.tokens.length, files.tokens.lowercase)
+        return EncoderRuntime(_encoder(files, device), EncoderInputReader(files, tokenizer), budget, device)
 
     def uses_gpus(self) -> bool:
         return torch_has_cuda()
 
-    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> tuple[Share, ...]:
-        return each_instance(document, bytes_of(directory))
+    def needs(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
+        return memory_per_instance(document, bytes_on_disk(directory))
 
-    def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
-        if is_complete(document):
+    def complete(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> ConfigDocument:
+        if declares_tensors(document):
             return document
         sized = {**document, "max_batch_size": document.get("max_batch_size") or MAX_BATCH_SIZE}
-        return completed(sized, tensors_of(read_encoder(directory)), parameters)
+        return complete_config(sized, encoder_tensors(read_encoder(directory)), parameters)
 
 
-def tensors_of(files: EmbedderFiles | CrossEncoderFiles) -> FoundModel:
+def encoder_tensors(files: EmbedderFiles | CrossEncoderFiles) -> FoundModel:
     """What goes in and comes out of an encoder: texts, or in place of them ids; in rows that -1 fills up."""
-    text, count = Found(TEXT, "BYTES", (-1, 1)), Found(COUNT, "INT32", (-1, 1))
+    text, count = FoundTensor(TEXT, "BYTES", (-1, 1)), FoundTensor(COUNT, "INT32", (-1, 1))
     if isinstance(files, CrossEncoderFiles):
-        score = Found(SCORE, "FP32", (-1, files.labels))
-        return FoundModel((text, Found(PAIR, "BYTES", (-1, 1))), (score, count))
-    inputs = text._replace(optional=True), Found(IDS, "INT64", (-1, -1), optional=True)
-    return FoundModel(inputs, (Found(EMBEDDING, "FP32", (-1, files.size)), count))
+        score = FoundTensor(SCORE, "FP32", (-1, files.labels))
+        return FoundModel((text, FoundTensor(PAIR, "BYTES", (-1, 1))), (score, count))
+    inputs = text._replace(optional=True), FoundTensor(IDS, "INT64", (-1, -1), optional=True)
+    return FoundModel(inputs, (FoundTensor(EMBEDDING, "FP32", (-1, files.size)), count))
 
 
 def _encoder(files: EmbedderFiles | CrossEncoderFiles, device: str) -> "Encoder":
@@ -85,17 +89,17 @@ def _encoder(files: EmbedderFiles | CrossEncoderFiles, device: str) -> "Encoder"
     return CrossEncoder(files, device) if isinstance(files, CrossEncoderFiles) else Embedder(files, device)
 
 
-class Reader:
+class EncoderInputReader:
     """Reads the inputs of requests: tokens, however they are given."""
 
-    def __init__(self, files: EmbedderFiles | CrossEncoderFiles, tokenizer: SequenceTokenizer) -> None:
+    def __init__(self, files: EmbedderFiles | CrossEncoderFiles, tokenizer: EncoderTokenizer) -> None:
         self._tokenizer = tokenizer
         self._length = files.tokens.length
         self._prompt = files.tokens.prompt
         self._vocabulary = int(read_json(files.directory / "config.json").get("vocab_size", 0))
         self.output = SCORE if isinstance(files, CrossEncoderFiles) else EMBEDDING
 
-    def read(self, inputs: Arrays) -> list[TokenSequence]:
+    def read(self, inputs: Arrays) -> list[EncodedText]:
         """Raises `InvalidArgument` for neither texts nor ids, both of them, or wrong ids."""
         if (TEXT in inputs) == (IDS in inputs):
             raise InvalidArgument(f"give either {TEXT} or {IDS}", field=TEXT)
@@ -104,7 +108,7 @@ class Reader:
         texts = [self._prompt + text for text in _texts(inputs[TEXT])]
         return self._tokenizer.encode(texts, _texts(inputs[PAIR]) if PAIR in inputs else None)
 
-    def _given(self, row: list[int]) -> TokenSequence:
+    def _given(self, row: list[int]) -> EncodedText:
         ids = row[: row.index(-1)] if -1 in row else row
         if not 0 < len(ids) <= self._length:
             message = f"{IDS} must be 1 to {self._length} tokens for this model, got {len(ids)}"
@@ -113,7 +117,7 @@ class Reader:
         if wrong or any(each != -1 for each in row[len(ids) :]):
             message = f"{IDS} must be between 0 and {self._vocabulary - 1}, filled up with -1"
             raise InvalidArgument(f"{message}, got {(wrong or row)[0]}", field=IDS)
-        return TokenSequence(ids, [0] * len(ids))
+        return EncodedText(ids, [0] * len(ids))
 
 
 def _texts(array: NDArray[Any]) -> list[str]:
@@ -121,7 +125,7 @@ def _texts(array: NDArray[Any]) -> list[str]:
     return [text.decode(errors="replace") for text in array.ravel()]
 
 
-class Batch(NamedTuple):
+class PaddedBatch(NamedTuple):
     """See `encoder_modules.Padded`."""
 
     ids: "Tensor"
@@ -132,15 +136,15 @@ class Batch(NamedTuple):
 class EncoderRuntime:
     """One instance with weights of its own."""
 
-    def __init__(self, encoder: "Encoder", reader: Reader, budget: int, device: str) -> None:
+    def __init__(self, encoder: "Encoder", reader: EncoderInputReader, budget: int, device: str) -> None:
         self._encoder: Encoder | None = encoder
         self._reader = reader
         self._budget = budget
         self._device = device
 
     @property
-    def traits(self) -> Traits:
-        return Traits()
+    def traits(self) -> RuntimeTraits:
+        return RuntimeTraits()
 
     def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
         sequences = self._reader.read(inputs)
@@ -148,23 +152,23 @@ class EncoderRuntime:
         yield {self._reader.output: self._compute(sequences), COUNT: counts}
 
     def close(self) -> None:
-        from ..torch.torch_process import give_back
+        from ..torch.torch_process import release_torch_memory
 
         self._encoder = None
-        give_back()
+        release_torch_memory()
 
-    def _compute(self, sequences: Sequence[TokenSequence]) -> NDArray[np.float32]:
+    def _compute(self, sequences: Sequence[EncodedText]) -> NDArray[np.float32]:
         import torch
 
         assert self._encoder is not None
         made: dict[int, NDArray[np.float32]] = {}
         with torch.inference_mode():
-            for indices in token_batches([len(each.ids) for each in sequences], self._budget):
+            for indices in batch_by_length([len(each.ids) for each in sequences], self._budget):
                 batch = self._padded([sequences[index] for index in indices], self._encoder.pad)
                 made.update(zip(indices, self._encoder(batch).cpu().numpy(), strict=True))
         return np.stack([made[index] for index in range(len(sequences))])
 
-    def _padded(self, sequences: Sequence[TokenSequence], pad: int) -> Batch:
+    def _padded(self, sequences: Sequence[EncodedText], pad: int) -> PaddedBatch:
         """Rows of equal length; what fills them up stands at the end."""
         import torch
 
@@ -173,7 +177,7 @@ class EncoderRuntime:
         for row, each in enumerate(sequences):
             length = len(each.ids)
             ids[row, :length], mask[row, :length], segments[row, :length] = each.ids, 1, each.segments
-        return Batch(*(torch.from_numpy(array).to(self._device) for array in (ids, mask, segments)))
+        return PaddedBatch(*(torch.from_numpy(array).to(self._device) for array in (ids, mask, segments)))
 
 
 ENCODER = EncoderLoader()

@@ -54,7 +54,7 @@ class DenseFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenizationRules:
     """How texts are tokenized. `length`: the most tokens; `prompt`: what is put before each text."""
 
     length: int
@@ -67,7 +67,7 @@ class EmbedderFiles:
     """Texts to vectors of `size`. `directory`: of the transformer."""
 
     directory: Path
-    tokens: Tokens
+    tokens: TokenizationRules
     pooling: Pooling
     dense: tuple[DenseFiles, ...]
     normalize: bool
@@ -79,7 +79,7 @@ class CrossEncoderFiles:
     """Pairs of texts to `labels` scores."""
 
     directory: Path
-    tokens: Tokens
+    tokens: TokenizationRules
     labels: int
     activation: Activation
 
@@ -167,12 +167,12 @@ def _activation(name: str, directory: Path) -> Activation:
     return Activation(last)
 
 
-def _tokens(directory: Path, transformer: Path) -> Tokens:
+def _tokens(directory: Path, transformer: Path) -> TokenizationRules:
     own = read_json(transformer / "sentence_bert_config.json")
     prompts = read_json(directory / "config_sentence_transformers.json")
     default = prompts.get("default_prompt_name")
     prompt = (prompts.get("prompts") or {}).get(default, "") if default else ""
-    return Tokens(_length(transformer, own), bool(own.get("do_lower_case", False)), str(prompt))
+    return TokenizationRules(_length(transformer, own), bool(own.get("do_lower_case", False)), str(prompt))
 
 
 def _length(transformer: Path, own: Mapping[str, Any]) -> int:

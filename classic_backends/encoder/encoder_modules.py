@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ...core.errors import InvalidArgument
-from ...processes.host import keep_large_blocks_apart
+from ...processes.host import map_large_blocks_separately
 from .encoder_files import Activation, CrossEncoderFiles, DenseFiles, EmbedderFiles, Pooling
 
 _ACTIVATIONS: dict[Activation, nn.Module] = {
@@ -21,7 +21,7 @@ _ACTIVATIONS: dict[Activation, nn.Module] = {
 }
 
 
-class Padded(Protocol):
+class PaddedTexts(Protocol):
     """A batch: `ids`, `mask` and `segments` are int64 [texts, tokens]; where `mask` is 0 is padding, at the end."""
 
     @property
@@ -39,7 +39,7 @@ class Encoder(Protocol):
 
     pad: int
 
-    def __call__(self, batch: Padded) -> Tensor: ...
+    def __call__(self, batch: PaddedTexts) -> Tensor: ...
 
 
 class Transformer:
@@ -51,7 +51,7 @@ class Transformer:
         self._segmented = (getattr(config, "type_vocab_size", 0) or 0) > 1
         self.pad = int(config.pad_token_id or 0)
 
-    def __call__(self, batch: Padded) -> Any:
+    def __call__(self, batch: PaddedTexts) -> Any:
         given = {"input_ids": batch.ids, "attention_mask": batch.mask}
         if self._segmented:
             given["token_type_ids"] = batch.segments
@@ -70,9 +70,9 @@ class Embedder:
         self._normalize = files.normalize
         self.pad = self._transformer.pad
 
-    def __call__(self, batch: Padded) -> Tensor:
+    def __call__(self, batch: PaddedTexts) -> Tensor:
         tokens = self._transformer(batch).last_hidden_state
-        pooled = pool(tokens.float(), batch.mask, self._pooling)
+        pooled = pool_tokens(tokens.float(), batch.mask, self._pooling)
         vectors: Tensor = self._dense(pooled)
         return nn.functional.normalize(vectors, dim=-1) if self._normalize else vectors
 
@@ -87,12 +87,12 @@ class CrossEncoder:
         self._activation = _ACTIVATIONS[files.activation]
         self.pad = self._transformer.pad
 
-    def __call__(self, batch: Padded) -> Tensor:
+    def __call__(self, batch: PaddedTexts) -> Tensor:
         scores: Tensor = self._activation(self._transformer(batch).logits.float())
         return scores
 
 
-def pool(tokens: Tensor, mask: Tensor, how: Pooling) -> Tensor:
+def pool_tokens(tokens: Tensor, mask: Tensor, how: Pooling) -> Tensor:
     """[texts, size] of [texts, tokens, size]; padding has no part in it."""
     if how is Pooling.CLS:
         return tokens[:, 0]
@@ -108,7 +108,7 @@ def pool(tokens: Tensor, mask: Tensor, how: Pooling) -> Tensor:
 def _load(kind: Any, directory: Path, device: str) -> Any:
     from transformers.utils import logging
 
-    keep_large_blocks_apart()
+    map_large_blocks_separately()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         module = kind.from_pretrained(directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False)

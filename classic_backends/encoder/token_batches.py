@@ -12,7 +12,7 @@ _SMALL = 256
 """Tokens of a batch, padding included, below which a longer row costs less than another pass."""
 
 
-def token_batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
+def batch_by_length(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
     """Indices of `lengths` in batches, each index in exactly one; the longest come first.
 
     No batch has more than `budget` tokens, padding included, but a single sequence may alone.

@@ -17,21 +17,32 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from ...core.errors import Internal
-from ...core.model import Document, ModelConfig
-from ...processes.child_process import die_with_parent, leave_signals_to_parent, show_name
-from ..runtime import Arrays, Place, Runtime, RuntimeLoader
-from .instance_messages import Abandon, Completed, Done, Execute, FromInstance, Loaded, Made, Said, ToInstance, failed
-from .tensor_arena import Region
+from ...core.model import ConfigDocument, ModelConfig
+from ...processes.child_process import die_with_parent, ignore_stop_signals, set_process_name
+from ..runtime import Arrays, InstancePlacement, Runtime, RuntimeLoader
+from .instance_messages import (
+    AbandonOutputs,
+    ConfigCompleted,
+    ExecuteBatch,
+    FromInstance,
+    InstanceLoaded,
+    InstanceLogRecord,
+    OutputsEnded,
+    OutputsMade,
+    ToInstance,
+    failure_message,
+)
+from .tensor_arena import TensorArena
 
-SPINS = 5000
+OPENMP_SPINS = 5000
 """Rounds for which a thread of OpenMP waits before it sleeps, some 0.1 ms: with fewer, a small model alone gets slower,
 with many more two models at once do."""
 
-NICE = 5
+NICENESS = 5
 """A third of the weight of an engine core, where both want the same core."""
 
 
-class Origin(NamedTuple):
+class LoaderRef(NamedTuple):
     """Where a backend's `RuntimeLoader` is found, by names: of its module, and in it."""
 
     module: str
@@ -41,24 +52,24 @@ class Origin(NamedTuple):
         return cast(RuntimeLoader, getattr(import_module(self.module), self.name))
 
 
-class Task(NamedTuple):
+class InstanceTask(NamedTuple):
     """What to load, as `RuntimeLoader.load` has it."""
 
-    origin: Origin
+    origin: LoaderRef
     directory: Path
     config: ModelConfig
-    place: Place
+    place: InstancePlacement
     parameters: dict[str, str]
 
 
-class Regions(NamedTuple):
+class InstanceArenas(NamedTuple):
     """Memory for inputs, which the server fills, and for outputs."""
 
-    inputs: Region
-    outputs: Region
+    inputs: TensorArena
+    outputs: TensorArena
 
 
-class Voice:
+class MessageWriter:
     """Says things to the server, from any thread."""
 
     def __init__(self, connection: Connection) -> None:
@@ -71,45 +82,49 @@ class Voice:
             self._connection.send_bytes(self._encode(message))
 
 
-class _Reporter(logging.Handler):
+class _InstanceLogHandler(logging.Handler):
     """The server keeps the log."""
 
-    def __init__(self, voice: Voice) -> None:
+    def __init__(self, voice: MessageWriter) -> None:
         super().__init__()
         self._voice = voice
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):
-            self._voice.say(Said(record.levelno, record.name, self.format(record)))
+            self._voice.say(InstanceLogRecord(record.levelno, record.name, self.format(record)))
 
 
-def execute(ours: Connection, regions: Regions, task: Task) -> None:
+def instance_main(ours: Connection, regions: InstanceArenas, task: InstanceTask) -> None:
     """Load, and execute until the server says no more."""
-    voice = _settle(ours)
+    voice = _set_up_process(ours)
     try:
         runtime = task.origin.find().load(task.directory, task.config, task.place, task.parameters)
     except BaseException as error:
-        return voice.say(failed(error))
-    voice.say(Loaded(runtime.traits.ragged))
+        return voice.say(failure_message(error))
+    voice.say(InstanceLoaded(runtime.traits.ragged))
     with suppress(EOFError, OSError):
-        _Instance(runtime, regions, ours, voice, task.config.decoupled).serve()
+        _InstanceLoop(runtime, regions, ours, voice, task.config.decoupled).serve()
     return runtime.close()
 
 
-def complete(ours: Connection, origin: Origin, directory: Path, document: Document, parameters: dict[str, str]) -> None:
+def completion_main(
+    ours: Connection, origin: LoaderRef, directory: Path, document: ConfigDocument, parameters: dict[str, str]
+) -> None:
     """Complete a config."""
-    voice = _settle(ours)
+    voice = _set_up_process(ours)
     try:
         whole = origin.find().complete(directory, document, parameters)
     except BaseException as error:
-        return voice.say(failed(error))
-    return voice.say(Completed(json.dumps(whole).encode()))
+        return voice.say(failure_message(error))
+    return voice.say(ConfigCompleted(json.dumps(whole).encode()))
 
 
-class _Instance:
+class _InstanceLoop:
     """`decoupled`: its runtime makes any number of outputs for a batch."""
 
-    def __init__(self, runtime: Runtime, regions: Regions, ours: Connection, voice: Voice, decoupled: bool) -> None:
+    def __init__(
+        self, runtime: Runtime, regions: InstanceArenas, ours: Connection, voice: MessageWriter, decoupled: bool
+    ) -> None:
         self._runtime = runtime
         self._regions = regions
         self._connection = ours
@@ -121,71 +136,71 @@ class _Instance:
         """Raises `EOFError` when the server says no more."""
         while True:
             order = self._hear()
-            assert isinstance(order, Execute), order
+            assert isinstance(order, ExecuteBatch), order
             self._obey(order)
 
     def _hear(self) -> ToInstance:
         return self._decode(self._connection.recv_bytes())
 
-    def _obey(self, order: Execute) -> None:
+    def _obey(self, order: ExecuteBatch) -> None:
         answers = self._answers(order)
         for answer in answers:
             self._voice.say(answer)
-            if isinstance(answer, Made) and not answer.last and isinstance(self._hear(), Abandon):
+            if isinstance(answer, OutputsMade) and not answer.last and isinstance(self._hear(), AbandonOutputs):
                 answers.close()
-                self._voice.say(Done())
+                self._voice.say(OutputsEnded())
 
-    def _answers(self, order: Execute) -> Generator[FromInstance, None, None]:
+    def _answers(self, order: ExecuteBatch) -> Generator[FromInstance, None, None]:
         try:
             inputs = self._regions.inputs.unpack(order.inputs, copy=False)
             made = self._runtime.execute(inputs, order.wanted)
-            yield from self._streamed(made) if self._decoupled else [self._made(_only(list(made)), True)]
+            yield from self._streamed(made) if self._decoupled else [self._made(_single(list(made)), True)]
         except GeneratorExit:
             raise
         except BaseException as error:
             # Whatever a model does, even to exit, the instance is used again.
-            yield failed(error)
+            yield failure_message(error)
 
     def _streamed(self, made: Iterator[Arrays]) -> Iterator[FromInstance]:
         try:
             for outputs in made:
                 yield self._made(outputs, False)
-            yield Done()
+            yield OutputsEnded()
         finally:
-            _close(made)
+            _close_quietly(made)
 
-    def _made(self, outputs: Arrays, last: bool) -> Made:
-        return Made(self._regions.outputs.pack(outputs), last)
+    def _made(self, outputs: Arrays, last: bool) -> OutputsMade:
+        return OutputsMade(self._regions.outputs.pack(outputs), last)
 
 
-def _only(made: list[Arrays]) -> Arrays:
+def _single(made: list[Arrays]) -> Arrays:
     if len(made) != 1:
         raise Internal(f"expected a single response, got {len(made)}")
     return made[0]
 
 
-def _close(made: Any) -> None:
+def _close_quietly(made: Any) -> None:
     """What is abandoned may say nothing any more."""
     if hasattr(made, "close"):
         with suppress(Exception):
             made.close()
 
 
-def _share_cores() -> None:
+def _yield_cores() -> None:
     """Threads of OpenMP that wait spin, by its own choice, for milliseconds: on cores that other models need, where two
     at the same time would each take several times as long as alone. And the threads of a language model stand still
     together when one of them has no core."""
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-        os.environ["GOMP_SPINCOUNT"] = str(SPINS)
-    os.nice(NICE)
+        os.environ["GOMP_SPINCOUNT"] = str(OPENMP_SPINS)
+    os.nice(NICENESS)
 
 
-def _settle(ours: Connection) -> Voice:
+def _set_up_process(ours: Connection) -> MessageWriter:
     """Be the server's, and nobody else's; before the model's libraries are imported."""
-    _share_cores()
-    leave_signals_to_parent()
-    show_name("charonia-model")
+    _yield_cores()
+    ignore_stop_signals()
+    set_process_name("charonia-model")
     die_with_parent()
-    voice = Voice(ours)
-    logging.basicConfig(level=logging.INFO, handlers=[_Reporter(voice)], format="%(message)s")
+    voice = MessageWriter(ours)
+    logging.basicConfig(level=logging.INFO, handlers=[_InstanceLogHandler(voice)], format="%(message)s")
     return voice

@@ -8,49 +8,49 @@ from typing import TypeAlias
 
 import msgspec
 
-from ...core.errors import CharoniaError, Code
-from .tensor_arena import Packed
+from ...core.errors import CharoniaError, ErrorCode
+from .tensor_arena import PackedTensor
 
 
-class Execute(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class ExecuteBatch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A batch of inputs; `wanted` names the outputs that are read."""
 
-    inputs: tuple[Packed, ...]
+    inputs: tuple[PackedTensor, ...]
     wanted: tuple[str, ...]
 
 
-class Resume(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class ResumeOutputs(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The outputs are read: make the next ones."""
 
 
-class Abandon(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class AbandonOutputs(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Nobody reads what would come."""
 
 
-class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Ready to execute; see `Traits`."""
+class InstanceLoaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Ready to execute; see `RuntimeTraits`."""
 
     ragged: bool
 
 
-class Made(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class OutputsMade(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Outputs; unless they are the `last` ones, the instance waits to be resumed."""
 
-    outputs: tuple[Packed, ...]
+    outputs: tuple[PackedTensor, ...]
     last: bool
 
 
-class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class OutputsEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """There are no more outputs."""
 
 
-class Completed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class ConfigCompleted(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A whole config, as JSON."""
 
     document: bytes
 
 
-class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class InstanceFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Of what was asked nothing came. `report`: for the log, where the failure is the model's own."""
 
     message: str
@@ -59,7 +59,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     report: str = ""
 
 
-class Said(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class InstanceLogRecord(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A log record."""
 
     level: int
@@ -67,14 +67,16 @@ class Said(msgspec.Struct, frozen=True, array_like=True, tag=True):
     text: str
 
 
-ToInstance: TypeAlias = Execute | Resume | Abandon
-FromInstance: TypeAlias = Loaded | Made | Done | Completed | Failed | Said
+ToInstance: TypeAlias = ExecuteBatch | ResumeOutputs | AbandonOutputs
+FromInstance: TypeAlias = (
+    InstanceLoaded | OutputsMade | OutputsEnded | ConfigCompleted | InstanceFailed | InstanceLogRecord
+)
 
 
-def failed(error: BaseException) -> Failed:
+def failure_message(error: BaseException) -> InstanceFailed:
     """What to say of an error."""
     if isinstance(error, CharoniaError):
-        return Failed(error.message, error.code.value, error.field)
-    return Failed(
-        f"{type(error).__name__}: {error}", Code.UNKNOWN.value, None, "".join(traceback.format_exception(error))
+        return InstanceFailed(error.message, error.code.value, error.field)
+    return InstanceFailed(
+        f"{type(error).__name__}: {error}", ErrorCode.UNKNOWN.value, None, "".join(traceback.format_exception(error))
     )

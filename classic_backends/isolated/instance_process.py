@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from ...processes.child_process import Child
-from .instance_messages import FromInstance, Said, ToInstance
+from ...processes.child_process import ChildProcess
+from .instance_messages import FromInstance, InstanceLogRecord, ToInstance
 
 log = logging.getLogger(__name__)
 
@@ -21,11 +21,11 @@ _LEAVE_SECONDS = 5.0
 """What a process gets to close its model, before it is killed."""
 
 
-class Lost(Exception):
+class ProcessLost(Exception):
     """The process has ended: `ended unexpectedly: <how>`, or `was ended: <why>` where `kill` did it."""
 
 
-class Link:
+class InstanceProcess:
     """Runs `target(connection, *arguments)` in a process of its own. `send` and `receive` belong to one thread.
 
     Raises:
@@ -39,7 +39,7 @@ class Link:
         self.lost = False
         self._reason = ""
         try:
-            self._process = Child("charonia-model", target, theirs, *arguments)
+            self._process = ChildProcess("charonia-model", target, theirs, *arguments)
         except BaseException:
             self._connection.close()
             raise
@@ -59,20 +59,20 @@ class Link:
         return self._process.sentinel
 
     def send(self, message: ToInstance) -> None:
-        """Raises `Lost`."""
+        """Raises `ProcessLost`."""
         try:
             self._connection.send_bytes(self._encode(message))
         except OSError:
             raise self._loss() from None
 
     def receive(self) -> FromInstance:
-        """The next message; what it wants in the log goes there. Raises `Lost`."""
-        while isinstance(message := self._receive(), Said):
+        """The next message; what it wants in the log goes there. Raises `ProcessLost`."""
+        while isinstance(message := self._receive(), InstanceLogRecord):
             logging.getLogger(message.logger).log(message.level, "%s", message.text)
         return message
 
     def kill(self, reason: str) -> None:
-        """From any thread; `Lost` says why."""
+        """From any thread; `ProcessLost` says why."""
         self._reason = reason
         self._process.kill()
 
@@ -91,13 +91,13 @@ class Link:
         except (EOFError, OSError):
             raise self._loss() from None
 
-    def _loss(self) -> Lost:
+    def _loss(self) -> ProcessLost:
         self.lost = True
-        how = _how(self._process.wait(_LEAVE_SECONDS))
-        return Lost(f"was ended: {self._reason}" if self._reason else f"ended unexpectedly: {how}")
+        how = _exit_reason(self._process.wait(_LEAVE_SECONDS))
+        return ProcessLost(f"was ended: {self._reason}" if self._reason else f"ended unexpectedly: {how}")
 
 
-def _how(exit_code: int | None) -> str:
+def _exit_reason(exit_code: int | None) -> str:
     if exit_code is None:
         return "it hung up"
     if exit_code >= 0:

@@ -11,36 +11,48 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ...core.errors import CharoniaError, Internal, error_of
-from ...core.memory_needs import Share
-from ...core.model import Document, ModelConfig
-from ..backend_parameters import choice
-from ..config_completion import is_complete
-from ..instance_groups import alone, read_slots
-from ..runtime import Arrays, Place, Runtime, Traits
-from .instance_main import Origin, Regions, Task, complete, execute
-from .instance_messages import Abandon, Completed, Execute, Failed, FromInstance, Loaded, Made, Resume, ToInstance
-from .instance_process import Link, Lost
-from .tensor_arena import Region
+from ...core.errors import CharoniaError, Internal, error_from_code
+from ...core.memory_needs import MemoryNeed
+from ...core.model import ConfigDocument, ModelConfig
+from ..backend_parameters import read_choice
+from ..config_completion import declares_tensors
+from ..instance_groups import read_instance_slots, with_one_instance
+from ..runtime import Arrays, InstancePlacement, Runtime, RuntimeTraits
+from .instance_main import InstanceArenas, InstanceTask, LoaderRef, completion_main, instance_main
+from .instance_messages import (
+    AbandonOutputs,
+    ConfigCompleted,
+    ExecuteBatch,
+    FromInstance,
+    InstanceFailed,
+    InstanceLoaded,
+    OutputsMade,
+    ResumeOutputs,
+    ToInstance,
+)
+from .instance_process import InstanceProcess, ProcessLost
+from .tensor_arena import TensorArena
 
 log = logging.getLogger(__name__)
 
-PARAMETER = "EXECUTION"
+EXECUTION_PARAMETER = "EXECUTION"
 ISOLATED: Literal["isolated"] = "isolated"
 THREAD: Literal["thread"] = "thread"
 
 
-class Separable(NamedTuple):
+class IsolatableLoader(NamedTuple):
     """A `RuntimeLoader` that loads what `origin` does, where the parameter says or else `default`. `libraries`: bytes
     that a process takes with what it imports. `heavy`: completing a config imports them too, which the server must not.
     """
 
-    origin: Origin
+    origin: LoaderRef
     default: Literal["isolated", "thread"] = THREAD
     libraries: int = 32 << 20
     heavy: bool = False
 
-    def load(self, directory: Path, config: ModelConfig, place: Place, parameters: Mapping[str, str]) -> Runtime:
+    def load(
+        self, directory: Path, config: ModelConfig, place: InstancePlacement, parameters: Mapping[str, str]
+    ) -> Runtime:
         """As the backend's own, and:
 
         Raises:
@@ -48,111 +60,113 @@ class Separable(NamedTuple):
         """
         isolated, own = self._read(parameters)
         if isolated:
-            return IsolatedRuntime(Task(self.origin, directory, config, place, own))
+            return IsolatedRuntime(InstanceTask(self.origin, directory, config, place, own))
         return self.origin.find().load(directory, config, place, own)
 
     def uses_gpus(self) -> bool:
         return self.origin.find().uses_gpus()
 
-    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> tuple[Share, ...]:
+    def needs(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
         """As the backend's own, and for each process, which shares nothing, the libraries that it imports."""
         isolated, own = self._read(parameters)
         loader = self.origin.find()
         if not isolated:
             return loader.needs(directory, document, own)
-        places = [slot.place for slot in read_slots("", document)]
-        weights = [loader.needs(directory, alone(document, place), own) for place in places]
-        return (Share(self.libraries * len(places)), *chain.from_iterable(weights))
+        places = [slot.place for slot in read_instance_slots("", document)]
+        weights = [loader.needs(directory, with_one_instance(document, place), own) for place in places]
+        return (MemoryNeed(self.libraries * len(places)), *chain.from_iterable(weights))
 
-    def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
+    def complete(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> ConfigDocument:
         """As the backend's own, and as `load`."""
         isolated, own = self._read(parameters)
         if not (isolated and self.heavy):
             return self.origin.find().complete(directory, document, own)
-        return document if is_complete(document) else _completed(self.origin, directory, document, own)
+        return document if declares_tensors(document) else _complete_in_process(self.origin, directory, document, own)
 
     def _read(self, parameters: Mapping[str, str]) -> tuple[bool, dict[str, str]]:
         """Whether it is isolated, and the parameters that are the backend's."""
-        chosen = choice(parameters, PARAMETER, (ISOLATED, THREAD), self.default)
-        return chosen == ISOLATED, {name: value for name, value in parameters.items() if name != PARAMETER}
+        chosen = read_choice(parameters, EXECUTION_PARAMETER, (ISOLATED, THREAD), self.default)
+        return chosen == ISOLATED, {name: value for name, value in parameters.items() if name != EXECUTION_PARAMETER}
 
 
-def _completed(origin: Origin, directory: Path, document: Document, parameters: dict[str, str]) -> Document:
-    link = Link(complete, origin, directory, document, parameters)
+def _complete_in_process(
+    origin: LoaderRef, directory: Path, document: ConfigDocument, parameters: dict[str, str]
+) -> ConfigDocument:
+    link = InstanceProcess(completion_main, origin, directory, document, parameters)
     try:
-        said = _first(link, f"the process that reads {directory}")
+        said = _first_message(link, f"the process that reads {directory}")
     finally:
         link.close()
-    assert isinstance(said, Completed)
-    whole: Document = json.loads(said.document)
+    assert isinstance(said, ConfigCompleted)
+    whole: ConfigDocument = json.loads(said.document)
     return whole
 
 
-def _first(link: Link, who: str) -> FromInstance:
+def _first_message(link: InstanceProcess, who: str) -> FromInstance:
     """What a process says at last of what it was made for. Raises what failed, or `Internal` if it ended."""
     try:
         said = link.receive()
-    except Lost as loss:
+    except ProcessLost as loss:
         raise Internal(f"{who} {loss}") from None
-    if isinstance(said, Failed):
-        raise _failure(said, who, said.message)
+    if isinstance(said, InstanceFailed):
+        raise _to_error(said, who, said.message)
     return said
 
 
-def _failure(said: Failed, who: str, message: str) -> CharoniaError:
+def _to_error(said: InstanceFailed, who: str, message: str) -> CharoniaError:
     """The error that was meant for clients; for any other, `message`, and all of it in the log."""
     if not said.report:
-        return error_of(said.code, said.message, said.field)
+        return error_from_code(said.code, said.message, said.field)
     log.error("%s failed: %s", who, said.report)
     return Internal(message)
 
 
 class IsolatedRuntime:
     """One instance and its process. If that ends by itself, what it executes fails with `Internal`, and the instance
-    is of no more use; its `Traits.life` tells."""
+    is of no more use; its `RuntimeTraits.life` tells."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: InstanceTask) -> None:
         self._name = task.place.name
-        self._regions = Regions(Region(), Region())
+        self._regions = InstanceArenas(TensorArena(), TensorArena())
         try:
-            self._link = Link(execute, self._regions, task)
+            self._link = InstanceProcess(instance_main, self._regions, task)
         except BaseException:
             self._free()
             raise
         try:
-            loaded = _first(self._link, f"the process of instance '{self._name}'")
+            loaded = _first_message(self._link, f"the process of instance '{self._name}'")
         except BaseException:
             self.close()
             raise
-        assert isinstance(loaded, Loaded)
-        self.traits = Traits(ragged=loaded.ragged, life=self._link, end=self._link.kill)
+        assert isinstance(loaded, InstanceLoaded)
+        self.traits = RuntimeTraits(ragged=loaded.ragged, life=self._link, end=self._link.kill)
 
     def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
-        made = self._ask(Execute(self._regions.inputs.pack(inputs), tuple(wanted)))
+        made = self._ask(ExecuteBatch(self._regions.inputs.pack(inputs), tuple(wanted)))
         try:
             while made is not None:
                 # The region is the next outputs' too.
                 yield self._regions.outputs.unpack(made.outputs, copy=True)
-                made = None if made.last else self._ask(Resume())
+                made = None if made.last else self._ask(ResumeOutputs())
         except GeneratorExit:
             if made is not None and not made.last:
-                self._ask(Abandon())
+                self._ask(AbandonOutputs())
             raise
 
     def close(self) -> None:
         self._link.close()
         self._free()
 
-    def _ask(self, message: ToInstance) -> Made | None:
+    def _ask(self, message: ToInstance) -> OutputsMade | None:
         """None: there is no more."""
         try:
             self._link.send(message)
             said = self._link.receive()
-        except Lost as loss:
+        except ProcessLost as loss:
             raise Internal(self._words(f"its process {loss}")) from None
-        if isinstance(said, Failed):
-            raise _failure(said, f"instance '{self._name}'", self._words(said.message))
-        return said if isinstance(said, Made) else None
+        if isinstance(said, InstanceFailed):
+            raise _to_error(said, f"instance '{self._name}'", self._words(said.message))
+        return said if isinstance(said, OutputsMade) else None
 
     def _words(self, message: str) -> str:
         """Triton's, for what is the model's own fault."""
@@ -163,10 +177,10 @@ class IsolatedRuntime:
             region.close()
 
 
-PYTORCH = Separable(
-    Origin("charonia.classic_backends.torch.torch_backend", "PYTORCH"), ISOLATED, libraries=145 << 20, heavy=True
+PYTORCH = IsolatableLoader(
+    LoaderRef("charonia.classic_backends.torch.torch_backend", "PYTORCH"), ISOLATED, libraries=145 << 20, heavy=True
 )
-ENCODER = Separable(
-    Origin("charonia.classic_backends.encoder.encoder_backend", "ENCODER"), ISOLATED, libraries=250 << 20
+ENCODER = IsolatableLoader(
+    LoaderRef("charonia.classic_backends.encoder.encoder_backend", "ENCODER"), ISOLATED, libraries=250 << 20
 )
-ONNX = Separable(Origin("charonia.classic_backends.onnx.onnx_backend", "ONNX"), heavy=True)
+ONNX = IsolatableLoader(LoaderRef("charonia.classic_backends.onnx.onnx_backend", "ONNX"), heavy=True)

@@ -19,17 +19,17 @@ from numpy.typing import NDArray
 from ..runtime import Arrays
 
 _ALIGNMENT = 64
-_FIRST = 1 << 16
+_INITIAL_BYTES = 1 << 16
 """Bytes of a region in which nothing was packed yet."""
 
-_STEP = 1 << 20
+_GROWTH_BYTES = 1 << 20
 _LENGTH = np.dtype("<u4")
 
-Write: TypeAlias = Callable[[mmap.mmap, int], None]
+WriteTensor: TypeAlias = Callable[[mmap.mmap, int], None]
 """Puts a tensor into memory, from an offset on."""
 
 
-class Packed(msgspec.Struct, frozen=True, array_like=True):
+class PackedTensor(msgspec.Struct, frozen=True, array_like=True):
     """Where an array lies: `size` bytes from `offset` on. `dtype`: numpy's; of objects, which are `bytes`, the region
     has all lengths, as little-endian uint32, and then all contents."""
 
@@ -40,20 +40,20 @@ class Packed(msgspec.Struct, frozen=True, array_like=True):
     size: int
 
 
-class Region:
+class TensorArena:
     """One direction of one instance. `descriptor`: of the memory, which is the region's from then on."""
 
     def __init__(self, descriptor: int | None = None) -> None:
-        self.descriptor = _anonymous() if descriptor is None else descriptor
+        self.descriptor = _anonymous_file() if descriptor is None else descriptor
         if descriptor is None:
-            _reserve(self.descriptor, _FIRST)
+            _reserve(self.descriptor, _INITIAL_BYTES)
         self._map = mmap.mmap(self.descriptor, 0)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For a process that is being spawned."""
-        return _inherited, (DupFd(self.descriptor),)
+        return _from_descriptor, (DupFd(self.descriptor),)
 
-    def pack(self, arrays: Arrays) -> tuple[Packed, ...]:
+    def pack(self, arrays: Arrays) -> tuple[PackedTensor, ...]:
         """Over whatever was there.
 
         Raises:
@@ -62,8 +62,8 @@ class Region:
         """
         packed, writes, end = [], [], 0
         for name, array in arrays.items():
-            size, write = _objects(name, array) if array.dtype.hasobject else _numbers(array)
-            packed.append(Packed(name, array.dtype.str, array.shape, end, size))
+            size, write = _object_writer(name, array) if array.dtype.hasobject else _number_writer(array)
+            packed.append(PackedTensor(name, array.dtype.str, array.shape, end, size))
             writes.append(write)
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
         self._grow(end)
@@ -71,12 +71,12 @@ class Region:
             write(self._map, each.offset)
         return tuple(packed)
 
-    def unpack(self, packed: Sequence[Packed], copy: bool) -> dict[str, NDArray[Any]]:
+    def unpack(self, packed: Sequence[PackedTensor], copy: bool) -> dict[str, NDArray[Any]]:
         """What the other side packed; without `copy` numbers are read-only views."""
         end = max((each.offset + each.size for each in packed), default=0)
         if end > len(self._map):
             self._map = mmap.mmap(self.descriptor, 0)
-        return {each.name: _unpacked(self._map, each, copy) for each in packed}
+        return {each.name: _unpack(self._map, each, copy) for each in packed}
 
     def close(self) -> None:
         """Views stay good: the mapping goes with the last of them."""
@@ -85,15 +85,15 @@ class Region:
 
     def _grow(self, size: int) -> None:
         if size > len(self._map):
-            _reserve(self.descriptor, -(-(size + size // 4) // _STEP) * _STEP)
+            _reserve(self.descriptor, -(-(size + size // 4) // _GROWTH_BYTES) * _GROWTH_BYTES)
             self._map = mmap.mmap(self.descriptor, 0)
 
 
-def _inherited(duplicate: Any) -> Region:
-    return Region(duplicate.detach())
+def _from_descriptor(duplicate: Any) -> TensorArena:
+    return TensorArena(duplicate.detach())
 
 
-def _anonymous() -> int:
+def _anonymous_file() -> int:
     """A file without a name; in memory, where the system can."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("charonia-tensors")
@@ -109,14 +109,14 @@ def _reserve(file: int, size: int) -> None:
         os.ftruncate(file, size)
 
 
-def _numbers(array: NDArray[Any]) -> tuple[int, Write]:
+def _number_writer(array: NDArray[Any]) -> tuple[int, WriteTensor]:
     def write(memory: mmap.mmap, offset: int) -> None:
         np.ndarray(array.shape, array.dtype, memory, offset)[...] = array
 
     return array.nbytes, write
 
 
-def _objects(name: str, array: NDArray[Any]) -> tuple[int, Write]:
+def _object_writer(name: str, array: NDArray[Any]) -> tuple[int, WriteTensor]:
     items = array.ravel().tolist()
     if not all(isinstance(item, bytes) for item in items):
         raise TypeError(f"tensor '{name}' must hold bytes, and nothing else")
@@ -128,7 +128,7 @@ def _objects(name: str, array: NDArray[Any]) -> tuple[int, Write]:
     return len(whole), write
 
 
-def _unpacked(memory: mmap.mmap, packed: Packed, copy: bool) -> NDArray[Any]:
+def _unpack(memory: mmap.mmap, packed: PackedTensor, copy: bool) -> NDArray[Any]:
     dtype = np.dtype(packed.dtype)
     if dtype.hasobject:
         return _read_objects(memory[packed.offset : packed.offset + packed.size], packed.shape)

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import CharoniaError, Internal, InvalidArgument, Unsupported
-from ...core.memory_needs import Share
-from ...core.model import Document, ModelConfig
-from ...processes.host import give_back_memory
-from ..backend_parameters import report_unknown
-from ..config_completion import check_fit, completed, is_complete
-from ..instance_groups import bytes_of, each_memory, read_slots
-from ..runtime import Arrays, Place, Runtime, Traits
-from .session_plan import KNOWN, read_plan
+from ...core.memory_needs import MemoryNeed
+from ...core.model import ConfigDocument, ModelConfig
+from ...processes.host import release_free_memory
+from ..backend_parameters import warn_unknown_parameters
+from ..config_completion import check_config_matches, complete_config, declares_tensors
+from ..instance_groups import bytes_on_disk, memory_shared_by_instances, read_instance_slots
+from ..runtime import Arrays, InstancePlacement, Runtime, RuntimeTraits
+from .session_plan import KNOWN_PARAMETERS, read_session_plan
 
 if TYPE_CHECKING:
     from .onnx_session import Session
-    from .onnx_values import Run
+    from .onnx_values import RunSession
 
 _FILE = "model.onnx"
 _COMPLAINT = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
@@ -37,28 +37,30 @@ class OnnxLoader:
     def __init__(self) -> None:
         self._completed: Session | None = None
 
-    def load(self, directory: Path, config: ModelConfig, place: Place, parameters: Mapping[str, str]) -> Runtime:
+    def load(
+        self, directory: Path, config: ModelConfig, place: InstancePlacement, parameters: Mapping[str, str]
+    ) -> Runtime:
         sessions = _import_sessions()
-        report_unknown(config.name, parameters, KNOWN)
-        plan = read_plan(config.document, place, parameters)
+        warn_unknown_parameters(config.name, parameters, KNOWN_PARAMETERS)
+        plan = read_session_plan(config.document, place, parameters)
         session = sessions.open_session(_file(directory, config.document), plan)
         self._completed = None
-        check_fit(config, sessions.describe(session))
+        check_config_matches(config, sessions.describe(session))
         return OnnxRuntime(session, config)
 
-    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> tuple[Share, ...]:
+    def needs(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
         """The instances on a device share the weights."""
         file = _file(directory, document)
-        return each_memory(document, bytes_of(file if file.parent == directory else file.parent))
+        return memory_shared_by_instances(document, bytes_on_disk(file if file.parent == directory else file.parent))
 
-    def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
-        if is_complete(document):
+    def complete(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> ConfigDocument:
+        if declares_tensors(document):
             return document
         sessions = _import_sessions()
         self._completed = None
-        plan = read_plan(document, read_slots("", document)[0].place, parameters)
+        plan = read_session_plan(document, read_instance_slots("", document)[0].place, parameters)
         self._completed = sessions.open_session(_file(directory, document), plan)
-        return completed(document, sessions.describe(self._completed), parameters)
+        return complete_config(document, sessions.describe(self._completed), parameters)
 
     def uses_gpus(self) -> bool:
         return "CUDAExecutionProvider" in _import_sessions().onnxruntime.get_available_providers()
@@ -77,7 +79,7 @@ def _import_sessions() -> Any:
     return onnx_session
 
 
-def _file(directory: Path, document: Document) -> Path:
+def _file(directory: Path, document: ConfigDocument) -> Path:
     """A directory of that name holds the file and its weights."""
     name = document.get("default_model_filename") or _FILE
     return directory / name / name if (directory / name).is_dir() else directory / name
@@ -87,16 +89,16 @@ class OnnxRuntime:
     """One instance: a session that it shares with the others, held until it is closed."""
 
     def __init__(self, session: "Session", config: ModelConfig) -> None:
-        from .onnx_values import runner
+        from .onnx_values import session_runner
 
         self._session: Session | None = session
         self._options = session.run_options()
-        self._run: Run | None = runner(session.session, self._options, config.inputs, config.outputs)
+        self._run: RunSession | None = session_runner(session.session, self._options, config.inputs, config.outputs)
         self._ended = ""
 
     @property
-    def traits(self) -> Traits:
-        return Traits(ragged=True, end=self._end)
+    def traits(self) -> RuntimeTraits:
+        return RuntimeTraits(ragged=True, end=self._end)
 
     def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
         assert self._run is not None
@@ -115,7 +117,7 @@ class OnnxRuntime:
 
     def close(self) -> None:
         self._session = self._run = None
-        give_back_memory()
+        release_free_memory()
 
 
 def _refusal(error: Exception) -> CharoniaError:

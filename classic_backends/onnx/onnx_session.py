@@ -14,8 +14,8 @@ from weakref import WeakValueDictionary
 import onnxruntime
 
 from ...core.errors import InvalidArgument, NotFound, Unsupported
-from ...processes.host import keep_large_blocks_apart
-from ..config_completion import Found, FoundModel
+from ...processes.host import map_large_blocks_separately
+from ..config_completion import FoundModel, FoundTensor
 from .session_plan import SessionPlan
 
 log = logging.getLogger(__name__)
@@ -77,12 +77,12 @@ def open_session(file: Path, plan: SessionPlan) -> Session:
     with _lock:
         session = _sessions.get(key)
         if session is None:
-            keep_large_blocks_apart()
+            map_large_blocks_separately()
             session = _sessions[key] = Session(file, plan)
         return session
 
 
-def describe(session: Session) -> FoundModel:
+def describe_session(session: Session) -> FoundModel:
     """Raises `Unsupported` for inputs that are no tensors; outputs that are none are left out."""
     inside = session.session
     inputs = [*_found(inside.get_inputs(), False), *_found(inside.get_overridable_initializers(), True)]
@@ -93,10 +93,10 @@ def describe(session: Session) -> FoundModel:
     return FoundModel(tuple(inputs), tuple(_found(outputs, False)))
 
 
-def _found(nodes: Any, optional: bool) -> Iterator[Found]:
+def _found(nodes: Any, optional: bool) -> Iterator[FoundTensor]:
     for node in nodes:
         shape = tuple(size if isinstance(size, int) and size >= 0 else -1 for size in node.shape)
-        yield Found(node.name, _datatype(node), shape, optional)
+        yield FoundTensor(node.name, _datatype(node), shape, optional)
 
 
 def _datatype(node: Any) -> str:

@@ -15,11 +15,13 @@ from ..runtime import Arrays
 _BFLOAT16 = 16
 """onnx.TensorProto.BFLOAT16"""
 
-Run: TypeAlias = Callable[[Arrays, Sequence[str]], Sequence[NDArray[Any]]]
+RunSession: TypeAlias = Callable[[Arrays, Sequence[str]], Sequence[NDArray[Any]]]
 """Inputs by name and the outputs wanted -> these outputs, in the same order."""
 
 
-def runner(session: Any, options: Any, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Run:
+def session_runner(
+    session: Any, options: Any, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+) -> RunSession:
     """How to run a session whose tensors are these, at no cost for what none of them needs."""
     wide = {spec.name for spec in inputs if spec.datatype == "BF16"}
     if wide or any(spec.datatype == "BF16" for spec in outputs):
@@ -30,14 +32,14 @@ def runner(session: Any, options: Any, inputs: Sequence[TensorSpec], outputs: Se
     return _with_texts(run, texts) if texts else run
 
 
-def _run_arrays(session: Any, options: Any) -> Run:
+def _run_arrays(session: Any, options: Any) -> RunSession:
     def run(inputs: Arrays, wanted: Sequence[str]) -> Sequence[NDArray[Any]]:
         return session.run(wanted, inputs, options)  # type: ignore[no-any-return]
 
     return run
 
 
-def _run_values(session: Any, options: Any, wide: Collection[str]) -> Run:
+def _run_values(session: Any, options: Any, wide: Collection[str]) -> RunSession:
     def run(inputs: Arrays, wanted: Sequence[str]) -> Sequence[NDArray[Any]]:
         values = {name: _value(array, name in wide) for name, array in inputs.items()}
         return [_array(value) for value in session.run_with_ort_values(list(wanted), values, options)]
@@ -59,7 +61,7 @@ def _array(value: Any) -> NDArray[Any]:
     return np.frombuffer(bits, np.uint16).reshape(shape)
 
 
-def _with_texts(run: Run, texts: Collection[str]) -> Run:
+def _with_texts(run: RunSession, texts: Collection[str]) -> RunSession:
     def run_texts(inputs: Arrays, wanted: Sequence[str]) -> Sequence[NDArray[Any]]:
         given = {name: _decoded(name, array) if name in texts else array for name, array in inputs.items()}
         made = run(given, wanted)

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
 from ...core.errors import InvalidArgument
-from ...core.model import Document
-from ...processes.host import cores
-from ..backend_parameters import choice, flag, thread_count
-from ..runtime import Place
+from ...core.model import ConfigDocument
+from ...processes.host import usable_cores
+from ..backend_parameters import read_choice, read_flag, read_thread_count
+from ..runtime import InstancePlacement
 
 Provider: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
 """An execution provider of onnxruntime and its options."""
@@ -31,7 +31,7 @@ _ALGORITHMS = {"0": "EXHAUSTIVE", "1": "HEURISTIC", "2": "DEFAULT"}
 _STRATEGIES = {"0": "kNextPowerOfTwo", "1": "kSameAsRequested"}
 _TENSORRT = {"max_workspace_size_bytes": "trt_max_workspace_size", "minimum_segment_size": "trt_min_subgraph_size"}
 
-KNOWN = {
+KNOWN_PARAMETERS = {
     "intra_op_thread_count",
     "inter_op_thread_count",
     "execution_mode",
@@ -66,28 +66,28 @@ class SessionPlan(NamedTuple):
     shrink: str = ""
 
 
-def read_plan(document: Document, place: Place, parameters: Mapping[str, str]) -> SessionPlan:
+def read_session_plan(document: ConfigDocument, place: InstancePlacement, parameters: Mapping[str, str]) -> SessionPlan:
     """Raises `InvalidArgument` for a parameter that is wrong; `field` names it."""
-    spins = flag(parameters, "session_thread_pool_allow_spinning", False)
+    spins = read_flag(parameters, "session_thread_pool_allow_spinning", False)
     entries = {"session.intra_op.allow_spinning": spins, "session.inter_op.allow_spinning": spins}
-    if flag(parameters, "session.use_device_allocator_for_initializers", False):
+    if read_flag(parameters, "session.use_device_allocator_for_initializers", False):
         entries["session.use_device_allocator_for_initializers"] = True
     return SessionPlan(
         providers=_providers(document, place, parameters),
-        threads=thread_count(parameters, "intra_op_thread_count") or cores().threads,
-        branches=thread_count(parameters, "inter_op_thread_count") or cores().threads,
+        threads=read_thread_count(parameters, "intra_op_thread_count") or usable_cores().threads,
+        branches=read_thread_count(parameters, "inter_op_thread_count") or usable_cores().threads,
         level=_level(document),
-        mode=_MODES[choice(parameters, "execution_mode", _MODES, "0")],
-        arena=flag(parameters, "enable_mem_arena", True),
-        pattern=flag(parameters, "enable_mem_pattern", True),
-        common_pool=flag(parameters, "enable-global-threadpool", False),
+        mode=_MODES[read_choice(parameters, "execution_mode", _MODES, "0")],
+        arena=read_flag(parameters, "enable_mem_arena", True),
+        pattern=read_flag(parameters, "enable_mem_pattern", True),
+        common_pool=read_flag(parameters, "enable-global-threadpool", False),
         entries=tuple((name, str(int(value))) for name, value in entries.items()),
         shrink=parameters.get("memory.enable_memory_arena_shrinkage", ""),
     )
 
 
-def _level(document: Document) -> str:
-    graph: Document = document.get("optimization", {}).get("graph", {})
+def _level(document: ConfigDocument) -> str:
+    graph: ConfigDocument = document.get("optimization", {}).get("graph", {})
     level = int(graph.get("level", 0))
     if level not in _LEVELS:
         message = f"optimization.graph.level must be one of {sorted(_LEVELS)}, got {level}"
@@ -95,9 +95,11 @@ def _level(document: Document) -> str:
     return _LEVELS[level]
 
 
-def _providers(document: Document, place: Place, parameters: Mapping[str, str]) -> tuple[Provider, ...]:
+def _providers(
+    document: ConfigDocument, place: InstancePlacement, parameters: Mapping[str, str]
+) -> tuple[Provider, ...]:
     """The first that can run an operator does; the CPU runs all."""
-    accelerators: Document = document.get("optimization", {}).get("execution_accelerators", {})
+    accelerators: ConfigDocument = document.get("optimization", {}).get("execution_accelerators", {})
     side = "gpu_execution_accelerator" if place.kind == "KIND_GPU" else "cpu_execution_accelerator"
     wanted = [_accelerator(side, each, place) for each in accelerators.get(side, ())]
     if place.kind == "KIND_GPU" and all(name != "CUDAExecutionProvider" for name, _ in wanted):
@@ -105,7 +107,7 @@ def _providers(document: Document, place: Place, parameters: Mapping[str, str]) 
     return (*wanted, ("CPUExecutionProvider", ()))
 
 
-def _accelerator(side: str, asked: Document, place: Place) -> Provider:
+def _accelerator(side: str, asked: ConfigDocument, place: InstancePlacement) -> Provider:
     name, options = asked.get("name", ""), dict(asked.get("parameters", {}))
     if side == "cpu_execution_accelerator" and name == "openvino":
         return "OpenVINOExecutionProvider", _options(options)
@@ -124,7 +126,7 @@ def _tensorrt(options: Mapping[str, str]) -> dict[str, str]:
     return named | ({f"trt_{precision.lower()}_enable": "1"} if precision in ("FP16", "INT8") else {})
 
 
-def _cuda(place: Place, parameters: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+def _cuda(place: InstancePlacement, parameters: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     options = {name: parameters[name] for name in _CUDA if name in parameters}
     for name, words in (("cudnn_conv_algo_search", _ALGORITHMS), ("arena_extend_strategy", _STRATEGIES)):
         if name in options:

@@ -7,24 +7,24 @@ that left to a sequence's next request is known. Knows nothing of which sequence
 from collections import deque
 from collections.abc import Sequence
 
-from ..batching.dispatcher import Request
-from ..batching.dynamic_batcher import Batcher, Turn
-from ..batching.inference_job import Job
-from .sequence_config import Sequencing
+from ..batching.dispatcher import QueuedJob
+from ..batching.dynamic_batcher import BatchDecision, DynamicBatcher
+from ..batching.inference_job import InferenceJob
+from .sequence_config import SequenceConfig
 from .sequence_context import SequenceContext
 from .stateful_batch import state_shapes
 
 
 class SequenceBatcher:
-    """A `Queue`. The first request of each sequence that has any stands in front, where a `Batcher` chooses; the others
-    stand behind it until it is done."""
+    """A `BatchQueue`. The first request of each sequence that has any stands in front, where a `DynamicBatcher`
+    chooses; the others stand behind it until it is done."""
 
-    def __init__(self, rules: Sequencing) -> None:
-        self._front: Batcher[Job] = Batcher(rules.batching)
+    def __init__(self, rules: SequenceConfig) -> None:
+        self._front: DynamicBatcher[InferenceJob] = DynamicBatcher(rules.batching)
         self._pinned = rules.seating.pinned
         self._free_states = tuple(state for state in rules.states if -1 in state.dims)
-        self._behind: dict[SequenceContext, deque[Request]] = {}
-        self._taken: Sequence[Request] = ()
+        self._behind: dict[SequenceContext, deque[QueuedJob]] = {}
+        self._taken: Sequence[QueuedJob] = ()
         self._held = 0
 
     def __len__(self) -> int:
@@ -38,7 +38,7 @@ class SequenceBatcher:
     def backlog(self) -> int:
         return len(self)
 
-    def add(self, request: Request, now: int) -> bool:
+    def add(self, request: QueuedJob, now: int) -> bool:
         """True: there is room for any number."""
         request.arrived = request.arrived or now
         context = _context(request)
@@ -50,7 +50,7 @@ class SequenceBatcher:
             self._step_forward(request)
         return True
 
-    def remove(self, request: Request) -> bool:
+    def remove(self, request: QueuedJob) -> bool:
         """It has given up. False: it was not here, or is being executed."""
         if self._front.remove(request):
             self._advance(_context(request))
@@ -62,15 +62,15 @@ class SequenceBatcher:
         self._held -= 1
         return True
 
-    def expire(self, now: int) -> Turn[Job]:
+    def expire(self, now: int) -> BatchDecision[InferenceJob]:
         return self._front.expire(now)
 
-    def look(self, now: int) -> Turn[Job]:
+    def look(self, now: int) -> BatchDecision[InferenceJob]:
         """Only while the instance executes nothing, as `take`."""
         self._resume()
         return self._front.look(now)
 
-    def take(self, now: int) -> Turn[Job]:
+    def take(self, now: int) -> BatchDecision[InferenceJob]:
         """In the order of their rows, if sequences have any."""
         self._resume()
         turn = self._front.take(now)
@@ -81,7 +81,7 @@ class SequenceBatcher:
             self._taken = sorted(self._taken, key=lambda request: _context(request).row)
         return turn._replace(batch=turn.batch._replace(requests=self._taken))
 
-    def drain(self) -> list[Request]:
+    def drain(self) -> list[QueuedJob]:
         """Everybody out."""
         waiting = [*self._front.drain(), *(request for behind in self._behind.values() for request in behind)]
         self._behind = {_context(request): deque() for request in self._taken}
@@ -102,7 +102,7 @@ class SequenceBatcher:
         self._held -= 1
         self._step_forward(behind.popleft())
 
-    def _step_forward(self, request: Request) -> None:
+    def _step_forward(self, request: QueuedJob) -> None:
         if self._free_states:
             request.kind = (request.kind, state_shapes(self._free_states, request.item))
         self._front.add(request, request.arrived)
@@ -114,6 +114,6 @@ class SequenceBatcher:
         assert len(self._behind) == len(self._front) + len(self._taken)
 
 
-def _context(request: Request) -> SequenceContext:
+def _context(request: QueuedJob) -> SequenceContext:
     assert request.item.context is not None
     return request.item.context

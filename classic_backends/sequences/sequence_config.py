@@ -9,16 +9,16 @@ from math import ceil
 from typing import NamedTuple
 
 from ...core.errors import InvalidArgument, Unsupported
-from ...core.model import Document, ModelConfig
+from ...core.model import ConfigDocument, ModelConfig
 from ...core.tensor import Tensor
-from ..batching.batching_config import Batching, preferred_sizes
-from .sequence_tensors import Control, State, read_controls, read_states
+from ..batching.batching_config import BatchingConfig, preferred_sizes
+from .sequence_tensors import ControlTensor, StateTensor, read_controls, read_states
 
 _MICROSECOND = 1000
 _DEFAULT_IDLE = 1_000_000
 
 
-class Seating(NamedTuple):
+class SlotRules(NamedTuple):
     """How many sequences may be open at a time on one instance, and how long each may be `idle`. `pinned`: a sequence
     has a row of the batch to itself as long as it is open, whoever else is in the batch."""
 
@@ -28,17 +28,17 @@ class Seating(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Sequencing:
+class SequenceConfig:
     """How the requests of sequences reach a model. `batching`: of the next request of each open sequence of an
     instance."""
 
-    seating: Seating
-    batching: Batching
-    controls: tuple[Control, ...] = ()
-    states: tuple[State, ...] = ()
+    seating: SlotRules
+    batching: BatchingConfig
+    controls: tuple[ControlTensor, ...] = ()
+    states: tuple[StateTensor, ...] = ()
 
 
-def read_sequencing(config: ModelConfig, initial: Mapping[str, Tensor]) -> Sequencing | None:
+def read_sequence_config(config: ModelConfig, initial: Mapping[str, Tensor]) -> SequenceConfig | None:
     """The rules of the model with this config; None without `sequence_batching`. `initial`: see `read_states`.
 
     Raises:
@@ -47,7 +47,7 @@ def read_sequencing(config: ModelConfig, initial: Mapping[str, Tensor]) -> Seque
     """
     if "sequence_batching" not in config.document:
         return None
-    asked: Document = config.document["sequence_batching"]
+    asked: ConfigDocument = config.document["sequence_batching"]
     _check_served(config, asked)
     idle = (int(asked.get("max_sequence_idle_microseconds", 0)) or _DEFAULT_IDLE) * _MICROSECOND
     if "oldest" in asked:
@@ -55,10 +55,10 @@ def read_sequencing(config: ModelConfig, initial: Mapping[str, Tensor]) -> Seque
     else:
         seats, batching = _direct(asked.get("direct", {}), config)
     states = read_states(asked, initial, config.max_batch_size > 0)
-    return Sequencing(Seating(seats, idle, "oldest" not in asked), batching, read_controls(asked), states)
+    return SequenceConfig(SlotRules(seats, idle, "oldest" not in asked), batching, read_controls(asked), states)
 
 
-def _check_served(config: ModelConfig, asked: Document) -> None:
+def _check_served(config: ModelConfig, asked: ConfigDocument) -> None:
     wrong = "", ""
     if asked.get("iterative_sequence"):
         wrong = "iterative_sequence", "needs a backend that puts its requests back in the queue, and there is none here"
@@ -72,13 +72,13 @@ def _check_served(config: ModelConfig, asked: Document) -> None:
         )
 
 
-def _oldest(asked: Document, config: ModelConfig) -> tuple[int, Batching]:
+def _oldest(asked: ConfigDocument, config: ModelConfig) -> tuple[int, BatchingConfig]:
     seats = int(asked.get("max_candidate_sequences", 0))
     if seats < 1:
         field = "sequence_batching.oldest.max_candidate_sequences"
         message = f"sequence batching max_candidate_sequences must be at least 1 for {config.name}, got {seats}"
         raise InvalidArgument(message, field=field)
-    return seats, Batching(
+    return seats, BatchingConfig(
         combine=config.max_batch_size > 0 and not config.decoupled,
         max_size=max(config.max_batch_size, 1),
         preferred=preferred_sizes(asked, config.max_batch_size, "sequence_batching.oldest"),
@@ -87,7 +87,7 @@ def _oldest(asked: Document, config: ModelConfig) -> tuple[int, Batching]:
     )
 
 
-def _direct(asked: Document, config: ModelConfig) -> tuple[int, Batching]:
+def _direct(asked: ConfigDocument, config: ModelConfig) -> tuple[int, BatchingConfig]:
     """Triton heeds the delay only together with a least utilization."""
     seats = max(config.max_batch_size, 1)
     part = float(asked.get("minimum_slot_utilization", 0))
@@ -99,7 +99,7 @@ def _direct(asked: Document, config: ModelConfig) -> tuple[int, Batching]:
         raise InvalidArgument(message, field=field)
     delay = int(asked.get("max_queue_delay_microseconds", 0)) * _MICROSECOND if part else 0
     enough = max(1, ceil(round(part * seats, 4)))
-    return seats, Batching(
+    return seats, BatchingConfig(
         combine=config.max_batch_size > 0 and not config.decoupled,
         max_size=seats,
         preferred=range(enough, seats + 1) if part else (),

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 SequenceId: TypeAlias = int | str
 
 
-class Flags(NamedTuple):
+class SequenceFlags(NamedTuple):
     """What a request says of its sequence. `start`: it begins it; `end`: it is the last one."""
 
     id: SequenceId

@@ -1,6 +1,6 @@
 """Between the event loop and the instances of a stateful model: a sequence has its instance, an instance its queue.
 
-In the event loop's thread. What becomes of requests is told to a `Clerk`, after the sequences have heard it.
+In the event loop's thread. What becomes of requests is told to a `DispatchListener`, after the sequences have heard it.
 """
 
 import time
@@ -8,27 +8,36 @@ from collections.abc import Callable, Iterable, Iterator
 
 from ...core.errors import Cancelled, RequestTimeout
 from ...core.metrics import Reading
-from ..batching.batch_execution import Form
-from ..batching.deadline_timer import Alarm
-from ..batching.dispatcher import Clerk, Dispatcher, Done, Request, Work, Worker, restarting, stopping
+from ..batching.batch_execution import BatchLayout
+from ..batching.deadline_timer import DeadlineTimer
+from ..batching.dispatcher import (
+    BatchResult,
+    Dispatcher,
+    DispatchListener,
+    JobBatch,
+    JobInstance,
+    QueuedJob,
+    restarting_error,
+    stopping_error,
+)
 from .sequence_batcher import SequenceBatcher
-from .sequence_config import Sequencing
-from .sequence_table import OpenSequence, Roll
+from .sequence_config import SequenceConfig
+from .sequence_table import OpenSequence, SequenceTable
 
 
-class SequenceDesk:
-    """What a `Dispatcher` is to other models, and the `Clerk` of those of its instances. `decoupled`: they make any
-    number of responses."""
+class SequenceScheduler:
+    """What a `Dispatcher` is to other models, and the `DispatchListener` of those of its instances. `decoupled`: they
+    make any number of responses."""
 
-    def __init__(self, rules: Sequencing, form: Form, clerk: Clerk, decoupled: bool) -> None:
+    def __init__(self, rules: SequenceConfig, form: BatchLayout, clerk: DispatchListener, decoupled: bool) -> None:
         self._rules = rules
         self._form = form
         self._clerk = clerk
         self._decoupled = decoupled
         self._model = form.signature.model
-        self._roll: Roll[Worker] = Roll(self._model, rules.seating)
-        self._hosts: dict[Worker, Dispatcher] = {}
-        self._alarm = Alarm(self._ring)
+        self._roll: SequenceTable[JobInstance] = SequenceTable(self._model, rules.seating)
+        self._hosts: dict[JobInstance, Dispatcher] = {}
+        self._alarm = DeadlineTimer(self._ring)
         self._closed = False
 
     def __len__(self) -> int:
@@ -41,14 +50,14 @@ class SequenceDesk:
         yield Reading("charonia_sequences_waiting", self._roll.backlog)
         yield Reading("charonia_sequence_slots", self._roll.seats)
 
-    def add_worker(self, worker: Worker) -> None:
+    def add_worker(self, worker: JobInstance) -> None:
         host = Dispatcher(SequenceBatcher(self._rules), self._form, self, self._decoupled)
         host.add_worker(worker)
         self._hosts[worker] = host
         self._roll.add_host(worker)
         self._seat()
 
-    def remove_worker(self, worker: Worker) -> None:
+    def remove_worker(self, worker: JobInstance) -> None:
         """It is lost, and its sequences are. Without another one nobody waits: when there will be one is uncertain."""
         if worker not in self._hosts:
             return  # a passive one
@@ -57,14 +66,14 @@ class SequenceDesk:
         host.remove_worker(worker)
         host.close()
         if not self._hosts:
-            self._refuse(self._roll.clear(), restarting)
+            self._refuse(self._roll.clear(), restarting_error)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: QueuedJob) -> None:
         """Raises `InvalidArgument` for a request of no sequence, `Unavailable` where nobody is there to serve it."""
         if self._closed:
-            raise stopping(request)
+            raise stopping_error(request)
         if not self._hosts:
-            raise restarting(request)
+            raise restarting_error(request)
         request.arrived = time.monotonic_ns()
         sequence = self._roll.enter(request, request.arrived)
         if sequence.seat is not None:
@@ -74,7 +83,7 @@ class SequenceDesk:
         if sequence.deadline is not None:
             self._alarm.set(sequence.deadline)
 
-    def leave(self, request: Request) -> None:
+    def leave(self, request: QueuedJob) -> None:
         """It was given up, and with it its whole sequence."""
         sequence = self._roll.of(request)
         if sequence is None:
@@ -92,30 +101,30 @@ class SequenceDesk:
         """Refuse whoever waits or comes."""
         self._closed = True
         self._alarm.stop()
-        self._refuse(self._roll.clear(), stopping)
+        self._refuse(self._roll.clear(), stopping_error)
         for host in self._hosts.values():
             host.close()
 
     # What dispatchers tell
 
-    def answered(self, done: Done) -> None:
+    def answered(self, done: BatchResult) -> None:
         self._clerk.answered(done)
         self._settle(done.work.requests)
 
-    def streamed(self, done: Done) -> None:
+    def streamed(self, done: BatchResult) -> None:
         self._clerk.streamed(done)
 
-    def ended(self, work: Work, begun: int) -> None:
+    def ended(self, work: JobBatch, begun: int) -> None:
         self._clerk.ended(work, begun)
         self._settle(work.requests)
 
-    def refused(self, request: Request, error: Exception) -> None:
+    def refused(self, request: QueuedJob, error: Exception) -> None:
         self._clerk.refused(request, error)
         self._settle([request])
 
     # Inside
 
-    def _withdrawn(self, sequence: OpenSequence[Worker], request: Request) -> bool:
+    def _withdrawn(self, sequence: OpenSequence[JobInstance], request: QueuedJob) -> bool:
         host = None if sequence.seat is None else self._hosts.get(sequence.seat.host)
         return host is None or host.leave(request)
 
@@ -125,7 +134,7 @@ class SequenceDesk:
             for request in sequence.pending:
                 self._hosts[sequence.seat.host].submit(request)
 
-    def _settle(self, requests: Iterable[Request]) -> None:
+    def _settle(self, requests: Iterable[QueuedJob]) -> None:
         now = time.monotonic_ns()
         for request in requests:
             self._roll.settle(request, now)
@@ -140,7 +149,7 @@ class SequenceDesk:
         if due is not None:
             self._alarm.set(due)
 
-    def _refuse(self, sequences: Iterable[OpenSequence[Worker]], error: Callable[[Request], Exception]) -> None:
+    def _refuse(self, sequences: Iterable[OpenSequence[JobInstance]], error: Callable[[QueuedJob], Exception]) -> None:
         for sequence in sequences:
             for request in tuple(sequence.pending):
                 self.refused(request, error(request))

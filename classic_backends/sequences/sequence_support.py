@@ -5,29 +5,29 @@ from typing import NamedTuple
 
 from ...core.model import ModelConfig
 from ...core.tensor import Tensor
-from ..batching.inference_job import Job
-from .sequence_config import Sequencing, read_sequencing
+from ..batching.inference_job import InferenceJob
+from .sequence_config import SequenceConfig, read_sequence_config
 from .sequence_context import SequenceContext
-from .sequence_flags import FlagReader
-from .sequence_tensors import extended
-from .stateful_batch import Stateful
+from .sequence_flags import SequenceFlagReader
+from .sequence_tensors import with_sequence_tensors
+from .stateful_batch import StatefulLayout
 
 
-class Sequences(NamedTuple):
+class SequenceSupport(NamedTuple):
     """`config`: as runtimes see it. `flags` reads what requests say of their sequence."""
 
-    rules: Sequencing
+    rules: SequenceConfig
     config: ModelConfig
-    stateful: Stateful
-    flags: FlagReader
+    stateful: StatefulLayout
+    flags: SequenceFlagReader
 
-    def rehearse(self, job: Job) -> None:
+    def rehearse(self, job: InferenceJob) -> None:
         """Make it the only request of a sequence that nobody asked for."""
         job.flags = self.flags.whole()
         job.context = SequenceContext(job.flags.id)
 
 
-def read_sequences(config: ModelConfig, initial: Mapping[str, Tensor]) -> Sequences | None:
+def read_sequence_support(config: ModelConfig, initial: Mapping[str, Tensor]) -> SequenceSupport | None:
     """Of the model with this config; None without `sequence_batching`. `initial`: what the first request of a sequence
     gets of a state, by its input; zeros where nothing is.
 
@@ -35,9 +35,9 @@ def read_sequences(config: ModelConfig, initial: Mapping[str, Tensor]) -> Sequen
         InvalidArgument: the config contradicts itself; `field` names the culprit.
         Unsupported: it wants what is not served.
     """
-    rules = read_sequencing(config, initial)
+    rules = read_sequence_config(config, initial)
     if rules is None:
         return None
-    whole = extended(config, rules.controls, rules.states)
-    stateful = Stateful(config.max_batch_size > 0, rules.seating.pinned, rules.controls, rules.states)
-    return Sequences(rules, whole, stateful, FlagReader(config.name, rules))
+    whole = with_sequence_tensors(config, rules.controls, rules.states)
+    stateful = StatefulLayout(config.max_batch_size > 0, rules.seating.pinned, rules.controls, rules.states)
+    return SequenceSupport(rules, whole, stateful, SequenceFlagReader(config.name, rules))

@@ -15,16 +15,16 @@ from itertools import count
 from typing import Generic, NamedTuple, TypeVar
 
 from ...core.errors import InvalidArgument
-from ..batching.dispatcher import Request
-from .sequence_config import Seating
-from .sequence_context import Flags, SequenceContext, SequenceId
+from ..batching.dispatcher import QueuedJob
+from .sequence_config import SlotRules
+from .sequence_context import SequenceContext, SequenceFlags, SequenceId
 
 log = logging.getLogger(__name__)
 
 H = TypeVar("H", bound=Hashable)
 
 
-class Seat(NamedTuple, Generic[H]):
+class SequenceSlot(NamedTuple, Generic[H]):
     """Room for one sequence on the instance `host`. The first rows are taken first: then instances share the work, and
     batches of pinned rows are short."""
 
@@ -39,24 +39,24 @@ class OpenSequence(Generic[H]):
     waits for a seat, None for ever."""
 
     context: SequenceContext
-    pending: dict[Request, None] = field(default_factory=dict)
-    seat: Seat[H] | None = None
+    pending: dict[QueuedJob, None] = field(default_factory=dict)
+    seat: SequenceSlot[H] | None = None
     closed: bool = False
     deadline: int | None = None
 
 
-class Roll(Generic[H]):
+class SequenceTable(Generic[H]):
     """The sequences of one `model`."""
 
-    def __init__(self, model: str, seating: Seating) -> None:
+    def __init__(self, model: str, seating: SlotRules) -> None:
         self._model = model
         self._seating = seating
         self._open: dict[SequenceId, OpenSequence[H]] = {}
-        self._of: dict[Request, OpenSequence[H]] = {}
+        self._of: dict[QueuedJob, OpenSequence[H]] = {}
         self._backlog: dict[OpenSequence[H], None] = {}
         self._idle: dict[OpenSequence[H], int] = {}
         # Seats that were left, and of each host the first that no sequence had yet.
-        self._free: list[Seat[H]] = []
+        self._free: list[SequenceSlot[H]] = []
         # How many seats of each host a sequence had at some time.
         self._hosts: dict[H, int] = {}
         self._serial = count()
@@ -87,7 +87,7 @@ class Roll(Generic[H]):
 
     def add_host(self, host: H) -> None:
         self._hosts[host] = 0
-        heappush(self._free, Seat(0, next(self._serial), host))
+        heappush(self._free, SequenceSlot(0, next(self._serial), host))
 
     def remove_host(self, host: H) -> None:
         """Its sequences are lost."""
@@ -99,7 +99,7 @@ class Roll(Generic[H]):
             if sequence.seat is not None and sequence.seat.host == host:
                 self.close(sequence)
 
-    def enter(self, request: Request, now: int) -> OpenSequence[H]:
+    def enter(self, request: QueuedJob, now: int) -> OpenSequence[H]:
         """The sequence that it belongs to; without a seat it is in the backlog.
 
         Raises:
@@ -123,7 +123,7 @@ class Roll(Generic[H]):
             sequence.deadline = min(sequence.deadline or now + request.timeout, now + request.timeout)
         return sequence
 
-    def _begin(self, flags: Flags) -> OpenSequence[H]:
+    def _begin(self, flags: SequenceFlags) -> OpenSequence[H]:
         if not flags.start:
             message = "must specify the START flag on the first request of the sequence"
             raise InvalidArgument(
@@ -145,7 +145,7 @@ class Roll(Generic[H]):
             seated.append(sequence)
         return seated
 
-    def _take(self) -> Seat[H]:
+    def _take(self) -> SequenceSlot[H]:
         """The first that is free; after one that nobody had yet, the next of its host is."""
         seat = heappop(self._free)
         if seat.row == self._hosts[seat.host]:
@@ -154,11 +154,11 @@ class Roll(Generic[H]):
                 heappush(self._free, seat._replace(row=seat.row + 1))
         return seat
 
-    def of(self, request: Request) -> OpenSequence[H] | None:
+    def of(self, request: QueuedJob) -> OpenSequence[H] | None:
         """Whose request it is; None once it is settled."""
         return self._of.get(request)
 
-    def settle(self, request: Request, now: int) -> None:
+    def settle(self, request: QueuedJob, now: int) -> None:
         """It is answered, one way or the other."""
         sequence = self._of.pop(request, None)
         if sequence is None:

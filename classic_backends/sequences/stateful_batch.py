@@ -10,30 +10,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.errors import Internal
-from ...core.tensor import NUMPY_TYPES, blank
-from ..batching.inference_job import Job, Nobody
+from ...core.tensor import NUMPY_TYPES, zero_array
+from ..batching.inference_job import InferenceJob, NullSink
 from ..runtime import Arrays
-from .sequence_context import Flags
-from .sequence_tensors import Control, Kind, State
+from .sequence_context import SequenceFlags
+from .sequence_tensors import ControlKind, ControlTensor, StateTensor
 
-_NOBODY = Nobody()
+_NOBODY = NullSink()
 
 
-class Stateful(NamedTuple):
+class StatefulLayout(NamedTuple):
     """How requests of sequences become a batch, beside what is so for all. `batched`: tensors have a batch dimension in
     front; `pinned`: each sequence has its own row."""
 
     batched: bool
     pinned: bool = False
-    controls: tuple[Control, ...] = ()
-    states: tuple[State, ...] = ()
+    controls: tuple[ControlTensor, ...] = ()
+    states: tuple[StateTensor, ...] = ()
 
     @property
     def made(self) -> tuple[str, ...]:
         """Outputs that are read though nobody asks for them."""
         return tuple(state.output for state in self.states)
 
-    def laid_out(self, jobs: Sequence[Job]) -> Sequence[Job]:
+    def laid_out(self, jobs: Sequence[InferenceJob]) -> Sequence[InferenceJob]:
         """The rows of a batch: where sequences are pinned, all up to the last that has a request; idle ones are jobs
         without a context, like the first in shape."""
         if not self.pinned:
@@ -42,24 +42,24 @@ class Stateful(NamedTuple):
         count = max(by_row) + 1
         if count == len(jobs):
             return [by_row[row] for row in range(count)]
-        idle = Job({name: _emptied(array) for name, array in jobs[0].inputs.items()}, (), _NOBODY)
+        idle = InferenceJob({name: _emptied(array) for name, array in jobs[0].inputs.items()}, (), _NOBODY)
         return [by_row.get(row, idle) for row in range(count)]
 
-    def inputs(self, jobs: Sequence[Job]) -> dict[str, NDArray[Any]]:
+    def inputs(self, jobs: Sequence[InferenceJob]) -> dict[str, NDArray[Any]]:
         """What the model gets beside the requests' own tensors."""
         told = {control.name: self._told(control, jobs) for control in self.controls}
         return told | {state.input: _fed(state, jobs) for state in self.states}
 
-    def _told(self, control: Control, jobs: Sequence[Job]) -> NDArray[Any]:
+    def _told(self, control: ControlTensor, jobs: Sequence[InferenceJob]) -> NDArray[Any]:
         dtype = NUMPY_TYPES[control.datatype]
         flags = [job.flags for job in jobs for _ in range(job.rows)]
-        if control.kind is Kind.ID:
+        if control.kind is ControlKind.ID:
             array = np.array([_id(control, each) for each in flags], dtype)
         else:
             array = np.array(control.values, dtype)[[_holds(control.kind, each) for each in flags]]
         return array[:, np.newaxis] if self.batched else array
 
-    def keep(self, jobs: Sequence[Job], parts: Sequence[Arrays]) -> None:
+    def keep(self, jobs: Sequence[InferenceJob], parts: Sequence[Arrays]) -> None:
         """Each sequence takes the state that its part of the outputs leaves it, all of them or none.
 
         Raises:
@@ -71,7 +71,7 @@ class Stateful(NamedTuple):
             if job.context is not None and job.flags is not None:
                 job.context.states = {} if job.flags.end else states
 
-    def _state(self, state: State, part: Arrays, alone: bool) -> NDArray[Any]:
+    def _state(self, state: StateTensor, part: Arrays, alone: bool) -> NDArray[Any]:
         """A copy of what is a part of something larger, which would be kept with it."""
         array = part[state.output]
         shape = array.shape[1:] if self.batched else array.shape
@@ -84,27 +84,27 @@ class Stateful(NamedTuple):
         return array if alone else array.copy()
 
 
-def _id(control: Control, flags: Flags | None) -> int | bytes:
+def _id(control: ControlTensor, flags: SequenceFlags | None) -> int | bytes:
     if flags is None:
         return b"" if control.datatype == "BYTES" else 0
     return flags.id.encode() if isinstance(flags.id, str) else flags.id
 
 
-def _holds(kind: Kind, flags: Flags | None) -> int:
+def _holds(kind: ControlKind, flags: SequenceFlags | None) -> int:
     """0 or 1."""
     if flags is None:
         return 0
-    return int(kind is Kind.READY or (flags.start if kind is Kind.START else flags.end))
+    return int(kind is ControlKind.READY or (flags.start if kind is ControlKind.START else flags.end))
 
 
-def _fed(state: State, jobs: Sequence[Job]) -> NDArray[Any]:
+def _fed(state: StateTensor, jobs: Sequence[InferenceJob]) -> NDArray[Any]:
     real = next(job for job in jobs if job.context is not None)
     shape = _kept(state, real)
     arrays = [_emptied(shape) if job.context is None else _kept(state, job) for job in jobs]
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _kept(state: State, job: Job) -> NDArray[Any]:
+def _kept(state: StateTensor, job: InferenceJob) -> NDArray[Any]:
     """What the sequence's last request left; the first one gets what the config says."""
     kept = {} if job.context is None or job.flags is None or job.flags.start else job.context.states
     if state.input in kept:
@@ -112,10 +112,10 @@ def _kept(state: State, job: Job) -> NDArray[Any]:
     return state.initial if job.rows == 1 else np.repeat(state.initial, job.rows, axis=0)
 
 
-def state_shapes(states: Sequence[State], job: Job) -> tuple[tuple[int, ...], ...]:
+def state_shapes(states: Sequence[StateTensor], job: InferenceJob) -> tuple[tuple[int, ...], ...]:
     """Of what the job's request would be fed."""
     return tuple(_kept(state, job).shape for state in states)
 
 
 def _emptied(array: NDArray[Any]) -> NDArray[Any]:
-    return blank(array.shape, array.dtype)
+    return zero_array(array.shape, array.dtype)

@@ -11,7 +11,7 @@ from ...core.errors import InvalidArgument
 _INDEXED = re.compile(r".+__(\d+)")
 
 
-def argument_places(model: str, names: Sequence[str], arguments: Sequence[str]) -> tuple[int, ...]:
+def argument_positions(model: str, names: Sequence[str], arguments: Sequence[str]) -> tuple[int, ...]:
     """For each input of the config the place of its argument. `arguments`: the model's own names; empty: unknown.
 
     Raises:
@@ -22,7 +22,7 @@ def argument_places(model: str, names: Sequence[str], arguments: Sequence[str]) 
     return _places(model, "input", names, len(arguments))
 
 
-def result_places(model: str, names: Sequence[str]) -> tuple[int, ...]:
+def result_positions(model: str, names: Sequence[str]) -> tuple[int, ...]:
     """The same for outputs, of which a model has as many as it makes."""
     return _places(model, "output", names, 0)
 

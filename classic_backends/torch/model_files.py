@@ -13,8 +13,8 @@ from zipfile import BadZipFile, ZipFile
 import torch
 
 from ...core.errors import InvalidArgument, NotFound, Unsupported
-from ...processes.host import keep_large_blocks_apart
-from ..config_completion import Found, FoundModel
+from ...processes.host import map_large_blocks_separately
+from ..config_completion import FoundModel, FoundTensor
 
 DATATYPES: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -34,7 +34,7 @@ DATATYPES: Mapping[torch.dtype, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedModel:
     """A model and how it wants to be called. `inputs`: names of its arguments in order, those of them that are
     `keywords` by name; empty where the file does not tell. `found`: its tensors, where the file tells."""
 
@@ -44,7 +44,7 @@ class Opened:
     found: FoundModel | None = None
 
 
-def open_model(file: Path, device: str | None) -> Opened:
+def open_model_file(file: Path, device: str | None) -> OpenedModel:
     """`device`: where its weights go; None leaves them where they were when it was saved.
 
     Raises:
@@ -54,15 +54,15 @@ def open_model(file: Path, device: str | None) -> Opened:
     """
     if not file.is_file():
         raise NotFound(f"unable to find '{file}' for model '{file.parent.parent.name}'")
-    keep_large_blocks_apart()
+    map_large_blocks_separately()
     if file.suffix != ".pt2":
         return _loaded(file, lambda: _open_script(file, device))
     if _is_compiled(file):
-        return _loaded(file, lambda: Opened(torch._inductor.aoti_load_package(str(file))))
+        return _loaded(file, lambda: OpenedModel(torch._inductor.aoti_load_package(str(file))))
     return _loaded(file, lambda: _open_exported(file, device))
 
 
-def _loaded(file: Path, load: Callable[[], Opened]) -> Opened:
+def _loaded(file: Path, load: Callable[[], OpenedModel]) -> OpenedModel:
     try:
         with warnings.catch_warnings():
             # TorchScript is deprecated, as whoever saved the model knows.
@@ -74,11 +74,11 @@ def _loaded(file: Path, load: Callable[[], Opened]) -> Opened:
         raise InvalidArgument(f"PyTorch cannot load {file}: {error}") from error
 
 
-def _open_script(file: Path, device: str | None) -> Opened:
+def _open_script(file: Path, device: str | None) -> OpenedModel:
     module: Any = torch.jit.load(str(file), map_location=device)  # type: ignore[no-untyped-call]
     module.eval()
     names = tuple(argument.name for argument in module.forward.schema.arguments[1:])
-    return Opened(module, names)
+    return OpenedModel(module, names)
 
 
 def _is_compiled(file: Path) -> bool:
@@ -89,7 +89,7 @@ def _is_compiled(file: Path) -> bool:
         raise InvalidArgument(f"PyTorch cannot load {file}: {error}") from None
 
 
-def _open_exported(file: Path, device: str | None) -> Opened:
+def _open_exported(file: Path, device: str | None) -> OpenedModel:
     program = torch.export.load(file)
     if device is not None and device != "cpu":
         from torch.export.passes import move_to_device_pass
@@ -106,16 +106,16 @@ def _open_exported(file: Path, device: str | None) -> Opened:
         for index, name in enumerate(program.graph_signature.user_outputs)
         if isinstance(name, str)
     )
-    return Opened(program.module(), tuple(map(str, names)), frozenset(given), FoundModel(inputs, outputs))
+    return OpenedModel(program.module(), tuple(map(str, names)), frozenset(given), FoundModel(inputs, outputs))
 
 
-def _found(name: str, node: Any) -> Found:
+def _found(name: str, node: Any) -> FoundTensor:
     value = node.meta["val"]
     shape = tuple(size if isinstance(size, int) else -1 for size in value.shape)
-    return Found(name, DATATYPES.get(value.dtype, ""), shape)
+    return FoundTensor(name, DATATYPES.get(value.dtype, ""), shape)
 
 
-def renamed(found: FoundModel, inputs: Sequence[str], outputs: Sequence[str]) -> FoundModel:
+def with_config_names(found: FoundModel, inputs: Sequence[str], outputs: Sequence[str]) -> FoundModel:
     """`found` with the names that a config gives its tensors."""
     return FoundModel(
         tuple(each._replace(name=name) for each, name in zip(found.inputs, inputs, strict=True)),

@@ -13,22 +13,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.errors import Internal, InvalidArgument, Unsupported
-from ...core.memory_needs import Share
-from ...core.model import Document, ModelConfig
+from ...core.memory_needs import MemoryNeed
+from ...core.model import ConfigDocument, ModelConfig
 from ...processes.torch_build import torch_has_cuda
-from ..backend_parameters import flag, report_unknown, thread_count
-from ..config_completion import check_fit, completed, is_complete
-from ..instance_groups import bytes_of, each_instance, threads_each
-from ..runtime import Arrays, Place, Runtime, Traits
-from .argument_positions import argument_places, result_places
+from ..backend_parameters import read_flag, read_thread_count, warn_unknown_parameters
+from ..config_completion import check_config_matches, complete_config, declares_tensors
+from ..instance_groups import bytes_on_disk, memory_per_instance, threads_per_instance
+from ..runtime import Arrays, InstancePlacement, Runtime, RuntimeTraits
+from .argument_positions import argument_positions, result_positions
 
 if TYPE_CHECKING:
     import torch
 
-    from .model_files import Opened
+    from .model_files import OpenedModel
 
 _FILE = "model.pt"
-KNOWN = {
+KNOWN_PARAMETERS = {
     "INFERENCE_MODE",
     "DISABLE_OPTIMIZED_EXECUTION",
     "DISABLE_CUDNN",
@@ -39,7 +39,7 @@ KNOWN = {
 }
 
 
-class Modes(NamedTuple):
+class InferenceModes(NamedTuple):
     """How a model is run: without what only training needs, and with or without optimisation, cuDNN, kept memory."""
 
     inference: bool = True
@@ -51,49 +51,51 @@ class Modes(NamedTuple):
 class TorchLoader:
     """Loads `model.pt` or `model.pt2`, or what `default_model_filename` names."""
 
-    def load(self, directory: Path, config: ModelConfig, place: Place, parameters: Mapping[str, str]) -> Runtime:
-        from .model_files import open_model, renamed
-        from .torch_process import use_threads
+    def load(
+        self, directory: Path, config: ModelConfig, place: InstancePlacement, parameters: Mapping[str, str]
+    ) -> Runtime:
+        from .model_files import open_model_file, with_config_names
+        from .torch_process import set_torch_threads
 
-        report_unknown(config.name, parameters, KNOWN)
-        modes = read_modes(parameters)
+        warn_unknown_parameters(config.name, parameters, KNOWN_PARAMETERS)
+        modes = read_inference_modes(parameters)
         _check_config(config)
-        threads = thread_count(parameters, "INTRA_OP_THREAD_COUNT") or threads_each(config.document)
-        use_threads(threads, thread_count(parameters, "INTER_OP_THREAD_COUNT"))
+        threads = read_thread_count(parameters, "INTRA_OP_THREAD_COUNT") or threads_per_instance(config.document)
+        set_torch_threads(threads, read_thread_count(parameters, "INTER_OP_THREAD_COUNT"))
         device = _device(place)
-        opened = open_model(_file(directory, config.document), device)
-        arguments = argument_places(config.name, [spec.name for spec in config.inputs], opened.inputs)
-        results = result_places(config.name, [spec.name for spec in config.outputs])
+        opened = open_model_file(_file(directory, config.document), device)
+        arguments = argument_positions(config.name, [spec.name for spec in config.inputs], opened.inputs)
+        results = result_positions(config.name, [spec.name for spec in config.outputs])
         if opened.found is not None:
             names = _by_place(config, arguments, len(opened.found.inputs))
             made = _names(results, [spec.name for spec in config.outputs], len(opened.found.outputs))
-            check_fit(config, renamed(opened.found, names, made))
-        return TorchRuntime(opened, config, Call(arguments, results, device or "cpu", modes))
+            check_config_matches(config, with_config_names(opened.found, names, made))
+        return TorchRuntime(opened, config, ForwardCall(arguments, results, device or "cpu", modes))
 
     def uses_gpus(self) -> bool:
         return torch_has_cuda()
 
-    def needs(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> tuple[Share, ...]:
-        return each_instance(document, bytes_of(_file(directory, document)))
+    def needs(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
+        return memory_per_instance(document, bytes_on_disk(_file(directory, document)))
 
-    def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
+    def complete(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> ConfigDocument:
         """TorchScript does not tell its tensors' types and shapes, nor does an AOTInductor package."""
         file = _file(directory, document)
-        if is_complete(document) or file.suffix != ".pt2":
+        if declares_tensors(document) or file.suffix != ".pt2":
             return document
-        from .model_files import open_model
+        from .model_files import open_model_file
 
-        found = open_model(file, "cpu").found
-        return document if found is None else completed(document, found, parameters)
+        found = open_model_file(file, "cpu").found
+        return document if found is None else complete_config(document, found, parameters)
 
 
-def read_modes(parameters: Mapping[str, str]) -> Modes:
+def read_inference_modes(parameters: Mapping[str, str]) -> InferenceModes:
     """Raises `InvalidArgument` for a parameter that is wrong; `field` names it."""
-    return Modes(
-        inference=flag(parameters, "INFERENCE_MODE", True),
-        optimised=not flag(parameters, "DISABLE_OPTIMIZED_EXECUTION", False),
-        cudnn=not flag(parameters, "DISABLE_CUDNN", False),
-        clean=flag(parameters, "ENABLE_CACHE_CLEANING", False),
+    return InferenceModes(
+        inference=read_flag(parameters, "INFERENCE_MODE", True),
+        optimised=not read_flag(parameters, "DISABLE_OPTIMIZED_EXECUTION", False),
+        cudnn=not read_flag(parameters, "DISABLE_CUDNN", False),
+        clean=read_flag(parameters, "ENABLE_CACHE_CLEANING", False),
     )
 
 
@@ -110,13 +112,13 @@ def _check_config(config: ModelConfig) -> None:
                 raise Unsupported(message, field=f"{side}.{spec.name}")
 
 
-def _device(place: Place) -> str | None:
+def _device(place: InstancePlacement) -> str | None:
     if place.kind == "KIND_MODEL":
         return None
     return f"cuda:{place.device}" if place.kind == "KIND_GPU" else "cpu"
 
 
-def _file(directory: Path, document: Document) -> Path:
+def _file(directory: Path, document: ConfigDocument) -> Path:
     named = document.get("default_model_filename")
     if named:
         return directory / str(named)
@@ -137,28 +139,28 @@ def _names(places: Sequence[int], names: Sequence[str], count: int) -> list[str]
     return [named.get(place, f"#{place}") for place in range(count)]
 
 
-class Call(NamedTuple):
+class ForwardCall(NamedTuple):
     """Where inputs go and outputs come from, by their order in the config; on which device, and how."""
 
     arguments: tuple[int, ...]
     results: tuple[int, ...]
     device: str
-    modes: Modes
+    modes: InferenceModes
 
 
 class TorchRuntime:
     """One instance with weights of its own."""
 
-    def __init__(self, opened: "Opened", config: ModelConfig, call: Call) -> None:
-        self._opened: Opened | None = opened
+    def __init__(self, opened: "OpenedModel", config: ModelConfig, call: ForwardCall) -> None:
+        self._opened: OpenedModel | None = opened
         self._call = call
         order = sorted(zip(call.arguments, config.inputs, strict=True), key=lambda each: each[0])
         self._inputs = tuple(spec for _, spec in order)
         self._places = {spec.name: place for place, spec in zip(call.results, config.outputs, strict=True)}
 
     @property
-    def traits(self) -> Traits:
-        return Traits()
+    def traits(self) -> RuntimeTraits:
+        return RuntimeTraits()
 
     def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
         with _entered(self._call.modes):
@@ -170,10 +172,10 @@ class TorchRuntime:
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        from .torch_process import give_back
+        from .torch_process import release_torch_memory
 
         self._opened = None
-        give_back()
+        release_torch_memory()
 
     def _run(self, inputs: Arrays) -> Any:
         assert self._opened is not None
@@ -186,7 +188,7 @@ class TorchRuntime:
         return self._opened.module(*given[: len(given) - len(named)], **named)
 
 
-def _entered(modes: Modes) -> ExitStack:
+def _entered(modes: InferenceModes) -> ExitStack:
     import torch
 
     with ExitStack() as stack:

@@ -4,10 +4,10 @@ from contextlib import suppress
 
 import torch
 
-from ...processes.host import give_back_memory
+from ...processes.host import release_free_memory
 
 
-def use_threads(inside: int, between: int = 0) -> None:
+def set_torch_threads(inside: int, between: int = 0) -> None:
     """Compute an operator with so many, from the thread that calls this. `between`: of operators at once, for the whole
     process and before any is computed; 0 is torch's own number."""
     torch.set_num_threads(inside)
@@ -16,7 +16,7 @@ def use_threads(inside: int, between: int = 0) -> None:
             torch.set_num_interop_threads(between)
 
 
-def give_back() -> None:
+def release_torch_memory() -> None:
     """Return what was freed to the system and to GPUs, for others to have."""
-    give_back_memory()
+    release_free_memory()
     torch.cuda.empty_cache()

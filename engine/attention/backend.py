@@ -6,9 +6,9 @@ from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from ..checkpoint.model_spec import View
-from ..layers.rotary import Angles
-from ..step_batch import Batch
+from ..checkpoint.model_spec import LayerAttention
+from ..layers.rotary import RotaryAngles
+from ..step_batch import StepBatch
 
 
 class CacheSpec(NamedTuple):
@@ -18,7 +18,7 @@ class CacheSpec(NamedTuple):
     computed in, "int8" a byte for each number and a scale for each token and head.
     """
 
-    views: tuple[View, ...]
+    views: tuple[LayerAttention, ...]
     heads: int
     kv_heads: int
     head_dim: int
@@ -32,7 +32,7 @@ class CacheSpec(NamedTuple):
         return len(self.views)
 
     @property
-    def kinds(self) -> list[View]:
+    def kinds(self) -> list[LayerAttention]:
         """Every view once: a step is prepared for each, not for each layer."""
         return list(dict.fromkeys(self.views))
 
@@ -47,7 +47,7 @@ class CacheSpec(NamedTuple):
         return 2 * self.layers * self.block_size * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
-class Attend(Protocol):
+class StepAttention(Protocol):
     """Stores keys and values, then lets every token attend to its sequence's tokens up to itself, as far back as the
     layer's view goes."""
 
@@ -56,30 +56,30 @@ class Attend(Protocol):
 
         `sinks` float32 [heads]: of a layer whose view has them, and of no other."""
 
-    def turned(self, layer: int, packed: Tensor, angles: Angles) -> Tensor:
+    def turned(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
         """The same for queries, keys and values side by side [N, heads + 2 kv_heads, head_dim], contiguous; `angles`
         turn queries and keys first. What comes out is good until the next layer's call."""
 
 
-Plain: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+AttentionFunction: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Attend's plain call."""
 
 
-class Turning:
+class UnfusedStepAttention:
     """An Attend out of the plain function: what turns is turned by itself."""
 
-    def __init__(self, attend: Plain, heads: int, kv_heads: int) -> None:
+    def __init__(self, attend: AttentionFunction, heads: int, kv_heads: int) -> None:
         self._attend, self._heads, self._turning = attend, heads, heads + kv_heads
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         return self._attend(layer, q, k, v, sinks)
 
-    def turned(self, layer: int, packed: Tensor, angles: Angles) -> Tensor:
+    def turned(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
         turned = angles.rotate(packed[:, : self._turning])
         return self._attend(layer, turned[:, : self._heads], turned[:, self._heads :], packed[:, self._turning :], None)
 
 
-class Support(NamedTuple):
+class BackendSupport(NamedTuple):
     """What a backend can do."""
 
     devices: tuple[str, ...]
@@ -88,10 +88,10 @@ class Support(NamedTuple):
     stored: tuple[str, ...] = ("auto",)
 
 
-class Attention(Protocol):
+class AttentionBackend(Protocol):
     """One attention backend with its cache."""
 
-    supports: ClassVar[Support]
+    supports: ClassVar[BackendSupport]
 
     @classmethod
     def fits(cls, spec: CacheSpec) -> bool:
@@ -107,5 +107,5 @@ class Attention(Protocol):
     def copy(self, moves: Tensor) -> None:
         """Copy whole blocks; `moves` [K, 2] are (from, to) block ids."""
 
-    def begin(self, batch: Batch) -> Attend:
+    def begin(self, batch: StepBatch) -> StepAttention:
         """Prepare a step: what is the same in all layers is computed here, once."""

@@ -10,30 +10,39 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..checkpoint.model_spec import View
+from ..checkpoint.model_spec import LayerAttention
 from ..cpu import library
-from ..cpu.attention import INT8, MOST_HEAD, MOST_QUERIES, TILE, Layers, Manner, Planned, Step
-from ..cpu.memory import Memory
-from ..layers.rotary import Angles, FusedAngles
-from ..step_batch import Batch
-from .backend import Attend, CacheSpec, Support, Turning
+from ..cpu.attention import (
+    INT8_CODE,
+    MAX_HEAD_DIM,
+    MAX_QUERY_FLOATS,
+    TILE_TOKENS,
+    AttentionParams,
+    LayerCaches,
+    PlannedAttention,
+    StepRows,
+)
+from ..cpu.memory import HugePageArena
+from ..layers.rotary import FusedAngles, RotaryAngles
+from ..step_batch import StepBatch
+from .backend import BackendSupport, CacheSpec, StepAttention, UnfusedStepAttention
 
 
 class NativeAttention:
     """Blocks [layers, blocks, tiles, kv_heads] of tiles; int8 has a scale for each token and head."""
 
-    supports: ClassVar[Support] = Support(
-        ("cpu",), (torch.bfloat16, torch.float32), range(TILE, 4097, TILE), ("auto", "int8")
+    supports: ClassVar[BackendSupport] = BackendSupport(
+        ("cpu",), (torch.bfloat16, torch.float32), range(TILE_TOKENS, 4097, TILE_TOKENS), ("auto", "int8")
     )
 
     @classmethod
     def fits(cls, spec: CacheSpec) -> bool:
         group, size = spec.heads // spec.kv_heads, spec.head_dim
-        return size % TILE == 0 and size <= MOST_HEAD and group * size <= MOST_QUERIES
+        return size % TILE_TOKENS == 0 and size <= MAX_HEAD_DIM and group * size <= MAX_QUERY_FLOATS
 
     def __init__(self, spec: CacheSpec) -> None:
         self._spec = spec
-        self._manners = [_manner(spec, view) for view in spec.kinds]
+        self._manners = [_attention_params(spec, view) for view in spec.kinds]
         self._cache = torch.empty(0, dtype=torch.uint8)
         self._layers = self._addressed()
 
@@ -44,28 +53,28 @@ class NativeAttention:
     @property
     def _layer_bytes(self) -> int:
         """Bytes of one block in one layer."""
-        return self._spec.block_size // TILE * self._spec.kv_heads * self._manners[0].tile_bytes
+        return self._spec.block_size // TILE_TOKENS * self._spec.kv_heads * self._manners[0].tile_bytes
 
     def allocate(self, blocks: int) -> None:
         self._cache = torch.empty(0, dtype=torch.uint8)
         size = self._spec.layers * blocks * self._layer_bytes
-        self._cache = Memory().take(size)[:size].view(self._spec.layers, blocks, self._layer_bytes)
+        self._cache = HugePageArena().take(size)[:size].view(self._spec.layers, blocks, self._layer_bytes)
         self._layers = self._addressed()
 
     def copy(self, moves: Tensor) -> None:
         self._cache[:, moves[:, 1]] = self._cache[:, moves[:, 0]]
 
-    def begin(self, batch: Batch) -> Attend:
-        return NativeAttend(batch, self._spec, self._layers)
+    def begin(self, batch: StepBatch) -> StepAttention:
+        return NativeStepAttention(batch, self._spec, self._layers)
 
-    def _addressed(self) -> Layers:
-        return Layers(self._manners, self._spec.kind_of, [layer.data_ptr() for layer in self._cache])
+    def _addressed(self) -> LayerCaches:
+        return LayerCaches(self._manners, self._spec.kind_of, [layer.data_ptr() for layer in self._cache])
 
 
-class NativeAttend:
+class NativeStepAttention:
     """One step. It is divided into pieces when layers come one by one: a program does so itself."""
 
-    def __init__(self, batch: Batch, spec: CacheSpec, layers: Layers) -> None:
+    def __init__(self, batch: StepBatch, spec: CacheSpec, layers: LayerCaches) -> None:
         self.batch, self.layers, self._spec = batch, layers, spec
 
     @property
@@ -79,34 +88,34 @@ class NativeAttend:
         return self._spec.heads * self._spec.head_dim
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        q, k, v = (_side_by_side(heads) for heads in (q, k, v))
+        q, k, v = (_heads_contiguous(heads) for heads in (q, k, v))
         return self._planned(layer).apart(self._cache(layer), q, k, v, sinks)
 
-    def turned(self, layer: int, packed: Tensor, angles: Angles) -> Tensor:
+    def turned(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
         if isinstance(angles, FusedAngles):
             return self._planned(layer).packed(self._cache(layer), packed, angles.turns)
-        return Turning(self, self._spec.heads, self._spec.kv_heads).turned(layer, packed, angles)
+        return UnfusedStepAttention(self, self._spec.heads, self._spec.kv_heads).turned(layer, packed, angles)
 
-    def _planned(self, layer: int) -> Planned:
+    def _planned(self, layer: int) -> PlannedAttention:
         return self._plans[self.layers.kind_of[layer]]
 
     def _cache(self, layer: int) -> int:
         return self.layers.caches[layer]
 
     @cached_property
-    def _plans(self) -> list[Planned]:
-        step = Step(self.batch)
-        return [Planned(manner, step, self._spec.dtype) for manner in self.layers.manners]
+    def _plans(self) -> list[PlannedAttention]:
+        step = StepRows(self.batch)
+        return [PlannedAttention(manner, step, self._spec.dtype) for manner in self.layers.manners]
 
 
-def _manner(spec: CacheSpec, view: View) -> Manner:
-    kind = library.DTYPES[spec.dtype]
-    stored = INT8 if spec.stored == "int8" else kind
+def _attention_params(spec: CacheSpec, view: LayerAttention) -> AttentionParams:
+    kind = library.DTYPE_CODES[spec.dtype]
+    stored = INT8_CODE if spec.stored == "int8" else kind
     sizes = spec.heads, spec.kv_heads, spec.head_dim, spec.block_size
     scale = spec.head_dim**-0.5 if view.scale is None else view.scale
-    return Manner(*sizes, view.window or 0, kind, stored, scale, view.cap or 0.0)
+    return AttentionParams(*sizes, view.window or 0, kind, stored, scale, view.cap or 0.0)
 
 
-def _side_by_side(heads: Tensor) -> Tensor:
+def _heads_contiguous(heads: Tensor) -> Tensor:
     """[N, heads, head_dim] with the heads of a token side by side."""
     return heads if heads.stride(1) == heads.shape[2] and heads.stride(2) == 1 else heads.contiguous()

@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..checkpoint.model_spec import View
-from ..step_batch import Batch
-from .backend import Attend, CacheSpec, Support, Turning
+from ..checkpoint.model_spec import LayerAttention
+from ..step_batch import StepBatch
+from .backend import BackendSupport, CacheSpec, StepAttention, UnfusedStepAttention
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -16,7 +16,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class ReferenceAttention:
     """Cache [layers, 2, slots, kv_heads, head_dim]; scores and sums in float32, one sequence at a time."""
 
-    supports: ClassVar[Support] = Support(("cpu", "cuda"), DTYPES, range(1, 4097))
+    supports: ClassVar[BackendSupport] = BackendSupport(("cpu", "cuda"), DTYPES, range(1, 4097))
 
     @classmethod
     def fits(cls, spec: CacheSpec) -> bool:
@@ -40,7 +40,7 @@ class ReferenceAttention:
         blocks = self._cache.view(spec.layers, 2, -1, spec.block_size, spec.kv_heads, spec.head_dim)
         blocks[:, :, moves[:, 1]] = blocks[:, :, moves[:, 0]]
 
-    def begin(self, batch: Batch) -> Attend:
+    def begin(self, batch: StepBatch) -> StepAttention:
         slots = batch.slots()
         known = [self._known(batch, row) for row in range(len(batch.starts))]
         counts, starts = batch.counts.tolist(), batch.starts.tolist()
@@ -50,18 +50,22 @@ class ReferenceAttention:
             keys[slots], values[slots] = k, v
             rows = zip(torch.split(q, counts), known, starts, strict=True)
             view = self._spec.views[layer]
-            return torch.cat([attention(some, keys[at], values[at], start, view, sinks) for some, at, start in rows])
+            return torch.cat(
+                [reference_attention(some, keys[at], values[at], start, view, sinks) for some, at, start in rows]
+            )
 
-        return Turning(attend, self._spec.heads, self._spec.kv_heads)
+        return UnfusedStepAttention(attend, self._spec.heads, self._spec.kv_heads)
 
-    def _known(self, batch: Batch, row: int) -> Tensor:
+    def _known(self, batch: StepBatch, row: int) -> Tensor:
         """[T] slots of all tokens of a row, this step's included."""
         size = self._spec.block_size
         positions = torch.arange(int(batch.starts[row] + batch.counts[row]), device=self._spec.device)
         return batch.tables[row, positions // size] * size + positions % size
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, start: int, view: View, sinks: Tensor | None = None) -> Tensor:
+def reference_attention(
+    q: Tensor, k: Tensor, v: Tensor, start: int, view: LayerAttention, sinks: Tensor | None = None
+) -> Tensor:
     """Causal grouped-query attention of one sequence: q [n, heads, d] at positions from `start`, k [T, kv_heads, d] and
     v [T, kv_heads, e] at positions from 0; [n, heads * e] in q's dtype. (arXiv 1706.03762, 2305.13245; the window
     2310.06825, the cap 2408.00118, the sinks 2508.10925.)"""

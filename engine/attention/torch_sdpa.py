@@ -18,18 +18,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...scheduler.plan import IntArray
-from ..checkpoint.model_spec import View
-from ..step_batch import Batch
-from .backend import Attend, CacheSpec, Support, Turning
+from ..checkpoint.model_spec import LayerAttention
+from ..step_batch import StepBatch
+from .backend import BackendSupport, CacheSpec, StepAttention, UnfusedStepAttention
 
-WASTE = 1.25
+MAX_PADDING_RATIO = 1.25
 """How much longer than its shortest row a batch of decoding rows may be padded."""
 
 
-class CpuAttention:
+class TorchSdpaAttention:
     """Per layer keys and values [blocks, block_size * kv_heads * head_dim]: a block is one contiguous copy."""
 
-    supports: ClassVar[Support] = Support(("cpu",), (torch.bfloat16, torch.float16, torch.float32), range(1, 4097))
+    supports: ClassVar[BackendSupport] = BackendSupport(
+        ("cpu",), (torch.bfloat16, torch.float16, torch.float32), range(1, 4097)
+    )
 
     @classmethod
     def fits(cls, spec: CacheSpec) -> bool:
@@ -38,7 +40,7 @@ class CpuAttention:
     def __init__(self, spec: CacheSpec) -> None:
         self._spec = spec
         self._kinds, self._kind_of = spec.kinds, spec.kind_of
-        self._layers: list[_Layer] = []
+        self._layers: list[_LayerCache] = []
 
     @property
     def block_bytes(self) -> int:
@@ -46,7 +48,7 @@ class CpuAttention:
 
     def allocate(self, blocks: int) -> None:
         self._layers = [
-            _Layer(_zeros(self._spec, blocks), _zeros(self._spec, blocks)) for _ in range(self._spec.layers)
+            _LayerCache(_zeros(self._spec, blocks), _zeros(self._spec, blocks)) for _ in range(self._spec.layers)
         ]
 
     def copy(self, moves: Tensor) -> None:
@@ -54,7 +56,7 @@ class CpuAttention:
             for cache in layer:
                 cache[moves[:, 1]] = cache[moves[:, 0]]
 
-    def begin(self, batch: Batch) -> Attend:
+    def begin(self, batch: StepBatch) -> StepAttention:
         slots = batch.slots()
         parts = [self._parts(batch, view) for view in self._kinds]
         token = (-1, self._spec.kv_heads * self._spec.head_dim)
@@ -68,46 +70,48 @@ class CpuAttention:
                 part(cache, q, sinks, out)
             return out.view(len(q), -1)
 
-        return Turning(attend, self._spec.heads, self._spec.kv_heads)
+        return UnfusedStepAttention(attend, self._spec.heads, self._spec.kv_heads)
 
-    def _parts(self, batch: Batch, view: View) -> list["_Part"]:
+    def _parts(self, batch: StepBatch, view: LayerAttention) -> list["_AttentionPart"]:
         """What is computed in every layer that attends like this."""
         return [*self._decoding(batch, view), *self._chunks(batch, view)]
 
-    def _decoding(self, batch: Batch, view: View) -> Iterator["_Part"]:
+    def _decoding(self, batch: StepBatch, view: LayerAttention) -> Iterator["_AttentionPart"]:
         """Rows of one token, in groups of nearly equal length."""
         single = np.flatnonzero(batch.counts == 1)
         skipped = self._skipped(batch.starts[single], view)
         lengths = batch.starts[single] + 1 - skipped * self._spec.block_size
-        for members in _groups(lengths):
+        for members in _group_by_length(lengths):
             rows = single[members]
             longest = int(lengths[members].max())
-            yield _Decoding(
+            yield _DecodeRows(
                 self._spec,
-                _mixer(view, causal=False),
+                _attention_function(view, causal=False),
                 torch.from_numpy(batch.firsts[rows]),
                 self._blocks(batch, rows, skipped[members], longest),
                 longest,
                 self._padding(lengths[members], longest, view.window),
             )
 
-    def _chunks(self, batch: Batch, view: View) -> Iterator["_Part"]:
+    def _chunks(self, batch: StepBatch, view: LayerAttention) -> Iterator["_AttentionPart"]:
         """Rows of several tokens, each by itself."""
         skipped = self._skipped(batch.starts, view)
         for row in np.flatnonzero(batch.counts > 1):
             start, count = int(batch.starts[row] - skipped[row] * self._spec.block_size), int(batch.counts[row])
             blocks = self._blocks(batch, np.array([row]), skipped[[row]], start + count)
             tokens = slice(int(batch.firsts[row]), int(batch.firsts[row]) + count)
-            mask = _causal(start, count, view, self._spec.dtype)
-            yield _Chunk(self._spec, _mixer(view, causal=mask is None), tokens, blocks, start + count, mask)
+            mask = _causal_mask(start, count, view, self._spec.dtype)
+            yield _PrefillChunk(
+                self._spec, _attention_function(view, causal=mask is None), tokens, blocks, start + count, mask
+            )
 
-    def _skipped(self, starts: IntArray, view: View) -> NDArray[np.int64]:
+    def _skipped(self, starts: IntArray, view: LayerAttention) -> NDArray[np.int64]:
         """Whole blocks that no token from `starts` on sees any more."""
         if view.window is None:
             return np.zeros_like(starts)
         return np.maximum(starts + 1 - view.window, 0) // self._spec.block_size
 
-    def _blocks(self, batch: Batch, rows: NDArray[np.int64], skipped: NDArray[np.int64], tokens: int) -> Tensor:
+    def _blocks(self, batch: StepBatch, rows: NDArray[np.int64], skipped: NDArray[np.int64], tokens: int) -> Tensor:
         """[rows * blocks] ids of the blocks that hold each row's first `tokens` tokens after the skipped blocks."""
         blocks = np.arange(-(-tokens // self._spec.block_size)) + skipped[:, None]
         # A row shorter than its group may have no block there; what it gets instead is masked.
@@ -120,33 +124,33 @@ class CpuAttention:
             return None
         ends, places = torch.from_numpy(lengths).unsqueeze(-1), torch.arange(longest)
         hidden = places >= ends if window is None else (places >= ends) | (places < ends - window)
-        return _masked(hidden, self._spec.dtype).view(len(lengths), 1, 1, longest)
+        return _additive_mask(hidden, self._spec.dtype).view(len(lengths), 1, 1, longest)
 
 
-class _Layer(NamedTuple):
+class _LayerCache(NamedTuple):
     keys: Tensor
     values: Tensor
 
 
-_Part = Callable[[_Layer, Tensor, Tensor | None, Tensor], None]
+_AttentionPart = Callable[[_LayerCache, Tensor, Tensor | None, Tensor], None]
 """(layer's cache, queries of all tokens, sinks, output of all tokens to fill in part)."""
 
-_Mixer = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+_PartFunction = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 """(queries [..., n, head_dim], keys, values [..., T, head_dim], mask, sinks [..., n or 1, 1]) -> [..., n, head_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Decoding:
+class _DecodeRows:
     """R rows of one token over at most `length` known ones; `tokens` [R] are their places in the packed batch."""
 
     spec: CacheSpec
-    mix: _Mixer
+    mix: _PartFunction
     tokens: Tensor
     blocks: Tensor
     length: int
     mask: Tensor | None
 
-    def __call__(self, cache: _Layer, q: Tensor, sinks: Tensor | None, out: Tensor) -> None:
+    def __call__(self, cache: _LayerCache, q: Tensor, sinks: Tensor | None, out: Tensor) -> None:
         spec, rows = self.spec, len(self.tokens)
         folded = q[self.tokens].view(rows, spec.kv_heads, -1, spec.head_dim)
         keys, values = (self._gather(part, rows) for part in cache)
@@ -161,17 +165,17 @@ class _Decoding:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
+class _PrefillChunk:
     """Several tokens of one sequence over `length` known ones; without a mask they are the first of it."""
 
     spec: CacheSpec
-    mix: _Mixer
+    mix: _PartFunction
     tokens: slice
     blocks: Tensor
     length: int
     mask: Tensor | None
 
-    def __call__(self, cache: _Layer, q: Tensor, sinks: Tensor | None, out: Tensor) -> None:
+    def __call__(self, cache: _LayerCache, q: Tensor, sinks: Tensor | None, out: Tensor) -> None:
         spec = self.spec
         shape = (-1, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
         folded = q[self.tokens].view(shape).permute(1, 2, 0, 3)
@@ -186,30 +190,32 @@ class _Chunk:
         return blocks[: self.length].permute(1, 2, 0, 3).expand(-1, group, -1, -1)
 
 
-def _groups(lengths: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+def _group_by_length(lengths: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
     """Indices of `lengths`, in groups whose longest is at most WASTE times (and a block or so above) the shortest."""
     order = np.argsort(lengths, kind="stable")
     ordered = lengths[order]
     begin = 0
     while begin < len(order):
-        end = int(np.searchsorted(ordered, ordered[begin] * WASTE + 16, side="right"))
+        end = int(np.searchsorted(ordered, ordered[begin] * MAX_PADDING_RATIO + 16, side="right"))
         yield order[begin:end]
         begin = end
 
 
-def _mixer(view: View, causal: bool) -> _Mixer:
+def _attention_function(view: LayerAttention, causal: bool) -> _PartFunction:
     """How a layer that attends like this weighs values; `causal`: without a mask, later tokens are hidden."""
-    if not _by_torch(view):
-        return partial(_by_formula, view)
+    if not _sdpa_supports(view):
+        return partial(_explicit_attention, view)
     return lambda q, k, v, mask, _: F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=view.scale)
 
 
-def _by_torch(view: View) -> bool:
+def _sdpa_supports(view: LayerAttention) -> bool:
     """Whether torch's kernels know all of it."""
     return view.cap is None and not view.sinks
 
 
-def _by_formula(view: View, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
+def _explicit_attention(
+    view: LayerAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None
+) -> Tensor:
     scores = torch.matmul(q * (view.scale or q.shape[-1] ** -0.5), k.transpose(-2, -1))
     if view.cap is not None:
         scores.div_(view.cap).tanh_().mul_(view.cap)
@@ -220,18 +226,18 @@ def _by_formula(view: View, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     return torch.matmul(scores.softmax(-1)[..., : k.shape[-2]], v)
 
 
-def _causal(start: int, count: int, view: View, dtype: torch.dtype) -> Tensor | None:
+def _causal_mask(start: int, count: int, view: LayerAttention, dtype: torch.dtype) -> Tensor | None:
     """[count, start + count] minus infinity where a token would see a later one, or one before its window.
 
     None from the start of a sequence, if the mixer can do without."""
     whole = start == 0 and (view.window is None or count <= view.window)
-    if whole and _by_torch(view):
+    if whole and _sdpa_supports(view):
         return None
     back = torch.arange(start, start + count).unsqueeze(-1) - torch.arange(start + count)
-    return _masked(back < 0 if view.window is None else (back < 0) | (back >= view.window), dtype)
+    return _additive_mask(back < 0 if view.window is None else (back < 0) | (back >= view.window), dtype)
 
 
-def _masked(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+def _additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
 
 

@@ -7,12 +7,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .model_spec import Shape
-from .pipeline_stage import Stage
-from .tensor_group import Alone, Group, kv_part, part
+from .model_spec import DecoderShape
+from .pipeline_stage import PipelineStage
+from .tensor_group import SingleRank, TensorGroup, kv_head_slice, rank_slice
 
 
-class Pipe(Protocol):
+class PipelineLink(Protocol):
     """The stages before and after this one: hidden states [N, hidden] of one step after the other, in the model's
     dtype. All ranks of a stage have the same; what one sends, the one with its place in the next stage receives."""
 
@@ -23,22 +23,22 @@ class Pipe(Protocol):
         """Hand `x`, contiguous, to the stage after. It is the pipe's from now on: nobody writes to it any more."""
 
 
-class Seat(NamedTuple):
+class Shard(NamedTuple):
     """A rank's share of a model: of every layer its slice among `group`, of all layers those of `stage`.
 
     `pipe` is None where there is one stage. One rank alone is the plain case."""
 
-    group: Group = Alone()
-    stage: Stage = Stage()
-    pipe: Pipe | None = None
+    group: TensorGroup = SingleRank()
+    stage: PipelineStage = PipelineStage()
+    pipe: PipelineLink | None = None
 
     @property
     def alone(self) -> bool:
         return self.group.size * self.stage.count == 1
 
-    def share(self, shape: Shape) -> Shape:
+    def share(self, shape: DecoderShape) -> DecoderShape:
         """What of a whole model's `shape` this rank's attention has: heads, key/value heads, and layers."""
-        heads, kv_heads = part(shape.heads, self.group), kv_part(shape.kv_heads, self.group)
+        heads, kv_heads = rank_slice(shape.heads, self.group), kv_head_slice(shape.kv_heads, self.group)
         layers = self.stage.layers(len(shape.views))
         return replace(
             shape,
@@ -48,7 +48,7 @@ class Seat(NamedTuple):
         )
 
 
-class Place(NamedTuple):
+class BuildContext(NamedTuple):
     """This rank's device and share, for sequences of at most `positions` tokens.
 
     `progress` is told the fraction of the rank's bytes read so far. `quantized`: its matrices become int8.
@@ -57,7 +57,7 @@ class Place(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     positions: int
-    seat: Seat = Seat()
+    seat: Shard = Shard()
     progress: Callable[[float], None] = lambda _: None
     quantized: bool = False
     whole_experts: bool = False

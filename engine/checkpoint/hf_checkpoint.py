@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...tokenization.checkpoint_files import SMALL_FILES, locate, read_json
+from ...tokenization.checkpoint_files import SMALL_FILES, locate_checkpoint, read_json
 from .hf_config import read_spec
 from .model_spec import CheckpointError, ModelSpec
-from .text_part import language_part
-from .weight_files import PICKLED, SAFETENSORS
+from .text_part import text_config
+from .weight_files import SAFETENSORS_FILES, TORCH_FILES
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An opened checkpoint; `config` is its config.json, or what that says of the `language_part` of more."""
+    """An opened checkpoint; `config` is its config.json, or what that says of the `text_config` of more."""
 
     directory: Path
     config: Mapping[str, Any]
@@ -46,11 +46,11 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
         CheckpointError: there is no config.json.
         InvalidArgument: it is not JSON.
     """
-    directory = locate(str(model), (*SMALL_FILES, SAFETENSORS))
-    if not Path(model).expanduser().is_dir() and not any(directory.glob(SAFETENSORS)):
-        directory = locate(str(model), (*SMALL_FILES, PICKLED))
+    directory = locate_checkpoint(str(model), (*SMALL_FILES, SAFETENSORS_FILES))
+    if not Path(model).expanduser().is_dir() and not any(directory.glob(SAFETENSORS_FILES)):
+        directory = locate_checkpoint(str(model), (*SMALL_FILES, TORCH_FILES))
     config = read_json(directory / "config.json")
     if not config:
         raise CheckpointError(f"{directory / 'config.json'}: missing; a checkpoint needs it beside its weights")
-    part = language_part(config)
+    part = text_config(config)
     return Checkpoint(directory, config if part is None else part, part is not None)

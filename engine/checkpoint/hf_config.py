@@ -10,11 +10,11 @@ from .model_spec import (
     LAYER_TYPES,
     ROPE_TYPES,
     CheckpointError,
-    Experts,
+    ExpertsSpec,
+    LayerAttention,
     ModelSpec,
-    Rope,
-    UnknownVariant,
-    View,
+    RopeSpec,
+    UnsupportedVariant,
 )
 
 
@@ -29,7 +29,7 @@ def read_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
         UnknownVariant: it asks for something that none of our own files computes.
     """
     architecture = _Fields(config, where).architecture()
-    dialect = _DIALECTS.get(architecture, _PLAIN)
+    dialect = _ARCHITECTURES.get(architecture, _LLAMA_DEFAULTS)
     fields = _Fields({**dialect.absent, **config}, where)
     try:
         fields.refuse_unsupported()
@@ -38,7 +38,7 @@ def read_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
         raise fields.error(f"a field has a value of the wrong kind: {error}") from error
 
 
-def _spec(architecture: str, fields: "_Fields", dialect: "_Dialect") -> ModelSpec:
+def _spec(architecture: str, fields: "_Fields", dialect: "_ArchitectureDefaults") -> ModelSpec:
     heads, hidden = fields.number("num_attention_heads"), fields.number("hidden_size")
     head_dim = fields.number("head_dim", hidden // heads)
     rope = fields.rope("full_attention", dialect, head_dim)
@@ -74,8 +74,8 @@ class _Fields(NamedTuple):
     def error(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.where}: {message}")
 
-    def unknown(self, message: str) -> UnknownVariant:
-        return UnknownVariant(f"{self.where}: {message}")
+    def unknown(self, message: str) -> UnsupportedVariant:
+        return UnsupportedVariant(f"{self.where}: {message}")
 
     def number(self, name: str, default: int | None = None) -> int:
         value = self.config.get(name)
@@ -114,9 +114,9 @@ class _Fields(NamedTuple):
             raise self.unknown(f"hidden_act {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
         return name
 
-    def views(self, slides: "Slides") -> tuple[View, ...]:
+    def views(self, slides: "SlidingRule") -> tuple[LayerAttention, ...]:
         scalar = self.real("query_pre_attn_scalar")
-        far = View(None, scalar and scalar**-0.5, self.real("attn_logit_softcapping"))
+        far = LayerAttention(None, scalar and scalar**-0.5, self.real("attn_logit_softcapping"))
         layers, types = range(self.number("num_hidden_layers")), self.config.get("layer_types")
         if types and len(types) != len(layers):
             raise self.error(f"layer_types must have one for each of {len(layers)} layers, got {types}")
@@ -127,12 +127,12 @@ class _Fields(NamedTuple):
         near = far._replace(window=self.number("sliding_window"))
         return tuple(near if slides(self.config, layer) else far for layer in layers)
 
-    def max_position(self, rope: Rope) -> int:
+    def max_position(self, rope: RopeSpec) -> int:
         """Yarn's recipes name the length before scaling, and often leave max_position_embeddings at that."""
         written = self.number("max_position_embeddings", 2048)
         return max(written, int(rope.original_max_position * rope.factor)) if rope.kind == "yarn" else written
 
-    def rope(self, layer_type: str, dialect: "_Dialect", head_dim: int) -> Rope:
+    def rope(self, layer_type: str, dialect: "_ArchitectureDefaults", head_dim: int) -> RopeSpec:
         """The rotation of layers of this type, where types differ."""
         values = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         theta = self.config.get("rope_theta")
@@ -142,7 +142,9 @@ class _Fields(NamedTuple):
             values, theta = {}, self.config["rope_local_base_freq"]
         return self._rope(values, float(values.get("rope_theta") or theta or 10000.0), dialect, head_dim)
 
-    def _rope(self, values: Mapping[str, Any], theta: float, dialect: "_Dialect", head_dim: int) -> Rope:
+    def _rope(
+        self, values: Mapping[str, Any], theta: float, dialect: "_ArchitectureDefaults", head_dim: int
+    ) -> RopeSpec:
         kind = str(values.get("rope_type") or values.get("type") or "default")
         kind = dialect.rope_types.get(kind, kind)
         if kind not in ROPE_TYPES:
@@ -152,7 +154,7 @@ class _Fields(NamedTuple):
         original = int(original or values.get("original_max_position_embeddings") or longest or 8192)
         scaled_by_length = kind in ("yarn", "longrope")
         factor = float(values.get("factor") or (int(longest or original) / original if scaled_by_length else 1.0))
-        rope = Rope(
+        rope = RopeSpec(
             kind,
             theta,
             factor,
@@ -173,7 +175,9 @@ class _Fields(NamedTuple):
                 raise self.error(f"{name} of rope type longrope must have {pairs} numbers, got {len(factors)}")
         return rope
 
-    def _partial_rotary_factor(self, values: Mapping[str, Any], dialect: "_Dialect", head_dim: int) -> float:
+    def _partial_rotary_factor(
+        self, values: Mapping[str, Any], dialect: "_ArchitectureDefaults", head_dim: int
+    ) -> float:
         part = values.get("partial_rotary_factor", self.config.get("partial_rotary_factor"))
         part = 1.0 if part is None else float(part)
         turned = int(head_dim * part)
@@ -181,7 +185,7 @@ class _Fields(NamedTuple):
             raise self.unknown(f"partial_rotary_factor {part} of heads of {head_dim} is not supported here")
         return part
 
-    def experts(self) -> Experts | None:
+    def experts(self) -> ExpertsSpec | None:
         if "num_experts_per_tok" not in self.config:
             return None
         count = self.number("num_experts" if "num_experts" in self.config else "num_local_experts")
@@ -189,7 +193,7 @@ class _Fields(NamedTuple):
         if chosen > count:
             raise self.error(f"num_experts_per_tok is {chosen}, but there are {count} experts")
         dense = self.config.get("mlp_only_layers") or []
-        return Experts(
+        return ExpertsSpec(
             count,
             chosen,
             self.number("moe_intermediate_size", self.number("intermediate_size")),
@@ -219,21 +223,21 @@ def _attention_factor(kind: str, values: Mapping[str, Any], factor: float, origi
     return (0.1 * above * math.log(factor) + 1) / (0.1 * below * math.log(factor) + 1)
 
 
-Slides: TypeAlias = Callable[[Mapping[str, Any], int], bool]
+SlidingRule: TypeAlias = Callable[[Mapping[str, Any], int], bool]
 """(config, layer) -> whether the layer looks through the window, if the config has one."""
 
 
-class _Dialect(NamedTuple):
+class _ArchitectureDefaults(NamedTuple):
     """What an architecture's config.json leaves unsaid: which layers `slides`, and what `absent` fields mean.
     `turns_parts`: a part of each head may be turned; `rope_types`: what it calls some of them."""
 
-    slides: Slides = lambda config, layer: False
+    slides: SlidingRule = lambda config, layer: False
     absent: Mapping[str, Any] = {}
     turns_parts: bool = False
     rope_types: Mapping[str, str] = {}
 
 
-def _listed(otherwise: Slides) -> Slides:
+def _by_layer_types(otherwise: SlidingRule) -> SlidingRule:
     """What `layer_types` says, where it is there."""
 
     def slides(config: Mapping[str, Any], layer: int) -> bool:
@@ -259,7 +263,7 @@ def _gemma3(config: Mapping[str, Any], layer: int) -> bool:
     return (layer + 1) % int(config.get("sliding_window_pattern") or 6) != 0
 
 
-_PLAIN = _Dialect()
+_LLAMA_DEFAULTS = _ArchitectureDefaults()
 _GEMMA = {
     "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
@@ -269,24 +273,27 @@ _GEMMA = {
 }
 _TEXT_ALONE = {"mrope": "default"}
 """Its three positions of a token are one where there are no images."""
-_DIALECTS: dict[str, _Dialect] = {
-    "MistralForCausalLM": _Dialect(_always, {"sliding_window": 4096}),
-    "Qwen2ForCausalLM": _Dialect(_listed(_qwen), {"sliding_window": 4096}, rope_types=_TEXT_ALONE),
-    "Qwen3ForCausalLM": _Dialect(_listed(_qwen), {"sliding_window": 4096, "head_dim": 128}, rope_types=_TEXT_ALONE),
-    "Qwen3MoeForCausalLM": _Dialect(_if_used, {"sliding_window": 4096, "norm_topk_prob": False}),
-    "MixtralForCausalLM": _Dialect(_always, {"rms_norm_eps": 1e-5}),
-    "Phi3ForCausalLM": _Dialect(
+_ARCHITECTURES: dict[str, _ArchitectureDefaults] = {
+    "MistralForCausalLM": _ArchitectureDefaults(_always, {"sliding_window": 4096}),
+    "Qwen2ForCausalLM": _ArchitectureDefaults(_by_layer_types(_qwen), {"sliding_window": 4096}, rope_types=_TEXT_ALONE),
+    "Qwen3ForCausalLM": _ArchitectureDefaults(
+        _by_layer_types(_qwen), {"sliding_window": 4096, "head_dim": 128}, rope_types=_TEXT_ALONE
+    ),
+    "Qwen3MoeForCausalLM": _ArchitectureDefaults(_if_used, {"sliding_window": 4096, "norm_topk_prob": False}),
+    "MixtralForCausalLM": _ArchitectureDefaults(_always, {"rms_norm_eps": 1e-5}),
+    "Phi3ForCausalLM": _ArchitectureDefaults(
         _always,
         {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
         turns_parts=True,
         rope_types={"su": "longrope", "yarn": "longrope"},
     ),
-    "Gemma2ForCausalLM": _Dialect(
-        _listed(lambda config, layer: layer % 2 == 0),
+    "Gemma2ForCausalLM": _ArchitectureDefaults(
+        _by_layer_types(lambda config, layer: layer % 2 == 0),
         _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     ),
-    "Gemma3ForCausalLM": _Dialect(
-        _listed(_gemma3), _GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "max_position_embeddings": 131072}
+    "Gemma3ForCausalLM": _ArchitectureDefaults(
+        _by_layer_types(_gemma3),
+        _GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "max_position_embeddings": 131072},
     ),
 }
 """Where an architecture is not here, no layer slides and absent fields mean what they mean for Llama."""

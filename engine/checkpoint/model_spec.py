@@ -26,11 +26,11 @@ class CheckpointError(InvalidArgument):
     """A checkpoint that cannot be served: the message says what, where, and what is supported."""
 
 
-class UnknownVariant(CheckpointError):
+class UnsupportedVariant(CheckpointError):
     """config.json asks for a variant of an architecture that our own file for it does not compute."""
 
 
-class Rope(NamedTuple):
+class RopeSpec(NamedTuple):
     """Rotary position embedding; `factor` and what follows belong to the scaled kinds, `beta_fast` to `truncate` to
     yarn, the two lists of factors to longrope.
 
@@ -56,7 +56,7 @@ class Rope(NamedTuple):
         return int(head_dim * self.partial_rotary_factor)
 
 
-class View(NamedTuple):
+class LayerAttention(NamedTuple):
     """What a layer says of how it attends; the plain one sees everything before it.
 
     A token sees the last `window` tokens, itself included. Scores are multiplied by `scale` (None: head_dim ** -0.5)
@@ -71,7 +71,7 @@ class View(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertsSpec:
     """A mixture of experts: each token goes to `chosen` of `count`, with weights that may be `normalised` to sum 1.
 
     `layers` says which layers have one; the others are dense.
@@ -85,7 +85,7 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class DecoderShape:
     """A decoder's outer sizes, all that an executor needs to know; `views` has one entry a layer."""
 
     vocab_size: int
@@ -94,11 +94,11 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
-    views: tuple[View, ...]
+    views: tuple[LayerAttention, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec(Shape):
+class ModelSpec(DecoderShape):
     """All of a decoder's numbers. `dtype` is what the weights are stored in, one of DTYPES.
 
     `local_rope` is for layers with a window where those turn at a pace of their own; `logit_cap` bounds the logits
@@ -107,15 +107,15 @@ class ModelSpec(Shape):
 
     architecture: str
     norm_eps: float
-    rope: Rope
-    local_rope: Rope
+    rope: RopeSpec
+    local_rope: RopeSpec
     max_position: int
     tied_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
     activation: str
     logit_cap: float | None
-    experts: Experts | None
+    experts: ExpertsSpec | None
     dtype: str
 
     @property

@@ -2,10 +2,12 @@
 
 from ...core.errors import InvalidArgument
 from .model_spec import ModelSpec
-from .pipeline_stage import Stage
+from .pipeline_stage import PipelineStage
 
 
-def check_split(spec: ModelSpec, model: str, tensor: int, stage: Stage, whole_experts: bool = False) -> None:
+def check_partition(
+    spec: ModelSpec, model: str, tensor: int, stage: PipelineStage, whole_experts: bool = False
+) -> None:
     """Whether `tensor` ranks in each stage can share the `model`'s layers, and `stage.count` stages its depth.
 
     Slices need not be equal, but heads are whole: every rank has as many as the others, with key/value heads to them.
@@ -42,7 +44,7 @@ def _check_sizes(spec: ModelSpec, model: str, tensor: int, whole_experts: bool) 
             raise _refusal(model, f"its {what}, {size}, gives nothing to some of {tensor} ranks")
 
 
-def _check_layers(layers: int, model: str, stage: Stage) -> None:
+def _check_layers(layers: int, model: str, stage: PipelineStage) -> None:
     if layers < stage.count:
         raise InvalidArgument(
             f"model {model}: {layers} layers can't be split over {stage.count} stages",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PipelineStage:
     """One of `count` consecutive parts of a model's depth. `split`: how many layers each has; empty: as even as can
     be, the last ones the shorter, for the head is theirs. The plain case is the only one."""
 

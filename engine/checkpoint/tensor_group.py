@@ -5,7 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Group(Protocol):
+class TensorGroup(Protocol):
     """Ranks that each hold a slice of every split layer."""
 
     @property
@@ -21,7 +21,7 @@ class Group(Protocol):
         """Every rank's `part` of `total` (see `part` below) side by side along the last axis, on every rank."""
 
 
-class Alone:
+class SingleRank:
     """A group of one."""
 
     rank = 0
@@ -34,24 +34,24 @@ class Alone:
         return part
 
 
-def part(total: int, group: Group) -> slice:
+def rank_slice(total: int, group: TensorGroup) -> slice:
     """This rank's share of `total` things: contiguous, and equal up to one."""
-    return parts(total, group.size)[group.rank]
+    return all_rank_slices(total, group.size)[group.rank]
 
 
-def parts(total: int, size: int) -> list[slice]:
+def all_rank_slices(total: int, size: int) -> list[slice]:
     """Every rank's share."""
     return [slice(total * rank // size, total * (rank + 1) // size) for rank in range(size)]
 
 
-def kv_part(heads: int, group: Group) -> slice:
+def kv_head_slice(heads: int, group: TensorGroup) -> slice:
     """This rank's share of `heads` key/value heads: with more ranks than heads, several ranks hold the same one."""
     if group.size <= heads:
-        return part(heads, group)
+        return rank_slice(heads, group)
     head = group.rank * heads // group.size
     return slice(head, head + 1)
 
 
-def times(heads: slice, head_dim: int) -> slice:
+def head_features(heads: slice, head_dim: int) -> slice:
     """The features of a range of heads."""
     return slice(heads.start * head_dim, heads.stop * head_dim)

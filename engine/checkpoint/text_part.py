@@ -63,7 +63,7 @@ _PREFIXES = {
 """How tensors of the part begin in newer and older checkpoints, and in a checkpoint of that part alone."""
 
 
-def language_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
+def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """A config.json for the language part of what `config` describes; None where there is none that we serve."""
     names = config.get("architectures")
     outer = str(names[0]) if isinstance(names, list) and len(names) == 1 else ""
@@ -78,7 +78,7 @@ def language_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return {**absent, **text, **shared, "architectures": [architecture]}
 
 
-def own_name(stored: str) -> str:
+def text_tensor_name(stored: str) -> str:
     """What a tensor of the part is called in a checkpoint of that part alone; others keep their names."""
     for prefix, own in _PREFIXES.items():
         if stored.startswith(prefix):

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from ...tokenization.checkpoint_files import read_json, refuse_adapter
 from .model_spec import CheckpointError
 
-SAFETENSORS = "*.safetensors"
-PICKLED = "pytorch_model*.bin"
+SAFETENSORS_FILES = "*.safetensors"
+TORCH_FILES = "pytorch_model*.bin"
 
 _FORMS = ("model.safetensors", "pytorch_model.bin")
 """A whole model in one file, the first one found; each has an index of shards under its name with .index.json."""

@@ -13,11 +13,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ...tokenization.checkpoint_files import refuse_pointer
-from ..cpu.memory import Memory
-from .build_context import Place
+from ...tokenization.checkpoint_files import refuse_lfs_pointer
+from ..cpu.memory import HugePageArena
+from .build_context import BuildContext
 from .model_spec import CheckpointError
-from .tensor_group import Group
+from .tensor_group import TensorGroup
 from .weight_files import find_weights
 
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -31,7 +31,7 @@ TILE_BYTES = 1 << 24
 """Of a matrix that is converted on the way, so much at a time: what else it takes is not more than the result."""
 
 
-class Piece(NamedTuple):
+class TensorSlice(NamedTuple):
     """A part of the named tensor, which has `shape` in the checkpoint: these rows and, of a matrix, columns."""
 
     name: str
@@ -50,21 +50,21 @@ class Piece(NamedTuple):
         return len(range(*self.columns.indices(self.shape[1])))
 
 
-class Tile(NamedTuple):
+class RowTile(NamedTuple):
     """Rows of a matrix as the checkpoint stores them; `first` is the place of the first one in the whole."""
 
     first: int
     rows: Tensor
 
 
-class Weights:
+class CheckpointWeights:
     """The weights of one directory, safetensors or torch's .bin: a single file, or shards under an index.
 
     Files are memory-mapped: what `read` returns are views, and nothing is copied before it is used.
     """
 
     def __init__(self, directory: Path, own_name: Callable[[str], str] = str) -> None:
-        """`own_name`: what a tensor is asked for as, by its name in the file.
+        """`text_tensor_name`: what a tensor is asked for as, by its name in the file.
 
         Raises:
             CheckpointError: no weights, a missing shard, a truncated file.
@@ -89,7 +89,7 @@ class Weights:
         """Tensors of which nothing was read yet, by name."""
         return sorted(self._unread)
 
-    def read(self, piece: Piece) -> Tensor:
+    def read(self, piece: TensorSlice) -> Tensor:
         """A mapped view of `piece`, in the dtype it is stored in.
 
         Raises:
@@ -107,10 +107,10 @@ class Weights:
 
 
 def _open(path: Path) -> Any:
-    """What reads its tensors: see `safe_open`, or `Pickled`, which is like it."""
+    """What reads its tensors: see `safe_open`, or `TorchWeightFile`, which is like it."""
     try:
-        refuse_pointer(path)
-        return Pickled(path) if path.suffix == ".bin" else safe_open(path, framework="pt")
+        refuse_lfs_pointer(path)
+        return TorchWeightFile(path) if path.suffix == ".bin" else safe_open(path, framework="pt")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: the file is missing") from error
     except (SafetensorError, OSError) as error:
@@ -124,7 +124,7 @@ def _slice(file: Any, path: Path, name: str) -> Any:
         raise CheckpointError(f"{path}: tensor {name} is missing, though the index puts it here") from error
 
 
-def _check(found: Any, piece: Piece, path: Path) -> None:
+def _check(found: Any, piece: TensorSlice, path: Path) -> None:
     dtype, shape = found.get_dtype(), tuple(found.get_shape())
     if dtype not in STORED:
         supported = ", ".join(STORED)
@@ -137,7 +137,7 @@ def _check(found: Any, piece: Piece, path: Path) -> None:
         )
 
 
-class Pickled:
+class TorchWeightFile:
     """A file of `torch.save` by torch's safe loader, which runs no code of it, mapped unless it is of the oldest form;
     read as `safe_open` reads."""
 
@@ -156,12 +156,12 @@ class Pickled:
     def keys(self) -> Iterable[str]:
         return self._tensors.keys()
 
-    def get_slice(self, name: str) -> "_Slice":
+    def get_slice(self, name: str) -> "_TorchSlice":
         """Raises KeyError: no such tensor."""
-        return _Slice(self._tensors[name])
+        return _TorchSlice(self._tensors[name])
 
 
-class _Slice:
+class _TorchSlice:
     """A tensor as safetensors hands out slices of it."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -177,7 +177,7 @@ class _Slice:
         return _NAMES.get(self._tensor.dtype, str(self._tensor.dtype))
 
 
-class Reading:
+class ReadProgress:
     """Counts the bytes that a rank reads, `expected` more or less, and tells `progress` the fraction."""
 
     def __init__(self, expected: float, progress: Callable[[float], None]) -> None:
@@ -196,20 +196,20 @@ class Reading:
         self._progress(min(self.bytes / self._expected, 1.0))
 
 
-class Loader:
+class WeightLoader:
     """Hands layers their weights: this rank's pieces, in the dtype and on the device the model computes in."""
 
-    def __init__(self, weights: Weights, place: Place) -> None:
+    def __init__(self, weights: CheckpointWeights, place: BuildContext) -> None:
         self.place = place
         self.dtype, self.device, self.quantized = place.dtype, place.device, place.quantized
         self.group = place.seat.group
-        self.memory = Memory()
+        self.memory = HugePageArena()
         """For what is packed."""
-        self.reading = Reading(weights.bytes / self.group.size / place.seat.stage.count, place.progress)
+        self.reading = ReadProgress(weights.bytes / self.group.size / place.seat.stage.count, place.progress)
         self._weights = weights
         self._shared: WeakValueDictionary[tuple[str, int, int], Tensor] = WeakValueDictionary()
 
-    def within(self, group: Group) -> "Loader":
+    def within(self, group: TensorGroup) -> "WeightLoader":
         """The same for layers that another group shares."""
         other = copy(self)
         other.group = group
@@ -221,9 +221,9 @@ class Loader:
 
     def vector(self, name: str, size: int) -> Tensor:
         """A whole one-dimensional tensor [size]."""
-        return self.stack([Piece(name, (size,))])
+        return self.stack([TensorSlice(name, (size,))])
 
-    def mapped(self, piece: Piece) -> Tensor:
+    def mapped(self, piece: TensorSlice) -> Tensor:
         """One piece; a mapped view of the file where dtype and device allow it, else a copy that all who ask share."""
         key = (piece.name, piece.rows.start, piece.rows.stop)
         tensor = self._shared.get(key)
@@ -233,7 +233,7 @@ class Loader:
             self.reading.once(piece.name, view)
         return tensor
 
-    def stack(self, pieces: Iterable[Piece]) -> Tensor:
+    def stack(self, pieces: Iterable[TensorSlice]) -> Tensor:
         """The pieces one below the other, in memory of their own."""
         pieces = list(pieces)
         views = [self._weights.read(piece) for piece in pieces]
@@ -245,7 +245,7 @@ class Loader:
             self.reading.count(piece.name, view)
         return whole
 
-    def tiles(self, pieces: Iterable[Piece]) -> Iterator[Tile]:
+    def tiles(self, pieces: Iterable[TensorSlice]) -> Iterator[RowTile]:
         """The matrices one below the other, a few rows at a time, mapped where the file has them side by side."""
         first = 0
         for piece in pieces:
@@ -254,6 +254,6 @@ class Loader:
             for start in range(rows.start, rows.stop, step):
                 part = piece._replace(rows=slice(start, min(start + step, rows.stop)))
                 view = self._weights.read(part)
-                yield Tile(first, view)
+                yield RowTile(first, view)
                 first += len(view)
                 self.reading.count(piece.name, view)

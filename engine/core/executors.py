@@ -6,11 +6,11 @@ from contextlib import suppress
 from ...core.errors import InvalidArgument
 from ..checkpoint.hf_checkpoint import open_checkpoint
 from ..checkpoint.model_spec import CheckpointError
-from ..checkpoint.partition import check_split
-from ..checkpoint.pipeline_stage import Stage
+from ..checkpoint.partition import check_partition
+from ..checkpoint.pipeline_stage import PipelineStage
 from ..config import EngineConfig
-from ..parallel.local_ranks import Processes
-from ..parallel.ranks_executor import Muster, RanksExecutor
+from ..parallel.local_ranks import LocalRanks
+from ..parallel.ranks_executor import RanksExecutor, StartRanks
 from ..worker.executor import Capacity, Executor
 
 
@@ -46,39 +46,39 @@ def _inline(config: EngineConfig) -> Executor:
 
 def _ranks(config: EngineConfig) -> Executor:
     _check_split(config)
-    return RanksExecutor(config, _muster(config.parallel.backend))
+    return RanksExecutor(config, _rank_launcher(config.parallel.backend))
 
 
-def _muster(backend: str) -> Muster:
+def _rank_launcher(backend: str) -> StartRanks:
     if backend not in ("mp", "ray"):
         message = f"distributed_executor_backend must be mp or ray, got {backend!r}"
         raise InvalidArgument(message, field="distributed_executor_backend")
     if backend == "mp":
-        return Processes
+        return LocalRanks
     try:
-        from ..parallel.ray_ranks import RayCrew
+        from ..parallel.ray_ranks import RayRanks
     except ModuleNotFoundError as error:
         message = f"distributed_executor_backend ray needs Ray ({error.name}): pip install 'charonia[ray]'"
         raise InvalidArgument(message, field="distributed_executor_backend") from None
-    return RayCrew
+    return RayRanks
 
 
 def _check_split(config: EngineConfig) -> None:
     """Refuse now what ranks would refuse when all of them have torch; what only they can tell is left to them."""
     checkpoint, parallel = open_checkpoint(config.model), config.parallel
     with suppress(CheckpointError):
-        spec, stage = checkpoint.spec, Stage(0, parallel.pipeline, parallel.layers)
-        check_split(spec, str(checkpoint.directory), parallel.tensor, stage, parallel.whole_experts)
+        spec, stage = checkpoint.spec, PipelineStage(0, parallel.pipeline, parallel.layers)
+        check_partition(spec, str(checkpoint.directory), parallel.tensor, stage, parallel.whole_experts)
 
 
 def _fake(config: EngineConfig) -> Executor:
-    from ..worker.fake_executor import FakeExecutor, Manner
+    from ..worker.fake_executor import FakeBehaviour, FakeExecutor
 
     fake = config.fake
     return FakeExecutor(
         Capacity(fake.vocab_size, fake.max_model_len, block_bytes=1 << 16, free_bytes=1 << 30),
         block_size=config.cache.block_size,
-        manner=Manner(fake.step_seconds, fake.token_seconds),
+        manner=FakeBehaviour(fake.step_seconds, fake.token_seconds),
         check_contents=False,
     )
 

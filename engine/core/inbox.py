@@ -11,36 +11,36 @@ from typing import NamedTuple, TypeAlias
 from ...core.errors import InvalidArgument
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.sequence import SequenceRequest
-from .messages import Abort, Add, Refused, Shutdown, ToCore
-from .sequence_request import sequence
+from .messages import AbortRequests, AddRequest, RequestRejected, Shutdown, ToCore
+from .sequence_request import to_sequence_request
 
 IDLE_SECONDS = 1.0
 """An idle loop turns, and tells so, at least this often."""
 
 
-class Refusal(NamedTuple):
+class ClientRejection(NamedTuple):
     client: int
-    message: Refused
+    message: RequestRejected
 
     @classmethod
-    def of(cls, client: int, key: int, error: InvalidArgument) -> "Refusal":
+    def of(cls, client: int, key: int, error: InvalidArgument) -> "ClientRejection":
         """To the client's request `key`."""
         field = error.field or ""
         message = error.message if field in error.message else f"{field}: {error.message}"
-        return cls(client, Refused(key, message, field))
+        return cls(client, RequestRejected(key, message, field))
 
 
-class Newcomer(NamedTuple):
+class NewRequest(NamedTuple):
     """A sequence to run, and until when; None is no limit."""
 
     request: SequenceRequest
     deadline: float | None
 
 
-Arrival: TypeAlias = Newcomer | Abort | Shutdown | Refusal | BaseException
+InboxItem: TypeAlias = NewRequest | AbortRequests | Shutdown | ClientRejection | BaseException
 
 
-class Arrivals:
+class Inbox:
     """`accept` and `fail` are for any thread, the rest for the loop's. `clock`: what timeouts are measured by, in
     seconds."""
 
@@ -48,24 +48,24 @@ class Arrivals:
         self._vocab_size = vocab_size
         self._cache = cache
         self._clock = clock
-        self._queue: SimpleQueue[Arrival] = SimpleQueue()
+        self._queue: SimpleQueue[InboxItem] = SimpleQueue()
 
     def accept(self, message: ToCore) -> None:
         """Take a message; what costs time happens here, in the caller's thread, and not in the step."""
-        self._queue.put(self._prepared(message) if isinstance(message, Add) else message)
+        self._queue.put(self._prepared(message) if isinstance(message, AddRequest) else message)
 
     def fail(self, error: BaseException) -> None:
         """This ends the loop."""
         self._queue.put(error)
 
-    def _prepared(self, add: Add) -> Newcomer | Refusal:
+    def _prepared(self, add: AddRequest) -> NewRequest | ClientRejection:
         deadline = self._clock() + add.timeout if add.timeout > 0 else None
         try:
-            return Newcomer(sequence(add, self._vocab_size, self._cache), deadline)
+            return NewRequest(to_sequence_request(add, self._vocab_size, self._cache), deadline)
         except InvalidArgument as error:
-            return Refusal.of(add.client, add.key, error)
+            return ClientRejection.of(add.client, add.key, error)
 
-    def come(self, busy: bool, on_idle: Callable[[], None]) -> list[Arrival]:
+    def come(self, busy: bool, on_idle: Callable[[], None]) -> list[InboxItem]:
         """Everything that has come. Unless the loop is `busy` it waits for the first; `on_idle` is called where none
         came for IDLE_SECONDS."""
         if busy and self._queue.empty():

@@ -7,13 +7,13 @@ from typing import TypeAlias
 
 import msgspec
 
-from ...core.guided_decoding import Guide
-from ...core.logprobs import Logprobs, Scores
-from ...scheduler.plan import RowSampling
+from ...core.guided_decoding import GuidedDecoding
+from ...core.logprobs import Logprobs, PromptLogprobs
+from ...scheduler.plan import SamplerParams
 from ...scheduler.sequence import GREEDY
 
 
-class Add(msgspec.Struct, array_like=True, tag="add", kw_only=True, frozen=True):
+class AddRequest(msgspec.Struct, array_like=True, tag="add", kw_only=True, frozen=True):
     """A new sequence. `key` is the client's own, unique among its live requests and below 2**48.
 
     `stop_token_ids` ends the sequence, model eos included (unless ignored). Prompt and `max_tokens` together must
@@ -25,20 +25,20 @@ class Add(msgspec.Struct, array_like=True, tag="add", kw_only=True, frozen=True)
     key: int
     prompt: list[int]
     max_tokens: int
-    sampling: RowSampling = GREEDY
+    sampling: SamplerParams = GREEDY
     stop_token_ids: list[int] = []
     priority: int = 0
     tenant: str = ""
     salt: str = ""
     adapter: str = ""
-    guide: Guide | None = None
+    guide: GuidedDecoding | None = None
     pooling: str = ""
     embeds: bytes = b""
     weight: float = 1.0
     timeout: float = 0.0
 
 
-class Abort(msgspec.Struct, array_like=True, tag="abort", frozen=True):
+class AbortRequests(msgspec.Struct, array_like=True, tag="abort", frozen=True):
     """The client no longer wants these; unknown keys are ignored."""
 
     client: int
@@ -49,10 +49,10 @@ class Shutdown(msgspec.Struct, array_like=True, tag="shutdown", frozen=True):
     """Stop the loop and exit."""
 
 
-ToCore: TypeAlias = Add | Abort | Shutdown
+ToCore: TypeAlias = AddRequest | AbortRequests | Shutdown
 
 
-class Loading(msgspec.Struct, array_like=True, tag="loading", frozen=True):
+class CoreLoading(msgspec.Struct, array_like=True, tag="loading", frozen=True):
     """A start-up phase goes on: `fraction` of it is done; at 1 it took `seconds`."""
 
     phase: str
@@ -61,7 +61,7 @@ class Loading(msgspec.Struct, array_like=True, tag="loading", frozen=True):
     detail: str = ""
 
 
-class Ready(msgspec.Struct, array_like=True, tag="ready", frozen=True):
+class CoreReady(msgspec.Struct, array_like=True, tag="ready", frozen=True):
     """Warm-up generated a token; requests are served from here on. `cache_bytes`: of the host's memory, that the cache
     will take when it is full."""
 
@@ -72,7 +72,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready", frozen=True):
     cache_bytes: int = 0
 
 
-class Load(msgspec.Struct, array_like=True, frozen=True):
+class EngineLoad(msgspec.Struct, array_like=True, frozen=True):
     """The engine's state after a turn of its loop."""
 
     running: int = 0
@@ -82,7 +82,7 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     """Recent step time (moving average); 0 before the first step."""
 
 
-class Turn(msgspec.Struct, array_like=True, frozen=True):
+class StepStats(msgspec.Struct, array_like=True, frozen=True):
     """The step that a turn of the loop waited for; all zero if there was none. `seconds`: how long the turn took."""
 
     seconds: float = 0.0
@@ -90,7 +90,7 @@ class Turn(msgspec.Struct, array_like=True, frozen=True):
     sequences: int = 0
 
 
-class Totals(msgspec.Struct, array_like=True, frozen=True):
+class CoreTotals(msgspec.Struct, array_like=True, frozen=True):
     """What was counted since the core was born, warm-up left out: sequences preempted, prompt tokens looked up in
     the prefix cache, and found there."""
 
@@ -99,11 +99,11 @@ class Totals(msgspec.Struct, array_like=True, frozen=True):
     prefix_hits: int = 0
 
 
-IDLE = Turn()
-NO_TOTALS = Totals()
+NO_STEP = StepStats()
+NO_TOTALS = CoreTotals()
 
 
-class Updates(msgspec.Struct, array_like=True, tag="updates", frozen=True):
+class RequestUpdates(msgspec.Struct, array_like=True, tag="updates", frozen=True):
     """What one step meant to one client; see `scheduler.plan.StepUpdates`. Empty ones are the heartbeat."""
 
     step: int
@@ -112,14 +112,14 @@ class Updates(msgspec.Struct, array_like=True, tag="updates", frozen=True):
     tokens: list[int]
     started: list[tuple[int, int]]
     finished: list[tuple[int, str]]
-    load: Load
-    turn: Turn = IDLE
-    totals: Totals = NO_TOTALS
+    load: EngineLoad
+    turn: StepStats = NO_STEP
+    totals: CoreTotals = NO_TOTALS
     logprobs: list[Logprobs | None] = []
-    scores: list[tuple[int, Scores]] = []
+    scores: list[tuple[int, PromptLogprobs]] = []
 
 
-class Refused(msgspec.Struct, array_like=True, tag="refused", frozen=True):
+class RequestRejected(msgspec.Struct, array_like=True, tag="refused", frozen=True):
     """A request that can never be satisfied; nothing was done for it."""
 
     key: int
@@ -127,7 +127,7 @@ class Refused(msgspec.Struct, array_like=True, tag="refused", frozen=True):
     field: str = ""
 
 
-class Failed(msgspec.Struct, array_like=True, tag="failed", frozen=True):
+class CoreFailed(msgspec.Struct, array_like=True, tag="failed", frozen=True):
     """The core could not start, or its loop broke; it exits after this. `code`: see `core.errors.Code`. `field`: the
     parameter that was wrong, if one was."""
 
@@ -136,7 +136,7 @@ class Failed(msgspec.Struct, array_like=True, tag="failed", frozen=True):
     field: str = ""
 
 
-class Said(msgspec.Struct, array_like=True, tag="said", frozen=True):
+class CoreLogRecord(msgspec.Struct, array_like=True, tag="said", frozen=True):
     """A record of the core's log, which the frontend keeps."""
 
     logger: str
@@ -144,4 +144,4 @@ class Said(msgspec.Struct, array_like=True, tag="said", frozen=True):
     text: str
 
 
-FromCore: TypeAlias = Loading | Ready | Updates | Refused | Failed | Said
+FromCore: TypeAlias = CoreLoading | CoreReady | RequestUpdates | RequestRejected | CoreFailed | CoreLogRecord

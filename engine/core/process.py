@@ -14,17 +14,17 @@ from contextlib import suppress
 import msgspec
 import zmq
 
-from ...core.errors import CharoniaError, Code, InvalidArgument
+from ...core.errors import CharoniaError, ErrorCode, InvalidArgument
 from ...kvcache.manager import KVCacheManager
 from ...processes import gc_tuning
-from ...processes.child_process import die_with_parent, leave_signals_to_parent, show, show_name
+from ...processes.child_process import die_with_parent, ignore_stop_signals, print_traceback, set_process_name
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.scheduler import Scheduler
 from ..config import CacheConfig, EngineConfig
 from ..worker.executor import Capacity, Executor
 from .executors import build_executor
-from .messages import Failed, Loading, Ready, Said
-from .sockets import Address, Wire
+from .messages import CoreFailed, CoreLoading, CoreLogRecord, CoreReady
+from .sockets import CoreEndpoints, CoreSockets
 from .step_loop import EngineCore
 
 _SHAPE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
@@ -37,29 +37,29 @@ _USEFUL_TIMES = 4
 
 def main(config: EngineConfig, directory: str) -> None:
     """Serve the client whose sockets lie in `directory` until it says so, or dies."""
-    leave_signals_to_parent()
-    show_name("charonia-core")
+    ignore_stop_signals()
+    set_process_name("charonia-core")
     die_with_parent(lambda: shutil.rmtree(directory, ignore_errors=True))
-    wire = Wire([Address.under(directory)])
-    Reporter(wire).listen()
+    wire = CoreSockets([CoreEndpoints.under(directory)])
+    CoreLogForwarder(wire).listen()
     try:
         _serve(config, wire)
     except Exception as error:
-        wire.broadcast(_last_words(error))
+        wire.broadcast(_fatal_message(error))
         sys.exit(1)
     finally:
         wire.close()
 
 
-def _serve(config: EngineConfig, wire: Wire) -> None:
-    phases = Phases(wire)
+def _serve(config: EngineConfig, wire: CoreSockets) -> None:
+    phases = LoadProgress(wire)
     phases.report("libraries", 0.0)
     for name in _SHAPE_CACHES:
         os.environ.setdefault(name, _SHAPES)
     executor = build_executor(config)  # imports torch where it needs it
     phases.report("libraries", 1.0)
     try:
-        core, ready = start(config, executor, phases)
+        core, ready = start_core(config, executor, phases)
         threading.excepthook = lambda thread: core.fail(thread.exc_value or RuntimeError("a thread died"))
         executor.watch(core.fail)
         wire.listen(core.accept)
@@ -69,10 +69,10 @@ def _serve(config: EngineConfig, wire: Wire) -> None:
         executor.close()
 
 
-class Reporter(logging.Handler):
+class CoreLogForwarder(logging.Handler):
     """The frontend keeps the log: this process's stderr may be a pipe that nobody reads."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: CoreSockets) -> None:
         super().__init__()
         self._wire = wire
 
@@ -83,13 +83,13 @@ class Reporter(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(zmq.ZMQError):  # it is about to end, and closed already
-            self._wire.broadcast(Said(record.name, record.levelno, self.format(record)))
+            self._wire.broadcast(CoreLogRecord(record.name, record.levelno, self.format(record)))
 
 
-class Phases:
+class LoadProgress:
     """Tells all clients how far start-up is."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: CoreSockets) -> None:
         self._wire = wire
         self._phase = ""
         self._began = 0.0
@@ -98,33 +98,33 @@ class Phases:
         """`fraction` of `phase` is done; the first report of a phase starts its clock."""
         if phase != self._phase:
             self._phase, self._began = phase, time.perf_counter()
-        self._wire.broadcast(Loading(phase, fraction, time.perf_counter() - self._began, detail))
+        self._wire.broadcast(CoreLoading(phase, fraction, time.perf_counter() - self._began, detail))
 
 
-def start(config: EngineConfig, executor: Executor, phases: Phases) -> tuple[EngineCore, Ready]:
+def start_core(config: EngineConfig, executor: Executor, phases: LoadProgress) -> tuple[EngineCore, CoreReady]:
     """Load everything and generate a token."""
     phases.report("weights", 0.0)
     capacity = executor.load(phases.report)
     if capacity.machine:
         phases.report("machine", 1.0, capacity.machine)
-    length = model_length(config.max_model_len, capacity)
-    blocks = cache_blocks(config.cache, capacity, config.scheduler.max_num_seqs * length)
+    length = resolve_max_model_len(config.max_model_len, capacity)
+    blocks = resolve_cache_blocks(config.cache, capacity, config.scheduler.max_num_seqs * length)
     phases.report("cache", 0.0)
     executor.allocate(blocks)
     phases.report("cache", 1.0, f"{blocks} blocks of {config.cache.block_size} tokens")
     cache = KVCacheManager(blocks, config.cache.block_size, config.cache.prefix_caching)
-    scheduler = Scheduler(scheduling(config, length), cache)
+    scheduler = Scheduler(scheduler_config(config, length), cache)
     core = EngineCore(scheduler, cache, executor, capacity.vocab_size)
     phases.report("warm-up", 0.0)
     core.warm_up()
-    gc_tuning.settle()
+    gc_tuning.freeze_after_startup()
     phases.report("warm-up", 1.0)
     here = capacity.machine and config.parallel.backend == "mp"
     cache_bytes = blocks * capacity.block_bytes * config.parallel.world if here else 0
-    return core, Ready(capacity.vocab_size, length, config.cache.block_size, blocks, cache_bytes)
+    return core, CoreReady(capacity.vocab_size, length, config.cache.block_size, blocks, cache_bytes)
 
 
-def scheduling(config: EngineConfig, length: int) -> SchedulerConfig:
+def scheduler_config(config: EngineConfig, length: int) -> SchedulerConfig:
     """The scheduler's numbers for sequences of at most `length` tokens. Every stage of a pipeline computes a step of
     its own, and of each sequence one at a time: the next one needs what the last brings.
 
@@ -142,7 +142,7 @@ def scheduling(config: EngineConfig, length: int) -> SchedulerConfig:
     return msgspec.structs.replace(scheduler, ahead=stages - 1, in_flight_per_sequence=1)
 
 
-def model_length(wanted: int | None, capacity: Capacity) -> int:
+def resolve_max_model_len(wanted: int | None, capacity: Capacity) -> int:
     """Tokens a sequence may have.
 
     Raises:
@@ -154,7 +154,7 @@ def model_length(wanted: int | None, capacity: Capacity) -> int:
     return wanted or capacity.max_model_len
 
 
-def cache_blocks(cache: CacheConfig, capacity: Capacity, useful_tokens: int) -> int:
+def resolve_cache_blocks(cache: CacheConfig, capacity: Capacity, useful_tokens: int) -> int:
     """How many blocks to allocate, when all rows at full length hold `useful_tokens`.
 
     Raises:
@@ -168,11 +168,11 @@ def cache_blocks(cache: CacheConfig, capacity: Capacity, useful_tokens: int) -> 
         share = int(capacity.free_bytes * cache.memory_fraction) // capacity.block_bytes
         blocks = min(share, _USEFUL_TIMES * useful_tokens // cache.block_size + 1)
     if blocks < 1:
-        raise _no_room(cache, capacity)
+        raise _no_cache_room(cache, capacity)
     return blocks
 
 
-def _no_room(cache: CacheConfig, capacity: Capacity) -> InvalidArgument:
+def _no_cache_room(cache: CacheConfig, capacity: Capacity) -> InvalidArgument:
     block = f"no room for the cache: a block of {cache.block_size} tokens takes {capacity.block_bytes} bytes"
     if cache.bytes is not None:
         return InvalidArgument(f"{block}, and kv_cache_bytes is {cache.bytes}", field="kv_cache_bytes")
@@ -181,8 +181,8 @@ def _no_room(cache: CacheConfig, capacity: Capacity) -> InvalidArgument:
     return InvalidArgument(f"{block}, and {allowed}", field=field)
 
 
-def _last_words(error: Exception) -> Failed:
+def _fatal_message(error: Exception) -> CoreFailed:
     if isinstance(error, CharoniaError):
-        return Failed(error.message, error.code, error.field or "")
-    show(error)
-    return Failed(f"{type(error).__name__}: {error}", Code.INTERNAL)
+        return CoreFailed(error.message, error.code, error.field or "")
+    print_traceback(error)
+    return CoreFailed(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL)

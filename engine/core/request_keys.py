@@ -5,7 +5,7 @@ from itertools import compress
 from typing import TypeVar
 
 from ...scheduler.plan import StepUpdates
-from .messages import IDLE, NO_TOTALS, Load, Totals, Turn, Updates
+from .messages import NO_STEP, NO_TOTALS, CoreTotals, EngineLoad, RequestUpdates, StepStats
 
 _CLIENT_BITS = 8
 MAX_CLIENTS = 1 << _CLIENT_BITS
@@ -25,13 +25,18 @@ def client_key(key: int) -> tuple[int, int]:
     return key & _CLIENT, key >> _CLIENT_BITS
 
 
-def split(
-    updates: StepUpdates, step: int, load: Load, clients: int, turn: Turn = IDLE, totals: Totals = NO_TOTALS
-) -> list[Updates]:
+def split_updates(
+    updates: StepUpdates,
+    step: int,
+    load: EngineLoad,
+    clients: int,
+    turn: StepStats = NO_STEP,
+    totals: CoreTotals = NO_TOTALS,
+) -> list[RequestUpdates]:
     """What a step means to each client, in their order; those it does not touch get an empty message."""
     parts = [updates] if clients == 1 else [_part(updates, client) for client in range(clients)]
     return [
-        Updates(
+        RequestUpdates(
             step,
             [key >> _CLIENT_BITS for key in part.keys],
             part.counts,

@@ -10,11 +10,11 @@ import numpy as np
 from ...core.errors import InvalidArgument
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.sequence import SequenceRequest
-from .messages import Add
+from .messages import AddRequest
 from .request_keys import scheduler_key
 
 
-def sequence(add: Add, vocab_size: int, cache: KVCacheManager) -> SequenceRequest:
+def to_sequence_request(add: AddRequest, vocab_size: int, cache: KVCacheManager) -> SequenceRequest:
     """What the scheduler takes, block hashes included; lengths are the scheduler's to judge.
 
     Raises:

@@ -17,24 +17,24 @@ _LAST_WORDS_MILLISECONDS = 1000
 """How long a closing socket may take to hand over what was sent."""
 
 
-class Address(NamedTuple):
+class CoreEndpoints(NamedTuple):
     """The endpoints of one client, which binds both."""
 
     to_core: str
     from_core: str
 
     @classmethod
-    def under(cls, directory: str | Path) -> "Address":
+    def under(cls, directory: str | Path) -> "CoreEndpoints":
         return cls(f"ipc://{directory}/to", f"ipc://{directory}/from")
 
 
-class Wire:
+class CoreSockets:
     """Sockets to all clients; the index of an address is the client's number.
 
     `send` is for any thread. What arrives is handed to the `listen` callback in a thread of its own.
     """
 
-    def __init__(self, clients: Sequence[Address]) -> None:
+    def __init__(self, clients: Sequence[CoreEndpoints]) -> None:
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._outboxes = [self._context.socket(zmq.PUSH) for _ in clients]

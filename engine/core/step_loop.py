@@ -15,23 +15,23 @@ import numpy as np
 from ...core.errors import InvalidArgument
 from ...core.logprobs import Logprobs
 from ...kvcache.manager import KVCacheManager
-from ...scheduler.plan import RowSampling, StepUpdates
+from ...scheduler.plan import SamplerParams, StepUpdates
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import GREEDY, SequenceRequest
 from ..worker.executor import Executor, StepFuture
 from .deadlines import Deadlines
-from .inbox import Arrivals, Newcomer, Refusal
-from .messages import IDLE, Abort, FromCore, Load, Shutdown, ToCore, Totals, Turn
-from .request_keys import client_key, scheduler_key, split
+from .inbox import ClientRejection, Inbox, NewRequest
+from .messages import NO_STEP, AbortRequests, CoreTotals, EngineLoad, FromCore, Shutdown, StepStats, ToCore
+from .request_keys import client_key, scheduler_key, split_updates
 
-_RECENT = 0.1
+_LAST_STEP_WEIGHT = 0.1
 """Weight of the last step in the moving average of step times."""
 
 TRIAL_PROMPT, TRIAL_TOKENS = 32, 3
 """What a warm-up computes to learn what steps cost."""
 
 
-class Outbox(Protocol):
+class MessageSink(Protocol):
     """Where messages leave; clients are numbered from 0. Never waits for a reader."""
 
     @property
@@ -40,7 +40,7 @@ class Outbox(Protocol):
     def send(self, client: int, message: FromCore) -> None: ...
 
 
-class Launched(NamedTuple):
+class LaunchedStep(NamedTuple):
     """A step on its way, how much it computes, and when it was launched."""
 
     result: StepFuture
@@ -68,8 +68,8 @@ class EngineCore:
         self._executor = executor
         self._clock = clock
         self._deadlines = Deadlines()
-        self._arrivals = Arrivals(vocab_size, cache, clock)
-        self._in_flight: deque[Launched] = deque()
+        self._arrivals = Inbox(vocab_size, cache, clock)
+        self._in_flight: deque[LaunchedStep] = deque()
         self._step = -1
         self._step_seconds = 0.0
         self._landed = 0.0
@@ -90,13 +90,13 @@ class EngineCore:
         Raises:
             InvalidArgument: what the model computes are no numbers.
         """
-        _check_numbers(self._run_alone(prompt=1, new=1, sampling=RowSampling(logprobs=0)))
+        _check_finite(self._run_alone(prompt=1, new=1, sampling=SamplerParams(logprobs=0)))
         self._scheduler.forget_times()
         if self._scheduler.config.max_model_len >= TRIAL_PROMPT + TRIAL_TOKENS:
             self._run_alone(TRIAL_PROMPT, TRIAL_TOKENS)
         self._scheduler.forget_totals()
 
-    def _run_alone(self, prompt: int, new: int, sampling: RowSampling = GREEDY) -> list[Logprobs]:
+    def _run_alone(self, prompt: int, new: int, sampling: SamplerParams = GREEDY) -> list[Logprobs]:
         """The logprobs of the new tokens, if `sampling` wants any."""
         request = SequenceRequest(
             key=scheduler_key(0, -1), prompt=np.zeros(prompt, np.int32), max_tokens=new, sampling=sampling
@@ -109,7 +109,7 @@ class EngineCore:
             found += (each for each in self._land().logprobs if each is not None)
         return found
 
-    def run(self, outbox: Outbox) -> None:
+    def run(self, outbox: MessageSink) -> None:
         """Turn until a Shutdown comes. What the executor raises ends the loop too."""
         while self._running:
             self._receive(outbox)
@@ -119,22 +119,22 @@ class EngineCore:
             if self._in_flight:
                 landing = self._in_flight[0]
                 updates = self._land()
-                turn = Turn(time.perf_counter() - began, landing.tokens, landing.sequences)
+                turn = StepStats(time.perf_counter() - began, landing.tokens, landing.sequences)
                 self._time_step(turn.seconds)
             else:
-                updates, turn = _NOTHING, IDLE
-            self._send(_with_late(updates, late), turn, outbox)
+                updates, turn = _NO_UPDATES, NO_STEP
+            self._send(_with_timeouts(updates, late), turn, outbox)
 
     # Receive
 
-    def _receive(self, outbox: Outbox) -> None:
+    def _receive(self, outbox: MessageSink) -> None:
         for arrival in self._arrivals.come(self._scheduler.has_work, self._check_once):
             match arrival:
-                case Newcomer(request, deadline):
+                case NewRequest(request, deadline):
                     self._add(request, deadline, outbox)
-                case Abort(client, keys):
+                case AbortRequests(client, keys):
                     self._abort([scheduler_key(client, key) for key in keys])
-                case Refusal(client, message):
+                case ClientRejection(client, message):
                     outbox.send(client, message)
                 case Shutdown():
                     self._running = False
@@ -158,14 +158,14 @@ class EngineCore:
         self._scheduler.abort(late)
         return late
 
-    def _add(self, request: SequenceRequest, deadline: float | None, outbox: Outbox) -> None:
+    def _add(self, request: SequenceRequest, deadline: float | None, outbox: MessageSink) -> None:
         try:
             self._scheduler.add(request)
             if deadline is not None:
                 self._deadlines.set(request.key, deadline)
         except InvalidArgument as error:
             client, key = client_key(request.key)
-            outbox.send(client, Refusal.of(client, key, error).message)
+            outbox.send(client, ClientRejection.of(client, key, error).message)
 
     # Schedule and execute, apply
 
@@ -173,7 +173,7 @@ class EngineCore:
         """Have everything computed that may be scheduled before the next result is known."""
         while (plan := self._scheduler.schedule()) is not None:
             at = time.perf_counter()
-            self._in_flight.append(Launched(self._executor.execute(plan), plan.tokens, len(plan.rows), at))
+            self._in_flight.append(LaunchedStep(self._executor.execute(plan), plan.tokens, len(plan.rows), at))
             self._checked = False
 
     def _land(self) -> StepUpdates:
@@ -189,31 +189,31 @@ class EngineCore:
 
     # Send
 
-    def _send(self, updates: StepUpdates, turn: Turn, outbox: Outbox) -> None:
-        messages = split(updates, self._step, self._load(), outbox.clients, turn, self._totals())
+    def _send(self, updates: StepUpdates, turn: StepStats, outbox: MessageSink) -> None:
+        messages = split_updates(updates, self._step, self._load(), outbox.clients, turn, self._totals())
         for client, message in enumerate(messages):
             outbox.send(client, message)
 
-    def _load(self) -> Load:
+    def _load(self) -> EngineLoad:
         scheduler = self._scheduler
-        return Load(scheduler.running, scheduler.waiting, self._cache.free_blocks, self._step_seconds)
+        return EngineLoad(scheduler.running, scheduler.waiting, self._cache.free_blocks, self._step_seconds)
 
-    def _totals(self) -> Totals:
-        return Totals(*self._scheduler.totals)
+    def _totals(self) -> CoreTotals:
+        return CoreTotals(*self._scheduler.totals)
 
     def _time_step(self, seconds: float) -> None:
         last = self._step_seconds or seconds
-        self._step_seconds = last + _RECENT * (seconds - last)
+        self._step_seconds = last + _LAST_STEP_WEIGHT * (seconds - last)
 
 
-_NOTHING = StepUpdates([], [], [], [], [])
+_NO_UPDATES = StepUpdates([], [], [], [], [])
 
 
-def _check_numbers(logprobs: Sequence[Logprobs]) -> None:
+def _check_finite(logprobs: Sequence[Logprobs]) -> None:
     if not all(math.isfinite(each.chosen) for each in logprobs):
         raise InvalidArgument("the model computes no numbers: its weights are damaged, or overflow in this dtype")
 
 
-def _with_late(updates: StepUpdates, late: list[int]) -> StepUpdates:
+def _with_timeouts(updates: StepUpdates, late: list[int]) -> StepUpdates:
     """The updates, and the end of those whose time was over before the step."""
     return updates._replace(finished=updates.finished + [(key, "timeout") for key in late]) if late else updates

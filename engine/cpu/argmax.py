@@ -8,20 +8,22 @@ from torch import Tensor
 from . import library
 
 
-def largest(x: Tensor) -> Tensor:
+def argmax(x: Tensor) -> Tensor:
     """Places int64 [S] of the largest numbers of x [S, n], the first of equals, on any device.
 
     By our kernel -0 is below 0, and a NaN larger or smaller than any number, by its sign.
     """
-    if x.device.type != "cpu" or x.dtype not in library.DTYPES or not _native():
+    if x.device.type != "cpu" or x.dtype not in library.DTYPE_CODES or not _has_kernel():
         return x.argmax(-1)
     x = x if x.stride(-1) == 1 else x.contiguous()
     rows, n = x.shape
     out = torch.empty(rows, dtype=torch.int64)
-    library.bind("charonia_largest")(x.data_ptr(), out.data_ptr(), rows, x.stride(0), n, library.DTYPES[x.dtype])
+    library.bind_function("charonia_largest")(
+        x.data_ptr(), out.data_ptr(), rows, x.stride(0), n, library.DTYPE_CODES[x.dtype]
+    )
     return out
 
 
 @cache
-def _native() -> bool:
+def _has_kernel() -> bool:
     return library.level() is not None

@@ -10,17 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..step_batch import Batch
+from ..step_batch import StepBatch
 from . import library
 
-TILE, MOST_QUERIES, MOST_HEAD = 16, 16384, 512
+TILE_TOKENS, MAX_QUERY_FLOATS, MAX_HEAD_DIM = 16, 16384, 512
 """As in attention.h."""
 
-INT8 = 2
+INT8_CODE = 2
 """The number by which C knows a cache in int8; library.DTYPES has the others."""
 
 
-class Manner(ctypes.Structure):
+class AttentionParams(ctypes.Structure):
     """`struct manner`: how layers of one kind attend."""
 
     _fields_ = [
@@ -32,11 +32,11 @@ class Manner(ctypes.Structure):
     @property
     def tile_bytes(self) -> int:
         """Bytes of the keys and values of TILE tokens and one head."""
-        scales = 2 * TILE * 4 if self.stored == INT8 else 0
-        return 2 * TILE * int(self.head_dim) * (4, 2, 1)[self.stored] + scales
+        scales = 2 * TILE_TOKENS * 4 if self.stored == INT8_CODE else 0
+        return 2 * TILE_TOKENS * int(self.head_dim) * (4, 2, 1)[self.stored] + scales
 
 
-class StepOf(ctypes.Structure):
+class StepStruct(ctypes.Structure):
     """`struct step`."""
 
     _fields_ = [
@@ -45,14 +45,14 @@ class StepOf(ctypes.Structure):
     ]
 
 
-class _Plan(ctypes.Structure):
+class _PlanStruct(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("writes", "works", "folds", "scratch", "cost")),
         *((name, ctypes.c_void_p) for name in ("to_write", "to_work", "to_fold")),
     ]
 
 
-class _Call(ctypes.Structure):
+class _CallStruct(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("queries", "keys", "values")),
         *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride")),
@@ -65,28 +65,28 @@ _PIECE_BYTES = 32
 """sizeof(struct piece)"""
 
 
-def show(batch: Batch, step: StepOf) -> None:
+def fill_step_struct(batch: StepBatch, step: StepStruct) -> None:
     """Let `step` tell C of the batch, whose own numbers it reads; but not where each row's tokens begin."""
     tables = batch.blocks
     step.rows, step.width, step.tables = len(batch.rows), tables.stride(0), tables.data_ptr()
     step.lines, step.starts, step.counts = (each.ctypes.data for each in (batch.rows, batch.starts, batch.counts))
 
 
-class Step:
+class StepRows:
     """The rows of one step."""
 
-    def __init__(self, batch: Batch) -> None:
-        self._batch, self._step = batch, StepOf()
-        show(batch, self._step)
+    def __init__(self, batch: StepBatch) -> None:
+        self._batch, self._step = batch, StepStruct()
+        fill_step_struct(batch, self._step)
         self._step.firsts = batch.firsts.ctypes.data
         self.address, self.tokens = ctypes.addressof(self._step), batch.size
 
 
-class Layers:
-    """How layers attend, and where. `manners`: the different ones; `kind_of`: which of them each layer has; `caches`:
-    the address of each layer's."""
+class LayerCaches:
+    """How layers attend, and where. `manners`: the different ones; `text_model_builder`: which of them each layer has;
+    `caches`: the address of each layer's."""
 
-    def __init__(self, manners: Sequence[Manner], kind_of: Sequence[int], caches: Sequence[int]) -> None:
+    def __init__(self, manners: Sequence[AttentionParams], kind_of: Sequence[int], caches: Sequence[int]) -> None:
         self.manners, self.kind_of, self.caches = manners, kind_of, caches
         columns = ([ctypes.addressof(manner) for manner in manners], kind_of, caches)
         self._columns = [np.array(column, np.int64) for column in columns]
@@ -94,12 +94,12 @@ class Layers:
         """How many manners; where theirs, the kinds and the caches' addresses stand, as long as this lives."""
 
 
-class Planned:
+class PlannedAttention:
     """A step divided into pieces for layers of one manner."""
 
-    def __init__(self, manner: Manner, step: Step, dtype: torch.dtype) -> None:
+    def __init__(self, manner: AttentionParams, step: StepRows, dtype: torch.dtype) -> None:
         self._manner, self.step = manner, step
-        self._plan, self._call = _Plan(), _Call()
+        self._plan, self._call = _PlanStruct(), _CallStruct()
         self._make(64 + step.tokens * manner.kv_heads)
         self._scratch = torch.empty(self._plan.scratch)
         self._out = torch.empty((step.tokens, manner.heads * manner.head_dim), dtype=dtype)
@@ -108,7 +108,7 @@ class Planned:
         self._kv_heads = manner.kv_heads * manner.head_dim * dtype.itemsize
         parts = (ctypes.addressof(each) for each in (self._plan, self._call))
         self._addresses = (ctypes.addressof(manner), step.address, *parts, self._scratch.data_ptr())
-        self._attend = library.bind("charonia_attention")
+        self._attend = library.bind_function("charonia_attention")
 
     def packed(self, cache: int, packed: Tensor, turns: Tensor) -> Tensor:
         """Turn queries and keys of `packed` [N, heads + 2 kv_heads, head_dim], write keys and values into the layer's
@@ -137,7 +137,7 @@ class Planned:
         self._pieces = np.empty((3, room * _PIECE_BYTES), np.uint8)
         at, size = self._pieces.ctypes.data, room * _PIECE_BYTES
         self._plan.to_write, self._plan.to_work, self._plan.to_fold = at, at + size, at + 2 * size
-        plan = library.bind("charonia_attention_plan")
+        plan = library.bind_function("charonia_attention_plan")
         taken = plan(ctypes.addressof(self._manner), self.step.address, ctypes.addressof(self._plan), room)
         if taken > room:
             self._make(taken)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from . import library
-from .op_trace import EMBED, GATE, NORM, Ids, Operation, Rows, Slot
+from .op_trace import EMBED, GATE, NORM, OpStruct, SymbolicTensor, SymbolicTokenIds, TensorOrSymbol
 
-ACTIVATIONS = {
+ACTIVATION_CODES = {
     "silu": 0,
     "swish": 0,
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), 1),
@@ -27,26 +27,26 @@ class FusedNorm:
     `weight` [n] or [heads, n] is float32."""
 
     def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype) -> None:
-        self._weight, self._eps, self._kind = weight.contiguous(), eps, library.DTYPES[dtype]
+        self._weight, self._eps, self._kind = weight.contiguous(), eps, library.DTYPE_CODES[dtype]
         self._size, self._weights = weight.shape[-1], weight.numel() // weight.shape[-1]
-        self._address, self._norm = self._weight.data_ptr(), library.bind("charonia_norm")
+        self._address, self._norm = self._weight.data_ptr(), library.bind_function("charonia_norm")
 
-    def __call__(self, x: Rows) -> Rows:
+    def __call__(self, x: TensorOrSymbol) -> TensorOrSymbol:
         return self._rows(x, None)
 
-    def after(self, x: Rows, delta: Rows) -> Rows:
+    def after(self, x: TensorOrSymbol, delta: TensorOrSymbol) -> TensorOrSymbol:
         """Adds `delta` to x [N, n] in place; the norm of the sum. Both are contiguous."""
         return self._rows(x, delta)
 
-    def within(self, x: Rows, heads: int) -> None:
+    def within(self, x: TensorOrSymbol, heads: int) -> None:
         """The first `heads` of x [N, more, n], contiguous, in place."""
-        if isinstance(x, Slot):
+        if isinstance(x, SymbolicTensor):
             x.tape.change(self._operation(heads, x.width), x)
         else:
             self._into(x, x, 0, heads, x.stride(0))
 
-    def _rows(self, x: Rows, delta: Rows | None) -> Rows:
-        if isinstance(x, Slot):
+    def _rows(self, x: TensorOrSymbol, delta: TensorOrSymbol | None) -> TensorOrSymbol:
+        if isinstance(x, SymbolicTensor):
             return x.tape.add(self._operation(1, self._size), x, self._size, delta=delta)
         out = torch.empty_like(x)
         self._into(out, x, 0 if delta is None else delta.data_ptr(), 1, self._size)
@@ -56,41 +56,48 @@ class FusedNorm:
         sizes = x.shape[0], heads, stride, self._weights, self._size
         self._norm(x.data_ptr(), delta, self._address, out.data_ptr(), *sizes, self._eps, self._kind)
 
-    def _operation(self, heads: int, stride: int) -> Operation:
+    def _operation(self, heads: int, stride: int) -> OpStruct:
         numbers = {"heads": heads, "stride": stride, "weights": self._weights, "size": self._size}
-        return Operation(kind=NORM, what=self._address, number=self._eps, **numbers)
+        return OpStruct(kind=NORM, what=self._address, number=self._eps, **numbers)
 
 
 class FusedGate:
     """x [N, gate and up, n] as [N, 2n] -> activation(gate) * up [N, n]; x is contiguous (arXiv 2002.05202)."""
 
     def __init__(self, activation: str) -> None:
-        self._activation, self._gate = ACTIVATIONS[activation], library.bind("charonia_gate")
+        self._activation, self._gate = ACTIVATION_CODES[activation], library.bind_function("charonia_gate")
 
-    def __call__(self, x: Rows) -> Rows:
-        if isinstance(x, Slot):
+    def __call__(self, x: TensorOrSymbol) -> TensorOrSymbol:
+        if isinstance(x, SymbolicTensor):
             size = x.width // 2
-            return x.tape.add(Operation(kind=GATE, size=size, activation=self._activation), x, size)
+            return x.tape.add(OpStruct(kind=GATE, size=size, activation=self._activation), x, size)
         rows, size = x.shape[0], x.shape[1] // 2
         out = torch.empty((rows, size), dtype=x.dtype)
-        self._gate(x.data_ptr(), out.data_ptr(), rows, size, self._activation, library.DTYPES[x.dtype])
+        self._gate(x.data_ptr(), out.data_ptr(), rows, size, self._activation, library.DTYPE_CODES[x.dtype])
         return out
 
 
-def turn(x: Tensor, turns: Tensor) -> Tensor:
+def apply_rope(x: Tensor, turns: Tensor) -> Tensor:
     """x [N, heads, head_dim] with its halves turned against each other by `turns` [N, cos and sin, head_dim / 2],
     float32 (arXiv 2104.09864)."""
     rows, heads, size = x.shape
     out = torch.empty(x.shape, dtype=x.dtype)
-    library.bind("charonia_turn")(
-        x.data_ptr(), turns.data_ptr(), out.data_ptr(), rows, heads, x.stride(0), size // 2, library.DTYPES[x.dtype]
+    library.bind_function("charonia_turn")(
+        x.data_ptr(),
+        turns.data_ptr(),
+        out.data_ptr(),
+        rows,
+        heads,
+        x.stride(0),
+        size // 2,
+        library.DTYPE_CODES[x.dtype],
     )
     return out
 
 
-def embedding(ids: Ids, table: Tensor, factor: float) -> Slot:
+def trace_embedding(ids: SymbolicTokenIds, table: Tensor, factor: float) -> SymbolicTensor:
     """The rows `ids` of `table` [vocabulary, n], contiguous, multiplied with `factor`."""
     if table.dtype != ids.tape.dtype or not table.is_contiguous():
         raise TypeError(f"a tape of {ids.tape.dtype} takes no table of {table.dtype}")
     size = table.shape[1]
-    return ids.tape.begin(Operation(kind=EMBED, what=table.data_ptr(), size=size, number=factor), size)
+    return ids.tape.begin(OpStruct(kind=EMBED, what=table.data_ptr(), size=size, number=factor), size)

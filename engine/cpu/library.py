@@ -14,13 +14,13 @@ import torch  # before the library is opened: its OpenMP then is torch's, with t
 LEVELS = ("portable", "avx2", "avx512", "avx512bf16")
 """Lowest first, as `enum charonia_level` in level.h."""
 
-VARIABLE = "CHARONIA_KERNELS"
+LEVEL_VARIABLE = "CHARONIA_KERNELS"
 """The environment variable that caps the level; "none" is the torch path."""
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 """What kernels compute on, with the number C knows it by (`enum kind` in simd.h)."""
 
-_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float}
+_ARGUMENT_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float}
 
 SIGNATURES = {
     "charonia_level": "",
@@ -43,7 +43,7 @@ SIGNATURES = {
 }
 """Every exported function: a letter an argument (p: address, i: int, l: int64, f: float)."""
 
-_RESULTS: dict[str, Any] = {
+_RESULT_TYPES: dict[str, Any] = {
     "charonia_attention_plan": ctypes.c_int64,
     "charonia_crew": ctypes.c_void_p,
     "charonia_start": ctypes.c_int64,
@@ -60,54 +60,58 @@ def level() -> str | None:
     """The level in use; None where there is no library, or nobody wants it."""
     if _hidden:
         return None
-    return LEVELS[bind("charonia_level")()] if _opened() is not None else None
+    return LEVELS[bind_function("charonia_level")()] if _open_library() is not None else None
 
 
-def serves(dtype: torch.dtype, device: torch.device) -> bool:
+def supports(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether kernels compute this dtype on this device; asked while something is built, not at each step."""
-    return device.type == "cpu" and dtype in DTYPES and level() is not None
+    return device.type == "cpu" and dtype in DTYPE_CODES and level() is not None
 
 
-def described() -> str:
+def describe() -> str:
     """What computes on the CPU, for people."""
     now = level()
     if now is not None:
         return f"C kernels at level {now}"
-    asked = f"{VARIABLE}=none" if os.environ.get(VARIABLE) == "none" else "none were built, for want of a compiler"
+    asked = (
+        f"{LEVEL_VARIABLE}=none"
+        if os.environ.get(LEVEL_VARIABLE) == "none"
+        else "none were built, for want of a compiler"
+    )
     return f"no C kernels ({asked}): torch computes, more slowly, and last bits may depend on what shares a batch"
 
 
 @cache
-def bind(name: str) -> Function:
+def bind_function(name: str) -> Function:
     """The function called `name`. It is given integers, addresses included (`tensor.data_ptr()`), and checks nothing.
 
     Raises:
-        RuntimeError: there is no library; who calls asked `level()` or `serves()` first.
+        RuntimeError: there is no library; who calls asked `level()` or `supports()` first.
     """
-    library = _opened()
+    library = _open_library()
     if library is None:
         raise RuntimeError("the C extension is not there")
     function: Function = library[name]
-    function.argtypes = [_TYPES[letter] for letter in SIGNATURES[name]]  # type: ignore[attr-defined]
-    function.restype = _RESULTS.get(name, ctypes.c_int)  # type: ignore[attr-defined]
+    function.argtypes = [_ARGUMENT_TYPES[letter] for letter in SIGNATURES[name]]  # type: ignore[attr-defined]
+    function.restype = _RESULT_TYPES.get(name, ctypes.c_int)  # type: ignore[attr-defined]
     return function
 
 
 @contextmanager
-def at(name: str) -> Iterator[None]:
+def at_level(name: str) -> Iterator[None]:
     """Run at level `name`, if the machine has it, and go back: for tests and measurements."""
     before = level()
     if before is None:
         raise RuntimeError("the C extension is not there")
-    bind("charonia_limit")(LEVELS.index(name))
+    bind_function("charonia_limit")(LEVELS.index(name))
     try:
         yield
     finally:
-        bind("charonia_limit")(LEVELS.index(before))
+        bind_function("charonia_limit")(LEVELS.index(before))
 
 
 @contextmanager
-def absent() -> Iterator[None]:
+def without_library() -> Iterator[None]:
     """As if there were no library: what is built within takes the torch path. For tests and measurements."""
     global _hidden
     before, _hidden = _hidden, True
@@ -118,13 +122,13 @@ def absent() -> Iterator[None]:
 
 
 @cache
-def _opened() -> ctypes.CDLL | None:
-    wanted = os.environ.get(VARIABLE, LEVELS[-1])
+def _open_library() -> ctypes.CDLL | None:
+    wanted = os.environ.get(LEVEL_VARIABLE, LEVELS[-1])
     found = [path for suffix in EXTENSION_SUFFIXES if (path := Path(__file__).with_name(f"_native{suffix}")).exists()]
     if wanted == "none" or not found:
         return None
     if wanted not in LEVELS:
-        raise ValueError(f"{VARIABLE} must be none or one of {', '.join(LEVELS)}, got {wanted!r}")
+        raise ValueError(f"{LEVEL_VARIABLE} must be none or one of {', '.join(LEVELS)}, got {wanted!r}")
     library = ctypes.CDLL(str(found[0]))
     library.charonia_limit(LEVELS.index(wanted))
     return library

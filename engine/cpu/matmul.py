@@ -12,20 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import library
-from .memory import Memory
-from .op_trace import PRODUCT, Operation, Rows, Slot
+from .memory import HugePageArena
+from .op_trace import PRODUCT, OpStruct, SymbolicTensor, TensorOrSymbol
 
-LANES, LINE = 16, 64
+LANES, LINE_BYTES = 16, 64
 """Outputs side by side in a line of packed weights, and its bytes, as in matmul.h."""
 
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+WEIGHT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """What weights may be packed as, with the numbers of matmul.h."""
 
-STORED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+SOURCE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What they may be packed from, with the numbers of matmul_pack.c."""
 
 
-class Form(NamedTuple):
+class MatmulFormat(NamedTuple):
     """A matrix of weights [outputs, inputs], kept as `kept`; activations are `x`, results `out`: fp32 or bf16.
 
     What is not quantised is kept as its activations are."""
@@ -37,7 +37,7 @@ class Form(NamedTuple):
     out: torch.dtype
 
 
-class _Matrix(ctypes.Structure):
+class _MatrixStruct(ctypes.Structure):
     """`Matrix` of matmul.h."""
 
     _fields_ = [
@@ -53,34 +53,34 @@ class _Matrix(ctypes.Structure):
     ]
 
 
-class Packed:
+class PackedMatmul:
     """x [N, inputs] -> x W^T + bias [N, outputs]. Weights are zero until they are packed."""
 
-    def __init__(self, form: Form, bias: Tensor | None, memory: Memory) -> None:
+    def __init__(self, form: MatmulFormat, bias: Tensor | None, memory: HugePageArena) -> None:
         """`bias` [outputs] of any dtype is kept in float32."""
         self.form = form
         whole = -(-form.outputs // LANES) * LANES
         self._steps = -(-form.inputs * form.kept.itemsize // 4)
-        self._lines = memory.take(whole // LANES * self._steps * LINE)
+        self._lines = memory.take(whole // LANES * self._steps * LINE_BYTES)
         quantised = form.kept == torch.int8
         self._scales = torch.zeros(whole) if quantised else None
         self._offsets = torch.zeros(whole, dtype=torch.int32) if quantised else None
         self._bias = None if bias is None else F.pad(bias.float(), (0, whole - form.outputs))
         addresses = [_address(each) for each in (self._lines, self._scales, self._offsets, self._bias)]
-        kinds = [KINDS[each] for each in (form.kept, form.x, form.out)]
-        self._matrix = _Matrix(*addresses, form.outputs, form.inputs, *kinds)
-        self._at, self._multiply = ctypes.addressof(self._matrix), library.bind("charonia_matmul")
+        kinds = [WEIGHT_CODES[each] for each in (form.kept, form.x, form.out)]
+        self._matrix = _MatrixStruct(*addresses, form.outputs, form.inputs, *kinds)
+        self._at, self._multiply = ctypes.addressof(self._matrix), library.bind_function("charonia_matmul")
 
     def pack(self, first: int, rows: Tensor) -> None:
         """Take `rows` [n, inputs], fp32, bf16 or fp16, as the outputs from `first` on."""
         if rows.stride(1) != 1:
             rows = rows.contiguous()
-        source = (rows.data_ptr(), STORED[rows.dtype], rows.stride(0), first, *rows.shape)
+        source = (rows.data_ptr(), SOURCE_CODES[rows.dtype], rows.stride(0), first, *rows.shape)
         target = (_address(self._lines), _address(self._scales), _address(self._offsets))
-        _check(library.bind("charonia_pack")(*source, KINDS[self.form.kept], *target))
+        _check(library.bind_function("charonia_pack")(*source, WEIGHT_CODES[self.form.kept], *target))
 
-    def __call__(self, x: Rows) -> Rows:
-        if isinstance(x, Slot):
+    def __call__(self, x: TensorOrSymbol) -> TensorOrSymbol:
+        if isinstance(x, SymbolicTensor):
             return self._recorded(x)
         if x.stride(1) != 1:
             x = x.contiguous()
@@ -89,8 +89,8 @@ class Packed:
         _check(self._multiply(self._at, x.data_ptr(), x.stride(0), rows, out.data_ptr(), self.form.outputs))
         return out
 
-    def _recorded(self, x: Slot) -> Slot:
-        operation = Operation(kind=PRODUCT, what=self._at, stride=self.form.inputs, size=self.form.outputs)
+    def _recorded(self, x: SymbolicTensor) -> SymbolicTensor:
+        operation = OpStruct(kind=PRODUCT, what=self._at, stride=self.form.inputs, size=self.form.outputs)
         return x.tape.add(operation, x, self.form.outputs, dtype=self.form.out)
 
 

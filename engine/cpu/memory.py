@@ -5,15 +5,15 @@ import mmap
 import torch
 from torch import Tensor
 
-HUGE_PAGE = 1 << 21
-REGION = 1 << 26
+HUGE_PAGE_BYTES = 1 << 21
+REGION_BYTES = 1 << 26
 """Bytes asked of the system at a time, at least. What is never touched takes no memory."""
 
-LINE = 64
+CACHE_LINE_BYTES = 64
 """Bytes of a cache line."""
 
 
-class Memory:
+class HugePageArena:
     """Hands out parts of regions; a region lives as long as any part of it."""
 
     def __init__(self) -> None:
@@ -25,25 +25,25 @@ class Memory:
         Raises:
             OSError: the system has no such memory.
         """
-        size = -(-size // LINE) * LINE
+        size = -(-size // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
         if size > len(self._region):
-            self._region = _region(max(size, REGION))
+            self._region = _map_region(max(size, REGION_BYTES))
         part, self._region = self._region[:size], self._region[size:]
         return part
 
 
-def room(size: int) -> Tensor:
+def aligned_empty(size: int) -> Tensor:
     """uint8 [size], anything, at the beginning of a cache line."""
-    memory = torch.empty(size + LINE, dtype=torch.uint8)
-    return memory[-memory.data_ptr() % LINE :][:size]
+    memory = torch.empty(size + CACHE_LINE_BYTES, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % CACHE_LINE_BYTES :][:size]
 
 
-def _region(size: int) -> Tensor:
+def _map_region(size: int) -> Tensor:
     """Private, so that huge pages need no more than the advice; begun at one, or the advice would miss the first."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-    pages = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(pages, dtype=torch.uint8)
-    start = -whole.data_ptr() % HUGE_PAGE
+    start = -whole.data_ptr() % HUGE_PAGE_BYTES
     return whole[start : start + size]

@@ -1,7 +1,7 @@
 """Records what a decoder does to a step's tensors, so that `program.py` can do it again by one call into C.
 
-It is recorded by calling its parts with `Slot`s, which stand for tensors and which our kernels alone take: whatever
-else meets one fails, and then there is nothing to run again. Nothing is computed here.
+It is recorded by calling its parts with `SymbolicTensor`s, which stand for tensors and which our kernels alone take:
+whatever else meets one fails, and then there is nothing to run again. Nothing is computed here.
 """
 
 import ctypes
@@ -14,8 +14,8 @@ NORM, GATE, PRODUCT, ATTENTION, EMBED, ENTER, CHOOSE, PICK = range(8)
 """Kinds of operations, as in tape.h."""
 
 
-class Operation(ctypes.Structure):
-    """`Operation` of tape.h; its slots are filled in when they have places."""
+class OpStruct(ctypes.Structure):
+    """`OpStruct` of tape.h; its slots are filled in when they have places."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("kind", "x", "delta", "out")),
@@ -27,41 +27,41 @@ class Operation(ctypes.Structure):
     ]
 
 
-class Slot:
+class SymbolicTensor:
     """Stands for a tensor [tokens, width], or for heads [tokens, heads, head_dim] side by side; or for one of the
     `chosen` places alone."""
 
-    def __init__(self, tape: "Tape", width: int, dtype: torch.dtype, chosen: bool = False) -> None:
+    def __init__(self, tape: "OpTrace", width: int, dtype: torch.dtype, chosen: bool = False) -> None:
         self.tape, self.width, self.dtype, self.chosen = tape, width, dtype, chosen
 
     def __len__(self) -> int:
         """As if of one token; what is recorded runs for any number of them."""
         return 1
 
-    def __getitem__(self, places: "Places") -> "Slot":
+    def __getitem__(self, places: "SymbolicIndices") -> "SymbolicTensor":
         """What stands at the places that are chosen."""
-        if not isinstance(places, Places):
+        if not isinstance(places, SymbolicIndices):
             raise TypeError("a slot has no elements")
-        out = Slot(self.tape, self.width, self.dtype, chosen=True)
-        self.tape.uses.append(Use(Operation(kind=CHOOSE, size=self.width), self, None, out))
+        out = SymbolicTensor(self.tape, self.width, self.dtype, chosen=True)
+        self.tape.uses.append(TracedOp(OpStruct(kind=CHOOSE, size=self.width), self, None, out))
         return out
 
-    def view(self, *_: int) -> "Slot":
+    def view(self, *_: int) -> "SymbolicTensor":
         """However it is looked at, it lies the same."""
         return self
 
 
-Rows = TypeVar("Rows", Tensor, Slot)
+TensorOrSymbol = TypeVar("TensorOrSymbol", Tensor, SymbolicTensor)
 """What our kernels compute from, and as what it comes out."""
 
 
-class Ids(NamedTuple):
+class SymbolicTokenIds(NamedTuple):
     """Stands for the token ids of a step."""
 
-    tape: "Tape"
+    tape: "OpTrace"
 
 
-class Places(NamedTuple):
+class SymbolicIndices(NamedTuple):
     """Stands for the packed places that are chosen."""
 
     def __len__(self) -> int:
@@ -69,53 +69,53 @@ class Places(NamedTuple):
         return 0
 
 
-class Use(NamedTuple):
+class TracedOp(NamedTuple):
     """An operation, and the slots that it reads and changes."""
 
-    operation: Operation
-    x: Slot | None
-    delta: Slot | None
-    out: Slot
+    operation: OpStruct
+    x: SymbolicTensor | None
+    delta: SymbolicTensor | None
+    out: SymbolicTensor
 
     @property
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[SymbolicTensor]:
         return [slot for slot in (self.x, self.delta, self.out) if slot is not None]
 
 
-class Tape:
+class OpTrace:
     """What was done to slots, in order. Those that it begins with hold `dtype`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.uses: list[Use] = []
-        self.nothing = Slot(self, 0, dtype)
+        self.uses: list[TracedOp] = []
+        self.nothing = SymbolicTensor(self, 0, dtype)
         """Stands for what nothing is added by; only a delta may be it."""
 
-    def begin(self, operation: Operation, width: int) -> Slot:
+    def begin(self, operation: OpStruct, width: int) -> SymbolicTensor:
         """What `operation` makes of the step itself."""
-        out = Slot(self, width, self.dtype)
-        self.uses.append(Use(operation, None, None, out))
+        out = SymbolicTensor(self, width, self.dtype)
+        self.uses.append(TracedOp(operation, None, None, out))
         return out
 
     def add(
         self,
-        operation: Operation,
-        x: Slot,
+        operation: OpStruct,
+        x: SymbolicTensor,
         width: int,
         *,
-        delta: Slot | None = None,
+        delta: SymbolicTensor | None = None,
         dtype: torch.dtype | None = None,
-    ) -> Slot:
+    ) -> SymbolicTensor:
         """`operation` from `x`, and what it does to `delta`, into a new slot; of x's dtype if of no other."""
-        out = Slot(self, width, dtype or x.dtype, x.chosen)
-        self.uses.append(Use(operation, self._something(x), None if delta is self.nothing else delta, out))
+        out = SymbolicTensor(self, width, dtype or x.dtype, x.chosen)
+        self.uses.append(TracedOp(operation, self._something(x), None if delta is self.nothing else delta, out))
         return out
 
-    def change(self, operation: Operation, x: Slot) -> None:
+    def change(self, operation: OpStruct, x: SymbolicTensor) -> None:
         """`operation` on `x` in place."""
-        self.uses.append(Use(operation, self._something(x), None, x))
+        self.uses.append(TracedOp(operation, self._something(x), None, x))
 
-    def _something(self, x: Slot) -> Slot:
+    def _something(self, x: SymbolicTensor) -> SymbolicTensor:
         if x is self.nothing:
             raise TypeError("nothing can be computed from nothing")
         return x

@@ -16,20 +16,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..step_batch import Batch
-from ..worker.sampler import Picks
+from ..step_batch import StepBatch
+from ..worker.sampler import SampledTokens
 from . import library
-from .attention import Layers, StepOf, show
-from .buffer_planner import Marks, end, places
-from .memory import room
-from .op_trace import PRODUCT, Operation, Slot, Tape, Use
-from .thread_pool import crew
+from .attention import LayerCaches, StepStruct, fill_step_struct
+from .buffer_planner import TraceIO, buffer_bytes, plan_buffers
+from .memory import aligned_empty
+from .op_trace import PRODUCT, OpStruct, OpTrace, SymbolicTensor, TracedOp
+from .thread_pool import start_thread_pool
 
 _NONE = -1
 
 
-class _Program(ctypes.Structure):
-    """`Program` of tape.h."""
+class _ProgramStruct(ctypes.Structure):
+    """`DecoderProgram` of tape.h."""
 
     _fields_ = [
         ("operations", ctypes.c_void_p),
@@ -38,11 +38,11 @@ class _Program(ctypes.Structure):
     ]
 
 
-class _Scene(ctypes.Structure):
+class _StepArguments(ctypes.Structure):
     """`Scene` of tape.h."""
 
     _fields_ = [
-        ("step", StepOf),
+        ("step", StepStruct),
         ("known", ctypes.c_void_p),
         ("longest", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("entering", "places")),
@@ -56,14 +56,14 @@ class _Scene(ctypes.Structure):
     ]
 
 
-class Hidden(NamedTuple):
+class HiddenStates(NamedTuple):
     """The residual stream and what is still to be added to it, both [N, hidden]."""
 
     stream: Tensor
     rest: Tensor
 
 
-class Timed(NamedTuple):
+class ProgramTimings(NamedTuple):
     """What one run took, by operation: kinds (tape.py has their numbers), whether of the chosen places alone, and
     seconds."""
 
@@ -73,11 +73,11 @@ class Timed(NamedTuple):
     seconds: NDArray[np.float64]
 
 
-_listeners: list[Callable[[Timed], None]] = []
+_listeners: list[Callable[[ProgramTimings], None]] = []
 
 
 @contextmanager
-def timed(listener: Callable[[Timed], None]) -> Iterator[None]:
+def listen_to_timings(listener: Callable[[ProgramTimings], None]) -> Iterator[None]:
     """Tell `listener` of every run: for measurements."""
     _listeners.append(listener)
     try:
@@ -86,34 +86,34 @@ def timed(listener: Callable[[Timed], None]) -> Iterator[None]:
         _listeners.remove(listener)
 
 
-class Asked(NamedTuple):
+class ProgramInputs(NamedTuple):
     """What is to be computed of a batch. `layers`: where its attention is; `entering` [N, hidden]: what a program
     begins with that does not embed. Logits are for the packed `places`, int64 [S]; with `picks` tokens are chosen from
     them, and go into the batch's `known`, too, behind the last tokens of rows: `places` then are no others, and there
     is room. Without places the layers are all."""
 
-    layers: Layers
+    layers: LayerCaches
     entering: Tensor | None
     places: Tensor | None = None
-    picks: Picks | None = None
+    picks: SampledTokens | None = None
 
 
-class _Desk:
+class _StepWorkspace:
     """What C reads of one step while it is computed, and memory for what it makes of it."""
 
     def __init__(self) -> None:
-        self.scene = _Scene()
+        self.scene = _StepArguments()
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def grow(self, size: int) -> None:
-        self._memory = room(size)
+        self._memory = aligned_empty(size)
         self.scene.desk, self.scene.desk_bytes = self._memory.data_ptr(), len(self._memory)
 
 
-class Run:
+class StepRun:
     """A step on its way; its results are good until the next one begins."""
 
-    def __init__(self, program: "Program", desk: _Desk, batch: Batch, asked: Asked) -> None:
+    def __init__(self, program: "DecoderProgram", desk: _StepWorkspace, batch: StepBatch, asked: ProgramInputs) -> None:
         self._program, self.desk, self.batch, self.asked = program, desk, batch, asked
         self.seconds = np.zeros(desk.scene.until) if _listeners else None
         desk.scene.seconds = None if self.seconds is None else self.seconds.ctypes.data
@@ -133,55 +133,55 @@ class Run:
         return self._tensor(slot, self.batch.size * self._program.token_bytes, len(places))
 
     @property
-    def hidden(self) -> Hidden:
+    def hidden(self) -> HiddenStates:
         """Of one that is finished."""
         marks = self._program.marks
-        return Hidden(*(self._tensor(slot, 0, self.batch.size) for slot in (marks.stream, marks.rest)))
+        return HiddenStates(*(self._tensor(slot, 0, self.batch.size) for slot in (marks.stream, marks.rest)))
 
-    def _tensor(self, slot: Slot, begin: int, rows: int) -> Tensor:
+    def _tensor(self, slot: SymbolicTensor, begin: int, rows: int) -> Tensor:
         at = begin + self._program.places[slot] * rows
         raw = self.memory[at : at + rows * slot.width * slot.dtype.itemsize]
         return raw.view(slot.dtype).view(rows, slot.width)
 
 
-class Program:
+class DecoderProgram:
     """A tape with memory for its slots, and threads that run it beside the caller's: as many as torch has now."""
 
-    def __init__(self, tape: Tape, marks: Marks, turns: Sequence[Tensor]) -> None:
+    def __init__(self, tape: OpTrace, marks: TraceIO, turns: Sequence[Tensor]) -> None:
         """`turns`: by angles, cosines and sines of every position, float32 [positions, 2, rotary_dim / 2]."""
-        self.marks, self._turns, self.places = marks, turns, places(tape, marks)
+        self.marks, self._turns, self.places = marks, turns, plan_buffers(tape, marks)
         for use in tape.uses:
             self._locate(use)
         operations = [use.operation for use in tape.uses]
-        _chain(operations)
-        self._operations = (Operation * len(operations))(*operations)
+        _link_prefetches(operations)
+        self._operations = (OpStruct * len(operations))(*operations)
         self._angles = np.array([each.data_ptr() for each in turns], np.int64)
-        self.token_bytes, place_bytes = (end(self.places, chosen) for chosen in (False, True))
+        self.token_bytes, place_bytes = (buffer_bytes(self.places, chosen) for chosen in (False, True))
         sizes = self.token_bytes, place_bytes
-        self._program = _Program(ctypes.addressof(self._operations), *sizes, self._angles.ctypes.data)
-        self._start, self._join = library.bind("charonia_start"), library.bind("charonia_join")
-        self._crew, self.close = crew(self)
-        self.memory = room(0)
-        self._running: deque[Run] = deque()
-        self._desks: list[_Desk] = []
+        self._program = _ProgramStruct(ctypes.addressof(self._operations), *sizes, self._angles.ctypes.data)
+        self._start, self._join = library.bind_function("charonia_start"), library.bind_function("charonia_join")
+        self._crew, self.close = start_thread_pool(self)
+        self.memory = aligned_empty(0)
+        self._running: deque[StepRun] = deque()
+        self._desks: list[_StepWorkspace] = []
 
-    def begin(self, batch: Batch, asked: Asked) -> Run:
+    def begin(self, batch: StepBatch, asked: ProgramInputs) -> StepRun:
         """Have it computed after those begun before it, beside the caller."""
-        desk = self._desks.pop() if self._desks else _Desk()
+        desk = self._desks.pop() if self._desks else _StepWorkspace()
         scene = desk.scene
-        show(batch, scene.step)
+        fill_step_struct(batch, scene.step)
         scene.known, scene.longest = batch.known.data_ptr(), batch.known.stride(0)
         scene.kinds, scene.manners, scene.kind_of, scene.caches = asked.layers.addresses
         scene.entering = None if asked.entering is None else asked.entering.data_ptr()
         self._ask(scene, asked)
-        run = Run(self, desk, batch, asked)
+        run = StepRun(self, desk, batch, asked)
         while (number := self._give(desk)) < 0:
             self._grow(run)
         run.number = number
         self._running.append(run)
         return run
 
-    def finish(self, run: Run) -> None:
+    def finish(self, run: StepRun) -> None:
         """Help with it, and before with those begun before it."""
         while run in self._running:
             first = self._running[0]
@@ -191,7 +191,7 @@ class Program:
             if first.seconds is not None:
                 self._tell(first.batch.size, first.seconds)
 
-    def _ask(self, scene: _Scene, asked: Asked) -> None:
+    def _ask(self, scene: _StepArguments, asked: ProgramInputs) -> None:
         """How far it goes."""
         if asked.places is None:
             scene.until, scene.chosen = self.marks.layers, 0
@@ -203,35 +203,35 @@ class Program:
         scene.until, (tokens, choices) = len(self._operations), asked.picks
         scene.picked, scene.choices = tokens.ctypes.data, None if choices is None else choices.ctypes.data
 
-    def _give(self, desk: _Desk) -> int:
+    def _give(self, desk: _StepWorkspace) -> int:
         scene = desk.scene
         scene.memory, scene.bytes = self.memory.data_ptr(), len(self.memory)
         number: int = self._start(self._crew, ctypes.addressof(self._program), ctypes.addressof(scene))
         return number
 
-    def _grow(self, run: Run) -> None:
+    def _grow(self, run: StepRun) -> None:
         """Some more than is asked for: what attention takes grows with every few tokens. Others' memory is not taken
         away while they are computed."""
         scene = run.desk.scene
         if scene.bytes > len(self.memory):
             if self._running:
                 self.finish(self._running[-1])
-            self.memory = run.memory = room(scene.bytes * 5 // 4)
+            self.memory = run.memory = aligned_empty(scene.bytes * 5 // 4)
         run.desk.grow(scene.desk_bytes * 5 // 4)
 
     def _tell(self, tokens: int, seconds: NDArray[np.float64]) -> None:
         done = self._operations[: len(seconds)]
         kinds, chosen = (np.array([getattr(each, name) for each in done]) for name in ("kind", "chosen"))
         for listener in _listeners:
-            listener(Timed(tokens, kinds, chosen.astype(bool), seconds))
+            listener(ProgramTimings(tokens, kinds, chosen.astype(bool), seconds))
 
-    def _locate(self, use: Use) -> None:
+    def _locate(self, use: TracedOp) -> None:
         to = use.operation
         to.x, to.delta, to.out = (_NONE if slot is None else self.places[slot] for slot in (use.x, use.delta, use.out))
-        to.dtype, to.chosen = library.DTYPES[(use.x or use.out).dtype], use.out.chosen
+        to.dtype, to.chosen = library.DTYPE_CODES[(use.x or use.out).dtype], use.out.chosen
 
 
-def _chain(operations: list[Operation]) -> None:
+def _link_prefetches(operations: list[OpStruct]) -> None:
     """Tell each product which matrix is read after its own."""
     products = [each for each in operations if each.kind == PRODUCT]
     for product, following in pairwise(products):

@@ -8,7 +8,7 @@ from torch import Tensor
 from . import library
 
 
-def drawn(logits: Tensor, choices: NDArray[np.void]) -> Tensor:
+def sample_tokens(logits: Tensor, choices: NDArray[np.void]) -> Tensor:
     """Token ids int64 [S] for logits [S, vocabulary], which the library serves, as choices [S] of sampling.CHOICE say.
 
     Weights are rounded as floats and summed as doubles. What shares the batch does not matter.
@@ -18,5 +18,5 @@ def drawn(logits: Tensor, choices: NDArray[np.void]) -> Tensor:
     rows, n = logits.shape
     out = torch.empty(rows, dtype=torch.int64)
     addresses = logits.data_ptr(), choices.ctypes.data, out.data_ptr()
-    library.bind("charonia_sample")(*addresses, rows, logits.stride(0), n, library.DTYPES[logits.dtype])
+    library.bind_function("charonia_sample")(*addresses, rows, logits.stride(0), n, library.DTYPE_CODES[logits.dtype])
     return out

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from ...core.errors import InvalidArgument
 from ...core.request import Conversation, GenerateRequest, SamplingParams
-from ...scheduler.plan import RowSampling, Shaping
-from ...tokenization.generation_defaults import GenerationDefaults, Sampling, resolve
-from ...tokenization.tokenizer import Limit
-from ..core.messages import Add, Ready
+from ...scheduler.plan import LogitsParams, SamplerParams
+from ...tokenization.generation_defaults import GenerationDefaults, ResolvedSampling, resolve_sampling
+from ...tokenization.tokenizer import TokenLimit
+from ..core.messages import AddRequest, CoreReady
 from ..core.sequence_request import check_vocabulary
 
 _LEAST_URGENT = 2**16
@@ -22,16 +22,16 @@ _ONE_TOKEN = 1e-6
 _PENALTIES = (1e-4, 1e4)
 """Repetition penalties beyond which nothing changes any more, save overflows."""
 
-NO_SHAPING = Shaping()
+NO_LOGITS_PARAMS = LogitsParams()
 
 
-def addition(
+def build_add_request(
     request: GenerateRequest,
     prompt: list[int],
     defaults: GenerationDefaults,
-    engine: Ready,
+    engine: CoreReady,
     bad_words: Sequence[tuple[int, ...]] = (),
-) -> Add:
+) -> AddRequest:
     """`bad_words` are the request's, as token ids.
 
     Raises:
@@ -39,15 +39,15 @@ def addition(
         TooLong: for more tokens than the model's length.
     """
     check_vocabulary(prompt, engine.vocab_size)
-    sampling = resolve(request.sampling, defaults)
+    sampling = resolve_sampling(request.sampling, defaults)
     stops = [token for token in sampling.stop_token_ids if token < engine.vocab_size]
-    shaping = _shaping(request.sampling, sampling, stops, bad_words, engine)
-    return Add(
+    shaping = _logits_params(request.sampling, sampling, stops, bad_words, engine)
+    return AddRequest(
         client=0,
         key=0,
         prompt=prompt,
         max_tokens=_max_tokens(request, len(prompt), engine.max_model_len),
-        sampling=_choosing(request, sampling, shaping, engine.vocab_size),
+        sampling=_row_sampling(request, sampling, shaping, engine.vocab_size),
         stop_token_ids=stops,
         priority=min(request.priority, _LEAST_URGENT),
         tenant=_unicode(request.tenant, "tenant"),
@@ -59,9 +59,11 @@ def addition(
     )
 
 
-def _choosing(request: GenerateRequest, sampling: Sampling, shaping: Shaping | None, vocab_size: int) -> RowSampling:
+def _row_sampling(
+    request: GenerateRequest, sampling: ResolvedSampling, shaping: LogitsParams | None, vocab_size: int
+) -> SamplerParams:
     seed = request.sampling.seed
-    return RowSampling(
+    return SamplerParams(
         temperature=min(sampling.temperature, _FLAT),
         top_k=min(sampling.top_k, vocab_size),
         top_p=max(sampling.top_p, _ONE_TOKEN),
@@ -74,15 +76,15 @@ def _choosing(request: GenerateRequest, sampling: Sampling, shaping: Shaping | N
     )
 
 
-def _shaping(
+def _logits_params(
     asked: SamplingParams,
-    sampling: Sampling,
+    sampling: ResolvedSampling,
     stops: Sequence[int],
     bad_words: Sequence[tuple[int, ...]],
-    engine: Ready,
-) -> Shaping | None:
+    engine: CoreReady,
+) -> LogitsParams | None:
     least, most = _PENALTIES
-    shaping = Shaping(
+    shaping = LogitsParams(
         repetition_penalty=min(max(sampling.repetition_penalty, least), most),
         presence_penalty=asked.presence_penalty,
         frequency_penalty=asked.frequency_penalty,
@@ -97,7 +99,7 @@ def _shaping(
     if shaping.allowed and forbidden.issuperset(shaping.allowed):
         message = "allowed_token_ids: bad_words, or tokens that end the text before min_tokens, leave none of them"
         raise InvalidArgument(message, field="allowed_token_ids")
-    return None if shaping == NO_SHAPING else shaping
+    return None if shaping == NO_LOGITS_PARAMS else shaping
 
 
 def _bias(bias: dict[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
@@ -116,7 +118,7 @@ def _allowed(tokens: Sequence[int], vocab_size: int) -> tuple[int, ...]:
     return tuple(sorted(set(tokens)))
 
 
-def kept_tokens(asked: SamplingParams, length: int) -> int | None:
+def prompt_tokens_to_keep(asked: SamplingParams, length: int) -> int | None:
     """How many of a prompt's last tokens a model of this `length` is given; None: all there are.
 
     Raises:
@@ -136,7 +138,7 @@ def _max_tokens(request: GenerateRequest, prompt: int, length: int) -> int:
     new = max(1, length - prompt) if asked is None else asked
     if prompt + new > length:
         field = "max_tokens" if prompt < length else _field(request)
-        raise Limit(length).refuse(f"a prompt of {prompt} with max_tokens {new} exceeds it", field)
+        raise TokenLimit(length).refuse(f"a prompt of {prompt} with max_tokens {new} exceeds it", field)
     return new
 
 

@@ -19,7 +19,7 @@ class QueueLimits(NamedTuple):
     tokens: int
 
 
-class Place(NamedTuple):
+class QueueTicket(NamedTuple):
     """One place in line, to be given back when the request begins or is given up."""
 
     tenant: str
@@ -27,7 +27,7 @@ class Place(NamedTuple):
 
 
 @dataclass(slots=True)
-class Waiting:
+class QueueDepth:
     """What was let in and has not begun."""
 
     requests: int = 0
@@ -38,7 +38,7 @@ class Waiting:
         self.tokens += tokens
 
 
-class Admission:
+class AdmissionControl:
     """Counts what waits, of all tenants and of each; every verb is O(1).
 
     The limits are for all tenants together. A full queue still lets in a tenant who has less in it than his even share,
@@ -49,8 +49,8 @@ class Admission:
         self._limits = limits
         self._clock = clock
         self._starts: deque[float] = deque(maxlen=64)
-        self._all = Waiting()
-        self._tenants: dict[str, Waiting] = {}
+        self._all = QueueDepth()
+        self._tenants: dict[str, QueueDepth] = {}
 
     @property
     def requests(self) -> int:
@@ -81,7 +81,7 @@ class Admission:
         Raises:
             QueueFull: no; the message says which limit.
         """
-        own, everybody, (requests, limit) = self._tenants.get(tenant, Waiting()), self._all, self._limits
+        own, everybody, (requests, limit) = self._tenants.get(tenant, QueueDepth()), self._all, self._limits
         tenants = len(self._tenants) + (tenant not in self._tenants)
         if everybody.requests >= requests and own.requests >= max(1, requests // tenants):
             raise self._full("requests", f"{everybody.requests} requests are waiting already (max_queued_requests)")
@@ -89,12 +89,12 @@ class Admission:
             waiting = f"{everybody.tokens} prompt tokens are waiting already and this prompt has {tokens}"
             raise self._full("tokens", f"{waiting}: more than {limit} (max_queued_tokens)")
 
-    def enter(self, tenant: str = "", tokens: int = 0) -> Place:
+    def enter(self, tenant: str = "", tokens: int = 0) -> QueueTicket:
         self._all.add(1, tokens)
-        self._tenants.setdefault(tenant, Waiting()).add(1, tokens)
-        return Place(tenant, tokens)
+        self._tenants.setdefault(tenant, QueueDepth()).add(1, tokens)
+        return QueueTicket(tenant, tokens)
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: QueueTicket) -> None:
         self._all.add(-1, -place.tokens)
         own = self._tenants[place.tenant]
         own.add(-1, -place.tokens)

@@ -6,18 +6,18 @@ Knows nothing of where tokens come from; decides nothing but where a stop string
 from collections.abc import Sequence
 
 from ...core.errors import InvalidArgument
-from ...core.logprobs import Logprobs, PromptToken, Score, Scores, TokenLogprob
+from ...core.logprobs import Logprobs, PromptLogprobs, PromptToken, RankedLogprobs, TokenLogprob
 from ...core.request import FinishReason, GenerateChunk, SamplingParams, Usage
-from ...tokenization.detokenizer import detokenizer
+from ...tokenization.detokenizer import make_detokenizer
 from ...tokenization.stop_strings import StopStrings
 from ...tokenization.tokenizer import Tokenizer
-from .token_stream import Delta
+from .token_stream import TokenDelta
 
 _LEAST_LOGPROB = -9999.0
 """Stands for impossible: JSON has no infinity."""
 
 
-class Writer:
+class ChunkBuilder:
     """Writes the text of one request, which begins with `echo`; `eos` are the tokens by which the model itself ends it,
     `told` those of the prompt that the first chunk has. The chunk with a finish reason is the last one, though the
     engine may go on.
@@ -48,10 +48,10 @@ class Writer:
         self._includes_stop = asked.include_stop_str_in_output
         own = () if asked.ignore_eos else eos
         self._stop_tokens = frozenset(asked.stop_token_ids) - frozenset(own)
-        self._text = detokenizer(tokenizer, prompt, special=not asked.skip_special_tokens)
+        self._text = make_detokenizer(tokenizer, prompt, special=not asked.skip_special_tokens)
         self._stops = StopStrings(asked.stop, asked.include_stop_str_in_output)
 
-    def chunk(self, delta: Delta) -> GenerateChunk:
+    def chunk(self, delta: TokenDelta) -> GenerateChunk:
         """What these tokens write. Those behind a stop string do not count."""
         text, taken = self._write(delta)
         self._completion_tokens += taken
@@ -69,13 +69,13 @@ class Writer:
             prompt_ids=told,
         )
 
-    def _stop_reason(self, delta: Delta) -> str | int | None:
+    def _stop_reason(self, delta: TokenDelta) -> str | int | None:
         if self._stops.found is not None or delta.finish_reason is not FinishReason.STOP:
             return self._stops.found
         last = delta.token_ids[-1] if delta.token_ids else None
         return last if last in self._stop_tokens else None
 
-    def _write(self, delta: Delta) -> tuple[str, int]:
+    def _write(self, delta: TokenDelta) -> tuple[str, int]:
         """The text of the delta, and how many of its tokens it took."""
         if not (delta.token_ids or self._completion_tokens):
             return "", 0  # nor does what the prompt left incomplete belong to it
@@ -106,7 +106,7 @@ class Writer:
         too_early = self._completion_tokens + taken < self._min_tokens
         return piece if too_early else self._stops.push(piece)
 
-    def _scored(self, scores: Sequence[Scores]) -> tuple[PromptToken, ...]:
+    def _scored(self, scores: Sequence[PromptLogprobs]) -> tuple[PromptToken, ...]:
         """The whole prompt, once."""
         (first, *others), self._unsaid = self._unsaid, []
         found = (score for each in scores for score in each.read())
@@ -115,7 +115,7 @@ class Writer:
             *(self._prompt_token(token, score) for token, score in zip(others, found, strict=True)),
         )
 
-    def _prompt_token(self, token: int, score: Score) -> PromptToken:
+    def _prompt_token(self, token: int, score: RankedLogprobs) -> PromptToken:
         given = self._logprob(token, score.logprobs)
         return PromptToken(token, given.text, given, score.rank)
 

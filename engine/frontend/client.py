@@ -9,17 +9,17 @@ from contextlib import contextmanager
 import msgspec
 
 from ...core.errors import NotReady
-from ...core.memory_needs import Holding, processes_memory
+from ...core.memory_needs import ReservedMemory, resident_memory_of
 from ...core.metrics import EngineState, LlmMetrics
 from ...core.request import GenerateRequest
 from ..config import EngineConfig
-from ..core.messages import Add, Load, Loading, Ready
-from .admission import Admission, QueueLimits
-from .core_supervisor import PATIENCE, Patience
-from .engine import by_class
-from .replica_set import Replicas
-from .sequence_stats import Account
-from .token_stream import Channel
+from ..core.messages import AddRequest, CoreLoading, CoreReady, EngineLoad
+from .admission import AdmissionControl, QueueLimits
+from .core_supervisor import DEFAULT_TIMEOUTS, CoreTimeouts
+from .engine import count_by_priority
+from .replica_set import ReplicaSet
+from .sequence_stats import SequenceStats
+from .token_stream import TokenStream
 
 _CLIENT = 0
 """This client's number; a core has no other yet."""
@@ -27,32 +27,32 @@ _CLIENT = 0
 
 class EngineClient:
     """Requests to the engine cores of one model, which are spawned by `start()`, restarted when they die, and gone
-    after `close()`. `affinity`: see `Replicas`.
+    after `shut_down()`. `affinity`: see `ReplicaSet`.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        on_progress: Callable[[Loading], None] = lambda loading: None,
-        patience: Patience = PATIENCE,
+        on_progress: Callable[[CoreLoading], None] = lambda loading: None,
+        patience: CoreTimeouts = DEFAULT_TIMEOUTS,
         metrics: LlmMetrics | None = None,
         affinity: bool = True,
     ) -> None:
         self._metrics = metrics or LlmMetrics()
-        self._admission = Admission(QueueLimits(config.max_queued_requests, config.max_queued_tokens))
+        self._admission = AdmissionControl(QueueLimits(config.max_queued_requests, config.max_queued_tokens))
         self._default_timeout = config.default_request_timeout
         self._on_progress = on_progress
-        self.replicas = Replicas(config, self._admission, self._metrics, self._report, patience, affinity)
+        self.replicas = ReplicaSet(config, self._admission, self._metrics, self._report, patience, affinity)
         self._last_key = 0
         self._promised = 0
 
     @property
-    def info(self) -> Ready | None:
+    def info(self) -> CoreReady | None:
         """What the engine is; None while no core serves."""
         return self.replicas.info
 
     @property
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """The engine's state after its last turn."""
         return self.replicas.load
 
@@ -84,7 +84,7 @@ class EngineClient:
         waiting = [channel for channel in channels if not channel.started]
         return EngineState(
             running=running,
-            waiting=by_class(channel.priority for channel in waiting),
+            waiting=count_by_priority(channel.priority for channel in waiting),
             queue_age=max((channel.account.waited for channel in waiting), default=0.0),
             kv_usage=used / capacity if capacity else 0.0,
             prefix_queries=totals.prefix_queries,
@@ -94,25 +94,25 @@ class EngineClient:
             replicas_ready=sum(replica.ready for replica in self.replicas),
         )
 
-    async def start(self) -> Ready:
+    async def start(self) -> CoreReady:
         """Return when every core serves.
 
         Raises:
             CharoniaError: one cannot; the message says why.
         """
         info = await self.replicas.start()
-        self._promised = processes_memory(self.pids) + info.cache_bytes * len(self.replicas)
+        self._promised = resident_memory_of(self.pids) + info.cache_bytes * len(self.replicas)
         return info
 
-    def holding(self) -> Holding:
+    def holding(self) -> ReservedMemory:
         """What its cores and their ranks hold of the host's memory, and will."""
-        return Holding(self._promised, processes_memory(self.pids))
+        return ReservedMemory(self._promised, resident_memory_of(self.pids))
 
     async def close(self) -> None:
         """Stop the cores; streams still open end with `Unavailable`. May be called again."""
         await self.replicas.close()
 
-    def admit(self, tenant: str = "", prompt: int = 0) -> Ready:
+    def admit(self, tenant: str = "", prompt: int = 0) -> CoreReady:
         """What the engine is, if it takes another request of this tenant now, with so many prompt tokens.
 
         Raises:
@@ -129,12 +129,12 @@ class EngineClient:
         """Refuse what no queue is long enough for; `tokens`: of its prompt, once they are counted.
 
         Raises:
-            InvalidArgument: see `Admission.check_size`.
+            InvalidArgument: see `AdmissionControl.check_size`.
         """
         self._admission.check_size(request.prompts, request.choices, tokens)
 
     @contextmanager
-    def place(self, tenant: str = "") -> Iterator[Ready]:
+    def place(self, tenant: str = "") -> Iterator[CoreReady]:
         """A place in line while a request is prepared: what is refused has cost nothing, however long that takes.
 
         Raises:
@@ -148,7 +148,7 @@ class EngineClient:
             self._admission.leave(place)
 
     @contextmanager
-    def open(self, add: Add, account: Account | None = None) -> Iterator[Channel]:
+    def open(self, add: AddRequest, account: SequenceStats | None = None) -> Iterator[TokenStream]:
         """Where the tokens of one request come out, until the block is left. `client` and `key` of `add` are filled in
         here, what happens is written into `account`.
 
@@ -156,11 +156,12 @@ class EngineClient:
             QueueFull, Unavailable: see `admit`.
             RequestTimeout: its time is over already.
 
-        `Channel.read` raises InvalidArgument if the engine can never satisfy this request (`field` names the culprit),
+        `TokenStream.read` raises InvalidArgument if the engine can never satisfy this request (`field` names the
+        culprit),
         Unavailable if its core dies on the way, and RequestTimeout if its time was over before the first token.
         """
         self.admit(add.tenant, len(add.prompt))
-        account = account or Account(self._metrics)
+        account = account or SequenceStats(self._metrics)
         add = self._numbered(add, account)
         replica, cached = self.replicas.choose(add)
         channel = self._enter(add, account, cached)
@@ -170,17 +171,17 @@ class EngineClient:
         finally:
             replica.drop(add)
 
-    def _numbered(self, add: Add, account: Account) -> Add:
+    def _numbered(self, add: AddRequest, account: SequenceStats) -> AddRequest:
         timeout = account.time_left(add.timeout or self._default_timeout)
         self._last_key += 1
         return msgspec.structs.replace(add, client=_CLIENT, key=self._last_key, timeout=timeout)
 
-    def _enter(self, add: Add, account: Account, cached: int) -> Channel:
+    def _enter(self, add: AddRequest, account: SequenceStats, cached: int) -> TokenStream:
         account.submit(len(add.prompt))
         place = self._admission.enter(add.tenant, len(add.prompt))
-        return Channel(account, place, add.priority, len(add.prompt) - cached)
+        return TokenStream(account, place, add.priority, len(add.prompt) - cached)
 
-    def _report(self, replica: int, loading: Loading) -> None:
+    def _report(self, replica: int, loading: CoreLoading) -> None:
         """Progress of one of several says whose it is."""
         if len(self.replicas) > 1:
             loading = msgspec.structs.replace(loading, phase=f"replica {replica}: {loading.phase}")

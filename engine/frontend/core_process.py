@@ -12,12 +12,12 @@ from contextlib import ExitStack
 import msgspec
 import zmq
 
-from ...processes.child_process import Child
+from ...processes.child_process import ChildProcess
 from ...processes.scratch import ScratchDirectory
 from ..config import EngineConfig
 from ..core.messages import FromCore, Shutdown, ToCore
 from ..core.process import main
-from ..core.sockets import Address
+from ..core.sockets import CoreEndpoints
 
 _LAST_WORDS_SECONDS = 0.1
 """After a death, how long the sockets may still take to deliver what was said."""
@@ -26,7 +26,7 @@ _CONNECT_SECONDS = 0.01
 """How long what was said waits, again and again, for a core that has not connected yet."""
 
 
-class CoreLink:
+class CoreProcess:
     """Hands everything the core says to `on_message`; `ended` gets its exit code when it is gone and buried.
 
     Owns the process and a private directory with two sockets. Belongs to the running event loop.
@@ -46,9 +46,9 @@ class CoreLink:
         with ExitStack() as belongings:
             directory = str(belongings.enter_context(ScratchDirectory()))
             self._context = belongings.enter_context(zmq.Context())
-            self._outbox = belongings.enter_context(self._bound(zmq.PUSH, Address.under(directory).to_core))
-            self._inbox = belongings.enter_context(self._bound(zmq.PULL, Address.under(directory).from_core))
-            self._process = Child("charonia-core", main, config, directory)
+            self._outbox = belongings.enter_context(self._bound(zmq.PUSH, CoreEndpoints.under(directory).to_core))
+            self._inbox = belongings.enter_context(self._bound(zmq.PULL, CoreEndpoints.under(directory).from_core))
+            self._process = ChildProcess("charonia-core", main, config, directory)
             self._belongings = belongings.pop_all()
         atexit.register(self._belongings.close)
         self._listen()

@@ -10,10 +10,20 @@ from typing import NamedTuple, Protocol
 
 import zmq
 
-from ...core.errors import CharoniaError, NotReady, Unavailable, error_of
+from ...core.errors import CharoniaError, NotReady, Unavailable, error_from_code
 from ..config import EngineConfig
-from ..core.messages import Failed, FromCore, Load, Loading, Ready, Refused, Said, ToCore, Updates
-from .core_process import CoreLink
+from ..core.messages import (
+    CoreFailed,
+    CoreLoading,
+    CoreLogRecord,
+    CoreReady,
+    EngineLoad,
+    FromCore,
+    RequestRejected,
+    RequestUpdates,
+    ToCore,
+)
+from .core_process import CoreProcess
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +31,7 @@ _SILENT_DEATHS = 3
 """A first load is given up after this many cores that died without a word."""
 
 
-class Patience(NamedTuple):
+class CoreTimeouts(NamedTuple):
     """How long things may take, in seconds.
 
     A loop whose last turn is older than max(`turn`, `turn_steps` recent steps) is not ready; `hung` times that old,
@@ -39,17 +49,17 @@ class Patience(NamedTuple):
     stop: float = 5.0
 
 
-PATIENCE = Patience()
+DEFAULT_TIMEOUTS = CoreTimeouts()
 
 
-class Listener(Protocol):
+class CoreListener(Protocol):
     """Who is told what the core says."""
 
-    def on_progress(self, loading: Loading) -> None: ...
+    def on_progress(self, loading: CoreLoading) -> None: ...
 
-    def on_updates(self, updates: Updates) -> None: ...
+    def on_updates(self, updates: RequestUpdates) -> None: ...
 
-    def on_refused(self, refused: Refused) -> None: ...
+    def on_refused(self, refused: RequestRejected) -> None: ...
 
     def on_loss(self, error: CharoniaError) -> None:
         """The core is gone, with everything it was told."""
@@ -61,22 +71,22 @@ class CoreSupervisor:
     Once closed, it is not started again.
     """
 
-    def __init__(self, config: EngineConfig, listener: Listener, patience: Patience) -> None:
+    def __init__(self, config: EngineConfig, listener: CoreListener, patience: CoreTimeouts) -> None:
         self._config = config
         self._name = "the engine core"
         if config.data_parallel_size > 1:
             self._name += f" of replica {config.replica}"
         self._listener = listener
         self._patience = patience
-        self._link: CoreLink | None = None
+        self._link: CoreProcess | None = None
         self._task: asyncio.Task[None] | None = None
-        self._first: asyncio.Future[Ready] | None = None
+        self._first: asyncio.Future[CoreReady] | None = None
         self._failure: CharoniaError | None = None
         self._deaths = 0
         self._born = 0.0
         self._last_turn = 0.0
-        self.info: Ready | None = None
-        self.load = Load()
+        self.info: CoreReady | None = None
+        self.load = EngineLoad()
 
     @property
     def ready(self) -> bool:
@@ -93,7 +103,7 @@ class CoreSupervisor:
         if self._link is not None:
             self._link.send(message)
 
-    async def start(self) -> Ready:
+    async def start(self) -> CoreReady:
         """Return when a core serves for the first time.
 
         Raises:
@@ -114,7 +124,7 @@ class CoreSupervisor:
             await self._link.stop(self._patience.stop if self.info else 0.0)
             self._lose(Unavailable("the engine was stopped"))
 
-    async def _keep_alive(self, first: asyncio.Future[Ready]) -> None:
+    async def _keep_alive(self, first: asyncio.Future[CoreReady]) -> None:
         while True:
             self._failure = None
             try:
@@ -129,7 +139,7 @@ class CoreSupervisor:
 
     async def _live(self) -> int:
         """Spawn a core and see it to its end; its exit code."""
-        link = self._link = CoreLink(self._config, self._on_message)
+        link = self._link = CoreProcess(self._config, self._on_message)
         looks = 0
         while not (await asyncio.wait({link.ended}, timeout=self._patience.watch))[0]:
             # Twice in a row: the first time, it may be this loop that was stuck and has messages to read.
@@ -150,7 +160,7 @@ class CoreSupervisor:
     def _lose(self, error: CharoniaError) -> None:
         self._link = None
         self.info = None
-        self.load = Load()
+        self.load = EngineLoad()
         self._listener.on_loss(error)
 
     def _hopeless(self) -> CharoniaError | None:
@@ -175,22 +185,22 @@ class CoreSupervisor:
 
     def _on_message(self, message: FromCore) -> None:
         match message:
-            case Updates():
+            case RequestUpdates():
                 self._last_turn = time.monotonic()
                 self.load = message.load
                 self._listener.on_updates(message)
-            case Refused():
+            case RequestRejected():
                 self._listener.on_refused(message)
-            case Loading():
+            case CoreLoading():
                 self._listener.on_progress(message)
-            case Said(logger, level, text):
+            case CoreLogRecord(logger, level, text):
                 logging.getLogger(logger).log(level, "%s: %s", self._name, text)
-            case Ready():
+            case CoreReady():
                 self._serve(message)
-            case Failed():
-                self._failure = error_of(message.code, message.message, message.field or None)
+            case CoreFailed():
+                self._failure = error_from_code(message.code, message.message, message.field or None)
 
-    def _serve(self, info: Ready) -> None:
+    def _serve(self, info: CoreReady) -> None:
         self.info = info
         self._born = self._last_turn = time.monotonic()
         if self._first is not None and not self._first.done():

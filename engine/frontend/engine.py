@@ -12,15 +12,15 @@ from typing import Protocol, TypeAlias
 from ...core.errors import InvalidArgument
 from ...core.metrics import EngineState, LlmMetrics
 from ...core.request import GenerateRequest
-from ..core.messages import Add, Loading, Ready
-from .sequence_stats import Account
-from .token_stream import Channel
+from ..core.messages import AddRequest, CoreLoading, CoreReady
+from .sequence_stats import SequenceStats
+from .token_stream import TokenStream
 
 _LOWEST_CLASS = 9
 """Classes below are shown as this one: requests name their class, and every name would be a series forever."""
 
 
-def by_class(priorities: Iterable[int]) -> Counter[str]:
+def count_by_priority(priorities: Iterable[int]) -> Counter[str]:
     """How many there are of each class, as `EngineState.waiting` has them."""
     return Counter(str(min(priority, _LOWEST_CLASS)) for priority in priorities)
 
@@ -39,7 +39,7 @@ class Engine(Protocol):
     def state(self) -> EngineState:
         """The engine at this moment, as a scrape sees it."""
 
-    async def start(self) -> Ready:
+    async def start(self) -> CoreReady:
         """Return when it serves.
 
         Raises:
@@ -53,10 +53,10 @@ class Engine(Protocol):
         """Refuse what no queue is long enough for; `tokens`: of its prompt, once they are counted.
 
         Raises:
-            InvalidArgument: see `Admission.check_size`.
+            InvalidArgument: see `AdmissionControl.check_size`.
         """
 
-    def place(self, tenant: str = "") -> AbstractContextManager[Ready]:
+    def place(self, tenant: str = "") -> AbstractContextManager[CoreReady]:
         """A place in line while a request is prepared.
 
         Raises:
@@ -64,7 +64,7 @@ class Engine(Protocol):
             Unavailable: it does not serve.
         """
 
-    def open(self, add: Add, account: Account | None = None) -> AbstractContextManager[Channel]:
+    def open(self, add: AddRequest, account: SequenceStats | None = None) -> AbstractContextManager[TokenStream]:
         """Where the tokens of one request come out, until the block is left; leaving it before the end aborts.
 
         Raises:
@@ -73,12 +73,12 @@ class Engine(Protocol):
         """
 
 
-Connect: TypeAlias = Callable[[Callable[[Loading], None], LlmMetrics], Engine]
+EngineFactory: TypeAlias = Callable[[Callable[[CoreLoading], None], LlmMetrics], Engine]
 """Makes an engine that tells of its start, and counts its steps."""
 
 
 @dataclass(frozen=True, slots=True)
-class Driver:
+class EngineSpec:
     """What computes for a model. `backend`: its name in a model's config. `language`: the checkpoint directory or hub
     id that tokenizer and generation defaults are read from. `grants`: fields of `GenerateRequest` that it can satisfy
     and not every engine can. `chat_template`: a file or a template to take in place of the checkpoint's. `tokenizer`:
@@ -86,7 +86,7 @@ class Driver:
 
     backend: str
     language: str
-    connect: Connect
+    connect: EngineFactory
     grants: frozenset[str] = field(default_factory=frozenset)
     chat_template: str = ""
     tokenizer: str = ""

@@ -11,10 +11,18 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ...core.errors import InvalidArgument
-from ...core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, Prompt, SamplingParams, joined
+from ...core.request import (
+    GenerateChunk,
+    GenerateRequest,
+    InferRequest,
+    InferResponse,
+    Prompt,
+    SamplingParams,
+    join_chunks,
+)
 from ...core.tensor import Tensor, TensorSpec
-from ...tokenization.tokenizer import Limit
-from .request_parameters import Manner, one_element, read_settings, text_of
+from ...tokenization.tokenizer import TokenLimit
+from .request_parameters import ResponseOptions, one_element, parse_request_parameters, text_of
 
 INPUTS = (
     TensorSpec("text_input", "BYTES", (1,), optional=True),
@@ -45,28 +53,28 @@ _READ_AT_ONCE = 1 << 16
 Chunks = AsyncGenerator[GenerateChunk, None]
 
 
-class Question(NamedTuple):
+class ParsedInferRequest(NamedTuple):
     """What a v2 request asks of a language model: one answer or several to the same prompt. `outputs`: the names to
     answer with, in order."""
 
     requests: tuple[GenerateRequest, ...]
-    manner: Manner
+    manner: ResponseOptions
     outputs: tuple[str, ...]
 
 
-def read_question(request: InferRequest, limit: Limit | None = None) -> Question:
+def parse_infer_request(request: InferRequest, limit: TokenLimit | None = None) -> ParsedInferRequest:
     """Understand a v2 request. `limit`: how many token ids it may have.
 
     Raises:
         InvalidArgument: a name is unknown, a value is wrong, or they contradict each other; `field` names it.
     """
-    settings = read_settings(request.parameters, request.inputs.get("sampling_parameters"))
+    settings = parse_request_parameters(request.parameters, request.inputs.get("sampling_parameters"))
     manner = _manner(request, settings.manner)
-    outputs = _wanted(request, manner)
+    outputs = _output_names(request, manner)
     generate = GenerateRequest(
         id=request.id,
         prompt=_prompt(request.inputs, limit),
-        sampling=_watched(settings.sampling, outputs),
+        sampling=_with_logprobs(settings.sampling, outputs),
         priority=manner.priority,
         cache_salt=manner.cache_salt,
         tenant=request.tenant,
@@ -78,10 +86,10 @@ def read_question(request: InferRequest, limit: Limit | None = None) -> Question
         echo=not manner.exclude_input_in_output,
     )
     requests = (msgspec.structs.replace(generate, choice=choice) for choice in range(manner.n))
-    return Question(tuple(requests), manner, outputs)
+    return ParsedInferRequest(tuple(requests), manner, outputs)
 
 
-def _manner(request: InferRequest, manner: Manner) -> Manner:
+def _manner(request: InferRequest, manner: ResponseOptions) -> ResponseOptions:
     """With the `stream` that came as a tensor, which wins."""
     if "stream" in request.inputs:
         manner = msgspec.structs.replace(manner, stream=bool(one_element(request.inputs["stream"])))
@@ -94,11 +102,11 @@ def _manner(request: InferRequest, manner: Manner) -> Manner:
     return manner
 
 
-def _watched(sampling: SamplingParams, outputs: Sequence[str]) -> SamplingParams:
+def _with_logprobs(sampling: SamplingParams, outputs: Sequence[str]) -> SamplingParams:
     return msgspec.structs.replace(sampling, logprobs=0) if _LOGPROBS & set(outputs) else sampling
 
 
-class Spoken:
+class StreamedResponses:
     """The responses of one streamed answer, chunk by chunk."""
 
     def __init__(self, outputs: Sequence[str]) -> None:
@@ -111,7 +119,7 @@ class Spoken:
         if chunk.logprobs:
             self._sum += _sum(chunk)
         if chunk.text or chunk.finish_reason is not None or self._by_token:
-            return _response(_Answers([chunk], [self._sum]), self._outputs)
+            return _response(_ResponseContent([chunk], [self._sum]), self._outputs)
         return None
 
 
@@ -119,41 +127,41 @@ _COUNT_TOKENS = {"output_ids", "output_log_probs", "num_output_tokens"}
 """Outputs that would lose tokens if a response without text were left out."""
 
 
-async def whole_answer(question: Question, streams: Sequence[Chunks]) -> InferResponse:
+async def complete_response(question: ParsedInferRequest, streams: Sequence[Chunks]) -> InferResponse:
     """The one response that says what the chunks of all the question's requests say."""
-    wholes = await _wholes(streams)
-    return _response(_Answers(wholes, [_sum(whole) for whole in wholes]), question.outputs)
+    wholes = await _collect_all(streams)
+    return _response(_ResponseContent(wholes, [_sum(whole) for whole in wholes]), question.outputs)
 
 
-async def _wholes(streams: Sequence[Chunks]) -> list[GenerateChunk]:
+async def _collect_all(streams: Sequence[Chunks]) -> list[GenerateChunk]:
     """What each stream says, read side by side; the first error ends all of them."""
     if len(streams) == 1:
-        return [await _whole(streams[0])]
+        return [await _collect(streams[0])]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_whole(stream)) for stream in streams]
+            tasks = [group.create_task(_collect(stream)) for stream in streams]
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]
 
 
-async def _whole(stream: Chunks) -> GenerateChunk:
+async def _collect(stream: Chunks) -> GenerateChunk:
     async with aclosing(stream) as chunks:
-        return joined([chunk async for chunk in chunks])
+        return join_chunks([chunk async for chunk in chunks])
 
 
 def _sum(chunk: GenerateChunk) -> float:
     return sum(each.logprob for each in chunk.logprobs)
 
 
-class _Answers(NamedTuple):
+class _ResponseContent(NamedTuple):
     """What is said in one response, by one answer or several. `sums`: the logprobs of all their tokens so far."""
 
     chunks: Sequence[GenerateChunk]
     sums: Sequence[float]
 
 
-def _response(answers: _Answers, outputs: Sequence[str]) -> InferResponse:
+def _response(answers: _ResponseContent, outputs: Sequence[str]) -> InferResponse:
     tensors = tuple([Tensor.of(name, _DATATYPES[name], _VALUES[name](answers)) for name in outputs])
     return InferResponse(tensors, final=answers.chunks[0].finish_reason is not None)
 
@@ -165,7 +173,7 @@ def _padded(rows: Sequence[list[float]]) -> list[list[float]]:
 
 _DATATYPES = {spec.name: spec.datatype for spec in OUTPUTS}
 
-_VALUES: dict[str, Callable[[_Answers], Any]] = {
+_VALUES: dict[str, Callable[[_ResponseContent], Any]] = {
     "text_output": lambda said: [chunk.text.encode() for chunk in said.chunks],
     "finish_reason": lambda said: [(chunk.finish_reason or "").encode() for chunk in said.chunks],
     "num_input_tokens": lambda said: [said.chunks[0].usage.prompt_tokens],
@@ -177,14 +185,14 @@ _VALUES: dict[str, Callable[[_Answers], Any]] = {
 }
 
 
-def _wanted(request: InferRequest, manner: Manner) -> tuple[str, ...]:
+def _output_names(request: InferRequest, manner: ResponseOptions) -> tuple[str, ...]:
     if request.outputs is not None:
         return request.outputs
     asked = (name for name in _DATATYPES if getattr(manner, f"return_{name}", False))
     return ("text_output", *asked, *(_LOG_PROBS if manner.return_log_probs else ()))
 
 
-def _prompt(inputs: Mapping[str, Tensor], limit: Limit | None) -> Prompt:
+def _prompt(inputs: Mapping[str, Tensor], limit: TokenLimit | None) -> Prompt:
     if ("text_input" in inputs) == ("input_ids" in inputs):
         raise InvalidArgument("give the prompt either as text_input or as input_ids", field="text_input")
     if "input_ids" in inputs:

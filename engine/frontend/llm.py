@@ -11,26 +11,26 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ...core.errors import Unavailable
-from ...core.memory_needs import Holder, Holding
+from ...core.memory_needs import MemoryHolder, ReservedMemory
 from ...core.metrics import LlmMetrics, Outcome, Reading
 from ...core.model import ModelConfig, ModelStats
 from ...core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
-from ...core.request_context import Exchange
-from ...core.statistics import Statistics
+from ...core.request_context import RequestContext
+from ...core.statistics import VersionStatistics
 from ...tokenization.async_tokenizer import AsyncTokenizer
-from ...tokenization.checkpoint_files import fingerprint, locate
-from ...tokenization.generation_defaults import GenerationDefaults, read_defaults
-from ...tokenization.tokenizer import Limit, Tokenizer
+from ...tokenization.checkpoint_files import checkpoint_fingerprint, locate_checkpoint
+from ...tokenization.generation_defaults import GenerationDefaults, read_generation_defaults
+from ...tokenization.tokenizer import Tokenizer, TokenLimit
 from ..config import EngineConfig
-from ..core.messages import Loading
+from ..core.messages import CoreLoading
 from ..core.sequence_request import check_vocabulary
-from .add_request import addition, kept_tokens
-from .chunk_builder import Writer
+from .add_request import build_add_request, prompt_tokens_to_keep
+from .chunk_builder import ChunkBuilder
 from .client import EngineClient
-from .engine import Driver, Engine
-from .infer import INPUTS, OUTPUTS, Spoken, read_question, whole_answer
-from .sequence_stats import Accounts
-from .v2_statistics import statistics_of
+from .engine import Engine, EngineSpec
+from .infer import INPUTS, OUTPUTS, StreamedResponses, complete_response, parse_infer_request
+from .sequence_stats import RequestRecorder
+from .v2_statistics import v2_statistics
 
 OnProgress: TypeAlias = Callable[[str, float, float, str], None]
 """Called while loading: phase, fraction done, seconds so far, detail."""
@@ -39,12 +39,12 @@ _COUNTED = 65_536
 """Tokens that may be counted for a model whose own length is shorter: what is yet to be cut is longer than that."""
 
 
-def silent(phase: str, fraction: float, seconds: float, detail: str) -> None:
+def ignore_progress(phase: str, fraction: float, seconds: float, detail: str) -> None:
     """An `OnProgress` that tells nobody."""
 
 
 @dataclass(frozen=True, slots=True)
-class Language:
+class TokenizerBundle:
     """What the frontend reads of a checkpoint. `async_tokenizer`: the same, for what may take long. `fingerprint`: of
     its files."""
 
@@ -54,26 +54,26 @@ class Language:
     fingerprint: str = ""
 
     @classmethod
-    def load(cls, model: str, chat_template: str = "", tokenizer_of: str = "") -> "Language":
+    def load(cls, model: str, chat_template: str = "", tokenizer_of: str = "") -> "TokenizerBundle":
         """Read a checkpoint directory or hub id; `Tokenizer.load` says what may be wrong with it, or with the
         `chat_template` and the tokenizer of another that are to be taken in place of its own."""
-        directory = locate(model)
-        tokenizer = Tokenizer.load(locate(tokenizer_of) if tokenizer_of else directory, chat_template)
-        defaults = read_defaults(directory, tokenizer)
-        return cls(tokenizer, defaults, AsyncTokenizer(tokenizer), fingerprint(directory))
+        directory = locate_checkpoint(model)
+        tokenizer = Tokenizer.load(locate_checkpoint(tokenizer_of) if tokenizer_of else directory, chat_template)
+        defaults = read_generation_defaults(directory, tokenizer)
+        return cls(tokenizer, defaults, AsyncTokenizer(tokenizer), checkpoint_fingerprint(directory))
 
-    def within(self, vocab_size: int) -> "Language":
+    def within(self, vocab_size: int) -> "TokenizerBundle":
         """The same for a model of so many tokens."""
         return replace(self, defaults=self.defaults.within(vocab_size))
 
 
-def our_own(config: EngineConfig) -> Driver:
+def own_engine_spec(config: EngineConfig) -> EngineSpec:
     """Our own engine."""
 
-    def connect(told: Callable[[Loading], None], metrics: LlmMetrics) -> EngineClient:
+    def connect(told: Callable[[CoreLoading], None], metrics: LlmMetrics) -> EngineClient:
         return EngineClient(config, told, metrics=metrics)
 
-    return Driver(
+    return EngineSpec(
         "charonia", config.model, connect, frozenset({"scored"}), config.chat_template, tokenizer=config.tokenizer
     )
 
@@ -86,18 +86,18 @@ class LlmModel:
     """
 
     def __init__(
-        self, name: str, version: str, engine: EngineConfig | Driver, on_progress: OnProgress = silent
+        self, name: str, version: str, engine: EngineConfig | EngineSpec, on_progress: OnProgress = ignore_progress
     ) -> None:
-        self._driver = driver = engine if isinstance(engine, Driver) else our_own(engine)
+        self._driver = driver = engine if isinstance(engine, EngineSpec) else own_engine_spec(engine)
         created = int(time.time())
         self._config = ModelConfig(
             name, version, driver.backend, decoupled=True, inputs=INPUTS, outputs=OUTPUTS, created=created
         )
         self._on_progress = on_progress
         self._metrics = LlmMetrics()
-        self._accounts = Accounts(self._metrics)
+        self._accounts = RequestRecorder(self._metrics)
         self._client = driver.connect(self._report, self._metrics)
-        self._loaded: Language | None = None
+        self._loaded: TokenizerBundle | None = None
         self._vocab_size = 0
         self._counted, self._length = _COUNTED, 0
 
@@ -121,19 +121,19 @@ class LlmModel:
             kv_token_capacity=capacity,
         )
 
-    def statistics(self) -> Statistics:
-        return statistics_of(self._metrics)
+    def statistics(self) -> VersionStatistics:
+        return v2_statistics(self._metrics)
 
     def readings(self) -> Iterator[Reading]:
         """Everything measured, for a scrape."""
         return self._metrics.readings(self._client.state())
 
-    def count(self, exchange: Exchange) -> None:
+    def count(self, exchange: RequestContext) -> None:
         self._accounts.count(exchange)
 
-    def holding(self) -> Holding:
+    def holding(self) -> ReservedMemory:
         """What it holds of the host's memory; nothing is known of somebody else's engine."""
-        return self._client.holding() if isinstance(self._client, Holder) else Holding()
+        return self._client.holding() if isinstance(self._client, MemoryHolder) else ReservedMemory()
 
     async def load(self) -> None:
         """Return when a token was generated.
@@ -144,7 +144,7 @@ class LlmModel:
         starting = asyncio.create_task(self._client.start())  # takes longest: the tokenizer is read meanwhile
         try:
             language = await asyncio.to_thread(
-                Language.load, self._driver.language, self._driver.chat_template, self._driver.tokenizer
+                TokenizerBundle.load, self._driver.language, self._driver.chat_template, self._driver.tokenizer
             )
             info = await starting
             self._loaded = language.within(info.vocab_size)
@@ -172,15 +172,15 @@ class LlmModel:
             self._driver.check(request)
             self._client.check_size(request)
             with self._client.place(request.tenant) as engine:
-                kept = kept_tokens(request.sampling, engine.max_model_len)
-                prompt = await tokenizer.prompt_ids(request.prompt, limit=Limit(engine.max_model_len), kept=kept)
+                kept = prompt_tokens_to_keep(request.sampling, engine.max_model_len)
+                prompt = await tokenizer.prompt_ids(request.prompt, limit=TokenLimit(engine.max_model_len), kept=kept)
                 self._client.check_size(request, len(prompt))
                 banned = await tokenizer.word_ids(request.sampling.bad_words)
-                add = addition(request, prompt, language.defaults, engine, banned)
+                add = build_add_request(request, prompt, language.defaults, engine, banned)
                 whole = request.prompt if kept is None or len(prompt) < kept else tuple(prompt)
                 echo = await tokenizer.text(whole, prompt) if request.echo else ""
             told = tuple(prompt) if request.tell_prompt else ()
-            writer = Writer(language.tokenizer, prompt, request.sampling, language.defaults.eos, echo, told)
+            writer = ChunkBuilder(language.tokenizer, prompt, request.sampling, language.defaults.eos, echo, told)
             with self._client.open(add, account) as channel:
                 while (chunk := writer.chunk(await channel.read())).finish_reason is None:
                     yield chunk
@@ -189,34 +189,34 @@ class LlmModel:
             yield chunk
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
-        question = read_question(request, Limit(self._length))
+        question = parse_infer_request(request, TokenLimit(self._length))
         streams = [self.generate(each) for each in question.requests]
         if not question.manner.stream:
-            yield await whole_answer(question, streams)
+            yield await complete_response(question, streams)
             return
-        spoken = Spoken(question.outputs)
+        spoken = StreamedResponses(question.outputs)
         async with aclosing(streams[0]) as chunks:
             async for chunk in chunks:
                 if (response := spoken.response(chunk)) is not None:
                     yield response
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
-        limit = Limit(self._counted, "what is only tokenized may have at most")
+        limit = TokenLimit(self._counted, "what is only tokenized may have at most")
         return await self._language.async_tokenizer.prompt_ids(request.prompt, request.special, limit)
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         if len(ids) > self._counted:
-            limit = Limit(self._counted, "what is only detokenized may have at most")
+            limit = TokenLimit(self._counted, "what is only detokenized may have at most")
             raise limit.refuse(f"these are {len(ids)}", "tokens")
         check_vocabulary(ids, self._vocab_size, "tokens")
         return await self._language.async_tokenizer.decode(ids)
 
     @property
-    def _language(self) -> Language:
+    def _language(self) -> TokenizerBundle:
         if self._loaded is None:
             raise Unavailable(f"model '{self._config.name}' is not loaded")
         return self._loaded
 
-    def _report(self, loading: Loading) -> None:
+    def _report(self, loading: CoreLoading) -> None:
         if self._loaded is None:  # who watches the start is gone when a core is started again
             self._on_progress(loading.phase, loading.fraction, loading.seconds, loading.detail)

@@ -9,13 +9,13 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ...kvcache.block_hashes import Extras
+from ...kvcache.block_hashes import HashExtras
 
 _STEP = 16
 """Tokens between the first cuts, and the least that something remembered counts."""
 
 
-class Prefix(NamedTuple):
+class PromptPrefix(NamedTuple):
     """The first `tokens` of a prompt; equal ones, under equal extras, have equal digests. Python's own hash is enough,
     and ten times as fast as a cryptographic one: the worst that two equal ones do is a request in the wrong place."""
 
@@ -23,14 +23,14 @@ class Prefix(NamedTuple):
     tokens: int
 
 
-def prefixes(prompt: Sequence[int], extras: Extras) -> list[Prefix]:
+def prompt_prefixes(prompt: Sequence[int], extras: HashExtras) -> list[PromptPrefix]:
     """Beginnings of a prompt of int32 token ids, the shortest first and the whole of it last, a few to each doubling
     of length: two prompts have those up to the last cut in common that they share, which is more than four fifths of
     what they share beyond 64 tokens."""
     packed, digest, begin, found = array("i", prompt).tobytes(), hash(extras), 0, []
     for end in _cuts(len(prompt)):
         digest = hash((digest, packed[4 * begin : 4 * end]))
-        found.append(Prefix(digest, end))
+        found.append(PromptPrefix(digest, end))
         begin = end
     return found
 
@@ -47,7 +47,7 @@ def _cuts(length: int) -> Iterator[int]:
         yield length
 
 
-class Known:
+class PrefixIndex:
     """What is held: the least recently used goes first, of one prompt the longest beginnings before the shorter, as
     blocks are evicted. Looking up and learning cost no more than the number of cuts."""
 
@@ -56,11 +56,11 @@ class Known:
         self.tokens = 0
         """How many it holds."""
 
-    def longest(self, beginnings: Sequence[Prefix]) -> int:
+    def longest(self, beginnings: Sequence[PromptPrefix]) -> int:
         """Tokens of the longest of them that is held."""
         return next((each.tokens for each in reversed(beginnings) if each.digest in self._spans), 0)
 
-    def learn(self, beginnings: Sequence[Prefix], capacity: int) -> None:
+    def learn(self, beginnings: Sequence[PromptPrefix], capacity: int) -> None:
         """The replica computes this prompt, and holds it then, in a cache of `capacity` tokens."""
         for at in range(len(beginnings) - 1, -1, -1):
             digest, tokens = beginnings[at]

@@ -11,52 +11,64 @@ from ...core.errors import CharoniaError, InvalidArgument
 from ...core.metrics import LlmMetrics
 from ...core.request import FinishReason
 from ..config import EngineConfig
-from ..core.messages import NO_TOTALS, Abort, Add, Load, Loading, Ready, Refused, Totals, Turn, Updates
-from .admission import Admission
-from .core_supervisor import CoreSupervisor, Patience
-from .prefix_index import Known
-from .routing import SEQUENCE
-from .token_stream import Channel
+from ..core.messages import (
+    NO_TOTALS,
+    AbortRequests,
+    AddRequest,
+    CoreLoading,
+    CoreReady,
+    CoreTotals,
+    EngineLoad,
+    RequestRejected,
+    RequestUpdates,
+    StepStats,
+)
+from .admission import AdmissionControl
+from .core_supervisor import CoreSupervisor, CoreTimeouts
+from .prefix_index import PrefixIndex
+from .routing import TOKENS_PER_REQUEST
+from .token_stream import TokenStream
 
 
-class OnProgress(Protocol):
+class ReplicaProgress(Protocol):
     """Told how far a replica's core is with loading."""
 
-    def __call__(self, replica: int, loading: Loading) -> None: ...
+    def __call__(self, replica: int, loading: CoreLoading) -> None: ...
 
 
 class Replica:
-    """A `supervisor.Listener`. The core is spawned by `start()`, restarted when it dies, and gone after `close()`."""
+    """A `supervisor.Listener`. The core is spawned by `start()`, restarted when it dies, and gone after
+    `shut_down()`."""
 
     def __init__(
         self,
         config: EngineConfig,
-        admission: Admission,
+        admission: AdmissionControl,
         metrics: LlmMetrics,
-        on_progress: OnProgress,
-        patience: Patience,
+        on_progress: ReplicaProgress,
+        patience: CoreTimeouts,
     ) -> None:
         self._number = config.replica
         self._admission = admission
         self._metrics = metrics
         self._on_progress = on_progress
         self._core = CoreSupervisor(config, self, patience)
-        self._channels: dict[int, Channel] = {}
+        self._channels: dict[int, TokenStream] = {}
         self._owed = 0
-        self._totals = Lifelong()
+        self._totals = CumulativeTotals()
         self._closing = False
-        self.known = Known()
+        self.known = PrefixIndex()
         """What its prefix cache likely holds."""
         self.losses = 0
         """Cores that died."""
 
     @property
-    def info(self) -> Ready | None:
+    def info(self) -> CoreReady | None:
         """What the engine is; None while no core serves."""
         return self._core.info
 
     @property
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """The engine's state after its last turn."""
         return self._core.load
 
@@ -71,17 +83,17 @@ class Replica:
         return self._core.pid
 
     @property
-    def channels(self) -> Iterable[Channel]:
+    def channels(self) -> Iterable[TokenStream]:
         """Of the requests that it has."""
         return self._channels.values()
 
     @property
     def work(self) -> int:
         """What is ahead of it, as `routing.Prospect` counts."""
-        return len(self._channels) * SEQUENCE + self._owed
+        return len(self._channels) * TOKENS_PER_REQUEST + self._owed
 
     @property
-    def totals(self) -> Totals:
+    def totals(self) -> CoreTotals:
         """What its cores have counted, the lost ones included."""
         return self._totals.sums
 
@@ -93,7 +105,7 @@ class Replica:
             return 0, 0
         return (info.blocks - self.load.free_blocks) * info.block_size, info.blocks * info.block_size
 
-    async def start(self) -> Ready:
+    async def start(self) -> CoreReady:
         """Return when the core serves.
 
         Raises:
@@ -106,32 +118,32 @@ class Replica:
         self._closing = True
         await self._core.close()
 
-    def take(self, add: Add, channel: Channel) -> None:
+    def take(self, add: AddRequest, channel: TokenStream) -> None:
         """A new request, whose tokens go into `channel` until it is dropped."""
         self._channels[add.key] = channel
         self._owed += channel.owed
         self._core.send(add)
 
-    def drop(self, add: Add) -> None:
+    def drop(self, add: AddRequest) -> None:
         """Nobody reads the channel of this request any more."""
         channel = self._channels.pop(add.key)
         self._settle(channel)
         if not channel.started:
             self._admission.leave(channel.place)
         if not channel.ended:
-            self._core.send(Abort(add.client, [add.key]))
+            self._core.send(AbortRequests(add.client, [add.key]))
 
-    def _settle(self, channel: Channel) -> None:
+    def _settle(self, channel: TokenStream) -> None:
         """Its prompt is computed, or nobody wants it."""
         self._owed -= channel.owed
         channel.owed = 0
 
     # What the core says
 
-    def on_progress(self, loading: Loading) -> None:
+    def on_progress(self, loading: CoreLoading) -> None:
         self._on_progress(self._number, loading)
 
-    def on_updates(self, updates: Updates) -> None:
+    def on_updates(self, updates: RequestUpdates) -> None:
         channels, now = self._channels, time.monotonic()
         self._measure(updates.turn)
         self._totals.see(updates.totals)
@@ -151,14 +163,14 @@ class Replica:
             if key in channels:
                 channels[key].finish(FinishReason(reason))
 
-    def _start(self, updates: Updates, now: float) -> None:
+    def _start(self, updates: RequestUpdates, now: float) -> None:
         for key, cached in updates.started:
             self._admission.note_start()
             if key in self._channels:
                 self._admission.leave(self._channels[key].place)
                 self._channels[key].start(cached, now - updates.turn.seconds)
 
-    def on_refused(self, refused: Refused) -> None:
+    def on_refused(self, refused: RequestRejected) -> None:
         if refused.key in self._channels:
             self._channels[refused.key].fail(InvalidArgument(refused.message, field=refused.field or None))
 
@@ -169,20 +181,20 @@ class Replica:
         for channel in self._channels.values():
             channel.fail(error)
 
-    def _measure(self, turn: Turn) -> None:
+    def _measure(self, turn: StepStats) -> None:
         if turn.tokens:
             self._metrics.step.observe(turn.seconds)
             self._metrics.step_tokens.observe(turn.tokens)
             self._metrics.step_sequences.observe(turn.sequences)
 
 
-class Lifelong:
+class CumulativeTotals:
     """Totals of a core and all cores before it."""
 
     def __init__(self) -> None:
         self._before = self._seen = NO_TOTALS
 
-    def see(self, totals: Totals) -> None:
+    def see(self, totals: CoreTotals) -> None:
         """What the core of now has counted so far."""
         self._seen = totals
 
@@ -191,11 +203,11 @@ class Lifelong:
         self._before, self._seen = self.sums, NO_TOTALS
 
     @property
-    def sums(self) -> Totals:
-        return added((self._before, self._seen))
+    def sums(self) -> CoreTotals:
+        return sum_totals((self._before, self._seen))
 
 
-def added(totals: Iterable[Totals]) -> Totals:
+def sum_totals(totals: Iterable[CoreTotals]) -> CoreTotals:
     """The sums of all."""
     columns = zip(*((each.preemptions, each.prefix_queries, each.prefix_hits) for each in totals), strict=True)
-    return Totals(*map(sum, columns))
+    return CoreTotals(*map(sum, columns))

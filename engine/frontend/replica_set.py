@@ -10,17 +10,17 @@ import msgspec
 
 from ...core.errors import NotReady
 from ...core.metrics import LlmMetrics
-from ...processes.host import available_memory, cores
+from ...processes.host import available_memory, usable_cores
 from ..config import EngineConfig
-from ..core.messages import Add, Load, Ready, Totals
-from .admission import Admission
-from .core_supervisor import Patience
-from .prefix_index import Prefix, prefixes
-from .replica import OnProgress, Replica, added
-from .routing import Prospect, choose
+from ..core.messages import AddRequest, CoreReady, CoreTotals, EngineLoad
+from .admission import AdmissionControl
+from .core_supervisor import CoreTimeouts
+from .prefix_index import PromptPrefix, prompt_prefixes
+from .replica import Replica, ReplicaProgress, sum_totals
+from .routing import ReplicaCandidate, choose_replica
 
 
-def divided(config: EngineConfig, threads: int, memory: int) -> list[EngineConfig]:
+def split_config(config: EngineConfig, threads: int, memory: int) -> list[EngineConfig]:
     """What each replica's core is told, on a host that has so many `threads` to compute with and `memory` bytes free.
 
     An even share to each: so their caches are alike whoever loads first, and when one is restarted beside the others.
@@ -34,20 +34,20 @@ def divided(config: EngineConfig, threads: int, memory: int) -> list[EngineConfi
     return [msgspec.structs.replace(shared, replica=number) for number in range(count)]
 
 
-class Replicas:
+class ReplicaSet:
     """`affinity`: a request goes where the beginning of its prompt is cached, if that is not too busy."""
 
     def __init__(
         self,
         config: EngineConfig,
-        admission: Admission,
+        admission: AdmissionControl,
         metrics: LlmMetrics,
-        on_progress: OnProgress,
-        patience: Patience,
+        on_progress: ReplicaProgress,
+        patience: CoreTimeouts,
         affinity: bool = True,
     ) -> None:
         memory = available_memory() if config.host_memory is None else config.host_memory
-        configs = divided(config, cores().threads, memory)
+        configs = split_config(config, usable_cores().threads, memory)
         self._all = [Replica(each, admission, metrics, on_progress, patience) for each in configs]
         self._affinity = affinity and config.cache.prefix_caching and len(self._all) > 1
 
@@ -57,7 +57,7 @@ class Replicas:
     def __len__(self) -> int:
         return len(self._all)
 
-    async def start(self) -> Ready:
+    async def start(self) -> CoreReady:
         """Return when all of them serve; they load side by side.
 
         Raises:
@@ -75,15 +75,15 @@ class Replicas:
         return any(replica.ready for replica in self._all)
 
     @property
-    def info(self) -> Ready | None:
+    def info(self) -> CoreReady | None:
         """What the engines are; None while no core serves."""
         return next((replica.info for replica in self._all if replica.info is not None), None)
 
     @property
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """All of them together; the step time is that of the slowest."""
         loads = [replica.load for replica in self._all]
-        return Load(
+        return EngineLoad(
             sum(load.running for load in loads),
             sum(load.waiting for load in loads),
             sum(load.free_blocks for load in loads),
@@ -91,8 +91,8 @@ class Replicas:
         )
 
     @property
-    def totals(self) -> Totals:
-        return added(replica.totals for replica in self._all)
+    def totals(self) -> CoreTotals:
+        return sum_totals(replica.totals for replica in self._all)
 
     @property
     def kv_tokens(self) -> tuple[int, int]:
@@ -100,7 +100,7 @@ class Replicas:
         used, capacity = zip(*(replica.kv_tokens for replica in self._all), strict=True)
         return sum(used), sum(capacity)
 
-    def choose(self, add: Add) -> tuple[Replica, int]:
+    def choose(self, add: AddRequest) -> tuple[Replica, int]:
         """Who takes this request, and how many tokens of its prompt that one likely has.
 
         Raises:
@@ -109,9 +109,9 @@ class Replicas:
         serving = self._serving()
         if not self._affinity:
             return min(serving, key=lambda replica: replica.work), 0
-        beginnings = prefixes(add.prompt, (add.adapter, add.tenant, add.salt))
+        beginnings = prompt_prefixes(add.prompt, (add.adapter, add.tenant, add.salt))
         prospects = [_prospect(replica, beginnings, add) for replica in serving]
-        at = choose(prospects, len(add.prompt))
+        at = choose_replica(prospects, len(add.prompt))
         serving[at].known.learn(beginnings, serving[at].kv_tokens[1])
         return serving[at], prospects[at].cached
 
@@ -123,7 +123,7 @@ class Replicas:
         return [replica for replica in serving if replica.ready] or serving
 
 
-def _prospect(replica: Replica, beginnings: list[Prefix], add: Add) -> Prospect:
+def _prospect(replica: Replica, beginnings: list[PromptPrefix], add: AddRequest) -> ReplicaCandidate:
     cached = replica.known.longest(beginnings)
     sibling = add.sampling.choice > 0 and cached == len(add.prompt)
-    return Prospect(replica.work, cached, replica.known.tokens, sibling)
+    return ReplicaCandidate(replica.work, cached, replica.known.tokens, sibling)

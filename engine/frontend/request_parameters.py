@@ -10,11 +10,11 @@ import msgspec
 import orjson
 
 from ...core.errors import InvalidArgument
-from ...core.guided_decoding import Guide, GuideKind
-from ...core.request import SamplingParams, Scalar
+from ...core.guided_decoding import GuidedDecoding, GuidedDecodingKind
+from ...core.request import ParameterValue, SamplingParams
 from ...core.suggestion import did_you_mean
 from ...core.tensor import Tensor
-from ...core.validation_errors import mismatch
+from ...core.validation_errors import describe_validation_error
 
 T = TypeVar("T")
 Microseconds: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -23,7 +23,7 @@ MAX_CHOICES = 128
 """Answers to one prompt that may be asked for at once."""
 
 
-class Manner(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to answer: everything a request may set that does not choose tokens. `n`: how many answers. `timeout` in
     microseconds, as Triton has it; 0 is the model's."""
 
@@ -40,31 +40,31 @@ class Manner(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     timeout: Microseconds = 0
     lora_name: str = ""
-    guided_decoding_guide_type: GuideKind | None = None
+    guided_decoding_guide_type: GuidedDecodingKind | None = None
     guided_decoding_guide: str = ""
 
     @property
-    def guide(self) -> Guide | None:
+    def guide(self) -> GuidedDecoding | None:
         """Raises `InvalidArgument` for a guide without its type, or the other way round."""
-        return Guide.of(self.guided_decoding_guide_type, self.guided_decoding_guide)
+        return GuidedDecoding.of(self.guided_decoding_guide_type, self.guided_decoding_guide)
 
 
-class _Given(NamedTuple):
+class _NamedValue(NamedTuple):
     """A parameter, and the name it came by."""
 
     name: str
     value: Any
 
 
-class Settings(NamedTuple):
+class RequestParameters(NamedTuple):
     """A request's parameters, understood."""
 
     sampling: SamplingParams
-    manner: Manner
+    manner: ResponseOptions
 
 
 _SAMPLING = set(SamplingParams.__struct_fields__) - {"logprobs", "prompt_logprobs"}
-_MANNER = set(Manner.__struct_fields__)
+_MANNER = set(ResponseOptions.__struct_fields__)
 _ALIASES = {
     "end_id": "stop_token_ids",
     "random_seed": "seed",
@@ -113,7 +113,7 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
 """Known wishes that are not granted yet, with the values that wish for nothing (so do "", [] and null)."""
 
 
-def read_settings(parameters: Mapping[str, Scalar], replacement: Tensor | None) -> Settings:
+def parse_request_parameters(parameters: Mapping[str, ParameterValue], replacement: Tensor | None) -> RequestParameters:
     """Understand a request's parameters; a `sampling_parameters` tensor replaces those that choose tokens.
 
     Raises:
@@ -123,7 +123,7 @@ def read_settings(parameters: Mapping[str, Scalar], replacement: Tensor | None) 
     if replacement is not None:
         manner = {name: each for name, each in given.items() if name in _MANNER}
         given = manner | _renamed(_json_object(replacement))
-    return Settings(_convert(given, _SAMPLING, SamplingParams), _convert(given, _MANNER, Manner))
+    return RequestParameters(_convert(given, _SAMPLING, SamplingParams), _convert(given, _MANNER, ResponseOptions))
 
 
 def one_element(tensor: Tensor) -> Any:
@@ -160,9 +160,9 @@ def _json_object(tensor: Tensor) -> dict[str, Any]:
     return content
 
 
-def _renamed(parameters: Mapping[str, Any]) -> dict[str, _Given]:
+def _renamed(parameters: Mapping[str, Any]) -> dict[str, _NamedValue]:
     """The parameters that say something, by our own names."""
-    renamed: dict[str, _Given] = {}
+    renamed: dict[str, _NamedValue] = {}
     for given, value in parameters.items():
         name = given.removeprefix(_LLMAPI_PREFIX)
         name = _ALIASES.get(name, name)
@@ -171,7 +171,7 @@ def _renamed(parameters: Mapping[str, Any]) -> dict[str, _Given]:
         if name in renamed:
             text = f"parameter '{given}' says again what '{renamed[name].name}' says"
             raise InvalidArgument(text, field=given)
-        renamed[name] = _Given(given, value)
+        renamed[name] = _NamedValue(given, value)
     return renamed
 
 
@@ -191,7 +191,7 @@ def _says_nothing(given: str, name: str, value: Any) -> bool:
     raise InvalidArgument(f"parameter '{given}' is not supported yet", field=given)
 
 
-def _convert(given: Mapping[str, _Given], names: set[str], kind: type[T]) -> T:
+def _convert(given: Mapping[str, _NamedValue], names: set[str], kind: type[T]) -> T:
     wanted = {name: _whole(each.value) for name, each in given.items() if name in names}
     for name in _LISTS & wanted.keys():
         if isinstance(wanted[name], int | str):
@@ -202,7 +202,7 @@ def _convert(given: Mapping[str, _Given], names: set[str], kind: type[T]) -> T:
         # Not strict: some clients can send numbers only as text.
         return msgspec.convert(wanted, kind, strict=False)
     except msgspec.ValidationError as error:
-        found = mismatch(error)
+        found = describe_validation_error(error)
         said, value = given[found.path.partition("[")[0]]
         element = found.path[found.path.find("[") :] if isinstance(value, list) else ""
         raise InvalidArgument(f"parameter '{said}{element}' {found}", field=said) from error
@@ -215,7 +215,7 @@ def _whole(value: Any) -> Any:
     return int(value) if type(value) is float and value.is_integer() else value
 
 
-def _as_said(error: InvalidArgument, given: Mapping[str, _Given]) -> InvalidArgument:
+def _as_said(error: InvalidArgument, given: Mapping[str, _NamedValue]) -> InvalidArgument:
     """By the name that the parameter came by."""
     culprit = given.get(error.field or "")
     if culprit is None or culprit.name == error.field:

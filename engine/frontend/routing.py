@@ -8,10 +8,10 @@ process sends all requests and so counts exactly: no draw between two is needed 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-SEQUENCE = 256
+TOKENS_PER_REQUEST = 256
 """What a request that a replica is at counts, in prompt tokens, for the tokens that it will generate."""
 
-REACH = 16 * SEQUENCE
+MAX_EXTRA_WORK = 16 * TOKENS_PER_REQUEST
 """How much busier than the least busy a replica may be, in prompt tokens, and still be chosen for what it has."""
 
 _SAVED = 2
@@ -23,7 +23,7 @@ _PART = 4
 one replica while the caches of the others stay empty (SGLang's router has such a threshold)."""
 
 
-class Prospect(NamedTuple):
+class ReplicaCandidate(NamedTuple):
     """A replica that could take a request, in tokens: the `work` ahead of it, how much of the prompt is `cached`
     there, and how much of all prompts is `kept` there. `sibling`: it has the whole prompt, for another of its answers.
     """
@@ -34,10 +34,11 @@ class Prospect(NamedTuple):
     sibling: bool = False
 
 
-def choose(prospects: Sequence[Prospect], prompt: int) -> int:
+def choose_replica(prospects: Sequence[ReplicaCandidate], prompt: int) -> int:
     """The index of the cheapest for a prompt of so many tokens; between equals, of the emptiest cache.
 
-    Never one that has more than `REACH` of work beyond the least busy; without anything cached, one of the least busy.
+    Never one that has more than `MAX_EXTRA_WORK` of work beyond the least busy; without anything cached, one of the
+    least busy.
     """
 
     def cost(index: int) -> tuple[int, int]:
@@ -47,8 +48,8 @@ def choose(prospects: Sequence[Prospect], prompt: int) -> int:
     return min(range(len(prospects)), key=cost)
 
 
-def _worth(prospect: Prospect, prompt: int) -> int:
+def _worth(prospect: ReplicaCandidate, prompt: int) -> int:
     """Work that a replica may be ahead by for what it has of the prompt."""
     if prospect.sibling:
-        return REACH
-    return min(prospect.cached * _SAVED, REACH) if prospect.cached * _PART >= prompt else 0
+        return MAX_EXTRA_WORK
+    return min(prospect.cached * _SAVED, MAX_EXTRA_WORK) if prospect.cached * _PART >= prompt else 0

@@ -8,18 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ...core.errors import RequestTimeout
-from ...core.metrics import End, LlmMetrics, Outcome
+from ...core.metrics import LlmMetrics, Outcome, RequestEnd
 from ...core.request import FinishReason, GenerateRequest, SamplingParams
-from ...core.request_context import CANCELLED, Exchange, current, end_of
+from ...core.request_context import CANCELLED, RequestContext, current_request, end_for_error
 
-_ENDS: dict[FinishReason, End] = {
-    reason: CANCELLED if reason is FinishReason.ABORT else End(Outcome(reason.value)) for reason in FinishReason
+_ENDS: dict[FinishReason, RequestEnd] = {
+    reason: CANCELLED if reason is FinishReason.ABORT else RequestEnd(Outcome(reason.value)) for reason in FinishReason
 }
 
 _DEFAULTS = SamplingParams()
 
 
-class Account:
+class SequenceStats:
     """A `core.exchange.Part`. `arrived`: a door got the request that it is for."""
 
     __slots__ = (
@@ -54,7 +54,7 @@ class Account:
         self.cached: int | None = None
         self.generated = 0
         self.finish_reason: FinishReason | None = None
-        self.end: End | None = None
+        self.end: RequestEnd | None = None
 
     def time_left(self, limit: float) -> float:
         """Of `limit` seconds since it arrived; 0 is no limit.
@@ -67,7 +67,7 @@ class Account:
             raise RequestTimeout
         return left if limit else 0.0
 
-    def join(self, exchange: Exchange) -> None:
+    def join(self, exchange: RequestContext) -> None:
         """It is for this request."""
         self.arrived = exchange.arrived
         exchange.parts.append(self)
@@ -118,21 +118,21 @@ class Account:
             self.end = CANCELLED
 
     def fail(self, error: Exception) -> None:
-        self.end = end_of(error, self.submitted is not None)
+        self.end = end_for_error(error, self.submitted is not None)
 
 
-class Accounts:
+class RequestRecorder:
     """Opens the accounts of one model's sequences, and counts its requests when they ended."""
 
     def __init__(self, metrics: LlmMetrics) -> None:
         self._metrics = metrics
 
     @contextmanager
-    def open(self, request: GenerateRequest) -> Iterator[Account]:
+    def open(self, request: GenerateRequest) -> Iterator[SequenceStats]:
         """One sequence of the current exchange; whatever ends the block ends it: a reader that leaves before the last
         token has cancelled it."""
-        account = Account(self._metrics, request)
-        exchange = current()
+        account = SequenceStats(self._metrics, request)
+        exchange = current_request()
         if exchange is not None:
             account.join(exchange)
         try:
@@ -143,14 +143,14 @@ class Accounts:
         finally:
             account.cancel()
 
-    def count(self, exchange: Exchange) -> None:
+    def count(self, exchange: RequestContext) -> None:
         """A request that was for the model has ended."""
         assert exchange.end is not None
         self._metrics.ended[exchange.end] += 1
         if exchange.end.outcome.answered:
             self._measure(exchange)
 
-    def _measure(self, exchange: Exchange) -> None:
+    def _measure(self, exchange: RequestContext) -> None:
         """An answered request: its phases, and Triton's sums of them."""
         metrics, summary, arrived, ended = self._metrics, exchange.summary, exchange.arrived, exchange.ended
         submitted = summary.submitted or arrived

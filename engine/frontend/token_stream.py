@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...core.errors import CharoniaError, RequestTimeout
-from ...core.logprobs import Logprobs, Scores
+from ...core.logprobs import Logprobs, PromptLogprobs
 from ...core.request import FinishReason
-from .admission import Place
-from .sequence_stats import Account
+from .admission import QueueTicket
+from .sequence_stats import SequenceStats
 
 
-class Delta(NamedTuple):
+class TokenDelta(NamedTuple):
     """Tokens since the last one; `cached_tokens` of the prompt came out of the prefix cache. `logprobs`: one for each
     token if the request wants them; `scores`: of the prompt's tokens, in the first one."""
 
@@ -22,10 +22,10 @@ class Delta(NamedTuple):
     cached_tokens: int
     finish_reason: FinishReason | None
     logprobs: tuple[Logprobs, ...] = ()
-    scores: tuple[Scores, ...] = ()
+    scores: tuple[PromptLogprobs, ...] = ()
 
 
-class Channel:
+class TokenStream:
     """One writer, one reader, both in the same event loop. Ends with a finish reason or an error.
 
     `account` learns of everything when it is written, however late it is read. `place`: what it has in line, in the
@@ -34,7 +34,7 @@ class Channel:
     Where no new tokens are wanted, the one that a computed prompt brings anyway goes no further.
     """
 
-    def __init__(self, account: Account, place: Place, priority: int = 0, owed: int = 0) -> None:
+    def __init__(self, account: SequenceStats, place: QueueTicket, priority: int = 0, owed: int = 0) -> None:
         self.account = account
         self.place = place
         self.priority = priority
@@ -43,7 +43,7 @@ class Channel:
         self._prompt_only = account.sampling.max_tokens == 0
         self._tokens: list[int] = []
         self._logprobs: list[Logprobs] = []
-        self._scores: list[Scores] = []
+        self._scores: list[PromptLogprobs] = []
         self._cached = 0
         self._finish: FinishReason | None = None
         self._error: CharoniaError | None = None
@@ -61,7 +61,7 @@ class Channel:
         self._cached = cached
         self.account.begin(cached, at)
 
-    def score(self, scores: Scores) -> None:
+    def score(self, scores: PromptLogprobs) -> None:
         """Some of the prompt. No news: the last of it come with the first token."""
         self._scores.append(scores)
 
@@ -89,7 +89,7 @@ class Channel:
         self._error = error
         self._tell()
 
-    async def read(self) -> Delta:
+    async def read(self) -> TokenDelta:
         """Wait for news and take all of it.
 
         Raises:
@@ -103,10 +103,10 @@ class Channel:
             raise self._error
         tokens, self._tokens = tuple(self._tokens), []
         if not self._logprobs and not self._scores:
-            return Delta(tokens, self._cached, self._finish)
+            return TokenDelta(tokens, self._cached, self._finish)
         logprobs, self._logprobs = tuple(self._logprobs), []
         scores, self._scores = tuple(self._scores), []
-        return Delta(tokens, self._cached, self._finish, logprobs, scores)
+        return TokenDelta(tokens, self._cached, self._finish, logprobs, scores)
 
     def _tell(self) -> None:
         self._news = True

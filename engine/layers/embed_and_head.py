@@ -10,23 +10,23 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from ..checkpoint.build_context import Pipe
+from ..checkpoint.build_context import PipelineLink
 from ..checkpoint.model_spec import ModelSpec
-from ..checkpoint.weights import Loader
-from ..cpu.op_trace import Ids, Slot
+from ..checkpoint.weights import WeightLoader
+from ..cpu.op_trace import SymbolicTensor, SymbolicTokenIds
 from .embedding import Embedding
-from .linear import Head
-from .norm import NormMaker
+from .linear import LMHead
+from .norm import NormFactory
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING_WEIGHT, HEAD_WEIGHT = "model.embed_tokens.weight", "lm_head.weight"
 
 
-class Inlet(Protocol):
+class DecoderInput(Protocol):
     """Token ids [N] -> hidden states [N, hidden], in memory of their own."""
 
     def __call__(self, tokens: Tensor) -> Tensor: ...
 
-    def recorded(self, ids: Ids) -> Slot:
+    def recorded(self, ids: SymbolicTokenIds) -> SymbolicTensor:
         """What a program does instead.
 
         Raises:
@@ -34,42 +34,42 @@ class Inlet(Protocol):
         """
 
 
-Outlet: TypeAlias = Callable[[Tensor, Tensor, Sequence[Tensor]], Iterator[Tensor] | None]
+DecoderOutput: TypeAlias = Callable[[Tensor, Tensor, Sequence[Tensor]], Iterator[Tensor] | None]
 """Hidden states and what is still to be added to them, both [N, hidden] and not needed any more, and selections of
 packed places, each [S] in order, no place twice in all of them -> the logits [S, vocabulary] of each when it is asked
 for; None from a stage that is not the last."""
 
 
-class Ends(NamedTuple):
+class DecoderEnds(NamedTuple):
     """Both ends of a stage, and the width of the hidden states between them."""
 
-    inlet: Inlet
-    outlet: Outlet
+    inlet: DecoderInput
+    outlet: DecoderOutput
     hidden: int
 
 
-def ends(spec: ModelSpec, load: Loader, norm: NormMaker, scale: float = 1.0) -> Ends:
+def build_ends(spec: ModelSpec, load: WeightLoader, norm: NormFactory, scale: float = 1.0) -> DecoderEnds:
     """The embedding, multiplied by `scale` in the model's dtype, or what the stage before sends; the last norm and the
     head, or the way to the stage after."""
-    return Ends(_inlet(spec, load, scale), _outlet(spec, load, norm), spec.hidden_size)
+    return DecoderEnds(_build_input(spec, load, scale), _build_output(spec, load, norm), spec.hidden_size)
 
 
-def _inlet(spec: ModelSpec, load: Loader, scale: float) -> Inlet:
+def _build_input(spec: ModelSpec, load: WeightLoader, scale: float) -> DecoderInput:
     seat = load.place.seat
     if seat.pipe is not None and not seat.stage.first:
-        return _Received(seat.pipe, spec.hidden_size, load.dtype, load.device)
-    return Embedding(load, EMBEDDING, spec.vocab_size, spec.hidden_size, scale)
+        return _StageReceiver(seat.pipe, spec.hidden_size, load.dtype, load.device)
+    return Embedding(load, EMBEDDING_WEIGHT, spec.vocab_size, spec.hidden_size, scale)
 
 
-def _outlet(spec: ModelSpec, load: Loader, norm: NormMaker) -> Outlet:
+def _build_output(spec: ModelSpec, load: WeightLoader, norm: NormFactory) -> DecoderOutput:
     seat = load.place.seat
     if seat.pipe is not None and not seat.stage.last:
-        return _Sent(seat.pipe)
-    return _Logits(spec, load, norm)
+        return _StageSender(seat.pipe)
+    return _LogitsOutput(spec, load, norm)
 
 
-class _Received:
-    def __init__(self, pipe: Pipe, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+class _StageReceiver:
+    def __init__(self, pipe: PipelineLink, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         self._pipe, self._hidden, self._dtype, self._device = pipe, hidden, dtype, device
 
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -77,25 +77,25 @@ class _Received:
         self._pipe.receive(x)
         return x
 
-    def recorded(self, ids: Ids) -> Slot:
+    def recorded(self, ids: SymbolicTokenIds) -> SymbolicTensor:
         raise TypeError("what the stage before sends is no program's to fetch")
 
 
-class _Sent:
-    def __init__(self, pipe: Pipe) -> None:
+class _StageSender:
+    def __init__(self, pipe: PipelineLink) -> None:
         self._pipe = pipe
 
     def __call__(self, x: Tensor, delta: Tensor, chosen: Sequence[Tensor]) -> None:
         self._pipe.send(x + delta)  # in memory of its own: the layers' is written to again while this is on its way
 
 
-class _Logits:
+class _LogitsOutput:
     """Softly capped where the model wants it: cap * tanh(logit / cap)."""
 
-    def __init__(self, spec: ModelSpec, load: Loader, norm: NormMaker) -> None:
+    def __init__(self, spec: ModelSpec, load: WeightLoader, norm: NormFactory) -> None:
         self._norm = norm(load.vector("model.norm.weight", spec.hidden_size), spec.norm_eps)
-        name = EMBEDDING if spec.tied_embeddings else HEAD
-        self._head = Head(load, name, spec.vocab_size, spec.hidden_size)
+        name = EMBEDDING_WEIGHT if spec.tied_embeddings else HEAD_WEIGHT
+        self._head = LMHead(load, name, spec.vocab_size, spec.hidden_size)
         self._cap = spec.logit_cap
 
     def __call__(self, x: Tensor, delta: Tensor, chosen: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -4,19 +4,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checkpoint.tensor_group import part
-from ..checkpoint.weights import Loader, Piece
-from ..cpu.elementwise import embedding
-from ..cpu.op_trace import Ids, Slot
+from ..checkpoint.tensor_group import rank_slice
+from ..checkpoint.weights import TensorSlice, WeightLoader
+from ..cpu.elementwise import trace_embedding
+from ..cpu.op_trace import SymbolicTensor, SymbolicTokenIds
 
 
 class Embedding:
     """Token ids [N] -> [N, hidden], multiplied by `scale` in the model's dtype. The table stays in the mapped file
     where it can: a step reads few rows of it."""
 
-    def __init__(self, load: Loader, name: str, vocab: int, hidden: int, scale: float = 1.0) -> None:
-        self._part = part(vocab, load.group)
-        self._table = load.mapped(Piece(name, (vocab, hidden), self._part))
+    def __init__(self, load: WeightLoader, name: str, vocab: int, hidden: int, scale: float = 1.0) -> None:
+        self._part = rank_slice(vocab, load.group)
+        self._table = load.mapped(TensorSlice(name, (vocab, hidden), self._part))
         self._group = load.group
         self._scale = None if scale == 1 else torch.tensor(scale, dtype=load.dtype, device=load.device)
 
@@ -24,11 +24,11 @@ class Embedding:
         x = self._rows(tokens)
         return x if self._scale is None else x * self._scale
 
-    def recorded(self, ids: Ids) -> Slot:
+    def recorded(self, ids: SymbolicTokenIds) -> SymbolicTensor:
         """Raises TypeError: there is no kernel for it."""
         if self._group.size > 1:
             raise TypeError("a table that is split is read by all ranks together")
-        return embedding(ids, self._table, 1.0 if self._scale is None else float(self._scale))
+        return trace_embedding(ids, self._table, 1.0 if self._scale is None else float(self._scale))
 
     def _rows(self, tokens: Tensor) -> Tensor:
         if self._group.size == 1:

@@ -5,11 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checkpoint.model_spec import Experts
-from ..checkpoint.tensor_group import Alone, part
-from ..checkpoint.weights import Loader, Piece
-from .matmul import ROUTER, prepare
-from .mlp import Gated, GatedMLP
+from ..checkpoint.model_spec import ExpertsSpec
+from ..checkpoint.tensor_group import SingleRank, rank_slice
+from ..checkpoint.weights import TensorSlice, WeightLoader
+from .matmul import ROUTER, build_matmul
+from .mlp import GatedMLP, GatedMLPSpec
 
 
 class Routed(NamedTuple):
@@ -24,8 +24,8 @@ class Router:
 
     Every rank has all of it, and so decides the same."""
 
-    def __init__(self, load: Loader, name: str, hidden: int, experts: Experts) -> None:
-        self._scores = prepare(load, [Piece(f"{name}.weight", (experts.count, hidden))], use=ROUTER)
+    def __init__(self, load: WeightLoader, name: str, hidden: int, experts: ExpertsSpec) -> None:
+        self._scores = build_matmul(load, [TensorSlice(f"{name}.weight", (experts.count, hidden))], use=ROUTER)
         self._experts = experts
 
     def __call__(self, x: Tensor) -> Routed:
@@ -42,11 +42,11 @@ class MixtureOfExperts:
     Every rank holds a slice of every expert, or some experts whole: the sum over ranks is the same. Experts go one by
     one, each over its tokens."""
 
-    def __init__(self, load: Loader, router: Router, experts: list[Gated]) -> None:
+    def __init__(self, load: WeightLoader, router: Router, experts: list[GatedMLPSpec]) -> None:
         self._router, self._group = router, load.group
         whole = load.place.whole_experts
-        self._mine = part(len(experts), load.group) if whole else slice(0, len(experts))
-        holding = load.within(Alone()) if whole else load
+        self._mine = rank_slice(len(experts), load.group) if whole else slice(0, len(experts))
+        holding = load.within(SingleRank()) if whole else load
         self._experts = [GatedMLP(holding, expert) for expert in experts[self._mine]]
         self._count = len(experts)
 

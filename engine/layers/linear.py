@@ -5,19 +5,19 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..checkpoint.tensor_group import part
-from ..checkpoint.weights import Loader, Piece
-from .matmul import HEAD, prepare
+from ..checkpoint.tensor_group import rank_slice
+from ..checkpoint.weights import TensorSlice, WeightLoader
+from .matmul import LM_HEAD, build_matmul
 
 
-class Output(NamedTuple):
+class OutputShard(NamedTuple):
     """One of the checkpoint's matrices, of which this rank computes the output features `part` of `size`."""
 
     name: str
     size: int
     part: slice
 
-    def below(self, features: int) -> "Output":
+    def below(self, features: int) -> "OutputShard":
         """As many of the same matrix, so many `features` further on: where a checkpoint has several matrices in one."""
         return self._replace(part=slice(self.part.start + features, self.part.stop + features))
 
@@ -25,9 +25,11 @@ class Output(NamedTuple):
 class ColumnLinear:
     """x [N, in] -> this rank's output features [N, sum of parts]; several matrices computed as one."""
 
-    def __init__(self, load: Loader, outputs: Sequence[Output], inputs: int, *, bias: bool) -> None:
-        biases = load.stack(Piece(f"{o.name}.bias", (o.size,), o.part) for o in outputs) if bias else None
-        self._matmul = prepare(load, (Piece(f"{o.name}.weight", (o.size, inputs), o.part) for o in outputs), biases)
+    def __init__(self, load: WeightLoader, outputs: Sequence[OutputShard], inputs: int, *, bias: bool) -> None:
+        biases = load.stack(TensorSlice(f"{o.name}.bias", (o.size,), o.part) for o in outputs) if bias else None
+        self._matmul = build_matmul(
+            load, (TensorSlice(f"{o.name}.weight", (o.size, inputs), o.part) for o in outputs), biases
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._matmul(x)
@@ -36,10 +38,10 @@ class ColumnLinear:
 class RowLinear:
     """This rank's input features [N, in / ranks] -> the whole output [N, out], summed over the group."""
 
-    def __init__(self, load: Loader, name: str, inputs: int, columns: slice, outputs: int, *, bias: bool) -> None:
+    def __init__(self, load: WeightLoader, name: str, inputs: int, columns: slice, outputs: int, *, bias: bool) -> None:
         # The sum over ranks must contain the bias once.
         mine = load.vector(f"{name}.bias", outputs) if bias and load.group.rank == 0 else None
-        self.partial = prepare(load, [Piece(f"{name}.weight", (outputs, inputs), columns=columns)], mine)
+        self.partial = build_matmul(load, [TensorSlice(f"{name}.weight", (outputs, inputs), columns=columns)], mine)
         """This rank's share of the sum."""
         self._group = load.group
 
@@ -47,12 +49,12 @@ class RowLinear:
         return self._group.sum(self.partial(x))
 
 
-class Head:
+class LMHead:
     """Hidden states [S, hidden] -> logits [S, vocabulary], the vocabulary split over the group."""
 
-    def __init__(self, load: Loader, name: str, vocab: int, hidden: int) -> None:
-        rows = part(vocab, load.group)
-        self._matmul = prepare(load, [Piece(name, (vocab, hidden), rows)], use=HEAD)
+    def __init__(self, load: WeightLoader, name: str, vocab: int, hidden: int) -> None:
+        rows = rank_slice(vocab, load.group)
+        self._matmul = build_matmul(load, [TensorSlice(name, (vocab, hidden), rows)], use=LM_HEAD)
         self._group, self._vocab = load.group, vocab
 
     def __call__(self, x: Tensor) -> Tensor:

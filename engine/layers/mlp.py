@@ -8,18 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checkpoint.tensor_group import part
-from ..checkpoint.weights import Loader
+from ..checkpoint.tensor_group import rank_slice
+from ..checkpoint.weights import WeightLoader
 from ..cpu import library
 from ..cpu.elementwise import FusedGate
-from .linear import ColumnLinear, Output, RowLinear
+from .linear import ColumnLinear, OutputShard, RowLinear
 
 Gate: TypeAlias = Callable[[Tensor], Tensor]
 """x [N, gate and up, n], flat as [N, 2n] -> activation(gate) * up [N, n]."""
 
 _tanh_gelu = partial(F.gelu, approximate="tanh")
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
     "gelu": F.gelu,
@@ -34,7 +34,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """config.json's name -> the function; spec.ACTIVATIONS are the same names."""
 
 
-class Gated(NamedTuple):
+class GatedMLPSpec(NamedTuple):
     """Names, sizes and manner of one gated layer; `fused` is the name of gate and up in one matrix."""
 
     name: str
@@ -47,23 +47,23 @@ class Gated(NamedTuple):
     down: str = "down_proj"
     fused: str | None = None
 
-    def outputs(self, mine: slice) -> list[Output]:
+    def outputs(self, mine: slice) -> list[OutputShard]:
         """Gate and up, the features `mine` of each."""
         if self.fused is None:
-            return [Output(f"{self.name}.{one}", self.intermediate, mine) for one in (self.gate, self.up)]
-        matrix = Output(f"{self.name}.{self.fused}", 2 * self.intermediate, mine)
+            return [OutputShard(f"{self.name}.{one}", self.intermediate, mine) for one in (self.gate, self.up)]
+        matrix = OutputShard(f"{self.name}.{self.fused}", 2 * self.intermediate, mine)
         return [matrix, matrix.below(self.intermediate)]
 
 
 class GatedMLP:
     """x [N, hidden] -> down(activation(gate(x)) * up(x)) [N, hidden]."""
 
-    def __init__(self, load: Loader, what: Gated) -> None:
-        mine = part(what.intermediate, load.group)
+    def __init__(self, load: WeightLoader, what: GatedMLPSpec) -> None:
+        mine = rank_slice(what.intermediate, load.group)
         self._gate_up = ColumnLinear(load, what.outputs(mine), what.hidden, bias=what.bias)
         down = f"{what.name}.{what.down}"
         self._down = RowLinear(load, down, what.intermediate, mine, what.hidden, bias=what.bias)
-        self._gate = gate(what.activation, load.dtype, load.device)
+        self._gate = build_gate(what.activation, load.dtype, load.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._down(self._inner(x))
@@ -80,13 +80,13 @@ class TorchGate:
     """A `Gate` by torch; the reference of `FusedGate`."""
 
     def __init__(self, activation: str) -> None:
-        self._activation = ACTIVATIONS[activation]
+        self._activation = ACTIVATION_FUNCTIONS[activation]
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, -1)
         return self._activation(gate).mul_(up)
 
 
-def gate(activation: str, dtype: torch.dtype, device: torch.device) -> Gate:
+def build_gate(activation: str, dtype: torch.dtype, device: torch.device) -> Gate:
     """The fastest one here."""
-    return FusedGate(activation) if library.serves(dtype, device) else TorchGate(activation)
+    return FusedGate(activation) if library.supports(dtype, device) else TorchGate(activation)

@@ -21,7 +21,7 @@ class Norm(Protocol):
         """The first `heads` of x [N, more, n] in place."""
 
 
-class NormMaker(Protocol):
+class NormFactory(Protocol):
     def __call__(self, weight: Tensor, eps: float) -> Norm:
         """The norm with `weight` [n], or [heads, n] for x [N, heads, n]."""
 
@@ -51,11 +51,11 @@ class TorchNorm:
 
 def rms_norm(weight: Tensor, eps: float) -> Norm:
     """x / rms(x) * weight, by the fastest way there is here."""
-    fused = library.serves(weight.dtype, weight.device)
+    fused = library.supports(weight.dtype, weight.device)
     return FusedNorm(weight.float(), eps, weight.dtype) if fused else TorchNorm(weight, eps)
 
 
 def offset_rms_norm(weight: Tensor, eps: float) -> Norm:
     """Gemma's: x / rms(x) * (1 + weight), all of it in float32."""
-    fused, offset = library.serves(weight.dtype, weight.device), 1.0 + weight.float()
+    fused, offset = library.supports(weight.dtype, weight.device), 1.0 + weight.float()
     return FusedNorm(offset, eps, weight.dtype) if fused else TorchNorm(offset, eps)

@@ -7,12 +7,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..checkpoint.model_spec import Rope
+from ..checkpoint.model_spec import RopeSpec
 from ..cpu import library
-from ..cpu.elementwise import turn
+from ..cpu.elementwise import apply_rope
 
 
-class Angles(Protocol):
+class RotaryAngles(Protocol):
     """How far each token of a step is turned."""
 
     def rotate(self, x: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ class Angles(Protocol):
 class Rotary(Protocol):
     """Knows every position the model can have."""
 
-    def __call__(self, positions: Tensor) -> Angles: ...
+    def __call__(self, positions: Tensor) -> RotaryAngles: ...
 
 
 class TorchAngles(NamedTuple):
@@ -41,8 +41,8 @@ class TorchAngles(NamedTuple):
 class TorchRotary:
     """cos and sin for every position, in the model's dtype."""
 
-    def __init__(self, rope: Rope, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device) -> None:
-        cos, sin = _turns(rope, head_dim, positions)
+    def __init__(self, rope: RopeSpec, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        cos, sin = _cos_sin(rope, head_dim, positions)
         self._cos = torch.cat((cos, cos), -1).unsqueeze(1).to(device, dtype)
         self._sin = torch.cat((-sin, sin), -1).unsqueeze(1).to(device, dtype)
 
@@ -59,35 +59,35 @@ class FusedAngles(NamedTuple):
     def rotate(self, x: Tensor) -> Tensor:
         size, turns = 2 * self.turns.shape[-1], self.turns[self.positions]
         if size == x.shape[-1]:
-            return turn(x, turns)
-        return torch.cat((turn(x[..., :size].contiguous(), turns), x[..., size:]), -1)
+            return apply_rope(x, turns)
+        return torch.cat((apply_rope(x[..., :size].contiguous(), turns), x[..., size:]), -1)
 
 
 class FusedRotary:
     """cos and sin for every position, side by side for the kernels: half as many, in float32."""
 
-    def __init__(self, rope: Rope, head_dim: int, positions: int) -> None:
-        self.turns = torch.stack(_turns(rope, head_dim, positions), 1)
+    def __init__(self, rope: RopeSpec, head_dim: int, positions: int) -> None:
+        self.turns = torch.stack(_cos_sin(rope, head_dim, positions), 1)
         """Float32 [positions, 2, rotary_dim / 2]."""
 
     def __call__(self, positions: Tensor) -> FusedAngles:
         return FusedAngles(self.turns, positions)
 
 
-def rotary(rope: Rope, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device) -> Rotary:
+def build_rotary(rope: RopeSpec, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device) -> Rotary:
     """The fastest one here."""
-    if library.serves(dtype, device):
+    if library.supports(dtype, device):
         return FusedRotary(rope, head_dim, positions)
     return TorchRotary(rope, head_dim, positions, dtype, device)
 
 
-def _turns(rope: Rope, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
+def _cos_sin(rope: RopeSpec, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
     """cos and sin [positions, rotary_dim / 2]."""
-    radians = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies(rope, head_dim, positions))
+    radians = torch.outer(torch.arange(positions, dtype=torch.float32), rope_frequencies(rope, head_dim, positions))
     return radians.cos() * rope.attention_factor, radians.sin() * rope.attention_factor
 
 
-def frequencies(rope: Rope, head_dim: int, positions: int) -> Tensor:
+def rope_frequencies(rope: RopeSpec, head_dim: int, positions: int) -> Tensor:
     """Radians per position [rotary_dim / 2], scaled as the checkpoint says.
 
     Longrope has two sets of them. Which one is taken follows from `positions`, the most that a sequence may have, and
@@ -98,25 +98,25 @@ def frequencies(rope: Rope, head_dim: int, positions: int) -> Tensor:
     if rope.kind == "linear":
         return plain / rope.factor
     if rope.kind == "llama3":
-        return _llama3(plain, rope)
+        return _scale_llama3(plain, rope)
     if rope.kind == "yarn":
-        return _yarn(plain, rope, size)
+        return _scale_yarn(plain, rope, size)
     if rope.kind == "longrope":
         return plain / torch.tensor(rope.long_factor if positions > rope.original_max_position else rope.short_factor)
     return plain
 
 
-def _llama3(plain: Tensor, rope: Rope) -> Tensor:
+def _scale_llama3(plain: Tensor, rope: RopeSpec) -> Tensor:
     """Llama 3.1: waves longer than the original context are slowed by `factor`, short ones kept, between blended."""
     waves = rope.original_max_position * plain / (2 * math.pi)
     kept = ((waves - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return kept * plain + (1 - kept) * plain / rope.factor
 
 
-def _yarn(plain: Tensor, rope: Rope, size: int) -> Tensor:
+def _scale_yarn(plain: Tensor, rope: RopeSpec, size: int) -> Tensor:
     """What turns more than `beta_fast` times within the original context is kept, what turns less than `beta_slow`
     times is slowed by `factor`, between blended pair by pair."""
-    low, high = (_pair(turns, rope, size) for turns in (rope.beta_fast, rope.beta_slow))
+    low, high = (_pair_of_turns(turns, rope, size) for turns in (rope.beta_fast, rope.beta_slow))
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
@@ -124,6 +124,6 @@ def _yarn(plain: Tensor, rope: Rope, size: int) -> Tensor:
     return plain / rope.factor * slowed + plain * (1 - slowed)
 
 
-def _pair(turns: float, rope: Rope, size: int) -> float:
+def _pair_of_turns(turns: float, rope: RopeSpec, size: int) -> float:
     """Number of the pair that turns so often within the original context; not a whole one."""
     return size * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

@@ -5,57 +5,57 @@ import math
 
 from torch import Tensor
 
-from ..attention.backend import Attend
+from ..attention.backend import StepAttention
 from ..checkpoint.model_spec import ModelSpec
-from ..checkpoint.weights import Loader
-from ..layers.embed_and_head import ends
+from ..checkpoint.weights import WeightLoader
+from ..layers.embed_and_head import build_ends
 from ..layers.mlp import GatedMLP
 from ..layers.norm import Norm, offset_rms_norm
-from ..layers.rotary import Angles, rotary
-from ..layers.self_attention import Projections, SelfAttention
+from ..layers.rotary import RotaryAngles, build_rotary
+from ..layers.self_attention import AttentionProjections, SelfAttention
 from .interfaces import Decoder
-from .llama import mlp
-from .native_decoder import Rotation, Stack
+from .llama import mlp_spec
+from .native_decoder import LayerRotaries, NativeDecoder
 
 
-def _gemma(spec: ModelSpec, load: Loader, has: Projections) -> Decoder:
+def _build_gemma(spec: ModelSpec, load: WeightLoader, has: AttentionProjections) -> Decoder:
     layers = load.layers(spec.layers)
     ropes = [spec.local_rope if spec.views[index].window else spec.rope for index in layers]
     kinds = list(dict.fromkeys(ropes))
-    rotaries = [rotary(rope, spec.head_dim, load.place.positions, load.dtype, load.device) for rope in kinds]
-    return Stack(
-        ends(spec, load, offset_rms_norm, math.sqrt(spec.hidden_size)),
-        [Layer(spec, load, index, has) for index in layers],
-        Rotation(rotaries, [kinds.index(rope) for rope in ropes]),
+    rotaries = [build_rotary(rope, spec.head_dim, load.place.positions, load.dtype, load.device) for rope in kinds]
+    return NativeDecoder(
+        build_ends(spec, load, offset_rms_norm, math.sqrt(spec.hidden_size)),
+        [GemmaDecoderLayer(spec, load, index, has) for index in layers],
+        LayerRotaries(rotaries, [kinds.index(rope) for rope in ropes]),
     )
 
 
-class Layer:
+class GemmaDecoderLayer:
     """One decoder layer. The residual stream x is changed in place; what each part adds to it is added by the norm of
     the next part, and the last `delta` by whoever comes after."""
 
-    def __init__(self, spec: ModelSpec, load: Loader, index: int, has: Projections) -> None:
+    def __init__(self, spec: ModelSpec, load: WeightLoader, index: int, has: AttentionProjections) -> None:
         name = f"model.layers.{index}"
         self._before_attention = _norm(load, f"{name}.input_layernorm", spec)
         self._attention = SelfAttention(load, spec, index, has)
         self._after_attention = _norm(load, f"{name}.post_attention_layernorm", spec)
         self._before_mlp = _norm(load, f"{name}.pre_feedforward_layernorm", spec)
-        self._mlp = GatedMLP(load, mlp(spec, index)._replace(bias=False))
+        self._mlp = GatedMLP(load, mlp_spec(spec, index)._replace(bias=False))
         self._after_mlp = _norm(load, f"{name}.post_feedforward_layernorm", spec)
 
-    def __call__(self, x: Tensor, delta: Tensor, angles: Angles, attend: Attend) -> Tensor:
+    def __call__(self, x: Tensor, delta: Tensor, angles: RotaryAngles, attend: StepAttention) -> Tensor:
         mixed = self._after_attention(self._attention(self._before_attention.after(x, delta), angles, attend))
         return self._after_mlp(self._mlp(self._before_mlp.after(x, mixed)))
 
 
-def _norm(load: Loader, name: str, spec: ModelSpec) -> Norm:
+def _norm(load: WeightLoader, name: str, spec: ModelSpec) -> Norm:
     return offset_rms_norm(load.vector(f"{name}.weight", spec.hidden_size), spec.norm_eps)
 
 
-def gemma2(spec: ModelSpec, load: Loader) -> Decoder:
-    return _gemma(spec, load, Projections(qkv_bias=spec.attention_bias, out_bias=spec.attention_bias))
+def build_gemma2(spec: ModelSpec, load: WeightLoader) -> Decoder:
+    return _build_gemma(spec, load, AttentionProjections(qkv_bias=spec.attention_bias, out_bias=spec.attention_bias))
 
 
-def gemma3(spec: ModelSpec, load: Loader) -> Decoder:
+def build_gemma3(spec: ModelSpec, load: WeightLoader) -> Decoder:
     bias = spec.attention_bias
-    return _gemma(spec, load, Projections(qkv_bias=bias, out_bias=bias, norm=offset_rms_norm))
+    return _build_gemma(spec, load, AttentionProjections(qkv_bias=bias, out_bias=bias, norm=offset_rms_norm))

@@ -5,20 +5,20 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
-from ..attention.backend import Attend
-from ..checkpoint.build_context import Place
-from ..checkpoint.model_spec import ModelSpec, Shape
-from ..checkpoint.weights import Loader
+from ..attention.backend import StepAttention
+from ..checkpoint.build_context import BuildContext
+from ..checkpoint.model_spec import DecoderShape, ModelSpec
+from ..checkpoint.weights import WeightLoader
 from ..config import ParallelConfig
-from ..step_batch import Batch
-from ..worker.sampler import Picks
+from ..step_batch import StepBatch
+from ..worker.sampler import SampledTokens
 
-Logits: TypeAlias = Iterator[Tensor]
+LogitsIterator: TypeAlias = Iterator[Tensor]
 """Logits [S, vocabulary] of one selection of places after the other, each computed when it is asked for, and good until
 the next one is."""
 
 
-class Running(Protocol):
+class PendingStep(Protocol):
     """A step that is computed beside the caller."""
 
     def finish(self) -> None:
@@ -32,7 +32,7 @@ class Running(Protocol):
 class Decoder(Protocol):
     """A causal language model over packed sequences, or a rank's share of it."""
 
-    def logits(self, batch: Batch, attend: Attend, chosen: Sequence[Tensor]) -> Logits | None:
+    def logits(self, batch: StepBatch, attend: StepAttention, chosen: Sequence[Tensor]) -> LogitsIterator | None:
         """Compute the tokens of `batch`; keys and values go through `attend`, which counts this rank's layers from 0.
 
         Returns the logits of each selection of packed places [S] in `chosen`, which are in order and no place is twice,
@@ -41,7 +41,9 @@ class Decoder(Protocol):
         ignore token ids.
         """
 
-    def begin(self, batch: Batch, attend: Attend, places: Tensor, picks: Picks | None = None) -> Running | None:
+    def begin(
+        self, batch: StepBatch, attend: StepAttention, places: Tensor, picks: SampledTokens | None = None
+    ) -> PendingStep | None:
         """Begin to compute logits of packed `places` [S] beside the caller, when the steps begun before are done.
 
         With `picks` tokens are chosen too, and the batch's rows know them: then the next step may begin before this one
@@ -52,16 +54,16 @@ class Decoder(Protocol):
         """Let go of threads, when everything begun is computed; nothing is computed afterwards."""
 
 
-Builder: TypeAlias = Callable[[ModelSpec, Loader], Decoder]
+DecoderFactory: TypeAlias = Callable[[ModelSpec, WeightLoader], Decoder]
 """Builds a decoder, or the rank's share of it, from its spec and weights."""
 
 
-class Built(NamedTuple):
+class BuiltDecoder(NamedTuple):
     decoder: Decoder
-    shape: Shape
+    shape: DecoderShape
 
 
-class Recipe(Protocol):
+class CheckpointBuilder(Protocol):
     """A checkpoint that can be served: what is known before its weights are read, and how to build it."""
 
     @property
@@ -76,10 +78,10 @@ class Recipe(Protocol):
     def default_length(self) -> int:
         """Tokens of the longest sequence where nobody asks for another length."""
 
-    def build(self, place: Place) -> Built:
+    def build(self, place: BuildContext) -> BuiltDecoder:
         """Raises CheckpointError: the weights are broken, not what config.json says, or can't be quantised."""
 
-    def examine(self, place: Place, parallel: ParallelConfig) -> str:
+    def examine(self, place: BuildContext, parallel: ParallelConfig) -> str:
         """Look for what `build` would refuse, without reading any weights; what that can't find, if anything.
 
         Raises:

@@ -5,50 +5,50 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from ..attention.backend import Attend
+from ..attention.backend import StepAttention
 from ..checkpoint.model_spec import ModelSpec
-from ..checkpoint.weights import Loader
-from ..layers.embed_and_head import ends
-from ..layers.mlp import Gated, GatedMLP
+from ..checkpoint.weights import WeightLoader
+from ..layers.embed_and_head import build_ends
+from ..layers.mlp import GatedMLP, GatedMLPSpec
 from ..layers.norm import rms_norm
-from ..layers.rotary import Angles, rotary
-from ..layers.self_attention import Projections, SelfAttention
+from ..layers.rotary import RotaryAngles, build_rotary
+from ..layers.self_attention import AttentionProjections, SelfAttention
 from .interfaces import Decoder
-from .native_decoder import Rotation, Stack
+from .native_decoder import LayerRotaries, NativeDecoder
 
 FeedForward: TypeAlias = Callable[[Tensor], Tensor]
 """x [N, hidden] -> [N, hidden]."""
 
 
-def gated(spec: ModelSpec, load: Loader, index: int) -> FeedForward:
+def build_dense_mlp(spec: ModelSpec, load: WeightLoader, index: int) -> FeedForward:
     """The dense feed-forward part of layer `index`."""
-    return GatedMLP(load, mlp(spec, index))
+    return GatedMLP(load, mlp_spec(spec, index))
 
 
-def mlp(spec: ModelSpec, index: int) -> Gated:
+def mlp_spec(spec: ModelSpec, index: int) -> GatedMLPSpec:
     name = f"model.layers.{index}.mlp"
-    return Gated(name, spec.hidden_size, spec.intermediate_size, spec.mlp_bias, spec.activation)
+    return GatedMLPSpec(name, spec.hidden_size, spec.intermediate_size, spec.mlp_bias, spec.activation)
 
 
-class Kin(NamedTuple):
+class LlamaVariant(NamedTuple):
     """What tells Llama's relatives from it."""
 
-    attention: Projections = Projections()
-    feed_forward: Callable[[ModelSpec, Loader, int], FeedForward] = gated
+    attention: AttentionProjections = AttentionProjections()
+    feed_forward: Callable[[ModelSpec, WeightLoader, int], FeedForward] = build_dense_mlp
 
 
-def like_llama(spec: ModelSpec, load: Loader, kin: Kin) -> Decoder:
+def build_llama_variant(spec: ModelSpec, load: WeightLoader, kin: LlamaVariant) -> Decoder:
     """A decoder of Llama's shape."""
-    turning = rotary(spec.rope, spec.head_dim, load.place.positions, load.dtype, load.device)
-    layers = [Layer(spec, load, index, kin) for index in load.layers(spec.layers)]
-    return Stack(ends(spec, load, rms_norm), layers, Rotation([turning]))
+    turning = build_rotary(spec.rope, spec.head_dim, load.place.positions, load.dtype, load.device)
+    layers = [LlamaDecoderLayer(spec, load, index, kin) for index in load.layers(spec.layers)]
+    return NativeDecoder(build_ends(spec, load, rms_norm), layers, LayerRotaries([turning]))
 
 
-class Layer:
+class LlamaDecoderLayer:
     """One decoder layer. The residual stream x is changed in place; what each part adds to it is added by the norm of
     the next part, and the last `delta` by whoever comes after."""
 
-    def __init__(self, spec: ModelSpec, load: Loader, index: int, kin: Kin) -> None:
+    def __init__(self, spec: ModelSpec, load: WeightLoader, index: int, kin: LlamaVariant) -> None:
         name = f"model.layers.{index}"
         hidden, eps = spec.hidden_size, spec.norm_eps
         self._before_attention = rms_norm(load.vector(f"{name}.input_layernorm.weight", hidden), eps)
@@ -56,11 +56,11 @@ class Layer:
         self._before_mlp = rms_norm(load.vector(f"{name}.post_attention_layernorm.weight", hidden), eps)
         self._mlp = kin.feed_forward(spec, load, index)
 
-    def __call__(self, x: Tensor, delta: Tensor, angles: Angles, attend: Attend) -> Tensor:
+    def __call__(self, x: Tensor, delta: Tensor, angles: RotaryAngles, attend: StepAttention) -> Tensor:
         mixed = self._attention(self._before_attention.after(x, delta), angles, attend)
         return self._mlp(self._before_mlp.after(x, mixed))
 
 
-def llama(spec: ModelSpec, load: Loader) -> Decoder:
+def build_llama(spec: ModelSpec, load: WeightLoader) -> Decoder:
     bias = spec.attention_bias
-    return like_llama(spec, load, Kin(Projections(qkv_bias=bias, out_bias=bias)))
+    return build_llama_variant(spec, load, LlamaVariant(AttentionProjections(qkv_bias=bias, out_bias=bias)))

@@ -1,10 +1,10 @@
 """Mistral 7B and its line (arXiv 2310.06825): Llama's shape, every layer looking through a window if there is one."""
 
 from ..checkpoint.model_spec import ModelSpec
-from ..checkpoint.weights import Loader
+from ..checkpoint.weights import WeightLoader
 from .interfaces import Decoder
-from .llama import Kin, like_llama
+from .llama import LlamaVariant, build_llama_variant
 
 
-def mistral(spec: ModelSpec, load: Loader) -> Decoder:
-    return like_llama(spec, load, Kin())
+def build_mistral(spec: ModelSpec, load: WeightLoader) -> Decoder:
+    return build_llama_variant(spec, load, LlamaVariant())

@@ -1,23 +1,23 @@
 """Mixtral (arXiv 2401.04088): Mistral's shape with a mixture of experts in every layer."""
 
 from ..checkpoint.model_spec import CheckpointError, ModelSpec
-from ..checkpoint.weights import Loader
+from ..checkpoint.weights import WeightLoader
 from ..layers.experts import MixtureOfExperts, Router
-from ..layers.mlp import Gated
+from ..layers.mlp import GatedMLPSpec
 from .interfaces import Decoder
-from .llama import FeedForward, Kin, like_llama
+from .llama import FeedForward, LlamaVariant, build_llama_variant
 
 
-def mixtral(spec: ModelSpec, load: Loader) -> Decoder:
-    return like_llama(spec, load, Kin(feed_forward=_sparse))
+def build_mixtral(spec: ModelSpec, load: WeightLoader) -> Decoder:
+    return build_llama_variant(spec, load, LlamaVariant(feed_forward=_build_experts))
 
 
-def _sparse(spec: ModelSpec, load: Loader, index: int) -> FeedForward:
+def _build_experts(spec: ModelSpec, load: WeightLoader, index: int) -> FeedForward:
     if spec.experts is None:
         raise CheckpointError("a Mixtral without num_experts_per_tok in its config.json")
     name, hidden, inner = f"model.layers.{index}.block_sparse_moe", spec.hidden_size, spec.experts.intermediate_size
     experts = [
-        Gated(f"{name}.experts.{number}", hidden, inner, gate="w1", up="w3", down="w2")
+        GatedMLPSpec(f"{name}.experts.{number}", hidden, inner, gate="w1", up="w3", down="w2")
         for number in range(spec.experts.count)
     ]
     return MixtureOfExperts(load, Router(load, f"{name}.gate", hidden, spec.experts), experts)

@@ -7,136 +7,140 @@ from typing import NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from ..attention.backend import Attend
-from ..attention.native import NativeAttend
+from ..attention.backend import StepAttention
+from ..attention.native import NativeStepAttention
 from ..cpu import library
-from ..cpu.buffer_planner import Marks
-from ..cpu.op_trace import ATTENTION, ENTER, PICK, Ids, Operation, Places, Slot, Tape
-from ..cpu.program import Asked, Hidden, Program, Run
-from ..layers.embed_and_head import Ends
-from ..layers.rotary import Angles, FusedRotary, Rotary
-from ..step_batch import Batch
-from ..worker.sampler import Picks
+from ..cpu.buffer_planner import TraceIO
+from ..cpu.op_trace import ATTENTION, ENTER, PICK, OpStruct, OpTrace, SymbolicIndices, SymbolicTensor, SymbolicTokenIds
+from ..cpu.program import DecoderProgram, HiddenStates, ProgramInputs, StepRun
+from ..layers.embed_and_head import DecoderEnds
+from ..layers.rotary import FusedRotary, Rotary, RotaryAngles
+from ..step_batch import StepBatch
+from ..worker.sampler import SampledTokens
 
-DecoderLayer: TypeAlias = Callable[[Tensor, Tensor, Angles, Attend], Tensor]
+DecoderLayer: TypeAlias = Callable[[Tensor, Tensor, RotaryAngles, StepAttention], Tensor]
 """The residual stream x [N, hidden], changed in place, and what is still to be added to it; what to add after it."""
 
 
-class Rotation(NamedTuple):
+class LayerRotaries(NamedTuple):
     """The ways in which layers turn their heads, and which of them each layer has; without that all have the first."""
 
     rotaries: Sequence[Rotary]
     by_layer: Sequence[int] | None = None
 
 
-class Stack:
+class NativeDecoder:
     """Our own architectures as a Decoder."""
 
-    def __init__(self, ends: Ends, layers: Sequence[DecoderLayer], rotation: Rotation) -> None:
+    def __init__(self, ends: DecoderEnds, layers: Sequence[DecoderLayer], rotation: LayerRotaries) -> None:
         self._ends, self._rotaries = ends, rotation.rotaries
         self._layers = list(zip(layers, rotation.by_layer or [0] * len(layers), strict=True))
-        self._program: Program | None = None
+        self._program: DecoderProgram | None = None
         self._tried = False
 
-    def logits(self, batch: Batch, attend: Attend, chosen: Sequence[Tensor]) -> Iterator[Tensor] | None:
+    def logits(self, batch: StepBatch, attend: StepAttention, chosen: Sequence[Tensor]) -> Iterator[Tensor] | None:
         """See `Decoder.logits`."""
         if len(chosen) == 1 and (run := self.begin(batch, attend, chosen[0])) is not None:
             run.finish()
             return iter((run.logits,))
         return self._ends.outlet(*self._hidden(batch, attend), chosen)
 
-    def begin(self, batch: Batch, attend: Attend, places: Tensor, picks: Picks | None = None) -> Run | None:
+    def begin(
+        self, batch: StepBatch, attend: StepAttention, places: Tensor, picks: SampledTokens | None = None
+    ) -> StepRun | None:
         """See `Decoder.begin`."""
-        if not isinstance(attend, NativeAttend) or (program := self._recorded(attend)) is None:
+        if not isinstance(attend, NativeStepAttention) or (program := self._recorded(attend)) is None:
             return None
         if program.marks.logits is None:
             return None
-        return program.begin(batch, Asked(attend.layers, self._entering(program, batch), places, picks))
+        return program.begin(batch, ProgramInputs(attend.layers, self._entering(program, batch), places, picks))
 
     def close(self) -> None:
         """See `Decoder.close`."""
         if self._program is not None:
             self._program.close()
 
-    def _hidden(self, batch: Batch, attend: Attend) -> Hidden:
-        if not isinstance(attend, NativeAttend) or (program := self._recorded(attend)) is None:
+    def _hidden(self, batch: StepBatch, attend: StepAttention) -> HiddenStates:
+        if not isinstance(attend, NativeStepAttention) or (program := self._recorded(attend)) is None:
             return self._one_by_one(batch, attend)
-        run = program.begin(batch, Asked(attend.layers, self._entering(program, batch)))
+        run = program.begin(batch, ProgramInputs(attend.layers, self._entering(program, batch)))
         run.finish()
         return run.hidden
 
-    def _entering(self, program: Program, batch: Batch) -> Tensor | None:
+    def _entering(self, program: DecoderProgram, batch: StepBatch) -> Tensor | None:
         return None if program.marks.embeds else self._ends.inlet(batch.tokens)
 
-    def _one_by_one(self, batch: Batch, attend: Attend) -> Hidden:
+    def _one_by_one(self, batch: StepBatch, attend: StepAttention) -> HiddenStates:
         x, angles = self._ends.inlet(batch.tokens), [rotary(batch.positions) for rotary in self._rotaries]
         delta = torch.zeros_like(x)
         for layer, rope in self._layers:
             delta = layer(x, delta, angles[rope], attend)
-        return Hidden(x, delta)
+        return HiddenStates(x, delta)
 
-    def _recorded(self, attend: NativeAttend) -> Program | None:
+    def _recorded(self, attend: NativeStepAttention) -> DecoderProgram | None:
         if not self._tried:
             self._tried = True
             self._program = self._record(attend)
         return self._program
 
-    def _record(self, attend: NativeAttend) -> Program | None:
-        """The decoder as a program, found by calling its parts with what stands for tensors (see `Tape`)."""
+    def _record(self, attend: NativeStepAttention) -> DecoderProgram | None:
+        """The decoder as a program, found by calling its parts with what stands for tensors (see `OpTrace`)."""
         turns = [rotary.turns for rotary in self._rotaries if isinstance(rotary, FusedRotary)]
-        if attend.dtype not in library.DTYPES or not self._layers or len(turns) < len(self._rotaries):
+        if attend.dtype not in library.DTYPE_CODES or not self._layers or len(turns) < len(self._rotaries):
             return None
-        tape = Tape(attend.dtype)
+        tape = OpTrace(attend.dtype)
         stream, embeds = self._record_inlet(tape)
-        told, rest = cast(Attend, _Recorder(attend.width)), tape.nothing
+        told, rest = cast(StepAttention, _SymbolicAttention(attend.width)), tape.nothing
         try:
             for layer, rope in self._layers:
-                turned = _Turned(rope, 2 * turns[rope].shape[-1])
-                rest = cast(Slot, layer(*_as_tensors(stream, rest), cast(Angles, turned), told))
+                turned = _SymbolicAngles(rope, 2 * turns[rope].shape[-1])
+                rest = cast(SymbolicTensor, layer(*_as_tensors(stream, rest), cast(RotaryAngles, turned), told))
         except (TypeError, AttributeError):
             return None  # something is computed in between that only torch can
         layers = len(tape.uses)
-        return Program(tape, Marks(stream, rest, layers, embeds, self._record_outlet(tape, stream, rest)), turns)
+        return DecoderProgram(
+            tape, TraceIO(stream, rest, layers, embeds, self._record_outlet(tape, stream, rest)), turns
+        )
 
-    def _record_inlet(self, tape: Tape) -> tuple[Slot, bool]:
+    def _record_inlet(self, tape: OpTrace) -> tuple[SymbolicTensor, bool]:
         try:
-            return self._ends.inlet.recorded(Ids(tape)), True
+            return self._ends.inlet.recorded(SymbolicTokenIds(tape)), True
         except TypeError:
-            return tape.begin(Operation(kind=ENTER, size=self._ends.hidden), self._ends.hidden), False
+            return tape.begin(OpStruct(kind=ENTER, size=self._ends.hidden), self._ends.hidden), False
 
-    def _record_outlet(self, tape: Tape, stream: Slot, rest: Slot) -> Slot | None:
+    def _record_outlet(self, tape: OpTrace, stream: SymbolicTensor, rest: SymbolicTensor) -> SymbolicTensor | None:
         """The slot of the logits; None, and nothing recorded, if a program can't compute them."""
         before = len(tape.uses)
         try:
-            found = self._ends.outlet(*_as_tensors(stream, rest), [cast(Tensor, Places())])
-            return None if found is None else _picked(cast(Slot, next(found)))
+            found = self._ends.outlet(*_as_tensors(stream, rest), [cast(Tensor, SymbolicIndices())])
+            return None if found is None else _trace_sampling(cast(SymbolicTensor, next(found)))
         except (TypeError, AttributeError):
             del tape.uses[before:]
             return None
 
 
-def _as_tensors(x: Slot, delta: Slot) -> tuple[Tensor, Tensor]:
+def _as_tensors(x: SymbolicTensor, delta: SymbolicTensor) -> tuple[Tensor, Tensor]:
     return cast(Tensor, x), cast(Tensor, delta)
 
 
-def _picked(logits: Slot) -> Slot:
+def _trace_sampling(logits: SymbolicTensor) -> SymbolicTensor:
     """Tokens are chosen last, if somebody wants them to be."""
-    logits.tape.change(Operation(kind=PICK, size=logits.width), logits)
+    logits.tape.change(OpStruct(kind=PICK, size=logits.width), logits)
     return logits
 
 
-class _Turned(NamedTuple):
+class _SymbolicAngles(NamedTuple):
     """Stands for angles, which turn so much of a head."""
 
     number: int
     size: int
 
 
-class _Recorder(NamedTuple):
+class _SymbolicAttention(NamedTuple):
     """Stands for the attention of a step; what comes out has `width` features."""
 
     width: int
 
-    def turned(self, layer: int, packed: Slot, angles: _Turned) -> Slot:
-        operation = Operation(kind=ATTENTION, layer=layer, angles=angles.number, size=angles.size)
+    def turned(self, layer: int, packed: SymbolicTensor, angles: _SymbolicAngles) -> SymbolicTensor:
+        operation = OpStruct(kind=ATTENTION, layer=layer, angles=angles.number, size=angles.size)
         return packed.tape.add(operation, packed, self.width)

@@ -1,16 +1,16 @@
 """Phi-3 and 4 (arXiv 2404.14219): Llama's shape, its projections fused in the checkpoint."""
 
 from ..checkpoint.model_spec import ModelSpec
-from ..checkpoint.weights import Loader
+from ..checkpoint.weights import WeightLoader
 from ..layers.mlp import GatedMLP
-from ..layers.self_attention import Projections
+from ..layers.self_attention import AttentionProjections
 from .interfaces import Decoder
-from .llama import FeedForward, Kin, like_llama, mlp
+from .llama import FeedForward, LlamaVariant, build_llama_variant, mlp_spec
 
 
-def phi3(spec: ModelSpec, load: Loader) -> Decoder:
-    return like_llama(spec, load, Kin(Projections(fused=True), _fused))
+def build_phi3(spec: ModelSpec, load: WeightLoader) -> Decoder:
+    return build_llama_variant(spec, load, LlamaVariant(AttentionProjections(fused=True), _build_fused_mlp))
 
 
-def _fused(spec: ModelSpec, load: Loader, index: int) -> FeedForward:
-    return GatedMLP(load, mlp(spec, index)._replace(fused="gate_up_proj", bias=False))
+def _build_fused_mlp(spec: ModelSpec, load: WeightLoader, index: int) -> FeedForward:
+    return GatedMLP(load, mlp_spec(spec, index)._replace(fused="gate_up_proj", bias=False))

@@ -1,11 +1,11 @@
 """Qwen 2 and 2.5 (arXiv 2407.10671): Llama's shape with biases on queries, keys and values only."""
 
 from ..checkpoint.model_spec import ModelSpec
-from ..checkpoint.weights import Loader
-from ..layers.self_attention import Projections
+from ..checkpoint.weights import WeightLoader
+from ..layers.self_attention import AttentionProjections
 from .interfaces import Decoder
-from .llama import Kin, like_llama
+from .llama import LlamaVariant, build_llama_variant
 
 
-def qwen2(spec: ModelSpec, load: Loader) -> Decoder:
-    return like_llama(spec, load, Kin(Projections(qkv_bias=True)))
+def build_qwen2(spec: ModelSpec, load: WeightLoader) -> Decoder:
+    return build_llama_variant(spec, load, LlamaVariant(AttentionProjections(qkv_bias=True)))

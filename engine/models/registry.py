@@ -6,50 +6,50 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint.build_context import Place
+from ..checkpoint.build_context import BuildContext
 from ..checkpoint.hf_checkpoint import Checkpoint
-from ..checkpoint.model_spec import CheckpointError, ModelSpec, UnknownVariant
-from ..checkpoint.partition import check_split
-from ..checkpoint.pipeline_stage import Stage
-from ..checkpoint.text_part import own_name
-from ..checkpoint.weights import Loader, Weights
+from ..checkpoint.model_spec import CheckpointError, ModelSpec, UnsupportedVariant
+from ..checkpoint.partition import check_partition
+from ..checkpoint.pipeline_stage import PipelineStage
+from ..checkpoint.text_part import text_tensor_name
+from ..checkpoint.weights import CheckpointWeights, WeightLoader
 from ..config import ParallelConfig
-from ..layers.embed_and_head import HEAD
-from .gemma import gemma2, gemma3
-from .interfaces import Builder, Built, Recipe
-from .llama import llama
-from .mistral import mistral
-from .mixtral import mixtral
-from .phi3 import phi3
-from .qwen2 import qwen2
-from .qwen3 import qwen3, qwen3_moe
+from ..layers.embed_and_head import HEAD_WEIGHT
+from .gemma import build_gemma2, build_gemma3
+from .interfaces import BuiltDecoder, CheckpointBuilder, DecoderFactory
+from .llama import build_llama
+from .mistral import build_mistral
+from .mixtral import build_mixtral
+from .phi3 import build_phi3
+from .qwen2 import build_qwen2
+from .qwen3 import build_qwen3, build_qwen3_moe
 
 log = logging.getLogger(__name__)
 
-ARCHITECTURES: dict[str, Builder] = {
-    "Gemma2ForCausalLM": gemma2,
-    "Gemma3ForCausalLM": gemma3,
-    "LlamaForCausalLM": llama,
-    "MistralForCausalLM": mistral,
-    "MixtralForCausalLM": mixtral,
-    "Phi3ForCausalLM": phi3,
-    "Qwen2ForCausalLM": qwen2,
-    "Qwen3ForCausalLM": qwen3,
-    "Qwen3MoeForCausalLM": qwen3_moe,
+ARCHITECTURES: dict[str, DecoderFactory] = {
+    "Gemma2ForCausalLM": build_gemma2,
+    "Gemma3ForCausalLM": build_gemma3,
+    "LlamaForCausalLM": build_llama,
+    "MistralForCausalLM": build_mistral,
+    "MixtralForCausalLM": build_mixtral,
+    "Phi3ForCausalLM": build_phi3,
+    "Qwen2ForCausalLM": build_qwen2,
+    "Qwen3ForCausalLM": build_qwen3,
+    "Qwen3MoeForCausalLM": build_qwen3_moe,
 }
 """config.json's `architectures` entry -> what builds the model."""
 
-_TABLES = "rotary_emb.inv_freq"
+_COMPUTED_TENSORS = "rotary_emb.inv_freq"
 """Older checkpoints store what is computed here."""
 
 
 @dataclass(frozen=True, slots=True)
-class Native:
-    """A checkpoint of an architecture in the table, or its `language_part` alone."""
+class NativeBuilder:
+    """A checkpoint of an architecture in the table, or its `text_config` alone."""
 
     directory: Path
     spec: ModelSpec
-    builder: Builder
+    builder: DecoderFactory
     language_part: bool = False
 
     @property
@@ -66,26 +66,26 @@ class Native:
         rope = self.spec.rope
         return min(rope.original_max_position, self.max_position) if rope.kind == "longrope" else self.max_position
 
-    def build(self, place: Place) -> Built:
+    def build(self, place: BuildContext) -> BuiltDecoder:
         seat = place.seat
-        check_split(self.spec, str(self.directory), seat.group.size, seat.stage, place.whole_experts)
-        weights, spec = Weights(self.directory, own_name if self.language_part else str), self.spec
+        check_partition(self.spec, str(self.directory), seat.group.size, seat.stage, place.whole_experts)
+        weights, spec = CheckpointWeights(self.directory, text_tensor_name if self.language_part else str), self.spec
         if self.language_part:  # the whole's config.json has a default that its language part may not follow
-            spec = replace(spec, tied_embeddings=HEAD not in weights)
-        built = Built(self.builder(spec, Loader(weights, place)), spec)
+            spec = replace(spec, tied_embeddings=HEAD_WEIGHT not in weights)
+        built = BuiltDecoder(self.builder(spec, WeightLoader(weights, place)), spec)
         if seat.alone:
             self._tell_unread(weights)
         return built
 
-    def examine(self, place: Place, parallel: ParallelConfig) -> str:
+    def examine(self, place: BuildContext, parallel: ParallelConfig) -> str:
         """Every tensor is asked for as ever, and none is computed with: torch's meta device holds shapes alone."""
-        stage = Stage(0, parallel.pipeline, parallel.layers)
-        check_split(self.spec, str(self.directory), parallel.tensor, stage, parallel.whole_experts)
-        self.build(Place(place.dtype, torch.device("meta"), 1))
+        stage = PipelineStage(0, parallel.pipeline, parallel.layers)
+        check_partition(self.spec, str(self.directory), parallel.tensor, stage, parallel.whole_experts)
+        self.build(BuildContext(place.dtype, torch.device("meta"), 1))
         return ""
 
-    def _tell_unread(self, weights: Weights) -> None:
-        harmless = (_TABLES, HEAD) if self.spec.tied_embeddings else (_TABLES,)
+    def _tell_unread(self, weights: CheckpointWeights) -> None:
+        harmless = (_COMPUTED_TENSORS, HEAD_WEIGHT) if self.spec.tied_embeddings else (_COMPUTED_TENSORS,)
         unread = [name for name in weights.unread if not name.endswith(harmless)]
         if self.language_part:
             message = "%s: its language part is served, for text alone; %d other tensors are left out, such as %s"
@@ -95,7 +95,7 @@ class Native:
             log.warning(message, self.directory, len(unread), unread[0])
 
 
-def recipe(checkpoint: Checkpoint) -> Recipe:
+def checkpoint_builder(checkpoint: Checkpoint) -> CheckpointBuilder:
     """How to build the checkpoint's model: by our own file if there is one that knows all that its config.json asks
     for, else through transformers.
 
@@ -104,21 +104,21 @@ def recipe(checkpoint: Checkpoint) -> Recipe:
     """
     names = checkpoint.config.get("architectures")
     if isinstance(names, list) and len(names) == 1 and names[0] not in ARCHITECTURES:
-        from .transformers_fallback import foreign  # transformers takes seconds to import
+        from .transformers_fallback import transformers_builder  # transformers takes seconds to import
 
-        return foreign(checkpoint)
+        return transformers_builder(checkpoint)
     try:
         spec = checkpoint.spec
-    except UnknownVariant as variant:
-        return _through_transformers(checkpoint, variant)
-    return Native(checkpoint.directory, spec, ARCHITECTURES[spec.architecture], checkpoint.language_part)
+    except UnsupportedVariant as variant:
+        return _fall_back(checkpoint, variant)
+    return NativeBuilder(checkpoint.directory, spec, ARCHITECTURES[spec.architecture], checkpoint.language_part)
 
 
-def _through_transformers(checkpoint: Checkpoint, variant: UnknownVariant) -> Recipe:
-    from .transformers_fallback import foreign
+def _fall_back(checkpoint: Checkpoint, variant: UnsupportedVariant) -> CheckpointBuilder:
+    from .transformers_fallback import transformers_builder
 
     try:
-        found = foreign(checkpoint)
+        found = transformers_builder(checkpoint)
     except CheckpointError as error:
         raise CheckpointError(f"{variant.message}; nor does transformers serve it: {error.message}") from error
     log.warning("%s; so transformers computes it", variant.message)

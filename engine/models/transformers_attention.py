@@ -1,7 +1,7 @@
 """Our attention under transformers' modules: the function they call in place of their own.
 
 It holds no state. Where keys and values go, and what is done with what a module says, travels as a keyword argument
-from the call of the model through its layers: `attend`, a `Listener`.
+from the call of the model through its layers: `attend`, a `AttentionHandler`.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,31 +9,31 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from ..checkpoint.model_spec import CheckpointError, View
+from ..checkpoint.model_spec import CheckpointError, LayerAttention
 
-NAME = "charonia"
+ATTENTION_NAME = "charonia"
 """What the function is registered as; transformers makes no masks for a name it has none for."""
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """What a module says when it attends: how, and whatever else it hands to an attention function."""
 
     module: Any
-    view: View
+    view: LayerAttention
     sinks: Tensor | None
     mask: Tensor | None
     others: Mapping[str, Any]
 
 
-Listener: TypeAlias = Callable[[Call, Tensor, Tensor, Tensor], Tensor]
+AttentionHandler: TypeAlias = Callable[[AttentionCall, Tensor, Tensor, Tensor], Tensor]
 """(call, queries and keys [N, heads or kv_heads, d], values [N, kv_heads, e]) -> [N, heads * e]."""
 
 
-def register() -> None:
+def register_attention() -> None:
     """Tell transformers of the function; doing so again changes nothing."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, _attention)
+    AttentionInterface.register(ATTENTION_NAME, _attention)
 
 
 def _attention(
@@ -47,7 +47,7 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    attend: Listener | None = None,
+    attend: AttentionHandler | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """As transformers wants it: query and key [1, heads, N, d], value [1, heads, N, e] -> [1, N, heads, e], and no
@@ -55,7 +55,7 @@ def _attention(
     if attend is None:
         raise CheckpointError("its modules do not hand keyword arguments down to their attention")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    view = View(sliding_window or None, scale, softcap or None, s_aux is not None)
-    call = Call(module, view, None if s_aux is None else s_aux.float(), attention_mask, others)
+    view = LayerAttention(sliding_window or None, scale, softcap or None, s_aux is not None)
+    call = AttentionCall(module, view, None if s_aux is None else s_aux.float(), attention_mask, others)
     mixed = attend(call, *(packed[0].transpose(0, 1) for packed in (query, key, value)))
     return mixed.view(1, mixed.shape[0], query.shape[1], -1), None

@@ -14,25 +14,25 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..attention.backend import Attend
-from ..checkpoint.build_context import Place
+from ..attention.backend import StepAttention
+from ..checkpoint.build_context import BuildContext
 from ..checkpoint.hf_checkpoint import Checkpoint
-from ..checkpoint.model_spec import DTYPES, LAYER_TYPES, CheckpointError, Shape
-from ..checkpoint.weights import Weights
+from ..checkpoint.model_spec import DTYPES, LAYER_TYPES, CheckpointError, DecoderShape
+from ..checkpoint.weights import CheckpointWeights
 from ..config import ParallelConfig
-from ..step_batch import Batch
-from ..worker.sampler import Picks
-from .interfaces import Built, Logits
-from .transformers_attention import NAME, Call, register
-from .transformers_probe import Heard, listen, try_out
+from ..step_batch import StepBatch
+from ..worker.sampler import SampledTokens
+from .interfaces import BuiltDecoder, LogitsIterator
+from .transformers_attention import ATTENTION_NAME, AttentionCall, register_attention
+from .transformers_probe import ProbedLayer, probe_layers, verify_decoder
 
 log = logging.getLogger(__name__)
 
-_LONGEST = {"dynamic", "longrope"}
+_BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 """Rotations that follow the longest sequence of a batch; ours are packed from many."""
 
 
-class Foreign:
+class TransformersDecoder:
     """A transformers model as a Decoder: packed tokens are its one sequence, told apart by our attention alone.
 
     The cache has `kv_heads` heads of `head_dim` numbers in every layer. Smaller queries, keys and values are filled up
@@ -41,8 +41,8 @@ class Foreign:
     def __init__(self, model: Any, kv_heads: int, head_dim: int) -> None:
         self._model, self._kv_heads, self._head_dim = model, kv_heads, head_dim
 
-    def logits(self, batch: Batch, attend: Attend, chosen: Sequence[Tensor]) -> Logits:
-        def by_layer(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def logits(self, batch: StepBatch, attend: StepAttention, chosen: Sequence[Tensor]) -> LogitsIterator:
+        def by_layer(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             filled = self._filled(q, q.shape[1]), self._filled(k, self._kv_heads), self._filled(v, self._kv_heads)
             mixed = attend(call.module.layer_idx, *filled, call.sinks)
             return mixed.view(len(q), -1, self._head_dim)[..., : v.shape[2]].flatten(1)
@@ -60,7 +60,9 @@ class Foreign:
             )
         return chain((out.logits[0],), (self._head(tokens, said[0], places) for places in others))
 
-    def begin(self, batch: Batch, attend: Attend, places: Tensor, picks: Picks | None = None) -> None:
+    def begin(
+        self, batch: StepBatch, attend: StepAttention, places: Tensor, picks: SampledTokens | None = None
+    ) -> None:
         """transformers computes when it is asked to, and not before."""
 
     def close(self) -> None:
@@ -84,7 +86,7 @@ class Foreign:
 
 
 @dataclass(frozen=True, slots=True)
-class ForeignRecipe:
+class TransformersBuilder:
     """A checkpoint that transformers can open and whose config.json forbids nothing."""
 
     directory: Path
@@ -103,36 +105,36 @@ class ForeignRecipe:
     def default_length(self) -> int:
         return self.max_position
 
-    def build(self, place: Place) -> Built:
+    def build(self, place: BuildContext) -> BuiltDecoder:
         """Load, listen to the layers, try it out.
 
         Raises:
             CheckpointError: the weights are broken, or the model does not work over our cache; says why.
         """
         try:
-            _check_place(place)
+            _check_context(place)
             model = _load(self.directory, place)
-            heard = listen(model)
-            decoder = Foreign(model, heard[0].kv_heads, heard[0].head_dim)
-            try_out(model, decoder, heard, place.dtype)
+            heard = probe_layers(model)
+            decoder = TransformersDecoder(model, heard[0].kv_heads, heard[0].head_dim)
+            verify_decoder(model, decoder, heard, place.dtype)
         except CheckpointError as error:
             raise _refusal(str(self.directory), self.architecture, error.message) from error
         log.warning("%s has no file of its own: transformers computes it over our cache, slower", self.architecture)
-        return Built(decoder, self._shape(heard))
+        return BuiltDecoder(decoder, self._shape(heard))
 
-    def examine(self, place: Place, parallel: ParallelConfig) -> str:
+    def examine(self, place: BuildContext, parallel: ParallelConfig) -> str:
         """Weights are opened, and no more: which tensors it needs is transformers' business."""
         try:
-            _check_place(place, parallel.world)
+            _check_context(place, parallel.world)
         except CheckpointError as error:
             raise _refusal(str(self.directory), self.architecture, error.message) from error
-        Weights(self.directory)
+        CheckpointWeights(self.directory)
         return f"transformers computes {self.architecture}, which is tried out when it loads"
 
-    def _shape(self, heard: list[Heard]) -> Shape:
+    def _shape(self, heard: list[ProbedLayer]) -> DecoderShape:
         hidden, any_layer = int(self.config.hidden_size), heard[0]
         width = getattr(self.config, "intermediate_size", None) or 4 * hidden  # a list says it layer by layer
-        return Shape(
+        return DecoderShape(
             vocab_size=int(self.config.vocab_size),
             hidden_size=hidden,
             intermediate_size=max(width) if isinstance(width, list) else int(width),
@@ -143,14 +145,14 @@ class ForeignRecipe:
         )
 
 
-def _check_place(place: Place, ranks: int = 1) -> None:
+def _check_context(place: BuildContext, ranks: int = 1) -> None:
     if ranks > 1 or not place.seat.alone or place.whole_experts:
         raise CheckpointError("its layers can't be split over ranks")
     if place.quantized:
         raise CheckpointError("transformers computes it, whose weights we can't quantise; use quantization none")
 
 
-def foreign(checkpoint: Checkpoint) -> ForeignRecipe:
+def transformers_builder(checkpoint: Checkpoint) -> TransformersBuilder:
     """A recipe for what transformers calls a causal language model with exchangeable attention.
 
     Raises:
@@ -163,7 +165,7 @@ def foreign(checkpoint: Checkpoint) -> ForeignRecipe:
         _check_config(config)
     except CheckpointError as error:
         raise _refusal(checkpoint.where, architecture, error.message) from error
-    return ForeignRecipe(checkpoint.directory, architecture, config)
+    return TransformersBuilder(checkpoint.directory, architecture, config)
 
 
 def _refusal(where: str, architecture: str, reason: str) -> CheckpointError:
@@ -206,24 +208,24 @@ def _check_config(config: Any) -> None:
         raise CheckpointError(f"it has layers of type {', '.join(sorted(strange))}")
     ropes = getattr(config, "rope_parameters", None) or {}
     nested = [each for each in ropes.values() if isinstance(each, dict)] or [ropes]
-    longest = _LONGEST & {each.get("rope_type") for each in nested}
+    longest = _BATCH_DEPENDENT_ROPE & {each.get("rope_type") for each in nested}
     if longest:
         raise CheckpointError(f"rope type {', '.join(longest)} depends on the other sequences of a batch")
 
 
-def _load(directory: Path, place: Place) -> Any:
+def _load(directory: Path, place: BuildContext) -> Any:
     """The model with our attention in it, every tensor from the checkpoint."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     auto: Any = AutoModelForCausalLM
-    register()
+    register_attention()
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model, found = auto.from_pretrained(
             directory,
             dtype=place.dtype,
-            attn_implementation=NAME,
+            attn_implementation=ATTENTION_NAME,
             output_loading_info=True,
             local_files_only=True,
             trust_remote_code=False,

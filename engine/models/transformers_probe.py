@@ -12,51 +12,53 @@ import torch
 from torch import Tensor
 
 from ..attention.backend import CacheSpec
-from ..attention.reference import ReferenceAttention, attention
-from ..checkpoint.model_spec import CheckpointError, View
-from ..step_batch import Batch
+from ..attention.reference import ReferenceAttention, reference_attention
+from ..checkpoint.model_spec import CheckpointError, LayerAttention
+from ..step_batch import StepBatch
 from .interfaces import Decoder
-from .transformers_attention import NAME, Call
+from .transformers_attention import ATTENTION_NAME, AttentionCall
 
 _BLOCK = 4
 _FIRST, _SECOND = (4, 4), (3,)
 """Tokens of two sequences in the trial's first step, and of the first of them in the second."""
-_HARMLESS = {"position_ids", "position_embeddings", "cache_position", "input_ids"}
+_IGNORED_TENSORS = {"position_ids", "position_embeddings", "cache_position", "input_ids"}
 """Tensors that say nothing about attention, which some modules hand on."""
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
 """Of the logits' spread. Two right ways to round differ less; forgetting something differs more."""
 
 
-class Heard(NamedTuple):
+class ProbedLayer(NamedTuple):
     """What a layer said of itself: how it attends, and with which heads; `head_dim` is the size of its keys or of its
     values, whichever is larger."""
 
-    view: View
+    view: LayerAttention
     heads: int
     kv_heads: int
     head_dim: int
 
 
-class Ear:
+class AttentionProbe:
     """Notes what each layer says, and answers by the formula; one sequence from its start."""
 
     def __init__(self) -> None:
-        self.layers: dict[int, Heard] = {}
+        self.layers: dict[int, ProbedLayer] = {}
 
-    def __call__(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         layer = getattr(call.module, "layer_idx", None)
         if layer is None or layer in self.layers:
             raise CheckpointError(f"it attends more than once in a layer, or not by layer ({layer})")
-        _refuse_odd(call)
+        _check_call(call)
         if k.shape[:2] != v.shape[:2]:
             raise CheckpointError(f"layer {layer} has {k.shape[1]} heads of keys and {v.shape[1]} of values")
-        self.layers[layer] = Heard(call.view, q.shape[1], k.shape[1], max(k.shape[2], v.shape[2]))
-        return attention(q, k, v, 0, call.view, call.sinks)
+        self.layers[layer] = ProbedLayer(call.view, q.shape[1], k.shape[1], max(k.shape[2], v.shape[2]))
+        return reference_attention(q, k, v, 0, call.view, call.sinks)
 
 
-def _refuse_odd(call: Call) -> None:
+def _check_call(call: AttentionCall) -> None:
     """What a module may ask of an attention function beside what a View says."""
-    tensors = [name for name, value in call.others.items() if isinstance(value, Tensor) and name not in _HARMLESS]
+    tensors = [
+        name for name, value in call.others.items() if isinstance(value, Tensor) and name not in _IGNORED_TENSORS
+    ]
     if tensors:
         raise CheckpointError(f"its attention takes {', '.join(tensors)}, which ours does not know")
     if call.mask is not None:
@@ -67,15 +69,15 @@ def _refuse_odd(call: Call) -> None:
 
 
 @torch.inference_mode()
-def listen(model: Any) -> list[Heard]:
+def probe_layers(model: Any) -> list[ProbedLayer]:
     """What the layers of a transformers model say of how they attend, all with the heads of a cache that holds each's.
 
     Raises:
         CheckpointError: something that our attention does not do; the message is the reason alone.
     """
-    ear = Ear()
+    ear = AttentionProbe()
     tokens = torch.arange(1, 4, device=model.device).unsqueeze(0)
-    with _blaming("another attention"):
+    with _failures_refused("another attention"):
         model(input_ids=tokens, position_ids=tokens - 1, use_cache=False, attend=ear)
     layers = int(model.config.num_hidden_layers)
     if sorted(ear.layers) != list(range(layers)):
@@ -91,7 +93,7 @@ def listen(model: Any) -> list[Heard]:
 
 
 @contextmanager
-def _blaming(new: str) -> Iterator[None]:
+def _failures_refused(new: str) -> Iterator[None]:
     """What fails in transformers' modules fails for what is `new` to them."""
     try:
         yield
@@ -99,7 +101,7 @@ def _blaming(new: str) -> Iterator[None]:
         raise CheckpointError(f"its modules fail over {new} ({error})") from error
 
 
-def _check_windows(config: Any, views: list[View]) -> None:
+def _check_windows(config: Any, views: list[LayerAttention]) -> None:
     """A trial of a few tokens fills no window: what config.json and the layers say must be the same."""
     if not getattr(config, "sliding_window", None):
         return
@@ -110,7 +112,7 @@ def _check_windows(config: Any, views: list[View]) -> None:
 
 
 @torch.inference_mode()
-def try_out(model: Any, decoder: Decoder, heard: list[Heard], dtype: torch.dtype) -> None:
+def verify_decoder(model: Any, decoder: Decoder, heard: list[ProbedLayer], dtype: torch.dtype) -> None:
     """Two sequences, packed and in pieces, their logits in pieces too, against transformers' own attention on each
     alone.
 
@@ -120,51 +122,51 @@ def try_out(model: Any, decoder: Decoder, heard: list[Heard], dtype: torch.dtype
     high = min(int(model.config.vocab_size), 1000)
     first = torch.arange(7, 7 + 11 * (_FIRST[0] + _SECOND[0]), 11, device=model.device) % high
     second = torch.arange(5, 5 + 17 * _FIRST[1], 17, device=model.device) % high
-    right = _alone(model, first), _alone(model, second)
+    right = _logits_of_transformers(model, first), _logits_of_transformers(model, second)
     cache = ReferenceAttention(_cache(heard, dtype, model.device))
     cache.allocate(4)
     packed = torch.cat((first[: _FIRST[0]], second))
-    with _blaming("our cache"):
+    with _failures_refused("our cache"):
         parts = [
-            *torch.split(_step(decoder, cache, packed, (0, 0), _FIRST), list(_FIRST)),
-            _step(decoder, cache, first[_FIRST[0] :], (_FIRST[0],), _SECOND),
+            *torch.split(_logits_over_cache(decoder, cache, packed, (0, 0), _FIRST), list(_FIRST)),
+            _logits_over_cache(decoder, cache, first[_FIRST[0] :], (_FIRST[0],), _SECOND),
         ]
         expected = right[0][: _FIRST[0]], right[1], right[0][_FIRST[0] :]
-        worst = max(_error(found, wanted) for found, wanted in zip(parts, expected, strict=True))
+        worst = max(_relative_error(found, wanted) for found, wanted in zip(parts, expected, strict=True))
     if not worst < _TOLERANCE[dtype]:
         raise CheckpointError(
             f"over a cache of keys and values its logits differ from its own by {worst:.1%} of their spread"
         )
 
 
-def _alone(model: Any, tokens: Tensor) -> Tensor:
+def _logits_of_transformers(model: Any, tokens: Tensor) -> Tensor:
     model.set_attn_implementation("eager")
     try:
         logits: Tensor = model(input_ids=tokens.unsqueeze(0), use_cache=False).logits[0]
         return logits
     finally:
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(ATTENTION_NAME)
 
 
-def _step(
+def _logits_over_cache(
     decoder: Decoder, cache: ReferenceAttention, tokens: Tensor, starts: tuple[int, ...], counts: tuple[int, ...]
 ) -> Tensor:
     """Logits of `tokens`, rows one after the other; row r has blocks 2r and 2r + 1."""
     rows = len(counts)
     tables = torch.arange(2 * rows, device=tokens.device).view(rows, 2)
-    batch = Batch.of(tokens, starts, counts, tables, _BLOCK)
+    batch = StepBatch.of(tokens, starts, counts, tables, _BLOCK)
     pieces = torch.split(torch.arange(len(tokens), device=tokens.device), 2)
     logits = decoder.logits(batch, cache.begin(batch), pieces)
     assert logits is not None, "what transformers computes is the whole model"
     return torch.cat(list(logits))
 
 
-def _error(found: Tensor, right: Tensor) -> float:
+def _relative_error(found: Tensor, right: Tensor) -> float:
     """Of the middle token, relative to how far logits lie apart: a rounding may send one to another expert."""
     off = (found.float() - right.float()).pow(2).mean(-1).sqrt()
     return float((off / right.float().std(-1)).median())
 
 
-def _cache(heard: list[Heard], dtype: torch.dtype, device: torch.device) -> CacheSpec:
+def _cache(heard: list[ProbedLayer], dtype: torch.dtype, device: torch.device) -> CacheSpec:
     layer, views = heard[0], tuple(each.view for each in heard)
     return CacheSpec(views, layer.heads, layer.kv_heads, layer.head_dim, _BLOCK, dtype, device)

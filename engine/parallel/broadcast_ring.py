@@ -15,19 +15,19 @@ from multiprocessing.connection import Connection
 from struct import Struct
 from typing import NamedTuple, Protocol
 
-SIZE = 1 << 20
+RING_BYTES = 1 << 20
 """Bytes of shared memory: some hundred long prompts, or tens of thousands of steps."""
 
-_SHORT = 512
+_INLINE_BYTES = 512
 """Bytes that are copied to each reader sooner than looked up by it."""
 
-_HERE, _THERE = b"\0", b"\1"
+_INLINE, _IN_RING = b"\0", b"\1"
 _FRAME = Struct("<cI")  # where the message is, and its bytes: they follow, or their offset does
 _OFFSET = Struct("<I")
-_AT_ONCE = 1 << 16
+_READ_BYTES = 1 << 16
 
 
-class Memory:
+class RingMemory:
     """`size` bytes that its processes share. It goes to a spawned process as an argument, and is gone with the last."""
 
     def __init__(self, descriptor: int, size: int) -> None:
@@ -35,50 +35,50 @@ class Memory:
         self.view = mmap.mmap(descriptor, size)
 
     @classmethod
-    def create(cls, size: int = SIZE) -> "Memory":
+    def create(cls, size: int = RING_BYTES) -> "RingMemory":
         """Raises OSError: there is none."""
-        descriptor = _anonymous()
+        descriptor = _anonymous_file()
         os.ftruncate(descriptor, size)
         return cls(descriptor, size)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _inherited, (reduction.DupFd(self._descriptor), self.size)
+        return _from_descriptor, (reduction.DupFd(self._descriptor), self.size)
 
     def close(self) -> None:
         self.view.close()
         os.close(self._descriptor)
 
 
-class _Travelling(Protocol):
+class _DuplicatedDescriptor(Protocol):
     """A descriptor on its way to another process."""
 
     def detach(self) -> int: ...
 
 
-def _inherited(descriptor: _Travelling, size: int) -> Memory:
-    return Memory(descriptor.detach(), size)
+def _from_descriptor(descriptor: _DuplicatedDescriptor, size: int) -> RingMemory:
+    return RingMemory(descriptor.detach(), size)
 
 
-def _anonymous() -> int:
+def _anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create("charonia-board")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
 
-class Span(NamedTuple):
+class RingSpan(NamedTuple):
     begin: int
     end: int
 
 
-class Board:
+class BroadcastRing:
     """Belongs to the writer. What `post` wrote stays until `forget` has been called once for it, in the same order;
     the two may be called by two threads."""
 
-    def __init__(self, lines: Sequence[Connection], memory: Memory | None = None) -> None:
+    def __init__(self, lines: Sequence[Connection], memory: RingMemory | None = None) -> None:
         self._lines, self._memory = lines, memory
         self._size = 0 if memory is None else memory.size
-        self._posted: deque[Span] = deque()
+        self._posted: deque[RingSpan] = deque()
         self._end = 0
 
     def post(self, message: bytes) -> None:
@@ -94,11 +94,11 @@ class Board:
             return
         self._memory.view[span.begin : span.end] = message
         self._end = span.end
-        self._write(_FRAME.pack(_THERE, len(message)) + _OFFSET.pack(span.begin))
+        self._write(_FRAME.pack(_IN_RING, len(message)) + _OFFSET.pack(span.begin))
 
     def tell(self, message: bytes) -> None:
         """Let every reader have `message`, over its line; it need not be forgotten."""
-        self._write(_FRAME.pack(_HERE, len(message)) + message)
+        self._write(_FRAME.pack(_INLINE, len(message)) + message)
 
     def _write(self, frame: bytes) -> None:
         # By send_bytes it takes twice as long: more than the system needs, for every line and step.
@@ -111,25 +111,25 @@ class Board:
         """All readers have read the oldest of what was posted."""
         self._posted.popleft()
 
-    def _room(self, size: int) -> Span:
+    def _room(self, size: int) -> RingSpan:
         """Where `size` bytes are free, in one piece; an empty span at the end where they are not."""
-        end, nowhere = self._end, Span(self._end, self._end)
-        if size <= _SHORT:
+        end, nowhere = self._end, RingSpan(self._end, self._end)
+        if size <= _INLINE_BYTES:
             return nowhere
         held = next((span.begin for span in list(self._posted) if span.begin < span.end), None)
         if held is None:
-            return Span(0, size) if size <= self._size else nowhere
+            return RingSpan(0, size) if size <= self._size else nowhere
         if end > held:  # what is held lies in [held, end)
             if end + size <= self._size:
-                return Span(end, end + size)
-            return Span(0, size) if size < held else nowhere
-        return Span(end, end + size) if end + size < held else nowhere
+                return RingSpan(end, end + size)
+            return RingSpan(0, size) if size < held else nowhere
+        return RingSpan(end, end + size) if end + size < held else nowhere
 
 
-class Desk:
+class RingReader:
     """Belongs to one reader."""
 
-    def __init__(self, line: Connection, memory: Memory | None = None) -> None:
+    def __init__(self, line: Connection, memory: RingMemory | None = None) -> None:
         self._line, self._memory = line, memory
         self._unread = b""
 
@@ -140,7 +140,7 @@ class Desk:
             EOFError, OSError: the writer is gone.
         """
         where, size = _FRAME.unpack(self._take(_FRAME.size))
-        if where == _HERE:
+        if where == _INLINE:
             return self._take(size)
         assert self._memory is not None
         (begin,) = _OFFSET.unpack(self._take(_OFFSET.size))
@@ -157,7 +157,7 @@ class Desk:
         """At least so many bytes; and what else is there already."""
         pieces = []
         while missing > 0:
-            pieces.append(os.read(self._line.fileno(), _AT_ONCE))
+            pieces.append(os.read(self._line.fileno(), _READ_BYTES))
             if not pieces[-1]:
                 raise EOFError
             missing -= len(pieces[-1])

@@ -18,7 +18,7 @@ _SIZE = Struct("<I")
 _ZERO = b"\0"
 
 
-def pack(column: IntArray) -> bytes:
+def pack_column(column: IntArray) -> bytes:
     """A column [n], int32: little-endian, as every machine that we compute on."""
     return _packed(column.tobytes(), 0, 4)
 
@@ -43,7 +43,7 @@ def pack_bytes(content: bytes) -> bytes:
     return _SIZE.pack(len(content)) + content
 
 
-class Columns:
+class ColumnReader:
     """Reads one column after the other."""
 
     def __init__(self, message: Bytes, place: int = 0) -> None:

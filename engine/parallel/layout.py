@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 
-class Layout(NamedTuple):
+class RankLayout(NamedTuple):
     """`tensor` ranks share every layer of a stage, `pipeline` stages follow each other; a stage's ranks are neighbours:
     rank = stage * tensor + place in the stage."""
 

@@ -10,16 +10,16 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Protocol
 
-from ...processes.child_process import Child, die_with_parent, leave_signals_to_parent, show_name
+from ...processes.child_process import ChildProcess, die_with_parent, ignore_stop_signals, set_process_name
 from ..config import EngineConfig
-from .broadcast_ring import Memory
-from .layout import Layout
+from .broadcast_ring import RingMemory
+from .layout import RankLayout
 
 _DEATH_SECONDS = 5.0
 """How long a process may take to end once its line is broken."""
 
 
-class Crew(Protocol):
+class LaunchedRanks(Protocol):
     """Ranks that were started, wherever they run."""
 
     @property
@@ -27,7 +27,7 @@ class Crew(Protocol):
         """One to each rank. It breaks when the rank ends, however that comes."""
 
     @property
-    def memory(self) -> Memory | None:
+    def memory(self) -> RingMemory | None:
         """What all of them share with the core, if they can."""
 
     def fate(self, rank: int) -> str:
@@ -43,17 +43,17 @@ class Crew(Protocol):
         """Let go of lines and memory; they have ended, and nobody reads their lines."""
 
 
-class Processes:
+class LocalRanks:
     """A crew on this machine.
 
     Raises:
         OSError: memory, lines or processes cannot be made; nothing is left of them.
     """
 
-    def __init__(self, config: EngineConfig, layout: Layout) -> None:
-        self.memory = Memory.create()
+    def __init__(self, config: EngineConfig, layout: RankLayout) -> None:
+        self.memory = RingMemory.create()
         self.lines: list[Connection] = []
-        self._processes: list[Child] = []
+        self._processes: list[ChildProcess] = []
         try:
             for rank in range(layout.world):
                 self._start(config, layout, rank)
@@ -62,11 +62,13 @@ class Processes:
             self.close()
             raise
 
-    def _start(self, config: EngineConfig, layout: Layout, rank: int) -> None:
+    def _start(self, config: EngineConfig, layout: RankLayout, rank: int) -> None:
         ours, theirs = Pipe()
         self.lines.append(ours)
         with theirs:  # theirs alone: it breaks when the rank ends
-            self._processes.append(Child(layout.name(rank), _main, config, layout, rank, theirs, self.memory))
+            self._processes.append(
+                ChildProcess(layout.name(rank), _rank_main, config, layout, rank, theirs, self.memory)
+            )
 
     @property
     def pids(self) -> list[int]:
@@ -96,12 +98,12 @@ class Processes:
         self.memory.close()
 
 
-def _main(config: EngineConfig, layout: Layout, rank: int, line: Connection, memory: Memory) -> None:
-    leave_signals_to_parent()
-    show_name("charonia-rank")
+def _rank_main(config: EngineConfig, layout: RankLayout, rank: int, line: Connection, memory: RingMemory) -> None:
+    ignore_stop_signals()
+    set_process_name("charonia-rank")
     die_with_parent()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or a lost rank is told of in pages of C++
-    from .rank import Post, serve  # imports torch
+    from .rank import RankArgs, run_rank  # imports torch
 
-    serve(config, Post(rank, layout, line, memory, local=rank, neighbours=layout.world))
+    run_rank(config, RankArgs(rank, layout, line, memory, local=rank, neighbours=layout.world))
     os._exit(0)  # it has parted from the others; what torch would tidy up takes seconds

@@ -9,7 +9,7 @@ from ...core.errors import CharoniaError
 from ...scheduler.plan import StepResult
 
 
-class Pending:
+class PendingSteps:
     """For any thread. `loss`: why no result will come any more."""
 
     def __init__(self) -> None:

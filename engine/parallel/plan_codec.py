@@ -13,18 +13,18 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ...scheduler.plan import IntArray, NewSequence, RowSampling, StepPlan, StepResult
-from .columns import Bytes, Columns, pack, pack_bytes, pack_pairs
+from ...scheduler.plan import IntArray, NewSequence, SamplerParams, StepPlan, StepResult
+from .columns import Bytes, ColumnReader, pack_bytes, pack_column, pack_pairs
 
-_PLAN = Struct("<iH")  # step, what is told of it
-_NEW, _ROWS, _STARTS, _COUNTS, _SAMPLES, _APPENDED, _COPIES, _CLOSED, _LANDED, _LANDED_HERE = (
+_HEADER = Struct("<iH")  # step, what is told of it
+_NEW, _ROWS, _STARTS, _COUNTS, _SAMPLES, _APPENDED, _COPIES, _CLOSED, _SAMPLED, _SAMPLED_AT_STARTS = (
     1 << bit for bit in range(10)
 )
 _NONE: IntArray = np.zeros(0, np.int32)
 _NO_PAIRS: IntArray = np.zeros((0, 2), np.int32)
 
 
-class Landed(NamedTuple):
+class SampledBatch(NamedTuple):
     """Tokens that were sampled and have reached the host, for the stages that do not sample: `tokens[i]` at position
     `positions[i]` of `rows[i]`, all [S]."""
 
@@ -33,7 +33,7 @@ class Landed(NamedTuple):
     tokens: IntArray
 
     @classmethod
-    def of(cls, results: Sequence[StepResult]) -> "Landed":
+    def of(cls, results: Sequence[StepResult]) -> "SampledBatch":
         """Of steps in which no row was twice."""
         columns = (result[1:5] for result in results)
         rows, offsets, counts, tokens = (np.concatenate(column) for column in zip(*columns, strict=True))
@@ -44,22 +44,22 @@ class Landed(NamedTuple):
         return cls(np.repeat(rows, counts), positions, tokens)
 
 
-class Bulletin(NamedTuple):
+class StepBroadcast(NamedTuple):
     """What all ranks are told of one step: what landed, then the plan."""
 
     plan: StepPlan
-    landed: Landed | None = None
+    landed: SampledBatch | None = None
 
 
-class _New(msgspec.Struct, array_like=True, frozen=True):
+class _EncodedSequence(msgspec.Struct, array_like=True, frozen=True):
     row: int
     computed: int
     prompt: int
-    sampling: RowSampling
+    sampling: SamplerParams
     tokens: bytes
 
 
-class _Known:
+class _StepState:
     """What writer and readers know of the steps so far.
 
     `rows` ran in the last one, and each of them would go on at `following`, where it stopped. `ones` and `all_true`
@@ -101,7 +101,7 @@ class _Known:
             return self._ends[rows]
 
 
-class _Told:
+class _MessageBuilder:
     """A message in the making. `told`: of what it tells."""
 
     def __init__(self) -> None:
@@ -110,59 +110,59 @@ class _Told:
 
     def tell(self, what: int, *columns: IntArray) -> None:
         self.told |= what
-        self._parts += map(pack, columns)
+        self._parts += map(pack_column, columns)
 
     def tell_packed(self, what: int, packed: bytes) -> None:
         self.told |= what
         self._parts.append(packed)
 
     def message(self, step: int) -> bytes:
-        return b"".join((_PLAN.pack(step, self.told), *self._parts))
+        return b"".join((_HEADER.pack(step, self.told), *self._parts))
 
 
-class Writer:
+class PlanEncoder:
     """Writes bulletins, in the order of their steps."""
 
     def __init__(self) -> None:
-        self._known = _Known()
+        self._known = _StepState()
         self._encode = msgspec.msgpack.Encoder().encode
 
-    def write(self, bulletin: Bulletin) -> bytes:
+    def write(self, bulletin: StepBroadcast) -> bytes:
         plan, landed = bulletin
-        told = _Told()
+        told = _MessageBuilder()
         if plan.new:
-            told.tell_packed(_NEW, pack_bytes(self._encode([_entry(sequence) for sequence in plan.new])))
+            told.tell_packed(_NEW, pack_bytes(self._encode([_encode_sequence(sequence) for sequence in plan.new])))
             self._known.enter(plan.new)
         self._tell_running(told, plan)
-        _tell_rare(told, plan)
+        _add_rare_columns(told, plan)
         if landed is not None:
             self._tell_landed(told, plan, landed)
         self._known.move(plan.starts, plan.counts)
         return told.message(plan.step)
 
-    def _tell_running(self, told: _Told, plan: StepPlan) -> None:
+    def _tell_running(self, told: _MessageBuilder, plan: StepPlan) -> None:
         """The rows that run, as far as they cannot be foretold."""
         known = self._known
-        if not _same(plan.rows, known.rows):
+        if not _equal_bytes(plan.rows, known.rows):
             told.tell(_ROWS, plan.rows)
             known.turn_to(plan.rows)
-        if not _same(plan.starts, known.following):
+        if not _equal_bytes(plan.starts, known.following):
             told.tell(_STARTS, plan.starts - known.following)
-        if not _same(plan.counts, known.ones):
+        if not _equal_bytes(plan.counts, known.ones):
             told.tell(_COUNTS, plan.counts)
-        if not _same(plan.samples, known.all_true):
+        if not _equal_bytes(plan.samples, known.all_true):
             told.tell(_SAMPLES, plan.samples.astype(np.int32))
 
-    def _tell_landed(self, told: _Told, plan: StepPlan, landed: Landed) -> None:
+    def _tell_landed(self, told: _MessageBuilder, plan: StepPlan, landed: SampledBatch) -> None:
         """Mostly they are what the rows go on with."""
         rows, positions, tokens = landed
-        if _same(rows, plan.rows) and _same(positions, plan.starts):
-            told.tell(_LANDED_HERE, tokens)
+        if _equal_bytes(rows, plan.rows) and _equal_bytes(positions, plan.starts):
+            told.tell(_SAMPLED_AT_STARTS, tokens)
         else:
-            told.tell(_LANDED, rows, positions - self._known.ends(rows.astype(np.intp)), tokens)
+            told.tell(_SAMPLED, rows, positions - self._known.ends(rows.astype(np.intp)), tokens)
 
 
-def _tell_rare(told: _Told, plan: StepPlan) -> None:
+def _add_rare_columns(told: _MessageBuilder, plan: StepPlan) -> None:
     if len(plan.appended):
         told.tell_packed(_APPENDED, pack_pairs(plan.appended))
     if len(plan.copies):
@@ -171,27 +171,27 @@ def _tell_rare(told: _Told, plan: StepPlan) -> None:
         told.tell(_CLOSED, plan.closed)
 
 
-def _same(one: NDArray[np.int32] | NDArray[np.bool_], other: NDArray[np.int32] | NDArray[np.bool_]) -> bool:
+def _equal_bytes(one: NDArray[np.int32] | NDArray[np.bool_], other: NDArray[np.int32] | NDArray[np.bool_]) -> bool:
     """Bytes compare faster than arrays."""
     return one.tobytes() == other.tobytes()
 
 
-def _entry(sequence: NewSequence) -> _New:
+def _encode_sequence(sequence: NewSequence) -> _EncodedSequence:
     row, tokens, computed, sampling, prompt = sequence
-    return _New(row, computed, prompt, sampling, pack(tokens))
+    return _EncodedSequence(row, computed, prompt, sampling, pack_column(tokens))
 
 
-class Reader:
-    """Reads what one `Writer` wrote: all of it, and in that order."""
+class PlanDecoder:
+    """Reads what one `PlanEncoder` wrote: all of it, and in that order."""
 
     def __init__(self) -> None:
-        self._known = _Known()
-        self._decode = msgspec.msgpack.Decoder(list[_New]).decode
+        self._known = _StepState()
+        self._decode = msgspec.msgpack.Decoder(list[_EncodedSequence]).decode
 
-    def read(self, message: Bytes) -> Bulletin:
+    def read(self, message: Bytes) -> StepBroadcast:
         known = self._known
-        step, told = _PLAN.unpack_from(message)
-        columns = Columns(message, _PLAN.size)
+        step, told = _HEADER.unpack_from(message)
+        columns = ColumnReader(message, _HEADER.size)
         new = self._newcomers(columns) if told & _NEW else ()
         if told & _ROWS:
             known.turn_to(columns.next())
@@ -206,21 +206,21 @@ class Reader:
         plan = StepPlan(step, rows, starts, counts, samples, appended, new, closed, copies)
         landed = self._landed(told, plan, columns)
         known.move(starts, counts)
-        return Bulletin(plan, landed)
+        return StepBroadcast(plan, landed)
 
-    def _newcomers(self, columns: Columns) -> tuple[NewSequence, ...]:
-        new = tuple(map(_sequence, self._decode(columns.bytes())))
+    def _newcomers(self, columns: ColumnReader) -> tuple[NewSequence, ...]:
+        new = tuple(map(_decode_sequence, self._decode(columns.bytes())))
         self._known.enter(new)
         return new
 
-    def _landed(self, told: int, plan: StepPlan, columns: Columns) -> Landed | None:
-        if told & _LANDED_HERE:
-            return Landed(plan.rows, plan.starts, columns.next())
-        if told & _LANDED:
+    def _landed(self, told: int, plan: StepPlan, columns: ColumnReader) -> SampledBatch | None:
+        if told & _SAMPLED_AT_STARTS:
+            return SampledBatch(plan.rows, plan.starts, columns.next())
+        if told & _SAMPLED:
             rows, beyond, tokens = columns.next(), columns.next(), columns.next()
-            return Landed(rows, self._known.ends(rows.astype(np.intp)) + beyond, tokens)
+            return SampledBatch(rows, self._known.ends(rows.astype(np.intp)) + beyond, tokens)
         return None
 
 
-def _sequence(entry: _New) -> NewSequence:
-    return NewSequence(entry.row, Columns(entry.tokens).next(), entry.computed, entry.sampling, entry.prompt)
+def _decode_sequence(entry: _EncodedSequence) -> NewSequence:
+    return NewSequence(entry.row, ColumnReader(entry.tokens).next(), entry.computed, entry.sampling, entry.prompt)

@@ -11,48 +11,48 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from ...core.errors import CharoniaError, Code
-from ...processes.child_process import show
+from ...core.errors import CharoniaError, ErrorCode
+from ...processes.child_process import print_traceback
 from ..config import EngineConfig
-from ..worker.device import own_device
-from ..worker.loaded_rank import Engine, assemble
-from .broadcast_ring import Desk, Memory
-from .layout import Layout
-from .plan_codec import Reader
+from ..worker.device import assign_device
+from ..worker.loaded_rank import LoadedRank, load_rank
+from .broadcast_ring import RingMemory, RingReader
+from .layout import RankLayout
+from .plan_codec import PlanDecoder
 from .rank_messages import (
-    PLAN,
-    Allocate,
-    Allocated,
-    Broken,
-    Command,
-    Here,
-    Joined,
-    Leave,
-    Loaded,
-    Meet,
-    Progress,
-    Report,
-    Result,
+    PLAN_PREFIX,
+    AllocateCache,
+    CacheAllocated,
+    EncodedResult,
+    JoinRanks,
+    LeaveRanks,
+    RankCommand,
+    RankFailed,
+    RankJoined,
+    RankLoaded,
+    RankReport,
+    RankStarted,
+    WeightsProgress,
 )
-from .torch_groups import Bereft, Meeting, Store, join, leave, seat, wait_for_all
+from .torch_groups import PeerLost, Rendezvous, RendezvousStore, join_ranks, leave_ranks, rank_shard, wait_for_all_ranks
 
 
-class Post(NamedTuple):
+class RankArgs(NamedTuple):
     """Which rank to be, and its line to the core, which may share `memory`.
 
     `host`: the address of this machine among the others'. It has `neighbours` ranks, this one is number `local`.
     """
 
     rank: int
-    layout: Layout
+    layout: RankLayout
     line: Connection
-    memory: Memory | None = None
+    memory: RingMemory | None = None
     host: str = "127.0.0.1"
     local: int = 0
     neighbours: int = 1
 
 
-def serve(config: EngineConfig, post: Post) -> None:
+def run_rank(config: EngineConfig, post: RankArgs) -> None:
     """Be that rank until the core says to leave.
 
     Raises:
@@ -65,79 +65,81 @@ def serve(config: EngineConfig, post: Post) -> None:
         sys.exit(1)
     except Exception as error:
         with suppress(OSError):
-            rank.report(_last_words(error))
+            rank.report(_failure_report(error))
         sys.exit(1)
 
 
 class _Rank:
-    def __init__(self, config: EngineConfig, post: Post) -> None:
+    def __init__(self, config: EngineConfig, post: RankArgs) -> None:
         self._config, self._post = config, post
-        self._desk = Desk(post.line, post.memory)
-        self._plans = Reader()
+        self._desk = RingReader(post.line, post.memory)
+        self._plans = PlanDecoder()
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder[Command](Command).decode
+        self._decode = msgspec.msgpack.Decoder[RankCommand](RankCommand).decode
 
-    def report(self, report: Report) -> None:
+    def report(self, report: RankReport) -> None:
         self._post.line.send_bytes(self._encode(report))
 
     def run(self) -> None:
         torch.set_num_threads(self._config.threads_each(self._post.neighbours))
-        device = own_device(self._config, self._post.local, self._post.neighbours)
+        device = assign_device(self._config, self._post.local, self._post.neighbours)
         self._join(device)
         engine = self._load(msgspec.structs.replace(self._config, device=device))
         while self._turn(engine):
             pass
-        leave()
+        leave_ranks()
 
     def _join(self, device: str) -> None:
         rank, layout = self._post.rank, self._post.layout
-        self._store = Store(self._post.host) if rank == 0 else None  # others look into it as long as they live
-        self.report(Here(*self._store.meeting) if self._store else Here())
+        self._store = (
+            RendezvousStore(self._post.host) if rank == 0 else None
+        )  # others look into it as long as they live
+        self.report(RankStarted(*self._store.meeting) if self._store else RankStarted())
         match self._hear():
-            case Meet(host, port):
-                join(Meeting(host, port), rank, layout, torch.device(device))
-            case Leave():
+            case JoinRanks(host, port):
+                join_ranks(Rendezvous(host, port), rank, layout, torch.device(device))
+            case LeaveRanks():
                 raise EOFError
-        self.report(Joined())
+        self.report(RankJoined())
 
-    def _load(self, config: EngineConfig) -> Engine:
+    def _load(self, config: EngineConfig) -> LoadedRank:
         post = self._post
-        place = seat(post.rank, post.layout, config.parallel.layers)
-        engine = assemble(config, place, lambda fraction: self.report(Progress(fraction)))
-        wait_for_all()  # what is free is known when all have taken what they need
+        place = rank_shard(post.rank, post.layout, config.parallel.layers)
+        engine = load_rank(config, place, lambda fraction: self.report(WeightsProgress(fraction)))
+        wait_for_all_ranks()  # what is free is known when all have taken what they need
         sharing = 1 if engine.place.device.type == "cuda" else post.neighbours
-        self.report(Loaded.of(engine.capacity(sharing)))
+        self.report(RankLoaded.of(engine.capacity(sharing)))
         return engine
 
-    def _turn(self, engine: Engine) -> bool:
+    def _turn(self, engine: LoadedRank) -> bool:
         """Do what comes next; False when that was to leave."""
         message = self._desk.read()
-        if message[:1] == PLAN:
+        if message[:1] == PLAN_PREFIX:
             self._step(engine, memoryview(message)[1:])
             return True
         match self._decode(message):
-            case Allocate(blocks):
+            case AllocateCache(blocks):
                 engine.runner.allocate(blocks)
-                self.report(Allocated())
-            case Leave():
+                self.report(CacheAllocated())
+            case LeaveRanks():
                 return False
         return True
 
-    def _step(self, engine: Engine, message: memoryview) -> None:
+    def _step(self, engine: LoadedRank, message: memoryview) -> None:
         plan, landed = self._plans.read(message)
         if landed is not None:
             engine.runner.learn(*landed)
         result = engine.runner.step(plan)
         if self._post.rank == self._post.layout.reporter:
-            self.report(Result.of(result))
+            self.report(EncodedResult.of(result))
 
-    def _hear(self) -> Command:
-        command: Command = self._decode(self._desk.read())
+    def _hear(self) -> RankCommand:
+        command: RankCommand = self._decode(self._desk.read())
         return command
 
 
-def _last_words(error: Exception) -> Broken:
+def _failure_report(error: Exception) -> RankFailed:
     if isinstance(error, CharoniaError):
-        return Broken(error.message, error.code, isinstance(error, Bereft), error.field or "")
-    show(error)
-    return Broken(f"{type(error).__name__}: {error}", Code.INTERNAL)
+        return RankFailed(error.message, error.code, isinstance(error, PeerLost), error.field or "")
+    print_traceback(error)
+    return RankFailed(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL)

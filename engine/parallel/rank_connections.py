@@ -18,11 +18,11 @@ _GREETING = Struct("<32sI")  # secret, rank
 _GREETING_SECONDS = 2.0
 """How long one who calls may take to say who he is; those after him wait."""
 
-_SILENT_SECONDS = 10
+_PEER_TIMEOUT_SECONDS = 10
 """A machine that has not answered for so long is gone."""
 
 
-class Ticket(NamedTuple):
+class ConnectToken(NamedTuple):
     """What `rank` needs to call."""
 
     host: str
@@ -34,12 +34,12 @@ class Ticket(NamedTuple):
         return f"Ticket({self.host}:{self.port}, rank {self.rank})"
 
 
-class Called(NamedTuple):
+class RankConnection(NamedTuple):
     rank: int
     line: Connection
 
 
-class Gate:
+class RankListener:
     """Where ranks call, on `host` alone.
 
     Raises:
@@ -47,14 +47,14 @@ class Gate:
     """
 
     def __init__(self, host: str) -> None:
-        self._listener = listen(host)
+        self._listener = listen_on(host)
         self._host, self._port = self._listener.getsockname()[:2]
         self._secret = secrets.token_bytes(32)
 
-    def ticket(self, rank: int) -> Ticket:
-        return Ticket(self._host, self._port, self._secret, rank)
+    def ticket(self, rank: int) -> ConnectToken:
+        return ConnectToken(self._host, self._port, self._secret, rank)
 
-    def accept(self, seconds: float) -> Called | None:
+    def accept(self, seconds: float) -> RankConnection | None:
         """The next rank that calls; None if none does within so many seconds. Others are hung up on."""
         deadline = monotonic() + seconds
         while (left := deadline - monotonic()) > 0:
@@ -64,7 +64,7 @@ class Gate:
             except TimeoutError:
                 return None
             if (rank := self._greeted(caller)) is not None:
-                return Called(rank, _line(caller))
+                return RankConnection(rank, _connection_over(caller))
             caller.close()
         return None
 
@@ -84,7 +84,7 @@ class Gate:
         return int(rank) if hmac.compare_digest(secret, self._secret) else None
 
 
-def listen(host: str) -> socket.socket:
+def listen_on(host: str) -> socket.socket:
     """A socket that listens on `host` alone, at a port that is free.
 
     Raises:
@@ -93,18 +93,18 @@ def listen(host: str) -> socket.socket:
     return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
-def call(ticket: Ticket) -> Connection:
+def connect_to_listener(ticket: ConnectToken) -> Connection:
     """A line to whoever gave the ticket.
 
     Raises:
         OSError: nobody answers there.
     """
-    caller = socket.create_connection((ticket.host, ticket.port), timeout=_SILENT_SECONDS)
+    caller = socket.create_connection((ticket.host, ticket.port), timeout=_PEER_TIMEOUT_SECONDS)
     caller.sendall(_GREETING.pack(ticket.secret, ticket.rank))
-    return _line(caller)
+    return _connection_over(caller)
 
 
-def until_broken(lines: Iterable[Connection], seconds: float) -> bool:
+def wait_until_closed(lines: Iterable[Connection], seconds: float) -> bool:
     """Whether all lines are broken by those who called, in so many seconds. Others may read them meanwhile."""
     deadline, broken = monotonic() + seconds, True
     for line in lines:
@@ -114,23 +114,27 @@ def until_broken(lines: Iterable[Connection], seconds: float) -> bool:
     return broken
 
 
-def hang_up(line: Connection) -> None:
+def shut_down(line: Connection) -> None:
     """Break a line under whoever reads it, here and there."""
     with suppress(OSError), socket.socket(fileno=socket.dup(line.fileno())) as ours:
         ours.shutdown(socket.SHUT_RDWR)
 
 
-def _line(connected: socket.socket) -> Connection:
+def _connection_over(connected: socket.socket) -> Connection:
     connected.setblocking(True)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a plan waits for no other
-    _notice_silence(connected)
+    _enable_keepalive(connected)
     return Connection(connected.detach())
 
 
-def _notice_silence(connected: socket.socket) -> None:
+def _enable_keepalive(connected: socket.socket) -> None:
     """A machine without power breaks no connection by itself."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    options = {"TCP_KEEPIDLE": _SILENT_SECONDS // 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": _SILENT_SECONDS // 2}
-    for name, value in (options | {"TCP_USER_TIMEOUT": 1000 * _SILENT_SECONDS}).items():
+    options = {
+        "TCP_KEEPIDLE": _PEER_TIMEOUT_SECONDS // 2,
+        "TCP_KEEPINTVL": 1,
+        "TCP_KEEPCNT": _PEER_TIMEOUT_SECONDS // 2,
+    }
+    for name, value in (options | {"TCP_USER_TIMEOUT": 1000 * _PEER_TIMEOUT_SECONDS}).items():
         if hasattr(socket, name):
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

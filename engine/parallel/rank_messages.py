@@ -5,52 +5,52 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
-from ...core.logprobs import Logprobs, Scores
+from ...core.logprobs import Logprobs, PromptLogprobs
 from ...scheduler.plan import IntArray, StepResult
 from ..worker.executor import Capacity
 
-PLAN = b"\0"
+PLAN_PREFIX = b"\0"
 """What begins a message that is a plan; no command begins so."""
 
 
-class Meet(msgspec.Struct, array_like=True, tag="meet", frozen=True):
+class JoinRanks(msgspec.Struct, array_like=True, tag="meet", frozen=True):
     """All ranks are there: come together at the store that rank 0 keeps."""
 
     host: str
     port: int
 
 
-class Allocate(msgspec.Struct, array_like=True, tag="allocate", frozen=True):
+class AllocateCache(msgspec.Struct, array_like=True, tag="allocate", frozen=True):
     """Make a cache of so many blocks and begin anew."""
 
     blocks: int
 
 
-class Leave(msgspec.Struct, array_like=True, tag="leave", frozen=True):
+class LeaveRanks(msgspec.Struct, array_like=True, tag="leave", frozen=True):
     """Let go of everything and exit."""
 
 
-Command: TypeAlias = Meet | Allocate | Leave
+RankCommand: TypeAlias = JoinRanks | AllocateCache | LeaveRanks
 
 
-class Here(msgspec.Struct, array_like=True, tag="here", frozen=True):
+class RankStarted(msgspec.Struct, array_like=True, tag="here", frozen=True):
     """The rank runs. Rank 0 says where its store listens."""
 
     host: str = ""
     port: int = 0
 
 
-class Joined(msgspec.Struct, array_like=True, tag="joined", frozen=True):
+class RankJoined(msgspec.Struct, array_like=True, tag="joined", frozen=True):
     """It has met the others."""
 
 
-class Progress(msgspec.Struct, array_like=True, tag="progress", frozen=True):
+class WeightsProgress(msgspec.Struct, array_like=True, tag="progress", frozen=True):
     """So much of its weights is read."""
 
     fraction: float
 
 
-class Loaded(msgspec.Struct, array_like=True, tag="loaded", frozen=True):
+class RankLoaded(msgspec.Struct, array_like=True, tag="loaded", frozen=True):
     """See `executor.base.Capacity`."""
 
     vocab_size: int
@@ -60,18 +60,18 @@ class Loaded(msgspec.Struct, array_like=True, tag="loaded", frozen=True):
     machine: str = ""
 
     @classmethod
-    def of(cls, capacity: Capacity) -> "Loaded":
+    def of(cls, capacity: Capacity) -> "RankLoaded":
         return cls(*capacity)
 
     def read(self) -> Capacity:
         return Capacity(*msgspec.structs.astuple(self))
 
 
-class Allocated(msgspec.Struct, array_like=True, tag="allocated", frozen=True):
+class CacheAllocated(msgspec.Struct, array_like=True, tag="allocated", frozen=True):
     """Its cache is there."""
 
 
-class Result(msgspec.Struct, array_like=True, tag="result", frozen=True):
+class EncodedResult(msgspec.Struct, array_like=True, tag="result", frozen=True):
     """A step's result, integers as int32 bytes."""
 
     step: int
@@ -80,10 +80,10 @@ class Result(msgspec.Struct, array_like=True, tag="result", frozen=True):
     counts: bytes
     tokens: bytes
     logprobs: list[Logprobs | None] = []
-    scores: list[tuple[int, Scores]] = []
+    scores: list[tuple[int, PromptLogprobs]] = []
 
     @classmethod
-    def of(cls, result: StepResult) -> "Result":
+    def of(cls, result: StepResult) -> "EncodedResult":
         step, *columns, logprobs, scores = result
         rows, offsets, counts, tokens = (column.tobytes() for column in columns)
         return cls(step, rows, offsets, counts, tokens, list(logprobs), list(scores))
@@ -97,7 +97,7 @@ def _column(written: bytes) -> IntArray:
     return np.frombuffer(written, np.int32)
 
 
-class Broken(msgspec.Struct, array_like=True, tag="broken", frozen=True):
+class RankFailed(msgspec.Struct, array_like=True, tag="broken", frozen=True):
     """Last words. `code`: see `core.errors.Code`. `bereft`: it only lost another rank, which knows better why. `field`:
     the parameter that was wrong, if one was."""
 
@@ -107,4 +107,6 @@ class Broken(msgspec.Struct, array_like=True, tag="broken", frozen=True):
     field: str = ""
 
 
-Report: TypeAlias = Here | Joined | Progress | Loaded | Allocated | Result | Broken
+RankReport: TypeAlias = (
+    RankStarted | RankJoined | WeightsProgress | RankLoaded | CacheAllocated | EncodedResult | RankFailed
+)

@@ -8,33 +8,37 @@ from typing import NamedTuple
 
 import msgspec
 
-from ...core.errors import CharoniaError, Code, Unavailable, error_of
-from .layout import Layout
-from .local_ranks import Crew
-from .rank_messages import Broken, Report, Result
+from ...core.errors import CharoniaError, ErrorCode, Unavailable, error_from_code
+from .layout import RankLayout
+from .local_ranks import LaunchedRanks
+from .rank_messages import EncodedResult, RankFailed, RankReport
 
 _GRACE_SECONDS = 1.0
 """How long a rank that lost another one waits for that one's own end to be known, which says more."""
 
 
-class Said(NamedTuple):
+class ReceivedReport(NamedTuple):
     rank: int
-    report: Report
+    report: RankReport
 
 
-class Watch:
+class RankMonitor:
     """Threads of its own, one for each rank, until all lines are broken.
 
     `on_result` is told results as they come; `on_loss` why no more will come, once, having killed what is left.
     """
 
     def __init__(
-        self, crew: Crew, layout: Layout, on_result: Callable[[Result], None], on_loss: Callable[[CharoniaError], None]
+        self,
+        crew: LaunchedRanks,
+        layout: RankLayout,
+        on_result: Callable[[EncodedResult], None],
+        on_loss: Callable[[CharoniaError], None],
     ) -> None:
         self._crew, self._layout = crew, layout
         self._on_result, self._on_loss = on_result, on_loss
-        self._said: SimpleQueue[Said | CharoniaError] = SimpleQueue()
-        self._decode = msgspec.msgpack.Decoder[Report](Report).decode
+        self._said: SimpleQueue[ReceivedReport | CharoniaError] = SimpleQueue()
+        self._decode = msgspec.msgpack.Decoder[RankReport](RankReport).decode
         self._over = threading.Event()
         self._deciding = threading.Lock()
         self._threads = [
@@ -44,7 +48,7 @@ class Watch:
         for thread in self._threads:
             thread.start()
 
-    def next(self, deadline: float | None = None) -> Said | None:
+    def next(self, deadline: float | None = None) -> ReceivedReport | None:
         """What a rank says next, results apart; None when it is later than `deadline`.
 
         Raises:
@@ -71,17 +75,17 @@ class Watch:
     def _listen(self, rank: int) -> None:
         line = self._crew.lines[rank]
         try:
-            while not isinstance(report := self._decode(line.recv_bytes()), Broken):
-                if isinstance(report, Result):
+            while not isinstance(report := self._decode(line.recv_bytes()), RankFailed):
+                if isinstance(report, EncodedResult):
                     self._on_result(report)
                 else:
-                    self._said.put(Said(rank, report))
+                    self._said.put(ReceivedReport(rank, report))
         except (EOFError, OSError):
             self._lose(lambda: Unavailable(f"{self._layout.name(rank)} {self._crew.fate(rank)}"))
         else:
             if report.bereft:
                 self._over.wait(_GRACE_SECONDS)
-            self._lose(lambda: _error(self._layout.name(rank), report))
+            self._lose(lambda: _error_of_rank(self._layout.name(rank), report))
 
     def _lose(self, reason: Callable[[], CharoniaError]) -> None:
         with self._deciding:
@@ -94,7 +98,7 @@ class Watch:
         self._said.put(error)
 
 
-def _error(name: str, broken: Broken) -> CharoniaError:
+def _error_of_rank(name: str, broken: RankFailed) -> CharoniaError:
     """What is wrong with the configuration is wrong for all ranks alike."""
-    asked = broken.code in (Code.INVALID_ARGUMENT, Code.UNSUPPORTED, Code.NOT_FOUND)
-    return error_of(broken.code, broken.message if asked else f"{name}: {broken.message}", broken.field or None)
+    asked = broken.code in (ErrorCode.INVALID_ARGUMENT, ErrorCode.UNSUPPORTED, ErrorCode.NOT_FOUND)
+    return error_from_code(broken.code, broken.message if asked else f"{name}: {broken.message}", broken.field or None)

@@ -1,6 +1,6 @@
 """Computes in rank processes: a plan goes out to all of them, its result comes back from one.
 
-Knows where they run no better than the `Crew` that started them, and of torch nothing.
+Knows where they run no better than the `LaunchedRanks` that started them, and of torch nothing.
 """
 
 from collections import defaultdict, deque
@@ -15,19 +15,31 @@ import msgspec
 from ...core.errors import CharoniaError, Unavailable
 from ...scheduler.plan import StepPlan, StepResult
 from ..config import EngineConfig
-from ..worker.executor import Capacity, Progress
-from .broadcast_ring import Board
-from .layout import Layout
-from .local_ranks import Crew, Processes
-from .pending_steps import Pending
-from .plan_codec import Bulletin, Landed, Writer
-from .rank_messages import PLAN, Allocate, Allocated, Command, Here, Joined, Leave, Loaded, Meet, Report, Result
-from .rank_messages import Progress as WeightsRead
-from .rank_monitor import Watch
+from ..worker.executor import Capacity, ProgressCallback
+from .broadcast_ring import BroadcastRing
+from .layout import RankLayout
+from .local_ranks import LaunchedRanks, LocalRanks
+from .pending_steps import PendingSteps
+from .plan_codec import PlanEncoder, SampledBatch, StepBroadcast
+from .rank_messages import (
+    PLAN_PREFIX,
+    AllocateCache,
+    CacheAllocated,
+    EncodedResult,
+    JoinRanks,
+    LeaveRanks,
+    RankCommand,
+    RankJoined,
+    RankLoaded,
+    RankReport,
+    RankStarted,
+)
+from .rank_messages import WeightsProgress as WeightsRead
+from .rank_monitor import RankMonitor
 
-R = TypeVar("R", Here, Joined, Loaded, Allocated)
+R = TypeVar("R", RankStarted, RankJoined, RankLoaded, CacheAllocated)
 
-Muster: TypeAlias = Callable[[EngineConfig, Layout], Crew]
+StartRanks: TypeAlias = Callable[[EngineConfig, RankLayout], LaunchedRanks]
 """Starts the ranks of an engine."""
 
 JOIN_SECONDS = 300.0
@@ -36,12 +48,12 @@ JOIN_SECONDS = 300.0
 _LEAVE_SECONDS = 3.0
 
 
-class _Staff(NamedTuple):
+class _RunningRanks(NamedTuple):
     """What there is while ranks run."""
 
-    crew: Crew
-    board: Board
-    watch: Watch
+    crew: LaunchedRanks
+    board: BroadcastRing
+    watch: RankMonitor
 
 
 class RanksExecutor:
@@ -50,18 +62,20 @@ class RanksExecutor:
     When one is lost the others are ended at once, and everything pending fails with an error that names it.
     """
 
-    def __init__(self, config: EngineConfig, muster: Muster = Processes, join_seconds: float = JOIN_SECONDS) -> None:
+    def __init__(
+        self, config: EngineConfig, muster: StartRanks = LocalRanks, join_seconds: float = JOIN_SECONDS
+    ) -> None:
         self._config, self._muster, self._join_seconds = config, muster, join_seconds
-        self._layout = Layout(config.parallel.tensor, config.parallel.pipeline)
+        self._layout = RankLayout(config.parallel.tensor, config.parallel.pipeline)
         self._encode = msgspec.msgpack.Encoder().encode
-        self._writer = Writer()
-        self._pending = Pending()
+        self._writer = PlanEncoder()
+        self._pending = PendingSteps()
         self._landed: deque[StepResult] = deque()
-        self._staff: _Staff | None = None
+        self._staff: _RunningRanks | None = None
         # By what is said and who says it: a quick rank may say the next thing before a slow one says this.
-        self._heard: defaultdict[type[Report], dict[int, Any]] = defaultdict(dict)
+        self._heard: defaultdict[type[RankReport], dict[int, Any]] = defaultdict(dict)
 
-    def load(self, progress: Progress) -> Capacity:
+    def load(self, progress: ProgressCallback) -> Capacity:
         """Start the ranks and let each load its share; `progress` is called on the caller's thread.
 
         Raises:
@@ -71,26 +85,26 @@ class RanksExecutor:
         progress("ranks", 0.0)
         self._begin()
         deadline = monotonic() + self._join_seconds
-        host, port = msgspec.structs.astuple(self._everyone(Here, deadline)[0])
-        self._tell(Meet(host, port))
-        self._everyone(Joined, deadline)
+        host, port = msgspec.structs.astuple(self._everyone(RankStarted, deadline)[0])
+        self._tell(JoinRanks(host, port))
+        self._everyone(RankJoined, deadline)
         progress("ranks", 1.0)
-        loaded = self._everyone(Loaded, progress=progress)
+        loaded = self._everyone(RankLoaded, progress=progress)
         progress("weights", 1.0)
-        return _tightest([loaded[rank].read() for rank in range(self._layout.world)], self._layout)
+        return _smallest_capacity([loaded[rank].read() for rank in range(self._layout.world)], self._layout)
 
     def allocate(self, blocks: int) -> None:
         """Allocate every rank's part of the cache, and begin anew."""
         self._landed.clear()
-        self._tell(Allocate(blocks))
-        self._everyone(Allocated)
+        self._tell(AllocateCache(blocks))
+        self._everyone(CacheAllocated)
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         board = self._started.board
         step = self._pending.add()
         if not step.done():
             with suppress(OSError):  # a rank is gone: whoever watches them fails the step
-                board.post(PLAN + self._writer.write(Bulletin(plan, self._take_landed())))
+                board.post(PLAN_PREFIX + self._writer.write(StepBroadcast(plan, self._take_landed())))
         return step
 
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:
@@ -103,7 +117,7 @@ class RanksExecutor:
         crew, board, watch = self._staff
         watch.dismiss()
         with suppress(OSError):
-            board.tell(self._encode(Leave()))
+            board.tell(self._encode(LeaveRanks()))
         crew.end(0.0 if self._pending.loss else _LEAVE_SECONDS)
         watch.join()
         crew.close()
@@ -111,22 +125,22 @@ class RanksExecutor:
         self._staff = None
 
     @property
-    def _started(self) -> _Staff:
+    def _started(self) -> _RunningRanks:
         if self._staff is None:
             raise RuntimeError("the executor is not loaded")
         return self._staff
 
     def _begin(self) -> None:
         crew = self._muster(self._config, self._layout)
-        watch = Watch(crew, self._layout, self._land, self._pending.fail)
-        self._staff = _Staff(crew, Board(crew.lines, crew.memory), watch)
+        watch = RankMonitor(crew, self._layout, self._land, self._pending.fail)
+        self._staff = _RunningRanks(crew, BroadcastRing(crew.lines, crew.memory), watch)
 
-    def _tell(self, command: Command) -> None:
+    def _tell(self, command: RankCommand) -> None:
         with suppress(OSError):  # as above
             self._started.board.tell(self._encode(command))
 
     def _everyone(
-        self, kind: type[R], deadline: float | None = None, progress: Progress = lambda phase, fraction: None
+        self, kind: type[R], deadline: float | None = None, progress: ProgressCallback = lambda phase, fraction: None
     ) -> dict[int, R]:
         """What every rank says of this kind. On the way there, tell `progress` of weights read."""
         told = 0.0
@@ -147,23 +161,23 @@ class RanksExecutor:
 
     # Results, on a thread of their own
 
-    def _land(self, result: Result) -> None:
+    def _land(self, result: EncodedResult) -> None:
         landed = result.read()
         self._started.board.forget()
         if self._layout.pipeline > 1:
             self._landed.append(landed)
         self._pending.resolve(landed)
 
-    def _take_landed(self) -> Landed | None:
+    def _take_landed(self) -> SampledBatch | None:
         """What was sampled since the last plan, for the stages that cannot know: a sequence's next plan comes after its
         last result."""
         landed: list[StepResult] = []
         while self._landed:  # more may come meanwhile
             landed.append(self._landed.popleft())
-        return Landed.of(landed) if any(len(result.rows) for result in landed) else None
+        return SampledBatch.of(landed) if any(len(result.rows) for result in landed) else None
 
 
-def _tightest(capacities: list[Capacity], layout: Layout) -> Capacity:
+def _smallest_capacity(capacities: list[Capacity], layout: RankLayout) -> Capacity:
     """What all ranks can hold is what the one can that holds the fewest blocks."""
     least = min(capacities, key=lambda each: each.free_bytes / each.block_bytes)
     machine = capacities[0].machine

@@ -18,7 +18,7 @@ _ANSWER_SECONDS = 5.0
 """How long a cluster whose address is given may take to answer: Ray itself would wait for minutes."""
 
 
-def connect(address: str) -> None:
+def connect_to_cluster(address: str) -> None:
     """Be a part of the cluster there: `host:port` of its head, `auto` for the one that this machine belongs to, `local`
     for one of our own. "" leaves it to RAY_ADDRESS, and then to `auto`.
 
@@ -31,9 +31,9 @@ def connect(address: str) -> None:
         message = f"ray_address {address!r}: ranks are placed from a machine of the cluster; give host:port, or auto"
         raise InvalidArgument(message, field="ray_address")
     if address not in ("auto", "local"):
-        _knock(address)
+        _check_reachable(address)
     try:
-        with _signals_kept():
+        with _keep_sigterm_handler():
             ray.init(address, logging_level="warning", log_to_driver=False)
     except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
         raise Unavailable(f"cannot join the Ray cluster at {address!r}: {_first_line(error)}") from error
@@ -41,23 +41,23 @@ def connect(address: str) -> None:
         raise InvalidArgument(f"ray_address {address!r}: {_first_line(error)}", field="ray_address") from error
 
 
-def own_host() -> str:
+def own_address() -> str:
     """This machine's address among the others'."""
     return str(ray.util.get_node_ip_address())
 
 
-def hosts() -> dict[str, str]:
+def node_addresses() -> dict[str, str]:
     """Address of every machine that is there, by the name that Ray has for it."""
     return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
 
-def resources(free: bool = False) -> dict[str, float]:
+def cluster_resources(free: bool = False) -> dict[str, float]:
     """CPUs and GPUs of all machines; `free`: that nobody has."""
     known = ray.available_resources() if free else ray.cluster_resources()
     return {kind: float(known.get(kind, 0.0)) for kind in ("CPU", "GPU")}
 
 
-def _knock(address: str) -> None:
+def _check_reachable(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise InvalidArgument(f"ray_address must be host:port, auto or local, got {address!r}", field="ray_address")
@@ -68,7 +68,7 @@ def _knock(address: str) -> None:
 
 
 @contextmanager
-def _signals_kept() -> Iterator[None]:
+def _keep_sigterm_handler() -> Iterator[None]:
     """Ray takes SIGTERM for itself."""
     if threading.current_thread() is not threading.main_thread():
         yield

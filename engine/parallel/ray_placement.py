@@ -8,10 +8,10 @@ import msgspec
 
 from ...core.errors import InvalidArgument
 from ..config import EngineConfig
-from .layout import Layout
+from .layout import RankLayout
 
 
-class Share(NamedTuple):
+class RankResources(NamedTuple):
     """What one rank asks for: a GPU for itself, or CPUs. `threads`: what it computes with."""
 
     gpus: int
@@ -26,7 +26,7 @@ class Share(NamedTuple):
         return f"{self.gpus} GPU" if self.gpus else f"{self.cpus} CPU{'s' if self.cpus > 1 else ''}"
 
 
-class Place(NamedTuple):
+class RankPlacement(NamedTuple):
     """Where one rank runs: a bundle of the placement group, on the machine with this address, where it is number
     `local` of `neighbours` ranks."""
 
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     neighbours: int
 
 
-def share(config: EngineConfig, layout: Layout, resources: Mapping[str, float]) -> Share:
+def rank_resources(config: EngineConfig, layout: RankLayout, resources: Mapping[str, float]) -> RankResources:
     """What each rank asks for; device auto is a GPU wherever the cluster's `resources` name one.
 
     Raises:
@@ -48,11 +48,11 @@ def share(config: EngineConfig, layout: Layout, resources: Mapping[str, float]) 
         raise InvalidArgument(message, field="device")
     threads = config.threads_each(layout.world)
     if kind == "cuda" or (kind == "auto" and resources.get("GPU", 0.0) >= 1.0):
-        return Share(1, 0, threads)
-    return Share(0, threads, threads)
+        return RankResources(1, 0, threads)
+    return RankResources(0, threads, threads)
 
 
-def places(hosts: Sequence[str]) -> list[Place]:
+def place_ranks(hosts: Sequence[str]) -> list[RankPlacement]:
     """Each rank's place, where bundle b was put on `hosts[b]`. Ranks that follow each other, as those of a stage
     do, are put together: machine after machine, the one with the most bundles first."""
     count = Counter(hosts)
@@ -61,21 +61,21 @@ def places(hosts: Sequence[str]) -> list[Place]:
     found = []
     for bundle in order:
         host = hosts[bundle]
-        found.append(Place(bundle, host, seated[host], count[host]))
+        found.append(RankPlacement(bundle, host, seated[host], count[host]))
         seated[host] += 1
     return found
 
 
-def rank_config(config: EngineConfig, asked: Share, place: Place) -> EngineConfig:
+def rank_config(config: EngineConfig, asked: RankResources, place: RankPlacement) -> EngineConfig:
     """The engine's configuration, as the machine of that rank should understand it: memory and cores are its own."""
-    threads = asked.threads * neighbours(config, asked, place)
+    threads = asked.threads * ranks_sharing_memory(config, asked, place)
     device = "cuda:0" if asked.gpus else "cpu"  # Ray lets it see no other
     return msgspec.structs.replace(
         config, device=device, threads=threads, data_parallel_size=1, replica=0, host_memory=None
     )
 
 
-def neighbours(config: EngineConfig, asked: Share, place: Place) -> int:
+def ranks_sharing_memory(config: EngineConfig, asked: RankResources, place: RankPlacement) -> int:
     """Ranks that share a machine's memory with this one, itself included: of other replicas as many as of its own. A
     GPU is not shared."""
     return 1 if asked.gpus else place.neighbours * config.data_parallel_size

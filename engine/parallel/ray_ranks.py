@@ -16,11 +16,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...core.errors import Unavailable
 from ..config import EngineConfig
-from .layout import Layout
-from .rank_connections import Gate, hang_up, until_broken
-from .ray_cluster import connect, hosts, own_host, resources
-from .ray_placement import Place, Share, neighbours, places, rank_config, share
-from .ray_rank import Errand, RankActor
+from .layout import RankLayout
+from .rank_connections import RankListener, shut_down, wait_until_closed
+from .ray_cluster import cluster_resources, connect_to_cluster, node_addresses, own_address
+from .ray_placement import RankPlacement, RankResources, place_ranks, rank_config, rank_resources, ranks_sharing_memory
+from .ray_rank import RankActor, RemoteRankArgs
 
 log = logging.getLogger(__name__)
 
@@ -28,25 +28,25 @@ Actor: TypeAlias = Any
 """Ray has no type for a handle that a checker without Ray could read."""
 
 
-class Patience(NamedTuple):
+class RayTimeouts(NamedTuple):
     """How long the cluster may take to find `room`, and then the ranks to `join`, in seconds."""
 
     room: float = 300.0
     join: float = 300.0
 
 
-PATIENCE = Patience()
+DEFAULT_RAY_TIMEOUTS = RayTimeouts()
 
-_TELL_SECONDS = 10.0
+_WARN_SECONDS = 10.0
 """After which it is told that ranks wait for room."""
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 _DEATH_SECONDS = 5.0
 """How long Ray may take to end a process: on a machine that is gone it never does."""
-_CARRIED = ("CHARONIA_", "HF_", "LRU_CACHE_", "NCCL_", "ONEDNN_")
+_FORWARDED_VARIABLES = ("CHARONIA_", "HF_", "LRU_CACHE_", "NCCL_", "ONEDNN_")
 """Environment variables that go with a rank, where its machine does not say otherwise."""
 
 
-class RayCrew:
+class RayRanks:
     """A `Crew` on a Ray cluster, one bundle of a placement group for each rank.
 
     Raises:
@@ -56,16 +56,16 @@ class RayCrew:
 
     memory = None
 
-    def __init__(self, config: EngineConfig, layout: Layout, patience: Patience = PATIENCE) -> None:
+    def __init__(self, config: EngineConfig, layout: RankLayout, patience: RayTimeouts = DEFAULT_RAY_TIMEOUTS) -> None:
         self._layout, self._patience = layout, patience
         self._actors: list[Actor] = []
         self._served: list[Any] = []
         self._lines: dict[int, Connection] = {}
         self._group: Any = None
-        connect(config.parallel.ray_address)
-        self._gate = Gate(own_host())
+        connect_to_cluster(config.parallel.ray_address)
+        self._gate = RankListener(own_address())
         try:
-            asked = share(config, layout, resources())
+            asked = rank_resources(config, layout, cluster_resources())
             self._places = self._placed(asked)
             for rank, place in enumerate(self._places):
                 self._start(config, asked, rank, place)
@@ -92,13 +92,13 @@ class RayCrew:
             ray.kill(actor)
 
     def end(self, patience: float) -> None:
-        _running(self._served, patience)
+        _still_running(self._served, patience)
         self.kill()
-        until_broken(self._lines.values(), _DEATH_SECONDS)
+        wait_until_closed(self._lines.values(), _DEATH_SECONDS)
         if self._group is not None:
             remove_placement_group(self._group)
         for line in self._lines.values():
-            hang_up(line)
+            shut_down(line)
 
     def close(self) -> None:
         self._gate.close()
@@ -106,42 +106,42 @@ class RayCrew:
             line.close()
         ray.shutdown()
 
-    def _placed(self, asked: Share) -> list[Place]:
+    def _placed(self, asked: RankResources) -> list[RankPlacement]:
         """Every rank's place, once the cluster has room for all."""
         self._group = placement_group([asked.bundle] * self._layout.world, strategy="PACK")
         self._wait_for_room(f"{self._layout} want {asked} each of the Ray cluster")
-        nodes, known = placement_group_table(self._group)["bundles_to_node_id"], hosts()
+        nodes, known = placement_group_table(self._group)["bundles_to_node_id"], node_addresses()
         try:
-            return places([known[nodes[bundle]] for bundle in range(self._layout.world)])
+            return place_ranks([known[nodes[bundle]] for bundle in range(self._layout.world)])
         except KeyError as lost:
             raise Unavailable("a machine left the Ray cluster while ranks were placed") from lost
 
     def _wait_for_room(self, wanted: str) -> None:
-        if self._group.wait(min(self._patience.room, _TELL_SECONDS)):
+        if self._group.wait(min(self._patience.room, _WARN_SECONDS)):
             return
-        if (left := self._patience.room - _TELL_SECONDS) > 0.0:
-            log.warning("%s: waiting for room; %s", wanted, _free())
+        if (left := self._patience.room - _WARN_SECONDS) > 0.0:
+            log.warning("%s: waiting for room; %s", wanted, _free_resources())
             if self._group.wait(left):
                 return
-        raise Unavailable(f"{wanted}: it had no room for {self._patience.room:g} s; {_free()}")
+        raise Unavailable(f"{wanted}: it had no room for {self._patience.room:g} s; {_free_resources()}")
 
-    def _start(self, config: EngineConfig, asked: Share, rank: int, place: Place) -> None:
+    def _start(self, config: EngineConfig, asked: RankResources, rank: int, place: RankPlacement) -> None:
         seat = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place.bundle)
         options = {"num_cpus": asked.cpus, "num_gpus": asked.gpus, "scheduling_strategy": seat}
         actor = ray.remote(RankActor).options(**options, max_restarts=0, max_task_retries=0).remote()
         self._actors.append(actor)
         own = rank_config(config, asked, place)
-        sharing = neighbours(config, asked, place)
-        environment = {name: value for name, value in os.environ.items() if name.startswith(_CARRIED)}
+        sharing = ranks_sharing_memory(config, asked, place)
+        environment = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED_VARIABLES)}
         local = 0 if asked.gpus else place.local
-        errand = Errand(own, self._layout, self._gate.ticket(rank), place.host, local, sharing, environment)
+        errand = RemoteRankArgs(own, self._layout, self._gate.ticket(rank), place.host, local, sharing, environment)
         self._served.append(actor.serve.remote(errand))
 
     def _meet(self) -> None:
         """Have a line to every rank."""
         deadline = monotonic() + self._patience.join
         while len(self._lines) < self._layout.world:
-            if called := self._gate.accept(min(_LOOK_SECONDS, max(0.0, deadline - monotonic()))):
+            if called := self._gate.accept(min(_POLL_SECONDS, max(0.0, deadline - monotonic()))):
                 self._lines[called.rank] = called.line
                 continue
             absent = [rank for rank in range(self._layout.world) if rank not in self._lines]
@@ -153,24 +153,24 @@ class RayCrew:
 
     def _check_alive(self, absent: Sequence[int]) -> None:
         for rank in absent:
-            if not _running([self._served[rank]], 0.0):
-                raise Unavailable(f"{self._named(rank)} did not start: {_reason(self._served[rank])}")
+            if not _still_running([self._served[rank]], 0.0):
+                raise Unavailable(f"{self._named(rank)} did not start: {_ray_reason(self._served[rank])}")
 
     def _named(self, rank: int) -> str:
         return f"{self._layout.name(rank)} on {self._places[rank].host}"
 
 
-def _running(served: list[Any], seconds: float) -> list[Any]:
+def _still_running(served: list[Any], seconds: float) -> list[Any]:
     """Which of them still serve after so many seconds."""
     running: list[Any] = ray.wait(served, num_returns=len(served), timeout=seconds)[1] if served else []
     return running
 
 
-def _free() -> str:
-    return ", ".join(f"{amount:g} {kind}" for kind, amount in resources(free=True).items()) + " are free"
+def _free_resources() -> str:
+    return ", ".join(f"{amount:g} {kind}" for kind, amount in cluster_resources(free=True).items()) + " are free"
 
 
-def _reason(served: Any) -> str:
+def _ray_reason(served: Any) -> str:
     """Why a process that ended did, in Ray's words."""
     try:
         ray.get(served)

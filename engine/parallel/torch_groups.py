@@ -15,42 +15,42 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...core.errors import Unavailable
-from ..checkpoint.build_context import Seat
-from ..checkpoint.pipeline_stage import Stage
-from ..checkpoint.tensor_group import Alone, Group, parts
-from .layout import Layout
-from .rank_connections import listen
+from ..checkpoint.build_context import Shard
+from ..checkpoint.pipeline_stage import PipelineStage
+from ..checkpoint.tensor_group import SingleRank, TensorGroup, all_rank_slices
+from .layout import RankLayout
+from .rank_connections import listen_on
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-PATIENCE_SECONDS = 1800.0
+RANK_TIMEOUT_SECONDS = 1800.0
 """How long ranks wait for each other: where one loads from a slow disk, or computes. Whoever started them gives up one
 that does not join at all much sooner."""
 
-_UNREAD = 4
+_MAX_UNRECEIVED = 4
 """Steps that a stage may be ahead of the one after it before it waits."""
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
-class Bereft(Unavailable):
+class PeerLost(Unavailable):
     """Another rank does not answer any more."""
 
 
-class Meeting(NamedTuple):
+class Rendezvous(NamedTuple):
     """Where ranks come together: rank 0's store."""
 
     host: str
     port: int
 
 
-class Store:
+class RendezvousStore:
     """Rank 0's, listening on `host` alone."""
 
-    def __init__(self, host: str, seconds: float = PATIENCE_SECONDS) -> None:
-        listener = listen(host)
-        self.meeting = Meeting(host, listener.getsockname()[1])
+    def __init__(self, host: str, seconds: float = RANK_TIMEOUT_SECONDS) -> None:
+        listener = listen_on(host)
+        self.meeting = Rendezvous(host, listener.getsockname()[1])
         patience = timedelta(seconds=seconds)
         descriptor = listener.detach()  # the store closes it
         self._store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -63,16 +63,20 @@ class Store:
         )
 
 
-def join(meeting: Meeting, rank: int, layout: Layout, device: torch.device, seconds: float = PATIENCE_SECONDS) -> None:
+def join_ranks(
+    meeting: Rendezvous, rank: int, layout: RankLayout, device: torch.device, seconds: float = RANK_TIMEOUT_SECONDS
+) -> None:
     """Meet the other ranks. Returns when all are there.
 
     Raises:
         Bereft: somebody is not.
     """
-    _told(_join, meeting, rank, layout, device, timedelta(seconds=seconds))
+    _translate_errors(_init_process_group, meeting, rank, layout, device, timedelta(seconds=seconds))
 
 
-def _join(meeting: Meeting, rank: int, layout: Layout, device: torch.device, patience: timedelta) -> None:
+def _init_process_group(
+    meeting: Rendezvous, rank: int, layout: RankLayout, device: torch.device, patience: timedelta
+) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if meeting.host in ("127.0.0.1", "::1"):
@@ -90,36 +94,38 @@ def _join(meeting: Meeting, rank: int, layout: Layout, device: torch.device, pat
     )
 
 
-def wait_for_all() -> None:
+def wait_for_all_ranks() -> None:
     """Return when every rank has come so far."""
-    _told(dist.barrier)
+    _translate_errors(dist.barrier)
 
 
-def leave() -> None:
+def leave_ranks() -> None:
     """Part from the others."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def seat(rank: int, layout: Layout, split: tuple[int, ...] = ()) -> Seat:
+def rank_shard(rank: int, layout: RankLayout, split: tuple[int, ...] = ()) -> Shard:
     """The share of the model that `rank` computes, once it has joined; every rank asks for its own at the same time."""
-    groups = [_told(dist.new_group, list(members)) for members in layout.stages()]
+    groups = [_translate_errors(dist.new_group, list(members)) for members in layout.stages()]
     index = layout.stage(rank)
-    group: Group = Alone() if layout.tensor == 1 else Ranks(groups[index], layout.members(index))
-    stage = Stage(index, layout.pipeline, split)
-    return Seat(group, stage, Neighbours(rank, layout.tensor) if layout.pipeline > 1 else None)
+    group: TensorGroup = (
+        SingleRank() if layout.tensor == 1 else TensorParallelGroup(groups[index], layout.members(index))
+    )
+    stage = PipelineStage(index, layout.pipeline, split)
+    return Shard(group, stage, StageNeighbours(rank, layout.tensor) if layout.pipeline > 1 else None)
 
 
-def _told(call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+def _translate_errors(call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     """What torch.distributed raises of a rank that is gone says nothing to people."""
     try:
         return call(*arguments, **named)
     except RuntimeError as error:
-        raise Bereft(f"lost the other ranks: {str(error).splitlines()[0]}") from error
+        raise PeerLost(f"lost the other ranks: {str(error).splitlines()[0]}") from error
 
 
-class Ranks:
-    """The ranks of one stage: a `Group`."""
+class TensorParallelGroup:
+    """The ranks of one stage: a `TensorGroup`."""
 
     def __init__(self, group: dist.ProcessGroup, members: range) -> None:
         self._group = group
@@ -127,37 +133,37 @@ class Ranks:
 
     def sum(self, partial: Tensor) -> Tensor:
         whole = partial.contiguous()
-        _told(dist.all_reduce, whole, group=self._group)
+        _translate_errors(dist.all_reduce, whole, group=self._group)
         return whole
 
     def gather(self, part: Tensor, total: int) -> Tensor:
-        widths = [part.stop - part.start for part in parts(total, self.size)]
+        widths = [part.stop - part.start for part in all_rank_slices(total, self.size)]
         # Equal pieces are what the libraries gather: the narrow ones are padded.
         mine = part if part.shape[-1] == max(widths) else torch.nn.functional.pad(part, (0, 1))
         pieces = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in widths]
-        _told(dist.all_gather, pieces, mine.contiguous(), group=self._group)
+        _translate_errors(dist.all_gather, pieces, mine.contiguous(), group=self._group)
         return torch.cat([piece[..., :width] for piece, width in zip(pieces, widths, strict=True)], -1)
 
 
-class Neighbours:
-    """The ranks with the same place in the stages before and after: a `Pipe`."""
+class StageNeighbours:
+    """The ranks with the same place in the stages before and after: a `PipelineLink`."""
 
     def __init__(self, rank: int, distance: int) -> None:
         self._before, self._after = rank - distance, rank + distance
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
 
     def receive(self, into: Tensor) -> None:
-        _told(dist.recv, into, self._before)
+        _translate_errors(dist.recv, into, self._before)
 
     def send(self, x: Tensor) -> None:
         while self._sent and self._sent[0][0].is_completed():
             self._finish()
-        while len(self._sent) >= _UNREAD:
+        while len(self._sent) >= _MAX_UNRECEIVED:
             self._finish()
-        work = _told(dist.isend, x, self._after)
+        work = _translate_errors(dist.isend, x, self._after)
         assert work is not None
         self._sent.append((work, x))
 
     def _finish(self) -> None:
         work, _ = self._sent.popleft()
-        _told(work.wait)
+        _translate_errors(work.wait)

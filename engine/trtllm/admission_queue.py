@@ -11,26 +11,26 @@ import numpy as np
 
 from ...scheduler.fairness import OUTPUT_WEIGHT, Fairness
 from ...scheduler.sequence import Sequence, SequenceRequest
-from ...scheduler.waiting_queue import WaitingLine
-from ..core.messages import Add
+from ...scheduler.waiting_queue import WaitingQueue
+from ..core.messages import AddRequest
 
-TICKS = 50
+TICKS_PER_SECOND = 50
 """A second's."""
-_AGEING = 5 * TICKS
+_AGEING = 5 * TICKS_PER_SECOND
 """Ticks after which whoever waits is as urgent as the next class."""
 _CREDIT = 8192.0
 """Tokens that a tenant may save who asks for less than his share."""
 _NO_TOKENS = np.empty(0, np.int32)
 
 
-class Line:
+class AdmissionQueue:
     """`places`: sequences that may be on the way at once."""
 
     def __init__(self, places: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._places = places
         self._clock = clock
         self._fairness = Fairness(_AGEING, _CREDIT)
-        self._waiting = WaitingLine(self._fairness)
+        self._waiting = WaitingQueue(self._fairness)
         self._arrivals = 0
         self.running = 0
 
@@ -38,7 +38,7 @@ class Line:
         """Sequences that wait."""
         return len(self._waiting)
 
-    def join(self, add: Add) -> Sequence:
+    def join(self, add: AddRequest) -> Sequence:
         """Stand in line."""
         seniority = self._now() + add.priority * _AGEING
         slot = self._fairness.slot(add.tenant, add.weight)
@@ -78,4 +78,4 @@ class Line:
         assert len(self._waiting) == sum(1 for _ in self._waiting)
 
     def _now(self) -> int:
-        return int(self._clock() * TICKS)
+        return int(self._clock() * TICKS_PER_SECOND)

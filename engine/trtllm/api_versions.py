@@ -23,22 +23,22 @@ _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?(?:rc(\d+))?")
 Version: TypeAlias = tuple[int, int, int, float]
 
 
-class Argument(msgspec.Struct, frozen=True):
+class ApiArgument(msgspec.Struct, frozen=True):
     """One that we pass or leave out. Without a `default` here it has one that we do not rely on."""
 
     required: bool = False
     default: Any = msgspec.UNSET
 
 
-class Call(msgspec.Struct, frozen=True):
+class ApiCall(msgspec.Struct, frozen=True):
     """A class or function by its dotted `path`. `fields`: the model whose fields it takes as further keywords."""
 
     path: str
-    arguments: dict[str, Argument]
+    arguments: dict[str, ApiArgument]
     fields: str = ""
 
 
-class World(msgspec.Struct, frozen=True):
+class ApiVersion(msgspec.Struct, frozen=True):
     """An API as the versions from `since` to before `below` have it; an empty `below` is open.
 
     `engine_directories`: prebuilt TensorRT engines load. `unapplied`: fields of a request that the PyTorch sampler
@@ -51,7 +51,7 @@ class World(msgspec.Struct, frozen=True):
     engine_directories: bool
     unapplied: tuple[str, ...]
     speculation: dict[str, str]
-    calls: dict[str, Call]
+    calls: dict[str, ApiCall]
     attributes: dict[str, tuple[str, ...]]
     request_error: str
     finish_reasons: tuple[str, ...]
@@ -60,7 +60,7 @@ class World(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         return f"{self.since} and newer" if not self.below else f"{self.since} to before {self.below}"
 
-    def check(self, call: str, arguments: Mapping[str, Any]) -> Call:
+    def check(self, call: str, arguments: Mapping[str, Any]) -> ApiCall:
         """The call, if it takes these keywords.
 
         Raises:
@@ -77,27 +77,27 @@ class World(msgspec.Struct, frozen=True):
 
 
 @cache
-def worlds() -> tuple[World, ...]:
+def api_versions() -> tuple[ApiVersion, ...]:
     """Every world there is data of, oldest first."""
     here = files(__package__)
-    return tuple(msgspec.convert(json.loads((here / name).read_text()), World) for name in _WORLDS)
+    return tuple(msgspec.convert(json.loads((here / name).read_text()), ApiVersion) for name in _WORLDS)
 
 
-def world_of(version: str) -> World:
+def api_version_of(version: str) -> ApiVersion:
     """The world of an installed version.
 
     Raises:
         Unsupported: there are no data of it; the message names the versions there are.
     """
-    installed = parse(version)
-    for world in worlds():
-        if parse(world.since) <= installed and (not world.below or installed < parse(world.below)):
+    installed = parse_version(version)
+    for world in api_versions():
+        if parse_version(world.since) <= installed and (not world.below or installed < parse_version(world.below)):
             return world
-    known = "; ".join(map(str, worlds()))
+    known = "; ".join(map(str, api_versions()))
     raise Unsupported(f"tensorrt_llm {version} is installed, which this adapter does not know; it knows {known}")
 
 
-def parse(version: str) -> Version:
+def parse_version(version: str) -> Version:
     """A version in numbers; a release comes after its candidates. What follows them is not looked at.
 
     Raises:

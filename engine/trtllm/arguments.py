@@ -6,10 +6,10 @@ Only what was asked for is passed, and what must be: their defaults are theirs. 
 from typing import Any, NamedTuple
 
 from ...core.errors import InvalidArgument, Unsupported
-from .lora import needs_of
-from .model_info import Checkpoint
+from .lora import lora_requirements
+from .model_info import TrtllmModelInfo
 from .options import TrtllmOptions
-from .package import Package
+from .package import TrtllmPackage
 
 _CAPACITY = {"optimistic": "MAX_UTILIZATION", "no_evict": "GUARANTEED_NO_EVICT"}
 
@@ -25,14 +25,14 @@ _BUILT_IN = ("dtype", "block_size", "kv_cache_dtype", "moe_expert_parallel_size"
 """Settings that a prebuilt engine fixes, or its runtime does not have."""
 
 
-class Construction(NamedTuple):
+class LlmArguments(NamedTuple):
     """A class of the contract, and what it is called with."""
 
     call: str
     arguments: dict[str, Any]
 
 
-def construction(package: Package, checkpoint: Checkpoint, options: TrtllmOptions) -> Construction:
+def llm_arguments(package: TrtllmPackage, checkpoint: TrtllmModelInfo, options: TrtllmOptions) -> LlmArguments:
     """How to make the `LLM`.
 
     Raises:
@@ -40,11 +40,11 @@ def construction(package: Package, checkpoint: Checkpoint, options: TrtllmOption
     """
     shared = _shared(package, checkpoint, options)
     if checkpoint.engine:
-        return Construction("EngineLLM", shared | _of_engine(package, options))
-    return Construction("LLM", shared | _of_checkpoint(package, checkpoint, options))
+        return LlmArguments("EngineLLM", shared | _of_engine(package, options))
+    return LlmArguments("LLM", shared | _of_checkpoint(package, checkpoint, options))
 
 
-def _shared(package: Package, checkpoint: Checkpoint, options: TrtllmOptions) -> dict[str, Any]:
+def _shared(package: TrtllmPackage, checkpoint: TrtllmModelInfo, options: TrtllmOptions) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": checkpoint.path,
         "tokenizer": options.tokenizer or checkpoint.path,
@@ -65,7 +65,7 @@ def _shared(package: Package, checkpoint: Checkpoint, options: TrtllmOptions) ->
     return arguments | _lora(package, options)
 
 
-def _of_checkpoint(package: Package, checkpoint: Checkpoint, options: TrtllmOptions) -> dict[str, Any]:
+def _of_checkpoint(package: TrtllmPackage, checkpoint: TrtllmModelInfo, options: TrtllmOptions) -> dict[str, Any]:
     arguments = {
         "tensor_parallel_size": options.tensor_parallel_size,
         "pipeline_parallel_size": options.pipeline_parallel_size,
@@ -83,7 +83,7 @@ def _of_checkpoint(package: Package, checkpoint: Checkpoint, options: TrtllmOpti
     return arguments
 
 
-def _of_engine(package: Package, options: TrtllmOptions) -> dict[str, Any]:
+def _of_engine(package: TrtllmPackage, options: TrtllmOptions) -> dict[str, Any]:
     if not package.world.engine_directories:
         raise Unsupported(
             f"this is a prebuilt TensorRT engine, which tensorrt_llm {package.version} no longer loads: serve the "
@@ -101,12 +101,12 @@ def _of_engine(package: Package, options: TrtllmOptions) -> dict[str, Any]:
     return {}
 
 
-def _cache(package: Package, options: TrtllmOptions) -> Any:
+def _cache(package: TrtllmPackage, options: TrtllmOptions) -> Any:
     given = {theirs: getattr(options, ours) for ours, theirs in _CACHE.items() if getattr(options, ours) is not None}
     return package.make("KvCacheConfig", enable_block_reuse=options.prefix_caching, **given)
 
 
-def _speculation(package: Package, asked: dict[str, Any]) -> Any:
+def _speculation(package: TrtllmPackage, asked: dict[str, Any]) -> Any:
     kinds = package.world.speculation
     kind = asked.get("decoding_type")
     if kind not in kinds:
@@ -122,10 +122,10 @@ def _speculation(package: Package, asked: dict[str, Any]) -> Any:
     return package.make(kinds[kind], **given)
 
 
-def _lora(package: Package, options: TrtllmOptions) -> dict[str, Any]:
+def _lora(package: TrtllmPackage, options: TrtllmOptions) -> dict[str, Any]:
     if not options.adapters:
         return {}
-    needs = needs_of(options.adapters)
+    needs = lora_requirements(options.adapters)
     config = package.make(
         "LoraConfig",
         lora_target_modules=needs.modules,

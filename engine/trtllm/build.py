@@ -5,15 +5,15 @@ from functools import partial
 
 from ...core.metrics import LlmMetrics
 from ...core.model import Model
-from ..core.messages import Loading
-from ..frontend.engine import Driver
+from ..core.messages import CoreLoading
+from ..frontend.engine import EngineSpec
 from ..frontend.llm import LlmModel
-from ..parse_settings import parse
+from ..parse_settings import parse_settings
 from .client import TrtllmClient
 from .options import TrtllmOptions
-from .package import Package
-from .runtime import Maker
-from .triton_config import read_place
+from .package import TrtllmPackage
+from .runtime import TrtllmRuntimeLoader
+from .triton_config import read_model_source
 
 BACKEND = "tensorrtllm"
 
@@ -31,23 +31,25 @@ def tensorrt_llm(
     Raises:
         InvalidArgument: a parameter is unknown or wrong; the message names it.
     """
-    model, settings = read_place(path, parameters)
-    return LlmModel(name, version, driver(model, parse(settings, TrtllmOptions)), on_progress)
+    model, settings = read_model_source(path, parameters)
+    return LlmModel(name, version, trtllm_engine_spec(model, parse_settings(settings, TrtllmOptions)), on_progress)
 
 
-def driver(model: str, options: TrtllmOptions, find: Callable[[], Package] = Package.find) -> Driver:
+def trtllm_engine_spec(
+    model: str, options: TrtllmOptions, find: Callable[[], TrtllmPackage] = TrtllmPackage.find
+) -> EngineSpec:
     """What drives a model; `find`: the package."""
     grants = {"adapter": options.adapters, "guide": options.guided_decoding_backend}
     granted = frozenset(wish for wish, means in grants.items() if means)
     connect, template = partial(_connect, model, options, find), options.chat_template or ""
-    return Driver(BACKEND, options.tokenizer or model, connect, granted, template)
+    return EngineSpec(BACKEND, options.tokenizer or model, connect, granted, template)
 
 
 def _connect(
     model: str,
     options: TrtllmOptions,
-    find: Callable[[], Package],
-    on_progress: Callable[[Loading], None],
+    find: Callable[[], TrtllmPackage],
+    on_progress: Callable[[CoreLoading], None],
     metrics: LlmMetrics,
 ) -> TrtllmClient:
-    return TrtllmClient(Maker(model, options, find), options, on_progress, metrics)
+    return TrtllmClient(TrtllmRuntimeLoader(model, options, find), options, on_progress, metrics)

@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 
 from ...core.errors import CharoniaError
-from ...scheduler.plan import RowSampling
-from ..core.messages import Add
-from .api_versions import Argument, Call, World
+from ...scheduler.plan import SamplerParams
+from ..core.messages import AddRequest
+from .api_versions import ApiArgument, ApiCall, ApiVersion
 from .options import TrtllmOptions
-from .package import Package, resolve
-from .results import Reader
-from .runtime import Maker, Runtime
+from .package import TrtllmPackage, resolve
+from .results import ResultReader
+from .runtime import TrtllmRuntime, TrtllmRuntimeLoader
 
 _TOKENS = 8
 _SECONDS = 120.0
@@ -29,7 +29,7 @@ _UNKNOWN = msgspec.UNSET
 """A default that is made anew for each call."""
 
 
-def report(model: str | None, find: Callable[[], Package] = Package.find) -> int:
+def report(model: str | None, find: Callable[[], TrtllmPackage] = TrtllmPackage.find) -> int:
     """Compare signatures and, with a `model` (checkpoint directory, hub id or prebuilt engine), generate. Print what
     differs; the exit status."""
     try:
@@ -52,7 +52,7 @@ def report(model: str | None, find: Callable[[], Package] = Package.find) -> int
 # Signatures
 
 
-def differences(world: World) -> Iterator[str]:
+def differences(world: ApiVersion) -> Iterator[str]:
     """What the installed package lacks of the contract, or has otherwise."""
     for name, call in world.calls.items():
         try:
@@ -67,7 +67,7 @@ def differences(world: World) -> Iterator[str]:
         yield f"{world.request_error} is not there"
 
 
-def arguments(call: Call) -> Mapping[str, Argument]:
+def arguments(call: ApiCall) -> Mapping[str, ApiArgument]:
     """What the real one takes, by name; where it does not say, what we expect."""
     found = resolve(call.path)
     if _is_open(found) and not call.fields:
@@ -84,21 +84,21 @@ def _is_open(function: Any) -> bool:
     return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(function).parameters.values())
 
 
-def _parameters(function: Any) -> Iterator[tuple[str, Argument]]:
+def _parameters(function: Any) -> Iterator[tuple[str, ApiArgument]]:
     for name, parameter in inspect.signature(function).parameters.items():
         if name != "self" and parameter.kind not in _OPEN:
             required = parameter.default is inspect.Parameter.empty
-            yield name, Argument(required=required, default=_UNKNOWN if required else parameter.default)
+            yield name, ApiArgument(required=required, default=_UNKNOWN if required else parameter.default)
 
 
-def _fields(model: Any) -> Iterator[tuple[str, Argument]]:
+def _fields(model: Any) -> Iterator[tuple[str, ApiArgument]]:
     """Of a pydantic model."""
     for name, info in model.model_fields.items():
         made = info.is_required() or info.default_factory is not None
-        yield name, Argument(required=info.is_required(), default=_UNKNOWN if made else info.default)
+        yield name, ApiArgument(required=info.is_required(), default=_UNKNOWN if made else info.default)
 
 
-def _compare(call: Call, there: Mapping[str, Argument]) -> Iterator[str]:
+def _compare(call: ApiCall, there: Mapping[str, ApiArgument]) -> Iterator[str]:
     for name, expected in call.arguments.items():
         real = there.get(name)
         if real is None:
@@ -114,10 +114,10 @@ def _compare(call: Call, there: Mapping[str, Argument]) -> Iterator[str]:
 
 
 @dataclass(slots=True)
-class Witness:
+class CompatReport:
     """Looks at results as they come. `found`: what is not as expected."""
 
-    world: World
+    world: ApiVersion
     found: list[str] = field(default_factory=list)
 
     def see(self, result: Any) -> None:
@@ -138,9 +138,12 @@ class Witness:
             self.expect(hasattr(thing, name), f"{owner} has no attribute {name}")
 
 
-async def trial(package: Package, model: str) -> list[str]:
+async def trial(package: TrtllmPackage, model: str) -> list[str]:
     """Load it, generate, abort, ask for statistics, shut down; what was not as expected."""
-    maker, witness = Maker(model, TrtllmOptions(max_num_seqs=4), lambda: package), Witness(package.world)
+    maker, witness = (
+        TrtllmRuntimeLoader(model, TrtllmOptions(max_num_seqs=4), lambda: package),
+        CompatReport(package.world),
+    )
     try:
         runtime = await maker.make()
         witness.has("LLM", runtime.llm)
@@ -159,9 +162,9 @@ async def trial(package: Package, model: str) -> list[str]:
     return witness.found
 
 
-async def _generate(runtime: Runtime, witness: Witness) -> None:
-    add = Add(client=0, key=1, prompt=[1, 2, 3], max_tokens=_TOKENS, sampling=RowSampling(logprobs=1))
-    submitted, reader, tokens, items = runtime.submit(runtime.translate(add)), Reader(add), 0, 0
+async def _generate(runtime: TrtllmRuntime, witness: CompatReport) -> None:
+    add = AddRequest(client=0, key=1, prompt=[1, 2, 3], max_tokens=_TOKENS, sampling=SamplerParams(logprobs=1))
+    submitted, reader, tokens, items = runtime.submit(runtime.translate(add)), ResultReader(add), 0, 0
     async for result in submitted:
         items += 1
         witness.see(result)
@@ -175,10 +178,10 @@ async def _generate(runtime: Runtime, witness: Witness) -> None:
     print(f"generated {tokens} tokens in {items} items: {list(submitted.outputs[0].token_ids)}")
 
 
-async def _abort(runtime: Runtime, witness: Witness) -> None:
+async def _abort(runtime: TrtllmRuntime, witness: CompatReport) -> None:
     """An aborted one must end by itself."""
     longest = runtime.ready.max_model_len - 3
-    add = Add(client=0, key=2, prompt=[1, 2, 3], max_tokens=longest)
+    add = AddRequest(client=0, key=2, prompt=[1, 2, 3], max_tokens=longest)
     submitted = runtime.submit(runtime.translate(add))
     async for result in submitted:
         runtime.package.tell(result, "RequestOutput.abort")
@@ -187,7 +190,7 @@ async def _abort(runtime: Runtime, witness: Witness) -> None:
     print(f"aborted after the first item, ended after {came} tokens")
 
 
-async def _ask(runtime: Runtime, witness: Witness) -> None:
+async def _ask(runtime: TrtllmRuntime, witness: CompatReport) -> None:
     records = [record async for record in runtime.package.tell(runtime.llm, "LLM.get_stats_async", timeout=2.0)]
     witness.expect(bool(records), "there are no statistics")
     for record in records[-1:]:

@@ -14,37 +14,41 @@ import msgspec
 from ...core.errors import CharoniaError, Internal, Unavailable
 from ...core.metrics import EngineState, LlmMetrics
 from ...core.request import FinishReason, GenerateRequest
-from ..core.messages import Add, Loading, Ready
-from ..frontend.admission import Admission, QueueLimits
-from ..frontend.engine import by_class
-from ..frontend.sequence_stats import Account
-from ..frontend.token_stream import Channel
-from .admission_queue import Line
-from .iteration_stats import Iterations
+from ..core.messages import AddRequest, CoreLoading, CoreReady
+from ..frontend.admission import AdmissionControl, QueueLimits
+from ..frontend.engine import count_by_priority
+from ..frontend.sequence_stats import SequenceStats
+from ..frontend.token_stream import TokenStream
+from .admission_queue import AdmissionQueue
+from .iteration_stats import IterationStats
 from .options import TrtllmOptions
-from .request import Ride
-from .runtime import Maker, Runtime
+from .request import TrtllmRequest
+from .runtime import TrtllmRuntime, TrtllmRuntimeLoader
 
 log = logging.getLogger(__name__)
 
 
 class TrtllmClient:
-    """Requests to one `LLM`, which `start()` makes and `close()` ends. If it breaks it is not made again: it is not
+    """Requests to one `LLM`, which `start()` makes and `shut_down()` ends. If it breaks it is not made again: it is not
     ready any more, and whoever runs the server loads the model anew."""
 
     def __init__(
-        self, maker: Maker, options: TrtllmOptions, on_progress: Callable[[Loading], None], metrics: LlmMetrics
+        self,
+        maker: TrtllmRuntimeLoader,
+        options: TrtllmOptions,
+        on_progress: Callable[[CoreLoading], None],
+        metrics: LlmMetrics,
     ) -> None:
         self._maker = maker
         self._default_timeout = options.default_request_timeout
         self._on_progress = on_progress
         self._metrics = metrics
-        self._admission = Admission(QueueLimits(options.max_queued_requests, options.max_queued_tokens))
-        self._iterations = Iterations(metrics)
-        self._rides: dict[int, Ride] = {}
-        self._line = Line(1)
+        self._admission = AdmissionControl(QueueLimits(options.max_queued_requests, options.max_queued_tokens))
+        self._iterations = IterationStats(metrics)
+        self._rides: dict[int, TrtllmRequest] = {}
+        self._line = AdmissionQueue(1)
         self._last_key = 0
-        self._runtime: Runtime | None = None
+        self._runtime: TrtllmRuntime | None = None
         self._why_not = "the engine is not ready"
         self._following: asyncio.Task[None] | None = None
 
@@ -63,7 +67,7 @@ class TrtllmClient:
         used, capacity = self.kv_tokens
         return EngineState(
             running=self._line.running,
-            waiting=by_class(ride.add.priority for ride in waiting),
+            waiting=count_by_priority(ride.add.priority for ride in waiting),
             queue_age=max((ride.channel.account.waited for ride in waiting), default=0.0),
             kv_usage=used / capacity if capacity else 0.0,
             prefix_queries=self._iterations.prefix_queries,
@@ -72,12 +76,12 @@ class TrtllmClient:
             replicas_ready=int(self.ready),
         )
 
-    async def start(self) -> Ready:
+    async def start(self) -> CoreReady:
         began = time.monotonic()
-        self._on_progress(Loading("TensorRT-LLM", 0.0, 0.0))
+        self._on_progress(CoreLoading("TensorRT-LLM", 0.0, 0.0))
         runtime = await self._maker.make()
-        self._on_progress(Loading("TensorRT-LLM", 1.0, time.monotonic() - began, runtime.package.version))
-        self._line = Line(runtime.places)
+        self._on_progress(CoreLoading("TensorRT-LLM", 1.0, time.monotonic() - began, runtime.package.version))
+        self._line = AdmissionQueue(runtime.places)
         self._runtime = runtime
         self._following = asyncio.create_task(self._iterations.follow(runtime.package, runtime.llm))
         return runtime.ready
@@ -90,7 +94,7 @@ class TrtllmClient:
         self._admission.check_size(request.prompts, request.choices, tokens)
 
     @contextmanager
-    def place(self, tenant: str = "") -> Iterator[Ready]:
+    def place(self, tenant: str = "") -> Iterator[CoreReady]:
         runtime = self._admit(tenant)
         place = self._admission.enter(tenant)
         try:
@@ -99,29 +103,29 @@ class TrtllmClient:
             self._admission.leave(place)
 
     @contextmanager
-    def open(self, add: Add, account: Account | None = None) -> Iterator[Channel]:
+    def open(self, add: AddRequest, account: SequenceStats | None = None) -> Iterator[TokenStream]:
         runtime = self._admit(add.tenant, len(add.prompt))
-        ride = self._enter(runtime, add, account or Account(self._metrics))
+        ride = self._enter(runtime, add, account or SequenceStats(self._metrics))
         try:
             yield ride.channel
         finally:
             self._leave(ride)
 
-    def _admit(self, tenant: str, prompt: int = 0) -> Runtime:
+    def _admit(self, tenant: str, prompt: int = 0) -> TrtllmRuntime:
         if self._runtime is None:
             raise Unavailable(self._why_not)
         self._admission.check(tenant, prompt)
         return self._runtime
 
-    def _enter(self, runtime: Runtime, add: Add, account: Account) -> Ride:
+    def _enter(self, runtime: TrtllmRuntime, add: AddRequest, account: SequenceStats) -> TrtllmRequest:
         submission = runtime.translate(add)  # what can never be satisfied does not wait to hear so
         left = account.time_left(add.timeout or self._default_timeout)
         self._last_key += 1
         add = msgspec.structs.replace(add, key=self._last_key)
         account.submit(len(add.prompt))
         place = self._admission.enter(add.tenant, len(add.prompt))
-        channel = Channel(account, place, add.priority)
-        ride = self._rides[add.key] = Ride(add, submission, channel, self._line.join(add), runtime.package)
+        channel = TokenStream(account, place, add.priority)
+        ride = self._rides[add.key] = TrtllmRequest(add, submission, channel, self._line.join(add), runtime.package)
         if left:
             ride.timer = asyncio.get_running_loop().call_later(left, self._expire, ride)
         self._begin_next()
@@ -135,7 +139,7 @@ class TrtllmClient:
             self._admission.note_start()
             ride.task = asyncio.create_task(self._carry(ride, self._runtime))
 
-    async def _carry(self, ride: Ride, runtime: Runtime) -> None:
+    async def _carry(self, ride: TrtllmRequest, runtime: TrtllmRuntime) -> None:
         """Its tokens to its reader, who may be slow: nothing here waits for him."""
         try:
             ride.begin(runtime.submit(ride.submission))
@@ -153,16 +157,16 @@ class TrtllmClient:
         finally:
             self._leave(ride)
 
-    def _count(self, ride: Ride, first: bool, tokens: int) -> None:
+    def _count(self, ride: TrtllmRequest, first: bool, tokens: int) -> None:
         prompt, cached = (len(ride.add.prompt), ride.channel.account.cached or 0) if first else (0, 0)
         self._iterations.look_up(prompt, cached)
         self._line.charge(ride.sequence, prompt - cached, tokens)
 
-    def _expire(self, ride: Ride) -> None:
+    def _expire(self, ride: TrtllmRequest) -> None:
         ride.channel.finish(FinishReason.TIMEOUT)
         self._leave(ride)
 
-    def _leave(self, ride: Ride) -> None:
+    def _leave(self, ride: TrtllmRequest) -> None:
         """It has ended, or nobody wants it any more; the second time changes nothing."""
         if self._rides.pop(ride.add.key, None) is None:
             return

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...core.metrics import LlmMetrics
-from .package import Package
+from .package import TrtllmPackage
 
 log = logging.getLogger(__name__)
 
 _EVERY = 1.0
 
 
-class Iterations:
+class IterationStats:
     """Counts into `metrics`; `kv_tokens`: used and in all, as of the last iteration."""
 
     def __init__(self, metrics: LlmMetrics) -> None:
@@ -32,7 +32,7 @@ class Iterations:
         self.prefix_queries += prompt
         self.prefix_hits += cached
 
-    async def follow(self, package: Package, llm: Any, every: float = _EVERY) -> None:
+    async def follow(self, package: TrtllmPackage, llm: Any, every: float = _EVERY) -> None:
         """Ask for ever, or until it has nothing to say any more."""
         try:
             while True:

@@ -30,14 +30,14 @@ _MODULES = {
 _FIELD = "lora_modules"
 
 
-class Needs(NamedTuple):
+class LoraRequirements(NamedTuple):
     """`modules`: TensorRT-LLM's names. `rank`: the largest."""
 
     modules: list[str]
     rank: int
 
 
-def needs_of(adapters: Mapping[str, str]) -> Needs:
+def lora_requirements(adapters: Mapping[str, str]) -> LoraRequirements:
     """What all of them need together; paths by name.
 
     Raises:
@@ -45,7 +45,7 @@ def needs_of(adapters: Mapping[str, str]) -> Needs:
     """
     configs = {name: _config(name, path) for name, path in adapters.items()}
     modules = {module: None for name, config in configs.items() for module in _modules(name, config)}
-    return Needs(list(modules), max(_rank(name, config) for name, config in configs.items()))
+    return LoraRequirements(list(modules), max(_rank(name, config) for name, config in configs.items()))
 
 
 def _config(name: str, path: str) -> dict[str, Any]:

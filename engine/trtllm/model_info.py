@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...core.errors import InvalidArgument
-from ...tokenization.checkpoint_files import locate, read_json
+from ...tokenization.checkpoint_files import locate_checkpoint, read_json
 
 
-class Checkpoint(NamedTuple):
+class TrtllmModelInfo(NamedTuple):
     """`path`: a directory, or the hub id that its weights are to be fetched from. `max_model_len`: the longest sequence
     it is made for. `max_num_seqs`: sequences that a prebuilt engine has room for; None where that is free to choose."""
 
@@ -21,7 +21,7 @@ class Checkpoint(NamedTuple):
     max_num_seqs: int | None = None
 
 
-def read_checkpoint(model: str, max_model_len: int | None) -> Checkpoint:
+def read_model_info(model: str, max_model_len: int | None) -> TrtllmModelInfo:
     """Of a directory or a hub id; what `max_model_len` says holds.
 
     Raises:
@@ -33,7 +33,7 @@ def read_checkpoint(model: str, max_model_len: int | None) -> Checkpoint:
             f"TensorRT-LLM fetches no revision of a model: fetch {model} first (hf download) and name its directory"
         )
         raise InvalidArgument(message, field="model")
-    directory = locate(model)
+    directory = locate_checkpoint(model)
     config = read_json(directory / "config.json")
     if "pretrained_config" in config and "build_config" in config:
         return _engine(directory, config, max_model_len)
@@ -42,10 +42,10 @@ def read_checkpoint(model: str, max_model_len: int | None) -> Checkpoint:
     length = max_model_len or _number(text, "max_position_embeddings", directory)
     # Of a hub id, only the small files are here.
     path = str(directory) if Path(model).expanduser().is_dir() else model
-    return Checkpoint(path, vocab_size, length)
+    return TrtllmModelInfo(path, vocab_size, length)
 
 
-def _engine(directory: Path, config: dict[str, Any], asked: int | None) -> Checkpoint:
+def _engine(directory: Path, config: dict[str, Any], asked: int | None) -> TrtllmModelInfo:
     built = config["build_config"]
     longest = _number(built, "max_seq_len", directory)
     if asked is not None and asked > longest:
@@ -53,7 +53,7 @@ def _engine(directory: Path, config: dict[str, Any], asked: int | None) -> Check
         raise InvalidArgument(message, field="max_model_len")
     vocab_size = _number(config["pretrained_config"], "vocab_size", directory)
     most = _number(built, "max_batch_size", directory)
-    return Checkpoint(str(directory), vocab_size, asked or longest, engine=True, max_num_seqs=most)
+    return TrtllmModelInfo(str(directory), vocab_size, asked or longest, engine=True, max_num_seqs=most)
 
 
 def _number(config: Any, name: str, directory: Path) -> int:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ...core.errors import Unsupported
-from .api_versions import World, world_of
+from .api_versions import ApiVersion, api_version_of
 
 NAME = "tensorrt_llm"
 
@@ -20,14 +20,14 @@ _NO_TELEMETRY = "TRTLLM_NO_USAGE_STATS"
 
 
 @dataclass(frozen=True, slots=True)
-class Package:
+class TrtllmPackage:
     """An installed version, and what we know of it."""
 
     version: str
-    world: World
+    world: ApiVersion
 
     @classmethod
-    def find(cls) -> "Package":
+    def find(cls) -> "TrtllmPackage":
         """Import it; takes a while.
 
         Raises:
@@ -40,7 +40,7 @@ class Package:
             version = str(import_module(NAME).__version__)
         except Exception as error:  # a missing driver or library says so in many ways
             raise Unsupported(f"tensorrt_llm is installed and cannot be imported: {error}", field="backend") from error
-        return cls(version, world_of(version))
+        return cls(version, api_version_of(version))
 
     def make(self, call: str, /, **arguments: Any) -> Any:
         """Call one of the contract's classes.

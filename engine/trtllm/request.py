@@ -10,25 +10,30 @@ from typing import Any, NamedTuple
 
 from ...core.errors import CharoniaError
 from ...scheduler.sequence import Sequence
-from ..core.messages import Add
-from ..frontend.token_stream import Channel
-from .package import Package
-from .results import Reader, failure
+from ..core.messages import AddRequest
+from ..frontend.token_stream import TokenStream
+from .package import TrtllmPackage
+from .results import ResultReader, to_client_error
 
 log = logging.getLogger(__name__)
 
 
-class Submission(NamedTuple):
+class GenerateArguments(NamedTuple):
     """A sequence in TensorRT-LLM's words: what `generate_async` is called with."""
 
     arguments: dict[str, Any]
 
 
-class Ride:
+class TrtllmRequest:
     """Waits while `task` is None. `result`: TensorRT-LLM's, while it works on this. `timer`: ends it in time."""
 
     def __init__(
-        self, add: Add, submission: Submission, channel: Channel, sequence: Sequence, package: Package
+        self,
+        add: AddRequest,
+        submission: GenerateArguments,
+        channel: TokenStream,
+        sequence: Sequence,
+        package: TrtllmPackage,
     ) -> None:
         self.add = add
         self.submission = submission
@@ -38,7 +43,7 @@ class Ride:
         self.timer: asyncio.TimerHandle | None = None
         self.result: Any = None
         self._package = package
-        self._reader = Reader(add)
+        self._reader = ResultReader(add)
         self._began = 0.0
 
     def begin(self, result: Any) -> None:
@@ -47,7 +52,7 @@ class Ride:
         self._began = time.monotonic()
 
     def hear(self) -> int:
-        """Pass on what is new; how many tokens that are. Raises as `Reader.read` does."""
+        """Pass on what is new; how many tokens that are. Raises as `ResultReader.read` does."""
         news = self._reader.read(self.result)
         if not self.channel.started:
             self.channel.start(self.result.cached_tokens or 0, self._began)
@@ -61,7 +66,7 @@ class Ride:
     def fail(self, error: Exception) -> None:
         """It broke; if the trouble is ours, TensorRT-LLM does not know yet."""
         self._forget(not isinstance(error, CharoniaError))
-        self.channel.fail(failure(error))
+        self.channel.fail(to_client_error(error))
 
     def stop(self) -> None:
         """Nobody reads what still comes."""

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from ...core.errors import CharoniaError, Internal, Unavailable
 from ...core.logprobs import Logprobs
 from ...core.request import FinishReason
-from ..core.messages import Add
+from ..core.messages import AddRequest
 
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "timeout": FinishReason.TIMEOUT}
 
 
-class News(NamedTuple):
+class ResultDelta(NamedTuple):
     """Since the last look. `finish_reason` may come before TensorRT-LLM's own end, which then has to be told."""
 
     tokens: list[int]
@@ -22,16 +22,16 @@ class News(NamedTuple):
     finish_reason: FinishReason | None
 
 
-class Reader:
+class ResultReader:
     """Reads the one output of a request's `RequestOutput`."""
 
-    def __init__(self, add: Add) -> None:
+    def __init__(self, add: AddRequest) -> None:
         self._stops = frozenset(add.stop_token_ids)
         self._min_tokens = 0 if add.sampling.shaping is None else add.sampling.shaping.min_tokens
         self._top = add.sampling.logprobs
         self._seen = 0
 
-    def read(self, result: Any) -> News:
+    def read(self, result: Any) -> ResultDelta:
         """Raises `CharoniaError` if TensorRT-LLM gave the request up, or says what nobody expects."""
         output = result.outputs[0]
         tokens = list(output.token_ids[self._seen :])
@@ -44,7 +44,7 @@ class Reader:
             tokens.append(self._stopped_by(output.stop_reason))
         logprobs = self._logprobs(output.logprobs, tokens)
         self._seen += len(tokens)
-        return News(tokens, logprobs, reason)
+        return ResultDelta(tokens, logprobs, reason)
 
     def _stop(self, tokens: Sequence[int]) -> int | None:
         """The place of the first token that ends the text."""
@@ -87,6 +87,6 @@ def _reason(said: str | None, finished: bool) -> FinishReason | None:
     return _REASONS[said]
 
 
-def failure(error: Exception) -> CharoniaError:
+def to_client_error(error: Exception) -> CharoniaError:
     """What a request's client is told of an error out of TensorRT-LLM."""
     return error if isinstance(error, CharoniaError) else Internal(f"TensorRT-LLM: {error}")

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...core.errors import CharoniaError, Internal, InvalidArgument, Unavailable
-from ..core.messages import Add, Ready
-from .arguments import construction
-from .model_info import Checkpoint, read_checkpoint
+from ..core.messages import AddRequest, CoreReady
+from .arguments import llm_arguments
+from .model_info import TrtllmModelInfo, read_model_info
 from .options import TrtllmOptions
-from .package import Package, resolve
-from .request import Submission
-from .results import Reader
-from .sampling import Sampler
+from .package import TrtllmPackage, resolve
+from .request import GenerateArguments
+from .results import ResultReader
+from .sampling import SamplingTranslator
 
 log = logging.getLogger(__name__)
 
@@ -30,17 +30,17 @@ _BLOCK = 32
 
 
 @dataclass(eq=False, slots=True)
-class Runtime:
+class TrtllmRuntime:
     """`llm` is theirs. `places`: sequences it runs at once. `adapters`: paths of LoRA adapters by name."""
 
-    package: Package
+    package: TrtllmPackage
     llm: Any
-    ready: Ready
+    ready: CoreReady
     places: int
-    sampler: Sampler
+    sampler: SamplingTranslator
     adapters: dict[str, str] = field(default_factory=dict)
 
-    def translate(self, add: Add) -> Submission:
+    def translate(self, add: AddRequest) -> GenerateArguments:
         """What is asked of it for a sequence.
 
         Raises:
@@ -48,11 +48,11 @@ class Runtime:
         """
         _check_length(add, self.ready.max_model_len)
         try:
-            return Submission(self._arguments(add))
+            return GenerateArguments(self._arguments(add))
         except (ValueError, TypeError, NotImplementedError) as error:
             raise _refused(error) from error
 
-    def submit(self, submission: Submission) -> Any:
+    def submit(self, submission: GenerateArguments) -> Any:
         """Their `RequestOutput`; in the event loop that is going to iterate it.
 
         Raises:
@@ -63,7 +63,7 @@ class Runtime:
         except (ValueError, TypeError, NotImplementedError) as error:
             raise _refused(error) from error
 
-    def _arguments(self, add: Add) -> dict[str, Any]:
+    def _arguments(self, add: AddRequest) -> dict[str, Any]:
         arguments = {"inputs": add.prompt, "sampling_params": self.sampler.params(add), "streaming": True}
         if add.adapter:
             arguments["lora_request"] = self._adapter(add.adapter)
@@ -85,8 +85,8 @@ class Runtime:
 
     async def warm_up(self) -> None:
         """Return when it generated a token."""
-        add = Add(client=0, key=0, prompt=[0], max_tokens=1)
-        reader = Reader(add)
+        add = AddRequest(client=0, key=0, prompt=[0], max_tokens=1)
+        reader = ResultReader(add)
         async for result in self.submit(self.translate(add)):
             if reader.read(result).finish_reason is not None:
                 return
@@ -101,7 +101,7 @@ def _refused(error: Exception) -> InvalidArgument:
     return InvalidArgument(f"TensorRT-LLM refuses the request: {error}")
 
 
-def _check_length(add: Add, longest: int) -> None:
+def _check_length(add: AddRequest, longest: int) -> None:
     prompt, new = len(add.prompt), add.max_tokens
     if prompt < 1:
         raise InvalidArgument("the prompt is empty", field="prompt")
@@ -111,22 +111,24 @@ def _check_length(add: Add, longest: int) -> None:
         raise InvalidArgument(message, field=field)
 
 
-def _salt(add: Add) -> str:
+def _salt(add: AddRequest) -> str:
     """Tenants share no cached prefix, nor do salts of one: their names' lengths keep the two apart."""
     return f"{len(add.tenant)}:{add.tenant}{add.salt}" if add.tenant or add.salt else ""
 
 
-class Maker:
-    """Makes a `Runtime`. `Package.find`, reading and loading take their time in one thread of its own."""
+class TrtllmRuntimeLoader:
+    """Makes a `TrtllmRuntime`. `TrtllmPackage.find`, reading and loading take their time in one thread of its own."""
 
-    def __init__(self, model: str, options: TrtllmOptions, find: Callable[[], Package] = Package.find) -> None:
+    def __init__(
+        self, model: str, options: TrtllmOptions, find: Callable[[], TrtllmPackage] = TrtllmPackage.find
+    ) -> None:
         self._model = model
         self._options = options
         self._find = find
         self._thread = ThreadPoolExecutor(1, "tensorrt-llm")
-        self._made: Future[Runtime] | None = None
+        self._made: Future[TrtllmRuntime] | None = None
 
-    async def make(self) -> Runtime:
+    async def make(self) -> TrtllmRuntime:
         """Load it and generate a token.
 
         Raises:
@@ -155,11 +157,11 @@ class Maker:
             if late:
                 log.warning("TensorRT-LLM did not shut down within %g s", _PATIENCE)
 
-    def _load(self) -> Runtime:
+    def _load(self) -> TrtllmRuntime:
         package, options = self._find(), self._options
-        checkpoint = read_checkpoint(self._model, options.max_model_len)
+        checkpoint = read_model_info(self._model, options.max_model_len)
         try:
-            call, arguments = construction(package, checkpoint, options)
+            call, arguments = llm_arguments(package, checkpoint, options)
             llm = package.make(call, **arguments)
         except CharoniaError:
             raise
@@ -170,7 +172,7 @@ class Maker:
         return _runtime(package, llm, checkpoint, options)
 
 
-def _shut_down(made: "Future[Runtime]") -> None:
+def _shut_down(made: "Future[TrtllmRuntime]") -> None:
     if made.cancelled() or made.exception() is not None:
         return
     try:
@@ -179,10 +181,12 @@ def _shut_down(made: "Future[Runtime]") -> None:
         log.warning("TensorRT-LLM did not shut down", exc_info=True)
 
 
-def _runtime(package: Package, llm: Any, checkpoint: Checkpoint, options: TrtllmOptions) -> Runtime:
+def _runtime(package: TrtllmPackage, llm: Any, checkpoint: TrtllmModelInfo, options: TrtllmOptions) -> TrtllmRuntime:
     applies = checkpoint.engine or options.sampler_type == "TRTLLMSampler"
     unapplied = frozenset() if applies else frozenset(package.world.unapplied)
-    sampler = Sampler(package, checkpoint.vocab_size, unapplied, lambda ids: str(llm.tokenizer.decode(list(ids))))
-    ready = Ready(checkpoint.vocab_size, checkpoint.max_model_len, options.block_size or _BLOCK, 0)
+    sampler = SamplingTranslator(
+        package, checkpoint.vocab_size, unapplied, lambda ids: str(llm.tokenizer.decode(list(ids)))
+    )
+    ready = CoreReady(checkpoint.vocab_size, checkpoint.max_model_len, options.block_size or _BLOCK, 0)
     places = min(options.max_num_seqs, checkpoint.max_num_seqs or options.max_num_seqs)
-    return Runtime(package, llm, ready, places, sampler, options.adapters)
+    return TrtllmRuntime(package, llm, ready, places, sampler, options.adapters)

@@ -9,32 +9,32 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.errors import InvalidArgument
-from ...core.guided_decoding import Guide
-from ...scheduler.plan import RowSampling, Shaping
-from ..core.messages import Add
-from .package import Package
+from ...core.guided_decoding import GuidedDecoding
+from ...scheduler.plan import LogitsParams, SamplerParams
+from ..core.messages import AddRequest
+from .package import TrtllmPackage
 
 _SEEDS = 2**63
 
-_NO_SHAPING = Shaping()
+_NO_LOGITS_PARAMS = LogitsParams()
 
 
 @dataclass(frozen=True, slots=True)
-class Sampler:
+class SamplingTranslator:
     """`unapplied`: fields that the sampler of this model would ignore. `text`: of token ids."""
 
-    package: Package
+    package: TrtllmPackage
     vocab_size: int
     unapplied: frozenset[str]
     text: Callable[[Sequence[int]], str]
 
-    def params(self, add: Add) -> Any:
+    def params(self, add: AddRequest) -> Any:
         """The `SamplingParams` of one sequence.
 
         Raises:
             InvalidArgument: the sampler cannot do what is asked; `field` names it.
         """
-        shaping = add.sampling.shaping or _NO_SHAPING
+        shaping = add.sampling.shaping or _NO_LOGITS_PARAMS
         self._refuse(shaping, add.sampling.min_p)
         given = _ends(add, shaping) | _choice(add.sampling) | self._shaped(shaping, len(add.prompt))
         if add.sampling.logprobs is not None:
@@ -43,8 +43,8 @@ class Sampler:
             given["guided_decoding"] = self.package.make("GuidedDecodingParams", **_guide(add.guide))
         return self.package.make("SamplingParams", detokenize=False, **given)
 
-    def _refuse(self, shaping: Shaping, min_p: float) -> None:
-        asked = {name: getattr(shaping, name) != getattr(_NO_SHAPING, name) for name in Shaping._fields}
+    def _refuse(self, shaping: LogitsParams, min_p: float) -> None:
+        asked = {name: getattr(shaping, name) != getattr(_NO_LOGITS_PARAMS, name) for name in LogitsParams._fields}
         asked["min_p"] = min_p > 0
         for name in self.unapplied:
             if asked[name]:
@@ -59,9 +59,11 @@ class Sampler:
             message = "min_tokens and bad_words of several tokens do not go together in TensorRT-LLM"
             raise InvalidArgument(message, field="min_tokens")
 
-    def _shaped(self, shaping: Shaping, prompt: int) -> dict[str, Any]:
+    def _shaped(self, shaping: LogitsParams, prompt: int) -> dict[str, Any]:
         names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-        given = {name: getattr(shaping, name) for name in names if getattr(shaping, name) != getattr(_NO_SHAPING, name)}
+        given = {
+            name: getattr(shaping, name) for name in names if getattr(shaping, name) != getattr(_NO_LOGITS_PARAMS, name)
+        }
         if {"presence_penalty", "frequency_penalty"} & given.keys() and self._ignores_prompts:
             given["prompt_ignore_length"] = prompt
         if shaping.bias:
@@ -86,7 +88,7 @@ class Sampler:
         return added
 
 
-def _ends(add: Add, shaping: Shaping) -> dict[str, Any]:
+def _ends(add: AddRequest, shaping: LogitsParams) -> dict[str, Any]:
     """Theirs holds back one end token until `min_tokens`; what stops beside it, whoever reads the tokens must see."""
     given: dict[str, Any] = {"max_tokens": max(add.max_tokens, 1), "include_stop_str_in_output": True}
     if shaping.min_tokens:
@@ -94,7 +96,7 @@ def _ends(add: Add, shaping: Shaping) -> dict[str, Any]:
     return given | {"ignore_eos": True, "stop_token_ids": list(add.stop_token_ids) or None}
 
 
-def _choice(sampling: RowSampling) -> dict[str, Any]:
+def _choice(sampling: SamplerParams) -> dict[str, Any]:
     if sampling.temperature == 0:
         return {"top_k": 1}  # a temperature of 0 is none in older versions
     given = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
@@ -103,7 +105,7 @@ def _choice(sampling: RowSampling) -> dict[str, Any]:
     return given | ({"min_p": sampling.min_p} if sampling.min_p else {})
 
 
-def _guide(guide: Guide) -> dict[str, Any]:
+def _guide(guide: GuidedDecoding) -> dict[str, Any]:
     match guide.kind:
         case "json":
             return {"json_object": True}

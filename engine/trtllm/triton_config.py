@@ -75,14 +75,14 @@ _IDLE = {
 """What has no effect here: periods of a loop that is not ours, and what each request says for itself."""
 
 
-class Place(NamedTuple):
+class TrtllmModelSource(NamedTuple):
     """Where a model is read from, and its settings by our names."""
 
     model: str
     settings: dict[str, Any]
 
 
-def read_place(path: str, parameters: Mapping[str, str]) -> Place:
+def read_model_source(path: str, parameters: Mapping[str, str]) -> TrtllmModelSource:
     """Of a version's directory, a checkpoint or a hub id, and the parameters of its config.
 
     Raises:
@@ -93,7 +93,7 @@ def read_place(path: str, parameters: Mapping[str, str]) -> Place:
     for name, value in parameters.items():
         if value and not value.startswith("${"):  # what nobody filled in of a template
             settings.update(_translated(name, value, _RENAMED))
-    return Place(settings.pop("model", path), settings)
+    return TrtllmModelSource(settings.pop("model", path), settings)
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

@@ -9,23 +9,23 @@ from torch import Tensor
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def signed(value: int) -> int:
+def as_signed64(value: int) -> int:
     """`value` mod 2**64 as the int64 with the same bits."""
     return ((value + 2**63) % 2**64) - 2**63
 
 
-def uniform(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
+def counter_uniform(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
     """float64 [S] strictly between 0 and 1, one for each (seed, choice, position); all int64 [S]."""
-    state = _mix(seeds + signed(_GOLDEN))
-    state = _mix(state + choices * signed(_GOLDEN))
-    state = _mix(state + positions * signed(_GOLDEN))
+    state = _mix(seeds + as_signed64(_GOLDEN))
+    state = _mix(state + choices * as_signed64(_GOLDEN))
+    state = _mix(state + positions * as_signed64(_GOLDEN))
     # 52 bits and a half: exact in float64, and never 0 or 1.
     return (_shift(state, 12).double() + 0.5) * 2.0**-52
 
 
 def _mix(z: Tensor) -> Tensor:
-    z = (z ^ _shift(z, 30)) * signed(_FIRST)
-    z = (z ^ _shift(z, 27)) * signed(_SECOND)
+    z = (z ^ _shift(z, 30)) * as_signed64(_FIRST)
+    z = (z ^ _shift(z, 27)) * as_signed64(_SECOND)
     return z ^ _shift(z, 31)
 
 

@@ -6,9 +6,9 @@ from ...core.errors import InvalidArgument
 from ..config import EngineConfig
 
 
-def own_device(config: EngineConfig, local: int = 0, here: int = 1) -> str:
+def assign_device(config: EngineConfig, local: int = 0, here: int = 1) -> str:
     """The GPU that rank `local` has for itself, of `here` that each replica has on this machine; or the processor that
-    all share. What is unknown or not there is left to `device_of`.
+    all share. What is unknown or not there is left to `resolve_device`.
 
     Raises:
         InvalidArgument: there are fewer GPUs than ranks, or one is named for all.
@@ -30,7 +30,7 @@ def own_device(config: EngineConfig, local: int = 0, here: int = 1) -> str:
     return f"cuda:{config.replica * here + local}"
 
 
-def device_of(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
     """The device that a name means; "auto" is a GPU wherever torch finds one.
 
     Raises:

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 from ...core.errors import CharoniaError
 from ...scheduler.plan import StepPlan, StepResult
 
-Progress = Callable[[str, float], None]
+ProgressCallback = Callable[[str, float], None]
 """Called with (phase, fraction done from 0 to 1) while loading."""
 
 
@@ -38,7 +38,7 @@ class StepFuture(Protocol):
 class Executor(Protocol):
     """Computes step plans, strictly in order. Calls may come before earlier results are there."""
 
-    def load(self, progress: Progress) -> Capacity:
+    def load(self, progress: ProgressCallback) -> Capacity:
         """Load weights and report what is left for the cache."""
 
     def allocate(self, blocks: int) -> None:

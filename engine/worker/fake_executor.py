@@ -14,16 +14,16 @@ from random import Random
 import numpy as np
 
 from ...core.errors import CharoniaError
-from ...core.logprobs import Logprobs, Scores
-from ...scheduler.plan import IntArray, NewSequence, RowSampling, StepPlan, StepResult
-from .executor import Capacity, Progress, StepFuture
+from ...core.logprobs import Logprobs, PromptLogprobs
+from ...scheduler.plan import IntArray, NewSequence, SamplerParams, StepPlan, StepResult
+from .executor import Capacity, ProgressCallback, StepFuture
 
 EMPTY = -1
-SMALL = Capacity(vocab_size=32_000, max_model_len=2048, block_bytes=1 << 16, free_bytes=1 << 28)
+SMALL_CAPACITY = Capacity(vocab_size=32_000, max_model_len=2048, block_bytes=1 << 16, free_bytes=1 << 28)
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class FakeBehaviour:
     """How the fake behaves. A step takes `step_seconds` and `token_seconds` for each of its tokens.
 
     `burst` (least, most): tokens a sampling row yields, drawn from `seed`; above 1 it is a speculation that always
@@ -44,7 +44,7 @@ class FakeRow:
     tokens: list[int]
     computed: int
     prompt: int
-    sampling: RowSampling
+    sampling: SamplerParams
     blocks: list[int] = field(default_factory=list)
 
     @classmethod
@@ -61,10 +61,10 @@ class FakeExecutor:
 
     def __init__(
         self,
-        capacity: Capacity = SMALL,
+        capacity: Capacity = SMALL_CAPACITY,
         *,
         block_size: int = 16,
-        manner: Manner = Manner(),
+        manner: FakeBehaviour = FakeBehaviour(),
         threaded: bool = True,
         check_contents: bool = True,
     ) -> None:
@@ -79,7 +79,7 @@ class FakeExecutor:
         self._holders: list[int] = []
         self._next_step: int | None = None
 
-    def load(self, progress: Progress) -> Capacity:
+    def load(self, progress: ProgressCallback) -> Capacity:
         progress("weights", 1.0)
         return self._capacity
 
@@ -180,7 +180,7 @@ class FakeExecutor:
         owners = (self._rows[row] for row, count in zip(rows, counts, strict=True) for _ in range(count))
         return [self._logprobs(token, row.sampling.logprobs) for token, row in zip(tokens, owners, strict=True)]
 
-    def _scores(self, row: FakeRow, start: int, count: int) -> Scores | None:
+    def _scores(self, row: FakeRow, start: int, count: int) -> PromptLogprobs | None:
         """Of the tokens of its prompt that come after those: the likeliest has rank 1 and logprob -1, and so on."""
         most, ends = row.sampling.prompt_logprobs, range(start + 1, min(start + count + 1, row.prompt))
         if most is None or not ends:
@@ -190,7 +190,7 @@ class FakeExecutor:
         ranks = np.array([(token - before - 1) % self._capacity.vocab_size + 1 for before, token in pairs], np.int32)
         ids = np.array([list(self._successors(before, most)) for before in befores], np.int32)
         values = np.tile(-np.arange(1, most + 1, dtype=np.float32), (len(ends), 1))
-        return Scores.of(start + 1, -ranks.astype(np.float32), ranks, ids, values)
+        return PromptLogprobs.of(start + 1, -ranks.astype(np.float32), ranks, ids, values)
 
     def _logprobs(self, token: int, top: int | None) -> Logprobs | None:
         """The chosen token is the likeliest, its successors follow: -1, -2, ..."""

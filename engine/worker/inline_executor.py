@@ -9,12 +9,12 @@ import torch
 
 from ...core.errors import CharoniaError
 from ...scheduler.plan import StepPlan, StepResult
-from ..checkpoint.build_context import Seat
-from ..checkpoint.pipeline_stage import Stage
+from ..checkpoint.build_context import Shard
+from ..checkpoint.pipeline_stage import PipelineStage
 from ..config import EngineConfig
-from .device import own_device
-from .executor import Capacity, Progress
-from .loaded_rank import Engine, assemble
+from .device import assign_device
+from .executor import Capacity, ProgressCallback
+from .loaded_rank import LoadedRank, load_rank
 
 
 class InlineExecutor:
@@ -26,11 +26,11 @@ class InlineExecutor:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._engine: Engine | None = None
-        self._due: deque[_Due] = deque()
+        self._engine: LoadedRank | None = None
+        self._due: deque[_InlineFuture] = deque()
         self._threads_before: int | None = None
 
-    def load(self, progress: Progress) -> Capacity:
+    def load(self, progress: ProgressCallback) -> Capacity:
         """Load the weights.
 
         Raises:
@@ -39,17 +39,17 @@ class InlineExecutor:
         """
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(self._config.threads_each())
-        config = msgspec.structs.replace(self._config, device=own_device(self._config))
-        seat = Seat(stage=Stage(split=config.parallel.layers))
-        self._engine = assemble(config, seat, lambda fraction: progress("weights", fraction))
+        config = msgspec.structs.replace(self._config, device=assign_device(self._config))
+        seat = Shard(stage=PipelineStage(split=config.parallel.layers))
+        self._engine = load_rank(config, seat, lambda fraction: progress("weights", fraction))
         return self._engine.capacity()
 
     def allocate(self, blocks: int) -> None:
         self._loaded.runner.allocate(blocks)
 
-    def execute(self, plan: StepPlan) -> "_Due":
+    def execute(self, plan: StepPlan) -> "_InlineFuture":
         self._loaded.runner.begin(plan)
-        due = _Due(self._land)
+        due = _InlineFuture(self._land)
         self._due.append(due)
         return due
 
@@ -76,13 +76,13 @@ class InlineExecutor:
             due.error = error
 
     @property
-    def _loaded(self) -> Engine:
+    def _loaded(self) -> LoadedRank:
         if self._engine is None:
             raise RuntimeError("the executor is not loaded")
         return self._engine
 
 
-class _Due:
+class _InlineFuture:
     """A step's result, computed at the latest when somebody wants it."""
 
     def __init__(self, land: Callable[[], None]) -> None:

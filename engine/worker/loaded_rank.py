@@ -10,35 +10,35 @@ import msgspec
 import torch
 
 from ...core.errors import InvalidArgument
-from ...processes.host import anonymous_memory, available_memory, cores
-from ..attention.backend import Attention, CacheSpec
-from ..attention.selector import Wanted, attention_backend, check_backend
-from ..checkpoint.build_context import Place, Seat
+from ...processes.host import available_memory, own_anonymous_memory, usable_cores
+from ..attention.backend import AttentionBackend, CacheSpec
+from ..attention.selector import CacheRequirements, check_backend, create_backend
+from ..checkpoint.build_context import BuildContext, Shard
 from ..checkpoint.hf_checkpoint import open_checkpoint
-from ..checkpoint.model_spec import DTYPES, Shape
+from ..checkpoint.model_spec import DTYPES, DecoderShape
 from ..config import CacheConfig, EngineConfig
 from ..cpu import library
-from ..models.interfaces import Recipe
-from ..models.registry import recipe
-from .device import device_of
+from ..models.interfaces import CheckpointBuilder
+from ..models.registry import checkpoint_builder
+from .device import resolve_device
 from .executor import Capacity
-from .model_runner import Runner
-from .prompt_logprobs import PIECE
-from .roofline import roof
-from .row_states import Rows
+from .model_runner import ModelRunner
+from .prompt_logprobs import LOGITS_PIECE
+from .roofline import measure_roofline
+from .row_states import RowStates
 
-ALONE = Seat()
+WHOLE_MODEL = Shard()
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class LoadedRank:
     """A loaded rank; `shape` is the whole model's."""
 
     config: EngineConfig
-    place: Place
-    shape: Shape
-    attention: Attention
-    runner: Runner
+    place: BuildContext
+    shape: DecoderShape
+    attention: AttentionBackend
+    runner: ModelRunner
 
     def capacity(self, neighbours: int = 1) -> Capacity:
         """What there is for this rank's cache, when all `neighbours` that share its memory have loaded."""
@@ -51,13 +51,15 @@ class Engine:
     def _machine(self) -> str:
         """Cores, threads, and the bound that memory sets a rank that is alone, for people."""
         threads = torch.get_num_threads()
-        said = f"{cores()}; {threads} thread{'s' if threads > 1 else ''}; {library.described()}"
+        said = f"{usable_cores()}; {threads} thread{'s' if threads > 1 else ''}; {library.describe()}"
         kept = torch.int8 if self.place.quantized else self.place.dtype
-        bound = roof(self.shape, kept) if self.place.seat.alone else None
+        bound = measure_roofline(self.shape, kept) if self.place.seat.alone else None
         return said if bound is None else f"{said}; {bound}"
 
 
-def assemble(config: EngineConfig, seat: Seat = ALONE, progress: Callable[[float], None] = lambda _: None) -> Engine:
+def load_rank(
+    config: EngineConfig, seat: Shard = WHOLE_MODEL, progress: Callable[[float], None] = lambda _: None
+) -> LoadedRank:
     """Load this rank's share of the model. `progress` is told the fraction of its bytes read so far.
 
     Computes on torch's threads as they are set; ranks of a stage must have the same number of them, for each chooses
@@ -67,17 +69,17 @@ def assemble(config: EngineConfig, seat: Seat = ALONE, progress: Callable[[float
         CheckpointError: the checkpoint is broken or not supported.
         InvalidArgument: the configuration does not fit it, its split or the machine.
     """
-    found, block_size = recipe(open_checkpoint(config.model)), config.cache.block_size
+    found, block_size = checkpoint_builder(open_checkpoint(config.model)), config.cache.block_size
     place = _place(config, found, seat, progress)
-    check_backend(config.attention, Wanted(place.device, place.dtype, block_size, config.cache.dtype))
+    check_backend(config.attention, CacheRequirements(place.device, place.dtype, block_size, config.cache.dtype))
     decoder, shape = found.build(place)
     progress(1.0)
-    attention = attention_backend(config.attention, _cache(seat.share(shape), config.cache, place))
-    rows = Rows(place.positions, block_size, place.device)
-    return Engine(config, place, shape, attention, Runner(decoder, attention, rows, place.device))
+    attention = create_backend(config.attention, _cache(seat.share(shape), config.cache, place))
+    rows = RowStates(place.positions, block_size, place.device)
+    return LoadedRank(config, place, shape, attention, ModelRunner(decoder, attention, rows, place.device))
 
 
-def examine(config: EngineConfig) -> str:
+def check_rank_config(config: EngineConfig) -> str:
     """What `assemble` would refuse, short of reading weights; what only they can show, if anything. Which devices there
     are is not looked at: it may be served elsewhere.
 
@@ -85,19 +87,21 @@ def examine(config: EngineConfig) -> str:
         CheckpointError: as `assemble`.
         InvalidArgument: the configuration does not fit the checkpoint.
     """
-    found = recipe(open_checkpoint(config.model))
-    place = _place(msgspec.structs.replace(config, device="cpu"), found, ALONE, lambda _: None)
+    found = checkpoint_builder(open_checkpoint(config.model))
+    place = _place(msgspec.structs.replace(config, device="cpu"), found, WHOLE_MODEL, lambda _: None)
     return found.examine(place, config.parallel)
 
 
-def _place(config: EngineConfig, found: Recipe, seat: Seat, progress: Callable[[float], None]) -> Place:
-    device, dtype = device_of(config.device), _dtype(config.dtype, found.dtype)
+def _place(
+    config: EngineConfig, found: CheckpointBuilder, seat: Shard, progress: Callable[[float], None]
+) -> BuildContext:
+    device, dtype = resolve_device(config.device), _dtype(config.dtype, found.dtype)
     max_tokens = _max_tokens(config.max_model_len, found)
     quantized, whole_experts = _quantized(config.quantization, device), config.parallel.whole_experts
-    return Place(dtype, device, max_tokens, seat, progress, quantized, whole_experts)
+    return BuildContext(dtype, device, max_tokens, seat, progress, quantized, whole_experts)
 
 
-def _cache(shape: Shape, cache: CacheConfig, place: Place) -> CacheSpec:
+def _cache(shape: DecoderShape, cache: CacheConfig, place: BuildContext) -> CacheSpec:
     heads = shape.heads, shape.kv_heads, shape.head_dim
     return CacheSpec(shape.views, *heads, cache.block_size, place.dtype, place.device, cache.dtype)
 
@@ -118,7 +122,7 @@ def _quantized(name: str, device: torch.device) -> bool:
     return name == "int8"
 
 
-def _max_tokens(wanted: int | None, found: Recipe) -> int:
+def _max_tokens(wanted: int | None, found: CheckpointBuilder) -> int:
     own = found.max_position
     if wanted is not None and not 1 <= wanted <= own:
         raise InvalidArgument(
@@ -134,13 +138,13 @@ def _free_memory(device: torch.device, neighbours: int, config: EngineConfig) ->
         free, granted = torch.cuda.mem_get_info(device)[0], config.gpu_memory
         taken = torch.cuda.memory_reserved(device) if granted is not None else 0
     else:
-        free, granted, taken = available_memory(), config.host_memory, anonymous_memory()
+        free, granted, taken = available_memory(), config.host_memory, own_anonymous_memory()
     return free // neighbours if granted is None else min(free // neighbours, granted // neighbours - taken)
 
 
-def _working_memory(shape: Shape, config: EngineConfig) -> int:
+def _working_memory(shape: DecoderShape, config: EngineConfig) -> int:
     """Bytes a step may take beside weights and cache: activations of its tokens, logits of its rows or of a piece of a
     prompt (float32, three times: logits, probabilities, their sums)."""
     scheduler = config.scheduler
     activations = scheduler.max_num_batched_tokens * (8 * shape.hidden_size + 4 * shape.intermediate_size) * 4
-    return activations + max(scheduler.max_num_seqs, PIECE) * shape.vocab_size * 12
+    return activations + max(scheduler.max_num_seqs, LOGITS_PIECE) * shape.vocab_size * 12

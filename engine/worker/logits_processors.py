@@ -14,22 +14,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...scheduler.plan import IntArray, LongArray, Shaping
+from ...scheduler.plan import IntArray, LogitsParams, LongArray
 
 FloatArray = NDArray[np.float32]
 
 _ANY = -1
-"""Stands in `Shape.heads` before words that are shorter than the longest."""
+"""Stands in `PreparedLogitsParams.heads` before words that are shorter than the longest."""
 
 
-class Additions(NamedTuple):
+class TokenBiases(NamedTuple):
     """`ids` [B] get `values` [B] added, minus infinity for what cannot be chosen."""
 
     ids: LongArray
     values: FloatArray
 
 
-class Shape(NamedTuple):
+class PreparedLogitsParams(NamedTuple):
     """One row's `asked`, made ready. `prompt`: the length of its prompt.
 
     `early` is added while new tokens are fewer than the minimum, `later` from then on: biases and bad words of one
@@ -37,29 +37,29 @@ class Shape(NamedTuple):
     last ones. `allowed`: the only tokens there are, empty for all.
     """
 
-    asked: Shaping
+    asked: LogitsParams
     prompt: int
-    early: Additions
-    later: Additions
+    early: TokenBiases
+    later: TokenBiases
     heads: LongArray
     lasts: LongArray
     allowed: LongArray
 
-    def due(self, position: int) -> Additions:
+    def due(self, position: int) -> TokenBiases:
         """What is added for the token at `position`."""
         return self.early if position - self.prompt < self.asked.min_tokens else self.later
 
 
-class Shapes:
+class LogitsProcessors:
     """What the rows ask for that ask for something."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._shapes: dict[int, Shape] = {}
+        self._shapes: dict[int, PreparedLogitsParams] = {}
 
-    def enter(self, row: int, prompt: int, asked: Shaping) -> None:
+    def enter(self, row: int, prompt: int, asked: LogitsParams) -> None:
         """A sequence with that many prompt tokens takes the row."""
-        self._shapes[row] = _ready(asked, prompt)
+        self._shapes[row] = _prepare(asked, prompt)
 
     def leave(self, row: int) -> None:
         """Its sequence is gone, if it had one that asked for something."""
@@ -77,7 +77,7 @@ class Shapes:
         `positions` [S] are those of the tokens to be chosen; `tokens` [all rows, length] holds the ids before them.
         """
         shapes = [self._shapes[row] for row in rows.tolist()]
-        history = _History(tokens, rows, positions, self._device)
+        history = _TokenHistory(tokens, rows, positions, self._device)
         _add_biases(logits, shapes, positions)
         _forbid_last_tokens(logits, shapes, history)
         _penalise_repetition(logits, shapes, history)
@@ -85,7 +85,7 @@ class Shapes:
         _forbid_others(logits, shapes, history)
 
 
-class _History:
+class _TokenHistory:
     """The tokens of S rows before their `positions` [S]."""
 
     def __init__(self, tokens: Tensor, rows: LongArray, positions: LongArray, device: torch.device) -> None:
@@ -111,10 +111,10 @@ class _History:
         return torch.from_numpy(np.ascontiguousarray(column)).to(self.device)
 
 
-def _ready(asked: Shaping, prompt: int) -> Shape:
+def _prepare(asked: LogitsParams, prompt: int) -> PreparedLogitsParams:
     single = [word[0] for word in asked.bad_words if len(word) == 1]
     longer = [word for word in asked.bad_words if len(word) > 1]
-    return Shape(
+    return PreparedLogitsParams(
         asked,
         prompt,
         early=_additions(asked.bias, [*single, *asked.stops]),
@@ -125,10 +125,10 @@ def _ready(asked: Shaping, prompt: int) -> Shape:
     )
 
 
-def _additions(bias: Iterable[tuple[int, float]], banned: Sequence[int]) -> Additions:
+def _additions(bias: Iterable[tuple[int, float]], banned: Sequence[int]) -> TokenBiases:
     pairs = [*bias, *((token, -np.inf) for token in banned)]
     ids, values = (np.array([pair[side] for pair in pairs]) for side in (0, 1))
-    return Additions(ids.astype(np.int64), values.astype(np.float32))
+    return TokenBiases(ids.astype(np.int64), values.astype(np.float32))
 
 
 def _stack(heads: Sequence[LongArray]) -> LongArray:
@@ -138,7 +138,7 @@ def _stack(heads: Sequence[LongArray]) -> LongArray:
     return np.concatenate(padded) if padded else np.zeros((0, 0), np.int64)
 
 
-def _add_biases(logits: Tensor, shapes: Sequence[Shape], positions: LongArray) -> None:
+def _add_biases(logits: Tensor, shapes: Sequence[PreparedLogitsParams], positions: LongArray) -> None:
     """Biases, bad words of one token, and stops that would come too early, all as numbers to add."""
     due = [shape.due(position) for shape, position in zip(shapes, positions.tolist(), strict=True)]
     owners = np.repeat(np.arange(len(due)), [len(each.ids) for each in due])
@@ -147,7 +147,7 @@ def _add_biases(logits: Tensor, shapes: Sequence[Shape], positions: LongArray) -
         _add(logits, owners, np.concatenate([each.ids for each in due]), values)
 
 
-def _forbid_last_tokens(logits: Tensor, shapes: Sequence[Shape], history: _History) -> None:
+def _forbid_last_tokens(logits: Tensor, shapes: Sequence[PreparedLogitsParams], history: _TokenHistory) -> None:
     """The last token of a bad word, where all others of it have just been."""
     owners = np.repeat(np.arange(len(shapes)), [len(shape.lasts) for shape in shapes])
     if not len(owners):
@@ -157,7 +157,7 @@ def _forbid_last_tokens(logits: Tensor, shapes: Sequence[Shape], history: _Histo
     _add(logits, owners, np.concatenate([shape.lasts for shape in shapes]), values)
 
 
-def _penalise_repetition(logits: Tensor, shapes: Sequence[Shape], history: _History) -> None:
+def _penalise_repetition(logits: Tensor, shapes: Sequence[PreparedLogitsParams], history: _TokenHistory) -> None:
     """Divide what speaks for a token that occurred, multiply what speaks against it."""
     penalties = np.array([shape.asked.repetition_penalty for shape in shapes], np.float32)
     places = np.flatnonzero(penalties != 1)
@@ -170,7 +170,7 @@ def _penalise_repetition(logits: Tensor, shapes: Sequence[Shape], history: _Hist
     logits[at, ids] = torch.where(before > 0, before / penalty, before * penalty)
 
 
-def _penalise_output(logits: Tensor, shapes: Sequence[Shape], history: _History) -> None:
+def _penalise_output(logits: Tensor, shapes: Sequence[PreparedLogitsParams], history: _TokenHistory) -> None:
     """Subtract for each time a token was generated, and once for having been."""
     asked = [(shape.asked.presence_penalty, shape.asked.frequency_penalty) for shape in shapes]
     penalties = np.array(asked, np.float32)
@@ -183,7 +183,7 @@ def _penalise_output(logits: Tensor, shapes: Sequence[Shape], history: _History)
     logits[at, ids] = logits[at, ids] - presence * there.any(-1, keepdim=True)
 
 
-def _forbid_others(logits: Tensor, shapes: Sequence[Shape], history: _History) -> None:
+def _forbid_others(logits: Tensor, shapes: Sequence[PreparedLogitsParams], history: _TokenHistory) -> None:
     """All but the allowed tokens; of which those are equal that are all forbidden by something else."""
     for place, shape in enumerate(shapes):
         if len(shape.allowed):

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...core.logprobs import Logprobs
 
 
-class Measured(NamedTuple):
+class MeasuredLogprobs(NamedTuple):
     """Logprobs of S tokens, `chosen` [S]; of the likeliest ones in their places, `ids` and `values`, both [S, most], or
     as many as there are."""
 
@@ -22,12 +22,12 @@ class Measured(NamedTuple):
     values: Tensor
 
 
-def measure(logits: Tensor, tokens: Tensor, most: int) -> Measured:
+def measure_logprobs(logits: Tensor, tokens: Tensor, most: int) -> MeasuredLogprobs:
     """Of int64 `tokens` [S] by float32 `logits` [S, vocabulary]."""
     total = _total(logits)
     chosen = logits.gather(-1, tokens.unsqueeze(-1)) - total
     values, ids = logits.topk(min(most, logits.shape[-1]))
-    return Measured(chosen.squeeze(-1), ids, values - total)
+    return MeasuredLogprobs(chosen.squeeze(-1), ids, values - total)
 
 
 def _total(logits: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def top_logprobs(logits: Tensor, tokens: Tensor, wanted: Mapping[int, int]) -> t
     if not wanted:
         return ()
     places = torch.from_numpy(np.fromiter(wanted, np.int64)).to(logits.device)
-    measured = measure(logits[places].float(), tokens[places], max(wanted.values()))
+    measured = measure_logprobs(logits[places].float(), tokens[places], max(wanted.values()))
     columns = (column.tolist() for column in measured)
     found: list[Logprobs | None] = [None] * len(tokens)
     for (place, most), own, top, theirs in zip(wanted.items(), *columns, strict=True):

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from ...core.logprobs import Logprobs
 from ...scheduler.plan import IntArray, StepPlan, StepResult
-from ..attention.backend import Attention
-from ..models.interfaces import Decoder, Logits, Running
+from ..attention.backend import AttentionBackend
+from ..models.interfaces import Decoder, LogitsIterator, PendingStep
 from .logprobs import top_logprobs
-from .row_states import Inputs, Rows
+from .row_states import RowStates, StepInputs
 from .sampler import sample
 
 _NONE: IntArray = np.zeros(0, np.int32)
 
 
-class _Step:
+class _RunnerStep:
     """A plan, and how far it is: `inputs` once it began; `running` while it is computed beside us, `picked` what it
     then chooses by itself; once it is `computed` otherwise, `sampled` what was chosen from the first of the `logits`,
     in which what scores prompts follows. A stage that is not the last has none."""
@@ -27,12 +27,12 @@ class _Step:
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
         self.begun = False
-        self.inputs: Inputs | None = None
-        self.running: Running | None = None
+        self.inputs: StepInputs | None = None
+        self.running: PendingStep | None = None
         self.picked: IntArray | None = None
         self.computed = False
-        self.logits: Logits | None = None
-        self.sampled: _Sampled | None = None
+        self.logits: LogitsIterator | None = None
+        self.sampled: _SampledStep | None = None
         self.error: Exception | None = None
 
     @property
@@ -41,23 +41,23 @@ class _Step:
         return self.begun and self.error is None and (self.picked is not None or self.logits is not None)
 
 
-class _Sampled(NamedTuple):
+class _SampledStep(NamedTuple):
     """Token ids [S], and the logits [S, vocabulary] that they were chosen from."""
 
     tokens: Tensor
     logits: Tensor
 
 
-class Runner:
+class ModelRunner:
     """Computes plans strictly in order; for one thread.
 
     A step that our kernels compute, and whose tokens are chosen from the logits as they are, needs nobody's time: the
     next one can begin when it is done. Others are computed, or chosen, when the caller wants their results.
     """
 
-    def __init__(self, model: Decoder, attention: Attention, rows: Rows, device: torch.device) -> None:
+    def __init__(self, model: Decoder, attention: AttentionBackend, rows: RowStates, device: torch.device) -> None:
         self._model, self._attention, self._rows, self._device = model, attention, rows, device
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[_RunnerStep] = deque()
 
     def allocate(self, blocks: int) -> None:
         """Make a cache of `blocks` blocks and begin anew: rows refer to the cache they were filled with."""
@@ -78,7 +78,7 @@ class Runner:
 
     def begin(self, plan: StepPlan) -> None:
         """Have `plan` computed after those begun before."""
-        self._steps.append(_Step(plan))
+        self._steps.append(_RunnerStep(plan))
         self._advance()
 
     def finish(self) -> StepResult:
@@ -109,12 +109,12 @@ class Runner:
             except Exception as error:
                 step.error = error  # told when the step's result is asked for
 
-    def _can_follow(self, before: _Step, plan: StepPlan) -> bool:
+    def _can_follow(self, before: _RunnerStep, plan: StepPlan) -> bool:
         """Whether `plan` can begin while the step `before` it is computed: whose tokens are chosen when it is done, and
         from under which nothing is moved."""
         return before.chosen and self._rows.have_room(plan) and not len(plan.copies)
 
-    def _begin(self, step: _Step) -> None:
+    def _begin(self, step: _RunnerStep) -> None:
         plan = step.plan
         self._rows.update(plan)
         if len(plan.copies):
@@ -129,11 +129,11 @@ class Runner:
             step.running = self._model.begin(inputs.batch, self._attention.begin(inputs.batch), inputs.last, picks)
             step.picked = None if step.running is None or picks is None else picks.tokens
 
-    def _finish(self, step: _Step) -> StepResult:
+    def _finish(self, step: _RunnerStep) -> StepResult:
         if step.error is not None:
             raise step.error
         if step.inputs is None:
-            return _nothing(step.plan)
+            return _empty_result(step.plan)
         if step.running is not None:
             step.running.finish()
         if step.picked is not None:
@@ -141,7 +141,7 @@ class Runner:
         return self._read(step, step.inputs)
 
     @torch.inference_mode()
-    def _compute(self, step: _Step, inputs: Inputs) -> None:
+    def _compute(self, step: _RunnerStep, inputs: StepInputs) -> None:
         """Logits and tokens on the device; nothing of them on the stages before the last."""
         step.computed = True
         step.logits = self._logits(inputs) if step.running is None else iter((step.running.logits,))
@@ -149,14 +149,14 @@ class Runner:
             logits = next(step.logits)
             tokens = self._choose(inputs, logits)
             self._rows.write(inputs, tokens)
-            step.sampled = _Sampled(tokens, logits)
+            step.sampled = _SampledStep(tokens, logits)
 
     @torch.inference_mode()
-    def _read(self, step: _Step, inputs: Inputs) -> StepResult:
+    def _read(self, step: _RunnerStep, inputs: StepInputs) -> StepResult:
         """What the host wants to know of it."""
         if not step.computed:
             self._compute(step, inputs)
-        result = _nothing(step.plan)
+        result = _empty_result(step.plan)
         if step.logits is None:
             return result
         if step.sampled is not None:
@@ -165,13 +165,13 @@ class Runner:
             result = _result(step.plan, inputs, tokens.to(torch.int32).cpu().numpy(), logprobs)
         return result if inputs.scored is None else result._replace(scores=inputs.scored.read(step.logits))
 
-    def _logits(self, inputs: Inputs) -> Logits | None:
+    def _logits(self, inputs: StepInputs) -> LogitsIterator | None:
         """Those of the rows that are sampled, if any, then piece by piece those that score prompts."""
         sampled = (inputs.last,) if len(inputs.rows) else ()
         scored = () if inputs.scored is None else inputs.scored.pieces
         return self._model.logits(inputs.batch, self._attention.begin(inputs.batch), (*sampled, *scored))
 
-    def _choose(self, inputs: Inputs, logits: Tensor) -> Tensor:
+    def _choose(self, inputs: StepInputs, logits: Tensor) -> Tensor:
         """Token ids [S]. Logits that rows want changed are changed in a copy: the others pay nothing for them."""
         if not len(inputs.shaped):
             return sample(logits, inputs.choices)
@@ -184,9 +184,11 @@ class Runner:
         return sample(logits, inputs.choices).index_copy(0, at, theirs)
 
 
-def _nothing(plan: StepPlan) -> StepResult:
+def _empty_result(plan: StepPlan) -> StepResult:
     return StepResult(plan.step, _NONE, _NONE, _NONE, _NONE)
 
 
-def _result(plan: StepPlan, inputs: Inputs, tokens: IntArray, logprobs: tuple[Logprobs | None, ...] = ()) -> StepResult:
+def _result(
+    plan: StepPlan, inputs: StepInputs, tokens: IntArray, logprobs: tuple[Logprobs | None, ...] = ()
+) -> StepResult:
     return StepResult(plan.step, inputs.rows, inputs.positions, np.ones_like(inputs.rows), tokens, logprobs)

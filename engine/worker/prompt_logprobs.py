@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.logprobs import Scores
+from ...core.logprobs import PromptLogprobs
 from ...scheduler.plan import LongArray, StepPlan
-from .logprobs import measure
+from .logprobs import measure_logprobs
 
-PIECE = 64
+LOGITS_PIECE = 64
 """Places whose logits are computed at once: with more of them a head is no faster."""
 
 
-class Stretch(NamedTuple):
+class PromptSpan(NamedTuple):
     """`length` tokens of the prompt in `row`, from position `first` on. Packed place `place` is the one before the
     first of them. `most`: how many of the likeliest tokens to name beside each."""
 
@@ -31,27 +31,27 @@ class Stretch(NamedTuple):
     most: int
 
 
-class Wish(NamedTuple):
+class PromptLogprobRequest(NamedTuple):
     """A row whose first `prompt` tokens are to be scored, `most` of the likeliest beside each."""
 
     prompt: int
     most: int
 
 
-class Wishes:
+class PromptLogprobRequests:
     """What the rows ask for that ask for something."""
 
     def __init__(self) -> None:
-        self._wishes: dict[int, Wish] = {}
+        self._wishes: dict[int, PromptLogprobRequest] = {}
 
-    def enter(self, row: int, wish: Wish) -> None:
+    def enter(self, row: int, wish: PromptLogprobRequest) -> None:
         self._wishes[row] = wish
 
     def leave(self, row: int) -> None:
         """Its sequence is gone, if it had one that asked for something."""
         self._wishes.pop(row, None)
 
-    def stretches(self, plan: StepPlan) -> list[Stretch]:
+    def stretches(self, plan: StepPlan) -> list[PromptSpan]:
         """What the step scores; nothing of rows that are past their prompt."""
         if not self._wishes:
             return []
@@ -60,37 +60,37 @@ class Wishes:
         found = (self._stretch(*numbers) for numbers in columns if numbers[0] in self._wishes)
         return [stretch for stretch in found if stretch.length > 0]
 
-    def _stretch(self, row: int, start: int, count: int, place: int) -> Stretch:
+    def _stretch(self, row: int, start: int, count: int, place: int) -> PromptSpan:
         wish = self._wishes[row]
-        return Stretch(row, start + 1, min(count, wish.prompt - 1 - start), place, wish.most)
+        return PromptSpan(row, start + 1, min(count, wish.prompt - 1 - start), place, wish.most)
 
 
-class Scored(NamedTuple):
+class StepPromptLogprobs(NamedTuple):
     """What a step scores: the packed `places` [T] and the `tokens` [T] that follow them, stretch by stretch."""
 
-    stretches: Sequence[Stretch]
+    stretches: Sequence[PromptSpan]
     places: Tensor
     tokens: Tensor
 
     @property
     def pieces(self) -> tuple[Tensor, ...]:
         """The places whose logits `read` takes, one piece after the other."""
-        return torch.split(self.places, PIECE)
+        return torch.split(self.places, LOGITS_PIECE)
 
-    def read(self, logits: Iterator[Tensor]) -> list[tuple[int, Scores]]:
+    def read(self, logits: Iterator[Tensor]) -> list[tuple[int, PromptLogprobs]]:
         """(row, scores) of each stretch, for the logits [<= PIECE, vocabulary] of each piece."""
         most = max(stretch.most for stretch in self.stretches)
-        pieces = zip(logits, torch.split(self.tokens, PIECE), strict=True)
+        pieces = zip(logits, torch.split(self.tokens, LOGITS_PIECE), strict=True)
         columns = zip(*(_columns(each, tokens, most) for each, tokens in pieces), strict=True)
         chosen, ranks, ids, values = (torch.cat(column).cpu().numpy() for column in columns)
         bounds = pairwise(accumulate((stretch.length for stretch in self.stretches), initial=0))
         return [
-            (row, Scores.of(first, chosen[a:b], ranks[a:b], ids[a:b, :named], values[a:b, :named]))
+            (row, PromptLogprobs.of(first, chosen[a:b], ranks[a:b], ids[a:b, :named], values[a:b, :named]))
             for (row, first, _, _, named), (a, b) in zip(self.stretches, bounds, strict=True)
         ]
 
 
-def spread(stretches: Sequence[Stretch]) -> tuple[LongArray, LongArray, LongArray]:
+def expand_spans(stretches: Sequence[PromptSpan]) -> tuple[LongArray, LongArray, LongArray]:
     """Of all their tokens: the rows, the positions, and the packed places before them; each [T]."""
     counts = [stretch.length for stretch in stretches]
     begins = np.array([(stretch.row, stretch.first, stretch.place) for stretch in stretches])
@@ -100,9 +100,9 @@ def spread(stretches: Sequence[Stretch]) -> tuple[LongArray, LongArray, LongArra
 
 
 def _columns(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `Scores.of` takes them, on the device."""
+    """As `PromptLogprobs.of` takes them, on the device."""
     logits = logits.float()
-    chosen, ids, values = measure(logits, tokens, most)
+    chosen, ids, values = measure_logprobs(logits, tokens, most)
     return chosen, _ranks(logits, tokens), ids.to(torch.int32), values
 
 

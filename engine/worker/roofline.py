@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..checkpoint.model_spec import ModelSpec, Shape
+from ..checkpoint.model_spec import DecoderShape, ModelSpec
 
 CACHED = 1 << 26
 """Weights of fewer bytes may stay in the processor's caches: memory does not bound them."""
@@ -17,7 +17,7 @@ _SAMPLE = 1 << 27
 _READS = 4
 
 
-class Roof(NamedTuple):
+class Roofline(NamedTuple):
     """`weights`: bytes read for a token, kept as `kind`; `bandwidth`: bytes a second."""
 
     weights: int
@@ -31,7 +31,7 @@ class Roof(NamedTuple):
         )
 
 
-def roof(shape: Shape, kind: torch.dtype) -> Roof | None:
+def measure_roofline(shape: DecoderShape, kind: torch.dtype) -> Roofline | None:
     """The bound of a model whose matrices are kept as `kind`; measures the memory, for less than 0.2 s.
 
     None where no model of ours computes, or memory is not what bounds it.
@@ -39,7 +39,7 @@ def roof(shape: Shape, kind: torch.dtype) -> Roof | None:
     weights = token_weights(shape) * kind.itemsize if isinstance(shape, ModelSpec) else 0
     if weights < CACHED:
         return None
-    return Roof(weights, str(kind).removeprefix("torch."), read_bandwidth())
+    return Roofline(weights, str(kind).removeprefix("torch."), read_bandwidth())
 
 
 def token_weights(spec: ModelSpec) -> int:

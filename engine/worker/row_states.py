@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...scheduler.plan import IntArray, LongArray, NewSequence, StepPlan
-from ..step_batch import Batch, picked, to_device
-from .counter_random import signed
-from .logits_processors import Shapes
-from .prompt_logprobs import Scored, Wish, Wishes, spread
-from .sampler import CHOICE, Choices, Picks, is_greedy
+from ..step_batch import StepBatch, gather_entries, to_device
+from .counter_random import as_signed64
+from .logits_processors import LogitsProcessors
+from .prompt_logprobs import PromptLogprobRequest, PromptLogprobRequests, StepPromptLogprobs, expand_spans
+from .sampler import SAMPLING_DTYPE, SampledTokens, SamplingArray, is_greedy
 
 
-class Inputs(NamedTuple):
+class StepInputs(NamedTuple):
     """One step: its tokens, and where samples are taken.
 
     `last` [S] are the packed places whose hidden states give the next token, `rows` [S] the rows they belong to,
@@ -29,23 +29,23 @@ class Inputs(NamedTuple):
     theirs, if there are any.
     """
 
-    batch: Batch
+    batch: StepBatch
     last: Tensor
     rows: IntArray
     positions: IntArray
-    choices: Choices | None
+    choices: SamplingArray | None
     shaped: LongArray
     logprobs: Mapping[int, int]
-    scored: Scored | None
+    scored: StepPromptLogprobs | None
 
-    def picks(self) -> Picks | None:
+    def picks(self) -> SampledTokens | None:
         """Where tokens go that are chosen from the logits as they are; None: somebody wants these changed, or told."""
         if self.scored is not None or len(self.shaped) or self.logprobs:
             return None
-        return Picks(np.empty(len(self.rows), np.int32), self.choices)
+        return SampledTokens(np.empty(len(self.rows), np.int32), self.choices)
 
 
-class Rows:
+class RowStates:
     """Persistent rows, as many as the scheduler uses."""
 
     def __init__(self, max_tokens: int, block_size: int, device: torch.device) -> None:
@@ -59,11 +59,11 @@ class Rows:
         self._tokens = torch.empty((0, self._width[0]), dtype=torch.int32, device=self._device)
         self._tables = torch.empty((0, self._width[1]), dtype=torch.int64, device=self._device)
         self._blocks: LongArray = np.zeros(0, dtype=np.int64)
-        self._sampling: Choices = np.zeros(0, dtype=CHOICE)
-        self._shapes = Shapes(self._device)
+        self._sampling: SamplingArray = np.zeros(0, dtype=SAMPLING_DTYPE)
+        self._shapes = LogitsProcessors(self._device)
         self._drawing: set[int] = set()
         self._logprobs: dict[int, int] = {}
-        self._scored = Wishes()
+        self._scored = PromptLogprobRequests()
 
     def update(self, plan: StepPlan) -> None:
         """Apply what changed since the last plan; `plan.copies` is the cache's business."""
@@ -79,7 +79,7 @@ class Rows:
         """Whether `update` leaves the tables of token and block ids where they are."""
         return all(sequence.row < len(self._blocks) for sequence in plan.new)
 
-    def inputs(self, plan: StepPlan) -> Inputs:
+    def inputs(self, plan: StepPlan) -> StepInputs:
         """Gather the step's numbers out of the rows.
 
         Raises:
@@ -87,10 +87,10 @@ class Rows:
         """
         if (last := max(plan.rows.tolist())) >= len(self._blocks):
             raise IndexError(f"the plan names row {last}, of {len(self._blocks)}")
-        batch = Batch(plan.rows, plan.starts, plan.counts, self._tokens, self._tables, self._block_size)
+        batch = StepBatch(plan.rows, plan.starts, plan.counts, self._tokens, self._tables, self._block_size)
         ends = plan.starts + plan.counts
         rows, positions = plan.rows[plan.samples], ends[plan.samples]
-        return Inputs(
+        return StepInputs(
             batch,
             to_device((batch.firsts + plan.counts - 1)[plan.samples], self._device),
             rows,
@@ -101,12 +101,12 @@ class Rows:
             self._to_score(plan),
         )
 
-    def shape(self, inputs: Inputs, logits: Tensor) -> None:
+    def shape(self, inputs: StepInputs, logits: Tensor) -> None:
         """Change the float32 `logits` of `inputs.shaped` in place, as their rows ask."""
         rows, positions = (each[inputs.shaped].astype(np.int64) for each in (inputs.rows, inputs.positions))
         self._shapes.apply(logits, rows, positions, self._tokens)
 
-    def write(self, inputs: Inputs, tokens: Tensor) -> None:
+    def write(self, inputs: StepInputs, tokens: Tensor) -> None:
         """Store the sampled `tokens` [S] behind what their rows know."""
         self._keep(inputs.rows, inputs.positions, tokens)
 
@@ -121,7 +121,7 @@ class Rows:
         self._forget([row])
         self._tokens[row, : len(sequence.tokens)] = self._to(sequence.tokens.astype(np.int32))
         asked = sequence.sampling
-        top_k, seed = max(asked.top_k, 0), signed(asked.seed)
+        top_k, seed = max(asked.top_k, 0), as_signed64(asked.seed)
         self._sampling[row] = (asked.temperature, top_k, asked.top_p, asked.min_p, seed, asked.choice, 0)
         if not is_greedy(asked):
             self._drawing.add(row)
@@ -130,7 +130,7 @@ class Rows:
         if asked.logprobs is not None:
             self._logprobs[row] = asked.logprobs
         if asked.prompt_logprobs is not None:
-            self._scored.enter(row, Wish(sequence.prompt, asked.prompt_logprobs))
+            self._scored.enter(row, PromptLogprobRequest(sequence.prompt, asked.prompt_logprobs))
 
     def _forget(self, rows: Iterable[int]) -> None:
         """What left asks for nothing more: a step without wishes looks for none."""
@@ -146,7 +146,7 @@ class Rows:
         self._tables[self._to(rows), self._to(places)] = self._to(blocks)
         np.add.at(self._blocks, rows, 1)
 
-    def _choices(self, rows: IntArray, positions: IntArray) -> Choices | None:
+    def _choices(self, rows: IntArray, positions: IntArray) -> SamplingArray | None:
         if not self._drawing:
             return None
         choices = self._sampling[rows]
@@ -158,12 +158,12 @@ class Rows:
             return {}
         return {place: self._logprobs[row] for place, row in enumerate(rows.tolist()) if row in self._logprobs}
 
-    def _to_score(self, plan: StepPlan) -> Scored | None:
+    def _to_score(self, plan: StepPlan) -> StepPromptLogprobs | None:
         stretches = self._scored.stretches(plan)
         if not stretches:
             return None
-        rows, positions, places = spread(stretches)
-        return Scored(stretches, self._to(places), picked(self._tokens, rows, positions).long())
+        rows, positions, places = expand_spans(stretches)
+        return StepPromptLogprobs(stretches, self._to(places), gather_entries(self._tokens, rows, positions).long())
 
     def _grow(self, rows: int) -> None:
         have = len(self._blocks)
@@ -171,7 +171,7 @@ class Rows:
             return
         more = max(rows, 2 * have) - have
         self._blocks = np.concatenate([self._blocks, np.zeros(more, dtype=np.int64)])
-        self._sampling = np.concatenate([self._sampling, np.zeros(more, dtype=CHOICE)])
+        self._sampling = np.concatenate([self._sampling, np.zeros(more, dtype=SAMPLING_DTYPE)])
         self._tokens = torch.cat([self._tokens, self._tokens.new_zeros((more, self._width[0]))])
         self._tables = torch.cat([self._tables, self._tables.new_zeros((more, self._width[1]))])
 

@@ -11,23 +11,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...scheduler.plan import IntArray, RowSampling
+from ...scheduler.plan import IntArray, SamplerParams
 from ..cpu import library
-from ..cpu.argmax import largest
-from ..cpu.sampling import drawn
-from .counter_random import uniform
+from ..cpu.argmax import argmax
+from ..cpu.sampling import sample_tokens
+from .counter_random import counter_uniform
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: ties aside, it cannot choose anything else."""
 
-CANDIDATES = 256
+TOP_CANDIDATES = 256
 """Tokens looked at first for top-k, top-p and min-p; a row that needs more of them is sorted whole."""
 
 
-Choices: TypeAlias = NDArray[np.void]
+SamplingArray: TypeAlias = NDArray[np.void]
 """How S rows choose: an array [S] of CHOICE, on the host."""
 
-CHOICE = np.dtype(
+SAMPLING_DTYPE = np.dtype(
     [
         ("temperature", np.float32),
         ("top_k", np.int64),
@@ -42,30 +42,30 @@ CHOICE = np.dtype(
 """`position` is that of the token to be chosen; the rest is RowSampling's, the seed as a signed number."""
 
 
-class Picks(NamedTuple):
+class SampledTokens(NamedTuple):
     """Tokens that a step chooses by itself: into `tokens`, int32 [S], as `choices` [S] say, or the likeliest."""
 
     tokens: IntArray
-    choices: Choices | None = None
+    choices: SamplingArray | None = None
 
 
-def is_greedy(asked: RowSampling) -> bool:
+def is_greedy(asked: SamplerParams) -> bool:
     """Whether it takes the likeliest token, whatever its random numbers are."""
     return asked.temperature < GREEDY_BELOW or asked.top_k == 1
 
 
-def sample(logits: Tensor, choices: Choices | None) -> Tensor:
+def sample(logits: Tensor, choices: SamplingArray | None) -> Tensor:
     """Token ids int64 [S] for logits [S, vocabulary]; the likeliest of each row without `choices`."""
     if choices is None:
-        return largest(logits)
-    if library.serves(logits.dtype, logits.device):
-        return drawn(logits, choices)
+        return argmax(logits)
+    if library.supports(logits.dtype, logits.device):
+        return sample_tokens(logits, choices)
     greedy = (choices["temperature"] < GREEDY_BELOW) | (choices["top_k"] == 1)
     if greedy.all():
-        return largest(logits)
+        return argmax(logits)
     filtered = ~greedy & ((choices["top_k"] > 0) | (choices["top_p"] < 1) | (choices["min_p"] > 0))
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    for kind, choose in ((greedy, _greedy), (~greedy & ~filtered, _plain), (filtered, _filtered)):
+    for kind, choose in ((greedy, _greedy), (~greedy & ~filtered, _temperature_only), (filtered, _filtered)):
         rows = np.flatnonzero(kind)
         if len(rows):
             at = _to(rows, logits.device)
@@ -73,28 +73,28 @@ def sample(logits: Tensor, choices: Choices | None) -> Tensor:
     return tokens
 
 
-def _greedy(logits: Tensor, choices: Choices) -> Tensor:
-    return largest(logits)
+def _greedy(logits: Tensor, choices: SamplingArray) -> Tensor:
+    return argmax(logits)
 
 
-def _plain(logits: Tensor, choices: Choices) -> Tensor:
+def _temperature_only(logits: Tensor, choices: SamplingArray) -> Tensor:
     """Temperature alone: the inverse of the cumulative distribution."""
     probabilities = _scale(logits, choices).softmax(-1)
-    return _invert(probabilities, _uniform(choices, logits.device))
+    return _invert_cumulative(probabilities, _uniform(choices, logits.device))
 
 
-def _filtered(logits: Tensor, choices: Choices) -> Tensor:
+def _filtered(logits: Tensor, choices: SamplingArray) -> Tensor:
     """Top-k, then top-p of what is left, then min-p: among CANDIDATES where they suffice, else among all."""
     scaled = _scale(logits, choices)
-    tokens, enough = _among(scaled, choices, min(CANDIDATES, logits.shape[-1]))
+    tokens, enough = _sample_among(scaled, choices, min(TOP_CANDIDATES, logits.shape[-1]))
     missed = (~enough).nonzero().squeeze(-1)  # the one wait for the device, and only in steps that filter
     if len(missed):
         rest = choices[missed.cpu().numpy()]
-        tokens[missed] = _among(scaled[missed], rest, logits.shape[-1])[0]
+        tokens[missed] = _sample_among(scaled[missed], rest, logits.shape[-1])[0]
     return tokens
 
 
-def _among(scaled: Tensor, choices: Choices, candidates: int) -> tuple[Tensor, Tensor]:
+def _sample_among(scaled: Tensor, choices: SamplingArray, candidates: int) -> tuple[Tensor, Tensor]:
     """A token for each row out of its most likely `candidates`, and whether those were enough to be exact."""
     top_k, top_p, min_p = (_to(choices[name], scaled.device).unsqueeze(-1) for name in ("top_k", "top_p", "min_p"))
     values, ids = scaled.topk(candidates)
@@ -110,17 +110,17 @@ def _among(scaled: Tensor, choices: Choices, candidates: int) -> tuple[Tensor, T
     chosen = probabilities.masked_fill(left_out, 0)
     enough = torch.where(top_k > 0, top_k <= candidates, cumulative[:, -1:] >= top_p)
     enough |= (probabilities[:, -1:] < least) & ((top_k == 0) | (top_p >= 1))
-    index = _invert(chosen, _uniform(choices, scaled.device))
+    index = _invert_cumulative(chosen, _uniform(choices, scaled.device))
     return ids.gather(-1, index.unsqueeze(-1)).squeeze(-1), enough.squeeze(-1)
 
 
-def _scale(logits: Tensor, choices: Choices) -> Tensor:
+def _scale(logits: Tensor, choices: SamplingArray) -> Tensor:
     """Logits over temperature, the largest moved to 0 first so that a small temperature cannot overflow."""
     temperature = _to(choices["temperature"], logits.device).unsqueeze(-1)
     return (logits - logits.amax(-1, keepdim=True)) / temperature
 
 
-def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
+def _invert_cumulative(weights: Tensor, uniform: Tensor) -> Tensor:
     """The index at which the cumulative sum of `weights` [S, n] reaches the share `uniform` [S] of the whole.
 
     The first index that reaches a positive share has a weight above 0. Weights that are no numbers (a model that
@@ -132,9 +132,9 @@ def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, share).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
 
 
-def _uniform(choices: Choices, device: torch.device) -> Tensor:
+def _uniform(choices: SamplingArray, device: torch.device) -> Tensor:
     """float64 [S] between 0 and 1"""
-    return uniform(*(_to(choices[name], device) for name in ("seed", "choice", "position")))
+    return counter_uniform(*(_to(choices[name], device) for name in ("seed", "choice", "position")))
 
 
 def _to(column: NDArray[Any], device: torch.device) -> Tensor:

@@ -16,7 +16,7 @@ from charonia.api.app import build_app
 from charonia.api.http.server import HttpServer
 from charonia.api.metadata import ServerInfo
 from charonia.core.errors import NotFound
-from charonia.core.gateway import NO_FILES, IndexEntry, State
+from charonia.core.gateway import NO_FILES, ModelState, RepositoryIndexEntry
 from charonia.core.logprobs import PromptToken, TokenLogprob
 from charonia.core.model import ModelConfig
 from charonia.core.request import (
@@ -28,8 +28,8 @@ from charonia.core.request import (
     TokenizeRequest,
     Usage,
 )
-from charonia.core.request_context import Exchange, Headers, serving
-from charonia.core.shared_state import Commons
+from charonia.core.request_context import Headers, RequestContext, request_scope
+from charonia.core.shared_state import SharedState
 from charonia.core.statistics import ModelStatistics
 from charonia.core.tensor import Tensor, TensorSpec
 
@@ -99,18 +99,18 @@ class FakeGateway:
     tokenized: list[TokenizeRequest] = field(default_factory=list)
     open_streams: int = 0
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
-    exchanges: list[Exchange] = field(default_factory=list)
-    commons: Commons = field(default_factory=Commons)
+    exchanges: list[RequestContext] = field(default_factory=list)
+    commons: SharedState = field(default_factory=SharedState)
     responses: tuple[InferResponse, ...] | None = None
     counted: list[ModelStatistics] = field(default_factory=list)
     chosen: dict[int, float] = field(default_factory=dict)
-    indexed: list[IndexEntry] = field(default_factory=list)
+    indexed: list[RepositoryIndexEntry] = field(default_factory=list)
     loads: list[tuple[object, ...]] = field(default_factory=list)
     stop_reason: str | int | None = None
 
-    def open(self, door: str, headers: Headers = ()) -> AbstractContextManager[Exchange]:
-        self.exchanges.append(Exchange(door, headers))
-        return serving(self.exchanges[-1])
+    def open(self, door: str, headers: Headers = ()) -> AbstractContextManager[RequestContext]:
+        self.exchanges.append(RequestContext(door, headers))
+        return request_scope(self.exchanges[-1])
 
     def ready(self) -> bool:
         return self.is_ready
@@ -135,8 +135,8 @@ class FakeGateway:
     def statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
         return [each for each in self.counted if name in ("", each.name) and version in ("", each.version)]
 
-    def index(self, ready_only: bool = False) -> list[IndexEntry]:
-        return [entry for entry in self.indexed if not ready_only or entry.state is State.READY]
+    def index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
+        return [entry for entry in self.indexed if not ready_only or entry.state is ModelState.READY]
 
     async def load_model(self, name: str, config: str | None = None, files: Mapping[str, bytes] = NO_FILES) -> None:
         if self.error is not None:

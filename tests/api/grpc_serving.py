@@ -11,9 +11,9 @@ from grpc import StatusCode
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from charonia.api.api_keys import Keyring
-from charonia.api.grpc.call_policy import read_rules
+from charonia.api.grpc.call_policy import build_call_policy
 from charonia.api.grpc.server import GrpcServer
-from charonia.api.http.server import bind
+from charonia.api.http.server import bind_port
 from charonia.api.metadata import ServerInfo
 from charonia.cli.grpc_options import GrpcOptions
 
@@ -34,9 +34,9 @@ class Served(NamedTuple):
 @asynccontextmanager
 async def serving(gateway: Any, keys: Keyring | None = None, **options: Any) -> AsyncIterator[Served]:
     """The door to `gateway`, under `options` of the command line."""
-    with bind("127.0.0.1", 0, "--grpc-port") as sock:
+    with bind_port("127.0.0.1", 0, "--grpc-port") as sock:
         chosen = GrpcOptions(grpc_address="127.0.0.1", **options)
-        server = GrpcServer(gateway, INFO, chosen, sock, read_rules(chosen, keys or Keyring()))
+        server = GrpcServer(gateway, INFO, chosen, sock, build_call_policy(chosen, keys or Keyring()))
         await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             yield Served(server, channel)

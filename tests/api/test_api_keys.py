@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from charonia.api.api_keys import ENVIRONMENT, NOBODY, KeyOptions, Keyring, Tenant, read_keys
+from charonia.api.api_keys import ANONYMOUS, ENVIRONMENT, KeyOptions, Keyring, Tenant, load_keyring
 from charonia.api.app import build_app
 from charonia.api.metadata import ServerInfo
 from charonia.core.errors import InvalidArgument, Unauthenticated
@@ -28,7 +28,7 @@ def test_three_sources_and_three_forms(tmp_path: Path, monkeypatch: pytest.Monke
     file = tmp_path / "keys"
     file.write_text("# ours\n\nbeta:in-file:2.5  # twice and a half\nbeta:rotated:2.5\n")
     monkeypatch.setenv(ENVIRONMENT, "gamma:in-environment, bare")
-    keys = read_keys(KeyOptions(api_key=("alpha:on-line",), api_key_file=file))
+    keys = load_keyring(KeyOptions(api_key=("alpha:on-line",), api_key_file=file))
     assert keys.tenant("Bearer on-line") == Tenant("alpha", 1.0)
     assert keys.tenant("bearer  in-file ") == Tenant("beta", 2.5)
     assert keys.tenant("Bearer rotated") == Tenant("beta", 2.5)
@@ -47,7 +47,7 @@ def test_nothing_else_is_let_in(shown: str | None) -> None:
 
 
 def test_without_keys_everybody_is_nobody() -> None:
-    assert Keyring().tenant(None) is NOBODY
+    assert Keyring().tenant(None) is ANONYMOUS
     assert not Keyring()
 
 
@@ -67,7 +67,7 @@ def test_without_keys_everybody_is_nobody() -> None:
 )
 def test_a_malformed_key_is_named_by_its_place_and_not_shown(keys: tuple[str, ...], complaint: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        read_keys(KeyOptions(api_key=keys))
+        load_keyring(KeyOptions(api_key=keys))
     assert complaint in refused.value.message
     assert "secret" not in refused.value.message
 
@@ -75,7 +75,7 @@ def test_a_malformed_key_is_named_by_its_place_and_not_shown(keys: tuple[str, ..
 def test_keys_do_not_show() -> None:
     options = KeyOptions(api_key=("alpha:hidden",))
     assert "hidden" not in repr(options)
-    assert "hidden" not in repr(vars(read_keys(options)))
+    assert "hidden" not in repr(vars(load_keyring(options)))
 
 
 @pytest.fixture

@@ -9,15 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from charonia.api import chunked_json
-from charonia.api.chunked_json import Long, TooMany, Values, read_long, read_object, whole
-from charonia.api.json_tensors import flat
+from charonia.api.chunked_json import (
+    TooManyValues,
+    UnparsedContainer,
+    ValueBudget,
+    parse_fully,
+    read_json_object,
+    read_long_json,
+)
+from charonia.api.json_tensors import flatten
 from charonia.core.errors import InvalidArgument
 
 
 @pytest.fixture(autouse=True, params=[3])
 def _small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces and blocks of a few bytes."""
-    monkeypatch.setattr(chunked_json, "PIECE", request.param)
+    monkeypatch.setattr(chunked_json, "PIECE_BYTES", request.param)
     monkeypatch.setattr(chunked_json, "_BLOCK", request.param + 1)
 
 
@@ -31,7 +38,7 @@ def run(coroutine: Any) -> Any:
 
 
 async def at_once(body: bytes) -> Any:
-    return await whole(await read_long(body), Values(10**6))
+    return await parse_fully(await read_long_json(body), ValueBudget(10**6))
 
 
 texts = st.text(st.sampled_from('a,[]{}:"\\\n é\U0001f600\ud800'), max_size=8)
@@ -45,7 +52,7 @@ spaces = st.sampled_from([None, 0, 1])
 def test_any_document(document: Any, indent: int | None, ascii: bool) -> None:
     body = json.dumps(document, indent=indent, ensure_ascii=ascii).encode(errors="surrogatepass")
     try:
-        expected = chunked_json.parse(body)
+        expected = chunked_json.parse_json(body)
     except InvalidArgument:
         with pytest.raises(InvalidArgument):
             run(at_once(body))
@@ -59,11 +66,11 @@ def test_elements_of_arrays_in_arrays(document: list[Any], indent: int | None) -
     body = json.dumps(document, indent=indent).encode()
 
     async def elements() -> list[Any]:
-        found = await read_long(body)
-        assert isinstance(found, Long)
-        return [element async for piece in found.flat() for element in flat(piece)]
+        found = await read_long_json(body)
+        assert isinstance(found, UnparsedContainer)
+        return [element async for piece in found.flat() for element in flatten(piece)]
 
-    assert run(elements()) == flat(json.loads(body))
+    assert run(elements()) == flatten(json.loads(body))
 
 
 @settings(max_examples=50)
@@ -71,7 +78,7 @@ def test_elements_of_arrays_in_arrays(document: list[Any], indent: int | None) -
 def test_what_is_no_json(text: str) -> None:
     body = text.encode()
     try:
-        expected = chunked_json.parse(body)
+        expected = chunked_json.parse_json(body)
     except InvalidArgument:
         with pytest.raises(InvalidArgument):
             run(at_once(body))
@@ -85,10 +92,10 @@ def test_what_is_no_array_of_elements(text: str) -> None:
     body = f"[{text}]".encode()
 
     async def elements() -> list[Any]:
-        return [element async for piece in (await read_long(body)).flat() for element in flat(piece)]
+        return [element async for piece in (await read_long_json(body)).flat() for element in flatten(piece)]
 
     try:
-        expected = flat(orjson.loads(body))
+        expected = flatten(orjson.loads(body))
     except ValueError:
         with pytest.raises(InvalidArgument):
             run(elements())
@@ -98,20 +105,20 @@ def test_what_is_no_array_of_elements(text: str) -> None:
 
 def test_nothing_of_a_long_value_is_read_before_it_is_wanted() -> None:
     body = b'{"a": 1, "data": [%b], "b": "x"}' % b",".join([b"nonsense"] * 1000)
-    found = run(read_object(body))
+    found = run(read_json_object(body))
     assert (found["a"], found["b"]) == (1, "x")
     with pytest.raises(InvalidArgument, match="failed to parse the request JSON buffer"):
-        run(found["data"].all(Values()))
+        run(found["data"].all(ValueBudget()))
 
 
 def test_there_may_be_too_many_values() -> None:
     body = b"[%b]" % b",".join([b"[1,2,3]"] * 100)
     assert len(run(at_once(body))) == 100
     for size in (50, 90):
-        with pytest.raises(TooMany, match=f"more than {size} values"):
-            run(run(read_long(body)).all(Values(size)))
+        with pytest.raises(TooManyValues, match=f"more than {size} values"):
+            run(run(read_long_json(body)).all(ValueBudget(size)))
 
 
 def test_depth_has_an_end() -> None:
     with pytest.raises(InvalidArgument, match="nested too deeply"):
-        run(read_long(b"[" * 100_000))
+        run(read_long_json(b"[" * 100_000))

@@ -2,31 +2,31 @@
 
 from tritonclient.grpc import service_pb2 as pb
 
-from charonia.api.model_stats import explanations, statistics_document
+from charonia.api.model_stats import explanations, model_stats_json
 from charonia.core.statistics import (
     BatchStatistics,
-    Duration,
     InferenceStatistics,
     MemoryUsage,
     ModelStatistics,
     ResponseStatistics,
-    Statistics,
+    StatisticDuration,
+    VersionStatistics,
 )
 
-STATISTICS = Statistics(
+STATISTICS = VersionStatistics(
     last_inference=5,
     inference_count=4,
     execution_count=2,
-    inference=InferenceStatistics(success=Duration(3, 30), cache_miss=Duration(1, 2)),
-    batches=(BatchStatistics(2, compute_infer=Duration(1, 9)),),
-    responses={"0": ResponseStatistics(success=Duration(1, 7))},
+    inference=InferenceStatistics(success=StatisticDuration(3, 30), cache_miss=StatisticDuration(1, 2)),
+    batches=(BatchStatistics(2, compute_infer=StatisticDuration(1, 9)),),
+    responses={"0": ResponseStatistics(success=StatisticDuration(1, 7))},
     memory=(MemoryUsage("GPU", 1, 512),),
     explain={"shapes_differ": 2},
 )
 
 
 def test_every_field_stands_in_v2s_order() -> None:
-    [shown] = statistics_document([ModelStatistics("m", "1", STATISTICS)])
+    [shown] = model_stats_json([ModelStatistics("m", "1", STATISTICS)])
     assert list(shown) == [
         "name",
         "version",
@@ -56,7 +56,7 @@ def test_every_field_stands_in_v2s_order() -> None:
 def test_protobuf_knows_every_name() -> None:
     from google.protobuf.json_format import ParseDict
 
-    shown = statistics_document([ModelStatistics("m", "1", STATISTICS)])
+    shown = model_stats_json([ModelStatistics("m", "1", STATISTICS)])
     message = ParseDict({"model_stats": shown}, pb.ModelStatisticsResponse())
     [read] = message.model_stats
     assert read.inference_stats.success.ns == 30

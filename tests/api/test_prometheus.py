@@ -7,8 +7,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
-from charonia.api.http.metrics_server import of_machine
-from charonia.api.prometheus import MetricsApp, build_registry, render
+from charonia.api.http.metrics_server import machine_metric_sources
+from charonia.api.prometheus import MetricsApp, build_registry, render_exposition
 from charonia.api.triton.orca import load_header
 from charonia.cli.server_options import ServerOptions
 from charonia.core.metrics import Histogram, Measurement, Reading
@@ -18,7 +18,9 @@ LABELS = {"model": 'm"1\\\n', "version": "1"}
 
 
 def test_tritons_environment_turns_gauges_of_gpus_off() -> None:
-    sources = [len(list(of_machine(ServerOptions(), told))) for told in ({}, {"TRITON_SERVER_CPU_ONLY": "1"})]
+    sources = [
+        len(list(machine_metric_sources(ServerOptions(), told))) for told in ({}, {"TRITON_SERVER_CPU_ONLY": "1"})
+    ]
     assert sources == [2, 1]
 
 
@@ -60,9 +62,11 @@ async def test_the_text(client: httpx.AsyncClient) -> None:
 
 
 async def test_a_family_without_samples_is_not_named() -> None:
-    assert render(build_registry([], vllm=True).collect()) == b""
+    assert render_exposition(build_registry([], vllm=True).collect()) == b""
     told = [
-        line.split()[2] for line in render(build_registry([measure]).collect()).decode().splitlines() if "# " in line
+        line.split()[2]
+        for line in render_exposition(build_registry([measure]).collect()).decode().splitlines()
+        if "# " in line
     ]
     names = ["charonia_requests_total", "charonia_kv_cache_usage_ratio", "charonia_step_tokens"]
     assert told == [name for name in [*names, "nv_inference_request_success"] for _ in ("HELP", "TYPE")]
@@ -86,13 +90,13 @@ async def test_the_port(client: httpx.AsyncClient) -> None:
 
 
 def test_our_names_alone() -> None:
-    assert b"vllm:" not in render(build_registry([measure]).collect())
+    assert b"vllm:" not in render_exposition(build_registry([measure]).collect())
 
 
 def test_others_may_register_too() -> None:
     registry = CollectorRegistry()
     Counter("spins", "Of a wheel", registry=registry).inc()
-    assert "spins_total 1.0\n" in render(registry.collect()).decode()
+    assert "spins_total 1.0\n" in render_exposition(registry.collect()).decode()
 
 
 def test_the_load_header() -> None:

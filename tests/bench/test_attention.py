@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from charonia.bench.attention import BYTES, Case, step
+from charonia.bench.attention import BYTES, AttentionCase, step
 from charonia.engine.cpu import library
 
 
 def test_operations_are_those_of_the_keys_seen() -> None:
     """Two tokens on top of three see four and five keys; each key and value is one multiplication and one sum a head's
     dimension."""
-    assert Case(1, 3, 2).operations == (4 + 5) * 2 * 2 * 14 * 64 * 24
-    assert Case(8, 3, 2).operations == 8 * Case(1, 3, 2).operations
+    assert AttentionCase(1, 3, 2).operations == (4 + 5) * 2 * 2 * 14 * 64 * 24
+    assert AttentionCase(8, 3, 2).operations == 8 * AttentionCase(1, 3, 2).operations
 
 
 def test_bytes_of_a_token() -> None:
@@ -23,5 +23,5 @@ def test_bytes_of_a_token() -> None:
 @pytest.mark.parametrize("contender", [("native", "auto"), ("native", "int8"), ("cpu", "auto")])
 def test_a_step_runs(contender: tuple[str, str]) -> None:
     before = torch.get_num_threads()
-    step(Case(2, 20, 3), *contender)()
+    step(AttentionCase(2, 20, 3), *contender)()
     assert torch.get_num_threads() == before

@@ -6,28 +6,28 @@ import pytest
 from rich.console import Console
 
 from charonia.bench import classic, classic_models
-from charonia.bench.classic import Comparison, Leg, Trial
-from charonia.bench.classic_models import Rates, Turn
-from charonia.bench.load.infer_generators import Generator, driver, generate
-from charonia.bench.load.infer_load import Door, Load, http_request
-from charonia.bench.server_process import Place
+from charonia.bench.classic import InferComparison, InferRun, InferTrial
+from charonia.bench.classic_models import BatchingComparison, BatchingRun
+from charonia.bench.load.infer_generators import Generator, find_generator, run_load
+from charonia.bench.load.infer_load import Door, InferLoad, http_request
+from charonia.bench.server_process import ServerAddress
 from charonia.core.errors import Unavailable
 
 
 @pytest.fixture(scope="module")
-def bare() -> Iterator[Place]:
+def bare() -> Iterator[ServerAddress]:
     with classic.bare_server() as place:
         yield place
 
 
-def of(bare: Place, door: Door, seconds: float = 0.3) -> Load:
+def of(bare: ServerAddress, door: Door, seconds: float = 0.3) -> InferLoad:
     port = bare.grpc_port if door == "grpc" else bare.http_port
-    return Load(door=door, port=port, connections=4, seconds=seconds, warm_up=0.1)
+    return InferLoad(door=door, port=port, connections=4, seconds=seconds, warm_up=0.1)
 
 
 @pytest.mark.parametrize("door", ["binary", "json", "grpc"])
-def test_a_generator_keeps_its_connections_busy(bare: Place, door: Door) -> None:
-    report = generate(of(bare, door), "own")
+def test_a_generator_keeps_its_connections_busy(bare: ServerAddress, door: Door) -> None:
+    report = run_load(of(bare, door), "own")
     assert report.answers > 10
     assert report.errors == 0
     assert report.rate == pytest.approx(report.answers / 0.3, rel=0.01)
@@ -36,11 +36,11 @@ def test_a_generator_keeps_its_connections_busy(bare: Place, door: Door) -> None
 
 
 @pytest.mark.parametrize("door", ["binary", "grpc"])
-def test_tools_do_what_our_generator_does(bare: Place, door: Door) -> None:
-    by = driver(door, "auto")
+def test_tools_do_what_our_generator_does(bare: ServerAddress, door: Door) -> None:
+    by = find_generator(door, "auto")
     if by == "own":
         pytest.skip(f"what drives {door} is not installed")
-    report = generate(of(bare, door, 1), by)
+    report = run_load(of(bare, door, 1), by)
     assert report.answers > 10
     assert report.errors == 0
     assert report.rate == pytest.approx(report.answers, rel=0.2)
@@ -48,9 +48,9 @@ def test_tools_do_what_our_generator_does(bare: Place, door: Door) -> None:
     assert report.cpu > 0
 
 
-def test_a_server_that_does_not_answer_is_told(bare: Place) -> None:
+def test_a_server_that_does_not_answer_is_told(bare: ServerAddress) -> None:
     with pytest.raises(Unavailable, match="no grpc request of 1 connections was answered"):
-        generate(Load(door="grpc", port=bare.http_port, connections=1, seconds=0.2, warm_up=0.0), "own")
+        run_load(InferLoad(door="grpc", port=bare.http_port, connections=1, seconds=0.2, warm_up=0.0), "own")
 
 
 @pytest.mark.parametrize(
@@ -67,25 +67,25 @@ def test_tools_drive_where_they_are_installed(
     monkeypatch: pytest.MonkeyPatch, door: Door, generator: Generator, there: bool, by: str
 ) -> None:
     monkeypatch.setattr("shutil.which", lambda tool: f"/usr/bin/{tool}" if there else None)
-    assert driver(door, generator) == by
+    assert find_generator(door, generator) == by
 
 
 def test_a_tool_that_is_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda tool: None)
     with pytest.raises(Unavailable, match="h2load is not installed"):
-        driver("grpc", "wrk")
+        find_generator("grpc", "wrk")
 
 
 def test_a_binary_request_announces_its_header() -> None:
-    head, _, body = http_request(Load(door="binary", port=1, connections=1, shape=(2, 3))).partition(b"\r\n\r\n")
+    head, _, body = http_request(InferLoad(door="binary", port=1, connections=1, shape=(2, 3))).partition(b"\r\n\r\n")
     headers = dict(line.split(b": ") for line in head.split(b"\r\n")[1:])
     assert int(headers[b"content-length"]) == len(body)
     assert len(body) - int(headers[b"inference-header-content-length"]) == 24
 
 
 def test_turns_are_told_by_their_medians() -> None:
-    def leg(name: str, rate: float) -> Leg:
-        return Leg(
+    def leg(name: str, rate: float) -> InferRun:
+        return InferRun(
             name=name,
             door="json",
             driver="own",
@@ -99,20 +99,20 @@ def test_turns_are_told_by_their_medians() -> None:
         )
 
     turns = [leg(name, rate) for rate in (1.0, 5.0, 2.0) for name in ("charonia", "bare")]
-    comparison = Comparison(Trial(), [*turns, leg("charonia", 2.0)])
+    comparison = InferComparison(InferTrial(), [*turns, leg("charonia", 2.0)])
     assert comparison.median("bare", "json", 8, lambda leg: leg.per_second) == 2.0
     assert comparison.median("charonia", "json", 8, lambda leg: leg.per_cpu_second) == 4.0
 
 
 def test_models_are_told_beside_what_they_are_measured_against(capsys: pytest.CaptureFixture[str]) -> None:
     turns = {
-        "identity": [Turn(100.0)],
-        "small": [Turn(60.0)],
-        "large": [Turn(16.0, 0.2), Turn(16.0, 0.2)],
-        "large_unbatched": [Turn(2.0)],
-        "onnxruntime": [Turn(20.0)],
+        "identity": [BatchingRun(100.0)],
+        "small": [BatchingRun(60.0)],
+        "large": [BatchingRun(16.0, 0.2), BatchingRun(16.0, 0.2)],
+        "large_unbatched": [BatchingRun(2.0)],
+        "onnxruntime": [BatchingRun(20.0)],
     }
-    classic_models.show(Console(width=100), Rates(classic_models.Trial(), turns))
+    classic_models.show(Console(width=100), BatchingComparison(classic_models.BatchingTrial(), turns))
     said = capsys.readouterr().out
     for words in ("60%", "80%", "100%", "10%", "8.0 times as fast"):
         assert words in said

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from charonia.bench import kernels
-from charonia.bench.roofline import Machine, Precision
+from charonia.bench.roofline import MachinePeaks, Precision
 from charonia.engine.cpu import library
 
 pytestmark = pytest.mark.skipif(library.level() is None, reason="no C extension here")
@@ -34,16 +34,16 @@ def test_both_contenders_compute_the_same(precision: Precision) -> None:
 def test_a_slow_contender_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "INNER", 64)
     monkeypatch.setattr(kernels, "HOPELESS", 0.0)
-    monkeypatch.setattr(kernels.Gauge, "__init__", lambda *_: None)
-    monkeypatch.setattr(kernels.Gauge, "measure", lambda _: {"int8": Machine(1e9, 1e9)})
+    monkeypatch.setattr(kernels.PeakMeter, "__init__", lambda *_: None)
+    monkeypatch.setattr(kernels.PeakMeter, "measure", lambda _: {"int8": MachinePeaks(1e9, 1e9)})
     first, second = kernels.measure("int8", [1, 4], 2)
     assert first.torchs < math.inf == second.torchs
     assert second.ours < math.inf
 
 
 def test_a_step_reads_or_computes_whichever_takes_longer() -> None:
-    limits = Machine(1e9, 1e12)
-    few, many = (kernels.Figure(rows, 1.0, 1.0, limits) for rows in (1, 4096))
+    limits = MachinePeaks(1e9, 1e12)
+    few, many = (kernels.ProductFigure(rows, 1.0, 1.0, limits) for rows in (1, 4096))
     assert few.least(1) == kernels.numbers(1) / 1e9
     assert many.least(1) == 2 * 4096 * kernels.numbers(4096) / 1e12
     assert kernels.numbers(1) - kernels.numbers(4096) == 151936 * 896

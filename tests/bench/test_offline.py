@@ -8,12 +8,12 @@ import pytest
 from rich.console import Console
 
 from charonia.bench.checkpoint import write_random
-from charonia.bench.machine_peaks import Gauge
-from charonia.bench.offline import agreement, better, identity, prompts
-from charonia.bench.offline_report import Comparison, Turn, show, write_json
-from charonia.bench.peer_process import Contender, Entry, entries
-from charonia.bench.peer_runner import Setup
-from charonia.bench.roofline import Job, Machine
+from charonia.bench.machine_peaks import PeakMeter
+from charonia.bench.offline import agreement, best_peaks, checkpoint_digest, prompts
+from charonia.bench.offline_report import OfflineComparison, OfflineRun, show, write_json
+from charonia.bench.peer_process import PeerProcess, PeerSpec, parse_peer_specs
+from charonia.bench.peer_runner import PeerSetup
+from charonia.bench.roofline import MachinePeaks, OfflineJob
 from charonia.core.errors import InvalidArgument, Unavailable
 
 PYTHON = Path(sys.executable)
@@ -36,14 +36,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def setup(checkpoint: Path, **fields: object) -> Setup:
+def setup(checkpoint: Path, **fields: object) -> PeerSetup:
     plain = {"precision": "fp32", "sequences": 3, "length": 16, "chunk": 32, "threads": 1, "device": "cpu"}
-    return Setup(checkpoint=str(checkpoint), folder=str(checkpoint), **(plain | fields))  # type: ignore[arg-type]
+    return PeerSetup(checkpoint=str(checkpoint), folder=str(checkpoint), **(plain | fields))  # type: ignore[arg-type]
 
 
 def test_a_contender_continues_every_prompt(checkpoint: Path) -> None:
-    asked = prompts(Job(3, 8, 4), 64, seed=1)
-    with Contender(Entry("charonia", "fp32", PYTHON), setup(checkpoint)) as contender:
+    asked = prompts(OfflineJob(3, 8, 4), 64, seed=1)
+    with PeerProcess(PeerSpec("charonia", "fp32", PYTHON), setup(checkpoint)) as contender:
         for count in (1, 3):
             spent = contender.generate(asked[:count], 4)
             assert [len(made) for made in spent.tokens] == [4] * count
@@ -53,11 +53,11 @@ def test_a_contender_continues_every_prompt(checkpoint: Path) -> None:
 
 def test_a_contender_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match=r"transformers fp32: \w+: .*config.json"):
-        Contender(Entry("transformers", "fp32", PYTHON), setup(tmp_path))
+        PeerProcess(PeerSpec("transformers", "fp32", PYTHON), setup(tmp_path))
 
 
 def test_ours_comes_first_in_each_precision_and_peers_where_they_can() -> None:
-    asked = entries(("bf16", "int8"), ["transformers", f"openvino={PYTHON}"])
+    asked = parse_peer_specs(("bf16", "int8"), ["transformers", f"openvino={PYTHON}"])
     assert [entry.label for entry in asked] == [
         "charonia bf16",
         "transformers bf16",
@@ -66,20 +66,20 @@ def test_ours_comes_first_in_each_precision_and_peers_where_they_can() -> None:
         "openvino int8",
     ]
     with pytest.raises(InvalidArgument, match="peer 'tgi' is unknown: transformers, openvino, llamacpp, vllm are not"):
-        entries(("bf16",), ["tgi"])
+        parse_peer_specs(("bf16",), ["tgi"])
     with pytest.raises(InvalidArgument, match="there is no interpreter /nowhere"):
-        entries(("bf16",), ["openvino=/nowhere"])
+        parse_peer_specs(("bf16",), ["openvino=/nowhere"])
 
 
 def test_the_gauge_finds_limits_of_every_precision() -> None:
-    gauge = Gauge(("fp32",), "cpu", 1)
+    gauge = PeakMeter(("fp32",), "cpu", 1)
     measured = gauge.measure()
     assert set(measured) == set(gauge.ways) == {"fp32"}
     assert all(machine.read > 1e8 and machine.peak > 1e8 for machine in measured.values())
 
 
 def test_the_better_of_two_measurements_takes_each_number_by_itself() -> None:
-    assert better(Machine(1.0, 4.0), Machine(2.0, 3.0)) == Machine(2.0, 4.0)
+    assert best_peaks(MachinePeaks(1.0, 4.0), MachinePeaks(2.0, 3.0)) == MachinePeaks(2.0, 4.0)
 
 
 def test_a_prompt_agrees_where_its_first_new_token_does() -> None:
@@ -93,28 +93,30 @@ def test_exports_are_kept_for_one_state_of_one_checkpoint(tmp_path: Path) -> Non
     for folder in (one, other):
         folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")
-    before = identity(one)
-    assert before == identity(one) != identity(other)
+    before = checkpoint_digest(one)
+    assert before == checkpoint_digest(one) != checkpoint_digest(other)
     (one / "config.json").write_text("{ }")
-    assert identity(one) != before
+    assert checkpoint_digest(one) != before
 
 
-def turn(name: str, speed: float, limit: float, agreement: float = 1.0) -> Turn:
-    job, machine = Job(1, 8, 4), Machine(1e9, 1e12)
-    return Turn(name=name, precision="bf16", job=job, speed=speed, machine=machine, limit=limit, agreement=agreement)
+def turn(name: str, speed: float, limit: float, agreement: float = 1.0) -> OfflineRun:
+    job, machine = OfflineJob(1, 8, 4), MachinePeaks(1e9, 1e12)
+    return OfflineRun(
+        name=name, precision="bf16", job=job, speed=speed, machine=machine, limit=limit, agreement=agreement
+    )
 
 
 @pytest.fixture
-def comparison() -> Comparison:
+def comparison() -> OfflineComparison:
     ours = [turn("charonia", speed, limit) for speed, limit in ((8.0, 10.0), (9.0, 18.0), (30.0, 40.0))]
     theirs = [turn("openvino", speed, 20.0, agreement) for speed, agreement in ((4.0, 0.5), (6.0, 1.0), (5.0, 0.75))]
     turns = [each for pair in zip(ours, theirs, strict=True) for each in pair]
-    return Comparison(
+    return OfflineComparison(
         checkpoint="c", threads=2, about={"charonia bf16": "charonia 1"}, ways={"bf16": "mm"}, turns=turns
     )
 
 
-def test_shares_are_each_turns_own_and_ratios_are_of_medians(comparison: Comparison) -> None:
+def test_shares_are_each_turns_own_and_ratios_are_of_medians(comparison: OfflineComparison) -> None:
     (job,) = comparison.jobs
     cell = comparison.cell("charonia", "bf16", job)
     assert (cell.speed, cell.limit, cell.share) == (9.0, 18.0, 0.75)
@@ -123,7 +125,7 @@ def test_shares_are_each_turns_own_and_ratios_are_of_medians(comparison: Compari
 
 
 def test_the_report_tells_limit_speeds_shares_and_ratios(
-    comparison: Comparison, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    comparison: OfflineComparison, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     show(Console(width=120), comparison)
     said = capsys.readouterr().out

@@ -3,7 +3,7 @@
 import pytest
 
 from charonia.bench.checkpoint import LLAMA_ONE_BILLION, QWEN2_HALF_BILLION
-from charonia.bench.roofline import Demand, Job, Machine, Precision, limit, seconds
+from charonia.bench.roofline import MachinePeaks, ModelDemand, OfflineJob, Precision, least_seconds, roofline_speed
 from charonia.core.errors import InvalidArgument
 from charonia.engine.checkpoint.hf_config import read_spec
 from charonia.engine.checkpoint.model_spec import ModelSpec
@@ -16,34 +16,34 @@ def spec_of(config: dict[str, object]) -> ModelSpec:
 
 
 def test_a_step_takes_as_long_as_its_reading_or_its_arithmetic_whichever_is_longer() -> None:
-    demand = Demand(layers=100, head=10, weight_bytes=1000, windows=(None, 4), kv_bytes=1)
-    job = Job(sequences=2, prompt=5, new=3)
+    demand = ModelDemand(layers=100, head=10, weight_bytes=1000, windows=(None, 4), kv_bytes=1)
+    job = OfflineJob(sequences=2, prompt=5, new=3)
     prompt_ops, step_ops = 2 * 2 * (5 * 100 + 10), 2 * 2 * 110
     assert demand.context_bytes(6) == 6 + 4
-    by_reading = Machine(read=10.0, peak=1e9)
-    assert seconds(demand, job, by_reading) == pytest.approx(
+    by_reading = MachinePeaks(read=10.0, peak=1e9)
+    assert least_seconds(demand, job, by_reading) == pytest.approx(
         prompt_ops / 1e9 + (1000 + 2 * (6 + 4)) / 10 + (1000 + 2 * (7 + 4)) / 10
     )
-    by_arithmetic = Machine(read=1e9, peak=10.0)
-    assert seconds(demand, job, by_arithmetic) == pytest.approx(prompt_ops / 10 + 2 * step_ops / 10)
-    assert limit(demand, job, by_arithmetic) == pytest.approx(2 * 3 / (prompt_ops / 10 + 2 * step_ops / 10))
+    by_arithmetic = MachinePeaks(read=1e9, peak=10.0)
+    assert least_seconds(demand, job, by_arithmetic) == pytest.approx(prompt_ops / 10 + 2 * step_ops / 10)
+    assert roofline_speed(demand, job, by_arithmetic) == pytest.approx(2 * 3 / (prompt_ops / 10 + 2 * step_ops / 10))
 
 
 @pytest.mark.parametrize(
     ("precision", "peak", "expected"), [("bf16", 425e9, (33, 98, 177, 177)), ("int8", 857e9, (66, 196, 356, 356))]
 )
 def test_the_limits_of_the_half_billion_shape(precision: Precision, peak: float, expected: tuple[int, ...]) -> None:
-    demand = Demand.of(spec_of(QWEN2_HALF_BILLION), precision)
+    demand = ModelDemand.of(spec_of(QWEN2_HALF_BILLION), precision)
     assert 2 * demand.layers == pytest.approx(0.716e9, rel=1e-3)
     assert 2 * (demand.layers + demand.head) == pytest.approx(0.988e9, rel=1e-3)
     assert 24 * demand.kv_bytes == 12 * 1024
-    machine = Machine(read=36e9, peak=peak)
-    limits = [limit(demand, Job(sequences, 128, 64), machine) for sequences in (1, 4, 16, 32)]
+    machine = MachinePeaks(read=36e9, peak=peak)
+    limits = [roofline_speed(demand, OfflineJob(sequences, 128, 64), machine) for sequences in (1, 4, 16, 32)]
     assert limits == pytest.approx(expected, abs=0.6)
 
 
 def test_the_one_billion_shape_has_its_weights() -> None:
-    demand = Demand.of(spec_of(LLAMA_ONE_BILLION), "int8")
+    demand = ModelDemand.of(spec_of(LLAMA_ONE_BILLION), "int8")
     assert demand.weight_bytes == pytest.approx(1.236e9, rel=1e-3)
 
 
@@ -52,4 +52,4 @@ def test_a_mixture_of_experts_has_no_known_limit() -> None:
     experts = {"num_key_value_heads": 2, "vocab_size": 99, "num_local_experts": 4, "num_experts_per_tok": 2}
     mixtral = spec_of({"model_type": "mixtral", "max_position_embeddings": 64, **sizes, **experts})
     with pytest.raises(InvalidArgument, match="MixtralForCausalLM: limits are known for dense models only"):
-        Demand.of(mixtral, "bf16")
+        ModelDemand.of(mixtral, "bf16")

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from charonia.bench.load import frontend_cost, options
-from charonia.bench.load.bare_streams import Frames, event_of, response_of
-from charonia.bench.load.driver import Pace
-from charonia.bench.load.endpoints import DoorName, Manner
+from charonia.bench.load.bare_streams import FrameSpec, event_of, response_of
+from charonia.bench.load.driver import LoopMode
+from charonia.bench.load.endpoints import EndpointName, RequestOptions
 from charonia.bench.load.fake_model import write_repository
-from charonia.bench.load.figures import figures
+from charonia.bench.load.figures import compute_figures
 from charonia.bench.load.plan import Form, Prompts, uniform_jobs
-from charonia.bench.load.worker import Load, Progress, Target, run
-from charonia.bench.server_process import Place, first_model, is_loopback, own_server, parse_place
+from charonia.bench.load.worker import LoadRun, LoadTarget, RequestProgress, run
+from charonia.bench.server_process import ServerAddress, first_model, is_loopback, own_server, parse_server_url
 from charonia.core.errors import InvalidArgument, Unavailable
 
 
@@ -27,23 +27,23 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def place(repository: Path) -> Iterator[Place]:
+def place(repository: Path) -> Iterator[ServerAddress]:
     with own_server("--model-repository", str(repository)) as place:
         yield place
 
 
-def load(place: Place, door: DoorName, **fields: Any) -> Load:
+def load(place: ServerAddress, door: EndpointName, **fields: Any) -> LoadRun:
     form: Form = "text" if door == "chat" else "ids"
     port = place.grpc_port if door == "grpc" else place.http_port
-    target = Target(host=place.host, port=port, door=door, manner=Manner(first_model(place)))
-    asked = {"jobs": uniform_jobs([0.0] * 12, 8, 10), "prompts": Prompts(form=form), "pace": Pace(concurrency=3)}
-    return Load(target=target, **(asked | fields))
+    target = LoadTarget(host=place.host, port=port, door=door, manner=RequestOptions(first_model(place)))
+    asked = {"jobs": uniform_jobs([0.0] * 12, 8, 10), "prompts": Prompts(form=form), "pace": LoopMode(concurrency=3)}
+    return LoadRun(target=target, **(asked | fields))
 
 
 @pytest.mark.parametrize("door", ["completions", "chat", "generate", "grpc"])
-def test_a_closed_loop_hears_every_token(place: Place, door: DoorName) -> None:
+def test_a_closed_loop_hears_every_token(place: ServerAddress, door: EndpointName) -> None:
     (outcome,) = run(load(place, door))
-    seen = figures(outcome.records)
+    seen = compute_figures(outcome.records)
     assert seen.statuses == {"ok": 12}
     assert seen.output_tokens == 12 * 10
     assert sorted(record.index for record in outcome.records) == list(range(12))
@@ -52,36 +52,36 @@ def test_a_closed_loop_hears_every_token(place: Place, door: DoorName) -> None:
         assert seen.prompt_tokens == 12 * 8
 
 
-def test_an_open_loop_in_two_processes_sends_each_when_due(place: Place) -> None:
+def test_an_open_loop_in_two_processes_sends_each_when_due(place: ServerAddress) -> None:
     jobs = uniform_jobs([0.01 * number for number in range(10)], 4, 3)
-    seen: list[Progress] = []
-    outcomes = run(load(place, "completions", jobs=jobs, pace=Pace()), 2, seen.append)
+    seen: list[RequestProgress] = []
+    outcomes = run(load(place, "completions", jobs=jobs, pace=LoopMode()), 2, seen.append)
     records = [record for outcome in outcomes for record in outcome.records]
     assert len(outcomes) == 2
     assert {record.index: record.due for record in records} == {job.index: job.due for job in jobs}
     assert all(record.sent >= record.due for record in records)
-    assert figures(records).output_tokens == 10 * 3
-    assert seen[-1] == Progress(sent=10, done=10, failed=0, tokens=30)
+    assert compute_figures(records).output_tokens == 10 * 3
+    assert seen[-1] == RequestProgress(sent=10, done=10, failed=0, tokens=30)
 
 
-def test_a_closed_loop_ends_with_its_duration(place: Place) -> None:
-    (outcome,) = run(load(place, "generate", pace=Pace(concurrency=2, duration=1e-9)))
+def test_a_closed_loop_ends_with_its_duration(place: ServerAddress) -> None:
+    (outcome,) = run(load(place, "generate", pace=LoopMode(concurrency=2, duration=1e-9)))
     assert outcome.records == []
 
 
-def test_refusals_are_counted_by_status(place: Place) -> None:
+def test_refusals_are_counted_by_status(place: ServerAddress) -> None:
     jobs = uniform_jobs([0.0], 8, 10_000)
     (outcome,) = run(load(place, "completions", jobs=jobs, warm_up=0))
-    assert figures(outcome.records).statuses == {"HTTP 400": 1}
+    assert compute_figures(outcome.records).statuses == {"HTTP 400": 1}
 
 
-def test_a_load_that_cannot_begin_says_so(place: Place) -> None:
+def test_a_load_that_cannot_begin_says_so(place: ServerAddress) -> None:
     jobs = uniform_jobs([0.0], 8, 10_000)
     with pytest.raises(Unavailable, match="the first request failed: HTTP 400"):
         run(load(place, "completions", jobs=jobs))
 
 
-def test_shares_are_all_jobs_and_all_slots(place: Place) -> None:
+def test_shares_are_all_jobs_and_all_slots(place: ServerAddress) -> None:
     shares = load(place, "completions").shares(8)
     assert [share.pace.concurrency for share in shares] == [1, 1, 1]
     assert sorted(job.index for share in shares for job in share.jobs) == list(range(12))
@@ -132,14 +132,14 @@ def test_the_frontend_is_measured_beside_a_bare_handler(tmp_path: Path) -> None:
 
 def test_closed_grpc_doors_are_named() -> None:
     with pytest.raises(Unavailable, match=r"the gRPC door is closed: nothing listens on 127\.0\.0\.1:1 "):
-        options.load_of(Place("127.0.0.1", 1, 1), options.Server(door="grpc"), options.Work())
+        options.build_load(ServerAddress("127.0.0.1", 1, 1), options.ServerFlags(door="grpc"), options.LoadFlags())
 
 
 def test_only_this_machine_unless_allowed() -> None:
-    assert parse_place("http://localhost:9000", 8001, False) == Place("localhost", 9000, 8001)
-    assert parse_place("[::1]:9000", 8001, False) == Place("::1", 9000, 8001)
-    assert parse_place("127.0.0.1", 8001, False) == Place("127.0.0.1", 8000, 8001)
-    assert parse_place("http://192.0.2.1", 8001, True).host == "192.0.2.1"
+    assert parse_server_url("http://localhost:9000", 8001, False) == ServerAddress("localhost", 9000, 8001)
+    assert parse_server_url("[::1]:9000", 8001, False) == ServerAddress("::1", 9000, 8001)
+    assert parse_server_url("127.0.0.1", 8001, False) == ServerAddress("127.0.0.1", 8000, 8001)
+    assert parse_server_url("http://192.0.2.1", 8001, True).host == "192.0.2.1"
     for url in (
         "http://192.0.2.1:8000",
         "http://0.0.0.0",
@@ -148,41 +148,41 @@ def test_only_this_machine_unless_allowed() -> None:
         "http://",
     ):
         with pytest.raises(InvalidArgument):
-            parse_place(url, 8001, False)
+            parse_server_url(url, 8001, False)
     assert not is_loopback("example.com")
 
 
 def test_the_pace_is_one_and_has_an_end() -> None:
     for work in (
-        options.Work(requests=1),
-        options.Work(rate=1, concurrency=1, requests=1),
-        options.Work(rate=1),
-        options.Work(concurrency=1),
+        options.LoadFlags(requests=1),
+        options.LoadFlags(rate=1, concurrency=1, requests=1),
+        options.LoadFlags(rate=1),
+        options.LoadFlags(concurrency=1),
     ):
         with pytest.raises(InvalidArgument, match="give"):
-            options.jobs_of(work)
+            options.plan_requests(work)
 
 
 def test_arrivals_end_with_the_duration_and_follow_the_seed() -> None:
-    jobs = options.jobs_of(options.Work(rate=50, duration=4))
+    jobs = options.plan_requests(options.LoadFlags(rate=50, duration=4))
     assert len(jobs) == pytest.approx(200, rel=0.5)
     assert jobs[-1].due < 4
-    assert jobs == options.jobs_of(options.Work(rate=50, duration=4))
-    assert jobs != options.jobs_of(options.Work(rate=50, duration=4, seed=1))
+    assert jobs == options.plan_requests(options.LoadFlags(rate=50, duration=4))
+    assert jobs != options.plan_requests(options.LoadFlags(rate=50, duration=4, seed=1))
 
 
 def test_bare_frames_have_the_size_that_was_asked() -> None:
     assert len(event_of(190)) == 190
     assert len(response_of(190)) == pytest.approx(190, abs=4)
     for pause in (None, 0.0, 0.015):
-        assert Frames.asked(Frames(3, 190, pause).prompt()) == Frames(3, 190, pause)
+        assert FrameSpec.asked(FrameSpec(3, 190, pause).prompt()) == FrameSpec(3, 190, pause)
 
 
 def test_the_grpc_client_hears_what_a_bare_stream_sends() -> None:
     with frontend_cost._bare_server() as bare:
-        trial = frontend_cost.Trial(door="grpc", streams=3, requests=6)
-        (outcome,) = run(frontend_cost._load(trial, bare, Frames(5, 120, 0.0)))
-    seen = figures(outcome.records)
+        trial = frontend_cost.FrontendTrial(door="grpc", streams=3, requests=6)
+        (outcome,) = run(frontend_cost._load(trial, bare, FrameSpec(5, 120, 0.0)))
+    seen = compute_figures(outcome.records)
     assert seen.statuses == {"ok": 6}
     assert seen.frames == 6 * 5
     assert seen.size == pytest.approx(30 * 120, rel=0.05)

@@ -4,38 +4,40 @@ from collections.abc import Iterator
 
 import pytest
 
-from charonia.bench.load.driver import Record
+from charonia.bench.load.driver import LoadRecord
 from charonia.bench.load.fake_model import NAME, VOCAB, write_repository
 from charonia.bench.load.plan import uniform_jobs
 from charonia.bench.load.service_trials import (
-    Asked,
-    Sizes,
-    Verdict,
+    TrialSizes,
+    TrialTarget,
+    TrialVerdict,
     gaps_during,
     mixed,
-    net,
     prefill,
     prefix,
     speed,
     steady_gaps,
+    without_generator,
 )
 from charonia.bench.server_process import own_server
 from charonia.core.errors import Unavailable
 
-SMALL = Sizes(prompt=8, new=4, long=64, running=2, running_new=250, longs=1, shorts=3, shared=64, sharing=3, repeats=1)
+SMALL = TrialSizes(
+    prompt=8, new=4, long=64, running=2, running_new=250, longs=1, shorts=3, shared=64, sharing=3, repeats=1
+)
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrialTarget]:
     slow = {"fake_step_seconds": 0.004, "fake_token_seconds": 0.0001}
     repository = write_repository(tmp_path_factory.mktemp("fake") / "models", slow)
     with own_server("--model-repository", str(repository)) as place:
-        yield Asked(place, NAME, VOCAB)
+        yield TrialTarget(place, NAME, VOCAB)
 
 
-def record(index: int, times: tuple[float, ...], sent: float = 0.0) -> Record:
+def record(index: int, times: tuple[float, ...], sent: float = 0.0) -> LoadRecord:
     plain = {"status": "ok", "tokens": len(times), "prompt_tokens": 1, "frames": len(times), "size": 1}
-    return Record(index=index, due=sent, sent=sent, ended=times[-1], times=list(times), **plain)  # type: ignore[arg-type]
+    return LoadRecord(index=index, due=sent, sent=sent, ended=times[-1], times=list(times), **plain)  # type: ignore[arg-type]
 
 
 STREAMS = [record(0, (1.0, 2.0, 4.0, 5.0)), record(1, (1.5, 2.5, 3.5, 6.0))]
@@ -61,15 +63,15 @@ def test_streams_that_end_before_the_long_prompt_is_computed_prove_nothing() -> 
 
 
 def test_a_rate_is_net_of_the_cores_that_the_generator_took() -> None:
-    assert net(90.0, 0.2, 2) == pytest.approx(100.0)
+    assert without_generator(90.0, 0.2, 2) == pytest.approx(100.0)
 
 
 def test_a_bar_holds_from_its_own_side() -> None:
-    assert [Verdict("", value, 2.0, True).met for value in (1.9, 2.0, 2.1)] == [False, True, True]
-    assert [Verdict("", value, 2.0, False).met for value in (1.9, 2.0, 2.1)] == [True, True, False]
+    assert [TrialVerdict("", value, 2.0, True).met for value in (1.9, 2.0, 2.1)] == [False, True, True]
+    assert [TrialVerdict("", value, 2.0, False).met for value in (1.9, 2.0, 2.1)] == [True, True, False]
 
 
-def test_every_trial_gives_its_ratio_over_a_real_server(asked: Asked) -> None:
+def test_every_trial_gives_its_ratio_over_a_real_server(asked: TrialTarget) -> None:
     said: list[str] = []
     for trial in (prefill, mixed, prefix):
         (verdict,) = trial(asked, SMALL, said.append)
@@ -77,11 +79,11 @@ def test_every_trial_gives_its_ratio_over_a_real_server(asked: Asked) -> None:
     assert len(said) == 3
 
 
-def test_a_load_whose_requests_fail_is_no_measurement(asked: Asked) -> None:
+def test_a_load_whose_requests_fail_is_no_measurement(asked: TrialTarget) -> None:
     with pytest.raises(Unavailable, match="1 of 1 requests failed: HTTP 400"):
         asked.put(uniform_jobs([0.0], 8, 100_000))
 
 
-def test_speed_counts_every_token_to_the_last_end(asked: Asked) -> None:
+def test_speed_counts_every_token_to_the_last_end(asked: TrialTarget) -> None:
     outcome = asked.put(uniform_jobs([0.0, 0.0], 8, 5), concurrency=2)
     assert speed(outcome) == pytest.approx(10 / max(each.ended for each in outcome.records))

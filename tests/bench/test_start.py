@@ -9,7 +9,7 @@ import pytest
 
 from charonia.bench.load.fake_model import write_repository
 from charonia.bench.placement import yield_to_engine
-from charonia.bench.start import Import, imports, start, write_copies
+from charonia.bench.start import ModuleImport, imports, start, write_copies
 
 
 def test_a_start_is_timed_until_ready(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ import time:      1200 |      21000 |     json.decoder
 import time:       300 |        300 |   tiny
 import time:      2000 |    1500000 | torch
 """
-    assert imports(said) == [Import(21.0, 2, "json.decoder"), Import(1500.0, 0, "torch")]
+    assert imports(said) == [ModuleImport(21.0, 2, "json.decoder"), ModuleImport(1500.0, 0, "torch")]
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed by Linux alone")

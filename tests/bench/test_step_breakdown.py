@@ -6,11 +6,11 @@ from types import ModuleType
 import pytest
 
 from charonia.bench.checkpoint import write_random
-from charonia.bench.peer_runner import Setup
-from charonia.bench.step_breakdown import PARTS, Job, Peer, _decode
+from charonia.bench.peer_runner import PeerSetup
+from charonia.bench.step_breakdown import PARTS, OfflineJob, Peer, _decode
 from charonia.core.errors import InvalidArgument
 from charonia.engine.cpu import library
-from charonia.engine.models.native_decoder import Stack
+from charonia.engine.models.native_decoder import NativeDecoder
 
 
 @pytest.fixture(scope="module")
@@ -21,12 +21,12 @@ def tiny(making: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def peer(checkpoint: Path) -> Peer:
-    return Peer(Setup(str(checkpoint), "fp32", 3, 24, 64, 1, "cpu", ""))
+    return Peer(PeerSetup(str(checkpoint), "fp32", 3, 24, 64, 1, "cpu", ""))
 
 
 @pytest.mark.skipif(library.level() is None, reason="no C extension here")
 def test_every_part_of_a_decode_step_is_timed(tiny: Path) -> None:
-    step = _decode(peer(tiny), Job(3, 16, 6), 1)
+    step = _decode(peer(tiny), OfflineJob(3, 16, 6), 1)
     assert step.tokens == 3
     assert [*step.parts] == [*PARTS, "head"]
     assert all(seconds > 0 for seconds in step.parts.values())
@@ -34,6 +34,6 @@ def test_every_part_of_a_decode_step_is_timed(tiny: Path) -> None:
 
 
 def test_layers_without_a_program_are_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stack, "_recorded", lambda *_: None)
+    monkeypatch.setattr(NativeDecoder, "_recorded", lambda *_: None)
     with pytest.raises(InvalidArgument, match="no decode step was timed"):
-        _decode(peer(tiny), Job(3, 16, 6), 1)
+        _decode(peer(tiny), OfflineJob(3, 16, 6), 1)

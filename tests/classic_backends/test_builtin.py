@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from charonia.classic_backends.builtin import IDENTITY, REPEAT, SQUARE
-from charonia.classic_backends.runtime import Arrays, Place, RuntimeLoader
+from charonia.classic_backends.runtime import Arrays, InstancePlacement, RuntimeLoader
 from charonia.core.errors import CharoniaError, InvalidArgument
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest
@@ -89,7 +89,7 @@ def test_identity_takes_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("time.sleep", slept.append)
     parameters = {"execute_delay_ms": "100", "instance_wise_delay_multiplier": "4", "creation_delay_sec": "3"}
     for index in (0, 2):
-        runtime = IDENTITY.load(NOWHERE, pairs("INT32"), Place(index=index), parameters)
+        runtime = IDENTITY.load(NOWHERE, pairs("INT32"), InstancePlacement(index=index), parameters)
         assert not runtime.traits.inline
         next(iter(runtime.execute({"A0": np.zeros(1, np.int32)}, ["B0"])))
     assert slept == pytest.approx([3, 0.1, 3, 0.8])
@@ -164,7 +164,7 @@ async def test_a_reader_who_is_slow_holds_the_instance_and_no_memory() -> None:
     made = 0
 
     class Counting:
-        traits = SQUARE.load(NOWHERE, described(SQUARE, "square"), Place(), {}).traits
+        traits = SQUARE.load(NOWHERE, described(SQUARE, "square"), InstancePlacement(), {}).traits
 
         def execute(self, inputs: Arrays, wanted: Any) -> Any:
             nonlocal made

@@ -70,5 +70,5 @@ def test_a_model_needs_what_it_loads_where_it_goes(
     ("document", "threads"), [({}, 8), (TWO, 4), ({"instance_group": [{"count": 20}]}, 1), (ON_GPU, 8), (MIXED, 4)]
 )
 def test_instances_share_the_cores(monkeypatch: pytest.MonkeyPatch, document: Mapping[str, Any], threads: int) -> None:
-    monkeypatch.setattr(instance_groups, "cores", lambda: Cores(16, 8, 1, 9.5))
-    assert instance_groups.threads_each(document) == threads
+    monkeypatch.setattr(instance_groups, "usable_cores", lambda: Cores(16, 8, 1, 9.5))
+    assert instance_groups.threads_per_instance(document) == threads

@@ -15,12 +15,12 @@ import pytest
 from charonia.classic_backends.batching import instance_pool
 from charonia.classic_backends.builtin import IDENTITY
 from charonia.classic_backends.model import ClassicModel
-from charonia.classic_backends.runtime import Arrays, Document, Place, Traits
-from charonia.core.errors import CharoniaError, Code, InvalidArgument
-from charonia.core.model import ModelConfig, Samples, WarmUp
+from charonia.classic_backends.runtime import Arrays, ConfigDocument, InstancePlacement, RuntimeTraits
+from charonia.core.errors import CharoniaError, ErrorCode, InvalidArgument
+from charonia.core.model import ModelConfig, ModelSamples, WarmupRequest
 from charonia.core.request import InferRequest
-from charonia.core.request_context import Computed, Exchange
-from charonia.core.request_context import serving as exchanging
+from charonia.core.request_context import ExecutionTimes, RequestContext
+from charonia.core.request_context import request_scope as exchanging
 from charonia.core.tensor import Tensor, TensorSpec
 
 from ..waiting import until
@@ -30,28 +30,30 @@ DELAY = 10_000_000
 """Microseconds that no test waits for."""
 
 
-PLAIN = Traits()
+PLAIN = RuntimeTraits()
 
 
 class Gated:
     """Doubles X into Y when `gate` opens; fails on a negative number. Remembers what it was given."""
 
-    def __init__(self, traits: Traits = PLAIN) -> None:
+    def __init__(self, traits: RuntimeTraits = PLAIN) -> None:
         self.traits = traits
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Event()
         self.batches: list[list[int]] = []
         self.threads: set[str] = set()
-        self.places: list[Place] = []
+        self.places: list[InstancePlacement] = []
         self.closed = 0
         self.seen: Callable[[Arrays], None] = lambda inputs: None
 
-    def load(self, directory: Path, config: ModelConfig, place: Place, parameters: Mapping[str, str]) -> "Gated":
+    def load(
+        self, directory: Path, config: ModelConfig, place: InstancePlacement, parameters: Mapping[str, str]
+    ) -> "Gated":
         self.places.append(place)
         return self
 
-    def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
+    def complete(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> ConfigDocument:
         return document
 
     def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
@@ -189,7 +191,7 @@ async def test_a_model_that_fails_fails_its_batch_and_goes_on() -> None:
     assert failures == {"REJECTED": 0, "CANCELED": 0, "BACKEND": 2, "OTHER": 0}
     for error in results[1:]:
         assert isinstance(error, CharoniaError)
-        assert error.code is Code.INTERNAL
+        assert error.code is ErrorCode.INTERNAL
         assert error.message == (
             "Failed to process the request(s) for model instance 'gated_0_0', message: ValueError: negative"
         )
@@ -201,7 +203,7 @@ async def test_a_full_queue_refuses() -> None:
         tasks = await held_up(model, runtime, ask(1))
         with pytest.raises(CharoniaError) as full:
             await answer(model, 2, id="second")
-        assert full.value.code is Code.UNAVAILABLE
+        assert full.value.code is ErrorCode.UNAVAILABLE
         assert full.value.message == "[request id: second] Exceeds maximum queue size"
         runtime.gate.set()
         await asyncio.gather(*tasks)
@@ -262,7 +264,7 @@ async def test_time_runs_out_while_it_is_executed(decoupled: bool) -> None:
 async def test_a_model_whose_execution_does_not_end_is_not_ready(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(instance_pool, "PATIENCE", instance_pool.Patience(watch=0.01))
+    monkeypatch.setattr(instance_pool, "RESTART_POLICY", instance_pool.RestartPolicy(watch=0.01))
     runtime, now = Gated(), [0]
     async with serving(runtime, config({}, parameters={"execution_timeout_secs": "40"})) as model:
         [member] = model._crew._members
@@ -469,12 +471,14 @@ async def test_a_load_that_fails_leaves_nothing() -> None:
 async def test_every_instance_is_warmed_up_and_warm_up_that_fails_fails_the_load() -> None:
     runtime = Gated()
     async with serving(
-        runtime, config(document={"instance_group": [{"count": 2}]}), samples=Samples([WarmUp(ask(7), times=2)])
+        runtime,
+        config(document={"instance_group": [{"count": 2}]}),
+        samples=ModelSamples([WarmupRequest(ask(7), times=2)]),
     ) as model:
         assert runtime.batches == [[7]] * 4
         assert model.statistics().execution_count == 0
     with pytest.raises(InvalidArgument, match=r"failed to run warmup sample on 'gated_0_0': .*negative"):
-        async with serving(runtime, config(), samples=Samples([WarmUp(ask(-1))])):
+        async with serving(runtime, config(), samples=ModelSamples([WarmupRequest(ask(-1))])):
             pass
     assert runtime.closed == 3
 
@@ -510,7 +514,7 @@ async def test_ragged_requests_share_a_batch() -> None:
         ],
         "batch_output": [{"target_name": ["Y"], "source_input": ["X"]}],
     }
-    runtime = Gated(Traits(ragged=True))
+    runtime = Gated(RuntimeTraits(ragged=True))
     runtime.seen = lambda inputs: seen.append({name: array.tolist() for name, array in inputs.items()})
     async with serving(runtime, config({}, document=document)) as model:
         first, *others = await held_up(model, runtime, ask(1, 2, 3), ask(4, 5))
@@ -539,7 +543,7 @@ async def test_ragged_inputs_are_refused_where_the_backend_cannot() -> None:
 
 
 async def test_inline_models_answer_without_a_thread() -> None:
-    runtime = Gated(Traits(inline=True))
+    runtime = Gated(RuntimeTraits(inline=True))
     async with serving(runtime, config({}, document={"instance_group": [{"count": 3}]})) as model:
         assert await answer(model, 1, 2) == [2, 4]
         with pytest.raises(CharoniaError, match="negative"):
@@ -570,9 +574,9 @@ async def test_identity_gives_back_what_it_gets() -> None:
         assert [tensor.name for tensor in without.outputs] == ["C"]
 
 
-async def times(model: ClassicModel, request: InferRequest) -> Computed:
+async def times(model: ClassicModel, request: InferRequest) -> ExecutionTimes:
     """What a trace would say of one request."""
-    with exchanging(Exchange("infer")) as exchange:
+    with exchanging(RequestContext("infer")) as exchange:
         before = time.monotonic_ns()
         await answers(model, request)
         made = exchange.computed
@@ -596,7 +600,7 @@ async def test_traces_are_told_when_what_happened_to_a_request() -> None:
 
 async def test_traces_are_told_of_a_request_that_failed() -> None:
     async with serving(Gated(), config({})) as model:
-        with exchanging(Exchange("infer")) as exchange, pytest.raises(CharoniaError):
+        with exchanging(RequestContext("infer")) as exchange, pytest.raises(CharoniaError):
             await answer(model, -1)
         assert exchange.computed is not None
 

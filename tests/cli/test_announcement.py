@@ -2,7 +2,7 @@
 
 import pytest
 
-from charonia.cli.announcement import url
+from charonia.cli.announcement import base_url
 
 
 @pytest.mark.parametrize(
@@ -10,4 +10,4 @@ from charonia.cli.announcement import url
     [("", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("fe80::1", "[fe80::1]"), ("box", "box")],
 )
 def test_an_address_for_all_is_told_as_one_that_can_be_pasted(address: str, host: str) -> None:
-    assert url(address, 80) == f"http://{host}:80"
+    assert base_url(address, 80) == f"http://{host}:80"

@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from charonia.cli.model_selection import select
+from charonia.cli.model_selection import select_models
 from charonia.cli.repository_options import RepositoryOptions
 from charonia.core.errors import InvalidArgument
 
@@ -14,7 +14,7 @@ from charonia.core.errors import InvalidArgument
 def test_what_serves_no_checkpoint_is_refused_by_its_flag(tmp_path: Path, backend: str) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InvalidArgument) as refused:
-        select(str(tmp_path), RepositoryOptions(backend=backend), {})
+        select_models(str(tmp_path), RepositoryOptions(backend=backend), {})
     assert refused.value.message == f"--backend {backend} serves no checkpoint; charonia, tensorrtllm and encoder do"
 
 
@@ -25,31 +25,31 @@ def test_nobody_controls_a_single_checkpoint(tmp_path: Path, mode: Literal["poll
     repository.mkdir()
     (checkpoint / "config.json").write_text("{}")
     with pytest.raises(InvalidArgument, match=f"--model-control-mode {mode} is for a model repository"):
-        select(str(checkpoint), RepositoryOptions(model_control_mode=mode), {})
+        select_models(str(checkpoint), RepositoryOptions(model_control_mode=mode), {})
     both = RepositoryOptions(model_control_mode=mode, model_repository=(repository,))
-    assert not select(str(checkpoint), both, {}).single
+    assert not select_models(str(checkpoint), both, {}).single
 
 
 @pytest.mark.parametrize("backend", ["", "charonia", "tensorrt-llm", "encoder"])
 def test_what_may_serve_a_checkpoint(tmp_path: Path, backend: str) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert select(str(tmp_path), RepositoryOptions(backend=backend), {}).single
+    assert select_models(str(tmp_path), RepositoryOptions(backend=backend), {}).single
 
 
 @pytest.mark.parametrize("path", ["./demo", "../demo", "/models/demo", "~/demo", "./no/such/demo"])
 def test_a_path_is_no_hub_id(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InvalidArgument, match=f"^there is no directory '{path}'$"):
-        select(path, RepositoryOptions(), {})
+        select_models(path, RepositoryOptions(), {})
 
 
 def test_a_revision_goes_with_a_hub_id(tmp_path: Path) -> None:
-    source = select("owner/name", RepositoryOptions(revision="refs/pr/3"), {}).catalog.read("name")
+    source = select_models("owner/name", RepositoryOptions(revision="refs/pr/3"), {}).catalog.read("name")
     assert [version.path for version in source.versions] == ["owner/name@refs/pr/3"]
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InvalidArgument, match="--revision is for a model of the hub"):
-        select(str(tmp_path), RepositoryOptions(revision="main"), {})
+        select_models(str(tmp_path), RepositoryOptions(revision="main"), {})
     with pytest.raises(
         InvalidArgument, match="--revision is for a single checkpoint; in a repository, the parameter 'model'"
     ):
-        select(None, RepositoryOptions(revision="main", model_repository=(tmp_path,)), {})
+        select_models(None, RepositoryOptions(revision="main", model_repository=(tmp_path,)), {})

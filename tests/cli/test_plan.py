@@ -6,7 +6,7 @@ from charonia.api.api_keys import KeyOptions
 from charonia.cli.cloud_options import CloudOptions
 from charonia.cli.grpc_options import GrpcOptions
 from charonia.cli.http_options import HttpOptions
-from charonia.cli.plan import entry, warn_of_open_control
+from charonia.cli.plan import endpoint_settings, warn_of_unprotected_control
 from charonia.cli.repository_options import RepositoryOptions
 from charonia.cli.server_options import ServerOptions
 from charonia.core.errors import InvalidArgument
@@ -25,7 +25,7 @@ def test_rules_that_mean_nothing_are_refused_before_anything_is_loaded() -> None
         (HttpOptions(), GrpcOptions(grpc_header_forward_pattern="("), "--grpc-header-forward-pattern"),
     ):
         with pytest.raises(InvalidArgument, match=text):
-            entry(SERVER, http, KeyOptions(), grpc, CloudOptions())
+            endpoint_settings(SERVER, http, KeyOptions(), grpc, CloudOptions())
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,6 @@ def test_a_door_by_which_anybody_may_load_is_told_of(
     grpc: GrpcOptions,
     told: str,
 ) -> None:
-    warn_of_open_control(repository, server, grpc, entry(server, http, access, grpc, CloudOptions()))
+    warn_of_unprotected_control(repository, server, grpc, endpoint_settings(server, http, access, grpc, CloudOptions()))
     assert told in caplog.text
     assert bool(caplog.text) is bool(told)

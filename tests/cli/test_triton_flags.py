@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 from cyclopts.exceptions import CycloptsError
 
-from charonia.api.http.server import bind
+from charonia.api.http.server import bind_port
 from charonia.cli.app import app
 from charonia.cli.grpc_options import GrpcOptions
-from charonia.cli.ports import reserved
+from charonia.cli.ports import reserve_ports
 from charonia.cli.repository_options import RepositoryOptions
 from charonia.cli.server_options import ServerOptions
-from charonia.cli.triton_flags import IdleOptions, TritonOptions
+from charonia.cli.triton_flags import IgnoredTritonFlags, TritonFlags
 from charonia.core.errors import CharoniaError
-from charonia.core.trace_settings import read_trace_config
+from charonia.core.trace_settings import parse_trace_config
 
 WHOLE = """
 --model-store=/models --model-control-mode=explicit --load-model=a --load-model=b --strict-readiness=False
@@ -58,14 +58,14 @@ def test_a_whole_command_line_is_understood() -> None:
     served = triton.former.repository(repository)
     assert served.disable_auto_complete_config
     assert served.cache_config == ("local,size=1048576",)
-    traces = read_trace_config(triton.former.server(server).trace_config)
+    traces = parse_trace_config(triton.former.server(server).trace_config)
     assert (traces.trace_file, traces.trace_level, traces.trace_rate) == ("/tmp/trace.json", ("TIMESTAMPS",), 50)
 
 
 def test_without_former_names_nothing_changes() -> None:
-    former, server, repository = TritonOptions().former, ServerOptions(), RepositoryOptions()
+    former, server, repository = TritonFlags().former, ServerOptions(), RepositoryOptions()
     assert (former.server(server), former.repository(repository)) == (server, repository)
-    assert IdleOptions().given == []
+    assert IgnoredTritonFlags().given == []
 
 
 @pytest.mark.parametrize("words", ["--model-namespacing=True", "--rate-limit=execution_count"])
@@ -81,23 +81,23 @@ def test_what_means_nothing_is_refused(word: str) -> None:
 
 
 def test_a_port_can_be_shared_by_those_who_all_say_so() -> None:
-    with bind("127.0.0.1", 0, "--http-port", shared=True) as mine:
+    with bind_port("127.0.0.1", 0, "--http-port", shared=True) as mine:
         mine.listen()
         port = mine.getsockname()[1]
-        with bind("127.0.0.1", port, "--http-port", shared=True) as theirs:
+        with bind_port("127.0.0.1", port, "--http-port", shared=True) as theirs:
             theirs.listen()
         with pytest.raises(CharoniaError, match="cannot open port"):
-            bind("127.0.0.1", port, "--http-port")
+            bind_port("127.0.0.1", port, "--http-port")
 
 
 def test_doors_that_nobody_wants_have_no_ports() -> None:
     nowhere: dict[str, Any] = {"http_address": "127.0.0.1", "http_port": 0, "allow_metrics": "false"}
     closed = GrpcOptions(allow_grpc="false")
-    with reserved(ServerOptions(**nowhere), closed) as ports:
+    with reserve_ports(ServerOptions(**nowhere), closed) as ports:
         assert isinstance(ports.http, socket.socket)
         assert (ports.grpc, ports.metrics) == (None, None)
     with (
         pytest.raises(CharoniaError, match="--allow-http and --allow-grpc are both false"),
-        reserved(ServerOptions(allow_http="false"), closed),
+        reserve_ports(ServerOptions(allow_http="false"), closed),
     ):
         pass

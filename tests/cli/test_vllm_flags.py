@@ -5,7 +5,7 @@ import re
 import pytest
 
 from charonia.cli.app import app
-from charonia.cli.vllm_flags import VLLM, table
+from charonia.cli.vllm_flags import VLLM_FLAGS, vllm_flag_table
 
 
 def flags() -> set[str]:
@@ -22,10 +22,10 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_the_table_is_of_flags_that_are_not_ours_and_names_ours() -> None:
     ours = flags()
-    assert not ours & VLLM.keys()
-    named = {flag for here in VLLM.values() for flag in re.findall(r"--[a-z-]+[a-z]", here)}
+    assert not ours & VLLM_FLAGS.keys()
+    named = {flag for here in VLLM_FLAGS.values() for flag in re.findall(r"--[a-z-]+[a-z]", here)}
     assert named - ours == set()
-    assert all(flag in table() for flag in VLLM)
+    assert all(flag in vllm_flag_table() for flag in VLLM_FLAGS)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import posix_ipc
 import pytest
 
-from charonia.core.client_shared_memory import Region, Regions, Span
+from charonia.core.client_shared_memory import SharedMemoryRegion, SharedMemoryRegistry, SharedMemorySlice
 from charonia.core.errors import AlreadyExists, CharoniaError, Internal, InvalidArgument, NotFound, Unsupported
 
 SIZE = 4096
@@ -26,8 +26,8 @@ def key() -> Iterator[str]:
 
 
 @pytest.fixture
-def regions() -> Regions:
-    return Regions(allowed=True)
+def regions() -> SharedMemoryRegistry:
+    return SharedMemoryRegistry(allowed=True)
 
 
 def mapped(key: str) -> int:
@@ -35,17 +35,17 @@ def mapped(key: str) -> int:
     return Path("/proc/self/maps").read_text().count(f"/dev/shm{key}")
 
 
-def test_what_one_writes_the_other_reads(regions: Regions, key: str) -> None:
+def test_what_one_writes_the_other_reads(regions: SharedMemoryRegistry, key: str) -> None:
     regions.register("in", key, 0, SIZE)
     regions.register("out", key, 1000, 100)
-    regions.view(Span("in", 1010, 4))[:] = b"abcd"
-    assert bytes(regions.view(Span("out", 10, 4))) == b"abcd"
-    assert len(regions.view(Span("out", 99, 0))) == 0
-    assert regions.status() == [Region("in", key, 0, SIZE), Region("out", key, 1000, 100)]
-    assert regions.status("out") == [Region("out", key, 1000, 100)]
+    regions.view(SharedMemorySlice("in", 1010, 4))[:] = b"abcd"
+    assert bytes(regions.view(SharedMemorySlice("out", 10, 4))) == b"abcd"
+    assert len(regions.view(SharedMemorySlice("out", 99, 0))) == 0
+    assert regions.status() == [SharedMemoryRegion("in", key, 0, SIZE), SharedMemoryRegion("out", key, 1000, 100)]
+    assert regions.status("out") == [SharedMemoryRegion("out", key, 1000, 100)]
 
 
-def test_the_clients_object_outlives_its_regions(regions: Regions, key: str) -> None:
+def test_the_clients_object_outlives_its_regions(regions: SharedMemoryRegistry, key: str) -> None:
     regions.register("a", key, 0, SIZE)
     regions.unregister("a")
     regions.unregister("never was")
@@ -57,21 +57,21 @@ def test_the_clients_object_outlives_its_regions(regions: Regions, key: str) -> 
     assert Path(f"/dev/shm{key}").exists()
 
 
-def test_what_is_in_use_goes_with_its_last_view(regions: Regions, key: str) -> None:
+def test_what_is_in_use_goes_with_its_last_view(regions: SharedMemoryRegistry, key: str) -> None:
     regions.register("a", key, 0, SIZE)
-    array = np.frombuffer(regions.view(Span("a", 0, 8)), np.int64)
+    array = np.frombuffer(regions.view(SharedMemorySlice("a", 0, 8)), np.int64)
     regions.unregister("a")
     assert (array[0], mapped(key)) == (0, 1)
-    assert regions.status() == regions.status("a") == [Region("a", key, 0, SIZE)]
+    assert regions.status() == regions.status("a") == [SharedMemoryRegion("a", key, 0, SIZE)]
     with pytest.raises(NotFound, match="Unable to find shared memory region: 'a'"):
-        regions.view(Span("a", 0, 8))
+        regions.view(SharedMemorySlice("a", 0, 8))
     gc.disable()  # the reference counts alone do it
     del array
     assert (mapped(key), regions.status()) == (0, [])
     gc.enable()
 
 
-def test_nothing_leaks(regions: Regions, key: str) -> None:
+def test_nothing_leaks(regions: SharedMemoryRegistry, key: str) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(50):
         regions.register("a", key, 0, SIZE)
@@ -105,7 +105,7 @@ def test_nothing_leaks(regions: Regions, key: str) -> None:
     ],
 )
 def test_what_cannot_be_registered(
-    regions: Regions, key: str, given: tuple[str, str, int, int], error: type[CharoniaError], text: str
+    regions: SharedMemoryRegistry, key: str, given: tuple[str, str, int, int], error: type[CharoniaError], text: str
 ) -> None:
     regions.register("a", key, 0, SIZE)
     with pytest.raises(error) as caught:
@@ -117,35 +117,37 @@ def test_what_cannot_be_registered(
 @pytest.mark.parametrize(
     ("span", "text"),
     [
-        (Span("a", 100, 0), "Invalid offset for shared memory region: 'a'"),
-        (Span("a", 100, 8), "Invalid offset for shared memory region: 'a'"),
-        (Span("a", -1, 5), "Invalid offset for shared memory region: 'a'"),
-        (Span("a", 50, 51), "Invalid offset + byte size for shared memory region: 'a'"),
+        (SharedMemorySlice("a", 100, 0), "Invalid offset for shared memory region: 'a'"),
+        (SharedMemorySlice("a", 100, 8), "Invalid offset for shared memory region: 'a'"),
+        (SharedMemorySlice("a", -1, 5), "Invalid offset for shared memory region: 'a'"),
+        (SharedMemorySlice("a", 50, 51), "Invalid offset + byte size for shared memory region: 'a'"),
         (
-            Span("a", 32, 2**64 - 32),
+            SharedMemorySlice("a", 32, 2**64 - 32),
             "Integer overflow detected: byte_size (18446744073709551584) + offset (32) exceeds maximum value "
             "(18446744073709551615) for region 'a'",
         ),
-        (Span("a", 50, -1), "Invalid offset + byte size for shared memory region: 'a'"),
+        (SharedMemorySlice("a", 50, -1), "Invalid offset + byte size for shared memory region: 'a'"),
     ],
 )
-def test_views_stay_inside_their_region(regions: Regions, key: str, span: Span, text: str) -> None:
+def test_views_stay_inside_their_region(
+    regions: SharedMemoryRegistry, key: str, span: SharedMemorySlice, text: str
+) -> None:
     regions.register("a", key, 20, 100)
     with pytest.raises(InvalidArgument) as caught:
         regions.view(span)
     assert caught.value.message == text
 
 
-def test_an_object_that_shrank_is_refused(regions: Regions, key: str) -> None:
+def test_an_object_that_shrank_is_refused(regions: SharedMemoryRegistry, key: str) -> None:
     regions.register("a", key, 0, SIZE)
     os.truncate(f"/dev/shm{key}", 100)
-    assert len(regions.view(Span("a", 0, 100))) == 100
+    assert len(regions.view(SharedMemorySlice("a", 0, 100))) == 100
     with pytest.raises(InvalidArgument, match=r"Invalid offset \+ byte size"):
-        regions.view(Span("a", 0, 101))
+        regions.view(SharedMemorySlice("a", 0, 101))
 
 
 def test_nobody_lends_memory_unless_allowed(key: str) -> None:
-    regions = Regions()
+    regions = SharedMemoryRegistry()
     for call in (
         lambda: regions.register("a", key, 0, SIZE),
         regions.unregister,
@@ -158,7 +160,7 @@ def test_nobody_lends_memory_unless_allowed(key: str) -> None:
     regions.status_cuda()
 
 
-def test_memory_of_gpus_is_not_served(regions: Regions) -> None:
+def test_memory_of_gpus_is_not_served(regions: SharedMemoryRegistry) -> None:
     with pytest.raises(InvalidArgument, match="failed to register CUDA shared memory region: 'g', GPUs not supported"):
         regions.register_cuda("g")
     with pytest.raises(NotFound, match="Unable to find cuda shared memory region: 'g'"):

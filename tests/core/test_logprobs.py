@@ -3,20 +3,20 @@
 import numpy as np
 import pytest
 
-from charonia.core.logprobs import Logprobs, Score, Scores
+from charonia.core.logprobs import Logprobs, PromptLogprobs, RankedLogprobs
 
 
-def scores(count: int, most: int, first: int = 3) -> Scores:
+def scores(count: int, most: int, first: int = 3) -> PromptLogprobs:
     """Every number its own."""
     chosen, ranks = -np.arange(count, dtype=np.float32) - 0.5, np.arange(count, dtype=np.int32) + 1
     ids = np.arange(count * most, dtype=np.int32).reshape(count, most)
-    return Scores.of(first, chosen, ranks, ids, -ids.astype(np.float32) / 4)
+    return PromptLogprobs.of(first, chosen, ranks, ids, -ids.astype(np.float32) / 4)
 
 
 def test_columns_are_read_token_by_token() -> None:
     assert scores(2, 2).read() == [
-        Score(Logprobs(-0.5, [0, 1], [0.0, -0.25]), 1),
-        Score(Logprobs(-1.5, [2, 3], [-0.5, -0.75]), 2),
+        RankedLogprobs(Logprobs(-0.5, [0, 1], [0.0, -0.25]), 1),
+        RankedLogprobs(Logprobs(-1.5, [2, 3], [-0.5, -0.75]), 2),
     ]
 
 

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from charonia.core.metrics import QUEUE_FULL, End, EngineState, Histogram, LlmMetrics, Outcome, Reading
+from charonia.core.metrics import QUEUE_FULL_ENDS, EngineState, Histogram, LlmMetrics, Outcome, Reading, RequestEnd
 from charonia.telemetry.logging_setup import JsonFormatter
 from charonia.telemetry.loop_lag import LoopLag
-from charonia.telemetry.metric_families import CHARONIA, TRITON, VLLM, vllm_readings
+from charonia.telemetry.metric_families import CHARONIA_FAMILIES, TRITON_FAMILIES, VLLM_FAMILIES, vllm_readings
 
 IDLE = EngineState()
 
@@ -30,11 +30,11 @@ def test_a_histogram_counts_up_to_and_including_its_bounds() -> None:
 
 
 def test_every_reading_has_a_family() -> None:
-    known = {family.name for family in (*CHARONIA, *TRITON, *VLLM)}
+    known = {family.name for family in (*CHARONIA_FAMILIES, *TRITON_FAMILIES, *VLLM_FAMILIES)}
     readings = list(LlmMetrics().readings(EngineState()))
     assert {reading.family for reading in readings} <= known
-    assert {reading.family for reading in vllm_readings(readings)} == {family.name for family in VLLM}
-    assert len(known) == len(CHARONIA) + len(TRITON) + len(VLLM)
+    assert {reading.family for reading in vllm_readings(readings)} == {family.name for family in VLLM_FAMILIES}
+    assert len(known) == len(CHARONIA_FAMILIES) + len(TRITON_FAMILIES) + len(VLLM_FAMILIES)
 
 
 def test_every_outcome_is_there_from_the_start() -> None:
@@ -45,9 +45,15 @@ def test_every_outcome_is_there_from_the_start() -> None:
 
 def test_triton_has_its_own_words_for_ends() -> None:
     metrics = LlmMetrics()
-    ends = [End(Outcome.STOP), End(Outcome.LENGTH), End(Outcome.DONE), End(Outcome.CANCELLED), End(Outcome.TIMEOUT)]
-    metrics.ended.update([*ends, *QUEUE_FULL.values()])
-    metrics.ended.update([End(Outcome.ERROR, "internal"), End(Outcome.REJECTED, "invalid_argument")])
+    ends = [
+        RequestEnd(Outcome.STOP),
+        RequestEnd(Outcome.LENGTH),
+        RequestEnd(Outcome.DONE),
+        RequestEnd(Outcome.CANCELLED),
+        RequestEnd(Outcome.TIMEOUT),
+    ]
+    metrics.ended.update([*ends, *QUEUE_FULL_ENDS.values()])
+    metrics.ended.update([RequestEnd(Outcome.ERROR, "internal"), RequestEnd(Outcome.REJECTED, "invalid_argument")])
     assert read(metrics, "nv_inference_request_success") == {(): 2}
     failures = read(metrics, "nv_inference_request_failure")
     assert failures == {("REJECTED",): 3, ("CANCELED",): 1, ("BACKEND",): 1, ("OTHER",): 1}
@@ -56,7 +62,9 @@ def test_triton_has_its_own_words_for_ends() -> None:
 def test_vllm_sums_what_it_does_not_tell_apart() -> None:
     metrics = LlmMetrics()
     metrics.tenant("a").generated, metrics.tenant("b").generated = 3, 4
-    metrics.ended.update([End(Outcome.ERROR, "internal"), End(Outcome.ERROR, "unavailable"), QUEUE_FULL["tokens"]])
+    metrics.ended.update(
+        [RequestEnd(Outcome.ERROR, "internal"), RequestEnd(Outcome.ERROR, "unavailable"), QUEUE_FULL_ENDS["tokens"]]
+    )
     metrics.first_token.observe(0.2)
     readings = list(vllm_readings(metrics.readings(EngineState(waiting={"0": 2, "4": 1}))))
     numbers = {(r.family, r.labels.get("finished_reason")): r.value for r in readings if not _is_histogram(r)}

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from charonia.core.errors import Code, InvalidArgument
+from charonia.core.errors import ErrorCode, InvalidArgument
 from charonia.core.request import GenerateRequest, SamplingParams
 
 
@@ -42,7 +42,7 @@ def test_a_value_out_of_range_is_named(field: str, value: object) -> None:
         SamplingParams(**{field: value})
     assert caught.value.field == field
     assert field in caught.value.message
-    assert caught.value.code is Code.INVALID_ARGUMENT
+    assert caught.value.code is ErrorCode.INVALID_ARGUMENT
 
 
 def test_the_edges_are_allowed() -> None:

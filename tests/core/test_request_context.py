@@ -14,19 +14,19 @@ from charonia.core.errors import (
     Unauthenticated,
     Unavailable,
 )
-from charonia.core.metrics import End, Outcome
+from charonia.core.metrics import Outcome, RequestEnd
 from charonia.core.request import FinishReason, SamplingParams
-from charonia.core.request_context import Exchange, current, end_of, serving
+from charonia.core.request_context import RequestContext, current_request, end_for_error, request_scope
 
 REJECTED = Outcome.REJECTED
-STOP = End(Outcome.STOP)
+STOP = RequestEnd(Outcome.STOP)
 
 
 @dataclass
 class Done:
     """A part that is over."""
 
-    end: End | None = STOP
+    end: RequestEnd | None = STOP
     choice: int = 0
     sampling: SamplingParams = field(default_factory=SamplingParams)
     opened: float = 1.0
@@ -40,8 +40,8 @@ class Done:
     finish_reason: FinishReason | None = FinishReason.STOP
 
 
-def ended(*parts: Done) -> End:
-    exchange = Exchange("test")
+def ended(*parts: Done) -> RequestEnd:
+    exchange = RequestContext("test")
     exchange.parts.extend(parts)
     return exchange.close()
 
@@ -49,54 +49,58 @@ def ended(*parts: Done) -> End:
 @pytest.mark.parametrize(
     ("error", "submitted", "end"),
     [
-        (QueueFull("full", retry_after=1), False, End(REJECTED, "queue_full_requests")),
-        (QueueFull("full", retry_after=1, limit="tokens"), False, End(REJECTED, "queue_full_tokens")),
-        (InvalidArgument("no"), True, End(REJECTED, "invalid_argument")),
-        (Unauthenticated("who"), False, End(REJECTED, "unauthenticated")),
-        (Unavailable("not yet"), False, End(REJECTED, "unavailable")),
-        (Unavailable("no longer"), True, End(Outcome.ERROR, "unavailable")),
-        (RequestTimeout(), True, End(Outcome.TIMEOUT)),
-        (Cancelled("not by you"), True, End(Outcome.CANCELLED)),
-        (CharoniaError("what"), True, End(Outcome.ERROR, "unknown")),
-        (ZeroDivisionError(), False, End(Outcome.ERROR, "internal")),
+        (QueueFull("full", retry_after=1), False, RequestEnd(REJECTED, "queue_full_requests")),
+        (QueueFull("full", retry_after=1, limit="tokens"), False, RequestEnd(REJECTED, "queue_full_tokens")),
+        (InvalidArgument("no"), True, RequestEnd(REJECTED, "invalid_argument")),
+        (Unauthenticated("who"), False, RequestEnd(REJECTED, "unauthenticated")),
+        (Unavailable("not yet"), False, RequestEnd(REJECTED, "unavailable")),
+        (Unavailable("no longer"), True, RequestEnd(Outcome.ERROR, "unavailable")),
+        (RequestTimeout(), True, RequestEnd(Outcome.TIMEOUT)),
+        (Cancelled("not by you"), True, RequestEnd(Outcome.CANCELLED)),
+        (CharoniaError("what"), True, RequestEnd(Outcome.ERROR, "unknown")),
+        (ZeroDivisionError(), False, RequestEnd(Outcome.ERROR, "internal")),
     ],
 )
-def test_what_an_error_means(error: Exception, submitted: bool, end: End) -> None:
-    assert end_of(error, submitted) == end
+def test_what_an_error_means(error: Exception, submitted: bool, end: RequestEnd) -> None:
+    assert end_for_error(error, submitted) == end
 
 
 def test_the_worst_part_is_the_whole() -> None:
-    assert ended(Done(), Done(End(Outcome.LENGTH)), Done()) == End(Outcome.LENGTH)
-    assert ended(Done(End(REJECTED, "queue_full_tokens")), Done(None)) == End(REJECTED, "queue_full_tokens")
-    assert ended(Done(), Done(None)) == End(Outcome.CANCELLED)
-    assert ended(Done(End(Outcome.ERROR, "internal")), Done(End(REJECTED, "x"))) == End(Outcome.ERROR, "internal")
+    assert ended(Done(), Done(RequestEnd(Outcome.LENGTH)), Done()) == RequestEnd(Outcome.LENGTH)
+    assert ended(Done(RequestEnd(REJECTED, "queue_full_tokens")), Done(None)) == RequestEnd(
+        REJECTED, "queue_full_tokens"
+    )
+    assert ended(Done(), Done(None)) == RequestEnd(Outcome.CANCELLED)
+    assert ended(Done(RequestEnd(Outcome.ERROR, "internal")), Done(RequestEnd(REJECTED, "x"))) == RequestEnd(
+        Outcome.ERROR, "internal"
+    )
 
 
 def test_without_parts_it_is_what_was_said_and_leaving_says_nothing() -> None:
-    assert ended() == End(Outcome.CANCELLED)
-    exchange = Exchange("test")
+    assert ended() == RequestEnd(Outcome.CANCELLED)
+    exchange = RequestContext("test")
     exchange.finish()
-    assert exchange.close() == End(Outcome.DONE)
+    assert exchange.close() == RequestEnd(Outcome.DONE)
 
 
 def test_a_fault_behind_the_last_token_is_a_fault() -> None:
-    exchange = Exchange("test")
+    exchange = RequestContext("test")
     exchange.parts.append(Done())
-    with pytest.raises(ZeroDivisionError), serving(exchange):
+    with pytest.raises(ZeroDivisionError), request_scope(exchange):
         raise ZeroDivisionError
-    assert exchange.end == End(Outcome.ERROR, "internal")
+    assert exchange.end == RequestEnd(Outcome.ERROR, "internal")
 
 
 @pytest.mark.parametrize("gone", [asyncio.CancelledError(), GeneratorExit()])
 def test_who_leaves_has_cancelled(gone: BaseException) -> None:
-    exchange = Exchange("test")
-    with pytest.raises(type(gone)), serving(exchange):
+    exchange = RequestContext("test")
+    with pytest.raises(type(gone)), request_scope(exchange):
         raise gone
-    assert exchange.end == End(Outcome.CANCELLED)
+    assert exchange.end == RequestEnd(Outcome.CANCELLED)
 
 
 def test_parts_add_up_and_a_prompt_counts_once() -> None:
-    exchange = Exchange("test")
+    exchange = RequestContext("test")
     exchange.parts.extend([Done(), Done(choice=1, first=3.5, last=9.0), Done(prompt=1, cached=None, submitted=None)])
     summary = exchange.summary
     assert (summary.choices, summary.prompt, summary.cached, summary.generated) == (3, 8, 4, 9)
@@ -104,22 +108,22 @@ def test_parts_add_up_and_a_prompt_counts_once() -> None:
 
 
 def test_nothing_that_came_is_none() -> None:
-    summary = Exchange("test").summary
+    summary = RequestContext("test").summary
     assert set(summary) == {0, None}
     assert (summary.choices, summary.generated, summary.prompt) == (0, 0, None)
 
 
 async def test_each_task_serves_its_own() -> None:
-    async def serve(exchange: Exchange) -> list[Exchange | None]:
-        with serving(exchange):
+    async def serve(exchange: RequestContext) -> list[RequestContext | None]:
+        with request_scope(exchange):
             await asyncio.sleep(0)
             inner = await asyncio.create_task(asked())
-            return [current(), inner]
+            return [current_request(), inner]
 
-    async def asked() -> Exchange | None:
-        return current()
+    async def asked() -> RequestContext | None:
+        return current_request()
 
-    first, second = Exchange("a"), Exchange("b")
+    first, second = RequestContext("a"), RequestContext("b")
     seen = await asyncio.gather(serve(first), serve(second))
     assert seen == [[first, first], [second, second]]
-    assert current() is None
+    assert current_request() is None

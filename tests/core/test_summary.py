@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from charonia.core.summary import Summary
+from charonia.core.summary import QuantileSummary
 
 
 class Clock:
@@ -17,7 +17,7 @@ class Clock:
 
 def test_quantiles_are_right_to_a_hundredth() -> None:
     values = [random.Random(7).lognormvariate(5, 2) for _ in range(20_000)]
-    summary = Summary((0, 0.5, 0.9, 0.99, 1), Clock())
+    summary = QuantileSummary((0, 0.5, 0.9, 0.99, 1), Clock())
     for value in values:
         summary.observe(value)
     assert (summary.count, summary.sum) == (20_000, pytest.approx(sum(values)))
@@ -28,7 +28,7 @@ def test_quantiles_are_right_to_a_hundredth() -> None:
 
 def test_it_looks_back_a_minute_and_counts_for_ever() -> None:
     clock = Clock()
-    summary = Summary((1.0,), clock)
+    summary = QuantileSummary((1.0,), clock)
     assert math.isnan(summary.values()[0])
     summary.observe(1000)
     clock.now = 30
@@ -45,6 +45,6 @@ def test_it_looks_back_a_minute_and_counts_for_ever() -> None:
 
 
 def test_nothing_takes_no_time() -> None:
-    summary = Summary((0.5,), Clock())
+    summary = QuantileSummary((0.5,), Clock())
     summary.observe(0)
     assert summary.values()[0] < 0.01

@@ -7,28 +7,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from charonia.core.errors import CharoniaError, InvalidArgument, Unsupported
-from charonia.core.log_settings import Logs, LogSettings, log_form
-from charonia.core.trace_settings import Change, Traces, TraceSettings
+from charonia.core.log_settings import LogControl, LogSettings, parse_log_format
+from charonia.core.trace_settings import TraceControl, TraceSettings, TraceSettingsChange
 
 FILE = TraceSettings(trace_file="t.json")
-ON: Change = {"trace_level": ["TIMESTAMPS"], "trace_rate": ["1"]}
+ON: TraceSettingsChange = {"trace_level": ["TIMESTAMPS"], "trace_rate": ["1"]}
 
 
 def test_log_settings_are_made_true() -> None:
     made: list[LogSettings] = []
-    logs = Logs(LogSettings(log_verbose_level=1), made.append)
+    logs = LogControl(LogSettings(log_verbose_level=1), made.append)
     assert logs.settings == LogSettings("", True, True, True, 1, "default")
-    quiet = LogSettings(log_info=False, log_format=log_form("ISO8601"))
+    quiet = LogSettings(log_info=False, log_format=parse_log_format("ISO8601"))
     assert logs.update(quiet) == logs.settings == quiet
     with pytest.raises(Unsupported, match="log file location can not be updated through network protocol"):
         logs.update(LogSettings(log_file="x"))
     assert (logs.settings, made) == (quiet, [quiet])
     with pytest.raises(InvalidArgument, match="invalid argument for log_format, got: loud"):
-        log_form("loud")
+        parse_log_format("loud")
 
 
 def test_trace_settings_as_texts() -> None:
-    traces = Traces()
+    traces = TraceControl()
     assert {name: list(values) for name, values in traces.settings().texts().items()} == {
         "trace_level": ["OFF"],
         "trace_rate": ["1000"],
@@ -72,7 +72,7 @@ def test_trace_settings_as_texts() -> None:
     ],
 )
 def test_wrong_trace_settings(name: str, values: list[str], error: type[CharoniaError], text: str) -> None:
-    traces = Traces(FILE)
+    traces = TraceControl(FILE)
     with pytest.raises(error) as caught:
         traces.update({"trace_count": ["5"], name: values})
     assert caught.value.message == text
@@ -89,11 +89,11 @@ def test_wrong_trace_settings(name: str, values: list[str], error: type[Charonia
     ],
 )
 def test_levels_by_all_their_names(values: list[str], levels: tuple[str, ...]) -> None:
-    assert Traces(FILE).update({"trace_level": values}).trace_level == levels
+    assert TraceControl(FILE).update({"trace_level": values}).trace_level == levels
 
 
 def test_a_models_own_settings_stand_over_those_of_all() -> None:
-    traces, heard = Traces(FILE), []
+    traces, heard = TraceControl(FILE), []
     traces.changed = lambda: heard.append(1)
     traces.update({"trace_rate": ["7"], "trace_count": ["3"]})
     assert traces.update({"trace_rate": ["2"]}, "m").trace_rate == 2
@@ -107,7 +107,7 @@ def test_a_models_own_settings_stand_over_those_of_all() -> None:
 
 
 def test_a_count_runs_out() -> None:
-    traces = Traces(FILE)
+    traces = TraceControl(FILE)
     traces.update({**ON, "trace_count": ["2"]})
     assert [traces.picks("m") is not None for _ in range(4)] == [True, True, False, False]
     assert traces.settings().texts()["trace_count"] == ("0",)
@@ -116,7 +116,7 @@ def test_a_count_runs_out() -> None:
 
 
 def test_nothing_is_traced_without_a_file_or_a_level() -> None:
-    for traces, change in ((Traces(), ON), (Traces(FILE), {"trace_rate": ["1"]})):
+    for traces, change in ((TraceControl(), ON), (TraceControl(FILE), {"trace_rate": ["1"]})):
         traces.update(change)
         assert traces.picks("m") is None
 
@@ -127,7 +127,7 @@ def at(rate: int) -> Callable[[TraceSettings | None], bool]:
 
 @given(st.lists(st.sampled_from(["a", "own"]), max_size=60), st.integers(1, 5), st.integers(1, 5), st.integers(-1, 6))
 def test_each_scope_picks_one_in_its_rate_until_its_count(models: list[str], rate: int, own: int, count: int) -> None:
-    traces = Traces(FILE)
+    traces = TraceControl(FILE)
     traces.update({**ON, "trace_rate": [str(rate)], "trace_count": [str(count)]})
     traces.update({"trace_rate": [str(own)]}, "own")
     picked = [model for model in models if traces.picks(model) is not None]

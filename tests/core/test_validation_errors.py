@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pytest
 
-from charonia.core.validation_errors import mismatch
+from charonia.core.validation_errors import describe_validation_error
 
 
 class Inner(msgspec.Struct, forbid_unknown_fields=True):
@@ -47,5 +47,5 @@ class Outer(msgspec.Struct, forbid_unknown_fields=True):
 def test_what_is_wrong_and_where(value: Any, path: str, said: str) -> None:
     with pytest.raises(msgspec.ValidationError) as refusal:
         msgspec.convert(value, Outer)
-    found = mismatch(refusal.value)
+    found = describe_validation_error(refusal.value)
     assert (found.path, str(found)) == (path, said)

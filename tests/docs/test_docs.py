@@ -20,13 +20,13 @@ from charonia.api.app import build_app
 from charonia.api.metadata import ServerInfo
 from charonia.api.openai import chat_messages, json_body, schemas, tokenize_routes
 from charonia.cli.app import app
-from charonia.cli.server_options import Boolean
+from charonia.cli.server_options import BooleanFlag
 from charonia.core.request import SamplingParams
 from charonia.engine.attention.selector import BACKENDS
 from charonia.engine.cpu import library
 from charonia.engine.frontend import infer, request_parameters
 from charonia.engine.options import EngineOptions, engine_config
-from charonia.engine.parse_settings import parse
+from charonia.engine.parse_settings import parse_settings
 from charonia.engine.trtllm.options import TrtllmOptions
 
 PAGES = (
@@ -134,10 +134,12 @@ def test_every_flag_stands_there_with_its_default(page: Any) -> None:
 
 def test_every_choice_stands_there(page: Any, codes: Any) -> None:
     told = {cells[0].strip("`"): codes(" ".join(cells[1:])) for cells in page("operating.md").rows("flag")}
-    choices = {name: {*names(argument.hint)} - {*names(Boolean)} for name, argument in arguments().items()}
+    choices = {name: {*names(argument.hint)} - {*names(BooleanFlag)} for name, argument in arguments().items()}
     choices["--attention"] = {*BACKENDS}
     assert {name: left for name, wanted in choices.items() if (left := wanted - {*told[name]})} == {}
-    [kernels] = [codes(cells[1]) for cells in page("operating.md").rows("variable") if library.VARIABLE in cells[0]]
+    [kernels] = [
+        codes(cells[1]) for cells in page("operating.md").rows("variable") if library.LEVEL_VARIABLE in cells[0]
+    ]
     assert {*library.LEVELS} <= {*kernels}
 
 
@@ -191,7 +193,7 @@ def test_configurations_are_understood(page: Any) -> None:
     for text in models:
         config = text_format.Parse(text, model_config_pb2.ModelConfig())
         parameters = {name: value.string_value for name, value in config.parameters.items()}
-        parse(parameters, TrtllmOptions if config.backend == "tensorrtllm" else EngineOptions)
+        parse_settings(parameters, TrtllmOptions if config.backend == "tensorrtllm" else EngineOptions)
 
 
 def test_every_option_of_tensorrt_llm_stands_there_with_its_default(page: Any) -> None:
@@ -242,13 +244,13 @@ def plain(path: str) -> str:
         ),
         (
             "What else v2 takes",
-            {*request_parameters.Manner.__struct_fields__, *request_parameters._NOT_YET, *MANNERS} - {"n"},
+            {*request_parameters.ResponseOptions.__struct_fields__, *request_parameters._NOT_YET, *MANNERS} - {"n"},
         ),
         (
             "What else OpenAI's door takes",
             {*schemas.ChatBody.__struct_fields__, *schemas.CompletionBody.__struct_fields__}
             - {*SamplingParams.__struct_fields__, "n", "max_completion_tokens"}
-            | {*LOGPROBS, *json_body.HARMLESS, *schemas.NEUTRAL_CHAT, *chat_messages.NEUTRAL},
+            | {*LOGPROBS, *json_body.IGNORED_FIELDS, *schemas.CHAT_NO_OP_VALUES, *chat_messages.MESSAGE_NO_OP_VALUES},
         ),
         (
             "HTTP: tokens",

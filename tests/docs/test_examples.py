@@ -12,7 +12,7 @@ import httpx
 import pytest
 from tritonclient.grpc import service_pb2
 
-from charonia.telemetry.metric_families import CHARONIA, TRITON, VLLM
+from charonia.telemetry.metric_families import CHARONIA_FAMILIES, TRITON_FAMILIES, VLLM_FAMILIES
 
 RUN = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-W", "error", "-c"]}
 EXACT = {"error", "type", "param", "code", "object", "finish_reason", "count", "tokens"}
@@ -115,7 +115,7 @@ def shape(value: Any, exact: set[str] = EXACT, name: str = "") -> Any:
 def test_every_metric_stands_there(demo: Any, page: Any, codes: Any) -> None:
     scrape = httpx.get(demo.metrics_url).text
     rows = {codes(cells[0])[0]: cells for cells in page("metrics.md").rows("family")}
-    kinds = {family.name: family.kind for family in (*CHARONIA, *TRITON, *VLLM)}
+    kinds = {family.name: family.kind for family in (*CHARONIA_FAMILIES, *TRITON_FAMILIES, *VLLM_FAMILIES)}
     missing = [f"| `{name}` | {kind} | | ... |" for name, kind in kinds.items() if name not in rows]
     assert missing == [], "add to a table in docs/metrics.md"
     assert sorted(rows.keys() - kinds.keys()) == [], "docs/metrics.md has families that are not there"

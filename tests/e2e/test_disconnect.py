@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from charonia.api.app import build_app
-from charonia.api.http.server import HttpServer, bind
+from charonia.api.http.server import HttpServer, bind_port
 from charonia.api.metadata import ServerInfo
 from charonia.engine.config import EngineConfig, FakeConfig
-from charonia.engine.core.messages import Load, Updates
+from charonia.engine.core.messages import EngineLoad, RequestUpdates
 from charonia.engine.frontend.llm import LlmModel
-from charonia.repository.gateway import Hub
+from charonia.repository.gateway import InProcessGateway
 from charonia.scheduler.config import SchedulerConfig
 
 
@@ -24,7 +24,7 @@ class Steps:
     """What the engine reported, and where in it the abort was sent."""
 
     def __init__(self, model: LlmModel, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reports: list[Updates] = []
+        self.reports: list[RequestUpdates] = []
         self.aborted_after: int | None = None
         self._more = asyncio.Event()
         [replica] = model.client.replicas
@@ -32,7 +32,7 @@ class Steps:
         monkeypatch.setattr(replica, "on_updates", self._on_updates)
         monkeypatch.setattr(replica._core, "send", self._on_send)
 
-    def _on_updates(self, updates: Updates) -> None:
+    def _on_updates(self, updates: RequestUpdates) -> None:
         self.reports.append(updates)
         self._more.set()
         self._hear(updates)
@@ -63,8 +63,8 @@ class Steps:
 @asynccontextmanager
 async def served(model: LlmModel) -> AsyncIterator[int]:
     """The model behind real sockets in this process; the port."""
-    hub = Hub()
-    sock = bind("127.0.0.1", 0, "--http-port")
+    hub = InProcessGateway()
+    sock = bind_port("127.0.0.1", 0, "--http-port")
     assert await hub.load("m", "1", lambda: model) is None
     server = HttpServer(build_app(hub, ServerInfo()), sock, access_log=False)
     await server.start()
@@ -111,7 +111,7 @@ async def test_nothing_stays_of_those_who_left(tokenizer_only: Path, monkeypatch
         moments = Random(7)
         await asyncio.gather(*(hurried(port, *DOORS[n % len(DOORS)], moments.uniform(0, 0.2)) for n in range(90)))
         await steps.until(
-            lambda: steps.reports[-1].load == Load(0, 0, info.blocks, steps.reports[-1].load.step_seconds)
+            lambda: steps.reports[-1].load == EngineLoad(0, 0, info.blocks, steps.reports[-1].load.step_seconds)
         )
         await asyncio.wait_for(asyncio.gather(*(asyncio.all_tasks() - tasks - {asyncio.current_task()})), 60)
         assert model.client.queued == 0

@@ -22,7 +22,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from charonia.cli.announcement import reachable
+from charonia.cli.announcement import reachable_address
 
 from .models import FAKE, write_config, write_model
 from .tensors import given
@@ -301,7 +301,7 @@ def test_a_reader_of_the_output_who_leaves_is_told_of_in_a_line(tmp_path: Path) 
     ],
 )
 def test_the_start_says_where_a_client_may_go(address: str, shown: str) -> None:
-    assert reachable(address, 8000) == shown
+    assert reachable_address(address, 8000) == shown
 
 
 def test_lenient_readiness_and_another_name(serve: Any, tmp_path: Path, tokenizer_only: Path) -> None:

@@ -8,31 +8,31 @@ import pytest
 from charonia.bench.load.endpoints import OK
 from charonia.bench.proofs import bodies, disconnects, fairness, families, kills, overload, processes, soak
 from charonia.bench.proofs import stalls as proof_stalls
-from charonia.bench.proofs.fake_load import fake_server, open_load, records_of
-from charonia.bench.proofs.process_stats import census
-from charonia.bench.server_process import Place
+from charonia.bench.proofs.fake_load import fake_server, open_load, run_load
+from charonia.bench.proofs.process_stats import read_server_stats
+from charonia.bench.server_process import ServerAddress
 
 
 @pytest.fixture
-def place(server: Any) -> Place:
+def place(server: Any) -> ServerAddress:
     """The session's server, as the proofs know theirs."""
     (host, http), grpc, metrics = server.address, server.grpc_address, server.metrics_url
     ports = (http, int(grpc.rpartition(":")[2]), server.process.pid, int(metrics.rpartition(":")[2].split("/")[0]))
-    return Place(host, *ports, Path(server.output))
+    return ServerAddress(host, *ports, Path(server.output))
 
 
-async def test_wrong_requests_hurt_nobody(place: Place) -> None:
-    cores, broken = census(place).cores, bodies.tracebacks(place)
-    found = await bodies.assail(place, bodies.Targets("tiny"), range(160), seed=11)
+async def test_wrong_requests_hurt_nobody(place: ServerAddress) -> None:
+    cores, broken = read_server_stats(place).cores, bodies.tracebacks(place)
+    found = await bodies.send_mutants(place, bodies.FuzzTargets("tiny"), range(160), seed=11)
     assert found.faults == []
     assert len(found.verdicts) == 160
     assert {"2xx", "4xx", "OK", "INVALID_ARGUMENT"} <= {verdict.answer for verdict in found.verdicts}
     assert bodies.tracebacks(place) == broken
-    assert [core.pid for core in census(place).cores] == [core.pid for core in cores]
+    assert [core.pid for core in read_server_stats(place).cores] == [core.pid for core in cores]
 
 
-def test_hostile_bodies_are_answered_or_refused(place: Place) -> None:
-    stalls = list(proof_stalls.siege(place, 128 << 10, 256 << 10))
+def test_hostile_bodies_are_answered_or_refused(place: ServerAddress) -> None:
+    stalls = list(proof_stalls.run_attacks(place, 128 << 10, 256 << 10))
     assert [stall for stall in stalls if stall.status == "500" or stall.status in ("UNKNOWN", "INTERNAL")] == []
     assert (
         {"200", "400", "404", "503", "INVALID_ARGUMENT", "NOT_FOUND"}
@@ -44,16 +44,16 @@ def test_hostile_bodies_are_answered_or_refused(place: Place) -> None:
 
 async def test_nothing_stays_of_clients_who_leave() -> None:
     with fake_server(disconnects.ENGINE) as place:
-        remains = await disconnects.besiege(place, "fake", range(160), seed=11)
+        remains = await disconnects.run_disconnects(place, "fake", range(160), seed=11)
         assert remains.faults == []
         assert {"cancelled", "length"} <= remains.outcomes.keys()
         assert bodies.tracebacks(place) == []
-        assert disconnects.leaves_at_once(place) < float("inf")
+        assert disconnects.shutdown_seconds(place) < float("inf")
 
 
 def test_nobody_is_lost_with_a_core() -> None:
     with fake_server(kills.ENGINE) as place:
-        aftermath = kills.batter(place, rate=24, kills=[1.5], patience=60)
+        aftermath = kills.run_kills(place, rate=24, kills=[1.5], patience=60)
     assert aftermath.faults == []
     assert len(aftermath.away) == aftermath.restarts == 1
     assert aftermath.answered
@@ -61,8 +61,8 @@ def test_nobody_is_lost_with_a_core() -> None:
 
 
 def test_models_come_and_go_while_their_processes_are_killed() -> None:
-    with processes.served([processes.COUNTING]) as place:
-        fought = processes.fight(place, [processes.COUNTING], rounds=1)
+    with processes.serve_models([processes.COUNTING]) as place:
+        fought = processes.load_and_unload(place, [processes.COUNTING], rounds=1)
     assert fought.faults == []
     assert fought.loaded + fought.failed == 1
 
@@ -72,7 +72,7 @@ def test_sinks_and_unequal_heads_are_transformers(tmp_path: Path) -> None:
     assert list(families.faults("mimo_v2_flash", tmp_path)) == []
 
 
-async def test_everything_at_once_for_a_moment(place: Place) -> None:
+async def test_everything_at_once_for_a_moment(place: ServerAddress) -> None:
     soaked = await soak.soak(place, "tiny", seconds=2, seed=11)
     assert soaked.faults == []
     assert {kind for kind, _ in soaked.verdicts} == set(soak._KINDS)
@@ -81,12 +81,12 @@ async def test_everything_at_once_for_a_moment(place: Place) -> None:
 
 def test_an_overload_is_answered_or_refused() -> None:
     with fake_server(overload.ENGINE) as place:
-        records = records_of(open_load(place, overload.SHAPE, rate=250, seconds=1, seed=2))
-    found = overload.Overloaded(1.0, overload.goodput(records, 2.0), records)
+        records = run_load(open_load(place, overload.SHAPE, rate=250, seconds=1, seed=2))
+    found = overload.OverloadResult(1.0, overload.goodput(records, 2.0), records)
     assert found.statuses == [overload.REFUSED, OK]
     assert len(overload.refusals(found.records)) > sum(record.status == OK for record in found.records)
 
 
 def test_a_quiet_tenant_is_served_beside_a_flood() -> None:
     with fake_server(fairness.ENGINE, *fairness.FLAGS) as place:
-        assert fairness.beside(place, 6, 40, seconds=1) > 0
+        assert fairness.quiet_tenant_ttft(place, 6, 40, seconds=1) > 0

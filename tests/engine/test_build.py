@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.memory_needs import Share
+from charonia.core.memory_needs import MemoryNeed
 from charonia.engine import build
 from charonia.engine.build import language_model, memory_needed
-from charonia.processes.host import cores
+from charonia.processes.host import usable_cores
 
-HOST = [Share(1000)]
+HOST = [MemoryNeed(1000)]
 
 
 @pytest.fixture
@@ -32,16 +32,20 @@ def checkpoint(tmp_path: Path) -> Path:
     ("parameters", "gpus", "needed"),
     [
         ({}, (), HOST),
-        ({"dtype": "float32"}, (), [Share(2000)]),
-        ({"quantization": "int8"}, (), [Share(500)]),
-        ({"kv_cache_bytes": "70"}, (), [Share(1070)]),
-        ({"kv_cache_bytes": "70", "data_parallel_size": "2"}, (), [Share(2140)]),
-        ({}, (0, 1), [Share(1000, 0)]),
-        ({"kv_cache_bytes": "70", "tensor_parallel_size": "2"}, (0, 1), [Share(570, 0), Share(570, 1)]),
-        ({"pipeline_parallel_size": "2", "data_parallel_size": "2"}, range(4), [Share(500, gpu) for gpu in range(4)]),
-        ({"device": "cuda:1"}, (0, 1), [Share(1000, 1)]),
+        ({"dtype": "float32"}, (), [MemoryNeed(2000)]),
+        ({"quantization": "int8"}, (), [MemoryNeed(500)]),
+        ({"kv_cache_bytes": "70"}, (), [MemoryNeed(1070)]),
+        ({"kv_cache_bytes": "70", "data_parallel_size": "2"}, (), [MemoryNeed(2140)]),
+        ({}, (0, 1), [MemoryNeed(1000, 0)]),
+        ({"kv_cache_bytes": "70", "tensor_parallel_size": "2"}, (0, 1), [MemoryNeed(570, 0), MemoryNeed(570, 1)]),
+        (
+            {"pipeline_parallel_size": "2", "data_parallel_size": "2"},
+            range(4),
+            [MemoryNeed(500, gpu) for gpu in range(4)],
+        ),
+        ({"device": "cuda:1"}, (0, 1), [MemoryNeed(1000, 1)]),
         ({"device": "cpu"}, (0,), HOST),
-        ({"device": "cuda"}, (), [Share(1000, 0)]),
+        ({"device": "cuda"}, (), [MemoryNeed(1000, 0)]),
         ({"executor": "fake"}, (), []),
         ({"distributed_executor_backend": "ray", "kv_cache_bytes": "70"}, (), []),
     ],
@@ -51,7 +55,7 @@ def test_weights_are_needed_as_they_will_be(
     monkeypatch: pytest.MonkeyPatch,
     parameters: dict[str, str],
     gpus: Sequence[int],
-    needed: list[Share],
+    needed: list[MemoryNeed],
 ) -> None:
     monkeypatch.setattr(build, "torch_has_cuda", lambda: True)
     assert list(memory_needed(str(checkpoint), parameters, gpus)) == needed
@@ -64,7 +68,7 @@ def test_a_torch_that_knows_no_gpu_computes_on_the_host(checkpoint: Path, monkey
 
 
 def test_what_is_to_be_downloaded_yet_is_not_known() -> None:
-    assert memory_needed("someone/something", {}, ()) == (Share(0),)
+    assert memory_needed("someone/something", {}, ()) == (MemoryNeed(0),)
 
 
 def test_wrong_parameters_are_refused_by_name(checkpoint: Path) -> None:
@@ -76,7 +80,7 @@ def test_more_threads_than_cores_can_be_meant_for_are_refused(checkpoint: Path) 
     def build(**parameters: str) -> None:
         language_model("m", "1", str(checkpoint), parameters, lambda *phase: None)
 
-    most = 4 * cores().logical
+    most = 4 * usable_cores().logical
     with pytest.raises(InvalidArgument, match=f"threads: {most + 1} is more than 4 for each of the") as refusal:
         build(threads=str(most + 1))
     assert refusal.value.field == "threads"

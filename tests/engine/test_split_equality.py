@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from charonia.bench.inline_loop import Outcome
+from charonia.bench.inline_loop import LoopResult
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
 from charonia.engine.cpu import library
 from charonia.engine.worker.executor import Executor, StepFuture
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import RowSampling, Shaping, StepPlan
+from charonia.scheduler.plan import LogitsParams, SamplerParams, StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
 
@@ -50,8 +50,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3": {"layer_types": SLIDING},
 }
 """Four layers each, and, all but the biased one, fewer key/value heads than four ranks."""
-SHAPED = RowSampling(
-    0.9, 40, 0.95, 3, shaping=Shaping(1.3, 0.5, 0.2, bias=((7, 2.0),), bad_words=((5, 9), (11,))), logprobs=2
+SHAPED = SamplerParams(
+    0.9, 40, 0.95, 3, shaping=LogitsParams(1.3, 0.5, 0.2, bias=((7, 2.0),), bad_words=((5, 9), (11,))), logprobs=2
 )
 
 
@@ -61,7 +61,7 @@ class Asked(NamedTuple):
     chunk: int = 19
     prefix: bool = True
     blocks: int = BLOCKS
-    sampling: RowSampling = RowSampling()
+    sampling: SamplerParams = SamplerParams()
 
 
 ALONE = Asked(4096, False, 64)
@@ -76,7 +76,7 @@ def prompts() -> list[list[int]]:
 
 
 class Events(NamedTuple):
-    outcome: Outcome
+    outcome: LoopResult
     unfinished_chunks: int
     preemptions: int
 
@@ -101,14 +101,14 @@ def serve(executor: Executor, asked: Asked, stages: int, cancelled: dict[int, in
     return events
 
 
-def requests(cache: KVCacheManager, sampling: RowSampling) -> Iterable[SequenceRequest]:
+def requests(cache: KVCacheManager, sampling: SamplerParams) -> Iterable[SequenceRequest]:
     for key, prompt in enumerate(prompts()):
         tokens = np.array(prompt, np.int32)
         yield SequenceRequest(key=key, prompt=tokens, max_tokens=NEW, hashes=cache.digest(tokens), sampling=sampling)
 
 
 def turn(scheduler: Scheduler, executor: Executor, cancelled: dict[int, int]) -> Events:
-    outcome, flying, plans = Outcome(), deque[StepFuture](), list[StepPlan]()
+    outcome, flying, plans = LoopResult(), deque[StepFuture](), list[StepPlan]()
     while scheduler.has_work:
         if outcome.steps in cancelled:
             scheduler.abort([cancelled[outcome.steps]])
@@ -139,11 +139,11 @@ def config(checkpoint: Callable[..., Path]) -> Callable[..., EngineConfig]:
 
 
 @pytest.fixture(scope="module")
-def one_rank(threads: ModuleType, config: Callable[..., EngineConfig]) -> Callable[..., Outcome]:
+def one_rank(threads: ModuleType, config: Callable[..., EngineConfig]) -> Callable[..., LoopResult]:
     """What each model says, undisturbed."""
-    known: dict[tuple[str, RowSampling], Outcome] = {}
+    known: dict[tuple[str, SamplerParams], LoopResult] = {}
 
-    def ask(name: str, sampling: RowSampling = ALONE.sampling) -> Outcome:
+    def ask(name: str, sampling: SamplerParams = ALONE.sampling) -> LoopResult:
         if (name, sampling) not in known:
             with threads.ranks(config(name), threads.Layout()) as executor:
                 known[name, sampling] = serve(executor, ALONE._replace(sampling=sampling), 1, {}).outcome
@@ -159,7 +159,7 @@ def test_greedy_tokens_are_those_of_one_rank(
     layout: tuple[Any, ...],
     threads: ModuleType,
     config: Callable[..., EngineConfig],
-    one_rank: Callable[..., Outcome],
+    one_rank: Callable[..., LoopResult],
 ) -> None:
     """With chunks, prefix hits, preemption and cancels, all of which happen."""
     split = threads.Layout(*layout)
@@ -173,7 +173,7 @@ def test_greedy_tokens_are_those_of_one_rank(
     assert events.outcome.most_in_flight == split.stages
 
 
-def texts(outcome: Outcome, *left: int) -> dict[int, list[int]]:
+def texts(outcome: LoopResult, *left: int) -> dict[int, list[int]]:
     """Of those who did not leave."""
     return {key: outcome.tokens[key] for key in range(len(LENGTHS)) if key not in left}
 
@@ -185,7 +185,7 @@ def test_whole_experts_say_the_same(
     layout: tuple[int, ...],
     threads: ModuleType,
     config: Callable[..., EngineConfig],
-    one_rank: Callable[..., Outcome],
+    one_rank: Callable[..., LoopResult],
 ) -> None:
     split = threads.Layout(*layout)
     with threads.ranks(config(name, parallel=ParallelConfig(whole_experts=True)), split) as executor:
@@ -211,7 +211,10 @@ def test_slices_need_not_be_equal(
 
 @pytest.mark.parametrize("layout", [(2,), (1, 3), (2, 2)], ids=["TP 2", "PP 3", "TP 2 x PP 2"])
 def test_sampled_tokens_are_those_of_one_rank(
-    layout: tuple[int, ...], threads: ModuleType, config: Callable[..., EngineConfig], one_rank: Callable[..., Outcome]
+    layout: tuple[int, ...],
+    threads: ModuleType,
+    config: Callable[..., EngineConfig],
+    one_rank: Callable[..., LoopResult],
 ) -> None:
     """With penalties, bans and logprobs: the last stage knows what it chose, and what it was told."""
     split, right = threads.Layout(*layout), one_rank("llama", SHAPED)
@@ -251,7 +254,7 @@ def test_on_two_ranks_too_a_request_gets_the_same_in_any_company(
 
 
 def test_ranks_choose_alike_while_plans_run_ahead(
-    threads: ModuleType, config: Callable[..., EngineConfig], one_rank: Callable[..., Outcome]
+    threads: ModuleType, config: Callable[..., EngineConfig], one_rank: Callable[..., LoopResult]
 ) -> None:
     """A row's next step is planned before the host knows its token: every rank has it by then."""
     with threads.ranks(config("llama"), threads.Layout(2)) as executor:
@@ -265,7 +268,7 @@ def test_int8_on_two_ranks_is_as_near_as_on_one(threads: ModuleType, config: Cal
     comes out is not the same, and about as good."""
 
     def first_logprobs(layout: Any, quantization: str) -> np.ndarray:
-        asked = ALONE._replace(sampling=RowSampling(logprobs=VOCAB))
+        asked = ALONE._replace(sampling=SamplerParams(logprobs=VOCAB))
         with threads.ranks(config("llama", quantization=quantization), layout) as executor:
             outcome = serve(executor, asked, 1, {}).outcome
         firsts = [outcome.logprobs[key][0] for key in range(len(LENGTHS))]

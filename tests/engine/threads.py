@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from charonia.engine.checkpoint.build_context import Seat
-from charonia.engine.checkpoint.pipeline_stage import Stage
+from charonia.engine.checkpoint.build_context import Shard
+from charonia.engine.checkpoint.pipeline_stage import PipelineStage
 from charonia.engine.config import EngineConfig
-from charonia.engine.worker.executor import Capacity, Progress
-from charonia.engine.worker.loaded_rank import Engine, assemble
+from charonia.engine.worker.executor import Capacity, ProgressCallback
+from charonia.engine.worker.loaded_rank import LoadedRank, load_rank
 from charonia.scheduler.plan import IntArray, StepPlan, StepResult
 
 PATIENCE = 10
@@ -83,11 +83,11 @@ class Layout(NamedTuple):
     stages: int = 1
     split: tuple[int, ...] = ()
 
-    def seats(self) -> list[Seat]:
+    def seats(self) -> list[Shard]:
         """Of all ranks, stage by stage."""
         pipes = self._pipes()
         return [
-            Seat(group, Stage(index, self.stages, self.split), pipes[index][group.rank])
+            Shard(group, PipelineStage(index, self.stages, self.split), pipes[index][group.rank])
             for index in range(self.stages)
             for group in Meeting(self.tensor).groups()
         ]
@@ -106,16 +106,16 @@ class ThreadedExecutor:
         self._config, self._seats = config, layout.seats()
         self._workers = [ThreadPoolExecutor(1, f"rank {rank}") for rank in range(len(self._seats))]
         self._chosen: SimpleQueue[StepResult] = SimpleQueue()
-        self.engines: list[Engine] = []
+        self.engines: list[LoadedRank] = []
 
-    def load(self, progress: Progress) -> Capacity:
+    def load(self, progress: ProgressCallback) -> Capacity:
         self.engines = self._on_all([lambda seat=seat: self._assemble(seat) for seat in self._seats])
         capacities = [engine.capacity(len(self.engines)) for engine in self.engines]
         return min(capacities, key=lambda capacity: capacity.free_bytes)
 
-    def _assemble(self, seat: Seat) -> Engine:
+    def _assemble(self, seat: Shard) -> LoadedRank:
         torch.set_num_threads(1)
-        return assemble(self._config, seat)
+        return load_rank(self._config, seat)
 
     def allocate(self, blocks: int) -> None:
         self._on_all([lambda engine=engine: engine.runner.allocate(blocks) for engine in self.engines])
@@ -139,7 +139,7 @@ class ThreadedExecutor:
         while not self._chosen.empty():
             yield self._chosen.get()
 
-    def _step(self, engine: Engine, plan: StepPlan, told: list[StepResult]) -> StepResult:
+    def _step(self, engine: LoadedRank, plan: StepPlan, told: list[StepResult]) -> StepResult:
         if not engine.place.seat.stage.last:
             for result in told:
                 engine.runner.learn(*chosen(result))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from charonia.classic_backends.isolated.isolated_runtime import PYTORCH
-from charonia.classic_backends.runtime import Place
+from charonia.classic_backends.runtime import InstancePlacement
 from charonia.core.model import ModelConfig
 from charonia.core.tensor import TensorSpec
 
@@ -44,11 +44,11 @@ def model(tmp_path: Path) -> Path:
 
 def config_of(directory: Path) -> Any:
     pytest.importorskip("tritonclient")
-    from charonia.repository.builder import Builder
+    from charonia.repository.builder import ModelBuilder
     from charonia.repository.model_source import read_model
 
     source = read_model(directory)
-    return Builder().whole_config(source, source.versions[0])
+    return ModelBuilder().whole_config(source, source.versions[0])
 
 
 def test_an_instance_goes_to_the_gpu_by_itself_and_where_it_is_told(model: Path) -> None:
@@ -63,7 +63,7 @@ def test_an_instance_goes_to_the_gpu_by_itself_and_where_it_is_told(model: Path)
 def test_it_computes_where_its_kind_says(model: Path, kind: str, expected: list[list[int]]) -> None:
     given, made = TensorSpec("INPUT__0", "FP32", (-1,)), TensorSpec("OUTPUT__0", "FP32", (-1,))
     config = ModelConfig("m", "1", "pytorch", max_batch_size=4, inputs=(given,), outputs=(made,))
-    runtime = PYTORCH.load(model / "1", config, Place(kind, 0, 0, "m_0"), {})
+    runtime = PYTORCH.load(model / "1", config, InstancePlacement(kind, 0, 0, "m_0"), {})
     assert runtime.traits.life is not None
     [answer] = runtime.execute({"INPUT__0": np.array([[1, 2]], np.float32)}, ["OUTPUT__0"])
     assert answer["OUTPUT__0"].tolist() == expected

@@ -12,22 +12,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from charonia.bench.inline_loop import run
+from charonia.bench.inline_loop import run_to_end
 from charonia.bench.proofs import families
 from charonia.engine.config import CacheConfig, EngineConfig
-from charonia.engine.worker.counter_random import uniform
+from charonia.engine.worker.counter_random import counter_uniform
 from charonia.engine.worker.inline_executor import InlineExecutor
-from charonia.engine.worker.sampler import CHOICE, sample
+from charonia.engine.worker.sampler import SAMPLING_DTYPE, sample
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import RowSampling
+from charonia.scheduler.plan import SamplerParams
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
 
 NEW = 16
 BLOCKS, BLOCK = 48, 8
 LENGTHS = (1, 7, 16, 33, 60, 90)
-GREEDY = RowSampling()
+GREEDY = SamplerParams()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -42,7 +42,7 @@ def prompts() -> list[list[int]]:
     return [torch.randint(1, 384, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-def engine_tokens(checkpoint: Path, device: str, sampling: RowSampling = GREEDY, chunk: int = 40) -> list[list[int]]:
+def engine_tokens(checkpoint: Path, device: str, sampling: SamplerParams = GREEDY, chunk: int = 40) -> list[list[int]]:
     """Chunked prefill, prefix cache, preemption and `ahead` 1 in one run."""
     cache = KVCacheManager(BLOCKS, BLOCK)
     executor = InlineExecutor(
@@ -58,7 +58,7 @@ def engine_tokens(checkpoint: Path, device: str, sampling: RowSampling = GREEDY,
                 SequenceRequest(key=key, prompt=tokens, max_tokens=NEW, hashes=cache.digest(tokens), sampling=sampling)
             )
         config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=chunk, max_model_len=256, ahead=1)
-        outcome = run(Scheduler(config, cache), executor, requests)
+        outcome = run_to_end(Scheduler(config, cache), executor, requests)
     finally:
         executor.close()
     return [outcome.tokens[key] for key in range(len(LENGTHS))]
@@ -99,21 +99,21 @@ def test_sinks_and_unequal_heads_are_transformers(family: str, tmp_path: Path) -
 
 
 def test_seeded_tokens_do_not_depend_on_chunks(checkpoint: Callable[..., Path], device: str) -> None:
-    sampling = RowSampling(1.0, 50, 0.9, 3)
+    sampling = SamplerParams(1.0, 50, 0.9, 3)
     whole = engine_tokens(checkpoint("llama"), device, sampling, chunk=512)
     assert engine_tokens(checkpoint("llama"), device, sampling, chunk=24) == whole
 
 
 def test_devices_draw_the_same_numbers(device: str) -> None:
     counters = [torch.arange(10_000) * step for step in (2**40 + 1, 3, 1)]
-    here = uniform(*(counter.to(device) for counter in counters))
-    assert torch.equal(here.cpu(), uniform(*counters))
+    here = counter_uniform(*(counter.to(device) for counter in counters))
+    assert torch.equal(here.cpu(), counter_uniform(*counters))
 
 
 def test_devices_sample_the_same_tokens(device: str) -> None:
     """Up to sums that round differently: a number that falls between two tokens may fall either way."""
     logits = torch.randn(400, 1000, generator=torch.Generator().manual_seed(1)) * 3
-    choices = np.zeros(400, dtype=CHOICE)
+    choices = np.zeros(400, dtype=SAMPLING_DTYPE)
     choices["temperature"], choices["position"] = 1, np.arange(400)
     choices["top_p"] = np.where(np.arange(400) % 2, 1.0, 0.9)
     choices["top_k"] = np.where(np.arange(400) % 3, 0, 40)

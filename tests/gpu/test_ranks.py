@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from charonia.bench.inline_loop import run
+from charonia.bench.inline_loop import run_to_end
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
-from charonia.engine.core.process import scheduling
+from charonia.engine.core.process import scheduler_config
 from charonia.engine.parallel.ranks_executor import RanksExecutor
 from charonia.engine.worker.executor import Executor
 from charonia.engine.worker.inline_executor import InlineExecutor
@@ -35,7 +35,7 @@ def tokens_of(executor: Executor, config: EngineConfig) -> dict[int, list[int]]:
             SequenceRequest(key=key, prompt=prompt, max_tokens=NEW, hashes=cache.digest(prompt))
             for key, prompt in enumerate(prompts)
         ]
-        return run(Scheduler(scheduling(config, 256), cache), executor, requests).tokens
+        return run_to_end(Scheduler(scheduler_config(config, 256), cache), executor, requests).tokens
 
 
 @pytest.mark.gpu

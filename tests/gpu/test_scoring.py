@@ -6,12 +6,12 @@ Also run on the CPU, so that the machines that have no GPU keep this file honest
 import pytest
 import torch
 
-from charonia.core.logprobs import Score
+from charonia.core.logprobs import RankedLogprobs
 from charonia.engine.worker import prompt_logprobs
-from charonia.engine.worker.prompt_logprobs import Scored, Stretch
+from charonia.engine.worker.prompt_logprobs import PromptSpan, StepPromptLogprobs
 
 VOCAB = 500
-STRETCHES = (Stretch(3, 1, 5, 0, 2), Stretch(1, 9, 4, 7, 20), Stretch(0, 2, 1, 12, 0))
+STRETCHES = (PromptSpan(3, 1, 5, 0, 2), PromptSpan(1, 9, 4, 7, 20), PromptSpan(0, 2, 1, 12, 0))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -21,13 +21,13 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-def scores(device: torch.device, monkeypatch: pytest.MonkeyPatch, piece: int) -> dict[int, list[Score]]:
-    monkeypatch.setattr(prompt_logprobs, "PIECE", piece)
+def scores(device: torch.device, monkeypatch: pytest.MonkeyPatch, piece: int) -> dict[int, list[RankedLogprobs]]:
+    monkeypatch.setattr(prompt_logprobs, "LOGITS_PIECE", piece)
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(13, VOCAB, generator=generator).to(device)
     tokens = torch.randint(0, VOCAB, (10,), generator=generator).to(device)
     places = torch.tensor([0, 1, 2, 3, 4, 7, 8, 9, 10, 12], device=device)
-    scored = Scored(STRETCHES, places, tokens)
+    scored = StepPromptLogprobs(STRETCHES, places, tokens)
     found = scored.read(logits[each] for each in scored.pieces)
     assert [(row, each.first, each.end) for row, each in found] == [(3, 1, 6), (1, 9, 13), (0, 2, 3)]
     return {row: each.read() for row, each in found}

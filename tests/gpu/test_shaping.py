@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from charonia.engine.worker.logits_processors import Shapes
+from charonia.engine.worker.logits_processors import LogitsProcessors
 from charonia.engine.worker.logprobs import top_logprobs
-from charonia.scheduler.plan import Shaping
+from charonia.scheduler.plan import LogitsParams
 
 ROWS, VOCAB, LENGTH, PROMPT = 6, 500, 40, 10
 WISHES = (
-    Shaping(repetition_penalty=1.3),
-    Shaping(presence_penalty=0.7, frequency_penalty=0.3),
-    Shaping(bias=((3, 2.0), (4, -100.0)), min_tokens=50, stops=(9, 11)),
-    Shaping(repetition_penalty=0.8, frequency_penalty=-0.5, bad_words=((1,), (2, 3))),
+    LogitsParams(repetition_penalty=1.3),
+    LogitsParams(presence_penalty=0.7, frequency_penalty=0.3),
+    LogitsParams(bias=((3, 2.0), (4, -100.0)), min_tokens=50, stops=(9, 11)),
+    LogitsParams(repetition_penalty=0.8, frequency_penalty=-0.5, bad_words=((1,), (2, 3))),
 )
 
 
@@ -33,7 +33,7 @@ def logits() -> torch.Tensor:
 
 def shaped(device: torch.device) -> torch.Tensor:
     tokens = torch.randint(0, 12, (ROWS, LENGTH), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
-    shapes, rows = Shapes(device), np.arange(ROWS)
+    shapes, rows = LogitsProcessors(device), np.arange(ROWS)
     for row in rows.tolist():
         shapes.enter(row, PROMPT, WISHES[row % len(WISHES)])
     changed = logits().to(device)

@@ -15,12 +15,12 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from charonia.classic_backends.isolated.instance_process import Link, Lost
+from charonia.classic_backends.isolated.instance_process import InstanceProcess, ProcessLost
 from charonia.engine.config import EngineConfig, ParallelConfig
-from charonia.engine.frontend.core_process import CoreLink
-from charonia.engine.parallel.layout import Layout
-from charonia.engine.parallel.local_ranks import Processes
-from charonia.processes.child_process import Child
+from charonia.engine.frontend.core_process import CoreProcess
+from charonia.engine.parallel.layout import RankLayout
+from charonia.engine.parallel.local_ranks import LocalRanks
+from charonia.processes.child_process import ChildProcess
 
 BROKEN = """
 from charonia.processes.child_process import show
@@ -60,40 +60,40 @@ def test_who_broke_ends_though_nobody_reads_why() -> None:
 def test_a_child_ends_once_and_everybody_may_ask_how(monkeypatch: pytest.MonkeyPatch) -> None:
     resource_tracker.ensure_running()
     descriptors = len(os.listdir("/proc/self/fd"))
-    child = Child("t", os._exit, 7)
+    child = ChildProcess("t", os._exit, 7)
     assert (child.wait(), child.wait(), child.close()) == (7, 7, 7)
     monkeypatch.setattr(os, "kill", None)  # its number may be another process's by now
     child.kill()
     monkeypatch.undo()
     assert child.wait() == 7
-    child = Child("t", time.sleep, 600)
+    child = ChildProcess("t", time.sleep, 600)
     assert child.wait(0.0) is None
     assert child.close() == -signal.SIGKILL
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_a_child_that_somebody_else_has_reaped_has_ended() -> None:
-    child = Child("t", os._exit, 7)
+    child = ChildProcess("t", os._exit, 7)
     os.waitpid(child.pid, 0)
     child.kill()
     assert child.close() == 255
 
 
 def end_instance() -> None:
-    link = Link(Connection.close)
-    with pytest.raises(Lost, match="exited with 0"):
+    link = InstanceProcess(Connection.close)
+    with pytest.raises(ProcessLost, match="exited with 0"):
         link.receive()
     link.close()
 
 
 def kill_instance() -> None:
-    link = Link(Connection.close)
+    link = InstanceProcess(Connection.close)
     link.kill("the test")
     link.close()
 
 
 def kill_ranks() -> None:
-    ranks = Processes(EngineConfig(model="", parallel=ParallelConfig(tensor=2)), Layout(2, 1))
+    ranks = LocalRanks(EngineConfig(model="", parallel=ParallelConfig(tensor=2)), RankLayout(2, 1))
     ranks.kill()
     assert ranks.fate(0) == ranks.fate(1) == "died (exit code -9)"
     ranks.end(0.0)
@@ -102,7 +102,7 @@ def kill_ranks() -> None:
 
 def kill_core() -> None:
     async def live() -> int:
-        link = CoreLink(EngineConfig(model="", executor="fake"), lambda message: None)
+        link = CoreProcess(EngineConfig(model="", executor="fake"), lambda message: None)
         link.kill()
         return await asyncio.wait_for(link.ended, 30)
 

@@ -39,10 +39,10 @@ def test_what_lasts_is_left_alone_and_still_freed_when_it_goes() -> None:
 
 async def test_memory_is_given_back_once_for_all_large_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     trimmed: list[int] = []
-    monkeypatch.setattr(gc_tuning, "_MOMENTS", (0.0, 0.01))
+    monkeypatch.setattr(gc_tuning, "_RELEASE_DELAYS", (0.0, 0.01))
     monkeypatch.setattr(gc_tuning.ctypes, "CDLL", lambda _: SimpleNamespace(malloc_trim=trimmed.append))
     for _ in range(2):
         for _ in range(10):
-            gc_tuning.was_large()
+            gc_tuning.release_memory_soon()
         await asyncio.sleep(0.05)
     assert trimmed == [0] * 4

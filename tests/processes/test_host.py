@@ -25,22 +25,22 @@ def write(root: Path, files: dict[str, str]) -> None:
 
 
 def test_nothing_limits_but_the_machine(root: Path) -> None:
-    assert host.cores(root) == Cores(8, 8, 1, math.inf)
-    assert host.cores(root).threads == 8
+    assert host.usable_cores(root) == Cores(8, 8, 1, math.inf)
+    assert host.usable_cores(root).threads == 8
     assert host.available_memory(root) == 10_000 * 1024
 
 
 def test_this_machine_has_cores_and_memory() -> None:
-    found = host.cores()
+    found = host.usable_cores()
     assert 1 <= found.threads <= found.physical <= found.logical
     assert host.available_memory() > 1 << 20
-    assert 1 << 20 < host.anonymous_memory() < 1 << 40
+    assert 1 << 20 < host.own_anonymous_memory() < 1 << 40
 
 
 def test_what_a_process_has_that_is_no_files(root: Path) -> None:
-    assert host.anonymous_memory(root) == 0
+    assert host.own_anonymous_memory(root) == 0
     write(root, {"proc/self/status": "VmRSS:\t  900 kB\nRssAnon:\t     300 kB\nRssFile:\t  600 kB"})
-    assert host.anonymous_memory(root) == 300 * 1024
+    assert host.own_anonymous_memory(root) == 300 * 1024
 
 
 # Cores
@@ -49,7 +49,7 @@ def test_what_a_process_has_that_is_no_files(root: Path) -> None:
 @pytest.mark.parametrize(("quota", "threads"), [("max 100000", 8), ("250000 100000", 3), ("1000 100000", 1)])
 def test_threads_by_quota(root: Path, quota: str, threads: int) -> None:
     write(root, {"sys/fs/cgroup/cpu.max": quota})
-    assert host.cores(root).threads == threads
+    assert host.usable_cores(root).threads == threads
 
 
 def test_the_tightest_quota_of_a_cgroup_and_those_above_it_counts(root: Path) -> None:
@@ -63,7 +63,7 @@ def test_the_tightest_quota_of_a_cgroup_and_those_above_it_counts(root: Path) ->
             "sys/fs/cgroup/kubepods/pod8/cpu.max": "1000 100000",
         },
     )
-    assert host.cores(root).quota == 2
+    assert host.usable_cores(root).quota == 2
 
 
 @pytest.mark.parametrize("mount", ["cpu", "cpu,cpuacct"])
@@ -76,7 +76,7 @@ def test_an_old_cgroups_quota(root: Path, mount: str) -> None:
             f"sys/fs/cgroup/{mount}/box/cpu.cfs_period_us": "100000",
         },
     )
-    assert host.cores(root).quota == 1.5
+    assert host.usable_cores(root).quota == 1.5
 
 
 def test_an_old_cgroup_without_a_quota(root: Path) -> None:
@@ -88,12 +88,12 @@ def test_an_old_cgroup_without_a_quota(root: Path) -> None:
             "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
         },
     )
-    assert host.cores(root).quota == math.inf
+    assert host.usable_cores(root).quota == math.inf
 
 
 def test_a_container_that_sees_its_own_cgroup_as_the_root(root: Path) -> None:
     write(root, {"proc/self/cgroup": "0::/docker/0123", "sys/fs/cgroup/cpu.max": "300000 100000"})
-    assert host.cores(root).quota == 3
+    assert host.usable_cores(root).quota == 3
 
 
 def test_hyperthreads_are_one_core(root: Path) -> None:
@@ -101,8 +101,8 @@ def test_hyperthreads_are_one_core(root: Path) -> None:
         f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)
     }
     write(root, siblings)
-    assert host.cores(root) == Cores(8, 4, 1, math.inf)
-    assert str(host.cores(root)) == "4 cores, 8 hyperthreads"
+    assert host.usable_cores(root) == Cores(8, 4, 1, math.inf)
+    assert str(host.usable_cores(root)) == "4 cores, 8 hyperthreads"
 
 
 def test_what_affinity_leaves(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_what_affinity_leaves(root: Path, monkeypatch: pytest.MonkeyPatch) -> No
     }
     nodes = {"sys/devices/system/node/node0/cpulist": "0-1,4-5", "sys/devices/system/node/node1/cpulist": "2-3,6-7"}
     write(root, siblings | nodes)
-    assert host.cores(root) == Cores(3, 2, 1, math.inf), "cores 0 and 1, of the first node"
+    assert host.usable_cores(root) == Cores(3, 2, 1, math.inf), "cores 0 and 1, of the first node"
 
 
 def test_numa_nodes(root: Path) -> None:
@@ -122,13 +122,13 @@ def test_numa_nodes(root: Path) -> None:
         "sys/devices/system/node/node2/cpulist": "",  # memory alone
     }
     write(root, nodes)
-    assert host.cores(root).nodes == 2
-    assert str(host.cores(root)) == "8 cores, 2 NUMA nodes"
+    assert host.usable_cores(root).nodes == 2
+    assert str(host.usable_cores(root)) == "8 cores, 2 NUMA nodes"
 
 
 def test_what_is_said_of_a_quota(root: Path) -> None:
     write(root, {"sys/fs/cgroup/cpu.max": "250000 100000"})
-    assert str(host.cores(root)) == "8 cores, a quota of 2.5"
+    assert str(host.usable_cores(root)) == "8 cores, a quota of 2.5"
 
 
 # Memory

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from charonia.processes.scratch import ScratchDirectory, sweep
+from charonia.processes.scratch import ScratchDirectory, remove_abandoned_scratch
 
 LEFT_BEHIND = """
 import os, subprocess, sys
@@ -27,7 +27,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_is_in_use_is_not_swept_and_what_is_closed_is_gone(scratch: Path) -> None:
     with ScratchDirectory() as directory:
         (directory / "model").mkdir()
-        assert sweep() == 0
+        assert remove_abandoned_scratch() == 0
         assert list(scratch.iterdir()) == [directory]
     assert not list(scratch.iterdir())
 
@@ -48,7 +48,7 @@ def test_what_a_killed_process_left_is_swept_and_nothing_else(scratch: Path) -> 
         other.mkdir()
     others[2].symlink_to(others[0])
     try:
-        assert sweep() == 1
+        assert remove_abandoned_scratch() == 1
     finally:
         subprocess.run(["kill", child], check=True)
     assert sorted(scratch.iterdir()) == sorted(others)

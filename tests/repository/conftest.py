@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import CharoniaError, InvalidArgument
-from charonia.core.memory_needs import Share
-from charonia.core.model import Model, ModelConfig, ModelStats, Samples
+from charonia.core.memory_needs import MemoryNeed
+from charonia.core.model import Model, ModelConfig, ModelSamples, ModelStats
 from charonia.core.request import InferRequest, InferResponse
-from charonia.core.statistics import Statistics
+from charonia.core.statistics import VersionStatistics
 from charonia.core.tensor import Tensor
 from charonia.processes.host import Cores
 from charonia.repository import backend_registry, lifecycle
-from charonia.repository.catalog import Catalog
-from charonia.repository.gateway import Hub
-from charonia.repository.model_control import Explicit
-from charonia.repository.watcher import Keeper
+from charonia.repository.catalog import RepositoryCatalog
+from charonia.repository.gateway import InProcessGateway
+from charonia.repository.model_control import ExplicitModelControl
+from charonia.repository.watcher import RepositoryWatcher
 
 CONFIG = """
 backend: "toy"
@@ -29,7 +29,7 @@ output { name: "A" data_type: TYPE_INT32 dims: 1 }
 """
 
 
-_NO_SAMPLES = Samples()
+_NO_SAMPLES = ModelSamples()
 
 
 async def until(holds: Callable[[], object]) -> None:
@@ -55,7 +55,7 @@ class Toy:
         loader: object,
         directory: Path,
         parameters: Mapping[str, str] | None = None,
-        samples: Samples = _NO_SAMPLES,
+        samples: ModelSamples = _NO_SAMPLES,
         quantiles: tuple[float, ...] = (),
     ) -> None:
         self.config = config
@@ -81,8 +81,8 @@ class Toy:
     def stats(self) -> ModelStats:
         return ModelStats(True)
 
-    def statistics(self) -> Statistics:
-        return Statistics()
+    def statistics(self) -> VersionStatistics:
+        return VersionStatistics()
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         if request.parameters.get("wait"):
@@ -98,10 +98,12 @@ class ToyLoader:
     def uses_gpus(self) -> bool:
         return True
 
-    def needs(self, directory: Path, document: Mapping[str, Any], parameters: Mapping[str, str]) -> tuple[Share, ...]:
+    def needs(
+        self, directory: Path, document: Mapping[str, Any], parameters: Mapping[str, str]
+    ) -> tuple[MemoryNeed, ...]:
         size = (directory / "needs").stat().st_size if (directory / "needs").exists() else 0
         gpus = [gpu for group in document["instance_group"] for gpu in group.get("gpus", ())]
-        return tuple(Share(size, gpu) for gpu in gpus or [None])
+        return tuple(MemoryNeed(size, gpu) for gpu in gpus or [None])
 
     def complete(self, directory: Path, document: Mapping[str, Any], parameters: Mapping[str, str]) -> dict[str, Any]:
         if (directory / "size").exists() and not document["max_batch_size"]:
@@ -118,8 +120,8 @@ TOYS = ToyLoader()
 def toys(monkeypatch: pytest.MonkeyPatch) -> list[Toy]:
     """The backend `toy`; every model of it that was loaded."""
     Toy.loaded = []
-    monkeypatch.setitem(backend_registry.LOADERS, "toy", ("toy", "TOYS"))
-    monkeypatch.setattr(backend_registry, "loader_of", lambda backend: TOYS)
+    monkeypatch.setitem(backend_registry.CLASSIC_RUNTIME_LOADERS, "toy", ("toy", "TOYS"))
+    monkeypatch.setattr(backend_registry, "classic_runtime_loader", lambda backend: TOYS)
     monkeypatch.setattr("charonia.repository.builder.loader_of", lambda backend: TOYS)
     monkeypatch.setattr("charonia.repository.builder.classic", lambda: Toy)
     return Toy.loaded
@@ -130,9 +132,9 @@ class World:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.hub = Hub()
-        self.catalog = Catalog([root])
-        self.keeper = Keeper(self.catalog, self.hub.registry, self.hub.lifecycle)
+        self.hub = InProcessGateway()
+        self.catalog = RepositoryCatalog([root])
+        self.keeper = RepositoryWatcher(self.catalog, self.hub.registry, self.hub.lifecycle)
         self.failures: dict[str, str] = {}
         self.loads: list[str] = []
 
@@ -145,7 +147,7 @@ class World:
         return self.root / name
 
     def explicit(self) -> None:
-        self.hub.control = Explicit(self.catalog, self.hub.registry, self.hub.lifecycle)
+        self.hub.control = ExplicitModelControl(self.catalog, self.hub.registry, self.hub.lifecycle)
 
     async def start(self) -> bool:
         return await self.keeper.start(self.catalog.names(), self)
@@ -177,7 +179,7 @@ class World:
 @pytest.fixture
 def two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine of two cores, without GPUs."""
-    monkeypatch.setattr(lifecycle, "cores", lambda: Cores(2, 2, 1, math.inf))
+    monkeypatch.setattr(lifecycle, "usable_cores", lambda: Cores(2, 2, 1, math.inf))
     monkeypatch.setattr(lifecycle, "usable_gpus", lambda: ())
 
 
@@ -186,7 +188,7 @@ def world(tmp_path: Path, toys: list[Toy]) -> World:
     return World(tmp_path)
 
 
-def model_of(hub: Hub, name: str, version: str = "") -> Model:
+def model_of(hub: InProcessGateway, name: str, version: str = "") -> Model:
     return hub.registry.serving(name, version).model
 
 

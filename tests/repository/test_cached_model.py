@@ -17,15 +17,15 @@ from charonia.core.errors import CharoniaError, Internal
 from charonia.core.metrics import Reading
 from charonia.core.model import ModelConfig, ModelStats
 from charonia.core.request import InferRequest, InferResponse
-from charonia.core.request_context import Exchange
-from charonia.core.statistics import Duration, InferenceStatistics, Statistics
+from charonia.core.request_context import RequestContext
+from charonia.core.statistics import InferenceStatistics, StatisticDuration, VersionStatistics
 from charonia.core.tensor import Tensor
-from charonia.repository.builder import BackendSettings, Builder
+from charonia.repository.builder import BackendSettings, ModelBuilder
 from charonia.repository.cached_model import CachedModel
-from charonia.repository.catalog import Catalog
-from charonia.repository.lifecycle import silent
-from charonia.repository.response_cache import ResponseCache, read_cache_config
-from charonia.repository.unsupported_fields import caches, idle_fields
+from charonia.repository.catalog import RepositoryCatalog
+from charonia.repository.lifecycle import ignore_progress
+from charonia.repository.response_cache import ResponseCache, parse_cache_config
+from charonia.repository.unsupported_fields import ignored_fields, is_response_cache_enabled
 
 MUCH = 1 << 20
 ENABLED = "response_cache { enable: true }"
@@ -58,11 +58,13 @@ class Doubling:
     def stats(self) -> ModelStats:
         return ModelStats(True, success=self.asked)
 
-    def statistics(self) -> Statistics:
-        each = Duration(self.asked, 1000 * self.asked)
-        return Statistics(0, self.asked, self.asked, InferenceStatistics(success=each, queue=each, compute_infer=each))
+    def statistics(self) -> VersionStatistics:
+        each = StatisticDuration(self.asked, 1000 * self.asked)
+        return VersionStatistics(
+            0, self.asked, self.asked, InferenceStatistics(success=each, queue=each, compute_infer=each)
+        )
 
-    def count(self, exchange: Exchange) -> None: ...
+    def count(self, exchange: RequestContext) -> None: ...
 
     def readings(self) -> Iterator[Reading]:
         yield Reading("nv_inference_request_success", self.asked)
@@ -160,7 +162,7 @@ def test_there_is_never_more_than_there_may_be(asked: list[tuple[int, int]]) -> 
 @pytest.mark.parametrize("words", [["redis,host=x"], ["local"], ["local,size=0"], ["local,size=1k"], ["size=1"]])
 def test_a_cache_that_cannot_be_is_refused_by_its_flag(words: list[str]) -> None:
     with pytest.raises(CharoniaError, match="--cache-config"):
-        read_cache_config(words)
+        parse_cache_config(words)
 
 
 def test_a_config_says_which_models_answers_are_kept(tmp_path: Path) -> None:
@@ -169,11 +171,11 @@ def test_a_config_says_which_models_answers_are_kept(tmp_path: Path) -> None:
         config = f'backend: "identity" max_batch_size: 1 {more}'
         tensors = "".join(f'{side} {{ name: "X" data_type: TYPE_FP32 dims: 1 }}' for side in ("input", "output"))
         (tmp_path / name / "config.pbtxt").write_text(config + tensors)
-    catalog, cache = Catalog([tmp_path]), read_cache_config(["local,size=4096"])
+    catalog, cache = RepositoryCatalog([tmp_path]), parse_cache_config(["local,size=4096"])
     for caching, kept in ((cache, True), (None, False)):
-        builder = Builder(BackendSettings(), cache=caching)
+        builder = ModelBuilder(BackendSettings(), cache=caching)
         made = {
-            name: builder.recipe(source := catalog.read(name), source.versions[0]).make(silent)
+            name: builder.recipe(source := catalog.read(name), source.versions[0]).make(ignore_progress)
             for name in catalog.names()
         }
         assert [isinstance(made[name], CachedModel) for name in ("kept", "plain")] == [kept, False]
@@ -190,6 +192,6 @@ def test_a_config_says_which_models_answers_are_kept(tmp_path: Path) -> None:
 )
 def test_where_answers_cannot_be_kept_that_is_told(more: str, keeps: bool) -> None:
     config = text_format.Parse(f"{ENABLED} {more}", model_config_pb2.ModelConfig())
-    assert caches(config) is keeps
-    assert ("response_cache" in idle_fields(config)) is not keeps
-    assert "response_cache" in idle_fields(config, caching=False)
+    assert is_response_cache_enabled(config) is keeps
+    assert ("response_cache" in ignored_fields(config)) is not keeps
+    assert "response_cache" in ignored_fields(config, caching=False)

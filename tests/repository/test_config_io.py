@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2
 
 from charonia.core.errors import InvalidArgument
-from charonia.repository.config_io import find_config, from_fields, line_of, parse_file, parse_override, to_fields
+from charonia.repository.config_io import (
+    config_from_json,
+    config_to_json,
+    find_config,
+    line_of,
+    parse_config_file,
+    parse_config_override,
+)
 
 TEXT = """
 name: "m" max_batch_size: 4  # a comment
@@ -41,9 +48,9 @@ def test_one_config_in_three_forms(tmp_path: Path) -> None:
     (tmp_path / "config.pbtxt").write_text(TEXT)
     (tmp_path / "config.yaml").write_text(YAML)
     (tmp_path / "config.json").write_text(json.dumps(yaml.safe_load(YAML)))
-    configs = [parse_file(tmp_path / f"config.{suffix}") for suffix in ("pbtxt", "yaml", "json")]
+    configs = [parse_config_file(tmp_path / f"config.{suffix}") for suffix in ("pbtxt", "yaml", "json")]
     assert configs[0] == configs[1] == configs[2]
-    assert parse_override(json.dumps(to_fields(configs[0]))) == configs[0]
+    assert parse_config_override(json.dumps(config_to_json(configs[0]))) == configs[0]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +81,7 @@ def test_one_config_in_three_forms(tmp_path: Path) -> None:
 def test_what_is_wrong_is_named(tmp_path: Path, file: str, text: str, says: str) -> None:
     (tmp_path / file).write_text(text)
     with pytest.raises(InvalidArgument) as caught:
-        parse_file(tmp_path / file)
+        parse_config_file(tmp_path / file)
     assert says in caught.value.message
     assert "\n" not in caught.value.message
 
@@ -93,13 +100,13 @@ def test_finding_the_one_config(tmp_path: Path) -> None:
 
 def test_an_empty_config_is_none_at_all(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("# nothing yet\n")
-    assert parse_file(tmp_path / "config.yaml") == model_config_pb2.ModelConfig()
+    assert parse_config_file(tmp_path / "config.yaml") == model_config_pb2.ModelConfig()
 
 
 def test_what_is_shown() -> None:
     config = text_format.Parse(TEXT, model_config_pb2.ModelConfig())
     config.sequence_batching.direct.minimum_slot_utilization = 0.1
-    shown = to_fields(config)
+    shown = config_to_json(config)
     order = [field.name for field in config.DESCRIPTOR.fields]
     assert [name for name in order if name in shown] == list(shown)
     assert shown["output"] == []
@@ -131,9 +138,9 @@ FIELDS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
 
 @given(FIELDS)
 def test_plain_json_is_the_message(fields: dict[str, Any]) -> None:
-    config = from_fields(fields)
-    plain = json.loads(json.dumps(to_fields(config)))
-    assert from_fields(plain) == config
+    config = config_from_json(fields)
+    plain = json.loads(json.dumps(config_to_json(config)))
+    assert config_from_json(plain) == config
     # What gRPC's door and clients do with it.
     assert json_format.ParseDict(plain, model_config_pb2.ModelConfig()) == config
 

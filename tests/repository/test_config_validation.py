@@ -7,9 +7,9 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from charonia.core.errors import InvalidArgument
-from charonia.repository.config_defaults import invite_batching, normalise
-from charonia.repository.config_validation import check_config
-from charonia.repository.unsupported_fields import idle_fields
+from charonia.repository.config_defaults import enable_default_batching, fill_defaults
+from charonia.repository.config_validation import validate_config
+from charonia.repository.unsupported_fields import ignored_fields
 
 GOOD = """
 name: "m" backend: "onnxruntime" max_batch_size: 8
@@ -21,7 +21,7 @@ LONE = 'name: "m" backend: "x" '
 
 def config_of(text: str, gpus: tuple[int, ...] = ()) -> Any:
     config = text_format.Parse(text, model_config_pb2.ModelConfig())
-    normalise(config, gpus)
+    fill_defaults(config, gpus)
     return config
 
 
@@ -33,7 +33,7 @@ def test_what_is_filled_in() -> None:
     assert config.optimization.output_pinned_memory.enable
     [group] = config.instance_group
     assert (group.name, group.kind, group.count) == ("m", group.KIND_CPU, 2)
-    check_config(config, ())
+    validate_config(config, ())
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_an_instance_goes_where_its_kind_says(
     group: str, gpus: tuple[int, ...], uses: bool, kind: str, of: list[int]
 ) -> None:
     config = text_format.Parse(f"{LONE} instance_group {{ {group} }}", model_config_pb2.ModelConfig())
-    normalise(config, gpus, uses)
+    fill_defaults(config, gpus, uses)
     [made] = config.instance_group
     assert (made.Kind.Name(made.kind), list(made.gpus)) == (kind, of)
 
@@ -77,13 +77,13 @@ def test_what_was_written_stays() -> None:
         ("m_2", "KIND_GPU", 1, [1]),
         ("m_3", "KIND_GPU", 1, [0, 1]),
     ]
-    check_config(config, (0, 1))
+    validate_config(config, (0, 1))
 
 
 def test_batching_is_invited_where_the_server_found_the_size() -> None:
     for given, scheduler, invited in ((False, "", True), (True, "", False), (False, "sequence_batching {}", False)):
         config = text_format.Parse(GOOD + scheduler, model_config_pb2.ModelConfig())
-        invite_batching(config, given)
+        enable_default_batching(config, given)
         assert config.HasField("dynamic_batching") is invited
 
 
@@ -165,7 +165,7 @@ def test_batching_is_invited_where_the_server_found_the_size() -> None:
 )
 def test_rules(text: str, field: str, says: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        check_config(config_of(text), ())
+        validate_config(config_of(text), ())
     assert caught.value.message.startswith(says)
     assert caught.value.field == field
 
@@ -187,7 +187,7 @@ def test_rules(text: str, field: str, says: str) -> None:
 )
 def test_fields_without_effect(text: str, idle: list[str]) -> None:
     config = text_format.Parse(text, model_config_pb2.ModelConfig())
-    assert list(idle_fields(config, caching=False)) == idle
+    assert list(ignored_fields(config, caching=False)) == idle
 
 
 @pytest.mark.parametrize(
@@ -199,4 +199,4 @@ def test_an_accelerator_without_instances_has_no_effect(kinds: tuple[str, ...], 
     config = text_format.Parse(text, model_config_pb2.ModelConfig())
     made = {"instance_group": [{"kind": f"KIND_{kind}"} for kind in kinds]}
     path = f"optimization.execution_accelerators.{idle}_execution_accelerator"
-    assert list(idle_fields(config, made=[made])) == ([path] if idle else [])
+    assert list(ignored_fields(config, made=[made])) == ([path] if idle else [])

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, NotFound, Unavailable
-from charonia.core.gateway import IndexEntry, State
-from charonia.core.metrics import End, Outcome, Reading
+from charonia.core.gateway import ModelState, RepositoryIndexEntry
+from charonia.core.metrics import Outcome, Reading, RequestEnd
 from charonia.core.model import ModelConfig, ModelStats
 from charonia.core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest, Usage
-from charonia.core.request_context import Exchange
-from charonia.core.statistics import ModelStatistics, Statistics
+from charonia.core.request_context import RequestContext
+from charonia.core.statistics import ModelStatistics, VersionStatistics
 from charonia.core.tensor import Tensor, TensorSpec
-from charonia.repository.gateway import Hub
+from charonia.repository.gateway import InProcessGateway
 
 
 class Echo:
@@ -41,8 +41,8 @@ class Echo:
     def stats(self) -> ModelStats:
         return ModelStats(self.is_ready)
 
-    def statistics(self) -> Statistics:
-        return Statistics(inference_count=3)
+    def statistics(self) -> VersionStatistics:
+        return VersionStatistics(inference_count=3)
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         self.open += 1
@@ -72,14 +72,14 @@ class Writer(Echo):
 A = Tensor.of("A", "INT32", [1, 2])
 
 
-async def hub_of(*models: Echo, strict: bool = True) -> Hub:
-    hub = Hub(strict)
+async def hub_of(*models: Echo, strict: bool = True) -> InProcessGateway:
+    hub = InProcessGateway(strict)
     for model in models:
         await hub.load(model.config.name, "2", lambda model=model: model)
     return hub
 
 
-async def collect(hub: Hub, name: str, version: str = "", **request: object) -> list[InferResponse]:
+async def collect(hub: InProcessGateway, name: str, version: str = "", **request: object) -> list[InferResponse]:
     async with aclosing(hub.infer(name, version, InferRequest(**{"inputs": {"A": A}} | request))) as responses:
         return [response async for response in responses]
 
@@ -195,7 +195,7 @@ async def test_readiness() -> None:
 
 async def test_nothing_is_ready_in_a_process_that_is_not() -> None:
     healthy = True
-    hub = Hub(healthy=lambda: healthy)
+    hub = InProcessGateway(healthy=lambda: healthy)
     await hub.load("echo", "2", Echo)
     assert (hub.ready(), hub.model_ready("echo")) == (True, True)
     healthy = False
@@ -276,9 +276,9 @@ class Counting(Echo):
 
     def __init__(self) -> None:
         super().__init__()
-        self.counted: list[End | None] = []
+        self.counted: list[RequestEnd | None] = []
 
-    def count(self, exchange: Exchange) -> None:
+    def count(self, exchange: RequestContext) -> None:
         self.counted.append(exchange.end)
 
     def readings(self) -> Iterator[Reading]:
@@ -287,14 +287,14 @@ class Counting(Echo):
 
 async def test_an_ended_request_is_counted_once_by_its_model_or_by_nobody() -> None:
     model, seen = Counting(), []
-    hub = Hub(witnesses=(lambda exchange: seen.append((exchange.model, exchange.version, exchange.end)),))
+    hub = InProcessGateway(witnesses=(lambda exchange: seen.append((exchange.model, exchange.version, exchange.end)),))
     await hub.load("echo", "2", lambda: model)
     with hub.open("test"):
         await collect(hub, "echo")
     for name, version in (("echo", "7"), ("no", "")):
         with pytest.raises(NotFound), hub.open("test"):
             await collect(hub, name, version)
-    done, refused = End(Outcome.DONE), End(Outcome.REJECTED, "not_found")
+    done, refused = RequestEnd(Outcome.DONE), RequestEnd(Outcome.REJECTED, "not_found")
     assert seen == [("echo", "2", done), ("echo", "7", refused), ("no", "", refused)]
     assert model.counted == [done, refused]
     homeless = [measured.readings for measured in hub.measure() if not measured.labels]
@@ -303,21 +303,25 @@ async def test_an_ended_request_is_counted_once_by_its_model_or_by_nobody() -> N
 
 
 async def test_a_request_given_up_is_cancelled() -> None:
-    seen: list[End | None] = []
-    hub = Hub(witnesses=(lambda exchange: seen.append(exchange.end),))
+    seen: list[RequestEnd | None] = []
+    hub = InProcessGateway(witnesses=(lambda exchange: seen.append(exchange.end),))
     await hub.load("echo", "2", Echo)
     with hub.open("test"):
         async with aclosing(hub.infer("echo", "", InferRequest(inputs={"A": A}))) as responses:
             await anext(responses)
-    assert seen == [End(Outcome.CANCELLED)]
+    assert seen == [RequestEnd(Outcome.CANCELLED)]
 
 
 async def test_what_is_known_of_models() -> None:
     hub = await hub_of(Echo(), Echo("broken", Internal("no weights")))
     assert hub.versions("echo") == ("2",)
-    assert hub.statistics() == hub.statistics("echo") == [ModelStatistics("echo", "2", Statistics(inference_count=3))]
-    ready = IndexEntry("echo", "2", State.READY)
-    assert hub.index() == [ready, IndexEntry("broken", "2", State.UNAVAILABLE, "no weights")]
+    assert (
+        hub.statistics()
+        == hub.statistics("echo")
+        == [ModelStatistics("echo", "2", VersionStatistics(inference_count=3))]
+    )
+    ready = RepositoryIndexEntry("echo", "2", ModelState.READY)
+    assert hub.index() == [ready, RepositoryIndexEntry("broken", "2", ModelState.UNAVAILABLE, "no weights")]
     assert hub.index(ready_only=True) == [ready]
     for control in (hub.load_model("echo"), hub.unload_model("echo")):
         with pytest.raises(Unavailable, match="explicit model load / unload is not allowed"):

@@ -7,8 +7,8 @@ import pytest
 
 from charonia.core.metrics import Outcome
 from charonia.core.request import InferResponse
-from charonia.core.request_context import Exchange, serving
-from charonia.repository.in_flight import Running, Tally
+from charonia.core.request_context import RequestContext, request_scope
+from charonia.repository.in_flight import CountedStream, InFlightCounter
 
 
 class Answers:
@@ -32,9 +32,9 @@ class Answers:
 
 @pytest.mark.parametrize("final", [True, False])
 async def test_who_stops_reading_at_the_final_response_was_answered(final: bool) -> None:
-    tally = Tally(Tally())
-    with serving(Exchange("infer")) as exchange:
-        running = Running(Answers(InferResponse((), final=final)), tally, accounted=False)
+    tally = InFlightCounter(InFlightCounter())
+    with request_scope(RequestContext("infer")) as exchange:
+        running = CountedStream(Answers(InferResponse((), final=final)), tally, accounted=False)
         assert await anext(running) == InferResponse((), final=final)
         assert tally.count == 1
         await running.aclose()
@@ -49,7 +49,7 @@ async def test_a_stream_is_gone_with_its_reader(accounted: bool) -> None:
     gone = weakref.ref(stream)
     gc.disable()
     try:
-        running = Running(stream, Tally(), accounted)
+        running = CountedStream(stream, InFlightCounter(), accounted)
         assert await anext(running, None) is not None
         del running, stream
         assert gone() is None

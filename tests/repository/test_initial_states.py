@@ -10,9 +10,9 @@ from tritonclient.grpc import model_config_pb2
 
 from charonia.core.errors import InvalidArgument, Unsupported
 from charonia.core.tensor import Tensor
-from charonia.repository.config_defaults import normalise
+from charonia.repository.config_defaults import fill_defaults
 from charonia.repository.initial_states import read_initial_states
-from charonia.repository.unsupported_fields import idle_fields, refuse_unserved
+from charonia.repository.unsupported_fields import ignored_fields, refuse_unsupported_fields
 
 
 def config_of(text: str) -> Any:
@@ -66,11 +66,11 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, text: str, says: str) -> N
 
 def test_defaults_are_shown_as_triton_shows_them() -> None:
     config = config_of("max_batch_size: 8 sequence_batching { oldest { max_candidate_sequences: 4 } }")
-    normalise(config, ())
+    fill_defaults(config, ())
     assert config.sequence_batching.max_sequence_idle_microseconds == 1_000_000
     assert config.sequence_batching.oldest.preferred_batch_size == [8]
     plain = config_of("max_batch_size: 8 sequence_batching { max_sequence_idle_microseconds: 5 }")
-    normalise(plain, ())
+    fill_defaults(plain, ())
     assert plain.sequence_batching.max_sequence_idle_microseconds == 5
     assert plain.sequence_batching.WhichOneof("strategy_choice") is None
 
@@ -78,7 +78,7 @@ def test_defaults_are_shown_as_triton_shows_them() -> None:
 def test_what_has_no_effect_is_named_and_language_models_have_no_sequences() -> None:
     state = 'state { input_name: "S" use_growable_memory: true }'
     classic = config_of(f'name: "m" backend: "onnxruntime" sequence_batching {{ {state} }}')
-    refuse_unserved(classic)
-    assert list(idle_fields(classic)) == ["sequence_batching.state.use_growable_memory"]
+    refuse_unsupported_fields(classic)
+    assert list(ignored_fields(classic)) == ["sequence_batching.state.use_growable_memory"]
     with pytest.raises(Unsupported, match="model 'm' has sequence_batching: language models keep no sequences"):
-        refuse_unserved(config_of('name: "m" backend: "charonia" sequence_batching {}'))
+        refuse_unsupported_fields(config_of('name: "m" backend: "charonia" sequence_batching {}'))

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from charonia.core.errors import Exiting, Internal, InvalidArgument, NotFound, Unavailable
+from charonia.core.errors import Internal, InvalidArgument, NotFound, ServerExiting, Unavailable
 from charonia.core.request import InferRequest
 from charonia.core.tensor import Tensor
-from charonia.repository.catalog import Catalog
-from charonia.repository.watcher import Keeper
+from charonia.repository.catalog import RepositoryCatalog
+from charonia.repository.watcher import RepositoryWatcher
 
 from .conftest import CONFIG, Toy, World, until
 
@@ -323,7 +323,7 @@ async def test_a_load_goes_on_though_its_client_leaves_until_the_end(world: Worl
     hangs[0].unlink()
     await until(lambda: world.states()["m", "1"] == "READY")
     world.hub.exit()
-    with pytest.raises(Exiting):
+    with pytest.raises(ServerExiting):
         await loads[1]
     hangs[1].unlink()
     await world.hub.unload()
@@ -340,7 +340,7 @@ async def test_a_load_that_hangs_does_not_hold_up_the_end(world: World) -> None:
     await until(lambda: world.states().get(("hangs", "1")) == "LOADING")
     world.hub.exit()
     await asyncio.wait_for(world.hub.unload(), 60)
-    with pytest.raises(Exiting):
+    with pytest.raises(ServerExiting):
         await load
     labels.write_text("the thread ends")
 
@@ -458,8 +458,8 @@ async def test_a_name_in_two_repositories_is_refused_until_one_is_gone(world: Wo
     other = World(elsewhere)
     for each in (world, other):
         each.write("m", {"1": 10})
-    world.catalog = Catalog([world.root, other.root])
-    world.keeper = Keeper(world.catalog, world.hub.registry, world.hub.lifecycle)
+    world.catalog = RepositoryCatalog([world.root, other.root])
+    world.keeper = RepositoryWatcher(world.catalog, world.hub.registry, world.hub.lifecycle)
     both = f"{world.root}/m and {other.root}/m; none of them is served"
     assert not await world.start()
     assert both in world.failures["m"]

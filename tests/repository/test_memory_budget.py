@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 
 from charonia.core.errors import CharoniaError, InvalidArgument, Unavailable
-from charonia.core.memory_needs import Holding, Share
+from charonia.core.memory_needs import MemoryNeed, ReservedMemory
 from charonia.core.metrics import Reading
 from charonia.core.model import ModelConfig
 from charonia.repository import backend_registry, lifecycle
 from charonia.repository import builder as builders
 from charonia.repository import memory_budget as budgets
-from charonia.repository.builder import Builder
-from charonia.repository.gateway import Hub
-from charonia.repository.memory_budget import Budget, Memory
-from charonia.repository.watcher import Keeper
+from charonia.repository.builder import ModelBuilder
+from charonia.repository.gateway import InProcessGateway
+from charonia.repository.memory_budget import DeviceMemory, MemoryBudget
+from charonia.repository.watcher import RepositoryWatcher
 
 from .conftest import CONFIG, Toy, World, until
 
@@ -29,19 +29,19 @@ class Growing:
         self.promised = promised
         self.resident = resident
 
-    def holding(self) -> Holding:
-        return Holding(self.promised, self.resident)
+    def holding(self) -> ReservedMemory:
+        return ReservedMemory(self.promised, self.resident)
 
 
 def test_what_does_not_fit_is_refused_naming_the_largest() -> None:
     free = 100 * MIB
-    budget = Budget(Memory(lambda: free))
+    budget = MemoryBudget(DeviceMemory(lambda: free))
     for version, size in (("1", 30), ("2", 60), ("3", 10), ("4", 5)):
-        last = budget.take("m", version, [Share(size * MIB)])
+        last = budget.take("m", version, [MemoryNeed(size * MIB)])
         last.loaded(object())
     free = 3 * MIB
     with pytest.raises(Unavailable) as caught:
-        budget.take("n", "1", [Share(4 * MIB)])
+        budget.take("n", "1", [MemoryNeed(4 * MIB)])
     assert caught.value.message == (
         "model 'n' version 1 needs at least 4.0 MiB of memory and 3.0 MiB is free; most is held by "
         "'m' version 2 (60.0 MiB), 'm' version 1 (30.0 MiB), 'm' version 3 (10.0 MiB)"
@@ -52,19 +52,19 @@ def test_what_does_not_fit_is_refused_naming_the_largest() -> None:
 
 
 def test_a_limit_is_for_all_of_them_together() -> None:
-    budget = Budget(Memory(lambda: 100 * MIB, limit=10 * MIB))
-    first = budget.take("m", "1", [Share(3 * MIB), Share(4 * MIB)])
+    budget = MemoryBudget(DeviceMemory(lambda: 100 * MIB, limit=10 * MIB))
+    first = budget.take("m", "1", [MemoryNeed(3 * MIB), MemoryNeed(4 * MIB)])
     assert budget.host.left == 3 * MIB
     with pytest.raises(Unavailable, match=r"4.0 MiB of memory and 3.0 MiB of 10.0 MiB is free; .* 'm' version 1 \(7.0"):
-        budget.take("n", "1", [Share(4 * MIB)])
+        budget.take("n", "1", [MemoryNeed(4 * MIB)])
     first.release()
     assert budget.host.left == 10 * MIB
 
 
 def test_what_was_promised_is_not_free_until_it_is_taken_and_counted_by_the_kernel() -> None:
     free = 100
-    host = Memory(lambda: free)
-    hold = Budget(host).take("llm", "1", [Share(20)])
+    host = DeviceMemory(lambda: free)
+    hold = MemoryBudget(host).take("llm", "1", [MemoryNeed(20)])
     free = 80
     assert host.left == 60  # how much of it the model has by now, nobody knows
     model = Growing(promised=60, resident=20)
@@ -79,8 +79,8 @@ def test_what_was_promised_is_not_free_until_it_is_taken_and_counted_by_the_kern
 
 
 def test_a_model_holds_no_less_than_it_stated() -> None:
-    host = Memory(lambda: 100)
-    hold = Budget(host).take("m", "1", [Share(20)])
+    host = DeviceMemory(lambda: 100)
+    hold = MemoryBudget(host).take("m", "1", [MemoryNeed(20)])
     hold.loaded(object())
     assert host.held == 20
     hold.loaded(Growing(promised=10, resident=0))
@@ -92,18 +92,18 @@ class Cards:
 
     def __init__(self, *free: int) -> None:
         self.free = [size * MIB for size in free]
-        memories = {gpu: Memory(lambda gpu=gpu: self.free[gpu], None, gpu) for gpu in range(len(free))}
-        self.budget = Budget(Memory(lambda: 1000 * MIB), memories)
+        memories = {gpu: DeviceMemory(lambda gpu=gpu: self.free[gpu], None, gpu) for gpu in range(len(free))}
+        self.budget = MemoryBudget(DeviceMemory(lambda: 1000 * MIB), memories)
         self.memories = memories
 
 
 def test_a_gpu_refuses_by_its_number_and_its_own_holders() -> None:
     cards = Cards(100, 50)
-    cards.budget.take("on-both", "1", [Share(8 * MIB), Share(40 * MIB, 0), Share(20 * MIB, 1)])
-    cards.budget.take("on-0", "1", [Share(30 * MIB, 0)])
+    cards.budget.take("on-both", "1", [MemoryNeed(8 * MIB), MemoryNeed(40 * MIB, 0), MemoryNeed(20 * MIB, 1)])
+    cards.budget.take("on-0", "1", [MemoryNeed(30 * MIB, 0)])
     cards.free = [30 * MIB, 30 * MIB]
     with pytest.raises(Unavailable) as caught:
-        cards.budget.take("n", "2", [Share(5 * MIB), Share(20 * MIB, 0), Share(31 * MIB, 1)])
+        cards.budget.take("n", "2", [MemoryNeed(5 * MIB), MemoryNeed(20 * MIB, 0), MemoryNeed(31 * MIB, 1)])
     assert caught.value.message == (
         "model 'n' version 2 needs at least 31.0 MiB of memory of GPU 1 and 30.0 MiB is free; most is held by "
         "'on-both' version 1 (20.0 MiB)"
@@ -114,11 +114,11 @@ def test_a_gpu_refuses_by_its_number_and_its_own_holders() -> None:
 
 def test_of_a_gpu_a_model_holds_what_was_free_before_it_loaded() -> None:
     cards = Cards(100, 50)
-    hold = cards.budget.take("llm", "1", [Share(10 * MIB, 0)])
+    hold = cards.budget.take("llm", "1", [MemoryNeed(10 * MIB, 0)])
     cards.free[0] -= 70 * MIB  # weights, a cache, a context
     hold.loaded(Growing(promised=7, resident=0))
     with pytest.raises(Unavailable, match=r"31.0 MiB of memory of GPU 0 and 30.0 MiB is free; .* 'llm' .* \(70.0 MiB"):
-        cards.budget.take("n", "1", [Share(31 * MIB, 0)])
+        cards.budget.take("n", "1", [MemoryNeed(31 * MIB, 0)])
     hold.release()
     assert cards.memories[0].held == 0
 
@@ -126,7 +126,7 @@ def test_of_a_gpu_a_model_holds_what_was_free_before_it_loaded() -> None:
 def test_who_holds_what_is_measured() -> None:
     cards = Cards(100, 50)
     for _ in range(2):  # one that replaces itself
-        cards.budget.take("m", "3", [Share(1), Share(2 * MIB, 1)])
+        cards.budget.take("m", "3", [MemoryNeed(1), MemoryNeed(2 * MIB, 1)])
     cards.budget.take("n", "1", [])
     assert [(*each.labels.values(), each.readings[0]) for each in cards.budget.measure()] == [
         ("m", "3", Reading("charonia_memory_held_bytes", 2, {"memory": "host"})),
@@ -137,7 +137,7 @@ def test_who_holds_what_is_measured() -> None:
 
 def test_what_somebody_else_gave_back_meanwhile_is_no_ones_debt() -> None:
     cards = Cards(100)
-    hold = cards.budget.take("m", "1", [Share(10 * MIB, 0)])
+    hold = cards.budget.take("m", "1", [MemoryNeed(10 * MIB, 0)])
     cards.free[0] += 50 * MIB
     hold.loaded(object())
     assert cards.memories[0].held == 10 * MIB
@@ -145,7 +145,7 @@ def test_what_somebody_else_gave_back_meanwhile_is_no_ones_debt() -> None:
 
 def test_a_gpu_that_is_not_there_limits_nothing() -> None:
     cards = Cards(100, 50)
-    cards.budget.take("m", "1", [Share(1000 * MIB, 7)]).release()
+    cards.budget.take("m", "1", [MemoryNeed(1000 * MIB, 7)]).release()
     assert (cards.budget.left([0, 1]), cards.budget.left([0, 7]), cards.budget.left([7])) == (50 * MIB, 100 * MIB, None)
 
 
@@ -166,7 +166,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
 async def test_instance_groups_say_which_gpu_holds(tmp_path: Path, toys: list[Toy], driver: dict[int, int]) -> None:
     world = World(tmp_path)
-    world.hub = Hub(builder=Builder(budget=Budget.of_machine(limit=None, gpu_limit=90)))
+    world.hub = InProcessGateway(builder=ModelBuilder(budget=MemoryBudget.of_machine(limit=None, gpu_limit=90)))
     world.explicit()
     groups = {"first": "gpus: 0", "second": "gpus: 1", "both": "gpus: [0, 1]"}
     for name, gpus in groups.items():
@@ -188,7 +188,7 @@ async def test_an_undecided_model_counts_where_it_will_go(
 ) -> None:
     """KIND_AUTO is every GPU that there is."""
     world = World(tmp_path)
-    world.hub = Hub(builder=Builder(budget=Budget.of_machine(limit=None, gpu_limit=None)))
+    world.hub = InProcessGateway(builder=ModelBuilder(budget=MemoryBudget.of_machine(limit=None, gpu_limit=None)))
     world.explicit()
     (world.write("m", {"1": 1}) / "1" / "needs").write_bytes(bytes(61))
     with pytest.raises(CharoniaError, match=r"needs at least 0\.0 MiB of memory of GPU 1"):
@@ -198,7 +198,7 @@ async def test_an_undecided_model_counts_where_it_will_go(
 async def leaving(tmp_path: Path) -> "tuple[World, asyncio.Task[int]]":
     """Beside "a", which leaves but still answers, there is no room for "b"."""
     world = World(tmp_path)
-    world.hub = Hub(builder=Builder(budget=Budget(Memory(lambda: 100, limit=100))))
+    world.hub = InProcessGateway(builder=ModelBuilder(budget=MemoryBudget(DeviceMemory(lambda: 100, limit=100))))
     world.explicit()
     for name in ("a", "b"):
         (world.write(name, {"1": 7}) / "1" / "needs").write_bytes(bytes(60))
@@ -219,7 +219,7 @@ async def test_what_does_not_fit_waits_for_those_that_leave(tmp_path: Path, toys
 
 
 async def test_nobody_waits_for_ever(tmp_path: Path, toys: list[Toy], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifecycle, "_PATIENCE", 0.01)
+    monkeypatch.setattr(lifecycle, "_UNLOAD_WAIT", 0.01)
     world, running = await leaving(tmp_path)
     with pytest.raises(CharoniaError, match="most is held by 'a' version 1"):
         await world.hub.load_model("b")
@@ -236,20 +236,20 @@ class Greedy(Toy):
         super().__init__(ModelConfig(name, version, "greedy"), None, Path(path))
         self.granted = memory
 
-    def holding(self) -> Holding:
-        return Holding(self.granted // 2, 0)
+    def holding(self) -> ReservedMemory:
+        return ReservedMemory(self.granted // 2, 0)
 
 
 @pytest.fixture
 def greedy(tmp_path: Path, toys: list[Toy], two_at_once: None, monkeypatch: pytest.MonkeyPatch) -> World:
     """A repository of two of them, whose loads hang, over 1000 bytes of memory; they state 100 each."""
-    monkeypatch.setitem(backend_registry.KINDS, "greedy", ("", ""))
-    monkeypatch.setitem(backend_registry.NEEDS, "greedy", ("", ""))
-    monkeypatch.setattr(builders, "kind_of", lambda backend: Greedy if backend == "greedy" else None)
-    monkeypatch.setattr(builders, "needs_of", lambda backend: lambda *_: (Share(100),))
+    monkeypatch.setitem(backend_registry.TEXT_MODEL_BUILDERS, "greedy", ("", ""))
+    monkeypatch.setitem(backend_registry.MEMORY_ESTIMATORS, "greedy", ("", ""))
+    monkeypatch.setattr(builders, "text_model_builder", lambda backend: Greedy if backend == "greedy" else None)
+    monkeypatch.setattr(builders, "memory_estimator", lambda backend: lambda *_: (MemoryNeed(100),))
     world = World(tmp_path)
-    world.hub = Hub(builder=Builder(budget=Budget(Memory(lambda: 1000))))
-    world.keeper = Keeper(world.catalog, world.hub.registry, world.hub.lifecycle)
+    world.hub = InProcessGateway(builder=ModelBuilder(budget=MemoryBudget(DeviceMemory(lambda: 1000))))
+    world.keeper = RepositoryWatcher(world.catalog, world.hub.registry, world.hub.lifecycle)
     world.explicit()
     for name in "ab":
         (world.write(name, {"1": 1}, 'backend: "greedy"') / "1" / "hangs").touch()
@@ -299,8 +299,8 @@ async def test_what_does_not_fit_waits_for_those_that_load(greedy: World) -> Non
 
 
 async def test_models_hold_and_give_back(tmp_path: Path, toys: list[Toy]) -> None:
-    world, host = World(tmp_path), Memory(lambda: 100, limit=105)
-    world.hub = Hub(builder=Builder(budget=Budget(host)))
+    world, host = World(tmp_path), DeviceMemory(lambda: 100, limit=105)
+    world.hub = InProcessGateway(builder=ModelBuilder(budget=MemoryBudget(host)))
     world.explicit()
     for name, size in (("a", 60), ("b", 40), ("c", 101)):
         (world.write(name, {"1": 1}) / "1" / "needs").write_bytes(bytes(size))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from charonia.core.errors import AlreadyExists, InvalidArgument, NotFound, Unsupported
-from charonia.repository.catalog import Catalog
+from charonia.repository.catalog import RepositoryCatalog
 from charonia.repository.model_source import checkpoint_source, is_repository, read_model
 
 
@@ -131,21 +131,21 @@ def test_a_catalog_of_several_repositories(tmp_path: Path) -> None:
     (tmp_path / "one" / ".git").mkdir()
     os.mkdir(os.fsencode(tmp_path / "one") + b"/\xff")  # in no answer, and in no metric
     single = checkpoint_source(str(tmp_path / "two" / "c" / "1"), "c")
-    catalog = Catalog([tmp_path / "one", tmp_path / "two"], single)
+    catalog = RepositoryCatalog([tmp_path / "one", tmp_path / "two"], single)
     assert catalog.names() == ["c", "a", "b"]
     assert catalog.read("a").directory == tmp_path / "one" / "a"
     for name, places in (("b", ("one/b", "two/b")), ("c", ("two/c", "two/c/1"))):
         said = " and ".join(str(tmp_path / place) for place in places)
         with pytest.raises(AlreadyExists, match=f"model '{name}' is not unique .*: {said}; "):
             catalog.read(name)
-    assert Catalog([], single).read("c") is single
+    assert RepositoryCatalog([], single).read("c") is single
 
 
 def test_a_repository_that_is_given_twice_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path / "one", "a", None, "1")
     (tmp_path / "link").symlink_to("one")
     monkeypatch.chdir(tmp_path)
-    catalog = Catalog([Path("one"), tmp_path / "one", Path("one/../one"), tmp_path / "link"])
+    catalog = RepositoryCatalog([Path("one"), tmp_path / "one", Path("one/../one"), tmp_path / "link"])
     assert catalog.read("a").directory == Path("one/a")
 
 
@@ -153,24 +153,24 @@ def test_binary_rubbish_in_a_config(tmp_path: Path) -> None:
     make(tmp_path, "a", None, "1")
     (tmp_path / "a" / "config.pbtxt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InvalidArgument, match=r"config\.pbtxt"):
-        Catalog([tmp_path]).read("a")
+        RepositoryCatalog([tmp_path]).read("a")
 
 
 @pytest.mark.parametrize("name", ["b", "x" * 300, "x\0"])
 def test_no_such_model(tmp_path: Path, name: str) -> None:
     with pytest.raises(NotFound, match="no model repository has a folder"):
-        Catalog([tmp_path]).read(name)
+        RepositoryCatalog([tmp_path]).read(name)
 
 
 def test_no_such_repository(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="is not a directory"):
-        Catalog([tmp_path / "nowhere"])
+        RepositoryCatalog([tmp_path / "nowhere"])
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/models", "gs://bucket/models", "as://account/container"])
 def test_a_repository_in_a_cloud_is_refused(url: str) -> None:
     with pytest.raises(Unsupported, match="repositories in clouds are not read; copy it, or mount it"):
-        Catalog([Path(url)])
+        RepositoryCatalog([Path(url)])
 
 
 def test_one_model_of_a_repository_is_told_from_a_checkpoint(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from tritonclient.grpc import model_config_pb2
 from charonia.core.errors import InvalidArgument
 from charonia.core.model import ModelConfig
 from charonia.core.tensor import Tensor, TensorSpec
-from charonia.repository.model_config import described
-from charonia.repository.warmup import read_warmup
+from charonia.repository.model_config import with_config_defaults
+from charonia.repository.warmup import read_warmup_requests
 
 
 def config_of(text: str) -> Any:
@@ -22,7 +22,7 @@ def config_of(text: str) -> Any:
 def one_input(root: Path, datatype: str, data: str, batch: str = "max_batch_size: 4", size: int = 2) -> Tensor:
     value = f'inputs {{ key: "A" value {{ data_type: TYPE_{datatype} dims: [ 3 ] {data} }} }}'
     sample = f'name: "m" {batch} model_warmup {{ name: "w" batch_size: {size} {value} }}'
-    [(request, times)] = read_warmup(config_of(sample), root)
+    [(request, times)] = read_warmup_requests(config_of(sample), root)
     assert (request.id, times) == ("w", 1)
     return request.inputs["A"]
 
@@ -79,7 +79,7 @@ def test_a_language_model_shows_what_it_is() -> None:
     )
     inputs = (TensorSpec("text_input", "BYTES", (1,), optional=True), TensorSpec("input_ids", "INT32", (-1,)))
     own = ModelConfig("llm", "2", "charonia", decoupled=True, inputs=inputs)
-    document = described(own, written).document
+    document = with_config_defaults(own, written).document
     shown = [(side["name"], side["data_type"], side["dims"], side["optional"]) for side in document["input"]]
     assert shown == [("text_input", "TYPE_STRING", [1], True), ("input_ids", "TYPE_INT32", [-1], False)]
     assert (document["max_batch_size"], document["output"]) == (0, [])
@@ -94,9 +94,9 @@ def test_a_language_model_shows_what_it_is() -> None:
 def test_what_a_few_digits_make_too_large_is_refused(tmp_path: Path, dims: list[int]) -> None:
     value = f'inputs {{ key: "A" value {{ data_type: TYPE_INT8 dims: {dims} zero_data: true }} }}'
     with pytest.raises(InvalidArgument, match="at most 64 dimensions and 2147483647 bytes"):
-        read_warmup(config_of(f'name: "m" model_warmup {{ name: "w" {value} }}'), tmp_path)
+        read_warmup_requests(config_of(f'name: "m" model_warmup {{ name: "w" {value} }}'), tmp_path)
 
 
 def test_a_sample_that_counts_without_end_is_made_once(tmp_path: Path) -> None:
-    [sample] = read_warmup(config_of(f'name: "m" model_warmup {{ name: "w" count: {2**32 - 1} }}'), tmp_path)
+    [sample] = read_warmup_requests(config_of(f'name: "m" model_warmup {{ name: "w" count: {2**32 - 1} }}'), tmp_path)
     assert sample.times == 2**32 - 1

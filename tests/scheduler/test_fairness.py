@@ -6,23 +6,23 @@ from statistics import median
 import numpy as np
 import pytest
 
-from charonia.bench.fuzz.scheduler_trial import Trial
-from charonia.bench.fuzz.scheduler_world import World
+from charonia.bench.fuzz.scheduler_trial import SchedulerTrial
+from charonia.bench.fuzz.scheduler_world import SchedulerWorld
 from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.fairness import OUTPUT_WEIGHT, Fairness
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
-from charonia.scheduler.waiting_queue import SENIORS_TURN
+from charonia.scheduler.waiting_queue import RANK_ONLY_INTERVAL
 
 
-def trial(*, rows: int = 1, budget: int = 8, ageing: int = 100) -> Trial:
+def trial(*, rows: int = 1, budget: int = 8, ageing: int = 100) -> SchedulerTrial:
     config = SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=budget, max_model_len=200, ageing_steps=ageing)
-    return Trial(World(blocks=64, live=1000, tenants=2, prefix_caching=False, scheduler=config))
+    return SchedulerTrial(SchedulerWorld(blocks=64, live=1000, tenants=2, prefix_caching=False, scheduler=config))
 
 
-def arrivals(trial: Trial, tenant: int, count: int, priority: int = 0) -> list[int]:
+def arrivals(trial: SchedulerTrial, tenant: int, count: int, priority: int = 0) -> list[int]:
     return [trial.arrive(family=0, prompt=4, new=4, tenant=tenant, priority=priority) for _ in range(count)]
 
 
@@ -140,7 +140,7 @@ def test_no_crowd_of_tenants_keeps_anybody_waiting_forever() -> None:
         fleet.step()
         key += 1
         assert key < 200
-    assert list(fleet.started).index(1) <= SENIORS_TURN + 1
+    assert list(fleet.started).index(1) <= RANK_ONLY_INTERVAL + 1
 
 
 # One floods, the other does not

@@ -7,9 +7,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from charonia.bench.fuzz.scheduler_random_driver import ramble
-from charonia.bench.fuzz.scheduler_trial import Trial
-from charonia.bench.fuzz.scheduler_world import World
+from charonia.bench.fuzz.scheduler_random_driver import drive_randomly
+from charonia.bench.fuzz.scheduler_trial import SchedulerTrial
+from charonia.bench.fuzz.scheduler_world import SchedulerWorld
 from charonia.scheduler import step_packer
 
 DRIVERS = 20
@@ -20,12 +20,12 @@ OPERATIONS = 5_000
 def test_random_interleavings(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """100,000 calls in all, in random worlds of at most 64 blocks, half of them over pipelines whose few rows are
     shared out among the plans too."""
-    monkeypatch.setattr(step_packer, "LEAST_GROUP", 1)
+    monkeypatch.setattr(step_packer, "MIN_PIPELINE_GROUP", 1)
     assert DRIVERS * OPERATIONS >= 100_000
     random, operations = Random(seed), 0
     while operations < OPERATIONS:
-        trial = Trial(World.drawn(random).staged(max(seed % 4, 1)), seed)
-        ramble(trial, random, 500)
+        trial = SchedulerTrial(SchedulerWorld.drawn(random).staged(max(seed % 4, 1)), seed)
+        drive_randomly(trial, random, 500)
         operations += trial.operations
 
 
@@ -34,7 +34,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 2**16), stages=st.sampled_from((1, 1, 2, 3)))
     def begin(self, seed: int, stages: int) -> None:
-        self.trial = Trial(World.drawn(Random(seed)).staged(stages), seed)
+        self.trial = SchedulerTrial(SchedulerWorld.drawn(Random(seed)).staged(stages), seed)
 
     @precondition(lambda self: not self.trial.crowded)
     @rule(

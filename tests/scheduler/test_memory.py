@@ -5,8 +5,8 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from charonia.bench.fuzz.scheduler_trial import Trial
-from charonia.bench.fuzz.scheduler_world import World
+from charonia.bench.fuzz.scheduler_trial import SchedulerTrial
+from charonia.bench.fuzz.scheduler_world import SchedulerWorld
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.scheduler import Scheduler
@@ -15,21 +15,21 @@ from charonia.scheduler.sequence import SequenceRequest
 
 def trial(
     blocks: int, *, admission: Literal["optimistic", "no_evict"] = "optimistic", ahead: int = 0, budget: int = 32
-) -> Trial:
+) -> SchedulerTrial:
     config = SchedulerConfig(
         max_num_seqs=4, max_num_batched_tokens=budget, max_model_len=200, ahead=ahead, admission=admission
     )
-    return Trial(World(blocks=blocks, block_size=4, live=100, scheduler=config))
+    return SchedulerTrial(SchedulerWorld(blocks=blocks, block_size=4, live=100, scheduler=config))
 
 
-def turn(trial: Trial) -> None:
+def turn(trial: SchedulerTrial) -> None:
     """Fill the pipeline, take one result."""
     while trial.schedule() is not None:
         pass
     trial.apply()
 
 
-def first_closed(trial: Trial) -> list[int]:
+def first_closed(trial: SchedulerTrial) -> list[int]:
     """Run until the executor is told of rows that left; which ones."""
     while True:
         while (plan := trial.schedule()) is not None:

@@ -4,11 +4,20 @@ from random import Random
 
 import pytest
 
-from charonia.bench.scheduler_latency import BF16, INT8, Arrival, Machine, Simulation, burst, mixed, stall
+from charonia.bench.scheduler_latency import (
+    BF16,
+    INT8,
+    SimulatedMachine,
+    SimulatedRequest,
+    Simulation,
+    burst,
+    mixed,
+    stall,
+)
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import StepPlan
-from charonia.scheduler.prefill_budget import ARRIVAL_SECONDS, LEAST_CHUNK, Pace
-from charonia.scheduler.step_time import StepCost, Work
+from charonia.scheduler.prefill_budget import IDLE_STEP_SECONDS, MIN_CHUNK_TOKENS, PrefillBudget
+from charonia.scheduler.step_time import StepTimeModel, StepWork
 
 PACED = SchedulerConfig(max_model_len=4096)
 UNBOUNDED = SchedulerConfig(max_model_len=4096, target_step_ms=0)
@@ -17,7 +26,7 @@ MACHINES = pytest.mark.parametrize("machine", [BF16, INT8])
 
 @MACHINES
 @pytest.mark.parametrize("streams", [1, 8])
-def test_a_long_prompt_does_not_freeze_running_streams(machine: Machine, streams: int) -> None:
+def test_a_long_prompt_does_not_freeze_running_streams(machine: SimulatedMachine, streams: int) -> None:
     """At most twice the median without it at the 99th percentile; and it is done within three times as long as if
     nothing ran beside it."""
     paced, unbounded = stall(machine, PACED, streams), stall(machine, UNBOUNDED, streams)
@@ -31,18 +40,20 @@ def test_noise_does_not_freeze_them_either() -> None:
 
 
 @MACHINES
-def test_short_prompts_hardly_wait_for_long_ones(machine: Machine) -> None:
+def test_short_prompts_hardly_wait_for_long_ones(machine: SimulatedMachine) -> None:
     paced, unbounded = mixed(machine, PACED), mixed(machine, UNBOUNDED)
     assert paced.behind <= 3 * paced.alone < unbounded.behind
     assert paced.long <= 1.5 * unbounded.long
 
 
 @MACHINES
-def test_many_short_prompts_at_once_are_not_slowed_down(machine: Machine) -> None:
+def test_many_short_prompts_at_once_are_not_slowed_down(machine: SimulatedMachine) -> None:
     assert burst(machine, PACED, 16) >= 0.97 * burst(machine, UNBOUNDED, 16)
 
 
-def steps(machine: Machine, config: SchedulerConfig, arrivals: list[Arrival]) -> list[tuple[StepPlan, float]]:
+def steps(
+    machine: SimulatedMachine, config: SchedulerConfig, arrivals: list[SimulatedRequest]
+) -> list[tuple[StepPlan, float]]:
     seen: list[tuple[StepPlan, float]] = []
     simulation = Simulation(machine, config, lambda plan, seconds: seen.append((plan, seconds)))
     seen.clear()  # the warm-up's
@@ -52,7 +63,7 @@ def steps(machine: Machine, config: SchedulerConfig, arrivals: list[Arrival]) ->
 
 def test_an_absolute_target_bounds_a_step() -> None:
     config = SchedulerConfig(max_model_len=4096, target_step_ms=80)
-    ran = steps(BF16, config, [Arrival(0.0, 16, 200), Arrival(1.0, 1500, 1)])
+    ran = steps(BF16, config, [SimulatedRequest(0.0, 16, 200), SimulatedRequest(1.0, 1500, 1)])
     beside = [seconds for plan, seconds in ran if len(plan.rows) == 2]
     assert max(beside) <= 0.080 * 1.25, "what a warm-up teaches"
     assert max(beside[5:]) <= 0.080 * 1.05, "what these steps do"
@@ -61,27 +72,27 @@ def test_an_absolute_target_bounds_a_step() -> None:
 
 def test_a_prompt_gets_on_whatever_it_costs() -> None:
     config = SchedulerConfig(max_model_len=4096, target_step_ms=1)
-    ran = steps(BF16, config, [Arrival(0.0, 16, 200), Arrival(1.0, 400, 1)])
+    ran = steps(BF16, config, [SimulatedRequest(0.0, 16, 200), SimulatedRequest(1.0, 400, 1)])
     chunks = [int(plan.counts.max()) for plan, _ in ran if len(plan.rows) == 2]
-    assert set(chunks) == {LEAST_CHUNK}
+    assert set(chunks) == {MIN_CHUNK_TOKENS}
 
 
 def test_without_a_bound_a_prompt_takes_the_whole_budget() -> None:
-    assert max(plan.tokens for plan, _ in steps(BF16, UNBOUNDED, [Arrival(0.0, 2048, 1)])) == 512
+    assert max(plan.tokens for plan, _ in steps(BF16, UNBOUNDED, [SimulatedRequest(0.0, 2048, 1)])) == 512
 
 
 def test_a_machine_fast_enough_gives_a_long_prompt_the_whole_budget() -> None:
-    fast = Machine(weights=1e-3, token=1e-5, head=1e-6, rest=1e-4)
-    assert [plan.tokens for plan, _ in steps(fast, PACED, [Arrival(0.0, 2048, 1)])] == [512] * 4
+    fast = SimulatedMachine(weights=1e-3, token=1e-5, head=1e-6, rest=1e-4)
+    assert [plan.tokens for plan, _ in steps(fast, PACED, [SimulatedRequest(0.0, 2048, 1)])] == [512] * 4
 
 
 def test_whoever_comes_while_a_long_prompt_is_computed_does_not_wait_long_for_the_step() -> None:
-    ran = steps(BF16, PACED, [Arrival(0.0, 2048, 1)])
-    assert max(seconds for _, seconds in ran) <= ARRIVAL_SECONDS * 1.25
+    ran = steps(BF16, PACED, [SimulatedRequest(0.0, 2048, 1)])
+    assert max(seconds for _, seconds in ran) <= IDLE_STEP_SECONDS * 1.25
 
 
 def test_now_and_then_a_step_only_decodes_to_tell_the_costs_apart() -> None:
-    ran = steps(INT8, PACED, [Arrival(0.0, 16, 400), Arrival(1.0, 2048, 1)])
+    ran = steps(INT8, PACED, [SimulatedRequest(0.0, 16, 400), SimulatedRequest(1.0, 2048, 1)])
     beside = [len(plan.rows) == 2 for plan, _ in ran]
     first, last = beside.index(True), len(beside) - beside[::-1].index(True)
     probes = beside[first:last].count(False)
@@ -90,11 +101,11 @@ def test_now_and_then_a_step_only_decodes_to_tell_the_costs_apart() -> None:
 
 def test_what_steps_took_is_known_when_it_is_asked_for() -> None:
     """However many steps were observed since, and each once, in turn."""
-    together, one_by_one, random = Pace(None), StepCost(), Random(0)
+    together, one_by_one, random = PrefillBudget(None), StepTimeModel(), Random(0)
     for step in range(100):
-        work, seconds = Work(1 + step % 7, 100 * step, step % 3, step), 0.01 * random.uniform(0.5, 2)
+        work, seconds = StepWork(1 + step % 7, 100 * step, step % 3, step), 0.01 * random.uniform(0.5, 2)
         together.observe(work, seconds)
         one_by_one.observe(work, seconds)
         if step % 37 == 0:
             assert together.cost.of(work) == one_by_one.of(work)
-    assert together.cost.of(Work(5, 500)) == one_by_one.of(Work(5, 500))
+    assert together.cost.of(StepWork(5, 500)) == one_by_one.of(StepWork(5, 500))

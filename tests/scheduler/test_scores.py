@@ -6,16 +6,16 @@ The machine's trials ask for scores too; here stands what they cannot see.
 import numpy as np
 import pytest
 
-from charonia.core.logprobs import Scores
+from charonia.core.logprobs import PromptLogprobs
 from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import RowSampling, StepPlan, StepUpdates
+from charonia.scheduler.plan import SamplerParams, StepPlan, StepUpdates
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
 
 BLOCK = 4
-SCORED = RowSampling(prompt_logprobs=2)
+SCORED = SamplerParams(prompt_logprobs=2)
 
 
 class Loop:
@@ -31,7 +31,7 @@ class Loop:
         self.cached: dict[int, int] = {}
         self.scored: dict[int, list[int]] = {}
 
-    def add(self, key: int, tokens: list[int], new: int = 2, sampling: RowSampling = SCORED) -> None:
+    def add(self, key: int, tokens: list[int], new: int = 2, sampling: SamplerParams = SCORED) -> None:
         prompt = np.array(tokens, np.int32)
         hashes = self.cache.digest(prompt)
         self.scheduler.add(SequenceRequest(key=key, prompt=prompt, max_tokens=new, hashes=hashes, sampling=sampling))
@@ -73,10 +73,10 @@ def test_ranks_and_likeliest_tokens_are_those_of_the_tokens() -> None:
 
 def test_what_is_cached_is_computed_again_to_be_scored() -> None:
     loop, tokens = Loop(), list(range(10, 23))
-    loop.add(0, tokens, sampling=RowSampling())
+    loop.add(0, tokens, sampling=SamplerParams())
     loop.drain()
     loop.add(1, tokens)
-    loop.add(2, tokens, sampling=RowSampling())
+    loop.add(2, tokens, sampling=SamplerParams())
     loop.drain()
     assert loop.cached == {0: 0, 1: 0, 2: 12}
     assert loop.scored == {1: list(range(1, 13))}
@@ -87,7 +87,7 @@ def test_a_scored_prompt_is_cached_for_others() -> None:
     loop, tokens = Loop(), list(range(10, 23))
     loop.add(0, tokens)
     loop.drain()
-    loop.add(1, tokens, sampling=RowSampling())
+    loop.add(1, tokens, sampling=SamplerParams())
     loop.drain()
     assert loop.cached[1] == 12
 
@@ -111,7 +111,7 @@ def test_after_a_preemption_nothing_is_scored_twice_and_what_was_may_be_cached()
 def test_a_half_scored_prompt_goes_on_where_its_scores_end() -> None:
     """Preempted in the middle of its prompt, it shares its own blocks, and none that its scores do not reach."""
     loop, tokens = Loop(blocks=10, budget=4), list(range(40, 66))
-    loop.add(0, [10, 11, 12], new=20, sampling=RowSampling())
+    loop.add(0, [10, 11, 12], new=20, sampling=SamplerParams())
     loop.step()
     loop.step()
     loop.add(1, tokens, new=1)
@@ -160,6 +160,6 @@ def test_a_gap_between_scores_is_refused() -> None:
     assert plan is not None
     result = loop.executor.execute(plan).result()
     none = np.zeros((1, 0), np.int32)
-    late = Scores.of(2, np.zeros(1, np.float32), np.ones(1, np.int32), none, none.astype(np.float32))
+    late = PromptLogprobs.of(2, np.zeros(1, np.float32), np.ones(1, np.int32), none, none.astype(np.float32))
     with pytest.raises(RuntimeError, match="scores from position 2 on, where 1 is next"):
         loop.scheduler.apply(result._replace(scores=[(int(plan.rows[0]), late)]))

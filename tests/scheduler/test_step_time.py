@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from charonia.scheduler.step_time import StepCost, Work
+from charonia.scheduler.step_time import StepTimeModel, StepWork
 
-DECODING, BESIDE, PROMPT = Work(8, 4000), Work(8, 4000, 32, 16_000), Work(0, 0, 256, 32_768)
+DECODING, BESIDE, PROMPT = StepWork(8, 4000), StepWork(8, 4000, 32, 16_000), StepWork(0, 0, 256, 32_768)
 
 
-def true_seconds(work: Work) -> float:
+def true_seconds(work: StepWork) -> float:
     return 0.03 + 1e-3 * work.rows + 1e-6 * work.rows_context + 2e-3 * work.tokens + 3e-7 * work.tokens_context
 
 
-def taught(rounds: int, noise: float = 0.0, seed: int = 0) -> StepCost:
-    cost, random = StepCost(), Random(seed)
+def taught(rounds: int, noise: float = 0.0, seed: int = 0) -> StepTimeModel:
+    cost, random = StepTimeModel(), Random(seed)
     for _ in range(rounds):
         for work in (DECODING, BESIDE, PROMPT):
             cost.observe(work, true_seconds(work) * random.uniform(1 - noise, 1 + noise))
@@ -24,7 +24,7 @@ def taught(rounds: int, noise: float = 0.0, seed: int = 0) -> StepCost:
 
 
 def test_nothing_is_known_before_a_step_was_timed() -> None:
-    cost = StepCost()
+    cost = StepTimeModel()
     assert not cost.known
     cost.observe(DECODING, 0.5)
     assert cost.known
@@ -32,12 +32,12 @@ def test_nothing_is_known_before_a_step_was_timed() -> None:
 
 
 @pytest.mark.parametrize("work", [DECODING, BESIDE, PROMPT])
-def test_exact_times_are_learnt(work: Work) -> None:
+def test_exact_times_are_learnt(work: StepWork) -> None:
     assert taught(60).of(work) == pytest.approx(true_seconds(work), rel=0.02)
 
 
 @pytest.mark.parametrize("work", [DECODING, BESIDE, PROMPT])
-def test_noise_leaves_a_tenth(work: Work) -> None:
+def test_noise_leaves_a_tenth(work: StepWork) -> None:
     assert taught(200, noise=0.2).of(work) == pytest.approx(true_seconds(work), rel=0.15)
 
 
@@ -67,9 +67,9 @@ def test_so_many_tokens_of_a_prompt_and_not_one_more(seconds: float, context: in
     assert cost.of_prompt(tokens + 1, context) > seconds * (1 - 1e-9)
 
 
-@given(st.lists(st.tuples(st.sampled_from([DECODING, BESIDE, PROMPT, Work(1)]), st.floats(1e-7, 1e4)), max_size=60))
-def test_whatever_is_told_costs_stay_positive_and_finite(told: list[tuple[Work, float]]) -> None:
-    cost = StepCost()
+@given(st.lists(st.tuples(st.sampled_from([DECODING, BESIDE, PROMPT, StepWork(1)]), st.floats(1e-7, 1e4)), max_size=60))
+def test_whatever_is_told_costs_stay_positive_and_finite(told: list[tuple[StepWork, float]]) -> None:
+    cost = StepTimeModel()
     for work, seconds in told:
         cost.observe(work, seconds)
-    assert 0 < cost.of(Work()) < cost.of(Work(1)) < cost.of(Work(1, 0, 100, 0)) < float("inf")
+    assert 0 < cost.of(StepWork()) < cost.of(StepWork(1)) < cost.of(StepWork(1, 0, 100, 0)) < float("inf")

@@ -2,13 +2,15 @@
 
 import pytest
 
-from charonia.bench.fuzz.scheduler_trial import Trial
-from charonia.bench.fuzz.scheduler_world import World
+from charonia.bench.fuzz.scheduler_trial import SchedulerTrial
+from charonia.bench.fuzz.scheduler_world import SchedulerWorld
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import StepPlan
 
 
-def trial(*, rows: int = 4, budget: int = 8, ahead: int = 0, in_flight: int | None = None, ageing: int = 4) -> Trial:
+def trial(
+    *, rows: int = 4, budget: int = 8, ahead: int = 0, in_flight: int | None = None, ageing: int = 4
+) -> SchedulerTrial:
     """Nothing is scarce but the budget."""
     config = SchedulerConfig(
         max_num_seqs=rows,
@@ -18,17 +20,17 @@ def trial(*, rows: int = 4, budget: int = 8, ahead: int = 0, in_flight: int | No
         in_flight_per_sequence=in_flight,
         ageing_steps=ageing,
     )
-    return Trial(World(blocks=64, block_size=4, live=100, prefix_caching=False, scheduler=config))
+    return SchedulerTrial(SchedulerWorld(blocks=64, block_size=4, live=100, prefix_caching=False, scheduler=config))
 
 
-def step(trial: Trial) -> dict[int, int]:
+def step(trial: SchedulerTrial) -> dict[int, int]:
     """One step; the tokens it computed, by row."""
     plan = planned(trial)
     trial.apply()
     return dict(zip(plan.rows.tolist(), plan.counts.tolist(), strict=True))
 
 
-def planned(trial: Trial) -> StepPlan:
+def planned(trial: SchedulerTrial) -> StepPlan:
     plan = trial.schedule()
     assert plan is not None
     return plan
@@ -194,7 +196,7 @@ def test_the_executor_hears_of_a_row_when_it_enters_grows_and_leaves() -> None:
 
 def test_several_tokens_a_step_are_the_same_case() -> None:
     config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=64)
-    one = Trial(World(blocks=64, burst=(3, 3), scheduler=config))
+    one = SchedulerTrial(SchedulerWorld(blocks=64, burst=(3, 3), scheduler=config))
     one.arrive(family=0, prompt=4, new=8)
     assert [step(one) for _ in range(3)] == [{0: 4}, {0: 3}, {0: 3}], "the last result has two tokens to give"
     assert not one.expected
@@ -202,7 +204,7 @@ def test_several_tokens_a_step_are_the_same_case() -> None:
 
 def test_a_row_that_got_more_than_expected_waits_for_what_was_planned_on_the_old_count() -> None:
     config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=64, ahead=1)
-    one = Trial(World(blocks=64, burst=(3, 3), scheduler=config))
+    one = SchedulerTrial(SchedulerWorld(blocks=64, burst=(3, 3), scheduler=config))
     one.arrive(family=0, prompt=4, new=8)
     planned(one), planned(one)
     one.apply()

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from charonia.core.request_context import Exchange
-from charonia.telemetry.log_writer import Lines
-from charonia.telemetry.request_log import Entry
+from charonia.core.request_context import RequestContext
+from charonia.telemetry.log_writer import LogWriter
+from charonia.telemetry.request_log import RequestLogRecord
 
 UNREAD = """
 import logging, signal
@@ -30,22 +30,22 @@ log.warning("after")
 """
 
 
-def logger_of(lines: Lines) -> logging.Logger:
+def logger_of(lines: LogWriter) -> logging.Logger:
     logger = logging.Logger("alone", logging.INFO)
     logger.addHandler(lines)
     return logger
 
 
 def ended() -> logging.LogRecord:
-    exchange = Exchange("infer")
+    exchange = RequestContext("infer")
     exchange.finish()
     exchange.close()
-    return Entry(exchange)
+    return RequestLogRecord(exchange)
 
 
 def test_what_somebody_reads_is_written_in_order_and_all_of_it_at_the_end() -> None:
     stream = io.StringIO()
-    lines = Lines(stream)
+    lines = LogWriter(stream)
     lines.addFilter(lambda record: "unwanted" not in record.getMessage())
     logger = logger_of(lines)
     for number in range(100):
@@ -60,7 +60,7 @@ def test_what_somebody_reads_is_written_in_order_and_all_of_it_at_the_end() -> N
 
 def test_requests_wait_for_each_other_and_nothing_else_waits() -> None:
     stream = io.StringIO()
-    lines = Lines(stream)
+    lines = LogWriter(stream)
     logger = logger_of(lines)
     logger.handle(ended())
     assert not stream.getvalue()
@@ -82,7 +82,7 @@ def test_a_pipe_that_is_read_late_gets_the_oldest_lines_and_how_many_are_lost() 
 
     reader = threading.Thread(target=read, daemon=True)
     with open(given, "w", encoding="utf-8") as stream:
-        lines = Lines(stream, most=100_000)
+        lines = LogWriter(stream, most=100_000)
         logger = logger_of(lines)
         for number in range(20_000):  # 400 kB: several times what may wait, and a pipe takes of itself
             logger.info("line %014d", number)
@@ -111,7 +111,7 @@ def test_a_full_disk_loses_lines_and_says_so_when_there_is_room_again() -> None:
             return super().write(text)
 
     stream = Disk()
-    lines = Lines(stream)
+    lines = LogWriter(stream)
     logger = logger_of(lines)
     logger.info("0")
     logger.info("1")
@@ -129,7 +129,7 @@ def test_a_file_that_cannot_be_written_is_told_on_stderr_once_and_with_a_count(
     folder, away = tmp_path / "logs", tmp_path / "away"
     folder.mkdir()
     file = folder / "log"
-    lines = Lines(file.open("a", encoding="utf-8"), file=str(file))
+    lines = LogWriter(file.open("a", encoding="utf-8"), file=str(file))
     logger = logger_of(lines)
     logger.info("0")
     lines.flush()
@@ -153,7 +153,7 @@ def test_a_file_that_cannot_be_written_is_told_on_stderr_once_and_with_a_count(
 
 def test_a_full_disk_is_told_on_stderr_at_the_end(capfd: pytest.CaptureFixture[str]) -> None:
     file = Path("/dev/full")
-    lines = Lines(file.open("a", encoding="utf-8"), file=str(file))
+    lines = LogWriter(file.open("a", encoding="utf-8"), file=str(file))
     logger_of(lines).info("0")
     lines.flush()
     logger_of(lines).info("1")
@@ -183,7 +183,7 @@ def test_garbage_that_is_collected_while_a_line_is_put_may_say_so() -> None:
 
     said: list[str] = []
     stream = io.StringIO()
-    lines = Lines(stream)
+    lines = LogWriter(stream)
     lines.setFormatter(Form())
     logger = logger_of(lines)
     thread = threading.Thread(target=logger.info, args=("0",), daemon=True)

@@ -12,9 +12,9 @@ import pytest
 
 from charonia.core.errors import InvalidArgument, Unsupported
 from charonia.core.log_settings import LogSettings
-from charonia.core.request_context import Exchange
-from charonia.telemetry.logging_setup import logging_as
-from charonia.telemetry.request_log import write_record
+from charonia.core.request_context import RequestContext
+from charonia.telemetry.logging_setup import configured_logging
+from charonia.telemetry.request_log import log_request
 
 log = logging.getLogger("charonia.test")
 
@@ -45,7 +45,7 @@ def say_all() -> None:
 
 
 def test_levels_and_formats_change_while_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    with alone(), logging_as(LogSettings()) as logs:
+    with alone(), configured_logging(LogSettings()) as logs:
         say_all()
         assert [re.sub(r"^\d{4} \d\d:\d\d:\d\d ", "", line) for line in said(capsys)] == [
             "I charonia.test: i",
@@ -70,7 +70,7 @@ def test_a_file_may_have_the_log_and_keeps_what_it_had(capsys: pytest.CaptureFix
     file.write_text("before\n")
     requests = logging.getLogger("charonia.requests")
     with alone():
-        with logging_as(LogSettings(log_file=str(file))) as logs:
+        with configured_logging(LogSettings(log_file=str(file))) as logs:
             log.warning("w")
             requests.info("r")
             assert logs.update(replace(logs.settings, log_verbose_level=1)).log_file == str(file)
@@ -84,14 +84,14 @@ def test_a_file_may_have_the_log_and_keeps_what_it_had(capsys: pytest.CaptureFix
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with (
         pytest.raises(InvalidArgument, match=r"--log-file .* cannot be written: Is a directory"),
-        logging_as(LogSettings(log_file=str(tmp_path))),
+        configured_logging(LogSettings(log_file=str(tmp_path))),
     ):
         pass
 
 
 def test_records_that_end_requests_go_with_what_informs(capsys: pytest.CaptureFixture[str]) -> None:
     requests = logging.getLogger("charonia.requests")
-    with alone(), logging_as(LogSettings(log_info=False)) as logs:
+    with alone(), configured_logging(LogSettings(log_info=False)) as logs:
         assert not requests.isEnabledFor(logging.INFO)
         logs.update(LogSettings())
         requests.info("one")
@@ -100,14 +100,14 @@ def test_records_that_end_requests_go_with_what_informs(capsys: pytest.CaptureFi
 
 def test_lines_of_the_web_server_are_for_the_curious() -> None:
     access = logging.getLogger("uvicorn.access")
-    with alone(), logging_as(LogSettings()) as logs:
+    with alone(), configured_logging(LogSettings()) as logs:
         assert not access.isEnabledFor(logging.INFO)
         logs.update(LogSettings(log_verbose_level=1))
         assert access.isEnabledFor(logging.INFO)
 
 
-def ended(tenant: str) -> Exchange:
-    exchange = Exchange("infer")
+def ended(tenant: str) -> RequestContext:
+    exchange = RequestContext("infer")
     exchange.tenant = tenant
     exchange.finish()
     exchange.close()
@@ -115,10 +115,10 @@ def ended(tenant: str) -> Exchange:
 
 
 def test_requests_that_ended_in_both_forms(capsys: pytest.CaptureFixture[str]) -> None:
-    with alone(), logging_as(LogSettings()) as logs:
-        write_record(ended("é"))
+    with alone(), configured_logging(LogSettings()) as logs:
+        log_request(ended("é"))
         logs.update(LogSettings(log_format="json"))
-        write_record(ended("é"))
+        log_request(ended("é"))
     text, line = said(capsys)
     assert re.match(r'\d{4} \d\d:\d\d:\d\d I charonia.requests: door=infer tenant="\\u00e9" outcome=done ', text)
     told = json.loads(line)
@@ -129,7 +129,7 @@ def test_requests_that_ended_in_both_forms(capsys: pytest.CaptureFixture[str]) -
 def test_what_comes_after_the_end_is_written_too(capsys: pytest.CaptureFixture[str]) -> None:
     requests = logging.getLogger("charonia.requests")
     with alone():
-        with logging_as(LogSettings()):
+        with configured_logging(LogSettings()):
             requests.info("one")
         requests.info("two")
     assert [line[-3:] for line in said(capsys)] == ["one", "two"]

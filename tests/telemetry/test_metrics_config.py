@@ -3,12 +3,18 @@
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.telemetry.metric_families import CHARONIA, DURATIONS, FIRST_RESPONSES, SUMMARIES, TRITON
-from charonia.telemetry.metrics_config import MetricsConfig, read_metrics_config
+from charonia.telemetry.metric_families import (
+    CHARONIA_FAMILIES,
+    DURATION_FAMILIES,
+    FIRST_RESPONSE_FAMILIES,
+    SUMMARY_FAMILIES,
+    TRITON_FAMILIES,
+)
+from charonia.telemetry.metrics_config import MetricsConfig, parse_metrics_config
 
-SUMMED = {family.name for family in SUMMARIES}
-FIRST = {family.name for family in FIRST_RESPONSES}
-DURATION = {family.name for family in DURATIONS}
+SUMMED = {family.name for family in SUMMARY_FAMILIES}
+FIRST = {family.name for family in FIRST_RESPONSE_FAMILIES}
+DURATION = {family.name for family in DURATION_FAMILIES}
 
 
 @pytest.mark.parametrize(
@@ -22,13 +28,13 @@ DURATION = {family.name for family in DURATIONS}
     ],
 )
 def test_what_is_shown(words: tuple[str, ...], hidden: set[str]) -> None:
-    assert read_metrics_config(words).hidden == hidden
-    assert hidden <= {family.name for family in (*CHARONIA, *TRITON)}
+    assert parse_metrics_config(words).hidden == hidden
+    assert hidden <= {family.name for family in (*CHARONIA_FAMILIES, *TRITON_FAMILIES)}
 
 
 def test_quantiles() -> None:
     assert MetricsConfig().quantiles == (0.5, 0.9, 0.95, 0.99, 0.999)
-    assert read_metrics_config(['summary_quantiles="0.25:0.05,1:0.001"']).quantiles == (0.25, 1.0)
+    assert parse_metrics_config(['summary_quantiles="0.25:0.05,1:0.001"']).quantiles == (0.25, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -46,4 +52,4 @@ def test_quantiles() -> None:
 )
 def test_what_it_cannot_say_is_refused(word: str) -> None:
     with pytest.raises(InvalidArgument, match=f"^--metrics-config {word}: expected"):
-        read_metrics_config([word])
+        parse_metrics_config([word])

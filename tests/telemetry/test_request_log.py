@@ -5,12 +5,18 @@ import logging
 import pytest
 
 from charonia.core.errors import NotFound
-from charonia.core.request_context import Exchange
-from charonia.telemetry.request_log import Entry, RequestRecord, record_of, words, write_record
+from charonia.core.request_context import RequestContext
+from charonia.telemetry.request_log import (
+    RequestLogFields,
+    RequestLogRecord,
+    log_request,
+    request_log_fields,
+    request_log_line,
+)
 
 
-def refused(model: str) -> Exchange:
-    exchange = Exchange("chat")
+def refused(model: str) -> RequestContext:
+    exchange = RequestContext("chat")
     exchange.tenant, exchange.model = "alice", model
     exchange.fail(NotFound("no"))
     exchange.close()
@@ -19,32 +25,32 @@ def refused(model: str) -> Exchange:
 
 def test_a_refusal_has_a_record_without_times(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "charonia.requests")
-    write_record(refused("nope"))
+    log_request(refused("nope"))
     [record] = caplog.records
     assert (record.outcome, record.reason, record.tenant, record.door) == ("rejected", "not_found", "alice", "chat")
     assert (record.queue_ms, record.ttft_ms, record.prompt_tokens, record.choices) == (None, None, None, 0)
     begin = "door=chat model=nope tenant=alice outcome=rejected reason=not_found choices=0 generated_tokens=0 e2e_ms="
     assert record.getMessage().startswith(begin)
-    assert set(RequestRecord._fields) <= vars(record).keys()
+    assert set(RequestLogFields._fields) <= vars(record).keys()
     assert (record.name, record.levelname) == ("charonia.requests", "INFO")
 
 
 def test_nothing_is_written_below_the_level(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "charonia.requests")
-    write_record(refused("nope"))
+    log_request(refused("nope"))
     assert caplog.records == []
 
 
 @pytest.mark.parametrize("name", ["a outcome=stop", "a\n1121 I charonia.requests: model=b", 'a"b', "ü\x1b[2J"])
 def test_a_made_up_name_stays_one_word_of_one_line(name: str) -> None:
-    text = str(record_of(refused(name)))
+    text = str(request_log_fields(refused(name)))
     assert text.isprintable()
     assert "outcome=stop" not in text.replace('model="a outcome=stop"', "")
     assert "\n" not in text
 
 
 def test_a_long_name_is_cut() -> None:
-    assert len(record_of(refused("x" * 10_000)).model) == 256
+    assert len(request_log_fields(refused("x" * 10_000)).model) == 256
 
 
 @pytest.mark.parametrize(
@@ -61,28 +67,28 @@ def test_a_long_name_is_cut() -> None:
     ],
 )
 def test_remembered_words_are_those_of_the_record(said: dict[str, object]) -> None:
-    exchange = Exchange("infer")
+    exchange = RequestContext("infer")
     exchange.finish()
     exchange.close()
     exchange.arrived, exchange.ended = 0.0, 1.2345678
     for name, value in said.items():
         setattr(exchange, name, value)
     for _ in range(2):
-        assert words(exchange) == str(record_of(exchange))
+        assert request_log_line(exchange) == str(request_log_fields(exchange))
 
 
 def test_a_clients_own_id_is_told_unless_ours_has_it() -> None:
     exchange = refused("m")
     exchange.id, exchange.client_id = "cmpl-ab", "ab"
-    assert "x_request_id" not in str(record_of(exchange))
+    assert "x_request_id" not in str(request_log_fields(exchange))
     exchange.id = "7"
-    assert str(record_of(exchange)).startswith("request_id=7 x_request_id=ab ")
+    assert str(request_log_fields(exchange)).startswith("request_id=7 x_request_id=ab ")
 
 
 def test_an_entry_has_the_fields_of_its_record() -> None:
     exchange = refused("nope")
-    entry = Entry(exchange)
-    assert entry.fields() == record_of(exchange)._asdict()
-    assert entry.words() == entry.getMessage() == str(record_of(exchange))
+    entry = RequestLogRecord(exchange)
+    assert entry.fields() == request_log_fields(exchange)._asdict()
+    assert entry.words() == entry.getMessage() == str(request_log_fields(exchange))
     with pytest.raises(AttributeError):
         _ = entry.nonsense

@@ -10,12 +10,12 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import InferResponse
-from charonia.core.request_context import Computed, Exchange
+from charonia.core.request_context import ExecutionTimes, RequestContext
 from charonia.core.span_settings import SpanSettings
 from charonia.core.tensor import Tensor
-from charonia.core.trace_settings import Traces, TraceSettings, read_trace_config
-from charonia.telemetry.request_trace import trace_of, traced
-from charonia.telemetry.trace_file import TraceFile, check_writable
+from charonia.core.trace_settings import TraceControl, TraceSettings, parse_trace_config
+from charonia.telemetry.request_trace import request_trace, trace_tensors
+from charonia.telemetry.trace_file import TraceFileWriter, check_trace_file
 
 
 @pytest.fixture
@@ -23,15 +23,15 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "trace.json"
 
 
-def tracing(path: Path, **settings: Any) -> tuple[Traces, TraceFile]:
-    traces = Traces(
+def tracing(path: Path, **settings: Any) -> tuple[TraceControl, TraceFileWriter]:
+    traces = TraceControl(
         TraceSettings(**{"trace_level": ("TIMESTAMPS",), "trace_rate": 1, "trace_file": str(path), **settings})
     )
-    return traces, TraceFile(traces)
+    return traces, TraceFileWriter(traces)
 
 
-def ended(model: str = "m", request_id: str = "", found: bool = True) -> Exchange:
-    exchange = Exchange("infer")
+def ended(model: str = "m", request_id: str = "", found: bool = True) -> RequestContext:
+    exchange = RequestContext("infer")
     exchange.id, exchange.model, exchange.version, exchange.found = request_id, model, "3", found
     exchange.finish()
     exchange.close()
@@ -71,7 +71,7 @@ def test_a_trace_says_what_was_asked_and_when(path: Path) -> None:
 
 def test_what_was_refused_has_no_answer(path: Path) -> None:
     _, file = tracing(path)
-    exchange = Exchange("ModelInfer")
+    exchange = RequestContext("ModelInfer")
     exchange.model, exchange.found = "m", True
     exchange.fail(InvalidArgument("no"))
     exchange.close()
@@ -85,7 +85,7 @@ def test_what_was_refused_has_no_answer(path: Path) -> None:
 def test_a_trace_of_a_classic_model_says_what_was_done_when(path: Path) -> None:
     _, file = tracing(path)
     exchange = ended()
-    exchange.computed = Computed(queued=100, begun=250, spent=(10, 20, 30))
+    exchange.computed = ExecutionTimes(queued=100, begun=250, spent=(10, 20, 30))
     file(exchange)
     file.close()
     [_, times] = json.loads(path.read_text())
@@ -114,10 +114,12 @@ async def test_tensors_are_written_as_they_passed(path: Path) -> None:
     inputs = [Tensor.of("IN", "FP32", lent), Tensor.of("TEXT", "BYTES", [b"a,b", b"\xff\xc3\xa9"])]
     made = [Tensor.of("OUT", "BOOL", [True, False]), Tensor.of("HALF", "BF16", np.array(0x3F80, np.uint16))]
     for model in ("not picked", "m"):
-        exchange, ended = Exchange("infer"), list[bool]()
+        exchange, ended = RequestContext("infer"), list[bool]()
         exchange.model, exchange.version, exchange.found = model, "3", True
-        exchange.computed = Computed(1, 2, (3, 4, 5))
-        answers = traced(trace_of(exchange, traces), inputs, answered([InferResponse((each,)) for each in made], ended))
+        exchange.computed = ExecutionTimes(1, 2, (3, 4, 5))
+        answers = trace_tensors(
+            request_trace(exchange, traces), inputs, answered([InferResponse((each,)) for each in made], ended)
+        )
         lent[:] = 7  # a client may, as soon as it is answered
         assert [response.outputs[0] async for response in answers] == made
         lent[:] = [0.1, 1e-30, np.nan]
@@ -143,10 +145,10 @@ async def test_tensors_are_written_as_they_passed(path: Path) -> None:
 async def test_a_tensor_without_end_is_cut(path: Path) -> None:
     traces, file = tracing(path, trace_level=("TENSORS",), trace_count=1)
     large = [Tensor.of("N", "INT32", np.arange(1 << 20)), *[Tensor.of("S", "BYTES", [b"x" * 100] * 10000)] * 5]
-    exchange = Exchange("infer")
+    exchange = RequestContext("infer")
     exchange.found = True
     responses = [InferResponse((Tensor.of("OUT", "INT8", [number % 100]),)) for number in range(3000)]
-    answers = traced(trace_of(exchange, traces), large, answered(responses, []))
+    answers = trace_tensors(request_trace(exchange, traces), large, answered(responses, []))
     assert len([response async for response in answers]) == 3000
     exchange.close()
     file(exchange)
@@ -161,7 +163,7 @@ def test_the_file_is_whole_when_those_picked_last_end_first(path: Path) -> None:
     traces, file = tracing(path, trace_count=2)
     first, last = ended(request_id="first"), ended(request_id="last")
     for exchange in (first, last):
-        trace_of(exchange, traces)
+        request_trace(exchange, traces)
     for exchange in (last, first):
         file(exchange)
     asked = [each.get("request_id") for each in written(path.with_name("trace.json.0"))]
@@ -262,7 +264,7 @@ def test_traces_of_a_removed_file_are_lost_and_the_next_have_a_new_one(path: Pat
 
 
 def test_without_a_file_it_is_said_that_nothing_is_traced(caplog: pytest.LogCaptureFixture) -> None:
-    Traces().update({"trace_level": ["TIMESTAMPS"]})
+    TraceControl().update({"trace_level": ["TIMESTAMPS"]})
     assert "nothing is traced: trace file name is not given" in caplog.text
 
 
@@ -286,7 +288,7 @@ def test_without_a_file_it_is_said_that_nothing_is_traced(caplog: pytest.LogCapt
     ],
 )
 def test_what_the_server_starts_with(words: list[str], settings: TraceSettings) -> None:
-    assert read_trace_config(words) == settings
+    assert parse_trace_config(words) == settings
 
 
 @pytest.mark.parametrize(
@@ -303,7 +305,7 @@ def test_what_the_server_starts_with(words: list[str], settings: TraceSettings) 
 )
 def test_what_it_cannot_start_with(word: str, text: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        read_trace_config([word])
+        parse_trace_config([word])
     assert caught.value.message.startswith(text)
 
 
@@ -311,13 +313,13 @@ def test_what_it_cannot_start_with(word: str, text: str) -> None:
 def test_a_file_that_cannot_be_written_is_told_at_the_start(tmp_path: Path, name: str, wrong: str) -> None:
     file = str(tmp_path / name)
     with pytest.raises(InvalidArgument) as caught:
-        check_writable(read_trace_config([f"file={file}"]))
+        check_trace_file(parse_trace_config([f"file={file}"]))
     assert caught.value.message == f"--trace-config file={file}: {wrong.format(tmp_path)}"
 
 
 @pytest.mark.parametrize("words", [["file={0}/new"], ["file={0}/old"], ["file={0}", "log-frequency=2"], []])
 def test_a_file_that_can_be_written_is_not_yet(tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "old").write_text("what there was")
-    check_writable(read_trace_config([word.format(tmp_path) for word in words]))
+    check_trace_file(parse_trace_config([word.format(tmp_path) for word in words]))
     assert [entry.name for entry in tmp_path.iterdir()] == ["old"]
     assert (tmp_path / "old").read_text() == "what there was"

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from charonia.core.errors import InvalidArgument, QueueFull, Unsupported
-from charonia.core.metrics import End, Outcome
+from charonia.core.metrics import Outcome, RequestEnd
 from charonia.core.request import FinishReason, SamplingParams
-from charonia.core.request_context import Exchange
+from charonia.core.request_context import RequestContext
 from charonia.core.span_settings import SpanSettings
-from charonia.core.trace_settings import Traces, read_trace_config
+from charonia.core.trace_settings import TraceControl, parse_trace_config
 from charonia.telemetry.spans import phase_spans, request_span
-from charonia.telemetry.tracing import Sampled, endpoint_of, tracing
+from charonia.telemetry.tracing import SamplingTracer, open_tracer, otlp_endpoint
 
 ALL, TRACES = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
@@ -37,7 +37,7 @@ PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
     ],
 )
 def test_where_spans_go(flag: str, environment: dict[str, str], endpoint: str) -> None:
-    assert endpoint_of(flag, environment) == endpoint
+    assert otlp_endpoint(flag, environment) == endpoint
 
 
 @pytest.mark.parametrize(
@@ -52,24 +52,24 @@ def test_where_spans_go(flag: str, environment: dict[str, str], endpoint: str) -
 )
 def test_where_they_cannot_go(flag: str, environment: dict[str, str], complaint: str) -> None:
     with pytest.raises(InvalidArgument, match=complaint):
-        endpoint_of(flag, environment)
+        otlp_endpoint(flag, environment)
 
 
 def test_tritons_mode_says_where_spans_go_and_it_alone() -> None:
     told = SpanSettings("http://c:4318/t")
-    assert endpoint_of("", {ALL: "http://other"}, told) == "http://c:4318/t"
+    assert otlp_endpoint("", {ALL: "http://other"}, told) == "http://c:4318/t"
     with pytest.raises(InvalidArgument, match="--trace-config mode=opentelemetry both say where spans go"):
-        endpoint_of("http://other", {}, told)
+        otlp_endpoint("http://other", {}, told)
     with pytest.raises(InvalidArgument, match="--trace-config opentelemetry,url must be an HTTP URL"):
-        endpoint_of("", {}, SpanSettings("http://"))
+        otlp_endpoint("", {}, SpanSettings("http://"))
     assert SpanSettings(bsp_max_queue_size=10).batch == 10
 
 
 def test_in_tritons_mode_some_requests_are_traced_and_those_of_traced_clients() -> None:
     words = ["mode=opentelemetry", "level=TIMESTAMPS", "rate=2", "opentelemetry,resource=a=b"]
-    traces = Traces(read_trace_config(words))
-    seen: list[Exchange] = []
-    sampled = Sampled(seen.append, traces)
+    traces = TraceControl(parse_trace_config(words))
+    seen: list[RequestContext] = []
+    sampled = SamplingTracer(seen.append, traces)
     for number in range(4):
         sampled(asked(str(number)))
     sampled(asked("theirs", (b"traceparent", b"00-1-2-01")))
@@ -90,16 +90,16 @@ def test_in_tritons_mode_some_requests_are_traced_and_those_of_traced_clients() 
     }
 
 
-def asked(name: str, *headers: tuple[bytes, bytes], found: bool = True) -> Exchange:
-    exchange = Exchange("infer", headers)
+def asked(name: str, *headers: tuple[bytes, bytes], found: bool = True) -> RequestContext:
+    exchange = RequestContext("infer", headers)
     exchange.id, exchange.found = name, found
     exchange.close()
     return exchange
 
 
 def test_in_tritons_mode_nothing_is_traced_without_a_level() -> None:
-    seen: list[Exchange] = []
-    sampled = Sampled(seen.append, Traces(read_trace_config(["mode=opentelemetry", "rate=1"])))
+    seen: list[RequestContext] = []
+    sampled = SamplingTracer(seen.append, TraceControl(parse_trace_config(["mode=opentelemetry", "rate=1"])))
     sampled(asked("theirs", (b"traceparent", b"00-1-2-01")))
     assert seen == []
 
@@ -126,13 +126,13 @@ except InvalidArgument as error:
 
 def test_wrong_variables_of_the_library_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "-1")
-    with pytest.raises(InvalidArgument, match="OpenTelemetry's environment variables"), tracing("http://c/t", "1"):
+    with pytest.raises(InvalidArgument, match="OpenTelemetry's environment variables"), open_tracer("http://c/t", "1"):
         pass
 
 
 def test_what_cannot_be_traced_hurts_nobody_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    never_closed = Exchange("chat")
-    with tracing("http://127.0.0.1:9/v1/traces", "1") as tracer:
+    never_closed = RequestContext("chat")
+    with open_tracer("http://127.0.0.1:9/v1/traces", "1") as tracer:
         assert tracer is not None
         tracer(never_closed)
         tracer(never_closed)
@@ -143,7 +143,7 @@ def test_what_cannot_be_traced_hurts_nobody_and_is_told_once(caplog: pytest.LogC
 def part(**fields: object) -> SimpleNamespace:
     """A sequence that went through everything."""
     whole = {
-        "end": End(Outcome.STOP),
+        "end": RequestEnd(Outcome.STOP),
         "choice": 0,
         "sampling": SamplingParams(max_tokens=8, temperature=0.5, seed=2**64 - 1, stop=("x",)),
         "opened": 1.0,
@@ -159,8 +159,8 @@ def part(**fields: object) -> SimpleNamespace:
     return SimpleNamespace(**whole | fields)
 
 
-def closed(*parts: SimpleNamespace, error: Exception | None = None) -> Exchange:
-    exchange = Exchange("chat")
+def closed(*parts: SimpleNamespace, error: Exception | None = None) -> RequestContext:
+    exchange = RequestContext("chat")
     exchange.id, exchange.model, exchange.tenant, exchange.arrived = "chatcmpl-1", "m", "alice", 0.5
     exchange.parts.extend(parts)
     if error is not None:
@@ -201,7 +201,7 @@ def test_an_answered_request() -> None:
 
 def test_a_request_that_broke_off_in_the_queue() -> None:
     late = part(
-        end=End(Outcome.TIMEOUT), begun=None, first=None, last=None, cached=None, generated=0, finish_reason=None
+        end=RequestEnd(Outcome.TIMEOUT), begun=None, first=None, last=None, cached=None, generated=0, finish_reason=None
     )
     exchange = closed(late)
     whole = request_span(exchange)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import Unavailable
-from charonia.core.request import Conversation, Message
+from charonia.core.request import ChatMessage, Conversation
 from charonia.tokenization.async_tokenizer import AsyncTokenizer
 from charonia.tokenization.tokenizer import Tokenizer
 
-CHAT = Conversation((Message("user", "x"),))
+CHAT = Conversation((ChatMessage("user", "x"),))
 LONG = "the lazy dog " * 30
 IDS = [65] * 300
 

@@ -4,10 +4,10 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.request import Conversation, Message
+from charonia.core.request import ChatMessage, Conversation
 from charonia.tokenization.chat_template import ChatTemplate, find_template
 
-HELLO = Conversation((Message("user", "<héllo>"),))
+HELLO = Conversation((ChatMessage("user", "<héllo>"),))
 
 
 def render(source: str, **tokens: str) -> str:
@@ -38,7 +38,7 @@ def test_what_templates_of_the_field_lean_on() -> None:
 
 def test_participants_may_have_names() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.name | default(m.role) }}: {{ m.content }};{% endfor %}", {})
-    chat = Conversation((Message("user", "a", "Ann"), Message("user", "b")))
+    chat = Conversation((ChatMessage("user", "a", "Ann"), ChatMessage("user", "b")))
     assert template.render(chat) == "Ann: a;user: b;"
 
 

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from charonia.tokenization.detokenizer import detokenizer
+from charonia.tokenization.detokenizer import make_detokenizer
 from charonia.tokenization.tokenizer import Tokenizer
 
 TEXT = "the été 🦊👩‍👩‍👧 日本語</s>fox\ufffd!"
@@ -17,7 +17,7 @@ ONE_FIXTURE_IS_FINE = settings(suppress_health_check=[HealthCheck.function_scope
 def pieces(
     tokenizer: Tokenizer, ids: list[int], sizes: list[int], prompt: tuple[int, ...] = (), special: bool = False
 ) -> list[str]:
-    text, out, rest = detokenizer(tokenizer, prompt, special), [], list(ids)
+    text, out, rest = make_detokenizer(tokenizer, prompt, special), [], list(ids)
     for size in [*sizes, *[1] * len(ids)]:
         out.append(text.push(rest[:size]))
         rest = rest[size:]

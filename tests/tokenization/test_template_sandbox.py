@@ -6,9 +6,15 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.request import Conversation, Message
+from charonia.core.request import ChatMessage, Conversation
 from charonia.tokenization.chat_template import ChatTemplate
-from charonia.tokenization.template_sandbox import MAX_SOURCE, Meter, TemplateSandbox, TooMuch, metered
+from charonia.tokenization.template_sandbox import (
+    MAX_SOURCE,
+    TemplateLimitExceeded,
+    TemplateSandbox,
+    WorkMeter,
+    metered,
+)
 
 WORK, TURNS = 100_000, 2_000
 TEXT = "ab\tc " * 1000
@@ -18,7 +24,7 @@ CHAIN = "{% set ns = namespace(x=[1]) %}{% for i in range(1500) %}{% set ns.x = 
 
 
 def render(source: str, work: int = WORK, turns: int = TURNS, **variables: Any) -> str:
-    with metered(Meter(work, turns)):
+    with metered(WorkMeter(work, turns)):
         return TemplateSandbox().compiled(source).render(variables)
 
 
@@ -113,7 +119,7 @@ HOSTILE = {
 def test_a_hostile_template_is_stopped_before_it_takes_memory(source: str) -> None:
     tracemalloc.start()
     try:
-        with pytest.raises(TooMuch):
+        with pytest.raises(TemplateLimitExceeded):
             render(source, text=TEXT)
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
@@ -177,7 +183,7 @@ def test_nothing_is_computed_ahead() -> None:
 
 
 def test_a_conversation_pays_for_itself_and_errors_name_the_template() -> None:
-    chat = Conversation((Message("user", "x" * 60_000_000),))
+    chat = Conversation((ChatMessage("user", "x" * 60_000_000),))
     template = ChatTemplate("{{ messages[0].content | trim }}{{ messages[0].content[1:] | length }}", {})
     assert len(template.render(chat)) == 60_000_000 + len("59999999")
     with pytest.raises(InvalidArgument, match=r"^the given chat template does more than it may: it") as refusal:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import transformers
 
-from charonia.core.errors import InvalidArgument, NotFound, TooLong
-from charonia.core.request import Conversation, Message
-from charonia.tokenization.checkpoint_files import locate
-from charonia.tokenization.tokenizer import Limit, Tokenizer
+from charonia.core.errors import ContextLengthExceeded, InvalidArgument, NotFound
+from charonia.core.request import ChatMessage, Conversation
+from charonia.tokenization.checkpoint_files import locate_checkpoint
+from charonia.tokenization.tokenizer import Tokenizer, TokenLimit
 
 TEXTS = [
     "the lazy dog",
@@ -82,11 +82,13 @@ def test_others_run_while_a_long_text_is_read(checkpoint: Path) -> None:
 
 def test_what_is_far_too_long_is_known_by_its_beginning(checkpoint: Path) -> None:
     tokenizer = Tokenizer.load(checkpoint)
-    with pytest.raises(TooLong, match="length is 8 tokens: the first 128 characters of prompt are 31 tokens") as error:
-        tokenizer.prompt_ids("the lazy dog " * 10**6, limit=Limit(8))
+    with pytest.raises(
+        ContextLengthExceeded, match="length is 8 tokens: the first 128 characters of prompt are 31 tokens"
+    ) as error:
+        tokenizer.prompt_ids("the lazy dog " * 10**6, limit=TokenLimit(8))
     assert error.value.field == "prompt"
-    with pytest.raises(TooLong) as error:
-        tokenizer.prompt_ids(Conversation((Message("user", "the lazy dog " * 10**6),)), limit=Limit(8))
+    with pytest.raises(ContextLengthExceeded) as error:
+        tokenizer.prompt_ids(Conversation((ChatMessage("user", "the lazy dog " * 10**6),)), limit=TokenLimit(8))
     assert error.value.field == "messages"
 
 
@@ -94,16 +96,16 @@ def test_the_last_tokens_are_those_of_the_whole_text(checkpoint: Path) -> None:
     tokenizer = Tokenizer.load(checkpoint)
     for text in ("fox", "the lazy dog " * 300, "<|assistant|>" * 300, " " * 5000, "🦊" * 400):
         for kept in (1, 7, 40):
-            assert tokenizer.prompt_ids(text, limit=Limit(8), kept=kept) == tokenizer.encode(text)[-kept:]
+            assert tokenizer.prompt_ids(text, limit=TokenLimit(8), kept=kept) == tokenizer.encode(text)[-kept:]
     assert tokenizer.prompt_ids((1, 2, 3), kept=2) == [2, 3]
-    chat = Conversation((Message("user", "the lazy dog " * 300),))
+    chat = Conversation((ChatMessage("user", "the lazy dog " * 300),))
     assert tokenizer.prompt_ids(chat, kept=9) == tokenizer.prompt_ids(chat)[-9:]
 
 
 def test_a_text_of_long_tokens_is_read_to_its_end(checkpoint: Path) -> None:
     tokenizer, text = Tokenizer.load(checkpoint), "<|assistant|>" * 30
     assert len(text) > 16 * 20
-    ids = tokenizer.prompt_ids(text, limit=Limit(20))  # too many, but for others to judge
+    ids = tokenizer.prompt_ids(text, limit=TokenLimit(20))  # too many, but for others to judge
     assert ids == tokenizer.encode(text)
     assert len(ids) == 31
 
@@ -116,7 +118,7 @@ CHATS = [
 
 @pytest.mark.parametrize("turns", CHATS)
 def test_renders_a_conversation_as_transformers_does(checkpoint: Path, turns: list[tuple[str, str]]) -> None:
-    prompt = Conversation(tuple(Message(role, content) for role, content in turns))
+    prompt = Conversation(tuple(ChatMessage(role, content) for role, content in turns))
     messages = [{"role": role, "content": content} for role, content in turns]
     theirs = reference(checkpoint).apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert Tokenizer.load(checkpoint).prompt_ids(prompt) == theirs
@@ -128,7 +130,7 @@ def test_continues_a_message_as_transformers_does(checkpoint: Path, turns: list[
     turns = [*turns, ("assistant", last)]
     messages = [{"role": role, "content": content} for role, content in turns]
     theirs = reference(checkpoint).apply_chat_template(messages, continue_final_message=True, return_dict=False)
-    said = tuple(Message(role, content) for role, content in turns)
+    said = tuple(ChatMessage(role, content) for role, content in turns)
     prompt = Conversation(said, add_generation_prompt=False, continue_final_message=True)
     assert Tokenizer.load(checkpoint).prompt_ids(prompt) == theirs
 
@@ -136,7 +138,7 @@ def test_continues_a_message_as_transformers_does(checkpoint: Path, turns: list[
 def test_another_template(checkpoint: Path) -> None:
     mine = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
     (checkpoint / "mine.jinja").write_text(mine)
-    asked = Conversation((Message("user", "fox"),))
+    asked = Conversation((ChatMessage("user", "fox"),))
     given = Conversation(asked.messages, chat_template="{{ bos_token }}" + mine)
     tokenizer = Tokenizer.load(checkpoint)
     for template in (mine, str(checkpoint / "mine.jinja")):
@@ -162,13 +164,13 @@ def test_another_template(checkpoint: Path) -> None:
 )
 def test_a_request_s_template_is_the_request_s_fault(checkpoint: Path, template: str, says: str) -> None:
     with pytest.raises(InvalidArgument, match=says) as refusal:
-        Tokenizer.load(checkpoint).prompt_ids(Conversation((Message("user", "x"),), chat_template=template))
+        Tokenizer.load(checkpoint).prompt_ids(Conversation((ChatMessage("user", "x"),), chat_template=template))
     assert refusal.value.field == ("messages" if "fit" in says else "chat_template")
 
 
 def test_a_message_that_a_template_changes_cannot_be_continued(checkpoint: Path) -> None:
     template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
-    chat = Conversation((Message("assistant", "so far"),), {}, template, False, True)
+    chat = Conversation((ChatMessage("assistant", "so far"),), {}, template, False, True)
     with pytest.raises(InvalidArgument, match="continue_final_message: the request's chat template does not write"):
         Tokenizer.load(checkpoint).prompt_ids(chat)
 
@@ -182,7 +184,7 @@ def test_other_prompts(checkpoint: Path) -> None:
 def test_a_model_without_template_refuses_a_conversation(checkpoint: Path) -> None:
     configure(checkpoint, chat_template=None)
     with pytest.raises(InvalidArgument, match="no chat template") as refusal:
-        Tokenizer.load(checkpoint).prompt_ids(Conversation((Message("user", "hello"),)))
+        Tokenizer.load(checkpoint).prompt_ids(Conversation((ChatMessage("user", "hello"),)))
     assert refusal.value.field == "messages"
 
 
@@ -215,8 +217,8 @@ def test_broken_files_are_named(checkpoint: Path) -> None:
 
 def test_an_unknown_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="no/such-model-anywhere"):
-        locate("no/such-model-anywhere")
-    assert locate(str(tmp_path)) == tmp_path
+        locate_checkpoint("no/such-model-anywhere")
+    assert locate_checkpoint(str(tmp_path)) == tmp_path
 
 
 def test_leaves_torch_alone() -> None:

@@ -12,7 +12,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from charonia.api.api_keys import Keyring
-from charonia.api.grpc.call_policy import GrpcRules, read_rules
+from charonia.api.grpc.call_policy import GrpcCallPolicy, build_call_policy
 from charonia.api.restricted_apis import APIS
 from charonia.cli.grpc_options import GrpcOptions
 from charonia.core.errors import InvalidArgument
@@ -52,7 +52,7 @@ async def test_a_restricted_protocol_wants_its_header(gateway: Any) -> None:
 
 def test_every_rpc_belongs_to_a_protocol() -> None:
     groups = tuple(f"{name}:{name}=v" for name in APIS)
-    rules = read_rules(GrpcOptions(grpc_restricted_protocol=groups), Keyring())
+    rules = build_call_policy(GrpcOptions(grpc_restricted_protocol=groups), Keyring())
     methods = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
     assert {*rules.tolls} == {*methods}
     assert {toll.key for toll in rules.tolls.values()} == {*APIS}
@@ -72,7 +72,7 @@ def test_every_rpc_belongs_to_a_protocol() -> None:
 )
 def test_flags_that_mean_nothing(options: Any, text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
-        read_rules(GrpcOptions(**options), Keyring())
+        build_call_policy(GrpcOptions(**options), Keyring())
 
 
 async def test_metadata_becomes_parameters(gateway: Any) -> None:
@@ -95,7 +95,7 @@ async def test_metadata_becomes_parameters(gateway: Any) -> None:
 
 
 def test_nothing_is_read_where_nothing_is_asked_for() -> None:
-    assert GrpcRules().caller("ModelInfer", None) is GrpcRules().caller("ModelStreamInfer", None)  # type: ignore[arg-type]
+    assert GrpcCallPolicy().caller("ModelInfer", None) is GrpcCallPolicy().caller("ModelStreamInfer", None)  # type: ignore[arg-type]
 
 
 @asynccontextmanager

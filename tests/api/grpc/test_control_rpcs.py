@@ -8,21 +8,21 @@ from grpc import StatusCode
 from tritonclient.grpc import model_config_pb2
 from tritonclient.grpc import service_pb2 as pb
 
-from charonia.core.client_shared_memory import Regions
+from charonia.core.client_shared_memory import SharedMemoryRegistry
 from charonia.core.errors import Internal, Unavailable
-from charonia.core.gateway import IndexEntry, State
-from charonia.core.log_settings import Logs, LogSettings
-from charonia.core.shared_state import Commons
+from charonia.core.gateway import ModelState, RepositoryIndexEntry
+from charonia.core.log_settings import LogControl, LogSettings
+from charonia.core.shared_state import SharedState
 from charonia.core.statistics import (
     BatchStatistics,
-    Duration,
     InferenceStatistics,
     MemoryUsage,
     ModelStatistics,
     ResponseStatistics,
-    Statistics,
+    StatisticDuration,
+    VersionStatistics,
 )
-from charonia.core.trace_settings import Traces, TraceSettings
+from charonia.core.trace_settings import TraceControl, TraceSettings
 
 from ..grpc_serving import refused, serving
 
@@ -47,17 +47,17 @@ async def test_config(stub: Any) -> None:
 
 
 async def test_statistics(stub: Any, gateway: Any) -> None:
-    inference = InferenceStatistics(*(Duration(count, 10 * count) for count in range(8)))
-    full = Statistics(
+    inference = InferenceStatistics(*(StatisticDuration(count, 10 * count) for count in range(8)))
+    full = VersionStatistics(
         last_inference=2**40,
         inference_count=2,
         execution_count=1,
         inference=inference,
-        batches=(BatchStatistics(2, Duration(1, 5), Duration(1, 6), Duration(1, 7)),),
-        responses={"1": ResponseStatistics(success=Duration(3, 4))},
+        batches=(BatchStatistics(2, StatisticDuration(1, 5), StatisticDuration(1, 6), StatisticDuration(1, 7)),),
+        responses={"1": ResponseStatistics(success=StatisticDuration(3, 4))},
         memory=(MemoryUsage("CPU", 0, 2**33),),
     )
-    gateway.counted = [ModelStatistics("a", "1", full), ModelStatistics("b", "2", Statistics())]
+    gateway.counted = [ModelStatistics("a", "1", full), ModelStatistics("b", "2", VersionStatistics())]
     [said] = (await stub.ModelStatistics(pb.ModelStatisticsRequest(name="a", version="1"))).model_stats
     assert (said.name, said.version, said.last_inference) == ("a", "1", 2**40)
     assert (said.inference_count, said.execution_count) == (2, 1)
@@ -72,9 +72,9 @@ async def test_statistics(stub: Any, gateway: Any) -> None:
 
 async def test_index(stub: Any, gateway: Any) -> None:
     gateway.indexed = [
-        IndexEntry("a", "1", State.READY),
-        IndexEntry("b", "2", State.UNAVAILABLE, "unloaded"),
-        IndexEntry("c"),
+        RepositoryIndexEntry("a", "1", ModelState.READY),
+        RepositoryIndexEntry("b", "2", ModelState.UNAVAILABLE, "unloaded"),
+        RepositoryIndexEntry("c"),
     ]
     said = (await stub.RepositoryIndex(pb.RepositoryIndexRequest())).models
     assert [(each.name, each.version, each.state, each.reason) for each in said] == [
@@ -163,7 +163,7 @@ async def test_shared_memory_is_off_by_default(stub: Any) -> None:
 
 
 async def test_shared_memory(stub: Any, gateway: Any, shared_memory: str) -> None:
-    gateway.commons = Commons(regions=Regions(allowed=True))
+    gateway.commons = SharedState(regions=SharedMemoryRegistry(allowed=True))
     register = pb.SystemSharedMemoryRegisterRequest(name="a", key=shared_memory, offset=8, byte_size=100)
     await stub.SystemSharedMemoryRegister(register)
     assert await refused(stub.SystemSharedMemoryRegister(register)) == (
@@ -188,7 +188,7 @@ async def test_shared_memory(stub: Any, gateway: Any, shared_memory: str) -> Non
 
 
 async def test_memory_of_gpus(stub: Any, gateway: Any) -> None:
-    gateway.commons = Commons(regions=Regions(allowed=True))
+    gateway.commons = SharedState(regions=SharedMemoryRegistry(allowed=True))
     assert await refused(stub.CudaSharedMemoryRegister(pb.CudaSharedMemoryRegisterRequest(name="g"))) == (
         StatusCode.INVALID_ARGUMENT,
         "failed to register CUDA shared memory region: 'g', GPUs not supported",
@@ -210,7 +210,7 @@ def trace_request(model: str = "", **settings: list[str]) -> Any:
 
 
 async def test_trace_settings(stub: Any, gateway: Any) -> None:
-    gateway.commons = Commons(traces=Traces(TraceSettings(trace_file="t.json")))
+    gateway.commons = SharedState(traces=TraceControl(TraceSettings(trace_file="t.json")))
     defaults = {
         "trace_level": ["OFF"],
         "trace_rate": ["1000"],
@@ -267,7 +267,7 @@ def logged(said: Any) -> dict[str, Any]:
 
 async def test_log_settings(stub: Any, gateway: Any) -> None:
     made: list[LogSettings] = []
-    gateway.commons = Commons(logs=Logs(LogSettings(), made.append))
+    gateway.commons = SharedState(logs=LogControl(LogSettings(), made.append))
     defaults = {
         "log_file": "",
         "log_info": True,

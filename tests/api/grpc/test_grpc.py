@@ -10,7 +10,7 @@ from grpc import StatusCode
 from tritonclient.grpc import service_pb2 as pb
 
 from charonia.api.grpc.call_policy import Caller
-from charonia.api.grpc.stream_infer import InferStream
+from charonia.api.grpc.stream_infer import StreamInferCall
 from charonia.api.metadata import EXTENSIONS
 from charonia.core.errors import Internal, InvalidArgument, NotReady, QueueFull, Unavailable, Unsupported
 from charonia.core.metrics import Outcome
@@ -407,7 +407,7 @@ class Gone:
 
 
 async def test_who_left_a_stream_has_cancelled_its_requests(gateway: Any, caplog: pytest.LogCaptureFixture) -> None:
-    await InferStream(gateway, Gone(), asyncio.Event(), Caller()).run()
+    await StreamInferCall(gateway, Gone(), asyncio.Event(), Caller()).run()
     (exchange,) = gateway.exchanges
     assert exchange.end.outcome is Outcome.CANCELLED
     assert not caplog.records

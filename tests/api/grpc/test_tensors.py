@@ -11,9 +11,9 @@ from tritonclient.grpc import service_pb2 as pb
 
 from charonia.api.grpc import response_messages
 from charonia.api.grpc.call_policy import Caller
-from charonia.api.grpc.request_messages import read_call
+from charonia.api.grpc.request_messages import parse_infer_message
 from charonia.api.grpc.response_messages import write_response
-from charonia.core.client_shared_memory import Regions, Span
+from charonia.core.client_shared_memory import SharedMemoryRegistry, SharedMemorySlice
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, NotFound
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferResponse
@@ -38,9 +38,11 @@ FIELDS = {
 SHAPES = st.lists(st.integers(0, 4), max_size=3)
 
 
-def read(message: Any, regions: Regions | None = None) -> Any:
+def read(message: Any, regions: SharedMemoryRegistry | None = None) -> Any:
     """As it comes over the wire."""
-    return read_call(pb.ModelInferRequest.FromString(message.SerializeToString()), regions or Regions(), Caller())
+    return parse_infer_message(
+        pb.ModelInferRequest.FromString(message.SerializeToString()), regions or SharedMemoryRegistry(), Caller()
+    )
 
 
 @st.composite
@@ -95,11 +97,11 @@ def test_typed_tensors_come_back(tensor: Tensor) -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tensor=tensors(*NUMPY_TYPES), offset=st.integers(0, 9))
 def test_lent_tensors_come_back(shared_memory: str, tensor: Tensor, offset: int) -> None:
-    regions, raw = Regions(allowed=True), raw_bytes(tensor)
+    regions, raw = SharedMemoryRegistry(allowed=True), raw_bytes(tensor)
     regions.register("in", shared_memory, 0, 2000)
     regions.register("out", shared_memory, 2000, 2000)
     place = memory(region="in", offset=offset, byte_size=len(raw))
-    regions.view(Span("in", offset, len(raw)))[:] = raw
+    regions.view(SharedMemorySlice("in", offset, len(raw)))[:] = raw
     described = {"name": "T", "datatype": tensor.datatype, "shape": tensor.shape, "parameters": place}
     wanted = {"name": "T", "parameters": memory(region="out", offset=offset, byte_size=1000)}
     call = read(pb.ModelInferRequest(inputs=[described], outputs=[wanted]), regions)
@@ -108,7 +110,7 @@ def test_lent_tensors_come_back(shared_memory: str, tensor: Tensor, offset: int)
     answer = write_response(MODEL, "", InferResponse((call.asked.inputs["T"],)), call.wanted)
     assert list(answer.raw_output_contents) == [b""]
     regions.register("out", shared_memory, 2000, 2000)
-    assert bytes(regions.view(Span("out", offset, len(raw)))) == raw
+    assert bytes(regions.view(SharedMemorySlice("out", offset, len(raw)))) == raw
 
 
 def memory(**place: Any) -> dict[str, Any]:
@@ -184,7 +186,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("fields", "error", "text"), WRONG)
 def test_wrong_tensors(shared_memory: str, fields: Any, error: type[CharoniaError], text: str) -> None:
-    regions = Regions(allowed=True)
+    regions = SharedMemoryRegistry(allowed=True)
     regions.register("r", shared_memory, 0, 100)
     with pytest.raises(error) as caught:
         read(pb.ModelInferRequest(model_name="m", **fields), regions)
@@ -192,7 +194,7 @@ def test_wrong_tensors(shared_memory: str, fields: Any, error: type[CharoniaErro
 
 
 def test_lent_memory_and_raw_contents_side_by_side(shared_memory: str) -> None:
-    regions = Regions(allowed=True)
+    regions = SharedMemoryRegistry(allowed=True)
     regions.register("r", shared_memory, 0, 100)
     lent = INPUT | {"name": "L", "parameters": memory(region="r", byte_size=8)}
     message = pb.ModelInferRequest(
@@ -203,13 +205,13 @@ def test_lent_memory_and_raw_contents_side_by_side(shared_memory: str) -> None:
     assert not inputs["L"].data.flags.writeable, "what a model reads is the client's"
 
 
-def answered(tensor: Tensor, wanted: dict[str, Any], regions: Regions, config: ModelConfig = MODEL) -> Any:
+def answered(tensor: Tensor, wanted: dict[str, Any], regions: SharedMemoryRegistry, config: ModelConfig = MODEL) -> Any:
     call = read(pb.ModelInferRequest(outputs=[{"name": "T", "parameters": wanted}]), regions)
     return write_response(config, "", InferResponse((tensor,)), call.wanted)
 
 
 def test_an_output_too_large_for_its_place(shared_memory: str) -> None:
-    regions = Regions(allowed=True)
+    regions = SharedMemoryRegistry(allowed=True)
     regions.register("r", shared_memory, 0, 100)
     text = "shared memory size specified with the request for output 'T' (7 bytes) should be at least 8 bytes to hold"
     for tensor in (Tensor.of("T", "INT32", [1, 2]), Tensor.of("T", "BYTES", [b"a", b"cd"])):
@@ -221,14 +223,14 @@ def test_an_output_too_large_for_its_place(shared_memory: str) -> None:
 
 def test_classes() -> None:
     wanted = {"classification": pb.InferParameter(int64_param=2)}
-    answer = answered(Tensor.of("T", "FP32", [1, 3.3, 2]), wanted, Regions())
+    answer = answered(Tensor.of("T", "FP32", [1, 3.3, 2]), wanted, SharedMemoryRegistry())
     [output] = answer.outputs
     assert (output.datatype, list(output.shape)) == ("BYTES", [2])
     assert answer.raw_output_contents[0] == b"\x0e\0\0\0" + b"3.300000:1:dog" + b"\x0a\0\0\0" + b"2.000000:2"
-    answer = answered(Tensor.of("T", "INT8", [[1, -1], [0, 7]]), wanted, Regions(), BATCHING)
+    answer = answered(Tensor.of("T", "INT8", [[1, -1], [0, 7]]), wanted, SharedMemoryRegistry(), BATCHING)
     assert list(answer.outputs[0].shape) == [2, 2]
     with pytest.raises(InvalidArgument, match="class result not available for output due to unsupported type 'BOOL'"):
-        answered(Tensor.of("T", "BOOL", [True]), wanted, Regions())
+        answered(Tensor.of("T", "BOOL", [True]), wanted, SharedMemoryRegistry())
 
 
 def test_a_response_that_no_message_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,9 @@ from tritonclient.grpc import service_pb2 as pb
 from charonia.api import deferred_tensors
 from charonia.api.grpc import wire_format
 from charonia.api.grpc.call_policy import Caller
-from charonia.api.grpc.request_messages import read_call
-from charonia.api.grpc.wire_format import LongRequest, bounded, contents_in_pieces, read_infer
-from charonia.core.client_shared_memory import Regions
+from charonia.api.grpc.request_messages import parse_infer_message
+from charonia.api.grpc.wire_format import LazyInferRequest, bounded_deserializer, deserialize_infer, iter_contents
+from charonia.core.client_shared_memory import SharedMemoryRegistry
 
 CONTENTS = {
     "bool_contents": st.booleans(),
@@ -33,17 +33,17 @@ CONTENTS = {
 @pytest.fixture
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is longer than a few bytes is long."""
-    monkeypatch.setattr(wire_format, "LONG", 12)
-    monkeypatch.setattr(deferred_tensors, "LONG", 12)
+    monkeypatch.setattr(wire_format, "LARGE_BYTES", 12)
+    monkeypatch.setattr(deferred_tensors, "LONG_STRING_BYTES", 12)
 
 
 def _both(message: Any) -> tuple[Any, Any]:
     """What comes of it at once, and later."""
     data = message.SerializeToString()
-    at_once = read_call(pb.ModelInferRequest.FromString(data), Regions(), Caller())
-    read = read_infer(data)
-    assert isinstance(read, LongRequest) == (len(data) > wire_format.LONG)
-    return _all(at_once), _all(read_call(read, Regions(), Caller()))
+    at_once = parse_infer_message(pb.ModelInferRequest.FromString(data), SharedMemoryRegistry(), Caller())
+    read = deserialize_infer(data)
+    assert isinstance(read, LazyInferRequest) == (len(data) > wire_format.LARGE_BYTES)
+    return _all(at_once), _all(parse_infer_message(read, SharedMemoryRegistry(), Caller()))
 
 
 def _all(call: Any) -> Any:
@@ -92,10 +92,10 @@ def test_bytes_that_are_no_message(data: bytes) -> None:
         expected = pb.ModelInferRequest.FromString(data)
     except DecodeError:
         with pytest.raises(DecodeError):
-            _read_all(read_infer(data))
+            _read_all(deserialize_infer(data))
     else:
         try:
-            read = read_infer(data)
+            read = deserialize_infer(data)
         except DecodeError:
             return  # groups, which nobody sends
         assert (read.model_name, read.id, len(read.inputs)) == (expected.model_name, expected.id, len(expected.inputs))
@@ -103,18 +103,18 @@ def test_bytes_that_are_no_message(data: bytes) -> None:
 
 def _read_all(read: Any) -> None:
     for view in getattr(read, "contents", {}).values():
-        list(contents_in_pieces(view))
+        list(iter_contents(view))
 
 
 @pytest.mark.parametrize("field", [4, 5, 6, 7])
 def test_there_are_not_too_many_fields(field: int) -> None:
     with pytest.raises(DecodeError, match="more than 4096 fields"):
-        read_infer(bytes([field << 3 | 2, 0]) * math.ceil(wire_format.LONG / 2 + 1))
+        deserialize_infer(bytes([field << 3 | 2, 0]) * math.ceil(wire_format.LARGE_BYTES / 2 + 1))
 
 
 def test_what_is_beside_tensors_is_bounded() -> None:
     shape = pb.ModelInferRequest(inputs=[{"shape": [1] * (2 << 20)}]).SerializeToString()
     with pytest.raises(DecodeError, match="more than 1048576 bytes beside its tensors"):
-        read_infer(shape)
+        deserialize_infer(shape)
     with pytest.raises(DecodeError, match="longer than the 100 there may be"):
-        bounded(pb.ModelConfigRequest.FromString, 100)(bytes(101))
+        bounded_deserializer(pb.ModelConfigRequest.FromString, 100)(bytes(101))

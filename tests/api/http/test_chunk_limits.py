@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from charonia.api.http.chunk_limits import MOST
+from charonia.api.http.chunk_limits import MAX_CHUNKS
 
 TEXT = b'{"error":"Chunked request body exceeds maximum of 65536 non-empty chunks. Send fewer or larger HTTP chunks."}'
 
@@ -68,14 +68,14 @@ async def answer(reader: asyncio.StreamReader) -> bytes:
 
 
 async def test_as_many_as_there_may_be_are_read(port: int) -> None:
-    body = b"1\r\nx\r\n" * MOST + END
+    body = b"1\r\nx\r\n" * MAX_CHUNKS + END
     got, _ = await said(port, body, b"2\r\nab\r\n" + END, body)
     assert got == [b"HTTP/1.1 200 OK 65536", b"HTTP/1.1 200 OK 2", b"HTTP/1.1 200 OK 65536"]
 
 
 @pytest.mark.parametrize("rest", [END, b"1\r\nx\r\n" * 100_000 + END], ids=["one", "many"])
 async def test_one_more_is_refused_and_the_connection_closes(port: int, echo: Echo, rest: bytes) -> None:
-    got, closed = await said(port, b"1\r\nx\r\n" * (MOST + 1) + rest)
+    got, closed = await said(port, b"1\r\nx\r\n" * (MAX_CHUNKS + 1) + rest)
     assert got == [b"HTTP/1.1 400 Bad Request " + TEXT]
     assert closed
     assert echo.left == 1
@@ -83,6 +83,6 @@ async def test_one_more_is_refused_and_the_connection_closes(port: int, echo: Ec
 
 async def test_an_answer_that_has_begun_is_not_mixed_with_another(port: int, echo: Echo) -> None:
     echo.early = True
-    got, closed = await said(port, b"1\r\nx\r\n" * (MOST + 1) + END)
+    got, closed = await said(port, b"1\r\nx\r\n" * (MAX_CHUNKS + 1) + END)
     assert got == [b"HTTP/1.1 200 OK early"]
     assert closed

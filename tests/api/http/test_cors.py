@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from charonia.api.api_keys import Keyring, Tenant
-from charonia.api.app import LastResort, build_app
-from charonia.api.http.cors import read_origins
+from charonia.api.app import CatchAllMiddleware, build_app
+from charonia.api.http.cors import parse_allowed_origins
 from charonia.api.http.rules import HttpRules
 from charonia.api.metadata import ServerInfo
 from charonia.core.errors import InvalidArgument
@@ -28,13 +28,13 @@ CHAT = {"model": "llm", "messages": [{"role": "user", "content": "hi"}]}
     ],
 )
 def test_origins(given: tuple[str, ...], meant: tuple[str, ...]) -> None:
-    assert read_origins(given) == meant
+    assert parse_allowed_origins(given) == meant
 
 
 @pytest.mark.parametrize("wrong", [f"{PAGE}/", f"{PAGE}/app", "app.example", "https://*.example", "", "[1", "[5]"])
 def test_what_no_browser_would_say_is_refused(wrong: str) -> None:
     with pytest.raises(InvalidArgument, match=r"--allowed-origins: '.*' is no origin"):
-        read_origins([wrong])
+        parse_allowed_origins([wrong])
 
 
 def client(gateway: Any, *origins: str) -> httpx.AsyncClient:
@@ -70,7 +70,7 @@ async def test_the_answer_is_for_the_page_also_where_it_is_a_refusal(gateway: An
 
 
 async def test_without_the_flag_nothing_stands_in_the_way(gateway: Any) -> None:
-    assert isinstance(build_app(gateway, INFO), LastResort)
+    assert isinstance(build_app(gateway, INFO), CatchAllMiddleware)
     async with client(gateway) as browser:
         assert (await browser.options("/v2", headers=asking(PAGE))).status_code == 401
         assert "access-control-allow-origin" not in (await browser.get("/v2/health/live", headers=asking(PAGE))).headers

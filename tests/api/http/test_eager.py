@@ -4,14 +4,14 @@ import asyncio
 
 import pytest
 
-from charonia.api.http.eager import Begun, in_task
+from charonia.api.http.eager import EagerAwaitable, ensure_task
 
 
 async def test_what_does_not_wait_is_done_at_once() -> None:
     async def work() -> int:
         return 5
 
-    begun = Begun(work())
+    begun = EagerAwaitable(work())
     assert begun.done
     assert await begun == 5
 
@@ -21,7 +21,7 @@ async def test_what_fails_at_once_raises_at_once() -> None:
         raise ValueError("now")
 
     with pytest.raises(ValueError, match="now"):
-        Begun(work())
+        EagerAwaitable(work())
 
 
 async def test_what_waits_is_resumed() -> None:
@@ -33,7 +33,7 @@ async def test_what_waits_is_resumed() -> None:
         await gates[1].wait()
         return "ended"
 
-    begun = Begun(work())
+    begun = EagerAwaitable(work())
     assert not begun.done
     loop = asyncio.get_running_loop()
     loop.call_soon(gates[0].set)
@@ -48,7 +48,7 @@ async def test_errors_come_through_later_too() -> None:
         raise ValueError("later")
 
     with pytest.raises(ValueError, match="later"):
-        await Begun(work())
+        await EagerAwaitable(work())
 
 
 async def test_cancelling_reaches_it() -> None:
@@ -64,7 +64,7 @@ async def test_cancelling_reaches_it() -> None:
             ended.append(True)
 
     async def whole() -> None:
-        await Begun(work())
+        await EagerAwaitable(work())
 
     task = asyncio.create_task(whole())
     await asyncio.sleep(0)
@@ -84,26 +84,26 @@ async def test_errors_of_what_it_waits_for_may_be_caught() -> None:
             return "caught"
         return "missed"
 
-    assert await Begun(work()) == "caught"
+    assert await EagerAwaitable(work()) == "caught"
 
 
 async def test_who_needs_a_task_gets_one() -> None:
     tasks = []
 
     async def work() -> str:
-        await in_task()
+        await ensure_task()
         tasks.append(asyncio.current_task())
         async with asyncio.timeout(60):
             await asyncio.sleep(0)
         return "ended"
 
-    async def rest(begun: Begun[str]) -> str:
+    async def rest(begun: EagerAwaitable[str]) -> str:
         return await begun
 
     made: asyncio.Future[asyncio.Task[str]] = asyncio.get_running_loop().create_future()
 
     def outside() -> None:
-        made.set_result(asyncio.create_task(rest(Begun(work()))))
+        made.set_result(asyncio.create_task(rest(EagerAwaitable(work()))))
 
     asyncio.get_running_loop().call_soon(outside)
     task = await made

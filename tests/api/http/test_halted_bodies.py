@@ -9,27 +9,27 @@ from typing import Any
 import pytest
 
 from charonia.api.app import build_app
-from charonia.api.http.rules import read_rules
+from charonia.api.http.rules import parse_http_rules
 from charonia.api.http.server import HttpServer
 from charonia.api.metadata import ServerInfo
-from charonia.api.triton.cloud_middleware import CloudDoor
-from charonia.api.triton.clouds import read_clouds
+from charonia.api.triton.cloud_middleware import CloudMiddleware
+from charonia.api.triton.clouds import configure_clouds
 from charonia.cli.cloud_options import CloudOptions
 from charonia.cli.http_options import HttpOptions
 from charonia.core.metrics import Outcome
 
 TEXT = "the request body is incomplete: nothing more of it came for 0.2 s"
 OPENAI = {"message": TEXT, "type": "invalid_request_error", "param": None, "code": None}
-RULES = read_rules(HttpOptions(http_body_timeout_secs=0.2))
+RULES = parse_http_rules(HttpOptions(http_body_timeout_secs=0.2))
 
 
 @pytest.fixture
 async def ports(gateway: Any) -> AsyncIterator[tuple[int, int]]:
     """Of HTTP, and of a cloud's door."""
     app = build_app(gateway, ServerInfo(), rules=RULES)
-    [cloud] = read_clouds(CloudOptions(allow_sagemaker="true"), {"SAGEMAKER_TRITON_DEFAULT_MODEL_NAME": "numbers"})
+    [cloud] = configure_clouds(CloudOptions(allow_sagemaker="true"), {"SAGEMAKER_TRITON_DEFAULT_MODEL_NAME": "numbers"})
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        doors = CloudDoor(app, cloud, lambda: ["numbers"])
+        doors = CloudMiddleware(app, cloud, lambda: ["numbers"])
         servers = [
             HttpServer(each, sock, False, None, RULES.body_timeout) for each, sock in ((app, one), (doors, other))
         ]

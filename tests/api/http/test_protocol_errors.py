@@ -11,8 +11,8 @@ import pytest
 
 from charonia.api.api_keys import Keyring, Tenant
 from charonia.api.app import all_routes, build_app
-from charonia.api.http.protocol_errors import MOST_BYTES, MOST_HEADERS
-from charonia.api.http.rules import HttpRules, read_rules
+from charonia.api.http.protocol_errors import MAX_HEAD_BYTES, MAX_HEADERS
+from charonia.api.http.rules import HttpRules, parse_http_rules
 from charonia.api.http.server import HttpServer
 from charonia.api.metadata import ServerInfo
 from charonia.api.restricted_apis import APIS
@@ -20,7 +20,7 @@ from charonia.cli.http_options import HttpOptions
 
 CONTROL = ("%0a", "%0A/x", "%00", "%c2%85")
 SUFFIXES = (*CONTROL, "/", "%20", "%2f", ";", "?x=%0a")
-RESTRICTED = read_rules(HttpOptions(http_restricted_api=(f"{','.join(APIS)}:secret=word",)))
+RESTRICTED = parse_http_rules(HttpOptions(http_restricted_api=(f"{','.join(APIS)}:secret=word",)))
 KEYS = Keyring([("k", Tenant("alice"))])
 
 
@@ -101,8 +101,8 @@ def head(*lines: bytes, path: bytes = b"/v2/health/live") -> bytes:
     return b"\r\n".join([b"GET %b HTTP/1.1" % path, *lines, b"", b""])
 
 
-LONG = b"x-long: " + b"y" * MOST_BYTES
-MANY = [b"x-%d: y" % number for number in range(MOST_HEADERS + 1)]
+LONG = b"x-long: " + b"y" * MAX_HEAD_BYTES
+MANY = [b"x-%d: y" % number for number in range(MAX_HEADERS + 1)]
 CHUNKED = b"POST /v2/logging HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
@@ -110,10 +110,10 @@ CHUNKED = b"POST /v2/logging HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
     "pieces",
     [
         [head(LONG)],
-        [head(LONG)[at : at + 5000] for at in range(0, MOST_BYTES, 5000)],
+        [head(LONG)[at : at + 5000] for at in range(0, MAX_HEAD_BYTES, 5000)],
         [b"GET / HTTP/1.1\r\nx: "] + [b"y" * 100_000] * 20,  # without end
         [head(*MANY)],
-        [head(path=b"/" + b"y" * MOST_BYTES)],
+        [head(path=b"/" + b"y" * MAX_HEAD_BYTES)],
         [CHUNKED, b"0\r\nx: "] + [b"y" * 100_000] * 20,
         [CHUNKED, b"5;x="] + [b"y" * 100_000] * 20,
     ],
@@ -126,7 +126,7 @@ async def test_a_head_has_an_end(http: int, pieces: list[bytes]) -> None:
 
 
 async def test_as_much_as_there_may_be_is_read(http: int) -> None:
-    long = head(LONG[: MOST_BYTES - 100])
+    long = head(LONG[: MAX_HEAD_BYTES - 100])
     for pieces in ([head(*MANY[:-1])], [long], [long[:40_000], long[40_000:]]):
         assert (await answer(http, *pieces))[0] == 200
 

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from charonia.api.api_keys import Keyring, Tenant
 from charonia.api.app import build_app
 from charonia.api.http.auth import _OPEN
-from charonia.api.http.rules import read_rules
+from charonia.api.http.rules import parse_http_rules
 from charonia.api.metadata import ServerInfo
 from charonia.api.restricted_apis import _API, APIS
 from charonia.cli.http_options import HttpOptions
@@ -76,7 +76,7 @@ async def test_a_slash_at_the_end_changes_nothing(client: httpx.AsyncClient, gat
 
 
 async def test_a_slash_at_the_end_opens_nothing(gateway: Any) -> None:
-    rules = read_rules(HttpOptions(http_restricted_api=("inference,statistics,metadata:key=value",)))
+    rules = parse_http_rules(HttpOptions(http_restricted_api=("inference,statistics,metadata:key=value",)))
     transport = httpx.ASGITransport(app(gateway, rules=rules))
     async with httpx.AsyncClient(transport=transport, base_url="http://charonia") as client:
         for path in ("/v1/completions/", "/metrics/", "/version/", "//"):

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import uvicorn
 
-from charonia.api.http.eager import in_task
+from charonia.api.http.eager import ensure_task
 from charonia.api.http.error_responses import BodyTimeout, error_response
 from charonia.api.http.uvicorn_cycle import cycle_of
-from charonia.api.http.uvicorn_protocol import HttpProtocol, Shared
+from charonia.api.http.uvicorn_protocol import HttpProtocol, HttpServerState
 
 HEAD = b"x-one: 1\r\ncontent-length: 4\r\n"
 
@@ -90,7 +90,7 @@ class App:
         if body is None:
             body = await body_of(receive)
         if self.gate is not None:
-            await in_task()
+            await ensure_task()
             self.tasks.append(asyncio.current_task())
             await self.gate.wait()
         if not cycle.answer(HEAD, (body[:2], memoryview(body)[2:])):
@@ -113,7 +113,7 @@ class Connection:
             app, http=HttpProtocol, ws="none", lifespan="off", log_config=None, timeout_keep_alive=9
         )
         config.load()
-        self.clock, self.transport, state = Clock(), Transport(), Shared()
+        self.clock, self.transport, state = Clock(), Transport(), HttpServerState()
         self.protocol = HttpProtocol(config, state, {}, self.clock)  # type: ignore[arg-type]
         self.protocol.connection_made(self.transport)
         self.tasks = state.tasks

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from charonia.api.http.write_coalescer import Outbox
+from charonia.api.http.write_coalescer import WriteCoalescer
 
 
 class Transport(asyncio.Transport):
@@ -27,7 +27,7 @@ def transports(count: int) -> tuple[list[str], list[Transport]]:
 
 
 async def test_answers_wait_for_those_of_the_same_turn_and_no_longer() -> None:
-    outbox, (sent, [one, other]) = Outbox(), transports(2)
+    outbox, (sent, [one, other]) = WriteCoalescer(), transports(2)
     outbox.post(one, b"1")
     outbox.post(other, b"2")
     assert one in outbox
@@ -41,7 +41,7 @@ async def test_answers_wait_for_those_of_the_same_turn_and_no_longer() -> None:
 
 
 async def test_a_long_turn_keeps_nobody_waiting_for_its_end() -> None:
-    outbox, (sent, many) = Outbox(), transports(20)
+    outbox, (sent, many) = WriteCoalescer(), transports(20)
     for each in many:
         outbox.post(each, b"")
     assert sent == [each.name for each in many[:16]]
@@ -50,7 +50,7 @@ async def test_a_long_turn_keeps_nobody_waiting_for_its_end() -> None:
 
 
 async def test_two_answers_to_one_client_keep_their_order() -> None:
-    outbox, (sent, [one]) = Outbox(), transports(1)
+    outbox, (sent, [one]) = WriteCoalescer(), transports(1)
     outbox.post(one, b"1")
     outbox.post(one, b"2")
     assert sent == ["a1"]
@@ -59,7 +59,7 @@ async def test_two_answers_to_one_client_keep_their_order() -> None:
 
 
 async def test_who_left_is_passed_over() -> None:
-    outbox, (sent, [one, other]) = Outbox(), transports(2)
+    outbox, (sent, [one, other]) = WriteCoalescer(), transports(2)
     outbox.post(one, b"1")
     outbox.post(other, b"2")
     one.closing = True

@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from charonia.api.openai.response_writer import fingerprint
-from charonia.core.errors import Internal, InvalidArgument, QueueFull, TooLong
-from charonia.core.request import Conversation, GenerateRequest, Message
+from charonia.api.openai.response_writer import system_fingerprint
+from charonia.core.errors import ContextLengthExceeded, Internal, InvalidArgument, QueueFull
+from charonia.core.request import ChatMessage, Conversation, GenerateRequest
 
 from ..conftest import LLM
 
@@ -229,8 +229,12 @@ async def test_a_fingerprint_is_of_model_settings_and_software(gateway: Any) -> 
         replace(one, document={"parameters": {"dtype": {"string_value": "float32"}}}),
         replace(one, parameters={"max_model_len": "5"}),
     ]
-    assert fingerprint(one, "1") == fingerprint(replace(one, created=7), "1")
-    told = {fingerprint(one, "1"), fingerprint(one, "2"), *(fingerprint(other, "1") for other in others)}
+    assert system_fingerprint(one, "1") == system_fingerprint(replace(one, created=7), "1")
+    told = {
+        system_fingerprint(one, "1"),
+        system_fingerprint(one, "2"),
+        *(system_fingerprint(other, "1") for other in others),
+    }
     assert len(told) == 5
     assert all(each.startswith("fp_") for each in told)
 
@@ -287,11 +291,11 @@ async def test_limits_differ_between_the_doors(client: httpx.AsyncClient, gatewa
 async def test_variables_for_the_chat_template(client: httpx.AsyncClient, gateway: Any) -> None:
     variables = {"enable_thinking": False, "depth": {"of": ["thought"]}}
     await client.post(CHAT, json=HI | {"chat_template_kwargs": variables})
-    assert gateway.asked[0].prompt == Conversation((Message("user", "hi"),), variables)
+    assert gateway.asked[0].prompt == Conversation((ChatMessage("user", "hi"),), variables)
 
 
 async def test_how_a_chat_is_rendered(client: httpx.AsyncClient, gateway: Any) -> None:
-    said = (Message("user", "hi"),)
+    said = (ChatMessage("user", "hi"),)
     for asked, expected in [
         ({"chat_template": "{{ messages }}"}, Conversation(said, chat_template="{{ messages }}")),
         ({"add_generation_prompt": False}, Conversation(said, add_generation_prompt=False)),
@@ -316,7 +320,9 @@ async def test_contents_of_messages(client: httpx.AsyncClient, gateway: Any) -> 
         {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None, "name": "Charon"},
     ]
     await client.post(CHAT, json=HI | {"messages": messages})
-    expected = Conversation((Message("system", "be brief"), Message("user", "ab"), Message("assistant", "c", "Charon")))
+    expected = Conversation(
+        (ChatMessage("system", "be brief"), ChatMessage("user", "ab"), ChatMessage("assistant", "c", "Charon"))
+    )
     assert gateway.asked[0].prompt == expected
 
 
@@ -504,7 +510,7 @@ async def test_malformed_bodies(
 
 
 async def test_clients_know_too_long_a_prompt_by_its_code(client: httpx.AsyncClient, gateway: Any) -> None:
-    gateway.texts, gateway.error = (), TooLong("too long", field="messages")
+    gateway.texts, gateway.error = (), ContextLengthExceeded("too long", field="messages")
     response = await client.post(CHAT, json=HI)
     error = {"message": "too long", "type": "invalid_request_error", "param": "messages"}
     assert (response.status_code, response.json()["error"]) == (400, {**error, "code": "context_length_exceeded"})

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from charonia.core.request import Conversation, Message, TokenizeRequest
+from charonia.core.request import ChatMessage, Conversation, TokenizeRequest
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 HI = [{"role": "user", "content": "hi"}]
@@ -18,7 +18,7 @@ async def test_tokenize(client: httpx.AsyncClient, gateway: Any) -> None:
     await client.post(TOKENIZE, json={"model": "llm", "messages": HI, "add_generation_prompt": False})
     silent = {"enable_thinking": False}
     await client.post(TOKENIZE, json={"model": "llm", "messages": HI, "chat_template_kwargs": silent})
-    chat = Conversation((Message("user", "hi"),))
+    chat = Conversation((ChatMessage("user", "hi"),))
     assert gateway.tokenized == [
         TokenizeRequest(prompt="hi"),
         TokenizeRequest(prompt="", special=False),

@@ -11,8 +11,8 @@ import pytest
 
 from charonia.api.app import build_app
 from charonia.api.metadata import ServerInfo
-from charonia.api.triton.cloud_middleware import CloudDoor
-from charonia.api.triton.clouds import read_clouds
+from charonia.api.triton.cloud_middleware import CloudMiddleware
+from charonia.api.triton.clouds import configure_clouds
 from charonia.cli.cloud_options import CloudOptions
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import InferResponse
@@ -29,9 +29,9 @@ OUT = Tensor.of("OUT", "FP32", [[[1.5, 2.0]]])
 @asynccontextmanager
 async def door(gateway: Any, options: CloudOptions, environment: dict[str, str]) -> AsyncIterator[httpx.AsyncClient]:
     gateway.responses = (InferResponse((OUT,)),)
-    [cloud] = read_clouds(options, environment)
+    [cloud] = configure_clouds(options, environment)
     app = build_app(gateway, ServerInfo(name="ferry"))
-    transport = httpx.ASGITransport(CloudDoor(app, cloud, lambda: ["numbers", "llm"]))
+    transport = httpx.ASGITransport(CloudMiddleware(app, cloud, lambda: ["numbers", "llm"]))
     async with httpx.AsyncClient(transport=transport, base_url="http://cloud") as client:
         yield client
 
@@ -156,7 +156,7 @@ async def test_what_is_not_there(gateway: Any, method: str, path: str, status: i
 )
 def test_an_environment_that_does_not_say_enough(options: CloudOptions, told: dict[str, str], says: str) -> None:
     with pytest.raises(InvalidArgument, match=says):
-        read_clouds(options, told)
+        configure_clouds(options, told)
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ def test_an_environment_that_does_not_say_enough(options: CloudOptions, told: di
     ],
 )
 def test_where_vertex_ai_is_served(options: CloudOptions, told: dict[str, str], port: int) -> None:
-    assert [cloud.port for cloud in read_clouds(options, ROUTES | told)] == [port]
+    assert [cloud.port for cloud in configure_clouds(options, ROUTES | told)] == [port]
 
 
 def test_nobody_has_such_doors_by_default() -> None:
-    assert read_clouds(CloudOptions(), {}) == ()
+    assert configure_clouds(CloudOptions(), {}) == ()

@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from charonia.api.app import build_app
-from charonia.api.http.rules import read_rules
+from charonia.api.http.rules import parse_http_rules
 from charonia.api.metadata import ServerInfo
 from charonia.api.restricted_apis import APIS
 from charonia.api.triton import control
 from charonia.cli.http_options import HttpOptions
-from charonia.core.client_shared_memory import Regions
+from charonia.core.client_shared_memory import SharedMemoryRegistry
 from charonia.core.errors import Internal, InvalidArgument
-from charonia.core.gateway import IndexEntry, State
-from charonia.core.shared_state import Commons
-from charonia.core.statistics import Duration, InferenceStatistics, ModelStatistics, Statistics
+from charonia.core.gateway import ModelState, RepositoryIndexEntry
+from charonia.core.shared_state import SharedState
+from charonia.core.statistics import InferenceStatistics, ModelStatistics, StatisticDuration, VersionStatistics
 
 LOAD = "/v2/repository/models/m/load"
 UNLOAD = "/v2/repository/models/m/unload"
@@ -33,7 +33,7 @@ DISABLED = "Client shared memory is disabled. Start the server with '--allow-cli
 
 @asynccontextmanager
 async def door(gateway: Any, **flags: Any) -> AsyncIterator[httpx.AsyncClient]:
-    app = build_app(gateway, ServerInfo(max_input_size=2000), rules=read_rules(HttpOptions(**flags)))
+    app = build_app(gateway, ServerInfo(max_input_size=2000), rules=parse_http_rules(HttpOptions(**flags)))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://charonia") as client:
         yield client
 
@@ -51,8 +51,10 @@ async def test_config(client: httpx.AsyncClient) -> None:
 
 
 async def test_statistics(client: httpx.AsyncClient, gateway: Any) -> None:
-    said = Statistics(inference=InferenceStatistics(success=Duration(3, 30)), explain={"shapes_differ": 2})
-    gateway.counted = [ModelStatistics("a", "1", said), ModelStatistics("b", "2", Statistics())]
+    said = VersionStatistics(
+        inference=InferenceStatistics(success=StatisticDuration(3, 30)), explain={"shapes_differ": 2}
+    )
+    gateway.counted = [ModelStatistics("a", "1", said), ModelStatistics("b", "2", VersionStatistics())]
     response = await client.get("/v2/models/stats")
     [a, b] = response.json()["model_stats"]
     assert (a["name"], a["inference_stats"]["success"]) == ("a", {"count": 3, "ns": 30})
@@ -67,9 +69,9 @@ async def test_statistics(client: httpx.AsyncClient, gateway: Any) -> None:
 
 async def test_index(client: httpx.AsyncClient, gateway: Any) -> None:
     gateway.indexed = [
-        IndexEntry("a", "1", State.READY),
-        IndexEntry("b", "3", State.UNAVAILABLE, "unloaded"),
-        IndexEntry("c"),
+        RepositoryIndexEntry("a", "1", ModelState.READY),
+        RepositoryIndexEntry("b", "3", ModelState.UNAVAILABLE, "unloaded"),
+        RepositoryIndexEntry("c"),
     ]
     everything = [
         {"name": "a", "version": "1", "state": "READY"},
@@ -222,7 +224,7 @@ async def test_setting_errors(client: httpx.AsyncClient, path: str, body: Any, s
 
 
 async def test_regions_come_and_go(gateway: Any, shared_memory: str) -> None:
-    gateway.commons = Commons(regions=Regions(allowed=True))
+    gateway.commons = SharedState(regions=SharedMemoryRegistry(allowed=True))
     region = f"{SYSTEM}/region/r"
     async with door(gateway) as client:
         assert (await client.get(f"{SYSTEM}/status")).json() == []
@@ -291,7 +293,7 @@ MEMORY_ERRORS = [
 
 @pytest.mark.parametrize(("method", "path", "body", "status", "text"), MEMORY_ERRORS)
 async def test_memory_errors(gateway: Any, method: str, path: str, body: Any, status: int, text: str) -> None:
-    gateway.commons = Commons(regions=Regions(allowed=True))
+    gateway.commons = SharedState(regions=SharedMemoryRegistry(allowed=True))
     async with door(gateway) as client:
         response = await client.request(method, path, json=body)
     assert (response.status_code, response.json()) == (status, {"error": text})
@@ -371,11 +373,11 @@ async def test_restricted(gateway: Any, name: str) -> None:
 )
 def test_restrictions_that_mean_nothing(groups: tuple[str, ...], text: str) -> None:
     with pytest.raises(InvalidArgument, match=text) as raised:
-        read_rules(HttpOptions(http_restricted_api=groups))
+        parse_http_rules(HttpOptions(http_restricted_api=groups))
     assert raised.value.message.startswith("--http-restricted-api")
     assert "value" not in raised.value.message.replace("<value>", "")
 
 
 def test_a_pattern_that_is_none() -> None:
     with pytest.raises(InvalidArgument, match="--http-header-forward-pattern: '\\(' is no regular expression"):
-        read_rules(HttpOptions(http_header_forward_pattern="("))
+        parse_http_rules(HttpOptions(http_header_forward_pattern="("))

@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from charonia.api.json_values import parse
-from charonia.api.triton.generate import parse_generate
-from charonia.core.errors import Exiting, Internal, InvalidArgument, NotReady, QueueFull, Unavailable, Unsupported
+from charonia.api.json_values import parse_json
+from charonia.api.triton.generate import generate_body_to_infer_request
+from charonia.core.errors import Internal, InvalidArgument, NotReady, QueueFull, ServerExiting, Unavailable, Unsupported
 from charonia.core.model import ModelConfig
 
 EXTENSIONS = [
@@ -147,7 +147,7 @@ ERRORS = [
     (InvalidArgument("bad"), 400, "bad"),
     (Unavailable("gone"), 503, "gone"),
     (NotReady("restarts"), 503, "restarts"),
-    (Exiting(), 503, "Server exiting"),
+    (ServerExiting(), 503, "Server exiting"),
     (Unsupported("never"), 501, "never"),
     (Internal("oops"), 500, "oops"),
     (QueueFull("full", retry_after=1.2), 429, "full"),
@@ -164,7 +164,7 @@ async def test_error_before_the_first_response(
     response = await client.post(path, json={"text_input": "hi"})
     assert (response.status_code, response.json()) == (status, {"error": text})
     assert response.headers["content-type"] == "application/json"
-    retry = {QueueFull: "2", NotReady: "1", Exiting: "1"}
+    retry = {QueueFull: "2", NotReady: "1", ServerExiting: "1"}
     assert response.headers.get("retry-after") == retry.get(type(error))
 
 
@@ -232,7 +232,9 @@ async def test_malformed_bodies(client: httpx.AsyncClient, gateway: Any, path: s
     assert not gateway.asked
 
 
-@pytest.mark.parametrize("read", [parse, lambda body: parse_generate(body, ModelConfig("llm", "1", "b"), stream=False)])
+@pytest.mark.parametrize(
+    "read", [parse_json, lambda body: generate_body_to_infer_request(body, ModelConfig("llm", "1", "b"), stream=False)]
+)
 def test_a_number_of_too_many_digits_is_told_of_in_words_of_ours(read: Callable[[bytes], object]) -> None:
     with pytest.raises(InvalidArgument, match="JSON buffer: a number has too many digits at 0"):
         read(b'{"max_tokens": ' + b"9" * 5000 + b"}")

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from charonia.api.triton.infer_request import Reader
-from charonia.core.client_shared_memory import Regions
+from charonia.api.triton.infer_request import InferRequestReader
+from charonia.core.client_shared_memory import SharedMemoryRegistry
 from charonia.core.errors import CharoniaError
 from charonia.core.model import ModelConfig
 
@@ -22,7 +22,7 @@ def head(*inputs: Any, **more: Any) -> bytes:
     return json.dumps({"inputs": inputs, **more}).encode()
 
 
-def known(reader: Reader) -> int:
+def known(reader: InferRequestReader) -> int:
     return len(reader._outlines._known)
 
 
@@ -39,7 +39,7 @@ def pair(a: list[float], b: int) -> bytes:
 
 
 def test_numbers_are_those_of_each_request() -> None:
-    reader = Reader()
+    reader = InferRequestReader()
     calls = [reader.read(CONFIG, PAIR + pair([n, -n], n), len(PAIR)) for n in range(3)]
     assert known(reader) == 1
     for number, call in enumerate(calls):
@@ -60,7 +60,7 @@ def test_another_length_is_refused_as_at_first(change: int) -> None:
     body = pair([1, 2], 3)
     wrong = body[:change] if change < 0 else body + bytes(change)
     texts = []
-    for reader in (Reader(), read := Reader()):
+    for reader in (InferRequestReader(), read := InferRequestReader()):
         if reader is read:
             reader.read(CONFIG, PAIR + body, len(PAIR))
         with pytest.raises(CharoniaError) as raised:
@@ -70,7 +70,7 @@ def test_another_length_is_refused_as_at_first(change: int) -> None:
 
 
 def test_another_model_or_another_header_length_is_not_the_same() -> None:
-    reader = Reader()
+    reader = InferRequestReader()
     reader.read(CONFIG, PAIR + pair([1, 2], 3), len(PAIR))
     with pytest.raises(CharoniaError):
         reader.read(CONFIG, PAIR + pair([1, 2], 3), len(PAIR) - 1)
@@ -91,7 +91,7 @@ def test_another_model_or_another_header_length_is_not_the_same() -> None:
     ids=["id", "bytes", "bool", "empty", "json", "long"],
 )
 def test_what_may_differ_or_is_rare_is_not_remembered(header: bytes, blob: bytes) -> None:
-    reader = Reader()
+    reader = InferRequestReader()
     first, second = (reader.read(CONFIG, header + blob, len(header)).request for _ in range(2))
     assert known(reader) == 0
     for name in first.inputs:
@@ -99,7 +99,7 @@ def test_what_may_differ_or_is_rare_is_not_remembered(header: bytes, blob: bytes
 
 
 def test_memory_that_a_client_lends_is_asked_for_each_time() -> None:
-    reader = Reader(Regions(False))
+    reader = InferRequestReader(SharedMemoryRegistry(False))
     lent = {"shared_memory_region": "r", "shared_memory_byte_size": 4}
     for header in (
         head({"name": "A", "datatype": "FP32", "shape": [1], "parameters": lent}),
@@ -111,7 +111,7 @@ def test_memory_that_a_client_lends_is_asked_for_each_time() -> None:
 
 
 def test_headers_that_are_remembered_have_a_bound() -> None:
-    reader = Reader()
+    reader = InferRequestReader()
     for number in range(1000):
         header = head(tensor(f"A{number}", "FP32", [1], 4))
         reader.read(CONFIG, header + bytes(4), len(header))

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from charonia.api.app import build_app
-from charonia.api.http.rules import read_rules
+from charonia.api.http.rules import parse_http_rules
 from charonia.api.metadata import ServerInfo
 from charonia.cli.http_options import HttpOptions
-from charonia.core.client_shared_memory import Regions
+from charonia.core.client_shared_memory import SharedMemoryRegistry
 from charonia.core.errors import Internal, Unavailable
 from charonia.core.request import InferResponse
 from charonia.core.tensor import Tensor
@@ -242,7 +242,7 @@ async def test_unknown_encoding(client: httpx.AsyncClient) -> None:
 
 
 async def test_tensors_in_lent_memory(client: httpx.AsyncClient, answered: Any, shared_memory: str) -> None:
-    regions: Regions = Regions(allowed=True)
+    regions: SharedMemoryRegistry = SharedMemoryRegistry(allowed=True)
     regions.register("r", shared_memory, 0, 4096)
     object.__setattr__(answered.commons, "regions", regions)
     app = build_app(answered, ServerInfo(max_input_size=2000))
@@ -256,9 +256,9 @@ async def test_tensors_in_lent_memory(client: httpx.AsyncClient, answered: Any, 
         assert response.json()["outputs"] == [{"name": "OUT", "datatype": "FP32", "shape": [1, 1, 2]}]
         request["outputs"][0]["parameters"]["shared_memory_byte_size"] = 7
         short = await post(own, request)
-    from charonia.core.client_shared_memory import Span
+    from charonia.core.client_shared_memory import SharedMemorySlice
 
-    assert bytes(regions.view(Span("r", 8, 8))) == OUT.data.tobytes()
+    assert bytes(regions.view(SharedMemorySlice("r", 8, 8))) == OUT.data.tobytes()
     assert short.status_code == 500
     assert short.json()["error"] == (
         "shared memory size specified with the request for output 'OUT' (7 bytes) "
@@ -566,7 +566,7 @@ async def test_errors_of_the_model(
     ],
 )
 async def test_headers_that_are_forwarded(answered: Any, pattern: str, given: dict[str, str], parameters: Any) -> None:
-    rules = read_rules(HttpOptions(http_header_forward_pattern=pattern))
+    rules = parse_http_rules(HttpOptions(http_header_forward_pattern=pattern))
     transport = httpx.ASGITransport(build_app(answered, ServerInfo(), rules=rules))
     async with httpx.AsyncClient(transport=transport, base_url="http://charonia") as own:
         assert (await post(own, {"inputs": [MATRIX]}, **given)).status_code == 200
@@ -578,7 +578,7 @@ async def test_headers_that_are_forwarded(answered: Any, pattern: str, given: di
 @pytest.mark.parametrize("header", ["priority", "triton_x", "headers"])
 async def test_reserved_headers_are_not_forwarded(answered: Any, header: str) -> None:
     transport = httpx.ASGITransport(
-        build_app(answered, ServerInfo(), rules=read_rules(HttpOptions(http_header_forward_pattern=".*")))
+        build_app(answered, ServerInfo(), rules=parse_http_rules(HttpOptions(http_header_forward_pattern=".*")))
     )
     async with httpx.AsyncClient(transport=transport, base_url="http://charonia") as own:
         response = await post(own, {"inputs": [MATRIX]}, **{header: "1"})

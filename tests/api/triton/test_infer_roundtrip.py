@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from charonia.api.triton.infer_request import Reader
-from charonia.api.triton.infer_response import write_answer
+from charonia.api.triton.infer_request import InferRequestReader
+from charonia.api.triton.infer_response import encode_infer_response
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferResponse
 from charonia.core.tensor import NUMPY_TYPES, Tensor
@@ -53,13 +53,13 @@ def test_there_and_back(datatype: str, binary: bool, drawn: st.DataObject) -> No
         return
     data = drawn.draw(values(datatype))
     body, length = asked(datatype, data, binary)
-    call = Reader().read(CONFIG, body, length)
+    call = InferRequestReader().read(CONFIG, body, length)
     tensor = call.request.inputs["IN"]
     read = tensor.data.reshape(tensor.shape)
     assert (tensor.datatype, call.request.id) == (datatype, "é")
     assert same(read, data.astype(read.dtype))
 
-    answer = write_answer(CONFIG, call, InferResponse((Tensor("IN", datatype, data.shape, read),)))
+    answer = encode_infer_response(CONFIG, call, InferResponse((Tensor("IN", datatype, data.shape, read),)))
     result = triton.InferenceServerClient.parse_response_body(
         b"".join(answer.parts), header_length=answer.header_length
     )

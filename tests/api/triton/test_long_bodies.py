@@ -63,8 +63,8 @@ async def test_an_answer_in_pieces_is_the_one_at_once(
     paths = GENERATE, f"{GENERATE}_stream"
     asked = [("/v2/models/single/infer", {"inputs": []}), *((path, {"text_input": "x"}) for path in paths)]
     at_once = [(await client.post(path, json=body)).content for path, body in asked]
-    monkeypatch.setattr(json_tensors, "PIECE", 7)
-    monkeypatch.setattr("charonia.api.triton.infer_response.LONG", 7)
+    monkeypatch.setattr(json_tensors, "PIECE_ELEMENTS", 7)
+    monkeypatch.setattr("charonia.api.triton.infer_response.LONG_OUTPUT_ELEMENTS", 7)
     assert [(await client.post(path, json=body)).content for path, body in asked] == at_once
 
 
@@ -76,7 +76,7 @@ async def test_strings_in_raw_bytes(client: httpx.AsyncClient, gateway: Any) -> 
         ("text", [1], "unexpected number of string elements"),
         ("text", [LONG], "unexpected shape for input 'IN' for model 'text'. Expected [1], got [40000]"),
         ("free", [LONG], "inference input 'IN' data-type is 'BYTES', but model 'free' expects 'FP32'"),
-        ("text", [raw_tensors.MOST_STRINGS + 1], "more than the 1048576 that a request may have in an input"),
+        ("text", [raw_tensors.MAX_STRINGS + 1], "more than the 1048576 that a request may have in an input"),
     ):
         head = json.dumps({"inputs": [tensor | {"shape": shape}]}).encode()
         headers = {"Inference-Header-Content-Length": str(len(head))}

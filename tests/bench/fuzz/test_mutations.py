@@ -2,10 +2,10 @@
 
 import json
 
-from charonia.bench.fuzz.binary_mutations import BINARIES, raw_of, sent
-from charonia.bench.fuzz.disconnecting_clients import Moment, visit
+from charonia.bench.fuzz.binary_mutations import BINARIES, encode_request, to_raw_request
+from charonia.bench.fuzz.disconnecting_clients import LeaveMoment, plan_client
 from charonia.bench.fuzz.grpc_mutations import OF_THE_BYTES, OF_THE_MESSAGE, rpc_mutant
-from charonia.bench.fuzz.http_mutations import FRAMINGS, mutant, valid_requests
+from charonia.bench.fuzz.http_mutations import FRAMINGS, http_mutant, valid_requests
 from charonia.bench.fuzz.json_mutations import MUTATIONS
 
 VALID = valid_requests("m", "echo")
@@ -13,9 +13,9 @@ MANY = range(1500)
 
 
 def test_http_mutants_repeat_and_are_of_every_kind() -> None:
-    made = [mutant(VALID, 3, number) for number in MANY]
-    assert made[700:] == [mutant(VALID, 3, number) for number in MANY[700:]]
-    assert made != [mutant(VALID, 4, number) for number in MANY]
+    made = [http_mutant(VALID, 3, number) for number in MANY]
+    assert made[700:] == [http_mutant(VALID, 3, number) for number in MANY[700:]]
+    assert made != [http_mutant(VALID, 4, number) for number in MANY]
     assert {each.kind for each in made} == {*MUTATIONS, *FRAMINGS, *BINARIES}
     assert {each.path for each in made} == {each.path for each in VALID}
 
@@ -30,23 +30,23 @@ def test_rpc_mutants_repeat_and_are_of_every_kind() -> None:
 def test_making_mutants_leaves_the_valid_ones_as_they_are() -> None:
     before = json.dumps([each.body for each in VALID])
     for number in MANY:
-        mutant(VALID, 5, number)
+        http_mutant(VALID, 5, number)
     assert json.dumps([each.body for each in VALID]) == before
 
 
 def test_visitors_leave_at_every_moment_by_every_door() -> None:
-    made = [visit(1, number) for number in range(500)]
-    assert made == [visit(1, number) for number in range(500)]
-    assert len({(each.door, each.moment) for each in made}) == 4 * len(Moment)
+    made = [plan_client(1, number) for number in range(500)]
+    assert made == [plan_client(1, number) for number in range(500)]
+    assert len({(each.door, each.moment) for each in made}) == 4 * len(LeaveMoment)
 
 
 def test_a_binary_mutant_begins_as_a_request_that_is_right() -> None:
-    from charonia.api.triton.infer_request import Reader
+    from charonia.api.triton.infer_request import InferRequestReader
     from charonia.core.model import ModelConfig
 
     for document in (each.body for each in VALID if "inputs" in each.body):
-        body, [header] = sent(raw_of(document))
-        call = Reader().read(ModelConfig("m", "1", "b"), body, int(header.partition(": ")[2]))
+        body, [header] = encode_request(to_raw_request(document))
+        call = InferRequestReader().read(ModelConfig("m", "1", "b"), body, int(header.partition(": ")[2]))
         [given] = document["inputs"]
         [tensor] = call.request.inputs.values()
         assert (tensor.name, tensor.data.size) == (given["name"], len(given["data"]))

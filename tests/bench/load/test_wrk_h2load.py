@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from charonia.bench.load.wrk_h2load import Span, Traffic, h2load_report, read_h2load, read_wrk, wrk_report
+from charonia.bench.load.wrk_h2load import H2loadTimes, H2loadTraffic, h2load_report, read_h2load, read_wrk, wrk_report
 from charonia.core.errors import Unavailable
 
 WRK = """\
@@ -46,15 +46,15 @@ def test_of_wrks_answers_those_with_an_error_are_none() -> None:
 
 def test_of_calls_of_h2load_those_without_a_message_have_failed() -> None:
     traffic = read_h2load(H2LOAD)
-    assert traffic == Traffic(done=1306, succeeded=1304, data=136080)
-    report = h2load_report(traffic, 105, Span(1.0, 0.5, np.arange(1000, 3001)))
+    assert traffic == H2loadTraffic(done=1306, succeeded=1304, data=136080)
+    report = h2load_report(traffic, 105, H2loadTimes(1.0, 0.5, np.arange(1000, 3001)))
     assert (report.answers, report.errors) == (1296, 10)
     assert (report.seconds, report.cpu) == (1.0, 0.5)
     assert (report.p50, report.p99) == (2.0, 2.98)
 
 
 def test_what_nobody_answered_took_no_time() -> None:
-    report = h2load_report(Traffic(0, 0, 0), 105, Span(1.0, 0.5, np.array([], np.int64)))
+    report = h2load_report(H2loadTraffic(0, 0, 0), 105, H2loadTimes(1.0, 0.5, np.array([], np.int64)))
     assert (report.answers, report.p50, report.p99) == (0, 0.0, 0.0)
 
 

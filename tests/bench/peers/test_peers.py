@@ -16,10 +16,16 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from charonia.bench.offline import prompts
-from charonia.bench.peer_process import OURS, PEERS, Contender, Entry
-from charonia.bench.peer_runner import Setup
-from charonia.bench.peers.gguf_export import Llama3Rope, Refused, Shape, paired, tensors
-from charonia.bench.roofline import Job
+from charonia.bench.peer_process import OURS, PEERS, PeerProcess, PeerSpec
+from charonia.bench.peer_runner import PeerSetup
+from charonia.bench.peers.gguf_export import (
+    GgufModelShape,
+    Llama3Rope,
+    UnsupportedCheckpoint,
+    permute_rope_rows,
+    tensors,
+)
+from charonia.bench.roofline import OfflineJob
 
 INSTALLED = dict(each.split("=", 1) for each in os.environ.get("CHARONIA_PEERS", "").split())
 """NAME=PYTHON of each peer to run, as `bench.offline --peer` takes them."""
@@ -45,11 +51,13 @@ def test_paired_rows_score_as_the_checkpoint_does() -> None:
     random = np.random.default_rng(0)
     queries, keys, x = random.normal(size=(2 * 8, 5)), random.normal(size=(8, 5)), random.normal(size=5)
     angles = 0.7 ** np.arange(4)
-    key, near = halves(keys @ x, 3 * angles), neighbours(paired(keys, 1) @ x, 3 * angles)
+    key, near = halves(keys @ x, 3 * angles), neighbours(permute_rope_rows(keys, 1) @ x, 3 * angles)
     for head in (slice(0, 8), slice(8, 16)):
-        theirs = neighbours(paired(queries, 2)[head] @ x, 9 * angles) @ near
+        theirs = neighbours(permute_rope_rows(queries, 2)[head] @ x, 9 * angles) @ near
         assert theirs == pytest.approx(halves(queries[head] @ x, 9 * angles) @ key)
-    assert (paired(queries[:, 0], 2) == paired(queries, 2)[:, 0]).all(), "biases go with their rows"
+    assert (permute_rope_rows(queries[:, 0], 2) == permute_rope_rows(queries, 2)[:, 0]).all(), (
+        "biases go with their rows"
+    )
 
 
 def test_stretched_frequencies_are_those_of_transformers() -> None:
@@ -81,10 +89,10 @@ def test_weights_are_read_as_they_were_written(kind: str, making: ModuleType, tm
 
 
 def test_weights_of_other_types_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="no safetensors"):
+    with pytest.raises(UnsupportedCheckpoint, match="no safetensors"):
         list(tensors(tmp_path))
     save_file({"a.weight": torch.zeros(2, dtype=torch.int8)}, tmp_path / "model.safetensors")
-    with pytest.raises(Refused, match=r"a\.weight: I8 is not converted to GGUF"):
+    with pytest.raises(UnsupportedCheckpoint, match=r"a\.weight: I8 is not converted to GGUF"):
         list(tensors(tmp_path))
 
 
@@ -103,16 +111,16 @@ def config_of(making: ModuleType, name: str, directory: Path) -> dict[str, Any]:
     ],
 )
 def test_models_that_are_not_converted_are_named(name: str, refusal: str, making: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(Refused, match=refusal):
-        Shape.of(config_of(making, name, tmp_path))
+    with pytest.raises(UnsupportedCheckpoint, match=refusal):
+        GgufModelShape.of(config_of(making, name, tmp_path))
 
 
 def test_a_missing_field_is_named(making: ModuleType, tmp_path: Path) -> None:
     config = config_of(making, "llama", tmp_path)
-    assert Shape.of(config).head_dim == 16
+    assert GgufModelShape.of(config).head_dim == 16
     del config["hidden_size"]
-    with pytest.raises(Refused, match=r"config\.json has no 'hidden_size'"):
-        Shape.of(config)
+    with pytest.raises(UnsupportedCheckpoint, match=r"config\.json has no 'hidden_size'"):
+        GgufModelShape.of(config)
 
 
 @pytest.mark.parametrize(
@@ -125,10 +133,10 @@ def test_a_peer_makes_our_tokens(peer: str, name: str, making: ModuleType, tmp_p
     # Wide enough for heads of 32: vLLM has no smaller ones.
     making.write_random(tmp_path, making.CONFIGS[name] | {"hidden_size": 128})
     precision = "fp32" if "fp32" in PEERS[peer] else "bf16"
-    asked, made = prompts(Job(3, 40, 8), making.VOCAB, seed=1), []
+    asked, made = prompts(OfflineJob(3, 40, 8), making.VOCAB, seed=1), []
     for contender, python in ((OURS, sys.executable), (peer, INSTALLED.get(peer, sys.executable))):
-        setup = Setup(str(tmp_path), precision, 3, 48, 32, 1, "cpu", str(tmp_path / contender))
-        with Contender(Entry(contender, precision, Path(python)), setup) as running:
+        setup = PeerSetup(str(tmp_path), precision, 3, 48, 32, 1, "cpu", str(tmp_path / contender))
+        with PeerProcess(PeerSpec(contender, precision, Path(python)), setup) as running:
             made.append(running.generate(asked, 8).tokens)
     compared = 8 if precision == "fp32" else 1
     assert [one[:compared] for one in made[0]] == [one[:compared] for one in made[1]]

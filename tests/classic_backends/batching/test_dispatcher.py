@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from charonia.classic_backends.batching.batch_execution import Form
-from charonia.classic_backends.batching.batching_config import Batching
-from charonia.classic_backends.batching.dispatcher import Dispatcher, Request
-from charonia.classic_backends.batching.dynamic_batcher import Batcher
-from charonia.classic_backends.batching.inference_job import Job, Nobody
-from charonia.classic_backends.batching.request_queue import Waiting
-from charonia.classic_backends.signature import Signature
+from charonia.classic_backends.batching.batch_execution import BatchLayout
+from charonia.classic_backends.batching.batching_config import BatchingConfig
+from charonia.classic_backends.batching.dispatcher import Dispatcher, QueuedJob
+from charonia.classic_backends.batching.dynamic_batcher import DynamicBatcher
+from charonia.classic_backends.batching.inference_job import InferenceJob, NullSink
+from charonia.classic_backends.batching.request_queue import QueuedRequest
+from charonia.classic_backends.signature import ModelSignature
 from charonia.core.model import ModelConfig
 
 
@@ -25,7 +25,7 @@ class Clerk:
     def __init__(self) -> None:
         self.refusals: list[str] = []
 
-    def refused(self, request: Request, error: Exception) -> None:
+    def refused(self, request: QueuedJob, error: Exception) -> None:
         self.refusals.append(str(error))
 
 
@@ -42,8 +42,8 @@ class Told(list[Any]):
 
 
 def dispatching(count: int, **rules: Any) -> tuple[Dispatcher, list[Worker], Told]:
-    form = Form(Signature(ModelConfig("m", "1", "test")))
-    dispatcher = Dispatcher(Batcher(Batching(**rules)), form, Clerk(), decoupled=False)  # type: ignore[arg-type]
+    form = BatchLayout(ModelSignature(ModelConfig("m", "1", "test")))
+    dispatcher = Dispatcher(DynamicBatcher(BatchingConfig(**rules)), form, Clerk(), decoupled=False)  # type: ignore[arg-type]
     told = Told()
     dispatcher._tell = told  # type: ignore[method-assign]
     workers = [Worker() for _ in range(count)]
@@ -52,8 +52,8 @@ def dispatching(count: int, **rules: Any) -> tuple[Dispatcher, list[Worker], Tol
     return dispatcher, workers, told
 
 
-def request(kind: int = 0, size: int = 1) -> Request:
-    return Waiting(Job({}, None, Nobody()), size, kind)
+def request(kind: int = 0, size: int = 1) -> QueuedJob:
+    return QueuedRequest(InferenceJob({}, None, NullSink()), size, kind)
 
 
 def sizes(dispatcher: Dispatcher, worker: Any) -> list[int]:

@@ -7,36 +7,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from charonia.classic_backends.batching.batching_config import Batching, QueuePolicy, read_batching
-from charonia.classic_backends.batching.dynamic_batcher import Batcher, Cause, Turn
-from charonia.classic_backends.batching.request_queue import RequestQueue, Waiting
+from charonia.classic_backends.batching.batching_config import BatchingConfig, QueuePolicy, read_batching_config
+from charonia.classic_backends.batching.dynamic_batcher import BatchDecision, CloseReason, DynamicBatcher
+from charonia.classic_backends.batching.request_queue import QueuedRequest, RequestQueue
 from charonia.core.errors import InvalidArgument
 
-Request = Waiting[str]
+Request = QueuedRequest[str]
 
 
-def batching(max_size: int = 8, **fields: Any) -> Batching:
+def batching(max_size: int = 8, **fields: Any) -> BatchingConfig:
     fields["preferred"] = tuple(sorted(fields.get("preferred", (max_size,))))
-    return Batching(combine=True, max_size=max_size, **fields)
+    return BatchingConfig(combine=True, max_size=max_size, **fields)
 
 
-def queued(rules: Batching, *requests: Request, now: int = 0) -> Batcher[str]:
-    batcher: Batcher[str] = Batcher(rules)
+def queued(rules: BatchingConfig, *requests: Request, now: int = 0) -> DynamicBatcher[str]:
+    batcher: DynamicBatcher[str] = DynamicBatcher(rules)
     for request in requests:
         assert batcher.add(request, now)
     return batcher
 
 
 def one(name: str = "", **fields: Any) -> Request:
-    return Waiting(name, **fields)
+    return QueuedRequest(name, **fields)
 
 
-def names(turn: Turn[str]) -> list[str]:
+def names(turn: BatchDecision[str]) -> list[str]:
     return [] if turn.batch is None else [request.item for request in turn.batch.requests]
 
 
 def test_without_batching_each_request_leaves_alone_in_order() -> None:
-    batcher = queued(Batching(), one("a"), one("b", size=3))
+    batcher = queued(BatchingConfig(), one("a"), one("b", size=3))
     assert [names(batcher.take(0)) for _ in range(3)] == [["a"], ["b"], []]
 
 
@@ -45,7 +45,7 @@ def test_what_queued_up_leaves_together() -> None:
     turn = batcher.take(0)
     assert names(turn) == ["a", "b", "c"]
     assert turn.batch is not None
-    assert turn.batch.cause is Cause.IDLE
+    assert turn.batch.cause is CloseReason.IDLE
     assert turn.batch.size == 5
 
 
@@ -54,7 +54,7 @@ def test_a_batch_is_never_too_large() -> None:
     turn = batcher.take(0)
     assert names(turn) == ["a"]
     assert turn.batch is not None
-    assert turn.batch.cause is Cause.FULL
+    assert turn.batch.cause is CloseReason.FULL
 
 
 def test_another_shape_ends_a_batch_at_once() -> None:
@@ -62,7 +62,7 @@ def test_another_shape_ends_a_batch_at_once() -> None:
     turn = batcher.take(0)
     assert names(turn) == ["a"]
     assert turn.batch is not None
-    assert turn.batch.cause is Cause.DIFFERS
+    assert turn.batch.cause is CloseReason.DIFFERS
     assert names(batcher.take(0)) == []
 
 
@@ -74,7 +74,7 @@ def test_the_oldest_waits_for_the_delay_and_no_longer() -> None:
     turn = batcher.take(100)
     assert names(turn) == ["a", "b"]
     assert turn.batch is not None
-    assert turn.batch.cause is Cause.DELAY
+    assert turn.batch.cause is CloseReason.DELAY
 
 
 def test_a_preferred_size_leaves_at_once_and_the_rest_stays() -> None:
@@ -157,7 +157,7 @@ def test_deadlines_of_those_who_left_are_not_kept() -> None:
 class Plain:
     """Triton's rules over lists, looked through from the start each time."""
 
-    rules: Batching
+    rules: BatchingConfig
     waiting: list[Request] = field(default_factory=list)
     late: list[Request] = field(default_factory=list)
 
@@ -216,9 +216,9 @@ POLICIES = st.builds(
 
 
 @st.composite
-def all_rules(draw: st.DrawFn) -> Batching:
+def all_rules(draw: st.DrawFn) -> BatchingConfig:
     max_size, levels = draw(st.integers(1, 8)), draw(st.sampled_from([1, 2, 3, 2**64 - 1]))
-    return Batching(
+    return BatchingConfig(
         combine=draw(st.sampled_from([True, True, True, False])),
         max_size=max_size,
         preferred=sorted(draw(st.frozensets(st.integers(1, max_size), max_size=3))),
@@ -244,13 +244,13 @@ STEPS = st.lists(
 
 @settings(deadline=None, max_examples=400)
 @given(all_rules(), STEPS)
-def test_it_does_what_the_rules_say(rules: Batching, steps: list[tuple[Any, ...]]) -> None:
-    batcher: Batcher[str] = Batcher(rules)
+def test_it_does_what_the_rules_say(rules: BatchingConfig, steps: list[tuple[Any, ...]]) -> None:
+    batcher: DynamicBatcher[str] = DynamicBatcher(rules)
     plain, now, everybody = Plain(rules), 0, list[Request]()
     for number, (verb, *arguments) in enumerate(steps):
         if verb == "add":
             size, kind, priority, timeout = arguments
-            request = Waiting(str(number), min(size, rules.max_size), kind, priority, timeout)
+            request = QueuedRequest(str(number), min(size, rules.max_size), kind, priority, timeout)
             if batcher.add(request, now):
                 plain.waiting.append(request)
                 everybody.append(request)
@@ -280,7 +280,7 @@ def test_it_does_what_the_rules_say(rules: Batching, steps: list[tuple[Any, ...]
 
 
 OVERTAKING = st.builds(
-    Batching,
+    BatchingConfig,
     combine=st.just(True),
     max_size=st.just(8),
     preferred=st.frozensets(st.integers(2, 8), min_size=1, max_size=2).map(sorted),
@@ -294,9 +294,11 @@ OVERTAKING = st.builds(
 
 @settings(deadline=None, max_examples=100)
 @given(OVERTAKING, st.lists(st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(0, 9)), min_size=3, max_size=8))
-def test_an_instance_woken_when_it_must_misses_nothing(rules: Batching, arrivals: list[tuple[int, int, int]]) -> None:
+def test_an_instance_woken_when_it_must_misses_nothing(
+    rules: BatchingConfig, arrivals: list[tuple[int, int, int]]
+) -> None:
     """It looks when a request comes and when it was told to; another looks all the time, and finds no more."""
-    batcher: Batcher[str] = Batcher(rules)
+    batcher: DynamicBatcher[str] = DynamicBatcher(rules)
     plain, until = Plain(rules), 0
     for now in range(1, 40):
         for size, priority, timeout in arrivals[now - 1 : now]:
@@ -304,7 +306,7 @@ def test_an_instance_woken_when_it_must_misses_nothing(rules: Batching, arrivals
             batcher.add(request, now)
             plain.waiting.append(request)
             until = now
-        turn = batcher.take(now) if until <= now else Turn[str](None, (), until)
+        turn = batcher.take(now) if until <= now else BatchDecision[str](None, (), until)
         assert {request.item for request in turn.refused} == plain.expire(now)
         assert names(turn) == plain.take(now)
         until = now if turn.batch is not None else turn.until or 40
@@ -312,8 +314,10 @@ def test_an_instance_woken_when_it_must_misses_nothing(rules: Batching, arrivals
 
 def test_a_pause_ends_when_those_it_was_for_ran_out_of_time() -> None:
     policy = QueuePolicy(timeout=5)
-    batcher: Batcher[str] = Batcher(Batching(combine=True, max_size=2, max_delay=10, policies={1: policy}))
-    batcher.add(Waiting("late", 1), 0)
+    batcher: DynamicBatcher[str] = DynamicBatcher(
+        BatchingConfig(combine=True, max_size=2, max_delay=10, policies={1: policy})
+    )
+    batcher.add(QueuedRequest("late", 1), 0)
     assert batcher.take(0).batch is None
     assert [request.item for request in batcher.expire(6).refused] == ["late"]
     batcher.check_integrity()
@@ -330,7 +334,7 @@ def test_the_rules_are_read_from_a_config() -> None:
             "priority_queue_policy": {"1": {"max_queue_size": 3, "allow_timeout_override": True}},
         }
     }
-    rules = read_batching(document, 8, decoupled=False)
+    rules = read_batching_config(document, 8, decoupled=False)
     assert (rules.combine, rules.max_size, rules.preferred) == (True, 8, (4, 8))
     assert (rules.max_delay, rules.levels, rules.level_of(0), rules.level_of(1)) == (100_000, 2, 2, 1)
     assert rules.policy_of(2) == QueuePolicy(timeout=7000, postpone=True)
@@ -355,5 +359,5 @@ def test_the_rules_are_read_from_a_config() -> None:
 )
 def test_rules_that_contradict_each_other_are_refused(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        read_batching({"dynamic_batching": fields}, 8, decoupled=False)
+        read_batching_config({"dynamic_batching": fields}, 8, decoupled=False)
     assert refused.value.field == field

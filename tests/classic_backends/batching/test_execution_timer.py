@@ -1,6 +1,6 @@
 """When an execution takes far too long, in seconds that are counted."""
 
-from charonia.classic_backends.batching.execution_timer import Stopwatch
+from charonia.classic_backends.batching.execution_timer import ExecutionTimer
 
 SECOND = 1_000_000_000
 
@@ -16,7 +16,7 @@ class Clock:
 
 
 def test_an_execution_is_overdue_after_half_a_minute() -> None:
-    watch = Stopwatch(clock := Clock())
+    watch = ExecutionTimer(clock := Clock())
     clock.wait(100)
     assert not watch.overdue
     watch.start()
@@ -29,7 +29,7 @@ def test_an_execution_is_overdue_after_half_a_minute() -> None:
 
 
 def test_an_instance_that_is_always_slow_is_given_twenty_times_its_median() -> None:
-    watch = Stopwatch(clock := Clock())
+    watch = ExecutionTimer(clock := Clock())
     for seconds in (1, 3, 500):
         watch.start()
         clock.wait(seconds)
@@ -43,7 +43,7 @@ def test_an_instance_that_is_always_slow_is_given_twenty_times_its_median() -> N
 
 
 def test_what_is_beyond_a_limit_is_acted_on_while_it_runs() -> None:
-    watch, done = Stopwatch(clock := Clock()), list[float]()
+    watch, done = ExecutionTimer(clock := Clock()), list[float]()
     for seconds in (0, 5, 1):
         watch.start()
         clock.wait(seconds)

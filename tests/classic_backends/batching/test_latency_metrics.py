@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from charonia.classic_backends.batching.batch_execution import Timing
-from charonia.classic_backends.batching.latency_metrics import Latencies, first_response_bounds
+from charonia.classic_backends.batching.batch_execution import ExecutionTiming
+from charonia.classic_backends.batching.latency_metrics import LatencyMetrics, first_response_bounds
 from charonia.core.errors import InvalidArgument
 from charonia.core.metrics import Histogram
-from charonia.core.summary import Summary
+from charonia.core.summary import QuantileSummary
 
 FIRST = "nv_inference_first_response_histogram_ms"
 
@@ -33,8 +33,8 @@ def test_bounds_that_do_not_rise_are_refused(buckets: tuple[float, ...]) -> None
 
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_every_model_has_a_first_response(decoupled: bool) -> None:
-    latencies = Latencies(decoupled=decoupled)
-    latencies.succeed(150_000_000, 1, Timing(1, 1, 1))
+    latencies = LatencyMetrics(decoupled=decoupled)
+    latencies.succeed(150_000_000, 1, ExecutionTiming(1, 1, 1))
     if decoupled:
         latencies.respond(50_000_000)
     [first] = (reading.value for reading in latencies.readings())
@@ -43,10 +43,10 @@ def test_every_model_has_a_first_response(decoupled: bool) -> None:
 
 
 def test_times_are_cut_to_microseconds_and_milliseconds() -> None:
-    latencies = Latencies((0.5,), (1, 10), decoupled=True)
-    latencies.succeed(9_999, 1_000, Timing(2_000, 3_500, 4_000))
+    latencies = LatencyMetrics((0.5,), (1, 10), decoupled=True)
+    latencies.succeed(9_999, 1_000, ExecutionTiming(2_000, 3_500, 4_000))
     latencies.respond(9_900_000)
     *summaries, first = (reading.value for reading in latencies.readings())
-    assert [each.sum for each in summaries if isinstance(each, Summary)] == [9, 1, 2, 3, 4]
+    assert [each.sum for each in summaries if isinstance(each, QuantileSummary)] == [9, 1, 2, 3, 4]
     assert isinstance(first, Histogram)
     assert (first.counts, first.sum) == ([0, 1, 0], 9.9)

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from charonia.classic_backends.encoder.encoder_backend import ENCODER
 from charonia.classic_backends.encoder.encoder_files import Activation, CrossEncoderFiles, read_encoder
-from charonia.classic_backends.encoder.token_batches import token_batches
-from charonia.classic_backends.runtime import Place, Runtime
+from charonia.classic_backends.encoder.token_batches import batch_by_length
+from charonia.classic_backends.runtime import InstancePlacement, Runtime
 from charonia.core.errors import InvalidArgument, NotFound, Unsupported
 from charonia.core.model import ModelConfig
 
@@ -41,7 +41,7 @@ def making_encoders(sibling: Callable[[str], ModuleType]) -> ModuleType:
 
 def load(directory: Path, described: Describe, **parameters: str) -> Runtime:
     config = described(ENCODER.complete(directory, {"name": "encoder"}, {}))
-    return ENCODER.load(directory, config, Place(), parameters)
+    return ENCODER.load(directory, config, InstancePlacement(), parameters)
 
 
 def embedded(runtime: Runtime, texts: list[str]) -> NDArray[Any]:
@@ -235,7 +235,7 @@ def test_directories_that_hold_no_encoder(version: Path, making_encoders: Module
 
 @given(lengths=st.lists(st.integers(1, 40), max_size=60), budget=st.integers(1, 1000))
 def test_batches_hold_everything_once_within_the_budget(lengths: list[int], budget: int) -> None:
-    batches = list(token_batches(lengths, budget))
+    batches = list(batch_by_length(lengths, budget))
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
     for batch in batches:
         assert len(batch) == 1 or len(batch) * max(lengths[index] for index in batch) <= budget
@@ -243,5 +243,5 @@ def test_batches_hold_everything_once_within_the_budget(lengths: list[int], budg
 
 def test_short_texts_are_not_padded_to_the_longest() -> None:
     lengths = [512] + [16] * 100
-    padded = sum(len(batch) * max(lengths[index] for index in batch) for batch in token_batches(lengths, 8192))
+    padded = sum(len(batch) * max(lengths[index] for index in batch) for batch in batch_by_length(lengths, 8192))
     assert padded == sum(lengths)

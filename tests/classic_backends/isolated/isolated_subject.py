@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from charonia.classic_backends.runtime import Arrays, Document, Place, Traits
+from charonia.classic_backends.runtime import Arrays, ConfigDocument, InstancePlacement, RuntimeTraits
 from charonia.core.errors import InvalidArgument
 from charonia.core.model import ModelConfig
 
@@ -18,7 +18,7 @@ log = logging.getLogger("charonia.subject")
 
 
 class Subject:
-    traits = Traits(ragged=True)
+    traits = RuntimeTraits(ragged=True)
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -90,7 +90,9 @@ class Subject:
 class SubjectLoader:
     """A file `fails` fails the load, `exits` ends it; a pipe `waits` holds it up until it is written to, and closed."""
 
-    def load(self, directory: Path, config: ModelConfig, place: Place, parameters: Mapping[str, str]) -> Subject:
+    def load(
+        self, directory: Path, config: ModelConfig, place: InstancePlacement, parameters: Mapping[str, str]
+    ) -> Subject:
         if (directory / "exits").exists():
             os._exit(9)
         if (directory / "waits").exists():
@@ -101,7 +103,7 @@ class SubjectLoader:
             file.write(f"{os.getpid()} {sorted(parameters.items())}\n")
         return Subject(directory)
 
-    def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> dict[str, Any]:
+    def complete(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> dict[str, Any]:
         if (directory / "fails").exists():
             raise InvalidArgument("no weights", field="input")
         return {**document, "max_batch_size": os.getpid(), "parameters": dict(parameters)}

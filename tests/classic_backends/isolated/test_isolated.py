@@ -18,16 +18,16 @@ from numpy.typing import NDArray
 
 from charonia.classic_backends.batching import instance, instance_pool
 from charonia.classic_backends.batching.instance_pool import EXECUTION_TIMEOUT
-from charonia.classic_backends.isolated.instance_main import NICE, SPINS, Origin, Task
+from charonia.classic_backends.isolated.instance_main import NICENESS, OPENMP_SPINS, InstanceTask, LoaderRef
 from charonia.classic_backends.isolated.isolated_runtime import (
+    EXECUTION_PARAMETER,
     ISOLATED,
-    PARAMETER,
+    IsolatableLoader,
     IsolatedRuntime,
-    Separable,
 )
-from charonia.classic_backends.isolated.tensor_arena import Region
+from charonia.classic_backends.isolated.tensor_arena import TensorArena
 from charonia.classic_backends.model import ClassicModel
-from charonia.classic_backends.runtime import Place
+from charonia.classic_backends.runtime import InstancePlacement
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, Unavailable
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest, InferResponse
@@ -36,8 +36,8 @@ from charonia.core.tensor import Tensor, TensorSpec
 from ...waiting import until
 from ..asking import answers
 
-ORIGIN = Origin("isolated_subject", "SUBJECT")
-LOADER = Separable(ORIGIN, ISOLATED, heavy=True)
+ORIGIN = LoaderRef("isolated_subject", "SUBJECT")
+LOADER = IsolatableLoader(ORIGIN, ISOLATED, heavy=True)
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +65,8 @@ def numbers() -> st.SearchStrategy[NDArray[Any]]:
 @given(st.lists(texts() | numbers(), max_size=4), st.booleans())
 @settings(max_examples=60)
 def test_what_is_packed_here_is_unpacked_there(given_arrays: list[NDArray[Any]], copy: bool) -> None:
-    here = Region()
-    there = Region(os.dup(here.descriptor))
+    here = TensorArena()
+    there = TensorArena(os.dup(here.descriptor))
     made = there.unpack(here.pack({str(index): array for index, array in enumerate(given_arrays)}), copy)
     for array, same in zip(given_arrays, made.values(), strict=True):
         assert same.dtype == array.dtype
@@ -76,8 +76,8 @@ def test_what_is_packed_here_is_unpacked_there(given_arrays: list[NDArray[Any]],
 
 
 def test_a_region_grows_on_both_sides_and_views_outlive_it() -> None:
-    here = Region()
-    there = Region(os.dup(here.descriptor))
+    here = TensorArena()
+    there = TensorArena(os.dup(here.descriptor))
     large = np.arange(1 << 20)
     [early] = there.unpack(here.pack({"X": np.arange(3) + 7}), copy=False).values()
     [view] = there.unpack(here.pack({"X": large}), copy=False).values()
@@ -98,7 +98,7 @@ def document(**fields: Any) -> ModelConfig:
 
 
 def opened(directory: Path, **fields: Any) -> IsolatedRuntime:
-    return IsolatedRuntime(Task(ORIGIN, directory, document(**fields), Place(name="subject_0"), {}))
+    return IsolatedRuntime(InstanceTask(ORIGIN, directory, document(**fields), InstancePlacement(name="subject_0"), {}))
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_it_computes_in_another_process_whose_main_thread_is_the_models(runtime:
     assert Path(f"/proc/{made['Y'][0, 0]}/comm").read_text() == "charonia-model\n"
 
 
-@pytest.mark.parametrize(("told", "spins"), [(None, SPINS), ("passive", -1)])
+@pytest.mark.parametrize(("told", "spins"), [(None, OPENMP_SPINS), ("passive", -1)])
 def test_it_leaves_the_cores_to_others(
     directory: Path, monkeypatch: pytest.MonkeyPatch, told: str | None, spins: int
 ) -> None:
@@ -163,7 +163,7 @@ def test_it_leaves_the_cores_to_others(
         [made] = runtime.execute({"DO": order("shares")}, ["Y"])
     finally:
         runtime.close()
-    assert made["Y"].tolist() == [[min(os.nice(0) + NICE, 19), spins]]
+    assert made["Y"].tolist() == [[min(os.nice(0) + NICENESS, 19), spins]]
 
 
 def test_outputs_stay_when_the_next_batch_comes(runtime: IsolatedRuntime) -> None:
@@ -275,9 +275,13 @@ def tracker() -> int | None:
 
 
 def test_the_parameter_says_where(tmp_path: Path) -> None:
-    loader = Separable(ORIGIN)
-    for value, here in (({}, True), ({PARAMETER: "thread"}, True), ({PARAMETER: "isolated"}, False)):
-        made = loader.load(tmp_path, document(), Place(), {"other": "1", **value})
+    loader = IsolatableLoader(ORIGIN)
+    for value, here in (
+        ({}, True),
+        ({EXECUTION_PARAMETER: "thread"}, True),
+        ({EXECUTION_PARAMETER: "isolated"}, False),
+    ):
+        made = loader.load(tmp_path, document(), InstancePlacement(), {"other": "1", **value})
         [pid] = [int(line.split()[0]) for line in (tmp_path / "loads").read_text().splitlines()]
         assert (pid == os.getpid()) == here
         assert "[('other', '1')]" in (tmp_path / "loads").read_text()
@@ -286,15 +290,15 @@ def test_the_parameter_says_where(tmp_path: Path) -> None:
     with pytest.raises(
         InvalidArgument, match="'EXECUTION' must be one of 'isolated', 'thread', got 'process'"
     ) as caught:
-        loader.load(tmp_path, document(), Place(), {PARAMETER: "process"})
-    assert caught.value.field == PARAMETER
+        loader.load(tmp_path, document(), InstancePlacement(), {EXECUTION_PARAMETER: "process"})
+    assert caught.value.field == EXECUTION_PARAMETER
 
 
 def test_a_config_is_completed_where_it_may_be_heavy(tmp_path: Path) -> None:
     made = LOADER.complete(tmp_path, {"name": "m"}, {"other": "1"})
     assert made["max_batch_size"] != os.getpid()
     assert made["parameters"] == {"other": "1"}
-    assert Separable(ORIGIN, ISOLATED).complete(tmp_path, {}, {})["max_batch_size"] == os.getpid()
+    assert IsolatableLoader(ORIGIN, ISOLATED).complete(tmp_path, {}, {})["max_batch_size"] == os.getpid()
     whole = {"input": [{}], "output": [{}]}
     assert LOADER.complete(tmp_path, whole, {}) == whole
     (tmp_path / "fails").touch()
@@ -345,7 +349,7 @@ def restarts(model: ClassicModel) -> list[float]:
 async def test_a_crash_fails_its_requests_and_the_next_ones_wait_for_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(instance_pool, "PATIENCE", instance_pool.Patience(first_retry=0.3))
+    monkeypatch.setattr(instance_pool, "RESTART_POLICY", instance_pool.RestartPolicy(first_retry=0.3))
     async with serving(tmp_path) as model:
         assert model.stats().ready
         with pytest.raises(Internal, match="its process ended unexpectedly: it was ended by SIGSEGV"):
@@ -385,7 +389,7 @@ async def test_it_tries_again_until_the_model_loads(tmp_path: Path, caplog: pyte
 
 
 async def test_unloading_ends_the_wait_for_another_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instance_pool, "PATIENCE", instance_pool.Patience(first_retry=3600))
+    monkeypatch.setattr(instance_pool, "RESTART_POLICY", instance_pool.RestartPolicy(first_retry=3600))
     async with serving(tmp_path) as model:
         os.kill(processes(tmp_path)[0], signal.SIGKILL)
         await until(lambda: not model.stats().ready)
@@ -416,7 +420,7 @@ async def test_unloading_does_not_wait_for_another_one_that_hangs_as_it_loads(
 async def test_an_execution_that_takes_too_long_is_ended_with_its_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(instance_pool, "PATIENCE", instance_pool.Patience(watch=0.01))
+    monkeypatch.setattr(instance_pool, "RESTART_POLICY", instance_pool.RestartPolicy(watch=0.01))
     model, now = ClassicModel(document(parameters={EXECUTION_TIMEOUT: "60"}), LOADER, tmp_path), [0]
     await model.load()
     [member] = model._crew._members

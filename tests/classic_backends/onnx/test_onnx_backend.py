@@ -18,8 +18,8 @@ from charonia import classic_backends
 from charonia.classic_backends.isolated.isolated_runtime import ONNX as ISOLATED
 from charonia.classic_backends.onnx import onnx_session
 from charonia.classic_backends.onnx.onnx_backend import ONNX
-from charonia.classic_backends.onnx.session_plan import read_plan
-from charonia.classic_backends.runtime import Arrays, Place, Runtime
+from charonia.classic_backends.onnx.session_plan import read_session_plan
+from charonia.classic_backends.runtime import Arrays, InstancePlacement, Runtime
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, NotFound, Unsupported
 from charonia.core.model import ModelConfig
 
@@ -54,7 +54,7 @@ def run(runtime: Runtime, wanted: list[str], **inputs: Any) -> Arrays:
 
 
 def load(version: Path, config: ModelConfig, **parameters: str) -> Runtime:
-    return ONNX.load(version, config, Place(), parameters)
+    return ONNX.load(version, config, InstancePlacement(), parameters)
 
 
 def test_a_batch_is_computed_as_numpy_does(version: Path, onnx_models: ModuleType, described: Describe) -> None:
@@ -304,9 +304,9 @@ def test_a_ragged_batch_is_one_flat_tensor(version: Path, onnx_models: ModuleTyp
 
 
 def test_parameters_reach_the_plan() -> None:
-    plan = read_plan(
+    plan = read_session_plan(
         {"optimization": {"graph": {"level": 1}}},
-        Place(),
+        InstancePlacement(),
         {
             "intra_op_thread_count": "3",
             "inter_op_thread_count": "2",
@@ -341,7 +341,9 @@ def test_a_model_runs_with_every_parameter(version: Path, onnx_models: ModuleTyp
 @pytest.mark.parametrize("level", [-1, 0, 1, 2])
 def test_graph_levels_are_tritons(level: int) -> None:
     names = {-1: "ORT_ENABLE_BASIC", 0: "ORT_ENABLE_ALL", 1: "ORT_ENABLE_EXTENDED", 2: "ORT_DISABLE_ALL"}
-    assert read_plan({"optimization": {"graph": {"level": level}}}, Place(), {}).level == names[level]
+    assert (
+        read_session_plan({"optimization": {"graph": {"level": level}}}, InstancePlacement(), {}).level == names[level]
+    )
 
 
 @pytest.mark.parametrize(
@@ -362,14 +364,16 @@ def test_graph_levels_are_tritons(level: int) -> None:
 )
 def test_wrong_parameters_are_named(document: dict[str, Any], parameters: dict[str, str], field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        read_plan(document, Place(), parameters)
+        read_session_plan(document, InstancePlacement(), parameters)
     assert caught.value.field == field
 
 
 def test_accelerators_of_a_gpu_come_before_the_cpu() -> None:
     accelerators = {"gpu_execution_accelerator": [{"name": "tensorrt", "parameters": {"precision_mode": "FP16"}}]}
-    place = Place("KIND_GPU", device=1)
-    plan = read_plan({"optimization": {"execution_accelerators": accelerators}}, place, {"arena_extend_strategy": "1"})
+    place = InstancePlacement("KIND_GPU", device=1)
+    plan = read_session_plan(
+        {"optimization": {"execution_accelerators": accelerators}}, place, {"arena_extend_strategy": "1"}
+    )
     assert plan.providers == (
         ("TensorrtExecutionProvider", (("device_id", "1"), ("trt_fp16_enable", "1"))),
         ("CUDAExecutionProvider", (("arena_extend_strategy", "kSameAsRequested"), ("device_id", "1"))),
@@ -421,7 +425,7 @@ def test_a_file_is_read_once_to_be_completed_and_loaded(
     monkeypatch.setattr(onnx_session.Session, "__init__", counted)
     parameters = {"intra_op_thread_count": "1"}
     document = ONNX.complete(version, {"name": "model"}, parameters)
-    runtimes = [ONNX.load(version, described(document), Place(), parameters) for _ in range(2)]
+    runtimes = [ONNX.load(version, described(document), InstancePlacement(), parameters) for _ in range(2)]
     [only] = opened
     for runtime in runtimes:
         runtime.close()
@@ -432,7 +436,7 @@ def test_an_instance_may_be_a_process(version: Path, onnx_models: ModuleType, de
     layers = onnx_models.write_mlp(version / "model.onnx", [4, 3])
     document = ISOLATED.complete(version, {"name": "model"}, {"EXECUTION": "isolated"})
     assert document == ONNX.complete(version, {"name": "model"}, {})
-    runtime = ISOLATED.load(version, described(document), Place(name="m_0"), {"EXECUTION": "isolated"})
+    runtime = ISOLATED.load(version, described(document), InstancePlacement(name="m_0"), {"EXECUTION": "isolated"})
     batch = np.random.default_rng(1).random((2, 4), np.float32)
     [(weights, bias)] = layers
     np.testing.assert_allclose(run(runtime, ["OUTPUT"], INPUT=batch)["OUTPUT"], batch @ weights + bias, rtol=1e-5)

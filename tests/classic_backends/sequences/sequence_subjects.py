@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from charonia.classic_backends.runtime import Arrays, Document, Place, Traits
+from charonia.classic_backends.runtime import Arrays, ConfigDocument, InstancePlacement, RuntimeTraits
 from charonia.core.model import ModelConfig
 from charonia.core.tensor import TensorSpec
 
@@ -44,12 +44,14 @@ def config(max_batch_size: int = 4, decoupled: bool = False, **sequences: Any) -
 class Loader:
     """One model for all instances."""
 
-    traits = Traits()
+    traits = RuntimeTraits()
 
-    def load(self, directory: Path, config: ModelConfig, place: Place, parameters: Mapping[str, str]) -> Any:
+    def load(
+        self, directory: Path, config: ModelConfig, place: InstancePlacement, parameters: Mapping[str, str]
+    ) -> Any:
         return self
 
-    def complete(self, directory: Path, document: Document, parameters: Mapping[str, str]) -> Document:
+    def complete(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> ConfigDocument:
         return document
 
     def close(self) -> None:

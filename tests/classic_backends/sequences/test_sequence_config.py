@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from charonia.classic_backends.batching.batching_config import Batching
-from charonia.classic_backends.batching.inference_job import Job, Nobody
-from charonia.classic_backends.sequences.sequence_context import Flags
-from charonia.classic_backends.sequences.sequence_support import Sequences, read_sequences
-from charonia.classic_backends.sequences.sequence_tensors import hidden_tensors
+from charonia.classic_backends.batching.batching_config import BatchingConfig
+from charonia.classic_backends.batching.inference_job import InferenceJob, NullSink
+from charonia.classic_backends.sequences.sequence_context import SequenceFlags
+from charonia.classic_backends.sequences.sequence_support import SequenceSupport, read_sequence_support
+from charonia.classic_backends.sequences.sequence_tensors import sequence_tensor_names
 from charonia.core.errors import CharoniaError, InvalidArgument, Unsupported
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest
@@ -20,21 +20,21 @@ from .sequence_subjects import CONTROLS, config, control, state
 OLDEST = {"max_candidate_sequences": 6}
 
 
-def read(settings: ModelConfig, **initial: Tensor) -> Sequences:
-    found = read_sequences(settings, initial)
+def read(settings: ModelConfig, **initial: Tensor) -> SequenceSupport:
+    found = read_sequence_support(settings, initial)
     assert found is not None
     return found
 
 
 def test_without_sequence_batching_there_are_none() -> None:
-    assert read_sequences(ModelConfig("m", "1", "test", document={"dynamic_batching": {}}), {}) is None
+    assert read_sequence_support(ModelConfig("m", "1", "test", document={"dynamic_batching": {}}), {}) is None
 
 
 def test_direct_is_what_a_config_means_that_names_no_strategy() -> None:
     rules = read(config()).rules
     assert rules == read(config(direct={})).rules
     assert (rules.seating.seats, rules.seating.pinned, rules.seating.idle) == (4, True, 10**9)
-    assert rules.batching == Batching(combine=True, max_size=4)
+    assert rules.batching == BatchingConfig(combine=True, max_size=4)
     assert read(config(max_batch_size=0)).rules.seating.seats == 1
     assert read(config(max_sequence_idle_microseconds=7)).rules.seating.idle == 7000
 
@@ -58,7 +58,7 @@ def test_oldest_has_the_rules_of_a_dynamic_batcher() -> None:
     asked = {"preferred_batch_size": [2], "max_queue_delay_microseconds": 5, "preserve_ordering": True}
     rules = read(config(oldest=OLDEST | asked)).rules
     assert (rules.seating.seats, rules.seating.pinned) == (6, False)
-    assert rules.batching == Batching(True, 4, (2,), 5000, ordered=True)
+    assert rules.batching == BatchingConfig(True, 4, (2,), 5000, ordered=True)
 
 
 def test_a_runtime_sees_controls_and_states_and_a_client_does_not() -> None:
@@ -72,7 +72,7 @@ def test_a_runtime_sees_controls_and_states_and_a_client_does_not() -> None:
         ("S", "INT32", (-1, 2)),
     ]
     assert whole.outputs[1:] == (TensorSpec("T", "INT32", (-1, 2)),)
-    assert hidden_tensors(settings.document) == ({"START", "READY", "END", "ID", "S"}, {"T"})
+    assert sequence_tensor_names(settings.document) == ({"START", "READY", "END", "ID", "S"}, {"T"})
 
 
 def test_an_output_that_is_a_state_too_is_there_once() -> None:
@@ -146,21 +146,21 @@ def test_what_is_not_served_is_refused_by_name(settings: ModelConfig, field: str
     assert refused.value.field == f"sequence_batching.{field}"
 
 
-def ids(datatype: str) -> Sequences:
+def ids(datatype: str) -> SequenceSupport:
     return read(config(control_input=[control("ID", "CORRID", data_type=datatype)]))
 
 
 def test_flags_of_a_request() -> None:
     reader = ids("TYPE_UINT64").flags
-    assert reader.read(InferRequest(parameters={"sequence_id": 2**64 - 1}), 1) == Flags(2**64 - 1)
+    assert reader.read(InferRequest(parameters={"sequence_id": 2**64 - 1}), 1) == SequenceFlags(2**64 - 1)
     asked = InferRequest(parameters={"sequence_id": 5, "sequence_start": True, "sequence_end": True})
-    assert reader.read(asked, 1) == Flags(5, start=True, end=True)
-    assert ids("TYPE_STRING").flags.read(InferRequest(parameters={"sequence_id": "a"}), 1) == Flags("a")
+    assert reader.read(asked, 1) == SequenceFlags(5, start=True, end=True)
+    assert ids("TYPE_STRING").flags.read(InferRequest(parameters={"sequence_id": "a"}), 1) == SequenceFlags("a")
     untold = read(config(control_input=[])).flags
     assert [untold.read(InferRequest(parameters={"sequence_id": each}), 1).id for each in ("a", -7)] == ["a", -7]
     assert [each.whole() for each in (reader, ids("TYPE_STRING").flags)] == [
-        Flags(1, start=True, end=True),
-        Flags("warmup", start=True, end=True),
+        SequenceFlags(1, start=True, end=True),
+        SequenceFlags("warmup", start=True, end=True),
     ]
 
 
@@ -189,7 +189,7 @@ def test_a_request_of_no_sequence_is_refused(parameters: dict[str, Any], rows: i
 
 def test_controls_have_the_types_that_their_values_have() -> None:
     sequences = read(config(max_batch_size=0))
-    job = Job({"X": np.zeros(1, np.int32)}, None, Nobody())
+    job = InferenceJob({"X": np.zeros(1, np.int32)}, None, NullSink())
     sequences.rehearse(job)
     told = sequences.stateful.inputs([job])
     assert {name: (array.dtype.name, array.tolist()) for name, array in told.items()} == {

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from charonia.classic_backends.batching.batch_execution import Form
-from charonia.classic_backends.batching.dispatcher import Request, Work
-from charonia.classic_backends.batching.dynamic_batcher import Cause
-from charonia.classic_backends.batching.inference_job import Job
-from charonia.classic_backends.batching.model_metrics import Account
-from charonia.classic_backends.batching.request_queue import Waiting
-from charonia.classic_backends.batching.response_router import Delivery
+from charonia.classic_backends.batching.batch_execution import BatchLayout
+from charonia.classic_backends.batching.dispatcher import JobBatch, QueuedJob
+from charonia.classic_backends.batching.dynamic_batcher import CloseReason
+from charonia.classic_backends.batching.inference_job import InferenceJob
+from charonia.classic_backends.batching.model_metrics import ModelMetrics
+from charonia.classic_backends.batching.request_queue import QueuedRequest
+from charonia.classic_backends.batching.response_router import ResponseRouter
 from charonia.classic_backends.sequences.sequence_batcher import SequenceBatcher
-from charonia.classic_backends.sequences.sequence_context import Flags, SequenceContext
-from charonia.classic_backends.sequences.sequence_scheduler import SequenceDesk
-from charonia.classic_backends.sequences.sequence_support import Sequences, read_sequences
-from charonia.classic_backends.signature import Signature
+from charonia.classic_backends.sequences.sequence_context import SequenceContext, SequenceFlags
+from charonia.classic_backends.sequences.sequence_scheduler import SequenceScheduler
+from charonia.classic_backends.sequences.sequence_support import SequenceSupport, read_sequence_support
+from charonia.classic_backends.signature import ModelSignature
 from charonia.core.errors import Cancelled, CharoniaError
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferResponse
@@ -42,7 +42,7 @@ class Hand:
         self.lost = False
         self.runtime = runtime
         self.source: Any = None
-        self.work: Work | None = None
+        self.work: JobBatch | None = None
 
     def wake(self, source: Any) -> None:
         assert self.source is None
@@ -83,8 +83,8 @@ class Asked:
         self.error = error
 
 
-def sequences_of(settings: ModelConfig) -> Sequences:
-    found = read_sequences(settings, {})
+def sequences_of(settings: ModelConfig) -> SequenceSupport:
+    found = read_sequence_support(settings, {})
     assert found is not None
     return found
 
@@ -94,9 +94,11 @@ class Table:
 
     def __init__(self, settings: ModelConfig, make: Callable[[], Any], instances: int = 2) -> None:
         sequences = sequences_of(settings)
-        form = Form(Signature(settings), stateful=sequences.stateful)
-        self.account = Account()
-        self.desk = SequenceDesk(sequences.rules, form, Delivery(self.account, batched=True), decoupled=False)
+        form = BatchLayout(ModelSignature(settings), stateful=sequences.stateful)
+        self.account = ModelMetrics()
+        self.desk = SequenceScheduler(
+            sequences.rules, form, ResponseRouter(self.account, batched=True), decoupled=False
+        )
         self.hands = [Hand(make()) for _ in range(instances)]
         for hand in self.hands:
             self.desk.add_worker(hand)  # type: ignore[arg-type]
@@ -108,9 +110,9 @@ class Table:
         start = client not in self.sums
         value = len(self.asked) + 1
         asked = Asked(client, self.sums.get(client, 0) + value)
-        flags = Flags(client + 1, start, end)
-        job = Job({"X": np.array([[value]], np.int32)}, None, asked, flags=flags)
-        asked.request = Waiting(job, **fields)
+        flags = SequenceFlags(client + 1, start, end)
+        job = InferenceJob({"X": np.array([[value]], np.int32)}, None, asked, flags=flags)
+        asked.request = QueuedRequest(job, **fields)
         self.sums[client] = asked.expected
         if end:
             del self.sums[client]
@@ -201,7 +203,7 @@ async def test_requests_that_one_client_sends_at_once_are_executed_one_after_the
     table.check()
     assert [each.got for each in asked] == [[1], [3], [6], [4]]
     assert (table.account.executions, table.account.inferences) == (3, 4)
-    assert table.account.alone[Cause.IDLE] == 2
+    assert table.account.alone[CloseReason.IDLE] == 2
 
 
 async def test_who_leaves_takes_his_sequence_along() -> None:
@@ -226,7 +228,7 @@ async def test_nothing_of_a_cancelled_sequence_begins_while_it_is_withdrawn(monk
     [host], [hand] = table.desk._hosts.values(), table.hands
     withdraw = host.leave
 
-    def meanwhile(request: Request) -> bool:
+    def meanwhile(request: QueuedJob) -> bool:
         withdrawn = withdraw(request)
         hand.step()
         return withdrawn
@@ -334,9 +336,11 @@ async def test_who_is_idle_gives_up_his_seat() -> None:
         table.ask(0)
 
 
-def behind(client: int) -> Request:
-    job = Job({"X": np.array([[1]], np.int32)}, None, Asked(client, 0), context=SequenceContext(client, row=client))
-    return Waiting(job)
+def behind(client: int) -> QueuedJob:
+    job = InferenceJob(
+        {"X": np.array([[1]], np.int32)}, None, Asked(client, 0), context=SequenceContext(client, row=client)
+    )
+    return QueuedRequest(job)
 
 
 def test_a_direct_batch_waits_until_enough_rows_have_work() -> None:
@@ -350,8 +354,8 @@ def test_a_direct_batch_waits_until_enough_rows_have_work() -> None:
     batch = batcher.take(3).batch
     assert batch is not None
     assert [request.item.context.row for request in batch.requests if request.item.context] == [0, 3]
-    assert batch.cause is Cause.PREFERRED
+    assert batch.cause is CloseReason.PREFERRED
     batcher.add(behind(1), 4)
     late = batcher.take(4 + FAR * 1000).batch
     assert late is not None
-    assert late.cause is Cause.DELAY
+    assert late.cause is CloseReason.DELAY

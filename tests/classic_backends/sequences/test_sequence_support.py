@@ -18,18 +18,18 @@ from charonia.classic_backends.builtin import IDENTITY
 from charonia.classic_backends.isolated.isolated_runtime import ONNX
 from charonia.classic_backends.model import ClassicModel
 from charonia.classic_backends.runtime import Arrays
-from charonia.classic_backends.sequences.sequence_scheduler import SequenceDesk
+from charonia.classic_backends.sequences.sequence_scheduler import SequenceScheduler
 from charonia.core.errors import CharoniaError, InvalidArgument
-from charonia.core.model import ModelConfig, Samples, WarmUp
+from charonia.core.model import ModelConfig, ModelSamples, WarmupRequest
 from charonia.core.request import InferRequest
 from charonia.core.tensor import Tensor
-from charonia.repository.config_io import to_fields
+from charonia.repository.config_io import config_to_json
 
 from ...waiting import until
 from ..asking import answers, serving, waiting
 from .sequence_subjects import Carried, Rows, config, control, state
 
-NONE = Samples()
+NONE = ModelSamples()
 OLDEST = {"max_candidate_sequences": 4}
 
 
@@ -54,10 +54,10 @@ def accumulator(
 ) -> Callable[..., ClassicModel]:
     """The ONNX model that adds up, with these fields of `sequence_batching` in place of its own."""
 
-    def make(text_ids: bool = False, samples: Samples = NONE, **fields: Any) -> ClassicModel:
+    def make(text_ids: bool = False, samples: ModelSamples = NONE, **fields: Any) -> ClassicModel:
         onnx_models.write_accumulator(version / "model.onnx", text_ids)
         text = onnx_models.ACCUMULATOR.replace("INT64", "STRING") if text_ids else onnx_models.ACCUMULATOR
-        document = to_fields(text_format.Parse(text, model_config_pb2.ModelConfig()))
+        document = config_to_json(text_format.Parse(text, model_config_pb2.ModelConfig()))
         return ClassicModel(
             described(document | {"sequence_batching": document["sequence_batching"] | fields}),
             ONNX,
@@ -72,7 +72,7 @@ def accumulator(
 async def test_an_onnx_model_adds_up_what_each_of_many_sequences_sends(
     accumulator: Callable[..., ClassicModel], strategy: Mapping[str, Any]
 ) -> None:
-    model = accumulator(samples=Samples([WarmUp(step(1))]), **strategy)
+    model = accumulator(samples=ModelSamples([WarmupRequest(step(1))]), **strategy)
     await model.load()
     sequences = [asyncio.create_task(ask(model, *range(1, 4 + name), name=name)) for name in range(1, 13)]
     for name, task in enumerate(sequences, 1):
@@ -82,7 +82,7 @@ async def test_an_onnx_model_adds_up_what_each_of_many_sequences_sends(
 
 
 async def test_an_onnx_model_is_told_where_a_request_stands(accumulator: Callable[..., ClassicModel]) -> None:
-    model = accumulator(text_ids=True, samples=Samples(states={"S": Tensor.of("S", "INT32", [100])}))
+    model = accumulator(text_ids=True, samples=ModelSamples(states={"S": Tensor.of("S", "INT32", [100])}))
     await model.load()
     told, sums = [], []
     for flags in ({"start": True}, {}, {"end": True}):
@@ -171,7 +171,7 @@ async def test_clients_that_leave_at_any_time_disturb_nobody(strategy: Mapping[s
         sums = await asyncio.gather(*clients, return_exceptions=True)
         for client, made, length in zip(clients, sums, lengths, strict=True):
             assert made == np.cumsum(range(length)).tolist() or client in leaving
-        assert isinstance(model._dispatcher, SequenceDesk)
+        assert isinstance(model._dispatcher, SequenceScheduler)
         model._dispatcher._roll.check_integrity()
         assert waiting(model) == 0
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from charonia.classic_backends.batching.dispatcher import Request
-from charonia.classic_backends.batching.inference_job import Job, Nobody
-from charonia.classic_backends.batching.request_queue import Waiting
-from charonia.classic_backends.sequences.sequence_config import Seating
-from charonia.classic_backends.sequences.sequence_context import Flags, SequenceId
-from charonia.classic_backends.sequences.sequence_table import Roll
+from charonia.classic_backends.batching.dispatcher import QueuedJob
+from charonia.classic_backends.batching.inference_job import InferenceJob, NullSink
+from charonia.classic_backends.batching.request_queue import QueuedRequest
+from charonia.classic_backends.sequences.sequence_config import SlotRules
+from charonia.classic_backends.sequences.sequence_context import SequenceFlags, SequenceId
+from charonia.classic_backends.sequences.sequence_table import SequenceTable
 from charonia.core.errors import InvalidArgument
 
 IDLE = 100
@@ -19,21 +19,23 @@ class Asked:
     """A roll with `seats` on each of these hosts, and what is asked of it."""
 
     def __init__(self, hosts: str = "a", seats: int = 1) -> None:
-        self.roll: Roll[str] = Roll("m", Seating(seats, IDLE))
+        self.roll: SequenceTable[str] = SequenceTable("m", SlotRules(seats, IDLE))
         for host in hosts:
             self.roll.add_host(host)
 
-    def ask(self, name: SequenceId, now: int = 0, timeout: int = 0, **flags: Any) -> Request:
-        request: Request = Waiting(Job({}, None, Nobody(), flags=Flags(name, **flags)), timeout=timeout)
+    def ask(self, name: SequenceId, now: int = 0, timeout: int = 0, **flags: Any) -> QueuedJob:
+        request: QueuedJob = QueuedRequest(
+            InferenceJob({}, None, NullSink(), flags=SequenceFlags(name, **flags)), timeout=timeout
+        )
         self.roll.enter(request, now)
         self.roll.seat()
         self.roll.check_integrity()
         return request
 
-    def start(self, name: SequenceId, now: int = 0, **fields: Any) -> Request:
+    def start(self, name: SequenceId, now: int = 0, **fields: Any) -> QueuedJob:
         return self.ask(name, now, start=True, **fields)
 
-    def answer(self, request: Request, now: int = 0) -> None:
+    def answer(self, request: QueuedJob, now: int = 0) -> None:
         self.roll.settle(request, now)
         self.roll.seat()
         self.roll.check_integrity()
@@ -43,7 +45,7 @@ class Asked:
         self.roll.seat()
         return late
 
-    def seat(self, request: Request) -> tuple[str, int] | None:
+    def seat(self, request: QueuedJob) -> tuple[str, int] | None:
         sequence = self.roll.of(request)
         assert sequence is not None
         return None if sequence.seat is None else (sequence.seat.host, sequence.seat.row)

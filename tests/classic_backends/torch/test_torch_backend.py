@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from charonia.classic_backends.runtime import Arrays, Place, Runtime
-from charonia.classic_backends.torch.argument_positions import argument_places, result_places
-from charonia.classic_backends.torch.torch_backend import PYTORCH, Modes, read_modes
+from charonia.classic_backends.runtime import Arrays, InstancePlacement, Runtime
+from charonia.classic_backends.torch.argument_positions import argument_positions, result_positions
+from charonia.classic_backends.torch.torch_backend import PYTORCH, InferenceModes, read_inference_modes
 from charonia.core.errors import Internal, InvalidArgument, NotFound, Unsupported
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest
@@ -79,7 +79,7 @@ def document(inputs: list[str], outputs: list[str], datatype: str = "TYPE_FP32")
 
 
 def load(version: Path, config: ModelConfig, **parameters: str) -> Runtime:
-    return PYTORCH.load(version, config, Place(), parameters)
+    return PYTORCH.load(version, config, InstancePlacement(), parameters)
 
 
 def run(runtime: Runtime, wanted: list[str], **inputs: Any) -> Arrays:
@@ -222,12 +222,12 @@ def test_a_config_that_does_not_fit_an_exported_program(version: Path, described
 )
 def test_inputs_without_an_argument_are_refused(names: list[str]) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        argument_places("model", names, ["left", "right"])
+        argument_positions("model", names, ["left", "right"])
     assert caught.value.field == "input"
 
 
 def test_outputs_may_leave_out_results() -> None:
-    assert result_places("model", ["OUTPUT__2", "OUTPUT__0"]) == (2, 0)
+    assert result_positions("model", ["OUTPUT__2", "OUTPUT__0"]) == (2, 0)
 
 
 def test_files_that_are_not_there_or_no_models(version: Path, described: Describe) -> None:
@@ -257,7 +257,7 @@ def test_results_that_are_not_there_or_no_tensors(version: Path, described: Desc
 
 def test_parameters_are_tritons(version: Path, described: Describe) -> None:
     asked = {"INFERENCE_MODE": "false", "DISABLE_OPTIMIZED_EXECUTION": "true", "DISABLE_CUDNN": "true"}
-    assert read_modes(asked) == Modes(inference=False, optimised=False, cudnn=False)
+    assert read_inference_modes(asked) == InferenceModes(inference=False, optimised=False, cudnn=False)
     script(Same(), version / "model.pt")
     threads: list[int] = []
 

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from charonia.core.errors import InvalidArgument
-from charonia.engine.attention.backend import Attention, CacheSpec
+from charonia.engine.attention.backend import AttentionBackend, CacheSpec
 from charonia.engine.attention.native import NativeAttention
-from charonia.engine.attention.selector import BACKENDS, attention_backend
-from charonia.engine.attention.torch_sdpa import CpuAttention
-from charonia.engine.checkpoint.model_spec import View
+from charonia.engine.attention.selector import BACKENDS, create_backend
+from charonia.engine.attention.torch_sdpa import TorchSdpaAttention
+from charonia.engine.checkpoint.model_spec import LayerAttention
 from charonia.engine.cpu import library
-from charonia.engine.step_batch import Batch
+from charonia.engine.step_batch import StepBatch
 
 CPU = torch.device("cpu")
-PLAIN = View()
+PLAIN = LayerAttention()
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -26,7 +26,7 @@ def spec(**changes: object) -> CacheSpec:
 class Story:
     """Sequences that grow step by step: what attention says at each against what it should say."""
 
-    def __init__(self, attention: Attention, spec: CacheSpec, blocks: int = 200, seed: int = 0) -> None:
+    def __init__(self, attention: AttentionBackend, spec: CacheSpec, blocks: int = 200, seed: int = 0) -> None:
         self.attention, self.spec = attention, spec
         self.generator = torch.Generator().manual_seed(seed)
         self.free = torch.randperm(blocks, generator=self.generator).tolist()
@@ -47,7 +47,7 @@ class Story:
         attend = self.attention.begin(self.batch(rows, starts))
         return max(self.layer(attend, layer, rows, starts) for layer in range(self.spec.layers))
 
-    def batch(self, rows: dict[int, int], starts: list[int]) -> Batch:
+    def batch(self, rows: dict[int, int], starts: list[int]) -> StepBatch:
         for (row, count), start in zip(rows.items(), starts, strict=True):
             table = self.tables.setdefault(row, [])
             while len(table) * self.spec.block_size < start + count:
@@ -55,7 +55,7 @@ class Story:
         width = max(len(self.tables[row]) for row in rows)
         tables = torch.tensor([self.tables[row] + [0] * (width - len(self.tables[row])) for row in rows])
         counts = list(rows.values())
-        return Batch.of(torch.zeros(sum(counts)), starts, counts, tables, self.spec.block_size)
+        return StepBatch.of(torch.zeros(sum(counts)), starts, counts, tables, self.spec.block_size)
 
     def layer(self, attend: object, layer: int, rows: dict[int, int], starts: list[int]) -> float:
         total = sum(rows.values())
@@ -80,7 +80,7 @@ class Story:
 
 
 def exact(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, view: View, sinks: torch.Tensor | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, view: LayerAttention, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     """Head by head, in float64; a sink is one more token, seen by all, with a value of 0."""
     group = q.shape[1] // k.shape[1]
@@ -135,7 +135,7 @@ def test_a_whole_story(name: str, dtype: torch.dtype, heads: int, kv_heads: int)
     shape = spec_for(name, dtype=dtype, heads=heads, kv_heads=kv_heads)
     if not able(name, shape):
         pytest.skip("the backend does not do this")
-    story = Story(attention_backend(name, shape), shape)
+    story = Story(create_backend(name, shape), shape)
     assert max(story.step(rows) for rows in STEPS) < TOLERANCE[dtype]
 
 
@@ -145,19 +145,28 @@ def test_a_whole_story(name: str, dtype: torch.dtype, heads: int, kv_heads: int)
 @pytest.mark.parametrize("cap", [None, 1.5])
 def test_layers_with_views_of_their_own(name: str, window: int, cap: float | None, dtype: torch.dtype) -> None:
     """A window as long as a block, one that is not, one that is longer than everything."""
-    shape = spec_for(name, views=(PLAIN, View(window, 0.3, cap), View(window), View(scale=0.1, cap=cap)), dtype=dtype)
-    story = Story(attention_backend(name, shape), shape)
+    shape = spec_for(
+        name,
+        views=(PLAIN, LayerAttention(window, 0.3, cap), LayerAttention(window), LayerAttention(scale=0.1, cap=cap)),
+        dtype=dtype,
+    )
+    story = Story(create_backend(name, shape), shape)
     assert max(story.step(rows) for rows in STEPS) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_layers_with_sinks(name: str, dtype: torch.dtype) -> None:
     """Beside one without, with windows and a cap."""
-    views = (View(sinks=True), PLAIN, View(6, 0.3, sinks=True), View(None, 0.3, 1.5, sinks=True))
+    views = (
+        LayerAttention(sinks=True),
+        PLAIN,
+        LayerAttention(6, 0.3, sinks=True),
+        LayerAttention(None, 0.3, 1.5, sinks=True),
+    )
     shape = spec_for(name, views=views, dtype=dtype)
     if not able(name, shape):
         pytest.skip("the backend does not do this")
-    story = Story(attention_backend(name, shape), shape)
+    story = Story(create_backend(name, shape), shape)
     assert max(story.step(rows) for rows in STEPS) < TOLERANCE[dtype]
 
 
@@ -166,13 +175,13 @@ def test_block_sizes(name: str, block_size: int) -> None:
     shape = spec(block_size=block_size)
     if not able(name, shape):
         pytest.skip("the backend does not do this")
-    story = Story(attention_backend(name, shape), shape)
+    story = Story(create_backend(name, shape), shape)
     assert max(story.step(rows) for rows in STEPS) < TOLERANCE[torch.float32]
 
 
 def test_copied_blocks_hold_the_same(name: str) -> None:
     shape = spec_for(name)
-    attention = attention_backend(name, shape)
+    attention = create_backend(name, shape)
     story = Story(attention, shape)
     story.step({0: 7})
     old = story.tables[0]
@@ -183,35 +192,35 @@ def test_copied_blocks_hold_the_same(name: str) -> None:
 
 def test_block_bytes_count_keys_and_values_of_all_layers(name: str) -> None:
     shape = spec_for(name)
-    assert attention_backend(name, shape).block_bytes == 2 * 2 * shape.block_size * 2 * 16 * 4
+    assert create_backend(name, shape).block_bytes == 2 * 2 * shape.block_size * 2 * 16 * 4
 
 
 def test_what_a_backend_cannot_do_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="auto or one of native, cpu, reference"):
-        attention_backend("flash", spec())
+        create_backend("flash", spec())
     with pytest.raises(InvalidArgument, match=r"dtype float64; it can do bfloat16, float16, float32$") as refusal:
-        attention_backend("reference", spec(dtype=torch.float64))
+        create_backend("reference", spec(dtype=torch.float64))
     assert refusal.value.field == "dtype"
     with pytest.raises(InvalidArgument, match=r"block_size 0; it can do 1 to 4096$"):
-        attention_backend("cpu", spec(block_size=0))
+        create_backend("cpu", spec(block_size=0))
     with pytest.raises(InvalidArgument, match=r"block_size 8; it can do 16 to 4096 in steps of 16$"):
-        attention_backend("native", spec(block_size=8))
+        create_backend("native", spec(block_size=8))
     with pytest.raises(InvalidArgument, match="int8") as refusal:
-        attention_backend("cpu", spec(stored="int8"))
+        create_backend("cpu", spec(stored="int8"))
     assert refusal.value.field == "kv_cache_dtype"
 
 
 def test_without_the_extension_its_backend_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "level", lambda: None)
     with pytest.raises(InvalidArgument, match="needs the C extension") as refusal:
-        attention_backend("native", spec(block_size=16))
+        create_backend("native", spec(block_size=16))
     assert refusal.value.field == "attention"
-    assert isinstance(attention_backend("auto", spec(block_size=16)), CpuAttention)
+    assert isinstance(create_backend("auto", spec(block_size=16)), TorchSdpaAttention)
 
 
 @pytest.mark.skipif(library.level() is None, reason="no C extension here")
 def test_auto_is_what_knows_the_heads() -> None:
-    assert isinstance(attention_backend("auto", spec(block_size=16)), NativeAttention)
-    assert isinstance(attention_backend("auto", spec(block_size=16, head_dim=24)), CpuAttention)
+    assert isinstance(create_backend("auto", spec(block_size=16)), NativeAttention)
+    assert isinstance(create_backend("auto", spec(block_size=16, head_dim=24)), TorchSdpaAttention)
     with pytest.raises(InvalidArgument, match="heads on 2 of 24"):
-        attention_backend("native", spec(block_size=16, head_dim=24))
+        create_backend("native", spec(block_size=16, head_dim=24))

@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from charonia.core.errors import InvalidArgument, NotFound
-from charonia.core.memory_needs import Share
+from charonia.core.memory_needs import MemoryNeed
 from charonia.engine.build import memory_needed
-from charonia.engine.checkpoint.build_context import Place
+from charonia.engine.checkpoint.build_context import BuildContext
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.checkpoint.hf_config import read_spec
-from charonia.engine.checkpoint.model_spec import CheckpointError, Rope, View
-from charonia.engine.checkpoint.text_part import language_part
-from charonia.engine.checkpoint.weights import Loader, Piece, Weights
-from charonia.engine.models.registry import recipe
+from charonia.engine.checkpoint.model_spec import CheckpointError, LayerAttention, RopeSpec
+from charonia.engine.checkpoint.text_part import text_config
+from charonia.engine.checkpoint.weights import CheckpointWeights, TensorSlice, WeightLoader
+from charonia.engine.models.registry import checkpoint_builder
 
 WEIGHTS, BIN = "model.safetensors", "pytorch_model.bin"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9000\n"
@@ -45,14 +45,16 @@ def edit_tensors(directory: Path, **changes: Any) -> None:
 
 
 def build(directory: Path, progress: Callable[[float], None] = lambda _: None) -> Any:
-    return recipe(open_checkpoint(directory)).build(Place(torch.float32, torch.device("cpu"), 64, progress=progress))
+    return checkpoint_builder(open_checkpoint(directory)).build(
+        BuildContext(torch.float32, torch.device("cpu"), 64, progress=progress)
+    )
 
 
 def test_a_checkpoint_says_what_it_is(checkpoint: Callable[..., Path]) -> None:
     opened = open_checkpoint(checkpoint("llama-llama3-tied"))
     assert opened.spec.architecture == "LlamaForCausalLM"
     assert (opened.spec.heads, opened.spec.kv_heads, opened.spec.head_dim) == (4, 2, 16)
-    assert opened.spec.rope == Rope("llama3", 10000.0, 8.0, 1.0, 4.0, 64)
+    assert opened.spec.rope == RopeSpec("llama3", 10000.0, 8.0, 1.0, 4.0, 64)
     assert opened.spec.tied_embeddings
 
 
@@ -94,7 +96,7 @@ GEMMA3_OLD = {
 
 def test_what_gemma_leaves_unsaid() -> None:
     spec = read_spec(GEMMA3_OLD, "here")
-    near, far = View(512, 256**-0.5), View(None, 256**-0.5)
+    near, far = LayerAttention(512, 256**-0.5), LayerAttention(None, 256**-0.5)
     assert spec.views == (near, near, far, near, near, far)
     assert (spec.rope.kind, spec.rope.theta, spec.rope.factor) == ("linear", 1e6, 8.0)
     assert (spec.local_rope.kind, spec.local_rope.theta) == ("default", 1e4)
@@ -129,7 +131,7 @@ def test_recipes_for_long_texts(copy: Path) -> None:
     assert (phi.rope.kind, phi.rope.rotary_dim(phi.head_dim), phi.rope.long_factor) == ("longrope", 12, (2.0,) * 6)
     assert phi.rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)))
     edit_config(copy, **PHI4_MINI, rope_parameters=...)
-    found = recipe(open_checkpoint(copy))
+    found = checkpoint_builder(open_checkpoint(copy))
     assert (found.default_length, found.max_position) == (4096, 131072)
 
 
@@ -158,7 +160,7 @@ def test_language_parts_as_they_are_published(copy: Path) -> None:
     """With what they leave out, and with their fields among those of the whole."""
     (copy / "config.json").write_text(json.dumps(GEMMA3_4B))
     opened = open_checkpoint(copy)
-    gemma, qwen = opened.spec, read_spec(language_part(QWEN2_VL) or {}, "here")
+    gemma, qwen = opened.spec, read_spec(text_config(QWEN2_VL) or {}, "here")
     assert opened.language_part
     assert (gemma.architecture, gemma.dtype, gemma.vocab_size) == ("Gemma3ForCausalLM", "bfloat16", 262208)
     assert (gemma.heads, gemma.kv_heads, gemma.head_dim, gemma.max_position) == (8, 4, 256, 131072)
@@ -307,7 +309,7 @@ def test_weights_that_nobody_asked_for_are_told(
 def test_a_link_that_leads_nowhere_is_named(copy: Path) -> None:
     (copy / WEIGHTS).unlink()
     (copy / WEIGHTS).symlink_to(copy / "gone")
-    assert list(memory_needed(str(copy), {"device": "cpu"}, ())) == [Share(0)]
+    assert list(memory_needed(str(copy), {"device": "cpu"}, ())) == [MemoryNeed(0)]
     with pytest.raises(CheckpointError, match=f"{WEIGHTS}: the file is missing"):
         build(copy)
 
@@ -315,9 +317,9 @@ def test_a_link_that_leads_nowhere_is_named(copy: Path) -> None:
 def test_shards_read_like_one_file(making: Any, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
     sharded = making.write_checkpoint(tmp_path / "sharded", shard="50KB")
     assert len(list(sharded.glob("*.safetensors"))) > 2
-    piece = Piece("model.layers.1.mlp.down_proj.weight", (64, 96), columns=slice(10, 20))
-    whole = Weights(checkpoint("llama")).read(piece)
-    assert torch.equal(Weights(sharded).read(piece), whole)
+    piece = TensorSlice("model.layers.1.mlp.down_proj.weight", (64, 96), columns=slice(10, 20))
+    whole = CheckpointWeights(checkpoint("llama")).read(piece)
+    assert torch.equal(CheckpointWeights(sharded).read(piece), whole)
     assert whole.shape == (64, 10)
     assert build(sharded)
 
@@ -326,11 +328,11 @@ def test_shards_read_like_one_file(making: Any, tmp_path: Path, checkpoint: Call
 def test_pickled_weights_read_like_safetensors(copy: Path, checkpoint: Callable[..., Path], modern: bool) -> None:
     """Mapped, if they are of the form that can be."""
     pickled(copy, _use_new_zipfile_serialization=modern)
-    piece = Piece("model.layers.1.mlp.down_proj.weight", (64, 96), columns=slice(10, 20))
-    found = Weights(copy)
-    assert torch.equal(found.read(piece), Weights(checkpoint("llama")).read(piece))
+    piece = TensorSlice("model.layers.1.mlp.down_proj.weight", (64, 96), columns=slice(10, 20))
+    found = CheckpointWeights(copy)
+    assert torch.equal(found.read(piece), CheckpointWeights(checkpoint("llama")).read(piece))
     assert (str(copy / BIN) in Path("/proc/self/maps").read_text()) == modern
-    assert list(memory_needed(str(copy), {"device": "cpu"}, ())) == [Share(found.bytes)]
+    assert list(memory_needed(str(copy), {"device": "cpu"}, ())) == [MemoryNeed(found.bytes)]
     assert build(copy)
 
 
@@ -360,7 +362,7 @@ def test_a_missing_shard_is_named(making: Any, tmp_path: Path) -> None:
     gone = sorted(sharded.glob("*.safetensors"))[1]
     gone.unlink()
     with pytest.raises(CheckpointError, match=gone.name):
-        Weights(sharded)
+        CheckpointWeights(sharded)
 
 
 def test_what_is_neither_directory_nor_hub_id_is_refused(tmp_path: Path) -> None:
@@ -384,8 +386,8 @@ def test_progress_ends_at_one(checkpoint: Callable[..., Path]) -> None:
 
 def test_a_mapped_table_takes_no_memory_of_its_own(checkpoint: Callable[..., Path]) -> None:
     directory = checkpoint("llama")
-    load = Loader(Weights(directory), Place(torch.float32, torch.device("cpu"), 64))
-    piece = Piece("model.embed_tokens.weight", (384, 64))
+    load = WeightLoader(CheckpointWeights(directory), BuildContext(torch.float32, torch.device("cpu"), 64))
+    piece = TensorSlice("model.embed_tokens.weight", (384, 64))
     assert load.mapped(piece) is load.mapped(piece)
     maps = Path("/proc/self/maps").read_text().splitlines()
     address = load.mapped(piece).data_ptr()

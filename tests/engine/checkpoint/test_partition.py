@@ -10,18 +10,18 @@ import torch
 from safetensors.torch import load_file
 
 from charonia.core.errors import InvalidArgument
-from charonia.engine.checkpoint.build_context import Place, Seat
+from charonia.engine.checkpoint.build_context import BuildContext, Shard
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
-from charonia.engine.checkpoint.model_spec import CheckpointError, Experts, ModelSpec, Rope, View
-from charonia.engine.checkpoint.partition import check_split
-from charonia.engine.checkpoint.pipeline_stage import Stage
-from charonia.engine.checkpoint.tensor_group import Alone
-from charonia.engine.checkpoint.weights import Loader, Piece, Weights
+from charonia.engine.checkpoint.model_spec import CheckpointError, ExpertsSpec, LayerAttention, ModelSpec, RopeSpec
+from charonia.engine.checkpoint.partition import check_partition
+from charonia.engine.checkpoint.pipeline_stage import PipelineStage
+from charonia.engine.checkpoint.tensor_group import SingleRank
+from charonia.engine.checkpoint.weights import CheckpointWeights, TensorSlice, WeightLoader
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
-from charonia.engine.models.registry import ARCHITECTURES, recipe
+from charonia.engine.models.registry import ARCHITECTURES, checkpoint_builder
 from charonia.engine.worker.inline_executor import InlineExecutor
-from charonia.engine.worker.loaded_rank import assemble
-from charonia.scheduler.plan import NewSequence, RowSampling, StepPlan
+from charonia.engine.worker.loaded_rank import load_rank
+from charonia.scheduler.plan import NewSequence, SamplerParams, StepPlan
 
 CPU = torch.device("cpu")
 SPEC = ModelSpec(
@@ -31,11 +31,11 @@ SPEC = ModelSpec(
     heads=12,
     kv_heads=4,
     head_dim=16,
-    views=(View(window=8), View(), View(), View(window=9), View()),
+    views=(LayerAttention(window=8), LayerAttention(), LayerAttention(), LayerAttention(window=9), LayerAttention()),
     architecture="LlamaForCausalLM",
     norm_eps=1e-6,
-    rope=Rope(),
-    local_rope=Rope(),
+    rope=RopeSpec(),
+    local_rope=RopeSpec(),
     max_position=64,
     tied_embeddings=False,
     attention_bias=False,
@@ -45,10 +45,10 @@ SPEC = ModelSpec(
     experts=None,
     dtype="float32",
 )
-MIXED = replace(SPEC, experts=Experts(8, 2, 48, True, (True,) * 5))
+MIXED = replace(SPEC, experts=ExpertsSpec(8, 2, 48, True, (True,) * 5))
 
 
-class Silent(Alone):
+class Silent(SingleRank):
     """One rank of several, which never computes anything."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -80,52 +80,73 @@ class Keeping:
     ],
 )
 def test_stages_have_all_layers_in_order(total: int, count: int, split: tuple[int, ...], lengths: list[int]) -> None:
-    stages = [Stage(index, count, split).layers(total) for index in range(count)]
+    stages = [PipelineStage(index, count, split).layers(total) for index in range(count)]
     assert [layer for layers in stages for layer in layers] == list(range(total))
     assert [len(layers) for layers in stages] == lengths
 
 
 def test_a_rank_has_its_heads_and_the_layers_of_its_stage() -> None:
-    mine = Seat(Silent(1, 2), Stage(1, 2)).share(SPEC)
-    assert (mine.heads, mine.kv_heads, mine.views) == (6, 2, (View(window=9), View()))
-    crowded = Seat(Silent(5, 12)).share(SPEC)
+    mine = Shard(Silent(1, 2), PipelineStage(1, 2)).share(SPEC)
+    assert (mine.heads, mine.kv_heads, mine.views) == (6, 2, (LayerAttention(window=9), LayerAttention()))
+    crowded = Shard(Silent(5, 12)).share(SPEC)
     assert (crowded.heads, crowded.kv_heads) == (1, 1)
-    assert Seat().share(SPEC) == SPEC
+    assert Shard().share(SPEC) == SPEC
 
 
 @pytest.mark.parametrize(
     ("spec", "tensor", "stage", "whole", "field", "says"),
     [
-        (SPEC, 5, Stage(), False, "tensor_parallel_size", "12 attention heads can't be shared evenly by 5 ranks"),
-        (SPEC, 6, Stage(), False, "tensor_parallel_size", "4 key/value heads can be neither shared evenly by 6"),
-        (replace(SPEC, intermediate_size=3), 4, Stage(), False, "tensor_parallel_size", "its intermediate_size, 3,"),
-        (MIXED, 12, Stage(), True, "tensor_parallel_size", "its experts, 8, gives nothing to some of 12 ranks"),
-        (SPEC, 2, Stage(), True, "enable_expert_parallel", "it has no experts to share"),
-        (SPEC, 1, Stage(0, 6), False, "pipeline_parallel_size", "5 layers can't be split over 6 stages"),
-        (SPEC, 1, Stage(0, 2, (2, 2)), False, "pipeline_layers", r"5 layers to one of 2 stages .*, got 2,2"),
-        (SPEC, 1, Stage(0, 2, (5, 0)), False, "pipeline_layers", r"at least one to each, got 5,0"),
-        (SPEC, 1, Stage(0, 3, (2, 3)), False, "pipeline_layers", r"one of 3 stages .*, got 2,3"),
+        (
+            SPEC,
+            5,
+            PipelineStage(),
+            False,
+            "tensor_parallel_size",
+            "12 attention heads can't be shared evenly by 5 ranks",
+        ),
+        (
+            SPEC,
+            6,
+            PipelineStage(),
+            False,
+            "tensor_parallel_size",
+            "4 key/value heads can be neither shared evenly by 6",
+        ),
+        (
+            replace(SPEC, intermediate_size=3),
+            4,
+            PipelineStage(),
+            False,
+            "tensor_parallel_size",
+            "its intermediate_size, 3,",
+        ),
+        (MIXED, 12, PipelineStage(), True, "tensor_parallel_size", "its experts, 8, gives nothing to some of 12 ranks"),
+        (SPEC, 2, PipelineStage(), True, "enable_expert_parallel", "it has no experts to share"),
+        (SPEC, 1, PipelineStage(0, 6), False, "pipeline_parallel_size", "5 layers can't be split over 6 stages"),
+        (SPEC, 1, PipelineStage(0, 2, (2, 2)), False, "pipeline_layers", r"5 layers to one of 2 stages .*, got 2,2"),
+        (SPEC, 1, PipelineStage(0, 2, (5, 0)), False, "pipeline_layers", r"at least one to each, got 5,0"),
+        (SPEC, 1, PipelineStage(0, 3, (2, 3)), False, "pipeline_layers", r"one of 3 stages .*, got 2,3"),
     ],
 )
 def test_what_can_not_be_split_is_refused(
-    spec: ModelSpec, tensor: int, stage: Stage, whole: bool, field: str, says: str
+    spec: ModelSpec, tensor: int, stage: PipelineStage, whole: bool, field: str, says: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=f"model here: .*{says}") as refusal:
-        check_split(spec, "here", tensor, stage, whole)
+        check_partition(spec, "here", tensor, stage, whole)
     assert refusal.value.field == field
 
 
 @pytest.mark.parametrize(("tensor", "stages"), [(1, 5), (2, 1), (4, 2), (12, 5)])
 def test_what_can_be_split_is_not_refused(tensor: int, stages: int) -> None:
-    check_split(SPEC, "here", tensor, Stage(0, stages))
-    check_split(MIXED, "here", min(tensor, 4), Stage(0, stages), whole_experts=True)
+    check_partition(SPEC, "here", tensor, PipelineStage(0, stages))
+    check_partition(MIXED, "here", min(tensor, 4), PipelineStage(0, stages), whole_experts=True)
 
 
 def test_a_model_that_transformers_computes_is_not_split(checkpoint: Callable[..., Path]) -> None:
-    found = recipe(open_checkpoint(checkpoint("gpt-neox")))
-    for seat in (Seat(Silent(0, 2)), Seat(stage=Stage(0, 2))):
+    found = checkpoint_builder(open_checkpoint(checkpoint("gpt-neox")))
+    for seat in (Shard(Silent(0, 2)), Shard(stage=PipelineStage(0, 2))):
         with pytest.raises(CheckpointError, match=r"GPTNeoXForCausalLM .* can't be split over ranks"):
-            found.build(Place(torch.float32, CPU, 64, seat))
+            found.build(BuildContext(torch.float32, CPU, 64, seat))
 
 
 def test_layers_of_a_pipeline_that_is_none_are_refused(checkpoint: Callable[..., Path]) -> None:
@@ -137,10 +158,12 @@ def test_layers_of_a_pipeline_that_is_none_are_refused(checkpoint: Callable[...,
         executor.close()
 
 
-def read(directory: Path, seat: Seat, whole_experts: bool = False) -> int:
+def read(directory: Path, seat: Shard, whole_experts: bool = False) -> int:
     """Bytes that a rank reads."""
     spec = open_checkpoint(directory).spec
-    load = Loader(Weights(directory), Place(torch.float32, CPU, 64, seat, whole_experts=whole_experts))
+    load = WeightLoader(
+        CheckpointWeights(directory), BuildContext(torch.float32, CPU, 64, seat, whole_experts=whole_experts)
+    )
     ARCHITECTURES[spec.architecture](spec, load)
     return load.reading.bytes
 
@@ -154,8 +177,8 @@ def vectors(directory: Path) -> int:
 @pytest.mark.parametrize("name", ["llama", "phi3", "gemma3"])
 def test_a_rank_reads_its_slices_alone(checkpoint: Callable[..., Path], name: str) -> None:
     directory = checkpoint(name)
-    whole, common = read(directory, Seat()), vectors(directory)
-    shares = [read(directory, Seat(Silent(rank, 2))) for rank in range(2)]
+    whole, common = read(directory, Shard()), vectors(directory)
+    shares = [read(directory, Shard(Silent(rank, 2))) for rank in range(2)]
     assert sum(shares) == whole + common
     assert shares[0] == shares[1]
 
@@ -165,22 +188,22 @@ def test_of_a_mixture_a_rank_reads_its_part(checkpoint: Callable[..., Path], who
     """Of three layers two have experts, beside a router of 8 scores that every rank has."""
     directory = checkpoint("qwen3-moe")
     routers = 2 * 8 * 64 * 4
-    shares = [read(directory, Seat(Silent(rank, 2)), whole_experts) for rank in range(2)]
-    assert sum(shares) == read(directory, Seat()) + vectors(directory) + routers
+    shares = [read(directory, Shard(Silent(rank, 2)), whole_experts) for rank in range(2)]
+    assert sum(shares) == read(directory, Shard()) + vectors(directory) + routers
 
 
 def test_a_stage_reads_its_layers_alone(checkpoint: Callable[..., Path]) -> None:
     """Embedding and head are one tensor, which two of them have."""
     directory, pipe = checkpoint("gemma3"), Keeping()
-    shares = [read(directory, Seat(stage=Stage(index, 3), pipe=pipe)) for index in range(3)]
+    shares = [read(directory, Shard(stage=PipelineStage(index, 3), pipe=pipe)) for index in range(3)]
     table = 384 * 64 * 4
-    assert sum(shares) == read(directory, Seat()) + table
+    assert sum(shares) == read(directory, Shard()) + table
     assert shares[1] < min(shares[0], shares[2])
 
 
 def plan(step: int, start: int, count: int) -> StepPlan:
     """`count` tokens of row 0 from `start` on, of a sequence that enters at 0."""
-    new = (NewSequence(0, np.arange(1, 9, dtype=np.int32), 0, RowSampling()),) if step == 0 else ()
+    new = (NewSequence(0, np.arange(1, 9, dtype=np.int32), 0, SamplerParams()),) if step == 0 else ()
     blocks = [[0, 0]] if step == 0 else []
     row, starts, counts = (np.array([value], np.int32) for value in (0, start, count))
     appended, copies = (np.array(pairs, np.int32).reshape(-1, 2) for pairs in (blocks, []))
@@ -191,7 +214,7 @@ def plan(step: int, start: int, count: int) -> StepPlan:
 def test_what_a_stage_has_sent_it_writes_to_no_more(checkpoint: Callable[..., Path], name: str) -> None:
     config = EngineConfig(model=str(checkpoint(name)), device="cpu", cache=CacheConfig(block_size=16))
     pipe = Keeping()
-    runner = assemble(config, Seat(stage=Stage(0, 2), pipe=pipe)).runner
+    runner = load_rank(config, Shard(stage=PipelineStage(0, 2), pipe=pipe)).runner
     runner.allocate(2)
     first = runner.step(plan(0, 0, 4))
     before = pipe.sent[0].clone()
@@ -202,7 +225,7 @@ def test_what_a_stage_has_sent_it_writes_to_no_more(checkpoint: Callable[..., Pa
 
 
 def test_a_slice_of_columns_is_not_copied(checkpoint: Callable[..., Path]) -> None:
-    weights, name = Weights(checkpoint("llama")), "model.layers.0.mlp.down_proj.weight"
-    left, right = (weights.read(Piece(name, (64, 96), columns=slice(*half))) for half in ((0, 48), (48, 96)))
+    weights, name = CheckpointWeights(checkpoint("llama")), "model.layers.0.mlp.down_proj.weight"
+    left, right = (weights.read(TensorSlice(name, (64, 96), columns=slice(*half))) for half in ((0, 48), (48, 96)))
     assert left.stride() == right.stride() == (96, 1)
     assert right.data_ptr() - left.data_ptr() == 48 * 4

@@ -10,7 +10,7 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
-from charonia.engine.core.process import cache_blocks, model_length, scheduling
+from charonia.engine.core.process import resolve_cache_blocks, resolve_max_model_len, scheduler_config
 from charonia.engine.worker.executor import Capacity
 from charonia.scheduler.config import SchedulerConfig
 
@@ -44,27 +44,27 @@ if __name__ == "__main__":
     ],
 )
 def test_the_cache_is_as_large_as_configured(cache: CacheConfig, blocks: int) -> None:
-    assert cache_blocks(cache, CAPACITY, useful_tokens=10_000) == blocks
+    assert resolve_cache_blocks(cache, CAPACITY, useful_tokens=10_000) == blocks
 
 
 def test_a_share_of_memory_stops_at_what_is_useful() -> None:
-    assert cache_blocks(CacheConfig(), CAPACITY, useful_tokens=64) == 4 * 64 // 16 + 1
-    assert cache_blocks(CacheConfig(blocks=90), CAPACITY, useful_tokens=64) == 90
+    assert resolve_cache_blocks(CacheConfig(), CAPACITY, useful_tokens=64) == 4 * 64 // 16 + 1
+    assert resolve_cache_blocks(CacheConfig(blocks=90), CAPACITY, useful_tokens=64) == 90
 
 
 def test_a_cache_without_room_for_a_block_is_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"16 tokens takes 1000 bytes, and kv_cache_bytes is 999$") as exact:
-        cache_blocks(CacheConfig(bytes=999), CAPACITY, useful_tokens=64)
+        resolve_cache_blocks(CacheConfig(bytes=999), CAPACITY, useful_tokens=64)
     with pytest.raises(InvalidArgument, match=r"it may have kv_cache_memory_fraction 1e-05$") as share:
-        cache_blocks(CacheConfig(memory_fraction=1e-5), CAPACITY, useful_tokens=64)
+        resolve_cache_blocks(CacheConfig(memory_fraction=1e-5), CAPACITY, useful_tokens=64)
     assert (exact.value.field, share.value.field) == ("kv_cache_bytes", "kv_cache_memory_fraction")
 
 
 def test_the_length_is_the_models_or_less() -> None:
-    assert model_length(None, CAPACITY) == 1024
-    assert model_length(100, CAPACITY) == 100
+    assert resolve_max_model_len(None, CAPACITY) == 1024
+    assert resolve_max_model_len(100, CAPACITY) == 100
     with pytest.raises(InvalidArgument, match="2000"):
-        model_length(2000, CAPACITY)
+        resolve_max_model_len(2000, CAPACITY)
 
 
 def gone(pid: int) -> bool:
@@ -110,11 +110,11 @@ def test_every_stage_has_a_step_of_its_own(stages: int, wanted: int, ahead: int,
     config = EngineConfig(
         model="", parallel=ParallelConfig(pipeline=stages), scheduler=SchedulerConfig(ahead=wanted, max_num_seqs=9)
     )
-    found = scheduling(config, 77)
+    found = scheduler_config(config, 77)
     assert (found.ahead, found.in_flight_per_sequence, found.max_model_len, found.max_num_seqs) == (ahead, each, 77, 9)
 
 
 def test_a_pipeline_has_no_other_number_of_steps_ahead() -> None:
     config = EngineConfig(model="", parallel=ParallelConfig(pipeline=2), scheduler=SchedulerConfig(ahead=2))
     with pytest.raises(InvalidArgument, match="ahead: 2 stages have 1 steps ahead, not 2"):
-        scheduling(config, 77)
+        scheduler_config(config, 77)

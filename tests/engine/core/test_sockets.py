@@ -10,14 +10,14 @@ import pytest
 import zmq
 
 from charonia.engine.core.messages import FromCore
-from charonia.engine.core.process import Reporter
-from charonia.engine.core.sockets import Address, Wire
+from charonia.engine.core.process import CoreLogForwarder
+from charonia.engine.core.sockets import CoreEndpoints, CoreSockets
 
 
 @pytest.fixture
-def heard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Address, zmq.Socket[bytes]]]:
+def heard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[CoreEndpoints, zmq.Socket[bytes]]]:
     """A client's address, and where it hears the core."""
-    address = Address.under(Path(tmp_path_factory.mktemp("s")))
+    address = CoreEndpoints.under(Path(tmp_path_factory.mktemp("s")))
     with zmq.Context() as context, context.socket(zmq.PULL) as ears, context.socket(zmq.PUSH) as mouth:
         ears.set(zmq.RCVTIMEO, 60_000)
         ears.bind(address.from_core)
@@ -25,10 +25,10 @@ def heard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Address, z
         yield address, ears
 
 
-def test_what_any_thread_logs_reaches_the_frontend(heard: tuple[Address, zmq.Socket[bytes]]) -> None:
+def test_what_any_thread_logs_reaches_the_frontend(heard: tuple[CoreEndpoints, zmq.Socket[bytes]]) -> None:
     address, ears = heard
-    wire, logger = Wire([address]), logging.Logger("charonia.x")
-    logger.addHandler(Reporter(wire))
+    wire, logger = CoreSockets([address]), logging.Logger("charonia.x")
+    logger.addHandler(CoreLogForwarder(wire))
     numbers = range(200)
     threads = [threading.Thread(target=lambda: [logger.warning("%d", number) for number in numbers]) for _ in range(4)]
     for thread in threads:

@@ -7,9 +7,18 @@ from collections.abc import Callable
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.logprobs import Logprobs, Scores
-from charonia.engine.core.messages import Abort, Add, FromCore, Load, Refused, Shutdown, Totals, Updates
-from charonia.engine.core.request_keys import client_key, scheduler_key, split
+from charonia.core.logprobs import Logprobs, PromptLogprobs
+from charonia.engine.core.messages import (
+    AbortRequests,
+    AddRequest,
+    CoreTotals,
+    EngineLoad,
+    FromCore,
+    RequestRejected,
+    RequestUpdates,
+    Shutdown,
+)
+from charonia.engine.core.request_keys import client_key, scheduler_key, split_updates
 from charonia.engine.core.step_loop import EngineCore
 from charonia.engine.worker.executor import StepFuture
 from charonia.engine.worker.fake_executor import FakeExecutor
@@ -33,8 +42,8 @@ class Memory:
     def send(self, client: int, message: FromCore) -> None:
         self.sent.append((client, message))
 
-    def updates(self, client: int = 0) -> list[Updates]:
-        return [message for to, message in list(self.sent) if to == client and isinstance(message, Updates)]
+    def updates(self, client: int = 0) -> list[RequestUpdates]:
+        return [message for to, message in list(self.sent) if to == client and isinstance(message, RequestUpdates)]
 
     def tokens(self, client: int, key: int) -> list[int]:
         found: list[int] = []
@@ -48,8 +57,8 @@ class Memory:
     def finished(self, client: int) -> dict[int, str]:
         return dict(entry for message in self.updates(client) for entry in message.finished)
 
-    def refused(self) -> list[tuple[int, Refused]]:
-        return [(to, message) for to, message in list(self.sent) if isinstance(message, Refused)]
+    def refused(self) -> list[tuple[int, RequestRejected]]:
+        return [(to, message) for to, message in list(self.sent) if isinstance(message, RequestRejected)]
 
 
 class Spy(FakeExecutor):
@@ -107,7 +116,9 @@ class Running:
         timeout: float = 0.0,
     ) -> None:
         stops = [stop] if stop >= 0 else []
-        add = Add(client=client, key=key, prompt=prompt, max_tokens=max_tokens, stop_token_ids=stops, timeout=timeout)
+        add = AddRequest(
+            client=client, key=key, prompt=prompt, max_tokens=max_tokens, stop_token_ids=stops, timeout=timeout
+        )
         self.core.accept(add)
 
     def wait(self, holds: Callable[[], object]) -> None:
@@ -148,7 +159,7 @@ def test_an_abort_frees_its_blocks_within_ahead_plus_one_steps(ahead: int) -> No
 
     def abort_midway(plan: StepPlan) -> None:
         if plan.step == arrival:
-            loop.core.accept(Abort(0, [1]))
+            loop.core.accept(AbortRequests(0, [1]))
         if plan.step >= arrival:
             seen.append((loop.outbox.updates()[-1].step, loop.cache.free_blocks))
 
@@ -168,10 +179,12 @@ def test_an_abort_of_a_waiting_or_unknown_sequence() -> None:
     with Running(Spy()) as loop:
         for key in range(6):
             loop.add(key, [key], max_tokens=10)
-        loop.core.accept(Abort(0, [5, 99]))
+        loop.core.accept(AbortRequests(0, [5, 99]))
         loop.wait(lambda: len(loop.outbox.finished(0)) == 5)
         loop.wait(
-            lambda: loop.outbox.updates()[-1].load == Load(0, 0, BLOCKS, loop.outbox.updates()[-1].load.step_seconds)
+            lambda: (
+                loop.outbox.updates()[-1].load == EngineLoad(0, 0, BLOCKS, loop.outbox.updates()[-1].load.step_seconds)
+            )
         )
     assert loop.outbox.tokens(0, 5) == []
 
@@ -240,25 +253,25 @@ def test_keys_of_different_clients_never_meet() -> None:
 def test_a_step_is_split_by_client() -> None:
     a, b = scheduler_key(0, 5), scheduler_key(1, 5)
     updates = StepUpdates([b, a, b + 256], [2, 1, 1], [1, 2, 3, 4], [(a, 16)], [(b, "stop")])
-    load = Load(running=3)
-    assert split(updates, 9, load, 2) == [
-        Updates(9, [5], [1], [3], [(5, 16)], [], load),
-        Updates(9, [5, 6], [2, 1], [1, 2, 4], [], [(5, "stop")], load),
+    load = EngineLoad(running=3)
+    assert split_updates(updates, 9, load, 2) == [
+        RequestUpdates(9, [5], [1], [3], [(5, 16)], [], load),
+        RequestUpdates(9, [5, 6], [2, 1], [1, 2, 4], [], [(5, "stop")], load),
     ]
 
 
 def test_a_lone_client_gets_the_whole_step() -> None:
     """The same as if there were others, of whom nothing ran."""
     a, b = scheduler_key(0, 5), scheduler_key(0, 6)
-    logprobs, scores = Logprobs(-1.0, [7], [-1.0]), Scores(1, 0, b"1234", b"1234", b"", b"")
+    logprobs, scores = Logprobs(-1.0, [7], [-1.0]), PromptLogprobs(1, 0, b"1234", b"1234", b"", b"")
     updates = StepUpdates(
         [a, b], [2, 1], [7, 8, 9], [(a, 16)], [(b, "stop")], [None, logprobs, None], [(scheduler_key(0, 7), scores)]
     )
-    alone, beside = split(updates, 9, Load(), 1), split(updates, 9, Load(), 3)
+    alone, beside = split_updates(updates, 9, EngineLoad(), 1), split_updates(updates, 9, EngineLoad(), 3)
     assert alone == beside[:1]
     assert alone[0].keys == [5, 6]
     assert alone[0].scores == [(7, scores)]
-    assert beside[1] == beside[2] == Updates(9, [], [], [], [], [], Load())
+    assert beside[1] == beside[2] == RequestUpdates(9, [], [], [], [], [], EngineLoad())
 
 
 def test_every_turn_tells_its_step_and_what_was_counted() -> None:
@@ -271,7 +284,7 @@ def test_every_turn_tells_its_step_and_what_was_counted() -> None:
         steps = [(update.turn.tokens, update.turn.sequences) for update in told if update.turn.tokens]
         assert steps == [(9, 1), (1, 1)]
         assert all(update.turn.seconds > 0 for update in told if update.turn.tokens)
-        assert told[-1].totals == Totals(preemptions=0, prefix_queries=18, prefix_hits=8)
+        assert told[-1].totals == CoreTotals(preemptions=0, prefix_queries=18, prefix_hits=8)
         for key in range(3, 7):
             loop.add(key, [key], max_tokens=30)
         loop.wait(lambda: len(loop.outbox.finished(0)) == 6)
@@ -319,7 +332,7 @@ def test_an_aborted_sequence_is_not_late() -> None:
     clock = StepClock()
     with Running(Spy(clock.tick), clock=clock, rows=1) as loop:
         loop.add(1, [1], max_tokens=30, timeout=5)
-        loop.core.accept(Abort(0, [1]))
+        loop.core.accept(AbortRequests(0, [1]))
         loop.add(2, [2], max_tokens=20)
         loop.wait(lambda: 2 in loop.outbox.finished(0))
     assert loop.outbox.finished(0) == {2: "length"}

@@ -12,5 +12,5 @@ HERE = library.LEVELS[: library.LEVELS.index(BEST) + 1] if BEST else ()
 
 @pytest.fixture(params=HERE or [pytest.param("none", marks=pytest.mark.skip(reason="no C extension here"))])
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    with library.at(request.param):
+    with library.at_level(request.param):
         yield request.param

@@ -9,18 +9,18 @@ from torch import Tensor
 
 from charonia.engine.attention.backend import CacheSpec
 from charonia.engine.attention.native import NativeAttention
-from charonia.engine.checkpoint.model_spec import View
+from charonia.engine.checkpoint.model_spec import LayerAttention
 from charonia.engine.layers.rotary import FusedAngles
-from charonia.engine.step_batch import Batch
+from charonia.engine.step_batch import StepBatch
 
 CPU = torch.device("cpu")
-CAPPED, WINDOWED = View(None, 0.3, 2.0), View(70, 0.2, sinks=True)
+CAPPED, WINDOWED = LayerAttention(None, 0.3, 2.0), LayerAttention(70, 0.2, sinks=True)
 KINDS = ((torch.float32, "auto"), (torch.bfloat16, "auto"), (torch.float32, "int8"), (torch.bfloat16, "int8"))
 TOLERANCE = {(torch.float32, "auto"): 2e-5, (torch.bfloat16, "auto"): 1.6e-2}
 
 
 def spec(heads: int = 14, kv_heads: int = 2, head_dim: int = 64, **changes: object) -> CacheSpec:
-    shape = CacheSpec((View(),), heads, kv_heads, head_dim, 16, torch.float32, CPU)
+    shape = CacheSpec((LayerAttention(),), heads, kv_heads, head_dim, 16, torch.float32, CPU)
     return shape._replace(**changes)
 
 
@@ -57,7 +57,7 @@ class World:
                 sequence.blocks.append(self.free.pop())
         width = max(len(sequence.blocks) for sequence, _, _ in parts)
         tables = torch.tensor([one.blocks + [0] * (width - len(one.blocks)) for one, _, _ in parts])
-        batch = Batch.of(torch.zeros(sum(counts)), starts, counts, tables, self.shape.block_size)
+        batch = StepBatch.of(torch.zeros(sum(counts)), starts, counts, tables, self.shape.block_size)
         attend = self.attention.begin(batch)
         q, k, v = (torch.cat([getattr(one, name)[start:end] for one, start, end in parts]) for name in "qkv")
         if turns is None:
@@ -80,13 +80,13 @@ def exact(shape: CacheSpec, sequence: Sequence) -> Tensor:
     return torch.einsum("hnt,thd->nhd", weights, v).reshape(len(q), -1)
 
 
-@pytest.mark.parametrize("view", [View(), WINDOWED, CAPPED], ids=["plain", "window and sinks", "cap"])
+@pytest.mark.parametrize("view", [LayerAttention(), WINDOWED, CAPPED], ids=["plain", "window and sinks", "cap"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(1, 1, 32), (14, 2, 64), (6, 2, 80), (3, 1, 128), (5, 1, 256)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_prefill_and_decode_are_right(
-    level: str, view: View, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    level: str, view: LayerAttention, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     """Across the borders of blocks, tiles and splits."""
     shape = spec(heads, kv_heads, head_dim, views=(view,), dtype=dtype)
@@ -95,8 +95,10 @@ def test_prefill_and_decode_are_right(
     assert (found.double() - exact(shape, sequence)).abs().max() < TOLERANCE[dtype, "auto"]
 
 
-@pytest.mark.parametrize(("block_size", "view"), [(16, View()), (48, View()), (16, View(sinks=True))], ids=str)
-def test_int8_is_as_good_as_eight_bits_are(level: str, block_size: int, view: View) -> None:
+@pytest.mark.parametrize(
+    ("block_size", "view"), [(16, LayerAttention()), (48, LayerAttention()), (16, LayerAttention(sinks=True))], ids=str
+)
+def test_int8_is_as_good_as_eight_bits_are(level: str, block_size: int, view: LayerAttention) -> None:
     """A byte a number is off by 1/254 of the largest in its head, at most; typically a tenth of that remains."""
     shape = spec(stored="int8", block_size=block_size, views=(view,))
     world, sequence = World(shape), Sequence(shape, 290, 3)
@@ -112,8 +114,10 @@ def test_int8_takes_half_of_what_bfloat16_does_and_the_scales(level: str) -> Non
 
 
 @pytest.mark.parametrize(("dtype", "stored"), KINDS, ids=str)
-@pytest.mark.parametrize("view", [View(), WINDOWED], ids=["plain", "window and sinks"])
-def test_the_same_bits_whatever_shares_the_step(level: str, dtype: torch.dtype, stored: str, view: View) -> None:
+@pytest.mark.parametrize("view", [LayerAttention(), WINDOWED], ids=["plain", "window and sinks"])
+def test_the_same_bits_whatever_shares_the_step(
+    level: str, dtype: torch.dtype, stored: str, view: LayerAttention
+) -> None:
     """Alone and whole; in chunks; token by token at the end; among others; on one thread."""
     shape = spec(views=(view,), dtype=dtype, stored=stored)
     sequence, others = Sequence(shape, 600, 5), [Sequence(shape, 300, seed) for seed in range(4)]

@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from charonia.engine.checkpoint.model_spec import ACTIVATIONS as NAMES
-from charonia.engine.cpu.elementwise import ACTIVATIONS, FusedGate, FusedNorm, turn
-from charonia.engine.layers.mlp import ACTIVATIONS as TORCH_ACTIVATIONS
+from charonia.engine.cpu.elementwise import ACTIVATION_CODES, FusedGate, FusedNorm, apply_rope
+from charonia.engine.layers.mlp import ACTIVATION_FUNCTIONS as TORCH_ACTIVATIONS
 
 SIZES = (1, 3, 8, 15, 16, 17, 64, 100, 896)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -67,7 +67,7 @@ DIFFERENT = ("silu", "gelu_pytorch_tanh", "gelu", "quick_gelu")
 
 def test_every_activation_is_what_transformers_means_by_it() -> None:
     x = torch.linspace(-6, 6, 4001)
-    assert set(NAMES) == set(ACTIVATIONS) == set(TORCH_ACTIVATIONS)
+    assert set(NAMES) == set(ACTIVATION_CODES) == set(TORCH_ACTIVATIONS)
     for name in NAMES:
         right = ACT2FN[name](x.double())
         assert close(TORCH_ACTIVATIONS[name](x), right), name
@@ -100,7 +100,7 @@ def test_turn(level: str, half: int, dtype: torch.dtype) -> None:
     first, second = packed[:, :4].double().chunk(2, -1)
     cos, sin = (turns[:, one].double().unsqueeze(1) for one in (0, 1))
     right = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    assert close(turn(packed[:, :4], turns), right)
+    assert close(apply_rope(packed[:, :4], turns), right)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -113,7 +113,7 @@ def test_rows_do_not_depend_on_their_number(level: str, dtype: torch.dtype) -> N
         one = slice(row, row + 1)
         assert torch.equal(norm(x)[one], norm(x[one]))
         assert torch.equal(gate(x)[one], gate(x[one]))
-        assert torch.equal(turn(heads, turns)[one], turn(heads[one], turns[one]))
+        assert torch.equal(apply_rope(heads, turns)[one], apply_rope(heads[one], turns[one]))
 
 
 def test_no_rows(level: str) -> None:

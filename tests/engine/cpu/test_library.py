@@ -31,7 +31,7 @@ def test_a_level_is_in_use_where_it_was_asked_for(level: str) -> None:
 
 
 def test_levels_end_with_their_block(level: str) -> None:
-    with library.at("portable"):
+    with library.at_level("portable"):
         assert library.level() == "portable"
     assert library.level() == level
 
@@ -39,7 +39,7 @@ def test_levels_end_with_their_block(level: str) -> None:
 @pytest.mark.skipif(library.level() is None, reason="no C extension here")
 def test_threads_are_torch_s() -> None:
     """One OpenMP in the process, and torch's number of threads."""
-    library.bind("charonia_threads")
+    library.bind_function("charonia_threads")
     maps = Path("/proc/self/maps")
     if maps.exists():
         pools = {line.split()[-1] for line in maps.read_text().splitlines() if "omp" in line.rpartition("/")[2]}
@@ -47,9 +47,9 @@ def test_threads_are_torch_s() -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        assert library.bind("charonia_threads")() == 1
+        assert library.bind_function("charonia_threads")() == 1
         torch.set_num_threads(2)
-        assert library.bind("charonia_threads")() == 2
+        assert library.bind_function("charonia_threads")() == 2
     finally:
         torch.set_num_threads(before)
 
@@ -71,19 +71,19 @@ def test_a_level_nobody_knows_is_named() -> None:
 
 @pytest.mark.skipif(library.level() is None, reason="no C extension here")
 def test_every_signature_is_a_function() -> None:
-    assert all(isinstance(library.bind(name), ctypes._CFuncPtr) for name in library.SIGNATURES)
+    assert all(isinstance(library.bind_function(name), ctypes._CFuncPtr) for name in library.SIGNATURES)
 
 
 def test_only_what_kernels_compute_is_served() -> None:
-    assert not library.serves(torch.float16, torch.device("cpu"))
-    assert not library.serves(torch.float32, torch.device("cuda"))
-    assert library.serves(torch.bfloat16, torch.device("cpu")) == (library.level() is not None)
+    assert not library.supports(torch.float16, torch.device("cpu"))
+    assert not library.supports(torch.float32, torch.device("cuda"))
+    assert library.supports(torch.bfloat16, torch.device("cpu")) == (library.level() is not None)
 
 
 def test_people_are_told_what_computes(level: str) -> None:
-    assert library.described() == f"C kernels at level {level}"
-    with library.absent():
-        assert "for want of a compiler" in library.described()
+    assert library.describe() == f"C kernels at level {level}"
+    with library.without_library():
+        assert "for want of a compiler" in library.describe()
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc here")

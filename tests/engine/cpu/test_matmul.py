@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from charonia.engine.cpu.matmul import Form, Packed
-from charonia.engine.cpu.memory import REGION, Memory
+from charonia.engine.cpu.matmul import MatmulFormat, PackedMatmul
+from charonia.engine.cpu.memory import REGION_BYTES, HugePageArena
 
 SHAPES = [(896, 896), (64, 4864), (100, 70), (1, 1), (17, 3), (33, 2050)]
 """Outputs that are no whole groups, inputs that are no whole steps, and more inputs than one chunk."""
@@ -18,12 +18,12 @@ KEPT = [torch.float32, torch.bfloat16, torch.int8]
 
 def made(
     shape: tuple[int, int], kept: torch.dtype, x: torch.dtype, *, bias: bool = True
-) -> tuple[Packed, torch.Tensor]:
+) -> tuple[PackedMatmul, torch.Tensor]:
     """A product, and the weights and bias it stands for in float64, side by side."""
     generator = torch.Generator().manual_seed(sum(shape))
     weight = torch.randn(shape, generator=generator).to(x)
     added = torch.randn(shape[0], generator=generator) if bias else torch.zeros(shape[0])
-    packed = Packed(Form(*shape, kept, x, torch.float32), added if bias else None, Memory())
+    packed = PackedMatmul(MatmulFormat(*shape, kept, x, torch.float32), added if bias else None, HugePageArena())
     packed.pack(0, weight)
     exact = weight.double()
     if kept == torch.int8:
@@ -92,7 +92,7 @@ def test_packed_piece_by_piece_is_packed_whole(kept: torch.dtype) -> None:
     weight, x = wide[:, 10:77], inputs(5, 67, torch.float32 if kept == torch.float32 else torch.bfloat16)
     results = []
     for stored, cuts in ((torch.float16, (40,)), (torch.float32, (7, 20, 13)), (torch.float16, (16, 1, 23))):
-        packed = Packed(Form(40, 67, kept, x.dtype, x.dtype), None, Memory())
+        packed = PackedMatmul(MatmulFormat(40, 67, kept, x.dtype, x.dtype), None, HugePageArena())
         for first, rows in zip(
             (0, *torch.tensor(cuts).cumsum(0).tolist()), weight.to(stored).split(cuts), strict=False
         ):
@@ -105,7 +105,9 @@ def test_packed_piece_by_piece_is_packed_whole(kept: torch.dtype) -> None:
 def test_halves_are_read_exactly() -> None:
     """All of them: subnormals, both zeros, infinities; and what is no number stays none."""
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16)
-    packed = Packed(Form(len(every), 1, torch.float32, torch.float32, torch.float32), None, Memory())
+    packed = PackedMatmul(
+        MatmulFormat(len(every), 1, torch.float32, torch.float32, torch.float32), None, HugePageArena()
+    )
     packed.pack(0, every.unsqueeze(1))
     assert torch.equal(packed(torch.ones(1, 1))[0].nan_to_num(7), every.float().nan_to_num(7))
 
@@ -127,7 +129,7 @@ def test_what_is_no_number_shows(kept: torch.dtype, level: str) -> None:
 def test_rows_of_zeros_are_the_bias(out: torch.dtype, level: str) -> None:
     bias = torch.randn(20)
     for kept in (torch.int8, torch.bfloat16):
-        packed = Packed(Form(20, 30, kept, torch.bfloat16, out), bias, Memory())
+        packed = PackedMatmul(MatmulFormat(20, 30, kept, torch.bfloat16, out), bias, HugePageArena())
         assert torch.equal(packed(torch.zeros(2, 30).bfloat16())[1], bias.to(out))
 
 
@@ -143,9 +145,9 @@ def test_rows_may_lie_apart(level: str) -> None:
 
 
 def test_memory_is_zeros_at_lines_and_lives_with_its_parts() -> None:
-    memory = Memory()
-    parts = [memory.take(size) for size in (1, 100, REGION + 1, 64)]
-    assert [len(part) for part in parts] == [64, 128, REGION + 64, 64]
+    memory = HugePageArena()
+    parts = [memory.take(size) for size in (1, 100, REGION_BYTES + 1, 64)]
+    assert [len(part) for part in parts] == [64, 128, REGION_BYTES + 64, 64]
     assert all(part.data_ptr() % 64 == 0 for part in parts)
     assert parts[0].data_ptr() != parts[1].data_ptr()
     assert not any(part.any() for part in parts)

@@ -6,27 +6,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from charonia.engine.cpu.buffer_planner import Marks, places
-from charonia.engine.cpu.op_trace import ENTER, NORM, Operation, Places, Slot, Tape
+from charonia.engine.cpu.buffer_planner import TraceIO, plan_buffers
+from charonia.engine.cpu.op_trace import ENTER, NORM, OpStruct, OpTrace, SymbolicIndices, SymbolicTensor
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
 @given(st.data())
 def test_slots_that_are_needed_together_lie_apart(data: st.DataObject) -> None:
-    tape = Tape(torch.float32)
-    slots = [tape.begin(Operation(kind=ENTER), 24)]
+    tape = OpTrace(torch.float32)
+    slots = [tape.begin(OpStruct(kind=ENTER), 24)]
     for _ in range(data.draw(st.integers(1, 12))):
         x, delta = (data.draw(st.sampled_from(slots)) for _ in range(2))
         if not x.chosen and data.draw(st.booleans()):
-            slots.append(x[Places()])
+            slots.append(x[SymbolicIndices()])
         else:
             added = None if delta.chosen != x.chosen else delta
             width, dtype = data.draw(st.integers(1, 80)), data.draw(DTYPES)
-            slots.append(tape.add(Operation(kind=NORM), x, width, delta=added, dtype=dtype))
+            slots.append(tape.add(OpStruct(kind=NORM), x, width, delta=added, dtype=dtype))
     rest, logits = data.draw(st.sampled_from(slots)), data.draw(st.sampled_from([None, slots[-1]]))
-    marks = Marks(slots[0], rest, len(tape.uses), True, logits)
-    found, spans = places(tape, marks), _spans(tape, marks)
+    marks = TraceIO(slots[0], rest, len(tape.uses), True, logits)
+    found, spans = plan_buffers(tape, marks), _spans(tape, marks)
     for a, b in combinations(spans, 2):
         together = max(spans[a].start, spans[b].start) < min(spans[a].stop, spans[b].stop)
         (from_a, to_a), (from_b, to_b) = ((found[one], found[one] + one.dtype.itemsize * one.width) for one in (a, b))
@@ -34,7 +34,7 @@ def test_slots_that_are_needed_together_lie_apart(data: st.DataObject) -> None:
         assert from_a % 64 == from_b % 64 == 0
 
 
-def _spans(tape: Tape, marks: Marks) -> dict[Slot, range]:
+def _spans(tape: OpTrace, marks: TraceIO) -> dict[SymbolicTensor, range]:
     """From the operation that makes a slot to past the last that needs it, found the slow way."""
     spans = {}
     for slot in {slot for use in tape.uses for slot in use.slots}:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from charonia.engine.cpu import library
 from charonia.engine.worker import counter_random
-from charonia.engine.worker.sampler import CHOICE, Choices, sample
+from charonia.engine.worker.sampler import SAMPLING_DTYPE, SamplingArray, sample
 
 pytestmark = pytest.mark.skipif(library.level() is None, reason="no C extension here")
 
@@ -29,15 +29,15 @@ class Choice(ctypes.Structure):
     ]
 
 
-def choices(rows: int, **values: Any) -> Choices:
-    made = np.zeros(rows, dtype=CHOICE)
+def choices(rows: int, **values: Any) -> SamplingArray:
+    made = np.zeros(rows, dtype=SAMPLING_DTYPE)
     made["temperature"], made["top_p"], made["position"] = 1, 1, np.arange(rows)
     for name, value in values.items():
         made[name] = value
     return made
 
 
-def any_choices(rows: int, seed: int) -> Choices:
+def any_choices(rows: int, seed: int) -> SamplingArray:
     """Every filter alone and with others, at its edges too."""
     pick = np.random.default_rng(seed)
     return choices(
@@ -58,16 +58,18 @@ def some_logits(rows: int, n: int) -> Tensor:
     return torch.randn(rows, n, generator=generator) * spread + 5
 
 
-def by_torch(logits: Tensor, chosen: Choices) -> Tensor:
-    with library.absent():
+def by_torch(logits: Tensor, chosen: SamplingArray) -> Tensor:
+    with library.without_library():
         return sample(logits, chosen)
 
 
-def uniform(chosen: Choices) -> Tensor:
-    return counter_random.uniform(*(torch.from_numpy(chosen[name].copy()) for name in ("seed", "choice", "position")))
+def uniform(chosen: SamplingArray) -> Tensor:
+    return counter_random.counter_uniform(
+        *(torch.from_numpy(chosen[name].copy()) for name in ("seed", "choice", "position"))
+    )
 
 
-def distance(logits: Tensor, chosen: Choices) -> float:
+def distance(logits: Tensor, chosen: SamplingArray) -> float:
     """How far a row's number is from the nearest one at which the token changes, by doubles."""
     kept = ((logits.double() - logits.max()) / float(chosen["temperature"])).exp()
     if chosen["top_k"] > 0 or chosen["top_p"] < 1 or chosen["min_p"] > 0:
@@ -78,17 +80,17 @@ def distance(logits: Tensor, chosen: Choices) -> float:
 
 
 def test_choices_are_laid_out_as_c_reads_them() -> None:
-    assert CHOICE.fields is not None
-    assert {name: field[1] for name, field in CHOICE.fields.items()} == {
+    assert SAMPLING_DTYPE.fields is not None
+    assert {name: field[1] for name, field in SAMPLING_DTYPE.fields.items()} == {
         name: getattr(Choice, name).offset for name, *_ in Choice._fields_
     }
-    assert CHOICE.itemsize == ctypes.sizeof(Choice)
+    assert SAMPLING_DTYPE.itemsize == ctypes.sizeof(Choice)
 
 
 def test_the_numbers_are_those_of_random_py() -> None:
     chosen = any_choices(20_000, 1)
     drawn = torch.empty(len(chosen), dtype=torch.float64)
-    library.bind("charonia_uniform")(chosen.ctypes.data, drawn.data_ptr(), len(chosen))
+    library.bind_function("charonia_uniform")(chosen.ctypes.data, drawn.data_ptr(), len(chosen))
     assert torch.equal(drawn, uniform(chosen))
 
 
@@ -129,7 +131,7 @@ def test_a_row_chooses_alone_as_in_company(level: str, dtype: torch.dtype) -> No
 def test_levels_with_fused_products_agree() -> None:
     logits, chosen = some_logits(400, 3001), any_choices(400, 4)
     best = sample(logits, chosen)
-    with library.at("avx2"):
+    with library.at_level("avx2"):
         assert torch.equal(sample(logits, chosen), best)
 
 

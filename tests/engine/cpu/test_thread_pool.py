@@ -15,14 +15,14 @@ import torch
 
 from charonia.engine.attention.backend import CacheSpec
 from charonia.engine.attention.native import NativeAttention
-from charonia.engine.checkpoint.build_context import Place
+from charonia.engine.checkpoint.build_context import BuildContext
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.cpu import library
-from charonia.engine.models.interfaces import Running
-from charonia.engine.models.native_decoder import Stack
-from charonia.engine.models.registry import recipe
-from charonia.engine.step_batch import Batch
-from charonia.engine.worker.sampler import CHOICE, Choices, Picks, sample
+from charonia.engine.models.interfaces import PendingStep
+from charonia.engine.models.native_decoder import NativeDecoder
+from charonia.engine.models.registry import checkpoint_builder
+from charonia.engine.step_batch import StepBatch
+from charonia.engine.worker.sampler import SAMPLING_DTYPE, SampledTokens, SamplingArray, sample
 
 CPU, BLOCK = torch.device("cpu"), 16
 
@@ -33,7 +33,9 @@ class World:
     """Rows of a real decoder, as the runner keeps them."""
 
     def __init__(self, directory: Path, rows: int = 3) -> None:
-        self.decoder, shape = recipe(open_checkpoint(directory)).build(Place(torch.float32, CPU, 128))
+        self.decoder, shape = checkpoint_builder(open_checkpoint(directory)).build(
+            BuildContext(torch.float32, CPU, 128)
+        )
         spec = CacheSpec(shape.views, shape.heads, shape.kv_heads, shape.head_dim, BLOCK, torch.float32, CPU)
         self.attention = NativeAttention(spec)
         self.attention.allocate(8 * rows)
@@ -42,14 +44,14 @@ class World:
         self.blocks = torch.arange(8 * rows).view(rows, 8)
 
     def begin(
-        self, starts: list[int], counts: list[int], *, pick: bool = True, choices: Choices | None = None
-    ) -> tuple[Running, np.ndarray]:
+        self, starts: list[int], counts: list[int], *, pick: bool = True, choices: SamplingArray | None = None
+    ) -> tuple[PendingStep, np.ndarray]:
         rows = len(starts)
-        batch = Batch(range(rows), starts, counts, self.known, self.blocks, BLOCK)
+        batch = StepBatch(range(rows), starts, counts, self.known, self.blocks, BLOCK)
         picked = np.full(rows, -1, np.int32)
         places = torch.from_numpy(batch.firsts + batch.counts - 1)
         running = self.decoder.begin(
-            batch, self.attention.begin(batch), places, Picks(picked, choices) if pick else None
+            batch, self.attention.begin(batch), places, SampledTokens(picked, choices) if pick else None
         )
         assert running is not None
         return running, picked
@@ -101,9 +103,9 @@ def test_logits_are_those_that_were_picked_from(checkpoint: Callable[..., Path],
         assert world.known[range(3), [5, 3, 4]].tolist() == picked.tolist()
 
 
-def mixed_choices() -> Choices:
+def mixed_choices() -> SamplingArray:
     """One row of each kind: by temperature alone, filtered, greedy."""
-    choices = np.zeros(3, CHOICE)
+    choices = np.zeros(3, SAMPLING_DTYPE)
     choices["temperature"], choices["top_p"], choices["seed"] = [1.5, 2, 0], [1, 0.9, 1], [3, 4, 5]
     choices["top_k"], choices["position"] = [0, 40, 0], [5, 3, 4]
     return choices
@@ -123,7 +125,7 @@ def test_memory_grows_under_nobody(checkpoint: Callable[..., Path], threads: int
     """A larger step that is begun while smaller ones are computed."""
     steps = [(0, 1), (1, 1), (2, 30), (32, 1), (33, 64), (97, 2)]
 
-    def picked(world: World, each: Callable[[Running], object]) -> list[list[int]]:
+    def picked(world: World, each: Callable[[PendingStep], object]) -> list[list[int]]:
         world.known[:] = torch.arange(world.known.numel(), dtype=torch.int32).view(world.known.shape) % 300
         begun = []
         for start, count in steps:
@@ -142,7 +144,7 @@ def test_who_was_interrupted_comes_back_for_the_step(
     """A Ctrl-C while a step is computed: without helpers a step that nobody comes for would hold up all others."""
     world, joined = World(checkpoint("llama")), list[int]()
     first, second = (world.begin([start] * 3, [count] * 3)[0] for start, count in spans(2))
-    assert isinstance(world.decoder, Stack)
+    assert isinstance(world.decoder, NativeDecoder)
     program = world.decoder._program
     assert program is not None
     join = program._join

@@ -5,20 +5,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from charonia.core.errors import InvalidArgument, TooLong
-from charonia.core.request import Conversation, GenerateRequest, Message, Prompt, SamplingParams
-from charonia.engine.core.messages import Add, Ready
-from charonia.engine.frontend.add_request import addition, kept_tokens
-from charonia.scheduler.plan import Shaping
+from charonia.core.errors import ContextLengthExceeded, InvalidArgument
+from charonia.core.request import ChatMessage, Conversation, GenerateRequest, Prompt, SamplingParams
+from charonia.engine.core.messages import AddRequest, CoreReady
+from charonia.engine.frontend.add_request import build_add_request, prompt_tokens_to_keep
+from charonia.scheduler.plan import LogitsParams
 from charonia.tokenization.generation_defaults import GenerationDefaults
 
-READY = Ready(vocab_size=100, max_model_len=64, block_size=4, blocks=32)
+READY = CoreReady(vocab_size=100, max_model_len=64, block_size=4, blocks=32)
 MODEL = GenerationDefaults((7,))
 
 
-def add(model: GenerationDefaults = MODEL, bad_words: tuple[tuple[int, ...], ...] = (), **asked: object) -> Add:
+def add(model: GenerationDefaults = MODEL, bad_words: tuple[tuple[int, ...], ...] = (), **asked: object) -> AddRequest:
     request = GenerateRequest(id="", prompt="", sampling=SamplingParams(**asked), choice=3)
-    return addition(request, [1], model, READY, bad_words)
+    return build_add_request(request, [1], model, READY, bad_words)
 
 
 def test_who_asks_for_nothing_gets_no_shaping() -> None:
@@ -32,8 +32,8 @@ def test_who_asks_for_nothing_gets_no_shaping() -> None:
 def test_shaping_crosses_the_wire_as_it_is() -> None:
     wishes = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {3: -100.0}, "min_tokens": 2}
     asked = add(bad_words=((1, 2), (5, 100), (4,)), min_p=0.1, repetition_penalty=1e-300, **wishes)
-    expected = Shaping(1e-4, 0.5, -0.5, ((3, -100.0),), ((1, 2), (4,)), 2, (7,))
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(asked), type=Add) == asked
+    expected = LogitsParams(1e-4, 0.5, -0.5, ((3, -100.0),), ((1, 2), (4,)), 2, (7,))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(asked), type=AddRequest) == asked
     assert asked.sampling.shaping == expected
     assert asked.sampling.min_p == 0.1
 
@@ -41,7 +41,7 @@ def test_shaping_crosses_the_wire_as_it_is() -> None:
 def test_the_models_own_penalty_counts() -> None:
     model = MODEL._replace(min_p=0.2, repetition_penalty=1.1)
     sampling = add(model).sampling
-    assert (sampling.min_p, sampling.shaping) == (0.2, Shaping(repetition_penalty=1.1))
+    assert (sampling.min_p, sampling.shaping) == (0.2, LogitsParams(repetition_penalty=1.1))
     assert add(model, repetition_penalty=1.0, min_p=0.0).sampling.shaping is None
 
 
@@ -52,8 +52,8 @@ def test_a_bias_for_a_token_that_is_none_is_refused() -> None:
 
 
 def test_allowed_tokens_are_the_models_each_once() -> None:
-    assert add(allowed_token_ids=(5, 3, 5)).sampling.shaping == Shaping(allowed=(3, 5))
-    assert add(allowed_token_ids=(7,), min_tokens=2, ignore_eos=True).sampling.shaping == Shaping(allowed=(7,))
+    assert add(allowed_token_ids=(5, 3, 5)).sampling.shaping == LogitsParams(allowed=(3, 5))
+    assert add(allowed_token_ids=(7,), min_tokens=2, ignore_eos=True).sampling.shaping == LogitsParams(allowed=(7,))
     nothing_left: list[dict[str, Any]] = [
         {"allowed_token_ids": (100,)},
         {"allowed_token_ids": (7,) * 101},
@@ -71,12 +71,12 @@ def test_allowed_tokens_are_the_models_each_once() -> None:
     [(None, 16, None), (5, 16, 5), (64, 16, 64), (-1, 16, 48), (-1, None, 63), (-1, 0, 64), (-1, 500, 1)],
 )
 def test_how_much_of_a_prompt_is_kept(asked: int | None, max_tokens: int | None, kept: int | None) -> None:
-    assert kept_tokens(SamplingParams(truncate_prompt_tokens=asked, max_tokens=max_tokens), 64) == kept
+    assert prompt_tokens_to_keep(SamplingParams(truncate_prompt_tokens=asked, max_tokens=max_tokens), 64) == kept
 
 
 def test_no_more_than_the_models_length_is_kept() -> None:
     with pytest.raises(InvalidArgument, match="at most the model's length of 64 tokens, got 65") as refusal:
-        kept_tokens(SamplingParams(truncate_prompt_tokens=65), 64)
+        prompt_tokens_to_keep(SamplingParams(truncate_prompt_tokens=65), 64)
     assert refusal.value.field == "truncate_prompt_tokens"
 
 
@@ -86,7 +86,7 @@ def test_a_minimum_beyond_the_models_length_is_its_length() -> None:
     assert shaping.min_tokens == 64
 
 
-CHAT = Conversation((Message("user", "x"),))
+CHAT = Conversation((ChatMessage("user", "x"),))
 
 
 @pytest.mark.parametrize(
@@ -95,12 +95,14 @@ CHAT = Conversation((Message("user", "x"),))
 )
 def test_what_is_too_long_is_told_by_its_field(prompt: Prompt, tokens: int, max_tokens: int | None, field: str) -> None:
     asked = GenerateRequest(id="", prompt=prompt, sampling=SamplingParams(max_tokens=max_tokens))
-    with pytest.raises(TooLong, match=f"maximum context length is 64 tokens: a prompt of {tokens} ") as refusal:
-        addition(asked, [1] * tokens, MODEL, READY)
+    with pytest.raises(
+        ContextLengthExceeded, match=f"maximum context length is 64 tokens: a prompt of {tokens} "
+    ) as refusal:
+        build_add_request(asked, [1] * tokens, MODEL, READY)
     assert refusal.value.field == field
 
 
 @pytest.mark.parametrize(("tokens", "max_tokens", "expected"), [(63, 1, 1), (63, None, 1), (1, None, 63), (64, 0, 0)])
 def test_what_just_fits_is_taken(tokens: int, max_tokens: int | None, expected: int) -> None:
     asked = GenerateRequest(id="", prompt="x", sampling=SamplingParams(max_tokens=max_tokens), echo=True)
-    assert addition(asked, [1] * tokens, MODEL, READY).max_tokens == expected
+    assert build_add_request(asked, [1] * tokens, MODEL, READY).max_tokens == expected

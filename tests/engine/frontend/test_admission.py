@@ -3,7 +3,7 @@
 import pytest
 
 from charonia.core.errors import InvalidArgument, QueueFull
-from charonia.engine.frontend.admission import Admission, QueueLimits
+from charonia.engine.frontend.admission import AdmissionControl, QueueLimits
 
 
 class Clock:
@@ -15,7 +15,7 @@ class Clock:
 
 
 def test_requests_are_limited() -> None:
-    admission = Admission(QueueLimits(requests=2, tokens=100))
+    admission = AdmissionControl(QueueLimits(requests=2, tokens=100))
     places = []
     for _ in range(2):
         admission.check(tokens=1)
@@ -27,7 +27,7 @@ def test_requests_are_limited() -> None:
 
 
 def test_what_no_empty_queue_has_room_for_is_refused_for_good() -> None:
-    admission = Admission(QueueLimits(requests=4, tokens=100))
+    admission = AdmissionControl(QueueLimits(requests=4, tokens=100))
     for prompts, choices, tokens in ((4, 1, 0), (2, 2, 0), (1, 4, 25), (1, 1, 1000)):
         admission.check_size(prompts, choices, tokens)
     for prompts, choices, tokens, field, limit in (
@@ -42,7 +42,7 @@ def test_what_no_empty_queue_has_room_for_is_refused_for_good() -> None:
 
 
 def test_prompt_tokens_are_limited() -> None:
-    admission = Admission(QueueLimits(requests=9, tokens=100))
+    admission = AdmissionControl(QueueLimits(requests=9, tokens=100))
     admission.enter(tokens=60)
     admission.check(tokens=40)
     with pytest.raises(QueueFull, match=r"60 prompt tokens .* has 41: more than 100 .*max_queued_tokens"):
@@ -50,7 +50,7 @@ def test_prompt_tokens_are_limited() -> None:
 
 
 def test_a_prompt_above_the_limit_may_wait_alone() -> None:
-    admission = Admission(QueueLimits(requests=9, tokens=100))
+    admission = AdmissionControl(QueueLimits(requests=9, tokens=100))
     admission.check(tokens=1000)
     admission.enter(tokens=1000)
     with pytest.raises(QueueFull):
@@ -58,7 +58,7 @@ def test_a_prompt_above_the_limit_may_wait_alone() -> None:
 
 
 def test_a_flood_does_not_keep_the_others_out() -> None:
-    admission = Admission(QueueLimits(requests=8, tokens=100))
+    admission = AdmissionControl(QueueLimits(requests=8, tokens=100))
     for _ in range(8):
         admission.check("flood", 10)
         admission.enter("flood", 10)
@@ -72,7 +72,7 @@ def test_a_flood_does_not_keep_the_others_out() -> None:
 
 
 def test_what_left_is_forgotten() -> None:
-    admission = Admission(QueueLimits(requests=8, tokens=100))
+    admission = AdmissionControl(QueueLimits(requests=8, tokens=100))
     for place in [admission.enter(tenant, 5) for tenant in "abca"]:
         admission.leave(place)
     assert (admission.requests, admission.tokens, admission._tenants) == (0, 0, {})
@@ -80,7 +80,7 @@ def test_what_left_is_forgotten() -> None:
 
 def test_come_back_when_everything_has_started_at_the_recent_pace() -> None:
     clock = Clock()
-    admission = Admission(QueueLimits(requests=1000, tokens=1000), clock)
+    admission = AdmissionControl(QueueLimits(requests=1000, tokens=1000), clock)
     assert admission.retry_after() == 1
     for _ in range(10):
         admission.note_start()

@@ -10,11 +10,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.logprobs import Logprobs, Scores
+from charonia.core.logprobs import Logprobs, PromptLogprobs
 from charonia.core.request import FinishReason, GenerateChunk, SamplingParams, Usage
-from charonia.core.request import joined as join
-from charonia.engine.frontend.chunk_builder import Writer
-from charonia.engine.frontend.token_stream import Delta
+from charonia.core.request import join_chunks as join
+from charonia.engine.frontend.chunk_builder import ChunkBuilder
+from charonia.engine.frontend.token_stream import TokenDelta
 from charonia.tokenization.tokenizer import Tokenizer
 
 LETTERS = {chr(ord("a") + token): token for token in range(26)}
@@ -37,10 +37,10 @@ def ids(text: str) -> tuple[int, ...]:
 
 def write(pieces: list[str], finish: FinishReason = LENGTH, **asked: object) -> list[GenerateChunk]:
     """Chunks up to the last one the writer wants."""
-    writer = Writer(ALPHABET, [0], SamplingParams(**asked))
+    writer = ChunkBuilder(ALPHABET, [0], SamplingParams(**asked))
     chunks = []
     for place, piece in enumerate(pieces, start=1):
-        delta = Delta(ids(piece), 0, finish if place == len(pieces) else None)
+        delta = TokenDelta(ids(piece), 0, finish if place == len(pieces) else None)
         chunks.append(writer.chunk(delta))
         if chunks[-1].finish_reason is not None:
             break
@@ -73,7 +73,7 @@ def test_what_stopped_it(finish: FinishReason, asked: Any, reason: str | int | N
 def test_the_models_own_end_is_no_stop_reason() -> None:
     for ignore_eos, reason in ((False, None), (True, 2)):
         asked = SamplingParams(stop_token_ids=(2,), ignore_eos=ignore_eos)
-        assert Writer(ALPHABET, [0], asked, eos=(2,)).chunk(Delta(ids("bc"), 0, STOP)).stop_reason == reason
+        assert ChunkBuilder(ALPHABET, [0], asked, eos=(2,)).chunk(TokenDelta(ids("bc"), 0, STOP)).stop_reason == reason
 
 
 def test_a_text_that_ends_shows_what_was_held_back() -> None:
@@ -99,26 +99,26 @@ def test_it_does_not_matter_how_many_tokens_come_at_once(text: str, sizes: list[
 
 
 def test_logprobs_are_named_and_finite() -> None:
-    writer = Writer(ALPHABET, [0], SamplingParams(stop=("b",)))
+    writer = ChunkBuilder(ALPHABET, [0], SamplingParams(stop=("b",)))
     logprobs = (Logprobs(-0.5, [0, 1], [-0.5, -1.0]), Logprobs(float("-inf"), [], []), Logprobs(-1.0, [], []))
-    chunk = writer.chunk(Delta(ids("abc"), 0, None, logprobs))
+    chunk = writer.chunk(TokenDelta(ids("abc"), 0, None, logprobs))
     first, second = chunk.logprobs
     assert (first.text, first.data, first.logprob) == ("a", b"a", -0.5)
     assert [(other.text, other.logprob) for other in first.top] == [("a", -0.5), ("b", -1.0)]
     assert second.logprob == -9999.0
 
 
-def scores(first: int, *chosen: float) -> Scores:
+def scores(first: int, *chosen: float) -> PromptLogprobs:
     """The likeliest token is always b."""
     count = len(chosen)
     ones = np.ones((count, 1), np.int32)
-    return Scores.of(first, np.array(chosen, np.float32), 2 * ones[:, 0], ones, -ones.astype(np.float32) / 4)
+    return PromptLogprobs.of(first, np.array(chosen, np.float32), 2 * ones[:, 0], ones, -ones.astype(np.float32) / 4)
 
 
 def test_the_whole_prompt_stands_in_the_first_chunk() -> None:
-    writer = Writer(ALPHABET, [0, 2, 3], SamplingParams(prompt_logprobs=1), echo="acd")
-    first = writer.chunk(Delta(ids("b"), 0, None, (), (scores(1, -0.5), scores(2, -2.0))))
-    second = writer.chunk(Delta(ids("a"), 0, LENGTH))
+    writer = ChunkBuilder(ALPHABET, [0, 2, 3], SamplingParams(prompt_logprobs=1), echo="acd")
+    first = writer.chunk(TokenDelta(ids("b"), 0, None, (), (scores(1, -0.5), scores(2, -2.0))))
+    second = writer.chunk(TokenDelta(ids("a"), 0, LENGTH))
     assert [(token.text, token.id, token.rank) for token in first.prompt] == [("a", 0, 0), ("c", 2, 2), ("d", 3, 2)]
     opening, *others = [token.given for token in first.prompt]
     assert opening is None
@@ -130,13 +130,13 @@ def test_the_whole_prompt_stands_in_the_first_chunk() -> None:
 
 
 def test_a_prompt_of_one_token_has_nothing_before_it() -> None:
-    writer = Writer(ALPHABET, [2], SamplingParams(prompt_logprobs=0))
-    [token] = writer.chunk(Delta(ids("b"), 0, None)).prompt
+    writer = ChunkBuilder(ALPHABET, [2], SamplingParams(prompt_logprobs=0))
+    [token] = writer.chunk(TokenDelta(ids("b"), 0, None)).prompt
     assert (token.text, token.given) == ("c", None)
 
 
 def test_an_echo_alone_ends_where_the_prompt_does() -> None:
-    chunk = Writer(ALPHABET, [0], SamplingParams(max_tokens=0), echo="a").chunk(Delta((), 0, LENGTH))
+    chunk = ChunkBuilder(ALPHABET, [0], SamplingParams(max_tokens=0), echo="a").chunk(TokenDelta((), 0, LENGTH))
     assert (chunk.text, chunk.token_ids, chunk.finish_reason) == ("a", (), LENGTH)
     assert chunk.usage == Usage(1, 0)
 
@@ -146,6 +146,6 @@ def test_spaces_between_special_tokens_that_cannot_be_left_out_are_told() -> Non
     backend.add_special_tokens(["<s>"])
     asked = SamplingParams(skip_special_tokens=False, spaces_between_special_tokens=False)
     with pytest.raises(InvalidArgument, match="spaces_between_special_tokens: this model's tokenizer"):
-        Writer(Tokenizer(backend, {}, None), [0], asked)
+        ChunkBuilder(Tokenizer(backend, {}, None), [0], asked)
     backend.decoder = decoders.Fuse()
-    assert Writer(Tokenizer(backend, {}, None), [0], asked).chunk(Delta((1, 1), 0, LENGTH)).text == "<s><s>"
+    assert ChunkBuilder(Tokenizer(backend, {}, None), [0], asked).chunk(TokenDelta((1, 1), 0, LENGTH)).text == "<s><s>"

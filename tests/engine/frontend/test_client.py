@@ -12,11 +12,11 @@ import pytest
 from charonia.core.errors import InvalidArgument, QueueFull, RequestTimeout, Unavailable
 from charonia.core.request import FinishReason
 from charonia.engine.config import CacheConfig, EngineConfig, FakeConfig
-from charonia.engine.core.messages import Abort, Add, Loading, Shutdown
+from charonia.engine.core.messages import AbortRequests, AddRequest, CoreLoading, Shutdown
 from charonia.engine.frontend import core_process
 from charonia.engine.frontend.client import EngineClient
-from charonia.engine.frontend.core_supervisor import PATIENCE, Patience
-from charonia.engine.frontend.token_stream import Delta
+from charonia.engine.frontend.core_supervisor import DEFAULT_TIMEOUTS, CoreTimeouts
+from charonia.engine.frontend.token_stream import TokenDelta
 from charonia.scheduler.config import SchedulerConfig
 
 from ...waiting import until
@@ -50,7 +50,7 @@ async def start(sockets: Path) -> AsyncIterator[Start]:
     """Starts engines; at the end nothing of them may be left."""
     clients: list[EngineClient] = []
 
-    async def start(patience: Patience = PATIENCE, **changes: object) -> EngineClient:
+    async def start(patience: CoreTimeouts = DEFAULT_TIMEOUTS, **changes: object) -> EngineClient:
         clients.append(EngineClient(config(**changes), patience=patience))
         await clients[-1].start()
         return clients[-1]
@@ -71,11 +71,13 @@ def left_in(directory: Path) -> list[Path]:
     return list(directory.iterdir())
 
 
-def add(prompt: list[int], max_tokens: int = 8, timeout: float = 0.0) -> Add:
-    return Add(client=0, key=0, prompt=prompt, max_tokens=max_tokens, timeout=timeout)
+def add(prompt: list[int], max_tokens: int = 8, timeout: float = 0.0) -> AddRequest:
+    return AddRequest(client=0, key=0, prompt=prompt, max_tokens=max_tokens, timeout=timeout)
 
 
-async def read_all(client: EngineClient, prompt: list[int], max_tokens: int = 8, timeout: float = 0.0) -> list[Delta]:
+async def read_all(
+    client: EngineClient, prompt: list[int], max_tokens: int = 8, timeout: float = 0.0
+) -> list[TokenDelta]:
     with client.open(add(prompt, max_tokens, timeout)) as channel:
         deltas = [await channel.read()]
         while deltas[-1].finish_reason is None:
@@ -83,7 +85,7 @@ async def read_all(client: EngineClient, prompt: list[int], max_tokens: int = 8,
         return deltas
 
 
-def tokens(deltas: list[Delta]) -> list[int]:
+def tokens(deltas: list[TokenDelta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
 
 
@@ -212,7 +214,7 @@ async def test_a_killed_core_ends_its_streams_and_comes_back(start: Start, socke
 
 
 async def test_a_core_that_hangs_is_killed_and_comes_back(start: Start) -> None:
-    client = await start(Patience(turn=2.5, hung=1.2, watch=0.1), step_seconds=0.01)
+    client = await start(CoreTimeouts(turn=2.5, hung=1.2, watch=0.1), step_seconds=0.01)
     reader = asyncio.create_task(read_all(client, [1], max_tokens=400))
     await until(lambda: client.load.running == 1)
     [hung] = client.pids
@@ -245,8 +247,8 @@ async def test_a_core_is_deaf_to_the_groups_signals_from_its_birth(sockets: Path
 
 
 async def test_what_is_said_before_the_core_has_connected_reaches_it(sockets: Path) -> None:
-    core = core_process.CoreLink(config(), lambda message: None)
-    core.send(Abort(0, [1]))
+    core = core_process.CoreProcess(config(), lambda message: None)
+    core.send(AbortRequests(0, [1]))
     core.send(Shutdown())
     try:
         assert await asyncio.wait_for(asyncio.shield(core.ended), 60) == 0
@@ -256,7 +258,7 @@ async def test_what_is_said_before_the_core_has_connected_reaches_it(sockets: Pa
 
 
 async def test_loading_tells_its_phases(sockets: Path) -> None:
-    heard: list[Loading] = []
+    heard: list[CoreLoading] = []
     client = EngineClient(config(), heard.append)
     ready = await client.start()
     await client.close()
@@ -275,7 +277,7 @@ async def test_a_core_that_says_why_it_cannot_start_fails_the_load(sockets: Path
 
 async def test_cores_that_die_without_a_word_fail_the_load(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_process, "main", os.getpid)  # takes no arguments: the process dies of it
-    client = EngineClient(config(), patience=Patience(first_retry=0.01))
+    client = EngineClient(config(), patience=CoreTimeouts(first_retry=0.01))
     with pytest.raises(Unavailable, match="died 3 times"):
         await client.start()
     await client.close()

@@ -7,31 +7,31 @@ import pytest
 
 from charonia.core.errors import CharoniaError
 from charonia.engine.config import EngineConfig
-from charonia.engine.core.messages import Loading, Ready, Refused, Said, Updates
+from charonia.engine.core.messages import CoreLoading, CoreLogRecord, CoreReady, RequestRejected, RequestUpdates
 from charonia.engine.frontend import core_supervisor
-from charonia.engine.frontend.core_supervisor import PATIENCE, CoreSupervisor
+from charonia.engine.frontend.core_supervisor import DEFAULT_TIMEOUTS, CoreSupervisor
 
 
 class Deaf:
     """Whoever is told, and does nothing."""
 
-    def on_progress(self, loading: Loading) -> None: ...
+    def on_progress(self, loading: CoreLoading) -> None: ...
 
-    def on_updates(self, updates: Updates) -> None: ...
+    def on_updates(self, updates: RequestUpdates) -> None: ...
 
-    def on_refused(self, refused: Refused) -> None: ...
+    def on_refused(self, refused: RequestRejected) -> None: ...
 
     def on_loss(self, error: CharoniaError) -> None: ...
 
 
-READY = Ready(blocks=1, block_size=16, vocab_size=10, max_model_len=16)
+READY = CoreReady(blocks=1, block_size=16, vocab_size=10, max_model_len=16)
 
 
 def waits(monkeypatch: pytest.MonkeyPatch, served: list[float]) -> list[float]:
     """Seconds before each restart, of cores that died after serving so many seconds each."""
     now = [0.0]
     monkeypatch.setattr(core_supervisor, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    core, found = CoreSupervisor(EngineConfig(model="", executor="fake"), Deaf(), PATIENCE), []
+    core, found = CoreSupervisor(EngineConfig(model="", executor="fake"), Deaf(), DEFAULT_TIMEOUTS), []
     for seconds in served:
         core._serve(READY)
         now[0] += seconds
@@ -49,8 +49,10 @@ def test_a_core_killed_every_ten_seconds_is_back_at_once_each_time(monkeypatch: 
 
 
 def test_what_a_core_logs_is_logged_here(caplog: pytest.LogCaptureFixture) -> None:
-    core = CoreSupervisor(EngineConfig(model="", executor="fake", data_parallel_size=2, replica=1), Deaf(), PATIENCE)
-    core._on_message(Said("charonia.engine.models.registry", logging.WARNING, "5 % of it"))
+    core = CoreSupervisor(
+        EngineConfig(model="", executor="fake", data_parallel_size=2, replica=1), Deaf(), DEFAULT_TIMEOUTS
+    )
+    core._on_message(CoreLogRecord("charonia.engine.models.registry", logging.WARNING, "5 % of it"))
     [record] = caplog.records
     assert (record.name, record.levelname) == ("charonia.engine.models.registry", "WARNING")
     assert record.getMessage() == "the engine core of replica 1: 5 % of it"

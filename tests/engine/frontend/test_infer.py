@@ -10,7 +10,7 @@ from charonia.core.errors import InvalidArgument
 from charonia.core.logprobs import TokenLogprob
 from charonia.core.request import FinishReason, GenerateChunk, InferRequest, Usage
 from charonia.core.tensor import Tensor
-from charonia.engine.frontend.infer import Spoken, read_question, whole_answer
+from charonia.engine.frontend.infer import StreamedResponses, complete_response, parse_infer_request
 
 LENGTH = FinishReason.LENGTH
 
@@ -47,20 +47,20 @@ class Streams:
 
 
 async def respond(request: InferRequest, streams: Streams) -> list[dict[str, Any]]:
-    question = read_question(request)
+    question = parse_infer_request(request)
     if question.manner.stream:
-        spoken = Spoken(question.outputs)
+        spoken = StreamedResponses(question.outputs)
         said = [spoken.response(chunk) async for chunk in streams.all[0]]
         responses = [response for response in said if response is not None]
     else:
-        responses = [await whole_answer(question, streams.all)]
+        responses = [await complete_response(question, streams.all)]
     assert not streams.open
     return [{tensor.name: tensor.data.tolist() for tensor in response.outputs} for response in responses]
 
 
 async def test_log_probs_stand_beside_the_tokens() -> None:
     request = asked(return_log_probs=True, return_output_ids=True)
-    assert read_question(request).requests[0].sampling.logprobs == 0
+    assert parse_infer_request(request).requests[0].sampling.logprobs == 0
     [answer] = await respond(request, Streams([chunk(4, -0.5), chunk(5, -1.0, LENGTH)]))
     expected = {"text_output": [b"xx"], "output_ids": [4, 5], "cum_log_probs": [-1.5], "output_log_probs": [[-0.5, -1]]}
     assert answer == expected
@@ -83,7 +83,7 @@ async def test_streamed_counts_add_up_while_a_character_is_incomplete() -> None:
 
 async def test_several_answers_are_rows() -> None:
     request = asked(n=2, return_log_probs=True, return_num_output_tokens=True, return_output_ids=True)
-    first, second = read_question(request).requests
+    first, second = parse_infer_request(request).requests
     assert (first.choice, second.choice) == (0, 1)
     [answer] = await respond(request, Streams([chunk(4, -0.5), chunk(5, -1.0, LENGTH)], [chunk(6, -2.0, LENGTH)]))
     assert answer == {
@@ -104,14 +104,14 @@ async def test_one_of_several_that_fails_ends_all_of_them() -> None:
 
 def test_no_new_tokens_are_for_those_who_want_the_prompt() -> None:
     with pytest.raises(InvalidArgument, match="max_tokens must be at least 1") as refused:
-        read_question(asked(max_tokens=0))
+        parse_infer_request(asked(max_tokens=0))
     assert refused.value.field == "max_tokens"
-    [request] = read_question(asked(max_tokens=0, exclude_input_in_output=False)).requests
+    [request] = parse_infer_request(asked(max_tokens=0, exclude_input_in_output=False)).requests
     assert (request.echo, request.prompt_only) == (True, True)
 
 
 def test_nobody_pays_for_log_probs_unasked() -> None:
-    assert read_question(asked()).requests[0].sampling.logprobs is None
+    assert parse_infer_request(asked()).requests[0].sampling.logprobs is None
     by_name = asked()
     named = InferRequest(inputs=by_name.inputs, outputs=("text_output", "cumulative_logprob"))
-    assert read_question(named).requests[0].sampling.logprobs == 0
+    assert parse_infer_request(named).requests[0].sampling.logprobs == 0

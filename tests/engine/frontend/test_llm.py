@@ -9,8 +9,8 @@ import pytest
 from charonia.core.errors import NotFound, Unavailable
 from charonia.core.request import GenerateRequest, SamplingParams
 from charonia.engine.config import EngineConfig
-from charonia.engine.core.messages import Ready
-from charonia.engine.frontend.add_request import addition
+from charonia.engine.core.messages import CoreReady
+from charonia.engine.frontend.add_request import build_add_request
 from charonia.engine.frontend.llm import LlmModel
 from charonia.tokenization.generation_defaults import GenerationDefaults
 
@@ -21,8 +21,8 @@ HUGE = SamplingParams(
 
 def test_numbers_that_no_device_can_hold_are_clipped_to_what_they_mean() -> None:
     request = GenerateRequest(id="", prompt="", priority=2**70, sampling=HUGE)
-    asked = addition(
-        request, [1], GenerationDefaults((7,)), Ready(vocab_size=100, max_model_len=8, block_size=4, blocks=2)
+    asked = build_add_request(
+        request, [1], GenerationDefaults((7,)), CoreReady(vocab_size=100, max_model_len=8, block_size=4, blocks=2)
     )
     assert (asked.sampling.temperature, asked.sampling.top_k, asked.sampling.top_p) == (1e6, 100, 1e-6)
     assert (asked.stop_token_ids, asked.priority) == ([7], 2**16)
@@ -30,8 +30,8 @@ def test_numbers_that_no_device_can_hold_are_clipped_to_what_they_mean() -> None
 
 def test_an_unseeded_request_draws_its_own_seed() -> None:
     request = GenerateRequest(id="", prompt="", sampling=SamplingParams(max_tokens=1))
-    ready = Ready(vocab_size=100, max_model_len=8, block_size=4, blocks=2)
-    seeds = {addition(request, [1], GenerationDefaults(()), ready).sampling.seed for _ in range(9)}
+    ready = CoreReady(vocab_size=100, max_model_len=8, block_size=4, blocks=2)
+    seeds = {build_add_request(request, [1], GenerationDefaults(()), ready).sampling.seed for _ in range(9)}
     assert len(seeds) == 9
 
 

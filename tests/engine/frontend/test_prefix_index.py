@@ -5,7 +5,7 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from charonia.engine.frontend.prefix_index import Known, Prefix, prefixes
+from charonia.engine.frontend.prefix_index import PrefixIndex, PromptPrefix, prompt_prefixes
 
 EXTRAS = ("", "", "")
 prompts = st.integers(0, 2000).map(lambda length: list(range(7, 7 + length)))
@@ -13,7 +13,7 @@ prompts = st.integers(0, 2000).map(lambda length: list(range(7, 7 + length)))
 
 @given(prompts)
 def test_a_prompt_has_few_beginnings_and_the_last_is_all_of_it(prompt: list[int]) -> None:
-    found = [each.tokens for each in prefixes(prompt, EXTRAS)]
+    found = [each.tokens for each in prompt_prefixes(prompt, EXTRAS)]
     assert found == sorted(set(found))
     assert len(found) <= 30
     assert found[-1:] == ([len(prompt)] if prompt else [])
@@ -23,7 +23,7 @@ def test_a_prompt_has_few_beginnings_and_the_last_is_all_of_it(prompt: list[int]
 def test_prompts_have_in_common_what_they_share(prompt: list[int], shared: int, more: int) -> None:
     shared = min(shared, len(prompt))
     other = prompt[:shared] + [1] * more
-    mine, theirs = prefixes(prompt, EXTRAS), set(prefixes(other, EXTRAS))
+    mine, theirs = prompt_prefixes(prompt, EXTRAS), set(prompt_prefixes(other, EXTRAS))
     common = [each.tokens for each in mine if each in theirs]
     assert max(common, default=0) <= shared
     assert max(common, default=0) >= (0.8 * shared - 16 if shared >= 64 else shared - 15) or shared == len(prompt)
@@ -33,28 +33,28 @@ def test_prompts_have_in_common_what_they_share(prompt: list[int], shared: int, 
 def test_what_sets_prompts_apart() -> None:
     """Adapter, tenant and salt part the cache, and a token each digest after it."""
     prompt = list(range(100))
-    every = [prefixes(prompt, extras) for extras in [EXTRAS, ("a", "", ""), ("", "a", ""), ("", "", "a")]]
+    every = [prompt_prefixes(prompt, extras) for extras in [EXTRAS, ("a", "", ""), ("", "a", ""), ("", "", "a")]]
     digests = [each.digest for found in every for each in found]
     assert len(set(digests)) == len(digests)
-    changed = prefixes([*prompt[:40], 1, *prompt[41:]], EXTRAS)
+    changed = prompt_prefixes([*prompt[:40], 1, *prompt[41:]], EXTRAS)
     assert [a.tokens for a, b in zip(every[0], changed, strict=True) if a == b] == [16, 32]
 
 
 def test_it_knows_how_much_of_a_prompt_is_held() -> None:
-    known, prompt = Known(), list(range(200))
-    assert known.longest(prefixes(prompt, EXTRAS)) == 0
-    known.learn(prefixes(prompt, EXTRAS), 10_000)
-    assert known.longest(prefixes(prompt, EXTRAS)) == 200
-    assert known.longest(prefixes([*prompt, 1, 2, 3], EXTRAS)) == 192
-    assert known.longest(prefixes([*prompt[:70], *prompt[:70]], EXTRAS)) == 64
-    assert known.longest(prefixes(prompt[1:], EXTRAS)) == 0
+    known, prompt = PrefixIndex(), list(range(200))
+    assert known.longest(prompt_prefixes(prompt, EXTRAS)) == 0
+    known.learn(prompt_prefixes(prompt, EXTRAS), 10_000)
+    assert known.longest(prompt_prefixes(prompt, EXTRAS)) == 200
+    assert known.longest(prompt_prefixes([*prompt, 1, 2, 3], EXTRAS)) == 192
+    assert known.longest(prompt_prefixes([*prompt[:70], *prompt[:70]], EXTRAS)) == 64
+    assert known.longest(prompt_prefixes(prompt[1:], EXTRAS)) == 0
     known.forget()
-    assert (known.longest(prefixes(prompt, EXTRAS)), known.tokens, len(known)) == (0, 0, 0)
+    assert (known.longest(prompt_prefixes(prompt, EXTRAS)), known.tokens, len(known)) == (0, 0, 0)
 
 
 def test_the_end_of_the_oldest_prompt_goes_first() -> None:
-    known = Known()
-    first, second = prefixes([1] * 128, EXTRAS), prefixes([2] * 128, EXTRAS)
+    known = PrefixIndex()
+    first, second = prompt_prefixes([1] * 128, EXTRAS), prompt_prefixes([2] * 128, EXTRAS)
     known.learn(first, 192)
     known.learn(second, 192)
     assert (known.longest(first), known.longest(second)) == (64, 128)
@@ -65,9 +65,9 @@ def test_the_end_of_the_oldest_prompt_goes_first() -> None:
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 400)), max_size=30), st.integers(0, 1000))
 def test_it_holds_what_a_cache_of_that_size_would_and_no_more(asked: list[tuple[int, int]], capacity: int) -> None:
-    known = Known()
+    known = PrefixIndex()
     for group, length in asked:
-        beginnings = prefixes([group] * length, EXTRAS)
+        beginnings = prompt_prefixes([group] * length, EXTRAS)
         known.learn(beginnings, capacity)
         assert known.tokens <= capacity
         assert len(known) <= capacity // 16
@@ -75,7 +75,7 @@ def test_it_holds_what_a_cache_of_that_size_would_and_no_more(asked: list[tuple[
     assert known.tokens == sum(known._spans.values())
 
 
-def _check_no_gap(known: Known, beginnings: list[Prefix]) -> None:
+def _check_no_gap(known: PrefixIndex, beginnings: list[PromptPrefix]) -> None:
     """What is held of a prompt is held from its beginning."""
     longest = known.longest(beginnings)
     assert all(known.longest([each]) == each.tokens for each in beginnings if each.tokens <= longest)
@@ -83,4 +83,4 @@ def _check_no_gap(known: Known, beginnings: list[Prefix]) -> None:
 
 def test_any_token_id_has_a_place() -> None:
     assert array("i").itemsize == 4
-    assert prefixes([0, 2**31 - 1], EXTRAS)[0].tokens == 2
+    assert prompt_prefixes([0, 2**31 - 1], EXTRAS)[0].tokens == 2

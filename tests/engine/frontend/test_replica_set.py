@@ -16,22 +16,30 @@ from hypothesis import strategies as st
 from charonia.core.errors import CharoniaError, InvalidArgument, Unavailable
 from charonia.core.metrics import LlmMetrics
 from charonia.engine.config import CacheConfig, EngineConfig, FakeConfig
-from charonia.engine.core.messages import Abort, Add, Load, Loading, Ready, Refused, Updates
+from charonia.engine.core.messages import (
+    AbortRequests,
+    AddRequest,
+    CoreLoading,
+    CoreReady,
+    EngineLoad,
+    RequestRejected,
+    RequestUpdates,
+)
 from charonia.engine.frontend import replica as replica_module
-from charonia.engine.frontend.admission import Admission, QueueLimits
+from charonia.engine.frontend.admission import AdmissionControl, QueueLimits
 from charonia.engine.frontend.client import EngineClient
-from charonia.engine.frontend.core_supervisor import PATIENCE
+from charonia.engine.frontend.core_supervisor import DEFAULT_TIMEOUTS
 from charonia.engine.frontend.replica import Replica
-from charonia.engine.frontend.replica_set import Replicas, divided
-from charonia.engine.frontend.routing import SEQUENCE
-from charonia.engine.frontend.sequence_stats import Account
-from charonia.engine.frontend.token_stream import Channel
+from charonia.engine.frontend.replica_set import ReplicaSet, split_config
+from charonia.engine.frontend.routing import TOKENS_PER_REQUEST
+from charonia.engine.frontend.sequence_stats import SequenceStats
+from charonia.engine.frontend.token_stream import TokenStream
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import RowSampling
+from charonia.scheduler.plan import SamplerParams
 
 from ...waiting import until
 
-READY = Ready(vocab_size=1000, max_model_len=4096, block_size=16, blocks=1000)
+READY = CoreReady(vocab_size=1000, max_model_len=4096, block_size=16, blocks=1000)
 DOCUMENT = list(range(400))
 OTHER = list(range(500, 900))
 
@@ -40,15 +48,15 @@ class FakeCore:
     """A supervisor whose core only listens."""
 
     def __init__(self, config: EngineConfig, listener: Replica, patience: object) -> None:
-        self.info: Ready | None = READY
-        self.load, self.ready, self.pid = Load(free_blocks=READY.blocks), True, config.replica
+        self.info: CoreReady | None = READY
+        self.load, self.ready, self.pid = EngineLoad(free_blocks=READY.blocks), True, config.replica
         self.sent: list[object] = []
         self._listener = listener
 
     def send(self, message: object) -> None:
         self.sent.append(message)
 
-    async def start(self) -> Ready:
+    async def start(self) -> CoreReady:
         return READY
 
     async def close(self) -> None:
@@ -63,11 +71,11 @@ class Fleet:
     """Replicas over fake cores, and a client's hand on them."""
 
     def __init__(self, size: int = 2, caching: bool = True, affinity: bool = True) -> None:
-        self.metrics, self.admission = LlmMetrics(), Admission(QueueLimits(1000, 10**9))
+        self.metrics, self.admission = LlmMetrics(), AdmissionControl(QueueLimits(1000, 10**9))
         config = EngineConfig(model="", data_parallel_size=size, cache=CacheConfig(prefix_caching=caching))
-        self.replicas = Replicas(config, self.admission, self.metrics, self._report, PATIENCE, affinity)
+        self.replicas = ReplicaSet(config, self.admission, self.metrics, self._report, DEFAULT_TIMEOUTS, affinity)
         self.all = list(self.replicas)
-        self.taken: dict[int, tuple[Replica, Add, Channel]] = {}
+        self.taken: dict[int, tuple[Replica, AddRequest, TokenStream]] = {}
         self._keys = count(1)
 
     def core(self, at: int) -> FakeCore:
@@ -77,11 +85,11 @@ class Fleet:
 
     def open(self, prompt: list[int], choice: int = 0, tenant: str = "") -> int:
         """Which replica gets it."""
-        sampling = RowSampling(choice=choice)
-        add = Add(client=0, key=next(self._keys), prompt=prompt, max_tokens=9, sampling=sampling, tenant=tenant)
+        sampling = SamplerParams(choice=choice)
+        add = AddRequest(client=0, key=next(self._keys), prompt=prompt, max_tokens=9, sampling=sampling, tenant=tenant)
         replica, cached = self.replicas.choose(add)
         place = self.admission.enter(tenant, len(prompt))
-        channel = Channel(Account(self.metrics), place, owed=len(prompt) - cached)
+        channel = TokenStream(SequenceStats(self.metrics), place, owed=len(prompt) - cached)
         replica.take(add, channel)
         self.taken[add.key] = replica, add, channel
         return self.all.index(replica)
@@ -92,10 +100,10 @@ class Fleet:
 
     def say(self, at: int, **what: object) -> None:
         """What replica `at` reports of a step."""
-        empty = {"step": 1, "keys": [], "counts": [], "tokens": [], "started": [], "finished": [], "load": Load()}
-        self.all[at].on_updates(Updates(**(empty | what)))
+        empty = {"step": 1, "keys": [], "counts": [], "tokens": [], "started": [], "finished": [], "load": EngineLoad()}
+        self.all[at].on_updates(RequestUpdates(**(empty | what)))
 
-    def _report(self, replica: int, loading: Loading) -> None: ...
+    def _report(self, replica: int, loading: CoreLoading) -> None: ...
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +168,7 @@ def test_a_computed_prompt_weighs_no_more() -> None:
     assert fleet.open([1] * 1000) == 0
     assert [fleet.open([n]) for n in range(2, 5)] == [1, 1, 1]
     fleet.say(0, keys=[1], counts=[1], tokens=[5])
-    assert fleet.all[0].work == SEQUENCE
+    assert fleet.all[0].work == TOKENS_PER_REQUEST
     assert fleet.open([9]) == 0
 
 
@@ -209,8 +217,8 @@ def test_an_abort_goes_where_the_request_went() -> None:
     fleet.open([1])
     fleet.open([2])
     fleet.leave(2)
-    assert [type(message) for message in fleet.core(0).sent] == [Add]
-    assert fleet.core(1).sent[1:] == [Abort(0, [2])]
+    assert [type(message) for message in fleet.core(0).sent] == [AddRequest]
+    assert fleet.core(1).sent[1:] == [AbortRequests(0, [2])]
 
 
 actions = st.lists(
@@ -228,7 +236,7 @@ def test_work_is_counted_to_the_token_whatever_happens(moves: list[tuple[str, in
     for what, number in moves:
         _move(fleet, what, number)
         for replica in fleet.replicas:
-            assert replica.work == sum(SEQUENCE + channel.owed for channel in replica.channels)
+            assert replica.work == sum(TOKENS_PER_REQUEST + channel.owed for channel in replica.channels)
             assert replica.known.tokens <= 16_000
     for key in list(fleet.taken):
         fleet.leave(key)
@@ -255,7 +263,7 @@ def _tell(fleet: Fleet, what: str, key: int) -> None:
     elif channel.ended:
         return
     elif what == "refuse":
-        replica.on_refused(Refused(key, "no"))
+        replica.on_refused(RequestRejected(key, "no"))
     elif what == "finish" and channel.started:
         fleet.say(at, finished=[(key, "length")])
     elif what == "start" and not channel.started:
@@ -269,13 +277,13 @@ def _tell(fleet: Fleet, what: str, key: int) -> None:
 
 def test_replicas_share_cores_and_memory_evenly() -> None:
     config = EngineConfig(model="m", data_parallel_size=3)
-    configs = divided(config, threads=8, memory=9000)
+    configs = split_config(config, threads=8, memory=9000)
     assert [(each.replica, each.threads, each.host_memory) for each in configs] == [(n, 2, 3000) for n in range(3)]
-    assert [each.threads for each in divided(config, threads=2, memory=0)] == [1, 1, 1]
+    assert [each.threads for each in split_config(config, threads=2, memory=0)] == [1, 1, 1]
     given_threads = EngineConfig(model="m", data_parallel_size=2, threads=8)
-    assert [each.threads for each in divided(given_threads, threads=4, memory=0)] == [8, 8]
+    assert [each.threads for each in split_config(given_threads, threads=4, memory=0)] == [8, 8]
     alone = EngineConfig(model="m")
-    assert divided(alone, threads=8, memory=9000) == [alone]
+    assert split_config(alone, threads=8, memory=9000) == [alone]
 
 
 # Real cores
@@ -296,7 +304,7 @@ async def client(
     """Two cores that serve, and of which nothing may be left."""
     sockets = tmp_path_factory.mktemp("s")
     monkeypatch.setattr(tempfile, "tempdir", str(sockets))
-    heard: list[Loading] = []
+    heard: list[CoreLoading] = []
     client = EngineClient(config(), heard.append)
     await client.start()
     assert {loading.phase for loading in heard} >= {"replica 0: weights", "replica 1: weights"}
@@ -314,7 +322,7 @@ def alive(pid: int) -> bool:
 
 async def ask(client: EngineClient, prompt: list[int], max_tokens: int) -> list[int]:
     tokens: list[int] = []
-    with client.open(Add(client=0, key=0, prompt=prompt, max_tokens=max_tokens)) as channel:
+    with client.open(AddRequest(client=0, key=0, prompt=prompt, max_tokens=max_tokens)) as channel:
         while (delta := await channel.read()).finish_reason is None:
             tokens += delta.token_ids
         tokens += delta.token_ids

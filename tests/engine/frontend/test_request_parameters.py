@@ -4,17 +4,17 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.guided_decoding import Guide
+from charonia.core.guided_decoding import GuidedDecoding
 from charonia.core.request import InferRequest, SamplingParams
 from charonia.core.tensor import Tensor
-from charonia.engine.frontend.infer import read_question
-from charonia.engine.frontend.request_parameters import Manner, read_settings
+from charonia.engine.frontend.infer import parse_infer_request
+from charonia.engine.frontend.request_parameters import ResponseOptions, parse_request_parameters
 
 PROMPT = {"text_input": Tensor.of("text_input", "BYTES", [b"x"])}
 
 
 def sampling(**parameters: Any) -> SamplingParams:
-    return read_settings(parameters, None).sampling
+    return parse_request_parameters(parameters, None).sampling
 
 
 def replacing(text: str) -> Tensor:
@@ -32,12 +32,12 @@ def test_names_of_every_generation_mean_the_same() -> None:
 
 def test_what_shapes_a_text_has_its_names_too() -> None:
     lists = replacing(json.dumps({"stop_words": ["a", "b"], "bad_words": "c", "logit_bias": {"7": -1}, "n": 3}))
-    settings = read_settings({}, lists)
+    settings = parse_request_parameters({}, lists)
     assert settings.sampling == SamplingParams(stop=("a", "b"), bad_words=("c",), logit_bias={7: -1.0})
     assert settings.manner.n == 3
     plain = {"stop_words": "a", "min_length": 2, "min_p": 0.1, "repetition_penalty": 1.2, "num_return_sequences": 2}
     assert sampling(**plain) == SamplingParams(stop=("a",), min_tokens=2, min_p=0.1, repetition_penalty=1.2)
-    assert read_settings(plain, None).manner == Manner(n=2)
+    assert parse_request_parameters(plain, None).manner == ResponseOptions(n=2)
     penalties = {"sampling_param_presence_penalty": "1", "frequency_penalty": -1}
     assert sampling(**penalties) == SamplingParams(presence_penalty=1, frequency_penalty=-1)
 
@@ -50,25 +50,25 @@ def test_numbers_may_come_as_text() -> None:
 
 def test_empty_words_are_none_and_whole_numbers_integers() -> None:
     given = {"stop_words": ["", "a"], "bad_words": [""], "max_tokens": 8.0, "stop_token_ids": [2.0]}
-    settings = read_settings({}, replacing(json.dumps(given)))
+    settings = parse_request_parameters({}, replacing(json.dumps(given)))
     assert settings.sampling == SamplingParams(stop=("a",), max_tokens=8, stop_token_ids=(2,))
     with pytest.raises(InvalidArgument, match="'max_tokens' must be an integer"):
-        read_settings({"max_tokens": 8.5}, None)
+        parse_request_parameters({"max_tokens": 8.5}, None)
 
 
 @pytest.mark.parametrize("seed", [2**64, float(2**70), "18446744073709551616"])
 def test_a_seed_of_more_than_64_bits_is_told_the_range(seed: Any) -> None:
     for name in ("seed", "random_seed"):
         with pytest.raises(InvalidArgument, match=r"between -2\*\*63 and 2\*\*64 - 1") as refusal:
-            read_settings({name: seed}, None)
+            parse_request_parameters({name: seed}, None)
         assert refusal.value.field == name
 
 
 def test_a_tensor_replaces_what_chooses_tokens_and_nothing_else() -> None:
     tensor = replacing(json.dumps({"temperature": 0, "stop_token_ids": [1, 2], "return_finish_reason": True}))
-    settings = read_settings({"max_tokens": 5, "return_output_ids": True}, tensor)
+    settings = parse_request_parameters({"max_tokens": 5, "return_output_ids": True}, tensor)
     assert settings.sampling == SamplingParams(temperature=0, stop_token_ids=(1, 2))
-    assert settings.manner == Manner(return_output_ids=True, return_finish_reason=True)
+    assert settings.manner == ResponseOptions(return_output_ids=True, return_finish_reason=True)
 
 
 def test_wishes_for_nothing_and_words_of_the_protocol_pass() -> None:
@@ -105,53 +105,57 @@ def test_wishes_for_nothing_and_words_of_the_protocol_pass() -> None:
 )
 def test_everything_else_is_refused_by_name(parameters: dict[str, Any], field: str, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message) as refusal:
-        read_settings(parameters, None)
+        parse_request_parameters(parameters, None)
     assert refusal.value.field == field
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "nan", "[" * 100_000, r'{"max_tokens": "\ud800"}'])
 def test_a_tensor_that_is_no_json_object_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument) as refusal:
-        read_settings({}, replacing(text))
+        parse_request_parameters({}, replacing(text))
     assert refusal.value.field == "sampling_parameters"
 
 
 def test_a_tensor_names_its_own_fields() -> None:
     with pytest.raises(InvalidArgument) as refusal:
-        read_settings({}, replacing('{"stop_token_ids": [1, "x"]}'))
+        parse_request_parameters({}, replacing('{"stop_token_ids": [1, "x"]}'))
     assert refusal.value.field == "stop_token_ids"
 
 
 def test_what_vllms_clients_say_of_tokens() -> None:
     asked = {"allowed_token_ids": [5], "skip_special_tokens": False, "truncate_prompt_tokens": -1}
     expected = SamplingParams(allowed_token_ids=(5,), skip_special_tokens=False, truncate_prompt_tokens=-1)
-    assert read_settings({}, replacing(json.dumps(asked))).sampling == expected
+    assert parse_request_parameters({}, replacing(json.dumps(asked))).sampling == expected
     plain = {"allowed_token_ids": 5, "sampling_param_skip_special_tokens": "false", "truncate_prompt_tokens": "-1"}
     assert sampling(**plain) == expected
     with pytest.raises(InvalidArgument, match="allowed_token_ids must be at least one token, got 0"):
-        read_settings({}, replacing('{"allowed_token_ids": []}'))
+        parse_request_parameters({}, replacing('{"allowed_token_ids": []}'))
 
 
 def test_a_timeout_is_in_microseconds_and_not_negative() -> None:
-    assert read_settings({"timeout": 1_500_000}, None).manner.timeout == 1_500_000
-    assert read_question(InferRequest(inputs=PROMPT, parameters={"timeout": 1_500_000})).requests[0].timeout == 1.5
+    assert parse_request_parameters({"timeout": 1_500_000}, None).manner.timeout == 1_500_000
+    assert (
+        parse_infer_request(InferRequest(inputs=PROMPT, parameters={"timeout": 1_500_000})).requests[0].timeout == 1.5
+    )
     with pytest.raises(InvalidArgument, match="timeout"):
-        read_settings({"timeout": -1}, None)
+        parse_request_parameters({"timeout": -1}, None)
 
 
 def test_a_negative_priority_is_refused_as_on_every_door() -> None:
     for parameters in ({"priority": -3}, {"priority": "-3"}):
         with pytest.raises(InvalidArgument, match="priority must be at least 0, got -3") as refusal:
-            read_question(InferRequest(inputs=PROMPT, parameters=parameters))
+            parse_infer_request(InferRequest(inputs=PROMPT, parameters=parameters))
         assert refusal.value.field == "priority"
 
 
 def test_a_guide_and_its_type_come_together() -> None:
     schema = {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": "{}", "lora_name": "a"}
-    asked = read_question(InferRequest(inputs=PROMPT, parameters=schema)).requests[0]
-    assert (asked.guide, asked.adapter) == (Guide("json_schema", "{}"), "a")
+    asked = parse_infer_request(InferRequest(inputs=PROMPT, parameters=schema)).requests[0]
+    assert (asked.guide, asked.adapter) == (GuidedDecoding("json_schema", "{}"), "a")
     plain = {"guided_decoding_guide_type": "json"}
-    assert read_question(InferRequest(inputs=PROMPT, parameters=plain)).requests[0].guide == Guide("json")
+    assert parse_infer_request(InferRequest(inputs=PROMPT, parameters=plain)).requests[0].guide == GuidedDecoding(
+        "json"
+    )
     for wrong, field in [
         ({"guided_decoding_guide": "{}"}, "guided_decoding_guide_type"),
         ({"guided_decoding_guide_type": "regex"}, "guided_decoding_guide"),
@@ -159,10 +163,10 @@ def test_a_guide_and_its_type_come_together() -> None:
         (schema | {"guided_decoding_guide_type": "yaml"}, "guided_decoding_guide_type"),
     ]:
         with pytest.raises(InvalidArgument) as refusal:
-            read_question(InferRequest(inputs=PROMPT, parameters=wrong))
+            parse_infer_request(InferRequest(inputs=PROMPT, parameters=wrong))
         assert refusal.value.field == field
 
 
 def test_a_question_is_its_tenants() -> None:
-    asked = read_question(InferRequest(inputs=PROMPT, tenant="a", weight=2.0)).requests[0]
+    asked = parse_infer_request(InferRequest(inputs=PROMPT, tenant="a", weight=2.0)).requests[0]
     assert (asked.tenant, asked.weight) == ("a", 2.0)

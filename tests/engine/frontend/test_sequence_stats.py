@@ -4,21 +4,21 @@ import time
 
 import pytest
 
-from charonia.core.metrics import End, LlmMetrics, Outcome
+from charonia.core.metrics import LlmMetrics, Outcome, RequestEnd
 from charonia.core.request import FinishReason, GenerateRequest
-from charonia.core.request_context import Exchange, serving
-from charonia.engine.core.messages import Totals
-from charonia.engine.frontend.replica import Lifelong
-from charonia.engine.frontend.sequence_stats import Account, Accounts
+from charonia.core.request_context import RequestContext, request_scope
+from charonia.engine.core.messages import CoreTotals
+from charonia.engine.frontend.replica import CumulativeTotals
+from charonia.engine.frontend.sequence_stats import RequestRecorder, SequenceStats
 
 
-def ended(metrics: LlmMetrics) -> dict[End, int]:
+def ended(metrics: LlmMetrics) -> dict[RequestEnd, int]:
     return {end: count for end, count in metrics.ended.items() if count}
 
 
 def test_phases_and_tokens() -> None:
     metrics = LlmMetrics()
-    account = Account(metrics, GenerateRequest(id="1", prompt="", tenant="t"))
+    account = SequenceStats(metrics, GenerateRequest(id="1", prompt="", tenant="t"))
     account.submit(prompt=40)
     start = account.submitted
     assert start is not None
@@ -32,7 +32,7 @@ def test_phases_and_tokens() -> None:
 
 
 def test_a_step_cannot_begin_before_its_request_came() -> None:
-    account = Account(LlmMetrics())
+    account = SequenceStats(LlmMetrics())
     account.submit(prompt=1)
     account.begin(cached=0, at=0.0)
     assert account.begun == account.submitted
@@ -40,10 +40,10 @@ def test_a_step_cannot_begin_before_its_request_came() -> None:
 
 def test_an_account_joins_the_current_exchange_and_ends_with_its_block() -> None:
     metrics = LlmMetrics()
-    accounts, exchange = Accounts(metrics), Exchange("test")
+    accounts, exchange = RequestRecorder(metrics), RequestContext("test")
 
     def request() -> None:
-        with serving(exchange):
+        with request_scope(exchange):
             with accounts.open(GenerateRequest(id="1", prompt="", tenant="t")) as account:
                 assert account.arrived == exchange.arrived
                 account.submit(prompt=3)
@@ -56,14 +56,14 @@ def test_an_account_joins_the_current_exchange_and_ends_with_its_block() -> None
     with pytest.raises(GeneratorExit):
         request()
     accounts.count(exchange)
-    assert [part.end for part in exchange.parts] == [End(Outcome.STOP), End(Outcome.CANCELLED)]
-    assert ended(metrics) == {End(Outcome.CANCELLED): 1}
+    assert [part.end for part in exchange.parts] == [RequestEnd(Outcome.STOP), RequestEnd(Outcome.CANCELLED)]
+    assert ended(metrics) == {RequestEnd(Outcome.CANCELLED): 1}
 
 
 def test_one_answered_request_is_measured_once_however_many_answers() -> None:
     metrics = LlmMetrics()
-    accounts, exchange = Accounts(metrics), Exchange("test")
-    with serving(exchange):
+    accounts, exchange = RequestRecorder(metrics), RequestContext("test")
+    with request_scope(exchange):
         for choice in range(3):
             with accounts.open(GenerateRequest(id="1", prompt="", choice=choice)) as account:
                 account.submit(prompt=5)
@@ -71,7 +71,7 @@ def test_one_answered_request_is_measured_once_however_many_answers() -> None:
                 account.receive(2, at=account.opened)
                 account.finish(FinishReason.LENGTH)
     accounts.count(exchange)
-    assert ended(metrics) == {End(Outcome.LENGTH): 1}
+    assert ended(metrics) == {RequestEnd(Outcome.LENGTH): 1}
     assert (metrics.prompt_length.sum, metrics.generation_length.sum, sum(metrics.request.counts)) == (5, 6, 1)
     assert metrics.durations.request >= metrics.durations.compute_input
     assert time.time() * 1000 - 60_000 < metrics.durations.last <= time.time() * 1000
@@ -79,26 +79,26 @@ def test_one_answered_request_is_measured_once_however_many_answers() -> None:
 
 def test_without_an_exchange_nothing_is_counted() -> None:
     metrics = LlmMetrics()
-    with Accounts(metrics).open(GenerateRequest(id="1", prompt="")) as account:
+    with RequestRecorder(metrics).open(GenerateRequest(id="1", prompt="")) as account:
         account.finish(FinishReason.STOP)
     assert ended(metrics) == {}
 
 
 @pytest.mark.parametrize("reason", FinishReason)
 def test_every_finish_reason_is_an_outcome(reason: FinishReason) -> None:
-    account = Account(LlmMetrics())
+    account = SequenceStats(LlmMetrics())
     account.finish(reason)
     assert account.end is not None
     assert account.end.outcome is (Outcome.CANCELLED if reason is FinishReason.ABORT else Outcome(reason.value))
 
 
 def test_totals_outlive_their_core() -> None:
-    lifelong = Lifelong()
-    lifelong.see(Totals(1, 10, 5))
-    lifelong.see(Totals(2, 20, 6))
+    lifelong = CumulativeTotals()
+    lifelong.see(CoreTotals(1, 10, 5))
+    lifelong.see(CoreTotals(2, 20, 6))
     lifelong.start_over()
-    assert lifelong.sums == Totals(2, 20, 6)
-    lifelong.see(Totals(1, 1, 0))
+    assert lifelong.sums == CoreTotals(2, 20, 6)
+    lifelong.see(CoreTotals(1, 1, 0))
     lifelong.start_over()
     lifelong.start_over()
-    assert lifelong.sums == Totals(3, 21, 6)
+    assert lifelong.sums == CoreTotals(3, 21, 6)

@@ -1,23 +1,25 @@
 """A language model's counters as v2's statistics."""
 
-from charonia.core.metrics import End, LlmMetrics, Outcome
-from charonia.core.statistics import BatchStatistics, Duration, InferenceStatistics, Statistics
-from charonia.engine.frontend.v2_statistics import statistics_of
+from charonia.core.metrics import LlmMetrics, Outcome, RequestEnd
+from charonia.core.statistics import BatchStatistics, InferenceStatistics, StatisticDuration, VersionStatistics
+from charonia.engine.frontend.v2_statistics import v2_statistics
 
 
 def test_nothing_happened_yet() -> None:
-    assert statistics_of(LlmMetrics()) == Statistics()
+    assert v2_statistics(LlmMetrics()) == VersionStatistics()
 
 
 def test_answered_and_failed_requests() -> None:
     metrics = LlmMetrics()
-    metrics.ended[End(Outcome.STOP)] = 2
+    metrics.ended[RequestEnd(Outcome.STOP)] = 2
     for outcome in (Outcome.CANCELLED, Outcome.ERROR, Outcome.TIMEOUT):
-        metrics.ended[End(outcome)] = 1
-    metrics.ended[End(Outcome.REJECTED, "not_found")] = 4
+        metrics.ended[RequestEnd(outcome)] = 1
+    metrics.ended[RequestEnd(Outcome.REJECTED, "not_found")] = 4
     spent = metrics.durations
     spent.request, spent.queue, spent.compute_input, spent.compute_infer, spent.compute_output = 15, 1, 2, 8, 4
     spent.last = 77
-    computed = Duration(2, 2000), Duration(2, 8000), Duration(2, 4000)
-    inference = InferenceStatistics(Duration(2, 15000), Duration(7, 0), Duration(2, 1000), *computed)
-    assert statistics_of(metrics) == Statistics(77, 2, 2, inference, (BatchStatistics(1, *computed),))
+    computed = StatisticDuration(2, 2000), StatisticDuration(2, 8000), StatisticDuration(2, 4000)
+    inference = InferenceStatistics(
+        StatisticDuration(2, 15000), StatisticDuration(7, 0), StatisticDuration(2, 1000), *computed
+    )
+    assert v2_statistics(metrics) == VersionStatistics(77, 2, 2, inference, (BatchStatistics(1, *computed),))

@@ -6,26 +6,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from charonia.engine.checkpoint.build_context import Place
-from charonia.engine.checkpoint.weights import Loader, Piece, Weights
+from charonia.engine.checkpoint.build_context import BuildContext
+from charonia.engine.checkpoint.weights import CheckpointWeights, TensorSlice, WeightLoader
 from charonia.engine.cpu import library
 from charonia.engine.layers.matmul import (
     LAYER,
     ROUTER,
-    Packed,
-    QuantizedProduct,
-    packing_works,
-    plain,
-    prepare,
-    quantize,
+    PackedMatmul,
+    TorchInt8Matmul,
+    build_matmul,
+    onednn_packing_works,
+    quantize_rows,
+    torch_matmul,
 )
 
 NAMES = [f"model.layers.0.mlp.{one}_proj.weight" for one in ("gate", "up")]
-PIECES = [Piece(name, (96, 64), slice(10, 75), slice(3, 64)) for name in NAMES]
+PIECES = [TensorSlice(name, (96, 64), slice(10, 75), slice(3, 64)) for name in NAMES]
 
 
-def loader(directory: Path, dtype: torch.dtype, quantized: bool) -> Loader:
-    return Loader(Weights(directory), Place(dtype, torch.device("cpu"), 64, quantized=quantized))
+def loader(directory: Path, dtype: torch.dtype, quantized: bool) -> WeightLoader:
+    return WeightLoader(CheckpointWeights(directory), BuildContext(dtype, torch.device("cpu"), 64, quantized=quantized))
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -35,12 +35,12 @@ def test_pieces_become_one_product(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, quantized: bool, kernels: bool
 ) -> None:
     if not kernels:
-        monkeypatch.setattr(library, "serves", lambda *_: False)
+        monkeypatch.setattr(library, "supports", lambda *_: False)
     directory = checkpoint("llama")
     load = loader(directory, dtype, quantized)
     bias = torch.randn(130, generator=torch.Generator().manual_seed(1)).to(dtype)
-    product = prepare(load, PIECES, bias)
-    weight = torch.cat([Weights(directory).read(piece) for piece in PIECES]).double()
+    product = build_matmul(load, PIECES, bias)
+    weight = torch.cat([CheckpointWeights(directory).read(piece) for piece in PIECES]).double()
     for rows in (1, 2, 17, 200):
         x = torch.randn(rows, 61, generator=torch.Generator().manual_seed(rows)).to(dtype)
         right = x.double() @ weight.T + bias.double()
@@ -55,30 +55,30 @@ def test_kernel_and_reference_quantise_alike(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     load = loader(checkpoint("llama"), dtype, True)
-    ours = prepare(load, PIECES)
-    monkeypatch.setattr(library, "serves", lambda *_: False)
-    theirs = prepare(load, PIECES)
-    assert isinstance(theirs, QuantizedProduct)
+    ours = build_matmul(load, PIECES)
+    monkeypatch.setattr(library, "supports", lambda *_: False)
+    theirs = build_matmul(load, PIECES)
+    assert isinstance(theirs, TorchInt8Matmul)
     x = torch.randn(50, 61, generator=torch.Generator().manual_seed(0)).to(dtype)
     # A number half way between two may go to the one here and to the other there.
-    step = float(x.abs().max()) * float(Weights(checkpoint("llama")).read(PIECES[0]).abs().max()) / 127
+    step = float(x.abs().max()) * float(CheckpointWeights(checkpoint("llama")).read(PIECES[0]).abs().max()) / 127
     assert torch.allclose(ours(x).float(), theirs(x).float(), rtol=2 * torch.finfo(dtype).eps, atol=2 * step)
 
 
 def test_a_router_is_not_quantised(checkpoint: Callable[..., Path]) -> None:
     load = loader(checkpoint("llama"), torch.bfloat16, True)
-    if not library.serves(load.dtype, load.device):
+    if not library.supports(load.dtype, load.device):
         pytest.skip("no C extension here")
-    router, layer = prepare(load, PIECES, use=ROUTER), prepare(load, PIECES, use=LAYER)
-    assert isinstance(router, Packed)
-    assert isinstance(layer, Packed)
+    router, layer = build_matmul(load, PIECES, use=ROUTER), build_matmul(load, PIECES, use=LAYER)
+    assert isinstance(router, PackedMatmul)
+    assert isinstance(layer, PackedMatmul)
     assert (router.form.kept, router.form.out) == (torch.bfloat16, torch.float32)
     assert (layer.form.kept, layer.form.out) == (torch.int8, torch.bfloat16)
 
 
 def test_each_row_has_its_own_scale() -> None:
     x = torch.tensor([[1.0, -2.0], [0.5, 0.25], [0.0, 0.0]])
-    numbers, scales = quantize(x)
+    numbers, scales = quantize_rows(x)
     assert numbers.tolist() == [[64, -127], [127, 64], [0, 0]]
     assert torch.allclose(scales, torch.tensor([2.0, 0.5, 0.0]) / 127)
 
@@ -87,7 +87,7 @@ def test_each_row_has_its_own_scale() -> None:
 def test_the_packed_product_is_the_plain_one(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(200, 64).to(dtype), torch.randn(200).to(dtype)
-    product = plain(weight, bias)
+    product = torch_matmul(weight, bias)
     for rows in (1, 2, 17, 300):
         x = torch.randn(rows, 64).to(dtype)
         right = x.double() @ weight.double().T + bias.double()
@@ -95,8 +95,8 @@ def test_the_packed_product_is_the_plain_one(dtype: torch.dtype) -> None:
 
 
 def test_without_onednn_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("charonia.engine.layers.matmul._packed", lambda *_: lambda x: torch.zeros(len(x), 80))
-    packing_works.cache_clear()
-    assert not packing_works(torch.float32)
+    monkeypatch.setattr("charonia.engine.layers.matmul._onednn_matmul", lambda *_: lambda x: torch.zeros(len(x), 80))
+    onednn_packing_works.cache_clear()
+    assert not onednn_packing_works(torch.float32)
     monkeypatch.undo()
-    packing_works.cache_clear()
+    onednn_packing_works.cache_clear()

@@ -115,5 +115,5 @@ def test_a_foreign_model_is_not_quantised(checkpoint: Callable[..., Path]) -> No
 
 
 def test_without_kernels_int8_is_served_too(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "serves", lambda *_: False)
+    monkeypatch.setattr(library, "supports", lambda *_: False)
     load(checkpoint("qwen3-moe"), quantization="int8", device="cpu", attention="cpu")

@@ -11,18 +11,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from charonia.bench.inline_loop import Outcome, run
+from charonia.bench.inline_loop import LoopResult, run_to_end
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.cpu import library
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import RowSampling, StepPlan
+from charonia.scheduler.plan import SamplerParams, StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
 
 BLOCK = 16
-GREEDY = RowSampling()
+GREEDY = SamplerParams()
 NEW = 32
 LENGTHS = (1, 2, 7, 8, 9, 16, 23, 31, 40, 50, 64, 65, 77, 90, 100, 120)
 SHARED = 33
@@ -83,12 +83,12 @@ class Bench:
             max_model_len=length,
         )
         self.executor = InlineExecutor(config)
-        with library.absent() if backend == "torch" else nullcontext():
+        with library.without_library() if backend == "torch" else nullcontext():
             self.executor.load(lambda phase, fraction: None)
 
     def run(
-        self, setting: Setting, sampling: RowSampling = GREEDY, asked: Sequence[list[int]] = ()
-    ) -> tuple[Outcome, Events]:
+        self, setting: Setting, sampling: SamplerParams = GREEDY, asked: Sequence[list[int]] = ()
+    ) -> tuple[LoopResult, Events]:
         asked, events = asked or prompts(), Events()
         needed = sum(-(-(len(prompt) + NEW) // BLOCK) for prompt in asked)
         blocks = needed // 6 if setting.tight else needed
@@ -98,11 +98,11 @@ class Bench:
         )
         self.executor.allocate(blocks)
         requests = [self.request(cache, key, prompt, sampling) for key, prompt in enumerate(asked)]
-        outcome = run(Scheduler(config, cache), self.executor, requests, observe=events.observe)
+        outcome = run_to_end(Scheduler(config, cache), self.executor, requests, observe=events.observe)
         cache.check_integrity()
         return outcome, events
 
-    def request(self, cache: KVCacheManager, key: int, prompt: list[int], sampling: RowSampling) -> SequenceRequest:
+    def request(self, cache: KVCacheManager, key: int, prompt: list[int], sampling: SamplerParams) -> SequenceRequest:
         tokens = np.array(prompt, np.int32)
         hashes = cache.digest(tokens)
         return SequenceRequest(key=key, prompt=tokens, max_tokens=NEW, hashes=hashes, sampling=sampling)
@@ -212,7 +212,7 @@ def test_one_row_at_a_time_says_the_same(
     assert [outcome.tokens[key] for key in range(len(LENGTHS))] == generated("llama")
 
 
-def assert_it_happened(setting: Setting, outcome: Outcome, events: Events) -> None:
+def assert_it_happened(setting: Setting, outcome: LoopResult, events: Events) -> None:
     """A scenario that did not occur proves nothing."""
     preemptions = events.admissions - len(LENGTHS)
     assert (events.unfinished_chunks > 5) == (setting.chunk < 100)
@@ -224,11 +224,11 @@ def assert_it_happened(setting: Setting, outcome: Outcome, events: Events) -> No
 @pytest.mark.parametrize("setting", ["chunked", "preempted", "everything, ahead 1", "everything, ahead 2"])
 @pytest.mark.parametrize(
     "sampling",
-    [RowSampling(1.0, 0, 1.0, 5), RowSampling(0.8, 20, 0.9, 2**64 - 1), RowSampling(1.5, 300, 0.95, 7, 3)],
+    [SamplerParams(1.0, 0, 1.0, 5), SamplerParams(0.8, 20, 0.9, 2**64 - 1), SamplerParams(1.5, 300, 0.95, 7, 3)],
     ids=["temperature", "top-k and top-p", "large top-k"],
 )
 def test_seeded_tokens_do_not_depend_on_what_happens(
-    sampling: RowSampling, setting: str, bench: Callable[[str, str], Bench]
+    sampling: SamplerParams, setting: str, bench: Callable[[str, str], Bench]
 ) -> None:
     llama = bench("llama", "auto")
     undisturbed, _ = llama.run(SETTINGS["plain"], sampling)
@@ -239,7 +239,7 @@ def test_seeded_tokens_do_not_depend_on_what_happens(
 def test_another_seed_or_choice_is_another_text(bench: Callable[[str, str], Bench]) -> None:
     llama = bench("llama", "auto")
     texts = [
-        llama.run(SETTINGS["plain"], RowSampling(1.0, 0, 1.0, seed, choice))[0].tokens
+        llama.run(SETTINGS["plain"], SamplerParams(1.0, 0, 1.0, seed, choice))[0].tokens
         for seed, choice in ((1, 0), (2, 0), (1, 1))
     ]
     assert texts[0] != texts[1]

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from charonia.bench.inline_loop import Outcome, run
+from charonia.bench.inline_loop import LoopResult, run_to_end
 from charonia.core.logprobs import Logprobs
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.cpu import library
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import RowSampling
+from charonia.scheduler.plan import SamplerParams
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
 
@@ -27,7 +27,11 @@ BLOCK, BLOCKS, NEW = 16, 256, 12
 LENGTHS = (3, 40, 130)
 """Prompt tokens of the requests that are watched: less than a block, a few, and more than a chunk of the longest."""
 
-WATCHED = [RowSampling(logprobs=3), RowSampling(0.9, 0, 1.0, 17, logprobs=3), RowSampling(1.2, 40, 0.9, 5, logprobs=3)]
+WATCHED = [
+    SamplerParams(logprobs=3),
+    SamplerParams(0.9, 0, 1.0, 17, logprobs=3),
+    SamplerParams(1.2, 40, 0.9, 5, logprobs=3),
+]
 OTHERS = 9
 MODELS = [
     ("qwen2", "float32", "none"),
@@ -61,11 +65,11 @@ class Engine:
         self.executor.allocate(BLOCKS)
         self.cache = KVCacheManager(BLOCKS, BLOCK, True)
 
-    def run(self, requests: list[SequenceRequest], chunk: int = 4096) -> Outcome:
+    def run(self, requests: list[SequenceRequest], chunk: int = 4096) -> LoopResult:
         config = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=chunk, max_model_len=256)
-        return run(Scheduler(config, self.cache), self.executor, requests)
+        return run_to_end(Scheduler(config, self.cache), self.executor, requests)
 
-    def request(self, key: int, prompt: list[int], sampling: RowSampling) -> SequenceRequest:
+    def request(self, key: int, prompt: list[int], sampling: SamplerParams) -> SequenceRequest:
         tokens = np.array(prompt, np.int32)
         hashes = self.cache.digest(tokens)
         return SequenceRequest(key=key, prompt=tokens, max_tokens=NEW, hashes=hashes, sampling=sampling)
@@ -77,7 +81,9 @@ class Engine:
     def others(self, seed: int) -> list[SequenceRequest]:
         lengths = np.random.default_rng(seed).integers(1, 120, OTHERS)
         return [
-            self.request(100 + number, drawn(int(length), seed=1000 * seed + number), RowSampling(1.0, 0, 1.0, number))
+            self.request(
+                100 + number, drawn(int(length), seed=1000 * seed + number), SamplerParams(1.0, 0, 1.0, number)
+            )
             for number, length in enumerate(lengths)
         ]
 
@@ -86,7 +92,7 @@ def drawn(length: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(1, 384, length).tolist()
 
 
-def answers(outcome: Outcome) -> list[Answer]:
+def answers(outcome: LoopResult) -> list[Answer]:
     return [Answer(outcome.tokens[key], outcome.logprobs[key]) for key in range(len(LENGTHS))]
 
 

@@ -14,12 +14,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from charonia.engine.attention.backend import CacheSpec
-from charonia.engine.attention.selector import attention_backend
-from charonia.engine.checkpoint.build_context import Place
+from charonia.engine.attention.selector import create_backend
+from charonia.engine.checkpoint.build_context import BuildContext
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.cpu import library
-from charonia.engine.models.registry import recipe
-from charonia.engine.step_batch import Batch
+from charonia.engine.models.registry import checkpoint_builder
+from charonia.engine.step_batch import StepBatch
 
 CPU = torch.device("cpu")
 NAMES = ["llama", "llama-llama3-tied", "llama-linear-biased", "qwen2"]
@@ -47,21 +47,21 @@ def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
     return [torch.randint(1, 384, (length,), generator=generator) for length in lengths]
 
 
-def batch(sequences: list[torch.Tensor], block_size: int) -> Batch:
+def batch(sequences: list[torch.Tensor], block_size: int) -> StepBatch:
     """Whole prompts, one after the other, in blocks one after the other."""
     lengths = [len(tokens) for tokens in sequences]
     width = -(-max(lengths) // block_size)
     blocks = torch.arange(len(lengths) * width).view(len(lengths), width)
-    return Batch.of(torch.cat(sequences), [0] * len(lengths), lengths, blocks, block_size)
+    return StepBatch.of(torch.cat(sequences), [0] * len(lengths), lengths, blocks, block_size)
 
 
 @torch.inference_mode()
 def logits(directory: Path, sequences: list[torch.Tensor], dtype: torch.dtype, backend: str = "auto") -> torch.Tensor:
     """[all tokens, vocabulary] of the sequences in one packed step."""
-    found = recipe(open_checkpoint(directory))
-    model, shape = found.build(Place(dtype, CPU, found.max_position))
+    found = checkpoint_builder(open_checkpoint(directory))
+    model, shape = found.build(BuildContext(dtype, CPU, found.max_position))
     cache = CacheSpec(shape.views, shape.heads, shape.kv_heads, shape.head_dim, 16, dtype, CPU)
-    attention = attention_backend(backend, cache)
+    attention = create_backend(backend, cache)
     attention.allocate(40)
     step = batch(sequences, 16)
     return next(model.logits(step, attention.begin(step), [torch.arange(step.size)])).float()
@@ -81,7 +81,7 @@ def right_logits(directory: Path, dtype: torch.dtype) -> torch.Tensor:
 def test_float32_logits_are_transformers(checkpoint: Callable[..., Path], name: str, backend: str) -> None:
     """With our kernels, without any, and with those of the layers alone."""
     right = right_logits(checkpoint(name), torch.float32)
-    with library.absent() if backend == "torch" else nullcontext():
+    with library.without_library() if backend == "torch" else nullcontext():
         found = logits(checkpoint(name), prompts(), torch.float32, "auto" if backend == "torch" else backend)
     assert (found - right).abs().max() < 1e-4 * right.abs().max()
 

@@ -8,14 +8,14 @@ import torch
 
 from charonia.engine.attention.backend import CacheSpec
 from charonia.engine.attention.native import NativeAttention
-from charonia.engine.checkpoint.build_context import Place
+from charonia.engine.checkpoint.build_context import BuildContext
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.cpu import library
-from charonia.engine.cpu.program import Program
+from charonia.engine.cpu.program import DecoderProgram
 from charonia.engine.models.interfaces import Decoder
-from charonia.engine.models.native_decoder import Stack
-from charonia.engine.models.registry import recipe
-from charonia.engine.step_batch import Batch
+from charonia.engine.models.native_decoder import NativeDecoder
+from charonia.engine.models.registry import checkpoint_builder
+from charonia.engine.step_batch import StepBatch
 
 CPU = torch.device("cpu")
 DENSE = ["llama", "llama-linear-biased", "qwen2", "mistral", "qwen3", "phi3", "phi4-mini", "gemma2", "gemma3"]
@@ -24,9 +24,9 @@ SPARSE = ["qwen3-moe", "mixtral"]
 pytestmark = pytest.mark.skipif(library.level() is None, reason="no C extension here")
 
 
-def chunk(ids: torch.Tensor, start: int) -> Batch:
+def chunk(ids: torch.Tensor, start: int) -> StepBatch:
     """One sequence's next tokens, in blocks one after the other."""
-    return Batch.of(ids, [start], [len(ids)], torch.arange(8).view(1, 8), 16)
+    return StepBatch.of(ids, [start], [len(ids)], torch.arange(8).view(1, 8), 16)
 
 
 @torch.inference_mode()
@@ -45,7 +45,7 @@ def spoken(decoder: Decoder, attention: NativeAttention) -> list[torch.Tensor]:
 
 def whole(decoder: Decoder) -> tuple[bool, bool]:
     """Whether its program begins with token ids, and whether it ends with logits: those that are capped are torch's."""
-    assert isinstance(decoder, Stack)
+    assert isinstance(decoder, NativeDecoder)
     marks = None if decoder._program is None else decoder._program.marks
     return marks is not None and marks.embeds, marks is not None and marks.logits is not None
 
@@ -56,16 +56,16 @@ def test_a_program_changes_no_bit(
     checkpoint: Callable[..., Path], name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = 0
-    begin = Program.begin
+    begin = DecoderProgram.begin
 
     def counted(*args: object) -> object:
         nonlocal runs
         runs += 1
         return begin(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Program, "begin", counted)
-    found = recipe(open_checkpoint(checkpoint(name)))
-    decoder, shape = found.build(Place(dtype, CPU, 128))
+    monkeypatch.setattr(DecoderProgram, "begin", counted)
+    found = checkpoint_builder(open_checkpoint(checkpoint(name)))
+    decoder, shape = found.build(BuildContext(dtype, CPU, 128))
     attention = NativeAttention(CacheSpec(shape.views, shape.heads, shape.kv_heads, shape.head_dim, 16, dtype, CPU))
     before = torch.get_num_threads()
     try:
@@ -75,6 +75,6 @@ def test_a_program_changes_no_bit(
         torch.set_num_threads(before)
     assert runs == (0 if name in SPARSE else 4)
     assert whole(decoder) == (name not in SPARSE, name not in (*SPARSE, "gemma2"))
-    monkeypatch.setattr(Stack, "_recorded", lambda *_: None)
+    monkeypatch.setattr(NativeDecoder, "_recorded", lambda *_: None)
     one_by_one = spoken(decoder, attention)
     assert all(torch.equal(a, b) for a, b in zip(by_program, one_by_one, strict=True))

@@ -12,16 +12,16 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from charonia.engine.attention.backend import Attend
-from charonia.engine.checkpoint.build_context import Place
+from charonia.engine.attention.backend import StepAttention
+from charonia.engine.checkpoint.build_context import BuildContext
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
-from charonia.engine.checkpoint.model_spec import CheckpointError, View
-from charonia.engine.models.interfaces import Built
-from charonia.engine.models.registry import recipe
-from charonia.engine.models.transformers_attention import NAME, register
-from charonia.engine.models.transformers_fallback import Foreign
-from charonia.engine.models.transformers_probe import listen
-from charonia.engine.step_batch import Batch
+from charonia.engine.checkpoint.model_spec import CheckpointError, LayerAttention
+from charonia.engine.models.interfaces import BuiltDecoder
+from charonia.engine.models.registry import checkpoint_builder
+from charonia.engine.models.transformers_attention import ATTENTION_NAME, register_attention
+from charonia.engine.models.transformers_fallback import TransformersDecoder
+from charonia.engine.models.transformers_probe import probe_layers
+from charonia.engine.step_batch import StepBatch
 
 SIZES = {
     "hidden_size": 64,
@@ -34,8 +34,8 @@ SIZES = {
 }
 
 
-def build(directory: Path, dtype: torch.dtype = torch.float32) -> Built:
-    return recipe(open_checkpoint(directory)).build(Place(dtype, torch.device("cpu"), 256))
+def build(directory: Path, dtype: torch.dtype = torch.float32) -> BuiltDecoder:
+    return checkpoint_builder(open_checkpoint(directory)).build(BuildContext(dtype, torch.device("cpu"), 256))
 
 
 @pytest.mark.parametrize(
@@ -105,15 +105,15 @@ class Layers:
         for index, shapes in enumerate(self._layers):
             module = SimpleNamespace(layer_idx=index)
             packed = (torch.ones(1, heads, input_ids.shape[1], size) for heads, size in shapes)
-            ALL_ATTENTION_FUNCTIONS[NAME](module, *packed, None, attend=attend, **self._said)
+            ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME](module, *packed, None, attend=attend, **self._said)
 
 
 def test_a_cache_holds_the_largest_heads_of_all_layers() -> None:
-    register()
+    register_attention()
     sinks = torch.zeros(8, dtype=torch.bfloat16)
-    first, second = listen(Layers(((8, 24), (2, 24), (2, 16)), ((8, 16), (4, 16), (4, 32)), s_aux=sinks))
-    assert first == (View(None, 24**-0.5, sinks=True), 8, 4, 32)
-    assert second == (View(None, 16**-0.5, sinks=True), 8, 4, 32)
+    first, second = probe_layers(Layers(((8, 24), (2, 24), (2, 16)), ((8, 16), (4, 16), (4, 32)), s_aux=sinks))
+    assert first == (LayerAttention(None, 24**-0.5, sinks=True), 8, 4, 32)
+    assert second == (LayerAttention(None, 16**-0.5, sinks=True), 8, 4, 32)
 
 
 @pytest.mark.parametrize(
@@ -125,21 +125,23 @@ def test_a_cache_holds_the_largest_heads_of_all_layers() -> None:
     ],
 )
 def test_heads_that_no_cache_holds(layers: Any, says: str) -> None:
-    register()
+    register_attention()
     with pytest.raises(CheckpointError, match=says):
-        listen(Layers(*layers))
+        probe_layers(Layers(*layers))
 
 
 def test_a_module_that_computes_something_else_is_found_out(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = Foreign.logits
+    honest = TransformersDecoder.logits
 
-    def without_positions(self: Foreign, batch: Batch, attend: Attend, chosen: torch.Tensor) -> torch.Tensor:
+    def without_positions(
+        self: TransformersDecoder, batch: StepBatch, attend: StepAttention, chosen: torch.Tensor
+    ) -> torch.Tensor:
         batch.positions.zero_()
         return honest(self, batch, attend, chosen)
 
-    monkeypatch.setattr(Foreign, "logits", without_positions)
+    monkeypatch.setattr(TransformersDecoder, "logits", without_positions)
     refused(checkpoint("granite"), "GraniteForCausalLM", "differ from its own")
 
 
@@ -166,7 +168,7 @@ def test_what_works_is_served(checkpoint: Callable[..., Path], name: str, dtype:
 def test_the_layers_say_how_they_attend(checkpoint: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         shape = build(checkpoint("cohere2")).shape
-    assert shape.views == (View(19, 0.25), View(None, 0.25), View(19, 0.25))
+    assert shape.views == (LayerAttention(19, 0.25), LayerAttention(None, 0.25), LayerAttention(19, 0.25))
     assert (shape.heads, shape.kv_heads, shape.head_dim) == (4, 2, 16)
     assert "Cohere2ForCausalLM" in caplog.text
     assert "slower" in caplog.text
@@ -185,7 +187,7 @@ def test_a_variant_that_our_own_file_does_not_know(
     """transformers turns whole heads of a Llama, whatever its config says."""
     with caplog.at_level(logging.WARNING):
         built = build(checkpoint("llama", **changes))
-    assert isinstance(built.decoder, Foreign)
+    assert isinstance(built.decoder, TransformersDecoder)
     assert says in caplog.records[0].message
     assert "transformers computes it" in caplog.records[0].message
 
@@ -215,8 +217,8 @@ def test_the_head_computes_one_piece_at_a_time(checkpoint: Callable[..., Path]) 
         right = model(input_ids=tokens.unsqueeze(0)).logits[0]
         layers.clear()
         heads.clear()
-        batch = Batch.of(tokens, [0], [len(tokens)], torch.zeros((1, 1), dtype=torch.int64), 16)
-        found = list(Foreign(model, 2, 16).logits(batch, lambda *_: torch.empty(0), pieces))
+        batch = StepBatch.of(tokens, [0], [len(tokens)], torch.zeros((1, 1), dtype=torch.int64), 16)
+        found = list(TransformersDecoder(model, 2, 16).logits(batch, lambda *_: torch.empty(0), pieces))
     assert (layers, heads) == ([1], [1, 3, 2])
     torch.testing.assert_close(torch.cat(found), right[torch.cat(pieces)])
     assert "forward" not in vars(model.base_model)

@@ -11,8 +11,8 @@ import pytest
 
 from charonia.core.errors import CharoniaError, InvalidArgument, Unavailable
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
-from charonia.engine.parallel.layout import Layout
-from charonia.engine.parallel.local_ranks import Processes
+from charonia.engine.parallel.layout import RankLayout
+from charonia.engine.parallel.local_ranks import LocalRanks
 from charonia.engine.parallel.ranks_executor import RanksExecutor
 from charonia.engine.worker.inline_executor import InlineExecutor
 
@@ -32,7 +32,7 @@ class Ranks(NamedTuple):
 
     executor: RanksExecutor
     alone: InlineExecutor
-    crew: Processes
+    crew: LocalRanks
     stages: int
 
 
@@ -49,10 +49,10 @@ def config(checkpoint: Callable[..., Path]) -> Callable[..., EngineConfig]:
 @pytest.fixture(scope="module", params=CASES.values(), ids=list(CASES))
 def ranks(request: pytest.FixtureRequest, config: Callable[..., EngineConfig]) -> Iterator[Ranks]:
     name, parallel = request.param
-    crews: list[Processes] = []
+    crews: list[LocalRanks] = []
 
-    def muster(config: EngineConfig, layout: Layout) -> Processes:
-        crews.append(Processes(config, layout))
+    def muster(config: EngineConfig, layout: RankLayout) -> LocalRanks:
+        crews.append(LocalRanks(config, layout))
         return crews[-1]
 
     executor, alone = RanksExecutor(config(name, parallel), muster), InlineExecutor(config(name, ParallelConfig()))

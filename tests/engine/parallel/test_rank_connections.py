@@ -8,25 +8,32 @@ from contextlib import closing
 
 import pytest
 
-from charonia.engine.parallel.rank_connections import Called, Gate, Ticket, call, hang_up, until_broken
+from charonia.engine.parallel.rank_connections import (
+    ConnectToken,
+    RankConnection,
+    RankListener,
+    connect_to_listener,
+    shut_down,
+    wait_until_closed,
+)
 
 SECONDS = 30.0
 
 
 @pytest.fixture
-def gate() -> Iterator[Gate]:
-    with closing(Gate("127.0.0.1")) as gate:
+def gate() -> Iterator[RankListener]:
+    with closing(RankListener("127.0.0.1")) as gate:
         yield gate
 
 
-def called(gate: Gate) -> Called:
+def called(gate: RankListener) -> RankConnection:
     found = gate.accept(SECONDS)
     assert found is not None
     return found
 
 
-def test_a_rank_is_known_by_its_ticket(gate: Gate) -> None:
-    with call(gate.ticket(3)) as theirs:
+def test_a_rank_is_known_by_its_ticket(gate: RankListener) -> None:
+    with connect_to_listener(gate.ticket(3)) as theirs:
         rank, ours = called(gate)
         with ours:
             theirs.send_bytes(b"here")
@@ -34,18 +41,18 @@ def test_a_rank_is_known_by_its_ticket(gate: Gate) -> None:
             assert (rank, ours.recv_bytes(), len(theirs.recv_bytes())) == (3, b"here", 1 << 20)
 
 
-def test_it_listens_on_one_address_alone(gate: Gate) -> None:
+def test_it_listens_on_one_address_alone(gate: RankListener) -> None:
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", gate.ticket(0).port), timeout=SECONDS)
 
 
 @pytest.mark.parametrize("greeting", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(36)])
-def test_strangers_are_hung_up_on(gate: Gate, greeting: bytes) -> None:
+def test_strangers_are_hung_up_on(gate: RankListener, greeting: bytes) -> None:
     ticket = gate.ticket(1)
     with socket.create_connection((ticket.host, ticket.port), timeout=SECONDS) as stranger:
         stranger.sendall(greeting)
         stranger.shutdown(socket.SHUT_WR)
-        with call(ticket) as theirs:
+        with connect_to_listener(ticket) as theirs:
             rank, ours = called(gate)
             with ours:
                 assert stranger.recv(1) == b""
@@ -53,17 +60,17 @@ def test_strangers_are_hung_up_on(gate: Gate, greeting: bytes) -> None:
                 assert (rank, ours.recv_bytes()) == (1, b"here")
 
 
-def test_nobody_calls(gate: Gate) -> None:
+def test_nobody_calls(gate: RankListener) -> None:
     assert gate.accept(0.01) is None
 
 
-def test_a_ticket_does_not_print_its_secret(gate: Gate) -> None:
+def test_a_ticket_does_not_print_its_secret(gate: RankListener) -> None:
     ticket = gate.ticket(0)
     assert str(ticket) == f"Ticket(127.0.0.1:{ticket.port}, rank 0)"
 
 
-def test_a_line_does_not_wait_and_notices_silence(gate: Gate) -> None:
-    with call(gate.ticket(0)) as theirs, called(gate).line as ours:
+def test_a_line_does_not_wait_and_notices_silence(gate: RankListener) -> None:
+    with connect_to_listener(gate.ticket(0)) as theirs, called(gate).line as ours:
         for line in (theirs, ours):
             with socket.socket(fileno=socket.dup(line.fileno())) as connected:
                 assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -71,9 +78,9 @@ def test_a_line_does_not_wait_and_notices_silence(gate: Gate) -> None:
                 assert connected.gettimeout() is None
 
 
-def test_whoever_reads_a_line_that_is_hung_up_stops(gate: Gate) -> None:
+def test_whoever_reads_a_line_that_is_hung_up_stops(gate: RankListener) -> None:
     ends: list[type[BaseException]] = []
-    with call(gate.ticket(0)) as theirs, called(gate).line as ours:
+    with connect_to_listener(gate.ticket(0)) as theirs, called(gate).line as ours:
 
         def read() -> None:
             try:
@@ -83,28 +90,28 @@ def test_whoever_reads_a_line_that_is_hung_up_stops(gate: Gate) -> None:
 
         reader = threading.Thread(target=read)
         reader.start()
-        assert not until_broken([ours], 0.0)
-        hang_up(ours)
+        assert not wait_until_closed([ours], 0.0)
+        shut_down(ours)
         reader.join(SECONDS)
         assert ends == [EOFError]
-        assert until_broken([theirs], SECONDS)
+        assert wait_until_closed([theirs], SECONDS)
 
 
-def test_a_machine_that_resets_its_line_has_broken_it(gate: Gate) -> None:
+def test_a_machine_that_resets_its_line_has_broken_it(gate: RankListener) -> None:
     ticket = gate.ticket(0)
-    theirs = call(ticket)
+    theirs = connect_to_listener(ticket)
     with called(gate).line as ours:
         with socket.socket(fileno=socket.dup(theirs.fileno())) as connected:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         theirs.close()
-        assert until_broken([ours], SECONDS)
+        assert wait_until_closed([ours], SECONDS)
         with pytest.raises((EOFError, ConnectionResetError)):
             ours.recv_bytes()
 
 
 def test_a_gate_that_is_closed_is_not_called() -> None:
-    gate = Gate("127.0.0.1")
-    ticket: Ticket = gate.ticket(0)
+    gate = RankListener("127.0.0.1")
+    ticket: ConnectToken = gate.ticket(0)
     gate.close()
     with pytest.raises(ConnectionRefusedError):
-        call(ticket)
+        connect_to_listener(ticket)

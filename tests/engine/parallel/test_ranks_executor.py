@@ -13,26 +13,26 @@ import msgspec
 import numpy as np
 import pytest
 
-from charonia.core.errors import CharoniaError, Code, Internal, InvalidArgument, Unavailable
+from charonia.core.errors import CharoniaError, ErrorCode, Internal, InvalidArgument, Unavailable
 from charonia.engine.config import EngineConfig, ParallelConfig
 from charonia.engine.core.executors import build_executor
-from charonia.engine.parallel.broadcast_ring import Desk, Memory
-from charonia.engine.parallel.layout import Layout
-from charonia.engine.parallel.plan_codec import Reader
+from charonia.engine.parallel.broadcast_ring import RingMemory, RingReader
+from charonia.engine.parallel.layout import RankLayout
+from charonia.engine.parallel.plan_codec import PlanDecoder
 from charonia.engine.parallel.rank_messages import (
-    PLAN,
-    Allocate,
-    Allocated,
-    Broken,
-    Command,
-    Here,
-    Joined,
-    Leave,
-    Loaded,
-    Meet,
-    Progress,
-    Report,
-    Result,
+    PLAN_PREFIX,
+    AllocateCache,
+    CacheAllocated,
+    EncodedResult,
+    JoinRanks,
+    LeaveRanks,
+    RankCommand,
+    RankFailed,
+    RankJoined,
+    RankLoaded,
+    RankReport,
+    RankStarted,
+    WeightsProgress,
 )
 from charonia.engine.parallel.ranks_executor import RanksExecutor
 from charonia.engine.worker.executor import Capacity
@@ -45,20 +45,20 @@ NO_PAIRS = np.zeros((0, 2), np.int32)
 class Rank:
     """The other end of a line, in this process."""
 
-    def __init__(self, line: Connection, memory: Memory) -> None:
-        self.line, self._desk, self._reader = line, Desk(line, memory), Reader()
+    def __init__(self, line: Connection, memory: RingMemory) -> None:
+        self.line, self._desk, self._reader = line, RingReader(line, memory), PlanDecoder()
 
-    def say(self, *reports: Report) -> None:
+    def say(self, *reports: RankReport) -> None:
         for report in reports:
             self.line.send_bytes(msgspec.msgpack.encode(report))
 
-    def hear(self) -> Command:
-        return msgspec.msgpack.decode(self._desk.read(), type=Command)
+    def hear(self) -> RankCommand:
+        return msgspec.msgpack.decode(self._desk.read(), type=RankCommand)
 
     def read(self) -> tuple[int, list[list[int]] | None]:
         """The next plan's step, and what landed before it."""
         message = self._desk.read()
-        assert message[:1] == PLAN
+        assert message[:1] == PLAN_PREFIX
         plan, landed = self._reader.read(message[1:])
         return plan.step, None if landed is None else [column.tolist() for column in landed]
 
@@ -66,8 +66,8 @@ class Rank:
 class Pretended:
     """A crew of whom the test says what they say."""
 
-    def __init__(self, layout: Layout) -> None:
-        self.memory = Memory.create()
+    def __init__(self, layout: RankLayout) -> None:
+        self.memory = RingMemory.create()
         pairs = [multiprocessing.Pipe() for _ in range(layout.world)]
         self.lines = [ours for ours, _ in pairs]
         self.ranks = [Rank(theirs, self.memory) for _, theirs in pairs]
@@ -103,7 +103,7 @@ class Stage:
     """An executor and its pretended ranks."""
 
     def __init__(self, tensor: int, pipeline: int, join_seconds: float = 60.0) -> None:
-        self.crew = Pretended(Layout(tensor, pipeline))
+        self.crew = Pretended(RankLayout(tensor, pipeline))
         config = EngineConfig(model="", parallel=ParallelConfig(tensor=tensor, pipeline=pipeline))
         self.executor = RanksExecutor(config, lambda config, layout: self.crew, join_seconds)
         self.ranks = self.crew.ranks
@@ -113,7 +113,7 @@ class Stage:
         """Load with whatever the ranks have said."""
         self.executor.load(lambda phase, fraction: None)
 
-    def load(self, *capacities: Loaded) -> Capacity:
+    def load(self, *capacities: RankLoaded) -> Capacity:
         """Let all ranks do what they should, and say these at the end."""
         threads = [
             Thread(target=self._arrive, args=pair, daemon=True) for pair in zip(self.ranks, capacities, strict=True)
@@ -125,13 +125,13 @@ class Stage:
             thread.join()
         return capacity
 
-    def _arrive(self, rank: Rank, loaded: Loaded) -> None:
-        rank.say(Here("here", 7) if rank is self.ranks[0] else Here())
-        assert rank.hear() == Meet("here", 7)
-        rank.say(Joined(), Progress(0.5), Progress(1.0), loaded)
+    def _arrive(self, rank: Rank, loaded: RankLoaded) -> None:
+        rank.say(RankStarted("here", 7) if rank is self.ranks[0] else RankStarted())
+        assert rank.hear() == JoinRanks("here", 7)
+        rank.say(RankJoined(), WeightsProgress(0.5), WeightsProgress(1.0), loaded)
 
 
-PLAIN = Loaded(384, 256, 1000, 10_000)
+PLAIN = RankLoaded(384, 256, 1000, 10_000)
 
 
 @pytest.fixture
@@ -160,14 +160,16 @@ def plan(step: int, *rows: int) -> StepPlan:
     return StepPlan(step, column, ones * 5, ones, ones == 1, NO_PAIRS, (), NONE, NO_PAIRS)
 
 
-def result(step: int, *rows: int) -> Result:
+def result(step: int, *rows: int) -> EncodedResult:
     column = np.array(rows, np.int32)
-    return Result.of(StepResult(step, column, column * 0 + 6, column * 0 + 1, column + 100))
+    return EncodedResult.of(StepResult(step, column, column * 0 + 6, column * 0 + 1, column + 100))
 
 
 def test_capacity_is_the_tightest_ranks(staged: Callable[..., Stage]) -> None:
     stage = staged(3)
-    capacity = stage.load(Loaded(384, 256, 100, 9000), Loaded(384, 256, 300, 9000), Loaded(384, 256, 100, 4000))
+    capacity = stage.load(
+        RankLoaded(384, 256, 100, 9000), RankLoaded(384, 256, 300, 9000), RankLoaded(384, 256, 100, 4000)
+    )
     assert capacity[:4] == (384, 256, 300, 9000)
 
 
@@ -181,26 +183,28 @@ def test_progress_is_everybodys_and_only_grows(loaded: Stage) -> None:
 
 def test_who_does_not_join_is_named(staged: Callable[..., Stage]) -> None:
     stage = staged(3, join_seconds=0.2)
-    stage.ranks[0].say(Here("here", 7))
-    stage.ranks[2].say(Here())
+    stage.ranks[0].say(RankStarted("here", 7))
+    stage.ranks[2].say(RankStarted())
     with pytest.raises(Unavailable, match=r"^rank 1 of 3 did not join within 0.2 s$"):
         stage.load_alone()
 
 
 def test_who_joins_nobody_is_named(staged: Callable[..., Stage]) -> None:
     stage = staged(2, 2, join_seconds=0.2)
-    stage.ranks[0].say(Here("here", 7))
+    stage.ranks[0].say(RankStarted("here", 7))
     for rank in stage.ranks[1:]:
-        rank.say(Here())
+        rank.say(RankStarted())
     for rank in stage.ranks[:3]:
-        rank.say(Joined())
+        rank.say(RankJoined())
     with pytest.raises(Unavailable, match=r"^rank 3 of 4 \(stage 1, tensor 1\) did not join"):
         stage.load_alone()
 
 
 def test_what_a_rank_finds_wrong_is_raised_as_it_is(staged: Callable[..., Stage]) -> None:
     stage = staged()
-    stage.ranks[1].say(Here(), Broken("dtype must be one of these", Code.INVALID_ARGUMENT, field="dtype"))
+    stage.ranks[1].say(
+        RankStarted(), RankFailed("dtype must be one of these", ErrorCode.INVALID_ARGUMENT, field="dtype")
+    )
     with pytest.raises(InvalidArgument, match=r"^dtype must be one of these$") as refusal:
         stage.load_alone()
     assert refusal.value.field == "dtype"
@@ -209,16 +213,16 @@ def test_what_a_rank_finds_wrong_is_raised_as_it_is(staged: Callable[..., Stage]
 
 def test_what_breaks_in_a_rank_names_it(staged: Callable[..., Stage]) -> None:
     stage = staged()
-    stage.ranks[1].say(Here(), Broken("ValueError: oh", Code.INTERNAL))
+    stage.ranks[1].say(RankStarted(), RankFailed("ValueError: oh", ErrorCode.INTERNAL))
     with pytest.raises(Internal, match=r"^rank 1 of 2: ValueError: oh$"):
         stage.load_alone()
 
 
 def test_allocation_waits_for_all(loaded: Stage) -> None:
     for rank in loaded.ranks:
-        rank.say(Allocated())
+        rank.say(CacheAllocated())
     loaded.executor.allocate(9)
-    assert [rank.hear() for rank in loaded.ranks] == [Allocate(9)] * 2
+    assert [rank.hear() for rank in loaded.ranks] == [AllocateCache(9)] * 2
 
 
 def test_several_steps_are_on_their_way_and_return_in_order(loaded: Stage) -> None:
@@ -250,11 +254,11 @@ def test_nothing_of_one_cache_is_told_to_the_next(staged: Callable[..., Stage]) 
     stage.ranks[1].say(result(0, 3))
     step.result(60)
     for rank in stage.ranks:
-        rank.say(Allocated())
+        rank.say(CacheAllocated())
     stage.executor.allocate(1)
     stage.executor.execute(plan(1, 3))
     assert stage.ranks[0].read() == (0, None)
-    assert stage.ranks[0].hear() == Allocate(1)
+    assert stage.ranks[0].hear() == AllocateCache(1)
     assert stage.ranks[0].read() == (1, None)
 
 
@@ -294,7 +298,7 @@ def test_who_watches_late_is_told_at_once(loaded: Stage) -> None:
 
 def test_the_rank_that_was_lost_is_named_and_not_the_one_that_missed_it(loaded: Stage) -> None:
     steps, _, _ = lost(loaded)
-    loaded.ranks[0].say(Broken("lost the other ranks: connection closed", Code.UNAVAILABLE, bereft=True))
+    loaded.ranks[0].say(RankFailed("lost the other ranks: connection closed", ErrorCode.UNAVAILABLE, bereft=True))
     loaded.crew.fall(1)
     with pytest.raises(Unavailable, match=r"^rank 1 of 2 fell over$"):
         steps[0].result(60)
@@ -302,14 +306,14 @@ def test_the_rank_that_was_lost_is_named_and_not_the_one_that_missed_it(loaded: 
 
 def test_a_loss_that_nobody_explains_names_who_noticed(loaded: Stage) -> None:
     steps, _, _ = lost(loaded)
-    loaded.ranks[0].say(Broken("lost the other ranks: connection closed", Code.UNAVAILABLE, bereft=True))
+    loaded.ranks[0].say(RankFailed("lost the other ranks: connection closed", ErrorCode.UNAVAILABLE, bereft=True))
     with pytest.raises(Unavailable, match=r"^rank 0 of 2: lost the other ranks: connection closed$"):
         steps[0].result(60)
 
 
 def test_closing_asks_ranks_to_leave_and_cancels_what_is_pending(loaded: Stage) -> None:
     steps, told, _ = lost(loaded)
-    heard: list[Command] = []
+    heard: list[RankCommand] = []
 
     def listen(rank: Rank) -> None:
         rank.read(), rank.read()
@@ -321,7 +325,7 @@ def test_closing_asks_ranks_to_leave_and_cancels_what_is_pending(loaded: Stage) 
     loaded.crew.end = lambda patience: [listener.join() for listener in listeners] and loaded.crew.break_lines()
     loaded.executor.close()
     loaded.executor.close()
-    assert heard == [Leave()] * 2
+    assert heard == [LeaveRanks()] * 2
     assert all(step.cancelled() for step in steps)
     assert not told
 

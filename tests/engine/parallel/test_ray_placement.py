@@ -11,9 +11,16 @@ from charonia.core.errors import InvalidArgument
 from charonia.engine.config import EngineConfig, ParallelConfig
 from charonia.engine.core import executors
 from charonia.engine.core.executors import build_executor
-from charonia.engine.parallel.layout import Layout
-from charonia.engine.parallel.ray_placement import Place, Share, neighbours, places, rank_config, share
-from charonia.engine.parallel.ray_rank import interface
+from charonia.engine.parallel.layout import RankLayout
+from charonia.engine.parallel.ray_placement import (
+    RankPlacement,
+    RankResources,
+    place_ranks,
+    rank_config,
+    rank_resources,
+    ranks_sharing_memory,
+)
+from charonia.engine.parallel.ray_rank import interface_of
 
 CPUS, GPUS = {"CPU": 64.0, "GPU": 0.0}, {"CPU": 64.0, "GPU": 8.0}
 
@@ -21,45 +28,47 @@ CPUS, GPUS = {"CPU": 64.0, "GPU": 0.0}, {"CPU": 64.0, "GPU": 8.0}
 @pytest.mark.parametrize(
     ("device", "resources", "asked"),
     [
-        ("auto", CPUS, Share(0, 4, 4)),
-        ("auto", GPUS, Share(1, 0, 4)),
-        ("cpu", GPUS, Share(0, 4, 4)),
-        ("cuda", CPUS, Share(1, 0, 4)),
+        ("auto", CPUS, RankResources(0, 4, 4)),
+        ("auto", GPUS, RankResources(1, 0, 4)),
+        ("cpu", GPUS, RankResources(0, 4, 4)),
+        ("cuda", CPUS, RankResources(1, 0, 4)),
     ],
 )
-def test_a_rank_asks_for_a_gpu_or_for_its_threads(device: str, resources: dict[str, float], asked: Share) -> None:
+def test_a_rank_asks_for_a_gpu_or_for_its_threads(
+    device: str, resources: dict[str, float], asked: RankResources
+) -> None:
     config = EngineConfig(model="m", device=device, threads=8)
-    assert share(config, Layout(2), resources) == asked
+    assert rank_resources(config, RankLayout(2), resources) == asked
 
 
 def test_a_rank_asks_for_something() -> None:
-    asked = share(EngineConfig(model="m", device="cpu", threads=1), Layout(2), CPUS)
+    asked = rank_resources(EngineConfig(model="m", device="cpu", threads=1), RankLayout(2), CPUS)
     assert (asked.bundle, str(asked)) == ({"CPU": 1.0}, "1 CPU")
 
 
 def test_no_gpu_can_be_named_for_all() -> None:
     with pytest.raises(InvalidArgument, match="'cuda:1' names one GPU") as raised:
-        share(EngineConfig(model="m", device="cuda:1"), Layout(2), GPUS)
+        rank_resources(EngineConfig(model="m", device="cuda:1"), RankLayout(2), GPUS)
     assert raised.value.field == "device"
 
 
 def test_a_stage_is_put_together_where_bundles_are_not() -> None:
     """Two stages of two, each in both machines as Ray has put them."""
-    assert places(["a", "b", "a", "b"]) == [
-        Place(0, "a", 0, 2),
-        Place(2, "a", 1, 2),
-        Place(1, "b", 0, 2),
-        Place(3, "b", 1, 2),
+    assert place_ranks(["a", "b", "a", "b"]) == [
+        RankPlacement(0, "a", 0, 2),
+        RankPlacement(2, "a", 1, 2),
+        RankPlacement(1, "b", 0, 2),
+        RankPlacement(3, "b", 1, 2),
     ]
 
 
 def test_the_machine_with_the_most_comes_first() -> None:
-    assert [place.host for place in places(["a", "b", "b"])] == ["b", "b", "a"]
+    assert [place.host for place in place_ranks(["a", "b", "b"])] == ["b", "b", "a"]
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=16))
 def test_every_rank_has_a_bundle_of_its_own(hosts: list[str]) -> None:
-    found = places(hosts)
+    found = place_ranks(hosts)
     assert sorted(place.bundle for place in found) == list(range(len(hosts)))
     assert all(hosts[place.bundle] == place.host for place in found)
     changes = sum(before.host != after.host for before, after in pairwise(found))
@@ -72,21 +81,21 @@ def test_every_rank_has_a_bundle_of_its_own(hosts: list[str]) -> None:
 
 def test_a_rank_on_cpus_shares_its_machine_with_those_of_all_replicas() -> None:
     config = EngineConfig(model="m", threads=8, data_parallel_size=2, replica=1, host_memory=1 << 30)
-    asked, place = Share(0, 4, 4), Place(0, "a", 0, 2)
-    sharing, own = neighbours(config, asked, place), rank_config(config, asked, place)
+    asked, place = RankResources(0, 4, 4), RankPlacement(0, "a", 0, 2)
+    sharing, own = ranks_sharing_memory(config, asked, place), rank_config(config, asked, place)
     assert (sharing, own.threads // sharing, own.device, own.host_memory) == (4, 4, "cpu", None)
 
 
 def test_a_rank_on_a_gpu_sees_one_and_has_it_for_itself() -> None:
     config = EngineConfig(model="m", device="cuda", threads=8, data_parallel_size=2, replica=1)
-    asked, place = Share(1, 0, 4), Place(1, "a", 1, 2)
-    sharing, own = neighbours(config, asked, place), rank_config(config, asked, place)
+    asked, place = RankResources(1, 0, 4), RankPlacement(1, "a", 1, 2)
+    sharing, own = ranks_sharing_memory(config, asked, place), rank_config(config, asked, place)
     assert (sharing, own.threads, own.device, own.data_parallel_size, own.replica) == (1, 4, "cuda:0", 1, 0)
 
 
 def test_an_address_tells_its_interface() -> None:
-    assert interface("127.0.0.1") in ("lo", "lo0")
-    assert interface("192.0.2.77") is None
+    assert interface_of("127.0.0.1") in ("lo", "lo0")
+    assert interface_of("192.0.2.77") is None
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

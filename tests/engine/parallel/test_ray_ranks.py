@@ -26,12 +26,12 @@ from ray.cluster_utils import Cluster
 
 from charonia.core.errors import CharoniaError, InvalidArgument, NotReady, Unavailable
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
-from charonia.engine.core.messages import Add
+from charonia.engine.core.messages import AddRequest
 from charonia.engine.frontend.client import EngineClient
-from charonia.engine.parallel.layout import Layout
-from charonia.engine.parallel.rank_connections import Gate, Ticket
+from charonia.engine.parallel.layout import RankLayout
+from charonia.engine.parallel.rank_connections import ConnectToken, RankListener
 from charonia.engine.parallel.ranks_executor import RanksExecutor
-from charonia.engine.parallel.ray_ranks import Patience, RayCrew
+from charonia.engine.parallel.ray_ranks import RayRanks, RayTimeouts
 from charonia.engine.worker.inline_executor import InlineExecutor
 
 SECONDS = 60.0
@@ -185,7 +185,7 @@ async def test_replicas(
 def test_stages(
     config: Callable[..., EngineConfig], machines: Machines, split: Any, expected: dict[int, list[int]]
 ) -> None:
-    executor = RanksExecutor(config(1, pipeline=2), RayCrew)
+    executor = RanksExecutor(config(1, pipeline=2), RayRanks)
     try:
         executor.load(lambda phase, fraction: None)
         assert sorted(machines.ranks().values()) == sorted(machines.raylets())
@@ -226,7 +226,7 @@ async def answers(client: EngineClient, split: Any) -> dict[int, list[int]]:
 
 
 async def answer(client: EngineClient, prompt: list[int], count: int) -> list[int]:
-    with client.open(Add(client=0, key=0, prompt=prompt, max_tokens=count)) as channel:
+    with client.open(AddRequest(client=0, key=0, prompt=prompt, max_tokens=count)) as channel:
         tokens: list[int] = []
         finished = False
         while not finished:
@@ -254,7 +254,7 @@ async def until(holds: Callable[[], bool]) -> None:
 def test_ranks_for_which_there_is_no_room_are_told(config: Callable[..., EngineConfig], machines: Machines) -> None:
     wanted = r"^4 ranks \(tensor 4, pipeline 1\) want 1 CPU each of the Ray cluster"
     with pytest.raises(Unavailable, match=wanted + r": it had no room for 0.5 s; \d CPU, 0 GPU are free$"):
-        RayCrew(config(4), Layout(4), Patience(room=0.5))
+        RayRanks(config(4), RankLayout(4), RayTimeouts(room=0.5))
     assert machines.groups() == []
 
 
@@ -265,18 +265,18 @@ async def test_ranks_that_do_not_join_are_named(
     message = r"^rank 0 of 2 on 127.0.0.1, rank 1 of 2 on 127.0.0.1 did not join within 0.2 s$"
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         port = deaf.getsockname()[1]
-        monkeypatch.setattr(Gate, "ticket", lambda gate, rank: Ticket("127.0.0.1", port, bytes(32), rank))
+        monkeypatch.setattr(RankListener, "ticket", lambda gate, rank: ConnectToken("127.0.0.1", port, bytes(32), rank))
         with pytest.raises(Unavailable, match=message):
-            RayCrew(config(), Layout(2), Patience(join=0.2))
+            RayRanks(config(), RankLayout(2), RayTimeouts(join=0.2))
         await until(lambda: not machines.ranks() and not machines.groups())
 
 
 async def test_ranks_that_cannot_call_say_why(
     config: Callable[..., EngineConfig], machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Gate, "ticket", lambda gate, rank: Ticket("127.0.0.1", 1, bytes(32), rank))
+    monkeypatch.setattr(RankListener, "ticket", lambda gate, rank: ConnectToken("127.0.0.1", 1, bytes(32), rank))
     with pytest.raises(Unavailable, match=r"^rank [01] of 2 on 127.0.0.1 did not start: ConnectionRefusedError: "):
-        RayCrew(config(), Layout(2))
+        RayRanks(config(), RankLayout(2))
     await until(lambda: not machines.ranks() and not machines.groups())
 
 
@@ -290,7 +290,7 @@ async def test_ranks_that_cannot_call_say_why(
 )
 def test_a_cluster_that_is_not_there(config: Callable[..., EngineConfig], address: str, error: CharoniaError) -> None:
     with pytest.raises(type(error), match=error.message) as raised:
-        RayCrew(config(ray_address=address), Layout(2))
+        RayRanks(config(ray_address=address), RankLayout(2))
     assert raised.value.field == error.field
 
 

@@ -12,10 +12,10 @@ from types import ModuleType
 
 import pytest
 
-from charonia.core.request_context import Exchange, serving
+from charonia.core.request_context import RequestContext, request_scope
 from charonia.engine.config import EngineConfig, FakeConfig
 from charonia.engine.frontend.llm import LlmModel
-from charonia.engine.trtllm.build import driver
+from charonia.engine.trtllm.build import trtllm_engine_spec
 from charonia.engine.trtllm.options import TrtllmOptions
 from charonia.scheduler.config import SchedulerConfig
 
@@ -25,11 +25,11 @@ Load = Callable[..., Awaitable[LlmModel]]
 
 
 @contextmanager
-def counted(model: LlmModel) -> Iterator[Exchange]:
+def counted(model: LlmModel) -> Iterator[RequestContext]:
     """A request of the model, counted as the hub would."""
-    exchange = Exchange("test")
+    exchange = RequestContext("test")
     try:
-        with serving(exchange):
+        with request_scope(exchange):
             yield exchange
     finally:
         model.count(exchange)
@@ -62,7 +62,9 @@ async def load(
         monkeypatch.setenv("TRTLLM_NO_USAGE_STATS", "1")
         package = sibling("engine/trtllm/fake.py").FakePackage(engine).install(monkeypatch)
         package.step_seconds = step_seconds
-        return LlmModel("words", "1", driver(str(words), TrtllmOptions(max_num_seqs=max_num_seqs, **limits)))
+        return LlmModel(
+            "words", "1", trtllm_engine_spec(str(words), TrtllmOptions(max_num_seqs=max_num_seqs, **limits))
+        )
 
     async def load(step_seconds: float = 0.0, max_num_seqs: int = 8, **limits: float) -> LlmModel:
         make = ours if engine == "core" else theirs

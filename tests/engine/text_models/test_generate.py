@@ -8,20 +8,20 @@ from contextlib import aclosing
 import pytest
 
 from charonia.core.errors import InvalidArgument, QueueFull, RequestTimeout, Unavailable
-from charonia.core.guided_decoding import Guide
+from charonia.core.guided_decoding import GuidedDecoding
 from charonia.core.metrics import Histogram
 from charonia.core.model import MeasuredModel, TextModel
 from charonia.core.request import (
+    ChatMessage,
     Conversation,
     FinishReason,
     GenerateChunk,
     GenerateRequest,
-    Message,
     Prompt,
     SamplingParams,
     TokenizeRequest,
     Usage,
-    joined,
+    join_chunks,
 )
 from charonia.engine.frontend.llm import LlmModel
 from charonia.tokenization.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ async def test_text_streams_out_with_its_usage(load: Load) -> None:
 
 async def test_every_kind_of_prompt(load: Load) -> None:
     model = await load()
-    chat = Conversation((Message("user", "w5 w6"),))
+    chat = Conversation((ChatMessage("user", "w5 w6"),))
     assert text(await generate(model, ask((20, 21), max_tokens=1))) == " w22"
     assert text(await generate(model, ask(chat, max_tokens=1))) == " w1"
     assert await model.tokenize(TokenizeRequest(prompt=chat)) == [5, 6, 0]
@@ -139,7 +139,7 @@ async def test_where_a_text_ends(load: Load) -> None:
 async def test_a_prompt_may_be_cut_to_its_end(load: Load) -> None:
     model = await load()
     many = tuple(each % 90 for each in range(9 * LENGTH))
-    for prompt in (many, " ".join(f"w{each}" for each in many), Conversation((Message("user", "w5 " * 500),))):
+    for prompt in (many, " ".join(f"w{each}" for each in many), Conversation((ChatMessage("user", "w5 " * 500),))):
         [*_, last] = chunks = await generate(model, ask(prompt, max_tokens=4, truncate_prompt_tokens=-1))
         assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (LENGTH - 4, 4)
         assert text(chunks).startswith(" w1 " if isinstance(prompt, Conversation) else f" w{many[-1] + 1} ")
@@ -202,8 +202,8 @@ async def test_refusals_name_the_field(load: Load) -> None:
         (GenerateRequest(id="", prompt="w1", cache_salt="\ud800"), "cache_salt"),
         (ask(Conversation(())), "messages"),
         (GenerateRequest(id="", prompt="w1", adapter="a"), "lora_name"),
-        (GenerateRequest(id="", prompt="w1", guide=Guide("json")), "guided_decoding_guide_type"),
-        (GenerateRequest(id="", prompt="w1", guide=Guide("json", "", "response_format")), "response_format"),
+        (GenerateRequest(id="", prompt="w1", guide=GuidedDecoding("json")), "guided_decoding_guide_type"),
+        (GenerateRequest(id="", prompt="w1", guide=GuidedDecoding("json", "", "response_format")), "response_format"),
     ]:
         with pytest.raises(InvalidArgument, match=field) as refusal:
             await generate(model, request)
@@ -215,12 +215,12 @@ async def test_refusals_name_the_field(load: Load) -> None:
 
 async def test_logprobs_come_with_their_tokens(load: Load) -> None:
     model = await load()
-    whole = joined(await generate(model, ask("w1", max_tokens=2, logprobs=2)))
+    whole = join_chunks(await generate(model, ask("w1", max_tokens=2, logprobs=2)))
     assert [(each.id, each.text, each.logprob) for each in whole.logprobs] == [(2, " w2", -1.0), (3, " w3", -1.0)]
     assert [(top.id, top.logprob) for top in whole.logprobs[0].top] == [(2, -1.0), (3, -2.0)]
-    chosen = joined(await generate(model, ask("w1", max_tokens=2, logprobs=0)))
+    chosen = join_chunks(await generate(model, ask("w1", max_tokens=2, logprobs=0)))
     assert [(each.logprob, each.top) for each in chosen.logprobs] == [(-1.0, ()), (-1.0, ())]
-    assert joined(await generate(model, ask("w1", max_tokens=2))).logprobs == ()
+    assert join_chunks(await generate(model, ask("w1", max_tokens=2))).logprobs == ()
 
 
 async def test_a_reader_that_leaves_frees_everything(load: Load) -> None:
@@ -306,7 +306,7 @@ def tokenizing(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     go.set()
 
 
-CHAT = Conversation((Message("user", "w5 w6"),))
+CHAT = Conversation((ChatMessage("user", "w5 w6"),))
 
 
 async def test_a_reader_that_leaves_while_its_prompt_is_tokenized_stands_in_line_no_more(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from charonia.engine.trtllm.package import Package
+from charonia.engine.trtllm.package import TrtllmPackage
 
 OLD, NEW = "1.2.0", "1.3.0"
 
@@ -30,18 +30,18 @@ def install(fake: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 
 @pytest.fixture(params=[OLD, NEW])
-def package(request: pytest.FixtureRequest, install: Callable[..., Any]) -> Package:
+def package(request: pytest.FixtureRequest, install: Callable[..., Any]) -> TrtllmPackage:
     """Each world in turn, as the adapter finds it."""
     install(request.param)
-    return Package.find()
+    return TrtllmPackage.find()
 
 
 @pytest.fixture
-def found(install: Callable[..., Any]) -> Callable[[str], Package]:
+def found(install: Callable[..., Any]) -> Callable[[str], TrtllmPackage]:
     """A version of one's choice, as the adapter finds it."""
 
-    def find(version: str) -> Package:
+    def find(version: str) -> TrtllmPackage:
         install(version)
-        return Package.find()
+        return TrtllmPackage.find()
 
     return find

@@ -14,14 +14,14 @@ from typing import Any, ClassVar
 
 import pytest
 
-from charonia.engine.trtllm.api_versions import Call, world_of
+from charonia.engine.trtllm.api_versions import ApiCall, api_version_of
 
 VOCABULARY = 100
 BROKEN = 13
 """A prompt that ends with this token breaks its request; with the next one, the engine."""
 
 
-def signature(call: Call, of_method: bool = False) -> inspect.Signature:
+def signature(call: ApiCall, of_method: bool = False) -> inspect.Signature:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = []
     for name, argument in sorted(call.arguments.items(), key=lambda item: not item[1].required):
@@ -175,7 +175,7 @@ class FakePackage:
     hides_end = False
 
     def __init__(self, version: str) -> None:
-        self.world = world_of(version)
+        self.world = api_version_of(version)
         self.modules: dict[str, ModuleType] = {}
         self.made: list[Llm] = []
         self._module("tensorrt_llm").__version__ = version
@@ -187,7 +187,7 @@ class FakePackage:
         self.place("tensorrt_llm.llmapi.RequestOutput", Result)
         self.place(self.world.request_error, RequestError)
 
-    def _class(self, name: str, call: Call) -> type[Fields]:
+    def _class(self, name: str, call: ApiCall) -> type[Fields]:
         base = Llm if name in ("LLM", "EngineLLM") else Fields
         own: dict[str, Any] = {"contract": signature(call), "__signature__": signature(call), "package": self}
         for method, its in self.world.calls.items():
@@ -226,7 +226,7 @@ def _checked(function: Any, its: inspect.Signature) -> Any:
     return method
 
 
-def _model_fields(call: Call) -> dict[str, Any]:
+def _model_fields(call: ApiCall) -> dict[str, Any]:
     return {
         name: SimpleNamespace(default=each.default, default_factory=None, is_required=lambda each=each: each.required)
         for name, each in call.arguments.items()

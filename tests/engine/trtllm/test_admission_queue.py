@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from charonia.engine.core.messages import Add
-from charonia.engine.trtllm.admission_queue import Line
+from charonia.engine.core.messages import AddRequest
+from charonia.engine.trtllm.admission_queue import AdmissionQueue
 from charonia.scheduler.sequence import Sequence
 
 
@@ -18,11 +18,11 @@ class Clock:
         return self.now
 
 
-def add(key: int, **asked: Any) -> Add:
-    return Add(client=0, key=key, prompt=[1], max_tokens=4, **asked)
+def add(key: int, **asked: Any) -> AddRequest:
+    return AddRequest(client=0, key=key, prompt=[1], max_tokens=4, **asked)
 
 
-def drain(line: Line) -> list[int]:
+def drain(line: AdmissionQueue) -> list[int]:
     """Keys in the order in which they go, one at a time."""
     keys = []
     while (sequence := line.next()) is not None:
@@ -33,7 +33,7 @@ def drain(line: Line) -> list[int]:
 
 
 def test_no_more_than_there_are_places() -> None:
-    line = Line(2, Clock())
+    line = AdmissionQueue(2, Clock())
     for key in range(4):
         line.join(add(key))
     first, second = line.next(), line.next()
@@ -47,7 +47,7 @@ def test_no_more_than_there_are_places() -> None:
 
 def test_classes_come_first_and_waiting_helps() -> None:
     clock = Clock()
-    line = Line(1, clock)
+    line = AdmissionQueue(1, clock)
     line.join(add(1, priority=2))
     line.join(add(2, priority=0))
     line.join(add(3, priority=1))
@@ -59,7 +59,7 @@ def test_classes_come_first_and_waiting_helps() -> None:
 
 
 def test_tenants_take_turns_by_what_they_were_served() -> None:
-    line = Line(1, Clock())
+    line = AdmissionQueue(1, Clock())
     for key in range(3):
         line.join(add(key, tenant="flood"))
     line.join(add(10, tenant="other"))
@@ -72,7 +72,7 @@ def test_tenants_take_turns_by_what_they_were_served() -> None:
 
 @given(steps=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.sampled_from("abc")), max_size=60))
 def test_nobody_is_lost(steps: list[tuple[int, int, str]]) -> None:
-    line, inside, running = Line(3, Clock()), dict[int, Sequence](), dict[int, Sequence]()
+    line, inside, running = AdmissionQueue(3, Clock()), dict[int, Sequence](), dict[int, Sequence]()
     for key, (verb, priority, tenant) in enumerate(steps):
         if verb == 0:
             inside[key] = line.join(add(key, priority=priority, tenant=tenant))
@@ -93,7 +93,7 @@ def test_nobody_is_lost(steps: list[tuple[int, int, str]]) -> None:
 
 
 def test_integrity_is_checked() -> None:
-    line = Line(1, Clock())
+    line = AdmissionQueue(1, Clock())
     line.running = 2
     with pytest.raises(AssertionError):
         line.check_integrity()

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import Internal, Unsupported
-from charonia.engine.trtllm.api_versions import World, parse, world_of, worlds
+from charonia.engine.trtllm.api_versions import ApiVersion, api_version_of, api_versions, parse_version
 from charonia.engine.trtllm.check import differences, report
-from charonia.engine.trtllm.package import Package, resolve
+from charonia.engine.trtllm.package import TrtllmPackage, resolve
 
 
 @pytest.fixture
@@ -27,29 +27,35 @@ def checkpoint(tmp_path: Path) -> Path:
      ("1.3.0", "1.3.0rc24"), ("1.4.0rc1", "1.3.0rc24"), ("2.0", "1.3.0rc24")],
 )  # fmt: skip
 def test_a_version_has_its_world(version: str, since: str) -> None:
-    assert world_of(version).since == since
+    assert api_version_of(version).since == since
 
 
 @pytest.mark.parametrize("version", ["0.21.0", "1.0.0", "1.1.0rc5", "1.3.0rc1", "1.3.0rc23"])
 def test_a_version_between_or_before_is_refused(version: str) -> None:
     with pytest.raises(Unsupported, match=rf"tensorrt_llm {version} .* it knows 1.1 to before 1.3.0rc1; 1.3.0rc24 and"):
-        world_of(version)
+        api_version_of(version)
 
 
 def test_versions_are_ordered() -> None:
-    assert parse("1.3.0rc7") < parse("1.3.0rc24") < parse("1.3.0") < parse("1.3.1rc0") < parse("1.10")
+    assert (
+        parse_version("1.3.0rc7")
+        < parse_version("1.3.0rc24")
+        < parse_version("1.3.0")
+        < parse_version("1.3.1rc0")
+        < parse_version("1.10")
+    )
     with pytest.raises(Unsupported, match="'unknown'"):
-        parse("unknown")
+        parse_version("unknown")
 
 
-@pytest.mark.parametrize("world", worlds(), ids=str)
-def test_the_data_agree_with_themselves(world: World) -> None:
+@pytest.mark.parametrize("world", api_versions(), ids=str)
+def test_the_data_agree_with_themselves(world: ApiVersion) -> None:
     assert set(world.speculation.values()) <= world.calls.keys()
     for call in world.calls.values():
         assert all(not (each.required and each.default is None) for each in call.arguments.values())
 
 
-def test_no_call_is_made_that_is_not_in_the_data(package: Package) -> None:
+def test_no_call_is_made_that_is_not_in_the_data(package: TrtllmPackage) -> None:
     assert package.make("KvCacheConfig", max_tokens=5).max_tokens == 5
     for call, arguments, says in [
         ("KvCacheConfig", {"max_token": 5}, "KvCacheConfig of .* has no max_token that"),
@@ -60,7 +66,7 @@ def test_no_call_is_made_that_is_not_in_the_data(package: Package) -> None:
             package.make(call, **arguments)
 
 
-def test_the_fake_takes_what_the_data_have_and_nothing_else(package: Package) -> None:
+def test_the_fake_takes_what_the_data_have_and_nothing_else(package: TrtllmPackage) -> None:
     params = resolve(package.world.calls["SamplingParams"].path)
     assert params(max_tokens=3).detokenize is True
     with pytest.raises(TypeError, match="max_new_tokens"):
@@ -72,7 +78,7 @@ def test_the_fake_takes_what_the_data_have_and_nothing_else(package: Package) ->
 
 def test_without_the_package_the_extra_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(Unsupported, match=r"pip install 'charonia\[tensorrt-llm\]'"):
-        Package.find()
+        TrtllmPackage.find()
     assert report(None) == 1
     assert "charonia[tensorrt-llm]" in capsys.readouterr().err
 
@@ -81,7 +87,7 @@ def test_a_package_that_does_not_import_says_why(tmp_path: Path, monkeypatch: py
     (tmp_path / "tensorrt_llm.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(Unsupported, match="installed and cannot be imported: libcuda"):
-        Package.find()
+        TrtllmPackage.find()
 
 
 @pytest.mark.parametrize(("asked", "kept"), [(None, "1"), ("0", "0")])
@@ -92,14 +98,16 @@ def test_it_reports_its_use_to_nobody_unless_asked_to(
     monkeypatch.delenv("TRTLLM_NO_USAGE_STATS")
     if asked is not None:
         monkeypatch.setenv("TRTLLM_NO_USAGE_STATS", asked)
-    Package.find()
+    TrtllmPackage.find()
     assert os.environ["TRTLLM_NO_USAGE_STATS"] == kept
 
 
 # The check
 
 
-def test_what_is_as_expected_is_good(package: Package, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_as_expected_is_good(
+    package: TrtllmPackage, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert report(None) == 0
     assert "signatures only" in capsys.readouterr().out
     assert report(str(checkpoint)) == 0
@@ -157,7 +165,7 @@ def test_a_generation_that_differs_is_found(
 
 
 def test_a_model_that_does_not_load_is_a_difference(
-    package: Package, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    package: TrtllmPackage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert report(str(tmp_path)) == 1
     assert "DIFFERS: " in (out := capsys.readouterr().out)

@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import CharoniaError, InvalidArgument, NotFound, Unsupported
-from charonia.engine.parse_settings import parse
-from charonia.engine.trtllm.arguments import construction
-from charonia.engine.trtllm.lora import needs_of
-from charonia.engine.trtllm.model_info import Checkpoint, read_checkpoint
+from charonia.engine.parse_settings import parse_settings
+from charonia.engine.trtllm.arguments import llm_arguments
+from charonia.engine.trtllm.lora import lora_requirements
+from charonia.engine.trtllm.model_info import TrtllmModelInfo, read_model_info
 from charonia.engine.trtllm.options import TrtllmOptions
-from charonia.engine.trtllm.package import Package
+from charonia.engine.trtllm.package import TrtllmPackage
 
-MODEL = Checkpoint("/m", 100, 64)
-ENGINE = Checkpoint("/e", 100, 64, engine=True, max_num_seqs=4)
-
-
-def built(package: Package, checkpoint: Checkpoint = MODEL, **options: Any) -> dict[str, Any]:
-    return construction(package, checkpoint, parse(options, TrtllmOptions)).arguments
+MODEL = TrtllmModelInfo("/m", 100, 64)
+ENGINE = TrtllmModelInfo("/e", 100, 64, engine=True, max_num_seqs=4)
 
 
-def test_what_is_passed_where_nothing_was_asked_for(package: Package) -> None:
+def built(package: TrtllmPackage, checkpoint: TrtllmModelInfo = MODEL, **options: Any) -> dict[str, Any]:
+    return llm_arguments(package, checkpoint, parse_settings(options, TrtllmOptions)).arguments
+
+
+def test_what_is_passed_where_nothing_was_asked_for(package: TrtllmPackage) -> None:
     arguments = built(package)
     assert arguments.pop("kv_cache_config").enable_block_reuse is True
     assert arguments == {
@@ -40,10 +40,10 @@ def test_what_is_passed_where_nothing_was_asked_for(package: Package) -> None:
         "stream_interval": 1,
         "enable_iter_perf_stats": True,
     }
-    assert construction(package, MODEL, TrtllmOptions()).call == "LLM"
+    assert llm_arguments(package, MODEL, TrtllmOptions()).call == "LLM"
 
 
-def test_every_setting_arrives(package: Package) -> None:
+def test_every_setting_arrives(package: TrtllmPackage) -> None:
     arguments = built(
         package,
         tokenizer="/t",
@@ -67,7 +67,7 @@ def test_every_setting_arrives(package: Package) -> None:
     package.make("LLM", **arguments)
 
 
-def test_the_cache(package: Package) -> None:
+def test_the_cache(package: TrtllmPackage) -> None:
     cache = built(
         package,
         prefix_caching="false",
@@ -88,7 +88,7 @@ def adapter(directory: Path, name: str, **config: Any) -> None:
     (directory / name / "adapter_config.json").write_text(json.dumps(config))
 
 
-def test_adapters_say_what_they_need(package: Package, tmp_path: Path) -> None:
+def test_adapters_say_what_they_need(package: TrtllmPackage, tmp_path: Path) -> None:
     adapter(tmp_path, "a", r=8, target_modules=["q_proj", "v_proj"])
     adapter(tmp_path, "b", r=16, target_modules=["model.layers.0.self_attn.q_proj", "down_proj"])
     modules = json.dumps({name: str(tmp_path / name) for name in "ab"})
@@ -114,11 +114,11 @@ def test_adapters_say_what_they_need(package: Package, tmp_path: Path) -> None:
 def test_an_adapter_that_cannot_be_served(tmp_path: Path, config: dict[str, Any], says: str) -> None:
     adapter(tmp_path, "a", **config)
     with pytest.raises(InvalidArgument, match=says) as refusal:
-        needs_of({"a": str(tmp_path / "a")})
+        lora_requirements({"a": str(tmp_path / "a")})
     assert refusal.value.field == "lora_modules"
 
 
-def test_speculation(package: Package) -> None:
+def test_speculation(package: TrtllmPackage) -> None:
     config = built(package, speculative_config='{"decoding_type": "NGram", "max_draft_len": 4}')["speculative_config"]
     assert (type(config).__name__, config.max_draft_len) == ("NGramDecodingConfig", 4)
     draft = "speculative_model_dir" if package.world.engine_directories else "speculative_model"
@@ -151,11 +151,11 @@ def test_speculation(package: Package) -> None:
 )
 def test_settings_that_are_wrong_are_named_before_anything_loads(options: dict[str, str], field: str) -> None:
     with pytest.raises(InvalidArgument, match=field) as refusal:
-        parse(options, TrtllmOptions)
+        parse_settings(options, TrtllmOptions)
     assert refusal.value.field == field
 
 
-def test_the_sampler_can_be_chosen_where_there_are_two(package: Package) -> None:
+def test_the_sampler_can_be_chosen_where_there_are_two(package: TrtllmPackage) -> None:
     if package.world.engine_directories:
         assert built(package, sampler_type="TRTLLMSampler")["sampler_type"] == "TRTLLMSampler"
         return
@@ -164,16 +164,16 @@ def test_the_sampler_can_be_chosen_where_there_are_two(package: Package) -> None
     assert refusal.value.field == "sampler_type"
 
 
-def test_a_prebuilt_engine_where_the_version_has_them(package: Package) -> None:
+def test_a_prebuilt_engine_where_the_version_has_them(package: TrtllmPackage) -> None:
     if not package.world.engine_directories:
         with pytest.raises(Unsupported, match=r"tensorrt_llm 1.3.0 no longer loads: .* install a version up to 1.2"):
             built(package, ENGINE, tokenizer="/t")
         return
-    made = construction(package, ENGINE, TrtllmOptions(tokenizer="/t"))
+    made = llm_arguments(package, ENGINE, TrtllmOptions(tokenizer="/t"))
     assert (made.call, made.arguments["tokenizer"]) == ("EngineLLM", "/t")
     assert not {"max_batch_size", "enable_chunked_prefill"} & made.arguments.keys()
     package.make(made.call, **made.arguments)
-    asked = construction(package, ENGINE, TrtllmOptions(tokenizer="/t", chunked_prefill=True))
+    asked = llm_arguments(package, ENGINE, TrtllmOptions(tokenizer="/t", chunked_prefill=True))
     assert asked.arguments["enable_chunked_prefill"] is True
 
 
@@ -189,11 +189,11 @@ def test_a_prebuilt_engine_where_the_version_has_them(package: Package) -> None:
     ],
 )
 def test_what_a_prebuilt_engine_fixed_cannot_be_set(
-    found: Callable[[str], Package], options: dict[str, Any], field: str
+    found: Callable[[str], TrtllmPackage], options: dict[str, Any], field: str
 ) -> None:
     asked = replace(TrtllmOptions(tokenizer="/t"), **options) if options else TrtllmOptions()
     with pytest.raises(InvalidArgument, match=field) as refusal:
-        construction(found("1.2.0"), ENGINE, asked)
+        llm_arguments(found("1.2.0"), ENGINE, asked)
     assert refusal.value.field == field
 
 
@@ -207,26 +207,26 @@ def write(directory: Path, **config: Any) -> str:
 
 def test_a_checkpoint(tmp_path: Path) -> None:
     model = write(tmp_path, vocab_size=10, max_position_embeddings=20)
-    assert read_checkpoint(model, None) == Checkpoint(model, 10, 20)
-    assert read_checkpoint(model, 30).max_model_len == 30
+    assert read_model_info(model, None) == TrtllmModelInfo(model, 10, 20)
+    assert read_model_info(model, 30).max_model_len == 30
     seeing = write(tmp_path, vocab_size=1, text_config={"vocab_size": 11, "max_position_embeddings": 22})
-    assert read_checkpoint(seeing, None) == Checkpoint(model, 11, 22)
-    assert read_checkpoint(write(tmp_path, vocab_size=10), 5).max_model_len == 5
+    assert read_model_info(seeing, None) == TrtllmModelInfo(model, 11, 22)
+    assert read_model_info(write(tmp_path, vocab_size=10), 5).max_model_len == 5
 
 
 def test_weights_of_a_hub_id_are_for_tensorrt_llm_to_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, vocab_size=10, max_position_embeddings=20)
     monkeypatch.setattr("charonia.engine.trtllm.model_info.locate", lambda model: tmp_path)
-    assert read_checkpoint("owner/name", None) == Checkpoint("owner/name", 10, 20)
+    assert read_model_info("owner/name", None) == TrtllmModelInfo("owner/name", 10, 20)
 
 
 def test_an_engine(tmp_path: Path) -> None:
     built = {"max_seq_len": 20, "max_batch_size": 4}
     model = write(tmp_path, pretrained_config={"vocab_size": 10}, build_config=built)
-    assert read_checkpoint(model, None) == Checkpoint(model, 10, 20, engine=True, max_num_seqs=4)
-    assert read_checkpoint(model, 15).max_model_len == 15
+    assert read_model_info(model, None) == TrtllmModelInfo(model, 10, 20, engine=True, max_num_seqs=4)
+    assert read_model_info(model, 15).max_model_len == 15
     with pytest.raises(InvalidArgument, match="built for: 20") as refusal:
-        read_checkpoint(model, 21)
+        read_model_info(model, 21)
     assert refusal.value.field == "max_model_len"
 
 
@@ -243,10 +243,10 @@ def test_an_engine(tmp_path: Path) -> None:
 )
 def test_a_config_that_lacks_a_number(tmp_path: Path, config: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidArgument, match=says):
-        read_checkpoint(write(tmp_path, **config), None)
+        read_model_info(write(tmp_path, **config), None)
 
 
 def test_no_such_model(tmp_path: Path) -> None:
     with pytest.raises(NotFound) as refusal:
-        read_checkpoint(str(tmp_path / "no"), None)
+        read_model_info(str(tmp_path / "no"), None)
     assert isinstance(refusal.value, CharoniaError)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, Unavailable, Unsupported
-from charonia.core.guided_decoding import Guide
+from charonia.core.guided_decoding import GuidedDecoding
 from charonia.core.metrics import Histogram, LlmMetrics
-from charonia.core.request import FinishReason, GenerateChunk, GenerateRequest, SamplingParams, joined
+from charonia.core.request import FinishReason, GenerateChunk, GenerateRequest, SamplingParams, join_chunks
 from charonia.engine.frontend.llm import LlmModel
-from charonia.engine.trtllm.build import driver, tensorrt_llm
-from charonia.engine.trtllm.iteration_stats import Iterations
+from charonia.engine.trtllm.build import tensorrt_llm, trtllm_engine_spec
+from charonia.engine.trtllm.iteration_stats import IterationStats
 from charonia.engine.trtllm.options import TrtllmOptions
 
 from ...waiting import until
@@ -38,7 +38,7 @@ async def load(words: Path, package: Any) -> AsyncIterator[Load]:
 
     async def load(step_seconds: float = 0.0, **options: Any) -> LlmModel:
         package.step_seconds = step_seconds
-        loaded.append(LlmModel("words", "1", driver(str(words), TrtllmOptions(**options))))
+        loaded.append(LlmModel("words", "1", trtllm_engine_spec(str(words), TrtllmOptions(**options))))
         await loaded[-1].load()
         return loaded[-1]
 
@@ -54,7 +54,7 @@ def ask(prompt: str, tenant: str = "", **sampling: Any) -> GenerateRequest:
 
 async def generate(model: LlmModel, request: GenerateRequest) -> GenerateChunk:
     async with aclosing(model.generate(request)) as chunks:
-        return joined([chunk async for chunk in chunks])
+        return join_chunks([chunk async for chunk in chunks])
 
 
 def adapters(directory: Path, *names: str) -> str:
@@ -67,7 +67,7 @@ def adapters(directory: Path, *names: str) -> str:
 async def test_one_call_for_each_sequence_with_everything_in_it(load: Load, package: Any, tmp_path: Path) -> None:
     model = await load(lora_modules=adapters(tmp_path, "x", "y"), guided_decoding_backend="xgrammar")
     request = GenerateRequest(
-        id="1", prompt="w1 w2", tenant="t", cache_salt="s", adapter="y", guide=Guide("regex", "w.*"),
+        id="1", prompt="w1 w2", tenant="t", cache_salt="s", adapter="y", guide=GuidedDecoding("regex", "w.*"),
         sampling=SamplingParams(max_tokens=3, seed=5),
     )  # fmt: skip
     assert (await generate(model, request)).text == " w3 w4 w5"
@@ -134,7 +134,7 @@ async def test_a_slow_reader_holds_nobody_up(load: Load, package: Any) -> None:
         first = await anext(slow)
         assert (await generate(model, ask("w50", max_tokens=1))).text == " w51"
         rest = [chunk async for chunk in slow]
-    whole = joined([first, *rest])
+    whole = join_chunks([first, *rest])
     assert whole.token_ids == tuple(range(2, 32))
     assert len(rest) < 5
 
@@ -252,7 +252,7 @@ async def test_tenants_and_salts_share_no_prefix(load: Load, package: Any) -> No
 
 def test_iterations_are_our_steps() -> None:
     metrics = LlmMetrics()
-    iterations = Iterations(metrics)
+    iterations = IterationStats(metrics)
     batching = {"numScheduledRequests": 3, "numGenRequests": 2, "numCtxTokens": 40, "numPausedRequests": 1}
     cache = {"usedNumBlocks": 5, "maxNumBlocks": 10, "tokensPerBlock": 32}
     iterations.take({"iterLatencyMS": 20.0, "kvCacheStats": cache, "inflightBatchingStats": batching})
@@ -276,7 +276,7 @@ async def test_statistics_are_asked_for_and_their_end_breaks_nothing(
     await generate(model, ask("w1", max_tokens=5))
     found = package.made[0]
     metrics = LlmMetrics()
-    iterations = Iterations(metrics)
+    iterations = IterationStats(metrics)
     following = asyncio.create_task(iterations.follow(model.client._runtime.package, found, every=0.001))
     await until(lambda: sum(metrics.step.counts) == 6)
     found.records.append({"inflightBatchingStats": 3})
@@ -325,7 +325,7 @@ async def test_a_model_that_generates_nothing_is_shut_down(
 
 
 async def test_a_load_that_is_given_up_is_shut_down_when_it_is_done(words: Path, package: Any) -> None:
-    model = LlmModel("words", "1", driver(str(words), TrtllmOptions()))
+    model = LlmModel("words", "1", trtllm_engine_spec(str(words), TrtllmOptions()))
     making, go_on = threading.Event(), threading.Event()
     real = package.modules["tensorrt_llm"].LLM
 

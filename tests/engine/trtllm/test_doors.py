@@ -10,7 +10,7 @@ import pytest
 
 from charonia.api.app import build_app
 from charonia.api.metadata import ServerInfo
-from charonia.repository.gateway import Hub
+from charonia.repository.gateway import InProcessGateway
 from charonia.repository.model_source import ModelSource, checkpoint_source
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -34,7 +34,7 @@ def source(words: Path, tmp_path: Path) -> Callable[..., ModelSource]:
 
 async def ask(source: ModelSource, path: str, **asked: Any) -> httpx.Response:
     """The answer of a server with this model."""
-    hub = Hub()
+    hub = InProcessGateway()
     await hub.lifecycle.load(source)
     try:
         transport = httpx.ASGITransport(build_app(hub, ServerInfo()))

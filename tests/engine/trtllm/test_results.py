@@ -9,9 +9,9 @@ import pytest
 from charonia.core.errors import CharoniaError, Internal, Unavailable
 from charonia.core.logprobs import Logprobs
 from charonia.core.request import FinishReason
-from charonia.engine.core.messages import Add
-from charonia.engine.trtllm.results import News, Reader
-from charonia.scheduler.plan import RowSampling, Shaping
+from charonia.engine.core.messages import AddRequest
+from charonia.engine.trtllm.results import ResultDelta, ResultReader
+from charonia.scheduler.plan import LogitsParams, SamplerParams
 
 
 def result() -> Any:
@@ -19,9 +19,11 @@ def result() -> Any:
     return SimpleNamespace(outputs=[output], finished=False)
 
 
-def reader(stops: Sequence[int] = (), **sampling: Any) -> Reader:
-    asked = RowSampling(**sampling)
-    return Reader(Add(client=0, key=1, prompt=[1], max_tokens=9, stop_token_ids=list(stops), sampling=asked))
+def reader(stops: Sequence[int] = (), **sampling: Any) -> ResultReader:
+    asked = SamplerParams(**sampling)
+    return ResultReader(
+        AddRequest(client=0, key=1, prompt=[1], max_tokens=9, stop_token_ids=list(stops), sampling=asked)
+    )
 
 
 def end(of: Any, reason: str | None, *tokens: int, stop_reason: int | None = None) -> None:
@@ -33,12 +35,12 @@ def test_only_what_is_new_is_read_and_it_is_a_copy() -> None:
     reads, said = reader(), result()
     said.outputs[0].token_ids += [5, 6]
     news = reads.read(said)
-    assert news == News([5, 6], [], None)
+    assert news == ResultDelta([5, 6], [], None)
     said.outputs[0].token_ids += [7]
-    assert reads.read(said) == News([7], [], None)
-    assert reads.read(said) == News([], [], None)
+    assert reads.read(said) == ResultDelta([7], [], None)
+    assert reads.read(said) == ResultDelta([], [], None)
     end(said, "length", 8)
-    assert reads.read(said) == News([8], [], FinishReason.LENGTH)
+    assert reads.read(said) == ResultDelta([8], [], FinishReason.LENGTH)
     assert news.tokens == [5, 6]
 
 
@@ -46,18 +48,18 @@ def test_a_stop_token_is_the_last_one_wherever_it_was_left() -> None:
     for tokens, stop_reason in [((5, 9), 9), ((5, 9), None), ((5,), 9), ((5,), None)]:
         said = result()
         end(said, "stop", *tokens, stop_reason=stop_reason)
-        assert reader([9]).read(said) == News([5, 9], [], FinishReason.STOP)
+        assert reader([9]).read(said) == ResultDelta([5, 9], [], FinishReason.STOP)
     said = result()
     end(said, "stop", 5, stop_reason=8)
     assert reader([7, 8]).read(said).tokens == [5, 8]
 
 
 def test_a_stop_token_that_only_we_look_for_cuts_the_rest() -> None:
-    reads, said = reader([7, 9], shaping=Shaping(min_tokens=2, stops=(7, 9))), result()
+    reads, said = reader([7, 9], shaping=LogitsParams(min_tokens=2, stops=(7, 9))), result()
     said.outputs[0].token_ids += [9, 9, 5]
-    assert reads.read(said) == News([9, 9, 5], [], None), "the first two came too early"
+    assert reads.read(said) == ResultDelta([9, 9, 5], [], None), "the first two came too early"
     said.outputs[0].token_ids += [4, 9, 3]
-    assert reads.read(said) == News([4, 9], [], FinishReason.STOP)
+    assert reads.read(said) == ResultDelta([4, 9], [], FinishReason.STOP)
     assert not said.finished
 
 
@@ -68,7 +70,7 @@ def test_logprobs_of_each_token() -> None:
     said.outputs[0].logprobs += [likely, -0.5]
     assert reads.read(said).logprobs == [Logprobs(-3.0, [1, 2], [-1.0, -2.0]), Logprobs(-0.5, [], [])]
     end(said, "stop")
-    assert reads.read(said) == News([9], [Logprobs(0.0, [], [])], FinishReason.STOP)
+    assert reads.read(said) == ResultDelta([9], [Logprobs(0.0, [], [])], FinishReason.STOP)
     assert reader([9]).read(said).logprobs == []
     said.outputs[0].token_ids[0] = 4
     with pytest.raises(Internal, match="no log-probability"):

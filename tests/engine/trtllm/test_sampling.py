@@ -6,29 +6,29 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.guided_decoding import Guide
-from charonia.engine.core.messages import Add
-from charonia.engine.trtllm.package import Package
-from charonia.engine.trtllm.sampling import Sampler
-from charonia.scheduler.plan import RowSampling, Shaping
+from charonia.core.guided_decoding import GuidedDecoding
+from charonia.engine.core.messages import AddRequest
+from charonia.engine.trtllm.package import TrtllmPackage
+from charonia.engine.trtllm.sampling import SamplingTranslator
+from charonia.scheduler.plan import LogitsParams, SamplerParams
 
 MAPPED = {
-    "repetition_penalty": (Shaping(repetition_penalty=1.5), {"repetition_penalty": 1.5}),
-    "presence_penalty": (Shaping(presence_penalty=0.5), {"presence_penalty": 0.5}),
-    "frequency_penalty": (Shaping(frequency_penalty=-0.5), {"frequency_penalty": -0.5}),
-    "bad_words": (Shaping(bad_words=((5,), (6, 7))), {"bad_token_ids": [5], "bad": ["6-7"]}),
-    "min_tokens": (Shaping(min_tokens=3, stops=(9,)), {"min_tokens": 3, "end_id": 9, "ignore_eos": False}),
+    "repetition_penalty": (LogitsParams(repetition_penalty=1.5), {"repetition_penalty": 1.5}),
+    "presence_penalty": (LogitsParams(presence_penalty=0.5), {"presence_penalty": 0.5}),
+    "frequency_penalty": (LogitsParams(frequency_penalty=-0.5), {"frequency_penalty": -0.5}),
+    "bad_words": (LogitsParams(bad_words=((5,), (6, 7))), {"bad_token_ids": [5], "bad": ["6-7"]}),
+    "min_tokens": (LogitsParams(min_tokens=3, stops=(9,)), {"min_tokens": 3, "end_id": 9, "ignore_eos": False}),
 }
 
 
-def sampler(package: Package, unapplied: bool = False) -> Sampler:
+def sampler(package: TrtllmPackage, unapplied: bool = False) -> SamplingTranslator:
     gaps = frozenset(package.world.unapplied) if unapplied else frozenset[str]()
-    return Sampler(package, 12, gaps, lambda ids: "-".join(map(str, ids)))
+    return SamplingTranslator(package, 12, gaps, lambda ids: "-".join(map(str, ids)))
 
 
-def add(stops: Sequence[int] = (), guide: Guide | None = None, **sampling: Any) -> Add:
-    asked = RowSampling(**sampling)
-    return Add(
+def add(stops: Sequence[int] = (), guide: GuidedDecoding | None = None, **sampling: Any) -> AddRequest:
+    asked = SamplerParams(**sampling)
+    return AddRequest(
         client=0, key=1, prompt=[1, 2, 3, 4], max_tokens=7, stop_token_ids=list(stops), guide=guide, sampling=asked
     )
 
@@ -37,7 +37,7 @@ def given(params: Any, names: Any) -> dict[str, Any]:
     return {name: getattr(params, name) for name in names}
 
 
-def test_drawing(package: Package) -> None:
+def test_drawing(package: TrtllmPackage) -> None:
     asked = add([7, 9], temperature=0.5, top_k=4, top_p=0.25, min_p=0.125, seed=2**63 - 1, choice=1)
     expected = {"max_tokens": 7, "temperature": 0.5, "top_k": 4, "top_p": 0.25, "min_p": 0.125, "seed": 0, "n": 1}
     stops = {"stop_token_ids": [7, 9], "ignore_eos": True, "include_stop_str_in_output": True, "end_id": None}
@@ -45,13 +45,13 @@ def test_drawing(package: Package) -> None:
     assert given(sampler(package).params(asked), expected) == expected
 
 
-def test_greedy_is_the_likeliest_token_in_every_version(package: Package) -> None:
+def test_greedy_is_the_likeliest_token_in_every_version(package: TrtllmPackage) -> None:
     expected = {"top_k": 1, "temperature": None, "top_p": None, "stop_token_ids": None}
     assert given(sampler(package).params(add()), expected) == expected
 
 
 @pytest.mark.parametrize("name", MAPPED)
-def test_shaping(package: Package, name: str) -> None:
+def test_shaping(package: TrtllmPackage, name: str) -> None:
     shaping, expected = MAPPED[name]
     params = sampler(package).params(add([9], shaping=shaping))
     assert given(params, expected) == expected
@@ -59,48 +59,48 @@ def test_shaping(package: Package, name: str) -> None:
 
 def test_every_field_that_shapes_is_passed_on_or_refused() -> None:
     elsewhere = {"bias", "stops", "allowed"}  # the next test's, a part of min_tokens, and refused
-    assert {*Shaping._fields} == {*MAPPED} | elsewhere
-    assert {*RowSampling._fields} == {
+    assert {*LogitsParams._fields} == {*MAPPED} | elsewhere
+    assert {*SamplerParams._fields} == {
         "temperature", "top_k", "top_p", "seed", "choice", "min_p", "shaping", "logprobs", "prompt_logprobs"
     }  # fmt: skip
 
 
-def test_a_bias_is_a_number_for_every_token(package: Package) -> None:
-    params = sampler(package).params(add(shaping=Shaping(bias=((3, 2.0), (11, -1.0)))))
+def test_a_bias_is_a_number_for_every_token(package: TrtllmPackage) -> None:
+    params = sampler(package).params(add(shaping=LogitsParams(bias=((3, 2.0), (11, -1.0)))))
     assert params.embedding_bias.tolist() == [0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, -1]
     assert str(params.embedding_bias.dtype) == "torch.float32"
 
 
-def test_penalties_leave_the_prompt_out_where_they_can(package: Package) -> None:
-    params = sampler(package).params(add(shaping=Shaping(presence_penalty=1.0)))
+def test_penalties_leave_the_prompt_out_where_they_can(package: TrtllmPackage) -> None:
+    params = sampler(package).params(add(shaping=LogitsParams(presence_penalty=1.0)))
     if package.world.engine_directories:
         assert not hasattr(params, "prompt_ignore_length")
     else:
         assert params.prompt_ignore_length == 4
-        repeated = sampler(package).params(add(shaping=Shaping(repetition_penalty=2.0)))
+        repeated = sampler(package).params(add(shaping=LogitsParams(repetition_penalty=2.0)))
         assert repeated.prompt_ignore_length is None
 
 
 @pytest.mark.parametrize(("asked", "passed"), [(0, 1), (1, 1), (5, 5)])
-def test_logprobs_are_asked_for_even_of_none_but_the_chosen(package: Package, asked: int, passed: int) -> None:
+def test_logprobs_are_asked_for_even_of_none_but_the_chosen(package: TrtllmPackage, asked: int, passed: int) -> None:
     assert sampler(package).params(add(logprobs=asked)).logprobs == passed
 
 
 @pytest.mark.parametrize(
     ("guide", "field", "value"),
     [
-        (Guide("json"), "json_object", True),
-        (Guide("json_schema", "{}"), "json", "{}"),
-        (Guide("regex", "a+"), "regex", "a+"),
-        (Guide("ebnf_grammar", "x"), "grammar", "x"),
+        (GuidedDecoding("json"), "json_object", True),
+        (GuidedDecoding("json_schema", "{}"), "json", "{}"),
+        (GuidedDecoding("regex", "a+"), "regex", "a+"),
+        (GuidedDecoding("ebnf_grammar", "x"), "grammar", "x"),
     ],
 )
-def test_guides(package: Package, guide: Guide, field: str, value: Any) -> None:
+def test_guides(package: TrtllmPackage, guide: GuidedDecoding, field: str, value: Any) -> None:
     assert getattr(sampler(package).params(add(guide=guide)).guided_decoding, field) == value
 
 
 @pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "min_p"])
-def test_what_a_sampler_would_ignore_is_refused_by_name(package: Package, name: str) -> None:
+def test_what_a_sampler_would_ignore_is_refused_by_name(package: TrtllmPackage, name: str) -> None:
     asked = add(min_p=0.5) if name == "min_p" else add(shaping=MAPPED[name][0])
     choosy = sampler(package, unapplied=True)
     if name not in package.world.unapplied:
@@ -112,13 +112,13 @@ def test_what_a_sampler_would_ignore_is_refused_by_name(package: Package, name: 
     assert refusal.value.field == name
 
 
-def test_what_there_is_nothing_like_is_refused(package: Package) -> None:
+def test_what_there_is_nothing_like_is_refused(package: TrtllmPackage) -> None:
     with pytest.raises(InvalidArgument, match="allowed_token_ids: TensorRT-LLM has nothing like it") as refusal:
-        sampler(package).params(add(shaping=Shaping(allowed=(1, 2))))
+        sampler(package).params(add(shaping=LogitsParams(allowed=(1, 2))))
     assert refusal.value.field == "allowed_token_ids"
 
 
-def test_what_does_not_go_together_is_refused(package: Package) -> None:
-    shaping = Shaping(min_tokens=2, stops=(9,), bad_words=((1, 2),))
+def test_what_does_not_go_together_is_refused(package: TrtllmPackage) -> None:
+    shaping = LogitsParams(min_tokens=2, stops=(9,), bad_words=((1, 2),))
     with pytest.raises(InvalidArgument, match="min_tokens and bad_words"):
         sampler(package).params(add([9], shaping=shaping))

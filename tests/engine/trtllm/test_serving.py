@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from charonia.cli.app import check
-from charonia.cli.model_selection import select
+from charonia.cli.model_selection import select_models
 from charonia.cli.repository_options import CheckOptions, RepositoryOptions
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import GenerateRequest, SamplingParams
-from charonia.repository.builder import BackendSettings, Builder
-from charonia.repository.catalog import Catalog
-from charonia.repository.gateway import Hub
+from charonia.repository.builder import BackendSettings, ModelBuilder
+from charonia.repository.catalog import RepositoryCatalog
+from charonia.repository.gateway import InProcessGateway
 from charonia.repository.model_source import checkpoint_source
-from charonia.repository.repository_check import report
+from charonia.repository.repository_check import print_check_report
 
 TRITONS = """
 backend: "{backend}"
@@ -48,9 +48,9 @@ async def test_a_repository_of_tritons_backend_is_served(
     repository: Callable[[str], Path], install: Callable[..., Any], backend: str
 ) -> None:
     package = install()
-    source = Catalog([repository(TRITONS.format(backend=backend))]).read("tensorrt_llm")
+    source = RepositoryCatalog([repository(TRITONS.format(backend=backend))]).read("tensorrt_llm")
     settings = BackendSettings.parse(["tensorrtllm,max_num_seqs=3"])
-    hub = Hub(builder=Builder(settings))
+    hub = InProcessGateway(builder=ModelBuilder(settings))
     await hub.lifecycle.load(source)
     try:
         request = GenerateRequest(id="1", prompt="w1", sampling=SamplingParams(max_tokens=2))
@@ -71,20 +71,22 @@ def test_a_repository_is_checked_without_the_package(
     repository: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = repository('backend: "tensorrtllm" parameters { key: "max_beam_width" value { string_value: "2" } }')
-    assert report(directory, CheckOptions()) == 1
+    assert print_check_report(directory, CheckOptions()) == 1
     assert "config.pbtxt:1: parameter 'max_beam_width': '2' is not served here" in capsys.readouterr().out
     (directory / "tensorrt_llm" / "config.pbtxt").write_text(TRITONS.format(backend="tensorrt-llm"))
-    assert report(directory, CheckOptions()) == 0
+    assert print_check_report(directory, CheckOptions()) == 0
     assert "tensorrt_llm: good: tensorrtllm, version 1" in capsys.readouterr().out
 
 
 def test_a_checkpoint_by_flag(words: Path, tmp_path: Path) -> None:
     assert checkpoint_source(str(words)).backend == "charonia"
-    [name] = (selection := select(str(words), RepositoryOptions(backend="tensorrt-llm"), {"max_num_seqs": "2"})).names
+    [name] = (
+        selection := select_models(str(words), RepositoryOptions(backend="tensorrt-llm"), {"max_num_seqs": "2"})
+    ).names
     source = selection.catalog.read(name)
     assert (source.backend, source.parameters) == ("tensorrtllm", {"max_num_seqs": "2"})
     with pytest.raises(InvalidArgument, match="--backend is for a single checkpoint"):
-        select(None, RepositoryOptions(backend="tensorrtllm", model_repository=(tmp_path,)), {})
+        select_models(None, RepositoryOptions(backend="tensorrtllm", model_repository=(tmp_path,)), {})
 
 
 def test_the_command_checks_the_package_or_a_repository(

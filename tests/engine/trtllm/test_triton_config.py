@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.engine.parse_settings import parse
+from charonia.engine.parse_settings import parse_settings
 from charonia.engine.trtllm.options import TrtllmOptions
-from charonia.engine.trtllm.triton_config import read_place
+from charonia.engine.trtllm.triton_config import read_model_source
 
 OLDER = {
     "gpt_model_type": "inflight_fused_batching",
@@ -44,9 +44,9 @@ triton_config: {decoupled: true, max_batch_size: 0}
 
 def test_the_older_backend(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        model, settings = read_place("/here", OLDER)
+        model, settings = read_model_source("/here", OLDER)
     assert model == "/engine"
-    assert parse(settings, TrtllmOptions) == TrtllmOptions(
+    assert parse_settings(settings, TrtllmOptions) == TrtllmOptions(
         tokenizer="/tokenizer",
         admission="optimistic",
         kv_cache_memory_fraction=0.8,
@@ -60,9 +60,9 @@ def test_the_older_backend(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_the_newer_backend(tmp_path: Path) -> None:
     (tmp_path / "model.yaml").write_text(NEWER)
-    model, settings = read_place(str(tmp_path), {"max_num_seqs": "8"})
+    model, settings = read_model_source(str(tmp_path), {"max_num_seqs": "8"})
     assert model == "owner/name"
-    options = parse(settings, TrtllmOptions)
+    options = parse_settings(settings, TrtllmOptions)
     assert options.speculation == {"decoding_type": "NGram", "max_draft_len": 3}
     assert options == TrtllmOptions(
         tensor_parallel_size=2,
@@ -76,8 +76,11 @@ def test_the_newer_backend(tmp_path: Path) -> None:
 
 
 def test_our_own_names_and_no_names(tmp_path: Path) -> None:
-    assert read_place(str(tmp_path), {}) == (str(tmp_path), {})
-    assert read_place(str(tmp_path), {"model": "/m", "admission": "no_evict"}) == ("/m", {"admission": "no_evict"})
+    assert read_model_source(str(tmp_path), {}) == (str(tmp_path), {})
+    assert read_model_source(str(tmp_path), {"model": "/m", "admission": "no_evict"}) == (
+        "/m",
+        {"admission": "no_evict"},
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +94,7 @@ def test_our_own_names_and_no_names(tmp_path: Path) -> None:
 )
 def test_what_would_change_answers_is_refused(parameters: dict[str, str], field: str) -> None:
     with pytest.raises(InvalidArgument, match=field) as refusal:
-        read_place("/here", parameters)
+        read_model_source("/here", parameters)
     assert refusal.value.field == field
 
 
@@ -107,11 +110,11 @@ def test_what_would_change_answers_is_refused(parameters: dict[str, str], field:
 def test_a_yaml_that_is_wrong(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "model.yaml").write_text(text)
     with pytest.raises(InvalidArgument, match=says):
-        read_place(str(tmp_path), {})
+        read_model_source(str(tmp_path), {})
 
 
 @pytest.mark.parametrize("name", ["backend_name", "kv_cache_onboard_blocks"])
 def test_what_nobody_knows_is_refused_with_what_is_known(name: str) -> None:
-    settings: dict[str, Any] = read_place("/here", {name: "x"}).settings
+    settings: dict[str, Any] = read_model_source("/here", {name: "x"}).settings
     with pytest.raises(InvalidArgument, match=f"unknown parameter '{name}'; known are tokenizer"):
-        parse(settings, TrtllmOptions)
+        parse_settings(settings, TrtllmOptions)

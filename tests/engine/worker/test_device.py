@@ -6,7 +6,7 @@ import torch
 from charonia.core.errors import InvalidArgument
 from charonia.engine.config import EngineConfig
 from charonia.engine.worker import loaded_rank
-from charonia.engine.worker.device import own_device
+from charonia.engine.worker.device import assign_device
 
 
 @pytest.fixture
@@ -22,15 +22,15 @@ def config(device: str = "auto", replicas: int = 1, replica: int = 0) -> EngineC
 
 def test_one_engine_takes_what_is_named(gpus: None) -> None:
     named = ["auto", "cuda", "cuda:3", "cpu", "cuda:9", "toaster"]
-    assert [own_device(config(name)) for name in named] == ["cuda", "cuda", "cuda:3", "cpu", "cuda:9", "toaster"]
+    assert [assign_device(config(name)) for name in named] == ["cuda", "cuda", "cuda:3", "cpu", "cuda:9", "toaster"]
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_nobody_shares_a_gpu(gpus: None, device: str) -> None:
-    assert [own_device(config(device, 4, replica)) for replica in range(4)] == [f"cuda:{n}" for n in range(4)]
-    ranks = [own_device(config(device, 2, replica), local, 2) for replica in range(2) for local in range(2)]
+    assert [assign_device(config(device, 4, replica)) for replica in range(4)] == [f"cuda:{n}" for n in range(4)]
+    ranks = [assign_device(config(device, 2, replica), local, 2) for replica in range(2) for local in range(2)]
     assert ranks == [f"cuda:{n}" for n in range(4)]
-    assert [own_device(config(device), local, 3) for local in range(3)] == [f"cuda:{n}" for n in range(3)]
+    assert [assign_device(config(device), local, 3) for local in range(3)] == [f"cuda:{n}" for n in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -45,21 +45,21 @@ def test_nobody_shares_a_gpu(gpus: None, device: str) -> None:
 )
 def test_what_is_missing_is_said(gpus: None, device: str, replicas: int, here: int, says: str, field: str) -> None:
     with pytest.raises(InvalidArgument, match=says) as refusal:
-        own_device(config(device, replicas), 0, here)
+        assign_device(config(device, replicas), 0, here)
     assert refusal.value.field == field
 
 
 def test_all_share_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert {own_device(config(replicas=2, replica=replica), local, 2) for replica in (0, 1) for local in (0, 1)} == {
+    assert {assign_device(config(replicas=2, replica=replica), local, 2) for replica in (0, 1) for local in (0, 1)} == {
         "cpu"
     }
-    assert own_device(config("cuda", 2)) == "cuda"  # which is refused by whoever makes tensors on it
+    assert assign_device(config("cuda", 2)) == "cuda"  # which is refused by whoever makes tensors on it
 
 
 def test_a_replica_counts_what_it_took_already_into_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loaded_rank, "available_memory", lambda: 5000)
-    monkeypatch.setattr(loaded_rank, "anonymous_memory", lambda: 300)
+    monkeypatch.setattr(loaded_rank, "own_anonymous_memory", lambda: 300)
     cpu = torch.device("cpu")
 
     def left(neighbours: int, granted: int | None) -> int:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from charonia.engine.worker.executor import Capacity
-from charonia.engine.worker.fake_executor import FakeExecutor, Manner
-from charonia.scheduler.plan import NewSequence, RowSampling, StepPlan, StepResult
+from charonia.engine.worker.fake_executor import FakeBehaviour, FakeExecutor
+from charonia.scheduler.plan import NewSequence, SamplerParams, StepPlan, StepResult
 
 
 def plan(
@@ -34,13 +34,13 @@ def plan(
 
 
 def entering(row: int, *tokens: int, computed: int = 0) -> NewSequence:
-    return NewSequence(row, np.array(tokens, np.int32), computed, RowSampling())
+    return NewSequence(row, np.array(tokens, np.int32), computed, SamplerParams())
 
 
-PLAIN = Manner()
+PLAIN = FakeBehaviour()
 
 
-def fake(manner: Manner = PLAIN, *, threaded: bool = False) -> FakeExecutor:
+def fake(manner: FakeBehaviour = PLAIN, *, threaded: bool = False) -> FakeExecutor:
     executor = FakeExecutor(Capacity(10, 64, 1, 8), block_size=4, manner=manner, threaded=threaded)
     executor.load(lambda phase, fraction: None)
     executor.allocate(8)
@@ -68,19 +68,19 @@ def test_the_next_token_is_the_last_plus_one(begun: FakeExecutor) -> None:
 
 
 def test_a_burst_is_several_tokens() -> None:
-    executor = fake(Manner(burst=(3, 3)))
+    executor = fake(FakeBehaviour(burst=(3, 3)))
     result = run(executor, plan(0, (0, 0, 1), new=(entering(0, 1),), appended=((0, 0),)))
     assert (result.counts.tolist(), result.tokens.tolist()) == ([3], [2, 3, 4])
 
 
 def test_a_row_planned_on_a_token_that_did_not_come_yields_nothing() -> None:
-    executor = fake(Manner(burst=(0, 0)))
+    executor = fake(FakeBehaviour(burst=(0, 0)))
     assert run(executor, plan(0, (0, 0, 1), new=(entering(0, 1),), appended=((0, 0),))).counts.tolist() == [0]
     assert run(executor, plan(1, (0, 1, 1))).rows.tolist() == []
 
 
 def test_results_come_from_its_thread_in_order() -> None:
-    executor = fake(Manner(step_seconds=0.01, token_seconds=0.001), threaded=True)
+    executor = fake(FakeBehaviour(step_seconds=0.01, token_seconds=0.001), threaded=True)
     first = executor.execute(plan(0, (0, 0, 1), new=(entering(0, 1),), appended=((0, 0),)))
     second = executor.execute(plan(1, (0, 1, 1)))
     assert [first.result(30).tokens.tolist(), second.result(30).tokens.tolist()] == [[2], [3]]
@@ -88,7 +88,7 @@ def test_results_come_from_its_thread_in_order() -> None:
 
 
 def test_closing_cancels_what_has_not_begun() -> None:
-    executor = fake(Manner(step_seconds=0.1), threaded=True)
+    executor = fake(FakeBehaviour(step_seconds=0.1), threaded=True)
     executor.execute(plan(0, (0, 0, 1), new=(entering(0, 1),), appended=((0, 0),)))
     waiting = [executor.execute(plan(step, (0, step, 1))) for step in range(1, 100)]
     executor.close()
@@ -124,7 +124,7 @@ def test_a_plan_that_breaks_the_contract_fails(begun: FakeExecutor, broken: Step
 
 def test_prompts_are_scored_and_what_follows_is_not() -> None:
     executor = fake()
-    asked = NewSequence(0, np.array([1, 2, 5, 5], np.int32), 0, RowSampling(prompt_logprobs=2), prompt=3)
+    asked = NewSequence(0, np.array([1, 2, 5, 5], np.int32), 0, SamplerParams(prompt_logprobs=2), prompt=3)
     [(row, scores)] = run(executor, plan(0, (0, 0, 4), new=(asked,), appended=((0, 0),))).scores
     assert (row, scores.first, scores.end) == (0, 1, 3)
     assert [(score.rank, score.logprobs.chosen) for score in scores.read()] == [(1, -1.0), (3, -3.0)]

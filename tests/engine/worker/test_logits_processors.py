@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from charonia.bench.inline_loop import Outcome, run
+from charonia.bench.inline_loop import LoopResult, run_to_end
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.worker.inline_executor import InlineExecutor
-from charonia.engine.worker.logits_processors import Shapes
+from charonia.engine.worker.logits_processors import LogitsProcessors
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import RowSampling, Shaping
+from charonia.scheduler.plan import LogitsParams, SamplerParams
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
 
@@ -39,7 +39,7 @@ class Engine:
         self.executor = InlineExecutor(EngineConfig(model=str(checkpoint), device="cpu", cache=cache))
         self.executor.load(lambda phase, fraction: None)
 
-    def run(self, asked: list[RowSampling], *, ahead: int = 0, tight: bool = False) -> Outcome:
+    def run(self, asked: list[SamplerParams], *, ahead: int = 0, tight: bool = False) -> LoopResult:
         """The prompts in one batch, each with its own wishes; `tight`: blocks for half of it."""
         needed = sum(-(-(length + NEW) // BLOCK) for length in LENGTHS)
         blocks = needed // 2 if tight else needed
@@ -50,7 +50,7 @@ class Engine:
             SequenceRequest(key=key, prompt=np.array(prompt, np.int32), max_tokens=NEW, sampling=sampling)
             for key, (prompt, sampling) in enumerate(zip(prompts(), asked, strict=True))
         ]
-        return run(Scheduler(config, cache), self.executor, requests)
+        return run_to_end(Scheduler(config, cache), self.executor, requests)
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +79,11 @@ def reference(checkpoint: Callable[..., Path]) -> Callable[..., list[list[int]]]
     return generate
 
 
-def greedy(**wishes: Any) -> RowSampling:
-    return RowSampling(shaping=Shaping(**wishes))
+def greedy(**wishes: Any) -> SamplerParams:
+    return SamplerParams(shaping=LogitsParams(**wishes))
 
 
-def tokens(outcome: Outcome) -> list[list[int]]:
+def tokens(outcome: LoopResult) -> list[list[int]]:
     return [outcome.tokens[key] for key in range(len(LENGTHS))]
 
 
@@ -140,7 +140,7 @@ def test_wishes_mix_in_one_batch_whatever_happens(
     wishes: list[tuple[dict[str, Any], dict[str, Any]]],
 ) -> None:
     mixed = [wishes[5], ({}, {}), wishes[0], wishes[2]]
-    asked = [greedy(**ours) if ours else RowSampling() for ours, _ in mixed]
+    asked = [greedy(**ours) if ours else SamplerParams() for ours, _ in mixed]
     expected = [reference(**theirs)[place] for place, (_, theirs) in enumerate(mixed)]
     assert tokens(engine.run(asked, ahead=ahead, tight=tight)) == expected
 
@@ -149,9 +149,9 @@ def test_wishes_mix_in_one_batch_whatever_happens(
 def test_output_penalties_survive_what_happens_to_a_row(ahead: int, tight: bool, engine: Engine) -> None:
     asked = [
         greedy(presence_penalty=1.5),
-        RowSampling(1.0, seed=3, shaping=Shaping(frequency_penalty=0.8)),
-        RowSampling(1.0, seed=3, shaping=Shaping(presence_penalty=-1.0, frequency_penalty=0.4)),
-        RowSampling(0.9, 20, 0.9, 7, min_p=0.05, shaping=Shaping(allowed=(4, 9, 200, 301))),
+        SamplerParams(1.0, seed=3, shaping=LogitsParams(frequency_penalty=0.8)),
+        SamplerParams(1.0, seed=3, shaping=LogitsParams(presence_penalty=-1.0, frequency_penalty=0.4)),
+        SamplerParams(0.9, 20, 0.9, 7, min_p=0.05, shaping=LogitsParams(allowed=(4, 9, 200, 301))),
     ]
     assert tokens(engine.run(asked, ahead=ahead, tight=tight)) == tokens(engine.run(asked))
 
@@ -160,9 +160,12 @@ def test_output_penalties_survive_what_happens_to_a_row(ahead: int, tight: bool,
     "choice", [(0.0,), (1.0,), (2.0, 2), (2.0, 0, 0.5), (2.0, 0, 1.0, 3, 0, 0.2), (5.0, 300, 0.99)]
 )
 def test_only_what_is_allowed_is_chosen(choice: Any, engine: Engine) -> None:
-    several, one = Shaping(allowed=(4, 9, 200)), Shaping(allowed=(8,))
-    asked = [RowSampling(*choice), *(RowSampling(*choice)._replace(shaping=each) for each in (several, one, several))]
-    alone = [RowSampling(*choice), *[RowSampling()] * 3]
+    several, one = LogitsParams(allowed=(4, 9, 200)), LogitsParams(allowed=(8,))
+    asked = [
+        SamplerParams(*choice),
+        *(SamplerParams(*choice)._replace(shaping=each) for each in (several, one, several)),
+    ]
+    alone = [SamplerParams(*choice), *[SamplerParams()] * 3]
     plain, *rest = tokens(engine.run(asked))
     assert plain == tokens(engine.run(alone))[0]
     assert {*rest[0], *rest[2]} <= {4, 9, 200}
@@ -175,8 +178,8 @@ def test_penalties_by_the_book() -> None:
     logits = torch.linspace(-1, 1, 10)
 
     def shaped(**wishes: Any) -> torch.Tensor:
-        shapes, changed = Shapes(torch.device("cpu")), logits.clone().unsqueeze(0)
-        shapes.enter(1, 3, Shaping(**wishes))
+        shapes, changed = LogitsProcessors(torch.device("cpu")), logits.clone().unsqueeze(0)
+        shapes.enter(1, 3, LogitsParams(**wishes))
         shapes.apply(changed, np.array([1]), np.array([6]), row)
         return changed[0]
 
@@ -200,10 +203,10 @@ def test_penalties_by_the_book() -> None:
 
 def test_logprobs_are_transformers(engine: Engine, checkpoint: Callable[..., Path]) -> None:
     asked = [
-        RowSampling(logprobs=0),
-        RowSampling(),
-        RowSampling(1.0, seed=4, logprobs=20, shaping=Shaping(repetition_penalty=1.5)),
-        RowSampling(0.7, 30, 0.9, logprobs=3),
+        SamplerParams(logprobs=0),
+        SamplerParams(),
+        SamplerParams(1.0, seed=4, logprobs=20, shaping=LogitsParams(repetition_penalty=1.5)),
+        SamplerParams(0.7, 30, 0.9, logprobs=3),
     ]
     outcome = engine.run(asked, ahead=1)
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.float32)
@@ -221,6 +224,6 @@ def test_logprobs_are_transformers(engine: Engine, checkpoint: Callable[..., Pat
 
 
 def test_tokens_do_not_change_when_somebody_watches(engine: Engine) -> None:
-    plain = [RowSampling(1.0, seed=number) for number in range(4)]
+    plain = [SamplerParams(1.0, seed=number) for number in range(4)]
     watched = [sampling._replace(logprobs=5) for sampling in plain]
     assert tokens(engine.run(plain)) == tokens(engine.run(watched))

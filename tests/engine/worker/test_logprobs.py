@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from charonia.engine.worker.logprobs import measure
+from charonia.engine.worker.logprobs import measure_logprobs
 
 VOCAB = 151_936
 """So long that torch shares a sum among its threads."""
@@ -24,7 +24,7 @@ def threads() -> Iterator[None]:
 def test_a_row_that_is_alone_is_measured_as_in_company() -> None:
     logits = 3 * torch.randn(60, VOCAB, generator=torch.Generator().manual_seed(0))
     tokens = torch.arange(60)
-    together = measure(logits, tokens, 2)
+    together = measure_logprobs(logits, tokens, 2)
     for row in range(60):
-        alone = measure(logits[row : row + 1], tokens[row : row + 1], 2)
+        alone = measure_logprobs(logits[row : row + 1], tokens[row : row + 1], 2)
         assert [column.tolist() for column in alone] == [column[row : row + 1].tolist() for column in together]

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from charonia.engine.attention.backend import Attend
-from charonia.engine.step_batch import Batch
-from charonia.engine.worker.model_runner import Runner
-from charonia.engine.worker.row_states import Rows
-from charonia.scheduler.plan import IntArray, NewSequence, RowSampling, StepPlan
+from charonia.engine.attention.backend import StepAttention
+from charonia.engine.step_batch import StepBatch
+from charonia.engine.worker.model_runner import ModelRunner
+from charonia.engine.worker.row_states import RowStates
+from charonia.scheduler.plan import IntArray, NewSequence, SamplerParams, StepPlan
 
 CPU = torch.device("cpu")
 NO_PAIRS = np.zeros((0, 2), np.int32)
@@ -23,7 +23,7 @@ def ints(*values: int) -> IntArray:
 
 def plan(step: int, start: int, *, new: bool = False, copies: IntArray = NO_PAIRS) -> StepPlan:
     """One more token of a sequence of three in row 0."""
-    known = (NewSequence(0, ints(1, 2, 3), 0, RowSampling()),) if new else ()
+    known = (NewSequence(0, ints(1, 2, 3), 0, SamplerParams()),) if new else ()
     appended = ints(0, 1).reshape(1, 2) if new else NO_PAIRS
     counts = ints(3 if new else 1)
     return StepPlan(step, ints(0), ints(start), counts, np.array([True]), appended, known, ints(), copies)
@@ -35,7 +35,7 @@ class Counting:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def logits(self, batch: Batch, attend: Attend, chosen: Sequence[Tensor]) -> None:
+    def logits(self, batch: StepBatch, attend: StepAttention, chosen: Sequence[Tensor]) -> None:
         """A stage that is not the last has none."""
         self.said.append("computed")
 
@@ -56,7 +56,7 @@ class Stage(Counting):
 class Alone(Counting):
     """Computed beside the caller."""
 
-    def begin(self, batch: Batch, *asked: object) -> "Alone":
+    def begin(self, batch: StepBatch, *asked: object) -> "Alone":
         if asked:
             self.said.append("begun")
         return self
@@ -65,8 +65,8 @@ class Alone(Counting):
         self.said.append("finished")
 
 
-def runner(model: Stage | Alone, device: torch.device = CPU) -> Runner:
-    return Runner(model, model, Rows(32, 4, CPU), device)  # type: ignore[arg-type]
+def runner(model: Stage | Alone, device: torch.device = CPU) -> ModelRunner:
+    return ModelRunner(model, model, RowStates(32, 4, CPU), device)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

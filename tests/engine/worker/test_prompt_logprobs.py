@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from charonia.bench.inline_loop import Outcome, run
-from charonia.core.logprobs import Score
+from charonia.bench.inline_loop import LoopResult, run_to_end
+from charonia.core.logprobs import RankedLogprobs
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.cpu import library
 from charonia.engine.worker import prompt_logprobs
@@ -21,7 +21,7 @@ from charonia.engine.worker.executor import Executor
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import RowSampling, StepPlan
+from charonia.scheduler.plan import SamplerParams, StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
 
@@ -64,7 +64,7 @@ def config(checkpoint: Path) -> EngineConfig:
     return EngineConfig(model=str(checkpoint), device="cpu", cache=CacheConfig(block_size=BLOCK))
 
 
-def serve(executor: Executor, setting: Setting) -> tuple[Outcome, list[StepPlan]]:
+def serve(executor: Executor, setting: Setting) -> tuple[LoopResult, list[StepPlan]]:
     """All requests at once."""
     cache, plans = KVCacheManager(setting.blocks, BLOCK, setting.prefix), list[StepPlan]()
     scheduler = SchedulerConfig(
@@ -75,7 +75,7 @@ def serve(executor: Executor, setting: Setting) -> tuple[Outcome, list[StepPlan]
         in_flight_per_sequence=1 if setting.stages > 1 else None,
     )
     executor.allocate(setting.blocks)
-    outcome = run(Scheduler(scheduler, cache), executor, requests(cache), observe=plans.append)
+    outcome = run_to_end(Scheduler(scheduler, cache), executor, requests(cache), observe=plans.append)
     assert cache.free_blocks == setting.blocks
     return outcome, plans
 
@@ -83,7 +83,7 @@ def serve(executor: Executor, setting: Setting) -> tuple[Outcome, list[StepPlan]
 def requests(cache: KVCacheManager) -> Iterator[SequenceRequest]:
     for key, prompt in enumerate(prompts()):
         tokens = np.array(prompt, np.int32)
-        sampling = RowSampling(prompt_logprobs=None if key in PLAIN else MOST, logprobs=MOST)
+        sampling = SamplerParams(prompt_logprobs=None if key in PLAIN else MOST, logprobs=MOST)
         yield SequenceRequest(key=key, prompt=tokens, max_tokens=NEW, hashes=cache.digest(tokens), sampling=sampling)
 
 
@@ -102,14 +102,14 @@ def right(checkpoint: Callable[..., Path]) -> Callable[[str], list[torch.Tensor]
     return ask
 
 
-def assert_right(outcome: Outcome, right: list[torch.Tensor]) -> None:
+def assert_right(outcome: LoopResult, right: list[torch.Tensor]) -> None:
     scored = {key: prompt for key, prompt in enumerate(prompts()) if key not in PLAIN and len(prompt) > 1}
     assert outcome.scores.keys() == scored.keys()
     for key, prompt in scored.items():
         assert_prompt(outcome.scores[key], right[key][:-1], torch.tensor(prompt[1:]))
 
 
-def assert_prompt(scores: list[Score], right: torch.Tensor, tokens: torch.Tensor) -> None:
+def assert_prompt(scores: list[RankedLogprobs], right: torch.Tensor, tokens: torch.Tensor) -> None:
     """What the model gives `tokens` [T], and the likeliest in their places, by `right` [T, vocabulary]."""
     own = right.gather(-1, tokens.unsqueeze(-1))
     values, ids = right.topk(MOST)
@@ -154,7 +154,7 @@ def test_pieces_of_any_size_say_the_same(
     executor: Callable[[str], InlineExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, _ = serve(executor("llama"), Setting())
-    monkeypatch.setattr(prompt_logprobs, "PIECE", 7)
+    monkeypatch.setattr(prompt_logprobs, "LOGITS_PIECE", 7)
     cut, _ = serve(executor("llama"), Setting())
     assert (cut.scores, cut.tokens) == (whole.scores, whole.tokens)
 
@@ -184,7 +184,7 @@ def test_ranks_score_as_one(
 
 def test_heads_are_only_as_long_as_asked_for(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asks for no scores has logits computed where a token is sampled, and nowhere else; who does, in pieces."""
-    monkeypatch.setattr(prompt_logprobs, "PIECE", 16)
+    monkeypatch.setattr(prompt_logprobs, "LOGITS_PIECE", 16)
     with closing(InlineExecutor(config(checkpoint("llama")))) as executor:
         executor.load(lambda phase, fraction: None)
         decoder, sizes = executor._loaded.runner._model, list[int]()
@@ -207,8 +207,10 @@ def test_heads_are_only_as_long_as_asked_for(checkpoint: Callable[..., Path], mo
                 key=0,
                 prompt=np.arange(1, 41, dtype=np.int32),
                 max_tokens=1,
-                sampling=RowSampling(prompt_logprobs=wanted),
+                sampling=SamplerParams(prompt_logprobs=wanted),
             )
             sizes.clear()
-            run(Scheduler(SchedulerConfig(max_num_batched_tokens=64, max_model_len=256), cache), executor, [asked])
+            run_to_end(
+                Scheduler(SchedulerConfig(max_num_batched_tokens=64, max_model_len=256), cache), executor, [asked]
+            )
             assert sizes == expected

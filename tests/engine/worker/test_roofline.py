@@ -8,8 +8,8 @@ import torch
 from safetensors import safe_open
 
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
-from charonia.engine.checkpoint.model_spec import Experts
-from charonia.engine.worker.roofline import CACHED, Roof, read_bandwidth, roof, token_weights
+from charonia.engine.checkpoint.model_spec import ExpertsSpec
+from charonia.engine.worker.roofline import CACHED, Roofline, measure_roofline, read_bandwidth, token_weights
 
 DEMO = Path(__file__).parents[3] / "examples/model_repository/demo/1"
 
@@ -26,7 +26,7 @@ def test_the_matrices_of_a_checkpoint_are_counted_once() -> None:
 def test_of_a_mixture_only_the_chosen_experts_count() -> None:
     spec = open_checkpoint(DEMO).spec
     layers = tuple(layer % 2 == 0 for layer in range(spec.layers))
-    mixture = replace(spec, experts=Experts(64, 2, spec.intermediate_size, True, layers))
+    mixture = replace(spec, experts=ExpertsSpec(64, 2, spec.intermediate_size, True, layers))
     more = sum(layers) * 3 * spec.hidden_size * spec.intermediate_size
     assert token_weights(mixture) == token_weights(spec) + more
 
@@ -34,19 +34,19 @@ def test_of_a_mixture_only_the_chosen_experts_count() -> None:
 def test_weights_that_fit_the_caches_are_not_bound_by_memory() -> None:
     spec = open_checkpoint(DEMO).spec
     assert token_weights(spec) < CACHED
-    assert roof(spec, torch.int8) is None
+    assert measure_roofline(spec, torch.int8) is None
 
 
 @pytest.mark.parametrize(("kind", "name"), [(torch.int8, "int8"), (torch.bfloat16, "bfloat16")])
 def test_a_larger_model_has_a_bound(kind: torch.dtype, name: str) -> None:
     spec = replace(open_checkpoint(DEMO).spec, vocab_size=1_000_000)
-    found = roof(spec, kind)
+    found = measure_roofline(spec, kind)
     assert found is not None
     assert (found.weights, found.kind) == (token_weights(spec) * kind.itemsize, name)
 
 
 def test_the_bound_is_said() -> None:
-    said = str(Roof(500_000_000, "int8", 36e9))
+    said = str(Roofline(500_000_000, "int8", 36e9))
     bound = "one sequence decodes at most 72 tokens/s"
     assert said == f"memory read at 36 GB/s now, 500 MB of int8 weights a token: {bound}"
 

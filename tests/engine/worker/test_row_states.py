@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from charonia.engine.worker.row_states import Rows
-from charonia.scheduler.plan import NewSequence, RowSampling, StepPlan
+from charonia.engine.worker.row_states import RowStates
+from charonia.scheduler.plan import NewSequence, SamplerParams, StepPlan
 
 
 def ints(*values: int) -> np.ndarray:
@@ -21,11 +21,11 @@ def plan(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, **changes: ob
 
 
 def new(row: int, tokens: np.ndarray, computed: int = 0, **sampling: object) -> NewSequence:
-    return NewSequence(row, tokens, computed, RowSampling(**sampling))
+    return NewSequence(row, tokens, computed, SamplerParams(**sampling))
 
 
 def test_a_step_is_gathered_from_rows_in_plan_order() -> None:
-    rows = Rows(32, 4, torch.device("cpu"))
+    rows = RowStates(32, 4, torch.device("cpu"))
     step = plan(
         ints(5, 2),
         ints(0, 4),
@@ -48,7 +48,7 @@ def test_a_step_is_gathered_from_rows_in_plan_order() -> None:
 
 
 def test_a_sampled_token_is_there_for_the_next_step() -> None:
-    rows = Rows(8, 4, torch.device("cpu"))
+    rows = RowStates(8, 4, torch.device("cpu"))
     first = plan(ints(0), ints(0), ints(2), new=(new(0, ints(3, 4)),), appended=pairs((0, 1)))
     rows.update(first)
     rows.write(rows.inputs(first), torch.tensor([99]))
@@ -59,7 +59,7 @@ def test_a_sampled_token_is_there_for_the_next_step() -> None:
 
 def test_tokens_chosen_elsewhere_are_learnt() -> None:
     """Rows as the last stage has them, in any order."""
-    rows = Rows(8, 4, torch.device("cpu"))
+    rows = RowStates(8, 4, torch.device("cpu"))
     first = plan(
         ints(0, 3), ints(0, 0), ints(2, 1), new=(new(0, ints(3, 4)), new(3, ints(5))), appended=pairs((0, 1), (3, 2))
     )
@@ -71,7 +71,7 @@ def test_tokens_chosen_elsewhere_are_learnt() -> None:
 
 
 def test_only_rows_that_sample_are_asked_to() -> None:
-    rows = Rows(8, 4, torch.device("cpu"))
+    rows = RowStates(8, 4, torch.device("cpu"))
     step = plan(
         ints(0, 1),
         ints(0, 0),
@@ -86,7 +86,7 @@ def test_only_rows_that_sample_are_asked_to() -> None:
 
 
 def test_a_row_taken_over_begins_a_table_of_its_own() -> None:
-    rows = Rows(8, 2, torch.device("cpu"))
+    rows = RowStates(8, 2, torch.device("cpu"))
     rows.update(plan(ints(0), ints(0), ints(3), new=(new(0, ints(1, 2, 3)),), appended=pairs((0, 5), (0, 6))))
     step = plan(ints(0), ints(0), ints(2), closed=ints(0), new=(new(0, ints(8, 9)),), appended=pairs((0, 7)))
     rows.update(step)
@@ -96,7 +96,7 @@ def test_a_row_taken_over_begins_a_table_of_its_own() -> None:
 
 
 def test_rows_grow_and_keep_what_they_hold() -> None:
-    rows = Rows(8, 4, torch.device("cpu"))
+    rows = RowStates(8, 4, torch.device("cpu"))
     rows.update(
         plan(ints(0), ints(0), ints(1), new=(new(0, ints(42), seed=7, temperature=0.5),), appended=pairs((0, 3)))
     )

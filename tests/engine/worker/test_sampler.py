@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from charonia.engine.cpu import library
-from charonia.engine.worker.counter_random import signed, uniform
-from charonia.engine.worker.sampler import CHOICE, sample
+from charonia.engine.worker.counter_random import as_signed64, counter_uniform
+from charonia.engine.worker.sampler import SAMPLING_DTYPE, sample
 
 DRAWS = 6_000
 
@@ -20,13 +20,13 @@ def way(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.param == "kernels":
         yield
         return
-    with library.absent():
+    with library.without_library():
         yield
 
 
 def choices(rows: int, **values: Any) -> np.ndarray:
     """`rows` rows with equal numbers, at positions 0, 1, ..."""
-    made = np.zeros(rows, dtype=CHOICE)
+    made = np.zeros(rows, dtype=SAMPLING_DTYPE)
     made["temperature"], made["top_p"] = 1.0, 1.0
     made["position"] = np.arange(rows)
     for name, value in values.items():
@@ -133,8 +133,8 @@ def test_numbers_at_the_edge_of_single_precision(asked: dict[str, Any]) -> None:
 def test_numbers_are_uniform_and_repeat() -> None:
     positions = torch.arange(100_000)
     seeds, zeros = torch.full_like(positions, 42), torch.zeros_like(positions)
-    drawn = uniform(seeds, zeros, positions)
-    assert torch.equal(drawn, uniform(seeds, zeros, positions))
+    drawn = counter_uniform(seeds, zeros, positions)
+    assert torch.equal(drawn, counter_uniform(seeds, zeros, positions))
     assert drawn.min() > 0
     assert drawn.max() < 1
     assert_distributed((drawn * 100).long(), torch.full((100,), 0.01, dtype=torch.float64))
@@ -144,7 +144,7 @@ def test_numbers_are_uniform_and_repeat() -> None:
 def test_neighbouring_counters_are_independent(field: str) -> None:
     near = {name: torch.zeros(50_000, dtype=torch.int64) for name in ("seed", "choice", "position")}
     near[field] = torch.arange(50_000)
-    drawn = uniform(near["seed"], near["choice"], near["position"])
+    drawn = counter_uniform(near["seed"], near["choice"], near["position"])
     correlation = torch.corrcoef(torch.stack([drawn[1:], drawn[:-1]]))[0, 1]
     assert abs(correlation) < 0.02
     assert drawn.mean() == pytest.approx(0.5, abs=0.01)
@@ -164,5 +164,5 @@ def test_the_numbers_are_splitmix64s() -> None:
         state = mix((seed + golden) % 2**64)
         state = mix((state + choice * golden) % 2**64)
         state = mix((state + position * golden) % 2**64)
-        drawn = uniform(*(torch.tensor([signed(number)]) for number in (seed, choice, position)))
+        drawn = counter_uniform(*(torch.tensor([as_signed64(number)]) for number in (seed, choice, position)))
         assert drawn.item() == ((state >> 12) + 0.5) * 2.0**-52
