@@ -51,7 +51,7 @@ class Keyring:
     def __bool__(self) -> bool:
         return bool(self._tenants)
 
-    def tenant(self, authorization: str | None) -> Tenant:
+    def authenticate(self, authorization: str | None) -> Tenant:
         """Whose key an `authorization` header or metadata shows; takes as long for a wrong key as for any right one.
 
         Raises:

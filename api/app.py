@@ -71,10 +71,10 @@ def build_app(
     fastapi.add_exception_handler(CharoniaError, _charonia_error)
     fastapi.add_exception_handler(HTTPException, _no_route)
     app: ASGIApp = PostRouter(routes, fastapi)
-    if rules.tolls:
-        app = RestrictedApiMiddleware(app, rules.tolls)
+    if rules.required_headers:
+        app = RestrictedApiMiddleware(app, rules.required_headers)
     app = CatchAllMiddleware(RequestContextMiddleware(AuthMiddleware(app, keys) if keys else app, gateway))
-    return cors_middleware(app, rules.origins) if rules.origins else app
+    return cors_middleware(app, rules.allowed_origins) if rules.allowed_origins else app
 
 
 def all_routes(

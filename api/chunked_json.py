@@ -209,13 +209,13 @@ class UnparsedContainer:
                 pairs += load(self._piece(begin, end, b"{", b"}"), begin - 1)
         return pairs
 
-    async def all(self, values: ValueBudget) -> Any:
+    async def parse(self, values: ValueBudget) -> Any:
         """The whole value."""
         if self.is_object:
             return {key: await parse_fully(value, values) for key, value in (await self.members(values)).items()}
         return [await parse_fully(value, values) for value in await self.items(values)]
 
-    async def flat(self) -> AsyncIterator[list[Any]]:
+    async def flat_elements(self) -> AsyncIterator[list[Any]]:
         """An array's elements in their order, some at a time, in as many arrays as they are in."""
         if self.is_object:
             raise malformed_json("an array was expected", self._begin)
@@ -337,4 +337,4 @@ async def read_whole_json_object(body: Buffer) -> JsonObject:
 
 async def parse_fully(value: Any, values: ValueBudget) -> Any:
     """The value, whatever is still text of it read, too."""
-    return await value.all(values) if isinstance(value, UnparsedContainer) else value
+    return await value.parse(values) if isinstance(value, UnparsedContainer) else value

@@ -64,7 +64,7 @@ async def _from_json(tensor: Tensor, source: UnparsedContainer, place: raw_tenso
     datatype, done = tensor.datatype, 0
     count = raw_tensors.element_count(datatype, tensor.shape, place)
     data = np.empty(count, NUMPY_TYPES[datatype])
-    async for piece in source.flat():
+    async for piece in source.flat_elements():
         values = json_tensors.flatten(piece)
         if done + len(values) > count:
             json_tensors.check_element_count(datatype, count, done + len(values))

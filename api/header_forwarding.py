@@ -39,9 +39,9 @@ class HeaderForwarding:
         """Those of an HTTP request, names in lower case."""
         if self._matches is None:
             return _NOTHING
-        return self.chosen((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers.items())
+        return self.select((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers.items())
 
-    def chosen(self, headers: Iterable[tuple[str, str]]) -> Mapping[str, str]:
+    def select(self, headers: Iterable[tuple[str, str]]) -> Mapping[str, str]:
         """Raises `InvalidArgument` where one matches whose name means something else as a parameter."""
         if self._matches is None:
             return _NOTHING

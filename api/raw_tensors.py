@@ -38,11 +38,11 @@ class InputRef(NamedTuple):
     model: str
     input: str
 
-    def refuse(self, text: str) -> InvalidArgument:
+    def error(self, text: str) -> InvalidArgument:
         return InvalidArgument(f"[request id: {self.request_id or '<id_unknown>'}] {text}", field=self.input)
 
     @property
-    def text(self) -> str:
+    def description(self) -> str:
         return f"input '{self.input}' for model '{self.model}'"
 
 
@@ -98,16 +98,16 @@ def decode(datatype: str, shape: tuple[int, ...], raw: RawBytes, place: InputRef
 def check_byte_size(expected: int, got: int, place: InputRef) -> None:
     """Raises `InvalidArgument` if they differ."""
     if expected != got:
-        raise place.refuse(f"input byte size mismatch for {place.text}. Expected {expected}, got {got}")
+        raise place.error(f"input byte size mismatch for {place.description}. Expected {expected}, got {got}")
 
 
 def check_string_count(expected: int, got: int, place: InputRef) -> None:
     """Raises `InvalidArgument` if they differ."""
-    whose = f"inference {place.text}"
+    whose = f"inference {place.description}"
     if got > expected:
-        raise place.refuse(f"unexpected number of string elements {got} for {whose}, expecting {expected}")
+        raise place.error(f"unexpected number of string elements {got} for {whose}, expecting {expected}")
     if got < expected:
-        raise place.refuse(f"expected {expected} string elements for {whose}, got {got}")
+        raise place.error(f"expected {expected} string elements for {whose}, got {got}")
 
 
 def string_array(elements: list[bytes], count: int, place: InputRef) -> NDArray[Any]:
@@ -174,7 +174,7 @@ def _elements(raw: RawBytes, count: int, place: InputRef) -> list[bytes]:
     while offset < len(raw):
         end = offset + _LENGTH.size + _length(raw, offset, place)
         if end > len(raw):
-            raise place.refuse(f"incomplete string data for inference {place.text}, the last element is cut off")
+            raise place.error(f"incomplete string data for inference {place.description}, the last element is cut off")
         elements.append(bytes(raw[offset + _LENGTH.size : end]))
         offset = end
         if len(elements) > count:
@@ -186,8 +186,8 @@ def _elements(raw: RawBytes, count: int, place: InputRef) -> list[bytes]:
 def _length(raw: RawBytes, offset: int, place: InputRef) -> int:
     rest = len(raw) - offset
     if rest < _LENGTH.size:
-        raise place.refuse(
-            f"incomplete string length indicator for inference {place.text}, expecting {_LENGTH.size} bytes "
+        raise place.error(
+            f"incomplete string length indicator for inference {place.description}, expecting {_LENGTH.size} bytes "
             f"but only {rest} bytes available. Please make sure the string length indicator is in one buffer."
         )
     length: int = _LENGTH.unpack_from(raw, offset)[0]

@@ -16,11 +16,11 @@ class RequestedOutput(NamedTuple):
 
     name: str
     classes: int = 0
-    into: memoryview | None = None
+    memory: memoryview | None = None
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raises `InvalidArgument` if that does not go together."""
-        if self.classes and self.into is not None:
+        if self.classes and self.memory is not None:
             message = "Output can't set both 'shared_memory_region' and 'classification'"
             raise InvalidArgument(message, field=self.name)
 

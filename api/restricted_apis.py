@@ -38,7 +38,7 @@ class RequiredHeader(NamedTuple):
     key: str
     value: str
 
-    def paid(self, shown: str | None) -> bool:
+    def matches(self, shown: str | None) -> bool:
         return shown is not None and hmac.compare_digest(shown.encode(), self.value.encode())
 
 
@@ -78,7 +78,7 @@ class RestrictedApiMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app, toll = self._app, self._toll(scope)
-        if toll is not None and not toll.paid(_header(scope, toll.key)):
+        if toll is not None and not toll.matches(_header(scope, toll.key)):
             error = Unauthenticated(f"This API is restricted, expecting header '{toll.key}'")
             record_error(error)
             app = json_response(v2_error_body(error), 403)

@@ -77,7 +77,7 @@ def step(case: AttentionCase, backend: str, stored: str) -> Callable[[], None]:
 
     @torch.inference_mode()
     def run() -> None:
-        _layers(attention.begin(batch).turned, packed, angles)
+        _layers(attention.begin_step(batch).apply_rope_and_attend, packed, angles)
 
     return run
 
@@ -94,7 +94,7 @@ def _batch(case: AttentionCase) -> StepBatch:
     width = -(-(case.context + case.new) // BLOCK)
     tables = torch.randperm(case.sequences * width).view(case.sequences, width)
     starts, counts = ([number] * case.sequences for number in (case.context, case.new))
-    return StepBatch.of(torch.zeros(case.sequences * case.new), starts, counts, tables, BLOCK)
+    return StepBatch.from_tokens(torch.zeros(case.sequences * case.new), starts, counts, tables, BLOCK)
 
 
 def measure(turns: int) -> Iterator[AttentionFigure]:

@@ -96,16 +96,16 @@ def measure(kind: StepKind, rows: int, ranks: int, steps: int) -> BroadcastCost:
     with readers(ranks) as (board, lines):
         for bulletin in sample_broadcasts(kind, rows, _WARM_UP + steps):
             begun, now = time.perf_counter(), time.thread_time()
-            message = writer.write(bulletin)
+            message = writer.encode(bulletin)
             now = _lap(written, now)
-            board.post(message)
+            board.publish(message)
             _lap(posted, now)
             for line in lines:
                 line.recv_bytes()
             told.append(time.perf_counter() - begun)
-            board.forget()
+            board.release_oldest()
             now = time.thread_time()
-            reader.read(message)
+            reader.decode(message)
             _lap(read, now)
             sizes.append(len(message))
     return BroadcastCost(
@@ -144,7 +144,7 @@ def _read(line: Connection, memory: RingMemory) -> None:
     line.send_bytes(b"!")
     try:
         while True:
-            reader.read(desk.read())
+            reader.decode(desk.read())
             line.send_bytes(b"!")
     except EOFError:
         return

@@ -40,8 +40,8 @@ class LoopResult:
         for key, count in zip(updates.keys, updates.counts, strict=True):
             self.tokens.setdefault(key, []).extend(next(stream) for _ in range(count))
         self._add_logprobs(updates)
-        for key, scores in updates.scores:
-            self.scores.setdefault(key, []).extend(scores.read())
+        for key, scores in updates.prompt_logprobs:
+            self.scores.setdefault(key, []).extend(scores.to_list())
 
     def _add_logprobs(self, updates: StepUpdates) -> None:
         owners = [key for key, count in zip(updates.keys, updates.counts, strict=True) for _ in range(count)]

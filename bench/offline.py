@@ -92,7 +92,7 @@ def compare(checkpoint: Path, scratch: Path, work: OfflineOptions, peers: Sequen
             for repeat in range(work.repeats)
             for turn in _round(field, job, seed=1 + repeat, log=log)
         ]
-        about = {each.entry.label: each.about for each in field.contenders}
+        about = {each.spec.label: each.about for each in field.contenders}
         return OfflineComparison(
             checkpoint=checkpoint.name, threads=field.gauge.threads, about=about, ways=field.gauge.ways, turns=turns
         )
@@ -140,7 +140,7 @@ def _round(field: WarmContenders, job: OfflineJob, seed: int, log: Log) -> Itera
     before, ours = field.gauge.measure(), GenerationTime((), 0.0)
     for contender in field.contenders:
         spent = contender.generate(asked, job.new)
-        after, entry = field.gauge.measure(), contender.entry
+        after, entry = field.gauge.measure(), contender.spec
         ours = spent if entry.name == OURS else ours
         machine = best_peaks(before[entry.precision], after[entry.precision])
         turn = OfflineRun(

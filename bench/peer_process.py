@@ -91,7 +91,7 @@ class PeerProcess:
         Raises:
             Unavailable: it cannot; the message holds its last words.
         """
-        self.entry = entry
+        self.spec = entry
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         threads = {"OMP_NUM_THREADS": str(setup.threads)}
         # A group of its own, to be stopped as one; of our session, so that it does not outlive us.
@@ -124,7 +124,7 @@ class PeerProcess:
         self._signal(signal.SIGSTOP)
         spent = GenerationTime(answer["tokens"], answer["seconds"])
         if (lengths := [len(made) for made in spent.tokens]) != [new] * len(prompts):
-            raise Unavailable(f"{self.entry.label} made {lengths} tokens of {len(prompts)} prompts, not {new} of each")
+            raise Unavailable(f"{self.spec.label} made {lengths} tokens of {len(prompts)} prompts, not {new} of each")
         return spent
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ class PeerProcess:
         line = output.readline() if ready else b""
         answer: dict[str, Any] = json.loads(line) if line else {"error": f"no answer\n{self._last_words()}"}
         if "error" in answer:
-            raise Unavailable(f"{self.entry.label}: {answer['error']}")
+            raise Unavailable(f"{self.spec.label}: {answer['error']}")
         return answer
 
     def _last_words(self) -> str:

@@ -54,7 +54,7 @@ class ScoredModel:
         built = checkpoint_builder(open_checkpoint(str(checkpoint))).build(place)
         self._decoder: Decoder = built.decoder
         heads = built.shape.heads, built.shape.kv_heads, built.shape.head_dim
-        spec = CacheSpec(built.shape.views, *heads, BLOCK, dtype, place.device)
+        spec = CacheSpec(built.shape.attention, *heads, BLOCK, dtype, place.device)
         self._attention: AttentionBackend = create_backend("auto", spec)
         self._attention.allocate(WINDOW // BLOCK)
 
@@ -62,8 +62,8 @@ class ScoredModel:
     def losses(self, window: Tensor) -> Tensor:
         """[n - 1] in nats, of all tokens int64 [n] but the first."""
         blocks = torch.arange(WINDOW // BLOCK).unsqueeze(0)
-        step = StepBatch.of(window, [0], [len(window)], blocks, BLOCK)
-        logits = self._decoder.logits(step, self._attention.begin(step), [step.positions[:-1]])
+        step = StepBatch.from_tokens(window, [0], [len(window)], blocks, BLOCK)
+        logits = self._decoder.compute_logits(step, self._attention.begin_step(step), [step.positions[:-1]])
         assert logits is not None, "one rank is the last stage too"
         return F.cross_entropy(next(logits).float(), window[1:], reduction="none")
 

@@ -104,7 +104,7 @@ async def _ask_on(client: EngineClient, waiting: Iterator[list[int]], answer: in
     """Ask one question after another; how long each first token took goes into `times`."""
     for prompt in waiting:
         began, finish = time.perf_counter(), None
-        with client.open(AddRequest(client=0, key=0, prompt=prompt, max_tokens=answer)) as channel:
+        with client.open_stream(AddRequest(client=0, key=0, prompt=prompt, max_tokens=answer)) as channel:
             finish = (await channel.read()).finish_reason
             times.append(time.perf_counter() - began)
             while finish is None:
@@ -120,8 +120,8 @@ def microseconds(length: int) -> float:
 def _find(prompt: list[int], known: list[PrefixIndex]) -> None:
     beginnings = prompt_prefixes(prompt, ("", "", ""))
     for each in known:
-        each.longest(beginnings)
-    known[0].learn(beginnings, 1 << 20)
+        each.longest_match(beginnings)
+    known[0].insert(beginnings, 1 << 20)
 
 
 def _timed(work: Callable[[], None]) -> float:

@@ -58,7 +58,7 @@ class ModelDemand:
             layers=layers,
             head=head,
             weight_bytes=(layers + head) * WEIGHT_BYTES[precision],
-            windows=tuple(view.window for view in spec.views),
+            windows=tuple(view.window for view in spec.attention),
             kv_bytes=2 * spec.kv_heads * spec.head_dim * _KV_BYTES[precision],
         )
 

@@ -45,8 +45,8 @@ class SimulatedMachine(NamedTuple):
     noise: float = 0.0
 
     def seconds(self, work: StepWork, samples: int) -> float:
-        computing = self.token * (work.rows + work.tokens) + self.head * samples
-        attention = self.decode_context * work.rows_context + self.prompt_context * work.tokens_context
+        computing = self.token * (work.decode_tokens + work.prefill_tokens) + self.head * samples
+        attention = self.decode_context * work.decode_context + self.prompt_context * work.prefill_context
         return max(self.weights, computing) + attention + self.rest
 
 

@@ -66,7 +66,7 @@ class FastestSteps:
 
 
 def _parts(run: ProgramTimings) -> dict[str, float]:
-    heads = (run.kinds == PRODUCT) & run.chosen
+    heads = (run.kinds == PRODUCT) & run.selected
     parts = {name: float(run.seconds[(run.kinds == kind) & ~heads].sum()) for name, kind in PARTS.items()}
     return {**parts, "head": float(run.seconds[heads].sum())}
 

@@ -191,7 +191,7 @@ def _add(core: EngineCore, case: StepCase) -> None:
 def _wire() -> Iterator[CoreSockets]:
     """To a process that reads and forgets."""
     with TemporaryDirectory() as directory:
-        address = CoreEndpoints.under(directory)
+        address = CoreEndpoints.in_directory(directory)
         reader = get_context("spawn").Process(target=_read, args=(address,), daemon=True)
         reader.start()
         wire = CoreSockets([address])

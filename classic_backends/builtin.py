@@ -94,7 +94,7 @@ class IdentityLoader:
         config = replace(config, inputs=tuple(spec for spec in config.inputs if spec.name not in hidden))
         _check_pairs(config)
         time.sleep(read_integer(parameters, "creation_delay_sec", 0))
-        factor = max(1, place.index * read_integer(parameters, "instance_wise_delay_multiplier", 0))
+        factor = max(1, place.number * read_integer(parameters, "instance_wise_delay_multiplier", 0))
         delay = read_integer(parameters, "execute_delay_ms", 0) * factor * _MILLISECOND
         warn_unknown_parameters(config.name, config.parameters, _IDENTITY_PARAMETERS)
         pairs = [(given.name, made.name) for given, made in zip(config.inputs, config.outputs, strict=True)]

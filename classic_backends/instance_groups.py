@@ -15,7 +15,7 @@ from .runtime import InstancePlacement
 class InstanceSlot(NamedTuple):
     """One instance to be loaded; a `passive` one is given no requests."""
 
-    place: InstancePlacement
+    placement: InstancePlacement
     passive: bool = False
 
 
@@ -34,7 +34,7 @@ def read_instance_slots(model: str, document: ConfigDocument) -> tuple[InstanceS
 
 def instances_per_gpu(document: ConfigDocument) -> Counter[int | None]:
     """How many there are on each GPU, and under None all others."""
-    return Counter(slot.place.gpu for slot in _all_slots("", document))
+    return Counter(slot.placement.gpu for slot in _all_slots("", document))
 
 
 def with_one_instance(document: ConfigDocument, place: InstancePlacement) -> dict[str, Any]:

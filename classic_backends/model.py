@@ -72,11 +72,11 @@ class ClassicModel:
         self._parameters = {**(parameters or {}), **config.parameters}
         limit = read_number(self._parameters, EXECUTION_TIMEOUT, 0.0)
         self._parameters.pop(EXECUTION_TIMEOUT, None)
-        self._warm_up = samples.warm_up
-        self._sequences = sequences = read_sequence_support(config, samples.states)
+        self._warm_up = samples.warmup_requests
+        self._sequences = sequences = read_sequence_support(config, samples.initial_states)
         rules = read_batching_config(config.document, config.max_batch_size, config.decoupled)
         self._rules = rules if sequences is None else sequences.rules.batching
-        stateful = None if sequences is None else sequences.stateful
+        stateful = None if sequences is None else sequences.layout
         self._form = BatchLayout(ModelSignature(config), read_ragged_config(config.document), stateful)
         self._slots = read_instance_slots(config.name, config.document)
         self._account = ModelMetrics(
@@ -106,7 +106,7 @@ class ClassicModel:
         return self._account.statistics()
 
     def count(self, exchange: RequestContext) -> None:
-        self._account.count(exchange)
+        self._account.record_request_end(exchange)
 
     def readings(self) -> Iterator[Reading]:
         """Everything measured, for a scrape."""
@@ -119,15 +119,15 @@ class ClassicModel:
         """Return when every instance is loaded and warm. Raises what loading one raises; then nothing is left."""
         first, *others = self._slots
         try:
-            await self._crew.start([first])
+            await self._crew.load_instances([first])
             traits = self._crew.first.traits
             check_ragged_support(self._form.signature, traits.ragged, self._config.backend)
-            waits = self._config.decoupled or self._rules.max_delay or self._sequences is not None
+            waits = self._config.decoupled or self._rules.max_delay_ns or self._sequences is not None
             if traits.inline and not waits:
                 # No queue, no thread.
                 self._inline = self._crew.first
             else:
-                await self._crew.start(others)
+                await self._crew.load_instances(others)
         except BaseException:
             await self.unload()
             raise
@@ -152,17 +152,19 @@ class ClassicModel:
 
     async def _infer_inline(self, runtime: Runtime, request: InferRequest) -> InferResponse:
         begun = time.monotonic_ns()
-        result = execute_single(runtime, self._form, request, self._slots[0].place.name)
+        result = execute_single(runtime, self._form, request, self._slots[0].placement.name)
         whole = time.monotonic_ns() - begun
         exchange = current_request()
         if exchange is not None:
-            exchange.computed = ExecutionTimes(begun, begun, result.timing)
+            exchange.execution = ExecutionTimes(begun, begun, result.timing)
         if result.error is not None:
-            self._account.lose(FailureReason.BACKEND, whole)
+            self._account.record_failure(FailureReason.BACKEND, whole)
             raise result.error
-        size = self._form.signature.size(request)
-        self._account.execute(size, result.timing, CloseReason.IDLE if self._rules.combine else CloseReason.ALONE, 1)
-        self._account.succeed(size, whole, 0, result.timing)
+        size = self._form.signature.batch_size(request)
+        self._account.record_execution(
+            size, result.timing, CloseReason.IDLE if self._rules.combine_requests else CloseReason.ALONE, 1
+        )
+        self._account.record_success(size, whole, 0, result.timing)
         return result.responses[0]
 
     async def _infer_once(self, request: InferRequest) -> InferResponse:
@@ -183,11 +185,11 @@ class ClassicModel:
     async def _infer_streamed(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         channel = ResponseChannel(asyncio.get_running_loop())
         waiting = self._waiting(request, channel)
-        waiting.item.room = channel.room
+        waiting.item.unread_slots = channel.unread_slots
         self._submit(waiting)
         timer = self._timer(waiting)
         try:
-            while (response := await channel.read()) is not None:
+            while (response := await channel.next_response()) is not None:
                 yield response
         finally:
             if timer is not None:
@@ -197,9 +199,9 @@ class ClassicModel:
 
     def _timer(self, waiting: QueuedJob) -> asyncio.TimerHandle | None:
         """Of a request whose own time may run out while it is executed."""
-        if waiting.limit is None:
+        if waiting.answer_deadline is None:
             return None
-        left = max(0, waiting.limit - time.monotonic_ns()) / 1e9
+        left = max(0, waiting.answer_deadline - time.monotonic_ns()) / 1e9
         return asyncio.get_running_loop().call_later(left, self._time_out, waiting)
 
     def _time_out(self, waiting: QueuedJob) -> None:
@@ -208,46 +210,46 @@ class ClassicModel:
 
     def _waiting(self, request: InferRequest, sink: ResponseSink) -> QueuedJob:
         signature = self._form.signature
-        job, size = self._job(request, sink), signature.size(request)
+        job, size = self._job(request, sink), signature.batch_size(request)
         if self._sequences is not None:
-            job.flags = self._sequences.flags.read(request, size)
-        kind = signature.kind(request) if self._rules.combine else None
+            job.sequence_flags = self._sequences.flag_reader.read_flags(request, size)
+        kind = signature.batch_key(request) if self._rules.combine_requests else None
         timeout = _number(request, "timeout") * _MICROSECOND
         return QueuedRequest(job, size, kind, _number(request, "priority"), timeout)
 
     def _job(self, request: InferRequest, sink: ResponseSink) -> InferenceJob:
         return InferenceJob(
-            self._form.signature.arrays(request), request.outputs, sink, request.id, exchange=current_request()
+            self._form.signature.to_arrays(request), request.outputs, sink, request.id, exchange=current_request()
         )
 
     def _submit(self, waiting: QueuedJob) -> None:
         try:
             if self._dispatcher is None:
                 raise Unavailable(f"model '{self._config.name}' is not loaded")
-            if self._rules.ordered:
-                waiting.item.sink = self._line.enter(waiting.item.sink)
+            if self._rules.preserve_ordering:
+                waiting.item.sink = self._line.add_request(waiting.item.sink)
             self._dispatcher.submit(waiting)
         except CharoniaError:
-            self._account.lose(FailureReason.REJECTED, 0)
+            self._account.record_failure(FailureReason.REJECTED, 0)
             waiting.item.sink.end()
             raise
 
     def _give_up(self, waiting: QueuedJob, reason: FailureReason, error: Exception | None = None) -> None:
         """Its reader left, or is told that `error`. What is made of it is dropped."""
-        self._account.lose(reason, time.monotonic_ns() - waiting.arrived)
+        self._account.record_failure(reason, time.monotonic_ns() - waiting.arrived_at)
         waiting.item.give_up()
         if self._dispatcher is not None:
-            self._dispatcher.leave(waiting)
+            self._dispatcher.cancel_request(waiting)
         waiting.item.sink.end(error)
 
     def _load(self, slot: InstanceSlot) -> Runtime:
         """In the thread of the instance."""
         config = self._config if self._sequences is None else self._sequences.config
-        runtime = self._loader.load(self._directory, config, slot.place, self._parameters)
+        runtime = self._loader.load(self._directory, config, slot.placement, self._parameters)
         try:
             for sample in self._warm_up:
                 for _ in range(sample.times):
-                    self._warm(runtime, sample.request, slot.place.name)
+                    self._warm(runtime, sample.request, slot.placement.name)
         except BaseException:
             runtime.close()
             raise
@@ -256,7 +258,7 @@ class ClassicModel:
     def _warm(self, runtime: Runtime, request: InferRequest, name: str) -> None:
         job = self._job(request, _NOBODY)
         if self._sequences is not None:
-            self._sequences.rehearse(job)
+            self._sequences.mark_warm_up(job)
         if self._config.decoupled:
             results = list(execute_decoupled(runtime, self._form, job, name))
         else:
@@ -272,7 +274,7 @@ class ClassicModel:
         else:
             self._dispatcher = SequenceScheduler(self._sequences.rules, form, clerk, decoupled)
         if self._inline is None:
-            self._crew.serve(self._dispatcher)
+            self._crew.start_serving(self._dispatcher)
 
 
 def _number(request: InferRequest, name: str) -> int:

@@ -25,7 +25,7 @@ class InstancePlacement:
 
     kind: str = "KIND_CPU"
     device: int = 0
-    index: int = 0
+    number: int = 0
     name: str = ""
 
     @property
@@ -55,8 +55,8 @@ class RuntimeTraits(NamedTuple):
 
     inline: bool = False
     ragged: bool = False
-    life: RuntimeProcess | None = None
-    end: Callable[[str], None] | None = None
+    process: RuntimeProcess | None = None
+    interrupt: Callable[[str], None] | None = None
 
 
 class Runtime(Protocol):

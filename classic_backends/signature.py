@@ -35,7 +35,7 @@ class ModelSignature:
 
     def __init__(self, config: ModelConfig) -> None:
         self.batched = config.max_batch_size > 0
-        self.model = config.name
+        self.model_name = config.name
         self.inputs = _sides(config.inputs, config.document.get("input", ()))
         self._reshaped_inputs = {side.name: side for side in self.inputs if side.reshape is not None}
         self._made = {side.name: side for side in _sides(config.outputs, config.document.get("output", ()))}
@@ -44,7 +44,7 @@ class ModelSignature:
         self._alike = tuple(side.name for side in self.inputs if -1 in side.dims and not side.ragged)
         self._types = {name: _numpy_type(side.datatype) for name, side in self._made.items()}
 
-    def arrays(self, request: InferRequest) -> dict[str, NDArray[Any]]:
+    def to_arrays(self, request: InferRequest) -> dict[str, NDArray[Any]]:
         """The request's inputs in the model's shapes; ragged ones as they came."""
         arrays = {}
         for name, tensor in request.inputs.items():
@@ -55,19 +55,19 @@ class ModelSignature:
             arrays[name] = tensor.data if tensor.data.shape == shape else tensor.data.reshape(shape)
         return arrays
 
-    def size(self, request: InferRequest) -> int:
+    def batch_size(self, request: InferRequest) -> int:
         """How many items of a batch it is, at least 1."""
         if not self.batched or not request.inputs:
             return 1
         return max(1, next(iter(request.inputs.values())).shape[0])
 
-    def kind(self, request: InferRequest) -> Hashable:
+    def batch_key(self, request: InferRequest) -> Hashable:
         """Equal for requests that fit in one batch: the shapes that must agree, and which optional inputs there are."""
         given = request.inputs
         shapes = tuple([(name, given[name].shape[1:]) for name in self._alike if name in given])
         return (shapes, frozenset(given)) if self._optional else shapes
 
-    def tensors(self, made: Arrays, wanted: Sequence[str] | None) -> tuple[Tensor, ...]:
+    def to_tensors(self, made: Arrays, wanted: Sequence[str] | None) -> tuple[Tensor, ...]:
         """What one request gets: the model's outputs in its order, those `wanted` or all; their shapes as clients know
         them.
 
@@ -85,7 +85,7 @@ class ModelSignature:
 
     def _tensor(self, side: TensorBinding, array: NDArray[Any]) -> Tensor:
         if array.dtype != self._types[side.name]:
-            message = f"model '{self.model}' made output '{side.name}' of type {array.dtype}, not {side.datatype}"
+            message = f"model '{self.model_name}' made output '{side.name}' of type {array.dtype}, not {side.datatype}"
             raise Internal(message)
         if side.reshape is None:
             return Tensor(side.name, side.datatype, array.shape, array)
@@ -93,7 +93,9 @@ class ModelSignature:
         try:
             return Tensor(side.name, side.datatype, shape, array.reshape(shape))
         except ValueError:
-            message = f"model '{self.model}' made output '{side.name}' of shape {list(array.shape)}, not {list(shape)}"
+            message = (
+                f"model '{self.model_name}' made output '{side.name}' of shape {list(array.shape)}, not {list(shape)}"
+            )
             raise Internal(message) from None
 
     def _reshaped(self, shape: Shape, here: Shape, there: Shape) -> Shape:
@@ -123,8 +125,12 @@ def check_ragged_support(signature: ModelSignature, able: bool, backend: str) ->
     """Raises `InvalidArgument` where a config wants of its backend what that is not `able` to."""
     ragged = [side.name for side in signature.inputs if side.ragged]
     if ragged and not able:
-        message = f"input '{ragged[0]}' of model '{signature.model}' allows ragged batches, which '{backend}' cannot do"
+        message = (
+            f"input '{ragged[0]}' of model '{signature.model_name}' allows ragged batches, which '{backend}' cannot do"
+        )
         raise InvalidArgument(message, field="input.allow_ragged_batch")
     if ragged and not signature.batched:
-        message = f"input '{ragged[0]}' of model '{signature.model}' allows ragged batches, but max_batch_size is 0"
+        message = (
+            f"input '{ragged[0]}' of model '{signature.model_name}' allows ragged batches, but max_batch_size is 0"
+        )
         raise InvalidArgument(message, field="input.allow_ragged_batch")

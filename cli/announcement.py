@@ -20,7 +20,7 @@ def print_ready(gateway: Gateway, at: str, guarded: bool) -> None:
     """The URL, and a line to paste; `guarded`: it needs a key."""
     key = "-H 'Authorization: Bearer <key>' " if guarded else ""
     print(f"Serving on {at}")
-    for config in gateway.models():
+    for config in gateway.model_configs():
         if any(spec.name == "text_input" for spec in config.inputs):
             body = shlex.quote('{"text_input": "def fibonacci(n):", "max_tokens": 64}')
             print(f"Try: curl -N {key}{at}/v2/models/{config.name}/generate_stream -d {body}")

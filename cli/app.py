@@ -88,7 +88,7 @@ def serve(
         os.environ["HF_HUB_CACHE"] = str(
             repository.download_dir
         )  # read by the hub's library, here and in what we start
-    server, repository = triton.former.server(server), triton.former.repository(repository)
+    server, repository = triton.renamed.apply_to_server(server), triton.renamed.apply_to_repository(repository)
     try:
         with configured_logging(server.log_settings) as logs:
             check_triton_flags(triton)
@@ -99,7 +99,7 @@ def serve(
             warn_of_unprotected_control(repository, server, grpc, doors)
             chosen = selection_from_flags(model, repository, engine, metrics)
             plan = ServePlan(doors, chosen, shared_state(server, logs), server, grpc, metrics)
-            spans = plan.commons.traces.settings().spans
+            spans = plan.shared.traces.settings().spans
             endpoint = otlp_endpoint(server.otlp_traces_endpoint, os.environ, spans)
             with open_tracer(endpoint, __version__, spans) as tracer:
                 return uvloop.run(run(plan, tracer))

@@ -39,13 +39,13 @@ class FrontendServers:
             self._registry = build_registry(measured, vllm, plan.metrics.hidden)
         self._grpc: GrpcServer | None = None
         if ports.grpc is not None:
-            self._grpc = GrpcServer(hub, self._info, plan.grpc, ports.grpc, plan.entry.calls)
+            self._grpc = GrpcServer(hub, self._info, plan.grpc, ports.grpc, plan.endpoints.grpc)
 
     def metrics(self) -> AbstractAsyncContextManager[None]:
         """Metrics are served on their own port during the block, if they are wanted."""
         return serve_metrics(self._registry, self._ports.metrics)
 
-    async def open(self) -> ServerGroup:
+    async def start(self) -> ServerGroup:
         """Open those for requests, whatever is loaded by now."""
         doors = ServerGroup(*self._wanted())
         await doors.start()
@@ -54,9 +54,9 @@ class FrontendServers:
         return doors
 
     def _wanted(self) -> Iterator[ListeningServer]:
-        entry = self._plan.entry
-        app = build_app(self._hub, self._info, entry.keys, entry.rules, self._registry)
-        patience = entry.rules.body_timeout
+        entry = self._plan.endpoints
+        app = build_app(self._hub, self._info, entry.keys, entry.http, self._registry)
+        patience = entry.http.body_timeout
         if self._ports.http is not None:
             yield HttpServer(app, self._ports.http, access_log=True, tls=entry.tls, body_timeout=patience)
         for cloud, sock in zip(entry.clouds, self._ports.clouds, strict=True):
@@ -65,11 +65,11 @@ class FrontendServers:
             yield self._grpc
 
     def _models(self) -> list[str]:
-        return [config.name for config in self._hub.models()]
+        return [config.name for config in self._hub.model_configs()]
 
-    def announce(self) -> None:
+    def print_addresses(self) -> None:
         """Say where it serves."""
-        entry, options = self._plan.entry, self._plan.server
+        entry, options = self._plan.endpoints, self._plan.server
         if self._grpc is not None:
             print(f"gRPC on {reachable_address(self._plan.grpc.grpc_address, self._grpc.port)}")
         for cloud, sock in zip(entry.clouds, self._ports.clouds, strict=True):
@@ -83,4 +83,4 @@ class FrontendServers:
     def _url(self) -> str:
         http = self._ports.http
         port = 0 if http is None else http.getsockname()[1]
-        return base_url(self._plan.server.http_address, port, self._plan.entry.tls is not None)
+        return base_url(self._plan.server.http_address, port, self._plan.endpoints.tls is not None)

@@ -35,33 +35,33 @@ class ModelSelection:
     catalog: RepositoryCatalog
     builder: ModelBuilder
     options: RepositoryOptions
-    single: bool
+    is_single_checkpoint: bool
 
     @property
-    def names(self) -> list[str]:
+    def startup_models(self) -> list[str]:
         """What to load at the start."""
         wanted = self.options.load_model
         if self.options.model_control_mode == "explicit" and wanted != (_ALL_MODELS,):
             return list(dict.fromkeys(wanted))
-        return self.catalog.names()
+        return self.catalog.model_names()
 
-    def keeper(self, hub: InProcessGateway) -> RepositoryWatcher:
+    def create_watcher(self, hub: InProcessGateway) -> RepositoryWatcher:
         """Who keeps the hub's models as they were asked for; in mode explicit, requests may change them."""
         if self.options.model_control_mode == "explicit":
-            hub.control = ExplicitModelControl(self.catalog, hub.registry, hub.lifecycle)
+            hub.model_control = ExplicitModelControl(self.catalog, hub.registry, hub.lifecycle)
         return RepositoryWatcher(self.catalog, hub.registry, hub.lifecycle)
 
-    async def load(self, keeper: RepositoryWatcher, strict: bool) -> bool:
+    async def load_startup_models(self, keeper: RepositoryWatcher, strict: bool) -> bool:
         """Load what there is to begin with, before the eyes of who started it; whether that is enough to serve.
         `strict`: nothing but all of it is."""
         with ProgressDisplay() as display:
-            complete = await keeper.start(self.names, display)
-        if not complete and strict and not self.single:
+            complete = await keeper.load_initial(self.startup_models, display)
+        if not complete and strict and not self.is_single_checkpoint:
             print("charonia: a model failed to load; --exit-on-error=false serves the others", file=sys.stderr)
-        return complete or not (strict or self.single)
+        return complete or not (strict or self.is_single_checkpoint)
 
     @asynccontextmanager
-    async def kept(self, keeper: RepositoryWatcher) -> AsyncIterator[None]:
+    async def polling(self, keeper: RepositoryWatcher) -> AsyncIterator[None]:
         """In mode poll, follow the repository meanwhile."""
         if self.options.model_control_mode != "poll":
             yield
@@ -97,7 +97,7 @@ def select_models(
     limit = f"execution_timeout_secs={options.execution_timeout_secs:g}"  # as if it were said of all backends
     backends = BackendSettings.parse((limit, *options.backend_config))
     cache = parse_cache_config(options.cache_config)
-    promised = (lambda: 0) if cache is None else (lambda: cache.to_come)
+    promised = (lambda: 0) if cache is None else (lambda: cache.outstanding)
     budget = MemoryBudget.of_machine(options.memory_limit, options.gpu_memory_limit, promised)
     builder = ModelBuilder(backends, not options.disable_auto_complete_config, budget, quantiles, cache)
     return ModelSelection(catalog, builder, options, single is not None and not repositories)

@@ -36,8 +36,8 @@ class EndpointSettings:
     """Who may come in over HTTP (`rules`) or gRPC (`calls`), and how; `clouds`: by other doors."""
 
     keys: Keyring
-    rules: HttpRules
-    calls: call_policy.GrpcCallPolicy
+    http: HttpRules
+    grpc: call_policy.GrpcCallPolicy
     tls: KeyPair | None
     clouds: tuple[CloudEndpoint, ...] = ()
 
@@ -46,9 +46,9 @@ class EndpointSettings:
 class ServePlan:
     """What to serve and how."""
 
-    entry: EndpointSettings
+    endpoints: EndpointSettings
     selection: ModelSelection
-    commons: SharedState
+    shared: SharedState
     server: ServerOptions
     grpc: GrpcOptions
     metrics: MetricsConfig
@@ -60,9 +60,9 @@ def check_triton_flags(options: TritonFlags) -> None:
     Raises:
         Unsupported: that is so; the message names the flag.
     """
-    options.refused.check()
-    if options.idle.given:
-        log.warning("flags of tritonserver that have no effect here: %s", ", ".join(options.idle.given))
+    options.unsupported.check()
+    if options.ignored.given:
+        log.warning("flags of tritonserver that have no effect here: %s", ", ".join(options.ignored.given))
 
 
 def endpoint_settings(
@@ -93,8 +93,8 @@ def warn_of_unprotected_control(
     if repository.model_control_mode != "explicit" or entry.keys:
         return
     doors = {
-        "HTTP": is_true(server.allow_http) and _LOADS not in entry.rules.tolls,
-        "gRPC": is_true(grpc.allow_grpc) and "RepositoryModelLoad" not in entry.calls.tolls,
+        "HTTP": is_true(server.allow_http) and _LOADS not in entry.http.required_headers,
+        "gRPC": is_true(grpc.allow_grpc) and "RepositoryModelLoad" not in entry.grpc.required_headers,
     }
     if any(doors.values()):
         log.warning(
@@ -127,6 +127,6 @@ def shared_state(server: ServerOptions, logs: LogControl) -> SharedState:
     check_trace_file(traces)
     if traces.spans is not None and TENSORS in traces.trace_level:
         log.warning("--trace-config level=TENSORS has no effect: spans hold no tensors")
-    if traces.spans is not None and not traces.on:
+    if traces.spans is not None and not traces.enabled:
         log.warning("nothing is traced: --trace-config level=TIMESTAMPS is not given")
     return SharedState(SharedMemoryRegistry(is_true(server.allow_client_shm)), logs, TraceControl(traces))

@@ -31,11 +31,11 @@ class ProgressDisplay:
         if self._console.is_terminal:
             self._bars.stop()
 
-    def line(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self._console.print(text)
         sys.stdout.flush()
 
-    def loading(self, name: str) -> OnProgress:
+    def on_loading(self, name: str) -> OnProgress:
         self._show(f"{name}: starting", 0)
 
         def on_progress(phase: str, fraction: float, seconds: float, detail: str) -> None:
@@ -44,17 +44,17 @@ class ProgressDisplay:
             self._show(title, fraction)
             if fraction >= 1:
                 self._hide(title)
-                self.line(f"{title} {_seconds(seconds)}{f'  {detail}' if detail else ''}")
+                self.print_line(f"{title} {_seconds(seconds)}{f'  {detail}' if detail else ''}")
 
         return on_progress
 
-    def loaded(self, name: str, seconds: float) -> None:
+    def on_loaded(self, name: str, seconds: float) -> None:
         self._hide_all(name)
-        self.line(f"{name}: ready after {_seconds(seconds)}")
+        self.print_line(f"{name}: ready after {_seconds(seconds)}")
 
-    def failed(self, name: str, reason: str) -> None:
+    def on_failed(self, name: str, reason: str) -> None:
         self._hide_all(name)
-        self.line(f"{name}: FAILED: {reason}")
+        self.print_line(f"{name}: FAILED: {reason}")
 
     def _show(self, title: str, fraction: float) -> None:
         if title not in self._phases:

@@ -44,42 +44,42 @@ async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
     swept = remove_abandoned_scratch()
     if swept:
         log.info("removed %d scratch directories of servers that were killed", swept)
-    lag, traces = LoopLag(plan.server.max_loop_lag_secs), TraceFileWriter(plan.commons.traces)
+    lag, traces = LoopLag(plan.server.max_loop_lag_secs), TraceFileWriter(plan.shared.traces)
     hub = _hub(plan, lag, traces, tracer)
-    keeper = plan.selection.keeper(hub)
+    keeper = plan.selection.create_watcher(hub)
     with (
-        reserve_ports(plan.server, plan.grpc, plan.entry.clouds) as ports,
+        reserve_ports(plan.server, plan.grpc, plan.endpoints.clouds) as ports,
         StopSignals() as stop,
         lag,
         closing(traces),
     ):
-        hub.lifecycle.load_one_at_a_time()
+        hub.lifecycle.load_sequentially()
         loading = asyncio.create_task(_load(plan, keeper, stop))
         try:
-            frontend_servers = await _doors(plan, hub, ports, (hub.measure, lag.measure))
+            frontend_servers = await _doors(plan, hub, ports, (hub.measurements, lag.measure))
             patience = plan.server.exit_timeout_secs
             async with frontend_servers.metrics():
-                servers = await frontend_servers.open()
-                hub.lifecycle.load_side_by_side()
+                servers = await frontend_servers.start()
+                hub.lifecycle.load_concurrently()
                 await wait_for_first(asyncio.shield(loading), servers.ended())
                 if not await loading:
                     await shut_down(hub, servers, stop, patience)
-                    return 0 if stop.asked.is_set() else 1
+                    return 0 if stop.stop_requested.is_set() else 1
                 gc_tuning.freeze_after_startup()
                 sys.setswitchinterval(_TURN_SECONDS)
-                frontend_servers.announce()
-                async with plan.selection.kept(keeper):
+                frontend_servers.print_addresses()
+                async with plan.selection.polling(keeper):
                     await serve_until_stopped(hub, servers, stop, patience)
             return 0
         finally:
             loading.cancel()
-            hub.exit()
-            await hub.unload()
+            hub.begin_exit()
+            await hub.unload_all()
 
 
 def _hub(plan: ServePlan, lag: LoopLag, traces: TraceFileWriter, tracer: "OtlpTracer | None") -> InProcessGateway:
-    strict, witnesses = is_true(plan.server.strict_readiness), _witnesses(plan.commons.traces, traces, tracer)
-    return InProcessGateway(strict, lambda: not lag.stuck, witnesses, plan.commons, plan.selection.builder)
+    strict, witnesses = is_true(plan.server.strict_readiness), _witnesses(plan.shared.traces, traces, tracer)
+    return InProcessGateway(strict, lambda: not lag.stuck, witnesses, plan.shared, plan.selection.builder)
 
 
 def _witnesses(
@@ -95,9 +95,9 @@ def _witnesses(
 
 async def _load(plan: ServePlan, keeper: RepositoryWatcher, stop: StopSignals) -> bool:
     """Whether there is something to serve, and still someone who wants it."""
-    loading = asyncio.create_task(plan.selection.load(keeper, strict=is_true(plan.server.exit_on_error)))
-    await wait_for_first(loading, stop.asked.wait())
-    return not stop.asked.is_set() and loading.result()
+    loading = asyncio.create_task(plan.selection.load_startup_models(keeper, strict=is_true(plan.server.exit_on_error)))
+    await wait_for_first(loading, stop.stop_requested.wait())
+    return not stop.stop_requested.is_set() and loading.result()
 
 
 async def _doors(

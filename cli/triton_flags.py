@@ -41,7 +41,7 @@ class RenamedTritonFlags:
     response_cache_byte_size: _Former = ""
     """--cache-config local,size=..."""
 
-    def server(self, options: ServerOptions) -> ServerOptions:
+    def apply_to_server(self, options: ServerOptions) -> ServerOptions:
         """These where they say what `options` do not."""
         traces = {
             "triton,file": self.trace_file,
@@ -53,7 +53,7 @@ class RenamedTritonFlags:
         words = (f"{name}={value}" for name, value in traces.items() if value)
         return replace(options, trace_config=(*words, *options.trace_config))
 
-    def repository(self, options: RepositoryOptions) -> RepositoryOptions:
+    def apply_to_repository(self, options: RepositoryOptions) -> RepositoryOptions:
         """Likewise."""
         size = self.response_cache_byte_size
         cache = options.cache_config or ((f"local,size={size}",) if size not in ("", "0") else ())
@@ -137,9 +137,9 @@ class UnsupportedTritonFlags:
 class TritonFlags:
     """All of them."""
 
-    former: Annotated[RenamedTritonFlags, Parameter("*")] = RenamedTritonFlags()
-    idle: Annotated[IgnoredTritonFlags, Parameter("*")] = IgnoredTritonFlags()
-    refused: Annotated[UnsupportedTritonFlags, Parameter("*")] = UnsupportedTritonFlags()
+    renamed: Annotated[RenamedTritonFlags, Parameter("*")] = RenamedTritonFlags()
+    ignored: Annotated[IgnoredTritonFlags, Parameter("*")] = IgnoredTritonFlags()
+    unsupported: Annotated[UnsupportedTritonFlags, Parameter("*")] = UnsupportedTritonFlags()
 
 
 def _flag(option: str) -> str:

@@ -55,10 +55,10 @@ class Gateway(Protocol):
     """
 
     @property
-    def commons(self) -> SharedState:
+    def shared_state(self) -> SharedState:
         """What clients lend and set."""
 
-    def open(self, door: str, headers: Headers = ()) -> AbstractContextManager[RequestContext]:
+    def open_request(self, door: str, headers: Headers = ()) -> AbstractContextManager[RequestContext]:
         """The one exchange of a request that came through `door`: the current one of the block, at whose end it is
         counted and recorded."""
 
@@ -68,23 +68,23 @@ class Gateway(Protocol):
     def exiting(self) -> bool:
         """The server shuts down: it finishes what runs and refuses what is new."""
 
-    def models(self) -> list[ModelConfig]: ...
+    def model_configs(self) -> list[ModelConfig]: ...
 
-    def model(self, name: str, version: str = "") -> ModelConfig: ...
+    def model_config(self, name: str, version: str = "") -> ModelConfig: ...
 
-    def versions(self, name: str) -> tuple[str, ...]:
+    def served_versions(self, name: str) -> tuple[str, ...]:
         """The versions of a model that are served, lowest first. Raises as `model` does."""
 
-    def stats(self, name: str, version: str = "") -> ModelStats: ...
+    def model_stats(self, name: str, version: str = "") -> ModelStats: ...
 
-    def statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
+    def model_statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
         """Of every served version, or of those asked for.
 
         Raises:
             InvalidArgument: what was asked for is not served.
         """
 
-    def model_ready(self, name: str, version: str = "") -> bool:
+    def is_model_ready(self, name: str, version: str = "") -> bool:
         """Whether that version, or the latest, can be asked now; False for what is not known, too. Raises nothing."""
 
     def infer(self, name: str, version: str, request: InferRequest) -> ResponseStream[InferResponse]: ...
@@ -98,7 +98,7 @@ class Gateway(Protocol):
     async def detokenize(self, name: str, ids: list[int]) -> str:
         """Raises as `generate` does."""
 
-    def index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
+    def repository_index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
         """Every version that the repositories hold, or that was loaded."""
 
     async def load_model(self, name: str, config: str | None = None, files: Mapping[str, bytes] = NO_FILES) -> None:

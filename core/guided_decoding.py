@@ -16,7 +16,7 @@ class GuidedDecoding(NamedTuple):
     parameter: str = "guided_decoding_guide_type"
 
     @classmethod
-    def of(cls, kind: GuidedDecodingKind | None, text: str) -> "GuidedDecoding | None":
+    def from_parameters(cls, kind: GuidedDecodingKind | None, text: str) -> "GuidedDecoding | None":
         """By the parameters `guided_decoding_guide_type` and `guided_decoding_guide`; neither asks for nothing.
 
         Raises:

@@ -35,15 +35,15 @@ class PromptLogprobs(NamedTuple):
     Columns travel as bytes: `chosen` float32 [T], `ranks` int32 [T], `ids` int32 and `values` float32 [T, most].
     """
 
-    first: int
-    most: int
+    start: int
+    top: int
     chosen: bytes
     ranks: bytes
     ids: bytes
     values: bytes
 
     @classmethod
-    def of(
+    def from_arrays(
         cls,
         first: int,
         chosen: NDArray[np.float32],
@@ -61,25 +61,25 @@ class PromptLogprobs(NamedTuple):
     @property
     def end(self) -> int:
         """The position after the last token's."""
-        return self.first + len(self.chosen) // 4
+        return self.start + len(self.chosen) // 4
 
-    def since(self, position: int) -> Self:
+    def from_position(self, position: int) -> Self:
         """Those from `position` on, which is not before `first`."""
-        skipped = 4 * (position - self.first)
-        of_each = skipped * self.most
+        skipped = 4 * (position - self.start)
+        of_each = skipped * self.top
         return self._replace(
-            first=position,
+            start=position,
             chosen=self.chosen[skipped:],
             ranks=self.ranks[skipped:],
             ids=self.ids[of_each:],
             values=self.values[of_each:],
         )
 
-    def read(self) -> list[RankedLogprobs]:
+    def to_list(self) -> list[RankedLogprobs]:
         """One after the other."""
         chosen, ranks = np.frombuffer(self.chosen, np.float32).tolist(), np.frombuffer(self.ranks, np.int32).tolist()
-        ids = np.frombuffer(self.ids, np.int32).reshape(len(chosen), self.most).tolist()
-        values = np.frombuffer(self.values, np.float32).reshape(len(chosen), self.most).tolist()
+        ids = np.frombuffer(self.ids, np.int32).reshape(len(chosen), self.top).tolist()
+        values = np.frombuffer(self.values, np.float32).reshape(len(chosen), self.top).tolist()
         columns = zip(chosen, ids, values, ranks, strict=True)
         return [RankedLogprobs(Logprobs(own, top, theirs), rank) for own, top, theirs, rank in columns]
 

@@ -21,7 +21,7 @@ class ReservedMemory(NamedTuple):
     resident: int = 0
 
     @property
-    def to_come(self) -> int:
+    def outstanding(self) -> int:
         return max(0, self.promised - self.resident)
 
 
@@ -29,7 +29,7 @@ class ReservedMemory(NamedTuple):
 class MemoryHolder(Protocol):
     """Who takes the host's memory as it goes, and knows how much it will be."""
 
-    def holding(self) -> ReservedMemory: ...
+    def reserved_memory(self) -> ReservedMemory: ...
 
 
 def resident_memory_of(pids: Iterable[int], root: Path = _PROC) -> int:

@@ -61,8 +61,8 @@ class ModelSamples(NamedTuple):
     """Data that a config asks for and that lies beside it: `warm_up`, in this order; `states`, what the first request
     of a sequence gets of a state, by the state's input."""
 
-    warm_up: Sequence[WarmupRequest] = ()
-    states: Mapping[str, Tensor] = {}
+    warmup_requests: Sequence[WarmupRequest] = ()
+    initial_states: Mapping[str, Tensor] = {}
 
 
 class Model(Protocol):

@@ -201,21 +201,21 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0
     timeout: float = 0.0
     choice: int = 0
-    choices: int = 1
-    prompts: int = 1
+    choice_count: int = 1
+    prompt_count: int = 1
     adapter: str = ""
-    guide: GuidedDecoding | None = None
+    guided_decoding: GuidedDecoding | None = None
     echo: bool = False
-    tell_prompt: bool = False
+    return_prompt_ids: bool = False
 
     def __post_init__(self) -> None:
         _check("priority", self.priority, "at least 0", lambda v: v >= 0)
-        if self.prompt_only and not (self.echo or self.scored or self.choice):
+        if self.prompt_only and not (self.echo or self.wants_prompt_logprobs or self.choice):
             message = "max_tokens must be at least 1 unless the prompt is to be echoed or scored, got 0"
             raise InvalidArgument(message, field="max_tokens")
 
     @property
-    def scored(self) -> bool:
+    def wants_prompt_logprobs(self) -> bool:
         """The logprobs of the prompt's tokens are wanted."""
         return self.sampling.prompt_logprobs is not None
 
@@ -232,7 +232,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     prompt: Prompt
-    special: bool = True
+    add_special_tokens: bool = True
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -258,7 +258,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
-    prompt: tuple[PromptToken, ...] = ()
+    prompt_logprobs: tuple[PromptToken, ...] = ()
     prompt_ids: tuple[int, ...] = ()
 
 
@@ -269,6 +269,6 @@ def join_chunks(chunks: Sequence[GenerateChunk]) -> GenerateChunk:
         text="".join(chunk.text for chunk in chunks),
         token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
         logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
-        prompt=chunks[0].prompt,
+        prompt=chunks[0].prompt_logprobs,
         prompt_ids=chunks[0].prompt_ids,
     )

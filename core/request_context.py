@@ -96,19 +96,19 @@ class RequestContext:
 
     __slots__ = (
         "_summary",
-        "answered",
-        "arrived",
+        "answered_at",
+        "arrived_at",
         "client_id",
-        "computed",
-        "door",
         "end",
-        "ended",
-        "found",
+        "ended_at",
+        "endpoint",
+        "execution",
         "headers",
         "id",
         "model",
-        "parts",
+        "model_found",
         "sampled",
+        "sequences",
         "tenant",
         "trace",
         "trace_id",
@@ -116,36 +116,36 @@ class RequestContext:
     )
 
     def __init__(self, door: str, headers: Headers = ()) -> None:
-        self.door = door
+        self.endpoint = door
         self.headers = headers
         self.id = self.client_id = self.tenant = self.model = self.version = self.trace_id = ""
-        self.found = self.sampled = False
+        self.model_found = self.sampled = False
         self.trace: RequestTrace | None = None
-        self.arrived = self.ended = time.monotonic()
-        self.answered = 0.0
-        self.parts: list[SequenceRecord] = []
+        self.arrived_at = self.ended_at = time.monotonic()
+        self.answered_at = 0.0
+        self.sequences: list[SequenceRecord] = []
         self.end: RequestEnd | None = None
-        self.computed: ExecutionTimes | None = None
+        self.execution: ExecutionTimes | None = None
         self._summary: RequestSummary | None = None
 
     def finish(self) -> None:
         """It was answered, with something that has no parts."""
-        self.answered = time.monotonic()
-        self._take(DONE)
+        self.answered_at = time.monotonic()
+        self._set_worse_end(DONE)
 
     def fail(self, error: Exception) -> None:
         """It could not be answered, or not to its end."""
-        self._take(end_for_error(error, any(part.submitted is not None for part in self.parts)))
+        self._set_worse_end(end_for_error(error, any(part.submitted is not None for part in self.sequences)))
 
     def close(self) -> RequestEnd:
         """Nothing more is sent. Without an end by now, the reader left."""
-        for part in self.parts:
-            self._take(part.end or CANCELLED)
-        self.ended = time.monotonic()
+        for part in self.sequences:
+            self._set_worse_end(part.end or CANCELLED)
+        self.ended_at = time.monotonic()
         self.end = self.end or CANCELLED
         return self.end
 
-    def _take(self, end: RequestEnd) -> None:
+    def _set_worse_end(self, end: RequestEnd) -> None:
         if self.end is None or _WORST_FIRST.index(end.outcome) < _WORST_FIRST.index(self.end.outcome):
             self.end = end
 
@@ -153,7 +153,7 @@ class RequestContext:
     def summary(self) -> RequestSummary:
         """Of a closed exchange."""
         if self._summary is None:
-            self._summary = _summary(self.parts)
+            self._summary = _summary(self.sequences)
         return self._summary
 
 

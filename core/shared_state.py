@@ -11,6 +11,6 @@ from .trace_settings import TraceControl
 class SharedState:
     """Doors ask and change it through `Gateway.commons`; the composition root makes it."""
 
-    regions: SharedMemoryRegistry = field(default_factory=SharedMemoryRegistry)
+    shared_memory: SharedMemoryRegistry = field(default_factory=SharedMemoryRegistry)
     logs: LogControl = field(default_factory=LogControl)
     traces: TraceControl = field(default_factory=TraceControl)

@@ -24,12 +24,12 @@ class SpanSettings:
     bsp_schedule_delay: int = 5000
     bsp_max_export_batch_size: int = 512
 
-    def texts(self) -> Mapping[str, tuple[str, ...]]:
+    def as_v2_texts(self) -> Mapping[str, tuple[str, ...]]:
         """As v2's trace settings say them."""
         numbers = {name: (str(getattr(self, name)),) for name in _NUMBERS}
         return {"url": (self.url,), "resource": tuple(f"{key}={value}" for key, value in self.resource), **numbers}
 
-    def told(self, setting: str) -> "SpanSettings":
+    def with_setting(self, setting: str) -> "SpanSettings":
         """With one more `<name>=<value>`.
 
         Raises:
@@ -51,6 +51,6 @@ class SpanSettings:
         return replace(self, **changed)
 
     @property
-    def batch(self) -> int:
+    def batch_size(self) -> int:
         """Spans that leave together at most: no more than may wait."""
         return min(self.bsp_max_export_batch_size, self.bsp_max_queue_size)

@@ -50,7 +50,7 @@ class Tensor(msgspec.Struct, frozen=True):
     data: NDArray[Any]
 
     @classmethod
-    def of(cls, name: str, datatype: str, values: Any) -> "Tensor":
+    def from_values(cls, name: str, datatype: str, values: Any) -> "Tensor":
         """Build from nested Python values or an array; the shape is theirs."""
         data = np.asarray(values, dtype=NUMPY_TYPES[datatype])
         return cls(name, datatype, data.shape, data)

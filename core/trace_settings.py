@@ -46,32 +46,32 @@ class TraceSettings:
     spans: SpanSettings | None = None
 
     @property
-    def on(self) -> bool:
-        kept = TIMESTAMPS in self.trace_level if self.spans is not None else self.leveled and bool(self.trace_file)
+    def enabled(self) -> bool:
+        kept = TIMESTAMPS in self.trace_level if self.spans is not None else self.has_level and bool(self.trace_file)
         return kept and self.trace_count != 0
 
     @property
-    def leveled(self) -> bool:
+    def has_level(self) -> bool:
         """Something is to be traced."""
         return self.trace_level != (OFF,)
 
     @property
-    def numbered(self) -> bool:
+    def numbers_files(self) -> bool:
         """Traces go into files with a number at the end of their names: as many as there are to be in one, or until the
         count is out. All others go into one file."""
         return self.log_frequency > 0 or self.trace_count >= 0
 
     @property
-    def tensors(self) -> bool:
+    def records_tensors(self) -> bool:
         """Tensors are traced; spans hold none."""
         return TENSORS in self.trace_level and self.spans is None
 
-    def texts(self) -> dict[str, tuple[str, ...]]:
+    def as_v2_texts(self) -> dict[str, tuple[str, ...]]:
         """As v2 says them, in its order."""
         said = {"trace_level": self.trace_level, "trace_rate": (str(self.trace_rate),)}
         said["trace_count"] = (str(self.trace_count),)
         if self.spans is not None:
-            return {**said, "trace_mode": (OPENTELEMETRY_MODE,), **self.spans.texts()}
+            return {**said, "trace_mode": (OPENTELEMETRY_MODE,), **self.spans.as_v2_texts()}
         said |= {"log_frequency": (str(self.log_frequency),), "trace_file": (self.trace_file,)}
         return {**said, "trace_mode": ("triton",)}
 
@@ -103,9 +103,9 @@ class TraceControl:
         self._base = settings
         self._all = _Scope()
         self._models: dict[str, _Scope] = {}
-        self._quiet = not settings.on
-        self.pending = 0
-        self.changed: Callable[[], None] = lambda: None
+        self._quiet = not settings.enabled
+        self.open_traces = 0
+        self.on_change: Callable[[], None] = lambda: None
 
     def settings(self, model: str = "") -> TraceSettings:
         """Of a model, or what holds for those without settings of their own. `trace_count` is what is left of it."""
@@ -134,22 +134,22 @@ class TraceControl:
         else:
             self._models.pop(model, None)
         settings = self.settings(model)
-        self._quiet = not any(each.on for each in (self.settings(), *map(self.settings, self._models)))
+        self._quiet = not any(each.enabled for each in (self.settings(), *map(self.settings, self._models)))
         self._warn(settings)
-        self.changed()
+        self.on_change()
         return settings
 
-    def picks(self, model: str) -> TraceSettings | None:
+    def sample_request(self, model: str) -> TraceSettings | None:
         """One more request of this model: the settings to trace it by, if it is to be."""
         if self._quiet:
             return None
         settings = self.settings(model)
-        if not settings.on or not self._models.get(model, self._all).takes(settings):
+        if not settings.enabled or not self._models.get(model, self._all).takes(settings):
             return None
         return settings
 
     def _warn(self, settings: TraceSettings) -> None:
-        if settings.leveled and not settings.trace_file:
+        if settings.has_level and not settings.trace_file:
             log.warning("nothing is traced: trace file name is not given (--trace-config triton,file=PATH)")
 
 
@@ -200,7 +200,7 @@ def parse_trace_config(words: Iterable[str]) -> TraceSettings:
     for word in words:
         name, equals, value = word.removeprefix("triton,").partition("=")
         if word.startswith(f"{OPENTELEMETRY_MODE},"):
-            spans = spans.told(word.removeprefix(f"{OPENTELEMETRY_MODE},"))
+            spans = spans.with_setting(word.removeprefix(f"{OPENTELEMETRY_MODE},"))
         elif name == "mode" and value.lower() in ("triton", OPENTELEMETRY_MODE):
             mode = value.lower()
         else:
@@ -224,7 +224,7 @@ def _parse_flag(word: str, name: str, value: str, so_far: TraceSettings) -> dict
     if setting == "trace_file":
         return {setting: value}
     # Levels that are given one by one hold together; OFF takes back those before it.
-    adds = setting == "trace_level" and so_far.leveled and _LEVELS.get(value.upper()) != OFF
+    adds = setting == "trace_level" and so_far.has_level and _LEVELS.get(value.upper()) != OFF
     try:
         return {setting: _parse_setting(setting, (*so_far.trace_level, value) if adds else (value,))}
     except CharoniaError as error:

@@ -22,10 +22,10 @@ class StepBatch:
         self, rows: ArrayLike, starts: ArrayLike, counts: ArrayLike, known: Tensor, blocks: Tensor, block_size: int
     ) -> None:
         self.rows, self.starts, self.counts = (np.ascontiguousarray(each, np.int32) for each in (rows, starts, counts))
-        self.known, self.blocks, self.block_size = known, blocks, block_size
+        self.token_ids, self.block_ids, self.block_size = known, blocks, block_size
 
     @classmethod
-    def of(
+    def from_tokens(
         cls, tokens: Tensor, starts: Sequence[int], counts: Sequence[int], blocks: Tensor, block_size: int
     ) -> "StepBatch":
         """The rows of `blocks` [R, most] and no others, for `tokens` [N]; what came before them is not known."""
@@ -41,7 +41,7 @@ class StepBatch:
         return int(self.counts.sum())
 
     @cached_property
-    def firsts(self) -> NDArray[np.int64]:
+    def first_places(self) -> NDArray[np.int64]:
         """[R] the packed place of each row's first token."""
         return np.cumsum(self.counts, dtype=np.int64) - self.counts
 
@@ -49,22 +49,22 @@ class StepBatch:
     def tables(self) -> Tensor:
         """Block ids [R, B], no more than the longest row needs."""
         most = -(-int((self.starts + self.counts).max()) // self.block_size)
-        return gather_entries(self.blocks[:, :most], self.rows)
+        return gather_entries(self.block_ids[:, :most], self.rows)
 
     @cached_property
     def tokens(self) -> Tensor:
         """Ids int32 [N]."""
-        return gather_entries(self.known, self.rows[self._owners], self._positions)
+        return gather_entries(self.token_ids, self.rows[self._owners], self._positions)
 
     @cached_property
     def positions(self) -> Tensor:
         """[N] of each token in its sequence."""
-        return to_device(self._positions, self.known.device)
+        return to_device(self._positions, self.token_ids.device)
 
     @cached_property
     def owners(self) -> Tensor:
         """[N] each token's index among the rows."""
-        return to_device(self._owners, self.known.device)
+        return to_device(self._owners, self.token_ids.device)
 
     def slots(self) -> Tensor:
         """[N] where each token's keys and values go: block id * block size + offset."""
@@ -77,7 +77,7 @@ class StepBatch:
 
     @cached_property
     def _positions(self) -> NDArray[np.int64]:
-        return np.arange(len(self._owners)) + np.repeat(self.starts - self.firsts, self.counts)
+        return np.arange(len(self._owners)) + np.repeat(self.starts - self.first_places, self.counts)
 
 
 def gather_entries(table: Tensor, *at: NDArray[np.signedinteger[Any]]) -> Tensor:

@@ -21,14 +21,14 @@ class FileOutage:
         self._things = things
         self._file = ""
 
-    def begin(self, file: str, error: OSError | ValueError) -> None:
+    def report_failure(self, file: str, error: OSError | ValueError) -> None:
         """The file cannot be written; said the first time."""
         if not self._file:
             reason = getattr(error, "strerror", None) or error
             write_stderr(f"charonia: cannot write {self._things} to {file}: {reason}\n")
         self._file = file
 
-    def end(self, lost: int, patience: float = 0) -> None:
+    def report_recovery(self, lost: int, patience: float = 0) -> None:
         """It can be written again, or nothing more is to come; nothing is said where there was no outage. `patience`:
         seconds to wait for a pipe to be read."""
         if self._file:

@@ -63,7 +63,7 @@ class BackendSettings:
             raise InvalidArgument(f"--backend-config: {_DEFAULT_BATCH_KEY} must be a whole number, got '{size}'")
         return cls(settings)
 
-    def of(self, backend: str) -> dict[str, str]:
+    def for_backend(self, backend: str) -> dict[str, str]:
         return {**_DEFAULT_SETTINGS, **self.settings.get("", {}), **self.settings.get(backend, {})}
 
 
@@ -74,7 +74,7 @@ class ModelFactory:
 
     make: Callable[[OnProgress], Model]
     describe: Callable[[ModelConfig], ModelConfig]
-    loaded: Callable[[Model], None] = lambda model: None
+    on_loaded: Callable[[Model], None] = lambda model: None
     release: Callable[[], None] = lambda: None
     examine: Callable[[], str] = lambda: ""
 
@@ -86,12 +86,12 @@ class ModelBuilder:
     one, None for none."""
 
     backends: BackendSettings = field(default_factory=BackendSettings)
-    complete: bool = True
+    auto_complete: bool = True
     budget: MemoryBudget = field(default_factory=MemoryBudget)
     quantiles: tuple[float, ...] = ()
     cache: ResponseCache | None = None
 
-    def recipe(self, source: ModelSource, version: VersionSource, sharers: int = 1) -> ModelFactory:
+    def prepare(self, source: ModelSource, version: VersionSource, sharers: int = 1) -> ModelFactory:
         """Reads files and imports what it needs, which may take a while. `sharers`: models that load side by side and
         divide what is left of the host's memory, this one among them, if it sizes itself by that.
 
@@ -102,11 +102,11 @@ class ModelBuilder:
             check_backend(source.name, source.backend)
             refuse_unsupported_fields(source.config)
             validate_written_config(source.config)
-            return self._language(source, version, sharers) or self._classic(source, version)
+            return self._prepare_text_model(source, version, sharers) or self._prepare_classic_model(source, version)
         except CharoniaError as error:
-            raise with_config_position(error, source.file) from None
+            raise with_config_position(error, source.config_file) from None
 
-    def _language(self, source: ModelSource, version: VersionSource, sharers: int) -> ModelFactory | None:
+    def _prepare_text_model(self, source: ModelSource, version: VersionSource, sharers: int) -> ModelFactory | None:
         build, needs, look = (
             text_model_builder(source.backend),
             memory_estimator(source.backend),
@@ -116,56 +116,62 @@ class ModelBuilder:
             return None
         parameters = {**self.backends.settings.get(source.backend, {}), **source.parameters}
         needed = () if needs is None else needs(version.path, parameters, usable_gpus())
-        granted = {} if needs is None else self._granted(needed, sharers)
-        hold = self.budget.take(source.name, version.number, needed)
+        granted = {} if needs is None else self._memory_grant(needed, sharers)
+        hold = self.budget.reserve(source.name, version.number, needed)
         hold.grant(granted.get("memory", 0))
         return ModelFactory(
             lambda on_progress: build(source.name, version.number, version.path, parameters, on_progress, **granted),
             lambda config: with_config_defaults(config, source.config),
-            hold.loaded,
+            hold.finish_loading,
             hold.release,
             lambda: "" if look is None else look(version.path, parameters),
         )
 
-    def _granted(self, needed: Sequence[MemoryNeed], sharers: int) -> dict[str, int]:
+    def _memory_grant(self, needed: Sequence[MemoryNeed], sharers: int) -> dict[str, int]:
         """What it needs and a share of what is left of the host's memory then; all that is left of GPUs."""
-        stated, left = sum(share.size for share in needed if share.gpu is None), self.budget.host.left
+        stated, left = sum(share.size for share in needed if share.gpu is None), self.budget.host.available
         granted = {"memory": stated + max(0, left - stated) // sharers}
-        on_each = self.budget.left([share.gpu for share in needed if share.gpu is not None])
+        on_each = self.budget.available_on([share.gpu for share in needed if share.gpu is not None])
         return granted if on_each is None else {**granted, "gpu_memory": on_each}
 
-    def _classic(self, source: ModelSource, version: VersionSource) -> ModelFactory:
+    def _prepare_classic_model(self, source: ModelSource, version: VersionSource) -> ModelFactory:
         # Before anything reads the model, as completing its config does.
-        parameters = {**self.backends.of(source.backend), **source.parameters}
+        parameters = {**self.backends.for_backend(source.backend), **source.parameters}
         placed = config_from_json(config_to_json(source.config))
         self._normalise(placed, source.backend)
         needed = classic_runtime_loader(source.backend).needs(Path(version.path), config_to_json(placed), parameters)
-        hold = self.budget.take(source.name, version.number, needed)
+        hold = self.budget.reserve(source.name, version.number, needed)
         try:
-            return self._classic_within(source, version, hold)
+            return self._prepare_classic_within(source, version, hold)
         except BaseException:
             hold.release()
             raise
 
-    def _classic_within(self, source: ModelSource, version: VersionSource, hold: MemoryReservation) -> ModelFactory:
+    def _prepare_classic_within(
+        self, source: ModelSource, version: VersionSource, hold: MemoryReservation
+    ) -> ModelFactory:
         build, loader, directory = classic_model_builder(), classic_runtime_loader(source.backend), Path(version.path)
-        whole = self.whole_config(source, version)
+        whole = self.complete_config(source, version)
         config = to_model_config(whole, version.number, source.directory)
         samples = _samples(whole, source.directory)
-        validate_warmup_requests(config, samples.warm_up)
-        make = partial(build, config, loader, directory, self.backends.of(source.backend), samples, self.quantiles)
-        return ModelFactory(lambda _: self._cached(whole, make()), lambda config: config, hold.loaded, hold.release)
+        validate_warmup_requests(config, samples.warmup_requests)
+        make = partial(
+            build, config, loader, directory, self.backends.for_backend(source.backend), samples, self.quantiles
+        )
+        return ModelFactory(
+            lambda _: self._cached(whole, make()), lambda config: config, hold.finish_loading, hold.release
+        )
 
     def _cached(self, config: ConfigMessage, model: MeasuredModel) -> Model:
         if self.cache is None or not is_response_cache_enabled(config):
             return model
         return CachedModel(model, self.cache, self.quantiles)
 
-    def whole_config(self, source: ModelSource, version: VersionSource) -> ConfigMessage:
+    def complete_config(self, source: ModelSource, version: VersionSource) -> ConfigMessage:
         """The config of one version, completed, normalised and checked."""
         whole = config_from_json(config_to_json(source.config))
-        if self.complete:
-            parameters = {**self.backends.of(source.backend), **source.parameters}
+        if self.auto_complete:
+            parameters = {**self.backends.for_backend(source.backend), **source.parameters}
             fields = classic_runtime_loader(source.backend).complete(
                 Path(version.path), config_to_json(whole), parameters
             )

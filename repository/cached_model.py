@@ -31,14 +31,14 @@ class _LookupCounter:
     ns: int = 0
     microseconds: int = 0
 
-    def add(self, ns: int) -> None:
+    def record(self, ns: int) -> None:
         self.count += 1
         self.ns += ns
         self.microseconds += ns // 1000
         if self.summary.quantiles:
             self.summary.observe(ns // 1000)
 
-    def read(self) -> StatisticDuration:
+    def to_duration(self) -> StatisticDuration:
         return StatisticDuration(self.count, self.ns)
 
     def readings(self, kind: str, plural: str) -> Iterator[Reading]:
@@ -68,24 +68,24 @@ class CachedModel:
 
     async def unload(self) -> None:
         await self._model.unload()
-        self._cache.forget(self)
+        self._cache.remove_owner(self)
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Raises what the model raises: that is not kept."""
         begun = time.monotonic_ns()
         question = cache_key(request)
-        found = self._cache.find(self, question)
+        found = self._cache.get(self, question)
         looked = time.monotonic_ns() - begun
         if found is not None:
-            self._hits.add(looked)
+            self._hits.record(looked)
             self._last = time.time()
             yield found
             return
         async with aclosing(cast("ResponseStream[InferResponse]", self._model.infer(request))) as responses:
             async for response in responses:
                 begun = time.monotonic_ns()
-                self._cache.keep(self, question, response)
-                self._misses.add(looked + time.monotonic_ns() - begun)
+                self._cache.put(self, question, response)
+                self._misses.record(looked + time.monotonic_ns() - begun)
                 yield response
 
     def stats(self) -> ModelStats:
@@ -99,7 +99,7 @@ class CachedModel:
 
     def _inference(self, asked: InferenceStatistics) -> InferenceStatistics:
         """Of what the model was asked, and what it was not."""
-        hits, misses = self._hits.read(), self._misses.read()
+        hits, misses = self._hits.to_duration(), self._misses.to_duration()
         success = StatisticDuration(asked.success.count + hits.count, asked.success.ns + hits.ns)
         queue = StatisticDuration(asked.queue.count + hits.count, asked.queue.ns)
         return asked._replace(success=success, queue=queue, cache_hit=hits, cache_miss=misses)

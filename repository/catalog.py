@@ -35,11 +35,11 @@ class RepositoryCatalog:
         self._single = single
         self._config_name = config_name
 
-    def readable(self) -> bool:
+    def is_readable(self) -> bool:
         """Whether every repository can be read at this moment."""
         return None not in [_model_folders(repository) for repository in self._repositories]
 
-    def names(self) -> list[str]:
+    def model_names(self) -> list[str]:
         """Every model's name once: the single checkpoint's first, the others by name."""
         found = {path.name for repository in self._repositories for path in _model_folders(repository) or ()}
         single = [] if self._single is None else [self._single.name]

@@ -16,7 +16,7 @@ class TritonBackend(NamedTuple):
 
     backend: str
     platform: str
-    file: str
+    filename: str
 
 
 TRITON_BACKENDS = (
@@ -88,7 +88,7 @@ def _detect_backend(config: ConfigMessage, directory: Path | None) -> None:
         config.backend = detect_checkpoint_backend(directory)
         return
     for framework in TRITON_BACKENDS if directory is not None else ():
-        if directory is not None and (directory / framework.file).exists():
+        if directory is not None and (directory / framework.filename).exists():
             config.backend, config.platform = framework.backend, framework.platform
             return
     _, dot, config.backend = config.name.rpartition(".")
@@ -115,8 +115,8 @@ def _pair_backend_and_platform(config: ConfigMessage) -> None:
 
 
 def _default_filename(config: ConfigMessage, directory: Path | None) -> str:
-    files = [each.file for each in TRITON_BACKENDS if each.backend == config.backend]
-    same = [each.file for each in TRITON_BACKENDS if each.platform and each.platform == config.platform]
+    files = [each.filename for each in TRITON_BACKENDS if each.backend == config.backend]
+    same = [each.filename for each in TRITON_BACKENDS if each.platform and each.platform == config.platform]
     there = [file for file in files if directory is not None and (directory / file).exists()]
     if same and (same[0] in there or not there):
         return same[0]

@@ -39,16 +39,16 @@ class InProcessGateway:
         commons: SharedState | None = None,
         builder: ModelBuilder | None = None,
     ) -> None:
-        self.commons = commons or SharedState()
+        self.shared_state = commons or SharedState()
         self.registry = ModelRegistry()
         builder = builder or ModelBuilder()
         self.lifecycle = ModelLifecycle(self.registry, builder)
-        self.control: ModelControl = NoModelControl()
+        self.model_control: ModelControl = NoModelControl()
         self._strict = strict
         self._healthy = healthy
-        self._witnesses = witnesses
+        self._end_listeners = witnesses
         self._budget = builder.budget
-        self._homeless: Counter[RequestEnd] = Counter()
+        self._ended_without_model: Counter[RequestEnd] = Counter()
         self._exiting = False
 
     # What doors ask
@@ -61,129 +61,132 @@ class InProcessGateway:
     def exiting(self) -> bool:
         return self._exiting
 
-    def models(self) -> list[ModelConfig]:
+    def model_configs(self) -> list[ModelConfig]:
         latest = (entry.latest for entry in self.registry.entries.values())
-        return [version.serving.config for version in latest if version is not None and version.serving is not None]
+        return [version.loaded.config for version in latest if version is not None and version.loaded is not None]
 
-    def model(self, name: str, version: str = "") -> ModelConfig:
-        return self.registry.serving(name, version).config
+    def model_config(self, name: str, version: str = "") -> ModelConfig:
+        return self.registry.find_loaded(name, version).config
 
-    def model_ready(self, name: str, version: str = "") -> bool:
+    def is_model_ready(self, name: str, version: str = "") -> bool:
         entry = self.registry.entries.get(name)
-        found = None if entry is None else entry.find(version)
+        found = None if entry is None else entry.find_version(version)
         return not self._exiting and self._healthy() and found is not None and found.ready
 
-    def stats(self, name: str, version: str = "") -> ModelStats:
-        return self.registry.serving(name, version).model.stats()
+    def model_stats(self, name: str, version: str = "") -> ModelStats:
+        return self.registry.find_loaded(name, version).model.stats()
 
-    def versions(self, name: str) -> tuple[str, ...]:
-        self.registry.serving(name)
-        return tuple(version.number for version in self.registry.entries[name].served)
+    def served_versions(self, name: str) -> tuple[str, ...]:
+        self.registry.find_loaded(name)
+        return tuple(version.number for version in self.registry.entries[name].loaded_versions)
 
-    def statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
+    def model_statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
         return self.registry.statistics(name, version)
 
-    def index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
+    def repository_index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
         known = self.registry.index()
         names = {entry.name for entry in known}
-        whole = [*known, *(RepositoryIndexEntry(name) for name in self.control.names() if name not in names)]
+        whole = [
+            *known,
+            *(RepositoryIndexEntry(name) for name in self.model_control.loadable_models() if name not in names),
+        ]
         return [entry for entry in whole if not ready_only or entry.state is ModelState.READY]
 
     async def load_model(self, name: str, config: str | None = None, files: Mapping[str, bytes] = NO_FILES) -> None:
         self._refuse_when_exiting()
-        await self.control.load(name, config, files)
+        await self.model_control.load(name, config, files)
 
     async def unload_model(self, name: str, dependents: bool = False) -> None:
         # No model has dependents yet: ensembles are not served.
-        await self.control.unload(name)
+        await self.model_control.unload(name)
 
-    def open(self, door: str, headers: Headers = ()) -> AbstractContextManager[RequestContext]:
-        return request_scope(RequestContext(door, headers), self._ended)
+    def open_request(self, door: str, headers: Headers = ()) -> AbstractContextManager[RequestContext]:
+        return request_scope(RequestContext(door, headers), self._on_request_end)
 
     def infer(self, name: str, version: str, request: InferRequest) -> ResponseStream[InferResponse]:
         if request.id:
             _set_request_id(request.id)
         if self._exiting:
             self._refuse_when_exiting()
-        serves = self.registry.serving(name, version)
+        serves = self.registry.find_loaded(name, version)
         validate_request(serves.config, request)
         answers, exchange = serves.model.infer(request), current_request()
         if exchange is not None:
-            answers = trace_tensors(request_trace(exchange, self.commons.traces), request.inputs.values(), answers)
-        return CountedStream(answers, serves.tally, accounted=serves.text is not None)
+            answers = trace_tensors(request_trace(exchange, self.shared_state.traces), request.inputs.values(), answers)
+        return CountedStream(answers, serves.in_flight, accounted=serves.text is not None)
 
     def generate(self, name: str, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
         _set_request_id(request.id)
-        serves, text = self._writing(name)
-        return CountedStream(text.generate(request), serves.tally)
+        serves, text = self._find_text_model(name)
+        return CountedStream(text.generate(request), serves.in_flight)
 
     async def tokenize(self, name: str, request: TokenizeRequest) -> list[int]:
-        serves, text = self._writing(name)
-        with serves.tally.running():
+        serves, text = self._find_text_model(name)
+        with serves.in_flight.counted():
             tokens = await text.tokenize(request)
         finish_current_request()
         return tokens
 
     async def detokenize(self, name: str, ids: list[int]) -> str:
-        serves, text = self._writing(name)
-        with serves.tally.running():
+        serves, text = self._find_text_model(name)
+        with serves.in_flight.counted():
             told = await text.detokenize(ids)
         finish_current_request()
         return told
 
     # What the composition root does
 
-    async def load(self, name: str, version: str, build: Callable[[], Model]) -> Exception | None:
+    async def load_built_model(self, name: str, version: str, build: Callable[[], Model]) -> Exception | None:
         """Serve a model that is made by hand; what goes wrong is this model's trouble alone, and is returned."""
         try:
-            await self.lifecycle.serve(name, version, build)
+            await self.lifecycle.serve_built_model(name, version, build)
         except LoadFailure as failure:
             return failure.cause
         return None
 
-    def measure(self) -> Iterator[Measurement]:
+    def measurements(self) -> Iterator[Measurement]:
         """What there is to know of each model at a scrape, and of requests that were for none."""
-        yield Measurement({}, tuple(ended_readings(self._homeless)))
-        yield from self.registry.measure()
-        for held in self._budget.measure():
+        yield Measurement({}, tuple(ended_readings(self._ended_without_model)))
+        yield from self.registry.measurements()
+        for held in self._budget.measurements():
             yield held._replace(labels=self.registry.labels(held.labels["model"], held.labels["version"]))
 
-    def exit(self) -> None:
+    def begin_exit(self) -> None:
         """Refuse what is new from here on, and the loads and unloads that clients wait for."""
         self._exiting = True
-        self.lifecycle.give_up_changes()
+        self.lifecycle.cancel_client_changes()
 
     @property
-    def running(self) -> int:
+    def requests_in_flight(self) -> int:
         """Requests that are being answered."""
-        return self.registry.tally.count
+        return self.registry.in_flight.count
 
-    async def drained(self) -> None:
+    async def wait_drained(self) -> None:
         """Return when no request runs."""
-        await self.registry.tally.drained()
+        await self.registry.in_flight.wait_drained()
 
-    async def unload(self) -> None:
+    async def unload_all(self) -> None:
         """Unload every model, whatever one of them says."""
         await self.lifecycle.close()
 
     # Inside
 
-    def _ended(self, exchange: RequestContext) -> None:
-        self._count(exchange)
-        for witness in self._witnesses:
+    def _on_request_end(self, exchange: RequestContext) -> None:
+        self._count_request(exchange)
+        for witness in self._end_listeners:
             witness(exchange)
 
-    def _count(self, exchange: RequestContext) -> None:
+    def _count_request(self, exchange: RequestContext) -> None:
         """With the model that it was for, if that counts; any name a client makes up would be a series forever."""
-        counts = self.registry.counting(exchange.model, exchange.version) if exchange.found else None
+        counts = self.registry.find_counting_model(exchange.model, exchange.version) if exchange.model_found else None
         if counts is not None and counts.measured is not None:
             counts.measured.count(exchange)
         elif exchange.end is not None:
-            self._homeless[exchange.end] += 1
+            self._ended_without_model[exchange.end] += 1
 
-    def _writing(self, name: str) -> tuple[LoadedModel, TextModel]:
+    def _find_text_model(self, name: str) -> tuple[LoadedModel, TextModel]:
         self._refuse_when_exiting()
-        serves = self.registry.serving(name)
+        serves = self.registry.find_loaded(name)
         if serves.text is None:
             raise InvalidArgument(f"model '{name}' does not generate text", field="model")
         return serves, serves.text

@@ -18,35 +18,35 @@ T = TypeVar("T")
 class InFlightCounter:
     """How many run, and when none does; all of them count in `whole` too."""
 
-    __slots__ = ("_idle", "_whole", "count")
+    __slots__ = ("_idle", "_parent", "count")
 
     def __init__(self, whole: "InFlightCounter | None" = None) -> None:
         self.count = 0
-        self._whole = whole
+        self._parent = whole
         self._idle: asyncio.Event | None = None
 
-    def enter(self) -> None:
+    def increment(self) -> None:
         self.count += 1
-        if self._whole is not None:
-            self._whole.enter()
+        if self._parent is not None:
+            self._parent.increment()
 
-    def leave(self) -> None:
+    def decrement(self) -> None:
         self.count -= 1
         if not self.count and self._idle is not None:
             self._idle.set()
-        if self._whole is not None:
-            self._whole.leave()
+        if self._parent is not None:
+            self._parent.decrement()
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def counted(self) -> Iterator[None]:
         """One runs during the block."""
-        self.enter()
+        self.increment()
         try:
             yield
         finally:
-            self.leave()
+            self.decrement()
 
-    async def drained(self) -> None:
+    async def wait_drained(self) -> None:
         """Return when none runs."""
         while self.count:
             self._idle = asyncio.Event()
@@ -64,7 +64,7 @@ class CountedStream(Generic[T]):
         self._stream = cast("ResponseStream[T]", stream)
         self._accounted = accounted
         self._tally: InFlightCounter | None = tally
-        tally.enter()
+        tally.increment()
 
     def __aiter__(self) -> "CountedStream[T]":
         return self
@@ -92,7 +92,7 @@ class CountedStream(Generic[T]):
 
     def _leave(self) -> None:
         if self._tally is not None:
-            self._tally.leave()
+            self._tally.decrement()
             self._tally = None
 
 

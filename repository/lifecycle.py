@@ -62,30 +62,30 @@ class ModelLifecycle:
         self._grace = grace
         self._registry = registry
         self._builder = builder
-        self._width = 1 if usable_gpus() else min(_MAX_CONCURRENT_LOADS, usable_cores().logical)
-        self._slots = asyncio.Semaphore(self._width)
-        self._under_way: set[asyncio.Future[None]] = set()
-        self._ungranted: set[str] = set()
-        self._granting = asyncio.Lock()
-        self._asked: set[asyncio.Task[None]] = set()
-        self._leaving: set[asyncio.Task[None]] = set()
-        self._hurry = asyncio.Event()
+        self._max_concurrent = 1 if usable_gpus() else min(_MAX_CONCURRENT_LOADS, usable_cores().logical)
+        self._slots = asyncio.Semaphore(self._max_concurrent)
+        self._loads_in_progress: set[asyncio.Future[None]] = set()
+        self._awaiting_grant: set[str] = set()
+        self._grant_lock = asyncio.Lock()
+        self._client_changes: set[asyncio.Task[None]] = set()
+        self._unloads: set[asyncio.Task[None]] = set()
+        self._drain_stopped = asyncio.Event()
         # One thread for all that blocks: each that ever ran keeps some memory of what it did.
         self._thread = ThreadPoolExecutor(1, "loading")
 
-    async def aside(self, work: Callable[..., T], *arguments: object) -> T:
+    async def run_blocking(self, work: Callable[..., T], *arguments: object) -> T:
         """Do what blocks, outside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
-    async def see_through(self, change: Coroutine[None, None, None]) -> None:
+    async def run_to_completion(self, change: Coroutine[None, None, None]) -> None:
         """Load or unload for a client: to the end, though the client leaves meanwhile.
 
         Raises:
             Exiting: it was given up; see `give_up_changes`.
         """
         task = asyncio.create_task(change)
-        self._asked.add(task)
-        task.add_done_callback(self._asked.discard)
+        self._client_changes.add(task)
+        task.add_done_callback(self._client_changes.discard)
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -93,17 +93,17 @@ class ModelLifecycle:
                 raise ServerExiting from None
             raise
 
-    def give_up_changes(self) -> None:
+    def cancel_client_changes(self) -> None:
         """Those that clients asked for, because the server ends."""
-        for task in self._asked:
+        for task in self._client_changes:
             task.cancel()
 
-    def load_one_at_a_time(self) -> None:
+    def load_sequentially(self) -> None:
         """Until `load_side_by_side`; nothing loads yet."""
         self._slots = asyncio.Semaphore(1)
 
-    def load_side_by_side(self) -> None:
-        for _ in range(1, self._width):
+    def load_concurrently(self) -> None:
+        for _ in range(1, self._max_concurrent):
             self._slots.release()
 
     async def load(
@@ -116,40 +116,42 @@ class ModelLifecycle:
         Raises:
             LoadFailure: a version did not load; everything is as before.
         """
-        entry, shared = self._registry.entry(source.name), SharedRelease(release)
+        entry, shared = self._registry.get_or_add(source.name), SharedRelease(release)
         if fills_granted_memory(source.backend):
-            self._ungranted.add(source.name)
+            self._awaiting_grant.add(source.name)
         try:
-            async with entry.changing:
+            async with entry.change_lock:
                 await asyncio.sleep(0)  # those that were asked for together divide the memory
                 async with self._slots:
                     started = time.monotonic()
                     await self._load(entry, source, on_progress, shared)
                     return time.monotonic() - started
         finally:
-            self._ungranted.discard(source.name)
-            shared.leave()
+            self._awaiting_grant.discard(source.name)
+            shared.drop_holder()
 
     async def _load(
         self, entry: ModelEntry, source: ModelSource, on_progress: OnProgress, shared: SharedRelease
     ) -> None:
-        entry.wanted = True
+        entry.should_serve = True
         new = {}
         try:
             for version in source.versions:
                 kept = _find_unchanged(entry, version)
-                new[version.number] = kept or await self._start(entry, source, version, on_progress, shared)
+                new[version.number] = kept or await self._load_version(entry, source, version, on_progress, shared)
         except BaseException:
-            await self._abandon([each for number, each in new.items() if _find_loaded(entry, number) is not each])
+            await self._unload_unpublished(
+                [each for number, each in new.items() if _find_loaded(entry, number) is not each]
+            )
             raise
         for serving in entry.publish(new.items()):
             self._retire(entry, serving)
         _log_ignored_fields(source, self._builder.cache is not None, [each.config.document for each in new.values()])
 
-    async def serve(self, name: str, number: str, build: Callable[[], Model]) -> None:
+    async def serve_built_model(self, name: str, number: str, build: Callable[[], Model]) -> None:
         """Load and serve a model that is made by hand. Raises `LoadFailure`."""
-        entry = self._registry.entry(name)
-        serving = await self._attempt(entry, number, lambda: _factory_of(build))
+        entry = self._registry.get_or_add(name)
+        serving = await self._load_or_record_failure(entry, number, lambda: _factory_of(build))
         entry.publish([(number, serving)])
 
     async def unload(self, name: str) -> None:
@@ -157,28 +159,28 @@ class ModelLifecycle:
         entry = self._registry.entries.get(name)
         if entry is None:
             return
-        async with entry.changing:
-            entry.wanted = False
+        async with entry.change_lock:
+            entry.should_serve = False
             for serving in entry.publish(()):
                 self._retire(entry, serving)
 
     async def close(self) -> None:
         """Unload everything at once, drained or not, whatever one of the models says."""
-        self.hurry()
-        self.give_up_changes()
-        await asyncio.gather(*self._asked, return_exceptions=True)
+        self.stop_draining()
+        self.cancel_client_changes()
+        await asyncio.gather(*self._client_changes, return_exceptions=True)
         for entry in self._registry.entries.values():
             for serving in entry.publish(()):
                 self._retire(entry, serving)
-        while self._leaving:
-            await asyncio.gather(*self._leaving)
+        while self._unloads:
+            await asyncio.gather(*self._unloads)
         self._thread.shutdown(wait=False)
 
-    def hurry(self) -> None:
+    def stop_draining(self) -> None:
         """Wait no more for what was replaced or unloaded."""
-        self._hurry.set()
+        self._drain_stopped.set()
 
-    async def _start(
+    async def _load_version(
         self,
         entry: ModelEntry,
         source: ModelSource,
@@ -187,28 +189,28 @@ class ModelLifecycle:
         shared: SharedRelease,
     ) -> LoadedModel:
         async def recipe() -> ModelFactory:
-            return await self._where_room_is(source, version)
+            return await self._prepare_when_memory_allows(source, version)
 
-        serving = await self._attempt(entry, version.number, recipe, on_progress, source.file)
-        serving.mark, serving.release = version.mark, release_both(serving.release, shared.take())
+        serving = await self._load_or_record_failure(entry, version.number, recipe, on_progress, source.config_file)
+        serving.source_mark, serving.release = version.mark, release_both(serving.release, shared.add_holder())
         return serving
 
-    async def _where_room_is(self, source: ModelSource, version: VersionSource) -> ModelFactory:
+    async def _prepare_when_memory_allows(self, source: ModelSource, version: VersionSource) -> ModelFactory:
         """Those that are leaving still hold what they will give back, and those that load what they were granted."""
         while True:
-            async with self._granting:
-                others = {*self._leaving, *self._under_way}
-                sharers = max(1, min(len(self._ungranted), self._width - len(self._under_way)))
+            async with self._grant_lock:
+                others = {*self._unloads, *self._loads_in_progress}
+                sharers = max(1, min(len(self._awaiting_grant), self._max_concurrent - len(self._loads_in_progress)))
                 try:
-                    recipe = await self.aside(self._builder.recipe, source, version, sharers)
-                    self._ungranted.discard(source.name)
+                    recipe = await self.run_blocking(self._builder.prepare, source, version, sharers)
+                    self._awaiting_grant.discard(source.name)
                     return recipe
                 except InsufficientMemory as error:
                     refusal = error
-            if not await _wait_for_one(others, None if self._under_way else _UNLOAD_WAIT):
+            if not await _wait_for_one(others, None if self._loads_in_progress else _UNLOAD_WAIT):
                 raise refusal
 
-    async def _attempt(
+    async def _load_or_record_failure(
         self,
         entry: ModelEntry,
         number: str,
@@ -218,73 +220,73 @@ class ModelLifecycle:
     ) -> LoadedModel:
         started = time.monotonic()
         if _find_loaded(entry, number) is None:
-            entry.version(number).state, entry.version(number).reason = ModelState.LOADING, ""
+            entry.get_or_add_version(number).state, entry.get_or_add_version(number).reason = ModelState.LOADING, ""
         try:
             made = await recipe()
-            model = await self._loaded(made, on_progress)
+            model = await self._build_and_load(made, on_progress)
         except CharoniaError as error:
             told = with_config_position(error, file)
-            entry.fail(told.message, [number])
+            entry.record_load_failure(told.message, [number])
             raise LoadFailure(number, told) from error
         except Exception as error:
-            entry.fail(str(error), [number])
+            entry.record_load_failure(str(error), [number])
             log.exception("model '%s' failed to load", entry.name)
             raise LoadFailure(number, error) from error
-        tally = InFlightCounter(self._registry.tally)
+        tally = InFlightCounter(self._registry.in_flight)
         took = time.monotonic() - started
         return LoadedModel(model, made.describe(model.config), tally, took, release=made.release)
 
-    async def _loaded(self, recipe: ModelFactory, on_progress: OnProgress) -> Model:
-        with self._loading():
+    async def _build_and_load(self, recipe: ModelFactory, on_progress: OnProgress) -> Model:
+        with self._load_in_progress():
             try:
-                model = await self.aside(recipe.make, on_progress)
+                model = await self.run_blocking(recipe.make, on_progress)
                 await model.load()
-                recipe.loaded(model)
+                recipe.on_loaded(model)
             except BaseException:
                 recipe.release()
                 raise
         return model
 
     @contextmanager
-    def _loading(self) -> Iterator[None]:
+    def _load_in_progress(self) -> Iterator[None]:
         """What it was granted, nobody else has meanwhile."""
         under_way = asyncio.get_running_loop().create_future()
-        self._under_way.add(under_way)
+        self._loads_in_progress.add(under_way)
         try:
             yield
         finally:
-            self._under_way.discard(under_way)
+            self._loads_in_progress.discard(under_way)
             under_way.set_result(None)
 
-    async def _abandon(self, loaded: Sequence[LoadedModel]) -> None:
+    async def _unload_unpublished(self, loaded: Sequence[LoadedModel]) -> None:
         """They were loaded in vain."""
         await asyncio.gather(*(_unload(serving) for serving in loaded))
 
     def _retire(self, entry: ModelEntry, serving: LoadedModel) -> None:
         """Unload it when its last request is done."""
-        version = entry.version(serving.config.version)
-        if version.serving is None:
+        version = entry.get_or_add_version(serving.config.version)
+        if version.loaded is None:
             version.state = ModelState.UNLOADING
-        task = asyncio.create_task(self._leave(version, serving), name=f"unload {entry.name}")
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        task = asyncio.create_task(self._drain_and_unload(version, serving), name=f"unload {entry.name}")
+        self._unloads.add(task)
+        task.add_done_callback(self._unloads.discard)
 
-    async def _leave(self, version: ModelVersion, serving: LoadedModel) -> None:
+    async def _drain_and_unload(self, version: ModelVersion, serving: LoadedModel) -> None:
         await self._be_superseded(version)
-        await self._unless_hurried(serving.tally.drained())
+        await self._until_drain_stopped(serving.in_flight.wait_drained())
         await _unload(serving)
         if version.state == ModelState.UNLOADING:
             version.state = ModelState.UNAVAILABLE
-        await self._unless_hurried(self.aside(return_freed_memory))  # a load that hangs has the thread
+        await self._until_drain_stopped(self.run_blocking(return_freed_memory))  # a load that hangs has the thread
 
     async def _be_superseded(self, version: ModelVersion) -> None:
         """A door may have looked it up, and still be reading the request."""
         if version.superseded is not None:
-            await self._unless_hurried(asyncio.sleep(self._grace))
+            await self._until_drain_stopped(asyncio.sleep(self._grace))
             version.superseded = None
 
-    async def _unless_hurried(self, wait: Coroutine[None, None, None]) -> None:
-        waits = [asyncio.ensure_future(each) for each in (wait, self._hurry.wait())]
+    async def _until_drain_stopped(self, wait: Coroutine[None, None, None]) -> None:
+        waits = [asyncio.ensure_future(each) for each in (wait, self._drain_stopped.wait())]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -314,16 +316,16 @@ async def _unload(serving: LoadedModel) -> None:
 
 def _find_loaded(entry: ModelEntry, number: str) -> LoadedModel | None:
     version = entry.versions.get(number)
-    return None if version is None else version.serving
+    return None if version is None else version.loaded
 
 
 def _find_unchanged(entry: ModelEntry, version: VersionSource) -> LoadedModel | None:
     serving = _find_loaded(entry, version.number)
-    return serving if serving is not None and version.mark is not None and serving.mark == version.mark else None
+    return serving if serving is not None and version.mark is not None and serving.source_mark == version.mark else None
 
 
 def _log_ignored_fields(source: ModelSource, caching: bool, made: Sequence[ConfigDocument]) -> None:
     for folder in () if source.directory is None else find_misnamed_versions(source.directory):
         log.warning("model '%s': folder '%s' is no version, for it begins with 0", source.name, folder)
     for path in ignored_fields(source.config, caching, made):
-        log.warning("%smodel '%s': %s", source.where(path), source.name, ignored_field_message(path))
+        log.warning("%smodel '%s': %s", source.config_position(path), source.name, ignored_field_message(path))

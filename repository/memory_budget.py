@@ -31,41 +31,41 @@ class DeviceMemory:
         self.free = free
         self.gpu = gpu
         self._limit = limit
-        self.claims: list[DeviceReservation] = []
+        self.reservations: list[DeviceReservation] = []
 
     @property
-    def held(self) -> int:
-        return sum(claim.reserved for claim in self.claims)
+    def reserved(self) -> int:
+        return sum(claim.reserved for claim in self.reservations)
 
     @property
-    def left(self) -> int:
+    def available(self) -> int:
         """Bytes for those to come; at least 0."""
-        there = self.free() - sum(claim.to_come for claim in self.claims)
-        allowed = there if self._limit is None else min(there, self._limit - self.held)
+        there = self.free() - sum(claim.outstanding for claim in self.reservations)
+        allowed = there if self._limit is None else min(there, self._limit - self.reserved)
         return max(0, allowed)
 
-    def claim(self, name: str, version: str, size: int) -> "DeviceReservation":
+    def reserve(self, name: str, version: str, size: int) -> "DeviceReservation":
         """Hold them for a model.
 
         Raises:
             NoRoom: they are not there; the message names the largest holders.
         """
-        left = self.left
+        left = self.available
         if size > left:
             limit = "" if self._limit is None else f" of {format_bytes(self._limit)}"
             needs = f"model '{name}' version {version} needs at least {format_bytes(size)} of {self}"
-            raise InsufficientMemory(f"{needs} and {format_bytes(left)}{limit} is free{self._largest()}")
+            raise InsufficientMemory(f"{needs} and {format_bytes(left)}{limit} is free{self._largest_holders()}")
         claim = DeviceReservation(self, name, version, size)
-        self.claims.append(claim)
+        self.reservations.append(claim)
         return claim
 
-    def give_back(self, claim: "DeviceReservation") -> None:
+    def release(self, claim: "DeviceReservation") -> None:
         """May be called again."""
-        if claim in self.claims:
-            self.claims.remove(claim)
+        if claim in self.reservations:
+            self.reservations.remove(claim)
 
-    def _largest(self) -> str:
-        largest = sorted(self.claims, key=lambda claim: -claim.size)[:_HOLDERS_SHOWN]
+    def _largest_holders(self) -> str:
+        largest = sorted(self.reservations, key=lambda claim: -claim.size)[:_HOLDERS_SHOWN]
         names = ", ".join(str(claim) for claim in largest if claim.size)
         return f"; most is held by {names}" if names else ""
 
@@ -85,46 +85,46 @@ class DeviceReservation:
         self.name = name
         self.version = version
         self._memory = memory
-        self._stated = stated
-        self._granted = stated
+        self._stated_size = stated
+        self._granted_size = stated
         self._loading = True
-        self._before = memory.free()
+        self._free_before = memory.free()
         self._taken = 0
         self._holder: MemoryHolder | None = None
 
     @property
     def size(self) -> int:
-        known = self._taken if self._holder is None else self._holder.holding().promised
-        return max(self._stated, known)
+        known = self._taken if self._holder is None else self._holder.reserved_memory().promised
+        return max(self._stated_size, known)
 
     @property
     def reserved(self) -> int:
         """What nobody else may have."""
-        return self._granted if self._loading else self.size
+        return self._granted_size if self._loading else self.size
 
     @property
-    def to_come(self) -> int:
+    def outstanding(self) -> int:
         """Promised, and not taken yet. While it loads that is all it was granted: nobody knows how much of it is taken.
         What states its bytes has them all once it has loaded."""
         if self._loading and self._memory.gpu is None:
-            return self._granted
-        return 0 if self._holder is None else self._holder.holding().to_come
+            return self._granted_size
+        return 0 if self._holder is None else self._holder.reserved_memory().outstanding
 
     def grant(self, size: int) -> None:
         """It may take so much while it loads, and then says what it needs of that."""
-        self._granted = max(self._stated, size)
+        self._granted_size = max(self._stated_size, size)
 
-    def loaded(self, model: object) -> None:
+    def finish_loading(self, model: object) -> None:
         """From now on it speaks for itself, if it can."""
         self._loading = False
         if self._memory.gpu is not None:
-            self._taken = self._before - self._memory.free()
+            self._taken = self._free_before - self._memory.free()
         elif isinstance(model, MemoryHolder):
             self._holder = model
 
     def release(self) -> None:
         """It has gone. May be called again."""
-        self._memory.give_back(self)
+        self._memory.release(self)
 
     def __str__(self) -> str:
         return f"'{self.name}' version {self.version} ({format_bytes(self.size)})"
@@ -141,9 +141,9 @@ class MemoryReservation:
         """Of the host's memory: see `DeviceReservation.grant`."""
         self._claims[0].grant(size)
 
-    def loaded(self, model: object) -> None:
+    def finish_loading(self, model: object) -> None:
         for claim in self._claims:
-            claim.loaded(model)
+            claim.finish_loading(model)
 
     def release(self) -> None:
         """May be called again."""
@@ -172,11 +172,11 @@ class MemoryBudget:
         gpus = {gpu: DeviceMemory(partial(driver.free, gpu), gpu_limit, gpu) for gpu in numbers}
         return cls(DeviceMemory(lambda: max(0, available_memory() - promised()), limit), gpus)
 
-    def left(self, gpus: Sequence[int]) -> int | None:
+    def available_on(self, gpus: Sequence[int]) -> int | None:
         """Bytes of the memory of each of these `gpus`; None where nothing is known of them."""
-        return min((self._gpus[gpu].left for gpu in gpus if gpu in self._gpus), default=None)
+        return min((self._gpus[gpu].available for gpu in gpus if gpu in self._gpus), default=None)
 
-    def take(self, name: str, version: str, needs: Sequence[MemoryNeed]) -> MemoryReservation:
+    def reserve(self, name: str, version: str, needs: Sequence[MemoryNeed]) -> MemoryReservation:
         """Hold all of it for a model, or nothing. Of every GPU, for it may go where it does not say.
 
         Raises:
@@ -186,17 +186,17 @@ class MemoryBudget:
         try:
             for memory in self._memories:
                 size = sum(share.size for share in needs if share.gpu == memory.gpu)
-                claims.append(memory.claim(name, version, size))
+                claims.append(memory.reserve(name, version, size))
         except InsufficientMemory:
             MemoryReservation(claims).release()
             raise
         return MemoryReservation(claims)
 
-    def measure(self) -> Iterator[Measurement]:
+    def measurements(self) -> Iterator[Measurement]:
         """What each version of a model holds; while it replaces itself, both together. Of a GPU only who has some."""
         for memory in self._memories:
             sizes: Counter[tuple[str, str]] = Counter()
-            for claim in memory.claims:
+            for claim in memory.reservations:
                 sizes[claim.name, claim.version] += claim.size
             for (name, version), size in sizes.items():
                 if size or memory is self.host:

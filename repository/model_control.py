@@ -26,7 +26,7 @@ _MAX_FOLDER_DEPTH = 64
 class ModelControl(Protocol):
     """What requests may change."""
 
-    def names(self) -> list[str]:
+    def loadable_models(self) -> list[str]:
         """The models that could be loaded."""
 
     async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None: ...
@@ -37,7 +37,7 @@ class ModelControl(Protocol):
 class NoModelControl:
     """Requests change nothing: modes none and poll."""
 
-    def names(self) -> list[str]:
+    def loadable_models(self) -> list[str]:
         return []
 
     async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
@@ -57,24 +57,24 @@ class ExplicitModelControl:
         # Of models that serve with a config of a request's: what was on disk when it was given.
         self._overridden: dict[str, Hashable] = {}
 
-    def names(self) -> list[str]:
-        return self._catalog.names()
+    def loadable_models(self) -> list[str]:
+        return self._catalog.model_names()
 
     async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
-        await self._lifecycle.see_through(self._load(name, config, files))
+        await self._lifecycle.run_to_completion(self._load(name, config, files))
 
     async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         _check_name(name)
         for path in files:
             _check_path(path)
-        stamps = await self._lifecycle.aside(self._catalog.stamps, name)
+        stamps = await self._lifecycle.run_blocking(self._catalog.stamps, name)
         from_disk = config is None and not files
         if from_disk and stamps is not None and self._overridden.get(name) == stamps:
             return
         try:
             source, release = await self._read(name, config, files)
         except CharoniaError as error:
-            raise self._unreadable(name, error, from_disk) from None
+            raise self._read_failure(name, error, from_disk) from None
         try:
             await self._lifecycle.load(source, release=release)
         except LoadFailure as failure:
@@ -85,7 +85,7 @@ class ExplicitModelControl:
             self._overridden[name] = stamps
 
     async def unload(self, name: str) -> None:
-        await self._lifecycle.see_through(self._unload(name))
+        await self._lifecycle.run_to_completion(self._unload(name))
 
     async def _unload(self, name: str) -> None:
         _check_name(name)
@@ -99,19 +99,19 @@ class ExplicitModelControl:
             raise InvalidArgument("Load parameter 'config' must be specified for model file override")
         override = None if config is None else parse_config_override(config)
         if not files:
-            return await self._lifecycle.aside(self._catalog.read, name, override), lambda: None
-        scratch, directory = await self._lifecycle.aside(_write_uploaded_files, name, files)
+            return await self._lifecycle.run_blocking(self._catalog.read, name, override), lambda: None
+        scratch, directory = await self._lifecycle.run_blocking(_write_uploaded_files, name, files)
         try:
-            return await self._lifecycle.aside(self._catalog.read, name, override, directory), scratch.close
+            return await self._lifecycle.run_blocking(self._catalog.read, name, override, directory), scratch.close
         except BaseException:
             scratch.close()
             raise
 
-    def _unreadable(self, name: str, error: CharoniaError, from_disk: bool) -> Internal:
+    def _read_failure(self, name: str, error: CharoniaError, from_disk: bool) -> Internal:
         """Triton's answer to whatever keeps it from reading a model, and why. One that is wrong on disk has failed."""
         log.error("model '%s' cannot be read: %s", name, error.message)
         if from_disk and not isinstance(error, NotFound):
-            self._registry.entry(name).fail(error.message)
+            self._registry.get_or_add(name).record_load_failure(error.message)
         message = f"failed to load '{name}', failed to poll from model repository: {error.message}"
         return Internal(message, field=error.field)
 

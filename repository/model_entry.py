@@ -21,9 +21,9 @@ class LoadedModel:
 
     model: Model
     config: ModelConfig
-    tally: InFlightCounter
+    in_flight: InFlightCounter
     load_seconds: float = 0.0
-    mark: Hashable = None
+    source_mark: Hashable = None
     release: Callable[[], None] = lambda: None
     text: TextModel | None = field(init=False)
     measured: MeasuredModel | None = field(init=False)
@@ -43,20 +43,20 @@ class ModelVersion:
     `superseded`: what served it a moment ago, for requests that were told so and are still being read."""
 
     number: str
-    serving: LoadedModel | None = None
+    loaded: LoadedModel | None = None
     superseded: LoadedModel | None = None
     state: ModelState = ModelState.UNAVAILABLE
     reason: str = ""
 
     @property
     def ready(self) -> bool:
-        return self.serving is not None and self.serving.ready
+        return self.loaded is not None and self.loaded.ready
 
-    def shown(self, name: str) -> RepositoryIndexEntry:
-        if self.serving is None:
+    def index_entry(self, name: str) -> RepositoryIndexEntry:
+        if self.loaded is None:
             return RepositoryIndexEntry(name, self.number, self.state, self.reason)
         return RepositoryIndexEntry(
-            name, self.number, ModelState.READY if self.serving.ready else ModelState.UNAVAILABLE, self.reason
+            name, self.number, ModelState.READY if self.loaded.ready else ModelState.UNAVAILABLE, self.reason
         )
 
 
@@ -69,10 +69,10 @@ class ModelEntry:
     name: str
     versions: dict[str, ModelVersion] = field(default_factory=dict)
     latest: ModelVersion | None = None
-    wanted: bool = True
+    should_serve: bool = True
     reason: str = ""
     failures: Counter[str] = field(default_factory=Counter)
-    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    change_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def ready(self) -> bool:
@@ -81,25 +81,25 @@ class ModelEntry:
         return bool(wanted) and all(version.ready for version in wanted)
 
     @property
-    def served(self) -> list[ModelVersion]:
+    def loaded_versions(self) -> list[ModelVersion]:
         """Lowest first."""
-        return [version for _, version in sorted(self.versions.items(), key=_number) if version.serving is not None]
+        return [version for _, version in sorted(self.versions.items(), key=_number) if version.loaded is not None]
 
-    def find(self, number: str = "") -> ModelVersion | None:
+    def find_version(self, number: str = "") -> ModelVersion | None:
         """That version, or without a number the latest that is served."""
         return self.versions.get(number) if number else self.latest
 
-    def version(self, number: str) -> ModelVersion:
+    def get_or_add_version(self, number: str) -> ModelVersion:
         """That one; from now on known."""
         return self.versions.setdefault(number, ModelVersion(number))
 
     def publish(self, serving: Iterable[tuple[str, LoadedModel]]) -> list[LoadedModel]:
         """Serve these from now on and no others; those that are no longer served."""
         new = dict(serving)
-        old = {version.number: version.serving for version in self.served if version.serving is not None}
+        old = {version.number: version.loaded for version in self.loaded_versions if version.loaded is not None}
         for number in {*new, *self.versions}:
-            version = self.version(number)
-            version.serving = new.get(number)
+            version = self.get_or_add_version(number)
+            version.loaded = new.get(number)
             version.superseded = old.get(number) if new and number not in new else None
             version.state = ModelState.READY if number in new else ModelState.UNAVAILABLE
             version.reason = "" if number in new else UNLOADED
@@ -107,31 +107,31 @@ class ModelEntry:
         self.latest = max((self.versions[number] for number in new), key=lambda one: int(one.number), default=None)
         return [each for number, each in old.items() if each is not new.get(number)]
 
-    def fail(self, reason: str, numbers: Iterable[str] = ()) -> None:
+    def record_load_failure(self, reason: str, numbers: Iterable[str] = ()) -> None:
         """A load failed; what is served stays."""
         numbers = tuple(numbers)
         self.failures.update(numbers or ("",))
-        if not numbers and not self.served:
+        if not numbers and not self.loaded_versions:
             self.reason = reason
         for number in numbers:
-            version = self.version(number)
-            if version.serving is None:
+            version = self.get_or_add_version(number)
+            if version.loaded is None:
                 version.state, version.reason = ModelState.UNAVAILABLE, reason
 
     def index(self) -> list[RepositoryIndexEntry]:
         if not self.versions:
             return [RepositoryIndexEntry(self.name, "", ModelState.UNAVAILABLE, self.reason)]
-        return [version.shown(self.name) for _, version in sorted(self.versions.items(), key=_number)]
+        return [version.index_entry(self.name) for _, version in sorted(self.versions.items(), key=_number)]
 
     def statistics(self, number: str = "") -> list[ModelStatistics]:
-        wanted = (version for version in self.served if number in ("", version.number))
+        wanted = (version for version in self.loaded_versions if number in ("", version.number))
         return [
-            ModelStatistics(self.name, version.number, version.serving.model.statistics())
+            ModelStatistics(self.name, version.number, version.loaded.model.statistics())
             for version in wanted
-            if version.serving is not None
+            if version.loaded is not None
         ]
 
-    def measure(self) -> Iterator[Measurement]:
+    def measurements(self) -> Iterator[Measurement]:
         """Of a version that is not loaded, only that it is not."""
         for number in sorted({*self.versions, *self.failures}):
             version = self.versions.get(number, ModelVersion(number))
@@ -140,14 +140,14 @@ class ModelEntry:
     def _readings(self, version: ModelVersion) -> Iterator[Reading]:
         yield Reading("charonia_model_ready", int(version.ready))
         yield Reading("charonia_model_load_failures_total", self.failures[version.number])
-        if version.serving is not None:
-            yield Reading("nv_model_load_duration_secs", version.serving.load_seconds)
-            if version.serving.measured is not None:
-                yield from version.serving.measured.readings()
+        if version.loaded is not None:
+            yield Reading("nv_model_load_duration_secs", version.loaded.load_seconds)
+            if version.loaded.measured is not None:
+                yield from version.loaded.measured.readings()
 
     def labels(self, number: str) -> Labels:
         """Of everything that is measured of a version."""
-        serving = self.versions[number].serving if number in self.versions else None
+        serving = self.versions[number].loaded if number in self.versions else None
         tags = {} if serving is None else serving.config.document.get("metric_tags", {})
         return {"model": self.name, "version": number, **{f"_{tag}": value for tag, value in tags.items()}}
 

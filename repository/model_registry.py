@@ -16,17 +16,17 @@ class ModelRegistry:
 
     def __init__(self) -> None:
         self.entries: dict[str, ModelEntry] = {}
-        self.tally = InFlightCounter()
+        self.in_flight = InFlightCounter()
 
-    def entry(self, name: str) -> ModelEntry:
+    def get_or_add(self, name: str) -> ModelEntry:
         """That model; from now on known."""
         return self.entries.setdefault(name, ModelEntry(name))
 
     def ready(self) -> bool:
         """Every model that is wanted is."""
-        return all(entry.ready for entry in self.entries.values() if entry.wanted)
+        return all(entry.ready for entry in self.entries.values() if entry.should_serve)
 
-    def find(self, name: str, number: str = "") -> ModelVersion | None:
+    def find_version(self, name: str, number: str = "") -> ModelVersion | None:
         """That version, or the latest that is served, if any is; notes in the current request which it is for.
 
         Raises:
@@ -34,17 +34,17 @@ class ModelRegistry:
         """
         entry, exchange = self.entries.get(name), current_request()
         if exchange is not None:
-            exchange.model, exchange.version, exchange.found = name, number, entry is not None
+            exchange.model, exchange.version, exchange.model_found = name, number, entry is not None
         if entry is None:
             raise NotFound(f"Request for unknown model: '{name}' is not found")
-        version = entry.find(number)
+        version = entry.find_version(number)
         if version is None and number:
             raise NotFound(f"Request for unknown model: '{name}' version {number} is not found")
         if exchange is not None and version is not None:
             exchange.version = version.number
         return version
 
-    def serving(self, name: str, number: str = "") -> LoadedModel:
+    def find_loaded(self, name: str, number: str = "") -> LoadedModel:
         """What serves that version, or the latest.
 
         Raises:
@@ -52,22 +52,22 @@ class ModelRegistry:
             Unavailable: that version is not served.
             NotReady: the model is being loaded.
         """
-        version = self.find(name, number)
+        version = self.find_version(name, number)
         if version is not None:
-            serving = version.serving or version.superseded
+            serving = version.loaded or version.superseded
             if serving is not None:
                 return serving
         if number:
             raise Unavailable(f"Request for unknown model: '{name}' version {number} is not at ready state")
-        if self.entries[name].changing.locked():
+        if self.entries[name].change_lock.locked():
             raise NotReady(f"Request for unknown model: '{name}' is not at ready state: it is being loaded")
         raise NotFound(f"Request for unknown model: '{name}' has no available versions")
 
-    def counting(self, name: str, number: str) -> LoadedModel | None:
+    def find_counting_model(self, name: str, number: str) -> LoadedModel | None:
         """What counts a request for that version; for one that is not there the latest does."""
         entry = self.entries.get(name)
         version = None if entry is None else entry.versions.get(number) or entry.latest
-        return None if version is None else version.serving
+        return None if version is None else version.loaded
 
     def index(self) -> list[RepositoryIndexEntry]:
         return [shown for entry in self.entries.values() for shown in entry.index()]
@@ -77,7 +77,7 @@ class ModelRegistry:
         if not name:
             return [each for entry in self.entries.values() for each in entry.statistics()]
         entry = self.entries.get(name)
-        if entry is None or not entry.served:
+        if entry is None or not entry.loaded_versions:
             raise InvalidArgument(f"requested model '{name}' is not available")
         found = entry.statistics(number)
         if not found:
@@ -86,8 +86,8 @@ class ModelRegistry:
 
     def labels(self, name: str, number: str) -> Labels:
         """Of everything that is measured of a version."""
-        return self.entry(name).labels(number)
+        return self.get_or_add(name).labels(number)
 
-    def measure(self) -> Iterator[Measurement]:
+    def measurements(self) -> Iterator[Measurement]:
         for entry in self.entries.values():
-            yield from entry.measure()
+            yield from entry.measurements()

@@ -35,7 +35,7 @@ class ModelSource:
     config: ConfigMessage
     versions: tuple[VersionSource, ...]
     directory: Path | None = None
-    file: Path | None = None
+    config_file: Path | None = None
 
     @property
     def backend(self) -> str:
@@ -45,9 +45,9 @@ class ModelSource:
     def parameters(self) -> dict[str, str]:
         return {key: value.string_value for key, value in self.config.parameters.items()}
 
-    def where(self, field: str) -> str:
+    def config_position(self, field: str) -> str:
         """ "file:line: " of a field of the config, as far as there is one."""
-        return config_position(self.file, field)
+        return config_position(self.config_file, field)
 
 
 def config_position(file: Path | None, field: str) -> str:

@@ -40,7 +40,7 @@ def print_check_report(repository: Path, options: CheckOptions) -> int:
         backends, not options.disable_auto_complete_config, MemoryBudget(DeviceMemory(lambda: sys.maxsize))
     )
     catalog = RepositoryCatalog([repository], config_name=options.model_config_name)
-    if not catalog.names():
+    if not catalog.model_names():
         raise InvalidArgument(_nothing(repository))
     status = 0
     for finding in check_repository(catalog, builder):
@@ -57,7 +57,7 @@ def _nothing(repository: Path) -> str:
 
 def check_repository(catalog: RepositoryCatalog, builder: ModelBuilder) -> Iterator[CheckFinding]:
     """Every model in its turn: what is wrong, or what would be served."""
-    for name in catalog.names():
+    for name in catalog.model_names():
         try:
             source = catalog.read(name)
             yield from _check(source, builder)
@@ -69,13 +69,13 @@ def _check(source: ModelSource, builder: ModelBuilder) -> Iterator[CheckFinding]
     notes, made = [], []
     for version in source.versions:
         try:
-            recipe = builder.recipe(source, version)
+            recipe = builder.prepare(source, version)
             made.append(recipe.make(ignore_progress).config.document)
             notes.append(recipe.examine())
             recipe.release()
         except CharoniaError as error:
-            raise with_config_position(error, source.file) from None
+            raise with_config_position(error, source.config_file) from None
     for path in ignored_fields(source.config, made=made):
-        yield CheckFinding(source.name, f"{source.where(path)}{ignored_field_message(path)}")
+        yield CheckFinding(source.name, f"{source.config_position(path)}{ignored_field_message(path)}")
     numbers = ", ".join(version.number for version in source.versions)
     yield CheckFinding(source.name, "; ".join([f"good: {source.backend}, version {numbers}", *filter(None, notes)]))

@@ -26,7 +26,7 @@ _QUEUE_PARAMETERS = ("priority", "timeout")
 class _CachedResponse(NamedTuple):
     """`size`: bytes that it takes."""
 
-    answer: InferResponse
+    response: InferResponse
     size: int
 
 
@@ -42,34 +42,34 @@ class ResponseCache:
         return len(self._answers)
 
     @property
-    def to_come(self) -> int:
+    def outstanding(self) -> int:
         """Bytes that it was promised, and does not hold yet."""
         return self.size - self.used
 
-    def find(self, owner: Hashable, question: bytes) -> InferResponse | None:
+    def get(self, owner: Hashable, question: bytes) -> InferResponse | None:
         kept = self._answers.get((owner, question))
         if kept is None:
             return None
         self._answers.move_to_end((owner, question))
-        return kept.answer
+        return kept.response
 
-    def keep(self, owner: Hashable, question: bytes, answer: InferResponse) -> None:
+    def put(self, owner: Hashable, question: bytes, answer: InferResponse) -> None:
         """A copy of it: what it was made from may change. One that is larger than all there is, is not kept."""
         size = _ENTRY_OVERHEAD + sum(_tensor_bytes(tensor.data) for tensor in answer.outputs)
         if size > self.size or (owner, question) in self._answers:
             return
         while self.used + size > self.size:
-            self._drop(next(iter(self._answers)))
+            self._evict(next(iter(self._answers)))
         outputs = tuple(msgspec.structs.replace(tensor, data=_read_only_copy(tensor.data)) for tensor in answer.outputs)
         self._answers[owner, question] = _CachedResponse(msgspec.structs.replace(answer, outputs=outputs), size)
         self.used += size
 
-    def forget(self, owner: Hashable) -> None:
+    def remove_owner(self, owner: Hashable) -> None:
         """Nobody will ask it again."""
         for key in [key for key in self._answers if key[0] == owner]:
-            self._drop(key)
+            self._evict(key)
 
-    def _drop(self, key: tuple[Hashable, bytes]) -> None:
+    def _evict(self, key: tuple[Hashable, bytes]) -> None:
         self.used -= self._answers.pop(key).size
 
     def check_integrity(self) -> None:

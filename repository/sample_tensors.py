@@ -17,7 +17,7 @@ class SampleTensor(NamedTuple):
     """A message with `data_type`, `dims` and one of some ways to the data. Errors call it `of`, its place `field`."""
 
     given: ConfigMessage
-    of: str
+    description: str
     field: str
 
     def tensor(self, name: str, batch: tuple[int, ...], files: Path) -> Tensor:
@@ -27,14 +27,16 @@ class SampleTensor(NamedTuple):
             InvalidArgument: something of it is missing, or the file is not what it should be.
         """
         if any(dim < 0 for dim in self.given.dims):
-            message = f"{self.of} must have dims of at least 0, got {list(self.given.dims)}"
+            message = f"{self.description} must have dims of at least 0, got {list(self.given.dims)}"
             raise InvalidArgument(message, field=f"{self.field}.dims")
         if self.given.data_type == 0:
-            raise InvalidArgument(f"{self.of} must specify 'data_type'", field=f"{self.field}.data_type")
+            raise InvalidArgument(f"{self.description} must specify 'data_type'", field=f"{self.field}.data_type")
         datatype, shape = v2_datatype(self.given), (*batch, *self.given.dims)
         if not is_config_tensor_size_allowed(datatype, shape):
             limits = f"at most 64 dimensions and {MAX_CONFIG_TENSOR_BYTES} bytes"
-            raise InvalidArgument(f"{self.of} must have {limits}, got shape {list(shape)}", field=f"{self.field}.dims")
+            raise InvalidArgument(
+                f"{self.description} must have {limits}, got shape {list(shape)}", field=f"{self.field}.dims"
+            )
         return Tensor(name, datatype, shape, self._data(datatype, shape, files))
 
     def _data(self, datatype: str, shape: tuple[int, ...], files: Path) -> NDArray[Any]:
@@ -46,9 +48,9 @@ class SampleTensor(NamedTuple):
                 return _random_data(datatype, shape)
             case "data_file" | "input_data_file" as way:
                 file = path_within(files.parent, f"{files.name}/{getattr(self.given, way)}")
-                return _file_data(datatype, shape, file, self.of)
+                return _file_data(datatype, shape, file, self.description)
         *others, last = (way.name for way in ways.fields)
-        raise InvalidArgument(f"{self.of} must have one of {', '.join(others)} and {last}", field=self.field)
+        raise InvalidArgument(f"{self.description} must have one of {', '.join(others)} and {last}", field=self.field)
 
 
 def _zero_data(datatype: str, shape: tuple[int, ...]) -> NDArray[Any]:

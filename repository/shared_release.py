@@ -13,11 +13,11 @@ class SharedRelease:
         self._release = release
         self._holders = 1  # whoever loads them
 
-    def take(self) -> Callable[[], None]:
+    def add_holder(self) -> Callable[[], None]:
         self._holders += 1
-        return self.leave
+        return self.drop_holder
 
-    def leave(self) -> None:
+    def drop_holder(self) -> None:
         self._holders -= 1
         if not self._holders:
             self._release()

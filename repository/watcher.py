@@ -21,23 +21,23 @@ log = logging.getLogger(__name__)
 class LoadListener(Protocol):
     """Sees models load."""
 
-    def loading(self, name: str) -> OnProgress: ...
+    def on_loading(self, name: str) -> OnProgress: ...
 
-    def loaded(self, name: str, seconds: float) -> None: ...
+    def on_loaded(self, name: str, seconds: float) -> None: ...
 
-    def failed(self, name: str, reason: str) -> None: ...
+    def on_failed(self, name: str, reason: str) -> None: ...
 
 
 class LoadLogger:
     """A watcher that writes to the log."""
 
-    def loading(self, name: str) -> OnProgress:
+    def on_loading(self, name: str) -> OnProgress:
         return ignore_progress
 
-    def loaded(self, name: str, seconds: float) -> None:
+    def on_loaded(self, name: str, seconds: float) -> None:
         log.info("model '%s' is ready after %.2f s", name, seconds)
 
-    def failed(self, name: str, reason: str) -> None:
+    def on_failed(self, name: str, reason: str) -> None:
         log.error("model '%s' failed to load: %s", name, reason)
 
 
@@ -48,30 +48,30 @@ class RepositoryWatcher:
         self._catalog = catalog
         self._registry = registry
         self._lifecycle = lifecycle
-        self._tried: dict[str, Hashable] = {}
+        self._last_tried: dict[str, Hashable] = {}
 
-    async def start(self, names: Iterable[str], watcher: LoadListener) -> bool:
+    async def load_initial(self, names: Iterable[str], watcher: LoadListener) -> bool:
         """Load these; whether all of them did. One that fails leaves the others alone."""
         names = list(names)
         for name in names:
-            self._registry.entry(name)  # known, and not ready
+            self._registry.get_or_add(name)  # known, and not ready
         return await self._load(names, watcher)
 
     async def poll(self, every: float) -> None:
         """Look for what changed, for ever."""
         while True:
             await asyncio.sleep(every)
-            await self.look(LoadLogger())
+            await self.poll_once(LoadLogger())
 
-    async def look(self, watcher: LoadListener) -> None:
+    async def poll_once(self, watcher: LoadListener) -> None:
         """Load what is new or has changed, unload what has gone; nothing while a repository cannot be read, which may
         be back the next time."""
-        if not await self._lifecycle.aside(self._catalog.readable):
+        if not await self._lifecycle.run_blocking(self._catalog.is_readable):
             return
-        names = await self._lifecycle.aside(self._catalog.names)
+        names = await self._lifecycle.run_blocking(self._catalog.model_names)
         await self._load(names, watcher)
-        for name in set(self._tried) - set(names):
-            del self._tried[name]
+        for name in set(self._last_tried) - set(names):
+            del self._last_tried[name]
             await self._lifecycle.unload(name)
 
     async def _load(self, names: Iterable[str], watcher: LoadListener) -> bool:
@@ -79,39 +79,41 @@ class RepositoryWatcher:
         found = [await self._read(name, watcher) for name in names]
         async with asyncio.TaskGroup() as group:
             loads = [
-                group.create_task(self._try(source, watcher)) for source in found if isinstance(source, ModelSource)
+                group.create_task(self._load_one(source, watcher))
+                for source in found
+                if isinstance(source, ModelSource)
             ]
         return all(load.result() for load in loads) and False not in found
 
     async def _read(self, name: str, watcher: LoadListener) -> ModelSource | bool:
         """What to load; nothing if it is what was tried the last time, and then whether it can be read."""
         try:
-            source = await self._lifecycle.aside(self._catalog.read, name)
+            source = await self._lifecycle.run_blocking(self._catalog.read, name)
         except CharoniaError as error:
-            if not self._new(name, error.message):
+            if not self._is_changed(name, error.message):
                 return True
-            entry = self._registry.entry(name)
+            entry = self._registry.get_or_add(name)
             if isinstance(error, AlreadyExists):  # who can tell which of them is wanted now?
                 await self._lifecycle.unload(name)
-                entry.wanted = True
-            entry.fail(error.message, () if entry.served else entry.versions)
-            watcher.failed(name, error.message)
+                entry.should_serve = True
+            entry.record_load_failure(error.message, () if entry.loaded_versions else entry.versions)
+            watcher.on_failed(name, error.message)
             return False
-        return source if self._new(name, source.versions) else True
+        return source if self._is_changed(name, source.versions) else True
 
-    async def _try(self, source: ModelSource, watcher: LoadListener) -> bool:
+    async def _load_one(self, source: ModelSource, watcher: LoadListener) -> bool:
         """Whether it loaded."""
         try:
-            seconds = await self._lifecycle.load(source, watcher.loading(source.name))
+            seconds = await self._lifecycle.load(source, watcher.on_loading(source.name))
         except (CharoniaError, LoadFailure) as error:
-            watcher.failed(source.name, load_failure_reason(error))
+            watcher.on_failed(source.name, load_failure_reason(error))
             return False
-        watcher.loaded(source.name, seconds)
+        watcher.on_loaded(source.name, seconds)
         return True
 
-    def _new(self, name: str, mark: Hashable) -> bool:
-        known = self._tried.get(name)
-        self._tried[name] = mark
+    def _is_changed(self, name: str, mark: Hashable) -> bool:
+        known = self._last_tried.get(name)
+        self._last_tried[name] = mark
         return known is None or known != mark
 
 

@@ -36,6 +36,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     @property
-    def turn_tokens(self) -> int:
+    def rank_step_tokens(self) -> int:
         """Prompt tokens that count as a step of waiting when prompts are ranked: about what one gets in a step."""
         return self.max_num_batched_tokens if self.target_step_ms == 0 else min(self.max_num_batched_tokens, 16)

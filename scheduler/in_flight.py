@@ -16,8 +16,8 @@ class InFlightStep(NamedTuple):
 
     step: int
     rows: LongArray
-    ends: IntArray
-    sampling: list[int]
+    scheduled_ends: IntArray
+    sampled_rows: list[int]
     work: StepWork
 
 
@@ -33,10 +33,10 @@ class InFlightSteps:
     def __iter__(self) -> Iterator[InFlightStep]:
         return iter(self._line)
 
-    def begin(self, flight: InFlightStep) -> None:
+    def push(self, flight: InFlightStep) -> None:
         self._line.append(flight)
 
-    def land(self, step: int) -> InFlightStep:
+    def pop_oldest(self, step: int) -> InFlightStep:
         """The oldest, which must be this step's.
 
         Raises:
@@ -46,11 +46,11 @@ class InFlightSteps:
             raise RuntimeError(f"the result of step {step} came out of turn")
         return self._line.popleft()
 
-    def carry(self, row: int) -> bool:
+    def includes_row(self, row: int) -> bool:
         """Whether some plan has the row."""
         return any((flight.rows == row).any() for flight in self._line)
 
-    def counts(self, size: int) -> IntArray:
+    def steps_per_row(self, size: int) -> IntArray:
         """[size] plans that have each row."""
         counts = np.zeros(size, np.int32)
         for flight in self._line:

@@ -25,11 +25,11 @@ class LogitsParams(NamedTuple):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
-    stops: tuple[int, ...] = ()
-    allowed: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
 
 
 class SamplerParams(NamedTuple):
@@ -46,7 +46,7 @@ class SamplerParams(NamedTuple):
     seed: int = 0
     choice: int = 0
     min_p: float = 0.0
-    shaping: LogitsParams | None = None
+    logits: LogitsParams | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -105,7 +105,7 @@ class StepResult(NamedTuple):
     counts: IntArray
     tokens: IntArray
     logprobs: Sequence[Logprobs | None] = ()
-    scores: Sequence[tuple[int, PromptLogprobs]] = ()
+    prompt_logprobs: Sequence[tuple[int, PromptLogprobs]] = ()
 
 
 class StepUpdates(NamedTuple):
@@ -122,4 +122,4 @@ class StepUpdates(NamedTuple):
     started: list[tuple[int, int]]
     finished: list[tuple[int, str]]
     logprobs: Sequence[Logprobs | None] = ()
-    scores: Sequence[tuple[int, PromptLogprobs]] = ()
+    prompt_logprobs: Sequence[tuple[int, PromptLogprobs]] = ()

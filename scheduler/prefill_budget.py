@@ -44,19 +44,19 @@ class PrefillLane:
         self._entered = False
 
     @property
-    def open(self) -> bool:
+    def has_room(self) -> bool:
         """There is room for a chunk worth the name."""
         return self._tokens > 0 and (not self._entered or self._worth(0) >= MIN_CHUNK_TOKENS)
 
-    def grant(self, gap: int, context: int, most: int) -> int:
+    def grant_tokens(self, gap: int, context: int, most: int) -> int:
         """Tokens, from 1 to `most`, of a prompt that lacks `gap` after `context`: they are taken. It must be open."""
         tokens = min(gap, most, self._room(context))
         self._entered = True
         self._tokens -= tokens
-        self._seconds -= self._cost.of_prompt(tokens, context) if self._seconds < inf else 0.0
+        self._seconds -= self._cost.prompt_seconds(tokens, context) if self._seconds < inf else 0.0
         return tokens
 
-    def widen(self, tokens: int) -> None:
+    def set_tokens_left(self, tokens: int) -> None:
         """So many tokens of the step's budget are left, and nobody else wants them."""
         self._tokens = tokens
 
@@ -65,7 +65,7 @@ class PrefillLane:
         return min(self._tokens, max(self._worth(context), 1 if self._entered else MIN_CHUNK_TOKENS))
 
     def _worth(self, context: int) -> int:
-        return _MANY if self._seconds == inf else self._cost.prompt_tokens(self._seconds, context)
+        return _MANY if self._seconds == inf else self._cost.prompt_tokens_within(self._seconds, context)
 
 
 class PrefillBudget:
@@ -79,7 +79,7 @@ class PrefillBudget:
         self._observed: list[tuple[StepWork, float]] = []
 
     @property
-    def cost(self) -> StepTimeModel:
+    def time_model(self) -> StepTimeModel:
         """As far as steps were observed."""
         self._learn()
         return self._cost
@@ -91,44 +91,48 @@ class PrefillBudget:
 
     @property
     def _bounds(self) -> bool:
-        return self.cost.known and self._target != 0
+        return self.time_model.calibrated and self._target != 0
 
-    def is_long(self, tokens: int, context: int) -> bool:
+    def is_long_prompt(self, tokens: int, context: int) -> bool:
         """Whether a prompt that lacks `tokens` after `context` goes in the lane of long ones."""
-        return self._bounds and self._target is None and self.cost.of_prompt(tokens, context) > LONG_PROMPT_SECONDS
+        return (
+            self._bounds
+            and self._target is None
+            and self.time_model.prompt_seconds(tokens, context) > LONG_PROMPT_SECONDS
+        )
 
-    def probes(self, decoding: StepWork) -> bool:
+    def is_decode_probe(self, decoding: StepWork) -> bool:
         """Whether this step is to tell what `decoding` alone costs."""
-        return bool(decoding.rows) and self._bounds and self._beside >= PROBE_STEPS
+        return bool(decoding.decode_tokens) and self._bounds and self._beside >= PROBE_STEPS
 
-    def short_lane(self, decoding: StepWork, tokens: int) -> PrefillLane:
+    def short_prompt_lane(self, decoding: StepWork, tokens: int) -> PrefillLane:
         """For a step of these decoding rows, with `tokens` of its budget left."""
         seconds = inf
         if self._bounds:
-            alone = self.cost.of(decoding)
+            alone = self.time_model.step_seconds(decoding)
             seconds = (self._target or SHORT_PROMPT_STEP_SECONDS) - alone
-            if self._target is None and decoding.rows:
+            if self._target is None and decoding.decode_tokens:
                 seconds = max(seconds, (LONG_PROMPT_SLOWDOWN - 1) * alone)
-        return PrefillLane(self.cost, tokens, seconds)
+        return PrefillLane(self.time_model, tokens, seconds)
 
-    def long_lane(self, decoding: StepWork, short: StepWork, tokens: int) -> PrefillLane:
+    def long_prompt_lane(self, decoding: StepWork, short: StepWork, tokens: int) -> PrefillLane:
         """For the same step, in which short prompts take what `short` says."""
         seconds = inf
         if self._bounds:
-            waiting = decoding if decoding.rows else short
-            alone = self.cost.of(waiting)
+            waiting = decoding if decoding.decode_tokens else short
+            alone = self.time_model.step_seconds(waiting)
             seconds = (
                 IDLE_STEP_SECONDS - alone
-                if not (waiting.rows or waiting.tokens)
+                if not (waiting.decode_tokens or waiting.prefill_tokens)
                 else (LONG_PROMPT_SLOWDOWN - 1) * alone
             )
-        return PrefillLane(self.cost, tokens, seconds)
+        return PrefillLane(self.time_model, tokens, seconds)
 
-    def launched(self, work: StepWork) -> None:
+    def note_launched(self, work: StepWork) -> None:
         """A step is on its way."""
-        self._beside = self._beside + 1 if work.rows and work.tokens else 0
+        self._beside = self._beside + 1 if work.decode_tokens and work.prefill_tokens else 0
 
-    def observe(self, work: StepWork, seconds: float) -> None:
+    def observe_step(self, work: StepWork, seconds: float) -> None:
         """It took so long."""
         self._observed.append((work, seconds))
         if len(self._observed) == _LESSONS:

@@ -21,7 +21,7 @@ class ProcessedResult(NamedTuple):
     tokens: list[int]
     finished: list[tuple[int, str]]
     logprobs: Sequence[Logprobs | None]
-    scores: Sequence[tuple[int, PromptLogprobs]]
+    prompt_logprobs: Sequence[tuple[int, PromptLogprobs]]
 
 
 class _RaggedTokens(NamedTuple):
@@ -59,21 +59,21 @@ def process_result(rows: RowTable, flight: InFlightStep, result: StepResult) -> 
     _check_offsets(rows, flight, result, known)
     brought, finished = _RaggedTokens.of(result), list[tuple[int, str]]()
     stopping = _find_stop_tokens(rows, brought)
-    may_end = rows.spend(max(brought.counts, default=0))
-    if may_end or stopping or rows.leaving or 0 in brought.counts:
+    may_end = rows.consume_remaining(max(brought.counts, default=0))
+    if may_end or stopping or rows.releasing or 0 in brought.counts:
         kept, finished = _truncate_at_ends(rows, result, known, stopping)
         brought = brought.cut(kept.tolist())
     rows.known[places] = known + kept
     if may_end:
-        rows.measure_spare()
+        rows.measure_min_remaining()
     outputs = rows.outputs
     for row, token in zip(brought.owners, brought.tokens, strict=True):
         outputs[row].append(token)
-    if rows.held or brought.owners != flight.sampling:
+    if rows.awaiting_results or brought.owners != flight.sampled_rows:
         _reconcile(rows, flight, result, kept)
     else:
-        rows.computed[flight.rows] = flight.ends
-    scores = _new_prompt_logprobs(rows, result) if result.scores else ()
+        rows.computed[flight.rows] = flight.scheduled_ends
+    scores = _new_prompt_logprobs(rows, result) if result.prompt_logprobs else ()
     return ProcessedResult(brought.rows, brought.counts, brought.tokens, finished, brought.logprobs, scores)
 
 
@@ -94,7 +94,7 @@ def _truncate_at_ends(
 ) -> tuple[IntArray, list[tuple[int, str]]]:
     """How many tokens of each result row count; and rows that end with them, and why, stop tokens first. `stopping`:
     which tokens are some."""
-    room: IntArray = rows.limit[result.rows] - known
+    room: IntArray = rows.token_limit[result.rows] - known
     room[rows.ended[result.rows]] = 0
     kept, ends = np.minimum(result.counts, room), np.cumsum(result.counts)
     stopped = set[int]()
@@ -111,7 +111,11 @@ def _truncate_at_ends(
 
 def _new_prompt_logprobs(rows: RowTable, result: StepResult) -> list[tuple[int, PromptLogprobs]]:
     """What is new of the result's, of rows that still want it."""
-    taken = [(row, rows.sequences[row].take(scores)) for row, scores in result.scores if not rows.ended[row]]
+    taken = [
+        (row, rows.sequences[row].take_prompt_logprobs(scores))
+        for row, scores in result.prompt_logprobs
+        if not rows.ended[row]
+    ]
     return [(row, fresh) for row, fresh in taken if fresh]
 
 
@@ -124,9 +128,9 @@ def _reconcile(rows: RowTable, flight: InFlightStep, result: StepResult, kept: I
     """
     ran, surplus = flight.rows, np.zeros(rows.size, np.int32)
     surplus[result.rows] = kept
-    surplus[flight.sampling] -= 1
+    surplus[flight.sampled_rows] -= 1
     rows.expected[ran] += surplus[ran]
-    rows.computed[ran] = np.minimum(flight.ends, rows.known[ran] - 1)
+    rows.computed[ran] = np.minimum(flight.scheduled_ends, rows.known[ran] - 1)
     for row in ran[surplus[ran] != 0].tolist():
-        rows.hold(row)
-    rows.resume_held()
+        rows.await_results(row)
+    rows.resume_settled()

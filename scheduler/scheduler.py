@@ -54,13 +54,13 @@ class Scheduler:
         self._stays = RunningSet(self._rows, cache, self._line)
         self._packer = StepPacker(config, self._stays, self._fairness, self._pace)
         self._live: dict[int, Sequence] = {}
-        self._flights = self._rows.flights
+        self._flights = self._rows.in_flight
         self._step = 0
         self._arrivals = 0
 
     def _is_long(self, sequence: Sequence) -> bool:
-        shared = self._cache.shareable(sequence.hashes, sequence.sharable)
-        return self._pace.is_long(sequence.known - shared, shared)
+        shared = self._cache.shareable(sequence.hashes, sequence.shareable_tokens)
+        return self._pace.is_long_prompt(sequence.known - shared, shared)
 
     @property
     def totals(self) -> SchedulerTotals:
@@ -68,12 +68,12 @@ class Scheduler:
         stays = self._stays
         return SchedulerTotals(stays.preemptions, stays.prefix_queries, stays.prefix_hits)
 
-    def forget_totals(self) -> None:
-        self._stays.forget_totals()
+    def reset_totals(self) -> None:
+        self._stays.reset_totals()
 
-    def forget_times(self) -> None:
+    def reset_step_times(self) -> None:
         """What steps took so far says nothing of those to come."""
-        self._pace.cost.forget()
+        self._pace.time_model.reset()
 
     @property
     def running(self) -> int:
@@ -110,13 +110,13 @@ class Scheduler:
         check_can_ever_run(request, self.config.max_model_len, self._cache)
         priority = min(max(request.priority, 0), PRIORITY_CLASSES - 1)
         seniority = self._step + priority * self.config.ageing_steps
-        rank = seniority + len(request.prompt) // self.config.turn_tokens
-        slot = self._fairness.slot(request.tenant, request.weight)
+        rank = seniority + len(request.prompt) // self.config.rank_step_tokens
+        slot = self._fairness.slot_of(request.tenant, request.weight)
         sequence = Sequence(request, self._arrivals, seniority, rank, list(request.hashes), slot)
-        self._fairness.arrive(slot)
+        self._fairness.sequence_arrived(slot)
         self._arrivals += 1
         self._live[request.key] = sequence
-        self._line.join(sequence)
+        self._line.enqueue(sequence)
 
     def abort(self, keys: Iterable[int]) -> None:
         """Forget these sequences: nothing of them is reported any more. Unknown keys are ignored.
@@ -131,8 +131,8 @@ class Scheduler:
                 self._end(sequence.row)
             else:
                 del self._live[key]
-                self._line.leave(sequence)
-                self._fairness.depart(sequence.slot)
+                self._line.remove(sequence)
+                self._fairness.sequence_ended(sequence.tenant_slot)
         self._stays.started = [(key, cached) for key, cached in self._stays.started if key in self._live]
 
     # One step
@@ -141,22 +141,22 @@ class Scheduler:
         """The next step, or None: nothing can run now, or `ahead` plans are already under way."""
         if len(self._flights) > self.config.ahead:
             return None
-        launched = self._packer.pack(self._step).launch(self._step, self._stays.closed)
+        launched = self._packer.pack(self._step).finish_plan(self._step, self._stays.closed_rows)
         if launched is None:
             return None
         plan, flight = launched
-        self._flights.begin(flight)
-        self._pace.launched(flight.work)
-        self._stays.closed.clear()
+        self._flights.push(flight)
+        self._pace.note_launched(flight.work)
+        self._stays.closed_rows.clear()
         self._step += 1
         return plan
 
     def _end(self, row: int) -> None:
         sequence = self._rows.sequences[row]
         del self._live[sequence.key]
-        self._fairness.depart(sequence.slot)
+        self._fairness.sequence_ended(sequence.tenant_slot)
         self._rows.ended[row] = True
-        self._stays.leave(row)
+        self._stays.remove(row)
 
     # Results
 
@@ -166,16 +166,16 @@ class Scheduler:
         Raises:
             RuntimeError: it is another plan's, or does not continue the known tokens.
         """
-        flight = self._flights.land(result.step)
+        flight = self._flights.pop_oldest(result.step)
         if seconds:
-            self._pace.observe(flight.work, seconds)
+            self._pace.observe_step(flight.work, seconds)
         gathered = process_result(self._rows, flight, result)
-        self._fairness.charge_outputs(self._rows.slot, gathered.rows, gathered.counts)
+        self._fairness.charge_outputs(self._rows.tenant_slot, gathered.rows, gathered.counts)
         self._commit()
         updates = self._updates(gathered)
         for row, _ in gathered.finished:
             self._end(row)
-        self._stays.release_landed()
+        self._stays.release_settled()
         return updates
 
     def _updates(self, gathered: ProcessedResult) -> StepUpdates:
@@ -183,7 +183,7 @@ class Scheduler:
         finished = [(keys[row], reason) for row, reason in gathered.finished]
         started, self._stays.started = self._stays.started, []
         owners = [keys[row] for row in gathered.rows]
-        scores = [(keys[row], fresh) for row, fresh in gathered.scores] if gathered.scores else ()
+        scores = [(keys[row], fresh) for row, fresh in gathered.prompt_logprobs] if gathered.prompt_logprobs else ()
         return StepUpdates(owners, gathered.counts, gathered.tokens, started, finished, gathered.logprobs, scores)
 
     def _commit(self) -> None:
@@ -191,19 +191,19 @@ class Scheduler:
         if not self._cache.prefix_caching:
             return
         rows, size = self._rows, self._cache.block_size
-        for row in (rows.computed >= rows.due).nonzero()[0].tolist():
+        for row in (rows.computed >= rows.next_commit_at).nonzero()[0].tolist():
             sequence, table = rows.sequences[row], rows.tables[row]
             first, end = table.committed, int(rows.computed[row]) // size
             self._hash(sequence, end)
             self._cache.commit(table, sequence.hashes[first:end])
-            rows.due[row] = (end + 1) * size
-            self._line.wake(sequence.hashes[first:end])
+            rows.next_commit_at[row] = (end + 1) * size
+            self._line.wake_waiting_for(sequence.hashes[first:end])
 
     def _hash(self, sequence: Sequence, blocks: int) -> None:
         """Let the sequence have the hashes of its first `blocks` blocks."""
         size, hashes = self._cache.block_size, sequence.hashes
         if len(hashes) < blocks:
-            tokens = sequence.window(len(hashes) * size, blocks * size)
+            tokens = sequence.token_window(len(hashes) * size, blocks * size)
             parent = hashes[-1] if hashes else None
             hashes.extend(self._cache.digest(tokens, sequence.request.extras, parent))
 
@@ -217,8 +217,8 @@ class Scheduler:
         self._cache.check_integrity()
         rows.check_integrity()
         assert self._cache.open_tables == len(rows.tables), "a table without a row"
-        assert all(self._cache.being_computed(block_hash) for block_hash in self._line.awaited)
-        assert self.config.admission == "optimistic" or rows.claims() <= self._cache.free_blocks
+        assert all(self._cache.being_computed(block_hash) for block_hash in self._line.awaited_hashes)
+        assert self.config.admission == "optimistic" or rows.reserved_blocks() <= self._cache.free_blocks
         self._check_places()
 
     def _check_places(self) -> None:

@@ -44,20 +44,20 @@ class Sequence:
     """
 
     request: SequenceRequest
-    number: int
+    arrival_number: int
     seniority: int
     rank: int
     hashes: list[bytes]
-    slot: int = 0
+    tenant_slot: int = 0
     outputs: list[int] = field(default_factory=list)
     row: int | None = None
-    awaited: bytes | None = None
-    long: bool = False
+    awaited_hash: bytes | None = None
+    long_prompt: bool = False
     admitted: bool = False
-    scored: int = field(init=False)
+    prompt_logprobs_done: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.scored = len(self.request.prompt) if self.request.sampling.prompt_logprobs is None else 1
+        self.prompt_logprobs_done = len(self.request.prompt) if self.request.sampling.prompt_logprobs is None else 1
 
     @property
     def key(self) -> int:
@@ -69,43 +69,47 @@ class Sequence:
         return len(self.request.prompt) + len(self.outputs)
 
     @property
-    def limit(self) -> int:
+    def token_limit(self) -> int:
         """Tokens at which it ends."""
         return len(self.request.prompt) + max(self.request.max_tokens, 1)
 
     @property
-    def lacks_scores(self) -> bool:
+    def lacks_prompt_logprobs(self) -> bool:
         """Not all of its prompt that is to be scored is."""
-        return self.scored < len(self.request.prompt)
+        return self.prompt_logprobs_done < len(self.request.prompt)
 
     @property
-    def sharable(self) -> int:
+    def shareable_tokens(self) -> int:
         """Of so many tokens it may share the blocks, the last one's apart: what is to be scored has to run."""
-        return self.scored if self.lacks_scores else self.known
+        return self.prompt_logprobs_done if self.lacks_prompt_logprobs else self.known
 
     @property
     def sampling(self) -> SamplerParams:
         """What it still wants."""
         asked = self.request.sampling
-        return asked if asked.prompt_logprobs is None or self.lacks_scores else asked._replace(prompt_logprobs=None)
+        return (
+            asked
+            if asked.prompt_logprobs is None or self.lacks_prompt_logprobs
+            else asked._replace(prompt_logprobs=None)
+        )
 
-    def take(self, scores: PromptLogprobs) -> PromptLogprobs:
+    def take_prompt_logprobs(self, scores: PromptLogprobs) -> PromptLogprobs:
         """Those of them that are new: after a preemption some come again.
 
         Raises:
             RuntimeError: some before them are missing.
         """
-        if scores.first > self.scored:
-            raise RuntimeError(f"scores from position {scores.first} on, where {self.scored} is next")
-        fresh = scores.since(min(self.scored, scores.end))
-        self.scored = max(self.scored, scores.end)
+        if scores.start > self.prompt_logprobs_done:
+            raise RuntimeError(f"scores from position {scores.start} on, where {self.prompt_logprobs_done} is next")
+        fresh = scores.from_position(min(self.prompt_logprobs_done, scores.end))
+        self.prompt_logprobs_done = max(self.prompt_logprobs_done, scores.end)
         return fresh
 
-    def tokens(self) -> IntArray:
+    def known_tokens(self) -> IntArray:
         """All known tokens."""
         return np.concatenate([self.request.prompt, np.array(self.outputs, np.int32)])
 
-    def window(self, start: int, end: int) -> list[int]:
+    def token_window(self, start: int, end: int) -> list[int]:
         """Known tokens from position `start` up to but not including `end`."""
         prompt = len(self.request.prompt)
         given: list[int] = self.request.prompt[start:end].tolist() if start < prompt else []

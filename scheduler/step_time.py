@@ -19,10 +19,10 @@ class StepWork(NamedTuple):
     """What a step computes: tokens of decoding rows, and tokens of prompts, with the tokens that they attend to, summed
     over the tokens of each kind."""
 
-    rows: int = 0
-    rows_context: int = 0
-    tokens: int = 0
-    tokens_context: int = 0
+    decode_tokens: int = 0
+    decode_context: int = 0
+    prefill_tokens: int = 0
+    prefill_context: int = 0
 
 
 class StepTimeModel:
@@ -32,27 +32,27 @@ class StepTimeModel:
     unit and no scale needs to be known, and each coefficient moves by as much as it had a part in the step.
     """
 
-    __slots__ = ("_coefficients", "known")
+    __slots__ = ("_coefficients", "calibrated")
 
     def __init__(self) -> None:
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Begin anew."""
-        self.known = False
+        self.calibrated = False
         # Of a model of half a billion parameters on two cores. The first step that is timed scales them all.
         self._coefficients = [1.0, 0.02, 2e-5, 0.05, 1e-5]
 
-    def of(self, work: StepWork) -> float:
+    def step_seconds(self, work: StepWork) -> float:
         """Seconds such a step takes, as far as is known."""
         return sum(self._parts(work))
 
-    def of_prompt(self, tokens: int, context: int) -> float:
+    def prompt_seconds(self, tokens: int, context: int) -> float:
         """Seconds that `tokens` of a prompt add to a step, the first of them preceded by `context`."""
         _, _, _, token, attended = self._coefficients
         return tokens * (token + attended * (context + tokens / 2))
 
-    def prompt_tokens(self, seconds: float, context: int) -> int:
+    def prompt_tokens_within(self, seconds: float, context: int) -> int:
         """The most tokens of a prompt that add no more than `seconds` to a step."""
         if seconds <= 0:
             return 0
@@ -65,13 +65,13 @@ class StepTimeModel:
         """Such a step took so long."""
         parts = self._parts(work)
         expected = sum(parts)
-        if not self.known:
-            self.known = True
+        if not self.calibrated:
+            self.calibrated = True
             self._coefficients = [value * seconds / expected for value in self._coefficients]
             return
         surprise = min(max(math.log(seconds / expected), -_SURPRISE), _SURPRISE)
         shares = [part / expected for part in parts]
-        gains = _GAINS_BESIDE if work.tokens else _GAINS
+        gains = _GAINS_BESIDE if work.prefill_tokens else _GAINS
         step = _LEARNING * surprise / sum(gain * share * share for gain, share in zip(gains, shares, strict=True))
         moved = zip(self._coefficients, gains, shares, strict=True)
         self._coefficients = [value * math.exp(step * gain * share) for value, gain, share in moved]

@@ -49,19 +49,19 @@ class WaitingQueue:
             yield from group
 
     @property
-    def moves(self) -> bool:
+    def has_runnable(self) -> bool:
         """Somebody may be next: not all stand aside."""
         return self._waiting > 0
 
     @property
-    def is_seniors_turn(self) -> bool:
+    def is_rank_only_turn(self) -> bool:
         return self._taken % RANK_ONLY_INTERVAL == RANK_ONLY_INTERVAL - 1
 
-    def first(self, now: int) -> Sequence | None:
+    def peek(self, now: int) -> Sequence | None:
         """Who is next at step `now`; parked ones are nobody's predecessors."""
         return self._first([lane for lane in self._lanes if lane], now)
 
-    def first_of(self, long: bool, now: int) -> Sequence | None:
+    def peek_lane(self, long: bool, now: int) -> Sequence | None:
         """Who is next in one lane."""
         return self._first([self._lanes[long]] if self._lanes[long] else [], now)
 
@@ -77,42 +77,44 @@ class WaitingQueue:
         if len(slots) < 2:
             return slots
         among = slots if len(lanes) == 1 and all(self._lanes) else None
-        return self._fairness.first_in_rank(among) if self.is_seniors_turn else self._fairness.least_served(now, among)
+        return (
+            self._fairness.lowest_ranked(among) if self.is_rank_only_turn else self._fairness.least_served(now, among)
+        )
 
-    def join(self, sequence: Sequence) -> None:
-        sequence.long = self._is_long(sequence)
-        line = self._lanes[sequence.long].setdefault(sequence.slot, [])
-        insort(line, _QueueEntry(sequence.rank, sequence.number, sequence))
+    def enqueue(self, sequence: Sequence) -> None:
+        sequence.long_prompt = self._is_long(sequence)
+        line = self._lanes[sequence.long_prompt].setdefault(sequence.tenant_slot, [])
+        insort(line, _QueueEntry(sequence.rank, sequence.arrival_number, sequence))
         self._waiting += 1
-        self._show(sequence.slot)
+        self._show(sequence.tenant_slot)
 
-    def take(self, sequence: Sequence) -> None:
+    def pop(self, sequence: Sequence) -> None:
         """It is admitted."""
-        self.leave(sequence)
+        self.remove(sequence)
         self._taken += 1
 
-    def leave(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """Out of the line, or from the side."""
-        if sequence.awaited is None:
+        if sequence.awaited_hash is None:
             self._step_out(sequence)
             return
-        group = self._parked[sequence.awaited]
+        group = self._parked[sequence.awaited_hash]
         group.remove(sequence)
         if not group:
-            del self._parked[sequence.awaited]
+            del self._parked[sequence.awaited_hash]
         self._aside -= 1
-        sequence.awaited = None
+        sequence.awaited_hash = None
 
     def _step_out(self, sequence: Sequence) -> None:
-        lane = self._lanes[sequence.long]
-        line = lane[sequence.slot]
-        place = bisect_left(line, (sequence.rank, sequence.number))
+        lane = self._lanes[sequence.long_prompt]
+        line = lane[sequence.tenant_slot]
+        place = bisect_left(line, (sequence.rank, sequence.arrival_number))
         assert line[place].sequence is sequence
         del line[place]
         if not line:
-            del lane[sequence.slot]
+            del lane[sequence.tenant_slot]
         self._waiting -= 1
-        self._show(sequence.slot)
+        self._show(sequence.tenant_slot)
 
     def _head(self, slot: int) -> _QueueEntry:
         return min(lane[slot][0] for lane in self._lanes if slot in lane)
@@ -120,28 +122,28 @@ class WaitingQueue:
     def _show(self, slot: int) -> None:
         if any(slot in lane for lane in self._lanes):
             head = self._head(slot).sequence
-            self._fairness.show(slot, head.seniority, head.rank)
+            self._fairness.set_head(slot, head.seniority, head.rank)
         else:
-            self._fairness.hide(slot)
+            self._fairness.clear_head(slot)
 
-    def park(self, sequence: Sequence, awaited: bytes) -> None:
+    def park_until_computed(self, sequence: Sequence, awaited: bytes) -> None:
         """Stand aside until the block of this hash is settled."""
-        self.leave(sequence)
-        sequence.awaited = awaited
+        self.remove(sequence)
+        sequence.awaited_hash = awaited
         self._parked.setdefault(awaited, []).append(sequence)
         self._aside += 1
 
-    def wake(self, settled: Iterable[bytes]) -> None:
+    def wake_waiting_for(self, settled: Iterable[bytes]) -> None:
         """These blocks were committed, or their computation was given up: whoever waits for them lines up again."""
         if not self._parked:
             return
         for block_hash in settled:
             for sequence in self._parked.pop(block_hash, ()):
-                sequence.awaited = None
+                sequence.awaited_hash = None
                 self._aside -= 1
-                self.join(sequence)
+                self.enqueue(sequence)
 
     @property
-    def awaited(self) -> Iterable[bytes]:
+    def awaited_hashes(self) -> Iterable[bytes]:
         """Hashes somebody stands aside for."""
         return self._parked.keys()

@@ -118,14 +118,14 @@ class LogWriter(logging.Handler):
         text = "".join(lines)
         written = self._write(text + self._told(lost))
         if written:
-            self._outage.end(lost)
+            self._outage.report_recovery(lost)
         with self._guard:
             self._size -= len(text)
             if not written:
                 self._lost += lost + len(lines)
 
     def _close(self) -> None:
-        self._outage.end(self._lost, _CLOSE_SECONDS)
+        self._outage.report_recovery(self._lost, _CLOSE_SECONDS)
         if self._file:
             self._stream.close()
 
@@ -143,7 +143,7 @@ class LogWriter(logging.Handler):
             _write(self._stream, text)
         except (OSError, ValueError) as error:  # no room on the disk; or the pipe's other end, or the stream, is closed
             if self._file:
-                self._outage.begin(self._file, error)
+                self._outage.report_failure(self._file, error)
             return False
         return True
 

@@ -66,7 +66,7 @@ class OtlpTracer:
             for each in phase_spans(exchange):
                 start, end = _nanoseconds(each.start + clock), _nanoseconds(each.end + clock)
                 self._tracer.start_span(each.name, inside, attributes=each.attributes, start_time=start).end(end)
-            if whole.broken:
+            if whole.is_error:
                 span.set_status(StatusCode.ERROR)
         span.end(_nanoseconds(whole.end + clock))
 
@@ -93,7 +93,7 @@ def _provider_from_environment(exporter: SpanExporter) -> TracerProvider:
 def _provider_from_settings(told: SpanSettings, exporter: SpanExporter) -> TracerProvider:
     provider = TracerProvider(resource=Resource.create(dict(told.resource)), shutdown_on_exit=False)
     delay = float(told.bsp_schedule_delay)
-    provider.add_span_processor(BatchSpanProcessor(exporter, told.bsp_max_queue_size, delay, told.batch))
+    provider.add_span_processor(BatchSpanProcessor(exporter, told.bsp_max_queue_size, delay, told.batch_size))
     return provider
 
 

@@ -75,7 +75,7 @@ class RequestLogRecord(logging.LogRecord):
         self._exchange = exchange
         self._filled = False
 
-    def words(self) -> str:
+    def line(self) -> str:
         """The message, at no cost for those who want nothing else."""
         return request_log_line(self._exchange)
 
@@ -120,7 +120,7 @@ def request_log_fields(exchange: RequestContext) -> RequestLogFields:
         request_id=exchange.id[:_MAX_NAME_LENGTH],
         x_request_id=_x_request_id(exchange),
         trace_id=exchange.trace_id,
-        door=exchange.door,
+        door=exchange.endpoint,
         model=exchange.model[:_MAX_NAME_LENGTH],
         version=exchange.version[:_MAX_NAME_LENGTH],
         tenant=exchange.tenant,
@@ -132,18 +132,18 @@ def request_log_fields(exchange: RequestContext) -> RequestLogFields:
         cached_tokens=summary.cached,
         generated_tokens=summary.generated,
         queue_ms=_queue_ms(summary),
-        ttft_ms=None if summary.first is None else _milliseconds(summary.first - exchange.arrived),
-        e2e_ms=_milliseconds(exchange.ended - exchange.arrived),
+        ttft_ms=None if summary.first is None else _milliseconds(summary.first - exchange.arrived_at),
+        e2e_ms=_milliseconds(exchange.ended_at - exchange.arrived_at),
     )
 
 
 def request_log_line(exchange: RequestContext) -> str:
     """The text of its `request_log_fields`. Without parts most of it is that of many others, and is remembered."""
-    if exchange.parts or exchange.end is None:
+    if exchange.sequences or exchange.end is None:
         return str(request_log_fields(exchange))
     model, version = exchange.model[:_MAX_NAME_LENGTH], exchange.version[:_MAX_NAME_LENGTH]
-    common = _common_part(exchange.door, model, version, exchange.tenant, exchange.end)
-    whole = f"{common}{_milliseconds(exchange.ended - exchange.arrived)}"
+    common = _common_part(exchange.endpoint, model, version, exchange.tenant, exchange.end)
+    whole = f"{common}{_milliseconds(exchange.ended_at - exchange.arrived_at)}"
     if exchange.trace_id:
         whole = f"trace_id={exchange.trace_id} {whole}"
     if other := _x_request_id(exchange):
@@ -164,10 +164,10 @@ def _common_part(door: str, model: str, version: str, tenant: str, end: RequestE
 
 def _finish_reason(exchange: RequestContext) -> str | None:
     """Those of all answers, each once."""
-    if len(exchange.parts) == 1:
-        only = exchange.parts[0].finish_reason
+    if len(exchange.sequences) == 1:
+        only = exchange.sequences[0].finish_reason
         return None if only is None else only.value
-    reasons = {part.finish_reason.value for part in exchange.parts if part.finish_reason is not None}
+    reasons = {part.finish_reason.value for part in exchange.sequences if part.finish_reason is not None}
     return ",".join(sorted(reasons)) or None
 
 

@@ -62,10 +62,10 @@ def request_trace(exchange: RequestContext, traces: TraceControl) -> RequestTrac
     """The trace of a request, if it is to leave one: the first call decides it. A request that is for no model
     leaves none."""
     if not exchange.sampled:
-        settings = traces.picks(exchange.model) if exchange.found else None
+        settings = traces.sample_request(exchange.model) if exchange.model_found else None
         exchange.sampled = True
         exchange.trace = None if settings is None else RequestTrace(settings)
-        traces.pending += settings is not None
+        traces.open_traces += settings is not None
     return exchange.trace
 
 
@@ -73,7 +73,7 @@ def trace_tensors(
     trace: RequestTrace | None, inputs: Iterable[Tensor], answers: AsyncIterator[InferResponse]
 ) -> AsyncIterator[InferResponse]:
     """The answers as they are; where the settings say TENSORS, the trace keeps what goes in, and what passes."""
-    if trace is None or not trace.settings.tensors:
+    if trace is None or not trace.settings.records_tensors:
         return answers
     trace.inputs.add(inputs)
     return _copy_outputs(trace.outputs, answers)

@@ -36,26 +36,26 @@ class Span(NamedTuple):
     start: float
     end: float
     attributes: Attributes = {}
-    broken: bool = False
+    is_error: bool = False
 
 
 def request_span(exchange: RequestContext) -> Span:
     """The span of a closed exchange: from its arrival to its end."""
     assert exchange.end is not None
-    operation = _OPERATIONS.get(exchange.door, _DEFAULT_OPERATION)
+    operation = _OPERATIONS.get(exchange.endpoint, _DEFAULT_OPERATION)
     attributes = dict(_request_attributes(exchange, operation))
     name = f"{operation} {exchange.model}".rstrip()
-    return Span(name, exchange.arrived, exchange.ended, attributes, exchange.end.outcome in _SERVER_ERRORS)
+    return Span(name, exchange.arrived_at, exchange.ended_at, attributes, exchange.end.outcome in _SERVER_ERRORS)
 
 
 def phase_spans(exchange: RequestContext) -> Iterator[Span]:
     """What each of its sequences went through; where one broke off, that phase lasts to the request's end."""
-    several = len(exchange.parts) > 1
-    for index, part in enumerate(exchange.parts):
+    several = len(exchange.sequences) > 1
+    for index, part in enumerate(exchange.sequences):
         attributes: Attributes = {"charonia.choice": index} if several else {}
         for name, start, end in _phases(part):
             if start is not None:
-                yield Span(name, start, exchange.ended if end is None else end, attributes)
+                yield Span(name, start, exchange.ended_at if end is None else end, attributes)
 
 
 def _phases(part: SequenceRecord) -> Iterator[tuple[str, float | None, float | None]]:
@@ -69,7 +69,7 @@ def _phases(part: SequenceRecord) -> Iterator[tuple[str, float | None, float | N
 def _request_attributes(exchange: RequestContext, operation: str) -> Iterator[tuple[str, Value]]:
     yield "gen_ai.operation.name", operation
     yield "gen_ai.provider.name", "charonia"
-    yield "charonia.door", exchange.door
+    yield "charonia.door", exchange.endpoint
     yield from _nonempty(
         {
             "gen_ai.request.model": exchange.model,
@@ -80,8 +80,8 @@ def _request_attributes(exchange: RequestContext, operation: str) -> Iterator[tu
         }
     )
     yield from _outcome_attributes(exchange)
-    if exchange.parts:
-        yield from _sampling_attributes(exchange.parts)
+    if exchange.sequences:
+        yield from _sampling_attributes(exchange.sequences)
         yield from _usage_attributes(exchange)
 
 
@@ -120,7 +120,7 @@ def _usage_attributes(exchange: RequestContext) -> Iterator[tuple[str, Value]]:
         yield "gen_ai.usage.input_tokens", summary.prompt
     if summary.cached is not None:
         yield "gen_ai.usage.cache_read.input_tokens", summary.cached
-    reasons = tuple(part.finish_reason.value for part in exchange.parts if part.finish_reason is not None)
+    reasons = tuple(part.finish_reason.value for part in exchange.sequences if part.finish_reason is not None)
     if reasons:
         yield "gen_ai.response.model", exchange.model
         yield "gen_ai.response.finish_reasons", reasons
@@ -132,11 +132,11 @@ def _latency_attributes(exchange: RequestContext, summary: RequestSummary) -> It
     submitted, begun, first, last = summary[-4:]
     periods = {
         "time_in_queue": (submitted, begun),
-        "time_to_first_token": (exchange.arrived, first),
+        "time_to_first_token": (exchange.arrived_at, first),
         "time_in_model_prefill": (begun, first),
         "time_in_model_decode": (first, last),
         "time_in_model_inference": (begun, last),
-        "e2e": (exchange.arrived, exchange.ended),
+        "e2e": (exchange.arrived_at, exchange.ended_at),
     }
     for name, (start, end) in periods.items():
         if start is not None and end is not None:

@@ -35,7 +35,7 @@ def check_trace_file(settings: TraceSettings) -> None:
 
 
 def _path_of(settings: TraceSettings, number: int) -> Path:
-    return Path(settings.trace_file + (f".{number}" if settings.numbered else ""))
+    return Path(settings.trace_file + (f".{number}" if settings.numbers_files else ""))
 
 
 def _why_not_writable(file: Path) -> str:
@@ -57,13 +57,13 @@ class TraceFileWriter:
         self._numbered = False
         self._before = self._files = self._id = 0
         self._outage = FileOutage("traces")
-        traces.changed = self._flush
+        traces.on_change = self._flush
 
     def __call__(self, exchange: RequestContext) -> None:
         trace = request_trace(exchange, self._traces)
         if trace is None:
             return
-        self._traces.pending -= 1
+        self._traces.open_traces -= 1
         self._id += 1
         try:
             self._write(trace, exchange)
@@ -73,7 +73,7 @@ class TraceFileWriter:
     def close(self) -> None:
         """End the array of the file that is open; say what was lost."""
         self._finish()
-        self._outage.end(self._lost, _CLOSE_SECONDS)
+        self._outage.report_recovery(self._lost, _CLOSE_SECONDS)
 
     def _finish(self) -> None:
         if self._file is None:
@@ -85,7 +85,7 @@ class TraceFileWriter:
 
     def _write(self, trace: RequestTrace, exchange: RequestContext) -> None:
         settings = trace.settings
-        if self._numbered is not settings.numbered:
+        if self._numbered is not settings.numbers_files:
             self._finish()
         if self._file is None:
             self._open(settings)
@@ -95,14 +95,14 @@ class TraceFileWriter:
         self._file.write((b"," if self._held else b"[") + b",".join(said))
         self._held += 1
         over = not self._traces.settings(exchange.model).trace_count
-        if 0 < settings.log_frequency <= self._held or (over and not self._traces.pending):
+        if 0 < settings.log_frequency <= self._held or (over and not self._traces.open_traces):
             self._finish()
         elif over:
             self._flush()
 
     def _open(self, settings: TraceSettings) -> None:
         """A new file, or the one without a number where it was left."""
-        self._numbered, self._path = settings.numbered, _path_of(settings, self._files)
+        self._numbered, self._path = settings.numbers_files, _path_of(settings, self._files)
         before = 0 if self._numbered else self._before
         self._file = self._path.open("r+b" if before else "wb", _BUFFER_BYTES)
         if before:
@@ -123,12 +123,12 @@ class TraceFileWriter:
         except OSError as error:
             self._lose(error, self._held)
         else:
-            self._outage.end(self._lost)
+            self._outage.report_recovery(self._lost)
             self._lost = 0
 
     def _lose(self, error: OSError, count: int) -> None:
         """The file is no whole array, and will be written anew: all that it held goes."""
-        self._outage.begin(str(self._path), error)
+        self._outage.report_failure(str(self._path), error)
         self._lost += count
         if not self._numbered:
             self._before = 0
@@ -152,7 +152,7 @@ def _trace_objects(number: int, trace: RequestTrace, exchange: RequestContext) -
     yield asked | ({"request_id": exchange.id} if exchange.id else {})
     if TIMESTAMPS in trace.settings.trace_level:
         yield {"id": number, "timestamps": [{"name": name, "ns": ns} for name, ns in _timestamps(exchange)]}
-    executed = exchange.computed is not None or exchange.parts
+    executed = exchange.execution is not None or exchange.sequences
     for activity, tensors in (
         ("TENSOR_QUEUE_INPUT", trace.inputs.texts),
         ("TENSOR_BACKEND_INPUT", trace.inputs.texts if executed else ()),
@@ -177,27 +177,27 @@ _GRPC_DOORS = ("ModelInfer", "ModelStreamInfer")
 
 def _timestamps(exchange: RequestContext) -> Iterator[tuple[str, int]]:
     """What happened, by Triton's names; what never did is left out."""
-    way = _GRPC_EVENTS if exchange.door in _GRPC_DOORS else _HTTP_EVENTS
-    asked, answered = _received_ns(exchange), exchange.summary.last or exchange.answered
-    yield way.receive, _ns(exchange.arrived)
+    way = _GRPC_EVENTS if exchange.endpoint in _GRPC_DOORS else _HTTP_EVENTS
+    asked, answered = _received_ns(exchange), exchange.summary.last or exchange.answered_at
+    yield way.receive, _ns(exchange.arrived_at)
     if asked:
         yield way.received, asked
-    yield "REQUEST_START", asked or _ns(exchange.arrived)
-    if exchange.computed is not None:
-        yield from _execution_times(exchange.computed)
+    yield "REQUEST_START", asked or _ns(exchange.arrived_at)
+    if exchange.execution is not None:
+        yield from _execution_times(exchange.execution)
     yield from _generation_times(exchange.summary)
-    yield "REQUEST_END", _ns(answered or exchange.ended)
+    yield "REQUEST_END", _ns(answered or exchange.ended_at)
     if answered:
         yield "INFER_RESPONSE_COMPLETE", _ns(answered)
         yield way.send, _ns(answered)
-    yield way.sent, _ns(exchange.ended)
+    yield way.sent, _ns(exchange.ended_at)
 
 
 def _received_ns(exchange: RequestContext) -> int:
     """When the model got it; 0: it never did."""
-    if exchange.computed is not None:
-        return exchange.computed.queued
-    return _ns(min((part.opened for part in exchange.parts), default=0.0))
+    if exchange.execution is not None:
+        return exchange.execution.queued
+    return _ns(min((part.opened for part in exchange.sequences), default=0.0))
 
 
 def _generation_times(summary: RequestSummary) -> Iterator[tuple[str, int]]:

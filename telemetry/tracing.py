@@ -37,7 +37,7 @@ class SamplingTracer:
 
     def __call__(self, exchange: RequestContext) -> None:
         picked = request_trace(exchange, self._traces) is not None
-        self._traces.pending -= picked
+        self._traces.open_traces -= picked
         if picked or (self._level and any(name in _PARENT_HEADERS for name, _ in exchange.headers)):
             self._tracer(exchange)
 

@@ -39,9 +39,9 @@ class AsyncTokenizer:
         """Token ids of each word, in each of its forms."""
         return await self._run(sum(map(len, words)), self._tokenizer.word_ids, words)
 
-    async def text(self, prompt: Prompt, ids: Sequence[int]) -> str:
+    async def prompt_text(self, prompt: Prompt, ids: Sequence[int]) -> str:
         """What a prompt with these ids says."""
-        return await self._run(0 if isinstance(prompt, str) else len(ids), self._tokenizer.text, prompt, ids)
+        return await self._run(0 if isinstance(prompt, str) else len(ids), self._tokenizer.prompt_text, prompt, ids)
 
     async def decode(self, ids: Sequence[int]) -> str:
         """Their text, special tokens left out."""

@@ -25,7 +25,7 @@ class GenerationDefaults(NamedTuple):
     min_p: float = 0.0
     repetition_penalty: float = 1.0
 
-    def within(self, vocab_size: int) -> "GenerationDefaults":
+    def limited_to(self, vocab_size: int) -> "GenerationDefaults":
         """Without tokens that a model of so many can't write; who serves it is warned of them."""
         eos = tuple(token for token in self.eos if 0 <= token < vocab_size)
         strange = ", ".join(str(token) for token in self.eos if token not in eos)

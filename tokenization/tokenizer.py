@@ -31,11 +31,11 @@ class TokenLimit(NamedTuple):
     """How many tokens a text may have, and the words that say whose limit it is."""
 
     tokens: int
-    whose: str = "this model's maximum context length is"
+    subject: str = "this model's maximum context length is"
 
-    def refuse(self, what: str, field: str) -> ContextLengthExceeded:
+    def error(self, what: str, field: str) -> ContextLengthExceeded:
         """The error for `what` goes beyond it."""
-        return ContextLengthExceeded(f"{self.whose} {self.tokens} tokens: {what}", field=field)
+        return ContextLengthExceeded(f"{self.subject} {self.tokens} tokens: {what}", field=field)
 
 
 class Tokenizer:
@@ -108,7 +108,7 @@ class Tokenizer:
         while limit is not None and length < len(text):
             tokens = len(self.encode(text[:length], special))
             if tokens > 2 * limit.tokens:
-                raise limit.refuse(f"the first {length} characters of {field} are {tokens} tokens", field)
+                raise limit.error(f"the first {length} characters of {field} are {tokens} tokens", field)
             length *= 4
         return self.encode(text, special)
 
@@ -127,12 +127,12 @@ class Tokenizer:
         except OverflowError as error:
             raise InvalidArgument("token ids must be between 0 and 2**32 - 1", field="tokens") from error
 
-    def text(self, prompt: Prompt, ids: Sequence[int]) -> str:
+    def prompt_text(self, prompt: Prompt, ids: Sequence[int]) -> str:
         """What a prompt with these ids says: itself, or what it is decoded to."""
         return prompt if isinstance(prompt, str) else self.decode(ids)
 
     @property
-    def parts_special(self) -> bool:
+    def separates_special_tokens(self) -> bool:
         """Whether decoding puts something between special tokens."""
         added = self._backend.get_added_tokens_decoder().items()
         one = next((token for token, each in added if each.special), None)
@@ -149,7 +149,7 @@ class Tokenizer:
         ids = (tuple(self.encode(form, special=False)) for form in forms)
         return list(dict.fromkeys(word for word in ids if word))
 
-    def piece(self, token: int) -> TokenPiece:
+    def token_piece(self, token: int) -> TokenPiece:
         """What a token writes by itself, a leading space and special tokens included."""
         piece = self._pieces.get(token)
         if piece is None:

@@ -47,27 +47,27 @@ class GrpcCallPolicy:
     """`tolls`: by RPC; `forwarding`: which metadata models get."""
 
     keys: Keyring = field(default_factory=Keyring)
-    tolls: Mapping[str, RequiredHeader] = field(default_factory=dict)
+    required_headers: Mapping[str, RequiredHeader] = field(default_factory=dict)
     forwarding: HeaderForwarding = field(default_factory=HeaderForwarding)
 
-    def caller(self, rpc: str, metadata: Sequence[tuple[str, Any]]) -> Caller:
+    def identify_caller(self, rpc: str, metadata: Sequence[tuple[str, Any]]) -> Caller:
         """Who wants an inference. Raises as `admit` does, and `InvalidArgument` for what cannot be forwarded."""
-        if not (self.keys or self.tolls or self.forwarding):
+        if not (self.keys or self.required_headers or self.forwarding):
             return _ANYBODY
         texts = {name: value for name, value in metadata if isinstance(value, str)}
-        return Caller(self.admit(rpc, texts), self.forwarding.chosen(texts.items()))
+        return Caller(self.authorize(rpc, texts), self.forwarding.select(texts.items()))
 
-    def admit(self, rpc: str, metadata: Mapping[str, str]) -> Tenant:
+    def authorize(self, rpc: str, metadata: Mapping[str, str]) -> Tenant:
         """Who calls.
 
         Raises:
             Unavailable: the RPC is restricted, and he does not show what it asks for.
             Unauthenticated: his key is missing or wrong.
         """
-        toll = self.tolls.get(rpc)
-        if toll is not None and not toll.paid(metadata.get(_PREFIX + toll.key.lower())):
+        toll = self.required_headers.get(rpc)
+        if toll is not None and not toll.matches(metadata.get(_PREFIX + toll.key.lower())):
             raise Unavailable(f"This protocol is restricted, expecting header '{_PREFIX}{toll.key}'")
-        return ANONYMOUS if rpc in UNAUTHENTICATED_RPCS else self.keys.tenant(metadata.get("authorization"))
+        return ANONYMOUS if rpc in UNAUTHENTICATED_RPCS else self.keys.authenticate(metadata.get("authorization"))
 
 
 def build_call_policy(options: GrpcOptions, keys: Keyring) -> GrpcCallPolicy:

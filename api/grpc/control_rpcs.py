@@ -26,12 +26,12 @@ _DEPENDENTS = "unload_dependents"
 
 
 async def model_config(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
-    config = gateway.model(request.name, parse_version(request.version))
+    config = gateway.model_config(request.name, parse_version(request.version))
     return ParseDict({"config": config.document}, pb.ModelConfigResponse())
 
 
 async def model_statistics(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
-    found = gateway.statistics(request.name, parse_version(request.version))
+    found = gateway.model_statistics(request.name, parse_version(request.version))
     return ParseDict({"model_stats": model_stats_json(found)}, pb.ModelStatisticsResponse())
 
 
@@ -40,7 +40,7 @@ async def model_statistics(gateway: Gateway, request: ProtoMessage) -> ProtoMess
 
 async def repository_index(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
     _refuse_repository(request)
-    return pb.RepositoryIndexResponse(models=[_index_entry(entry) for entry in gateway.index(request.ready)])
+    return pb.RepositoryIndexResponse(models=[_index_entry(entry) for entry in gateway.repository_index(request.ready)])
 
 
 def _index_entry(entry: RepositoryIndexEntry) -> dict[str, str]:
@@ -87,7 +87,7 @@ def _typed(parameter: ProtoMessage, kind: str, what: str) -> Any:
 
 
 async def system_status(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
-    found = gateway.commons.regions.status(request.name)
+    found = gateway.shared_state.shared_memory.status(request.name)
     return pb.SystemSharedMemoryStatusResponse(regions={region.name: _region(region._asdict()) for region in found})
 
 
@@ -96,27 +96,27 @@ def _region(fields: dict[str, Any]) -> ProtoMessage:
 
 
 async def system_register(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
-    gateway.commons.regions.register(request.name, request.key, request.offset, request.byte_size)
+    gateway.shared_state.shared_memory.register(request.name, request.key, request.offset, request.byte_size)
     return pb.SystemSharedMemoryRegisterResponse()
 
 
 async def system_unregister(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
-    gateway.commons.regions.unregister(request.name)
+    gateway.shared_state.shared_memory.unregister(request.name)
     return pb.SystemSharedMemoryUnregisterResponse()
 
 
 async def cuda_status(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
-    gateway.commons.regions.status_cuda(request.name)
+    gateway.shared_state.shared_memory.status_cuda(request.name)
     return pb.CudaSharedMemoryStatusResponse()
 
 
 async def cuda_register(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
-    gateway.commons.regions.register_cuda(request.name)
+    gateway.shared_state.shared_memory.register_cuda(request.name)
     return pb.CudaSharedMemoryRegisterResponse()
 
 
 async def cuda_unregister(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
-    gateway.commons.regions.unregister_cuda()
+    gateway.shared_state.shared_memory.unregister_cuda()
     return pb.CudaSharedMemoryUnregisterResponse()
 
 
@@ -124,12 +124,12 @@ async def cuda_unregister(gateway: Gateway, request: ProtoMessage) -> ProtoMessa
 
 
 async def trace_setting(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
-    if request.model_name and not gateway.model_ready(request.model_name):
+    if request.model_name and not gateway.is_model_ready(request.model_name):
         raise InvalidArgument(f"Request for unknown model : {request.model_name}", field="model_name")
     change: TraceSettingsChange = {name: tuple(setting.value) for name, setting in request.settings.items()}
-    traces = gateway.commons.traces
+    traces = gateway.shared_state.traces
     settings = traces.update(change, request.model_name) if change else traces.settings(request.model_name)
-    said = {name: {"value": values} for name, values in settings.texts().items()}
+    said = {name: {"value": values} for name, values in settings.as_v2_texts().items()}
     return ParseDict({"settings": said}, pb.TraceSettingResponse())
 
 
@@ -144,7 +144,7 @@ _LOG_KINDS = {
 
 
 async def log_settings(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
-    logs = gateway.commons.logs
+    logs = gateway.shared_state.logs
     changed = {name: _log_value(name, value) for name, value in request.settings.items()}
     settings = logs.update(replace(logs.settings, **changed)) if changed else logs.settings
     said = {name: {kind: getattr(settings, name)} for name, (kind, _) in _LOG_KINDS.items()}

@@ -55,9 +55,9 @@ class GrpcInferCall(NamedTuple):
     """What is asked, and of the outputs that the request names how they are wanted. `later`: inputs that are empty in
     the request until somebody decodes them."""
 
-    asked: InferRequest
-    wanted: Mapping[str, RequestedOutput]
-    later: DeferredInputs = {}
+    request: InferRequest
+    requested: Mapping[str, RequestedOutput]
+    deferred: DeferredInputs = {}
 
 
 def parse_infer_message(message: ProtoMessage, regions: SharedMemoryRegistry, caller: Caller) -> GrpcInferCall:
@@ -128,7 +128,7 @@ def _wanted(output: ProtoMessage, regions: SharedMemoryRegistry) -> RequestedOut
     if not output.parameters:
         return RequestedOutput(output.name)
     wanted = RequestedOutput(output.name, _classes(output), _memory(output, regions))
-    wanted.check()
+    wanted.validate()
     return wanted
 
 

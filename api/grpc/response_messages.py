@@ -89,8 +89,8 @@ def _check_size(size: int) -> None:
 
 def _as_wanted(tensor: Tensor, wanted: RequestedOutput, config: ModelConfig) -> tuple[Tensor, bytes]:
     """What to say of it, and what to send."""
-    if wanted.into is not None:
-        write_to_shared_memory(tensor, wanted.into)
+    if wanted.memory is not None:
+        write_to_shared_memory(tensor, wanted.memory)
         return tensor, b""
     said = classify(config, tensor, wanted.classes) if wanted.classes else tensor
     return said, raw_tensors.encode(said)

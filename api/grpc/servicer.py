@@ -101,7 +101,7 @@ class InferenceServicer:
         """A handler for whoever may call it."""
 
         async def answer(request: ProtoMessage, context: RpcContext) -> ProtoMessage:
-            self._rules.admit(name, dict(call_metadata(context)))
+            self._rules.authorize(name, dict(call_metadata(context)))
             _check_message(request)
             return await control(self._gateway, request)
 
@@ -116,21 +116,21 @@ class InferenceServicer:
         return pb.ServerReadyResponse(ready=gateway.ready())
 
     async def _model_ready(self, gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
-        return pb.ModelReadyResponse(ready=gateway.model_ready(request.name, parse_version(request.version)))
+        return pb.ModelReadyResponse(ready=gateway.is_model_ready(request.name, parse_version(request.version)))
 
     async def _server_metadata(self, gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
         return pb.ServerMetadataResponse(**server_metadata(self._info))
 
     async def _model_metadata(self, gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
         version = parse_version(request.version)
-        config = gateway.model(request.name, version)
-        versions = (version,) if version else gateway.versions(request.name)
+        config = gateway.model_config(request.name, version)
+        versions = (version,) if version else gateway.served_versions(request.name)
         return pb.ModelMetadataResponse(**model_metadata(config, versions))
 
     async def _model_infer(self, request: ProtoMessage, context: RpcContext) -> ProtoMessage:
         metadata = call_metadata(context)
-        with self._gateway.open("ModelInfer", metadata) as exchange:
-            caller = self._rules.caller("ModelInfer", metadata)
+        with self._gateway.open_request("ModelInfer", metadata) as exchange:
+            caller = self._rules.identify_caller("ModelInfer", metadata)
             exchange.tenant = caller.tenant.name
             _check_message(request)
             exchange.id, exchange.client_id = request.id, client_request_id(context)
@@ -140,10 +140,10 @@ class InferenceServicer:
         gateway = self._gateway
         if gateway.exiting():
             raise ServerExiting(SHUTTING_DOWN)
-        config = gateway.model(request.model_name, parse_version(request.model_version))
+        config = gateway.model_config(request.model_name, parse_version(request.model_version))
         if not supports_single_response(config):
             raise Unsupported(_DECOUPLED)
-        asked, wanted, later = parse_infer_message(request, gateway.commons.regions, caller)
+        asked, wanted, later = parse_infer_message(request, gateway.shared_state.shared_memory, caller)
         if later:
             asked = await decode_deferred(config, asked, later)
         if config.decoupled and wants_stream(asked):
@@ -156,7 +156,7 @@ class InferenceServicer:
 
     async def _model_stream_infer(self, requests: object, context: RpcContext) -> None:
         with recorded_refusals(self._gateway, context):
-            caller = self._rules.caller("ModelStreamInfer", call_metadata(context))
+            caller = self._rules.identify_caller("ModelStreamInfer", call_metadata(context))
         await StreamInferCall(self._gateway, context, self._closing, caller).run()
 
 

@@ -38,7 +38,7 @@ def recorded_refusals(gateway: Gateway, context: RpcContext) -> Iterator[None]:
     try:
         yield
     except CharoniaError:
-        with gateway.open(RPC_NAME, call_metadata(context)):
+        with gateway.open_request(RPC_NAME, call_metadata(context)):
             raise
 
 
@@ -84,7 +84,7 @@ class StreamInferCall:
     def _is_plain(self, request: ProtoMessage) -> bool:
         """Whether its answer keeps the order of such requests."""
         try:
-            return not self._gateway.model(request.model_name, parse_version(request.model_version)).decoupled
+            return not self._gateway.model_config(request.model_name, parse_version(request.model_version)).decoupled
         except CharoniaError:
             return False
 
@@ -108,7 +108,7 @@ class StreamInferCall:
 
     async def _answer(self, request: ProtoMessage, after: asyncio.Task[None] | None) -> None:
         try:
-            with self._gateway.open(RPC_NAME, call_metadata(self._context)) as exchange:
+            with self._gateway.open_request(RPC_NAME, call_metadata(self._context)) as exchange:
                 exchange.id, exchange.client_id = request.id, client_request_id(self._context)
                 exchange.tenant = self._caller.tenant.name
                 await self._send_all(request, after)
@@ -140,8 +140,8 @@ async def _responses(gateway: Gateway, request: ProtoMessage, caller: Caller) ->
     """The answers to one request, each saying whether it is the last."""
     if gateway.exiting():
         raise ServerExiting(SHUTTING_DOWN)
-    config = gateway.model(request.model_name, parse_version(request.model_version))
-    (asked, wanted, later), final = parse_infer_message(request, gateway.commons.regions, caller), False
+    config = gateway.model_config(request.model_name, parse_version(request.model_version))
+    (asked, wanted, later), final = parse_infer_message(request, gateway.shared_state.shared_memory, caller), False
     if later:
         asked = await decode_deferred(config, asked, later)
     async with aclosing(gateway.infer(config.name, config.version, asked)) as responses:

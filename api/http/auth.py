@@ -26,7 +26,7 @@ class AuthMiddleware:
         app = self._app
         if scope["type"] == "http" and not _OPEN.fullmatch(scope["path"]):
             try:
-                scope[_TENANT] = tenant = self._keys.tenant(_shown(scope))
+                scope[_TENANT] = tenant = self._keys.authenticate(_shown(scope))
                 record_tenant(tenant)
             except CharoniaError as error:
                 record_error(error)

@@ -25,10 +25,10 @@ class ChunkLimitProtocol(ErrorAnsweringProtocol):
         self._trailing = 0
         self._chunks += 1
         if self._chunks == MAX_CHUNKS + 2:
-            self.refuse(HttpProtocolError(HTTPStatus.BAD_REQUEST, _TEXT, goes_on=True))
+            self.answer_error(HttpProtocolError(HTTPStatus.BAD_REQUEST, _TEXT, goes_on=True))
 
     def count_trailing(self, size: int) -> None:
         """So many bytes came and none of them was the body's: extensions of a chunk, or trailers."""
         self._trailing += size
         if self._trailing > MAX_HEAD_BYTES:
-            self.refuse(head_too_large())
+            self.answer_error(head_too_large())

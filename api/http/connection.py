@@ -150,13 +150,13 @@ class CancelOnDisconnect:
 class EventEncoder(Protocol[T_contra]):
     """What the items of a stream look like to the client."""
 
-    def event(self, item: T_contra) -> bytes | Awaitable[bytes]:
+    def encode_item(self, item: T_contra) -> bytes | Awaitable[bytes]:
         """Server-sent events for one item; there may be none. What takes long to write is awaited."""
 
-    def end(self) -> bytes:
+    def encode_end(self) -> bytes:
         """What comes after the last item."""
 
-    def fault(self, error: CharoniaError) -> bytes:
+    def encode_error(self, error: CharoniaError) -> bytes:
         """What comes instead of the rest, once something was sent."""
 
 
@@ -187,7 +187,7 @@ class EventStreamResponse(EventSourceResponse, Generic[T]):
                 await send(_part(await self._send_rest(send), more=False))
 
     async def _event(self, item: T) -> bytes:
-        body = self._form.event(item)
+        body = self._form.encode_item(item)
         return body if isinstance(body, bytes) else await body
 
     async def _send_rest(self, send: Send) -> bytes:
@@ -197,17 +197,17 @@ class EventStreamResponse(EventSourceResponse, Generic[T]):
                 body = await self._event(item)
                 if body:
                     await send(_part(body))
-            return self._form.end()
+            return self._form.encode_end()
         except CharoniaError as error:
-            return self._form.fault(error)
+            return self._form.encode_error(error)
         except asyncio.CancelledError as cancelled:
             if (exiting := shutdown_error(cancelled)) is None:
                 raise
             record_error(exiting)
-            return self._form.fault(exiting)
+            return self._form.encode_error(exiting)
         except Exception:
             log.exception("a stream broke off")
-            return self._form.fault(INTERNAL_SERVER_ERROR)
+            return self._form.encode_error(INTERNAL_SERVER_ERROR)
 
 
 def _part(body: bytes, more: bool = True) -> Message:

@@ -34,7 +34,7 @@ def head_too_large() -> HttpProtocolError:
 class ErrorAnsweringProtocol(HttpToolsProtocol):
     """Answers what is refused, and closes the connection."""
 
-    def refuse(self, refused: HttpProtocolError) -> None:
+    def answer_error(self, refused: HttpProtocolError) -> None:
         cycle, begun = self.cycle, False
         if cycle is not None and not cycle.response_complete:
             # For the application that has it, the client has left.
@@ -48,14 +48,14 @@ class ErrorAnsweringProtocol(HttpToolsProtocol):
         else:
             self.transport.close()
 
-    def refuse_unparsed(self, error: HttpParserError) -> None:
+    def answer_parser_error(self, error: HttpParserError) -> None:
         """What the parser, or one of its callbacks, gave up."""
         cause = error.__context__
         if not isinstance(cause, HttpProtocolError):
             self.logger.warning("Invalid HTTP request received.")
             reason = str(error) or "its method is not served"
             cause = HttpProtocolError(HTTPStatus.BAD_REQUEST, f"Invalid HTTP request received: {reason}")
-        self.refuse(cause)
+        self.answer_error(cause)
 
 
 def _answer(refused: HttpProtocolError) -> bytes:

@@ -30,7 +30,7 @@ class RequestContextMiddleware:
         door = _door(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else ""
         if not door:
             return await self._app(scope, receive, send)
-        with self._gateway.open(door, scope["headers"]) as exchange:
+        with self._gateway.open_request(door, scope["headers"]) as exchange:
             exchange.client_id = request_id_of(scope)
             return await self._app(scope, receive, send)
 

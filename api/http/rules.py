@@ -15,8 +15,8 @@ class HttpRules:
     `body_timeout`: seconds to wait for the next piece of a body."""
 
     forwarding: HeaderForwarding = field(default_factory=HeaderForwarding)
-    tolls: Mapping[str, RequiredHeader] = field(default_factory=dict)
-    origins: tuple[str, ...] = ()
+    required_headers: Mapping[str, RequiredHeader] = field(default_factory=dict)
+    allowed_origins: tuple[str, ...] = ()
     body_timeout: float = BODY_TIMEOUT
 
 

@@ -85,10 +85,10 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.insisted = asyncio.Event()
+        self.stop_requested = asyncio.Event()
+        self.force_requested = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._next = iter((self.asked, self.insisted))
+        self._next = iter((self.stop_requested, self.force_requested))
 
     def __enter__(self) -> "StopSignals":
         for number in _SIGNALS:
@@ -102,7 +102,7 @@ class StopSignals:
     def _receive(self, *_: object) -> None:
         event = next(self._next)
         self._loop.call_soon_threadsafe(event.set)
-        if event is self.insisted:
+        if event is self.force_requested:
             self.__exit__()
 
 

@@ -18,7 +18,7 @@ class UpgradeDecliningProtocol(ErrorAnsweringProtocol):
     """Whoever overrides `on_headers_complete` leaves out requests that `offer`."""
 
     @property
-    def offers(self) -> bool:
+    def offers_upgrade(self) -> bool:
         """This request comes again."""
         return self.parser.should_upgrade()
 
@@ -30,7 +30,7 @@ class UpgradeDecliningProtocol(ErrorAnsweringProtocol):
         try:
             self._feed(data)
         except HttpParserError as error:
-            self.refuse_unparsed(error)
+            self.answer_parser_error(error)
 
     def _feed(self, data: bytes) -> None:
         rest = memoryview(data)

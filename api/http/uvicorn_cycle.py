@@ -75,14 +75,14 @@ class Http11Cycle(RequestResponseCycle):
         self._silent = True
         self.message_event.set()
 
-    def whole_body(self) -> bytes | None:
+    def take_complete_body(self) -> bytes | None:
         """The body, if all of it is there; then nobody needs to receive it."""
         if self.more_body or self.disconnected:
             return None
         body, self.body = bytes(self.body), bytearray()
         return body
 
-    def answer(self, head: bytes, parts: Sequence[bytes | memoryview]) -> bool:
+    def send_complete_response(self, head: bytes, parts: Sequence[bytes | memoryview]) -> bool:
         """Send a whole response of status 200: its headers as they go over the wire, content-length among them, and its
         body. False: that is not for now, as there is an access log, or what was sent before is not read yet."""
         if self.access_log or self.flow.write_paused:
@@ -97,7 +97,7 @@ class Http11Cycle(RequestResponseCycle):
 
     def _write(self, pieces: Sequence[bytes | memoryview]) -> None:
         if self.keep_alive and sum(map(len, pieces)) < _JOINED:
-            return self._outbox.post(self.transport, b"".join(pieces))
+            return self._outbox.write_soon(self.transport, b"".join(pieces))
         self._outbox.flush()
         self.transport.writelines(pieces)
         if not self.keep_alive:

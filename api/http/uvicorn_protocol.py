@@ -38,7 +38,7 @@ class HttpProtocol(UpgradeDecliningProtocol, ChunkLimitProtocol):
     """One connection. `tells`: it has an access log, which is what the logger wants now; uvicorn itself asks when a
     connection begins."""
 
-    tells = True
+    access_log_enabled = True
     _idle = False
     _idle_since = 0.0
     _next: tuple[Http11Cycle, Any] | None = None
@@ -55,7 +55,7 @@ class HttpProtocol(UpgradeDecliningProtocol, ChunkLimitProtocol):
 
     @property
     def access_log(self) -> bool:
-        return self.tells and _ACCESS.isEnabledFor(logging.INFO)
+        return self.access_log_enabled and _ACCESS.isEnabledFor(logging.INFO)
 
     @access_log.setter
     def access_log(self, wanted: bool) -> None:
@@ -74,7 +74,7 @@ class HttpProtocol(UpgradeDecliningProtocol, ChunkLimitProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._check_head()
-        if self.offers:
+        if self.offers_upgrade:
             return
         self._idle = False
         # Only the access log wants to know for whom a proxy asks.
@@ -123,7 +123,7 @@ class HttpProtocol(UpgradeDecliningProtocol, ChunkLimitProtocol):
         self._head_bytes = 0 if self._head_bytes < 0 else self._head_bytes + size
         if self._head_bytes > MAX_HEAD_BYTES:
             self._in_head = False
-            self.refuse(head_too_large())
+            self.answer_error(head_too_large())
 
     def _begin(self, cycle: Http11Cycle, app: Any) -> None:
         """All of the request that came together is there."""

@@ -20,7 +20,7 @@ class WriteCoalescer:
     def __contains__(self, transport: asyncio.Transport) -> bool:
         return transport in self._waiting
 
-    def post(self, transport: asyncio.Transport, answer: bytes) -> None:
+    def write_soon(self, transport: asyncio.Transport, answer: bytes) -> None:
         """Write it there soon. Who writes there himself, or closes it, must `flush` before."""
         if transport in self._waiting:
             self.flush()

@@ -81,7 +81,7 @@ class EncoderRoutes:
 
     def _model(self, name: str, output: str, what: str, inputs: Sequence[str]) -> ModelConfig:
         try:
-            config = self._gateway.model(name)
+            config = self._gateway.model_config(name)
         except NotFound as error:
             raise NotFound(error.message, field="model") from None
         given = {spec.name for spec in config.inputs}

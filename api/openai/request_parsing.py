@@ -35,14 +35,14 @@ class ResponseSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     model: str
-    choices: int = 1
-    kept: int = 1
+    best_of: int = 1
+    n: int = 1
     echo: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    token_ids: bool = False
+    return_token_ids: bool = False
     include_usage: bool = False
-    running_usage: bool = False
+    continuous_usage: bool = False
 
 
 class ParsedCompletion(msgspec.Struct, frozen=True):
@@ -50,7 +50,7 @@ class ParsedCompletion(msgspec.Struct, frozen=True):
 
     requests: tuple[GenerateRequest, ...]
     stream: bool
-    reply: ResponseSpec
+    response: ResponseSpec
 
 
 def parse_completion(body: JsonBody, name: str) -> ParsedCompletion:
@@ -86,13 +86,13 @@ def _response_spec(request_id: str, fields: GenerationBody) -> ResponseSpec:
     return ResponseSpec(
         id=request_id,
         model=fields.model,
-        choices=choices,
-        kept=choices,
-        logprobs=fields.wanted_logprobs,
+        best_of=choices,
+        n=choices,
+        logprobs=fields.num_logprobs,
         prompt_logprobs=fields.prompt_logprobs,
-        token_ids=bool(fields.return_token_ids),
+        return_token_ids=bool(fields.return_token_ids),
         include_usage=bool(options.include_usage),
-        running_usage=bool(options.include_usage and options.continuous_usage_stats),
+        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
     )
 
 
@@ -127,9 +127,9 @@ def _parsed(
     reply: ResponseSpec, fields: GenerationBody, prompts: list[Prompt], max_tokens: int | None
 ) -> ParsedCompletion:
     _check_stream(fields)
-    _check_count(len(prompts), reply.choices)
+    _check_count(len(prompts), reply.best_of)
     sampling = _sampling(fields, max_tokens)
-    if reply.kept < reply.choices and sampling.logprobs is None:
+    if reply.n < reply.best_of and sampling.logprobs is None:
         sampling = msgspec.structs.replace(sampling, logprobs=0)  # the best are found by their logprobs
     one = GenerateRequest(
         id=reply.id,
@@ -139,11 +139,11 @@ def _parsed(
         cache_salt=fields.cache_salt or "",
         timeout=_timeout(fields.timeout),
         adapter=fields.lora_name or "",
-        guide=fields.guide,
-        choices=reply.choices,
-        prompts=len(prompts),
+        guided_decoding=fields.guide,
+        choice_count=reply.best_of,
+        prompt_count=len(prompts),
         echo=reply.echo,
-        tell_prompt=reply.token_ids,
+        return_prompt_ids=reply.return_token_ids,
     )
     stream = bool(fields.stream)
     answers = [one, *_further(one, scored=stream)]
@@ -155,7 +155,7 @@ def _further(first: GenerateRequest, scored: bool) -> Iterator[GenerateRequest]:
     """The other answers to the same prompt. Unless they are to be `scored`, too, as in a stream, where none waits for
     another, the first alone tells of the prompt's tokens."""
     sampling = first.sampling if scored else msgspec.structs.replace(first.sampling, prompt_logprobs=None)
-    for choice in range(1, first.choices):
+    for choice in range(1, first.choice_count):
         yield msgspec.structs.replace(first, choice=choice, sampling=sampling)
 
 
@@ -218,8 +218,8 @@ def _sampling(fields: GenerationBody, max_tokens: int | None) -> SamplingParams:
         truncate_prompt_tokens=fields.truncate_prompt_tokens,
         skip_special_tokens=fields.skip_special_tokens is not False,
         spaces_between_special_tokens=fields.spaces_between_special_tokens is not False,
-        logprobs=fields.wanted_logprobs,
-        prompt_logprobs=fields.wanted_prompt_logprobs,
+        logprobs=fields.num_logprobs,
+        prompt_logprobs=fields.num_prompt_logprobs,
     )
 
 

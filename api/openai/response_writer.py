@@ -31,7 +31,7 @@ class ApiFormat(Protocol):
 
     def choice(self, index: int, chunk: GenerateChunk, logprobs: JsonObject | None) -> JsonObject: ...
 
-    def opening(self, index: int) -> JsonObject | None:
+    def first_delta(self, index: int) -> JsonObject | None:
         """A choice that goes out before the first text."""
 
     def delta(self, index: int, chunk: GenerateChunk, logprobs: JsonObject | None) -> JsonObject: ...
@@ -50,13 +50,13 @@ class CompletionFormat:
     def choice(self, index: int, chunk: GenerateChunk, logprobs: JsonObject | None) -> JsonObject:
         return {"text": chunk.text, "index": index, "logprobs": logprobs, **_end(chunk)}
 
-    def opening(self, index: int) -> JsonObject | None:
+    def first_delta(self, index: int) -> JsonObject | None:
         return None
 
     delta = choice
 
     def logprobs(self, chunk: GenerateChunk, offset: int, reply: ResponseSpec) -> JsonObject:
-        prompt = chunk.prompt if reply.echo else ()
+        prompt = chunk.prompt_logprobs if reply.echo else ()
         return completion_logprobs(prompt, chunk.logprobs, offset, reply.logprobs or 0)
 
     def show_prompts(self, body: JsonObject, name: str, prompts: Sequence[Any]) -> None:
@@ -72,7 +72,7 @@ class ChatFormat:
         message = {"role": "assistant", "content": chunk.text, "refusal": None}
         return {"index": index, "message": message, "logprobs": logprobs, **_end(chunk)}
 
-    def opening(self, index: int) -> JsonObject | None:
+    def first_delta(self, index: int) -> JsonObject | None:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
@@ -103,16 +103,16 @@ class OpenAIResponseWriter:
         self._reply = reply
         head = {"id": reply.id, "created": int(time.time()), "model": reply.model}
         self._head = head | {"system_fingerprint": fingerprint}
-        self._details = reply.token_ids or reply.running_usage
+        self._details = reply.return_token_ids or reply.continuous_usage
         """An event has more than its text."""
         self._usage: dict[int, Usage] = {}
         self._offsets: dict[int, int] = {}
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
-    def whole(self, answers: Sequence[GenerateChunk]) -> JsonObject:
+    def full_response(self, answers: Sequence[GenerateChunk]) -> JsonObject:
         """All in one; `answers[i]` is everything that was said as choice i, of its prompt by the first of them."""
         self._usage = {index: answer.usage for index, answer in enumerate(answers)}
-        shown = select_best(list(self._with_prompts(answers)), self._reply.choices, self._reply.kept)
+        shown = select_best(list(self._with_prompts(answers)), self._reply.best_of, self._reply.n)
         choices = [
             self._with_ids(self._shape.choice(index, answer, self._logprobs(index, answer)), answer)
             for index, answer in enumerate(shown)
@@ -120,31 +120,36 @@ class OpenAIResponseWriter:
         body = {**self._head, "object": self._shape.object, "choices": choices, "usage": self._total()}
         if (most := self._reply.prompt_logprobs) is not None:
             self._shape.show_prompts(
-                body, "prompt_logprobs", [prompt_logprobs(answer.prompt, most) for answer in shown]
+                body, "prompt_logprobs", [prompt_logprobs(answer.prompt_logprobs, most) for answer in shown]
             )
-        if self._reply.token_ids:
+        if self._reply.return_token_ids:
             self._shape.show_prompts(body, "prompt_token_ids", [answer.prompt_ids for answer in shown])
         return body
 
     def _with_prompts(self, answers: Sequence[GenerateChunk]) -> Iterator[GenerateChunk]:
         """Each with what the first one to its prompt says of that."""
         for index, answer in enumerate(answers):
-            first = answers[index - index % self._reply.choices]
-            yield answer if answer is first else msgspec.structs.replace(answer, prompt=first.prompt)
+            first = answers[index - index % self._reply.best_of]
+            yield answer if answer is first else msgspec.structs.replace(answer, prompt=first.prompt_logprobs)
 
-    def event(self, index: int, chunk: GenerateChunk) -> bytes:
+    def chunk_event(self, index: int, chunk: GenerateChunk) -> bytes:
         """What to send for one chunk: nothing while a character is incomplete."""
         begin, prompt_ids = b"", chunk.prompt_ids
-        if index not in self._usage and (opening := self._shape.opening(index)) is not None:
+        if index not in self._usage and (opening := self._shape.first_delta(index)) is not None:
             self._usage[index] = msgspec.structs.replace(chunk.usage, completion_tokens=0)
             begin, prompt_ids = self._event([opening], prompt_ids), ()
         self._usage[index] = chunk.usage
-        if chunk.finish_reason or chunk.logprobs or chunk.prompt or (self._details and (chunk.text or chunk.token_ids)):
+        if (
+            chunk.finish_reason
+            or chunk.logprobs
+            or chunk.prompt_logprobs
+            or (self._details and (chunk.text or chunk.token_ids))
+        ):
             choice = self._shape.delta(index, chunk, self._logprobs(index, chunk))
             return begin + self._event([self._with_ids(choice, chunk)], prompt_ids)
         return begin + self._plain(index, chunk.text) if chunk.text else begin
 
-    def closing(self) -> bytes:
+    def usage_event(self) -> bytes:
         """The usage of a stream, if it was asked for."""
         return self._event([]) if self._reply.include_usage else b""
 
@@ -162,23 +167,23 @@ class OpenAIResponseWriter:
         if prompt_ids:
             self._shape.show_prompts(chunk, "prompt_token_ids", [prompt_ids])
         if self._reply.include_usage:
-            chunk["usage"] = self._total() if self._reply.running_usage or not choices else None
+            chunk["usage"] = self._total() if self._reply.continuous_usage or not choices else None
         return sse_event(orjson.dumps(chunk))
 
     def _with_ids(self, choice: JsonObject, chunk: GenerateChunk) -> JsonObject:
-        return choice | {"token_ids": chunk.token_ids} if self._reply.token_ids else choice
+        return choice | {"token_ids": chunk.token_ids} if self._reply.return_token_ids else choice
 
     def _logprobs(self, index: int, chunk: GenerateChunk) -> JsonObject | None:
-        if self._reply.logprobs is None or not (chunk.logprobs or chunk.prompt):
+        if self._reply.logprobs is None or not (chunk.logprobs or chunk.prompt_logprobs):
             return None
         offset = self._offsets.get(index, 0)
-        written = sum(len(each.text) for each in chunk.prompt) + sum(len(each.text) for each in chunk.logprobs)
+        written = sum(len(each.text) for each in chunk.prompt_logprobs) + sum(len(each.text) for each in chunk.logprobs)
         self._offsets[index] = offset + written
         return self._shape.logprobs(chunk, offset, self._reply)
 
     def _total(self) -> JsonObject:
         """A prompt counts once, however many choices it has."""
-        prompts = [usage for index, usage in self._usage.items() if index % self._reply.choices == 0]
+        prompts = [usage for index, usage in self._usage.items() if index % self._reply.best_of == 0]
         prompt = sum(usage.prompt_tokens for usage in prompts)
         completion = sum(usage.completion_tokens for usage in self._usage.values())
         return {

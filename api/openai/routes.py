@@ -54,7 +54,7 @@ class OpenAIRoutes:
         ]
 
     async def models(self, request: Request) -> Response:
-        data = [model_card(config) for config in self._gateway.models()]
+        data = [model_card(config) for config in self._gateway.model_configs()]
         return json_response({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
@@ -72,8 +72,8 @@ class OpenAIRoutes:
         asked = parse(
             await load_body(await read_json_body(request, self._info.max_input_size)), request_id_of(request.scope)
         )
-        model = asked.reply.model
-        writer = OpenAIResponseWriter(shape, asked.reply, self._fingerprint(self._lookup(model)))
+        model = asked.response.model
+        writer = OpenAIResponseWriter(shape, asked.response, self._fingerprint(self._lookup(model)))
         name, weight = tenant_of(request)
         requests = [msgspec.structs.replace(each, tenant=name, weight=weight) for each in asked.requests]
         streams = [self._gateway.generate(model, each) for each in requests]
@@ -93,7 +93,7 @@ class OpenAIRoutes:
 
     def _lookup(self, name: str) -> ModelConfig:
         try:
-            return self._gateway.model(name)
+            return self._gateway.model_config(name)
         except NotFound as error:
             raise NotFound(error.message, field="model") from None
 
@@ -104,7 +104,7 @@ async def _whole(
     said: list[list[GenerateChunk]] = [[] for _ in range(count)]
     async for index, chunk in chunks:
         said[index].append(chunk)
-    return writer.whole([join_chunks(each) for each in said])
+    return writer.full_response([join_chunks(each) for each in said])
 
 
 class CompletionEvents:
@@ -113,18 +113,18 @@ class CompletionEvents:
     def __init__(self, writer: OpenAIResponseWriter) -> None:
         self._writer = writer
 
-    def end(self) -> bytes:
-        return self._writer.closing() + _DONE
+    def encode_end(self) -> bytes:
+        return self._writer.usage_event() + _DONE
 
-    def fault(self, error: CharoniaError) -> bytes:
+    def encode_error(self, error: CharoniaError) -> bytes:
         return sse_event(orjson.dumps(openai_error_body(error))) + _DONE
 
 
 class SingleStreamEvents(CompletionEvents):
-    def event(self, chunk: GenerateChunk) -> bytes:
-        return self._writer.event(0, chunk)
+    def encode_item(self, chunk: GenerateChunk) -> bytes:
+        return self._writer.chunk_event(0, chunk)
 
 
 class MergedStreamEvents(CompletionEvents):
-    def event(self, item: tuple[int, GenerateChunk]) -> bytes:
-        return self._writer.event(*item)
+    def encode_item(self, item: tuple[int, GenerateChunk]) -> bytes:
+        return self._writer.chunk_event(*item)

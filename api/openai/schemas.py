@@ -94,16 +94,16 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def guide(self) -> GuidedDecoding | None:
         """What the text must be. Raises `InvalidArgument` where that contradicts itself."""
-        guide = GuidedDecoding.of(self.guided_decoding_guide_type, self.guided_decoding_guide or "")
+        guide = GuidedDecoding.from_parameters(self.guided_decoding_guide_type, self.guided_decoding_guide or "")
         return resolve_guide(self.response_format, guide)
 
     @property
-    def wanted_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         """How many of the likeliest tokens to name beside each chosen one; None names none and no logprob at all."""
         raise NotImplementedError
 
     @property
-    def wanted_prompt_logprobs(self) -> int | None:
+    def num_prompt_logprobs(self) -> int | None:
         """The same of the prompt's tokens."""
         return self.prompt_logprobs
 
@@ -115,11 +115,11 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     best_of: int | None = None
 
     @property
-    def wanted_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return self.logprobs
 
     @property
-    def wanted_prompt_logprobs(self) -> int | None:
+    def num_prompt_logprobs(self) -> int | None:
         """An echo has logprobs as the rest has."""
         echoed = self.logprobs if self.echo else None
         return max((most for most in (echoed, self.prompt_logprobs) if most is not None), default=None)
@@ -136,7 +136,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     top_logprobs: int | None = None
 
     @property
-    def wanted_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         top = self.top_logprobs or 0
         if not 0 <= top <= MAX_LOGPROBS:
             raise InvalidArgument(f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {top}", field="top_logprobs")

@@ -85,8 +85,8 @@ class TokenizeRoutes:
     def _model(self, name: str | None) -> ModelConfig:
         """A request may leave out which, if there is but one."""
         if name is not None:
-            return self._gateway.model(name)
-        models = self._gateway.models()
+            return self._gateway.model_config(name)
+        models = self._gateway.model_configs()
         if not models and not self._gateway.ready():
             raise NotReady("the server is not ready")
         if len(models) != 1:
@@ -102,7 +102,7 @@ def _asked(body: TokenizeBody) -> TokenizeRequest:
             if getattr(body, name):
                 raise InvalidArgument(f"{name} needs messages", field=name)
         special = body.add_special_tokens is not False
-        return TokenizeRequest(prompt=body.prompt or "", special=special)
+        return TokenizeRequest(prompt=body.prompt or "", add_special_tokens=special)
     if body.add_special_tokens:
         message = "add_special_tokens is not supported with messages: their template writes its own"
         raise InvalidArgument(message, field="add_special_tokens")

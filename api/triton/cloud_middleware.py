@@ -20,7 +20,7 @@ class CloudMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            asked = self._cloud.read(scope, self._models)
+            asked = self._cloud.to_v2(scope, self._models)
         except CharoniaError as error:
             await error_response(error, "/v2")(scope, receive, send)
             return
@@ -39,8 +39,8 @@ class CloudMiddleware:
         """The length of the JSON in front of raw tensors stands in the type of the body."""
         headers: list[tuple[bytes, bytes]] = list(scope["headers"])
         media = dict(headers).get(_TYPE, b"").replace(b" ", b"")
-        if media.startswith(self._cloud.media):
-            headers.append((_LENGTH, media.removeprefix(self._cloud.media)))
+        if media.startswith(self._cloud.binary_media_type):
+            headers.append((_LENGTH, media.removeprefix(self._cloud.binary_media_type)))
         return headers
 
     def _told(self, message: Message) -> Message:
@@ -48,5 +48,5 @@ class CloudMiddleware:
         headers = dict(message.get("headers", ()))
         if message["type"] != "http.response.start" or _LENGTH not in headers:
             return message
-        headers[_TYPE] = self._cloud.media + headers.pop(_LENGTH)
+        headers[_TYPE] = self._cloud.binary_media_type + headers.pop(_LENGTH)
         return {**message, "headers": list(headers.items())}

@@ -35,8 +35,8 @@ class CloudEndpoint(NamedTuple):
     name: str
     flag: str
     port: int
-    media: bytes
-    read: Callable[[Scope, ListModels], V2Target]
+    binary_media_type: bytes
+    to_v2: Callable[[Scope, ListModels], V2Target]
 
 
 def configure_clouds(options: CloudOptions, environment: Mapping[str, str]) -> tuple[CloudEndpoint, ...]:

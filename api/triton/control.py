@@ -55,10 +55,10 @@ class ControlEndpoints:
 
     async def config(self, request: Request) -> Response:
         model, version = _asked_for(request)
-        return json_response(dict(self._gateway.model(model, version).document))
+        return json_response(dict(self._gateway.model_config(model, version).document))
 
     async def statistics(self, request: Request) -> Response:
-        found = self._gateway.statistics(*_asked_for(request))
+        found = self._gateway.model_statistics(*_asked_for(request))
         return json_response({"model_stats": [_statistics(each) for each in found]})
 
     # Repository
@@ -70,7 +70,7 @@ class ControlEndpoints:
                 "Invalid value for 'ready': expected a boolean, attempt to access JSON non-boolean as boolean",
                 field="ready",
             )
-        return json_response([_entry(each) for each in self._gateway.index(document.get("ready", False))])
+        return json_response([_entry(each) for each in self._gateway.repository_index(document.get("ready", False))])
 
     async def load(self, request: Request) -> Response:
         _refuse_repository(request)
@@ -101,21 +101,23 @@ class ControlEndpoints:
 
     async def log_settings(self, request: Request) -> Response:
         """With a body they change."""
-        logs = self._gateway.commons.logs
+        logs = self._gateway.shared_state.logs
         changed = {name: _log_setting(name, value) for name, value in (await self._document(request)).items()}
         return json_response(asdict(logs.update(replace(logs.settings, **changed)) if changed else logs.settings))
 
     async def trace_settings(self, request: Request) -> Response:
         """With a body they change."""
-        model, traces = self._traced(request), self._gateway.commons.traces
+        model, traces = self._traced(request), self._gateway.shared_state.traces
         change: TraceSettingsChange = {
             name: _trace_setting(name, value) for name, value in (await self._document(request)).items()
         }
-        return json_response(_traces((traces.update(change, model) if change else traces.settings(model)).texts()))
+        return json_response(
+            _traces((traces.update(change, model) if change else traces.settings(model)).as_v2_texts())
+        )
 
     def _traced(self, request: Request) -> str:
         model: str = request.path_params.get("model", "")
-        if model and not self._gateway.model_ready(model):
+        if model and not self._gateway.is_model_ready(model):
             raise InvalidArgument(f"Request for unknown model : {model}", field="model")
         return model
 

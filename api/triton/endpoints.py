@@ -73,11 +73,11 @@ class V2Endpoints:
 
     async def metadata(self, request: Request) -> Response:
         name, version = _asked_for(request)
-        config = self._gateway.model(name, version)
-        return json_response(model_metadata(config, (version,) if version else self._gateway.versions(name)))
+        config = self._gateway.model_config(name, version)
+        return json_response(model_metadata(config, (version,) if version else self._gateway.served_versions(name)))
 
     async def model_ready(self, request: Request) -> Response:
-        if self._gateway.model_ready(*_asked_for(request)):
+        if self._gateway.is_model_ready(*_asked_for(request)):
             return Response()
         return json_response({"error": "Model version not ready"}, 400)
 
@@ -99,7 +99,7 @@ class V2Endpoints:
         return EventStreamResponse(self._infer(config, wanted), GenerateEventEncoder(config, wanted.id), headers)
 
     async def _read(self, request: Request, stream: bool) -> tuple[ModelConfig, InferRequest]:
-        config = self._gateway.model(*_asked_for(request))
+        config = self._gateway.model_config(*_asked_for(request))
         if request.headers.get("content-encoding", "identity") not in ("identity", ""):
             raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
         body = await parse_long_generate_body(await read_json_body(request, self._info.max_input_size), config)
@@ -110,7 +110,7 @@ class V2Endpoints:
 
     def _load_header(self, request: Request, config: ModelConfig) -> dict[str, str]:
         form = request.headers.get(orca.FORMAT_HEADER)
-        return {} if form is None else orca.load_header(form, self._gateway.stats(config.name, config.version))
+        return {} if form is None else orca.load_header(form, self._gateway.model_stats(config.name, config.version))
 
     def _infer(self, config: ModelConfig, request: InferRequest) -> ResponseStream[InferResponse]:
         return self._gateway.infer(config.name, config.version, request)
@@ -127,7 +127,7 @@ class GenerateEventEncoder:
         self._config = config
         self._id = request_id
 
-    def event(self, response: InferResponse) -> bytes | Awaitable[bytes]:
+    def encode_item(self, response: InferResponse) -> bytes | Awaitable[bytes]:
         if is_long(response):
             return to_thread(self._written, response)
         return b"" if is_empty_final(response) else self._written(response)
@@ -135,8 +135,8 @@ class GenerateEventEncoder:
     def _written(self, response: InferResponse) -> bytes:
         return sse_event(encode_generate_response(self._config, self._id, response))
 
-    def end(self) -> bytes:
+    def encode_end(self) -> bytes:
         return b""
 
-    def fault(self, error: CharoniaError) -> bytes:
+    def encode_error(self, error: CharoniaError) -> bytes:
         return sse_event(orjson.dumps(v2_error_body(error)))

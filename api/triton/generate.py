@@ -54,7 +54,7 @@ async def _opened(spec: TensorSpec | None, value: Any) -> Any:
         return await parse_fully(value, ValueBudget())
     json_tensors.refuse_binary_only(spec.datatype, spec.name)
     pieces, values = [], ValueBudget(MAX_IDS)
-    async for each in value.flat():
+    async for each in value.flat_elements():
         values.take(len(each))
         pieces.append(json_tensors.to_array(spec.datatype, each, spec.name))
     return np.concatenate(pieces)

@@ -41,16 +41,16 @@ class CachedHeader(NamedTuple):
     call: HttpInferRequest
 
     @classmethod
-    def of(cls, call: HttpInferRequest, size: int) -> Self:
+    def from_request(cls, call: HttpInferRequest, size: int) -> Self:
         return cls(tuple(_slots(call.request.inputs)), size, call._replace(request=_without_inputs(call.request)))
 
-    def filled(self, body: bytes, begin: int) -> HttpInferRequest:
+    def fill(self, body: bytes, begin: int) -> HttpInferRequest:
         """With the numbers of this body, whose header ends at `begin`."""
         asked, inputs = self.call.request, {}
         for name, datatype, shape, dtype, elements, offset in self.slots:
             inputs[name] = Tensor(name, datatype, shape, np.frombuffer(body, dtype, elements, begin + offset))
         request = InferRequest(asked.id, inputs, asked.outputs, asked.parameters)
-        return HttpInferRequest(request, self.call.wanted, self.call.rest)
+        return HttpInferRequest(request, self.call.outputs, self.call.default_output)
 
 
 def _slots(inputs: Mapping[str, Tensor]) -> Iterator[_Slot]:
@@ -71,16 +71,16 @@ class HeaderCache:
     def __init__(self) -> None:
         self._known: dict[tuple[str, bytes], CachedHeader] = {}
 
-    def call(self, model: str, body: bytes | bytearray, length: int) -> HttpInferRequest | None:
+    def find(self, model: str, body: bytes | bytearray, length: int) -> HttpInferRequest | None:
         """What this body asks, if such a one was understood before; its header has that length."""
         if length > _LONGEST or type(body) is not bytes:
             return None
         outline = self._known.get((model, body[:length]))
         if outline is None or len(body) - length != outline.size:
             return None
-        return outline.filled(body, length)
+        return outline.fill(body, length)
 
-    def learn(
+    def remember(
         self, model: str, body: bytes | bytearray, length: int, document: JsonObject, call: HttpInferRequest
     ) -> None:
         """This body was read: what its header said, and what came of it."""
@@ -88,12 +88,12 @@ class HeaderCache:
             return
         if len(self._known) >= _KNOWN:
             del self._known[next(iter(self._known))]
-        self._known[model, bytes(body[:length])] = CachedHeader.of(call, len(body) - length)
+        self._known[model, bytes(body[:length])] = CachedHeader.from_request(call, len(body) - length)
 
 
 def _lasting(document: JsonObject, call: HttpInferRequest) -> bool:
     """The header says all but numbers that lie behind it, and names nothing that comes and goes."""
-    if call.request.id or any(wanted.memory is not None for wanted in call.wanted.values()):
+    if call.request.id or any(wanted.memory is not None for wanted in call.outputs.values()):
         return False
     inputs = call.request.inputs
     raw = all("binary_data_size" in each.get("parameters", ()) for each in document["inputs"])

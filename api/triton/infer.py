@@ -51,11 +51,11 @@ class InferEndpoint:
 
     @cached_property
     def _reader(self) -> InferRequestReader:
-        return InferRequestReader(self._gateway.commons.regions, self._max_size, self._max_raw_size)
+        return InferRequestReader(self._gateway.shared_state.shared_memory, self._max_size, self._max_raw_size)
 
     async def answer(self, request: Request) -> ASGIApp:
         scope = request.scope
-        config = self._gateway.model(scope["path_params"]["model"], str(scope["path_params"].get("version", "")))
+        config = self._gateway.model_config(scope["path_params"]["model"], str(scope["path_params"].get("version", "")))
         if not supports_single_response(config):
             raise Unsupported(_DECOUPLED)
         headers: HeaderMap = dict(scope["headers"])
@@ -86,8 +86,8 @@ class InferEndpoint:
             size_limits.check_json_size(len(body) if length is None else length, self._max_size)
             document = await parse_long_document(body if length is None else memoryview(body)[:length])
         call = self._reader.read(config, body, length, document)
-        if call.later:
-            call = call._replace(request=await decode_deferred(config, call.request, call.later))
+        if call.deferred:
+            call = call._replace(request=await decode_deferred(config, call.request, call.deferred))
         forwarded, (name, weight) = self._forwarding.parameters(headers), tenant_of(request)
         if not forwarded and not name:
             return call
@@ -97,7 +97,7 @@ class InferEndpoint:
 
     async def _body(self, request: Request, headers: HeaderMap, header_length: int | None) -> bytes | bytearray:
         check, cycle = self._check_of(header_length), cycle_of(request.receive)
-        whole = None if cycle is None else cycle.whole_body()
+        whole = None if cycle is None else cycle.take_complete_body()
         if whole is None:
             return await receive_body(request.receive, headers.get(b"content-length", b""), check)
         check(len(whole))
@@ -155,7 +155,7 @@ class InferHttpResponse:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         cycle = cycle_of(receive)
-        if cycle is not None and cycle.answer(self._head + request_id_header_line(scope), self._parts):
+        if cycle is not None and cycle.send_complete_response(self._head + request_id_header_line(scope), self._parts):
             return
         headers = [tuple(line.split(b": ", 1)) for line in self._head.split(b"\r\n")[:-1]]
         await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -21,6 +21,6 @@ class HttpInferRequest(NamedTuple):
     in the request until somebody decodes them."""
 
     request: InferRequest
-    wanted: Mapping[str, OutputRequest]
-    rest: OutputRequest
-    later: DeferredInputs = {}
+    outputs: Mapping[str, OutputRequest]
+    default_output: OutputRequest
+    deferred: DeferredInputs = {}

@@ -61,7 +61,7 @@ class InferRequestReader:
             CharoniaError: it is no such request.
         """
         if header_length:
-            known = self._outlines.call(config.name, body, header_length)
+            known = self._outlines.find(config.name, body, header_length)
             return known or self._mixed(config, body, header_length, document)
         view = memoryview(body).toreadonly()
         if header_length == 0:
@@ -79,7 +79,7 @@ class InferRequestReader:
         if document is None:
             document = parse_json_object(view[:header_length])
         call = _Reading(config, view[header_length:], self).call(document)
-        self._outlines.learn(config.name, body, header_length, document, call)
+        self._outlines.remember(config.name, body, header_length, document, call)
         return call
 
 

@@ -67,7 +67,7 @@ def is_long(call: HttpInferRequest, response: InferResponse) -> bool:
     """What the response says takes longer than the event loop should be held."""
     for tensor in response.outputs:
         if tensor.data.size > LONG_OUTPUT_ELEMENTS:
-            wanted = call.wanted.get(tensor.name, call.rest)
+            wanted = call.outputs.get(tensor.name, call.default_output)
             if tensor.datatype == "BYTES" or not (wanted.binary or wanted.memory is not None):
                 return True
     return False
@@ -81,7 +81,7 @@ def encode_infer_response(config: ModelConfig, call: HttpInferRequest, response:
     """
     writing, outputs = _Writing([]), []
     for tensor in response.outputs:
-        binary, classes, memory = call.wanted.get(tensor.name, call.rest)
+        binary, classes, memory = call.outputs.get(tensor.name, call.default_output)
         outputs.append(writing.output(classify(config, tensor, classes) if classes else tensor, binary, memory))
     document: dict[str, Any] = {"id": call.request.id} if call.request.id else {}
     document["model_name"], document["model_version"] = config.name, config.version

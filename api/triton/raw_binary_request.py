@@ -21,7 +21,7 @@ def read_raw_binary_request(config: ModelConfig, body: memoryview) -> InferReque
     """
     if len(config.inputs) != 1:
         text = f"to be deduced but got {len(config.inputs)} inputs in '{config.name}' model configuration"
-        raise raw_tensors.InputRef("", config.name, "").refuse(f"Raw request must only have 1 input (found 1) {text}")
+        raise raw_tensors.InputRef("", config.name, "").error(f"Raw request must only have 1 input (found 1) {text}")
     [spec] = config.inputs
     place = raw_tensors.InputRef("", config.name, spec.name)
     tensor = _only(spec, body, place)
@@ -35,11 +35,11 @@ def _only(spec: TensorSpec, body: memoryview, place: raw_tensors.InputRef) -> Te
     free = spec.dims.count(-1)
     if free > 1:
         text = f"The shape of the raw input '{spec.name}' can not be deduced because there are more than one"
-        raise place.refuse(f"{text} variable-sized dimension")
+        raise place.error(f"{text} variable-sized dimension")
     count = math.prod(dim for dim in spec.dims if dim >= 0)
     if spec.datatype == "BYTES":
         if free or count != 1:
-            raise place.refuse(f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1]")
+            raise place.error(f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1]")
         return Tensor(spec.name, "BYTES", spec.dims, raw_tensors.string_array([bytes(body)], 1, place))
     row = json_tensors.byte_size(spec.datatype, count)
     shape = tuple((len(body) // row if row else 0) if dim < 0 else dim for dim in spec.dims)

@@ -31,7 +31,7 @@ class SharedMemoryEndpoints:
 
     @property
     def _regions(self) -> SharedMemoryRegistry:
-        return self._gateway.commons.regions
+        return self._gateway.shared_state.shared_memory
 
     def routes(self) -> list[Route]:
         routes = []

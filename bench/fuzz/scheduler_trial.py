@@ -139,7 +139,7 @@ class SchedulerTrial:
         always gets on, so everybody before it runs in turn at worst; then those that took the rows while it stood
         aside for a block it can share, twice for good measure."""
         config = self.world.scheduler
-        overtaken = priority * config.ageing_steps + prompt // config.turn_tokens
+        overtaken = priority * config.ageing_steps + prompt // config.rank_step_tokens
         before = sum(expected.work for expected in self.expected.values())
         aside = 2 * config.max_num_seqs * self._longest_work()
         if self.world.tenants > 1:  # everybody before it goes by rank, and that is one admission in so many
@@ -226,9 +226,9 @@ class SchedulerTrial:
 
     def _take_scores(self, updates: StepUpdates) -> None:
         """Every token once, in order; each is the one that follows the one before."""
-        for key, scores in updates.scores:
-            expected, found = self.expected[key], scores.read()
-            assert scores.first == expected.scored, f"{key} got scores twice, or not all"
+        for key, scores in updates.prompt_logprobs:
+            expected, found = self.expected[key], scores.to_list()
+            assert scores.start == expected.scored, f"{key} got scores twice, or not all"
             assert {score.rank for score in found} == {1}, f"{key} got another token's score"
             expected.scored += len(found)
 

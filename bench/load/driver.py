@@ -93,7 +93,7 @@ class LoadDriver:
     async def _ask(self, prompt: Prompt, new: int) -> RequestResult:
         try:
             async with asyncio.timeout(self._pace.timeout):
-                return await self._caller.ask(prompt, new)
+                return await self._caller.send(prompt, new)
         except TimeoutError:
             return RequestResult(status="timeout")
         except OSError as error:

@@ -42,7 +42,7 @@ class RequestOptions(NamedTuple):
 class RequestSender(Protocol):
     """Puts requests to a server."""
 
-    async def ask(self, prompt: Prompt, new: int) -> RequestResult:
+    async def send(self, prompt: Prompt, new: int) -> RequestResult:
         """Put one request and hear it out. Raises `OSError` when the connection fails."""
 
     async def close(self) -> None: ...
@@ -122,7 +122,7 @@ class SseSender:
     def __init__(self, client: HttpClient, door: StreamingEndpoint, manner: RequestOptions) -> None:
         self._client, self._door, self._manner = client, door, manner
 
-    async def ask(self, prompt: Prompt, new: int) -> RequestResult:
+    async def send(self, prompt: Prompt, new: int) -> RequestResult:
         body = orjson.dumps(self._door.body(prompt, new, self._manner))
         heard = read_answer(await self._client.post(self._door.path(self._manner.model), body), self._door)
         if self._manner.counted and heard.status == OK and heard.tokens < 0:

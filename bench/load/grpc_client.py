@@ -25,7 +25,7 @@ class GrpcSender:
         self._manner = manner
         self._headers = {"authorization": f"Bearer {manner.api_key}"} if manner.api_key else None
 
-    async def ask(self, prompt: Prompt, new: int) -> RequestResult:
+    async def send(self, prompt: Prompt, new: int) -> RequestResult:
         import grpc
 
         heard = RequestResult(status=OK)

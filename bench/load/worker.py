@@ -194,7 +194,7 @@ async def _work(load: LoadRun, pipe: Connection) -> None:
 async def _warm_up(load: LoadRun, caller: RequestSender) -> None:
     for job in load.jobs[: load.warm_up]:
         again = msgspec.structs.replace(job, index=_WARM_UP + job.index)
-        heard = await caller.ask(load.prompts.write(again), job.new)
+        heard = await caller.send(load.prompts.write(again), job.new)
         if heard.status != OK:
             raise Unavailable(f"the first request failed: {heard.status}")
 

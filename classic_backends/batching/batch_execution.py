@@ -54,7 +54,7 @@ def execute_batch(runtime: Runtime, form: BatchLayout, jobs: Sequence[InferenceJ
     """Run a batch on the instance `name` of a model that answers each request once. Never raises."""
     marks = [perf_counter_ns()]
     try:
-        jobs = jobs if form.stateful is None else form.stateful.laid_out(jobs)
+        jobs = jobs if form.stateful is None else form.stateful.arrange_rows(jobs)
         inputs = gather_inputs(form, jobs)
         marks.append(perf_counter_ns())
         made = _only(runtime, inputs, _wanted(form, jobs))
@@ -70,11 +70,11 @@ def execute_single(runtime: Runtime, form: BatchLayout, request: InferRequest, n
     """What `execute` does, for one request of a model without ragged inputs: in half the time. Never raises."""
     marks, signature, wanted = [perf_counter_ns()], form.signature, request.outputs
     try:
-        inputs = signature.arrays(request)
+        inputs = signature.to_arrays(request)
         marks.append(perf_counter_ns())
         made = _only(runtime, inputs, signature.outputs if wanted is None else wanted)
         marks.append(perf_counter_ns())
-        responses = (InferResponse(signature.tensors(made, wanted), final=True),)
+        responses = (InferResponse(signature.to_tensors(made, wanted), final=True),)
     except BaseException as error:
         return ExecutionResult((), _timing(marks), client_error(error, name))
     begin, prepared, done = marks
@@ -93,7 +93,7 @@ def execute_decoupled(
         with closing(cast(Any, runtime.execute(inputs, _wanted(form, [job])))) as made:
             for arrays in made:
                 marks.append(perf_counter_ns())
-                responses = [InferResponse(form.signature.tensors(arrays, job.wanted))]
+                responses = [InferResponse(form.signature.to_tensors(arrays, job.requested_outputs))]
                 yield ExecutionResult(responses, _timing(marks))
                 marks = marks[2:] * 2
     except GeneratorExit:
@@ -108,8 +108,8 @@ def gather_inputs(form: BatchLayout, jobs: Sequence[InferenceJob]) -> Arrays:
     inputs = {name: _joined([job.inputs[name] for job in jobs], name in ragged) for name in jobs[0].inputs}
     for made in form.ragged.inputs:
         if made.source in inputs:
-            inputs[made.name] = made.make([job.inputs[made.source].shape for job in jobs])
-    return inputs if form.stateful is None else inputs | form.stateful.inputs(jobs)
+            inputs[made.name] = made.build([job.inputs[made.source].shape for job in jobs])
+    return inputs if form.stateful is None else inputs | form.stateful.sequence_inputs(jobs)
 
 
 def _joined(arrays: list[NDArray[Any]], flat: bool) -> NDArray[Any]:
@@ -127,8 +127,8 @@ def split_outputs(form: BatchLayout, jobs: Sequence[InferenceJob], made: Arrays)
     parts = _split(form, jobs, made)
     if form.stateful is None:
         return [_response(form, job, part) for job, part in zip(jobs, parts, strict=True)]
-    form.stateful.keep(jobs, parts)
-    return [_response(form, job, part) for job, part in zip(jobs, parts, strict=True) if job.context is not None]
+    form.stateful.store_states(jobs, parts)
+    return [_response(form, job, part) for job, part in zip(jobs, parts, strict=True) if job.sequence is not None]
 
 
 def _split(form: BatchLayout, jobs: Sequence[InferenceJob], made: Arrays) -> Sequence[Arrays]:
@@ -140,13 +140,13 @@ def _split(form: BatchLayout, jobs: Sequence[InferenceJob], made: Arrays) -> Seq
 
 
 def _response(form: BatchLayout, job: InferenceJob, made: Arrays) -> InferResponse:
-    return InferResponse(form.signature.tensors(made, job.wanted), final=True)
+    return InferResponse(form.signature.to_tensors(made, job.requested_outputs), final=True)
 
 
 def _parts(name: str, array: NDArray[Any], jobs: Sequence[InferenceJob], source: str | None) -> Sequence[NDArray[Any]]:
     if source is not None:
         return split_flat_output(name, array, [job.inputs[source].shape for job in jobs])
-    sizes = [job.rows for job in jobs]
+    sizes = [job.batch_size for job in jobs]
     if array.ndim == 0 or len(array) != sum(sizes):
         raise Internal(f"output '{name}' has shape {list(array.shape)} for a batch of {sum(sizes)}")
     ends = np.cumsum(sizes).tolist()
@@ -155,9 +155,9 @@ def _parts(name: str, array: NDArray[Any], jobs: Sequence[InferenceJob], source:
 
 def _wanted(form: BatchLayout, jobs: Sequence[InferenceJob]) -> Sequence[str]:
     names = form.signature.outputs
-    kept = () if form.stateful is None else form.stateful.made
-    if all(job.wanted is not None for job in jobs):
-        asked = {name for job in jobs for name in job.wanted or ()}
+    kept = () if form.stateful is None else form.stateful.state_outputs
+    if all(job.requested_outputs is not None for job in jobs):
+        asked = {name for job in jobs for name in job.requested_outputs or ()}
         names = tuple(name for name in names if name in asked)
     return (*names, *(name for name in kept if name not in names))
 

@@ -20,22 +20,22 @@ class QueuePolicy(NamedTuple):
     their level. With `override` a request may shorten it. `max_size`: how many may wait, 0 any number.
     """
 
-    timeout: int = 0
+    timeout_ns: int = 0
     postpone: bool = False
-    override: bool = False
+    allow_override: bool = False
     max_size: int = 0
 
-    def deadline(self, arrived: int, asked: int) -> int | None:
+    def queue_deadline(self, arrived: int, asked: int) -> int | None:
         """When a request that asked for a timeout of `asked` (0: for none) has waited too long."""
-        timeout = asked if self._shortened(asked) else self.timeout
+        timeout = asked if self._shortened(asked) else self.timeout_ns
         return arrived + timeout if timeout else None
 
-    def limit(self, arrived: int, asked: int) -> int | None:
+    def answer_deadline(self, arrived: int, asked: int) -> int | None:
         """When it must be answered, though it is executed by then: what a config alone says is for the queue."""
         return arrived + asked if self._shortened(asked) and not self.postpone else None
 
     def _shortened(self, asked: int) -> bool:
-        return self.override and 0 < asked < self.timeout
+        return self.allow_override and 0 < asked < self.timeout_ns
 
 
 NO_POLICY = QueuePolicy()
@@ -50,34 +50,34 @@ class BatchingConfig:
     `levels`: how many priority levels, 1 the highest. `ordered`: responses leave in the order in which requests came.
     """
 
-    combine: bool = False
-    max_size: int = 1
-    preferred: Sequence[int] = ()
-    max_delay: int = 0
-    ordered: bool = False
-    levels: int = 1
+    combine_requests: bool = False
+    max_batch_size: int = 1
+    preferred_sizes: Sequence[int] = ()
+    max_delay_ns: int = 0
+    preserve_ordering: bool = False
+    priority_levels: int = 1
     default_level: int = 1
     policy: QueuePolicy = NO_POLICY
     policies: Mapping[int, QueuePolicy] = field(default_factory=dict)
 
     @property
-    def largest(self) -> int:
+    def target_size(self) -> int:
         """No batch waits for more than this."""
-        return self.preferred[-1] if self.preferred else self.max_size
+        return self.preferred_sizes[-1] if self.preferred_sizes else self.max_batch_size
 
     @property
-    def reorders(self) -> bool:
+    def can_reorder(self) -> bool:
         """A request that comes may be served before one that is there already."""
-        return self.levels > 1 or self.policy_of(1).postpone
+        return self.priority_levels > 1 or self.policy_of(1).postpone
 
     @property
-    def portion(self) -> int:
+    def work_per_instance(self) -> int:
         """How much of a backlog keeps one instance busy."""
-        return self.largest if self.combine else 1
+        return self.target_size if self.combine_requests else 1
 
     def level_of(self, priority: int) -> int:
         """The level of a request that asked for `priority`; 0, or one that there is not, means the default."""
-        return priority if 1 <= priority <= self.levels else self.default_level
+        return priority if 1 <= priority <= self.priority_levels else self.default_level
 
     def policy_of(self, level: int) -> QueuePolicy:
         return self.policies.get(level, self.policy)
@@ -95,12 +95,12 @@ def read_batching_config(document: ConfigDocument, max_batch_size: int, decouple
     levels = int(asked.get("priority_levels", 0))
     policies = {int(level): _policy(policy) for level, policy in asked.get("priority_queue_policy", {}).items()}
     rules = BatchingConfig(
-        combine=max_batch_size > 0 and not decoupled,
-        max_size=max(max_batch_size, 1),
-        preferred=preferred_sizes(asked, max_batch_size, "dynamic_batching"),
-        max_delay=int(asked.get("max_queue_delay_microseconds", 0)) * _MICROSECOND,
-        ordered=bool(asked.get("preserve_ordering", False)),
-        levels=max(levels, 1),
+        combine_requests=max_batch_size > 0 and not decoupled,
+        max_batch_size=max(max_batch_size, 1),
+        preferred_sizes=preferred_sizes(asked, max_batch_size, "dynamic_batching"),
+        max_delay_ns=int(asked.get("max_queue_delay_microseconds", 0)) * _MICROSECOND,
+        preserve_ordering=bool(asked.get("preserve_ordering", False)),
+        priority_levels=max(levels, 1),
         default_level=int(asked.get("default_priority_level", 0)) if levels else 1,
         policy=_policy(asked.get("default_queue_policy", {})),
         policies=policies,
@@ -122,21 +122,22 @@ def preferred_sizes(asked: ConfigDocument, max_batch_size: int, field: str) -> t
 
 def _policy(asked: ConfigDocument) -> QueuePolicy:
     return QueuePolicy(
-        timeout=int(asked.get("default_timeout_microseconds", 0)) * _MICROSECOND,
+        timeout_ns=int(asked.get("default_timeout_microseconds", 0)) * _MICROSECOND,
         postpone=asked.get("timeout_action", "REJECT") == "DELAY",
-        override=bool(asked.get("allow_timeout_override", False)),
+        allow_override=bool(asked.get("allow_timeout_override", False)),
         max_size=int(asked.get("max_queue_size", 0)),
     )
 
 
 def _check(rules: BatchingConfig) -> None:
-    if not 1 <= rules.default_level <= rules.levels:
-        message = f"default priority level must be in range [1, {rules.levels}], got {rules.default_level}"
+    if not 1 <= rules.default_level <= rules.priority_levels:
+        message = f"default priority level must be in range [1, {rules.priority_levels}], got {rules.default_level}"
         raise InvalidArgument(message, field="dynamic_batching.default_priority_level")
     for level in rules.policies:
-        if not 1 <= level <= rules.levels:
-            message = f"priority queue policy is given for level {level}, but there are {rules.levels} priority levels"
+        if not 1 <= level <= rules.priority_levels:
+            there = f"there are {rules.priority_levels} priority levels"
+            message = f"priority queue policy is given for level {level}, but {there}"
             raise InvalidArgument(message, field="dynamic_batching.priority_queue_policy")
-    if rules.ordered and rules.reorders:
+    if rules.preserve_ordering and rules.can_reorder:
         message = "preserve_ordering allows only one priority level and no timeout_action DELAY"
         raise InvalidArgument(message, field="dynamic_batching.preserve_ordering")

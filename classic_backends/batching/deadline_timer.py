@@ -13,23 +13,23 @@ class DeadlineTimer:
         self._ring = ring
         self._timer: asyncio.TimerHandle | None = None
         self._stopped = False
-        self.due: int | None = None
+        self.due_at: int | None = None
 
-    def set(self, until: int) -> None:
+    def set_no_later_than(self, until: int) -> None:
         """Ring at that time, unless it rings earlier anyway."""
-        if self._stopped or (self.due is not None and self.due <= until):
+        if self._stopped or (self.due_at is not None and self.due_at <= until):
             return
         if self._timer is not None:
             self._timer.cancel()
-        self.due = until
+        self.due_at = until
         self._timer = self._loop.call_later(max(0, until - time.monotonic_ns()) / 1e9, self._go)
 
     def stop(self) -> None:
         """Never ring again."""
-        self._stopped, self.due = True, None
+        self._stopped, self.due_at = True, None
         if self._timer is not None:
             self._timer.cancel()
 
     def _go(self) -> None:
-        self._timer = self.due = None
+        self._timer = self.due_at = None
         self._ring()

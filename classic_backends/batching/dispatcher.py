@@ -27,24 +27,24 @@ JobInstance: TypeAlias = Instance[JobBatch]
 class BatchResult(NamedTuple):
     """An execution, or of a decoupled model the part of it up to one response. `begun`: as `QueuedRequest.arrived`."""
 
-    work: JobBatch
-    begun: int
+    batch: JobBatch
+    started_at: int
     result: ExecutionResult
 
 
 class DispatchListener(Protocol):
     """Hears what becomes of requests, in the event loop's thread."""
 
-    def answered(self, done: BatchResult) -> None:
+    def on_batch_done(self, done: BatchResult) -> None:
         """The responses of a whole batch."""
 
-    def streamed(self, done: BatchResult) -> None:
+    def on_stream_response(self, done: BatchResult) -> None:
         """One response of a decoupled model, or the error that ends it."""
 
-    def ended(self, work: JobBatch, begun: int) -> None:
+    def on_stream_end(self, work: JobBatch, begun: int) -> None:
         """A decoupled model has made its last response."""
 
-    def refused(self, request: QueuedJob, error: Exception) -> None:
+    def on_rejected(self, request: QueuedJob, error: Exception) -> None:
         """It left the queue without being executed."""
 
 
@@ -52,7 +52,7 @@ class BatchQueue(Protocol):
     """Who waits, and which of them leave together; see `DynamicBatcher`. One caller at a time."""
 
     @property
-    def portion(self) -> int: ...
+    def work_per_instance(self) -> int: ...
 
     @property
     def backlog(self) -> int: ...
@@ -63,11 +63,11 @@ class BatchQueue(Protocol):
 
     def remove(self, request: QueuedJob) -> bool: ...
 
-    def expire(self, now: int) -> BatchDecision[InferenceJob]: ...
+    def expire_requests(self, now: int) -> BatchDecision[InferenceJob]: ...
 
-    def look(self, now: int) -> BatchDecision[InferenceJob]: ...
+    def peek_batch(self, now: int) -> BatchDecision[InferenceJob]: ...
 
-    def take(self, now: int) -> BatchDecision[InferenceJob]: ...
+    def take_batch(self, now: int) -> BatchDecision[InferenceJob]: ...
 
     def drain(self) -> Sequence[QueuedJob]: ...
 
@@ -82,7 +82,7 @@ class Dispatcher:
         self._decoupled = decoupled
         self._lock = threading.Lock()
         self._queue = queue
-        self._portion = queue.portion
+        self._portion = queue.work_per_instance
         self._alarm = DeadlineTimer(self._look)
         self._workers: set[JobInstance] = set()
         self._free: list[JobInstance] = []
@@ -95,13 +95,13 @@ class Dispatcher:
 
     # The event loop's side
 
-    def add_worker(self, worker: JobInstance) -> None:
+    def add_instance(self, worker: JobInstance) -> None:
         with self._lock:
             self._free.append(worker)
         self._workers.add(worker)
         self._look()
 
-    def remove_worker(self, worker: JobInstance) -> None:
+    def remove_instance(self, worker: JobInstance) -> None:
         """It is lost. Without another one nobody waits: when there will be one is uncertain."""
         self._workers.discard(worker)
         with self._lock:
@@ -109,7 +109,7 @@ class Dispatcher:
                 self._free.remove(worker)
             waiting = [] if self._workers else self._queue.drain()
         for request in waiting:
-            self._clerk.refused(request, restarting_error(request))
+            self._clerk.on_rejected(request, restarting_error(request))
 
     def submit(self, request: QueuedJob) -> None:
         """Raises `Unavailable` where the queue is full, or closed, or nobody is there to serve it."""
@@ -120,14 +120,14 @@ class Dispatcher:
         now = time.monotonic_ns()
         with self._lock:
             if not self._queue.add(request, now):
-                raise Unavailable(f"{request_id_prefix(request.item.id)}Exceeds maximum queue size")
+                raise Unavailable(f"{request_id_prefix(request.item.request_id)}Exceeds maximum queue size")
             free = bool(self._free)
         if free:
             self._look()
-        elif request.deadline is not None:
-            self._alarm.set(request.deadline)
+        elif request.queue_deadline is not None:
+            self._alarm.set_no_later_than(request.queue_deadline)
 
-    def leave(self, request: QueuedJob) -> bool:
+    def cancel_request(self, request: QueuedJob) -> bool:
         """It was given up: out of the queue at once; what runs is abandoned, and False."""
         with self._lock:
             waited = self._queue.remove(request)
@@ -143,7 +143,7 @@ class Dispatcher:
         with self._lock:
             waiting = self._queue.drain()
         for request in waiting:
-            self._clerk.refused(request, stopping_error(request))
+            self._clerk.on_rejected(request, stopping_error(request))
 
     def _look(self) -> None:
         """Wake as many free instances as have something to do; see to what time does."""
@@ -151,7 +151,11 @@ class Dispatcher:
             worker = None
             with self._lock:
                 wanted = self._wants_another()
-                turn = self._queue.look(time.monotonic_ns()) if wanted else self._queue.expire(time.monotonic_ns())
+                turn = (
+                    self._queue.peek_batch(time.monotonic_ns())
+                    if wanted
+                    else self._queue.expire_requests(time.monotonic_ns())
+                )
                 if turn.batch is not None:
                     worker = self._free.pop()
                     self._waking.add(worker)
@@ -165,21 +169,21 @@ class Dispatcher:
         return bool(self._free) and self._queue.backlog > len(self._waking) * self._portion
 
     def _settle(self, turn: BatchDecision[InferenceJob]) -> None:
-        for request in turn.refused:
-            self._clerk.refused(request, RequestTimeout())
-        if turn.until is not None:
-            self._alarm.set(turn.until)
+        for request in turn.expired:
+            self._clerk.on_rejected(request, RequestTimeout())
+        if turn.ask_again_at is not None:
+            self._alarm.set_no_later_than(turn.ask_again_at)
 
     # The instances' side
 
-    def execute(self, instance: JobInstance, work: JobBatch) -> None:
+    def execute_batch(self, instance: JobInstance, work: JobBatch) -> None:
         begun = time.monotonic_ns()
         jobs = [request.item for request in work.requests]
         if self._decoupled:
             self._stream(instance, work, begun)
         else:
             result = execute_batch(instance.runtime, self._form, jobs, instance.name)
-            self._tell(self._clerk.answered, BatchResult(work, begun, result))
+            self._tell(self._clerk.on_batch_done, BatchResult(work, begun, result))
 
     def _stream(self, instance: JobInstance, work: JobBatch, begun: int) -> None:
         [request] = work.requests
@@ -187,18 +191,18 @@ class Dispatcher:
         results = execute_decoupled(instance.runtime, self._form, job, instance.name)
         try:
             for result in results:
-                instance.stopwatch.stop()
-                if job.room is not None:
-                    job.room.acquire()
+                instance.execution_timer.stop()
+                if job.unread_slots is not None:
+                    job.unread_slots.acquire()
                 if job.given_up:
                     break
-                self._tell(self._clerk.streamed, BatchResult(work, begun, result))
-                instance.stopwatch.start()
+                self._tell(self._clerk.on_stream_response, BatchResult(work, begun, result))
+                instance.execution_timer.start()
         finally:
             results.close()
-        self._tell(self._clerk.ended, work, begun)
+        self._tell(self._clerk.on_stream_end, work, begun)
 
-    def next(self, instance: JobInstance) -> JobBatch | None:
+    def next_batch(self, instance: JobInstance) -> JobBatch | None:
         if instance.lost:
             with self._lock:
                 self._waking.discard(instance)
@@ -206,11 +210,11 @@ class Dispatcher:
             return None
         with self._lock:
             self._waking.discard(instance)
-            turn = self._queue.take(time.monotonic_ns())
+            turn = self._queue.take_batch(time.monotonic_ns())
             if turn.batch is None:
                 self._free.append(instance)
             more = turn.batch is not None and self._wants_another()
-        if turn.refused or turn.until is not None:
+        if turn.expired or turn.ask_again_at is not None:
             self._tell(self._settle, turn)
         if more:
             self._tell(self._look)
@@ -225,12 +229,13 @@ class Dispatcher:
 
 def stopping_error(request: QueuedJob) -> ServerExiting:
     message = "Server is stopping, scheduler for model has stopped accepting new inference requests"
-    return ServerExiting(f"{request_id_prefix(request.item.id)}{message}")
+    return ServerExiting(f"{request_id_prefix(request.item.request_id)}{message}")
 
 
 def restarting_error(request: QueuedJob) -> NotReady:
     return NotReady(
-        f"{request_id_prefix(request.item.id)}the model's instances have ended unexpectedly and are being restarted"
+        request_id_prefix(request.item.request_id)
+        + "the model's instances have ended unexpectedly and are being restarted"
     )
 
 

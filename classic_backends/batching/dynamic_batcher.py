@@ -29,11 +29,11 @@ class RequestBatch(NamedTuple, Generic[T]):
     """Requests that are executed together, in the order in which they were served."""
 
     requests: Sequence[QueuedRequest[T]]
-    cause: CloseReason
+    close_reason: CloseReason
 
     @property
     def size(self) -> int:
-        return sum(request.size for request in self.requests)
+        return sum(request.batch_size for request in self.requests)
 
 
 class BatchDecision(NamedTuple, Generic[T]):
@@ -41,8 +41,8 @@ class BatchDecision(NamedTuple, Generic[T]):
     too; and without a batch, the time at which to ask again `until` which nothing changes by itself (None: never)."""
 
     batch: RequestBatch[T] | None
-    refused: Sequence[QueuedRequest[T]] = ()
-    until: int | None = None
+    expired: Sequence[QueuedRequest[T]] = ()
+    ask_again_at: int | None = None
 
 
 class _PendingBatch(NamedTuple):
@@ -68,7 +68,7 @@ class DynamicBatcher(Generic[T]):
 
     def __init__(self, rules: BatchingConfig) -> None:
         self._rules = rules
-        self._largest = rules.largest
+        self._largest = rules.target_size
         self._queue = RequestQueue[T](rules)
         self._pause: _PendingBatch | None = None
 
@@ -79,7 +79,7 @@ class DynamicBatcher(Generic[T]):
         """False: the queue is full."""
         if not self._queue.add(request, now):
             return False
-        if self._pause is not None and (request.kind != self._pause.kind or self._rules.reorders):
+        if self._pause is not None and (request.batch_key != self._pause.kind or self._rules.can_reorder):
             self._pause = None
         return True
 
@@ -88,14 +88,14 @@ class DynamicBatcher(Generic[T]):
         self._pause = None
         return self._queue.remove(request)
 
-    def expire(self, now: int) -> BatchDecision[T]:
+    def expire_requests(self, now: int) -> BatchDecision[T]:
         """What time alone does, while no instance is free."""
         refused = self._queue.expire(now)
         if refused:
             self._pause = None
         return BatchDecision(None, refused, self._queue.next_deadline)
 
-    def look(self, now: int) -> BatchDecision[T]:
+    def peek_batch(self, now: int) -> BatchDecision[T]:
         """What an instance that is free would do; a batch stays in the queue, and may still grow."""
         refused = self._queue.expire(now)
         batch = None
@@ -105,24 +105,24 @@ class DynamicBatcher(Generic[T]):
         until = None if self._pause is None else self._pause.until
         return BatchDecision(batch, refused, _earlier(until, self._queue.next_deadline))
 
-    def take(self, now: int) -> BatchDecision[T]:
+    def take_batch(self, now: int) -> BatchDecision[T]:
         """What an instance that is free does: a batch leaves the queue."""
-        turn = self.look(now)
+        turn = self.peek_batch(now)
         if turn.batch is None:
             return turn
         for request in turn.batch.requests:
             self._queue.remove(request)
-        return turn._replace(until=self._queue.next_deadline)
+        return turn._replace(ask_again_at=self._queue.next_deadline)
 
     @property
-    def portion(self) -> int:
+    def work_per_instance(self) -> int:
         """How much of a backlog keeps one instance busy."""
-        return self._rules.portion
+        return self._rules.work_per_instance
 
     @property
     def backlog(self) -> int:
         """How much waits, as `portion` counts it."""
-        return self._queue.size if self._rules.combine else len(self._queue)
+        return self._queue.total_batch_size if self._rules.combine_requests else len(self._queue)
 
     def drain(self) -> list[QueuedRequest[T]]:
         """Everybody out."""
@@ -133,10 +133,10 @@ class DynamicBatcher(Generic[T]):
 
     def _pauses(self, now: int) -> bool:
         pause = self._pause
-        return pause is not None and now < pause.until and self._queue.size < pause.size
+        return pause is not None and now < pause.until and self._queue.total_batch_size < pause.size
 
     def _next(self, now: int) -> RequestBatch[T] | None:
-        if not self._rules.combine:
+        if not self._rules.combine_requests:
             first = next(iter(self._queue), None)
             return None if first is None else RequestBatch([first], CloseReason.ALONE)
         draft = self._draft()
@@ -147,22 +147,22 @@ class DynamicBatcher(Generic[T]):
         size = marked = 0
         for request in self._queue:
             if chosen:
-                if size + request.size > self._largest and not marked:
+                if size + request.batch_size > self._largest and not marked:
                     marked = len(chosen)
-                if size + request.size > self._rules.max_size:
+                if size + request.batch_size > self._rules.max_batch_size:
                     return _Candidate(chosen, size, marked, CloseReason.FULL)
-                if request.kind != chosen[0].kind:
+                if request.batch_key != chosen[0].batch_key:
                     return _Candidate(chosen, size, marked, CloseReason.DIFFERS)
             chosen.append(request)
-            size += request.size
-            if size in self._rules.preferred:
+            size += request.batch_size
+            if size in self._rules.preferred_sizes:
                 marked = len(chosen)
         return _Candidate(chosen, size, marked, None)
 
     def _decide(self, draft: _Candidate[T], now: int) -> RequestBatch[T] | None:
         requests, size, marked, stopped = draft
-        delay = self._rules.max_delay
-        oldest = min(request.arrived for request in requests)
+        delay = self._rules.max_delay_ns
+        oldest = min(request.arrived_at for request in requests)
         exceeded = 0 < delay <= now - oldest
         if marked and not exceeded:
             all_of_it = marked == len(requests)
@@ -175,13 +175,13 @@ class DynamicBatcher(Generic[T]):
             return RequestBatch(requests, CloseReason.DELAY if exceeded else CloseReason.IDLE)
         # A deadline refuses a request or moves it behind the others: what then stands in front may be a preferred size.
         until = min(oldest + delay, self._queue.next_deadline or oldest + delay)
-        self._pause = _PendingBatch(until, requests[0].kind, self._next_size(size))
+        self._pause = _PendingBatch(until, requests[0].batch_key, self._next_size(size))
         return None
 
     def _next_size(self, size: int) -> int:
         """The first size above `size` that changes anything."""
-        above = bisect_right(self._rules.preferred, size)
-        return self._rules.preferred[above] if above < len(self._rules.preferred) else self._largest
+        above = bisect_right(self._rules.preferred_sizes, size)
+        return self._rules.preferred_sizes[above] if above < len(self._rules.preferred_sizes) else self._largest
 
     def check_integrity(self) -> None:
         """Raises `AssertionError`."""

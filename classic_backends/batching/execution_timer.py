@@ -37,7 +37,7 @@ class ExecutionTimer:
                 self._begun = None
 
     @property
-    def seconds(self) -> float:
+    def running_seconds(self) -> float:
         """For which the execution has been running that runs now; 0 without one."""
         return self._running() / _SECOND
 
@@ -46,7 +46,7 @@ class ExecutionTimer:
         running = self._running()
         return running > _LEAST and running > _MEDIANS * (median(self._recent) if self._recent else 0)
 
-    def if_beyond(self, seconds: float, do: Callable[[], None]) -> bool:
+    def call_if_longer_than(self, seconds: float, do: Callable[[], None]) -> bool:
         """Do it if the execution that runs now has taken longer; it does not end meanwhile, and no other one begins.
         Whether that was so."""
         with self._lock:

@@ -38,24 +38,24 @@ class InferenceJob:
     model's, `flags`: what it says of its sequence, and `context`: which that is, once it is known."""
 
     inputs: Mapping[str, NDArray[Any]]
-    wanted: Sequence[str] | None
+    requested_outputs: Sequence[str] | None
     sink: ResponseSink
-    id: str = ""
-    room: threading.Semaphore | None = None
+    request_id: str = ""
+    unread_slots: threading.Semaphore | None = None
     given_up: bool = False
     exchange: RequestContext | None = None
-    flags: SequenceFlags | None = None
-    context: SequenceContext | None = None
+    sequence_flags: SequenceFlags | None = None
+    sequence: SequenceContext | None = None
 
     @property
-    def rows(self) -> int:
+    def batch_size(self) -> int:
         """How many items of a batch it has."""
         return len(next(iter(self.inputs.values()))) if self.inputs else 1
 
     def give_up(self) -> None:
         self.given_up = True
-        if self.room is not None:
-            self.room.release()
+        if self.unread_slots is not None:
+            self.unread_slots.release()
 
 
 class NullSink:
@@ -99,7 +99,7 @@ class ResponseChannel:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self.room = threading.Semaphore(_UNREAD)
+        self.unread_slots = threading.Semaphore(_UNREAD)
         self._responses: deque[InferResponse] = deque()
         self.ended = False
         self._error: Exception | None = None
@@ -113,7 +113,7 @@ class ResponseChannel:
         self.ended, self._error = True, error
         self._wake()
 
-    async def read(self) -> InferResponse | None:
+    async def next_response(self) -> InferResponse | None:
         """The next response; None after the last. Raises what the stream ended with."""
         while not self._responses:
             if self.ended:
@@ -122,7 +122,7 @@ class ResponseChannel:
                 return None
             self._reader = self._loop.create_future()
             await self._reader
-        self.room.release()
+        self.unread_slots.release()
         return self._responses.popleft()
 
     def _wake(self) -> None:

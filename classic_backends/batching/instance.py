@@ -27,10 +27,10 @@ _END_SECONDS = 5.0
 class WorkSource(Protocol[T]):
     """Who has work for instances. Called by their threads."""
 
-    def execute(self, instance: "Instance[T]", work: T) -> None:
+    def execute_batch(self, instance: "Instance[T]", work: T) -> None:
         """Never raises."""
 
-    def next(self, instance: "Instance[T]") -> T | None:
+    def next_batch(self, instance: "Instance[T]") -> T | None:
         """None: from now on `instance` is free, and will be woken."""
 
 
@@ -46,17 +46,17 @@ class Instance(Generic[T]):
         self._inbox: SimpleQueue[WorkSource[T] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._live, name=name, daemon=True)
         self.runtime: Runtime
-        self.life: RuntimeProcess | None = None
+        self.process: RuntimeProcess | None = None
         self._end: Callable[[str], None] | None = None
-        self.stopwatch = ExecutionTimer()
-        self.work: T | None = None
+        self.execution_timer = ExecutionTimer()
+        self.current_batch: T | None = None
         """What it executes, read by the event loop."""
 
     async def start(self) -> None:
         """Return when it is loaded; raises what loading raises."""
         self._thread.start()
         self.runtime = await asyncio.shield(self._loaded)
-        self.life, self._end = self.runtime.traits.life, self.runtime.traits.end
+        self.process, self._end = self.runtime.traits.process, self.runtime.traits.interrupt
 
     def wake(self, source: WorkSource[T]) -> None:
         """Let it take work from there. Only for an instance that is free."""
@@ -65,7 +65,7 @@ class Instance(Generic[T]):
     @property
     def lost(self) -> bool:
         """Its runtime has ended by itself: it takes no more work."""
-        return self.life is not None and self.life.lost
+        return self.process is not None and self.process.lost
 
     async def stop(self, abandoned: bool = False) -> None:
         """Return when its runtime is closed; what it executes it finishes first, unless that takes too long, or it is
@@ -75,7 +75,7 @@ class Instance(Generic[T]):
             if await self._ends_within(_CLOSE_SECONDS):
                 return
             log.error("instance '%s' still executes after %g s", self.name, _CLOSE_SECONDS)
-        self.end("the model was unloaded")
+        self.interrupt("the model was unloaded")
         if not await self._ends_within(_END_SECONDS):
             log.error("instance '%s' cannot be ended: its thread is left to itself", self.name)
 
@@ -86,7 +86,7 @@ class Instance(Generic[T]):
             return False
         return True
 
-    def end(self, reason: str) -> bool:
+    def interrupt(self, reason: str) -> bool:
         """Have what it executes fail, for that reason; from any thread. False: nothing could end it."""
         if self._end is not None:
             self._end(reason)
@@ -105,12 +105,12 @@ class Instance(Generic[T]):
 
     def _work(self) -> None:
         while (source := self._inbox.get()) is not None:
-            while (work := source.next(self)) is not None:
-                self.work = work
-                self.stopwatch.start()
-                source.execute(self, work)
-                self.stopwatch.stop()
-                work = self.work = None  # nothing of a batch outlives it here
+            while (work := source.next_batch(self)) is not None:
+                self.current_batch = work
+                self.execution_timer.start()
+                source.execute_batch(self, work)
+                self.execution_timer.stop()
+                work = self.current_batch = None  # nothing of a batch outlives it here
 
     def _close(self, runtime: Runtime) -> None:
         try:

@@ -33,8 +33,8 @@ class RestartPolicy(NamedTuple):
 
     first_retry: float = 0.1
     last_retry: float = 30.0
-    stable: float = 5.0
-    watch: float = 1.0
+    stable_after: float = 5.0
+    check_interval: float = 1.0
 
 
 RESTART_POLICY = RestartPolicy()
@@ -43,9 +43,9 @@ RESTART_POLICY = RestartPolicy()
 class InstanceListener(Protocol):
     """Hears who can work."""
 
-    def add_worker(self, worker: JobInstance) -> None: ...
+    def add_instance(self, worker: JobInstance) -> None: ...
 
-    def remove_worker(self, worker: JobInstance) -> None: ...
+    def remove_instance(self, worker: JobInstance) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -54,10 +54,10 @@ class _PooledInstance:
     log has it that its execution is overdue; `ended`: that it was ended, or cannot be."""
 
     slot: InstanceSlot
-    worker: JobInstance
-    born: float = field(default_factory=time.monotonic)
-    late: bool = False
-    ended: bool = False
+    instance: JobInstance
+    started_at: float = field(default_factory=time.monotonic)
+    overdue_logged: bool = False
+    interrupted: bool = False
 
 
 class InstancePool:
@@ -79,24 +79,24 @@ class InstancePool:
 
     @property
     def first(self) -> Runtime:
-        return self._members[0].worker.runtime
+        return self._members[0].instance.runtime
 
     @property
     def ready(self) -> bool:
         """An instance is there to work, and what it executes is not overdue."""
-        active = (member.worker for member in self._members if not member.slot.passive)
-        return any(not worker.lost and not worker.stopwatch.overdue for worker in active)
+        active = (member.instance for member in self._members if not member.slot.passive)
+        return any(not worker.lost and not worker.execution_timer.overdue for worker in active)
 
-    async def start(self, slots: Sequence[InstanceSlot]) -> None:
+    async def load_instances(self, slots: Sequence[InstanceSlot]) -> None:
         """Return when all of them are loaded. Raises what loading one raises."""
         members = [_PooledInstance(slot, self._instance(slot)) for slot in slots]
-        results = await asyncio.gather(*(each.worker.start() for each in members), return_exceptions=True)
+        results = await asyncio.gather(*(each.instance.start() for each in members), return_exceptions=True)
         self._members += [member for member, result in zip(members, results, strict=True) if result is None]
         for result in results:
             if result is not None:
                 raise result
 
-    def serve(self, roster: InstanceListener) -> None:
+    def start_serving(self, roster: InstanceListener) -> None:
         """Let them work, and whoever replaces them."""
         self._roster = roster
         for member in self._members:
@@ -109,80 +109,88 @@ class InstancePool:
         if self._watching is not None:
             self._watching.cancel()
         for member in self._members:
-            _unwatch(member.worker)
+            _unwatch(member.instance)
         await asyncio.gather(*self._replacing)
         members, self._members = self._members, []
-        await asyncio.gather(*(member.worker.stop(_abandoned(member.worker)) for member in members))
+        await asyncio.gather(*(member.instance.stop(_abandoned(member.instance)) for member in members))
 
     def _watch(self) -> None:
-        every = min(self._patience.watch, max(self._limit / 4, _SOONEST)) if self._limit else self._patience.watch
+        every = (
+            min(self._patience.check_interval, max(self._limit / 4, _SOONEST))
+            if self._limit
+            else self._patience.check_interval
+        )
         self._watching = asyncio.get_running_loop().call_later(every, self._watch)
         for member in self._members:
             self._look(member)
 
     def _look(self, member: _PooledInstance) -> None:
         """Whether it executes something for too long."""
-        worker, late = member.worker, member.worker.stopwatch.overdue
-        if late and not member.late:
+        worker, late = member.instance, member.instance.execution_timer.overdue
+        if late and not member.overdue_logged:
             log.error(
-                "instance '%s' has been executing for %g s: it is not ready", worker.name, worker.stopwatch.seconds
+                "instance '%s' has been executing for %g s: it is not ready",
+                worker.name,
+                worker.execution_timer.running_seconds,
             )
-        elif member.late and not late:
+        elif member.overdue_logged and not late:
             log.warning("instance '%s' is ready again", worker.name)
-        member.late = late
+        member.overdue_logged = late
         if self._limit:
-            told = member.ended
-            member.ended = worker.stopwatch.if_beyond(self._limit, lambda: None if told else self._end(worker))
+            told = member.interrupted
+            member.interrupted = worker.execution_timer.call_if_longer_than(
+                self._limit, lambda: None if told else self._end(worker)
+            )
 
     def _end(self, worker: JobInstance) -> None:
         reason = f"the execution took longer than {self._limit:g} s ({EXECUTION_TIMEOUT})"
-        ends = worker.end(reason)
+        ends = worker.interrupt(reason)
         log.error("instance '%s': %s; %s", worker.name, reason, "it is ended" if ends else "a thread cannot be ended")
 
     def _instance(self, slot: InstanceSlot) -> JobInstance:
-        return Instance(slot.place.name, partial(self._load, slot))
+        return Instance(slot.placement.name, partial(self._load, slot))
 
     def _enlist(self, member: _PooledInstance, pause: float | None = None) -> None:
         """`pause`: before it is replaced, should it be lost soon."""
-        if member.worker.life is not None:
-            sentinel = member.worker.life.sentinel
+        if member.instance.process is not None:
+            sentinel = member.instance.process.sentinel
             asyncio.get_running_loop().add_reader(sentinel, self._lost, member, pause or self._patience.first_retry)
         if self._roster is not None and not member.slot.passive:
-            self._roster.add_worker(member.worker)
+            self._roster.add_instance(member.instance)
 
     def _lost(self, member: _PooledInstance, pause: float) -> None:
-        _unwatch(member.worker)
+        _unwatch(member.instance)
         self._members.remove(member)
         if self._roster is not None:
-            self._roster.remove_worker(member.worker)
-        if time.monotonic() - member.born >= self._patience.stable:
+            self._roster.remove_instance(member.instance)
+        if time.monotonic() - member.started_at >= self._patience.stable_after:
             pause = self._patience.first_retry
-        task = asyncio.create_task(self._replace(member, pause), name=f"replace {member.worker.name}")
+        task = asyncio.create_task(self._replace(member, pause), name=f"replace {member.instance.name}")
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
 
     async def _replace(self, lost: _PooledInstance, pause: float) -> None:
         """Try it for ever."""
-        log.error("instance '%s' has ended unexpectedly; another one starts in %g s", lost.worker.name, pause)
-        await lost.worker.stop()
+        log.error("instance '%s' has ended unexpectedly; another one starts in %g s", lost.instance.name, pause)
+        await lost.instance.stop()
         while not await self._stops_within(pause):
             pause = min(2 * pause, self._patience.last_retry)
             member = _PooledInstance(lost.slot, self._instance(lost.slot))
             try:
-                await self._unless_stopping(member.worker.start())
+                await self._unless_stopping(member.instance.start())
             except Exception as error:
-                log.error("instance '%s' did not start again: %s", member.worker.name, error)
+                log.error("instance '%s' did not start again: %s", member.instance.name, error)
             else:
                 await self._take(member, pause)
                 break
 
     async def _take(self, member: _PooledInstance, pause: float) -> None:
         if self._stopping.is_set():
-            await member.worker.stop(abandoned=True)  # it may still load
+            await member.instance.stop(abandoned=True)  # it may still load
             return
         self.restarts += 1
         self._members.append(member)
-        log.warning("instance '%s' works again", member.worker.name)
+        log.warning("instance '%s' works again", member.instance.name)
         self._enlist(member, pause)
 
     async def _unless_stopping(self, wait: Coroutine[None, None, None]) -> None:
@@ -205,10 +213,10 @@ class InstancePool:
 
 def _abandoned(worker: JobInstance) -> bool:
     """Nobody waits any more for what it executes."""
-    work = worker.work
+    work = worker.current_batch
     return work is not None and all(request.item.given_up for request in work.requests)
 
 
 def _unwatch(worker: JobInstance) -> None:
-    if worker.life is not None:
-        asyncio.get_running_loop().remove_reader(worker.life.sentinel)
+    if worker.process is not None:
+        asyncio.get_running_loop().remove_reader(worker.process.sentinel)

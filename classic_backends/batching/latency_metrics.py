@@ -28,7 +28,7 @@ class LatencyMetrics:
         self._first = Histogram(bounds)
         self._decoupled = decoupled
 
-    def succeed(self, whole: int, queued: int, timing: ExecutionTiming) -> None:
+    def record_success(self, whole: int, queued: int, timing: ExecutionTiming) -> None:
         """A request was answered; nanoseconds."""
         if self._summaries:
             for summary, spent in zip(self._summaries, (whole, queued, *timing), strict=True):
@@ -36,7 +36,7 @@ class LatencyMetrics:
         if not self._decoupled:
             self._first.observe(whole / 1e6)
 
-    def respond(self, ns: int) -> None:
+    def record_first_response(self, ns: int) -> None:
         """The first response to a request of a decoupled model came so long after it."""
         self._first.observe(ns / 1e6)
 

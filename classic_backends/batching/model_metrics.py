@@ -47,7 +47,7 @@ class DurationSum:
         self.count += 1
         self.ns += ns
 
-    def read(self) -> StatisticDuration:
+    def as_duration(self) -> StatisticDuration:
         return StatisticDuration(self.count, self.ns)
 
 
@@ -66,7 +66,7 @@ class ComputeSums:
         self.infer += timing.infer
         self.output += timing.output
 
-    def read(self) -> tuple[StatisticDuration, StatisticDuration, StatisticDuration]:
+    def as_durations(self) -> tuple[StatisticDuration, StatisticDuration, StatisticDuration]:
         return (
             StatisticDuration(self.count, self.input),
             StatisticDuration(self.count, self.infer),
@@ -85,9 +85,9 @@ class ResponseSums:
     empty: DurationSum = field(default_factory=DurationSum)
     cancel: DurationSum = field(default_factory=DurationSum)
 
-    def read(self) -> ResponseStatistics:
+    def as_statistics(self) -> ResponseStatistics:
         sums = (self.infer, self.output, self.success, self.fail, self.empty, self.cancel)
-        return ResponseStatistics(*(each.read() for each in sums))
+        return ResponseStatistics(*(each.as_duration() for each in sums))
 
 
 @dataclass(slots=True)
@@ -97,85 +97,96 @@ class ModelMetrics:
     latencies: LatencyMetrics = field(default_factory=LatencyMetrics)
     success: DurationSum = field(default_factory=DurationSum)
     fail: DurationSum = field(default_factory=DurationSum)
-    queued: int = 0
-    computes: ComputeSums = field(default_factory=ComputeSums)
-    batches: dict[int, ComputeSums] = field(default_factory=dict)
-    responses: dict[int, ResponseSums] = field(default_factory=dict)
+    queued_ns: int = 0
+    compute: ComputeSums = field(default_factory=ComputeSums)
+    compute_by_batch_size: dict[int, ComputeSums] = field(default_factory=dict)
+    responses_by_index: dict[int, ResponseSums] = field(default_factory=dict)
     failures: Counter[FailureReason] = field(default_factory=Counter)
-    alone: Counter[CloseReason] = field(default_factory=Counter)
-    ended: Counter[RequestEnd] = field(default_factory=Counter)
-    spent: RequestDurations = field(default_factory=RequestDurations)
+    single_request_batches: Counter[CloseReason] = field(default_factory=Counter)
+    ended_requests: Counter[RequestEnd] = field(default_factory=Counter)
+    duration_totals: RequestDurations = field(default_factory=RequestDurations)
     inferences: int = 0
     executions: int = 0
-    last: float = 0.0
+    last_inference_at: float = 0.0
 
-    def execute(self, size: int, timing: ExecutionTiming, cause: CloseReason, requests: int) -> None:
+    def record_execution(self, size: int, timing: ExecutionTiming, cause: CloseReason, requests: int) -> None:
         """A batch of that many items and requests was executed."""
         self.executions += 1
-        if size not in self.batches:
-            self.batches[size] = ComputeSums()
-        self.batches[size].add(timing)
+        if size not in self.compute_by_batch_size:
+            self.compute_by_batch_size[size] = ComputeSums()
+        self.compute_by_batch_size[size].add(timing)
         if requests == 1:
-            self.alone[cause] += 1
+            self.single_request_batches[cause] += 1
 
-    def succeed(self, size: int, whole: int, queued: int, timing: ExecutionTiming) -> None:
+    def record_success(self, size: int, whole: int, queued: int, timing: ExecutionTiming) -> None:
         """A request of that many items was answered, `whole` after it came."""
         self.inferences += size
         self.success.count += 1
         self.success.ns += whole
-        self.queued += queued
-        self.computes.add(timing)
-        self.last = time.time()
-        spent = self.spent
+        self.queued_ns += queued
+        self.compute.add(timing)
+        self.last_inference_at = time.time()
+        spent = self.duration_totals
         spent.request += whole // 1000
         spent.queue += queued // 1000
         spent.compute_input += timing.input // 1000
         spent.compute_infer += timing.infer // 1000
         spent.compute_output += timing.output // 1000
-        self.latencies.succeed(whole, queued, timing)
+        self.latencies.record_success(whole, queued, timing)
 
-    def lose(self, reason: FailureReason, whole: int) -> None:
+    def record_failure(self, reason: FailureReason, whole: int) -> None:
         """A request was not answered."""
         self.failures[reason] += 1
         self.fail.add(whole)
 
-    def response(self, place: int) -> ResponseSums:
+    def response_sums(self, place: int) -> ResponseSums:
         """Of the responses in that place of a stream; those far out share the last."""
         place = min(place, _PLACES - 1)
-        if place not in self.responses:
-            self.responses[place] = ResponseSums()
-        return self.responses[place]
+        if place not in self.responses_by_index:
+            self.responses_by_index[place] = ResponseSums()
+        return self.responses_by_index[place]
 
-    def count(self, exchange: RequestContext) -> None:
+    def record_request_end(self, exchange: RequestContext) -> None:
         """A request of a door has ended that was for this model."""
         assert exchange.end is not None
-        self.ended[exchange.end] += 1
+        self.ended_requests[exchange.end] += 1
 
     def statistics(self) -> VersionStatistics:
         return VersionStatistics(
-            last_inference=int(self.last * 1000),
+            last_inference=int(self.last_inference_at * 1000),
             inference_count=self.inferences,
             execution_count=self.executions,
             inference=self._inference(),
-            batches=tuple(BatchStatistics(size, *parts.read()) for size, parts in sorted(self.batches.items())),
-            responses={str(place): each.read() for place, each in sorted(self.responses.items())},
-            explain={cause.value: self.alone[cause] for cause in CloseReason if self.alone[cause]},
+            batches=tuple(
+                BatchStatistics(size, *parts.as_durations())
+                for size, parts in sorted(self.compute_by_batch_size.items())
+            ),
+            responses={str(place): each.as_statistics() for place, each in sorted(self.responses_by_index.items())},
+            explain={
+                cause.value: self.single_request_batches[cause]
+                for cause in CloseReason
+                if self.single_request_batches[cause]
+            },
         )
 
     def _inference(self) -> InferenceStatistics:
-        queue = StatisticDuration(self.success.count, self.queued)
-        return InferenceStatistics(self.success.read(), self.fail.read(), queue, *self.computes.read())
+        queue = StatisticDuration(self.success.count, self.queued_ns)
+        return InferenceStatistics(
+            self.success.as_duration(), self.fail.as_duration(), queue, *self.compute.as_durations()
+        )
 
     def readings(self, pending: int) -> Iterator[Reading]:
         """`pending`: requests that wait."""
-        yield from ended_readings({RequestEnd(Outcome.DONE): 0} | self.ended)
+        yield from ended_readings({RequestEnd(Outcome.DONE): 0} | self.ended_requests)
         for cause in CloseReason:
-            yield Reading("charonia_unbatched_requests_total", self.alone[cause], {"reason": cause.value})
+            yield Reading(
+                "charonia_unbatched_requests_total", self.single_request_batches[cause], {"reason": cause.value}
+            )
         yield Reading("nv_inference_request_success", self.success.count)
         for reason in FailureReason:
             yield Reading("nv_inference_request_failure", self.failures[reason], {"reason": reason.value})
         yield Reading("nv_inference_count", self.inferences)
         yield Reading("nv_inference_exec_count", self.executions)
-        yield from self.spent.readings()
+        yield from self.duration_totals.readings()
         yield Reading("nv_inference_pending_request_count", pending)
         yield from self.latencies.readings()

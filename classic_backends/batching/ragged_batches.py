@@ -21,12 +21,12 @@ class BatchInput(NamedTuple):
     """A tensor `name` made from the shapes that `source` has in each request, their batch dimension included."""
 
     name: str
-    kind: str
+    shape_kind: str
     source: str
     dtype: Any
 
-    def make(self, shapes: Sequence[Shape]) -> NDArray[Any]:
-        return _KINDS[self.kind](shapes).astype(self.dtype)
+    def build(self, shapes: Sequence[Shape]) -> NDArray[Any]:
+        return _KINDS[self.shape_kind](shapes).astype(self.dtype)
 
 
 class RaggedConfig(NamedTuple):

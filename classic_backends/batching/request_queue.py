@@ -26,14 +26,14 @@ class QueuedRequest(Generic[T]):
     below it; `deadline`: of its wait, `limit`: of its answer."""
 
     item: T
-    size: int = 1
-    kind: Hashable = None
+    batch_size: int = 1
+    batch_key: Hashable = None
     priority: int = 0
-    timeout: int = 0
-    arrived: int = 0
+    timeout_ns: int = 0
+    arrived_at: int = 0
     level: int = 0
-    deadline: int | None = None
-    limit: int | None = None
+    queue_deadline: int | None = None
+    answer_deadline: int | None = None
     queued: bool = False
 
 
@@ -41,11 +41,11 @@ class QueuedRequest(Generic[T]):
 class _Level(Generic[T]):
     """Requests in time, and those set aside because their time ran out."""
 
-    fresh: "OrderedDict[QueuedRequest[T], None]" = field(default_factory=OrderedDict)
-    late: "OrderedDict[QueuedRequest[T], None]" = field(default_factory=OrderedDict)
+    on_time: "OrderedDict[QueuedRequest[T], None]" = field(default_factory=OrderedDict)
+    postponed: "OrderedDict[QueuedRequest[T], None]" = field(default_factory=OrderedDict)
 
     def __len__(self) -> int:
-        return len(self.fresh) + len(self.late)
+        return len(self.on_time) + len(self.postponed)
 
 
 class RequestQueue(Generic[T]):
@@ -59,7 +59,7 @@ class RequestQueue(Generic[T]):
         self._deadlines: list[tuple[int, int, QueuedRequest[T]]] = []
         self._serial = count()
         self._dated = 0
-        self.size = 0
+        self.total_batch_size = 0
 
     def __len__(self) -> int:
         return sum(len(level) for level in self._levels.values())
@@ -68,8 +68,8 @@ class RequestQueue(Generic[T]):
         """In the order in which they are served; not to be changed meanwhile."""
         for number in self._order:
             level = self._levels[number]
-            yield from level.fresh
-            yield from level.late
+            yield from level.on_time
+            yield from level.postponed
 
     def add(self, request: QueuedRequest[T], now: int) -> bool:
         """False: its level is full, and nothing has changed."""
@@ -80,12 +80,15 @@ class RequestQueue(Generic[T]):
             insort(self._order, number)
         if policy.max_size and len(level) >= policy.max_size:
             return False
-        request.level, request.arrived, request.queued = number, now, True
-        request.deadline, request.limit = policy.deadline(now, request.timeout), policy.limit(now, request.timeout)
-        level.fresh[request] = None
-        self.size += request.size
-        if request.deadline is not None:
-            heappush(self._deadlines, (request.deadline, next(self._serial), request))
+        request.level, request.arrived_at, request.queued = number, now, True
+        request.queue_deadline, request.answer_deadline = (
+            policy.queue_deadline(now, request.timeout_ns),
+            policy.answer_deadline(now, request.timeout_ns),
+        )
+        level.on_time[request] = None
+        self.total_batch_size += request.batch_size
+        if request.queue_deadline is not None:
+            heappush(self._deadlines, (request.queue_deadline, next(self._serial), request))
             self._dated += 1
         return True
 
@@ -94,16 +97,16 @@ class RequestQueue(Generic[T]):
         if not request.queued:
             return False
         level = self._levels[request.level]
-        if request in level.fresh:
-            del level.fresh[request]
-            self._dated -= request.deadline is not None
+        if request in level.on_time:
+            del level.on_time[request]
+            self._dated -= request.queue_deadline is not None
         else:
-            del level.late[request]
+            del level.postponed[request]
         if not level and request.level != self._rules.default_level:
             del self._levels[request.level]
             self._order.remove(request.level)
         request.queued = False
-        self.size -= request.size
+        self.total_batch_size -= request.batch_size
         self._sweep()
         return True
 
@@ -115,8 +118,8 @@ class RequestQueue(Generic[T]):
             request = heappop(self._deadlines)[2]
             if self._rules.policy_of(request.level).postpone:
                 level = self._levels[request.level]
-                del level.fresh[request]
-                level.late[request] = None
+                del level.on_time[request]
+                level.postponed[request] = None
                 self._dated -= 1
             else:
                 self.remove(request)
@@ -131,7 +134,7 @@ class RequestQueue(Generic[T]):
         return self._deadlines[0][0] if self._deadlines else None
 
     def _in_time(self, request: QueuedRequest[T]) -> bool:
-        return request.queued and request in self._levels[request.level].fresh
+        return request.queued and request in self._levels[request.level].on_time
 
     def _sweep(self) -> None:
         """Who left must not be kept until his deadline."""
@@ -143,14 +146,14 @@ class RequestQueue(Generic[T]):
         """Recompute everything. Raises `AssertionError`."""
         waiting = list(self)
         assert len(set(waiting)) == len(waiting) == len(self)
-        assert self.size == sum(request.size for request in waiting)
+        assert self.total_batch_size == sum(request.batch_size for request in waiting)
         assert self._order == sorted(self._levels)
         for number, level in self._levels.items():
             assert level or number == self._rules.default_level
-            members = chain(level.fresh, level.late)
+            members = chain(level.on_time, level.postponed)
             assert all(request.queued and request.level == number for request in members)
-            assert all(request.deadline is not None for request in level.late)
-        dated = {request for request in waiting if request.deadline is not None and self._in_time(request)}
+            assert all(request.queue_deadline is not None for request in level.postponed)
+        dated = {request for request in waiting if request.queue_deadline is not None and self._in_time(request)}
         assert self._dated == len(dated)
         assert dated <= {entry[2] for entry in self._deadlines}
         assert len(self._deadlines) <= 2 * self._dated + _SPARE + 1

@@ -15,15 +15,15 @@ class ResponseOrderer:
     def __len__(self) -> int:
         return len(self._places)
 
-    def enter(self, sink: ResponseSink) -> "OrderedSink":
+    def add_request(self, sink: ResponseSink) -> "OrderedSink":
         """A sink that holds back what comes until all requests before it have ended."""
         place = OrderedSink(self, sink)
         self._places.append(place)
-        self.advance()
+        self.release_finished()
         return place
 
-    def advance(self) -> None:
-        while self._places and self._places[0].lead():
+    def release_finished(self) -> None:
+        while self._places and self._places[0].release_held():
             self._places.popleft()
 
 
@@ -46,9 +46,9 @@ class OrderedSink:
     def end(self, error: Exception | None = None) -> None:
         if not self.ended:
             self.ended, self._error = True, error
-            self._line.advance()
+            self._line.release_finished()
 
-    def lead(self) -> bool:
+    def release_held(self) -> bool:
         """Everybody before it has ended: let go what was held back. True: it has ended itself."""
         if not self._leads:
             self._leads = True

@@ -30,10 +30,10 @@ class ResponseRouter:
         self._batched = batched
         self._streams: dict[QueuedJob, _StreamProgress] = {}
 
-    def answered(self, done: BatchResult) -> None:
-        (requests, cause), begun, result = done.work, done.begun, done.result
+    def on_batch_done(self, done: BatchResult) -> None:
+        (requests, cause), begun, result = done.batch, done.started_at, done.result
         if result.error is None:
-            self._account.execute(self._size(done.work), result.timing, cause, len(requests))
+            self._account.record_execution(self._size(done.batch), result.timing, cause, len(requests))
         now = time.monotonic_ns()
         for index, request in enumerate(requests):
             if request.item.given_up:
@@ -42,16 +42,18 @@ class ResponseRouter:
             if result.error is not None:
                 self._fail(request, result.error, FailureReason.BACKEND)
                 continue
-            self._account.succeed(request.size, now - request.arrived, begun - request.arrived, result.timing)
+            self._account.record_success(
+                request.batch_size, now - request.arrived_at, begun - request.arrived_at, result.timing
+            )
             request.item.sink.put(result.responses[index])
             request.item.sink.end()
 
-    def streamed(self, done: BatchResult) -> None:
-        [request], result = done.work.requests, done.result
+    def on_stream_response(self, done: BatchResult) -> None:
+        [request], result = done.batch.requests, done.result
         stream = self._streams.setdefault(request, _StreamProgress())
-        booked = self._account.response(stream.count)
+        booked = self._account.response_sums(stream.count)
         if not stream.count:
-            self._account.latencies.respond(time.monotonic_ns() - request.arrived)
+            self._account.latencies.record_first_response(time.monotonic_ns() - request.arrived_at)
         stream.count += 1
         if request.item.given_up:
             return booked.cancel.add(0)
@@ -63,27 +65,29 @@ class ResponseRouter:
         booked.output.add(result.timing.output)
         booked.success.add(result.timing.infer + result.timing.output)
         stream.timing = ExecutionTiming(*map(sum, zip(stream.timing, result.timing, strict=True)))
-        _note(request, done.begun, stream.timing)
+        _note(request, done.started_at, stream.timing)
         return request.item.sink.put(result.responses[0])
 
-    def ended(self, work: JobBatch, begun: int) -> None:
+    def on_stream_end(self, work: JobBatch, begun: int) -> None:
         [request] = work.requests
         stream = self._streams.pop(request, _StreamProgress())
         if stream.failed or request.item.given_up:
             return
         # Triton's backends say that they are done with one more response, which is empty.
-        self._account.response(stream.count).empty.add(0)
+        self._account.response_sums(stream.count).empty.add(0)
         now = time.monotonic_ns()
-        self._account.execute(self._size(work), stream.timing, work.cause, 1)
-        self._account.succeed(request.size, now - request.arrived, begun - request.arrived, stream.timing)
+        self._account.record_execution(self._size(work), stream.timing, work.close_reason, 1)
+        self._account.record_success(
+            request.batch_size, now - request.arrived_at, begun - request.arrived_at, stream.timing
+        )
         request.item.sink.end()
 
-    def refused(self, request: QueuedJob, error: Exception) -> None:
+    def on_rejected(self, request: QueuedJob, error: Exception) -> None:
         code = error.code if isinstance(error, CharoniaError) else ErrorCode.INTERNAL
         self._fail(request, error, _REASONS.get(code, FailureReason.OTHER))
 
     def _fail(self, request: QueuedJob, error: Exception, reason: FailureReason) -> None:
-        self._account.lose(reason, time.monotonic_ns() - request.arrived)
+        self._account.record_failure(reason, time.monotonic_ns() - request.arrived_at)
         request.item.sink.end(error)
 
     def _size(self, work: JobBatch) -> int:
@@ -94,4 +98,4 @@ class ResponseRouter:
 def _note(request: QueuedJob, begun: int, timing: ExecutionTiming) -> None:
     """For traces: when what happened to it."""
     if request.item.exchange is not None:
-        request.item.exchange.computed = ExecutionTimes(request.arrived, begun, timing)
+        request.item.exchange.execution = ExecutionTimes(request.arrived_at, begun, timing)

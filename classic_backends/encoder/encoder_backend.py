@@ -57,7 +57,7 @@ class EncoderLoader:
         files = read_encoder(directory)
         check_config_matches(config, encoder_tensors(files))
         device = f"cuda:{place.device}" if place.kind == "KIND_GPU" else "cpu"
-        tokenizer = EncoderTokenizer.load(files.directory, files.tokens.length, files.tokens.lowercase)
+        tokenizer = EncoderTokenizer.load(files.directory, files.tokenization.max_tokens, files.tokenization.lowercase)
         return EncoderRuntime(_encoder(files, device), EncoderInputReader(files, tokenizer), budget, device)
 
     def uses_gpus(self) -> bool:
@@ -94,12 +94,12 @@ class EncoderInputReader:
 
     def __init__(self, files: EmbedderFiles | CrossEncoderFiles, tokenizer: EncoderTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._length = files.tokens.length
-        self._prompt = files.tokens.prompt
+        self._length = files.tokenization.max_tokens
+        self._prompt = files.tokenization.prompt
         self._vocabulary = int(read_json(files.directory / "config.json").get("vocab_size", 0))
         self.output = SCORE if isinstance(files, CrossEncoderFiles) else EMBEDDING
 
-    def read(self, inputs: Arrays) -> list[EncodedText]:
+    def read_tokens(self, inputs: Arrays) -> list[EncodedText]:
         """Raises `InvalidArgument` for neither texts nor ids, both of them, or wrong ids."""
         if (TEXT in inputs) == (IDS in inputs):
             raise InvalidArgument(f"give either {TEXT} or {IDS}", field=TEXT)
@@ -147,7 +147,7 @@ class EncoderRuntime:
         return RuntimeTraits()
 
     def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
-        sequences = self._reader.read(inputs)
+        sequences = self._reader.read_tokens(inputs)
         counts = np.array([[len(sequence.ids)] for sequence in sequences], np.int32)
         yield {self._reader.output: self._compute(sequences), COUNT: counts}
 
@@ -164,7 +164,7 @@ class EncoderRuntime:
         made: dict[int, NDArray[np.float32]] = {}
         with torch.inference_mode():
             for indices in batch_by_length([len(each.ids) for each in sequences], self._budget):
-                batch = self._padded([sequences[index] for index in indices], self._encoder.pad)
+                batch = self._padded([sequences[index] for index in indices], self._encoder.pad_id)
                 made.update(zip(indices, self._encoder(batch).cpu().numpy(), strict=True))
         return np.stack([made[index] for index in range(len(sequences))])
 

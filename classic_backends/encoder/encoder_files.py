@@ -57,7 +57,7 @@ class DenseFiles:
 class TokenizationRules:
     """How texts are tokenized. `length`: the most tokens; `prompt`: what is put before each text."""
 
-    length: int
+    max_tokens: int
     lowercase: bool = False
     prompt: str = ""
 
@@ -67,7 +67,7 @@ class EmbedderFiles:
     """Texts to vectors of `size`. `directory`: of the transformer."""
 
     directory: Path
-    tokens: TokenizationRules
+    tokenization: TokenizationRules
     pooling: Pooling
     dense: tuple[DenseFiles, ...]
     normalize: bool
@@ -79,7 +79,7 @@ class CrossEncoderFiles:
     """Pairs of texts to `labels` scores."""
 
     directory: Path
-    tokens: TokenizationRules
+    tokenization: TokenizationRules
     labels: int
     activation: Activation
 

@@ -37,7 +37,7 @@ class PaddedTexts(Protocol):
 class Encoder(Protocol):
     """[texts, size] of a batch, FP32."""
 
-    pad: int
+    pad_id: int
 
     def __call__(self, batch: PaddedTexts) -> Tensor: ...
 
@@ -49,7 +49,7 @@ class Transformer:
         self._module = module
         config = module.config
         self._segmented = (getattr(config, "type_vocab_size", 0) or 0) > 1
-        self.pad = int(config.pad_token_id or 0)
+        self.pad_id = int(config.pad_token_id or 0)
 
     def __call__(self, batch: PaddedTexts) -> Any:
         given = {"input_ids": batch.ids, "attention_mask": batch.mask}
@@ -68,7 +68,7 @@ class Embedder:
         self._pooling = files.pooling
         self._dense = nn.Sequential(*(_dense(each) for each in files.dense)).to(device)
         self._normalize = files.normalize
-        self.pad = self._transformer.pad
+        self.pad_id = self._transformer.pad_id
 
     def __call__(self, batch: PaddedTexts) -> Tensor:
         tokens = self._transformer(batch).last_hidden_state
@@ -85,7 +85,7 @@ class CrossEncoder:
 
         self._transformer = Transformer(_load(AutoModelForSequenceClassification, files.directory, device))
         self._activation = _ACTIVATIONS[files.activation]
-        self.pad = self._transformer.pad
+        self.pad_id = self._transformer.pad_id
 
     def __call__(self, batch: PaddedTexts) -> Tensor:
         scores: Tensor = self._activation(self._transformer(batch).logits.float())

@@ -48,17 +48,17 @@ class LoaderRef(NamedTuple):
     module: str
     name: str
 
-    def find(self) -> RuntimeLoader:
+    def load_reference(self) -> RuntimeLoader:
         return cast(RuntimeLoader, getattr(import_module(self.module), self.name))
 
 
 class InstanceTask(NamedTuple):
     """What to load, as `RuntimeLoader.load` has it."""
 
-    origin: LoaderRef
+    loader: LoaderRef
     directory: Path
     config: ModelConfig
-    place: InstancePlacement
+    placement: InstancePlacement
     parameters: dict[str, str]
 
 
@@ -77,7 +77,7 @@ class MessageWriter:
         self._encode = msgspec.msgpack.Encoder().encode
         self._lock = threading.Lock()
 
-    def say(self, message: FromInstance) -> None:
+    def send(self, message: FromInstance) -> None:
         with self._lock:
             self._connection.send_bytes(self._encode(message))
 
@@ -91,17 +91,17 @@ class _InstanceLogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):
-            self._voice.say(InstanceLogRecord(record.levelno, record.name, self.format(record)))
+            self._voice.send(InstanceLogRecord(record.levelno, record.name, self.format(record)))
 
 
 def instance_main(ours: Connection, regions: InstanceArenas, task: InstanceTask) -> None:
     """Load, and execute until the server says no more."""
     voice = _set_up_process(ours)
     try:
-        runtime = task.origin.find().load(task.directory, task.config, task.place, task.parameters)
+        runtime = task.loader.load_reference().load(task.directory, task.config, task.placement, task.parameters)
     except BaseException as error:
-        return voice.say(failure_message(error))
-    voice.say(InstanceLoaded(runtime.traits.ragged))
+        return voice.send(failure_message(error))
+    voice.send(InstanceLoaded(runtime.traits.ragged))
     with suppress(EOFError, OSError):
         _InstanceLoop(runtime, regions, ours, voice, task.config.decoupled).serve()
     return runtime.close()
@@ -113,10 +113,10 @@ def completion_main(
     """Complete a config."""
     voice = _set_up_process(ours)
     try:
-        whole = origin.find().complete(directory, document, parameters)
+        whole = origin.load_reference().complete(directory, document, parameters)
     except BaseException as error:
-        return voice.say(failure_message(error))
-    return voice.say(ConfigCompleted(json.dumps(whole).encode()))
+        return voice.send(failure_message(error))
+    return voice.send(ConfigCompleted(json.dumps(whole).encode()))
 
 
 class _InstanceLoop:
@@ -145,10 +145,10 @@ class _InstanceLoop:
     def _obey(self, order: ExecuteBatch) -> None:
         answers = self._answers(order)
         for answer in answers:
-            self._voice.say(answer)
+            self._voice.send(answer)
             if isinstance(answer, OutputsMade) and not answer.last and isinstance(self._hear(), AbandonOutputs):
                 answers.close()
-                self._voice.say(OutputsEnded())
+                self._voice.send(OutputsEnded())
 
     def _answers(self, order: ExecuteBatch) -> Generator[FromInstance, None, None]:
         try:

@@ -45,10 +45,10 @@ class IsolatableLoader(NamedTuple):
     that a process takes with what it imports. `heavy`: completing a config imports them too, which the server must not.
     """
 
-    origin: LoaderRef
+    loader: LoaderRef
     default: Literal["isolated", "thread"] = THREAD
-    libraries: int = 32 << 20
-    heavy: bool = False
+    library_bytes: int = 32 << 20
+    completes_in_process: bool = False
 
     def load(
         self, directory: Path, config: ModelConfig, place: InstancePlacement, parameters: Mapping[str, str]
@@ -60,28 +60,28 @@ class IsolatableLoader(NamedTuple):
         """
         isolated, own = self._read(parameters)
         if isolated:
-            return IsolatedRuntime(InstanceTask(self.origin, directory, config, place, own))
-        return self.origin.find().load(directory, config, place, own)
+            return IsolatedRuntime(InstanceTask(self.loader, directory, config, place, own))
+        return self.loader.load_reference().load(directory, config, place, own)
 
     def uses_gpus(self) -> bool:
-        return self.origin.find().uses_gpus()
+        return self.loader.load_reference().uses_gpus()
 
     def needs(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
         """As the backend's own, and for each process, which shares nothing, the libraries that it imports."""
         isolated, own = self._read(parameters)
-        loader = self.origin.find()
+        loader = self.loader.load_reference()
         if not isolated:
             return loader.needs(directory, document, own)
-        places = [slot.place for slot in read_instance_slots("", document)]
+        places = [slot.placement for slot in read_instance_slots("", document)]
         weights = [loader.needs(directory, with_one_instance(document, place), own) for place in places]
-        return (MemoryNeed(self.libraries * len(places)), *chain.from_iterable(weights))
+        return (MemoryNeed(self.library_bytes * len(places)), *chain.from_iterable(weights))
 
     def complete(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> ConfigDocument:
         """As the backend's own, and as `load`."""
         isolated, own = self._read(parameters)
-        if not (isolated and self.heavy):
-            return self.origin.find().complete(directory, document, own)
-        return document if declares_tensors(document) else _complete_in_process(self.origin, directory, document, own)
+        if not (isolated and self.completes_in_process):
+            return self.loader.load_reference().complete(directory, document, own)
+        return document if declares_tensors(document) else _complete_in_process(self.loader, directory, document, own)
 
     def _read(self, parameters: Mapping[str, str]) -> tuple[bool, dict[str, str]]:
         """Whether it is isolated, and the parameters that are the backend's."""
@@ -126,7 +126,7 @@ class IsolatedRuntime:
     is of no more use; its `RuntimeTraits.life` tells."""
 
     def __init__(self, task: InstanceTask) -> None:
-        self._name = task.place.name
+        self._name = task.placement.name
         self._regions = InstanceArenas(TensorArena(), TensorArena())
         try:
             self._link = InstanceProcess(instance_main, self._regions, task)
@@ -139,7 +139,7 @@ class IsolatedRuntime:
             self.close()
             raise
         assert isinstance(loaded, InstanceLoaded)
-        self.traits = RuntimeTraits(ragged=loaded.ragged, life=self._link, end=self._link.kill)
+        self.traits = RuntimeTraits(ragged=loaded.ragged, process=self._link, interrupt=self._link.kill)
 
     def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
         made = self._ask(ExecuteBatch(self._regions.inputs.pack(inputs), tuple(wanted)))
@@ -178,9 +178,12 @@ class IsolatedRuntime:
 
 
 PYTORCH = IsolatableLoader(
-    LoaderRef("charonia.classic_backends.torch.torch_backend", "PYTORCH"), ISOLATED, libraries=145 << 20, heavy=True
+    LoaderRef("charonia.classic_backends.torch.torch_backend", "PYTORCH"),
+    ISOLATED,
+    library_bytes=145 << 20,
+    completes_in_process=True,
 )
 ENCODER = IsolatableLoader(
-    LoaderRef("charonia.classic_backends.encoder.encoder_backend", "ENCODER"), ISOLATED, libraries=250 << 20
+    LoaderRef("charonia.classic_backends.encoder.encoder_backend", "ENCODER"), ISOLATED, library_bytes=250 << 20
 )
-ONNX = IsolatableLoader(LoaderRef("charonia.classic_backends.onnx.onnx_backend", "ONNX"), heavy=True)
+ONNX = IsolatableLoader(LoaderRef("charonia.classic_backends.onnx.onnx_backend", "ONNX"), completes_in_process=True)

@@ -58,7 +58,7 @@ class OnnxLoader:
             return document
         sessions = _import_sessions()
         self._completed = None
-        plan = read_session_plan(document, read_instance_slots("", document)[0].place, parameters)
+        plan = read_session_plan(document, read_instance_slots("", document)[0].placement, parameters)
         self._completed = sessions.open_session(_file(directory, document), plan)
         return complete_config(document, sessions.describe(self._completed), parameters)
 
@@ -98,7 +98,7 @@ class OnnxRuntime:
 
     @property
     def traits(self) -> RuntimeTraits:
-        return RuntimeTraits(ragged=True, end=self._end)
+        return RuntimeTraits(ragged=True, interrupt=self._end)
 
     def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
         assert self._run is not None

@@ -55,7 +55,7 @@ class Session:
             self.session = onnxruntime.InferenceSession(str(file), options, providers=providers)
         except Exception as error:  # of a class of onnxruntime's own for each of its codes
             raise InvalidArgument(f"onnxruntime cannot load {file}: {error}") from error
-        self._shrink = plan.shrink
+        self._shrink = plan.shrink_arenas
 
     def run_options(self) -> Any:
         """Of one instance's runs; `terminate` in them ends the one that runs, before its next operator."""
@@ -123,20 +123,20 @@ def _check_providers(plan: SessionPlan) -> None:
 
 def _session_options(plan: SessionPlan) -> Any:
     options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, plan.level)
-    options.execution_mode = getattr(onnxruntime.ExecutionMode, plan.mode)
-    options.enable_cpu_mem_arena = plan.arena
-    options.enable_mem_pattern = plan.pattern
+    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, plan.optimization_level)
+    options.execution_mode = getattr(onnxruntime.ExecutionMode, plan.execution_mode)
+    options.enable_cpu_mem_arena = plan.memory_arena
+    options.enable_mem_pattern = plan.memory_pattern
     options.log_severity_level = 3
-    for name, value in plan.entries:
+    for name, value in plan.config_entries:
         options.add_session_config_entry(name, value)
-    if plan.common_pool:
+    if plan.global_thread_pool:
         _make_pool(plan)
     if _pool_made:  # then onnxruntime takes no other threads
         options.use_per_session_threads = False
     else:
-        options.intra_op_num_threads = plan.threads
-        options.inter_op_num_threads = plan.branches
+        options.intra_op_num_threads = plan.intra_op_threads
+        options.inter_op_num_threads = plan.inter_op_threads
     return options
 
 
@@ -146,7 +146,7 @@ def _make_pool(plan: SessionPlan) -> None:
     if _pool_made:
         return
     try:
-        onnxruntime.set_global_thread_pool_sizes(plan.threads, plan.branches)
+        onnxruntime.set_global_thread_pool_sizes(plan.intra_op_threads, plan.inter_op_threads)
     except Exception as error:
         message = f"a global thread pool must be wanted by all ONNX models, as with --backend-config: {error}"
         raise InvalidArgument(message, field="enable-global-threadpool") from error

@@ -55,15 +55,15 @@ class SessionPlan(NamedTuple):
     """
 
     providers: tuple[Provider, ...]
-    threads: int
-    branches: int
-    level: str = "ORT_ENABLE_ALL"
-    mode: str = "ORT_SEQUENTIAL"
-    arena: bool = True
-    pattern: bool = True
-    common_pool: bool = False
-    entries: tuple[tuple[str, str], ...] = ()
-    shrink: str = ""
+    intra_op_threads: int
+    inter_op_threads: int
+    optimization_level: str = "ORT_ENABLE_ALL"
+    execution_mode: str = "ORT_SEQUENTIAL"
+    memory_arena: bool = True
+    memory_pattern: bool = True
+    global_thread_pool: bool = False
+    config_entries: tuple[tuple[str, str], ...] = ()
+    shrink_arenas: str = ""
 
 
 def read_session_plan(document: ConfigDocument, place: InstancePlacement, parameters: Mapping[str, str]) -> SessionPlan:
@@ -74,15 +74,15 @@ def read_session_plan(document: ConfigDocument, place: InstancePlacement, parame
         entries["session.use_device_allocator_for_initializers"] = True
     return SessionPlan(
         providers=_providers(document, place, parameters),
-        threads=read_thread_count(parameters, "intra_op_thread_count") or usable_cores().threads,
-        branches=read_thread_count(parameters, "inter_op_thread_count") or usable_cores().threads,
-        level=_level(document),
-        mode=_MODES[read_choice(parameters, "execution_mode", _MODES, "0")],
-        arena=read_flag(parameters, "enable_mem_arena", True),
-        pattern=read_flag(parameters, "enable_mem_pattern", True),
-        common_pool=read_flag(parameters, "enable-global-threadpool", False),
-        entries=tuple((name, str(int(value))) for name, value in entries.items()),
-        shrink=parameters.get("memory.enable_memory_arena_shrinkage", ""),
+        intra_op_threads=read_thread_count(parameters, "intra_op_thread_count") or usable_cores().threads,
+        inter_op_threads=read_thread_count(parameters, "inter_op_thread_count") or usable_cores().threads,
+        optimization_level=_level(document),
+        execution_mode=_MODES[read_choice(parameters, "execution_mode", _MODES, "0")],
+        memory_arena=read_flag(parameters, "enable_mem_arena", True),
+        memory_pattern=read_flag(parameters, "enable_mem_pattern", True),
+        global_thread_pool=read_flag(parameters, "enable-global-threadpool", False),
+        config_entries=tuple((name, str(int(value))) for name, value in entries.items()),
+        shrink_arenas=parameters.get("memory.enable_memory_arena_shrinkage", ""),
     )
 
 

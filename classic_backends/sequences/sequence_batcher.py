@@ -21,7 +21,7 @@ class SequenceBatcher:
 
     def __init__(self, rules: SequenceConfig) -> None:
         self._front: DynamicBatcher[InferenceJob] = DynamicBatcher(rules.batching)
-        self._pinned = rules.seating.pinned
+        self._pinned = rules.slots.fixed_rows
         self._free_states = tuple(state for state in rules.states if -1 in state.dims)
         self._behind: dict[SequenceContext, deque[QueuedJob]] = {}
         self._taken: Sequence[QueuedJob] = ()
@@ -31,8 +31,8 @@ class SequenceBatcher:
         return len(self._front) + self._held
 
     @property
-    def portion(self) -> int:
-        return self._front.portion
+    def work_per_instance(self) -> int:
+        return self._front.work_per_instance
 
     @property
     def backlog(self) -> int:
@@ -40,7 +40,7 @@ class SequenceBatcher:
 
     def add(self, request: QueuedJob, now: int) -> bool:
         """True: there is room for any number."""
-        request.arrived = request.arrived or now
+        request.arrived_at = request.arrived_at or now
         context = _context(request)
         if context in self._behind:
             self._behind[context].append(request)
@@ -62,18 +62,18 @@ class SequenceBatcher:
         self._held -= 1
         return True
 
-    def expire(self, now: int) -> BatchDecision[InferenceJob]:
-        return self._front.expire(now)
+    def expire_requests(self, now: int) -> BatchDecision[InferenceJob]:
+        return self._front.expire_requests(now)
 
-    def look(self, now: int) -> BatchDecision[InferenceJob]:
+    def peek_batch(self, now: int) -> BatchDecision[InferenceJob]:
         """Only while the instance executes nothing, as `take`."""
         self._resume()
-        return self._front.look(now)
+        return self._front.peek_batch(now)
 
-    def take(self, now: int) -> BatchDecision[InferenceJob]:
+    def take_batch(self, now: int) -> BatchDecision[InferenceJob]:
         """In the order of their rows, if sequences have any."""
         self._resume()
-        turn = self._front.take(now)
+        turn = self._front.take_batch(now)
         if turn.batch is None:
             return turn
         self._taken = turn.batch.requests
@@ -104,8 +104,8 @@ class SequenceBatcher:
 
     def _step_forward(self, request: QueuedJob) -> None:
         if self._free_states:
-            request.kind = (request.kind, state_shapes(self._free_states, request.item))
-        self._front.add(request, request.arrived)
+            request.batch_key = (request.batch_key, state_shapes(self._free_states, request.item))
+        self._front.add(request, request.arrived_at)
 
     def check_integrity(self) -> None:
         """Recompute everything. Raises `AssertionError`."""
@@ -115,5 +115,5 @@ class SequenceBatcher:
 
 
 def _context(request: QueuedJob) -> SequenceContext:
-    assert request.item.context is not None
-    return request.item.context
+    assert request.item.sequence is not None
+    return request.item.sequence

@@ -22,9 +22,9 @@ class SlotRules(NamedTuple):
     """How many sequences may be open at a time on one instance, and how long each may be `idle`. `pinned`: a sequence
     has a row of the batch to itself as long as it is open, whoever else is in the batch."""
 
-    seats: int
-    idle: int = _DEFAULT_IDLE * _MICROSECOND
-    pinned: bool = False
+    slots_per_instance: int
+    max_idle_ns: int = _DEFAULT_IDLE * _MICROSECOND
+    fixed_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class SequenceConfig:
     """How the requests of sequences reach a model. `batching`: of the next request of each open sequence of an
     instance."""
 
-    seating: SlotRules
+    slots: SlotRules
     batching: BatchingConfig
     controls: tuple[ControlTensor, ...] = ()
     states: tuple[StateTensor, ...] = ()
@@ -79,11 +79,11 @@ def _oldest(asked: ConfigDocument, config: ModelConfig) -> tuple[int, BatchingCo
         message = f"sequence batching max_candidate_sequences must be at least 1 for {config.name}, got {seats}"
         raise InvalidArgument(message, field=field)
     return seats, BatchingConfig(
-        combine=config.max_batch_size > 0 and not config.decoupled,
-        max_size=max(config.max_batch_size, 1),
-        preferred=preferred_sizes(asked, config.max_batch_size, "sequence_batching.oldest"),
-        max_delay=int(asked.get("max_queue_delay_microseconds", 0)) * _MICROSECOND,
-        ordered=bool(asked.get("preserve_ordering", False)),
+        combine_requests=config.max_batch_size > 0 and not config.decoupled,
+        max_batch_size=max(config.max_batch_size, 1),
+        preferred_sizes=preferred_sizes(asked, config.max_batch_size, "sequence_batching.oldest"),
+        max_delay_ns=int(asked.get("max_queue_delay_microseconds", 0)) * _MICROSECOND,
+        preserve_ordering=bool(asked.get("preserve_ordering", False)),
     )
 
 
@@ -100,8 +100,8 @@ def _direct(asked: ConfigDocument, config: ModelConfig) -> tuple[int, BatchingCo
     delay = int(asked.get("max_queue_delay_microseconds", 0)) * _MICROSECOND if part else 0
     enough = max(1, ceil(round(part * seats, 4)))
     return seats, BatchingConfig(
-        combine=config.max_batch_size > 0 and not config.decoupled,
-        max_size=seats,
-        preferred=range(enough, seats + 1) if part else (),
-        max_delay=delay,
+        combine_requests=config.max_batch_size > 0 and not config.decoupled,
+        max_batch_size=seats,
+        preferred_sizes=range(enough, seats + 1) if part else (),
+        max_delay_ns=delay,
     )

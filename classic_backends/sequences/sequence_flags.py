@@ -20,7 +20,7 @@ class SequenceFlagReader:
         self._model = model
         self._told = next((control for control in rules.controls if control.kind is ControlKind.ID), None)
 
-    def read(self, request: InferRequest, rows: int) -> SequenceFlags:
+    def read_flags(self, request: InferRequest, rows: int) -> SequenceFlags:
         """Raises `InvalidArgument` where it is no request of a sequence of this model."""
         if rows != 1:
             message = "must specify batch-size 1 due to requirements of sequence batcher"
@@ -28,7 +28,7 @@ class SequenceFlagReader:
         found = self._id(request)
         return SequenceFlags(found, _flag(request, "sequence_start"), _flag(request, "sequence_end"))
 
-    def whole(self) -> SequenceFlags:
+    def warm_up_flags(self) -> SequenceFlags:
         """Of a sequence of one request that nobody asked for."""
         text = self._told is not None and self._told.datatype == "BYTES"
         return SequenceFlags("warmup" if text else 1, start=True, end=True)

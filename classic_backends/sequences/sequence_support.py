@@ -18,13 +18,13 @@ class SequenceSupport(NamedTuple):
 
     rules: SequenceConfig
     config: ModelConfig
-    stateful: StatefulLayout
-    flags: SequenceFlagReader
+    layout: StatefulLayout
+    flag_reader: SequenceFlagReader
 
-    def rehearse(self, job: InferenceJob) -> None:
+    def mark_warm_up(self, job: InferenceJob) -> None:
         """Make it the only request of a sequence that nobody asked for."""
-        job.flags = self.flags.whole()
-        job.context = SequenceContext(job.flags.id)
+        job.sequence_flags = self.flag_reader.warm_up_flags()
+        job.sequence = SequenceContext(job.sequence_flags.id)
 
 
 def read_sequence_support(config: ModelConfig, initial: Mapping[str, Tensor]) -> SequenceSupport | None:
@@ -39,5 +39,5 @@ def read_sequence_support(config: ModelConfig, initial: Mapping[str, Tensor]) ->
     if rules is None:
         return None
     whole = with_sequence_tensors(config, rules.controls, rules.states)
-    stateful = StatefulLayout(config.max_batch_size > 0, rules.seating.pinned, rules.controls, rules.states)
+    stateful = StatefulLayout(config.max_batch_size > 0, rules.slots.fixed_rows, rules.controls, rules.states)
     return SequenceSupport(rules, whole, stateful, SequenceFlagReader(config.name, rules))

@@ -30,7 +30,7 @@ class SequenceSlot(NamedTuple, Generic[H]):
 
     row: int
     serial: int
-    host: H
+    instance: H
 
 
 @dataclass(slots=True, eq=False)
@@ -40,9 +40,9 @@ class OpenSequence(Generic[H]):
 
     context: SequenceContext
     pending: dict[QueuedJob, None] = field(default_factory=dict)
-    seat: SequenceSlot[H] | None = None
+    slot: SequenceSlot[H] | None = None
     closed: bool = False
-    deadline: int | None = None
+    slot_deadline: int | None = None
 
 
 class SequenceTable(Generic[H]):
@@ -66,46 +66,46 @@ class SequenceTable(Generic[H]):
         return len(self._open)
 
     @property
-    def waiting(self) -> int:
+    def waiting_requests(self) -> int:
         """Requests of sequences without a seat."""
         return sum(len(sequence.pending) for sequence in self._backlog)
 
     @property
-    def backlog(self) -> int:
+    def waiting_sequences(self) -> int:
         """Sequences without a seat."""
         return len(self._backlog)
 
     @property
-    def seats(self) -> int:
+    def total_slots(self) -> int:
         """On all hosts."""
-        return len(self._hosts) * self._seating.seats
+        return len(self._hosts) * self._seating.slots_per_instance
 
     @property
-    def taken(self) -> int:
+    def used_slots(self) -> int:
         """Of those, the ones that sequences sit on."""
-        return sum(self._hosts.values()) - sum(seat.row < self._hosts[seat.host] for seat in self._free)
+        return sum(self._hosts.values()) - sum(seat.row < self._hosts[seat.instance] for seat in self._free)
 
-    def add_host(self, host: H) -> None:
+    def add_instance(self, host: H) -> None:
         self._hosts[host] = 0
         heappush(self._free, SequenceSlot(0, next(self._serial), host))
 
-    def remove_host(self, host: H) -> None:
+    def remove_instance(self, host: H) -> None:
         """Its sequences are lost."""
         self._hosts.pop(host, None)
-        self._free = [seat for seat in self._free if seat.host != host]
+        self._free = [seat for seat in self._free if seat.instance != host]
         heapify(self._free)
         seated = {*self._idle, *self._of.values(), *self._open.values()} - self._backlog.keys()
         for sequence in seated:
-            if sequence.seat is not None and sequence.seat.host == host:
-                self.close(sequence)
+            if sequence.slot is not None and sequence.slot.instance == host:
+                self.close_sequence(sequence)
 
-    def enter(self, request: QueuedJob, now: int) -> OpenSequence[H]:
+    def add_request(self, request: QueuedJob, now: int) -> OpenSequence[H]:
         """The sequence that it belongs to; without a seat it is in the backlog.
 
         Raises:
             InvalidArgument: there is none, and it does not start one.
         """
-        flags = request.item.flags
+        flags = request.item.sequence_flags
         assert flags is not None
         sequence = self._open.get(flags.id)
         if sequence is None:
@@ -115,12 +115,12 @@ class SequenceTable(Generic[H]):
         if flags.end:
             sequence.closed = True
             del self._open[flags.id]
-        request.item.context = sequence.context
+        request.item.sequence = sequence.context
         sequence.pending[request] = None
         self._of[request] = sequence
         self._idle.pop(sequence, None)
-        if request.timeout and sequence.seat is None:
-            sequence.deadline = min(sequence.deadline or now + request.timeout, now + request.timeout)
+        if request.timeout_ns and sequence.slot is None:
+            sequence.slot_deadline = min(sequence.slot_deadline or now + request.timeout_ns, now + request.timeout_ns)
         return sequence
 
     def _begin(self, flags: SequenceFlags) -> OpenSequence[H]:
@@ -134,31 +134,31 @@ class SequenceTable(Generic[H]):
         self._backlog[sequence] = None
         return sequence
 
-    def seat(self) -> list[OpenSequence[H]]:
+    def assign_slots(self) -> list[OpenSequence[H]]:
         """Those who have waited longest get the seats that are free: their pending requests may go there."""
         seated = []
         while self._backlog and self._free:
             sequence = next(iter(self._backlog))
             del self._backlog[sequence]
-            sequence.seat, sequence.deadline = self._take(), None
-            sequence.context.row = sequence.seat.row
+            sequence.slot, sequence.slot_deadline = self._take(), None
+            sequence.context.row = sequence.slot.row
             seated.append(sequence)
         return seated
 
     def _take(self) -> SequenceSlot[H]:
         """The first that is free; after one that nobody had yet, the next of its host is."""
         seat = heappop(self._free)
-        if seat.row == self._hosts[seat.host]:
-            self._hosts[seat.host] += 1
-            if seat.row + 1 < self._seating.seats:
+        if seat.row == self._hosts[seat.instance]:
+            self._hosts[seat.instance] += 1
+            if seat.row + 1 < self._seating.slots_per_instance:
                 heappush(self._free, seat._replace(row=seat.row + 1))
         return seat
 
-    def of(self, request: QueuedJob) -> OpenSequence[H] | None:
+    def sequence_of(self, request: QueuedJob) -> OpenSequence[H] | None:
         """Whose request it is; None once it is settled."""
         return self._of.get(request)
 
-    def settle(self, request: QueuedJob, now: int) -> None:
+    def finish_request(self, request: QueuedJob, now: int) -> None:
         """It is answered, one way or the other."""
         sequence = self._of.pop(request, None)
         if sequence is None:
@@ -170,11 +170,11 @@ class SequenceTable(Generic[H]):
     def _rest(self, sequence: OpenSequence[H], now: int) -> None:
         if not sequence.closed:
             self._idle[sequence] = now
-        elif sequence.seat is not None and sequence.seat.host in self._hosts:
-            heappush(self._free, sequence.seat)
-            sequence.seat = None
+        elif sequence.slot is not None and sequence.slot.instance in self._hosts:
+            heappush(self._free, sequence.slot)
+            sequence.slot = None
 
-    def close(self, sequence: OpenSequence[H]) -> None:
+    def close_sequence(self, sequence: OpenSequence[H]) -> None:
         """No more requests join it; its seat is free when those that are pending are settled."""
         sequence.closed = True
         if self._open.get(sequence.context.id) is sequence:
@@ -183,32 +183,32 @@ class SequenceTable(Generic[H]):
         if self._idle.pop(sequence, None) is not None:
             self._rest(sequence, 0)
 
-    def expire(self, now: int) -> list[OpenSequence[H]]:
+    def expire_sequences(self, now: int) -> list[OpenSequence[H]]:
         """Close those who were idle for too long, and those whose time for a seat ran out: these."""
         while self._idle:
             sequence, since = next(iter(self._idle.items()))
-            if now < since + self._seating.idle:
+            if now < since + self._seating.max_idle_ns:
                 break
             log.debug("model '%s': sequence %s was idle for too long", self._model, sequence.context.id)
-            self.close(sequence)
-        late = [each for each in self._backlog if each.deadline is not None and each.deadline <= now]
+            self.close_sequence(sequence)
+        late = [each for each in self._backlog if each.slot_deadline is not None and each.slot_deadline <= now]
         for sequence in late:
-            self.close(sequence)
+            self.close_sequence(sequence)
         return late
 
-    def clear(self) -> list[OpenSequence[H]]:
+    def close_all(self) -> list[OpenSequence[H]]:
         """Close everything; whoever waited for a seat."""
         backlog = list(self._backlog)
         for sequence in {*self._open.values(), *self._of.values()}:
-            self.close(sequence)
+            self.close_sequence(sequence)
         return backlog
 
     @property
-    def due(self) -> int | None:
+    def next_expiry(self) -> int | None:
         """When to `expire` next; None: nothing does by itself."""
-        dues = [each.deadline for each in self._backlog if each.deadline is not None]
+        dues = [each.slot_deadline for each in self._backlog if each.slot_deadline is not None]
         if self._idle:
-            dues.append(next(iter(self._idle.values())) + self._seating.idle)
+            dues.append(next(iter(self._idle.values())) + self._seating.max_idle_ns)
         return min(dues, default=None)
 
     def check_integrity(self) -> None:
@@ -216,11 +216,11 @@ class SequenceTable(Generic[H]):
         known = {*self._open.values(), *self._of.values()}
         assert {request: each for each in known for request in each.pending} == self._of
         assert all(not each.closed and self._open[each.context.id] is each for each in self._open.values())
-        assert all(not each.pending and not each.closed and each.seat is not None for each in self._idle)
-        assert all(each.pending and each.seat is None for each in self._backlog)
+        assert all(not each.pending and not each.closed and each.slot is not None for each in self._idle)
+        assert all(each.pending and each.slot is None for each in self._backlog)
         assert all(each.pending or each in self._idle for each in known)
-        taken = [each.seat for each in known if each.seat is not None and each.seat.host in self._hosts]
-        assert len(taken) == self.taken
+        taken = [each.slot for each in known if each.slot is not None and each.slot.instance in self._hosts]
+        assert len(taken) == self.used_slots
         for host, had in self._hosts.items():
-            rows = sorted(seat.row for seat in (*self._free, *taken) if seat.host == host)
-            assert rows == list(range(min(had + 1, self._seating.seats)))
+            rows = sorted(seat.row for seat in (*self._free, *taken) if seat.instance == host)
+            assert rows == list(range(min(had + 1, self._seating.slots_per_instance)))

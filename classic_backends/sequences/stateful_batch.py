@@ -24,42 +24,42 @@ class StatefulLayout(NamedTuple):
     front; `pinned`: each sequence has its own row."""
 
     batched: bool
-    pinned: bool = False
+    fixed_rows: bool = False
     controls: tuple[ControlTensor, ...] = ()
     states: tuple[StateTensor, ...] = ()
 
     @property
-    def made(self) -> tuple[str, ...]:
+    def state_outputs(self) -> tuple[str, ...]:
         """Outputs that are read though nobody asks for them."""
         return tuple(state.output for state in self.states)
 
-    def laid_out(self, jobs: Sequence[InferenceJob]) -> Sequence[InferenceJob]:
+    def arrange_rows(self, jobs: Sequence[InferenceJob]) -> Sequence[InferenceJob]:
         """The rows of a batch: where sequences are pinned, all up to the last that has a request; idle ones are jobs
         without a context, like the first in shape."""
-        if not self.pinned:
+        if not self.fixed_rows:
             return jobs
-        by_row = {job.context.row: job for job in jobs if job.context is not None}
+        by_row = {job.sequence.row: job for job in jobs if job.sequence is not None}
         count = max(by_row) + 1
         if count == len(jobs):
             return [by_row[row] for row in range(count)]
         idle = InferenceJob({name: _emptied(array) for name, array in jobs[0].inputs.items()}, (), _NOBODY)
         return [by_row.get(row, idle) for row in range(count)]
 
-    def inputs(self, jobs: Sequence[InferenceJob]) -> dict[str, NDArray[Any]]:
+    def sequence_inputs(self, jobs: Sequence[InferenceJob]) -> dict[str, NDArray[Any]]:
         """What the model gets beside the requests' own tensors."""
         told = {control.name: self._told(control, jobs) for control in self.controls}
         return told | {state.input: _fed(state, jobs) for state in self.states}
 
     def _told(self, control: ControlTensor, jobs: Sequence[InferenceJob]) -> NDArray[Any]:
         dtype = NUMPY_TYPES[control.datatype]
-        flags = [job.flags for job in jobs for _ in range(job.rows)]
+        flags = [job.sequence_flags for job in jobs for _ in range(job.batch_size)]
         if control.kind is ControlKind.ID:
             array = np.array([_id(control, each) for each in flags], dtype)
         else:
             array = np.array(control.values, dtype)[[_holds(control.kind, each) for each in flags]]
         return array[:, np.newaxis] if self.batched else array
 
-    def keep(self, jobs: Sequence[InferenceJob], parts: Sequence[Arrays]) -> None:
+    def store_states(self, jobs: Sequence[InferenceJob], parts: Sequence[Arrays]) -> None:
         """Each sequence takes the state that its part of the outputs leaves it, all of them or none.
 
         Raises:
@@ -68,8 +68,8 @@ class StatefulLayout(NamedTuple):
         alone = len(jobs) == 1
         left = [{state.input: self._state(state, part, alone) for state in self.states} for part in parts]
         for job, states in zip(jobs, left, strict=True):
-            if job.context is not None and job.flags is not None:
-                job.context.states = {} if job.flags.end else states
+            if job.sequence is not None and job.sequence_flags is not None:
+                job.sequence.states = {} if job.sequence_flags.end else states
 
     def _state(self, state: StateTensor, part: Arrays, alone: bool) -> NDArray[Any]:
         """A copy of what is a part of something larger, which would be kept with it."""
@@ -98,18 +98,18 @@ def _holds(kind: ControlKind, flags: SequenceFlags | None) -> int:
 
 
 def _fed(state: StateTensor, jobs: Sequence[InferenceJob]) -> NDArray[Any]:
-    real = next(job for job in jobs if job.context is not None)
+    real = next(job for job in jobs if job.sequence is not None)
     shape = _kept(state, real)
-    arrays = [_emptied(shape) if job.context is None else _kept(state, job) for job in jobs]
+    arrays = [_emptied(shape) if job.sequence is None else _kept(state, job) for job in jobs]
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _kept(state: StateTensor, job: InferenceJob) -> NDArray[Any]:
     """What the sequence's last request left; the first one gets what the config says."""
-    kept = {} if job.context is None or job.flags is None or job.flags.start else job.context.states
+    kept = {} if job.sequence is None or job.sequence_flags is None or job.sequence_flags.start else job.sequence.states
     if state.input in kept:
         return kept[state.input]
-    return state.initial if job.rows == 1 else np.repeat(state.initial, job.rows, axis=0)
+    return state.initial if job.batch_size == 1 else np.repeat(state.initial, job.batch_size, axis=0)
 
 
 def state_shapes(states: Sequence[StateTensor], job: InferenceJob) -> tuple[tuple[int, ...], ...]:

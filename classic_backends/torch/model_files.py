@@ -39,9 +39,9 @@ class OpenedModel:
     `keywords` by name; empty where the file does not tell. `found`: its tensors, where the file tells."""
 
     module: Callable[..., Any]
-    inputs: tuple[str, ...] = ()
-    keywords: frozenset[str] = frozenset()
-    found: FoundModel | None = None
+    argument_names: tuple[str, ...] = ()
+    keyword_names: frozenset[str] = frozenset()
+    tensors: FoundModel | None = None
 
 
 def open_model_file(file: Path, device: str | None) -> OpenedModel:

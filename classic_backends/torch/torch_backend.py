@@ -42,10 +42,10 @@ KNOWN_PARAMETERS = {
 class InferenceModes(NamedTuple):
     """How a model is run: without what only training needs, and with or without optimisation, cuDNN, kept memory."""
 
-    inference: bool = True
-    optimised: bool = True
+    inference_mode: bool = True
+    optimized_execution: bool = True
     cudnn: bool = True
-    clean: bool = False
+    clean_cache: bool = False
 
 
 class TorchLoader:
@@ -64,12 +64,12 @@ class TorchLoader:
         set_torch_threads(threads, read_thread_count(parameters, "INTER_OP_THREAD_COUNT"))
         device = _device(place)
         opened = open_model_file(_file(directory, config.document), device)
-        arguments = argument_positions(config.name, [spec.name for spec in config.inputs], opened.inputs)
+        arguments = argument_positions(config.name, [spec.name for spec in config.inputs], opened.argument_names)
         results = result_positions(config.name, [spec.name for spec in config.outputs])
-        if opened.found is not None:
-            names = _by_place(config, arguments, len(opened.found.inputs))
-            made = _names(results, [spec.name for spec in config.outputs], len(opened.found.outputs))
-            check_config_matches(config, with_config_names(opened.found, names, made))
+        if opened.tensors is not None:
+            names = _by_place(config, arguments, len(opened.tensors.inputs))
+            made = _names(results, [spec.name for spec in config.outputs], len(opened.tensors.outputs))
+            check_config_matches(config, with_config_names(opened.tensors, names, made))
         return TorchRuntime(opened, config, ForwardCall(arguments, results, device or "cpu", modes))
 
     def uses_gpus(self) -> bool:
@@ -85,17 +85,17 @@ class TorchLoader:
             return document
         from .model_files import open_model_file
 
-        found = open_model_file(file, "cpu").found
+        found = open_model_file(file, "cpu").tensors
         return document if found is None else complete_config(document, found, parameters)
 
 
 def read_inference_modes(parameters: Mapping[str, str]) -> InferenceModes:
     """Raises `InvalidArgument` for a parameter that is wrong; `field` names it."""
     return InferenceModes(
-        inference=read_flag(parameters, "INFERENCE_MODE", True),
-        optimised=not read_flag(parameters, "DISABLE_OPTIMIZED_EXECUTION", False),
+        inference_mode=read_flag(parameters, "INFERENCE_MODE", True),
+        optimized_execution=not read_flag(parameters, "DISABLE_OPTIMIZED_EXECUTION", False),
         cudnn=not read_flag(parameters, "DISABLE_CUDNN", False),
-        clean=read_flag(parameters, "ENABLE_CACHE_CLEANING", False),
+        clean_cache=read_flag(parameters, "ENABLE_CACHE_CLEANING", False),
     )
 
 
@@ -142,8 +142,8 @@ def _names(places: Sequence[int], names: Sequence[str], count: int) -> list[str]
 class ForwardCall(NamedTuple):
     """Where inputs go and outputs come from, by their order in the config; on which device, and how."""
 
-    arguments: tuple[int, ...]
-    results: tuple[int, ...]
+    argument_positions: tuple[int, ...]
+    result_positions: tuple[int, ...]
     device: str
     modes: InferenceModes
 
@@ -154,9 +154,9 @@ class TorchRuntime:
     def __init__(self, opened: "OpenedModel", config: ModelConfig, call: ForwardCall) -> None:
         self._opened: OpenedModel | None = opened
         self._call = call
-        order = sorted(zip(call.arguments, config.inputs, strict=True), key=lambda each: each[0])
+        order = sorted(zip(call.argument_positions, config.inputs, strict=True), key=lambda each: each[0])
         self._inputs = tuple(spec for _, spec in order)
-        self._places = {spec.name: place for place, spec in zip(call.results, config.outputs, strict=True)}
+        self._places = {spec.name: place for place, spec in zip(call.result_positions, config.outputs, strict=True)}
 
     @property
     def traits(self) -> RuntimeTraits:
@@ -166,7 +166,7 @@ class TorchRuntime:
         with _entered(self._call.modes):
             made = self._run(inputs)
         yield {name: _array(_result(made, name, self._places[name])) for name in wanted}
-        if self._call.modes.clean:
+        if self._call.modes.clean_cache:
             import torch
 
             torch.cuda.empty_cache()
@@ -183,8 +183,8 @@ class TorchRuntime:
         if missing:
             raise InvalidArgument(f"input '{missing[0]}' of a PyTorch model cannot be left out", field=missing[0])
         given = [_tensor(inputs[spec.name], spec.datatype).to(self._call.device) for spec in self._inputs]
-        names = self._opened.inputs or [""] * len(given)
-        named = {name: value for name, value in zip(names, given, strict=False) if name in self._opened.keywords}
+        names = self._opened.argument_names or [""] * len(given)
+        named = {name: value for name, value in zip(names, given, strict=False) if name in self._opened.keyword_names}
         return self._opened.module(*given[: len(given) - len(named)], **named)
 
 
@@ -192,8 +192,8 @@ def _entered(modes: InferenceModes) -> ExitStack:
     import torch
 
     with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode() if modes.inference else torch.no_grad())
-        if not modes.optimised:
+        stack.enter_context(torch.inference_mode() if modes.inference_mode else torch.no_grad())
+        if not modes.optimized_execution:
             stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
         if not modes.cudnn:
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))

@@ -18,28 +18,28 @@ class CacheSpec(NamedTuple):
     computed in, "int8" a byte for each number and a scale for each token and head.
     """
 
-    views: tuple[LayerAttention, ...]
+    attention: tuple[LayerAttention, ...]
     heads: int
     kv_heads: int
     head_dim: int
     block_size: int
     dtype: torch.dtype
     device: torch.device
-    stored: str = "auto"
+    kv_cache_dtype: str = "auto"
 
     @property
     def layers(self) -> int:
-        return len(self.views)
+        return len(self.attention)
 
     @property
-    def kinds(self) -> list[LayerAttention]:
+    def distinct_attention(self) -> list[LayerAttention]:
         """Every view once: a step is prepared for each, not for each layer."""
-        return list(dict.fromkeys(self.views))
+        return list(dict.fromkeys(self.attention))
 
     @property
-    def kind_of(self) -> list[int]:
+    def attention_index(self) -> list[int]:
         """By layer, which of the `kinds` it is of."""
-        return [self.kinds.index(view) for view in self.views]
+        return [self.distinct_attention.index(view) for view in self.attention]
 
     @property
     def block_bytes(self) -> int:
@@ -56,7 +56,7 @@ class StepAttention(Protocol):
 
         `sinks` float32 [heads]: of a layer whose view has them, and of no other."""
 
-    def turned(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
+    def apply_rope_and_attend(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
         """The same for queries, keys and values side by side [N, heads + 2 kv_heads, head_dim], contiguous; `angles`
         turn queries and keys first. What comes out is good until the next layer's call."""
 
@@ -74,7 +74,7 @@ class UnfusedStepAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         return self._attend(layer, q, k, v, sinks)
 
-    def turned(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
+    def apply_rope_and_attend(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
         turned = angles.rotate(packed[:, : self._turning])
         return self._attend(layer, turned[:, : self._heads], turned[:, self._heads :], packed[:, self._turning :], None)
 
@@ -85,7 +85,7 @@ class BackendSupport(NamedTuple):
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
     block_sizes: range
-    stored: tuple[str, ...] = ("auto",)
+    kv_cache_dtypes: tuple[str, ...] = ("auto",)
 
 
 class AttentionBackend(Protocol):
@@ -94,7 +94,7 @@ class AttentionBackend(Protocol):
     supports: ClassVar[BackendSupport]
 
     @classmethod
-    def fits(cls, spec: CacheSpec) -> bool:
+    def supports_heads(cls, spec: CacheSpec) -> bool:
         """Whether it knows heads like these; what `supports` says is assumed, and that it is here at all."""
 
     @property
@@ -104,8 +104,8 @@ class AttentionBackend(Protocol):
     def allocate(self, blocks: int) -> None:
         """Make a cache of `blocks` blocks; an earlier one is dropped."""
 
-    def copy(self, moves: Tensor) -> None:
+    def copy_blocks(self, moves: Tensor) -> None:
         """Copy whole blocks; `moves` [K, 2] are (from, to) block ids."""
 
-    def begin(self, batch: StepBatch) -> StepAttention:
+    def begin_step(self, batch: StepBatch) -> StepAttention:
         """Prepare a step: what is the same in all layers is computed here, once."""

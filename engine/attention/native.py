@@ -36,15 +36,15 @@ class NativeAttention:
     )
 
     @classmethod
-    def fits(cls, spec: CacheSpec) -> bool:
+    def supports_heads(cls, spec: CacheSpec) -> bool:
         group, size = spec.heads // spec.kv_heads, spec.head_dim
         return size % TILE_TOKENS == 0 and size <= MAX_HEAD_DIM and group * size <= MAX_QUERY_FLOATS
 
     def __init__(self, spec: CacheSpec) -> None:
         self._spec = spec
-        self._manners = [_attention_params(spec, view) for view in spec.kinds]
+        self._params = [_attention_params(spec, view) for view in spec.distinct_attention]
         self._cache = torch.empty(0, dtype=torch.uint8)
-        self._layers = self._addressed()
+        self._layers = self._layer_caches()
 
     @property
     def block_bytes(self) -> int:
@@ -53,29 +53,29 @@ class NativeAttention:
     @property
     def _layer_bytes(self) -> int:
         """Bytes of one block in one layer."""
-        return self._spec.block_size // TILE_TOKENS * self._spec.kv_heads * self._manners[0].tile_bytes
+        return self._spec.block_size // TILE_TOKENS * self._spec.kv_heads * self._params[0].tile_bytes
 
     def allocate(self, blocks: int) -> None:
         self._cache = torch.empty(0, dtype=torch.uint8)
         size = self._spec.layers * blocks * self._layer_bytes
-        self._cache = HugePageArena().take(size)[:size].view(self._spec.layers, blocks, self._layer_bytes)
-        self._layers = self._addressed()
+        self._cache = HugePageArena().allocate(size)[:size].view(self._spec.layers, blocks, self._layer_bytes)
+        self._layers = self._layer_caches()
 
-    def copy(self, moves: Tensor) -> None:
+    def copy_blocks(self, moves: Tensor) -> None:
         self._cache[:, moves[:, 1]] = self._cache[:, moves[:, 0]]
 
-    def begin(self, batch: StepBatch) -> StepAttention:
+    def begin_step(self, batch: StepBatch) -> StepAttention:
         return NativeStepAttention(batch, self._spec, self._layers)
 
-    def _addressed(self) -> LayerCaches:
-        return LayerCaches(self._manners, self._spec.kind_of, [layer.data_ptr() for layer in self._cache])
+    def _layer_caches(self) -> LayerCaches:
+        return LayerCaches(self._params, self._spec.attention_index, [layer.data_ptr() for layer in self._cache])
 
 
 class NativeStepAttention:
     """One step. It is divided into pieces when layers come one by one: a program does so itself."""
 
     def __init__(self, batch: StepBatch, spec: CacheSpec, layers: LayerCaches) -> None:
-        self.batch, self.layers, self._spec = batch, layers, spec
+        self.batch, self.caches, self._spec = batch, layers, spec
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,37 +83,39 @@ class NativeStepAttention:
         return self._spec.dtype
 
     @property
-    def width(self) -> int:
+    def output_size(self) -> int:
         """Features that come out."""
         return self._spec.heads * self._spec.head_dim
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         q, k, v = (_heads_contiguous(heads) for heads in (q, k, v))
-        return self._planned(layer).apart(self._cache(layer), q, k, v, sinks)
+        return self._planned_for(layer).attend_separate(self._cache_address(layer), q, k, v, sinks)
 
-    def turned(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
+    def apply_rope_and_attend(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
         if isinstance(angles, FusedAngles):
-            return self._planned(layer).packed(self._cache(layer), packed, angles.turns)
-        return UnfusedStepAttention(self, self._spec.heads, self._spec.kv_heads).turned(layer, packed, angles)
+            return self._planned_for(layer).attend_packed(self._cache_address(layer), packed, angles.cos_sin)
+        return UnfusedStepAttention(self, self._spec.heads, self._spec.kv_heads).apply_rope_and_attend(
+            layer, packed, angles
+        )
 
-    def _planned(self, layer: int) -> PlannedAttention:
-        return self._plans[self.layers.kind_of[layer]]
+    def _planned_for(self, layer: int) -> PlannedAttention:
+        return self._plans[self.caches.params_of_layer[layer]]
 
-    def _cache(self, layer: int) -> int:
-        return self.layers.caches[layer]
+    def _cache_address(self, layer: int) -> int:
+        return self.caches.caches[layer]
 
     @cached_property
     def _plans(self) -> list[PlannedAttention]:
         step = StepRows(self.batch)
-        return [PlannedAttention(manner, step, self._spec.dtype) for manner in self.layers.manners]
+        return [PlannedAttention(manner, step, self._spec.dtype) for manner in self.caches.params]
 
 
 def _attention_params(spec: CacheSpec, view: LayerAttention) -> AttentionParams:
     kind = library.DTYPE_CODES[spec.dtype]
-    stored = INT8_CODE if spec.stored == "int8" else kind
+    stored = INT8_CODE if spec.kv_cache_dtype == "int8" else kind
     sizes = spec.heads, spec.kv_heads, spec.head_dim, spec.block_size
     scale = spec.head_dim**-0.5 if view.scale is None else view.scale
-    return AttentionParams(*sizes, view.window or 0, kind, stored, scale, view.cap or 0.0)
+    return AttentionParams(*sizes, view.window or 0, kind, stored, scale, view.softcap or 0.0)
 
 
 def _heads_contiguous(heads: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ class ReferenceAttention:
     supports: ClassVar[BackendSupport] = BackendSupport(("cpu", "cuda"), DTYPES, range(1, 4097))
 
     @classmethod
-    def fits(cls, spec: CacheSpec) -> bool:
+    def supports_heads(cls, spec: CacheSpec) -> bool:
         return True
 
     def __init__(self, spec: CacheSpec) -> None:
@@ -35,12 +35,12 @@ class ReferenceAttention:
         shape = (spec.layers, 2, blocks * spec.block_size, spec.kv_heads, spec.head_dim)
         self._cache = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
 
-    def copy(self, moves: Tensor) -> None:
+    def copy_blocks(self, moves: Tensor) -> None:
         spec = self._spec
         blocks = self._cache.view(spec.layers, 2, -1, spec.block_size, spec.kv_heads, spec.head_dim)
         blocks[:, :, moves[:, 1]] = blocks[:, :, moves[:, 0]]
 
-    def begin(self, batch: StepBatch) -> StepAttention:
+    def begin_step(self, batch: StepBatch) -> StepAttention:
         slots = batch.slots()
         known = [self._known(batch, row) for row in range(len(batch.starts))]
         counts, starts = batch.counts.tolist(), batch.starts.tolist()
@@ -49,7 +49,7 @@ class ReferenceAttention:
             keys, values = self._cache[layer]
             keys[slots], values[slots] = k, v
             rows = zip(torch.split(q, counts), known, starts, strict=True)
-            view = self._spec.views[layer]
+            view = self._spec.attention[layer]
             return torch.cat(
                 [reference_attention(some, keys[at], values[at], start, view, sinks) for some, at, start in rows]
             )
@@ -73,8 +73,8 @@ def reference_attention(
     group = heads // k.shape[1]
     keys, values = k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
     scores = torch.einsum("nhd,thd->hnt", q.float(), keys) * (view.scale or head_dim**-0.5)
-    if view.cap is not None:
-        scores = view.cap * torch.tanh(scores / view.cap)
+    if view.softcap is not None:
+        scores = view.softcap * torch.tanh(scores / view.softcap)
     back = torch.arange(start, start + count, device=q.device).unsqueeze(-1) - torch.arange(len(k), device=q.device)
     hidden = back < 0 if view.window is None else (back < 0) | (back >= view.window)
     scores = scores.masked_fill(hidden, -math.inf)

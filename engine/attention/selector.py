@@ -29,7 +29,7 @@ class CacheRequirements(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     block_size: int
-    stored: str = "auto"
+    kv_cache_dtype: str = "auto"
 
 
 def create_backend(name: str, spec: CacheSpec) -> AttentionBackend:
@@ -38,9 +38,9 @@ def create_backend(name: str, spec: CacheSpec) -> AttentionBackend:
     Raises:
         InvalidArgument: as `check_backend`; or it does not know heads like these.
     """
-    able = _capable_backends(name, CacheRequirements(spec.device, spec.dtype, spec.block_size, spec.stored))
+    able = _capable_backends(name, CacheRequirements(spec.device, spec.dtype, spec.block_size, spec.kv_cache_dtype))
     for each in able:
-        if BACKENDS[each].fits(spec):
+        if BACKENDS[each].supports_heads(spec):
             return BACKENDS[each](spec)
     heads = f"{spec.heads} heads on {spec.kv_heads} of {spec.head_dim}"
     raise InvalidArgument(f"attention {able[0]!r} can't do {heads}", field="attention")
@@ -75,7 +75,7 @@ def _missing_support(name: str, wanted: CacheRequirements) -> InvalidArgument | 
         ("device", wanted.device.type, supports.devices),
         ("dtype", wanted.dtype, supports.dtypes),
         ("block_size", wanted.block_size, supports.block_sizes),
-        ("kv_cache_dtype", wanted.stored, supports.stored),
+        ("kv_cache_dtype", wanted.kv_cache_dtype, supports.kv_cache_dtypes),
     ):
         if value not in legal:
             message = f"attention {name!r} can't do {field} {_format_value(value)}; it can do {_format_legal(legal)}"

@@ -34,12 +34,12 @@ class TorchSdpaAttention:
     )
 
     @classmethod
-    def fits(cls, spec: CacheSpec) -> bool:
+    def supports_heads(cls, spec: CacheSpec) -> bool:
         return True
 
     def __init__(self, spec: CacheSpec) -> None:
         self._spec = spec
-        self._kinds, self._kind_of = spec.kinds, spec.kind_of
+        self._kinds, self._kind_of = spec.distinct_attention, spec.attention_index
         self._layers: list[_LayerCache] = []
 
     @property
@@ -51,14 +51,14 @@ class TorchSdpaAttention:
             _LayerCache(_zeros(self._spec, blocks), _zeros(self._spec, blocks)) for _ in range(self._spec.layers)
         ]
 
-    def copy(self, moves: Tensor) -> None:
+    def copy_blocks(self, moves: Tensor) -> None:
         for layer in self._layers:
             for cache in layer:
                 cache[moves[:, 1]] = cache[moves[:, 0]]
 
-    def begin(self, batch: StepBatch) -> StepAttention:
+    def begin_step(self, batch: StepBatch) -> StepAttention:
         slots = batch.slots()
-        parts = [self._parts(batch, view) for view in self._kinds]
+        parts = [self._step_parts(batch, view) for view in self._kinds]
         token = (-1, self._spec.kv_heads * self._spec.head_dim)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
@@ -72,14 +72,14 @@ class TorchSdpaAttention:
 
         return UnfusedStepAttention(attend, self._spec.heads, self._spec.kv_heads)
 
-    def _parts(self, batch: StepBatch, view: LayerAttention) -> list["_AttentionPart"]:
+    def _step_parts(self, batch: StepBatch, view: LayerAttention) -> list["_AttentionPart"]:
         """What is computed in every layer that attends like this."""
-        return [*self._decoding(batch, view), *self._chunks(batch, view)]
+        return [*self._decode_parts(batch, view), *self._chunk_parts(batch, view)]
 
-    def _decoding(self, batch: StepBatch, view: LayerAttention) -> Iterator["_AttentionPart"]:
+    def _decode_parts(self, batch: StepBatch, view: LayerAttention) -> Iterator["_AttentionPart"]:
         """Rows of one token, in groups of nearly equal length."""
         single = np.flatnonzero(batch.counts == 1)
-        skipped = self._skipped(batch.starts[single], view)
+        skipped = self._skipped_blocks(batch.starts[single], view)
         lengths = batch.starts[single] + 1 - skipped * self._spec.block_size
         for members in _group_by_length(lengths):
             rows = single[members]
@@ -87,38 +87,38 @@ class TorchSdpaAttention:
             yield _DecodeRows(
                 self._spec,
                 _attention_function(view, causal=False),
-                torch.from_numpy(batch.firsts[rows]),
-                self._blocks(batch, rows, skipped[members], longest),
+                torch.from_numpy(batch.first_places[rows]),
+                self._block_ids(batch, rows, skipped[members], longest),
                 longest,
-                self._padding(lengths[members], longest, view.window),
+                self._padding_mask(lengths[members], longest, view.window),
             )
 
-    def _chunks(self, batch: StepBatch, view: LayerAttention) -> Iterator["_AttentionPart"]:
+    def _chunk_parts(self, batch: StepBatch, view: LayerAttention) -> Iterator["_AttentionPart"]:
         """Rows of several tokens, each by itself."""
-        skipped = self._skipped(batch.starts, view)
+        skipped = self._skipped_blocks(batch.starts, view)
         for row in np.flatnonzero(batch.counts > 1):
             start, count = int(batch.starts[row] - skipped[row] * self._spec.block_size), int(batch.counts[row])
-            blocks = self._blocks(batch, np.array([row]), skipped[[row]], start + count)
-            tokens = slice(int(batch.firsts[row]), int(batch.firsts[row]) + count)
+            blocks = self._block_ids(batch, np.array([row]), skipped[[row]], start + count)
+            tokens = slice(int(batch.first_places[row]), int(batch.first_places[row]) + count)
             mask = _causal_mask(start, count, view, self._spec.dtype)
             yield _PrefillChunk(
                 self._spec, _attention_function(view, causal=mask is None), tokens, blocks, start + count, mask
             )
 
-    def _skipped(self, starts: IntArray, view: LayerAttention) -> NDArray[np.int64]:
+    def _skipped_blocks(self, starts: IntArray, view: LayerAttention) -> NDArray[np.int64]:
         """Whole blocks that no token from `starts` on sees any more."""
         if view.window is None:
             return np.zeros_like(starts)
         return np.maximum(starts + 1 - view.window, 0) // self._spec.block_size
 
-    def _blocks(self, batch: StepBatch, rows: NDArray[np.int64], skipped: NDArray[np.int64], tokens: int) -> Tensor:
+    def _block_ids(self, batch: StepBatch, rows: NDArray[np.int64], skipped: NDArray[np.int64], tokens: int) -> Tensor:
         """[rows * blocks] ids of the blocks that hold each row's first `tokens` tokens after the skipped blocks."""
         blocks = np.arange(-(-tokens // self._spec.block_size)) + skipped[:, None]
         # A row shorter than its group may have no block there; what it gets instead is masked.
         places = np.minimum(blocks, batch.tables.shape[1] - 1)
         return batch.tables[torch.from_numpy(rows[:, None]), torch.from_numpy(places)].reshape(-1)
 
-    def _padding(self, lengths: NDArray[np.int64], longest: int, window: int | None) -> Tensor | None:
+    def _padding_mask(self, lengths: NDArray[np.int64], longest: int, window: int | None) -> Tensor | None:
         """[rows, 1, 1, longest] minus infinity outside of what each row sees; None where all see everything."""
         if int(lengths.min()) == longest and (window is None or longest <= window):
             return None
@@ -210,15 +210,15 @@ def _attention_function(view: LayerAttention, causal: bool) -> _PartFunction:
 
 def _sdpa_supports(view: LayerAttention) -> bool:
     """Whether torch's kernels know all of it."""
-    return view.cap is None and not view.sinks
+    return view.softcap is None and not view.sinks
 
 
 def _explicit_attention(
     view: LayerAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None
 ) -> Tensor:
     scores = torch.matmul(q * (view.scale or q.shape[-1] ** -0.5), k.transpose(-2, -1))
-    if view.cap is not None:
-        scores.div_(view.cap).tanh_().mul_(view.cap)
+    if view.softcap is not None:
+        scores.div_(view.softcap).tanh_().mul_(view.softcap)
     if mask is not None:
         scores = scores + mask
     if sinks is not None:

@@ -30,21 +30,21 @@ class Shard(NamedTuple):
 
     group: TensorGroup = SingleRank()
     stage: PipelineStage = PipelineStage()
-    pipe: PipelineLink | None = None
+    link: PipelineLink | None = None
 
     @property
-    def alone(self) -> bool:
+    def is_whole(self) -> bool:
         return self.group.size * self.stage.count == 1
 
-    def share(self, shape: DecoderShape) -> DecoderShape:
+    def local_shape(self, shape: DecoderShape) -> DecoderShape:
         """What of a whole model's `shape` this rank's attention has: heads, key/value heads, and layers."""
         heads, kv_heads = rank_slice(shape.heads, self.group), kv_head_slice(shape.kv_heads, self.group)
-        layers = self.stage.layers(len(shape.views))
+        layers = self.stage.layers(len(shape.attention))
         return replace(
             shape,
             heads=heads.stop - heads.start,
             kv_heads=kv_heads.stop - kv_heads.start,
-            views=shape.views[layers.start : layers.stop],
+            attention=shape.attention[layers.start : layers.stop],
         )
 
 
@@ -56,8 +56,8 @@ class BuildContext(NamedTuple):
 
     dtype: torch.dtype
     device: torch.device
-    positions: int
-    seat: Shard = Shard()
+    max_positions: int
+    shard: Shard = Shard()
     progress: Callable[[float], None] = lambda _: None
     quantized: bool = False
     whole_experts: bool = False

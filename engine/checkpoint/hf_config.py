@@ -50,7 +50,7 @@ def _spec(architecture: str, fields: "_Fields", dialect: "_ArchitectureDefaults"
         heads=heads,
         kv_heads=fields.number("num_key_value_heads", heads),
         head_dim=head_dim,
-        views=fields.views(dialect.slides),
+        attention=fields.views(dialect.slides),
         norm_eps=fields.real("rms_norm_eps") or 1e-6,
         rope=rope,
         local_rope=fields.rope("sliding_attention", dialect, head_dim),
@@ -59,7 +59,7 @@ def _spec(architecture: str, fields: "_Fields", dialect: "_ArchitectureDefaults"
         attention_bias=fields.flag("attention_bias"),
         mlp_bias=fields.flag("mlp_bias"),
         activation=fields.activation(),
-        logit_cap=fields.real("final_logit_softcapping"),
+        logit_softcap=fields.real("final_logit_softcapping"),
         experts=fields.experts(),
         dtype=fields.dtype(),
     )

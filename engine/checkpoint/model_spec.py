@@ -66,7 +66,7 @@ class LayerAttention(NamedTuple):
 
     window: int | None = None
     scale: float | None = None
-    cap: float | None = None
+    softcap: float | None = None
     sinks: bool = False
 
 
@@ -78,10 +78,10 @@ class ExpertsSpec:
     """
 
     count: int
-    chosen: int
+    per_token: int
     intermediate_size: int
     normalised: bool
-    layers: tuple[bool, ...]
+    sparse_layers: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class DecoderShape:
     heads: int
     kv_heads: int
     head_dim: int
-    views: tuple[LayerAttention, ...]
+    attention: tuple[LayerAttention, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,10 +114,10 @@ class ModelSpec(DecoderShape):
     attention_bias: bool
     mlp_bias: bool
     activation: str
-    logit_cap: float | None
+    logit_softcap: float | None
     experts: ExpertsSpec | None
     dtype: str
 
     @property
     def layers(self) -> int:
-        return len(self.views)
+        return len(self.attention)

@@ -50,10 +50,12 @@ def _check_layers(layers: int, model: str, stage: PipelineStage) -> None:
             f"model {model}: {layers} layers can't be split over {stage.count} stages",
             field="pipeline_parallel_size",
         )
-    if stage.split and (len(stage.split) != stage.count or sum(stage.split) != layers or min(stage.split) < 1):
+    if stage.layer_counts and (
+        len(stage.layer_counts) != stage.count or sum(stage.layer_counts) != layers or min(stage.layer_counts) < 1
+    ):
         raise InvalidArgument(
             f"model {model}: pipeline_layers must give each of its {layers} layers to one of {stage.count} stages"
-            f" (pipeline_parallel_size), at least one to each, got {','.join(map(str, stage.split))}",
+            f" (pipeline_parallel_size), at least one to each, got {','.join(map(str, stage.layer_counts))}",
             field="pipeline_layers",
         )
 

@@ -10,7 +10,7 @@ class PipelineStage:
 
     index: int = 0
     count: int = 1
-    split: tuple[int, ...] = ()
+    layer_counts: tuple[int, ...] = ()
 
     @property
     def first(self) -> bool:
@@ -22,7 +22,7 @@ class PipelineStage:
 
     def layers(self, total: int) -> range:
         """This stage's, of a model that has `total`."""
-        if self.split:
-            start = sum(self.split[: self.index])
-            return range(start, start + self.split[self.index])
+        if self.layer_counts:
+            start = sum(self.layer_counts[: self.index])
+            return range(start, start + self.layer_counts[self.index])
         return range(-(-total * self.index // self.count), -(-total * (self.index + 1) // self.count))

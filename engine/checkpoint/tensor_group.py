@@ -14,10 +14,10 @@ class TensorGroup(Protocol):
     @property
     def size(self) -> int: ...
 
-    def sum(self, partial: Tensor) -> Tensor:
+    def all_reduce(self, partial: Tensor) -> Tensor:
         """The sum of every rank's `partial`, on every rank."""
 
-    def gather(self, part: Tensor, total: int) -> Tensor:
+    def all_gather(self, part: Tensor, total: int) -> Tensor:
         """Every rank's `part` of `total` (see `part` below) side by side along the last axis, on every rank."""
 
 
@@ -27,10 +27,10 @@ class SingleRank:
     rank = 0
     size = 1
 
-    def sum(self, partial: Tensor) -> Tensor:
+    def all_reduce(self, partial: Tensor) -> Tensor:
         return partial
 
-    def gather(self, part: Tensor, total: int) -> Tensor:
+    def all_gather(self, part: Tensor, total: int) -> Tensor:
         return part
 
 

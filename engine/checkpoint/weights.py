@@ -185,7 +185,7 @@ class ReadProgress:
         self._expected, self._progress = expected, progress
         self._mapped: set[str] = set()
 
-    def once(self, name: str, view: Tensor) -> None:
+    def count_mapped(self, name: str, view: Tensor) -> None:
         """A table that is both mapped and packed is one tensor of the file."""
         self.count(name, view)
         self._mapped.add(name)
@@ -200,16 +200,16 @@ class WeightLoader:
     """Hands layers their weights: this rank's pieces, in the dtype and on the device the model computes in."""
 
     def __init__(self, weights: CheckpointWeights, place: BuildContext) -> None:
-        self.place = place
+        self.context = place
         self.dtype, self.device, self.quantized = place.dtype, place.device, place.quantized
-        self.group = place.seat.group
+        self.group = place.shard.group
         self.memory = HugePageArena()
         """For what is packed."""
-        self.reading = ReadProgress(weights.bytes / self.group.size / place.seat.stage.count, place.progress)
+        self.reading = ReadProgress(weights.bytes / self.group.size / place.shard.stage.count, place.progress)
         self._weights = weights
         self._shared: WeakValueDictionary[tuple[str, int, int], Tensor] = WeakValueDictionary()
 
-    def within(self, group: TensorGroup) -> "WeightLoader":
+    def for_group(self, group: TensorGroup) -> "WeightLoader":
         """The same for layers that another group shares."""
         other = copy(self)
         other.group = group
@@ -217,11 +217,11 @@ class WeightLoader:
 
     def layers(self, total: int) -> range:
         """Those this rank has, of the model's `total`."""
-        return self.place.seat.stage.layers(total)
+        return self.context.shard.stage.layers(total)
 
     def vector(self, name: str, size: int) -> Tensor:
         """A whole one-dimensional tensor [size]."""
-        return self.stack([TensorSlice(name, (size,))])
+        return self.concatenate([TensorSlice(name, (size,))])
 
     def mapped(self, piece: TensorSlice) -> Tensor:
         """One piece; a mapped view of the file where dtype and device allow it, else a copy that all who ask share."""
@@ -230,10 +230,10 @@ class WeightLoader:
         if tensor is None:
             view = self._weights.read(piece)
             tensor = self._shared[key] = view.to(self.device, self.dtype)
-            self.reading.once(piece.name, view)
+            self.reading.count_mapped(piece.name, view)
         return tensor
 
-    def stack(self, pieces: Iterable[TensorSlice]) -> Tensor:
+    def concatenate(self, pieces: Iterable[TensorSlice]) -> Tensor:
         """The pieces one below the other, in memory of their own."""
         pieces = list(pieces)
         views = [self._weights.read(piece) for piece in pieces]

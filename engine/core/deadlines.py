@@ -18,13 +18,13 @@ class Deadlines:
         self._of[key] = deadline
         heappush(self._line, (deadline, key))
 
-    def drop(self, key: int) -> None:
+    def discard(self, key: int) -> None:
         """The key has ended; unknown ones are ignored."""
         self._of.pop(key, None)
         if len(self._line) > 2 * len(self._of) + 64:
             self._line = sorted((deadline, key) for key, deadline in self._of.items())
 
-    def passed(self, now: float) -> list[int]:
+    def pop_expired(self, now: float) -> list[int]:
         """Keys whose time is over, dropped."""
         passed: list[int] = []
         while self._line and self._line[0][0] <= now:

@@ -65,7 +65,7 @@ class Inbox:
         except InvalidArgument as error:
             return ClientRejection.of(add.client, add.key, error)
 
-    def come(self, busy: bool, on_idle: Callable[[], None]) -> list[InboxItem]:
+    def take_all(self, busy: bool, on_idle: Callable[[], None]) -> list[InboxItem]:
         """Everything that has come. Unless the loop is `busy` it waits for the first; `on_idle` is called where none
         came for IDLE_SECONDS."""
         if busy and self._queue.empty():

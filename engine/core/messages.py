@@ -113,10 +113,10 @@ class RequestUpdates(msgspec.Struct, array_like=True, tag="updates", frozen=True
     started: list[tuple[int, int]]
     finished: list[tuple[int, str]]
     load: EngineLoad
-    turn: StepStats = NO_STEP
+    stats: StepStats = NO_STEP
     totals: CoreTotals = NO_TOTALS
     logprobs: list[Logprobs | None] = []
-    scores: list[tuple[int, PromptLogprobs]] = []
+    prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
 
 
 class RequestRejected(msgspec.Struct, array_like=True, tag="refused", frozen=True):

@@ -40,8 +40,8 @@ def main(config: EngineConfig, directory: str) -> None:
     ignore_stop_signals()
     set_process_name("charonia-core")
     die_with_parent(lambda: shutil.rmtree(directory, ignore_errors=True))
-    wire = CoreSockets([CoreEndpoints.under(directory)])
-    CoreLogForwarder(wire).listen()
+    wire = CoreSockets([CoreEndpoints.in_directory(directory)])
+    CoreLogForwarder(wire).install()
     try:
         _serve(config, wire)
     except Exception as error:
@@ -76,7 +76,7 @@ class CoreLogForwarder(logging.Handler):
         super().__init__()
         self._wire = wire
 
-    def listen(self) -> None:
+    def install(self) -> None:
         """Report every record of this process, and every warning."""
         logging.basicConfig(level=logging.WARNING, handlers=[self], format="%(message)s")
         logging.captureWarnings(True)

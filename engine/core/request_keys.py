@@ -47,7 +47,7 @@ def split_updates(
             turn,
             totals,
             list(part.logprobs),
-            _owned(part.scores),
+            _owned(part.prompt_logprobs),
         )
         for part in parts
     ]
@@ -69,5 +69,5 @@ def _part(updates: StepUpdates, client: int) -> StepUpdates:
         [entry for entry in updates.started if entry[0] & _CLIENT == client],
         [entry for entry in updates.finished if entry[0] & _CLIENT == client],
         list(compress(updates.logprobs, each)),
-        [entry for entry in updates.scores if entry[0] & _CLIENT == client],
+        [entry for entry in updates.prompt_logprobs if entry[0] & _CLIENT == client],
     )

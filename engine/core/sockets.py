@@ -24,7 +24,7 @@ class CoreEndpoints(NamedTuple):
     from_core: str
 
     @classmethod
-    def under(cls, directory: str | Path) -> "CoreEndpoints":
+    def in_directory(cls, directory: str | Path) -> "CoreEndpoints":
         return cls(f"ipc://{directory}/to", f"ipc://{directory}/from")
 
 

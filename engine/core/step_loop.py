@@ -43,10 +43,10 @@ class MessageSink(Protocol):
 class LaunchedStep(NamedTuple):
     """A step on its way, how much it computes, and when it was launched."""
 
-    result: StepFuture
+    future: StepFuture
     tokens: int
     sequences: int
-    at: float
+    launched_at: float
 
 
 class EngineCore:
@@ -91,10 +91,10 @@ class EngineCore:
             InvalidArgument: what the model computes are no numbers.
         """
         _check_finite(self._run_alone(prompt=1, new=1, sampling=SamplerParams(logprobs=0)))
-        self._scheduler.forget_times()
+        self._scheduler.reset_step_times()
         if self._scheduler.config.max_model_len >= TRIAL_PROMPT + TRIAL_TOKENS:
             self._run_alone(TRIAL_PROMPT, TRIAL_TOKENS)
-        self._scheduler.forget_totals()
+        self._scheduler.reset_totals()
 
     def _run_alone(self, prompt: int, new: int, sampling: SamplerParams = GREEDY) -> list[Logprobs]:
         """The logprobs of the new tokens, if `sampling` wants any."""
@@ -128,7 +128,7 @@ class EngineCore:
     # Receive
 
     def _receive(self, outbox: MessageSink) -> None:
-        for arrival in self._arrivals.come(self._scheduler.has_work, self._check_once):
+        for arrival in self._arrivals.take_all(self._scheduler.has_work, self._check_once):
             match arrival:
                 case NewRequest(request, deadline):
                     self._add(request, deadline, outbox)
@@ -150,11 +150,11 @@ class EngineCore:
     def _abort(self, keys: list[int]) -> None:
         self._scheduler.abort(keys)
         for key in keys:
-            self._deadlines.drop(key)
+            self._deadlines.discard(key)
 
     def _expire(self) -> list[int]:
         """End every sequence whose time is over; their keys."""
-        late = self._deadlines.passed(self._clock()) if self._deadlines else []
+        late = self._deadlines.pop_expired(self._clock()) if self._deadlines else []
         self._scheduler.abort(late)
         return late
 
@@ -179,12 +179,12 @@ class EngineCore:
     def _land(self) -> StepUpdates:
         """Wait for the oldest step and apply it."""
         launched = self._in_flight.popleft()
-        result = launched.result.result()
-        began, self._landed = max(launched.at, self._landed), time.perf_counter()
+        result = launched.future.result()
+        began, self._landed = max(launched.launched_at, self._landed), time.perf_counter()
         self._step = result.step
         updates = self._scheduler.apply(result, self._landed - began)
         for key, _ in updates.finished:
-            self._deadlines.drop(key)
+            self._deadlines.discard(key)
         return updates
 
     # Send

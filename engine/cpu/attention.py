@@ -67,7 +67,7 @@ _PIECE_BYTES = 32
 
 def fill_step_struct(batch: StepBatch, step: StepStruct) -> None:
     """Let `step` tell C of the batch, whose own numbers it reads; but not where each row's tokens begin."""
-    tables = batch.blocks
+    tables = batch.block_ids
     step.rows, step.width, step.tables = len(batch.rows), tables.stride(0), tables.data_ptr()
     step.lines, step.starts, step.counts = (each.ctypes.data for each in (batch.rows, batch.starts, batch.counts))
 
@@ -78,7 +78,7 @@ class StepRows:
     def __init__(self, batch: StepBatch) -> None:
         self._batch, self._step = batch, StepStruct()
         fill_step_struct(batch, self._step)
-        self._step.firsts = batch.firsts.ctypes.data
+        self._step.firsts = batch.first_places.ctypes.data
         self.address, self.tokens = ctypes.addressof(self._step), batch.size
 
 
@@ -87,10 +87,10 @@ class LayerCaches:
     `caches`: the address of each layer's."""
 
     def __init__(self, manners: Sequence[AttentionParams], kind_of: Sequence[int], caches: Sequence[int]) -> None:
-        self.manners, self.kind_of, self.caches = manners, kind_of, caches
+        self.params, self.params_of_layer, self.caches = manners, kind_of, caches
         columns = ([ctypes.addressof(manner) for manner in manners], kind_of, caches)
         self._columns = [np.array(column, np.int64) for column in columns]
-        self.addresses = [len(manners), *(column.ctypes.data for column in self._columns)]
+        self.c_fields = [len(manners), *(column.ctypes.data for column in self._columns)]
         """How many manners; where theirs, the kinds and the caches' addresses stand, as long as this lives."""
 
 
@@ -100,7 +100,7 @@ class PlannedAttention:
     def __init__(self, manner: AttentionParams, step: StepRows, dtype: torch.dtype) -> None:
         self._manner, self.step = manner, step
         self._plan, self._call = _PlanStruct(), _CallStruct()
-        self._make(64 + step.tokens * manner.kv_heads)
+        self._plan_pieces(64 + step.tokens * manner.kv_heads)
         self._scratch = torch.empty(self._plan.scratch)
         self._out = torch.empty((step.tokens, manner.heads * manner.head_dim), dtype=dtype)
         self._call.out = self._out.data_ptr()
@@ -110,7 +110,7 @@ class PlannedAttention:
         self._addresses = (ctypes.addressof(manner), step.address, *parts, self._scratch.data_ptr())
         self._attend = library.bind_function("charonia_attention")
 
-    def packed(self, cache: int, packed: Tensor, turns: Tensor) -> Tensor:
+    def attend_packed(self, cache: int, packed: Tensor, turns: Tensor) -> Tensor:
         """Turn queries and keys of `packed` [N, heads + 2 kv_heads, head_dim], write keys and values into the layer's
         cache at address `cache`, and attend: [N, heads * head_dim], overwritten by the next call.
 
@@ -123,7 +123,7 @@ class PlannedAttention:
         self._attend(*self._addresses)
         return self._out
 
-    def apart(self, cache: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    def attend_separate(self, cache: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """The same for q [N, heads, head_dim], k and v [N, kv_heads, head_dim] that were turned, with the heads of a
         token side by side in memory; `sinks` float32 [heads] or none. The result is the caller's."""
         call = self._call
@@ -133,11 +133,11 @@ class PlannedAttention:
         self._attend(*self._addresses)
         return self._out.clone()
 
-    def _make(self, room: int) -> None:
+    def _plan_pieces(self, room: int) -> None:
         self._pieces = np.empty((3, room * _PIECE_BYTES), np.uint8)
         at, size = self._pieces.ctypes.data, room * _PIECE_BYTES
         self._plan.to_write, self._plan.to_work, self._plan.to_fold = at, at + size, at + 2 * size
         plan = library.bind_function("charonia_attention_plan")
         taken = plan(ctypes.addressof(self._manner), self.step.address, ctypes.addressof(self._plan), room)
         if taken > room:
-            self._make(taken)
+            self._plan_pieces(taken)

@@ -12,10 +12,10 @@ class TraceIO(NamedTuple):
     be added to it after the first so many operations, `layers`. `embeds`: whether it begins with token ids; else with
     hidden states. `logits`: those of chosen places, if it goes on so far."""
 
-    stream: SymbolicTensor
-    rest: SymbolicTensor
-    layers: int
-    embeds: bool
+    residual: SymbolicTensor
+    delta: SymbolicTensor
+    layer_ops: int
+    embeds_tokens: bool
     logits: SymbolicTensor | None = None
 
 
@@ -27,7 +27,7 @@ def plan_buffers(tape: OpTrace, marks: TraceIO) -> dict[SymbolicTensor, int]:
         taken = sorted(
             (at, at + _tensor_bytes(other))
             for other, at in found.items()
-            if spans[other].stop > span.start and other.chosen == slot.chosen
+            if spans[other].stop > span.start and other.selected == slot.selected
         )
         found[slot] = _first_fit(taken, _tensor_bytes(slot))
     return found
@@ -35,7 +35,7 @@ def plan_buffers(tape: OpTrace, marks: TraceIO) -> dict[SymbolicTensor, int]:
 
 def buffer_bytes(found: Mapping[SymbolicTensor, int], chosen: bool) -> int:
     """Bytes that the slots take for each token, or each of the `chosen` places."""
-    return max((at + _tensor_bytes(slot) for slot, at in found.items() if slot.chosen == chosen), default=0)
+    return max((at + _tensor_bytes(slot) for slot, at in found.items() if slot.selected == chosen), default=0)
 
 
 def _tensor_bytes(slot: SymbolicTensor) -> int:
@@ -59,11 +59,11 @@ def _lifetimes(tape: OpTrace, marks: TraceIO) -> dict[SymbolicTensor, range]:
     for number, slot in _uses(tape):
         begun = spans[slot].start if slot in spans else number
         spans[slot] = range(begun, number + 1)
-    for read in (marks.stream, marks.rest, marks.logits):
+    for read in (marks.residual, marks.delta, marks.logits):
         if read is not None:
-            spans[read] = range(spans[read].start, len(tape.uses) + 1)
+            spans[read] = range(spans[read].start, len(tape.ops) + 1)
     return spans
 
 
 def _uses(tape: OpTrace) -> Iterator[tuple[int, SymbolicTensor]]:
-    return ((number, slot) for number, use in enumerate(tape.uses) for slot in use.slots)
+    return ((number, slot) for number, use in enumerate(tape.ops) for slot in use.tensors)

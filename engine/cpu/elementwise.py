@@ -34,20 +34,20 @@ class FusedNorm:
     def __call__(self, x: TensorOrSymbol) -> TensorOrSymbol:
         return self._rows(x, None)
 
-    def after(self, x: TensorOrSymbol, delta: TensorOrSymbol) -> TensorOrSymbol:
+    def add_and_norm(self, x: TensorOrSymbol, delta: TensorOrSymbol) -> TensorOrSymbol:
         """Adds `delta` to x [N, n] in place; the norm of the sum. Both are contiguous."""
         return self._rows(x, delta)
 
-    def within(self, x: TensorOrSymbol, heads: int) -> None:
+    def norm_heads(self, x: TensorOrSymbol, heads: int) -> None:
         """The first `heads` of x [N, more, n], contiguous, in place."""
         if isinstance(x, SymbolicTensor):
-            x.tape.change(self._operation(heads, x.width), x)
+            x.trace.add_in_place(self._operation(heads, x.width), x)
         else:
             self._into(x, x, 0, heads, x.stride(0))
 
     def _rows(self, x: TensorOrSymbol, delta: TensorOrSymbol | None) -> TensorOrSymbol:
         if isinstance(x, SymbolicTensor):
-            return x.tape.add(self._operation(1, self._size), x, self._size, delta=delta)
+            return x.trace.add_op(self._operation(1, self._size), x, self._size, delta=delta)
         out = torch.empty_like(x)
         self._into(out, x, 0 if delta is None else delta.data_ptr(), 1, self._size)
         return out
@@ -70,7 +70,7 @@ class FusedGate:
     def __call__(self, x: TensorOrSymbol) -> TensorOrSymbol:
         if isinstance(x, SymbolicTensor):
             size = x.width // 2
-            return x.tape.add(OpStruct(kind=GATE, size=size, activation=self._activation), x, size)
+            return x.trace.add_op(OpStruct(kind=GATE, size=size, activation=self._activation), x, size)
         rows, size = x.shape[0], x.shape[1] // 2
         out = torch.empty((rows, size), dtype=x.dtype)
         self._gate(x.data_ptr(), out.data_ptr(), rows, size, self._activation, library.DTYPE_CODES[x.dtype])
@@ -97,7 +97,7 @@ def apply_rope(x: Tensor, turns: Tensor) -> Tensor:
 
 def trace_embedding(ids: SymbolicTokenIds, table: Tensor, factor: float) -> SymbolicTensor:
     """The rows `ids` of `table` [vocabulary, n], contiguous, multiplied with `factor`."""
-    if table.dtype != ids.tape.dtype or not table.is_contiguous():
-        raise TypeError(f"a tape of {ids.tape.dtype} takes no table of {table.dtype}")
+    if table.dtype != ids.trace.dtype or not table.is_contiguous():
+        raise TypeError(f"a tape of {ids.trace.dtype} takes no table of {table.dtype}")
     size = table.shape[1]
-    return ids.tape.begin(OpStruct(kind=EMBED, what=table.data_ptr(), size=size, number=factor), size)
+    return ids.trace.add_source(OpStruct(kind=EMBED, what=table.data_ptr(), size=size, number=factor), size)

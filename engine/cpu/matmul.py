@@ -61,7 +61,7 @@ class PackedMatmul:
         self.form = form
         whole = -(-form.outputs // LANES) * LANES
         self._steps = -(-form.inputs * form.kept.itemsize // 4)
-        self._lines = memory.take(whole // LANES * self._steps * LINE_BYTES)
+        self._lines = memory.allocate(whole // LANES * self._steps * LINE_BYTES)
         quantised = form.kept == torch.int8
         self._scales = torch.zeros(whole) if quantised else None
         self._offsets = torch.zeros(whole, dtype=torch.int32) if quantised else None
@@ -91,7 +91,7 @@ class PackedMatmul:
 
     def _recorded(self, x: SymbolicTensor) -> SymbolicTensor:
         operation = OpStruct(kind=PRODUCT, what=self._at, stride=self.form.inputs, size=self.form.outputs)
-        return x.tape.add(operation, x, self.form.outputs, dtype=self.form.out)
+        return x.trace.add_op(operation, x, self.form.outputs, dtype=self.form.out)
 
 
 def _address(tensor: Tensor | None) -> int:

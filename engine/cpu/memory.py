@@ -19,7 +19,7 @@ class HugePageArena:
     def __init__(self) -> None:
         self._region = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, size: int) -> Tensor:
+    def allocate(self, size: int) -> Tensor:
         """uint8 [size], zeros, at the beginning of a cache line.
 
         Raises:

@@ -32,7 +32,7 @@ class SymbolicTensor:
     `chosen` places alone."""
 
     def __init__(self, tape: "OpTrace", width: int, dtype: torch.dtype, chosen: bool = False) -> None:
-        self.tape, self.width, self.dtype, self.chosen = tape, width, dtype, chosen
+        self.trace, self.width, self.dtype, self.selected = tape, width, dtype, chosen
 
     def __len__(self) -> int:
         """As if of one token; what is recorded runs for any number of them."""
@@ -42,8 +42,8 @@ class SymbolicTensor:
         """What stands at the places that are chosen."""
         if not isinstance(places, SymbolicIndices):
             raise TypeError("a slot has no elements")
-        out = SymbolicTensor(self.tape, self.width, self.dtype, chosen=True)
-        self.tape.uses.append(TracedOp(OpStruct(kind=CHOOSE, size=self.width), self, None, out))
+        out = SymbolicTensor(self.trace, self.width, self.dtype, chosen=True)
+        self.trace.ops.append(TracedOp(OpStruct(kind=CHOOSE, size=self.width), self, None, out))
         return out
 
     def view(self, *_: int) -> "SymbolicTensor":
@@ -58,7 +58,7 @@ TensorOrSymbol = TypeVar("TensorOrSymbol", Tensor, SymbolicTensor)
 class SymbolicTokenIds(NamedTuple):
     """Stands for the token ids of a step."""
 
-    tape: "OpTrace"
+    trace: "OpTrace"
 
 
 class SymbolicIndices(NamedTuple):
@@ -78,7 +78,7 @@ class TracedOp(NamedTuple):
     out: SymbolicTensor
 
     @property
-    def slots(self) -> list[SymbolicTensor]:
+    def tensors(self) -> list[SymbolicTensor]:
         return [slot for slot in (self.x, self.delta, self.out) if slot is not None]
 
 
@@ -87,17 +87,17 @@ class OpTrace:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.uses: list[TracedOp] = []
-        self.nothing = SymbolicTensor(self, 0, dtype)
+        self.ops: list[TracedOp] = []
+        self.no_delta = SymbolicTensor(self, 0, dtype)
         """Stands for what nothing is added by; only a delta may be it."""
 
-    def begin(self, operation: OpStruct, width: int) -> SymbolicTensor:
+    def add_source(self, operation: OpStruct, width: int) -> SymbolicTensor:
         """What `operation` makes of the step itself."""
         out = SymbolicTensor(self, width, self.dtype)
-        self.uses.append(TracedOp(operation, None, None, out))
+        self.ops.append(TracedOp(operation, None, None, out))
         return out
 
-    def add(
+    def add_op(
         self,
         operation: OpStruct,
         x: SymbolicTensor,
@@ -107,15 +107,15 @@ class OpTrace:
         dtype: torch.dtype | None = None,
     ) -> SymbolicTensor:
         """`operation` from `x`, and what it does to `delta`, into a new slot; of x's dtype if of no other."""
-        out = SymbolicTensor(self, width, dtype or x.dtype, x.chosen)
-        self.uses.append(TracedOp(operation, self._something(x), None if delta is self.nothing else delta, out))
+        out = SymbolicTensor(self, width, dtype or x.dtype, x.selected)
+        self.ops.append(TracedOp(operation, self._checked(x), None if delta is self.no_delta else delta, out))
         return out
 
-    def change(self, operation: OpStruct, x: SymbolicTensor) -> None:
+    def add_in_place(self, operation: OpStruct, x: SymbolicTensor) -> None:
         """`operation` on `x` in place."""
-        self.uses.append(TracedOp(operation, self._something(x), None, x))
+        self.ops.append(TracedOp(operation, self._checked(x), None, x))
 
-    def _something(self, x: SymbolicTensor) -> SymbolicTensor:
-        if x is self.nothing:
+    def _checked(self, x: SymbolicTensor) -> SymbolicTensor:
+        if x is self.no_delta:
             raise TypeError("nothing can be computed from nothing")
         return x

@@ -53,7 +53,7 @@ def build_add_request(
         tenant=_unicode(request.tenant, "tenant"),
         salt=_unicode(request.cache_salt, "cache_salt"),
         adapter=_unicode(request.adapter, "lora_name"),
-        guide=request.guide,
+        guide=request.guided_decoding,
         weight=request.weight,
         timeout=request.timeout,
     )
@@ -70,7 +70,7 @@ def _row_sampling(
         seed=secrets.randbits(63) if seed is None else seed,
         choice=request.choice,
         min_p=sampling.min_p,
-        shaping=shaping,
+        logits=shaping,
         logprobs=request.sampling.logprobs,
         prompt_logprobs=request.sampling.prompt_logprobs,
     )
@@ -88,15 +88,15 @@ def _logits_params(
         repetition_penalty=min(max(sampling.repetition_penalty, least), most),
         presence_penalty=asked.presence_penalty,
         frequency_penalty=asked.frequency_penalty,
-        bias=_bias(asked.logit_bias, engine.vocab_size),
+        logit_bias=_bias(asked.logit_bias, engine.vocab_size),
         # A word with a token that the model does not have is never written anyway.
         bad_words=tuple(word for word in bad_words if max(word) < engine.vocab_size),
         min_tokens=min(asked.min_tokens, engine.max_model_len) if stops else 0,
-        stops=tuple(stops) if asked.min_tokens else (),
-        allowed=_allowed(asked.allowed_token_ids or (), engine.vocab_size),
+        stop_token_ids=tuple(stops) if asked.min_tokens else (),
+        allowed_token_ids=_allowed(asked.allowed_token_ids or (), engine.vocab_size),
     )
-    forbidden = {*shaping.stops, *(word[0] for word in shaping.bad_words if len(word) == 1)}
-    if shaping.allowed and forbidden.issuperset(shaping.allowed):
+    forbidden = {*shaping.stop_token_ids, *(word[0] for word in shaping.bad_words if len(word) == 1)}
+    if shaping.allowed_token_ids and forbidden.issuperset(shaping.allowed_token_ids):
         message = "allowed_token_ids: bad_words, or tokens that end the text before min_tokens, leave none of them"
         raise InvalidArgument(message, field="allowed_token_ids")
     return None if shaping == NO_LOGITS_PARAMS else shaping
@@ -138,7 +138,7 @@ def _max_tokens(request: GenerateRequest, prompt: int, length: int) -> int:
     new = max(1, length - prompt) if asked is None else asked
     if prompt + new > length:
         field = "max_tokens" if prompt < length else _field(request)
-        raise TokenLimit(length).refuse(f"a prompt of {prompt} with max_tokens {new} exceeds it", field)
+        raise TokenLimit(length).error(f"a prompt of {prompt} with max_tokens {new} exceeds it", field)
     return new
 
 

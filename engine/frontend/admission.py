@@ -75,7 +75,7 @@ class AdmissionControl:
             asked = f"{choices} answers to a prompt of {tokens} tokens"
             raise InvalidArgument(f"n: {asked} are more than may wait: {limit} (max_queued_tokens)", field="n")
 
-    def check(self, tenant: str = "", tokens: int = 0) -> None:
+    def check_capacity(self, tenant: str = "", tokens: int = 0) -> None:
         """Whether one more may wait, with so many prompt tokens. A prompt longer than the limit may wait alone.
 
         Raises:
@@ -89,19 +89,19 @@ class AdmissionControl:
             waiting = f"{everybody.tokens} prompt tokens are waiting already and this prompt has {tokens}"
             raise self._full("tokens", f"{waiting}: more than {limit} (max_queued_tokens)")
 
-    def enter(self, tenant: str = "", tokens: int = 0) -> QueueTicket:
+    def issue_ticket(self, tenant: str = "", tokens: int = 0) -> QueueTicket:
         self._all.add(1, tokens)
         self._tenants.setdefault(tenant, QueueDepth()).add(1, tokens)
         return QueueTicket(tenant, tokens)
 
-    def leave(self, place: QueueTicket) -> None:
+    def return_ticket(self, place: QueueTicket) -> None:
         self._all.add(-1, -place.tokens)
         own = self._tenants[place.tenant]
         own.add(-1, -place.tokens)
         if not own.requests:
             del self._tenants[place.tenant]
 
-    def note_start(self) -> None:
+    def record_start(self) -> None:
         """One that waited has begun now: the pace that `retry_after` builds on."""
         self._starts.append(self._clock())
 

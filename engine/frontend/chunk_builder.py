@@ -35,7 +35,10 @@ class ChunkBuilder:
         echo: str = "",
         told: tuple[int, ...] = (),
     ) -> None:
-        if not (asked.skip_special_tokens or asked.spaces_between_special_tokens) and tokenizer.parts_special:
+        if (
+            not (asked.skip_special_tokens or asked.spaces_between_special_tokens)
+            and tokenizer.separates_special_tokens
+        ):
             field = "spaces_between_special_tokens"
             raise InvalidArgument(f"{field}: this model's tokenizer cannot leave them out", field=field)
         self._tokenizer = tokenizer
@@ -51,7 +54,7 @@ class ChunkBuilder:
         self._text = make_detokenizer(tokenizer, prompt, special=not asked.skip_special_tokens)
         self._stops = StopStrings(asked.stop, asked.include_stop_str_in_output)
 
-    def chunk(self, delta: TokenDelta) -> GenerateChunk:
+    def build_chunk(self, delta: TokenDelta) -> GenerateChunk:
         """What these tokens write. Those behind a stop string do not count."""
         text, taken = self._write(delta)
         self._completion_tokens += taken
@@ -65,7 +68,7 @@ class ChunkBuilder:
             finish_reason=delta.finish_reason if self._stops.found is None else FinishReason.STOP,
             stop_reason=self._stop_reason(delta),
             logprobs=self._logprobs(token_ids, delta.logprobs) if delta.logprobs else (),
-            prompt=self._scored(delta.scores) if self._unsaid else (),
+            prompt_logprobs=self._scored(delta.scores) if self._unsaid else (),
             prompt_ids=told,
         )
 
@@ -109,9 +112,9 @@ class ChunkBuilder:
     def _scored(self, scores: Sequence[PromptLogprobs]) -> tuple[PromptToken, ...]:
         """The whole prompt, once."""
         (first, *others), self._unsaid = self._unsaid, []
-        found = (score for each in scores for score in each.read())
+        found = (score for each in scores for score in each.to_list())
         return (
-            PromptToken(first, self._tokenizer.piece(first).text),
+            PromptToken(first, self._tokenizer.token_piece(first).text),
             *(self._prompt_token(token, score) for token, score in zip(others, found, strict=True)),
         )
 
@@ -127,5 +130,5 @@ class ChunkBuilder:
         return self._named(token, logprobs.chosen, top)
 
     def _named(self, token: int, value: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-        text, data = self._tokenizer.piece(token)
+        text, data = self._tokenizer.token_piece(token)
         return TokenLogprob(token, text, data, value if value > _LEAST_LOGPROB else _LEAST_LOGPROB, top)

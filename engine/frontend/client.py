@@ -85,7 +85,7 @@ class EngineClient:
         return EngineState(
             running=running,
             waiting=count_by_priority(channel.priority for channel in waiting),
-            queue_age=max((channel.account.waited for channel in waiting), default=0.0),
+            queue_age=max((channel.stats.seconds_waited for channel in waiting), default=0.0),
             kv_usage=used / capacity if capacity else 0.0,
             prefix_queries=totals.prefix_queries,
             prefix_hits=totals.prefix_hits,
@@ -104,7 +104,7 @@ class EngineClient:
         self._promised = resident_memory_of(self.pids) + info.cache_bytes * len(self.replicas)
         return info
 
-    def holding(self) -> ReservedMemory:
+    def reserved_memory(self) -> ReservedMemory:
         """What its cores and their ranks hold of the host's memory, and will."""
         return ReservedMemory(self._promised, resident_memory_of(self.pids))
 
@@ -122,7 +122,7 @@ class EngineClient:
         info = self.info
         if info is None:
             raise NotReady("the engine is not ready")
-        self._admission.check(tenant, prompt)
+        self._admission.check_capacity(tenant, prompt)
         return info
 
     def check_size(self, request: GenerateRequest, tokens: int = 0) -> None:
@@ -131,24 +131,24 @@ class EngineClient:
         Raises:
             InvalidArgument: see `AdmissionControl.check_size`.
         """
-        self._admission.check_size(request.prompts, request.choices, tokens)
+        self._admission.check_size(request.prompt_count, request.choice_count, tokens)
 
     @contextmanager
-    def place(self, tenant: str = "") -> Iterator[CoreReady]:
+    def reserve(self, tenant: str = "") -> Iterator[CoreReady]:
         """A place in line while a request is prepared: what is refused has cost nothing, however long that takes.
 
         Raises:
             QueueFull, Unavailable: see `admit`.
         """
         engine = self.admit(tenant)
-        place = self._admission.enter(tenant)
+        place = self._admission.issue_ticket(tenant)
         try:
             yield engine
         finally:
-            self._admission.leave(place)
+            self._admission.return_ticket(place)
 
     @contextmanager
-    def open(self, add: AddRequest, account: SequenceStats | None = None) -> Iterator[TokenStream]:
+    def open_stream(self, add: AddRequest, account: SequenceStats | None = None) -> Iterator[TokenStream]:
         """Where the tokens of one request come out, until the block is left. `client` and `key` of `add` are filled in
         here, what happens is written into `account`.
 
@@ -166,10 +166,10 @@ class EngineClient:
         replica, cached = self.replicas.choose(add)
         channel = self._enter(add, account, cached)
         try:
-            replica.take(add, channel)
+            replica.submit(add, channel)
             yield channel
         finally:
-            replica.drop(add)
+            replica.release(add)
 
     def _numbered(self, add: AddRequest, account: SequenceStats) -> AddRequest:
         timeout = account.time_left(add.timeout or self._default_timeout)
@@ -177,8 +177,8 @@ class EngineClient:
         return msgspec.structs.replace(add, client=_CLIENT, key=self._last_key, timeout=timeout)
 
     def _enter(self, add: AddRequest, account: SequenceStats, cached: int) -> TokenStream:
-        account.submit(len(add.prompt))
-        place = self._admission.enter(add.tenant, len(add.prompt))
+        account.record_submission(len(add.prompt))
+        place = self._admission.issue_ticket(add.tenant, len(add.prompt))
         return TokenStream(account, place, add.priority, len(add.prompt) - cached)
 
     def _report(self, replica: int, loading: CoreLoading) -> None:

@@ -46,8 +46,12 @@ class CoreProcess:
         with ExitStack() as belongings:
             directory = str(belongings.enter_context(ScratchDirectory()))
             self._context = belongings.enter_context(zmq.Context())
-            self._outbox = belongings.enter_context(self._bound(zmq.PUSH, CoreEndpoints.under(directory).to_core))
-            self._inbox = belongings.enter_context(self._bound(zmq.PULL, CoreEndpoints.under(directory).from_core))
+            self._outbox = belongings.enter_context(
+                self._bound(zmq.PUSH, CoreEndpoints.in_directory(directory).to_core)
+            )
+            self._inbox = belongings.enter_context(
+                self._bound(zmq.PULL, CoreEndpoints.in_directory(directory).from_core)
+            )
             self._process = ChildProcess("charonia-core", main, config, directory)
             self._belongings = belongings.pop_all()
         atexit.register(self._belongings.close)

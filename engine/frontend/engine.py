@@ -56,7 +56,7 @@ class Engine(Protocol):
             InvalidArgument: see `AdmissionControl.check_size`.
         """
 
-    def place(self, tenant: str = "") -> AbstractContextManager[CoreReady]:
+    def reserve(self, tenant: str = "") -> AbstractContextManager[CoreReady]:
         """A place in line while a request is prepared.
 
         Raises:
@@ -64,7 +64,7 @@ class Engine(Protocol):
             Unavailable: it does not serve.
         """
 
-    def open(self, add: AddRequest, account: SequenceStats | None = None) -> AbstractContextManager[TokenStream]:
+    def open_stream(self, add: AddRequest, account: SequenceStats | None = None) -> AbstractContextManager[TokenStream]:
         """Where the tokens of one request come out, until the block is left; leaving it before the end aborts.
 
         Raises:
@@ -85,16 +85,16 @@ class EngineSpec:
     another directory or hub id to read the tokenizer from."""
 
     backend: str
-    language: str
+    checkpoint: str
     connect: EngineFactory
-    grants: frozenset[str] = field(default_factory=frozenset)
+    capabilities: frozenset[str] = field(default_factory=frozenset)
     chat_template: str = ""
     tokenizer: str = ""
 
-    def check(self, request: GenerateRequest) -> None:
+    def check_request(self, request: GenerateRequest) -> None:
         """Raises `InvalidArgument` for what this engine cannot do; `field` names the parameter."""
-        guide = request.guide.parameter if request.guide else ""
+        guide = request.guided_decoding.parameter if request.guided_decoding else ""
         wishes = {"adapter": "lora_name", "guide": guide, "scored": "prompt_logprobs"}
         for wish, parameter in wishes.items():
-            if getattr(request, wish) and wish not in self.grants:
+            if getattr(request, wish) and wish not in self.capabilities:
                 raise InvalidArgument(f"parameter '{parameter}' is not supported by this model", field=parameter)

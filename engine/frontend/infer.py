@@ -58,7 +58,7 @@ class ParsedInferRequest(NamedTuple):
     answer with, in order."""
 
     requests: tuple[GenerateRequest, ...]
-    manner: ResponseOptions
+    options: ResponseOptions
     outputs: tuple[str, ...]
 
 
@@ -69,7 +69,7 @@ def parse_infer_request(request: InferRequest, limit: TokenLimit | None = None) 
         InvalidArgument: a name is unknown, a value is wrong, or they contradict each other; `field` names it.
     """
     settings = parse_request_parameters(request.parameters, request.inputs.get("sampling_parameters"))
-    manner = _manner(request, settings.manner)
+    manner = _manner(request, settings.options)
     outputs = _output_names(request, manner)
     generate = GenerateRequest(
         id=request.id,
@@ -80,9 +80,9 @@ def parse_infer_request(request: InferRequest, limit: TokenLimit | None = None) 
         tenant=request.tenant,
         weight=request.weight,
         timeout=manner.timeout / 1e6,
-        choices=manner.n,
+        choice_count=manner.n,
         adapter=manner.lora_name,
-        guide=manner.guide,
+        guided_decoding=manner.guide,
         echo=not manner.exclude_input_in_output,
     )
     requests = (msgspec.structs.replace(generate, choice=choice) for choice in range(manner.n))
@@ -114,7 +114,7 @@ class StreamedResponses:
         self._by_token = not _COUNT_TOKENS.isdisjoint(outputs)
         self._sum = 0.0
 
-    def response(self, chunk: GenerateChunk) -> InferResponse | None:
+    def build_response(self, chunk: GenerateChunk) -> InferResponse | None:
         """None where there is nothing to show yet."""
         if chunk.logprobs:
             self._sum += _sum(chunk)
@@ -162,7 +162,7 @@ class _ResponseContent(NamedTuple):
 
 
 def _response(answers: _ResponseContent, outputs: Sequence[str]) -> InferResponse:
-    tensors = tuple([Tensor.of(name, _DATATYPES[name], _VALUES[name](answers)) for name in outputs])
+    tensors = tuple([Tensor.from_values(name, _DATATYPES[name], _VALUES[name](answers)) for name in outputs])
     return InferResponse(tensors, final=answers.chunks[0].finish_reason is not None)
 
 
@@ -198,6 +198,6 @@ def _prompt(inputs: Mapping[str, Tensor], limit: TokenLimit | None) -> Prompt:
     if "input_ids" in inputs:
         count = inputs["input_ids"].data.size
         if limit is not None and count > max(limit.tokens, _READ_AT_ONCE):
-            raise limit.refuse(f"input_ids are {count}", "input_ids")
+            raise limit.error(f"input_ids are {count}", "input_ids")
         return tuple(inputs["input_ids"].data.ravel().tolist())
     return text_of(inputs["text_input"])

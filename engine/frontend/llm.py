@@ -62,9 +62,9 @@ class TokenizerBundle:
         defaults = read_generation_defaults(directory, tokenizer)
         return cls(tokenizer, defaults, AsyncTokenizer(tokenizer), checkpoint_fingerprint(directory))
 
-    def within(self, vocab_size: int) -> "TokenizerBundle":
+    def limited_to(self, vocab_size: int) -> "TokenizerBundle":
         """The same for a model of so many tokens."""
-        return replace(self, defaults=self.defaults.within(vocab_size))
+        return replace(self, defaults=self.defaults.limited_to(vocab_size))
 
 
 def own_engine_spec(config: EngineConfig) -> EngineSpec:
@@ -129,11 +129,11 @@ class LlmModel:
         return self._metrics.readings(self._client.state())
 
     def count(self, exchange: RequestContext) -> None:
-        self._accounts.count(exchange)
+        self._accounts.record_request(exchange)
 
-    def holding(self) -> ReservedMemory:
+    def reserved_memory(self) -> ReservedMemory:
         """What it holds of the host's memory; nothing is known of somebody else's engine."""
-        return self._client.holding() if isinstance(self._client, MemoryHolder) else ReservedMemory()
+        return self._client.reserved_memory() if isinstance(self._client, MemoryHolder) else ReservedMemory()
 
     async def load(self) -> None:
         """Return when a token was generated.
@@ -144,10 +144,10 @@ class LlmModel:
         starting = asyncio.create_task(self._client.start())  # takes longest: the tokenizer is read meanwhile
         try:
             language = await asyncio.to_thread(
-                TokenizerBundle.load, self._driver.language, self._driver.chat_template, self._driver.tokenizer
+                TokenizerBundle.load, self._driver.checkpoint, self._driver.chat_template, self._driver.tokenizer
             )
             info = await starting
-            self._loaded = language.within(info.vocab_size)
+            self._loaded = language.limited_to(info.vocab_size)
             self._vocab_size = info.vocab_size
             self._counted, self._length = max(info.max_model_len, _COUNTED), info.max_model_len
             parameters = {"max_model_len": str(info.max_model_len)}
@@ -166,48 +166,48 @@ class LlmModel:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         # The whole way of a token in one generator: each more would cost every frame of every stream.
-        with self._accounts.open(request) as account:
+        with self._accounts.open_sequence(request) as account:
             language = self._language
             tokenizer = language.async_tokenizer
-            self._driver.check(request)
+            self._driver.check_request(request)
             self._client.check_size(request)
-            with self._client.place(request.tenant) as engine:
+            with self._client.reserve(request.tenant) as engine:
                 kept = prompt_tokens_to_keep(request.sampling, engine.max_model_len)
                 prompt = await tokenizer.prompt_ids(request.prompt, limit=TokenLimit(engine.max_model_len), kept=kept)
                 self._client.check_size(request, len(prompt))
                 banned = await tokenizer.word_ids(request.sampling.bad_words)
                 add = build_add_request(request, prompt, language.defaults, engine, banned)
                 whole = request.prompt if kept is None or len(prompt) < kept else tuple(prompt)
-                echo = await tokenizer.text(whole, prompt) if request.echo else ""
-            told = tuple(prompt) if request.tell_prompt else ()
+                echo = await tokenizer.prompt_text(whole, prompt) if request.echo else ""
+            told = tuple(prompt) if request.return_prompt_ids else ()
             writer = ChunkBuilder(language.tokenizer, prompt, request.sampling, language.defaults.eos, echo, told)
-            with self._client.open(add, account) as channel:
-                while (chunk := writer.chunk(await channel.read())).finish_reason is None:
+            with self._client.open_stream(add, account) as channel:
+                while (chunk := writer.build_chunk(await channel.read())).finish_reason is None:
                     yield chunk
             # By now the engine was told, if it does not know: a stop string may end a text long before its last token.
-            account.finish(chunk.finish_reason)
+            account.record_finish(chunk.finish_reason)
             yield chunk
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         question = parse_infer_request(request, TokenLimit(self._length))
         streams = [self.generate(each) for each in question.requests]
-        if not question.manner.stream:
+        if not question.options.stream:
             yield await complete_response(question, streams)
             return
         spoken = StreamedResponses(question.outputs)
         async with aclosing(streams[0]) as chunks:
             async for chunk in chunks:
-                if (response := spoken.response(chunk)) is not None:
+                if (response := spoken.build_response(chunk)) is not None:
                     yield response
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
         limit = TokenLimit(self._counted, "what is only tokenized may have at most")
-        return await self._language.async_tokenizer.prompt_ids(request.prompt, request.special, limit)
+        return await self._language.async_tokenizer.prompt_ids(request.prompt, request.add_special_tokens, limit)
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         if len(ids) > self._counted:
             limit = TokenLimit(self._counted, "what is only detokenized may have at most")
-            raise limit.refuse(f"these are {len(ids)}", "tokens")
+            raise limit.error(f"these are {len(ids)}", "tokens")
         check_vocabulary(ids, self._vocab_size, "tokens")
         return await self._language.async_tokenizer.decode(ids)
 

@@ -56,11 +56,11 @@ class PrefixIndex:
         self.tokens = 0
         """How many it holds."""
 
-    def longest(self, beginnings: Sequence[PromptPrefix]) -> int:
+    def longest_match(self, beginnings: Sequence[PromptPrefix]) -> int:
         """Tokens of the longest of them that is held."""
         return next((each.tokens for each in reversed(beginnings) if each.digest in self._spans), 0)
 
-    def learn(self, beginnings: Sequence[PromptPrefix], capacity: int) -> None:
+    def insert(self, beginnings: Sequence[PromptPrefix], capacity: int) -> None:
         """The replica computes this prompt, and holds it then, in a cache of `capacity` tokens."""
         for at in range(len(beginnings) - 1, -1, -1):
             digest, tokens = beginnings[at]
@@ -73,7 +73,7 @@ class PrefixIndex:
         while self.tokens > capacity:
             self.tokens -= self._spans.popitem(last=False)[1]
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """The replica lost its cache."""
         self._spans.clear()
         self.tokens = 0

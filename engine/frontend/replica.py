@@ -57,7 +57,7 @@ class Replica:
         self._owed = 0
         self._totals = CumulativeTotals()
         self._closing = False
-        self.known = PrefixIndex()
+        self.prefix_index = PrefixIndex()
         """What its prefix cache likely holds."""
         self.losses = 0
         """Cores that died."""
@@ -88,7 +88,7 @@ class Replica:
         return self._channels.values()
 
     @property
-    def work(self) -> int:
+    def pending_work(self) -> int:
         """What is ahead of it, as `routing.Prospect` counts."""
         return len(self._channels) * TOKENS_PER_REQUEST + self._owed
 
@@ -118,25 +118,25 @@ class Replica:
         self._closing = True
         await self._core.close()
 
-    def take(self, add: AddRequest, channel: TokenStream) -> None:
+    def submit(self, add: AddRequest, channel: TokenStream) -> None:
         """A new request, whose tokens go into `channel` until it is dropped."""
         self._channels[add.key] = channel
-        self._owed += channel.owed
+        self._owed += channel.uncomputed_tokens
         self._core.send(add)
 
-    def drop(self, add: AddRequest) -> None:
+    def release(self, add: AddRequest) -> None:
         """Nobody reads the channel of this request any more."""
         channel = self._channels.pop(add.key)
         self._settle(channel)
         if not channel.started:
-            self._admission.leave(channel.place)
+            self._admission.return_ticket(channel.ticket)
         if not channel.ended:
             self._core.send(AbortRequests(add.client, [add.key]))
 
     def _settle(self, channel: TokenStream) -> None:
         """Its prompt is computed, or nobody wants it."""
-        self._owed -= channel.owed
-        channel.owed = 0
+        self._owed -= channel.uncomputed_tokens
+        channel.uncomputed_tokens = 0
 
     # What the core says
 
@@ -145,17 +145,17 @@ class Replica:
 
     def on_updates(self, updates: RequestUpdates) -> None:
         channels, now = self._channels, time.monotonic()
-        self._measure(updates.turn)
-        self._totals.see(updates.totals)
+        self._measure(updates.stats)
+        self._totals.update(updates.totals)
         self._start(updates, now)
-        for key, scores in updates.scores:
+        for key, scores in updates.prompt_logprobs:
             if key in channels:
-                channels[key].score(scores)
+                channels[key].push_prompt_scores(scores)
         tokens, logprobs, at = updates.tokens, updates.logprobs, 0
         for key, count in zip(updates.keys, updates.counts, strict=True):
             channel, end = channels.get(key), at + count
             if channel is not None:
-                if channel.owed:
+                if channel.uncomputed_tokens:
                     self._settle(channel)
                 channel.push(tokens[at:end], now, logprobs[at:end])
             at = end
@@ -165,10 +165,10 @@ class Replica:
 
     def _start(self, updates: RequestUpdates, now: float) -> None:
         for key, cached in updates.started:
-            self._admission.note_start()
+            self._admission.record_start()
             if key in self._channels:
-                self._admission.leave(self._channels[key].place)
-                self._channels[key].start(cached, now - updates.turn.seconds)
+                self._admission.return_ticket(self._channels[key].ticket)
+                self._channels[key].start(cached, now - updates.stats.seconds)
 
     def on_refused(self, refused: RequestRejected) -> None:
         if refused.key in self._channels:
@@ -177,7 +177,7 @@ class Replica:
     def on_loss(self, error: CharoniaError) -> None:
         self.losses += not self._closing
         self._totals.start_over()
-        self.known.forget()
+        self.prefix_index.clear()
         for channel in self._channels.values():
             channel.fail(error)
 
@@ -194,7 +194,7 @@ class CumulativeTotals:
     def __init__(self) -> None:
         self._before = self._seen = NO_TOTALS
 
-    def see(self, totals: CoreTotals) -> None:
+    def update(self, totals: CoreTotals) -> None:
         """What the core of now has counted so far."""
         self._seen = totals
 

@@ -108,12 +108,12 @@ class ReplicaSet:
         """
         serving = self._serving()
         if not self._affinity:
-            return min(serving, key=lambda replica: replica.work), 0
+            return min(serving, key=lambda replica: replica.pending_work), 0
         beginnings = prompt_prefixes(add.prompt, (add.adapter, add.tenant, add.salt))
         prospects = [_prospect(replica, beginnings, add) for replica in serving]
         at = choose_replica(prospects, len(add.prompt))
-        serving[at].known.learn(beginnings, serving[at].kv_tokens[1])
-        return serving[at], prospects[at].cached
+        serving[at].prefix_index.insert(beginnings, serving[at].kv_tokens[1])
+        return serving[at], prospects[at].cached_tokens
 
     def _serving(self) -> list[Replica]:
         """The ready ones; where there is none, those that are only slow to turn."""
@@ -124,6 +124,6 @@ class ReplicaSet:
 
 
 def _prospect(replica: Replica, beginnings: list[PromptPrefix], add: AddRequest) -> ReplicaCandidate:
-    cached = replica.known.longest(beginnings)
+    cached = replica.prefix_index.longest_match(beginnings)
     sibling = add.sampling.choice > 0 and cached == len(add.prompt)
-    return ReplicaCandidate(replica.work, cached, replica.known.tokens, sibling)
+    return ReplicaCandidate(replica.pending_work, cached, replica.prefix_index.tokens, sibling)

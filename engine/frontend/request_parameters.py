@@ -46,7 +46,7 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def guide(self) -> GuidedDecoding | None:
         """Raises `InvalidArgument` for a guide without its type, or the other way round."""
-        return GuidedDecoding.of(self.guided_decoding_guide_type, self.guided_decoding_guide)
+        return GuidedDecoding.from_parameters(self.guided_decoding_guide_type, self.guided_decoding_guide)
 
 
 class _NamedValue(NamedTuple):
@@ -60,7 +60,7 @@ class RequestParameters(NamedTuple):
     """A request's parameters, understood."""
 
     sampling: SamplingParams
-    manner: ResponseOptions
+    options: ResponseOptions
 
 
 _SAMPLING = set(SamplingParams.__struct_fields__) - {"logprobs", "prompt_logprobs"}

@@ -29,9 +29,9 @@ class ReplicaCandidate(NamedTuple):
     """
 
     work: int
-    cached: int = 0
-    kept: int = 0
-    sibling: bool = False
+    cached_tokens: int = 0
+    kept_tokens: int = 0
+    has_sibling: bool = False
 
 
 def choose_replica(prospects: Sequence[ReplicaCandidate], prompt: int) -> int:
@@ -43,13 +43,13 @@ def choose_replica(prospects: Sequence[ReplicaCandidate], prompt: int) -> int:
 
     def cost(index: int) -> tuple[int, int]:
         prospect = prospects[index]
-        return prospect.work - _worth(prospect, prompt), prospect.kept
+        return prospect.work - _worth(prospect, prompt), prospect.kept_tokens
 
     return min(range(len(prospects)), key=cost)
 
 
 def _worth(prospect: ReplicaCandidate, prompt: int) -> int:
     """Work that a replica may be ahead by for what it has of the prompt."""
-    if prospect.sibling:
+    if prospect.has_sibling:
         return MAX_EXTRA_WORK
-    return min(prospect.cached * _SAVED, MAX_EXTRA_WORK) if prospect.cached * _PART >= prompt else 0
+    return min(prospect.cached_tokens * _SAVED, MAX_EXTRA_WORK) if prospect.cached_tokens * _PART >= prompt else 0

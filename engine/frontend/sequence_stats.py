@@ -67,22 +67,22 @@ class SequenceStats:
             raise RequestTimeout
         return left if limit else 0.0
 
-    def join(self, exchange: RequestContext) -> None:
+    def attach(self, exchange: RequestContext) -> None:
         """It is for this request."""
-        self.arrived = exchange.arrived
-        exchange.parts.append(self)
+        self.arrived = exchange.arrived_at
+        exchange.sequences.append(self)
 
-    def submit(self, prompt: int) -> None:
+    def record_submission(self, prompt: int) -> None:
         """The engine has it, with that many prompt tokens."""
         self.prompt = prompt
         self.submitted = time.monotonic()
 
     @property
-    def waited(self) -> float:
+    def seconds_waited(self) -> float:
         """Seconds since the engine has it."""
         return time.monotonic() - (self.submitted or self.opened)
 
-    def begin(self, cached: int, at: float) -> None:
+    def record_start(self, cached: int, at: float) -> None:
         """Its first step began, at about `at`."""
         submitted = self.opened if self.submitted is None else self.submitted
         self.begun = max(at, submitted)
@@ -90,7 +90,7 @@ class SequenceStats:
         self.tokens.prompt += self.prompt or 0
         self.metrics.queue.observe(self.begun - submitted)
 
-    def receive(self, count: int, at: float) -> None:
+    def record_tokens(self, count: int, at: float) -> None:
         """That many tokens came."""
         self.generated += count
         self.tokens.generated += count
@@ -107,17 +107,17 @@ class SequenceStats:
         if self.begun is not None:
             self.metrics.prefill.observe(at - self.begun)
 
-    def finish(self, reason: FinishReason) -> None:
+    def record_finish(self, reason: FinishReason) -> None:
         """The last token is on its way to the client."""
         self.finish_reason = reason
         self.end = _ENDS[reason]
 
-    def cancel(self) -> None:
+    def record_cancellation(self) -> None:
         """The reader left; after the last token that changes nothing."""
         if self.end is None:
             self.end = CANCELLED
 
-    def fail(self, error: Exception) -> None:
+    def record_failure(self, error: Exception) -> None:
         self.end = end_for_error(error, self.submitted is not None)
 
 
@@ -128,22 +128,22 @@ class RequestRecorder:
         self._metrics = metrics
 
     @contextmanager
-    def open(self, request: GenerateRequest) -> Iterator[SequenceStats]:
+    def open_sequence(self, request: GenerateRequest) -> Iterator[SequenceStats]:
         """One sequence of the current exchange; whatever ends the block ends it: a reader that leaves before the last
         token has cancelled it."""
         account = SequenceStats(self._metrics, request)
         exchange = current_request()
         if exchange is not None:
-            account.join(exchange)
+            account.attach(exchange)
         try:
             yield account
         except Exception as error:
-            account.fail(error)
+            account.record_failure(error)
             raise
         finally:
-            account.cancel()
+            account.record_cancellation()
 
-    def count(self, exchange: RequestContext) -> None:
+    def record_request(self, exchange: RequestContext) -> None:
         """A request that was for the model has ended."""
         assert exchange.end is not None
         self._metrics.ended[exchange.end] += 1
@@ -152,7 +152,7 @@ class RequestRecorder:
 
     def _measure(self, exchange: RequestContext) -> None:
         """An answered request: its phases, and Triton's sums of them."""
-        metrics, summary, arrived, ended = self._metrics, exchange.summary, exchange.arrived, exchange.ended
+        metrics, summary, arrived, ended = self._metrics, exchange.summary, exchange.arrived_at, exchange.ended_at
         submitted = summary.submitted or arrived
         begun = summary.begun or submitted
         last = summary.last or begun

@@ -35,10 +35,10 @@ class TokenStream:
     """
 
     def __init__(self, account: SequenceStats, place: QueueTicket, priority: int = 0, owed: int = 0) -> None:
-        self.account = account
-        self.place = place
+        self.stats = account
+        self.ticket = place
         self.priority = priority
-        self.owed = owed
+        self.uncomputed_tokens = owed
         self._written = False
         self._prompt_only = account.sampling.max_tokens == 0
         self._tokens: list[int] = []
@@ -59,9 +59,9 @@ class TokenStream:
     def start(self, cached: int, at: float) -> None:
         self.started = True
         self._cached = cached
-        self.account.begin(cached, at)
+        self.stats.record_start(cached, at)
 
-    def score(self, scores: PromptLogprobs) -> None:
+    def push_prompt_scores(self, scores: PromptLogprobs) -> None:
         """Some of the prompt. No news: the last of it come with the first token."""
         self._scores.append(scores)
 
@@ -72,7 +72,7 @@ class TokenStream:
         self._tokens += tokens
         if logprobs:
             self._logprobs += [each for each in logprobs if each is not None]
-        self.account.receive(len(tokens), at)
+        self.stats.record_tokens(len(tokens), at)
         self._tell()
 
     def finish(self, reason: FinishReason) -> None:

@@ -26,7 +26,7 @@ class DecoderInput(Protocol):
 
     def __call__(self, tokens: Tensor) -> Tensor: ...
 
-    def recorded(self, ids: SymbolicTokenIds) -> SymbolicTensor:
+    def trace(self, ids: SymbolicTokenIds) -> SymbolicTensor:
         """What a program does instead.
 
         Raises:
@@ -43,9 +43,9 @@ for; None from a stage that is not the last."""
 class DecoderEnds(NamedTuple):
     """Both ends of a stage, and the width of the hidden states between them."""
 
-    inlet: DecoderInput
-    outlet: DecoderOutput
-    hidden: int
+    input: DecoderInput
+    output: DecoderOutput
+    hidden_size: int
 
 
 def build_ends(spec: ModelSpec, load: WeightLoader, norm: NormFactory, scale: float = 1.0) -> DecoderEnds:
@@ -55,16 +55,16 @@ def build_ends(spec: ModelSpec, load: WeightLoader, norm: NormFactory, scale: fl
 
 
 def _build_input(spec: ModelSpec, load: WeightLoader, scale: float) -> DecoderInput:
-    seat = load.place.seat
-    if seat.pipe is not None and not seat.stage.first:
-        return _StageReceiver(seat.pipe, spec.hidden_size, load.dtype, load.device)
+    seat = load.context.shard
+    if seat.link is not None and not seat.stage.first:
+        return _StageReceiver(seat.link, spec.hidden_size, load.dtype, load.device)
     return Embedding(load, EMBEDDING_WEIGHT, spec.vocab_size, spec.hidden_size, scale)
 
 
 def _build_output(spec: ModelSpec, load: WeightLoader, norm: NormFactory) -> DecoderOutput:
-    seat = load.place.seat
-    if seat.pipe is not None and not seat.stage.last:
-        return _StageSender(seat.pipe)
+    seat = load.context.shard
+    if seat.link is not None and not seat.stage.last:
+        return _StageSender(seat.link)
     return _LogitsOutput(spec, load, norm)
 
 
@@ -77,7 +77,7 @@ class _StageReceiver:
         self._pipe.receive(x)
         return x
 
-    def recorded(self, ids: SymbolicTokenIds) -> SymbolicTensor:
+    def trace(self, ids: SymbolicTokenIds) -> SymbolicTensor:
         raise TypeError("what the stage before sends is no program's to fetch")
 
 
@@ -96,7 +96,7 @@ class _LogitsOutput:
         self._norm = norm(load.vector("model.norm.weight", spec.hidden_size), spec.norm_eps)
         name = EMBEDDING_WEIGHT if spec.tied_embeddings else HEAD_WEIGHT
         self._head = LMHead(load, name, spec.vocab_size, spec.hidden_size)
-        self._cap = spec.logit_cap
+        self._cap = spec.logit_softcap
 
     def __call__(self, x: Tensor, delta: Tensor, chosen: Sequence[Tensor]) -> Iterator[Tensor]:
         return (self._logits(x, delta, places) for places in chosen)
@@ -104,5 +104,5 @@ class _LogitsOutput:
     def _logits(self, x: Tensor, delta: Tensor, places: Tensor) -> Tensor:
         if len(places) < len(x):
             x, delta = x[places], delta[places]
-        logits = self._head(self._norm.after(x, delta))
+        logits = self._head(self._norm.add_and_norm(x, delta))
         return logits if self._cap is None else (logits / self._cap).tanh_().mul_(self._cap)

@@ -24,7 +24,7 @@ class Embedding:
         x = self._rows(tokens)
         return x if self._scale is None else x * self._scale
 
-    def recorded(self, ids: SymbolicTokenIds) -> SymbolicTensor:
+    def trace(self, ids: SymbolicTokenIds) -> SymbolicTensor:
         """Raises TypeError: there is no kernel for it."""
         if self._group.size > 1:
             raise TypeError("a table that is split is read by all ranks together")
@@ -36,4 +36,4 @@ class Embedding:
         local = tokens - self._part.start
         elsewhere = (local < 0) | (local >= len(self._table))
         mine = F.embedding(local.masked_fill(elsewhere, 0), self._table)
-        return self._group.sum(mine.masked_fill_(elsewhere.unsqueeze(-1), 0))
+        return self._group.all_reduce(mine.masked_fill_(elsewhere.unsqueeze(-1), 0))

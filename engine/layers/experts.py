@@ -30,7 +30,7 @@ class Router:
 
     def __call__(self, x: Tensor) -> Routed:
         likely = self._scores(x).softmax(-1, dtype=torch.float32)
-        weights, chosen = likely.topk(self._experts.chosen, -1)
+        weights, chosen = likely.topk(self._experts.per_token, -1)
         if self._experts.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
         return Routed(chosen, weights.to(x.dtype))
@@ -44,9 +44,9 @@ class MixtureOfExperts:
 
     def __init__(self, load: WeightLoader, router: Router, experts: list[GatedMLPSpec]) -> None:
         self._router, self._group = router, load.group
-        whole = load.place.whole_experts
+        whole = load.context.whole_experts
         self._mine = rank_slice(len(experts), load.group) if whole else slice(0, len(experts))
-        holding = load.within(SingleRank()) if whole else load
+        holding = load.for_group(SingleRank()) if whole else load
         self._experts = [GatedMLP(holding, expert) for expert in experts[self._mine]]
         self._count = len(experts)
 
@@ -61,4 +61,4 @@ class MixtureOfExperts:
         for expert, (mine, weight) in zip(self._experts, shares[self._mine], strict=True):
             if len(mine):
                 total.index_add_(0, mine, expert.partial(x[mine]).mul_(weight))
-        return self._group.sum(total)
+        return self._group.all_reduce(total)

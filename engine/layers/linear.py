@@ -15,20 +15,22 @@ class OutputShard(NamedTuple):
 
     name: str
     size: int
-    part: slice
+    features: slice
 
-    def below(self, features: int) -> "OutputShard":
+    def shifted(self, features: int) -> "OutputShard":
         """As many of the same matrix, so many `features` further on: where a checkpoint has several matrices in one."""
-        return self._replace(part=slice(self.part.start + features, self.part.stop + features))
+        return self._replace(features=slice(self.features.start + features, self.features.stop + features))
 
 
 class ColumnLinear:
     """x [N, in] -> this rank's output features [N, sum of parts]; several matrices computed as one."""
 
     def __init__(self, load: WeightLoader, outputs: Sequence[OutputShard], inputs: int, *, bias: bool) -> None:
-        biases = load.stack(TensorSlice(f"{o.name}.bias", (o.size,), o.part) for o in outputs) if bias else None
+        biases = (
+            load.concatenate(TensorSlice(f"{o.name}.bias", (o.size,), o.features) for o in outputs) if bias else None
+        )
         self._matmul = build_matmul(
-            load, (TensorSlice(f"{o.name}.weight", (o.size, inputs), o.part) for o in outputs), biases
+            load, (TensorSlice(f"{o.name}.weight", (o.size, inputs), o.features) for o in outputs), biases
         )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -46,7 +48,7 @@ class RowLinear:
         self._group = load.group
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._group.sum(self.partial(x))
+        return self._group.all_reduce(self.partial(x))
 
 
 class LMHead:
@@ -58,4 +60,4 @@ class LMHead:
         self._group, self._vocab = load.group, vocab
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._group.gather(self._matmul(x), self._vocab)
+        return self._group.all_gather(self._matmul(x), self._vocab)

@@ -52,7 +52,7 @@ def build_matmul(
     if use is LM_HEAD:
         [table] = pieces
         return torch_matmul(load.mapped(table), bias)  # it may be the embedding's: mapped, there is one of it
-    return torch_matmul(load.stack(pieces), bias)
+    return torch_matmul(load.concatenate(pieces), bias)
 
 
 def _kernel_matmul(

@@ -52,7 +52,7 @@ class GatedMLPSpec(NamedTuple):
         if self.fused is None:
             return [OutputShard(f"{self.name}.{one}", self.intermediate, mine) for one in (self.gate, self.up)]
         matrix = OutputShard(f"{self.name}.{self.fused}", 2 * self.intermediate, mine)
-        return [matrix, matrix.below(self.intermediate)]
+        return [matrix, matrix.shifted(self.intermediate)]
 
 
 class GatedMLP:
@@ -66,13 +66,13 @@ class GatedMLP:
         self._gate = build_gate(what.activation, load.dtype, load.device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._down(self._inner(x))
+        return self._down(self._activated(x))
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's share of the sum that the whole output is."""
-        return self._down.partial(self._inner(x))
+        return self._down.partial(self._activated(x))
 
-    def _inner(self, x: Tensor) -> Tensor:
+    def _activated(self, x: Tensor) -> Tensor:
         return self._gate(self._gate_up(x))
 
 

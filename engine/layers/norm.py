@@ -14,10 +14,10 @@ class Norm(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
-    def after(self, x: Tensor, delta: Tensor) -> Tensor:
+    def add_and_norm(self, x: Tensor, delta: Tensor) -> Tensor:
         """Adds `delta` to x [N, n] in place; the norm of the sum."""
 
-    def within(self, x: Tensor, heads: int) -> None:
+    def norm_heads(self, x: Tensor, heads: int) -> None:
         """The first `heads` of x [N, more, n] in place."""
 
 
@@ -33,16 +33,16 @@ class TorchNorm:
         self._weight, self._eps, self._scale = weight, eps, weight.shape[-1] ** -0.5
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._normalised(x).to(self._weight.dtype).mul_(self._weight).to(x.dtype)
+        return self._normalized(x).to(self._weight.dtype).mul_(self._weight).to(x.dtype)
 
-    def after(self, x: Tensor, delta: Tensor) -> Tensor:
+    def add_and_norm(self, x: Tensor, delta: Tensor) -> Tensor:
         return self(x.add_(delta))
 
-    def within(self, x: Tensor, heads: int) -> None:
+    def norm_heads(self, x: Tensor, heads: int) -> None:
         some = x[:, :heads]
         some.copy_(self(some))
 
-    def _normalised(self, x: Tensor) -> Tensor:
+    def _normalized(self, x: Tensor) -> Tensor:
         """x / rms(x) in float32, in memory of its own."""
         wide = x.to(torch.float32, copy=True)
         rms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).mul_(self._scale)

@@ -53,11 +53,11 @@ class TorchRotary:
 class FusedAngles(NamedTuple):
     """`turns`: cos and sin of every position, float32 [positions, 2, rotary_dim / 2]; `positions` [N] of the tokens."""
 
-    turns: Tensor
+    cos_sin: Tensor
     positions: Tensor
 
     def rotate(self, x: Tensor) -> Tensor:
-        size, turns = 2 * self.turns.shape[-1], self.turns[self.positions]
+        size, turns = 2 * self.cos_sin.shape[-1], self.cos_sin[self.positions]
         if size == x.shape[-1]:
             return apply_rope(x, turns)
         return torch.cat((apply_rope(x[..., :size].contiguous(), turns), x[..., size:]), -1)
@@ -67,11 +67,11 @@ class FusedRotary:
     """cos and sin for every position, side by side for the kernels: half as many, in float32."""
 
     def __init__(self, rope: RopeSpec, head_dim: int, positions: int) -> None:
-        self.turns = torch.stack(_cos_sin(rope, head_dim, positions), 1)
+        self.cos_sin = torch.stack(_cos_sin(rope, head_dim, positions), 1)
         """Float32 [positions, 2, rotary_dim / 2]."""
 
     def __call__(self, positions: Tensor) -> FusedAngles:
-        return FusedAngles(self.turns, positions)
+        return FusedAngles(self.cos_sin, positions)
 
 
 def build_rotary(rope: RopeSpec, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device) -> Rotary:

@@ -43,8 +43,8 @@ class SelfAttention:
     def __call__(self, x: Tensor, angles: RotaryAngles, attend: StepAttention) -> Tensor:
         packed = self._qkv(x).view(len(x), -1, self._head_dim)
         if self._norm is not None:
-            self._norm.within(packed, self._heads + self._kv_heads)
-        return self._out(attend.turned(self._cached_as, packed, angles))
+            self._norm.norm_heads(packed, self._heads + self._kv_heads)
+        return self._out(attend.apply_rope_and_attend(self._cached_as, packed, angles))
 
     def _head_norm(self, load: WeightLoader, name: str, spec: ModelSpec, norm: NormFactory) -> Norm:
         """One norm for the heads of queries and keys together, each with its own weight."""
@@ -66,5 +66,5 @@ def _fused_qkv(name: str, spec: ModelSpec, queries: slice, keys: slice) -> list[
     """Queries, keys and values one below the other."""
     q_size, kv_size = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     matrix = OutputShard(f"{name}.qkv_proj", q_size + 2 * kv_size, queries)
-    key_rows = matrix._replace(part=keys).below(q_size)
-    return [matrix, key_rows, key_rows.below(kv_size)]
+    key_rows = matrix._replace(features=keys).shifted(q_size)
+    return [matrix, key_rows, key_rows.shifted(kv_size)]

@@ -20,9 +20,11 @@ from .native_decoder import LayerRotaries, NativeDecoder
 
 def _build_gemma(spec: ModelSpec, load: WeightLoader, has: AttentionProjections) -> Decoder:
     layers = load.layers(spec.layers)
-    ropes = [spec.local_rope if spec.views[index].window else spec.rope for index in layers]
+    ropes = [spec.local_rope if spec.attention[index].window else spec.rope for index in layers]
     kinds = list(dict.fromkeys(ropes))
-    rotaries = [build_rotary(rope, spec.head_dim, load.place.positions, load.dtype, load.device) for rope in kinds]
+    rotaries = [
+        build_rotary(rope, spec.head_dim, load.context.max_positions, load.dtype, load.device) for rope in kinds
+    ]
     return NativeDecoder(
         build_ends(spec, load, offset_rms_norm, math.sqrt(spec.hidden_size)),
         [GemmaDecoderLayer(spec, load, index, has) for index in layers],
@@ -44,8 +46,8 @@ class GemmaDecoderLayer:
         self._after_mlp = _norm(load, f"{name}.post_feedforward_layernorm", spec)
 
     def __call__(self, x: Tensor, delta: Tensor, angles: RotaryAngles, attend: StepAttention) -> Tensor:
-        mixed = self._after_attention(self._attention(self._before_attention.after(x, delta), angles, attend))
-        return self._after_mlp(self._mlp(self._before_mlp.after(x, mixed)))
+        mixed = self._after_attention(self._attention(self._before_attention.add_and_norm(x, delta), angles, attend))
+        return self._after_mlp(self._mlp(self._before_mlp.add_and_norm(x, mixed)))
 
 
 def _norm(load: WeightLoader, name: str, spec: ModelSpec) -> Norm:

@@ -32,7 +32,9 @@ class PendingStep(Protocol):
 class Decoder(Protocol):
     """A causal language model over packed sequences, or a rank's share of it."""
 
-    def logits(self, batch: StepBatch, attend: StepAttention, chosen: Sequence[Tensor]) -> LogitsIterator | None:
+    def compute_logits(
+        self, batch: StepBatch, attend: StepAttention, chosen: Sequence[Tensor]
+    ) -> LogitsIterator | None:
         """Compute the tokens of `batch`; keys and values go through `attend`, which counts this rank's layers from 0.
 
         Returns the logits of each selection of packed places [S] in `chosen`, which are in order and no place is twice,
@@ -41,7 +43,7 @@ class Decoder(Protocol):
         ignore token ids.
         """
 
-    def begin(
+    def begin_step(
         self, batch: StepBatch, attend: StepAttention, places: Tensor, picks: SampledTokens | None = None
     ) -> PendingStep | None:
         """Begin to compute logits of packed `places` [S] beside the caller, when the steps begun before are done.
@@ -81,7 +83,7 @@ class CheckpointBuilder(Protocol):
     def build(self, place: BuildContext) -> BuiltDecoder:
         """Raises CheckpointError: the weights are broken, not what config.json says, or can't be quantised."""
 
-    def examine(self, place: BuildContext, parallel: ParallelConfig) -> str:
+    def dry_run(self, place: BuildContext, parallel: ParallelConfig) -> str:
         """Look for what `build` would refuse, without reading any weights; what that can't find, if anything.
 
         Raises:

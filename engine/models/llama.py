@@ -39,7 +39,7 @@ class LlamaVariant(NamedTuple):
 
 def build_llama_variant(spec: ModelSpec, load: WeightLoader, kin: LlamaVariant) -> Decoder:
     """A decoder of Llama's shape."""
-    turning = build_rotary(spec.rope, spec.head_dim, load.place.positions, load.dtype, load.device)
+    turning = build_rotary(spec.rope, spec.head_dim, load.context.max_positions, load.dtype, load.device)
     layers = [LlamaDecoderLayer(spec, load, index, kin) for index in load.layers(spec.layers)]
     return NativeDecoder(build_ends(spec, load, rms_norm), layers, LayerRotaries([turning]))
 
@@ -57,8 +57,8 @@ class LlamaDecoderLayer:
         self._mlp = kin.feed_forward(spec, load, index)
 
     def __call__(self, x: Tensor, delta: Tensor, angles: RotaryAngles, attend: StepAttention) -> Tensor:
-        mixed = self._attention(self._before_attention.after(x, delta), angles, attend)
-        return self._mlp(self._before_mlp.after(x, mixed))
+        mixed = self._attention(self._before_attention.add_and_norm(x, delta), angles, attend)
+        return self._mlp(self._before_mlp.add_and_norm(x, mixed))
 
 
 def build_llama(spec: ModelSpec, load: WeightLoader) -> Decoder:

@@ -36,24 +36,26 @@ class NativeDecoder:
         self._ends, self._rotaries = ends, rotation.rotaries
         self._layers = list(zip(layers, rotation.by_layer or [0] * len(layers), strict=True))
         self._program: DecoderProgram | None = None
-        self._tried = False
+        self._trace_tried = False
 
-    def logits(self, batch: StepBatch, attend: StepAttention, chosen: Sequence[Tensor]) -> Iterator[Tensor] | None:
+    def compute_logits(
+        self, batch: StepBatch, attend: StepAttention, chosen: Sequence[Tensor]
+    ) -> Iterator[Tensor] | None:
         """See `Decoder.logits`."""
-        if len(chosen) == 1 and (run := self.begin(batch, attend, chosen[0])) is not None:
+        if len(chosen) == 1 and (run := self.begin_step(batch, attend, chosen[0])) is not None:
             run.finish()
             return iter((run.logits,))
-        return self._ends.outlet(*self._hidden(batch, attend), chosen)
+        return self._ends.output(*self._hidden(batch, attend), chosen)
 
-    def begin(
+    def begin_step(
         self, batch: StepBatch, attend: StepAttention, places: Tensor, picks: SampledTokens | None = None
     ) -> StepRun | None:
         """See `Decoder.begin`."""
-        if not isinstance(attend, NativeStepAttention) or (program := self._recorded(attend)) is None:
+        if not isinstance(attend, NativeStepAttention) or (program := self._traced_program(attend)) is None:
             return None
-        if program.marks.logits is None:
+        if program.io.logits is None:
             return None
-        return program.begin(batch, ProgramInputs(attend.layers, self._entering(program, batch), places, picks))
+        return program.begin(batch, ProgramInputs(attend.caches, self._input_states(program, batch), places, picks))
 
     def close(self) -> None:
         """See `Decoder.close`."""
@@ -61,61 +63,61 @@ class NativeDecoder:
             self._program.close()
 
     def _hidden(self, batch: StepBatch, attend: StepAttention) -> HiddenStates:
-        if not isinstance(attend, NativeStepAttention) or (program := self._recorded(attend)) is None:
-            return self._one_by_one(batch, attend)
-        run = program.begin(batch, ProgramInputs(attend.layers, self._entering(program, batch)))
+        if not isinstance(attend, NativeStepAttention) or (program := self._traced_program(attend)) is None:
+            return self._run_layers(batch, attend)
+        run = program.begin(batch, ProgramInputs(attend.caches, self._input_states(program, batch)))
         run.finish()
         return run.hidden
 
-    def _entering(self, program: DecoderProgram, batch: StepBatch) -> Tensor | None:
-        return None if program.marks.embeds else self._ends.inlet(batch.tokens)
+    def _input_states(self, program: DecoderProgram, batch: StepBatch) -> Tensor | None:
+        return None if program.io.embeds_tokens else self._ends.input(batch.tokens)
 
-    def _one_by_one(self, batch: StepBatch, attend: StepAttention) -> HiddenStates:
-        x, angles = self._ends.inlet(batch.tokens), [rotary(batch.positions) for rotary in self._rotaries]
+    def _run_layers(self, batch: StepBatch, attend: StepAttention) -> HiddenStates:
+        x, angles = self._ends.input(batch.tokens), [rotary(batch.positions) for rotary in self._rotaries]
         delta = torch.zeros_like(x)
         for layer, rope in self._layers:
             delta = layer(x, delta, angles[rope], attend)
         return HiddenStates(x, delta)
 
-    def _recorded(self, attend: NativeStepAttention) -> DecoderProgram | None:
-        if not self._tried:
-            self._tried = True
-            self._program = self._record(attend)
+    def _traced_program(self, attend: NativeStepAttention) -> DecoderProgram | None:
+        if not self._trace_tried:
+            self._trace_tried = True
+            self._program = self._trace(attend)
         return self._program
 
-    def _record(self, attend: NativeStepAttention) -> DecoderProgram | None:
+    def _trace(self, attend: NativeStepAttention) -> DecoderProgram | None:
         """The decoder as a program, found by calling its parts with what stands for tensors (see `OpTrace`)."""
-        turns = [rotary.turns for rotary in self._rotaries if isinstance(rotary, FusedRotary)]
+        turns = [rotary.cos_sin for rotary in self._rotaries if isinstance(rotary, FusedRotary)]
         if attend.dtype not in library.DTYPE_CODES or not self._layers or len(turns) < len(self._rotaries):
             return None
         tape = OpTrace(attend.dtype)
-        stream, embeds = self._record_inlet(tape)
-        told, rest = cast(StepAttention, _SymbolicAttention(attend.width)), tape.nothing
+        stream, embeds = self._trace_input(tape)
+        told, rest = cast(StepAttention, _SymbolicAttention(attend.output_size)), tape.no_delta
         try:
             for layer, rope in self._layers:
                 turned = _SymbolicAngles(rope, 2 * turns[rope].shape[-1])
                 rest = cast(SymbolicTensor, layer(*_as_tensors(stream, rest), cast(RotaryAngles, turned), told))
         except (TypeError, AttributeError):
             return None  # something is computed in between that only torch can
-        layers = len(tape.uses)
+        layers = len(tape.ops)
         return DecoderProgram(
-            tape, TraceIO(stream, rest, layers, embeds, self._record_outlet(tape, stream, rest)), turns
+            tape, TraceIO(stream, rest, layers, embeds, self._trace_output(tape, stream, rest)), turns
         )
 
-    def _record_inlet(self, tape: OpTrace) -> tuple[SymbolicTensor, bool]:
+    def _trace_input(self, tape: OpTrace) -> tuple[SymbolicTensor, bool]:
         try:
-            return self._ends.inlet.recorded(SymbolicTokenIds(tape)), True
+            return self._ends.input.trace(SymbolicTokenIds(tape)), True
         except TypeError:
-            return tape.begin(OpStruct(kind=ENTER, size=self._ends.hidden), self._ends.hidden), False
+            return tape.add_source(OpStruct(kind=ENTER, size=self._ends.hidden_size), self._ends.hidden_size), False
 
-    def _record_outlet(self, tape: OpTrace, stream: SymbolicTensor, rest: SymbolicTensor) -> SymbolicTensor | None:
+    def _trace_output(self, tape: OpTrace, stream: SymbolicTensor, rest: SymbolicTensor) -> SymbolicTensor | None:
         """The slot of the logits; None, and nothing recorded, if a program can't compute them."""
-        before = len(tape.uses)
+        before = len(tape.ops)
         try:
-            found = self._ends.outlet(*_as_tensors(stream, rest), [cast(Tensor, SymbolicIndices())])
+            found = self._ends.output(*_as_tensors(stream, rest), [cast(Tensor, SymbolicIndices())])
             return None if found is None else _trace_sampling(cast(SymbolicTensor, next(found)))
         except (TypeError, AttributeError):
-            del tape.uses[before:]
+            del tape.ops[before:]
             return None
 
 
@@ -125,7 +127,7 @@ def _as_tensors(x: SymbolicTensor, delta: SymbolicTensor) -> tuple[Tensor, Tenso
 
 def _trace_sampling(logits: SymbolicTensor) -> SymbolicTensor:
     """Tokens are chosen last, if somebody wants them to be."""
-    logits.tape.change(OpStruct(kind=PICK, size=logits.width), logits)
+    logits.trace.add_in_place(OpStruct(kind=PICK, size=logits.width), logits)
     return logits
 
 
@@ -141,6 +143,6 @@ class _SymbolicAttention(NamedTuple):
 
     width: int
 
-    def turned(self, layer: int, packed: SymbolicTensor, angles: _SymbolicAngles) -> SymbolicTensor:
+    def apply_rope_and_attend(self, layer: int, packed: SymbolicTensor, angles: _SymbolicAngles) -> SymbolicTensor:
         operation = OpStruct(kind=ATTENTION, layer=layer, angles=angles.number, size=angles.size)
-        return packed.tape.add(operation, packed, self.width)
+        return packed.trace.add_op(operation, packed, self.width)

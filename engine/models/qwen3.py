@@ -22,7 +22,7 @@ def _projections(spec: ModelSpec) -> AttentionProjections:
 
 
 def _build_experts(spec: ModelSpec, load: WeightLoader, index: int) -> FeedForward:
-    if spec.experts is None or not spec.experts.layers[index]:
+    if spec.experts is None or not spec.experts.sparse_layers[index]:
         return build_dense_mlp(spec, load, index)
     dense = mlp_spec(spec, index)
     expert = dense._replace(intermediate=spec.experts.intermediate_size)

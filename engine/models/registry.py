@@ -67,24 +67,24 @@ class NativeBuilder:
         return min(rope.original_max_position, self.max_position) if rope.kind == "longrope" else self.max_position
 
     def build(self, place: BuildContext) -> BuiltDecoder:
-        seat = place.seat
+        seat = place.shard
         check_partition(self.spec, str(self.directory), seat.group.size, seat.stage, place.whole_experts)
         weights, spec = CheckpointWeights(self.directory, text_tensor_name if self.language_part else str), self.spec
         if self.language_part:  # the whole's config.json has a default that its language part may not follow
             spec = replace(spec, tied_embeddings=HEAD_WEIGHT not in weights)
         built = BuiltDecoder(self.builder(spec, WeightLoader(weights, place)), spec)
-        if seat.alone:
-            self._tell_unread(weights)
+        if seat.is_whole:
+            self._warn_unread(weights)
         return built
 
-    def examine(self, place: BuildContext, parallel: ParallelConfig) -> str:
+    def dry_run(self, place: BuildContext, parallel: ParallelConfig) -> str:
         """Every tensor is asked for as ever, and none is computed with: torch's meta device holds shapes alone."""
         stage = PipelineStage(0, parallel.pipeline, parallel.layers)
         check_partition(self.spec, str(self.directory), parallel.tensor, stage, parallel.whole_experts)
         self.build(BuildContext(place.dtype, torch.device("meta"), 1))
         return ""
 
-    def _tell_unread(self, weights: CheckpointWeights) -> None:
+    def _warn_unread(self, weights: CheckpointWeights) -> None:
         harmless = (_COMPUTED_TENSORS, HEAD_WEIGHT) if self.spec.tied_embeddings else (_COMPUTED_TENSORS,)
         unread = [name for name in weights.unread if not name.endswith(harmless)]
         if self.language_part:

@@ -19,7 +19,7 @@ class AttentionCall(NamedTuple):
     """What a module says when it attends: how, and whatever else it hands to an attention function."""
 
     module: Any
-    view: LayerAttention
+    attention: LayerAttention
     sinks: Tensor | None
     mask: Tensor | None
     others: Mapping[str, Any]

@@ -41,9 +41,13 @@ class TransformersDecoder:
     def __init__(self, model: Any, kv_heads: int, head_dim: int) -> None:
         self._model, self._kv_heads, self._head_dim = model, kv_heads, head_dim
 
-    def logits(self, batch: StepBatch, attend: StepAttention, chosen: Sequence[Tensor]) -> LogitsIterator:
+    def compute_logits(self, batch: StepBatch, attend: StepAttention, chosen: Sequence[Tensor]) -> LogitsIterator:
         def by_layer(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            filled = self._filled(q, q.shape[1]), self._filled(k, self._kv_heads), self._filled(v, self._kv_heads)
+            filled = (
+                self._padded_heads(q, q.shape[1]),
+                self._padded_heads(k, self._kv_heads),
+                self._padded_heads(v, self._kv_heads),
+            )
             mixed = attend(call.module.layer_idx, *filled, call.sinks)
             return mixed.view(len(q), -1, self._head_dim)[..., : v.shape[2]].flatten(1)
 
@@ -58,9 +62,9 @@ class TransformersDecoder:
                 logits_to_keep=first,
                 attend=by_layer,
             )
-        return chain((out.logits[0],), (self._head(tokens, said[0], places) for places in others))
+        return chain((out.logits[0],), (self._logits_at(tokens, said[0], places) for places in others))
 
-    def begin(
+    def begin_step(
         self, batch: StepBatch, attend: StepAttention, places: Tensor, picks: SampledTokens | None = None
     ) -> None:
         """transformers computes when it is asked to, and not before."""
@@ -68,13 +72,13 @@ class TransformersDecoder:
     def close(self) -> None:
         """It has no threads of its own."""
 
-    def _filled(self, x: Tensor, heads: int) -> Tensor:
+    def _padded_heads(self, x: Tensor, heads: int) -> Tensor:
         """x [N, its heads, its size] as [N, heads, head_dim]."""
         if x.shape[1] < heads:
             x = x.repeat_interleave(heads // x.shape[1], 1)
         return x if x.shape[2] == self._head_dim else pad(x, (0, self._head_dim - x.shape[2]))
 
-    def _head(self, tokens: Tensor, said: Any, places: Tensor) -> Tensor:
+    def _logits_at(self, tokens: Tensor, said: Any, places: Tensor) -> Tensor:
         """The logits of other places in what the layers `said`: what each class does behind them is its own."""
         layers = self._model.get_decoder()
         layers.forward = lambda *_, **__: said
@@ -122,7 +126,7 @@ class TransformersBuilder:
         log.warning("%s has no file of its own: transformers computes it over our cache, slower", self.architecture)
         return BuiltDecoder(decoder, self._shape(heard))
 
-    def examine(self, place: BuildContext, parallel: ParallelConfig) -> str:
+    def dry_run(self, place: BuildContext, parallel: ParallelConfig) -> str:
         """Weights are opened, and no more: which tensors it needs is transformers' business."""
         try:
             _check_context(place, parallel.world)
@@ -141,12 +145,12 @@ class TransformersBuilder:
             heads=any_layer.heads,
             kv_heads=any_layer.kv_heads,
             head_dim=any_layer.head_dim,
-            views=tuple(each.view for each in heard),
+            attention=tuple(each.attention for each in heard),
         )
 
 
 def _check_context(place: BuildContext, ranks: int = 1) -> None:
-    if ranks > 1 or not place.seat.alone or place.whole_experts:
+    if ranks > 1 or not place.shard.is_whole or place.whole_experts:
         raise CheckpointError("its layers can't be split over ranks")
     if place.quantized:
         raise CheckpointError("transformers computes it, whose weights we can't quantise; use quantization none")

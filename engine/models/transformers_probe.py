@@ -31,7 +31,7 @@ class ProbedLayer(NamedTuple):
     """What a layer said of itself: how it attends, and with which heads; `head_dim` is the size of its keys or of its
     values, whichever is larger."""
 
-    view: LayerAttention
+    attention: LayerAttention
     heads: int
     kv_heads: int
     head_dim: int
@@ -50,8 +50,8 @@ class AttentionProbe:
         _check_call(call)
         if k.shape[:2] != v.shape[:2]:
             raise CheckpointError(f"layer {layer} has {k.shape[1]} heads of keys and {v.shape[1]} of values")
-        self.layers[layer] = ProbedLayer(call.view, q.shape[1], k.shape[1], max(k.shape[2], v.shape[2]))
-        return reference_attention(q, k, v, 0, call.view, call.sinks)
+        self.layers[layer] = ProbedLayer(call.attention, q.shape[1], k.shape[1], max(k.shape[2], v.shape[2]))
+        return reference_attention(q, k, v, 0, call.attention, call.sinks)
 
 
 def _check_call(call: AttentionCall) -> None:
@@ -88,7 +88,7 @@ def probe_layers(model: Any) -> list[ProbedLayer]:
     kv_heads, head_dim = max(each.kv_heads for each in heard), max(each.head_dim for each in heard)
     if len({each.heads for each in heard}) > 1 or any(kv_heads % each.kv_heads for each in heard):
         raise CheckpointError("its layers have heads of different numbers, which one cache can't hold")
-    _check_windows(model.config, [each.view for each in heard])
+    _check_windows(model.config, [each.attention for each in heard])
     return [each._replace(kv_heads=kv_heads, head_dim=head_dim) for each in heard]
 
 
@@ -154,9 +154,9 @@ def _logits_over_cache(
     """Logits of `tokens`, rows one after the other; row r has blocks 2r and 2r + 1."""
     rows = len(counts)
     tables = torch.arange(2 * rows, device=tokens.device).view(rows, 2)
-    batch = StepBatch.of(tokens, starts, counts, tables, _BLOCK)
+    batch = StepBatch.from_tokens(tokens, starts, counts, tables, _BLOCK)
     pieces = torch.split(torch.arange(len(tokens), device=tokens.device), 2)
-    logits = decoder.logits(batch, cache.begin(batch), pieces)
+    logits = decoder.compute_logits(batch, cache.begin_step(batch), pieces)
     assert logits is not None, "what transformers computes is the whole model"
     return torch.cat(list(logits))
 
@@ -168,5 +168,5 @@ def _relative_error(found: Tensor, right: Tensor) -> float:
 
 
 def _cache(heard: list[ProbedLayer], dtype: torch.dtype, device: torch.device) -> CacheSpec:
-    layer, views = heard[0], tuple(each.view for each in heard)
+    layer, views = heard[0], tuple(each.attention for each in heard)
     return CacheSpec(views, layer.heads, layer.kv_heads, layer.head_dim, _BLOCK, dtype, device)

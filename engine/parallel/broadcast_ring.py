@@ -81,7 +81,7 @@ class BroadcastRing:
         self._posted: deque[RingSpan] = deque()
         self._end = 0
 
-    def post(self, message: bytes) -> None:
+    def publish(self, message: bytes) -> None:
         """Let every reader have `message`. Waits where there is no room for it but in the lines.
 
         Raises:
@@ -90,13 +90,13 @@ class BroadcastRing:
         span = self._room(len(message))
         self._posted.append(span)
         if self._memory is None or span.begin == span.end:
-            self.tell(message)
+            self.publish_inline(message)
             return
         self._memory.view[span.begin : span.end] = message
         self._end = span.end
         self._write(_FRAME.pack(_IN_RING, len(message)) + _OFFSET.pack(span.begin))
 
-    def tell(self, message: bytes) -> None:
+    def publish_inline(self, message: bytes) -> None:
         """Let every reader have `message`, over its line; it need not be forgotten."""
         self._write(_FRAME.pack(_INLINE, len(message)) + message)
 
@@ -107,7 +107,7 @@ class BroadcastRing:
             while written < len(frame):
                 written += os.write(line.fileno(), frame[written:])
 
-    def forget(self) -> None:
+    def release_oldest(self) -> None:
         """All readers have read the oldest of what was posted."""
         self._posted.popleft()
 

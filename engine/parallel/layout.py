@@ -17,25 +17,25 @@ class RankLayout(NamedTuple):
         return self.tensor * self.pipeline
 
     @property
-    def reporter(self) -> int:
+    def result_rank(self) -> int:
         """The one rank that tells results: the first of the last stage."""
         return self.world - self.tensor
 
-    def stage(self, rank: int) -> int:
+    def stage_of(self, rank: int) -> int:
         return rank // self.tensor
 
-    def members(self, stage: int) -> range:
+    def ranks_of_stage(self, stage: int) -> range:
         """The ranks of a stage."""
         return range(stage * self.tensor, (stage + 1) * self.tensor)
 
     def stages(self) -> Iterator[range]:
-        return map(self.members, range(self.pipeline))
+        return map(self.ranks_of_stage, range(self.pipeline))
 
-    def name(self, rank: int) -> str:
+    def rank_name(self, rank: int) -> str:
         """For people: which one of how many, and what it is there for."""
         parts = [f"rank {rank} of {self.world}"]
         if self.tensor > 1 and self.pipeline > 1:
-            parts.append(f"stage {self.stage(rank)}, tensor {rank % self.tensor}")
+            parts.append(f"stage {self.stage_of(rank)}, tensor {rank % self.tensor}")
         return " (".join(parts) + ")" * (len(parts) - 1)
 
     def __str__(self) -> str:

@@ -23,20 +23,20 @@ class LaunchedRanks(Protocol):
     """Ranks that were started, wherever they run."""
 
     @property
-    def lines(self) -> Sequence[Connection]:
+    def connections(self) -> Sequence[Connection]:
         """One to each rank. It breaks when the rank ends, however that comes."""
 
     @property
     def memory(self) -> RingMemory | None:
         """What all of them share with the core, if they can."""
 
-    def fate(self, rank: int) -> str:
+    def exit_reason(self, rank: int) -> str:
         """What became of a rank whose line broke, for people: "died (exit code -9)"."""
 
     def kill(self) -> None:
         """End all of them at once; does not wait for it. For any thread."""
 
-    def end(self, patience: float) -> None:
+    def wait_for_exit(self, patience: float) -> None:
         """Return when none of them runs; they are killed after `patience` seconds."""
 
     def close(self) -> None:
@@ -52,29 +52,29 @@ class LocalRanks:
 
     def __init__(self, config: EngineConfig, layout: RankLayout) -> None:
         self.memory = RingMemory.create()
-        self.lines: list[Connection] = []
+        self.connections: list[Connection] = []
         self._processes: list[ChildProcess] = []
         try:
             for rank in range(layout.world):
                 self._start(config, layout, rank)
         except BaseException:
-            self.end(0.0)
+            self.wait_for_exit(0.0)
             self.close()
             raise
 
     def _start(self, config: EngineConfig, layout: RankLayout, rank: int) -> None:
         ours, theirs = Pipe()
-        self.lines.append(ours)
+        self.connections.append(ours)
         with theirs:  # theirs alone: it breaks when the rank ends
             self._processes.append(
-                ChildProcess(layout.name(rank), _rank_main, config, layout, rank, theirs, self.memory)
+                ChildProcess(layout.rank_name(rank), _rank_main, config, layout, rank, theirs, self.memory)
             )
 
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
-    def fate(self, rank: int) -> str:
+    def exit_reason(self, rank: int) -> str:
         exit_code = self._processes[rank].wait(_DEATH_SECONDS)
         return f"died (exit code {exit_code})" if exit_code is not None else "does not answer"
 
@@ -82,7 +82,7 @@ class LocalRanks:
         for process in self._processes:
             process.kill()
 
-    def end(self, patience: float) -> None:
+    def wait_for_exit(self, patience: float) -> None:
         deadline = time.monotonic() + patience
         for process in self._processes:
             process.wait(max(0.0, deadline - time.monotonic()))
@@ -91,7 +91,7 @@ class LocalRanks:
             process.wait()
 
     def close(self) -> None:
-        for line in self.lines:
+        for line in self.connections:
             line.close()
         for process in self._processes:
             process.close()
@@ -105,5 +105,5 @@ def _rank_main(config: EngineConfig, layout: RankLayout, rank: int, line: Connec
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or a lost rank is told of in pages of C++
     from .rank import RankArgs, run_rank  # imports torch
 
-    run_rank(config, RankArgs(rank, layout, line, memory, local=rank, neighbours=layout.world))
+    run_rank(config, RankArgs(rank, layout, line, memory, local_rank=rank, local_ranks=layout.world))
     os._exit(0)  # it has parted from the others; what torch would tidy up takes seconds

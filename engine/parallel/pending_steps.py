@@ -18,7 +18,7 @@ class PendingSteps:
         self._tell: Callable[[CharoniaError], None] = lambda error: None
         self.loss: CharoniaError | None = None
 
-    def add(self) -> Future[StepResult]:
+    def add_step(self) -> Future[StepResult]:
         """One step more; it has failed already if there will be no result."""
         step: Future[StepResult] = Future()
         with self._lock:
@@ -28,13 +28,13 @@ class PendingSteps:
         step.set_exception(self.loss)
         return step
 
-    def resolve(self, result: StepResult) -> None:
+    def resolve_oldest(self, result: StepResult) -> None:
         """The oldest step's result."""
         with self._lock:
             step = self._steps.popleft()
         step.set_result(result)
 
-    def fail(self, error: CharoniaError) -> None:
+    def fail_all(self, error: CharoniaError) -> None:
         """No result will come, to these steps and all to be added."""
         with self._lock:
             self.loss = error
@@ -52,7 +52,7 @@ class PendingSteps:
         if error is not None:
             tell(error)
 
-    def cancel(self) -> None:
+    def cancel_all(self) -> None:
         with self._lock:
             steps, self._steps = self._steps, deque()
         for step in steps:

@@ -33,7 +33,7 @@ class SampledBatch(NamedTuple):
     tokens: IntArray
 
     @classmethod
-    def of(cls, results: Sequence[StepResult]) -> "SampledBatch":
+    def from_results(cls, results: Sequence[StepResult]) -> "SampledBatch":
         """Of steps in which no row was twice."""
         columns = (result[1:5] for result in results)
         rows, offsets, counts, tokens = (np.concatenate(column) for column in zip(*columns, strict=True))
@@ -48,7 +48,7 @@ class StepBroadcast(NamedTuple):
     """What all ranks are told of one step: what landed, then the plan."""
 
     plan: StepPlan
-    landed: SampledBatch | None = None
+    sampled: SampledBatch | None = None
 
 
 class _EncodedSequence(msgspec.Struct, array_like=True, frozen=True):
@@ -127,7 +127,7 @@ class PlanEncoder:
         self._known = _StepState()
         self._encode = msgspec.msgpack.Encoder().encode
 
-    def write(self, bulletin: StepBroadcast) -> bytes:
+    def encode(self, bulletin: StepBroadcast) -> bytes:
         plan, landed = bulletin
         told = _MessageBuilder()
         if plan.new:
@@ -188,7 +188,7 @@ class PlanDecoder:
         self._known = _StepState()
         self._decode = msgspec.msgpack.Decoder(list[_EncodedSequence]).decode
 
-    def read(self, message: Bytes) -> StepBroadcast:
+    def decode(self, message: Bytes) -> StepBroadcast:
         known = self._known
         step, told = _HEADER.unpack_from(message)
         columns = ColumnReader(message, _HEADER.size)

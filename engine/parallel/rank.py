@@ -45,11 +45,11 @@ class RankArgs(NamedTuple):
 
     rank: int
     layout: RankLayout
-    line: Connection
+    connection: Connection
     memory: RingMemory | None = None
     host: str = "127.0.0.1"
-    local: int = 0
-    neighbours: int = 1
+    local_rank: int = 0
+    local_ranks: int = 1
 
 
 def run_rank(config: EngineConfig, post: RankArgs) -> None:
@@ -72,17 +72,17 @@ def run_rank(config: EngineConfig, post: RankArgs) -> None:
 class _Rank:
     def __init__(self, config: EngineConfig, post: RankArgs) -> None:
         self._config, self._post = config, post
-        self._desk = RingReader(post.line, post.memory)
+        self._desk = RingReader(post.connection, post.memory)
         self._plans = PlanDecoder()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder[RankCommand](RankCommand).decode
 
     def report(self, report: RankReport) -> None:
-        self._post.line.send_bytes(self._encode(report))
+        self._post.connection.send_bytes(self._encode(report))
 
     def run(self) -> None:
-        torch.set_num_threads(self._config.threads_each(self._post.neighbours))
-        device = assign_device(self._config, self._post.local, self._post.neighbours)
+        torch.set_num_threads(self._config.threads_each(self._post.local_ranks))
+        device = assign_device(self._config, self._post.local_rank, self._post.local_ranks)
         self._join(device)
         engine = self._load(msgspec.structs.replace(self._config, device=device))
         while self._turn(engine):
@@ -94,7 +94,7 @@ class _Rank:
         self._store = (
             RendezvousStore(self._post.host) if rank == 0 else None
         )  # others look into it as long as they live
-        self.report(RankStarted(*self._store.meeting) if self._store else RankStarted())
+        self.report(RankStarted(*self._store.rendezvous) if self._store else RankStarted())
         match self._hear():
             case JoinRanks(host, port):
                 join_ranks(Rendezvous(host, port), rank, layout, torch.device(device))
@@ -107,8 +107,8 @@ class _Rank:
         place = rank_shard(post.rank, post.layout, config.parallel.layers)
         engine = load_rank(config, place, lambda fraction: self.report(WeightsProgress(fraction)))
         wait_for_all_ranks()  # what is free is known when all have taken what they need
-        sharing = 1 if engine.place.device.type == "cuda" else post.neighbours
-        self.report(RankLoaded.of(engine.capacity(sharing)))
+        sharing = 1 if engine.place.device.type == "cuda" else post.local_ranks
+        self.report(RankLoaded.from_capacity(engine.capacity(sharing)))
         return engine
 
     def _turn(self, engine: LoadedRank) -> bool:
@@ -126,12 +126,12 @@ class _Rank:
         return True
 
     def _step(self, engine: LoadedRank, message: memoryview) -> None:
-        plan, landed = self._plans.read(message)
+        plan, landed = self._plans.decode(message)
         if landed is not None:
-            engine.runner.learn(*landed)
-        result = engine.runner.step(plan)
-        if self._post.rank == self._post.layout.reporter:
-            self.report(EncodedResult.of(result))
+            engine.runner.store_remote_tokens(*landed)
+        result = engine.runner.run_step(plan)
+        if self._post.rank == self._post.layout.result_rank:
+            self.report(EncodedResult.from_result(result))
 
     def _hear(self) -> RankCommand:
         command: RankCommand = self._decode(self._desk.read())

@@ -36,7 +36,7 @@ class ConnectToken(NamedTuple):
 
 class RankConnection(NamedTuple):
     rank: int
-    line: Connection
+    connection: Connection
 
 
 class RankListener:
@@ -51,7 +51,7 @@ class RankListener:
         self._host, self._port = self._listener.getsockname()[:2]
         self._secret = secrets.token_bytes(32)
 
-    def ticket(self, rank: int) -> ConnectToken:
+    def token(self, rank: int) -> ConnectToken:
         return ConnectToken(self._host, self._port, self._secret, rank)
 
     def accept(self, seconds: float) -> RankConnection | None:

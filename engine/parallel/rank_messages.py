@@ -60,10 +60,10 @@ class RankLoaded(msgspec.Struct, array_like=True, tag="loaded", frozen=True):
     machine: str = ""
 
     @classmethod
-    def of(cls, capacity: Capacity) -> "RankLoaded":
+    def from_capacity(cls, capacity: Capacity) -> "RankLoaded":
         return cls(*capacity)
 
-    def read(self) -> Capacity:
+    def to_capacity(self) -> Capacity:
         return Capacity(*msgspec.structs.astuple(self))
 
 
@@ -83,12 +83,12 @@ class EncodedResult(msgspec.Struct, array_like=True, tag="result", frozen=True):
     scores: list[tuple[int, PromptLogprobs]] = []
 
     @classmethod
-    def of(cls, result: StepResult) -> "EncodedResult":
+    def from_result(cls, result: StepResult) -> "EncodedResult":
         step, *columns, logprobs, scores = result
         rows, offsets, counts, tokens = (column.tobytes() for column in columns)
         return cls(step, rows, offsets, counts, tokens, list(logprobs), list(scores))
 
-    def read(self) -> StepResult:
+    def to_result(self) -> StepResult:
         rows, offsets, counts = map(_column, (self.rows, self.offsets, self.counts))
         return StepResult(self.step, rows, offsets, counts, _column(self.tokens), self.logprobs, self.scores)
 
@@ -103,7 +103,7 @@ class RankFailed(msgspec.Struct, array_like=True, tag="broken", frozen=True):
 
     message: str
     code: str
-    bereft: bool = False
+    lost_peer: bool = False
     field: str = ""
 
 

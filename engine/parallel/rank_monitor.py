@@ -48,7 +48,7 @@ class RankMonitor:
         for thread in self._threads:
             thread.start()
 
-    def next(self, deadline: float | None = None) -> ReceivedReport | None:
+    def next_report(self, deadline: float | None = None) -> ReceivedReport | None:
         """What a rank says next, results apart; None when it is later than `deadline`.
 
         Raises:
@@ -62,7 +62,7 @@ class RankMonitor:
             raise said
         return said
 
-    def dismiss(self) -> None:
+    def expect_exits(self) -> None:
         """From now on ranks may go."""
         with self._deciding:
             self._over.set()
@@ -73,7 +73,7 @@ class RankMonitor:
             thread.join()
 
     def _listen(self, rank: int) -> None:
-        line = self._crew.lines[rank]
+        line = self._crew.connections[rank]
         try:
             while not isinstance(report := self._decode(line.recv_bytes()), RankFailed):
                 if isinstance(report, EncodedResult):
@@ -81,11 +81,11 @@ class RankMonitor:
                 else:
                     self._said.put(ReceivedReport(rank, report))
         except (EOFError, OSError):
-            self._lose(lambda: Unavailable(f"{self._layout.name(rank)} {self._crew.fate(rank)}"))
+            self._lose(lambda: Unavailable(f"{self._layout.rank_name(rank)} {self._crew.exit_reason(rank)}"))
         else:
-            if report.bereft:
+            if report.lost_peer:
                 self._over.wait(_GRACE_SECONDS)
-            self._lose(lambda: _error_of_rank(self._layout.name(rank), report))
+            self._lose(lambda: _error_of_rank(self._layout.rank_name(rank), report))
 
     def _lose(self, reason: Callable[[], CharoniaError]) -> None:
         with self._deciding:

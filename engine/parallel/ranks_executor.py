@@ -91,7 +91,7 @@ class RanksExecutor:
         progress("ranks", 1.0)
         loaded = self._everyone(RankLoaded, progress=progress)
         progress("weights", 1.0)
-        return _smallest_capacity([loaded[rank].read() for rank in range(self._layout.world)], self._layout)
+        return _smallest_capacity([loaded[rank].to_capacity() for rank in range(self._layout.world)], self._layout)
 
     def allocate(self, blocks: int) -> None:
         """Allocate every rank's part of the cache, and begin anew."""
@@ -101,10 +101,10 @@ class RanksExecutor:
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         board = self._started.board
-        step = self._pending.add()
+        step = self._pending.add_step()
         if not step.done():
             with suppress(OSError):  # a rank is gone: whoever watches them fails the step
-                board.post(PLAN_PREFIX + self._writer.write(StepBroadcast(plan, self._take_landed())))
+                board.publish(PLAN_PREFIX + self._writer.encode(StepBroadcast(plan, self._take_landed())))
         return step
 
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:
@@ -115,13 +115,13 @@ class RanksExecutor:
         if self._staff is None:
             return
         crew, board, watch = self._staff
-        watch.dismiss()
+        watch.expect_exits()
         with suppress(OSError):
-            board.tell(self._encode(LeaveRanks()))
-        crew.end(0.0 if self._pending.loss else _LEAVE_SECONDS)
+            board.publish_inline(self._encode(LeaveRanks()))
+        crew.wait_for_exit(0.0 if self._pending.loss else _LEAVE_SECONDS)
         watch.join()
         crew.close()
-        self._pending.cancel()
+        self._pending.cancel_all()
         self._staff = None
 
     @property
@@ -132,12 +132,12 @@ class RanksExecutor:
 
     def _begin(self) -> None:
         crew = self._muster(self._config, self._layout)
-        watch = RankMonitor(crew, self._layout, self._land, self._pending.fail)
-        self._staff = _RunningRanks(crew, BroadcastRing(crew.lines, crew.memory), watch)
+        watch = RankMonitor(crew, self._layout, self._land, self._pending.fail_all)
+        self._staff = _RunningRanks(crew, BroadcastRing(crew.connections, crew.memory), watch)
 
     def _tell(self, command: RankCommand) -> None:
         with suppress(OSError):  # as above
-            self._started.board.tell(self._encode(command))
+            self._started.board.publish_inline(self._encode(command))
 
     def _everyone(
         self, kind: type[R], deadline: float | None = None, progress: ProgressCallback = lambda phase, fraction: None
@@ -145,7 +145,7 @@ class RanksExecutor:
         """What every rank says of this kind. On the way there, tell `progress` of weights read."""
         told = 0.0
         while len(self._heard[kind]) < self._layout.world:
-            said = self._started.watch.next(deadline)
+            said = self._started.watch.next_report(deadline)
             if said is None:
                 raise self._absent(self._heard[kind])
             self._heard[type(said.report)][said.rank] = said.report
@@ -156,17 +156,17 @@ class RanksExecutor:
         return self._heard.pop(kind)
 
     def _absent(self, heard: Container[int]) -> Unavailable:
-        absent = [self._layout.name(rank) for rank in range(self._layout.world) if rank not in heard]
+        absent = [self._layout.rank_name(rank) for rank in range(self._layout.world) if rank not in heard]
         return Unavailable(f"{', '.join(absent)} did not join within {self._join_seconds:g} s")
 
     # Results, on a thread of their own
 
     def _land(self, result: EncodedResult) -> None:
-        landed = result.read()
-        self._started.board.forget()
+        landed = result.to_result()
+        self._started.board.release_oldest()
         if self._layout.pipeline > 1:
             self._landed.append(landed)
-        self._pending.resolve(landed)
+        self._pending.resolve_oldest(landed)
 
     def _take_landed(self) -> SampledBatch | None:
         """What was sampled since the last plan, for the stages that cannot know: a sequence's next plan comes after its
@@ -174,7 +174,7 @@ class RanksExecutor:
         landed: list[StepResult] = []
         while self._landed:  # more may come meanwhile
             landed.append(self._landed.popleft())
-        return SampledBatch.of(landed) if any(len(result.rows) for result in landed) else None
+        return SampledBatch.from_results(landed) if any(len(result.rows) for result in landed) else None
 
 
 def _smallest_capacity(capacities: list[Capacity], layout: RankLayout) -> Capacity:

@@ -32,8 +32,8 @@ class RankPlacement(NamedTuple):
 
     bundle: int
     host: str
-    local: int
-    neighbours: int
+    local_rank: int
+    local_ranks: int
 
 
 def rank_resources(config: EngineConfig, layout: RankLayout, resources: Mapping[str, float]) -> RankResources:
@@ -78,4 +78,4 @@ def rank_config(config: EngineConfig, asked: RankResources, place: RankPlacement
 def ranks_sharing_memory(config: EngineConfig, asked: RankResources, place: RankPlacement) -> int:
     """Ranks that share a machine's memory with this one, itself included: of other replicas as many as of its own. A
     GPU is not shared."""
-    return 1 if asked.gpus else place.neighbours * config.data_parallel_size
+    return 1 if asked.gpus else place.local_ranks * config.data_parallel_size

@@ -25,10 +25,10 @@ class RemoteRankArgs(NamedTuple):
 
     config: EngineConfig
     layout: RankLayout
-    ticket: ConnectToken
+    token: ConnectToken
     host: str
-    local: int
-    neighbours: int
+    local_rank: int
+    local_ranks: int
     environment: Mapping[str, str]
 
 
@@ -41,7 +41,7 @@ class RankActor:
         set_process_name("charonia-rank")
         for name, value in (dict(errand.environment) | _host_variables(errand.host)).items():
             os.environ.setdefault(name, value)
-        self._line = connect_to_listener(errand.ticket)
+        self._line = connect_to_listener(errand.token)
         try:
             _serve(errand, self._line)
         except SystemExit:

@@ -71,12 +71,12 @@ class RayRanks:
                 self._start(config, asked, rank, place)
             self._meet()
         except BaseException:
-            self.end(0.0)
+            self.wait_for_exit(0.0)
             self.close()
             raise
 
     @property
-    def lines(self) -> Sequence[Connection]:
+    def connections(self) -> Sequence[Connection]:
         return [self._lines[rank] for rank in sorted(self._lines)]
 
     @property
@@ -84,14 +84,14 @@ class RayRanks:
         """Where each rank runs."""
         return [place.host for place in self._places]
 
-    def fate(self, rank: int) -> str:
+    def exit_reason(self, rank: int) -> str:
         return f"is lost, on {self._places[rank].host}"
 
     def kill(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
 
-    def end(self, patience: float) -> None:
+    def wait_for_exit(self, patience: float) -> None:
         _still_running(self._served, patience)
         self.kill()
         wait_until_closed(self._lines.values(), _DEATH_SECONDS)
@@ -133,8 +133,8 @@ class RayRanks:
         own = rank_config(config, asked, place)
         sharing = ranks_sharing_memory(config, asked, place)
         environment = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED_VARIABLES)}
-        local = 0 if asked.gpus else place.local
-        errand = RemoteRankArgs(own, self._layout, self._gate.ticket(rank), place.host, local, sharing, environment)
+        local = 0 if asked.gpus else place.local_rank
+        errand = RemoteRankArgs(own, self._layout, self._gate.token(rank), place.host, local, sharing, environment)
         self._served.append(actor.serve.remote(errand))
 
     def _meet(self) -> None:
@@ -142,7 +142,7 @@ class RayRanks:
         deadline = monotonic() + self._patience.join
         while len(self._lines) < self._layout.world:
             if called := self._gate.accept(min(_POLL_SECONDS, max(0.0, deadline - monotonic()))):
-                self._lines[called.rank] = called.line
+                self._lines[called.rank] = called.connection
                 continue
             absent = [rank for rank in range(self._layout.world) if rank not in self._lines]
             self._check_alive(absent)
@@ -157,7 +157,7 @@ class RayRanks:
                 raise Unavailable(f"{self._named(rank)} did not start: {_ray_reason(self._served[rank])}")
 
     def _named(self, rank: int) -> str:
-        return f"{self._layout.name(rank)} on {self._places[rank].host}"
+        return f"{self._layout.rank_name(rank)} on {self._places[rank].host}"
 
 
 def _still_running(served: list[Any], seconds: float) -> list[Any]:

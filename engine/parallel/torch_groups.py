@@ -50,12 +50,12 @@ class RendezvousStore:
 
     def __init__(self, host: str, seconds: float = RANK_TIMEOUT_SECONDS) -> None:
         listener = listen_on(host)
-        self.meeting = Rendezvous(host, listener.getsockname()[1])
+        self.rendezvous = Rendezvous(host, listener.getsockname()[1])
         patience = timedelta(seconds=seconds)
         descriptor = listener.detach()  # the store closes it
         self._store = dist.TCPStore(  # type: ignore[attr-defined]
             host,
-            self.meeting.port,
+            self.rendezvous.port,
             is_master=True,
             timeout=patience,
             wait_for_workers=False,
@@ -108,9 +108,9 @@ def leave_ranks() -> None:
 def rank_shard(rank: int, layout: RankLayout, split: tuple[int, ...] = ()) -> Shard:
     """The share of the model that `rank` computes, once it has joined; every rank asks for its own at the same time."""
     groups = [_translate_errors(dist.new_group, list(members)) for members in layout.stages()]
-    index = layout.stage(rank)
+    index = layout.stage_of(rank)
     group: TensorGroup = (
-        SingleRank() if layout.tensor == 1 else TensorParallelGroup(groups[index], layout.members(index))
+        SingleRank() if layout.tensor == 1 else TensorParallelGroup(groups[index], layout.ranks_of_stage(index))
     )
     stage = PipelineStage(index, layout.pipeline, split)
     return Shard(group, stage, StageNeighbours(rank, layout.tensor) if layout.pipeline > 1 else None)
@@ -131,12 +131,12 @@ class TensorParallelGroup:
         self._group = group
         self.rank, self.size = dist.get_rank(group), len(members)
 
-    def sum(self, partial: Tensor) -> Tensor:
+    def all_reduce(self, partial: Tensor) -> Tensor:
         whole = partial.contiguous()
         _translate_errors(dist.all_reduce, whole, group=self._group)
         return whole
 
-    def gather(self, part: Tensor, total: int) -> Tensor:
+    def all_gather(self, part: Tensor, total: int) -> Tensor:
         widths = [part.stop - part.start for part in all_rank_slices(total, self.size)]
         # Equal pieces are what the libraries gather: the narrow ones are padded.
         mine = part if part.shape[-1] == max(widths) else torch.nn.functional.pad(part, (0, 1))

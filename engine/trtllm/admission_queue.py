@@ -38,39 +38,39 @@ class AdmissionQueue:
         """Sequences that wait."""
         return len(self._waiting)
 
-    def join(self, add: AddRequest) -> Sequence:
+    def enqueue(self, add: AddRequest) -> Sequence:
         """Stand in line."""
         seniority = self._now() + add.priority * _AGEING
-        slot = self._fairness.slot(add.tenant, add.weight)
+        slot = self._fairness.slot_of(add.tenant, add.weight)
         request = SequenceRequest(key=add.key, prompt=_NO_TOKENS, max_tokens=add.max_tokens)
         sequence = Sequence(request, self._arrivals, seniority, seniority, [], slot)
         self._arrivals += 1
-        self._fairness.arrive(slot)
-        self._waiting.join(sequence)
+        self._fairness.sequence_arrived(slot)
+        self._waiting.enqueue(sequence)
         return sequence
 
-    def next(self) -> Sequence | None:
+    def pop_next(self) -> Sequence | None:
         """Who goes now, and has a place from here on; None if nobody can."""
         if self.running >= self._places or not len(self._waiting):
             return None
-        sequence = self._waiting.first(self._now())
+        sequence = self._waiting.peek(self._now())
         assert sequence is not None
-        self._waiting.take(sequence)
+        self._waiting.pop(sequence)
         sequence.admitted = True
         self.running += 1
         return sequence
 
-    def leave(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence) -> None:
         """It has ended, or was given up in line."""
         if sequence.admitted:
             self.running -= 1
         else:
-            self._waiting.leave(sequence)
-        self._fairness.depart(sequence.slot)
+            self._waiting.remove(sequence)
+        self._fairness.sequence_ended(sequence.tenant_slot)
 
     def charge(self, sequence: Sequence, prompt: int, outputs: int = 0) -> None:
         """So many of its prompt tokens were computed, and so many generated."""
-        self._fairness.charge(sequence.slot, prompt + round(OUTPUT_WEIGHT * outputs))
+        self._fairness.charge_prompt(sequence.tenant_slot, prompt + round(OUTPUT_WEIGHT * outputs))
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` where the counts do not add up."""

@@ -145,7 +145,7 @@ async def trial(package: TrtllmPackage, model: str) -> list[str]:
         CompatReport(package.world),
     )
     try:
-        runtime = await maker.make()
+        runtime = await maker.load()
         witness.has("LLM", runtime.llm)
         async with asyncio.timeout(_SECONDS):
             await _generate(runtime, witness)
@@ -169,7 +169,7 @@ async def _generate(runtime: TrtllmRuntime, witness: CompatReport) -> None:
         items += 1
         witness.see(result)
         witness.expect(result is submitted, "results are not one object, changed in place")
-        news = reader.read(result)
+        news = reader.read_delta(result)
         tokens += len(news.tokens)
         witness.expect(len(news.tokens) == len(news.logprobs), "there is not one log-probability for each token")
     said = submitted.outputs[0].finish_reason

@@ -68,7 +68,7 @@ class TrtllmClient:
         return EngineState(
             running=self._line.running,
             waiting=count_by_priority(ride.add.priority for ride in waiting),
-            queue_age=max((ride.channel.account.waited for ride in waiting), default=0.0),
+            queue_age=max((ride.channel.stats.seconds_waited for ride in waiting), default=0.0),
             kv_usage=used / capacity if capacity else 0.0,
             prefix_queries=self._iterations.prefix_queries,
             prefix_hits=self._iterations.prefix_hits,
@@ -79,9 +79,9 @@ class TrtllmClient:
     async def start(self) -> CoreReady:
         began = time.monotonic()
         self._on_progress(CoreLoading("TensorRT-LLM", 0.0, 0.0))
-        runtime = await self._maker.make()
+        runtime = await self._maker.load()
         self._on_progress(CoreLoading("TensorRT-LLM", 1.0, time.monotonic() - began, runtime.package.version))
-        self._line = AdmissionQueue(runtime.places)
+        self._line = AdmissionQueue(runtime.max_sequences)
         self._runtime = runtime
         self._following = asyncio.create_task(self._iterations.follow(runtime.package, runtime.llm))
         return runtime.ready
@@ -91,19 +91,19 @@ class TrtllmClient:
         await self._maker.close()
 
     def check_size(self, request: GenerateRequest, tokens: int = 0) -> None:
-        self._admission.check_size(request.prompts, request.choices, tokens)
+        self._admission.check_size(request.prompt_count, request.choice_count, tokens)
 
     @contextmanager
-    def place(self, tenant: str = "") -> Iterator[CoreReady]:
+    def reserve(self, tenant: str = "") -> Iterator[CoreReady]:
         runtime = self._admit(tenant)
-        place = self._admission.enter(tenant)
+        place = self._admission.issue_ticket(tenant)
         try:
             yield runtime.ready
         finally:
-            self._admission.leave(place)
+            self._admission.return_ticket(place)
 
     @contextmanager
-    def open(self, add: AddRequest, account: SequenceStats | None = None) -> Iterator[TokenStream]:
+    def open_stream(self, add: AddRequest, account: SequenceStats | None = None) -> Iterator[TokenStream]:
         runtime = self._admit(add.tenant, len(add.prompt))
         ride = self._enter(runtime, add, account or SequenceStats(self._metrics))
         try:
@@ -114,7 +114,7 @@ class TrtllmClient:
     def _admit(self, tenant: str, prompt: int = 0) -> TrtllmRuntime:
         if self._runtime is None:
             raise Unavailable(self._why_not)
-        self._admission.check(tenant, prompt)
+        self._admission.check_capacity(tenant, prompt)
         return self._runtime
 
     def _enter(self, runtime: TrtllmRuntime, add: AddRequest, account: SequenceStats) -> TrtllmRequest:
@@ -122,10 +122,10 @@ class TrtllmClient:
         left = account.time_left(add.timeout or self._default_timeout)
         self._last_key += 1
         add = msgspec.structs.replace(add, key=self._last_key)
-        account.submit(len(add.prompt))
-        place = self._admission.enter(add.tenant, len(add.prompt))
+        account.record_submission(len(add.prompt))
+        place = self._admission.issue_ticket(add.tenant, len(add.prompt))
         channel = TokenStream(account, place, add.priority)
-        ride = self._rides[add.key] = TrtllmRequest(add, submission, channel, self._line.join(add), runtime.package)
+        ride = self._rides[add.key] = TrtllmRequest(add, submission, channel, self._line.enqueue(add), runtime.package)
         if left:
             ride.timer = asyncio.get_running_loop().call_later(left, self._expire, ride)
         self._begin_next()
@@ -133,10 +133,10 @@ class TrtllmClient:
 
     def _begin_next(self) -> None:
         """Hand over whoever has his turn, while there are places."""
-        while self._runtime is not None and (sequence := self._line.next()) is not None:
+        while self._runtime is not None and (sequence := self._line.pop_next()) is not None:
             ride = self._rides[sequence.key]
-            self._admission.leave(ride.channel.place)
-            self._admission.note_start()
+            self._admission.return_ticket(ride.channel.ticket)
+            self._admission.record_start()
             ride.task = asyncio.create_task(self._carry(ride, self._runtime))
 
     async def _carry(self, ride: TrtllmRequest, runtime: TrtllmRuntime) -> None:
@@ -144,7 +144,7 @@ class TrtllmClient:
         try:
             ride.begin(runtime.submit(ride.submission))
             async for _ in ride.result:
-                self._count(ride, first=not ride.channel.started, tokens=ride.hear())
+                self._count(ride, first=not ride.channel.started, tokens=ride.forward_results())
                 if ride.channel.ended:
                     return
             ride.fail(Internal("TensorRT-LLM ended the request without a word"))
@@ -158,8 +158,8 @@ class TrtllmClient:
             self._leave(ride)
 
     def _count(self, ride: TrtllmRequest, first: bool, tokens: int) -> None:
-        prompt, cached = (len(ride.add.prompt), ride.channel.account.cached or 0) if first else (0, 0)
-        self._iterations.look_up(prompt, cached)
+        prompt, cached = (len(ride.add.prompt), ride.channel.stats.cached or 0) if first else (0, 0)
+        self._iterations.count_prefix_lookup(prompt, cached)
         self._line.charge(ride.sequence, prompt - cached, tokens)
 
     def _expire(self, ride: TrtllmRequest) -> None:
@@ -171,9 +171,9 @@ class TrtllmClient:
         if self._rides.pop(ride.add.key, None) is None:
             return
         if ride.task is None:
-            self._admission.leave(ride.channel.place)
+            self._admission.return_ticket(ride.channel.ticket)
         ride.stop()
-        self._line.leave(ride.sequence)
+        self._line.release(ride.sequence)
         self._begin_next()
 
     def _end(self, error: CharoniaError) -> None:

@@ -27,7 +27,7 @@ class IterationStats:
         self.prefix_queries = 0
         self.prefix_hits = 0
 
-    def look_up(self, prompt: int, cached: int) -> None:
+    def count_prefix_lookup(self, prompt: int, cached: int) -> None:
         """A prompt began, of which so many tokens came out of the prefix cache."""
         self.prefix_queries += prompt
         self.prefix_hits += cached
@@ -38,11 +38,11 @@ class IterationStats:
             while True:
                 await asyncio.sleep(every)
                 async for record in package.tell(llm, "LLM.get_stats_async", timeout=every):
-                    self.take(json.loads(record) if isinstance(record, str | bytes) else record)
+                    self.record_iteration(json.loads(record) if isinstance(record, str | bytes) else record)
         except Exception:
             log.warning("TensorRT-LLM gives no statistics any more", exc_info=True)
 
-    def take(self, record: Mapping[str, Any]) -> None:
+    def record_iteration(self, record: Mapping[str, Any]) -> None:
         """One iteration."""
         batching = record.get("inflightBatchingStats") or {}
         self._take_cache(record.get("kvCacheStats") or {})

@@ -51,9 +51,9 @@ class TrtllmRequest:
         self.result = result
         self._began = time.monotonic()
 
-    def hear(self) -> int:
+    def forward_results(self) -> int:
         """Pass on what is new; how many tokens that are. Raises as `ResultReader.read` does."""
-        news = self._reader.read(self.result)
+        news = self._reader.read_delta(self.result)
         if not self.channel.started:
             self.channel.start(self.result.cached_tokens or 0, self._began)
         if news.tokens:

@@ -27,11 +27,11 @@ class ResultReader:
 
     def __init__(self, add: AddRequest) -> None:
         self._stops = frozenset(add.stop_token_ids)
-        self._min_tokens = 0 if add.sampling.shaping is None else add.sampling.shaping.min_tokens
+        self._min_tokens = 0 if add.sampling.logits is None else add.sampling.logits.min_tokens
         self._top = add.sampling.logprobs
         self._seen = 0
 
-    def read(self, result: Any) -> ResultDelta:
+    def read_delta(self, result: Any) -> ResultDelta:
         """Raises `CharoniaError` if TensorRT-LLM gave the request up, or says what nobody expects."""
         output = result.outputs[0]
         tokens = list(output.token_ids[self._seen :])

@@ -36,7 +36,7 @@ class TrtllmRuntime:
     package: TrtllmPackage
     llm: Any
     ready: CoreReady
-    places: int
+    max_sequences: int
     sampler: SamplingTranslator
     adapters: dict[str, str] = field(default_factory=dict)
 
@@ -88,7 +88,7 @@ class TrtllmRuntime:
         add = AddRequest(client=0, key=0, prompt=[0], max_tokens=1)
         reader = ResultReader(add)
         async for result in self.submit(self.translate(add)):
-            if reader.read(result).finish_reason is not None:
+            if reader.read_delta(result).finish_reason is not None:
                 return
         raise Internal("TensorRT-LLM generated nothing")
 
@@ -128,7 +128,7 @@ class TrtllmRuntimeLoader:
         self._thread = ThreadPoolExecutor(1, "tensorrt-llm")
         self._made: Future[TrtllmRuntime] | None = None
 
-    async def make(self) -> TrtllmRuntime:
+    async def load(self) -> TrtllmRuntime:
         """Load it and generate a token.
 
         Raises:

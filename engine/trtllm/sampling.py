@@ -34,7 +34,7 @@ class SamplingTranslator:
         Raises:
             InvalidArgument: the sampler cannot do what is asked; `field` names it.
         """
-        shaping = add.sampling.shaping or _NO_LOGITS_PARAMS
+        shaping = add.sampling.logits or _NO_LOGITS_PARAMS
         self._refuse(shaping, add.sampling.min_p)
         given = _ends(add, shaping) | _choice(add.sampling) | self._shaped(shaping, len(add.prompt))
         if add.sampling.logprobs is not None:
@@ -53,7 +53,7 @@ class SamplingTranslator:
                     "model with sampler_type TRTLLMSampler",
                     field=name,
                 )
-        if shaping.allowed:
+        if shaping.allowed_token_ids:
             raise InvalidArgument("allowed_token_ids: TensorRT-LLM has nothing like it", field="allowed_token_ids")
         if shaping.min_tokens and any(len(word) > 1 for word in shaping.bad_words):
             message = "min_tokens and bad_words of several tokens do not go together in TensorRT-LLM"
@@ -66,8 +66,8 @@ class SamplingTranslator:
         }
         if {"presence_penalty", "frequency_penalty"} & given.keys() and self._ignores_prompts:
             given["prompt_ignore_length"] = prompt
-        if shaping.bias:
-            given["embedding_bias"] = self._bias(shaping.bias)
+        if shaping.logit_bias:
+            given["embedding_bias"] = self._bias(shaping.logit_bias)
         if single := [word[0] for word in shaping.bad_words if len(word) == 1]:
             given["bad_token_ids"] = single
         if several := [self.text(word) for word in shaping.bad_words if len(word) > 1]:

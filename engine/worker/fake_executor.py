@@ -143,7 +143,7 @@ class FakeExecutor:
         scores = [(row, self._scores(self._rows[row], start, count)) for row, start, count, _ in ran]
         return result._replace(
             logprobs=logprobs if any(logprobs) else (),
-            scores=[(row, found) for row, found in scores if found is not None],
+            prompt_logprobs=[(row, found) for row, found in scores if found is not None],
         )
 
     def _compute(self, row: FakeRow, start: int, count: int) -> None:
@@ -190,7 +190,7 @@ class FakeExecutor:
         ranks = np.array([(token - before - 1) % self._capacity.vocab_size + 1 for before, token in pairs], np.int32)
         ids = np.array([list(self._successors(before, most)) for before in befores], np.int32)
         values = np.tile(-np.arange(1, most + 1, dtype=np.float32), (len(ends), 1))
-        return PromptLogprobs.of(start + 1, -ranks.astype(np.float32), ranks, ids, values)
+        return PromptLogprobs.from_arrays(start + 1, -ranks.astype(np.float32), ranks, ids, values)
 
     def _logprobs(self, token: int, top: int | None) -> Logprobs | None:
         """The chosen token is the likeliest, its successors follow: -1, -2, ..."""

@@ -40,7 +40,7 @@ class InlineExecutor:
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(self._config.threads_each())
         config = msgspec.structs.replace(self._config, device=assign_device(self._config))
-        seat = Shard(stage=PipelineStage(split=config.parallel.layers))
+        seat = Shard(stage=PipelineStage(layer_counts=config.parallel.layers))
         self._engine = load_rank(config, seat, lambda fraction: progress("weights", fraction))
         return self._engine.capacity()
 
@@ -48,7 +48,7 @@ class InlineExecutor:
         self._loaded.runner.allocate(blocks)
 
     def execute(self, plan: StepPlan) -> "_InlineFuture":
-        self._loaded.runner.begin(plan)
+        self._loaded.runner.begin_step(plan)
         due = _InlineFuture(self._land)
         self._due.append(due)
         return due
@@ -71,7 +71,7 @@ class InlineExecutor:
         """The oldest step's result."""
         due = self._due.popleft()
         try:
-            due.found = self._loaded.runner.finish()
+            due.found = self._loaded.runner.finish_step()
         except Exception as error:
             due.error = error
 

@@ -45,7 +45,7 @@ class LoadedRank:
         left = _free_memory(self.place.device, neighbours, self.config)
         free = left - _working_memory(self.shape, self.config)
         machine = self._machine() if self.place.device.type == "cpu" else ""
-        sizes = self.shape.vocab_size, self.place.positions, self.attention.block_bytes
+        sizes = self.shape.vocab_size, self.place.max_positions, self.attention.block_bytes
         return Capacity(*sizes, max(free, 0), machine)
 
     def _machine(self) -> str:
@@ -53,7 +53,7 @@ class LoadedRank:
         threads = torch.get_num_threads()
         said = f"{usable_cores()}; {threads} thread{'s' if threads > 1 else ''}; {library.describe()}"
         kept = torch.int8 if self.place.quantized else self.place.dtype
-        bound = measure_roofline(self.shape, kept) if self.place.seat.alone else None
+        bound = measure_roofline(self.shape, kept) if self.place.shard.is_whole else None
         return said if bound is None else f"{said}; {bound}"
 
 
@@ -74,8 +74,8 @@ def load_rank(
     check_backend(config.attention, CacheRequirements(place.device, place.dtype, block_size, config.cache.dtype))
     decoder, shape = found.build(place)
     progress(1.0)
-    attention = create_backend(config.attention, _cache(seat.share(shape), config.cache, place))
-    rows = RowStates(place.positions, block_size, place.device)
+    attention = create_backend(config.attention, _cache(seat.local_shape(shape), config.cache, place))
+    rows = RowStates(place.max_positions, block_size, place.device)
     return LoadedRank(config, place, shape, attention, ModelRunner(decoder, attention, rows, place.device))
 
 
@@ -89,7 +89,7 @@ def check_rank_config(config: EngineConfig) -> str:
     """
     found = checkpoint_builder(open_checkpoint(config.model))
     place = _place(msgspec.structs.replace(config, device="cpu"), found, WHOLE_MODEL, lambda _: None)
-    return found.examine(place, config.parallel)
+    return found.dry_run(place, config.parallel)
 
 
 def _place(
@@ -103,7 +103,7 @@ def _place(
 
 def _cache(shape: DecoderShape, cache: CacheConfig, place: BuildContext) -> CacheSpec:
     heads = shape.heads, shape.kv_heads, shape.head_dim
-    return CacheSpec(shape.views, *heads, cache.block_size, place.dtype, place.device, cache.dtype)
+    return CacheSpec(shape.attention, *heads, cache.block_size, place.dtype, place.device, cache.dtype)
 
 
 def _dtype(name: str, stored: str) -> torch.dtype:

@@ -37,17 +37,17 @@ class PreparedLogitsParams(NamedTuple):
     last ones. `allowed`: the only tokens there are, empty for all.
     """
 
-    asked: LogitsParams
+    params: LogitsParams
     prompt: int
-    early: TokenBiases
-    later: TokenBiases
-    heads: LongArray
-    lasts: LongArray
+    early_biases: TokenBiases
+    later_biases: TokenBiases
+    bad_word_heads: LongArray
+    bad_word_lasts: LongArray
     allowed: LongArray
 
-    def due(self, position: int) -> TokenBiases:
+    def biases_at(self, position: int) -> TokenBiases:
         """What is added for the token at `position`."""
-        return self.early if position - self.prompt < self.asked.min_tokens else self.later
+        return self.early_biases if position - self.prompt < self.params.min_tokens else self.later_biases
 
 
 class LogitsProcessors:
@@ -57,15 +57,15 @@ class LogitsProcessors:
         self._device = device
         self._shapes: dict[int, PreparedLogitsParams] = {}
 
-    def enter(self, row: int, prompt: int, asked: LogitsParams) -> None:
+    def add_row(self, row: int, prompt: int, asked: LogitsParams) -> None:
         """A sequence with that many prompt tokens takes the row."""
         self._shapes[row] = _prepare(asked, prompt)
 
-    def leave(self, row: int) -> None:
+    def remove_row(self, row: int) -> None:
         """Its sequence is gone, if it had one that asked for something."""
         self._shapes.pop(row, None)
 
-    def places(self, rows: IntArray) -> LongArray:
+    def processed_places(self, rows: IntArray) -> LongArray:
         """Where in `rows` are those that ask for something."""
         if not self._shapes:
             return np.zeros(0, np.int64)
@@ -117,11 +117,11 @@ def _prepare(asked: LogitsParams, prompt: int) -> PreparedLogitsParams:
     return PreparedLogitsParams(
         asked,
         prompt,
-        early=_additions(asked.bias, [*single, *asked.stops]),
-        later=_additions(asked.bias, single),
-        heads=_stack([np.array([word[:-1]], np.int64) for word in longer]),
-        lasts=np.array([word[-1] for word in longer], np.int64),
-        allowed=np.array(asked.allowed, np.int64),
+        early_biases=_additions(asked.logit_bias, [*single, *asked.stop_token_ids]),
+        later_biases=_additions(asked.logit_bias, single),
+        bad_word_heads=_stack([np.array([word[:-1]], np.int64) for word in longer]),
+        bad_word_lasts=np.array([word[-1] for word in longer], np.int64),
+        allowed=np.array(asked.allowed_token_ids, np.int64),
     )
 
 
@@ -140,7 +140,7 @@ def _stack(heads: Sequence[LongArray]) -> LongArray:
 
 def _add_biases(logits: Tensor, shapes: Sequence[PreparedLogitsParams], positions: LongArray) -> None:
     """Biases, bad words of one token, and stops that would come too early, all as numbers to add."""
-    due = [shape.due(position) for shape, position in zip(shapes, positions.tolist(), strict=True)]
+    due = [shape.biases_at(position) for shape, position in zip(shapes, positions.tolist(), strict=True)]
     owners = np.repeat(np.arange(len(due)), [len(each.ids) for each in due])
     if len(owners):
         values = torch.from_numpy(np.concatenate([each.values for each in due])).to(logits.device)
@@ -149,17 +149,17 @@ def _add_biases(logits: Tensor, shapes: Sequence[PreparedLogitsParams], position
 
 def _forbid_last_tokens(logits: Tensor, shapes: Sequence[PreparedLogitsParams], history: _TokenHistory) -> None:
     """The last token of a bad word, where all others of it have just been."""
-    owners = np.repeat(np.arange(len(shapes)), [len(shape.lasts) for shape in shapes])
+    owners = np.repeat(np.arange(len(shapes)), [len(shape.bad_word_lasts) for shape in shapes])
     if not len(owners):
         return
-    begun = history.end_with(owners, _stack([shape.heads for shape in shapes if len(shape.heads)]))
+    begun = history.end_with(owners, _stack([shape.bad_word_heads for shape in shapes if len(shape.bad_word_heads)]))
     values = torch.zeros(len(owners), device=history.device).masked_fill_(begun, -torch.inf)
-    _add(logits, owners, np.concatenate([shape.lasts for shape in shapes]), values)
+    _add(logits, owners, np.concatenate([shape.bad_word_lasts for shape in shapes]), values)
 
 
 def _penalise_repetition(logits: Tensor, shapes: Sequence[PreparedLogitsParams], history: _TokenHistory) -> None:
     """Divide what speaks for a token that occurred, multiply what speaks against it."""
-    penalties = np.array([shape.asked.repetition_penalty for shape in shapes], np.float32)
+    penalties = np.array([shape.params.repetition_penalty for shape in shapes], np.float32)
     places = np.flatnonzero(penalties != 1)
     if not len(places):
         return
@@ -172,7 +172,7 @@ def _penalise_repetition(logits: Tensor, shapes: Sequence[PreparedLogitsParams],
 
 def _penalise_output(logits: Tensor, shapes: Sequence[PreparedLogitsParams], history: _TokenHistory) -> None:
     """Subtract for each time a token was generated, and once for having been."""
-    asked = [(shape.asked.presence_penalty, shape.asked.frequency_penalty) for shape in shapes]
+    asked = [(shape.params.presence_penalty, shape.params.frequency_penalty) for shape in shapes]
     penalties = np.array(asked, np.float32)
     places = np.flatnonzero((penalties != 0).any(-1))
     if not len(places):

@@ -65,23 +65,23 @@ class ModelRunner:
         self._attention.allocate(blocks)
 
     @torch.inference_mode()
-    def learn(self, rows: IntArray, positions: IntArray, tokens: IntArray) -> None:
+    def store_remote_tokens(self, rows: IntArray, positions: IntArray, tokens: IntArray) -> None:
         """Keep `tokens` [S] at `positions` [S] of `rows` [S]: so hear stages that choose none of those chosen, before
         the next plan after they were. Told to a stage that chose them, it changes nothing."""
-        self._rows.learn(rows, positions, tokens)
+        self._rows.store_remote_tokens(rows, positions, tokens)
 
-    def step(self, plan: StepPlan) -> StepResult:
+    def run_step(self, plan: StepPlan) -> StepResult:
         """Compute `plan`'s tokens; on the last stage, sample where it says so and keep the samples in their rows. The
         other stages' results are empty."""
-        self.begin(plan)
-        return self.finish()
+        self.begin_step(plan)
+        return self.finish_step()
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin_step(self, plan: StepPlan) -> None:
         """Have `plan` computed after those begun before."""
         self._steps.append(_RunnerStep(plan))
         self._advance()
 
-    def finish(self) -> StepResult:
+    def finish_step(self) -> StepResult:
         """The result of the oldest plan that was begun; what computing it raised."""
         step = self._steps[0]
         try:
@@ -112,21 +112,23 @@ class ModelRunner:
     def _can_follow(self, before: _RunnerStep, plan: StepPlan) -> bool:
         """Whether `plan` can begin while the step `before` it is computed: whose tokens are chosen when it is done, and
         from under which nothing is moved."""
-        return before.chosen and self._rows.have_room(plan) and not len(plan.copies)
+        return before.chosen and self._rows.has_room_for(plan) and not len(plan.copies)
 
     def _begin(self, step: _RunnerStep) -> None:
         plan = step.plan
-        self._rows.update(plan)
+        self._rows.apply_plan(plan)
         if len(plan.copies):
-            self._attention.copy(torch.from_numpy(plan.copies.astype(np.int64)).to(self._device))
+            self._attention.copy_blocks(torch.from_numpy(plan.copies.astype(np.int64)).to(self._device))
         if not len(plan.rows):
             return
-        step.inputs = inputs = self._rows.inputs(plan)
+        step.inputs = inputs = self._rows.gather_inputs(plan)
         if self._device.type != "cpu":
             self._compute(step, inputs)  # which is queued on the device
-        elif len(inputs.rows) and inputs.scored is None:
-            picks = inputs.picks()
-            step.running = self._model.begin(inputs.batch, self._attention.begin(inputs.batch), inputs.last, picks)
+        elif len(inputs.rows) and inputs.prompt_logprobs is None:
+            picks = inputs.sampled_tokens()
+            step.running = self._model.begin_step(
+                inputs.batch, self._attention.begin_step(inputs.batch), inputs.sample_places, picks
+            )
             step.picked = None if step.running is None or picks is None else picks.tokens
 
     def _finish(self, step: _RunnerStep) -> StepResult:
@@ -148,7 +150,7 @@ class ModelRunner:
         if step.logits is not None and len(inputs.rows):
             logits = next(step.logits)
             tokens = self._choose(inputs, logits)
-            self._rows.write(inputs, tokens)
+            self._rows.store_sampled(inputs, tokens)
             step.sampled = _SampledStep(tokens, logits)
 
     @torch.inference_mode()
@@ -163,25 +165,29 @@ class ModelRunner:
             tokens, logits = step.sampled
             logprobs = top_logprobs(logits, tokens, inputs.logprobs)
             result = _result(step.plan, inputs, tokens.to(torch.int32).cpu().numpy(), logprobs)
-        return result if inputs.scored is None else result._replace(scores=inputs.scored.read(step.logits))
+        return (
+            result
+            if inputs.prompt_logprobs is None
+            else result._replace(prompt_logprobs=inputs.prompt_logprobs.read_logits(step.logits))
+        )
 
     def _logits(self, inputs: StepInputs) -> LogitsIterator | None:
         """Those of the rows that are sampled, if any, then piece by piece those that score prompts."""
-        sampled = (inputs.last,) if len(inputs.rows) else ()
-        scored = () if inputs.scored is None else inputs.scored.pieces
-        return self._model.logits(inputs.batch, self._attention.begin(inputs.batch), (*sampled, *scored))
+        sampled = (inputs.sample_places,) if len(inputs.rows) else ()
+        scored = () if inputs.prompt_logprobs is None else inputs.prompt_logprobs.place_pieces
+        return self._model.compute_logits(inputs.batch, self._attention.begin_step(inputs.batch), (*sampled, *scored))
 
     def _choose(self, inputs: StepInputs, logits: Tensor) -> Tensor:
         """Token ids [S]. Logits that rows want changed are changed in a copy: the others pay nothing for them."""
-        if not len(inputs.shaped):
-            return sample(logits, inputs.choices)
-        at = torch.from_numpy(inputs.shaped).to(self._device)
+        if not len(inputs.processed):
+            return sample(logits, inputs.sampling)
+        at = torch.from_numpy(inputs.processed).to(self._device)
         changed = logits[at].float()
-        self._rows.shape(inputs, changed)
-        theirs = sample(changed, None if inputs.choices is None else inputs.choices[inputs.shaped])
-        if len(inputs.shaped) == len(logits):
+        self._rows.process_logits(inputs, changed)
+        theirs = sample(changed, None if inputs.sampling is None else inputs.sampling[inputs.processed])
+        if len(inputs.processed) == len(logits):
             return theirs
-        return sample(logits, inputs.choices).index_copy(0, at, theirs)
+        return sample(logits, inputs.sampling).index_copy(0, at, theirs)
 
 
 def _empty_result(plan: StepPlan) -> StepResult:

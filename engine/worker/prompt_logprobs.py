@@ -28,14 +28,14 @@ class PromptSpan(NamedTuple):
     first: int
     length: int
     place: int
-    most: int
+    top_n: int
 
 
 class PromptLogprobRequest(NamedTuple):
     """A row whose first `prompt` tokens are to be scored, `most` of the likeliest beside each."""
 
     prompt: int
-    most: int
+    top_n: int
 
 
 class PromptLogprobRequests:
@@ -44,14 +44,14 @@ class PromptLogprobRequests:
     def __init__(self) -> None:
         self._wishes: dict[int, PromptLogprobRequest] = {}
 
-    def enter(self, row: int, wish: PromptLogprobRequest) -> None:
+    def add_row(self, row: int, wish: PromptLogprobRequest) -> None:
         self._wishes[row] = wish
 
-    def leave(self, row: int) -> None:
+    def remove_row(self, row: int) -> None:
         """Its sequence is gone, if it had one that asked for something."""
         self._wishes.pop(row, None)
 
-    def stretches(self, plan: StepPlan) -> list[PromptSpan]:
+    def spans_in(self, plan: StepPlan) -> list[PromptSpan]:
         """What the step scores; nothing of rows that are past their prompt."""
         if not self._wishes:
             return []
@@ -62,31 +62,31 @@ class PromptLogprobRequests:
 
     def _stretch(self, row: int, start: int, count: int, place: int) -> PromptSpan:
         wish = self._wishes[row]
-        return PromptSpan(row, start + 1, min(count, wish.prompt - 1 - start), place, wish.most)
+        return PromptSpan(row, start + 1, min(count, wish.prompt - 1 - start), place, wish.top_n)
 
 
 class StepPromptLogprobs(NamedTuple):
     """What a step scores: the packed `places` [T] and the `tokens` [T] that follow them, stretch by stretch."""
 
-    stretches: Sequence[PromptSpan]
+    spans: Sequence[PromptSpan]
     places: Tensor
     tokens: Tensor
 
     @property
-    def pieces(self) -> tuple[Tensor, ...]:
+    def place_pieces(self) -> tuple[Tensor, ...]:
         """The places whose logits `read` takes, one piece after the other."""
         return torch.split(self.places, LOGITS_PIECE)
 
-    def read(self, logits: Iterator[Tensor]) -> list[tuple[int, PromptLogprobs]]:
+    def read_logits(self, logits: Iterator[Tensor]) -> list[tuple[int, PromptLogprobs]]:
         """(row, scores) of each stretch, for the logits [<= PIECE, vocabulary] of each piece."""
-        most = max(stretch.most for stretch in self.stretches)
+        most = max(stretch.top_n for stretch in self.spans)
         pieces = zip(logits, torch.split(self.tokens, LOGITS_PIECE), strict=True)
         columns = zip(*(_columns(each, tokens, most) for each, tokens in pieces), strict=True)
         chosen, ranks, ids, values = (torch.cat(column).cpu().numpy() for column in columns)
-        bounds = pairwise(accumulate((stretch.length for stretch in self.stretches), initial=0))
+        bounds = pairwise(accumulate((stretch.length for stretch in self.spans), initial=0))
         return [
-            (row, PromptLogprobs.of(first, chosen[a:b], ranks[a:b], ids[a:b, :named], values[a:b, :named]))
-            for (row, first, _, _, named), (a, b) in zip(self.stretches, bounds, strict=True)
+            (row, PromptLogprobs.from_arrays(first, chosen[a:b], ranks[a:b], ids[a:b, :named], values[a:b, :named]))
+            for (row, first, _, _, named), (a, b) in zip(self.spans, bounds, strict=True)
         ]
 
 

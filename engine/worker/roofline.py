@@ -48,8 +48,8 @@ def token_weights(spec: ModelSpec) -> int:
     dense = 3 * spec.hidden_size * spec.intermediate_size
     widths = [dense] * spec.layers
     if spec.experts is not None:
-        sparse = 3 * spec.hidden_size * spec.experts.intermediate_size * spec.experts.chosen
-        widths = [sparse if mixed else dense for mixed in spec.experts.layers]
+        sparse = 3 * spec.hidden_size * spec.experts.intermediate_size * spec.experts.per_token
+        widths = [sparse if mixed else dense for mixed in spec.experts.sparse_layers]
     return spec.layers * attention + sum(widths) + spec.vocab_size * spec.hidden_size
 
 

@@ -30,19 +30,19 @@ class StepInputs(NamedTuple):
     """
 
     batch: StepBatch
-    last: Tensor
+    sample_places: Tensor
     rows: IntArray
     positions: IntArray
-    choices: SamplingArray | None
-    shaped: LongArray
+    sampling: SamplingArray | None
+    processed: LongArray
     logprobs: Mapping[int, int]
-    scored: StepPromptLogprobs | None
+    prompt_logprobs: StepPromptLogprobs | None
 
-    def picks(self) -> SampledTokens | None:
+    def sampled_tokens(self) -> SampledTokens | None:
         """Where tokens go that are chosen from the logits as they are; None: somebody wants these changed, or told."""
-        if self.scored is not None or len(self.shaped) or self.logprobs:
+        if self.prompt_logprobs is not None or len(self.processed) or self.logprobs:
             return None
-        return SampledTokens(np.empty(len(self.rows), np.int32), self.choices)
+        return SampledTokens(np.empty(len(self.rows), np.int32), self.sampling)
 
 
 class RowStates:
@@ -65,7 +65,7 @@ class RowStates:
         self._logprobs: dict[int, int] = {}
         self._scored = PromptLogprobRequests()
 
-    def update(self, plan: StepPlan) -> None:
+    def apply_plan(self, plan: StepPlan) -> None:
         """Apply what changed since the last plan; `plan.copies` is the cache's business."""
         if len(plan.closed):
             self._blocks[plan.closed] = 0
@@ -75,11 +75,11 @@ class RowStates:
         if len(plan.appended):
             self._append(plan.appended.astype(np.int64))
 
-    def have_room(self, plan: StepPlan) -> bool:
+    def has_room_for(self, plan: StepPlan) -> bool:
         """Whether `update` leaves the tables of token and block ids where they are."""
         return all(sequence.row < len(self._blocks) for sequence in plan.new)
 
-    def inputs(self, plan: StepPlan) -> StepInputs:
+    def gather_inputs(self, plan: StepPlan) -> StepInputs:
         """Gather the step's numbers out of the rows.
 
         Raises:
@@ -92,25 +92,25 @@ class RowStates:
         rows, positions = plan.rows[plan.samples], ends[plan.samples]
         return StepInputs(
             batch,
-            to_device((batch.firsts + plan.counts - 1)[plan.samples], self._device),
+            to_device((batch.first_places + plan.counts - 1)[plan.samples], self._device),
             rows,
             positions,
             self._choices(rows, positions),
-            self._shapes.places(rows),
+            self._shapes.processed_places(rows),
             self._wanted(rows),
             self._to_score(plan),
         )
 
-    def shape(self, inputs: StepInputs, logits: Tensor) -> None:
+    def process_logits(self, inputs: StepInputs, logits: Tensor) -> None:
         """Change the float32 `logits` of `inputs.shaped` in place, as their rows ask."""
-        rows, positions = (each[inputs.shaped].astype(np.int64) for each in (inputs.rows, inputs.positions))
+        rows, positions = (each[inputs.processed].astype(np.int64) for each in (inputs.rows, inputs.positions))
         self._shapes.apply(logits, rows, positions, self._tokens)
 
-    def write(self, inputs: StepInputs, tokens: Tensor) -> None:
+    def store_sampled(self, inputs: StepInputs, tokens: Tensor) -> None:
         """Store the sampled `tokens` [S] behind what their rows know."""
         self._keep(inputs.rows, inputs.positions, tokens)
 
-    def learn(self, rows: IntArray, positions: IntArray, tokens: IntArray) -> None:
+    def store_remote_tokens(self, rows: IntArray, positions: IntArray, tokens: IntArray) -> None:
         """Store `tokens` [S] that were sampled elsewhere, at `positions` [S] of `rows` [S]."""
         self._keep(rows, positions, to_device(tokens, self._device))
 
@@ -125,20 +125,20 @@ class RowStates:
         self._sampling[row] = (asked.temperature, top_k, asked.top_p, asked.min_p, seed, asked.choice, 0)
         if not is_greedy(asked):
             self._drawing.add(row)
-        if asked.shaping is not None:
-            self._shapes.enter(row, sequence.prompt, asked.shaping)
+        if asked.logits is not None:
+            self._shapes.add_row(row, sequence.prompt, asked.logits)
         if asked.logprobs is not None:
             self._logprobs[row] = asked.logprobs
         if asked.prompt_logprobs is not None:
-            self._scored.enter(row, PromptLogprobRequest(sequence.prompt, asked.prompt_logprobs))
+            self._scored.add_row(row, PromptLogprobRequest(sequence.prompt, asked.prompt_logprobs))
 
     def _forget(self, rows: Iterable[int]) -> None:
         """What left asks for nothing more: a step without wishes looks for none."""
         for row in rows:
             self._drawing.discard(row)
             self._logprobs.pop(row, None)
-            self._shapes.leave(row)
-            self._scored.leave(row)
+            self._shapes.remove_row(row)
+            self._scored.remove_row(row)
 
     def _append(self, appended: LongArray) -> None:
         rows, blocks = appended[:, 0], appended[:, 1]
@@ -159,7 +159,7 @@ class RowStates:
         return {place: self._logprobs[row] for place, row in enumerate(rows.tolist()) if row in self._logprobs}
 
     def _to_score(self, plan: StepPlan) -> StepPromptLogprobs | None:
-        stretches = self._scored.stretches(plan)
+        stretches = self._scored.spans_in(plan)
         if not stretches:
             return None
         rows, positions, places = expand_spans(stretches)

@@ -46,7 +46,7 @@ class SampledTokens(NamedTuple):
     """Tokens that a step chooses by itself: into `tokens`, int32 [S], as `choices` [S] say, or the likeliest."""
 
     tokens: IntArray
-    choices: SamplingArray | None = None
+    sampling: SamplingArray | None = None
 
 
 def is_greedy(asked: SamplerParams) -> bool:

@@ -161,7 +161,7 @@ class FakeGateway:
             async for text in texts:
                 count += 1
                 final = self.final and count == len(self.texts)
-                yield InferResponse((Tensor.of("text_output", "BYTES", [text.encode()]),), final=final)
+                yield InferResponse((Tensor.from_values("text_output", "BYTES", [text.encode()]),), final=final)
 
     async def generate(self, name: str, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         self.asked.append(request)
@@ -177,8 +177,8 @@ class FakeGateway:
                     finish_reason=reason,
                     stop_reason=reason and self.stop_reason,
                     logprobs=_logprobs(count, text, request.sampling.logprobs, self.chosen.get(request.choice, -1.0)),
-                    prompt=_prompt(request.sampling.prompt_logprobs) if count == 1 else (),
-                    prompt_ids=(7, 8) if request.tell_prompt and count == 1 else (),
+                    prompt_logprobs=_prompt(request.sampling.prompt_logprobs) if count == 1 else (),
+                    prompt_ids=(7, 8) if request.return_prompt_ids and count == 1 else (),
                 )
 
     async def tokenize(self, name: str, request: TokenizeRequest) -> list[int]:

@@ -29,11 +29,11 @@ def test_three_sources_and_three_forms(tmp_path: Path, monkeypatch: pytest.Monke
     file.write_text("# ours\n\nbeta:in-file:2.5  # twice and a half\nbeta:rotated:2.5\n")
     monkeypatch.setenv(ENVIRONMENT, "gamma:in-environment, bare")
     keys = load_keyring(KeyOptions(api_key=("alpha:on-line",), api_key_file=file))
-    assert keys.tenant("Bearer on-line") == Tenant("alpha", 1.0)
-    assert keys.tenant("bearer  in-file ") == Tenant("beta", 2.5)
-    assert keys.tenant("Bearer rotated") == Tenant("beta", 2.5)
-    assert keys.tenant("Bearer in-environment") == Tenant("gamma", 1.0)
-    name = keys.tenant("Bearer bare").name
+    assert keys.authenticate("Bearer on-line") == Tenant("alpha", 1.0)
+    assert keys.authenticate("bearer  in-file ") == Tenant("beta", 2.5)
+    assert keys.authenticate("Bearer rotated") == Tenant("beta", 2.5)
+    assert keys.authenticate("Bearer in-environment") == Tenant("gamma", 1.0)
+    name = keys.authenticate("Bearer bare").name
     assert name.startswith("key-")
     assert "bare" not in name
 
@@ -43,11 +43,11 @@ def test_three_sources_and_three_forms(tmp_path: Path, monkeypatch: pytest.Monke
 )
 def test_nothing_else_is_let_in(shown: str | None) -> None:
     with pytest.raises(Unauthenticated, match="API key"):
-        Keyring([("on-line", Tenant("alpha"))]).tenant(shown)
+        Keyring([("on-line", Tenant("alpha"))]).authenticate(shown)
 
 
 def test_without_keys_everybody_is_nobody() -> None:
-    assert Keyring().tenant(None) is ANONYMOUS
+    assert Keyring().authenticate(None) is ANONYMOUS
     assert not Keyring()
 
 

@@ -68,7 +68,7 @@ def test_elements_of_arrays_in_arrays(document: list[Any], indent: int | None) -
     async def elements() -> list[Any]:
         found = await read_long_json(body)
         assert isinstance(found, UnparsedContainer)
-        return [element async for piece in found.flat() for element in flatten(piece)]
+        return [element async for piece in found.flat_elements() for element in flatten(piece)]
 
     assert run(elements()) == flatten(json.loads(body))
 

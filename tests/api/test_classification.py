@@ -32,12 +32,12 @@ def said(tensor: Tensor) -> list[str]:
     ],
 )
 def test_greatest_first(datatype: str, values: Any, classes: int, words: list[str]) -> None:
-    tensor = classify(PLAIN, Tensor.of("O", datatype, values), classes)
+    tensor = classify(PLAIN, Tensor.from_values("O", datatype, values), classes)
     assert (said(tensor), tensor.shape) == (words, (len(words),))
 
 
 def test_a_batch_has_its_own_for_each() -> None:
-    tensor = classify(BATCHED, Tensor.of("O", "INT32", [[[1, 2], [4, 3]], [[9, 8], [7, 6]]]), 2)
+    tensor = classify(BATCHED, Tensor.from_values("O", "INT32", [[[1, 2], [4, 3]], [[9, 8], [7, 6]]]), 2)
     assert (tensor.shape, tensor.data.shape) == ((2, 2), (2, 2))
     assert said(tensor) == ["4:2", "3:3", "9:0", "8:1"]
 
@@ -50,7 +50,7 @@ def test_an_empty_batch() -> None:
 @pytest.mark.parametrize("datatype", ["BOOL", "BYTES", "FP16"])
 def test_what_has_no_order(datatype: str) -> None:
     with pytest.raises(InvalidArgument, match=f"class result not available .* unsupported type '{datatype}'"):
-        classify(PLAIN, Tensor.of("O", datatype, [1]), 1)
+        classify(PLAIN, Tensor.from_values("O", datatype, [1]), 1)
 
 
 def test_too_large() -> None:

@@ -35,7 +35,9 @@ def described(loader: RuntimeLoader, name: str, **fields: Any) -> ModelConfig:
 
 def ask(config: ModelConfig, **values: Any) -> InferRequest:
     specs = {spec.name: spec for spec in config.inputs}
-    return InferRequest(inputs={name: Tensor.of(name, specs[name].datatype, value) for name, value in values.items()})
+    return InferRequest(
+        inputs={name: Tensor.from_values(name, specs[name].datatype, value) for name, value in values.items()}
+    )
 
 
 def pairs(*datatypes: str, **fields: Any) -> ModelConfig:
@@ -89,7 +91,7 @@ def test_identity_takes_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("time.sleep", slept.append)
     parameters = {"execute_delay_ms": "100", "instance_wise_delay_multiplier": "4", "creation_delay_sec": "3"}
     for index in (0, 2):
-        runtime = IDENTITY.load(NOWHERE, pairs("INT32"), InstancePlacement(index=index), parameters)
+        runtime = IDENTITY.load(NOWHERE, pairs("INT32"), InstancePlacement(number=index), parameters)
         assert not runtime.traits.inline
         next(iter(runtime.execute({"A0": np.zeros(1, np.int32)}, ["B0"])))
     assert slept == pytest.approx([3, 0.1, 3, 0.8])

@@ -264,11 +264,11 @@ async def test_time_runs_out_while_it_is_executed(decoupled: bool) -> None:
 async def test_a_model_whose_execution_does_not_end_is_not_ready(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(instance_pool, "RESTART_POLICY", instance_pool.RestartPolicy(watch=0.01))
+    monkeypatch.setattr(instance_pool, "RESTART_POLICY", instance_pool.RestartPolicy(check_interval=0.01))
     runtime, now = Gated(), [0]
     async with serving(runtime, config({}, parameters={"execution_timeout_secs": "40"})) as model:
         [member] = model._crew._members
-        member.worker.stopwatch._clock = lambda: now[0]
+        member.instance.execution_timer._clock = lambda: now[0]
         [hanging] = await held_up(model, runtime)
         now[0] += 30 * 10**9
         assert model.stats().ready
@@ -579,7 +579,7 @@ async def times(model: ClassicModel, request: InferRequest) -> ExecutionTimes:
     with exchanging(RequestContext("infer")) as exchange:
         before = time.monotonic_ns()
         await answers(model, request)
-        made = exchange.computed
+        made = exchange.execution
     assert made is not None
     assert before <= made.queued <= made.begun
     assert made.begun + sum(made.spent) <= time.monotonic_ns()
@@ -602,7 +602,7 @@ async def test_traces_are_told_of_a_request_that_failed() -> None:
     async with serving(Gated(), config({})) as model:
         with exchanging(RequestContext("infer")) as exchange, pytest.raises(CharoniaError):
             await answer(model, -1)
-        assert exchange.computed is not None
+        assert exchange.execution is not None
 
 
 FLOATS = (TensorSpec("X", "FP32", (-1,)),)

@@ -27,13 +27,13 @@ def test_nobody_controls_a_single_checkpoint(tmp_path: Path, mode: Literal["poll
     with pytest.raises(InvalidArgument, match=f"--model-control-mode {mode} is for a model repository"):
         select_models(str(checkpoint), RepositoryOptions(model_control_mode=mode), {})
     both = RepositoryOptions(model_control_mode=mode, model_repository=(repository,))
-    assert not select_models(str(checkpoint), both, {}).single
+    assert not select_models(str(checkpoint), both, {}).is_single_checkpoint
 
 
 @pytest.mark.parametrize("backend", ["", "charonia", "tensorrt-llm", "encoder"])
 def test_what_may_serve_a_checkpoint(tmp_path: Path, backend: str) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert select_models(str(tmp_path), RepositoryOptions(backend=backend), {}).single
+    assert select_models(str(tmp_path), RepositoryOptions(backend=backend), {}).is_single_checkpoint
 
 
 @pytest.mark.parametrize("path", ["./demo", "../demo", "/models/demo", "~/demo", "./no/such/demo"])

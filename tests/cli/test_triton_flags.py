@@ -63,8 +63,8 @@ def test_a_whole_command_line_is_understood() -> None:
 
 
 def test_without_former_names_nothing_changes() -> None:
-    former, server, repository = TritonFlags().former, ServerOptions(), RepositoryOptions()
-    assert (former.server(server), former.repository(repository)) == (server, repository)
+    former, server, repository = TritonFlags().renamed, ServerOptions(), RepositoryOptions()
+    assert (former.apply_to_server(server), former.apply_to_repository(repository)) == (server, repository)
     assert IgnoredTritonFlags().given == []
 
 

@@ -37,4 +37,4 @@ def test_of_real_processes() -> None:
 
 
 def test_what_is_promised_and_there_is_not_to_come() -> None:
-    assert (ReservedMemory(10, 4).to_come, ReservedMemory(10, 14).to_come) == (6, 0)
+    assert (ReservedMemory(10, 4).outstanding, ReservedMemory(10, 14).outstanding) == (6, 0)

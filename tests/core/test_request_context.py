@@ -42,7 +42,7 @@ class Done:
 
 def ended(*parts: Done) -> RequestEnd:
     exchange = RequestContext("test")
-    exchange.parts.extend(parts)
+    exchange.sequences.extend(parts)
     return exchange.close()
 
 
@@ -85,7 +85,7 @@ def test_without_parts_it_is_what_was_said_and_leaving_says_nothing() -> None:
 
 def test_a_fault_behind_the_last_token_is_a_fault() -> None:
     exchange = RequestContext("test")
-    exchange.parts.append(Done())
+    exchange.sequences.append(Done())
     with pytest.raises(ZeroDivisionError), request_scope(exchange):
         raise ZeroDivisionError
     assert exchange.end == RequestEnd(Outcome.ERROR, "internal")
@@ -101,7 +101,9 @@ def test_who_leaves_has_cancelled(gone: BaseException) -> None:
 
 def test_parts_add_up_and_a_prompt_counts_once() -> None:
     exchange = RequestContext("test")
-    exchange.parts.extend([Done(), Done(choice=1, first=3.5, last=9.0), Done(prompt=1, cached=None, submitted=None)])
+    exchange.sequences.extend(
+        [Done(), Done(choice=1, first=3.5, last=9.0), Done(prompt=1, cached=None, submitted=None)]
+    )
     summary = exchange.summary
     assert (summary.choices, summary.prompt, summary.cached, summary.generated) == (3, 8, 4, 9)
     assert (summary.submitted, summary.begun, summary.first, summary.last) == (2.0, 3.0, 3.5, 9.0)

@@ -29,7 +29,7 @@ def test_log_settings_are_made_true() -> None:
 
 def test_trace_settings_as_texts() -> None:
     traces = TraceControl()
-    assert {name: list(values) for name, values in traces.settings().texts().items()} == {
+    assert {name: list(values) for name, values in traces.settings().as_v2_texts().items()} == {
         "trace_level": ["OFF"],
         "trace_rate": ["1000"],
         "trace_count": ["-1"],
@@ -94,7 +94,7 @@ def test_levels_by_all_their_names(values: list[str], levels: tuple[str, ...]) -
 
 def test_a_models_own_settings_stand_over_those_of_all() -> None:
     traces, heard = TraceControl(FILE), []
-    traces.changed = lambda: heard.append(1)
+    traces.on_change = lambda: heard.append(1)
     traces.update({"trace_rate": ["7"], "trace_count": ["3"]})
     assert traces.update({"trace_rate": ["2"]}, "m").trace_rate == 2
     assert traces.settings("m").trace_count == 3
@@ -109,16 +109,16 @@ def test_a_models_own_settings_stand_over_those_of_all() -> None:
 def test_a_count_runs_out() -> None:
     traces = TraceControl(FILE)
     traces.update({**ON, "trace_count": ["2"]})
-    assert [traces.picks("m") is not None for _ in range(4)] == [True, True, False, False]
-    assert traces.settings().texts()["trace_count"] == ("0",)
+    assert [traces.sample_request("m") is not None for _ in range(4)] == [True, True, False, False]
+    assert traces.settings().as_v2_texts()["trace_count"] == ("0",)
     traces.update({"trace_count": ["1"]})
-    assert [traces.picks("m") is not None for _ in range(2)] == [True, False]
+    assert [traces.sample_request("m") is not None for _ in range(2)] == [True, False]
 
 
 def test_nothing_is_traced_without_a_file_or_a_level() -> None:
     for traces, change in ((TraceControl(), ON), (TraceControl(FILE), {"trace_rate": ["1"]})):
         traces.update(change)
-        assert traces.picks("m") is None
+        assert traces.sample_request("m") is None
 
 
 def at(rate: int) -> Callable[[TraceSettings | None], bool]:
@@ -130,7 +130,7 @@ def test_each_scope_picks_one_in_its_rate_until_its_count(models: list[str], rat
     traces = TraceControl(FILE)
     traces.update({**ON, "trace_rate": [str(rate)], "trace_count": [str(count)]})
     traces.update({"trace_rate": [str(own)]}, "own")
-    picked = [model for model in models if traces.picks(model) is not None]
+    picked = [model for model in models if traces.sample_request(model) is not None]
     for model, each in (("a", rate), ("own", own)):
         most = models.count(model) // each
         assert picked.count(model) == (most if count < 0 else min(most, count))

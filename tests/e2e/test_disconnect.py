@@ -38,7 +38,7 @@ class Steps:
         self._hear(updates)
 
     def _on_send(self, message: Any) -> None:
-        if type(message).__name__ == "Abort":
+        if type(message).__name__ == "AbortRequests":
             self.aborted_after = len(self.reports)
         self._send(message)
 
@@ -65,14 +65,14 @@ async def served(model: LlmModel) -> AsyncIterator[int]:
     """The model behind real sockets in this process; the port."""
     hub = InProcessGateway()
     sock = bind_port("127.0.0.1", 0, "--http-port")
-    assert await hub.load("m", "1", lambda: model) is None
+    assert await hub.load_built_model("m", "1", lambda: model) is None
     server = HttpServer(build_app(hub, ServerInfo()), sock, access_log=False)
     await server.start()
     try:
         yield sock.getsockname()[1]
     finally:
         await server.stop()
-        await hub.unload()
+        await hub.unload_all()
         sock.close()
 
 
@@ -114,7 +114,7 @@ async def test_nothing_stays_of_those_who_left(tokenizer_only: Path, monkeypatch
             lambda: steps.reports[-1].load == EngineLoad(0, 0, info.blocks, steps.reports[-1].load.step_seconds)
         )
         await asyncio.wait_for(asyncio.gather(*(asyncio.all_tasks() - tasks - {asyncio.current_task()})), 60)
-        assert model.client.queued == 0
+        assert model.client.queued_ns == 0
         assert b'"text_output"' in await whole_answer(port)
 
 

@@ -51,7 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Four layers each, and, all but the biased one, fewer key/value heads than four ranks."""
 SHAPED = SamplerParams(
-    0.9, 40, 0.95, 3, shaping=LogitsParams(1.3, 0.5, 0.2, bias=((7, 2.0),), bad_words=((5, 9), (11,))), logprobs=2
+    0.9, 40, 0.95, 3, logits=LogitsParams(1.3, 0.5, 0.2, logit_bias=((7, 2.0),), bad_words=((5, 9), (11,))), logprobs=2
 )
 
 

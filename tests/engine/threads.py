@@ -140,10 +140,10 @@ class ThreadedExecutor:
             yield self._chosen.get()
 
     def _step(self, engine: LoadedRank, plan: StepPlan, told: list[StepResult]) -> StepResult:
-        if not engine.place.seat.stage.last:
+        if not engine.place.shard.stage.last:
             for result in told:
-                engine.runner.learn(*chosen(result))
-        return engine.runner.step(plan)
+                engine.runner.store_remote_tokens(*chosen(result))
+        return engine.runner.run_step(plan)
 
     def _land(self, futures: list[Future[StepResult]], done: Future[StepResult]) -> None:
         """Every rank of the last stage must have come to the same, and the others to nothing."""

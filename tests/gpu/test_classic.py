@@ -48,7 +48,7 @@ def config_of(directory: Path) -> Any:
     from charonia.repository.model_source import read_model
 
     source = read_model(directory)
-    return ModelBuilder().whole_config(source, source.versions[0])
+    return ModelBuilder().complete_config(source, source.versions[0])
 
 
 def test_an_instance_goes_to_the_gpu_by_itself_and_where_it_is_told(model: Path) -> None:
@@ -64,7 +64,7 @@ def test_it_computes_where_its_kind_says(model: Path, kind: str, expected: list[
     given, made = TensorSpec("INPUT__0", "FP32", (-1,)), TensorSpec("OUTPUT__0", "FP32", (-1,))
     config = ModelConfig("m", "1", "pytorch", max_batch_size=4, inputs=(given,), outputs=(made,))
     runtime = PYTORCH.load(model / "1", config, InstancePlacement(kind, 0, 0, "m_0"), {})
-    assert runtime.traits.life is not None
+    assert runtime.traits.process is not None
     [answer] = runtime.execute({"INPUT__0": np.array([[1, 2]], np.float32)}, ["OUTPUT__0"])
     assert answer["OUTPUT__0"].tolist() == expected
     runtime.close()

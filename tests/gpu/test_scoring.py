@@ -28,9 +28,9 @@ def scores(device: torch.device, monkeypatch: pytest.MonkeyPatch, piece: int) ->
     tokens = torch.randint(0, VOCAB, (10,), generator=generator).to(device)
     places = torch.tensor([0, 1, 2, 3, 4, 7, 8, 9, 10, 12], device=device)
     scored = StepPromptLogprobs(STRETCHES, places, tokens)
-    found = scored.read(logits[each] for each in scored.pieces)
-    assert [(row, each.first, each.end) for row, each in found] == [(3, 1, 6), (1, 9, 13), (0, 2, 3)]
-    return {row: each.read() for row, each in found}
+    found = scored.read_logits(logits[each] for each in scored.place_pieces)
+    assert [(row, each.start, each.end) for row, each in found] == [(3, 1, 6), (1, 9, 13), (0, 2, 3)]
+    return {row: each.to_list() for row, each in found}
 
 
 def test_scores_are_those_of_the_cpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

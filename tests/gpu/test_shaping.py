@@ -15,7 +15,7 @@ ROWS, VOCAB, LENGTH, PROMPT = 6, 500, 40, 10
 WISHES = (
     LogitsParams(repetition_penalty=1.3),
     LogitsParams(presence_penalty=0.7, frequency_penalty=0.3),
-    LogitsParams(bias=((3, 2.0), (4, -100.0)), min_tokens=50, stops=(9, 11)),
+    LogitsParams(logit_bias=((3, 2.0), (4, -100.0)), min_tokens=50, stop_token_ids=(9, 11)),
     LogitsParams(repetition_penalty=0.8, frequency_penalty=-0.5, bad_words=((1,), (2, 3))),
 )
 
@@ -35,7 +35,7 @@ def shaped(device: torch.device) -> torch.Tensor:
     tokens = torch.randint(0, 12, (ROWS, LENGTH), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
     shapes, rows = LogitsProcessors(device), np.arange(ROWS)
     for row in rows.tolist():
-        shapes.enter(row, PROMPT, WISHES[row % len(WISHES)])
+        shapes.add_row(row, PROMPT, WISHES[row % len(WISHES)])
     changed = logits().to(device)
     shapes.apply(changed, rows, np.array([10, 15, 20, 30, 39, 10]), tokens.to(device))
     return changed.cpu()

@@ -95,8 +95,8 @@ def kill_instance() -> None:
 def kill_ranks() -> None:
     ranks = LocalRanks(EngineConfig(model="", parallel=ParallelConfig(tensor=2)), RankLayout(2, 1))
     ranks.kill()
-    assert ranks.fate(0) == ranks.fate(1) == "died (exit code -9)"
-    ranks.end(0.0)
+    assert ranks.exit_reason(0) == ranks.exit_reason(1) == "died (exit code -9)"
+    ranks.wait_for_exit(0.0)
     ranks.close()
 
 

@@ -61,7 +61,7 @@ class Toy:
         self.config = config
         self.directory = directory
         self.parameters = dict(parameters or {})
-        self.warm_up = samples.warm_up
+        self.warm_up = samples.warmup_requests
         self.answer = (directory / "answer").read_text()
         self.made_in = threading.current_thread()
         self.go = asyncio.Event()
@@ -88,7 +88,7 @@ class Toy:
         if request.parameters.get("wait"):
             await self.go.wait()
         assert not self.unloaded
-        yield InferResponse((Tensor.of("A", "INT32", [int(self.answer)]),))
+        yield InferResponse((Tensor.from_values("A", "INT32", [int(self.answer)]),))
 
 
 class ToyLoader:
@@ -147,13 +147,13 @@ class World:
         return self.root / name
 
     def explicit(self) -> None:
-        self.hub.control = ExplicitModelControl(self.catalog, self.hub.registry, self.hub.lifecycle)
+        self.hub.model_control = ExplicitModelControl(self.catalog, self.hub.registry, self.hub.lifecycle)
 
     async def start(self) -> bool:
-        return await self.keeper.start(self.catalog.names(), self)
+        return await self.keeper.load_initial(self.catalog.model_names(), self)
 
     async def ask(self, name: str, version: str = "", **parameters: Any) -> int:
-        request = InferRequest(inputs={"A": Tensor.of("A", "INT32", [1])}, parameters=parameters)
+        request = InferRequest(inputs={"A": Tensor.from_values("A", "INT32", [1])}, parameters=parameters)
         stream = self.hub.infer(name, version, request)
         try:
             response = await anext(stream)
@@ -162,7 +162,7 @@ class World:
         return int(response.outputs[0].scalar)
 
     def states(self) -> dict[tuple[str, str], str]:
-        return {(each.name, each.version): str(each.state) for each in self.hub.index()}
+        return {(each.name, each.version): str(each.state) for each in self.hub.repository_index()}
 
     # As a Watcher
 
@@ -189,7 +189,7 @@ def world(tmp_path: Path, toys: list[Toy]) -> World:
 
 
 def model_of(hub: InProcessGateway, name: str, version: str = "") -> Model:
-    return hub.registry.serving(name, version).model
+    return hub.registry.find_loaded(name, version).model
 
 
 def refused(error: type[CharoniaError], text: str) -> Any:

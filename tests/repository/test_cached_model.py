@@ -73,7 +73,7 @@ class Doubling:
 
 
 def question(values: Any = (1.0,), datatype: str = "FP64", outputs: Any = None, **parameters: Any) -> InferRequest:
-    return InferRequest("id", {"X": Tensor.of("X", datatype, values)}, outputs, parameters)
+    return InferRequest("id", {"X": Tensor.from_values("X", datatype, values)}, outputs, parameters)
 
 
 async def ask(model: CachedModel, request: InferRequest) -> list[float]:
@@ -147,16 +147,16 @@ async def test_models_share_the_cache_and_not_their_answers() -> None:
 def test_there_is_never_more_than_there_may_be(asked: list[tuple[int, int]]) -> None:
     cache, last = ResponseCache(4000), b""
     for name, size in asked:
-        answer = InferResponse((Tensor.of("Y", "FP64", np.full(size * 10, float(name))),))
+        answer = InferResponse((Tensor.from_values("Y", "FP64", np.full(size * 10, float(name))),))
         last = bytes((name, size))
-        found = cache.find("m", last)
+        found = cache.get("m", last)
         if found is not None:
             assert found.outputs[0].data.tolist() == [name] * size * 10
-        cache.keep("m", last, answer)
+        cache.put("m", last, answer)
         cache.check_integrity()
-        assert (cache.find("m", last) is not None) == (size * 80 + 512 <= 4000)
-    cache.forget("m")
-    assert (len(cache), cache.used, cache.to_come) == (0, 0, 4000)
+        assert (cache.get("m", last) is not None) == (size * 80 + 512 <= 4000)
+    cache.remove_owner("m")
+    assert (len(cache), cache.used, cache.outstanding) == (0, 0, 4000)
 
 
 @pytest.mark.parametrize("words", [["redis,host=x"], ["local"], ["local,size=0"], ["local,size=1k"], ["size=1"]])
@@ -175,8 +175,8 @@ def test_a_config_says_which_models_answers_are_kept(tmp_path: Path) -> None:
     for caching, kept in ((cache, True), (None, False)):
         builder = ModelBuilder(BackendSettings(), cache=caching)
         made = {
-            name: builder.recipe(source := catalog.read(name), source.versions[0]).make(ignore_progress)
-            for name in catalog.names()
+            name: builder.prepare(source := catalog.read(name), source.versions[0]).make(ignore_progress)
+            for name in catalog.model_names()
         }
         assert [isinstance(made[name], CachedModel) for name in ("kept", "plain")] == [kept, False]
 

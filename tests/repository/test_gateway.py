@@ -69,13 +69,13 @@ class Writer(Echo):
         return ""
 
 
-A = Tensor.of("A", "INT32", [1, 2])
+A = Tensor.from_values("A", "INT32", [1, 2])
 
 
 async def hub_of(*models: Echo, strict: bool = True) -> InProcessGateway:
     hub = InProcessGateway(strict)
     for model in models:
-        await hub.load(model.config.name, "2", lambda model=model: model)
+        await hub.load_built_model(model.config.name, "2", lambda model=model: model)
     return hub
 
 
@@ -102,7 +102,7 @@ async def test_dispatch() -> None:
 async def test_lookup_errors(name: str, version: str, kind: type[CharoniaError], text: str) -> None:
     hub = await hub_of(Echo(), Echo("broken", Internal("no weights")))
     with pytest.raises(kind) as lookup:
-        hub.model(name, version)
+        hub.model_config(name, version)
     with pytest.raises(kind) as inference:
         await collect(hub, name, version)
     assert lookup.value.message == inference.value.message == text
@@ -126,18 +126,18 @@ async def test_text_and_no_text() -> None:
             "Got input(s) [], but missing required input(s) ['A']. Please provide all required input(s).",
         ),
         (
-            {"inputs": {"B": Tensor.of("B", "FP32", [1, 2])}, "id": "7"},
+            {"inputs": {"B": Tensor.from_values("B", "FP32", [1, 2])}, "id": "7"},
             "[request id: 7] expected number of inputs between 1 and 2 but got 1 inputs for model 'echo'. "
             "Got input(s) ['B'], but missing required input(s) ['A']. Please provide all required input(s).",
         ),
         ({"inputs": {"A": A, "C": A}}, "unexpected inference input 'C' for model 'echo'"),
         ({"outputs": ("Z",)}, "unexpected inference output 'Z' for model 'echo'"),
         (
-            {"inputs": {"A": Tensor.of("A", "FP32", [1])}},
+            {"inputs": {"A": Tensor.from_values("A", "FP32", [1])}},
             "[request id: <id_unknown>] inference input 'A' data-type is 'FP32', but model 'echo' expects 'INT32'",
         ),
         (
-            {"inputs": {"A": A, "B": Tensor.of("B", "FP32", [1, 2, 3])}},
+            {"inputs": {"A": A, "B": Tensor.from_values("B", "FP32", [1, 2, 3])}},
             "[request id: <id_unknown>] unexpected shape for input 'B' for model 'echo'. Expected [2], got [3]. ",
         ),
     ],
@@ -152,7 +152,7 @@ async def test_validation_counts_the_batch() -> None:
     hub = await hub_of(Echo(max_batch_size=4))
     with pytest.raises(InvalidArgument, match=r"Expected \[-1,-1\], got \[2\]"):
         await collect(hub, "echo")
-    assert await collect(hub, "echo", inputs={"A": Tensor.of("A", "INT32", [[1, 2]])})
+    assert await collect(hub, "echo", inputs={"A": Tensor.from_values("A", "INT32", [[1, 2]])})
 
 
 @pytest.mark.parametrize(
@@ -183,30 +183,32 @@ async def test_readiness() -> None:
     assert (strict.ready(), lenient.ready()) == (False, True)
     hub = await hub_of(good)
     assert hub.ready()
-    assert hub.model_ready("good")
+    assert hub.is_model_ready("good")
     good.is_ready = False
     assert not hub.ready()
-    assert not hub.model_ready("good")
-    assert not strict.model_ready("bad")
-    assert (strict.model_ready("no"), strict.model_ready("good", "7")) == (False, False)
-    await strict.unload()
-    assert not strict.model_ready("good")
+    assert not hub.is_model_ready("good")
+    assert not strict.is_model_ready("bad")
+    assert (strict.is_model_ready("no"), strict.is_model_ready("good", "7")) == (False, False)
+    await strict.unload_all()
+    assert not strict.is_model_ready("good")
 
 
 async def test_nothing_is_ready_in_a_process_that_is_not() -> None:
     healthy = True
     hub = InProcessGateway(healthy=lambda: healthy)
-    await hub.load("echo", "2", Echo)
-    assert (hub.ready(), hub.model_ready("echo")) == (True, True)
+    await hub.load_built_model("echo", "2", Echo)
+    assert (hub.ready(), hub.is_model_ready("echo")) == (True, True)
     healthy = False
-    assert (hub.ready(), hub.model_ready("echo")) == (False, False)
+    assert (hub.ready(), hub.is_model_ready("echo")) == (False, False)
 
 
 async def test_what_is_measured_of_models() -> None:
     hub = await hub_of(Echo(), Echo("broken", Internal("no weights")))
-    hub.registry.entry("strange").fail("line 3")
+    hub.registry.get_or_add("strange").record_load_failure("line 3")
     seen = {
-        (labels["model"], reading.family): reading.value for labels, readings in hub.measure() for reading in readings
+        (labels["model"], reading.family): reading.value
+        for labels, readings in hub.measurements()
+        for reading in readings
     }
     assert seen.pop(("echo", "nv_model_load_duration_secs")) >= 0
     assert seen == {
@@ -217,7 +219,7 @@ async def test_what_is_measured_of_models() -> None:
         ("strange", "charonia_model_ready"): 0,
         ("strange", "charonia_model_load_failures_total"): 1,
     }
-    assert hub.stats("echo").ready
+    assert hub.model_stats("echo").ready
 
 
 async def test_on_the_way_out() -> None:
@@ -225,15 +227,15 @@ async def test_on_the_way_out() -> None:
     hub = await hub_of(model)
     running = hub.infer("echo", "", InferRequest(inputs={"A": A}))
     await anext(running)
-    assert hub.running == 1
-    hub.exit()
+    assert hub.requests_in_flight == 1
+    hub.begin_exit()
     assert (hub.ready(), hub.exiting()) == (False, True)
     with pytest.raises(Unavailable, match="Server exiting"):
         await collect(hub, "echo")
-    drained = asyncio.create_task(hub.drained())
+    drained = asyncio.create_task(hub.wait_drained())
     assert [response.outputs async for response in running] == [(A,)]
     await drained
-    await hub.unload()
+    await hub.unload_all()
     assert model.unloaded
 
 
@@ -242,11 +244,11 @@ async def test_who_only_tokenizes_is_waited_for_too() -> None:
     hub = await hub_of(model)
     tokenizing = asyncio.create_task(hub.tokenize("writer", TokenizeRequest(prompt="x")))
     await model.waiting.wait()
-    assert hub.running == 1
-    await hub.drained()
+    assert hub.requests_in_flight == 1
+    await hub.wait_drained()
     assert tokenizing.done()
     assert await hub.detokenize("writer", []) == ""
-    assert hub.running == 0
+    assert hub.requests_in_flight == 0
 
 
 async def test_cancelling_the_reader_closes_the_model() -> None:
@@ -257,7 +259,7 @@ async def test_cancelling_the_reader_closes_the_model() -> None:
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader
-    assert (model.open, hub.running) == (0, 0)
+    assert (model.open, hub.requests_in_flight) == (0, 0)
 
 
 async def test_models_unload_whatever_one_of_them_says(caplog: pytest.LogCaptureFixture) -> None:
@@ -266,7 +268,7 @@ async def test_models_unload_whatever_one_of_them_says(caplog: pytest.LogCapture
             raise RuntimeError("stuck")
 
     model = Echo()
-    await (await hub_of(Sticky("sticky"), model)).unload()
+    await (await hub_of(Sticky("sticky"), model)).unload_all()
     assert model.unloaded
     assert "did not unload" in caplog.text
 
@@ -288,16 +290,16 @@ class Counting(Echo):
 async def test_an_ended_request_is_counted_once_by_its_model_or_by_nobody() -> None:
     model, seen = Counting(), []
     hub = InProcessGateway(witnesses=(lambda exchange: seen.append((exchange.model, exchange.version, exchange.end)),))
-    await hub.load("echo", "2", lambda: model)
-    with hub.open("test"):
+    await hub.load_built_model("echo", "2", lambda: model)
+    with hub.open_request("test"):
         await collect(hub, "echo")
     for name, version in (("echo", "7"), ("no", "")):
-        with pytest.raises(NotFound), hub.open("test"):
+        with pytest.raises(NotFound), hub.open_request("test"):
             await collect(hub, name, version)
     done, refused = RequestEnd(Outcome.DONE), RequestEnd(Outcome.REJECTED, "not_found")
     assert seen == [("echo", "2", done), ("echo", "7", refused), ("no", "", refused)]
     assert model.counted == [done, refused]
-    homeless = [measured.readings for measured in hub.measure() if not measured.labels]
+    homeless = [measured.readings for measured in hub.measurements() if not measured.labels]
     labels = {"outcome": "rejected", "reason": "not_found"}
     assert homeless == [(Reading("charonia_requests_total", 1, labels),)]
 
@@ -305,8 +307,8 @@ async def test_an_ended_request_is_counted_once_by_its_model_or_by_nobody() -> N
 async def test_a_request_given_up_is_cancelled() -> None:
     seen: list[RequestEnd | None] = []
     hub = InProcessGateway(witnesses=(lambda exchange: seen.append(exchange.end),))
-    await hub.load("echo", "2", Echo)
-    with hub.open("test"):
+    await hub.load_built_model("echo", "2", Echo)
+    with hub.open_request("test"):
         async with aclosing(hub.infer("echo", "", InferRequest(inputs={"A": A}))) as responses:
             await anext(responses)
     assert seen == [RequestEnd(Outcome.CANCELLED)]
@@ -314,15 +316,15 @@ async def test_a_request_given_up_is_cancelled() -> None:
 
 async def test_what_is_known_of_models() -> None:
     hub = await hub_of(Echo(), Echo("broken", Internal("no weights")))
-    assert hub.versions("echo") == ("2",)
+    assert hub.served_versions("echo") == ("2",)
     assert (
-        hub.statistics()
-        == hub.statistics("echo")
+        hub.model_statistics()
+        == hub.model_statistics("echo")
         == [ModelStatistics("echo", "2", VersionStatistics(inference_count=3))]
     )
     ready = RepositoryIndexEntry("echo", "2", ModelState.READY)
-    assert hub.index() == [ready, RepositoryIndexEntry("broken", "2", ModelState.UNAVAILABLE, "no weights")]
-    assert hub.index(ready_only=True) == [ready]
+    assert hub.repository_index() == [ready, RepositoryIndexEntry("broken", "2", ModelState.UNAVAILABLE, "no weights")]
+    assert hub.repository_index(ready_only=True) == [ready]
     for control in (hub.load_model("echo"), hub.unload_model("echo")):
         with pytest.raises(Unavailable, match="explicit model load / unload is not allowed"):
             await control

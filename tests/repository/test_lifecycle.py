@@ -37,14 +37,14 @@ async def test_versions_side_by_side(world: World) -> None:
     world.write("m", {"1": 10, "2": 20, "10": 100}, ALL)
     assert await world.start()
     assert [await world.ask("m", version) for version in ("", "1", "2", "10")] == [100, 10, 20, 100]
-    assert world.hub.versions("m") == ("1", "2", "10")
-    assert world.hub.model("m", "2").version == "2"
+    assert world.hub.served_versions("m") == ("1", "2", "10")
+    assert world.hub.model_config("m", "2").version == "2"
     with pytest.raises(NotFound, match="version 3 is not found"):
-        world.hub.model("m", "3")
-    assert [each.version for each in world.hub.statistics("m")] == ["1", "2", "10"]
+        world.hub.model_config("m", "3")
+    assert [each.version for each in world.hub.model_statistics("m")] == ["1", "2", "10"]
     for asked in (("m", "3"), ("no", "")):
         with pytest.raises(InvalidArgument, match="is not available"):
-            world.hub.statistics(*asked)
+            world.hub.model_statistics(*asked)
 
 
 @pytest.mark.usefixtures("two_at_once")
@@ -54,10 +54,10 @@ async def test_models_load_side_by_side(tmp_path: Path, toys: list[Toy]) -> None
     slow = {name: world.write(name, {"1": 1}) / "1" / "hangs" for name in names}
     for file in slow.values():
         file.touch()
-    world.hub.lifecycle.load_one_at_a_time()
+    world.hub.lifecycle.load_sequentially()
     starting = asyncio.create_task(world.start())
     await until(lambda: world.states() == {("a", "1"): "LOADING", ("b", ""): "UNAVAILABLE", ("c", ""): "UNAVAILABLE"})
-    world.hub.lifecycle.load_side_by_side()
+    world.hub.lifecycle.load_concurrently()
     await until(lambda: ("b", "1") in world.states())
     assert world.states()["c", ""] == "UNAVAILABLE"
     slow["b"].unlink()
@@ -72,7 +72,7 @@ async def test_models_load_side_by_side(tmp_path: Path, toys: list[Toy]) -> None
     assert await starting
     assert world.hub.ready()
     assert world.loads[0] == "b"
-    await world.hub.unload()
+    await world.hub.unload_all()
 
 
 async def test_what_makes_a_model_does_not_hold_up_the_event_loop(world: World, toys: list[Toy]) -> None:
@@ -100,7 +100,7 @@ async def test_a_wrong_config_fails_its_model_alone(world: World) -> None:
     )
     assert world.failures["f"].endswith("config.pbtxt:3: the file says otherwise")
     assert await world.ask("b") == 2
-    assert (world.hub.ready(), world.hub.model_ready("b"), world.hub.model_ready("a")) == (False, True, False)
+    assert (world.hub.ready(), world.hub.is_model_ready("b"), world.hub.is_model_ready("a")) == (False, True, False)
     assert world.states() == {
         ("a", "1"): "UNAVAILABLE",
         ("b", "1"): "READY",
@@ -152,7 +152,7 @@ async def test_a_request_that_has_not_begun_keeps_its_model(world: World, toys: 
     world.explicit()
     world.write("m", {"1": 10})
     await world.hub.load_model("m")
-    stream = world.hub.infer("m", "", InferRequest(inputs={"A": Tensor.of("A", "INT32", [1])}))
+    stream = world.hub.infer("m", "", InferRequest(inputs={"A": Tensor.from_values("A", "INT32", [1])}))
     await world.hub.unload_model("m")
     await asyncio.sleep(0.05)
     assert (await anext(stream)).outputs[0].scalar == 10
@@ -165,12 +165,12 @@ async def test_a_request_that_a_door_still_reads_finds_the_version_it_was_told(w
     world.explicit()
     world.write("m", {"1": 10})
     await world.hub.load_model("m")
-    told = world.hub.model("m").version
+    told = world.hub.model_config("m").version
     world.write("m", {"2": 20})
     await world.hub.load_model("m")
     assert (await world.ask("m"), await world.ask("m", told)) == (20, 10)
     assert world.states() == {("m", "1"): "UNLOADING", ("m", "2"): "READY"}
-    world.hub.lifecycle.hurry()
+    world.hub.lifecycle.stop_draining()
     await settled()
     assert toys[0].unloaded
     with pytest.raises(Unavailable, match="version 1 is not at ready state"):
@@ -204,7 +204,7 @@ async def test_a_failed_reload_leaves_what_served(world: World, toys: list[Toy])
     with pytest.raises(Internal, match="failed to load 'm', failed to poll from model repository: failed to read text"):
         await world.hub.load_model("m")
     assert await world.ask("m") == 10
-    assert world.hub.model_ready("m")
+    assert world.hub.is_model_ready("m")
 
 
 async def test_unloading(world: World, toys: list[Toy]) -> None:
@@ -223,7 +223,7 @@ async def test_unloading(world: World, toys: list[Toy]) -> None:
     assert await running == 10
     await settled()
     assert toys[0].unloaded
-    [entry] = world.hub.index()
+    [entry] = world.hub.repository_index()
     assert (entry.state, entry.reason) == ("UNAVAILABLE", "unloaded")
     assert world.hub.ready()
     await world.hub.unload_model("m")
@@ -251,7 +251,7 @@ async def test_leaving_at_once_at_the_end(world: World, toys: list[Toy]) -> None
     running = asyncio.create_task(world.ask("m", wait=True))
     await asyncio.sleep(0)
     await world.hub.unload_model("m")
-    await asyncio.wait_for(world.hub.unload(), 10)
+    await asyncio.wait_for(world.hub.unload_all(), 10)
     assert toys[0].unloaded
     running.cancel()
 
@@ -298,14 +298,14 @@ async def test_another_config_does_not_outlive_the_model_nor_files_of_its_own(wo
 
 async def test_another_config_does_not_outlive_an_unload_that_waited_for_it(world: World) -> None:
     world.explicit()
-    world.hub.lifecycle.load_one_at_a_time()
+    world.hub.lifecycle.load_sequentially()
     world.write("m", {"1": 10, "2": 20})
     hangs = world.write("first", {"1": 1}) / "1" / "hangs"
     hangs.touch()
     fields = {"backend": "toy", "input": [{"name": "A", "data_type": "TYPE_INT32", "dims": [1]}]}
     override = json.dumps(fields | {"version_policy": {"specific": {"versions": [1]}}})
     changes = [asyncio.create_task(world.hub.load_model(*each)) for each in (("first",), ("m", override))]
-    await until(lambda: world.hub.registry.entry("m").changing.locked())
+    await until(lambda: world.hub.registry.get_or_add("m").change_lock.locked())
     changes.append(asyncio.create_task(world.hub.unload_model("m")))
     await asyncio.sleep(0)
     hangs.unlink()
@@ -322,11 +322,11 @@ async def test_a_load_goes_on_though_its_client_leaves_until_the_end(world: Worl
     loads[0].cancel()
     hangs[0].unlink()
     await until(lambda: world.states()["m", "1"] == "READY")
-    world.hub.exit()
+    world.hub.begin_exit()
     with pytest.raises(ServerExiting):
         await loads[1]
     hangs[1].unlink()
-    await world.hub.unload()
+    await world.hub.unload_all()
     assert [toy.unloaded for toy in toys] == [True]
 
 
@@ -338,8 +338,8 @@ async def test_a_load_that_hangs_does_not_hold_up_the_end(world: World) -> None:
     os.mkfifo(labels)
     load = asyncio.create_task(world.hub.load_model("hangs"))
     await until(lambda: world.states().get(("hangs", "1")) == "LOADING")
-    world.hub.exit()
-    await asyncio.wait_for(world.hub.unload(), 60)
+    world.hub.begin_exit()
+    await asyncio.wait_for(world.hub.unload_all(), 60)
     with pytest.raises(ServerExiting):
         await load
     labels.write_text("the thread ends")
@@ -352,7 +352,7 @@ async def test_with_files_of_its_own(world: World, toys: list[Toy]) -> None:
     files = {"5/answer": b"50", "5/deep/er/file": b""}
     await world.hub.load_model("new", config, files)
     await world.hub.load_model("m", config, files)
-    assert (await world.ask("new"), await world.ask("m"), world.hub.versions("m")) == (50, 50, ("5",))
+    assert (await world.ask("new"), await world.ask("m"), world.hub.served_versions("m")) == (50, 50, ("5",))
     directories = [toy.directory for toy in toys]
     await world.hub.load_model("m")
     await world.hub.unload_model("new")
@@ -413,7 +413,7 @@ async def test_what_cannot_be_loaded(
         await world.hub.load_model(*arguments)
     assert caught.value.message.startswith(text)
     assert [record.exc_info for record in caplog.records] == [None] * (kind is Internal)
-    assert [entry.name for entry in world.hub.index()] == ["m"]
+    assert [entry.name for entry in world.hub.repository_index()] == ["m"]
     assert world.hub.ready()
     assert not list(scratch.iterdir())
 
@@ -424,7 +424,7 @@ async def test_what_could_be_loaded_is_in_the_index(world: World) -> None:
     world.write("n", {"1": 10})
     await world.hub.load_model("n")
     assert world.states() == {("m", ""): "None", ("n", "1"): "READY"}
-    assert [each.name for each in world.hub.index(ready_only=True)] == ["n"]
+    assert [each.name for each in world.hub.repository_index(ready_only=True)] == ["n"]
     assert world.hub.ready()
 
 
@@ -434,18 +434,18 @@ async def test_polling_follows_the_files(world: World, toys: list[Toy]) -> None:
     assert not await world.start()
     world.loads.clear()
     world.failures.clear()
-    await world.keeper.look(world)
+    await world.keeper.poll_once(world)
     assert (world.loads, world.failures) == ([], {})
     world.write("m", {"2": 20})
     world.write("new", {"1": 5})
     world.write("bad", {"1": 1}, "more nonsense")
-    await world.keeper.look(world)
+    await world.keeper.poll_once(world)
     assert (world.loads, list(world.failures)) == (["m", "new"], ["bad"])
     assert (await world.ask("m"), await world.ask("new")) == (20, 5)
     for path in sorted((world.root / "m").rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     (world.root / "m").rmdir()
-    await world.keeper.look(world)
+    await world.keeper.poll_once(world)
     with pytest.raises(NotFound, match="no available versions"):
         await world.ask("m")
     with pytest.raises(Unavailable, match="explicit model load / unload is not allowed if polling is enabled"):
@@ -465,16 +465,16 @@ async def test_a_name_in_two_repositories_is_refused_until_one_is_gone(world: Wo
     assert both in world.failures["m"]
     shutil.rmtree(other.root / "m")
     world.failures.clear()
-    await world.keeper.look(world)
+    await world.keeper.poll_once(world)
     assert (await world.ask("m"), world.failures) == (10, {})
     other.write("m", {"1": 20})
     for _ in range(2):
-        await world.keeper.look(world)
-        assert not world.hub.model_ready("m")
-        assert ([both in entry.reason for entry in world.hub.index()], world.hub.ready()) == ([True], False)
+        await world.keeper.poll_once(world)
+        assert not world.hub.is_model_ready("m")
+        assert ([both in entry.reason for entry in world.hub.repository_index()], world.hub.ready()) == ([True], False)
     assert len(world.failures) == 1
     shutil.rmtree(world.root / "m")
-    await world.keeper.look(world)
+    await world.keeper.poll_once(world)
     assert await world.ask("m") == 20
     world.explicit()
     world.write("m", {"1": 10})
@@ -488,19 +488,19 @@ async def test_a_repository_that_is_away_keeps_its_models(world: World, toys: li
     assert await world.start()
     away = world.root.with_name("away")
     world.root.rename(away)
-    await world.keeper.look(world)
+    await world.keeper.poll_once(world)
     assert await world.ask("m") == 10
     away.rename(world.root)
     world.loads.clear()
     world.write("m", {"2": 20})
-    await world.keeper.look(world)
+    await world.keeper.poll_once(world)
     assert (world.loads, await world.ask("m")) == (["m"], 20)
 
 
 async def test_what_a_backend_completes(world: World, toys: list[Toy]) -> None:
     (world.write("m", {"1": 10}) / "1" / "size").write_text("")
     assert await world.start()
-    document = world.hub.model("m").document
+    document = world.hub.model_config("m").document
     assert (document["max_batch_size"], document["dynamic_batching"]["preferred_batch_size"]) == (4, [4])
 
 
@@ -516,7 +516,7 @@ async def test_labels_and_warm_up(world: World, toys: list[Toy]) -> None:
     (model / "warmup").mkdir()
     (model / "warmup" / "a").write_bytes(b"\1\0\0\0\2\0\0\0")
     assert await world.start()
-    assert world.hub.model("m").labels == {"A": ("cat", "dog")}
+    assert world.hub.model_config("m").labels == {"A": ("cat", "dog")}
     assert [(sample.request.inputs["A"].data.tolist(), sample.times) for sample in toys[0].warm_up] == [([1, 2], 2)]
 
 

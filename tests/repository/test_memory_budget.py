@@ -37,54 +37,54 @@ def test_what_does_not_fit_is_refused_naming_the_largest() -> None:
     free = 100 * MIB
     budget = MemoryBudget(DeviceMemory(lambda: free))
     for version, size in (("1", 30), ("2", 60), ("3", 10), ("4", 5)):
-        last = budget.take("m", version, [MemoryNeed(size * MIB)])
-        last.loaded(object())
+        last = budget.reserve("m", version, [MemoryNeed(size * MIB)])
+        last.finish_loading(object())
     free = 3 * MIB
     with pytest.raises(Unavailable) as caught:
-        budget.take("n", "1", [MemoryNeed(4 * MIB)])
+        budget.reserve("n", "1", [MemoryNeed(4 * MIB)])
     assert caught.value.message == (
         "model 'n' version 1 needs at least 4.0 MiB of memory and 3.0 MiB is free; most is held by "
         "'m' version 2 (60.0 MiB), 'm' version 1 (30.0 MiB), 'm' version 3 (10.0 MiB)"
     )
     last.release()
     last.release()
-    assert budget.host.held == 100 * MIB
+    assert budget.host.reserved == 100 * MIB
 
 
 def test_a_limit_is_for_all_of_them_together() -> None:
     budget = MemoryBudget(DeviceMemory(lambda: 100 * MIB, limit=10 * MIB))
-    first = budget.take("m", "1", [MemoryNeed(3 * MIB), MemoryNeed(4 * MIB)])
-    assert budget.host.left == 3 * MIB
+    first = budget.reserve("m", "1", [MemoryNeed(3 * MIB), MemoryNeed(4 * MIB)])
+    assert budget.host.available == 3 * MIB
     with pytest.raises(Unavailable, match=r"4.0 MiB of memory and 3.0 MiB of 10.0 MiB is free; .* 'm' version 1 \(7.0"):
-        budget.take("n", "1", [MemoryNeed(4 * MIB)])
+        budget.reserve("n", "1", [MemoryNeed(4 * MIB)])
     first.release()
-    assert budget.host.left == 10 * MIB
+    assert budget.host.available == 10 * MIB
 
 
 def test_what_was_promised_is_not_free_until_it_is_taken_and_counted_by_the_kernel() -> None:
     free = 100
     host = DeviceMemory(lambda: free)
-    hold = MemoryBudget(host).take("llm", "1", [MemoryNeed(20)])
+    hold = MemoryBudget(host).reserve("llm", "1", [MemoryNeed(20)])
     free = 80
-    assert host.left == 60  # how much of it the model has by now, nobody knows
+    assert host.available == 60  # how much of it the model has by now, nobody knows
     model = Growing(promised=60, resident=20)
-    hold.loaded(model)
-    assert (host.held, host.left) == (60, 40)
+    hold.finish_loading(model)
+    assert (host.reserved, host.available) == (60, 40)
     model.resident, free = 50, 50
-    assert host.left == 40
+    assert host.available == 40
     model.resident, free = 70, 30
-    assert host.left == 30
+    assert host.available == 30
     hold.release()
-    assert (host.held, host.left) == (0, 30)
+    assert (host.reserved, host.available) == (0, 30)
 
 
 def test_a_model_holds_no_less_than_it_stated() -> None:
     host = DeviceMemory(lambda: 100)
-    hold = MemoryBudget(host).take("m", "1", [MemoryNeed(20)])
-    hold.loaded(object())
-    assert host.held == 20
-    hold.loaded(Growing(promised=10, resident=0))
-    assert host.held == 20
+    hold = MemoryBudget(host).reserve("m", "1", [MemoryNeed(20)])
+    hold.finish_loading(object())
+    assert host.reserved == 20
+    hold.finish_loading(Growing(promised=10, resident=0))
+    assert host.reserved == 20
 
 
 class Cards:
@@ -99,36 +99,36 @@ class Cards:
 
 def test_a_gpu_refuses_by_its_number_and_its_own_holders() -> None:
     cards = Cards(100, 50)
-    cards.budget.take("on-both", "1", [MemoryNeed(8 * MIB), MemoryNeed(40 * MIB, 0), MemoryNeed(20 * MIB, 1)])
-    cards.budget.take("on-0", "1", [MemoryNeed(30 * MIB, 0)])
+    cards.budget.reserve("on-both", "1", [MemoryNeed(8 * MIB), MemoryNeed(40 * MIB, 0), MemoryNeed(20 * MIB, 1)])
+    cards.budget.reserve("on-0", "1", [MemoryNeed(30 * MIB, 0)])
     cards.free = [30 * MIB, 30 * MIB]
     with pytest.raises(Unavailable) as caught:
-        cards.budget.take("n", "2", [MemoryNeed(5 * MIB), MemoryNeed(20 * MIB, 0), MemoryNeed(31 * MIB, 1)])
+        cards.budget.reserve("n", "2", [MemoryNeed(5 * MIB), MemoryNeed(20 * MIB, 0), MemoryNeed(31 * MIB, 1)])
     assert caught.value.message == (
         "model 'n' version 2 needs at least 31.0 MiB of memory of GPU 1 and 30.0 MiB is free; most is held by "
         "'on-both' version 1 (20.0 MiB)"
     )
     # What it had of the other memories already, it has no more.
-    assert [memory.held // MIB for memory in (cards.budget.host, *cards.memories.values())] == [8, 70, 20]
+    assert [memory.reserved // MIB for memory in (cards.budget.host, *cards.memories.values())] == [8, 70, 20]
 
 
 def test_of_a_gpu_a_model_holds_what_was_free_before_it_loaded() -> None:
     cards = Cards(100, 50)
-    hold = cards.budget.take("llm", "1", [MemoryNeed(10 * MIB, 0)])
+    hold = cards.budget.reserve("llm", "1", [MemoryNeed(10 * MIB, 0)])
     cards.free[0] -= 70 * MIB  # weights, a cache, a context
-    hold.loaded(Growing(promised=7, resident=0))
+    hold.finish_loading(Growing(promised=7, resident=0))
     with pytest.raises(Unavailable, match=r"31.0 MiB of memory of GPU 0 and 30.0 MiB is free; .* 'llm' .* \(70.0 MiB"):
-        cards.budget.take("n", "1", [MemoryNeed(31 * MIB, 0)])
+        cards.budget.reserve("n", "1", [MemoryNeed(31 * MIB, 0)])
     hold.release()
-    assert cards.memories[0].held == 0
+    assert cards.memories[0].reserved == 0
 
 
 def test_who_holds_what_is_measured() -> None:
     cards = Cards(100, 50)
     for _ in range(2):  # one that replaces itself
-        cards.budget.take("m", "3", [MemoryNeed(1), MemoryNeed(2 * MIB, 1)])
-    cards.budget.take("n", "1", [])
-    assert [(*each.labels.values(), each.readings[0]) for each in cards.budget.measure()] == [
+        cards.budget.reserve("m", "3", [MemoryNeed(1), MemoryNeed(2 * MIB, 1)])
+    cards.budget.reserve("n", "1", [])
+    assert [(*each.labels.values(), each.readings[0]) for each in cards.budget.measurements()] == [
         ("m", "3", Reading("charonia_memory_held_bytes", 2, {"memory": "host"})),
         ("n", "1", Reading("charonia_memory_held_bytes", 0, {"memory": "host"})),
         ("m", "3", Reading("charonia_memory_held_bytes", 4 * MIB, {"memory": "gpu1"})),
@@ -137,16 +137,20 @@ def test_who_holds_what_is_measured() -> None:
 
 def test_what_somebody_else_gave_back_meanwhile_is_no_ones_debt() -> None:
     cards = Cards(100)
-    hold = cards.budget.take("m", "1", [MemoryNeed(10 * MIB, 0)])
+    hold = cards.budget.reserve("m", "1", [MemoryNeed(10 * MIB, 0)])
     cards.free[0] += 50 * MIB
-    hold.loaded(object())
-    assert cards.memories[0].held == 10 * MIB
+    hold.finish_loading(object())
+    assert cards.memories[0].reserved == 10 * MIB
 
 
 def test_a_gpu_that_is_not_there_limits_nothing() -> None:
     cards = Cards(100, 50)
-    cards.budget.take("m", "1", [MemoryNeed(1000 * MIB, 7)]).release()
-    assert (cards.budget.left([0, 1]), cards.budget.left([0, 7]), cards.budget.left([7])) == (50 * MIB, 100 * MIB, None)
+    cards.budget.reserve("m", "1", [MemoryNeed(1000 * MIB, 7)]).release()
+    assert (cards.budget.available_on([0, 1]), cards.budget.available_on([0, 7]), cards.budget.available_on([7])) == (
+        50 * MIB,
+        100 * MIB,
+        None,
+    )
 
 
 @pytest.fixture
@@ -179,7 +183,7 @@ async def test_instance_groups_say_which_gpu_holds(tmp_path: Path, toys: list[To
     await world.hub.unload_model("first")
     with pytest.raises(CharoniaError, match=r"memory of GPU 1 and .* is free; most is held by 'second'"):
         await world.hub.load_model("both")
-    await world.hub.unload()
+    await world.hub.unload_all()
     assert [toy.unloaded for toy in toys] == [True, True]
 
 
@@ -259,14 +263,14 @@ def greedy(tmp_path: Path, toys: list[Toy], two_at_once: None, monkeypatch: pyte
 async def test_those_that_load_together_divide_what_is_left(greedy: World) -> None:
     host = greedy.hub.lifecycle._builder.budget.host
     starting = asyncio.create_task(greedy.start())
-    await until(lambda: len(host.claims) == 2)
-    assert sorted(claim.reserved for claim in host.claims) == [450, 550]
-    assert sorted(claim.size for claim in host.claims) == [100, 100]
+    await until(lambda: len(host.reservations) == 2)
+    assert sorted(claim.reserved for claim in host.reservations) == [450, 550]
+    assert sorted(claim.size for claim in host.reservations) == [100, 100]
     for name in "ab":
         (greedy.root / name / "1" / "hangs").unlink()
     assert await starting
-    assert host.held == 275 + 225
-    await greedy.hub.unload()
+    assert host.reserved == 275 + 225
+    await greedy.hub.unload_all()
 
 
 async def test_one_that_failed_leaves_the_memory_to_the_next(greedy: World) -> None:
@@ -276,8 +280,8 @@ async def test_one_that_failed_leaves_the_memory_to_the_next(greedy: World) -> N
         await greedy.hub.load_model("a")
     (greedy.root / "b" / "1" / "hangs").unlink()
     await greedy.hub.load_model("b")
-    assert greedy.hub.lifecycle._builder.budget.host.held == 500
-    await greedy.hub.unload()
+    assert greedy.hub.lifecycle._builder.budget.host.reserved == 500
+    await greedy.hub.unload_all()
 
 
 async def test_what_does_not_fit_waits_for_those_that_load(greedy: World) -> None:
@@ -285,17 +289,17 @@ async def test_what_does_not_fit_waits_for_those_that_load(greedy: World) -> Non
     host = greedy.hub.lifecycle._builder.budget.host
     (greedy.write("c", {"1": 1}) / "1" / "needs").write_bytes(bytes(10))
     first = asyncio.create_task(greedy.hub.load_model("a"))
-    await until(lambda: not host.left)
+    await until(lambda: not host.available)
     second, third = (asyncio.create_task(greedy.hub.load_model(name)) for name in "bc")
     assert not (await asyncio.wait([first, second, third], timeout=0.1))[0]
     (greedy.root / "a" / "1" / "hangs").unlink()
     await first
-    await until(lambda: {claim.name for claim in host.claims} >= {"a", "b"})
+    await until(lambda: {claim.name for claim in host.reservations} >= {"a", "b"})
     (greedy.root / "b" / "1" / "hangs").unlink()
     await asyncio.gather(second, third)
-    held = {claim.name: claim.size for claim in host.claims}
+    held = {claim.name: claim.size for claim in host.reservations}
     assert held in ({"a": 500, "b": 250, "c": 10}, {"a": 500, "b": 245, "c": 10}), "who came first after a"
-    await greedy.hub.unload()
+    await greedy.hub.unload_all()
 
 
 async def test_models_hold_and_give_back(tmp_path: Path, toys: list[Toy]) -> None:
@@ -308,9 +312,9 @@ async def test_models_hold_and_give_back(tmp_path: Path, toys: list[Toy]) -> Non
     await world.hub.load_model("a")
     with pytest.raises(Exception, match="no weights"):
         await world.hub.load_model("b")
-    assert host.held == 60
+    assert host.reserved == 60
     with pytest.raises(Exception, match=r"version 1 needs at least .* of memory .* most is held by 'a' version 1"):
         await world.hub.load_model("c")
-    await world.hub.unload()
-    assert host.held == 0
+    await world.hub.unload_all()
+    assert host.reserved == 0
     assert [toy.unloaded for toy in toys] == [True]

@@ -32,7 +32,7 @@ def test_a_whole_config(tmp_path: Path) -> None:
     assert (source.name, source.backend) == ("m", "charonia")
     assert [(version.number, version.path) for version in source.versions] == [("10", str(tmp_path / "m" / "10"))]
     assert source.parameters == {"ahead": "1", "dtype": "float32"}
-    assert source.where("dtype") == f"{tmp_path}/m/config.pbtxt:5: "
+    assert source.config_position("dtype") == f"{tmp_path}/m/config.pbtxt:5: "
 
 
 @pytest.mark.parametrize("config", [None, "", 'name: "m"'])
@@ -132,7 +132,7 @@ def test_a_catalog_of_several_repositories(tmp_path: Path) -> None:
     os.mkdir(os.fsencode(tmp_path / "one") + b"/\xff")  # in no answer, and in no metric
     single = checkpoint_source(str(tmp_path / "two" / "c" / "1"), "c")
     catalog = RepositoryCatalog([tmp_path / "one", tmp_path / "two"], single)
-    assert catalog.names() == ["c", "a", "b"]
+    assert catalog.model_names() == ["c", "a", "b"]
     assert catalog.read("a").directory == tmp_path / "one" / "a"
     for name, places in (("b", ("one/b", "two/b")), ("c", ("two/c", "two/c/1"))):
         said = " and ".join(str(tmp_path / place) for place in places)

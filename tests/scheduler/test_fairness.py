@@ -55,60 +55,60 @@ def test_an_urgent_class_goes_before_any_service() -> None:
 
 def test_time_that_was_not_used_is_no_credit() -> None:
     fairness = Fairness(ageing_steps=10, credit=0)
-    busy, idle = fairness.slot("busy", 1.0), fairness.slot("idle", 1.0)
-    fairness.show(busy, 0, 0)
-    fairness.charge(busy, 500)
-    fairness.arrive(idle)
-    assert fairness.served[idle] == 500
-    fairness.hide(busy)
-    late = fairness.slot("late", 1.0)
-    fairness.arrive(late)
-    assert fairness.served[late] == 500, "as much as the last one who had somebody in line"
+    busy, idle = fairness.slot_of("busy", 1.0), fairness.slot_of("idle", 1.0)
+    fairness.set_head(busy, 0, 0)
+    fairness.charge_prompt(busy, 500)
+    fairness.sequence_arrived(idle)
+    assert fairness.service[idle] == 500
+    fairness.clear_head(busy)
+    late = fairness.slot_of("late", 1.0)
+    fairness.sequence_arrived(late)
+    assert fairness.service[late] == 500, "as much as the last one who had somebody in line"
 
 
 def test_a_little_credit_may_be_saved() -> None:
     fairness = Fairness(ageing_steps=10, credit=64)
-    busy, idle = fairness.slot("busy", 1.0), fairness.slot("idle", 1.0)
-    fairness.show(busy, 0, 0)
-    fairness.arrive(idle)
-    fairness.charge(busy, 50)
-    fairness.arrive(idle)
-    assert fairness.served[idle] == 0
-    fairness.charge(busy, 50)
-    fairness.arrive(idle)
-    assert fairness.served[idle] == 36
+    busy, idle = fairness.slot_of("busy", 1.0), fairness.slot_of("idle", 1.0)
+    fairness.set_head(busy, 0, 0)
+    fairness.sequence_arrived(idle)
+    fairness.charge_prompt(busy, 50)
+    fairness.sequence_arrived(idle)
+    assert fairness.service[idle] == 0
+    fairness.charge_prompt(busy, 50)
+    fairness.sequence_arrived(idle)
+    assert fairness.service[idle] == 36
     for _ in range(3):
-        fairness.depart(idle)
-    fairness.arrive(idle)
-    assert fairness.served[idle] == 100, "who was idle has saved nothing"
+        fairness.sequence_ended(idle)
+    fairness.sequence_arrived(idle)
+    assert fairness.service[idle] == 100, "who was idle has saved nothing"
 
 
 def test_a_tenant_in_line_is_not_lifted() -> None:
     fairness = Fairness(ageing_steps=10, credit=0)
-    one, two = fairness.slot("one", 1.0), fairness.slot("two", 1.0)
-    fairness.show(one, 0, 0)
-    fairness.charge(two, 500)
-    fairness.show(two, 0, 0)
-    fairness.arrive(one)
-    assert fairness.served[one] == 0
+    one, two = fairness.slot_of("one", 1.0), fairness.slot_of("two", 1.0)
+    fairness.set_head(one, 0, 0)
+    fairness.charge_prompt(two, 500)
+    fairness.set_head(two, 0, 0)
+    fairness.sequence_arrived(one)
+    assert fairness.service[one] == 0
 
 
 def test_prompts_and_outputs_are_charged_by_weight() -> None:
     fairness = Fairness(ageing_steps=10, credit=0)
-    one, two = fairness.slot("one", 1.0), fairness.slot("two", 4.0)
-    fairness.charge(two, 100)
+    one, two = fairness.slot_of("one", 1.0), fairness.slot_of("two", 4.0)
+    fairness.charge_prompt(two, 100)
     fairness.charge_outputs(np.array([two, one], np.int32), [1, 0, 1], [1, 2, 3])
-    assert fairness.served[[one, two]].tolist() == [OUTPUT_WEIGHT * 4, 25 + OUTPUT_WEIGHT * 2 / 4]
+    assert fairness.service[[one, two]].tolist() == [OUTPUT_WEIGHT * 4, 25 + OUTPUT_WEIGHT * 2 / 4]
 
 
 def test_more_tenants_than_slots() -> None:
     fairness = Fairness(ageing_steps=10, credit=0)
-    slots = [fairness.slot(f"tenant {number}", 1.0) for number in range(100)]
+    slots = [fairness.slot_of(f"tenant {number}", 1.0) for number in range(100)]
     for slot in slots:
-        fairness.show(slot, 0, slot)
-        fairness.charge(slot, 1000 - slot)
+        fairness.set_head(slot, 0, slot)
+        fairness.charge_prompt(slot, 1000 - slot)
     assert fairness.least_served(0) == [99]
-    assert fairness.first_in_rank() == [0]
+    assert fairness.lowest_ranked() == [0]
 
 
 def test_a_half_computed_prompt_gives_way_to_who_was_served_less() -> None:

@@ -104,8 +104,8 @@ def test_what_steps_took_is_known_when_it_is_asked_for() -> None:
     together, one_by_one, random = PrefillBudget(None), StepTimeModel(), Random(0)
     for step in range(100):
         work, seconds = StepWork(1 + step % 7, 100 * step, step % 3, step), 0.01 * random.uniform(0.5, 2)
-        together.observe(work, seconds)
+        together.observe_step(work, seconds)
         one_by_one.observe(work, seconds)
         if step % 37 == 0:
-            assert together.cost.of(work) == one_by_one.of(work)
-    assert together.cost.of(StepWork(5, 500)) == one_by_one.of(StepWork(5, 500))
+            assert together.time_model.step_seconds(work) == one_by_one.step_seconds(work)
+    assert together.time_model.step_seconds(StepWork(5, 500)) == one_by_one.step_seconds(StepWork(5, 500))

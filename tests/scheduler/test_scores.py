@@ -43,8 +43,8 @@ class Loop:
         updates = self.scheduler.apply(self.executor.execute(plan).result())
         self.scheduler.check_integrity()
         self.cached.update(updates.started)
-        for key, scores in updates.scores:
-            self.scored.setdefault(key, []).extend(range(scores.first, scores.end))
+        for key, scores in updates.prompt_logprobs:
+            self.scored.setdefault(key, []).extend(range(scores.start, scores.end))
         return updates
 
     def drain(self) -> None:
@@ -55,7 +55,7 @@ class Loop:
 def test_chunks_bring_scores_as_they_come() -> None:
     loop = Loop(budget=5)
     loop.add(0, list(range(10, 22)))
-    assert [[(key, scores.first, scores.end) for key, scores in loop.step().scores] for _ in range(4)] == [
+    assert [[(key, scores.start, scores.end) for key, scores in loop.step().prompt_logprobs] for _ in range(4)] == [
         [(0, 1, 6)],
         [(0, 6, 11)],
         [(0, 11, 12)],
@@ -66,9 +66,9 @@ def test_chunks_bring_scores_as_they_come() -> None:
 def test_ranks_and_likeliest_tokens_are_those_of_the_tokens() -> None:
     loop = Loop()
     loop.add(0, [10, 11, 15, 16])
-    [(_, scores)] = loop.step().scores
-    assert [score.rank for score in scores.read()] == [1, 4, 1]
-    assert [score.logprobs.ids for score in scores.read()] == [[11, 12], [12, 13], [16, 17]]
+    [(_, scores)] = loop.step().prompt_logprobs
+    assert [score.rank for score in scores.to_list()] == [1, 4, 1]
+    assert [score.logprobs.ids for score in scores.to_list()] == [[11, 12], [12, 13], [16, 17]]
 
 
 def test_what_is_cached_is_computed_again_to_be_scored() -> None:
@@ -125,7 +125,7 @@ def test_no_new_token_wanted() -> None:
     loop = Loop()
     loop.add(0, [10, 11, 12], new=0)
     updates = loop.step()
-    assert (updates.finished, [scores.end for _, scores in updates.scores]) == ([(0, "length")], [3])
+    assert (updates.finished, [scores.end for _, scores in updates.prompt_logprobs]) == ([(0, "length")], [3])
     assert not loop.scheduler.has_work
 
 
@@ -149,8 +149,8 @@ def test_who_left_hears_nothing() -> None:
     assert plan is not None
     result = loop.executor.execute(plan).result()
     loop.scheduler.abort([0])
-    assert result.scores
-    assert not loop.scheduler.apply(result).scores
+    assert result.prompt_logprobs
+    assert not loop.scheduler.apply(result).prompt_logprobs
 
 
 def test_a_gap_between_scores_is_refused() -> None:
@@ -160,6 +160,6 @@ def test_a_gap_between_scores_is_refused() -> None:
     assert plan is not None
     result = loop.executor.execute(plan).result()
     none = np.zeros((1, 0), np.int32)
-    late = PromptLogprobs.of(2, np.zeros(1, np.float32), np.ones(1, np.int32), none, none.astype(np.float32))
+    late = PromptLogprobs.from_arrays(2, np.zeros(1, np.float32), np.ones(1, np.int32), none, none.astype(np.float32))
     with pytest.raises(RuntimeError, match="scores from position 2 on, where 1 is next"):
-        loop.scheduler.apply(result._replace(scores=[(int(plan.rows[0]), late)]))
+        loop.scheduler.apply(result._replace(prompt_logprobs=[(int(plan.rows[0]), late)]))

@@ -12,7 +12,13 @@ DECODING, BESIDE, PROMPT = StepWork(8, 4000), StepWork(8, 4000, 32, 16_000), Ste
 
 
 def true_seconds(work: StepWork) -> float:
-    return 0.03 + 1e-3 * work.rows + 1e-6 * work.rows_context + 2e-3 * work.tokens + 3e-7 * work.tokens_context
+    return (
+        0.03
+        + 1e-3 * work.decode_tokens
+        + 1e-6 * work.decode_context
+        + 2e-3 * work.prefill_tokens
+        + 3e-7 * work.prefill_context
+    )
 
 
 def taught(rounds: int, noise: float = 0.0, seed: int = 0) -> StepTimeModel:
@@ -25,46 +31,46 @@ def taught(rounds: int, noise: float = 0.0, seed: int = 0) -> StepTimeModel:
 
 def test_nothing_is_known_before_a_step_was_timed() -> None:
     cost = StepTimeModel()
-    assert not cost.known
+    assert not cost.calibrated
     cost.observe(DECODING, 0.5)
-    assert cost.known
-    assert cost.of(DECODING) == pytest.approx(0.5), "the first step sets the scale"
+    assert cost.calibrated
+    assert cost.step_seconds(DECODING) == pytest.approx(0.5), "the first step sets the scale"
 
 
 @pytest.mark.parametrize("work", [DECODING, BESIDE, PROMPT])
 def test_exact_times_are_learnt(work: StepWork) -> None:
-    assert taught(60).of(work) == pytest.approx(true_seconds(work), rel=0.02)
+    assert taught(60).step_seconds(work) == pytest.approx(true_seconds(work), rel=0.02)
 
 
 @pytest.mark.parametrize("work", [DECODING, BESIDE, PROMPT])
 def test_noise_leaves_a_tenth(work: StepWork) -> None:
-    assert taught(200, noise=0.2).of(work) == pytest.approx(true_seconds(work), rel=0.15)
+    assert taught(200, noise=0.2).step_seconds(work) == pytest.approx(true_seconds(work), rel=0.15)
 
 
 def test_a_hiccup_is_no_news() -> None:
     cost = taught(60)
-    before = cost.of(DECODING)
+    before = cost.step_seconds(DECODING)
     cost.observe(DECODING, 100 * before)
-    assert cost.of(DECODING) < 1.25 * before
+    assert cost.step_seconds(DECODING) < 1.25 * before
 
 
 def test_a_machine_that_became_slower_is_followed() -> None:
     cost = taught(60)
     for _ in range(30):
         cost.observe(DECODING, 3 * true_seconds(DECODING))
-    assert cost.of(DECODING) == pytest.approx(3 * true_seconds(DECODING), rel=0.02)
+    assert cost.step_seconds(DECODING) == pytest.approx(3 * true_seconds(DECODING), rel=0.02)
 
 
 def test_the_same_times_teach_the_same() -> None:
-    assert taught(20, noise=0.3).of(BESIDE) == taught(20, noise=0.3).of(BESIDE)
+    assert taught(20, noise=0.3).step_seconds(BESIDE) == taught(20, noise=0.3).step_seconds(BESIDE)
 
 
 @given(st.floats(1e-6, 10), st.integers(0, 100_000))
 def test_so_many_tokens_of_a_prompt_and_not_one_more(seconds: float, context: int) -> None:
     cost = taught(20)
-    tokens = cost.prompt_tokens(seconds, context)
-    assert cost.of_prompt(tokens, context) <= seconds * (1 + 1e-9)
-    assert cost.of_prompt(tokens + 1, context) > seconds * (1 - 1e-9)
+    tokens = cost.prompt_tokens_within(seconds, context)
+    assert cost.prompt_seconds(tokens, context) <= seconds * (1 + 1e-9)
+    assert cost.prompt_seconds(tokens + 1, context) > seconds * (1 - 1e-9)
 
 
 @given(st.lists(st.tuples(st.sampled_from([DECODING, BESIDE, PROMPT, StepWork(1)]), st.floats(1e-7, 1e4)), max_size=60))
@@ -72,4 +78,10 @@ def test_whatever_is_told_costs_stay_positive_and_finite(told: list[tuple[StepWo
     cost = StepTimeModel()
     for work, seconds in told:
         cost.observe(work, seconds)
-    assert 0 < cost.of(StepWork()) < cost.of(StepWork(1)) < cost.of(StepWork(1, 0, 100, 0)) < float("inf")
+    assert (
+        0
+        < cost.step_seconds(StepWork())
+        < cost.step_seconds(StepWork(1))
+        < cost.step_seconds(StepWork(1, 0, 100, 0))
+        < float("inf")
+    )

@@ -32,7 +32,7 @@ def tracing(path: Path, **settings: Any) -> tuple[TraceControl, TraceFileWriter]
 
 def ended(model: str = "m", request_id: str = "", found: bool = True) -> RequestContext:
     exchange = RequestContext("infer")
-    exchange.id, exchange.model, exchange.version, exchange.found = request_id, model, "3", found
+    exchange.id, exchange.model, exchange.version, exchange.model_found = request_id, model, "3", found
     exchange.finish()
     exchange.close()
     return exchange
@@ -57,7 +57,7 @@ def test_a_trace_says_what_was_asked_and_when(path: Path) -> None:
     assert asked == {"id": 1, "model_name": "m", "model_version": 3, "request_id": "r1"}
     assert times["id"] == 1
     stamps = {each["name"]: each["ns"] for each in times["timestamps"]}
-    arrived, answered, ended_ = (int(1e9 * at) for at in (exchange.arrived, exchange.answered, exchange.ended))
+    arrived, answered, ended_ = (int(1e9 * at) for at in (exchange.arrived_at, exchange.answered_at, exchange.ended_at))
     assert stamps == {
         "HTTP_RECV_START": arrived,
         "REQUEST_START": arrived,
@@ -72,7 +72,7 @@ def test_a_trace_says_what_was_asked_and_when(path: Path) -> None:
 def test_what_was_refused_has_no_answer(path: Path) -> None:
     _, file = tracing(path)
     exchange = RequestContext("ModelInfer")
-    exchange.model, exchange.found = "m", True
+    exchange.model, exchange.model_found = "m", True
     exchange.fail(InvalidArgument("no"))
     exchange.close()
     file(exchange)
@@ -85,7 +85,7 @@ def test_what_was_refused_has_no_answer(path: Path) -> None:
 def test_a_trace_of_a_classic_model_says_what_was_done_when(path: Path) -> None:
     _, file = tracing(path)
     exchange = ended()
-    exchange.computed = ExecutionTimes(queued=100, begun=250, spent=(10, 20, 30))
+    exchange.execution = ExecutionTimes(queued=100, begun=250, spent=(10, 20, 30))
     file(exchange)
     file.close()
     [_, times] = json.loads(path.read_text())
@@ -111,12 +111,15 @@ async def answered(responses: list[InferResponse], ended: list[bool]) -> AsyncGe
 async def test_tensors_are_written_as_they_passed(path: Path) -> None:
     traces, file = tracing(path, trace_level=("TENSORS",), trace_rate=2)
     lent = np.array([[0.1, 1e-30, np.nan]], np.float32)
-    inputs = [Tensor.of("IN", "FP32", lent), Tensor.of("TEXT", "BYTES", [b"a,b", b"\xff\xc3\xa9"])]
-    made = [Tensor.of("OUT", "BOOL", [True, False]), Tensor.of("HALF", "BF16", np.array(0x3F80, np.uint16))]
+    inputs = [Tensor.from_values("IN", "FP32", lent), Tensor.from_values("TEXT", "BYTES", [b"a,b", b"\xff\xc3\xa9"])]
+    made = [
+        Tensor.from_values("OUT", "BOOL", [True, False]),
+        Tensor.from_values("HALF", "BF16", np.array(0x3F80, np.uint16)),
+    ]
     for model in ("not picked", "m"):
         exchange, ended = RequestContext("infer"), list[bool]()
-        exchange.model, exchange.version, exchange.found = model, "3", True
-        exchange.computed = ExecutionTimes(1, 2, (3, 4, 5))
+        exchange.model, exchange.version, exchange.model_found = model, "3", True
+        exchange.execution = ExecutionTimes(1, 2, (3, 4, 5))
         answers = trace_tensors(
             request_trace(exchange, traces), inputs, answered([InferResponse((each,)) for each in made], ended)
         )
@@ -144,10 +147,13 @@ async def test_tensors_are_written_as_they_passed(path: Path) -> None:
 
 async def test_a_tensor_without_end_is_cut(path: Path) -> None:
     traces, file = tracing(path, trace_level=("TENSORS",), trace_count=1)
-    large = [Tensor.of("N", "INT32", np.arange(1 << 20)), *[Tensor.of("S", "BYTES", [b"x" * 100] * 10000)] * 5]
+    large = [
+        Tensor.from_values("N", "INT32", np.arange(1 << 20)),
+        *[Tensor.from_values("S", "BYTES", [b"x" * 100] * 10000)] * 5,
+    ]
     exchange = RequestContext("infer")
-    exchange.found = True
-    responses = [InferResponse((Tensor.of("OUT", "INT8", [number % 100]),)) for number in range(3000)]
+    exchange.model_found = True
+    responses = [InferResponse((Tensor.from_values("OUT", "INT8", [number % 100]),)) for number in range(3000)]
     answers = trace_tensors(request_trace(exchange, traces), large, answered(responses, []))
     assert len([response async for response in answers]) == 3000
     exchange.close()

@@ -62,7 +62,7 @@ def test_tritons_mode_says_where_spans_go_and_it_alone() -> None:
         otlp_endpoint("http://other", {}, told)
     with pytest.raises(InvalidArgument, match="--trace-config opentelemetry,url must be an HTTP URL"):
         otlp_endpoint("", {}, SpanSettings("http://"))
-    assert SpanSettings(bsp_max_queue_size=10).batch == 10
+    assert SpanSettings(bsp_max_queue_size=10).batch_size == 10
 
 
 def test_in_tritons_mode_some_requests_are_traced_and_those_of_traced_clients() -> None:
@@ -77,7 +77,7 @@ def test_in_tritons_mode_some_requests_are_traced_and_those_of_traced_clients() 
     assert [exchange.id for exchange in seen] == ["1", "3", "theirs"]
     with pytest.raises(Unsupported, match="trace settings can not be updated in mode opentelemetry"):
         traces.update({"trace_rate": ["1"]})
-    assert traces.settings("m").texts() == {
+    assert traces.settings("m").as_v2_texts() == {
         "trace_level": ("TIMESTAMPS",),
         "trace_rate": ("2",),
         "trace_count": ("-1",),
@@ -92,7 +92,7 @@ def test_in_tritons_mode_some_requests_are_traced_and_those_of_traced_clients() 
 
 def asked(name: str, *headers: tuple[bytes, bytes], found: bool = True) -> RequestContext:
     exchange = RequestContext("infer", headers)
-    exchange.id, exchange.found = name, found
+    exchange.id, exchange.model_found = name, found
     exchange.close()
     return exchange
 
@@ -161,19 +161,19 @@ def part(**fields: object) -> SimpleNamespace:
 
 def closed(*parts: SimpleNamespace, error: Exception | None = None) -> RequestContext:
     exchange = RequestContext("chat")
-    exchange.id, exchange.model, exchange.tenant, exchange.arrived = "chatcmpl-1", "m", "alice", 0.5
-    exchange.parts.extend(parts)
+    exchange.id, exchange.model, exchange.tenant, exchange.arrived_at = "chatcmpl-1", "m", "alice", 0.5
+    exchange.sequences.extend(parts)
     if error is not None:
         exchange.fail(error)
     exchange.close()
-    exchange.ended = 12.0
+    exchange.ended_at = 12.0
     return exchange
 
 
 def test_an_answered_request() -> None:
     exchange = closed(part())
     whole = request_span(exchange)
-    assert (whole.name, whole.start, whole.end, whole.broken) == ("chat m", 0.5, 12.0, False)
+    assert (whole.name, whole.start, whole.end, whole.is_error) == ("chat m", 0.5, 12.0, False)
     expected = {
         "gen_ai.operation.name": "chat",
         "gen_ai.request.model": "m",
@@ -205,7 +205,7 @@ def test_a_request_that_broke_off_in_the_queue() -> None:
     )
     exchange = closed(late)
     whole = request_span(exchange)
-    assert whole.broken
+    assert whole.is_error
     assert whole.attributes["error.type"] == "timeout"
     assert "gen_ai.latency.time_in_queue" not in whole.attributes
     assert [(span.name, span.end) for span in phase_spans(exchange)] == [("tokenize", 2.0), ("queue", 12.0)]
@@ -214,7 +214,7 @@ def test_a_request_that_broke_off_in_the_queue() -> None:
 def test_a_refusal_is_the_clients_and_has_no_phases() -> None:
     exchange = closed(error=QueueFull("full", retry_after=1))
     whole = request_span(exchange)
-    assert not whole.broken
+    assert not whole.is_error
     assert whole.attributes["error.type"] == "queue_full_requests"
     assert list(phase_spans(exchange)) == []
 

@@ -76,6 +76,9 @@ async def test_it_says_what_the_tokenizer_says(checkpoint: Path) -> None:
     ids = await tokenizer.prompt_ids(LONG, special=False)
     assert ids == plain.encode(LONG, special=False)
     assert (
-        await tokenizer.decode(ids) == await tokenizer.text(tuple(ids), ids) == await tokenizer.text(LONG, []) == LONG
+        await tokenizer.decode(ids)
+        == await tokenizer.prompt_text(tuple(ids), ids)
+        == await tokenizer.prompt_text(LONG, [])
+        == LONG
     )
     assert await tokenizer.word_ids([LONG]) == plain.word_ids([LONG])

@@ -49,7 +49,7 @@ def test_special_tokens_are_shown_if_wanted(checkpoint: Path) -> None:
     for _ in range(2):
         assert "".join(pieces(tokenizer, ids, [], special=True)) == f"<s>{TEXT}<|end|></s>"
         tokenizer.bytes = tokenizer.bytes_with_special = None
-    assert not tokenizer.parts_special
+    assert not tokenizer.separates_special_tokens
 
 
 def test_a_character_begun_by_the_prompt_comes_whole(checkpoint: Path) -> None:

@@ -57,10 +57,10 @@ def test_what_no_request_might_ask_for_is_refused_by_file_and_name(
 
 def test_an_end_that_the_model_cannot_write_is_told(caplog: pytest.LogCaptureFixture) -> None:
     model = GenerationDefaults((1, 400, -1), temperature=0.5)
-    assert model.within(400) == GenerationDefaults((1,), temperature=0.5)
+    assert model.limited_to(400) == GenerationDefaults((1,), temperature=0.5)
     assert "eos_token_id 400, -1 is outside the vocabulary of 400 tokens" in caplog.text
     caplog.clear()
-    assert model.within(401).within(401).eos == (1, 400)
+    assert model.limited_to(401).limited_to(401).eos == (1, 400)
     assert caplog.text.count("outside") == 1
 
 

@@ -54,8 +54,8 @@ def test_every_rpc_belongs_to_a_protocol() -> None:
     groups = tuple(f"{name}:{name}=v" for name in APIS)
     rules = build_call_policy(GrpcOptions(grpc_restricted_protocol=groups), Keyring())
     methods = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
-    assert {*rules.tolls} == {*methods}
-    assert {toll.key for toll in rules.tolls.values()} == {*APIS}
+    assert {*rules.required_headers} == {*methods}
+    assert {toll.key for toll in rules.required_headers.values()} == {*APIS}
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,9 @@ async def test_metadata_becomes_parameters(gateway: Any) -> None:
 
 
 def test_nothing_is_read_where_nothing_is_asked_for() -> None:
-    assert GrpcCallPolicy().caller("ModelInfer", None) is GrpcCallPolicy().caller("ModelStreamInfer", None)  # type: ignore[arg-type]
+    assert GrpcCallPolicy().identify_caller("ModelInfer", None) is GrpcCallPolicy().identify_caller(
+        "ModelStreamInfer", None
+    )  # type: ignore[arg-type]
 
 
 @asynccontextmanager

@@ -163,7 +163,7 @@ async def test_shared_memory_is_off_by_default(stub: Any) -> None:
 
 
 async def test_shared_memory(stub: Any, gateway: Any, shared_memory: str) -> None:
-    gateway.commons = SharedState(regions=SharedMemoryRegistry(allowed=True))
+    gateway.commons = SharedState(shared_memory=SharedMemoryRegistry(allowed=True))
     register = pb.SystemSharedMemoryRegisterRequest(name="a", key=shared_memory, offset=8, byte_size=100)
     await stub.SystemSharedMemoryRegister(register)
     assert await refused(stub.SystemSharedMemoryRegister(register)) == (
@@ -188,7 +188,7 @@ async def test_shared_memory(stub: Any, gateway: Any, shared_memory: str) -> Non
 
 
 async def test_memory_of_gpus(stub: Any, gateway: Any) -> None:
-    gateway.commons = SharedState(regions=SharedMemoryRegistry(allowed=True))
+    gateway.commons = SharedState(shared_memory=SharedMemoryRegistry(allowed=True))
     assert await refused(stub.CudaSharedMemoryRegister(pb.CudaSharedMemoryRegisterRequest(name="g"))) == (
         StatusCode.INVALID_ARGUMENT,
         "failed to register CUDA shared memory region: 'g', GPUs not supported",

@@ -214,7 +214,7 @@ def test_an_output_too_large_for_its_place(shared_memory: str) -> None:
     regions = SharedMemoryRegistry(allowed=True)
     regions.register("r", shared_memory, 0, 100)
     text = "shared memory size specified with the request for output 'T' (7 bytes) should be at least 8 bytes to hold"
-    for tensor in (Tensor.of("T", "INT32", [1, 2]), Tensor.of("T", "BYTES", [b"a", b"cd"])):
+    for tensor in (Tensor.from_values("T", "INT32", [1, 2]), Tensor.from_values("T", "BYTES", [b"a", b"cd"])):
         size = len(raw_bytes(tensor)) - 1
         with pytest.raises(Internal) as caught:
             answered(tensor, memory(region="r", byte_size=size), regions)
@@ -223,18 +223,18 @@ def test_an_output_too_large_for_its_place(shared_memory: str) -> None:
 
 def test_classes() -> None:
     wanted = {"classification": pb.InferParameter(int64_param=2)}
-    answer = answered(Tensor.of("T", "FP32", [1, 3.3, 2]), wanted, SharedMemoryRegistry())
+    answer = answered(Tensor.from_values("T", "FP32", [1, 3.3, 2]), wanted, SharedMemoryRegistry())
     [output] = answer.outputs
     assert (output.datatype, list(output.shape)) == ("BYTES", [2])
     assert answer.raw_output_contents[0] == b"\x0e\0\0\0" + b"3.300000:1:dog" + b"\x0a\0\0\0" + b"2.000000:2"
-    answer = answered(Tensor.of("T", "INT8", [[1, -1], [0, 7]]), wanted, SharedMemoryRegistry(), BATCHING)
+    answer = answered(Tensor.from_values("T", "INT8", [[1, -1], [0, 7]]), wanted, SharedMemoryRegistry(), BATCHING)
     assert list(answer.outputs[0].shape) == [2, 2]
     with pytest.raises(InvalidArgument, match="class result not available for output due to unsupported type 'BOOL'"):
-        answered(Tensor.of("T", "BOOL", [True]), wanted, SharedMemoryRegistry())
+        answered(Tensor.from_values("T", "BOOL", [True]), wanted, SharedMemoryRegistry())
 
 
 def test_a_response_that_no_message_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response_messages, "_LARGEST", 7)
     with pytest.raises(InvalidArgument) as caught:
-        write_response(MODEL, "", InferResponse((Tensor.of("T", "INT32", [1, 2]),)), {})
+        write_response(MODEL, "", InferResponse((Tensor.from_values("T", "INT32", [1, 2]),)), {})
     assert caught.value.message == "Response has byte size 8 which exceeds gRPC's byte size limit 7."

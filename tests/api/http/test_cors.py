@@ -38,7 +38,7 @@ def test_what_no_browser_would_say_is_refused(wrong: str) -> None:
 
 
 def client(gateway: Any, *origins: str) -> httpx.AsyncClient:
-    app = build_app(gateway, INFO, Keyring([("secret", Tenant("alpha"))]), HttpRules(origins=origins))
+    app = build_app(gateway, INFO, Keyring([("secret", Tenant("alpha"))]), HttpRules(allowed_origins=origins))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
 
 

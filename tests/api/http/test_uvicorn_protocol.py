@@ -86,14 +86,14 @@ class App:
         self.tasks.append(asyncio.current_task())
         cycle = cycle_of(receive)
         assert cycle is not None
-        body = cycle.whole_body()
+        body = cycle.take_complete_body()
         if body is None:
             body = await body_of(receive)
         if self.gate is not None:
             await ensure_task()
             self.tasks.append(asyncio.current_task())
             await self.gate.wait()
-        if not cycle.answer(HEAD, (body[:2], memoryview(body)[2:])):
+        if not cycle.send_complete_response(HEAD, (body[:2], memoryview(body)[2:])):
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
             await send({"type": "http.response.body", "body": body})
 

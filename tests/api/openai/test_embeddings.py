@@ -50,7 +50,7 @@ def answer(request: InferRequest, config: ModelConfig) -> tuple[Tensor, ...]:
         made = np.stack([lengths, np.full(len(lengths), 3), np.full(len(lengths), 4)], 1).astype(np.float32)
     else:
         made = np.repeat(lengths[:, None] / np.float32(100), config.outputs[0].dims[0], 1).astype(np.float32)
-    counts = Tensor.of("num_input_tokens", "INT32", lengths[:, None])
+    counts = Tensor.from_values("num_input_tokens", "INT32", lengths[:, None])
     first = Tensor(config.outputs[0].name, "FP32", made.shape, made)
     return (first, counts) if COUNT in config.outputs else (first,)
 

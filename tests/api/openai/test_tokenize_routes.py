@@ -21,7 +21,7 @@ async def test_tokenize(client: httpx.AsyncClient, gateway: Any) -> None:
     chat = Conversation((ChatMessage("user", "hi"),))
     assert gateway.tokenized == [
         TokenizeRequest(prompt="hi"),
-        TokenizeRequest(prompt="", special=False),
+        TokenizeRequest(prompt="", add_special_tokens=False),
         TokenizeRequest(prompt=Conversation(chat.messages, add_generation_prompt=False)),
         TokenizeRequest(prompt=Conversation(chat.messages, silent)),
     ]

@@ -23,7 +23,7 @@ VERTEX_AI = CloudOptions(allow_vertex_ai="true", vertex_ai_default_model="number
 DEFAULT = {"SAGEMAKER_TRITON_DEFAULT_MODEL_NAME": "numbers"}
 ROUTES = {"AIP_HEALTH_ROUTE": "/health", "AIP_PREDICT_ROUTE": "/predict"}
 MATRIX = {"name": "MATRIX", "datatype": "FP32", "shape": [1, 2, 1], "data": [1, 2]}
-OUT = Tensor.of("OUT", "FP32", [[[1.5, 2.0]]])
+OUT = Tensor.from_values("OUT", "FP32", [[[1.5, 2.0]]])
 
 
 @asynccontextmanager

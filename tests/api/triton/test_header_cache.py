@@ -52,7 +52,7 @@ def test_numbers_are_those_of_each_request() -> None:
             ("B", "INT64", (1,)),
         ]
         assert (call.request.parameters, call.request.outputs) == ({"priority": 3}, ("OUT",))
-        assert (call.wanted["OUT"].classes, call.rest.binary) == (2, True)
+        assert (call.outputs["OUT"].classes, call.default_output.binary) == (2, True)
 
 
 @pytest.mark.parametrize("change", [-1, 1, -16, 100])

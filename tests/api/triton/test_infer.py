@@ -21,7 +21,7 @@ from charonia.core.tensor import Tensor
 NUMBERS = "/v2/models/numbers/infer"
 LLM = "/v2/models/llm/infer"
 LENGTH = "inference-header-content-length"
-OUT = Tensor.of("OUT", "FP32", [[[1.5, 2.0]]])
+OUT = Tensor.from_values("OUT", "FP32", [[[1.5, 2.0]]])
 MATRIX = {"name": "MATRIX", "datatype": "FP32", "shape": [1, 2, 1], "data": [1, 2]}
 
 
@@ -146,7 +146,7 @@ async def test_a_large_output_comes_whole(client: httpx.AsyncClient, gateway: An
 
 
 async def test_bare_words_for_what_is_no_number(client: httpx.AsyncClient, gateway: Any) -> None:
-    gateway.responses = (InferResponse((Tensor.of("OUT", "FP32", [np.nan, np.inf, -np.inf, 1]),)),)
+    gateway.responses = (InferResponse((Tensor.from_values("OUT", "FP32", [np.nan, np.inf, -np.inf, 1]),)),)
     body = b'{"inputs":[{"name":"MATRIX","datatype":"FP32","shape":[1,2,2],"data":[NaN,Infinity,-Infinity,1e999]}]}'
     response = await post(client, body)
     assert b'"data":[NaN,Infinity,-Infinity,1.0]' in response.content
@@ -506,7 +506,7 @@ async def test_binary_bodies_are_larger_than_the_limit_on_json(client: httpx.Asy
 
 
 async def test_outputs_json_has_no_numbers_for(client: httpx.AsyncClient, gateway: Any) -> None:
-    gateway.responses = (InferResponse((Tensor.of("OUT", "FP16", [1]),)),)
+    gateway.responses = (InferResponse((Tensor.from_values("OUT", "FP16", [1]),)),)
     response = await post(client, {"inputs": [MATRIX]})
     text = "sending FP16 data via JSON is not supported. Please use the binary data format for output OUT"
     assert (response.status_code, response.json()) == (400, {"error": text})

@@ -58,7 +58,11 @@ async def test_an_answer_in_pieces_is_the_one_at_once(
 ) -> None:
     numbers = np.full((3, 1000), value, np.float32)
     texts = np.array([b"a", b'"', "é".encode(), b"\xff"] * 10, object)
-    outputs = Tensor("A", "FP32", (3, 1000), numbers), Tensor("B", "BYTES", (40,), texts), Tensor.of("C", "INT8", [1])
+    outputs = (
+        Tensor("A", "FP32", (3, 1000), numbers),
+        Tensor("B", "BYTES", (40,), texts),
+        Tensor.from_values("C", "INT8", [1]),
+    )
     gateway.responses = (InferResponse(outputs, {"x": 1}),)
     paths = GENERATE, f"{GENERATE}_stream"
     asked = [("/v2/models/single/infer", {"inputs": []}), *((path, {"text_input": "x"}) for path in paths)]

@@ -48,7 +48,7 @@ def dispatching(count: int, **rules: Any) -> tuple[Dispatcher, list[Worker], Tol
     dispatcher._tell = told  # type: ignore[method-assign]
     workers = [Worker() for _ in range(count)]
     for worker in workers:
-        dispatcher.add_worker(worker)  # type: ignore[arg-type]
+        dispatcher.add_instance(worker)  # type: ignore[arg-type]
     return dispatcher, workers, told
 
 
@@ -57,8 +57,8 @@ def request(kind: int = 0, size: int = 1) -> QueuedJob:
 
 
 def sizes(dispatcher: Dispatcher, worker: Any) -> list[int]:
-    batch = dispatcher.next(worker)
-    return [] if batch is None else [each.size for each in batch.requests]
+    batch = dispatcher.next_batch(worker)
+    return [] if batch is None else [each.batch_size for each in batch.requests]
 
 
 async def test_what_comes_until_a_woken_instance_runs_joins_its_batch() -> None:
@@ -104,7 +104,7 @@ async def test_a_batch_that_waits_wakes_nobody_and_is_looked_at_again() -> None:
     dispatcher, (worker,), told = dispatching(1, combine=True, max_size=8, max_delay=10**12)
     dispatcher.submit(request())
     assert worker.woken == 0
-    assert dispatcher._alarm.due is not None
+    assert dispatcher._alarm.due_at is not None
     for _ in range(7):
         dispatcher.submit(request())
     assert worker.woken == 1
@@ -118,7 +118,7 @@ async def test_one_who_was_woken_for_nothing_is_free_again() -> None:
     gone = request()
     dispatcher.submit(gone)
     gone.item.give_up()
-    dispatcher.leave(gone)
+    dispatcher.cancel_request(gone)
     assert sizes(dispatcher, worker) == []
     dispatcher.submit(request())
     assert worker.woken == 2

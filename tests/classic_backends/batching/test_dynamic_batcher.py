@@ -17,7 +17,7 @@ Request = QueuedRequest[str]
 
 def batching(max_size: int = 8, **fields: Any) -> BatchingConfig:
     fields["preferred"] = tuple(sorted(fields.get("preferred", (max_size,))))
-    return BatchingConfig(combine=True, max_size=max_size, **fields)
+    return BatchingConfig(combine_requests=True, max_batch_size=max_size, **fields)
 
 
 def queued(rules: BatchingConfig, *requests: Request, now: int = 0) -> DynamicBatcher[str]:
@@ -37,103 +37,103 @@ def names(turn: BatchDecision[str]) -> list[str]:
 
 def test_without_batching_each_request_leaves_alone_in_order() -> None:
     batcher = queued(BatchingConfig(), one("a"), one("b", size=3))
-    assert [names(batcher.take(0)) for _ in range(3)] == [["a"], ["b"], []]
+    assert [names(batcher.take_batch(0)) for _ in range(3)] == [["a"], ["b"], []]
 
 
 def test_what_queued_up_leaves_together() -> None:
     batcher = queued(batching(), one("a"), one("b", size=3), one("c"))
-    turn = batcher.take(0)
+    turn = batcher.take_batch(0)
     assert names(turn) == ["a", "b", "c"]
     assert turn.batch is not None
-    assert turn.batch.cause is CloseReason.IDLE
+    assert turn.batch.close_reason is CloseReason.IDLE
     assert turn.batch.size == 5
 
 
 def test_a_batch_is_never_too_large() -> None:
     batcher = queued(batching(), one("a", size=5), one("b", size=4), one("c"))
-    turn = batcher.take(0)
+    turn = batcher.take_batch(0)
     assert names(turn) == ["a"]
     assert turn.batch is not None
-    assert turn.batch.cause is CloseReason.FULL
+    assert turn.batch.close_reason is CloseReason.FULL
 
 
 def test_another_shape_ends_a_batch_at_once() -> None:
     batcher = queued(batching(max_delay=100), one("a", kind=1), one("b", kind=2), one("c", kind=2))
-    turn = batcher.take(0)
+    turn = batcher.take_batch(0)
     assert names(turn) == ["a"]
     assert turn.batch is not None
-    assert turn.batch.cause is CloseReason.DIFFERS
-    assert names(batcher.take(0)) == []
+    assert turn.batch.close_reason is CloseReason.DIFFERS
+    assert names(batcher.take_batch(0)) == []
 
 
 def test_the_oldest_waits_for_the_delay_and_no_longer() -> None:
     batcher = queued(batching(max_delay=100), one("a"))
-    assert batcher.take(10) == (None, [], 100)
+    assert batcher.take_batch(10) == (None, [], 100)
     assert batcher.add(one("b"), 60)
-    assert batcher.take(99) == (None, [], 100)
-    turn = batcher.take(100)
+    assert batcher.take_batch(99) == (None, [], 100)
+    turn = batcher.take_batch(100)
     assert names(turn) == ["a", "b"]
     assert turn.batch is not None
-    assert turn.batch.cause is CloseReason.DELAY
+    assert turn.batch.close_reason is CloseReason.DELAY
 
 
 def test_a_preferred_size_leaves_at_once_and_the_rest_stays() -> None:
     batcher = queued(batching(preferred=(2, 4), max_delay=100), one("a"), one("b"), one("c"))
-    assert names(batcher.take(0)) == ["a", "b"]
-    assert batcher.take(0) == (None, [], 100)
+    assert names(batcher.take_batch(0)) == ["a", "b"]
+    assert batcher.take_batch(0) == (None, [], 100)
 
 
 def test_the_largest_preferred_size_is_not_passed() -> None:
     batcher = queued(batching(preferred=(4,), max_delay=100), one("a", size=3), one("b", size=2))
-    assert names(batcher.take(0)) == ["a"]
+    assert names(batcher.take_batch(0)) == ["a"]
 
 
 def test_priorities_come_first_and_share_a_batch() -> None:
     rules = batching(levels=3, default_level=2)
     low, middle, high = one("low", priority=3), one("middle", priority=9), one("high", priority=1)
-    assert names(queued(rules, low, middle, high).take(0)) == ["high", "middle", "low"]
+    assert names(queued(rules, low, middle, high).take_batch(0)) == ["high", "middle", "low"]
 
 
 def test_time_runs_out_in_the_queue() -> None:
-    batcher = queued(batching(policy=QueuePolicy(timeout=50), max_delay=100), one("a"))
-    assert batcher.take(10).until == 50
-    turn = batcher.take(50)
+    batcher = queued(batching(policy=QueuePolicy(timeout_ns=50), max_delay=100), one("a"))
+    assert batcher.take_batch(10).ask_again_at == 50
+    turn = batcher.take_batch(50)
     assert turn.batch is None
-    assert [request.item for request in turn.refused] == ["a"]
-    assert batcher.take(50).until is None
+    assert [request.item for request in turn.expired] == ["a"]
+    assert batcher.take_batch(50).ask_again_at is None
 
 
 def test_a_request_may_only_shorten_its_time() -> None:
-    policy = QueuePolicy(timeout=50, override=True)
+    policy = QueuePolicy(timeout_ns=50, allow_override=True)
     batcher = queued(batching(policy=policy), one("short", timeout=20), one("long", timeout=90))
-    assert [request.item for request in batcher.expire(20).refused] == ["short"]
-    assert [request.item for request in batcher.expire(50).refused] == ["long"]
-    assert QueuePolicy(timeout=0, override=True).deadline(0, 20) is None
-    assert QueuePolicy(timeout=50).deadline(7, 20) == 57
+    assert [request.item for request in batcher.expire_requests(20).expired] == ["short"]
+    assert [request.item for request in batcher.expire_requests(50).expired] == ["long"]
+    assert QueuePolicy(timeout_ns=0, allow_override=True).queue_deadline(0, 20) is None
+    assert QueuePolicy(timeout_ns=50).queue_deadline(7, 20) == 57
 
 
 def test_postponed_requests_come_after_those_in_time() -> None:
-    rules = batching(max_size=1, policy=QueuePolicy(timeout=50, postpone=True))
+    rules = batching(max_size=1, policy=QueuePolicy(timeout_ns=50, postpone=True))
     batcher = queued(rules, one("late"))
-    assert batcher.expire(50).refused == []
+    assert batcher.expire_requests(50).expired == []
     assert batcher.add(one("in time"), 60)
-    assert [names(batcher.take(60)) for _ in range(2)] == [["in time"], ["late"]]
+    assert [names(batcher.take_batch(60)) for _ in range(2)] == [["in time"], ["late"]]
 
 
 def test_a_request_set_aside_leaves_a_preferred_size_that_goes_at_once() -> None:
-    policy = QueuePolicy(timeout=50, postpone=True, override=True)
+    policy = QueuePolicy(timeout_ns=50, postpone=True, allow_override=True)
     batcher = queued(batching(preferred=(2, 6), max_delay=100, policy=policy), one("a", timeout=20), one("b", size=2))
-    assert batcher.take(0) == (None, [], 20)
-    assert names(batcher.take(20)) == ["b"]
-    assert names(batcher.take(20)) == []
-    assert names(batcher.take(100)) == ["a"]
+    assert batcher.take_batch(0) == (None, [], 20)
+    assert names(batcher.take_batch(20)) == ["b"]
+    assert names(batcher.take_batch(20)) == []
+    assert names(batcher.take_batch(100)) == ["a"]
 
 
 def test_a_request_of_a_higher_level_makes_a_preferred_size_that_goes_at_once() -> None:
     batcher = queued(batching(preferred=(2, 6), max_delay=100, levels=2, default_level=2), one("a"), one("b", size=2))
-    assert batcher.take(0) == (None, [], 100)
+    assert batcher.take_batch(0) == (None, [], 100)
     assert batcher.add(one("c", priority=1), 10)
-    assert names(batcher.take(10)) == ["c", "a"]
+    assert names(batcher.take_batch(10)) == ["c", "a"]
 
 
 def test_a_full_level_takes_nobody_else() -> None:
@@ -145,7 +145,7 @@ def test_a_full_level_takes_nobody_else() -> None:
 
 
 def test_deadlines_of_those_who_left_are_not_kept() -> None:
-    queue: RequestQueue[str] = RequestQueue(batching(policy=QueuePolicy(timeout=10**12)))
+    queue: RequestQueue[str] = RequestQueue(batching(policy=QueuePolicy(timeout_ns=10**12)))
     for _ in range(1000):
         request = one()
         queue.add(request, 0)
@@ -162,8 +162,8 @@ class Plain:
     late: list[Request] = field(default_factory=list)
 
     def expire(self, now: int) -> set[str]:
-        due = [each for each in self.waiting if each.deadline is not None and each.deadline <= now]
-        due.sort(key=lambda each: (each.deadline, each.arrived))
+        due = [each for each in self.waiting if each.queue_deadline is not None and each.queue_deadline <= now]
+        due.sort(key=lambda each: (each.queue_deadline, each.arrived_at))
         refused = set()
         for request in due:
             self.waiting.remove(request)
@@ -179,26 +179,26 @@ class Plain:
 
     def take(self, now: int) -> list[str]:
         order = self.order()
-        if not self.rules.combine or not order:
+        if not self.rules.combine_requests or not order:
             return self._leave(order[:1])
         chosen, marked, send_now = [order[0]], 0, False
-        marked = 1 if order[0].size in self.rules.preferred else 0
+        marked = 1 if order[0].batch_size in self.rules.preferred_sizes else 0
         for request in order[1:]:
-            size = sum(each.size for each in chosen)
-            if size + request.size > self.rules.largest and not marked:
+            size = sum(each.batch_size for each in chosen)
+            if size + request.batch_size > self.rules.target_size and not marked:
                 marked = len(chosen)
-            if size + request.size > self.rules.max_size or request.kind != chosen[0].kind:
+            if size + request.batch_size > self.rules.max_batch_size or request.batch_key != chosen[0].batch_key:
                 send_now = True
                 break
             chosen.append(request)
-            if size + request.size in self.rules.preferred:
+            if size + request.batch_size in self.rules.preferred_sizes:
                 marked = len(chosen)
-        waited = now - min(each.arrived for each in chosen)
-        exceeded = self.rules.max_delay > 0 and waited >= self.rules.max_delay
+        waited = now - min(each.arrived_at for each in chosen)
+        exceeded = self.rules.max_delay_ns > 0 and waited >= self.rules.max_delay_ns
         if marked and not exceeded:
             return self._leave(chosen[:marked])
-        full = sum(each.size for each in chosen) >= self.rules.largest
-        return self._leave(chosen if send_now or full or exceeded or not self.rules.max_delay else [])
+        full = sum(each.batch_size for each in chosen) >= self.rules.target_size
+        return self._leave(chosen if send_now or full or exceeded or not self.rules.max_delay_ns else [])
 
     def _leave(self, requests: list[Request]) -> list[str]:
         for request in requests:
@@ -219,11 +219,11 @@ POLICIES = st.builds(
 def all_rules(draw: st.DrawFn) -> BatchingConfig:
     max_size, levels = draw(st.integers(1, 8)), draw(st.sampled_from([1, 2, 3, 2**64 - 1]))
     return BatchingConfig(
-        combine=draw(st.sampled_from([True, True, True, False])),
-        max_size=max_size,
-        preferred=sorted(draw(st.frozensets(st.integers(1, max_size), max_size=3))),
-        max_delay=draw(st.sampled_from([0, 4, 15])),
-        levels=levels,
+        combine_requests=draw(st.sampled_from([True, True, True, False])),
+        max_batch_size=max_size,
+        preferred_sizes=sorted(draw(st.frozensets(st.integers(1, max_size), max_size=3))),
+        max_delay_ns=draw(st.sampled_from([0, 4, 15])),
+        priority_levels=levels,
         default_level=draw(st.integers(1, levels)),
         policy=draw(POLICIES),
         policies=draw(st.dictionaries(st.integers(1, levels), POLICIES, max_size=2)),
@@ -250,7 +250,7 @@ def test_it_does_what_the_rules_say(rules: BatchingConfig, steps: list[tuple[Any
     for number, (verb, *arguments) in enumerate(steps):
         if verb == "add":
             size, kind, priority, timeout = arguments
-            request = QueuedRequest(str(number), min(size, rules.max_size), kind, priority, timeout)
+            request = QueuedRequest(str(number), min(size, rules.max_batch_size), kind, priority, timeout)
             if batcher.add(request, now):
                 plain.waiting.append(request)
                 everybody.append(request)
@@ -266,15 +266,15 @@ def test_it_does_what_the_rules_say(rules: BatchingConfig, steps: list[tuple[Any
             if waited:
                 plain._leave([request])
         elif verb in ("take", "expire"):
-            seen = batcher.look(now) if verb == "take" else batcher.expire(now)
-            assert {request.item for request in seen.refused} == plain.expire(now)
+            seen = batcher.peek_batch(now) if verb == "take" else batcher.expire_requests(now)
+            assert {request.item for request in seen.expired} == plain.expire(now)
             assert len(batcher) == len(plain.order())
-            turn = batcher.take(now) if verb == "take" else seen
+            turn = batcher.take_batch(now) if verb == "take" else seen
             if verb == "take":
                 assert names(seen) == names(turn) == plain.take(now)
-                assert turn.batch is None or turn.batch.size <= rules.max_size
+                assert turn.batch is None or turn.batch.size <= rules.max_batch_size
                 # Whoever waits is looked at again, or needs nobody to.
-                assert turn.batch is not None or turn.until is not None or not plain.order()
+                assert turn.batch is not None or turn.ask_again_at is not None or not plain.order()
         batcher.check_integrity()
         assert len(batcher) == len(plain.order())
 
@@ -306,20 +306,20 @@ def test_an_instance_woken_when_it_must_misses_nothing(
             batcher.add(request, now)
             plain.waiting.append(request)
             until = now
-        turn = batcher.take(now) if until <= now else BatchDecision[str](None, (), until)
-        assert {request.item for request in turn.refused} == plain.expire(now)
+        turn = batcher.take_batch(now) if until <= now else BatchDecision[str](None, (), until)
+        assert {request.item for request in turn.expired} == plain.expire(now)
         assert names(turn) == plain.take(now)
-        until = now if turn.batch is not None else turn.until or 40
+        until = now if turn.batch is not None else turn.ask_again_at or 40
 
 
 def test_a_pause_ends_when_those_it_was_for_ran_out_of_time() -> None:
-    policy = QueuePolicy(timeout=5)
+    policy = QueuePolicy(timeout_ns=5)
     batcher: DynamicBatcher[str] = DynamicBatcher(
-        BatchingConfig(combine=True, max_size=2, max_delay=10, policies={1: policy})
+        BatchingConfig(combine_requests=True, max_batch_size=2, max_delay_ns=10, policies={1: policy})
     )
     batcher.add(QueuedRequest("late", 1), 0)
-    assert batcher.take(0).batch is None
-    assert [request.item for request in batcher.expire(6).refused] == ["late"]
+    assert batcher.take_batch(0).batch is None
+    assert [request.item for request in batcher.expire_requests(6).expired] == ["late"]
     batcher.check_integrity()
 
 
@@ -335,10 +335,10 @@ def test_the_rules_are_read_from_a_config() -> None:
         }
     }
     rules = read_batching_config(document, 8, decoupled=False)
-    assert (rules.combine, rules.max_size, rules.preferred) == (True, 8, (4, 8))
-    assert (rules.max_delay, rules.levels, rules.level_of(0), rules.level_of(1)) == (100_000, 2, 2, 1)
-    assert rules.policy_of(2) == QueuePolicy(timeout=7000, postpone=True)
-    assert rules.policy_of(1) == QueuePolicy(max_size=3, override=True)
+    assert (rules.combine_requests, rules.max_batch_size, rules.preferred_sizes) == (True, 8, (4, 8))
+    assert (rules.max_delay_ns, rules.priority_levels, rules.level_of(0), rules.level_of(1)) == (100_000, 2, 2, 1)
+    assert rules.policy_of(2) == QueuePolicy(timeout_ns=7000, postpone=True)
+    assert rules.policy_of(1) == QueuePolicy(max_size=3, allow_override=True)
 
 
 @pytest.mark.parametrize(

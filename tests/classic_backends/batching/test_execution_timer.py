@@ -21,7 +21,7 @@ def test_an_execution_is_overdue_after_half_a_minute() -> None:
     assert not watch.overdue
     watch.start()
     clock.wait(30)
-    assert (watch.seconds, watch.overdue) == (30, False)
+    assert (watch.running_seconds, watch.overdue) == (30, False)
     clock.wait(1)
     assert watch.overdue
     watch.stop()
@@ -47,10 +47,10 @@ def test_what_is_beyond_a_limit_is_acted_on_while_it_runs() -> None:
     for seconds in (0, 5, 1):
         watch.start()
         clock.wait(seconds)
-        watch.if_beyond(5, lambda: done.append(watch.seconds))
+        watch.call_if_longer_than(5, lambda: done.append(watch.running_seconds))
     assert done == []
     clock.wait(5)
-    assert watch.if_beyond(5, lambda: done.append(watch.seconds))
+    assert watch.call_if_longer_than(5, lambda: done.append(watch.running_seconds))
     assert done == [6]
     watch.stop()
-    assert not watch.if_beyond(0, lambda: done.append(watch.seconds))
+    assert not watch.call_if_longer_than(0, lambda: done.append(watch.running_seconds))

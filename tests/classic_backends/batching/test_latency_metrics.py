@@ -34,9 +34,9 @@ def test_bounds_that_do_not_rise_are_refused(buckets: tuple[float, ...]) -> None
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_every_model_has_a_first_response(decoupled: bool) -> None:
     latencies = LatencyMetrics(decoupled=decoupled)
-    latencies.succeed(150_000_000, 1, ExecutionTiming(1, 1, 1))
+    latencies.record_success(150_000_000, 1, ExecutionTiming(1, 1, 1))
     if decoupled:
-        latencies.respond(50_000_000)
+        latencies.record_first_response(50_000_000)
     [first] = (reading.value for reading in latencies.readings())
     assert isinstance(first, Histogram)
     assert first.counts == ([1, 0, 0, 0, 0] if decoupled else [0, 1, 0, 0, 0])
@@ -44,8 +44,8 @@ def test_every_model_has_a_first_response(decoupled: bool) -> None:
 
 def test_times_are_cut_to_microseconds_and_milliseconds() -> None:
     latencies = LatencyMetrics((0.5,), (1, 10), decoupled=True)
-    latencies.succeed(9_999, 1_000, ExecutionTiming(2_000, 3_500, 4_000))
-    latencies.respond(9_900_000)
+    latencies.record_success(9_999, 1_000, ExecutionTiming(2_000, 3_500, 4_000))
+    latencies.record_first_response(9_900_000)
     *summaries, first = (reading.value for reading in latencies.readings())
     assert [each.sum for each in summaries if isinstance(each, QuantileSummary)] == [9, 1, 2, 3, 4]
     assert isinstance(first, Histogram)

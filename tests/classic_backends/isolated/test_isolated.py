@@ -37,7 +37,7 @@ from ...waiting import until
 from ..asking import answers
 
 ORIGIN = LoaderRef("isolated_subject", "SUBJECT")
-LOADER = IsolatableLoader(ORIGIN, ISOLATED, heavy=True)
+LOADER = IsolatableLoader(ORIGIN, ISOLATED, completes_in_process=True)
 
 
 @pytest.fixture(autouse=True)
@@ -239,11 +239,11 @@ def test_a_stream_that_is_closed_ends_there_too(decoupled: IsolatedRuntime, dire
 @pytest.mark.parametrize(("do", "how"), [("exit", "it exited with 7"), ("crash", "it was ended by SIGSEGV")])
 def test_a_process_that_ends_fails_what_it_executes(tmp_path: Path, do: str, how: str) -> None:
     runtime = opened(tmp_path)
-    assert runtime.traits.life is not None
-    assert not runtime.traits.life.lost
+    assert runtime.traits.process is not None
+    assert not runtime.traits.process.lost
     with pytest.raises(Internal, match=f"instance 'subject_0', message: its process ended unexpectedly: {how}"):
         ask(runtime, do)
-    assert runtime.traits.life.lost
+    assert runtime.traits.process.lost
     with pytest.raises(Internal, match=how):
         ask(runtime)
     runtime.close()
@@ -420,11 +420,11 @@ async def test_unloading_does_not_wait_for_another_one_that_hangs_as_it_loads(
 async def test_an_execution_that_takes_too_long_is_ended_with_its_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(instance_pool, "RESTART_POLICY", instance_pool.RestartPolicy(watch=0.01))
+    monkeypatch.setattr(instance_pool, "RESTART_POLICY", instance_pool.RestartPolicy(check_interval=0.01))
     model, now = ClassicModel(document(parameters={EXECUTION_TIMEOUT: "60"}), LOADER, tmp_path), [0]
     await model.load()
     [member] = model._crew._members
-    member.worker.stopwatch._clock = lambda: now[0]
+    member.instance.execution_timer._clock = lambda: now[0]
     hanging = asyncio.create_task(asked(model, "hang"))
     await until((tmp_path / "hangs").exists)
     now[0] += 61 * 10**9

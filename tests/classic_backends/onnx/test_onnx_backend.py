@@ -318,9 +318,19 @@ def test_parameters_reach_the_plan() -> None:
             "enable-global-threadpool": "1",
         },
     )
-    assert (plan.threads, plan.branches, plan.mode, plan.level) == (3, 2, "ORT_PARALLEL", "ORT_ENABLE_EXTENDED")
-    assert (plan.arena, plan.pattern, plan.shrink, plan.common_pool) == (False, False, "cpu:0", True)
-    assert ("session.intra_op.allow_spinning", "1") in plan.entries
+    assert (plan.intra_op_threads, plan.inter_op_threads, plan.execution_mode, plan.optimization_level) == (
+        3,
+        2,
+        "ORT_PARALLEL",
+        "ORT_ENABLE_EXTENDED",
+    )
+    assert (plan.memory_arena, plan.memory_pattern, plan.shrink_arenas, plan.global_thread_pool) == (
+        False,
+        False,
+        "cpu:0",
+        True,
+    )
+    assert ("session.intra_op.allow_spinning", "1") in plan.config_entries
 
 
 def test_a_model_runs_with_every_parameter(version: Path, onnx_models: ModuleType, described: Describe) -> None:
@@ -342,7 +352,8 @@ def test_a_model_runs_with_every_parameter(version: Path, onnx_models: ModuleTyp
 def test_graph_levels_are_tritons(level: int) -> None:
     names = {-1: "ORT_ENABLE_BASIC", 0: "ORT_ENABLE_ALL", 1: "ORT_ENABLE_EXTENDED", 2: "ORT_DISABLE_ALL"}
     assert (
-        read_session_plan({"optimization": {"graph": {"level": level}}}, InstancePlacement(), {}).level == names[level]
+        read_session_plan({"optimization": {"graph": {"level": level}}}, InstancePlacement(), {}).optimization_level
+        == names[level]
     )
 
 
@@ -452,7 +463,7 @@ def test_a_run_without_end_is_ended_and_the_next_one_is_not(
     config = described(ONNX.complete(version, {"name": "model", "max_batch_size": 0}, {}))
     instances = [load(version, config) for _ in range(2)]
     one = np.ones(1, np.float32)
-    end, over = instances[0].traits.end, threading.Event()
+    end, over = instances[0].traits.interrupt, threading.Event()
     assert end is not None
 
     def end_it() -> None:

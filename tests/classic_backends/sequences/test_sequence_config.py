@@ -33,19 +33,19 @@ def test_without_sequence_batching_there_are_none() -> None:
 def test_direct_is_what_a_config_means_that_names_no_strategy() -> None:
     rules = read(config()).rules
     assert rules == read(config(direct={})).rules
-    assert (rules.seating.seats, rules.seating.pinned, rules.seating.idle) == (4, True, 10**9)
-    assert rules.batching == BatchingConfig(combine=True, max_size=4)
-    assert read(config(max_batch_size=0)).rules.seating.seats == 1
-    assert read(config(max_sequence_idle_microseconds=7)).rules.seating.idle == 7000
+    assert (rules.slots.slots_per_instance, rules.slots.fixed_rows, rules.slots.max_idle_ns) == (4, True, 10**9)
+    assert rules.batching == BatchingConfig(combine_requests=True, max_batch_size=4)
+    assert read(config(max_batch_size=0)).rules.slots.slots_per_instance == 1
+    assert read(config(max_sequence_idle_microseconds=7)).rules.slots.max_idle_ns == 7000
 
 
 def test_a_delay_is_heeded_together_with_a_least_utilization_alone() -> None:
     delay = {"max_queue_delay_microseconds": 9}
-    assert read(config(direct=delay)).rules.batching.max_delay == 0
+    assert read(config(direct=delay)).rules.batching.max_delay_ns == 0
     rules = read(config(max_batch_size=10, direct=delay | {"minimum_slot_utilization": 0.7})).rules.batching
-    assert (rules.max_delay, rules.preferred) == (9000, range(7, 11))
+    assert (rules.max_delay_ns, rules.preferred_sizes) == (9000, range(7, 11))
     rules = read(config(max_batch_size=2**31 - 1, direct=delay | {"minimum_slot_utilization": 0.5})).rules.batching
-    assert rules.largest == 2**31 - 1
+    assert rules.target_size == 2**31 - 1
 
 
 @pytest.mark.parametrize("dims", [[2**63 - 1, -1], [1] * 65])
@@ -57,8 +57,8 @@ def test_a_state_that_a_few_digits_make_too_large_is_refused(dims: list[int]) ->
 def test_oldest_has_the_rules_of_a_dynamic_batcher() -> None:
     asked = {"preferred_batch_size": [2], "max_queue_delay_microseconds": 5, "preserve_ordering": True}
     rules = read(config(oldest=OLDEST | asked)).rules
-    assert (rules.seating.seats, rules.seating.pinned) == (6, False)
-    assert rules.batching == BatchingConfig(True, 4, (2,), 5000, ordered=True)
+    assert (rules.slots.slots_per_instance, rules.slots.fixed_rows) == (6, False)
+    assert rules.batching == BatchingConfig(True, 4, (2,), 5000, preserve_ordering=True)
 
 
 def test_a_runtime_sees_controls_and_states_and_a_client_does_not() -> None:
@@ -83,7 +83,7 @@ def test_an_output_that_is_a_state_too_is_there_once() -> None:
 def test_a_state_begins_with_zeros_or_what_is_given() -> None:
     [of] = read(config(state=[state([-1, 2])])).rules.states
     assert of.initial.tolist() == [[[0, 0]]]
-    given = Tensor.of("S", "INT32", [[1, 2], [3, 4]])
+    given = Tensor.from_values("S", "INT32", [[1, 2], [3, 4]])
     [of] = read(config(max_batch_size=0, state=[state([-1, 2])]), S=given).rules.states
     assert of.initial.tolist() == [[1, 2], [3, 4]]
     texts = state([2]) | {"data_type": "TYPE_STRING"}
@@ -151,14 +151,16 @@ def ids(datatype: str) -> SequenceSupport:
 
 
 def test_flags_of_a_request() -> None:
-    reader = ids("TYPE_UINT64").flags
-    assert reader.read(InferRequest(parameters={"sequence_id": 2**64 - 1}), 1) == SequenceFlags(2**64 - 1)
+    reader = ids("TYPE_UINT64").flag_reader
+    assert reader.read_flags(InferRequest(parameters={"sequence_id": 2**64 - 1}), 1) == SequenceFlags(2**64 - 1)
     asked = InferRequest(parameters={"sequence_id": 5, "sequence_start": True, "sequence_end": True})
-    assert reader.read(asked, 1) == SequenceFlags(5, start=True, end=True)
-    assert ids("TYPE_STRING").flags.read(InferRequest(parameters={"sequence_id": "a"}), 1) == SequenceFlags("a")
-    untold = read(config(control_input=[])).flags
-    assert [untold.read(InferRequest(parameters={"sequence_id": each}), 1).id for each in ("a", -7)] == ["a", -7]
-    assert [each.whole() for each in (reader, ids("TYPE_STRING").flags)] == [
+    assert reader.read_flags(asked, 1) == SequenceFlags(5, start=True, end=True)
+    assert ids("TYPE_STRING").flag_reader.read_flags(InferRequest(parameters={"sequence_id": "a"}), 1) == SequenceFlags(
+        "a"
+    )
+    untold = read(config(control_input=[])).flag_reader
+    assert [untold.read_flags(InferRequest(parameters={"sequence_id": each}), 1).id for each in ("a", -7)] == ["a", -7]
+    assert [each.warm_up_flags() for each in (reader, ids("TYPE_STRING").flag_reader)] == [
         SequenceFlags(1, start=True, end=True),
         SequenceFlags("warmup", start=True, end=True),
     ]
@@ -183,15 +185,15 @@ def test_flags_of_a_request() -> None:
 )
 def test_a_request_of_no_sequence_is_refused(parameters: dict[str, Any], rows: int, says: str) -> None:
     with pytest.raises(CharoniaError) as refused:
-        ids("TYPE_INT32").flags.read(InferRequest(id="7", parameters=parameters), rows)
+        ids("TYPE_INT32").flag_reader.read_flags(InferRequest(id="7", parameters=parameters), rows)
     assert says in refused.value.message
 
 
 def test_controls_have_the_types_that_their_values_have() -> None:
     sequences = read(config(max_batch_size=0))
     job = InferenceJob({"X": np.zeros(1, np.int32)}, None, NullSink())
-    sequences.rehearse(job)
-    told = sequences.stateful.inputs([job])
+    sequences.mark_warm_up(job)
+    told = sequences.layout.sequence_inputs([job])
     assert {name: (array.dtype.name, array.tolist()) for name, array in told.items()} == {
         "START": ("int32", [1]),
         "READY": ("float32", [1.0]),

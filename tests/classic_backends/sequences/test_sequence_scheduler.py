@@ -57,7 +57,7 @@ class Hand:
             if self.work is None:
                 self.source = None
             else:
-                contexts = [request.item.context for request in self.work.requests]
+                contexts = [request.item.sequence for request in self.work.requests]
                 assert len(set(contexts)) == len(contexts)
 
 
@@ -94,14 +94,14 @@ class Table:
 
     def __init__(self, settings: ModelConfig, make: Callable[[], Any], instances: int = 2) -> None:
         sequences = sequences_of(settings)
-        form = BatchLayout(ModelSignature(settings), stateful=sequences.stateful)
+        form = BatchLayout(ModelSignature(settings), stateful=sequences.layout)
         self.account = ModelMetrics()
         self.desk = SequenceScheduler(
             sequences.rules, form, ResponseRouter(self.account, batched=True), decoupled=False
         )
         self.hands = [Hand(make()) for _ in range(instances)]
         for hand in self.hands:
-            self.desk.add_worker(hand)  # type: ignore[arg-type]
+            self.desk.add_instance(hand)  # type: ignore[arg-type]
         self.asked: list[Asked] = []
         self.sums: dict[int, int] = {}
 
@@ -111,7 +111,7 @@ class Table:
         value = len(self.asked) + 1
         asked = Asked(client, self.sums.get(client, 0) + value)
         flags = SequenceFlags(client + 1, start, end)
-        job = InferenceJob({"X": np.array([[value]], np.int32)}, None, asked, flags=flags)
+        job = InferenceJob({"X": np.array([[value]], np.int32)}, None, asked, sequence_flags=flags)
         asked.request = QueuedRequest(job, **fields)
         self.sums[client] = asked.expected
         if end:
@@ -130,7 +130,7 @@ class Table:
         sequence = roll._open.get(asked.client + 1)
         if sequence is not None and sequence.context is context:
             del self.sums[asked.client]
-        self.desk.leave(asked.request)
+        self.desk.cancel_request(asked.request)
 
     async def settle(self) -> None:
         """Until there is nothing to do."""
@@ -203,7 +203,7 @@ async def test_requests_that_one_client_sends_at_once_are_executed_one_after_the
     table.check()
     assert [each.got for each in asked] == [[1], [3], [6], [4]]
     assert (table.account.executions, table.account.inferences) == (3, 4)
-    assert table.account.alone[CloseReason.IDLE] == 2
+    assert table.account.single_request_batches[CloseReason.IDLE] == 2
 
 
 async def test_who_leaves_takes_his_sequence_along() -> None:
@@ -226,7 +226,7 @@ async def test_nothing_of_a_cancelled_sequence_begins_while_it_is_withdrawn(monk
     table = Table(*KINDS["direct"], instances=1)
     leaves, behind = table.ask(0), table.ask(0)
     [host], [hand] = table.desk._hosts.values(), table.hands
-    withdraw = host.leave
+    withdraw = host.cancel_request
 
     def meanwhile(request: QueuedJob) -> bool:
         withdrawn = withdraw(request)
@@ -263,13 +263,13 @@ async def test_a_lost_instance_fails_who_waits_and_forgets_its_sequences() -> No
     table = Table(*KINDS["direct"], instances=1)
     asked = [table.ask(client) for client in (0, 1, 2)]
     for lost in (Hand(Rows()), table.hands[0]):
-        table.desk.remove_worker(lost)  # type: ignore[arg-type]
+        table.desk.remove_instance(lost)  # type: ignore[arg-type]
     assert ["being restarted" in str(each.error) for each in asked] == [True] * 3
     table.sums.clear()
     with pytest.raises(CharoniaError, match="being restarted"):
         table.ask(0)
     table.hands = [Hand(Rows())]
-    table.desk.add_worker(table.hands[0])  # type: ignore[arg-type]
+    table.desk.add_instance(table.hands[0])  # type: ignore[arg-type]
     with pytest.raises(CharoniaError, match="START"):
         table.ask(0)
     table.sums.clear()
@@ -314,7 +314,7 @@ async def test_a_scrape_tells_who_has_a_slot_and_who_waits_for_one() -> None:
     table.ask(0, end=True)
     await table.settle()
     assert measured(table) == {"open": 2, "waiting": 1, "slots": 2}
-    table.desk.remove_worker(table.hands[0])  # type: ignore[arg-type]
+    table.desk.remove_instance(table.hands[0])  # type: ignore[arg-type]
     assert measured(table) == {"open": 0, "waiting": 0, "slots": 0}
 
 
@@ -338,7 +338,7 @@ async def test_who_is_idle_gives_up_his_seat() -> None:
 
 def behind(client: int) -> QueuedJob:
     job = InferenceJob(
-        {"X": np.array([[1]], np.int32)}, None, Asked(client, 0), context=SequenceContext(client, row=client)
+        {"X": np.array([[1]], np.int32)}, None, Asked(client, 0), sequence=SequenceContext(client, row=client)
     )
     return QueuedRequest(job)
 
@@ -348,14 +348,14 @@ def test_a_direct_batch_waits_until_enough_rows_have_work() -> None:
     batcher = SequenceBatcher(sequences_of(config(direct=half)).rules)
     first = behind(3)
     batcher.add(first, 1)
-    assert batcher.look(2).until == 1 + FAR * 1000
-    assert batcher.take(2).batch is None
+    assert batcher.peek_batch(2).ask_again_at == 1 + FAR * 1000
+    assert batcher.take_batch(2).batch is None
     batcher.add(behind(0), 3)
-    batch = batcher.take(3).batch
+    batch = batcher.take_batch(3).batch
     assert batch is not None
-    assert [request.item.context.row for request in batch.requests if request.item.context] == [0, 3]
-    assert batch.cause is CloseReason.PREFERRED
+    assert [request.item.sequence.row for request in batch.requests if request.item.sequence] == [0, 3]
+    assert batch.close_reason is CloseReason.PREFERRED
     batcher.add(behind(1), 4)
-    late = batcher.take(4 + FAR * 1000).batch
+    late = batcher.take_batch(4 + FAR * 1000).batch
     assert late is not None
-    assert late.cause is CloseReason.DELAY
+    assert late.close_reason is CloseReason.DELAY

@@ -35,7 +35,7 @@ OLDEST = {"max_candidate_sequences": 4}
 
 def step(value: int, name: int | str = 1, **flags: bool) -> InferRequest:
     parameters = {"sequence_id": name} | {f"sequence_{flag}": told for flag, told in flags.items()}
-    return InferRequest(inputs={"X": Tensor.of("X", "INT32", [[value]])}, parameters=parameters)
+    return InferRequest(inputs={"X": Tensor.from_values("X", "INT32", [[value]])}, parameters=parameters)
 
 
 async def ask(model: ClassicModel, *values: int, name: int | str = 1, end: bool = True) -> list[int]:
@@ -82,7 +82,9 @@ async def test_an_onnx_model_adds_up_what_each_of_many_sequences_sends(
 
 
 async def test_an_onnx_model_is_told_where_a_request_stands(accumulator: Callable[..., ClassicModel]) -> None:
-    model = accumulator(text_ids=True, samples=ModelSamples(states={"S": Tensor.of("S", "INT32", [100])}))
+    model = accumulator(
+        text_ids=True, samples=ModelSamples(initial_states={"S": Tensor.from_values("S", "INT32", [100])})
+    )
     await model.load()
     told, sums = [], []
     for flags in ({"start": True}, {}, {"end": True}):
@@ -208,6 +210,6 @@ async def test_a_decoupled_model_answers_a_sequence_as_often_as_it_likes() -> No
 
     async with serving(Twice(), config(max_batch_size=0, decoupled=True, oldest=OLDEST)) as model:
         asked = InferRequest(
-            inputs={"X": Tensor.of("X", "INT32", [7])}, parameters={"sequence_id": 9, "sequence_start": True}
+            inputs={"X": Tensor.from_values("X", "INT32", [7])}, parameters={"sequence_id": 9, "sequence_start": True}
         )
         assert [each.outputs[0].scalar for each in await answers(model, asked)] == [7, 9]

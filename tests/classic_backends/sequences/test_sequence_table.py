@@ -21,14 +21,14 @@ class Asked:
     def __init__(self, hosts: str = "a", seats: int = 1) -> None:
         self.roll: SequenceTable[str] = SequenceTable("m", SlotRules(seats, IDLE))
         for host in hosts:
-            self.roll.add_host(host)
+            self.roll.add_instance(host)
 
     def ask(self, name: SequenceId, now: int = 0, timeout: int = 0, **flags: Any) -> QueuedJob:
         request: QueuedJob = QueuedRequest(
-            InferenceJob({}, None, NullSink(), flags=SequenceFlags(name, **flags)), timeout=timeout
+            InferenceJob({}, None, NullSink(), sequence_flags=SequenceFlags(name, **flags)), timeout_ns=timeout
         )
-        self.roll.enter(request, now)
-        self.roll.seat()
+        self.roll.add_request(request, now)
+        self.roll.assign_slots()
         self.roll.check_integrity()
         return request
 
@@ -36,19 +36,19 @@ class Asked:
         return self.ask(name, now, start=True, **fields)
 
     def answer(self, request: QueuedJob, now: int = 0) -> None:
-        self.roll.settle(request, now)
-        self.roll.seat()
+        self.roll.finish_request(request, now)
+        self.roll.assign_slots()
         self.roll.check_integrity()
 
     def expire(self, now: int) -> list[SequenceId]:
-        late = [sequence.context.id for sequence in self.roll.expire(now)]
-        self.roll.seat()
+        late = [sequence.context.id for sequence in self.roll.expire_sequences(now)]
+        self.roll.assign_slots()
         return late
 
     def seat(self, request: QueuedJob) -> tuple[str, int] | None:
-        sequence = self.roll.of(request)
+        sequence = self.roll.sequence_of(request)
         assert sequence is not None
-        return None if sequence.seat is None else (sequence.seat.host, sequence.seat.row)
+        return None if sequence.slot is None else (sequence.slot.instance, sequence.slot.row)
 
 
 def test_the_first_request_must_start_the_sequence() -> None:
@@ -81,7 +81,7 @@ def test_seats_cost_nothing_until_they_are_taken() -> None:
     assert [asked.seat(each) for each in requests] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
     asked.answer(asked.ask(0, end=True))
     asked.answer(requests[0])
-    assert (asked.roll.taken, asked.roll.seats) == (3, 2**32 - 2)
+    assert (asked.roll.used_slots, asked.roll.total_slots) == (3, 2**32 - 2)
     assert asked.seat(asked.start(9)) == ("a", 0)
 
 
@@ -89,11 +89,11 @@ def test_requests_without_a_seat_wait_together_and_in_order() -> None:
     asked = Asked()
     held = asked.start(1)
     first, second, other = asked.start(2), asked.ask(2), asked.start(3)
-    assert asked.roll.waiting == 3
+    assert asked.roll.waiting_requests == 3
     asked.answer(held)
     asked.answer(asked.ask(1, end=True))
     assert (asked.seat(first), asked.seat(other)) == (("a", 0), None)
-    sequence = asked.roll.of(first)
+    sequence = asked.roll.sequence_of(first)
     assert sequence is not None
     assert list(sequence.pending) == [first, second]
 
@@ -102,19 +102,19 @@ def test_who_is_idle_for_too_long_is_closed_and_who_waits_is_not() -> None:
     asked = Asked(seats=2)
     asked.answer(asked.start(1), now=10)
     computed = asked.start(2)
-    assert (asked.roll.due, len(asked.roll)) == (10 + IDLE, 2)
+    assert (asked.roll.next_expiry, len(asked.roll)) == (10 + IDLE, 2)
     asked.expire(9 + IDLE)
     asked.answer(asked.ask(1), now=50)
     asked.expire(10 + IDLE)
     asked.start(3)
-    assert (asked.roll.waiting, asked.roll.due) == (1, 50 + IDLE)
+    assert (asked.roll.waiting_requests, asked.roll.next_expiry) == (1, 50 + IDLE)
     asked.expire(50 + IDLE)
-    assert (asked.roll.waiting, asked.roll.due) == (0, None)
+    assert (asked.roll.waiting_requests, asked.roll.next_expiry) == (0, None)
     with pytest.raises(InvalidArgument, match="START"):
         asked.ask(1)
     asked.answer(computed, now=1000)
     asked.roll.check_integrity()
-    assert asked.roll.due == 1000 + IDLE
+    assert asked.roll.next_expiry == 1000 + IDLE
 
 
 def test_the_shortest_time_ends_the_wait_of_a_whole_sequence_for_a_seat() -> None:
@@ -122,11 +122,11 @@ def test_the_shortest_time_ends_the_wait_of_a_whole_sequence_for_a_seat() -> Non
     held = asked.start(1, timeout=1)
     late = [asked.start(2, timeout=30), asked.ask(2, timeout=20)]
     asked.start(3)
-    assert asked.roll.due == 20
+    assert asked.roll.next_expiry == 20
     assert (asked.expire(19), asked.expire(20)) == ([], [2])
     for each in late:
         asked.answer(each)
-    assert (asked.roll.waiting, asked.roll.due, asked.seat(held)) == (1, None, ("a", 0))
+    assert (asked.roll.waiting_requests, asked.roll.next_expiry, asked.seat(held)) == (1, None, ("a", 0))
     asked.start(2)
 
 
@@ -134,14 +134,14 @@ def test_who_got_a_seat_in_time_may_be_computed_for_ever() -> None:
     asked = Asked()
     held, other = asked.start(1, end=True), asked.start(2, timeout=5)
     asked.answer(held, now=4)
-    assert (asked.expire(10**9), asked.seat(other), asked.roll.due) == ([], ("a", 0), None)
+    assert (asked.expire(10**9), asked.seat(other), asked.roll.next_expiry) == ([], ("a", 0), None)
 
 
 def test_an_id_may_be_used_again_as_soon_as_its_end_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     asked = Asked(seats=2)
     old, new = asked.start(1, end=True), asked.start(1)
     assert (asked.seat(old), asked.seat(new)) == (("a", 0), ("a", 1))
-    assert asked.roll.of(old) is not asked.roll.of(new)
+    assert asked.roll.sequence_of(old) is not asked.roll.sequence_of(new)
     assert not caplog.records
     asked.start(1)
     assert "sequence 1 starts anew, though it had not ended" in caplog.text
@@ -151,13 +151,13 @@ def test_an_id_may_be_used_again_as_soon_as_its_end_is_asked_for(caplog: pytest.
 def test_a_lost_instance_takes_its_sequences_along() -> None:
     asked = Asked("ab")
     lost, other, waits = asked.start(1), asked.start(2), asked.start(3)
-    asked.roll.remove_host("a")
+    asked.roll.remove_instance("a")
     with pytest.raises(InvalidArgument, match="sequence 1"):
         asked.ask(1)
     asked.answer(lost)
     assert (asked.seat(other), asked.seat(waits)) == (("b", 0), None)
-    asked.roll.add_host("c")
-    asked.roll.seat()
+    asked.roll.add_instance("c")
+    asked.roll.assign_slots()
     assert asked.seat(waits) == ("c", 0)
     asked.roll.check_integrity()
 
@@ -165,7 +165,7 @@ def test_a_lost_instance_takes_its_sequences_along() -> None:
 def test_nothing_is_left_of_what_was_cleared() -> None:
     asked = Asked()
     held, waits = asked.start(1), asked.start(2)
-    assert [each.context.id for each in asked.roll.clear()] == [2]
+    assert [each.context.id for each in asked.roll.close_all()] == [2]
     for each in (held, waits):
         asked.answer(each)
-    assert (len(asked.roll), asked.roll.due, asked.roll.waiting) == (0, None, 0)
+    assert (len(asked.roll), asked.roll.next_expiry, asked.roll.waiting_requests) == (0, None, 0)

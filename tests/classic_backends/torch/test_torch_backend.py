@@ -159,7 +159,7 @@ async def test_a_model_may_keep_the_state_of_its_sequences_itself(version: Path,
     async with serving(PYTORCH, settings, directory=version) as model:
         sums = []
         for name, value, flag in (("a", 1, "start"), ("b", 10, "start"), ("a", 2, ""), ("b", 20, ""), ("a", 4, "end")):
-            given = Tensor.of("INPUT__0", "FP32", [[value]])
+            given = Tensor.from_values("INPUT__0", "FP32", [[value]])
             parameters = {"sequence_id": name} | ({f"sequence_{flag}": True} if flag else {})
             [response] = await answers(model, InferRequest(inputs={"INPUT__0": given}, parameters=parameters))
             sums.append(response.outputs[0].scalar)
@@ -257,7 +257,7 @@ def test_results_that_are_not_there_or_no_tensors(version: Path, described: Desc
 
 def test_parameters_are_tritons(version: Path, described: Describe) -> None:
     asked = {"INFERENCE_MODE": "false", "DISABLE_OPTIMIZED_EXECUTION": "true", "DISABLE_CUDNN": "true"}
-    assert read_inference_modes(asked) == InferenceModes(inference=False, optimised=False, cudnn=False)
+    assert read_inference_modes(asked) == InferenceModes(inference_mode=False, optimized_execution=False, cudnn=False)
     script(Same(), version / "model.pt")
     threads: list[int] = []
 

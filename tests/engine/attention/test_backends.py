@@ -32,7 +32,9 @@ class Story:
         self.free = torch.randperm(blocks, generator=self.generator).tolist()
         self.tables: dict[int, list[int]] = {}
         self.history: dict[tuple[int, int], list[torch.Tensor]] = {}
-        self.sinks = [2 * torch.randn(spec.heads, generator=self.generator) if v.sinks else None for v in spec.views]
+        self.sinks = [
+            2 * torch.randn(spec.heads, generator=self.generator) if v.sinks else None for v in spec.attention
+        ]
         attention.allocate(blocks)
 
     def random(self, tokens: int, heads: int) -> torch.Tensor:
@@ -44,7 +46,7 @@ class Story:
     def step(self, rows: dict[int, int]) -> float:
         """Compute `rows`: counts by row; returns the largest error over all layers and rows."""
         starts = [self.length(row) for row in rows]
-        attend = self.attention.begin(self.batch(rows, starts))
+        attend = self.attention.begin_step(self.batch(rows, starts))
         return max(self.layer(attend, layer, rows, starts) for layer in range(self.spec.layers))
 
     def batch(self, rows: dict[int, int], starts: list[int]) -> StepBatch:
@@ -55,7 +57,7 @@ class Story:
         width = max(len(self.tables[row]) for row in rows)
         tables = torch.tensor([self.tables[row] + [0] * (width - len(self.tables[row])) for row in rows])
         counts = list(rows.values())
-        return StepBatch.of(torch.zeros(sum(counts)), starts, counts, tables, self.spec.block_size)
+        return StepBatch.from_tokens(torch.zeros(sum(counts)), starts, counts, tables, self.spec.block_size)
 
     def layer(self, attend: object, layer: int, rows: dict[int, int], starts: list[int]) -> float:
         total = sum(rows.values())
@@ -75,7 +77,7 @@ class Story:
         seen = self.history.setdefault((row, layer), [])
         seen += [k, v]
         past = torch.cat(seen[::2]), torch.cat(seen[1::2])
-        right = exact(q, *past, start, self.spec.views[layer], self.sinks[layer])
+        right = exact(q, *past, start, self.spec.attention[layer], self.sinks[layer])
         return (found.double() - right).abs().max().item()
 
 
@@ -91,7 +93,7 @@ def exact(
     for head in range(q.shape[1]):
         mine, keys, values = (t.double() for t in (q[:, head], k[:, head // group], v[:, head // group]))
         scores = mine @ keys.T * (view.scale or 1 / math.sqrt(q.shape[-1]))
-        scores = scores if view.cap is None else view.cap * (scores / view.cap).tanh()
+        scores = scores if view.softcap is None else view.softcap * (scores / view.softcap).tanh()
         scores = scores.masked_fill(~seen, -math.inf)
         if sinks is not None:
             scores = torch.cat((scores, sinks[head].double().expand(len(q), 1)), -1)
@@ -147,7 +149,7 @@ def test_layers_with_views_of_their_own(name: str, window: int, cap: float | Non
     """A window as long as a block, one that is not, one that is longer than everything."""
     shape = spec_for(
         name,
-        views=(PLAIN, LayerAttention(window, 0.3, cap), LayerAttention(window), LayerAttention(scale=0.1, cap=cap)),
+        views=(PLAIN, LayerAttention(window, 0.3, cap), LayerAttention(window), LayerAttention(scale=0.1, softcap=cap)),
         dtype=dtype,
     )
     story = Story(create_backend(name, shape), shape)
@@ -186,7 +188,7 @@ def test_copied_blocks_hold_the_same(name: str) -> None:
     story.step({0: 7})
     old = story.tables[0]
     story.tables[0] = [story.free.pop() for _ in old]
-    attention.copy(torch.tensor(list(zip(old, story.tables[0], strict=True))))
+    attention.copy_blocks(torch.tensor(list(zip(old, story.tables[0], strict=True))))
     assert story.step({0: 1}) < TOLERANCE[torch.float32]
 
 

@@ -97,15 +97,15 @@ GEMMA3_OLD = {
 def test_what_gemma_leaves_unsaid() -> None:
     spec = read_spec(GEMMA3_OLD, "here")
     near, far = LayerAttention(512, 256**-0.5), LayerAttention(None, 256**-0.5)
-    assert spec.views == (near, near, far, near, near, far)
+    assert spec.attention == (near, near, far, near, near, far)
     assert (spec.rope.kind, spec.rope.theta, spec.rope.factor) == ("linear", 1e6, 8.0)
     assert (spec.local_rope.kind, spec.local_rope.theta) == ("default", 1e4)
     assert spec.tied_embeddings
     assert spec.head_dim == 256
     assert spec.activation == "gelu_pytorch_tanh"
     two = read_spec(GEMMA3_OLD | {"architectures": ["Gemma2ForCausalLM"]}, "here")
-    assert [view.window for view in two.views] == [512, None] * 3
-    assert (two.views[0].cap, two.logit_cap) == (50.0, 30.0)
+    assert [view.window for view in two.attention] == [512, None] * 3
+    assert (two.attention[0].softcap, two.logit_softcap) == (50.0, 30.0)
 
 
 QWEN2_LONG = GEMMA3_OLD | {
@@ -164,7 +164,7 @@ def test_language_parts_as_they_are_published(copy: Path) -> None:
     assert opened.language_part
     assert (gemma.architecture, gemma.dtype, gemma.vocab_size) == ("Gemma3ForCausalLM", "bfloat16", 262208)
     assert (gemma.heads, gemma.kv_heads, gemma.head_dim, gemma.max_position) == (8, 4, 256, 131072)
-    assert (gemma.rope.factor, gemma.local_rope.theta, gemma.views[5].window) == (8.0, 1e4, None)
+    assert (gemma.rope.factor, gemma.local_rope.theta, gemma.attention[5].window) == (8.0, 1e4, None)
     assert (qwen.architecture, qwen.rope.kind, qwen.max_position) == ("Qwen2ForCausalLM", "default", 32768)
 
 
@@ -189,7 +189,7 @@ def test_which_layers_look_through_a_window(
 ) -> None:
     config = GEMMA3_OLD | {"architectures": [architecture], "num_hidden_layers": 4}
     del config["sliding_window"]
-    assert [view.window for view in read_spec(config | changes, "here").views] == windows
+    assert [view.window for view in read_spec(config | changes, "here").attention] == windows
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,13 @@ SPEC = ModelSpec(
     heads=12,
     kv_heads=4,
     head_dim=16,
-    views=(LayerAttention(window=8), LayerAttention(), LayerAttention(), LayerAttention(window=9), LayerAttention()),
+    attention=(
+        LayerAttention(window=8),
+        LayerAttention(),
+        LayerAttention(),
+        LayerAttention(window=9),
+        LayerAttention(),
+    ),
     architecture="LlamaForCausalLM",
     norm_eps=1e-6,
     rope=RopeSpec(),
@@ -41,7 +47,7 @@ SPEC = ModelSpec(
     attention_bias=False,
     mlp_bias=False,
     activation="silu",
-    logit_cap=None,
+    logit_softcap=None,
     experts=None,
     dtype="float32",
 )
@@ -86,11 +92,11 @@ def test_stages_have_all_layers_in_order(total: int, count: int, split: tuple[in
 
 
 def test_a_rank_has_its_heads_and_the_layers_of_its_stage() -> None:
-    mine = Shard(Silent(1, 2), PipelineStage(1, 2)).share(SPEC)
-    assert (mine.heads, mine.kv_heads, mine.views) == (6, 2, (LayerAttention(window=9), LayerAttention()))
-    crowded = Shard(Silent(5, 12)).share(SPEC)
+    mine = Shard(Silent(1, 2), PipelineStage(1, 2)).local_shape(SPEC)
+    assert (mine.heads, mine.kv_heads, mine.attention) == (6, 2, (LayerAttention(window=9), LayerAttention()))
+    crowded = Shard(Silent(5, 12)).local_shape(SPEC)
     assert (crowded.heads, crowded.kv_heads) == (1, 1)
-    assert Shard().share(SPEC) == SPEC
+    assert Shard().local_shape(SPEC) == SPEC
 
 
 @pytest.mark.parametrize(
@@ -195,7 +201,7 @@ def test_of_a_mixture_a_rank_reads_its_part(checkpoint: Callable[..., Path], who
 def test_a_stage_reads_its_layers_alone(checkpoint: Callable[..., Path]) -> None:
     """Embedding and head are one tensor, which two of them have."""
     directory, pipe = checkpoint("gemma3"), Keeping()
-    shares = [read(directory, Shard(stage=PipelineStage(index, 3), pipe=pipe)) for index in range(3)]
+    shares = [read(directory, Shard(stage=PipelineStage(index, 3), link=pipe)) for index in range(3)]
     table = 384 * 64 * 4
     assert sum(shares) == read(directory, Shard()) + table
     assert shares[1] < min(shares[0], shares[2])
@@ -214,11 +220,11 @@ def plan(step: int, start: int, count: int) -> StepPlan:
 def test_what_a_stage_has_sent_it_writes_to_no_more(checkpoint: Callable[..., Path], name: str) -> None:
     config = EngineConfig(model=str(checkpoint(name)), device="cpu", cache=CacheConfig(block_size=16))
     pipe = Keeping()
-    runner = load_rank(config, Shard(stage=PipelineStage(0, 2), pipe=pipe)).runner
+    runner = load_rank(config, Shard(stage=PipelineStage(0, 2), link=pipe)).runner
     runner.allocate(2)
-    first = runner.step(plan(0, 0, 4))
+    first = runner.run_step(plan(0, 0, 4))
     before = pipe.sent[0].clone()
-    runner.step(plan(1, 4, 4))
+    runner.run_step(plan(1, 4, 4))
     assert pipe.sent[0].equal(before)
     assert not pipe.sent[1].equal(before)
     assert len(first.rows) == len(first.tokens) == 0, "it chooses nothing"

@@ -7,32 +7,32 @@ def test_each_is_late_once_and_not_before_its_time() -> None:
     deadlines = Deadlines()
     for key, deadline in ((1, 5.0), (2, 3.0), (3, 9.0)):
         deadlines.set(key, deadline)
-    assert deadlines.passed(2.9) == []
-    assert deadlines.passed(5.0) == [2, 1]
-    assert deadlines.passed(5.0) == []
+    assert deadlines.pop_expired(2.9) == []
+    assert deadlines.pop_expired(5.0) == [2, 1]
+    assert deadlines.pop_expired(5.0) == []
     assert len(deadlines) == 1
 
 
 def test_who_has_ended_is_never_late() -> None:
     deadlines = Deadlines()
     deadlines.set(1, 5.0)
-    deadlines.drop(1)
-    deadlines.drop(7)
-    assert deadlines.passed(10.0) == []
+    deadlines.discard(1)
+    deadlines.discard(7)
+    assert deadlines.pop_expired(10.0) == []
 
 
 def test_a_key_that_comes_back_has_its_new_deadline() -> None:
     deadlines = Deadlines()
     deadlines.set(1, 5.0)
-    deadlines.drop(1)
+    deadlines.discard(1)
     deadlines.set(1, 8.0)
-    assert deadlines.passed(6.0) == []
-    assert deadlines.passed(8.0) == [1]
+    assert deadlines.pop_expired(6.0) == []
+    assert deadlines.pop_expired(8.0) == [1]
 
 
 def test_nothing_piles_up() -> None:
     deadlines = Deadlines()
     for key in range(1000):
         deadlines.set(key, 1e9)
-        deadlines.drop(key)
+        deadlines.discard(key)
     assert len(deadlines._line) < 100

@@ -17,7 +17,7 @@ from charonia.engine.core.sockets import CoreEndpoints, CoreSockets
 @pytest.fixture
 def heard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[CoreEndpoints, zmq.Socket[bytes]]]:
     """A client's address, and where it hears the core."""
-    address = CoreEndpoints.under(Path(tmp_path_factory.mktemp("s")))
+    address = CoreEndpoints.in_directory(Path(tmp_path_factory.mktemp("s")))
     with zmq.Context() as context, context.socket(zmq.PULL) as ears, context.socket(zmq.PUSH) as mouth:
         ears.set(zmq.RCVTIMEO, 60_000)
         ears.bind(address.from_core)

@@ -270,7 +270,7 @@ def test_a_lone_client_gets_the_whole_step() -> None:
     alone, beside = split_updates(updates, 9, EngineLoad(), 1), split_updates(updates, 9, EngineLoad(), 3)
     assert alone == beside[:1]
     assert alone[0].keys == [5, 6]
-    assert alone[0].scores == [(7, scores)]
+    assert alone[0].prompt_logprobs == [(7, scores)]
     assert beside[1] == beside[2] == RequestUpdates(9, [], [], [], [], [], EngineLoad())
 
 
@@ -281,9 +281,9 @@ def test_every_turn_tells_its_step_and_what_was_counted() -> None:
         loop.add(2, list(range(9)), max_tokens=1)
         loop.wait(lambda: 2 in loop.outbox.finished(0))
         told = loop.outbox.updates()
-        steps = [(update.turn.tokens, update.turn.sequences) for update in told if update.turn.tokens]
+        steps = [(update.stats.tokens, update.stats.sequences) for update in told if update.stats.tokens]
         assert steps == [(9, 1), (1, 1)]
-        assert all(update.turn.seconds > 0 for update in told if update.turn.tokens)
+        assert all(update.stats.seconds > 0 for update in told if update.stats.tokens)
         assert told[-1].totals == CoreTotals(preemptions=0, prefix_queries=18, prefix_hits=8)
         for key in range(3, 7):
             loop.add(key, [key], max_tokens=30)

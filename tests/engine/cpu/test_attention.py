@@ -38,7 +38,7 @@ class Sequence:
 
 def sinks(shape: CacheSpec) -> Tensor | None:
     """Of the one layer, if it has any: around the largest scores, and far below and above them."""
-    return torch.linspace(-20, 20, shape.heads) if shape.views[0].sinks else None
+    return torch.linspace(-20, 20, shape.heads) if shape.attention[0].sinks else None
 
 
 class World:
@@ -57,20 +57,22 @@ class World:
                 sequence.blocks.append(self.free.pop())
         width = max(len(sequence.blocks) for sequence, _, _ in parts)
         tables = torch.tensor([one.blocks + [0] * (width - len(one.blocks)) for one, _, _ in parts])
-        batch = StepBatch.of(torch.zeros(sum(counts)), starts, counts, tables, self.shape.block_size)
-        attend = self.attention.begin(batch)
+        batch = StepBatch.from_tokens(torch.zeros(sum(counts)), starts, counts, tables, self.shape.block_size)
+        attend = self.attention.begin_step(batch)
         q, k, v = (torch.cat([getattr(one, name)[start:end] for one, start, end in parts]) for name in "qkv")
         if turns is None:
             return list(attend(0, q, k, v, sinks(self.shape)).split(counts))
-        return list(attend.turned(0, torch.cat((q, k, v), 1), FusedAngles(turns, batch.positions)).split(counts))
+        return list(
+            attend.apply_rope_and_attend(0, torch.cat((q, k, v), 1), FusedAngles(turns, batch.positions)).split(counts)
+        )
 
 
 def exact(shape: CacheSpec, sequence: Sequence) -> Tensor:
     """All of it, in float64."""
-    view, group = shape.views[0], shape.heads // shape.kv_heads
+    view, group = shape.attention[0], shape.heads // shape.kv_heads
     q, k, v = sequence.q.double(), *(x.double().repeat_interleave(group, 1) for x in (sequence.k, sequence.v))
     scores = torch.einsum("nhd,thd->hnt", q, k) * (view.scale or 1 / math.sqrt(shape.head_dim))
-    scores = scores if view.cap is None else view.cap * (scores / view.cap).tanh()
+    scores = scores if view.softcap is None else view.softcap * (scores / view.softcap).tanh()
     seen = torch.ones(len(q), len(q), dtype=torch.bool).tril()
     seen = seen if view.window is None else seen.triu(1 - view.window)
     scores = scores.masked_fill(~seen, -math.inf)

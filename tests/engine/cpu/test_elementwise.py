@@ -47,7 +47,7 @@ def test_norm_after_a_sum(level: str, size: int, dtype: torch.dtype) -> None:
     """The sum is torch's, to the bit, and the norm that of the rounded sum."""
     x, delta, weight = (random(rows, size, dtype=dtype) for rows in (5, 5, 1))
     summed, norm = x + delta, norm_of(weight[0], 1e-5)
-    found = norm.after(x, delta)
+    found = norm.add_and_norm(x, delta)
     assert torch.equal(x, summed)
     assert torch.equal(found, norm(summed))
 
@@ -57,7 +57,7 @@ def test_norm_of_heads_between_others(level: str, dtype: torch.dtype) -> None:
     """Heads of queries and keys in a row that holds values too, each head with its own weight."""
     packed, weight = random(4, 9, 24, dtype=dtype), random(7, 24, dtype=dtype)
     before = packed.clone()
-    norm_of(weight).within(packed, 7)
+    norm_of(weight).norm_heads(packed, 7)
     assert close(packed[:, :7], rms_normalised(before[:, :7], weight, 1e-6))
     assert torch.equal(packed[:, 7:], before[:, 7:])
 

@@ -146,7 +146,7 @@ def test_rows_may_lie_apart(level: str) -> None:
 
 def test_memory_is_zeros_at_lines_and_lives_with_its_parts() -> None:
     memory = HugePageArena()
-    parts = [memory.take(size) for size in (1, 100, REGION_BYTES + 1, 64)]
+    parts = [memory.allocate(size) for size in (1, 100, REGION_BYTES + 1, 64)]
     assert [len(part) for part in parts] == [64, 128, REGION_BYTES + 64, 64]
     assert all(part.data_ptr() % 64 == 0 for part in parts)
     assert parts[0].data_ptr() != parts[1].data_ptr()

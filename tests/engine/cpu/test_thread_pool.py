@@ -36,7 +36,7 @@ class World:
         self.decoder, shape = checkpoint_builder(open_checkpoint(directory)).build(
             BuildContext(torch.float32, CPU, 128)
         )
-        spec = CacheSpec(shape.views, shape.heads, shape.kv_heads, shape.head_dim, BLOCK, torch.float32, CPU)
+        spec = CacheSpec(shape.attention, shape.heads, shape.kv_heads, shape.head_dim, BLOCK, torch.float32, CPU)
         self.attention = NativeAttention(spec)
         self.attention.allocate(8 * rows)
         self.known = torch.zeros(rows, 128, dtype=torch.int32)
@@ -49,9 +49,9 @@ class World:
         rows = len(starts)
         batch = StepBatch(range(rows), starts, counts, self.known, self.blocks, BLOCK)
         picked = np.full(rows, -1, np.int32)
-        places = torch.from_numpy(batch.firsts + batch.counts - 1)
-        running = self.decoder.begin(
-            batch, self.attention.begin(batch), places, SampledTokens(picked, choices) if pick else None
+        places = torch.from_numpy(batch.first_places + batch.counts - 1)
+        running = self.decoder.begin_step(
+            batch, self.attention.begin_step(batch), places, SampledTokens(picked, choices) if pick else None
         )
         assert running is not None
         return running, picked

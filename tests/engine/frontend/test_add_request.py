@@ -22,9 +22,9 @@ def add(model: GenerationDefaults = MODEL, bad_words: tuple[tuple[int, ...], ...
 
 
 def test_who_asks_for_nothing_gets_no_shaping() -> None:
-    assert add().sampling.shaping is None
-    assert add(min_tokens=3, ignore_eos=True).sampling.shaping is None
-    assert add(repetition_penalty=1.0, presence_penalty=0.0, stop=("x",)).sampling.shaping is None
+    assert add().sampling.logits is None
+    assert add(min_tokens=3, ignore_eos=True).sampling.logits is None
+    assert add(repetition_penalty=1.0, presence_penalty=0.0, stop=("x",)).sampling.logits is None
     assert add().sampling.choice == 3
     assert (add().sampling.logprobs, add(logprobs=0).sampling.logprobs) == (None, 0)
 
@@ -34,15 +34,15 @@ def test_shaping_crosses_the_wire_as_it_is() -> None:
     asked = add(bad_words=((1, 2), (5, 100), (4,)), min_p=0.1, repetition_penalty=1e-300, **wishes)
     expected = LogitsParams(1e-4, 0.5, -0.5, ((3, -100.0),), ((1, 2), (4,)), 2, (7,))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(asked), type=AddRequest) == asked
-    assert asked.sampling.shaping == expected
+    assert asked.sampling.logits == expected
     assert asked.sampling.min_p == 0.1
 
 
 def test_the_models_own_penalty_counts() -> None:
     model = MODEL._replace(min_p=0.2, repetition_penalty=1.1)
     sampling = add(model).sampling
-    assert (sampling.min_p, sampling.shaping) == (0.2, LogitsParams(repetition_penalty=1.1))
-    assert add(model, repetition_penalty=1.0, min_p=0.0).sampling.shaping is None
+    assert (sampling.min_p, sampling.logits) == (0.2, LogitsParams(repetition_penalty=1.1))
+    assert add(model, repetition_penalty=1.0, min_p=0.0).sampling.logits is None
 
 
 def test_a_bias_for_a_token_that_is_none_is_refused() -> None:
@@ -52,8 +52,10 @@ def test_a_bias_for_a_token_that_is_none_is_refused() -> None:
 
 
 def test_allowed_tokens_are_the_models_each_once() -> None:
-    assert add(allowed_token_ids=(5, 3, 5)).sampling.shaping == LogitsParams(allowed=(3, 5))
-    assert add(allowed_token_ids=(7,), min_tokens=2, ignore_eos=True).sampling.shaping == LogitsParams(allowed=(7,))
+    assert add(allowed_token_ids=(5, 3, 5)).sampling.logits == LogitsParams(allowed_token_ids=(3, 5))
+    assert add(allowed_token_ids=(7,), min_tokens=2, ignore_eos=True).sampling.logits == LogitsParams(
+        allowed_token_ids=(7,)
+    )
     nothing_left: list[dict[str, Any]] = [
         {"allowed_token_ids": (100,)},
         {"allowed_token_ids": (7,) * 101},
@@ -81,7 +83,7 @@ def test_no_more_than_the_models_length_is_kept() -> None:
 
 
 def test_a_minimum_beyond_the_models_length_is_its_length() -> None:
-    shaping = add(min_tokens=2**70, max_tokens=None).sampling.shaping
+    shaping = add(min_tokens=2**70, max_tokens=None).sampling.logits
     assert shaping is not None
     assert shaping.min_tokens == 64
 

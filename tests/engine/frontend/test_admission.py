@@ -18,12 +18,12 @@ def test_requests_are_limited() -> None:
     admission = AdmissionControl(QueueLimits(requests=2, tokens=100))
     places = []
     for _ in range(2):
-        admission.check(tokens=1)
-        places.append(admission.enter(tokens=1))
+        admission.check_capacity(tokens=1)
+        places.append(admission.issue_ticket(tokens=1))
     with pytest.raises(QueueFull, match=r"2 requests .*max_queued_requests"):
-        admission.check()
-    admission.leave(places[0])
-    admission.check()
+        admission.check_capacity()
+    admission.return_ticket(places[0])
+    admission.check_capacity()
 
 
 def test_what_no_empty_queue_has_room_for_is_refused_for_good() -> None:
@@ -43,38 +43,38 @@ def test_what_no_empty_queue_has_room_for_is_refused_for_good() -> None:
 
 def test_prompt_tokens_are_limited() -> None:
     admission = AdmissionControl(QueueLimits(requests=9, tokens=100))
-    admission.enter(tokens=60)
-    admission.check(tokens=40)
+    admission.issue_ticket(tokens=60)
+    admission.check_capacity(tokens=40)
     with pytest.raises(QueueFull, match=r"60 prompt tokens .* has 41: more than 100 .*max_queued_tokens"):
-        admission.check(tokens=41)
+        admission.check_capacity(tokens=41)
 
 
 def test_a_prompt_above_the_limit_may_wait_alone() -> None:
     admission = AdmissionControl(QueueLimits(requests=9, tokens=100))
-    admission.check(tokens=1000)
-    admission.enter(tokens=1000)
+    admission.check_capacity(tokens=1000)
+    admission.issue_ticket(tokens=1000)
     with pytest.raises(QueueFull):
-        admission.check(tokens=1)
+        admission.check_capacity(tokens=1)
 
 
 def test_a_flood_does_not_keep_the_others_out() -> None:
     admission = AdmissionControl(QueueLimits(requests=8, tokens=100))
     for _ in range(8):
-        admission.check("flood", 10)
-        admission.enter("flood", 10)
+        admission.check_capacity("flood", 10)
+        admission.issue_ticket("flood", 10)
     for _ in range(4):
-        admission.check("other", 10)
-        admission.enter("other", 10)
+        admission.check_capacity("other", 10)
+        admission.issue_ticket("other", 10)
     for tenant in ("flood", "other"):
         with pytest.raises(QueueFull):
-            admission.check(tenant, 10)
-    admission.check("third", 10)
+            admission.check_capacity(tenant, 10)
+    admission.check_capacity("third", 10)
 
 
 def test_what_left_is_forgotten() -> None:
     admission = AdmissionControl(QueueLimits(requests=8, tokens=100))
-    for place in [admission.enter(tenant, 5) for tenant in "abca"]:
-        admission.leave(place)
+    for place in [admission.issue_ticket(tenant, 5) for tenant in "abca"]:
+        admission.return_ticket(place)
     assert (admission.requests, admission.tokens, admission._tenants) == (0, 0, {})
 
 
@@ -83,11 +83,11 @@ def test_come_back_when_everything_has_started_at_the_recent_pace() -> None:
     admission = AdmissionControl(QueueLimits(requests=1000, tokens=1000), clock)
     assert admission.retry_after() == 1
     for _ in range(10):
-        admission.note_start()
+        admission.record_start()
         clock.now += 0.5
     for _ in range(20):
-        admission.enter()
+        admission.issue_ticket()
     assert admission.retry_after() == pytest.approx(10)
     for _ in range(900):
-        admission.enter()
+        admission.issue_ticket()
     assert admission.retry_after() == 60

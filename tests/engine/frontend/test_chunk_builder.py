@@ -41,7 +41,7 @@ def write(pieces: list[str], finish: FinishReason = LENGTH, **asked: object) -> 
     chunks = []
     for place, piece in enumerate(pieces, start=1):
         delta = TokenDelta(ids(piece), 0, finish if place == len(pieces) else None)
-        chunks.append(writer.chunk(delta))
+        chunks.append(writer.build_chunk(delta))
         if chunks[-1].finish_reason is not None:
             break
     return chunks
@@ -73,7 +73,10 @@ def test_what_stopped_it(finish: FinishReason, asked: Any, reason: str | int | N
 def test_the_models_own_end_is_no_stop_reason() -> None:
     for ignore_eos, reason in ((False, None), (True, 2)):
         asked = SamplingParams(stop_token_ids=(2,), ignore_eos=ignore_eos)
-        assert ChunkBuilder(ALPHABET, [0], asked, eos=(2,)).chunk(TokenDelta(ids("bc"), 0, STOP)).stop_reason == reason
+        assert (
+            ChunkBuilder(ALPHABET, [0], asked, eos=(2,)).build_chunk(TokenDelta(ids("bc"), 0, STOP)).stop_reason
+            == reason
+        )
 
 
 def test_a_text_that_ends_shows_what_was_held_back() -> None:
@@ -101,7 +104,7 @@ def test_it_does_not_matter_how_many_tokens_come_at_once(text: str, sizes: list[
 def test_logprobs_are_named_and_finite() -> None:
     writer = ChunkBuilder(ALPHABET, [0], SamplingParams(stop=("b",)))
     logprobs = (Logprobs(-0.5, [0, 1], [-0.5, -1.0]), Logprobs(float("-inf"), [], []), Logprobs(-1.0, [], []))
-    chunk = writer.chunk(TokenDelta(ids("abc"), 0, None, logprobs))
+    chunk = writer.build_chunk(TokenDelta(ids("abc"), 0, None, logprobs))
     first, second = chunk.logprobs
     assert (first.text, first.data, first.logprob) == ("a", b"a", -0.5)
     assert [(other.text, other.logprob) for other in first.top] == [("a", -0.5), ("b", -1.0)]
@@ -112,31 +115,37 @@ def scores(first: int, *chosen: float) -> PromptLogprobs:
     """The likeliest token is always b."""
     count = len(chosen)
     ones = np.ones((count, 1), np.int32)
-    return PromptLogprobs.of(first, np.array(chosen, np.float32), 2 * ones[:, 0], ones, -ones.astype(np.float32) / 4)
+    return PromptLogprobs.from_arrays(
+        first, np.array(chosen, np.float32), 2 * ones[:, 0], ones, -ones.astype(np.float32) / 4
+    )
 
 
 def test_the_whole_prompt_stands_in_the_first_chunk() -> None:
     writer = ChunkBuilder(ALPHABET, [0, 2, 3], SamplingParams(prompt_logprobs=1), echo="acd")
-    first = writer.chunk(TokenDelta(ids("b"), 0, None, (), (scores(1, -0.5), scores(2, -2.0))))
-    second = writer.chunk(TokenDelta(ids("a"), 0, LENGTH))
-    assert [(token.text, token.id, token.rank) for token in first.prompt] == [("a", 0, 0), ("c", 2, 2), ("d", 3, 2)]
-    opening, *others = [token.given for token in first.prompt]
+    first = writer.build_chunk(TokenDelta(ids("b"), 0, None, (), (scores(1, -0.5), scores(2, -2.0))))
+    second = writer.build_chunk(TokenDelta(ids("a"), 0, LENGTH))
+    assert [(token.text, token.id, token.rank) for token in first.prompt_logprobs] == [
+        ("a", 0, 0),
+        ("c", 2, 2),
+        ("d", 3, 2),
+    ]
+    opening, *others = [token.given for token in first.prompt_logprobs]
     assert opening is None
     assert [(given.logprob, given.text, given.top[0].text) for given in others if given] == [
         (-0.5, "c", "b"),
         (-2.0, "d", "b"),
     ]
-    assert (first.text, second.text, second.prompt) == ("acdb", "a", ())
+    assert (first.text, second.text, second.prompt_logprobs) == ("acdb", "a", ())
 
 
 def test_a_prompt_of_one_token_has_nothing_before_it() -> None:
     writer = ChunkBuilder(ALPHABET, [2], SamplingParams(prompt_logprobs=0))
-    [token] = writer.chunk(TokenDelta(ids("b"), 0, None)).prompt
+    [token] = writer.build_chunk(TokenDelta(ids("b"), 0, None)).prompt_logprobs
     assert (token.text, token.given) == ("c", None)
 
 
 def test_an_echo_alone_ends_where_the_prompt_does() -> None:
-    chunk = ChunkBuilder(ALPHABET, [0], SamplingParams(max_tokens=0), echo="a").chunk(TokenDelta((), 0, LENGTH))
+    chunk = ChunkBuilder(ALPHABET, [0], SamplingParams(max_tokens=0), echo="a").build_chunk(TokenDelta((), 0, LENGTH))
     assert (chunk.text, chunk.token_ids, chunk.finish_reason) == ("a", (), LENGTH)
     assert chunk.usage == Usage(1, 0)
 
@@ -148,4 +157,7 @@ def test_spaces_between_special_tokens_that_cannot_be_left_out_are_told() -> Non
     with pytest.raises(InvalidArgument, match="spaces_between_special_tokens: this model's tokenizer"):
         ChunkBuilder(Tokenizer(backend, {}, None), [0], asked)
     backend.decoder = decoders.Fuse()
-    assert ChunkBuilder(Tokenizer(backend, {}, None), [0], asked).chunk(TokenDelta((1, 1), 0, LENGTH)).text == "<s><s>"
+    assert (
+        ChunkBuilder(Tokenizer(backend, {}, None), [0], asked).build_chunk(TokenDelta((1, 1), 0, LENGTH)).text
+        == "<s><s>"
+    )

@@ -78,7 +78,7 @@ def add(prompt: list[int], max_tokens: int = 8, timeout: float = 0.0) -> AddRequ
 async def read_all(
     client: EngineClient, prompt: list[int], max_tokens: int = 8, timeout: float = 0.0
 ) -> list[TokenDelta]:
-    with client.open(add(prompt, max_tokens, timeout)) as channel:
+    with client.open_stream(add(prompt, max_tokens, timeout)) as channel:
         deltas = [await channel.read()]
         while deltas[-1].finish_reason is None:
             deltas.append(await channel.read())
@@ -120,7 +120,7 @@ async def test_the_impossible_is_refused_alone(start: Start) -> None:
 
 async def test_a_slow_reader_finds_everything_merged(start: Start) -> None:
     client = await start(step_seconds=0.001)
-    with client.open(add([1], max_tokens=100)) as channel:
+    with client.open_stream(add([1], max_tokens=100)) as channel:
         first = await channel.read()
         await until(lambda: client.load.running == 0)
         rest = await channel.read()
@@ -169,9 +169,9 @@ async def test_a_queue_full_of_tokens_refuses_too(start: Start) -> None:
 
 async def test_a_request_that_is_being_prepared_has_its_place(start: Start) -> None:
     client = await start(max_queued_requests=1)
-    with client.place() as engine:
+    with client.reserve() as engine:
         assert engine.vocab_size == 1000
-        with pytest.raises(QueueFull), client.place():
+        with pytest.raises(QueueFull), client.reserve():
             pass
     assert tokens(await read_all(client, [4], max_tokens=1)) == [5]
     assert client.queued == 0

@@ -16,7 +16,10 @@ LENGTH = FinishReason.LENGTH
 
 
 def asked(stream: bool = False, **parameters: Any) -> InferRequest:
-    inputs = {"text_input": Tensor.of("text_input", "BYTES", [b"hi"]), "stream": Tensor.of("stream", "BOOL", [stream])}
+    inputs = {
+        "text_input": Tensor.from_values("text_input", "BYTES", [b"hi"]),
+        "stream": Tensor.from_values("stream", "BOOL", [stream]),
+    }
     return InferRequest(inputs=inputs, parameters=parameters)
 
 
@@ -48,9 +51,9 @@ class Streams:
 
 async def respond(request: InferRequest, streams: Streams) -> list[dict[str, Any]]:
     question = parse_infer_request(request)
-    if question.manner.stream:
+    if question.options.stream:
         spoken = StreamedResponses(question.outputs)
-        said = [spoken.response(chunk) async for chunk in streams.all[0]]
+        said = [spoken.build_response(chunk) async for chunk in streams.all[0]]
         responses = [response for response in said if response is not None]
     else:
         responses = [await complete_response(question, streams.all)]

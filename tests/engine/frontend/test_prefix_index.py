@@ -42,24 +42,24 @@ def test_what_sets_prompts_apart() -> None:
 
 def test_it_knows_how_much_of_a_prompt_is_held() -> None:
     known, prompt = PrefixIndex(), list(range(200))
-    assert known.longest(prompt_prefixes(prompt, EXTRAS)) == 0
-    known.learn(prompt_prefixes(prompt, EXTRAS), 10_000)
-    assert known.longest(prompt_prefixes(prompt, EXTRAS)) == 200
-    assert known.longest(prompt_prefixes([*prompt, 1, 2, 3], EXTRAS)) == 192
-    assert known.longest(prompt_prefixes([*prompt[:70], *prompt[:70]], EXTRAS)) == 64
-    assert known.longest(prompt_prefixes(prompt[1:], EXTRAS)) == 0
-    known.forget()
-    assert (known.longest(prompt_prefixes(prompt, EXTRAS)), known.tokens, len(known)) == (0, 0, 0)
+    assert known.longest_match(prompt_prefixes(prompt, EXTRAS)) == 0
+    known.insert(prompt_prefixes(prompt, EXTRAS), 10_000)
+    assert known.longest_match(prompt_prefixes(prompt, EXTRAS)) == 200
+    assert known.longest_match(prompt_prefixes([*prompt, 1, 2, 3], EXTRAS)) == 192
+    assert known.longest_match(prompt_prefixes([*prompt[:70], *prompt[:70]], EXTRAS)) == 64
+    assert known.longest_match(prompt_prefixes(prompt[1:], EXTRAS)) == 0
+    known.clear()
+    assert (known.longest_match(prompt_prefixes(prompt, EXTRAS)), known.tokens, len(known)) == (0, 0, 0)
 
 
 def test_the_end_of_the_oldest_prompt_goes_first() -> None:
     known = PrefixIndex()
     first, second = prompt_prefixes([1] * 128, EXTRAS), prompt_prefixes([2] * 128, EXTRAS)
-    known.learn(first, 192)
-    known.learn(second, 192)
-    assert (known.longest(first), known.longest(second)) == (64, 128)
-    known.learn(first, 192)
-    assert (known.longest(first), known.longest(second)) == (128, 64)
+    known.insert(first, 192)
+    known.insert(second, 192)
+    assert (known.longest_match(first), known.longest_match(second)) == (64, 128)
+    known.insert(first, 192)
+    assert (known.longest_match(first), known.longest_match(second)) == (128, 64)
 
 
 @settings(max_examples=50)
@@ -68,7 +68,7 @@ def test_it_holds_what_a_cache_of_that_size_would_and_no_more(asked: list[tuple[
     known = PrefixIndex()
     for group, length in asked:
         beginnings = prompt_prefixes([group] * length, EXTRAS)
-        known.learn(beginnings, capacity)
+        known.insert(beginnings, capacity)
         assert known.tokens <= capacity
         assert len(known) <= capacity // 16
         _check_no_gap(known, beginnings)
@@ -77,8 +77,8 @@ def test_it_holds_what_a_cache_of_that_size_would_and_no_more(asked: list[tuple[
 
 def _check_no_gap(known: PrefixIndex, beginnings: list[PromptPrefix]) -> None:
     """What is held of a prompt is held from its beginning."""
-    longest = known.longest(beginnings)
-    assert all(known.longest([each]) == each.tokens for each in beginnings if each.tokens <= longest)
+    longest = known.longest_match(beginnings)
+    assert all(known.longest_match([each]) == each.tokens for each in beginnings if each.tokens <= longest)
 
 
 def test_any_token_id_has_a_place() -> None:

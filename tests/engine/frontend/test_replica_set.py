@@ -88,15 +88,15 @@ class Fleet:
         sampling = SamplerParams(choice=choice)
         add = AddRequest(client=0, key=next(self._keys), prompt=prompt, max_tokens=9, sampling=sampling, tenant=tenant)
         replica, cached = self.replicas.choose(add)
-        place = self.admission.enter(tenant, len(prompt))
+        place = self.admission.issue_ticket(tenant, len(prompt))
         channel = TokenStream(SequenceStats(self.metrics), place, owed=len(prompt) - cached)
-        replica.take(add, channel)
+        replica.submit(add, channel)
         self.taken[add.key] = replica, add, channel
         return self.all.index(replica)
 
     def leave(self, key: int) -> None:
         replica, add, _ = self.taken.pop(key)
-        replica.drop(add)
+        replica.release(add)
 
     def say(self, at: int, **what: object) -> None:
         """What replica `at` reports of a step."""
@@ -154,13 +154,13 @@ def test_answers_to_one_prompt_stay_together() -> None:
 def test_without_affinity_only_the_load_counts(caching: bool, affinity: bool) -> None:
     fleet = Fleet(caching=caching, affinity=affinity)
     assert [fleet.open(DOCUMENT) for _ in range(4)] == [0, 1, 0, 1]
-    assert all(len(replica.known) == 0 for replica in fleet.replicas)
+    assert all(len(replica.prefix_index) == 0 for replica in fleet.replicas)
 
 
 def test_one_alone_gets_everything_and_nothing_is_hashed() -> None:
     fleet = Fleet(1)
     assert {fleet.open(DOCUMENT), fleet.open(OTHER)} == {0}
-    assert len(fleet.all[0].known) == 0
+    assert len(fleet.all[0].prefix_index) == 0
 
 
 def test_a_computed_prompt_weighs_no_more() -> None:
@@ -168,7 +168,7 @@ def test_a_computed_prompt_weighs_no_more() -> None:
     assert fleet.open([1] * 1000) == 0
     assert [fleet.open([n]) for n in range(2, 5)] == [1, 1, 1]
     fleet.say(0, keys=[1], counts=[1], tokens=[5])
-    assert fleet.all[0].work == TOKENS_PER_REQUEST
+    assert fleet.all[0].pending_work == TOKENS_PER_REQUEST
     assert fleet.open([9]) == 0
 
 
@@ -236,11 +236,13 @@ def test_work_is_counted_to_the_token_whatever_happens(moves: list[tuple[str, in
     for what, number in moves:
         _move(fleet, what, number)
         for replica in fleet.replicas:
-            assert replica.work == sum(TOKENS_PER_REQUEST + channel.owed for channel in replica.channels)
-            assert replica.known.tokens <= 16_000
+            assert replica.pending_work == sum(
+                TOKENS_PER_REQUEST + channel.uncomputed_tokens for channel in replica.channels
+            )
+            assert replica.prefix_index.tokens <= 16_000
     for key in list(fleet.taken):
         fleet.leave(key)
-    assert [replica.work for replica in fleet.replicas] == [0] * 3
+    assert [replica.pending_work for replica in fleet.replicas] == [0] * 3
     assert fleet.admission.requests == fleet.admission.tokens == 0
 
 
@@ -322,7 +324,7 @@ def alive(pid: int) -> bool:
 
 async def ask(client: EngineClient, prompt: list[int], max_tokens: int) -> list[int]:
     tokens: list[int] = []
-    with client.open(AddRequest(client=0, key=0, prompt=prompt, max_tokens=max_tokens)) as channel:
+    with client.open_stream(AddRequest(client=0, key=0, prompt=prompt, max_tokens=max_tokens)) as channel:
         while (delta := await channel.read()).finish_reason is None:
             tokens += delta.token_ids
         tokens += delta.token_ids

@@ -10,7 +10,7 @@ from charonia.core.tensor import Tensor
 from charonia.engine.frontend.infer import parse_infer_request
 from charonia.engine.frontend.request_parameters import ResponseOptions, parse_request_parameters
 
-PROMPT = {"text_input": Tensor.of("text_input", "BYTES", [b"x"])}
+PROMPT = {"text_input": Tensor.from_values("text_input", "BYTES", [b"x"])}
 
 
 def sampling(**parameters: Any) -> SamplingParams:
@@ -18,7 +18,7 @@ def sampling(**parameters: Any) -> SamplingParams:
 
 
 def replacing(text: str) -> Tensor:
-    return Tensor.of("sampling_parameters", "BYTES", [text.encode()])
+    return Tensor.from_values("sampling_parameters", "BYTES", [text.encode()])
 
 
 def test_names_of_every_generation_mean_the_same() -> None:
@@ -34,10 +34,10 @@ def test_what_shapes_a_text_has_its_names_too() -> None:
     lists = replacing(json.dumps({"stop_words": ["a", "b"], "bad_words": "c", "logit_bias": {"7": -1}, "n": 3}))
     settings = parse_request_parameters({}, lists)
     assert settings.sampling == SamplingParams(stop=("a", "b"), bad_words=("c",), logit_bias={7: -1.0})
-    assert settings.manner.n == 3
+    assert settings.options.n == 3
     plain = {"stop_words": "a", "min_length": 2, "min_p": 0.1, "repetition_penalty": 1.2, "num_return_sequences": 2}
     assert sampling(**plain) == SamplingParams(stop=("a",), min_tokens=2, min_p=0.1, repetition_penalty=1.2)
-    assert parse_request_parameters(plain, None).manner == ResponseOptions(n=2)
+    assert parse_request_parameters(plain, None).options == ResponseOptions(n=2)
     penalties = {"sampling_param_presence_penalty": "1", "frequency_penalty": -1}
     assert sampling(**penalties) == SamplingParams(presence_penalty=1, frequency_penalty=-1)
 
@@ -68,7 +68,7 @@ def test_a_tensor_replaces_what_chooses_tokens_and_nothing_else() -> None:
     tensor = replacing(json.dumps({"temperature": 0, "stop_token_ids": [1, 2], "return_finish_reason": True}))
     settings = parse_request_parameters({"max_tokens": 5, "return_output_ids": True}, tensor)
     assert settings.sampling == SamplingParams(temperature=0, stop_token_ids=(1, 2))
-    assert settings.manner == ResponseOptions(return_output_ids=True, return_finish_reason=True)
+    assert settings.options == ResponseOptions(return_output_ids=True, return_finish_reason=True)
 
 
 def test_wishes_for_nothing_and_words_of_the_protocol_pass() -> None:
@@ -133,7 +133,7 @@ def test_what_vllms_clients_say_of_tokens() -> None:
 
 
 def test_a_timeout_is_in_microseconds_and_not_negative() -> None:
-    assert parse_request_parameters({"timeout": 1_500_000}, None).manner.timeout == 1_500_000
+    assert parse_request_parameters({"timeout": 1_500_000}, None).options.timeout == 1_500_000
     assert (
         parse_infer_request(InferRequest(inputs=PROMPT, parameters={"timeout": 1_500_000})).requests[0].timeout == 1.5
     )
@@ -151,11 +151,11 @@ def test_a_negative_priority_is_refused_as_on_every_door() -> None:
 def test_a_guide_and_its_type_come_together() -> None:
     schema = {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": "{}", "lora_name": "a"}
     asked = parse_infer_request(InferRequest(inputs=PROMPT, parameters=schema)).requests[0]
-    assert (asked.guide, asked.adapter) == (GuidedDecoding("json_schema", "{}"), "a")
+    assert (asked.guided_decoding, asked.adapter) == (GuidedDecoding("json_schema", "{}"), "a")
     plain = {"guided_decoding_guide_type": "json"}
-    assert parse_infer_request(InferRequest(inputs=PROMPT, parameters=plain)).requests[0].guide == GuidedDecoding(
-        "json"
-    )
+    assert parse_infer_request(InferRequest(inputs=PROMPT, parameters=plain)).requests[
+        0
+    ].guided_decoding == GuidedDecoding("json")
     for wrong, field in [
         ({"guided_decoding_guide": "{}"}, "guided_decoding_guide_type"),
         ({"guided_decoding_guide_type": "regex"}, "guided_decoding_guide"),

@@ -20,17 +20,17 @@ def test_nobody_gets_much_more_than_the_least_busy_has(prospects: list[ReplicaCa
 def test_with_nothing_cached_the_least_busy_gets_it_and_of_these_the_emptiest(
     prospects: list[ReplicaCandidate], prompt: int
 ) -> None:
-    blank = [each._replace(cached=0, sibling=False) for each in prospects]
+    blank = [each._replace(cached_tokens=0, has_sibling=False) for each in prospects]
     chosen = blank[choose_replica(blank, prompt)]
-    assert (chosen.work, chosen.kept) == min((each.work, each.kept) for each in blank)
+    assert (chosen.work, chosen.kept_tokens) == min((each.work, each.kept_tokens) for each in blank)
 
 
 @given(prospect_lists, tokens)
 def test_of_equally_busy_ones_the_one_with_most_of_it_cached(prospects: list[ReplicaCandidate], prompt: int) -> None:
-    even = [each._replace(work=0, sibling=False) for each in prospects]
-    chosen, most = even[choose_replica(even, prompt)], max(each.cached for each in even)
+    even = [each._replace(work=0, has_sibling=False) for each in prospects]
+    chosen, most = even[choose_replica(even, prompt)], max(each.cached_tokens for each in even)
     if most * 4 >= prompt:
-        assert min(2 * chosen.cached, MAX_EXTRA_WORK) == min(2 * most, MAX_EXTRA_WORK)
+        assert min(2 * chosen.cached_tokens, MAX_EXTRA_WORK) == min(2 * most, MAX_EXTRA_WORK)
 
 
 @given(prospect_lists, tokens, st.data())
@@ -39,15 +39,17 @@ def test_the_order_decides_nothing_but_between_equals(
 ) -> None:
     shuffled = data.draw(st.permutations(prospects))
     first, second = prospects[choose_replica(prospects, prompt)], shuffled[choose_replica(shuffled, prompt)]
-    assert (_cost(first, prompt), first.kept) == (_cost(second, prompt), second.kept)
+    assert (_cost(first, prompt), first.kept_tokens) == (_cost(second, prompt), second.kept_tokens)
     assert _cost(first, prompt) == min(_cost(each, prompt) for each in prospects)
 
 
 def _cost(prospect: ReplicaCandidate, prompt: int) -> int:
     """By what stands in the documentation."""
-    if prospect.sibling:
+    if prospect.has_sibling:
         return prospect.work - MAX_EXTRA_WORK
-    return prospect.work - (min(2 * prospect.cached, MAX_EXTRA_WORK) if prospect.cached >= prompt / 4 else 0)
+    return prospect.work - (
+        min(2 * prospect.cached_tokens, MAX_EXTRA_WORK) if prospect.cached_tokens >= prompt / 4 else 0
+    )
 
 
 @given(prospect_lists, tokens, st.integers(0, 7), st.integers(1, MAX_EXTRA_WORK))
@@ -64,17 +66,17 @@ def test_more_work_never_draws_a_request(prospects: list[ReplicaCandidate], prom
     ("prospects", "chosen"),
     [
         ([ReplicaCandidate(TOKENS_PER_REQUEST), ReplicaCandidate(0)], 1),
-        ([ReplicaCandidate(TOKENS_PER_REQUEST, cached=600), ReplicaCandidate(0)], 0),
-        ([ReplicaCandidate(4 * TOKENS_PER_REQUEST, cached=600), ReplicaCandidate(0)], 0),
-        ([ReplicaCandidate(5 * TOKENS_PER_REQUEST, cached=600), ReplicaCandidate(0)], 1),
-        ([ReplicaCandidate(0, cached=200), ReplicaCandidate(0, kept=0)], 0),
+        ([ReplicaCandidate(TOKENS_PER_REQUEST, cached_tokens=600), ReplicaCandidate(0)], 0),
+        ([ReplicaCandidate(4 * TOKENS_PER_REQUEST, cached_tokens=600), ReplicaCandidate(0)], 0),
+        ([ReplicaCandidate(5 * TOKENS_PER_REQUEST, cached_tokens=600), ReplicaCandidate(0)], 1),
+        ([ReplicaCandidate(0, cached_tokens=200), ReplicaCandidate(0, kept_tokens=0)], 0),
         (
-            [ReplicaCandidate(0, cached=100, kept=1), ReplicaCandidate(0)],
+            [ReplicaCandidate(0, cached_tokens=100, kept_tokens=1), ReplicaCandidate(0)],
             1,
         ),  # a beginning that everybody has is no reason
-        ([ReplicaCandidate(0, kept=9000), ReplicaCandidate(0, kept=100)], 1),
-        ([ReplicaCandidate(8 * TOKENS_PER_REQUEST, cached=600, sibling=True), ReplicaCandidate(0)], 0),
-        ([ReplicaCandidate(17 * TOKENS_PER_REQUEST, cached=600, sibling=True), ReplicaCandidate(0)], 1),
+        ([ReplicaCandidate(0, kept_tokens=9000), ReplicaCandidate(0, kept_tokens=100)], 1),
+        ([ReplicaCandidate(8 * TOKENS_PER_REQUEST, cached_tokens=600, has_sibling=True), ReplicaCandidate(0)], 0),
+        ([ReplicaCandidate(17 * TOKENS_PER_REQUEST, cached_tokens=600, has_sibling=True), ReplicaCandidate(0)], 1),
     ],
 )
 def test_what_outweighs_what(prospects: list[ReplicaCandidate], chosen: int) -> None:

@@ -19,12 +19,12 @@ def ended(metrics: LlmMetrics) -> dict[RequestEnd, int]:
 def test_phases_and_tokens() -> None:
     metrics = LlmMetrics()
     account = SequenceStats(metrics, GenerateRequest(id="1", prompt="", tenant="t"))
-    account.submit(prompt=40)
+    account.record_submission(prompt=40)
     start = account.submitted
     assert start is not None
-    account.begin(cached=32, at=start + 2)
-    account.receive(1, at=start + 3)
-    account.receive(2, at=start + 5)
+    account.record_start(cached=32, at=start + 2)
+    account.record_tokens(1, at=start + 3)
+    account.record_tokens(2, at=start + 5)
     assert (metrics.queue.sum, metrics.prefill.sum) == (pytest.approx(2), pytest.approx(1))
     assert metrics.first_token.sum == pytest.approx(start + 3 - account.arrived)
     assert (metrics.inter_token.sum, sum(metrics.inter_token.counts)) == (pytest.approx(2), 2)
@@ -33,8 +33,8 @@ def test_phases_and_tokens() -> None:
 
 def test_a_step_cannot_begin_before_its_request_came() -> None:
     account = SequenceStats(LlmMetrics())
-    account.submit(prompt=1)
-    account.begin(cached=0, at=0.0)
+    account.record_submission(prompt=1)
+    account.record_start(cached=0, at=0.0)
     assert account.begun == account.submitted
 
 
@@ -44,19 +44,19 @@ def test_an_account_joins_the_current_exchange_and_ends_with_its_block() -> None
 
     def request() -> None:
         with request_scope(exchange):
-            with accounts.open(GenerateRequest(id="1", prompt="", tenant="t")) as account:
-                assert account.arrived == exchange.arrived
-                account.submit(prompt=3)
-                account.begin(cached=0, at=account.opened)
-                account.receive(2, at=account.opened + 1)
-                account.finish(FinishReason.STOP)
-            with accounts.open(GenerateRequest(id="1", prompt="", choice=1)):
+            with accounts.open_sequence(GenerateRequest(id="1", prompt="", tenant="t")) as account:
+                assert account.arrived == exchange.arrived_at
+                account.record_submission(prompt=3)
+                account.record_start(cached=0, at=account.opened)
+                account.record_tokens(2, at=account.opened + 1)
+                account.record_finish(FinishReason.STOP)
+            with accounts.open_sequence(GenerateRequest(id="1", prompt="", choice=1)):
                 raise GeneratorExit
 
     with pytest.raises(GeneratorExit):
         request()
-    accounts.count(exchange)
-    assert [part.end for part in exchange.parts] == [RequestEnd(Outcome.STOP), RequestEnd(Outcome.CANCELLED)]
+    accounts.record_request(exchange)
+    assert [part.end for part in exchange.sequences] == [RequestEnd(Outcome.STOP), RequestEnd(Outcome.CANCELLED)]
     assert ended(metrics) == {RequestEnd(Outcome.CANCELLED): 1}
 
 
@@ -65,12 +65,12 @@ def test_one_answered_request_is_measured_once_however_many_answers() -> None:
     accounts, exchange = RequestRecorder(metrics), RequestContext("test")
     with request_scope(exchange):
         for choice in range(3):
-            with accounts.open(GenerateRequest(id="1", prompt="", choice=choice)) as account:
-                account.submit(prompt=5)
-                account.begin(cached=0, at=account.opened)
-                account.receive(2, at=account.opened)
-                account.finish(FinishReason.LENGTH)
-    accounts.count(exchange)
+            with accounts.open_sequence(GenerateRequest(id="1", prompt="", choice=choice)) as account:
+                account.record_submission(prompt=5)
+                account.record_start(cached=0, at=account.opened)
+                account.record_tokens(2, at=account.opened)
+                account.record_finish(FinishReason.LENGTH)
+    accounts.record_request(exchange)
     assert ended(metrics) == {RequestEnd(Outcome.LENGTH): 1}
     assert (metrics.prompt_length.sum, metrics.generation_length.sum, sum(metrics.request.counts)) == (5, 6, 1)
     assert metrics.durations.request >= metrics.durations.compute_input
@@ -79,26 +79,26 @@ def test_one_answered_request_is_measured_once_however_many_answers() -> None:
 
 def test_without_an_exchange_nothing_is_counted() -> None:
     metrics = LlmMetrics()
-    with RequestRecorder(metrics).open(GenerateRequest(id="1", prompt="")) as account:
-        account.finish(FinishReason.STOP)
+    with RequestRecorder(metrics).open_sequence(GenerateRequest(id="1", prompt="")) as account:
+        account.record_finish(FinishReason.STOP)
     assert ended(metrics) == {}
 
 
 @pytest.mark.parametrize("reason", FinishReason)
 def test_every_finish_reason_is_an_outcome(reason: FinishReason) -> None:
     account = SequenceStats(LlmMetrics())
-    account.finish(reason)
+    account.record_finish(reason)
     assert account.end is not None
     assert account.end.outcome is (Outcome.CANCELLED if reason is FinishReason.ABORT else Outcome(reason.value))
 
 
 def test_totals_outlive_their_core() -> None:
     lifelong = CumulativeTotals()
-    lifelong.see(CoreTotals(1, 10, 5))
-    lifelong.see(CoreTotals(2, 20, 6))
+    lifelong.update(CoreTotals(1, 10, 5))
+    lifelong.update(CoreTotals(2, 20, 6))
     lifelong.start_over()
     assert lifelong.sums == CoreTotals(2, 20, 6)
-    lifelong.see(CoreTotals(1, 1, 0))
+    lifelong.update(CoreTotals(1, 1, 0))
     lifelong.start_over()
     lifelong.start_over()
     assert lifelong.sums == CoreTotals(3, 21, 6)

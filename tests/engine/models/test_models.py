@@ -52,7 +52,7 @@ def batch(sequences: list[torch.Tensor], block_size: int) -> StepBatch:
     lengths = [len(tokens) for tokens in sequences]
     width = -(-max(lengths) // block_size)
     blocks = torch.arange(len(lengths) * width).view(len(lengths), width)
-    return StepBatch.of(torch.cat(sequences), [0] * len(lengths), lengths, blocks, block_size)
+    return StepBatch.from_tokens(torch.cat(sequences), [0] * len(lengths), lengths, blocks, block_size)
 
 
 @torch.inference_mode()
@@ -60,11 +60,11 @@ def logits(directory: Path, sequences: list[torch.Tensor], dtype: torch.dtype, b
     """[all tokens, vocabulary] of the sequences in one packed step."""
     found = checkpoint_builder(open_checkpoint(directory))
     model, shape = found.build(BuildContext(dtype, CPU, found.max_position))
-    cache = CacheSpec(shape.views, shape.heads, shape.kv_heads, shape.head_dim, 16, dtype, CPU)
+    cache = CacheSpec(shape.attention, shape.heads, shape.kv_heads, shape.head_dim, 16, dtype, CPU)
     attention = create_backend(backend, cache)
     attention.allocate(40)
     step = batch(sequences, 16)
-    return next(model.logits(step, attention.begin(step), [torch.arange(step.size)])).float()
+    return next(model.compute_logits(step, attention.begin_step(step), [torch.arange(step.size)])).float()
 
 
 @cache

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(library.level() is None, reason="no C extension 
 
 def chunk(ids: torch.Tensor, start: int) -> StepBatch:
     """One sequence's next tokens, in blocks one after the other."""
-    return StepBatch.of(ids, [start], [len(ids)], torch.arange(8).view(1, 8), 16)
+    return StepBatch.from_tokens(ids, [start], [len(ids)], torch.arange(8).view(1, 8), 16)
 
 
 @torch.inference_mode()
@@ -36,7 +36,7 @@ def spoken(decoder: Decoder, attention: NativeAttention) -> list[torch.Tensor]:
     ids, at, found = torch.arange(3, 128), 0, []
     for count in (40, 17, 1, 1):
         step = chunk(ids[at : at + count], at)
-        logits = decoder.logits(step, attention.begin(step), [torch.arange(count)])
+        logits = decoder.compute_logits(step, attention.begin_step(step), [torch.arange(count)])
         assert logits is not None
         found.append(next(logits).clone())
         at += count
@@ -46,8 +46,8 @@ def spoken(decoder: Decoder, attention: NativeAttention) -> list[torch.Tensor]:
 def whole(decoder: Decoder) -> tuple[bool, bool]:
     """Whether its program begins with token ids, and whether it ends with logits: those that are capped are torch's."""
     assert isinstance(decoder, NativeDecoder)
-    marks = None if decoder._program is None else decoder._program.marks
-    return marks is not None and marks.embeds, marks is not None and marks.logits is not None
+    marks = None if decoder._program is None else decoder._program.io
+    return marks is not None and marks.embeds_tokens, marks is not None and marks.logits is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -66,7 +66,7 @@ def test_a_program_changes_no_bit(
     monkeypatch.setattr(DecoderProgram, "begin", counted)
     found = checkpoint_builder(open_checkpoint(checkpoint(name)))
     decoder, shape = found.build(BuildContext(dtype, CPU, 128))
-    attention = NativeAttention(CacheSpec(shape.views, shape.heads, shape.kv_heads, shape.head_dim, 16, dtype, CPU))
+    attention = NativeAttention(CacheSpec(shape.attention, shape.heads, shape.kv_heads, shape.head_dim, 16, dtype, CPU))
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)

@@ -133,7 +133,7 @@ def test_heads_that_no_cache_holds(layers: Any, says: str) -> None:
 def test_a_module_that_computes_something_else_is_found_out(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = TransformersDecoder.logits
+    honest = TransformersDecoder.compute_logits
 
     def without_positions(
         self: TransformersDecoder, batch: StepBatch, attend: StepAttention, chosen: torch.Tensor
@@ -168,7 +168,7 @@ def test_what_works_is_served(checkpoint: Callable[..., Path], name: str, dtype:
 def test_the_layers_say_how_they_attend(checkpoint: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         shape = build(checkpoint("cohere2")).shape
-    assert shape.views == (LayerAttention(19, 0.25), LayerAttention(None, 0.25), LayerAttention(19, 0.25))
+    assert shape.attention == (LayerAttention(19, 0.25), LayerAttention(None, 0.25), LayerAttention(19, 0.25))
     assert (shape.heads, shape.kv_heads, shape.head_dim) == (4, 2, 16)
     assert "Cohere2ForCausalLM" in caplog.text
     assert "slower" in caplog.text
@@ -217,8 +217,8 @@ def test_the_head_computes_one_piece_at_a_time(checkpoint: Callable[..., Path]) 
         right = model(input_ids=tokens.unsqueeze(0)).logits[0]
         layers.clear()
         heads.clear()
-        batch = StepBatch.of(tokens, [0], [len(tokens)], torch.zeros((1, 1), dtype=torch.int64), 16)
-        found = list(TransformersDecoder(model, 2, 16).logits(batch, lambda *_: torch.empty(0), pieces))
+        batch = StepBatch.from_tokens(tokens, [0], [len(tokens)], torch.zeros((1, 1), dtype=torch.int64), 16)
+        found = list(TransformersDecoder(model, 2, 16).compute_logits(batch, lambda *_: torch.empty(0), pieces))
     assert (layers, heads) == ([1], [1, 3, 2])
     torch.testing.assert_close(torch.cat(found), right[torch.cat(pieces)])
     assert "forward" not in vars(model.base_model)

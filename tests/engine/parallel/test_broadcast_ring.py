@@ -42,22 +42,22 @@ def readers(request: pytest.FixtureRequest) -> Iterator[Readers]:
 @pytest.mark.parametrize("size", [0, 1, 600, SIZE, SIZE + 1])
 def test_every_reader_reads_what_is_posted(readers: Readers, size: int) -> None:
     message = os.urandom(size)
-    readers.board.post(message)
+    readers.board.publish(message)
     assert [desk.read() for desk in readers.desks] == [message] * 2
 
 
 def test_a_message_larger_than_all_buffers_waits_for_its_readers(readers: Readers) -> None:
     message = os.urandom(3 << 20)
-    posting = Thread(target=readers.board.post, args=(message,))
+    posting = Thread(target=readers.board.publish, args=(message,))
     posting.start()
     assert [desk.read() for desk in readers.desks] == [message] * 2
     posting.join()
 
 
 def test_commands_and_plans_stay_in_order(readers: Readers) -> None:
-    readers.board.post(b"1" * 900)
-    readers.board.tell(b"2")
-    readers.board.post(b"3" * 900)
+    readers.board.publish(b"1" * 900)
+    readers.board.publish_inline(b"2")
+    readers.board.publish(b"3" * 900)
     for desk in readers.desks:
         assert [desk.read()[:1] for _ in range(3)] == [b"1", b"2", b"3"]
 
@@ -69,18 +69,18 @@ def test_nothing_is_overwritten_before_it_is_forgotten(steps: list[tuple[int, in
         posted: deque[bytes] = deque()
         for number, (size, most) in enumerate(steps):
             message = bytes([number % 256]) * size
-            readers.board.post(message)
+            readers.board.publish(message)
             posted.append(message)
             while len(posted) >= most:
                 due = posted.popleft()
                 assert [desk.read() for desk in readers.desks] == [due] * 2
-                readers.board.forget()
+                readers.board.release_oldest()
 
 
 def test_a_reader_that_is_gone_is_an_error(readers: Readers) -> None:
     readers.theirs[1].close()
     with pytest.raises(OSError, match=r"Broken pipe|reset"):
-        readers.board.post(b"x" * 600)
+        readers.board.publish(b"x" * 600)
 
 
 def test_a_writer_that_is_gone_is_the_end(readers: Readers) -> None:

@@ -42,8 +42,8 @@ def assert_same(read: StepBroadcast, written: StepBroadcast) -> None:
             assert_same_sequences(ours, theirs)
         else:
             assert ours == theirs
-    assert (read.landed is None) == (written.landed is None)
-    assert all(map(np.array_equal, read.landed or (), written.landed or ()))
+    assert (read.sampled is None) == (written.sampled is None)
+    assert all(map(np.array_equal, read.sampled or (), written.sampled or ()))
 
 
 def assert_same_sequences(ours: tuple[NewSequence, ...], theirs: tuple[NewSequence, ...]) -> None:
@@ -91,7 +91,8 @@ SAMPLINGS = (
     SamplerParams(),
     SamplerParams(0.8, 40, 0.9, 2**64 - 1, 3, 0.05, None, 20, 5),
     SamplerParams(
-        1.0, shaping=LogitsParams(1.3, bias=((5, -2.5),), bad_words=((1, 2), (3,)), min_tokens=4, stops=(0,))
+        1.0,
+        logits=LogitsParams(1.3, logit_bias=((5, -2.5),), bad_words=((1, 2), (3,)), min_tokens=4, stop_token_ids=(0,)),
     ),
 )
 
@@ -124,7 +125,7 @@ def going_on(random: Random, before: StepBroadcast) -> StepBroadcast:
     usual = plan._replace(starts=starts, counts=ones, samples=ones == 1, new=(), closed=ints(), appended=NO_PAIRS)
     changes = {name: getattr(other.plan, name) for name in ("new", "closed", "appended") if random.random() < 0.3}
     tokens = np.array([random.randrange(200_000) for _ in starts], np.int32)
-    landed = random.choice([None, SampledBatch(plan.rows, starts, tokens), other.landed])
+    landed = random.choice([None, SampledBatch(plan.rows, starts, tokens), other.sampled])
     return StepBroadcast(usual._replace(step=other.plan.step, **changes), landed)
 
 
@@ -134,21 +135,21 @@ def test_bulletins_survive(seed: int, steps: int) -> None:
     random, writer, reader = Random(seed), PlanEncoder(), PlanDecoder()
     bulletin = drawn(random)
     for _ in range(steps):
-        assert_same(reader.read(memoryview(writer.write(bulletin))), bulletin)
+        assert_same(reader.decode(memoryview(writer.encode(bulletin))), bulletin)
         bulletin = going_on(random, bulletin) if random.random() < 0.5 else drawn(random)
 
 
 def test_a_step_in_which_everybody_decodes_is_a_few_bytes() -> None:
     writer, starts = PlanEncoder(), np.random.default_rng(1).integers(1, 200_000, ROWS).astype(np.int32)
-    writer.write(StepBroadcast(decoding(0, starts)))
-    assert len(writer.write(StepBroadcast(decoding(1, starts + 1)))) < 16
+    writer.encode(StepBroadcast(decoding(0, starts)))
+    assert len(writer.encode(StepBroadcast(decoding(1, starts + 1)))) < 16
 
 
 def test_what_rows_go_on_with_is_told_as_tokens_alone() -> None:
     writer, starts = PlanEncoder(), np.random.default_rng(1).integers(1, 200_000, ROWS).astype(np.int32)
-    writer.write(StepBroadcast(decoding(0, starts)))
+    writer.encode(StepBroadcast(decoding(0, starts)))
     tokens = np.full(ROWS, 200, np.int32)
-    told = writer.write(
+    told = writer.encode(
         StepBroadcast(decoding(1, starts + 1), SampledBatch(np.arange(ROWS, dtype=np.int32), starts + 1, tokens))
     )
     assert ROWS < len(told) < ROWS + 16
@@ -158,32 +159,32 @@ def test_the_largest_step_of_known_rows_fits_two_kilobytes() -> None:
     """All take a block of a million, and the first stages learn all their tokens of a large vocabulary."""
     random = np.random.default_rng(1)
     writer, starts = PlanEncoder(), random.integers(1, 200_000, ROWS).astype(np.int32)
-    writer.write(StepBroadcast(decoding(0, starts)))
+    writer.encode(StepBroadcast(decoding(0, starts)))
     blocks = np.stack([np.arange(ROWS), random.integers(0, 1_000_000, ROWS)], 1).astype(np.int32)
     landed = SampledBatch(
         np.arange(ROWS, dtype=np.int32), starts + 1, random.integers(0, 256_000, ROWS).astype(np.int32)
     )
-    assert len(writer.write(StepBroadcast(decoding(1, starts + 1, blocks), landed))) <= 2048
+    assert len(writer.encode(StepBroadcast(decoding(1, starts + 1, blocks), landed))) <= 2048
 
 
 def test_landed_tokens_are_found_by_row_and_position() -> None:
     first = StepResult(4, ints(2, 5), ints(10, 20), ints(2, 1), ints(7, 8, 9))
     second = StepResult(5, ints(3), ints(30), ints(1), ints(6))
-    landed = SampledBatch.of([first, StepResult(6, *[ints()] * 4), second])
+    landed = SampledBatch.from_results([first, StepResult(6, *[ints()] * 4), second])
     assert [column.tolist() for column in landed] == [[2, 2, 5, 3], [10, 11, 20, 30], [7, 8, 9, 6]]
 
 
 def test_results_survive() -> None:
     logprobs = [Logprobs(-0.5, [3, 4], [-0.5, -2.0]), None]
     values = np.array([[-1.0], [-0.5]], np.float32)
-    scores = [(4, PromptLogprobs.of(3, values[:, 0], ints(2, 1), ints(7, 8).reshape(2, 1), values))]
+    scores = [(4, PromptLogprobs.from_arrays(3, values[:, 0], ints(2, 1), ints(7, 8).reshape(2, 1), values))]
     result = StepResult(9, ints(1, 4), ints(11, 12), ints(1, 1), ints(383, 0), logprobs, scores)
-    encoded = msgspec.msgpack.encode(EncodedResult.of(result))
-    again = msgspec.msgpack.decode(encoded, type=EncodedResult).read()
+    encoded = msgspec.msgpack.encode(EncodedResult.from_result(result))
+    again = msgspec.msgpack.decode(encoded, type=EncodedResult).to_result()
     assert again.step == 9
     assert all(map(np.array_equal, again[1:5], result[1:5]))
     assert list(again.logprobs) == logprobs
-    assert again.scores == scores
+    assert again.prompt_logprobs == scores
 
 
 @pytest.mark.parametrize("command", [JoinRanks("127.0.0.1", 1), AllocateCache(7), LeaveRanks()])

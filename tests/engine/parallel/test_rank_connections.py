@@ -33,7 +33,7 @@ def called(gate: RankListener) -> RankConnection:
 
 
 def test_a_rank_is_known_by_its_ticket(gate: RankListener) -> None:
-    with connect_to_listener(gate.ticket(3)) as theirs:
+    with connect_to_listener(gate.token(3)) as theirs:
         rank, ours = called(gate)
         with ours:
             theirs.send_bytes(b"here")
@@ -43,12 +43,12 @@ def test_a_rank_is_known_by_its_ticket(gate: RankListener) -> None:
 
 def test_it_listens_on_one_address_alone(gate: RankListener) -> None:
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", gate.ticket(0).port), timeout=SECONDS)
+        socket.create_connection(("127.0.0.2", gate.token(0).port), timeout=SECONDS)
 
 
 @pytest.mark.parametrize("greeting", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(36)])
 def test_strangers_are_hung_up_on(gate: RankListener, greeting: bytes) -> None:
-    ticket = gate.ticket(1)
+    ticket = gate.token(1)
     with socket.create_connection((ticket.host, ticket.port), timeout=SECONDS) as stranger:
         stranger.sendall(greeting)
         stranger.shutdown(socket.SHUT_WR)
@@ -65,12 +65,12 @@ def test_nobody_calls(gate: RankListener) -> None:
 
 
 def test_a_ticket_does_not_print_its_secret(gate: RankListener) -> None:
-    ticket = gate.ticket(0)
+    ticket = gate.token(0)
     assert str(ticket) == f"Ticket(127.0.0.1:{ticket.port}, rank 0)"
 
 
 def test_a_line_does_not_wait_and_notices_silence(gate: RankListener) -> None:
-    with connect_to_listener(gate.ticket(0)) as theirs, called(gate).line as ours:
+    with connect_to_listener(gate.token(0)) as theirs, called(gate).connection as ours:
         for line in (theirs, ours):
             with socket.socket(fileno=socket.dup(line.fileno())) as connected:
                 assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -80,7 +80,7 @@ def test_a_line_does_not_wait_and_notices_silence(gate: RankListener) -> None:
 
 def test_whoever_reads_a_line_that_is_hung_up_stops(gate: RankListener) -> None:
     ends: list[type[BaseException]] = []
-    with connect_to_listener(gate.ticket(0)) as theirs, called(gate).line as ours:
+    with connect_to_listener(gate.token(0)) as theirs, called(gate).connection as ours:
 
         def read() -> None:
             try:
@@ -98,9 +98,9 @@ def test_whoever_reads_a_line_that_is_hung_up_stops(gate: RankListener) -> None:
 
 
 def test_a_machine_that_resets_its_line_has_broken_it(gate: RankListener) -> None:
-    ticket = gate.ticket(0)
+    ticket = gate.token(0)
     theirs = connect_to_listener(ticket)
-    with called(gate).line as ours:
+    with called(gate).connection as ours:
         with socket.socket(fileno=socket.dup(theirs.fileno())) as connected:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         theirs.close()
@@ -111,7 +111,7 @@ def test_a_machine_that_resets_its_line_has_broken_it(gate: RankListener) -> Non
 
 def test_a_gate_that_is_closed_is_not_called() -> None:
     gate = RankListener("127.0.0.1")
-    ticket: ConnectToken = gate.ticket(0)
+    ticket: ConnectToken = gate.token(0)
     gate.close()
     with pytest.raises(ConnectionRefusedError):
         connect_to_listener(ticket)

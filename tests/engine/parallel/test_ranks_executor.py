@@ -59,7 +59,7 @@ class Rank:
         """The next plan's step, and what landed before it."""
         message = self._desk.read()
         assert message[:1] == PLAN_PREFIX
-        plan, landed = self._reader.read(message[1:])
+        plan, landed = self._reader.decode(message[1:])
         return plan.step, None if landed is None else [column.tolist() for column in landed]
 
 
@@ -162,7 +162,7 @@ def plan(step: int, *rows: int) -> StepPlan:
 
 def result(step: int, *rows: int) -> EncodedResult:
     column = np.array(rows, np.int32)
-    return EncodedResult.of(StepResult(step, column, column * 0 + 6, column * 0 + 1, column + 100))
+    return EncodedResult.from_result(StepResult(step, column, column * 0 + 6, column * 0 + 1, column + 100))
 
 
 def test_capacity_is_the_tightest_ranks(staged: Callable[..., Stage]) -> None:
@@ -298,7 +298,7 @@ def test_who_watches_late_is_told_at_once(loaded: Stage) -> None:
 
 def test_the_rank_that_was_lost_is_named_and_not_the_one_that_missed_it(loaded: Stage) -> None:
     steps, _, _ = lost(loaded)
-    loaded.ranks[0].say(RankFailed("lost the other ranks: connection closed", ErrorCode.UNAVAILABLE, bereft=True))
+    loaded.ranks[0].say(RankFailed("lost the other ranks: connection closed", ErrorCode.UNAVAILABLE, lost_peer=True))
     loaded.crew.fall(1)
     with pytest.raises(Unavailable, match=r"^rank 1 of 2 fell over$"):
         steps[0].result(60)
@@ -306,7 +306,7 @@ def test_the_rank_that_was_lost_is_named_and_not_the_one_that_missed_it(loaded: 
 
 def test_a_loss_that_nobody_explains_names_who_noticed(loaded: Stage) -> None:
     steps, _, _ = lost(loaded)
-    loaded.ranks[0].say(RankFailed("lost the other ranks: connection closed", ErrorCode.UNAVAILABLE, bereft=True))
+    loaded.ranks[0].say(RankFailed("lost the other ranks: connection closed", ErrorCode.UNAVAILABLE, lost_peer=True))
     with pytest.raises(Unavailable, match=r"^rank 0 of 2: lost the other ranks: connection closed$"):
         steps[0].result(60)
 

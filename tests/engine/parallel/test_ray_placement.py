@@ -75,8 +75,8 @@ def test_every_rank_has_a_bundle_of_its_own(hosts: list[str]) -> None:
     assert changes == len(set(hosts)) - 1, "a machine's ranks are not neighbours"
     for host in set(hosts):
         here = [place for place in found if place.host == host]
-        assert [place.local for place in here] == list(range(len(here)))
-        assert {place.neighbours for place in here} == {len(here)}
+        assert [place.local_rank for place in here] == list(range(len(here)))
+        assert {place.local_ranks for place in here} == {len(here)}
 
 
 def test_a_rank_on_cpus_shares_its_machine_with_those_of_all_replicas() -> None:

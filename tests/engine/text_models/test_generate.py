@@ -114,10 +114,15 @@ async def test_a_prompt_is_scored_or_refused(load: Load, engine: str) -> None:
             await generate(model, request)
         return
     first, *others = await generate(model, request)
-    assert [(token.text.strip(), token.rank) for token in first.prompt] == [("w1", 0), ("w2", 1), ("w5", 3), ("w6", 1)]
-    given = [token.given for token in first.prompt if token.given]
+    assert [(token.text.strip(), token.rank) for token in first.prompt_logprobs] == [
+        ("w1", 0),
+        ("w2", 1),
+        ("w5", 3),
+        ("w6", 1),
+    ]
+    given = [token.given for token in first.prompt_logprobs if token.given]
     assert [(each.logprob, each.top[0].id) for each in given] == [(-1.0, 2), (-3.0, 3), (-1.0, 6)]
-    assert not any(chunk.prompt for chunk in others)
+    assert not any(chunk.prompt_logprobs for chunk in others)
     assert text([first, *others]).strip() == "w7 w8"
 
 
@@ -202,8 +207,11 @@ async def test_refusals_name_the_field(load: Load) -> None:
         (GenerateRequest(id="", prompt="w1", cache_salt="\ud800"), "cache_salt"),
         (ask(Conversation(())), "messages"),
         (GenerateRequest(id="", prompt="w1", adapter="a"), "lora_name"),
-        (GenerateRequest(id="", prompt="w1", guide=GuidedDecoding("json")), "guided_decoding_guide_type"),
-        (GenerateRequest(id="", prompt="w1", guide=GuidedDecoding("json", "", "response_format")), "response_format"),
+        (GenerateRequest(id="", prompt="w1", guided_decoding=GuidedDecoding("json")), "guided_decoding_guide_type"),
+        (
+            GenerateRequest(id="", prompt="w1", guided_decoding=GuidedDecoding("json", "", "response_format")),
+            "response_format",
+        ),
     ]:
         with pytest.raises(InvalidArgument, match=field) as refusal:
             await generate(model, request)
@@ -258,7 +266,7 @@ async def test_a_full_queue_refuses_before_any_work(load: Load) -> None:
             await generate(model, ask("w7", max_tokens=1))
     assert text(await second) == " w6"
     with pytest.raises(InvalidArgument, match="max_queued_requests"):
-        await generate(model, GenerateRequest(id="", prompt="w1", choices=2))
+        await generate(model, GenerateRequest(id="", prompt="w1", choice_count=2))
 
 
 async def test_the_urgent_go_first(load: Load) -> None:

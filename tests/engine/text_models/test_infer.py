@@ -14,7 +14,7 @@ from .conftest import Load, counted
 
 def question(parameters: dict[str, object] | None = None, **inputs: object) -> InferRequest:
     datatypes = {"text_input": "BYTES", "input_ids": "INT32", "stream": "BOOL", "sampling_parameters": "BYTES"}
-    tensors = {name: Tensor.of(name, datatypes[name], value) for name, value in inputs.items()}
+    tensors = {name: Tensor.from_values(name, datatypes[name], value) for name, value in inputs.items()}
     return InferRequest(id="1", inputs=tensors, parameters=parameters or {})
 
 
@@ -82,7 +82,7 @@ async def test_a_streamed_question_has_an_answer_per_step(load: Load) -> None:
 async def test_wanted_outputs_may_be_named(load: Load) -> None:
     model = await load()
     request = InferRequest(
-        inputs={"text_input": Tensor.of("text_input", "BYTES", [b"w1"])},
+        inputs={"text_input": Tensor.from_values("text_input", "BYTES", [b"w1"])},
         outputs=("num_output_tokens", "text_output"),
         parameters={"max_tokens": 1},
     )

@@ -25,9 +25,9 @@ def add(key: int, **asked: Any) -> AddRequest:
 def drain(line: AdmissionQueue) -> list[int]:
     """Keys in the order in which they go, one at a time."""
     keys = []
-    while (sequence := line.next()) is not None:
+    while (sequence := line.pop_next()) is not None:
         keys.append(sequence.key)
-        line.leave(sequence)
+        line.release(sequence)
         line.check_integrity()
     return keys
 
@@ -35,38 +35,38 @@ def drain(line: AdmissionQueue) -> list[int]:
 def test_no_more_than_there_are_places() -> None:
     line = AdmissionQueue(2, Clock())
     for key in range(4):
-        line.join(add(key))
-    first, second = line.next(), line.next()
+        line.enqueue(add(key))
+    first, second = line.pop_next(), line.pop_next()
     assert first is not None
     assert second is not None
-    assert (first.key, second.key, line.next(), line.running, len(line)) == (0, 1, None, 2, 2)
-    line.leave(first)
-    assert (third := line.next()) is not None
+    assert (first.key, second.key, line.pop_next(), line.running, len(line)) == (0, 1, None, 2, 2)
+    line.release(first)
+    assert (third := line.pop_next()) is not None
     assert (third.key, line.running, len(line)) == (2, 2, 1)
 
 
 def test_classes_come_first_and_waiting_helps() -> None:
     clock = Clock()
     line = AdmissionQueue(1, clock)
-    line.join(add(1, priority=2))
-    line.join(add(2, priority=0))
-    line.join(add(3, priority=1))
+    line.enqueue(add(1, priority=2))
+    line.enqueue(add(2, priority=0))
+    line.enqueue(add(3, priority=1))
     assert drain(line) == [2, 3, 1]
-    line.join(add(1, priority=1))
+    line.enqueue(add(1, priority=1))
     clock.now = 6.0
-    line.join(add(2, priority=0))
+    line.enqueue(add(2, priority=0))
     assert drain(line) == [1, 2]
 
 
 def test_tenants_take_turns_by_what_they_were_served() -> None:
     line = AdmissionQueue(1, Clock())
     for key in range(3):
-        line.join(add(key, tenant="flood"))
-    line.join(add(10, tenant="other"))
-    first = line.next()
+        line.enqueue(add(key, tenant="flood"))
+    line.enqueue(add(10, tenant="other"))
+    first = line.pop_next()
     assert first is not None
     line.charge(first, 10_000, 10_000)
-    line.leave(first)
+    line.release(first)
     assert drain(line) == [10, 1, 2]
 
 
@@ -75,20 +75,20 @@ def test_nobody_is_lost(steps: list[tuple[int, int, str]]) -> None:
     line, inside, running = AdmissionQueue(3, Clock()), dict[int, Sequence](), dict[int, Sequence]()
     for key, (verb, priority, tenant) in enumerate(steps):
         if verb == 0:
-            inside[key] = line.join(add(key, priority=priority, tenant=tenant))
+            inside[key] = line.enqueue(add(key, priority=priority, tenant=tenant))
         elif verb == 1:
             could = len(running) < 3 and len(inside) > 0
-            sequence = line.next()
+            sequence = line.pop_next()
             assert (sequence is not None) == could
             if sequence is not None:
                 running[sequence.key] = inside.pop(sequence.key)
         elif verb == 2 and (inside or running):
             group = running if running and priority % 2 else inside or running
-            line.leave(group.pop(next(iter(group))))
+            line.release(group.pop(next(iter(group))))
         line.check_integrity()
         assert (len(line), line.running) == (len(inside), len(running))
     for sequence in running.values():
-        line.leave(sequence)
+        line.release(sequence)
     assert sorted(drain(line)) == sorted(inside)
 
 

@@ -67,7 +67,7 @@ def adapters(directory: Path, *names: str) -> str:
 async def test_one_call_for_each_sequence_with_everything_in_it(load: Load, package: Any, tmp_path: Path) -> None:
     model = await load(lora_modules=adapters(tmp_path, "x", "y"), guided_decoding_backend="xgrammar")
     request = GenerateRequest(
-        id="1", prompt="w1 w2", tenant="t", cache_salt="s", adapter="y", guide=GuidedDecoding("regex", "w.*"),
+        id="1", prompt="w1 w2", tenant="t", cache_salt="s", adapter="y", guided_decoding=GuidedDecoding("regex", "w.*"),
         sampling=SamplingParams(max_tokens=3, seed=5),
     )  # fmt: skip
     assert (await generate(model, request)).text == " w3 w4 w5"
@@ -255,13 +255,13 @@ def test_iterations_are_our_steps() -> None:
     iterations = IterationStats(metrics)
     batching = {"numScheduledRequests": 3, "numGenRequests": 2, "numCtxTokens": 40, "numPausedRequests": 1}
     cache = {"usedNumBlocks": 5, "maxNumBlocks": 10, "tokensPerBlock": 32}
-    iterations.take({"iterLatencyMS": 20.0, "kvCacheStats": cache, "inflightBatchingStats": batching})
-    iterations.take({"iterLatencyMS": 1.0, "kvCacheStats": cache, "inflightBatchingStats": {}})
+    iterations.record_iteration({"iterLatencyMS": 20.0, "kvCacheStats": cache, "inflightBatchingStats": batching})
+    iterations.record_iteration({"iterLatencyMS": 1.0, "kvCacheStats": cache, "inflightBatchingStats": {}})
     assert (iterations.kv_tokens, iterations.preemptions) == ((160, 320), 1)
     assert [sum_of(each) for each in (metrics.step, metrics.step_tokens, metrics.step_sequences)] == [
         (1, 0.02), (1, 42.0), (1, 3.0)
     ]  # fmt: skip
-    iterations.take({})
+    iterations.record_iteration({})
     assert iterations.kv_tokens == (0, 0)
 
 

@@ -34,13 +34,13 @@ def end(of: Any, reason: str | None, *tokens: int, stop_reason: int | None = Non
 def test_only_what_is_new_is_read_and_it_is_a_copy() -> None:
     reads, said = reader(), result()
     said.outputs[0].token_ids += [5, 6]
-    news = reads.read(said)
+    news = reads.read_delta(said)
     assert news == ResultDelta([5, 6], [], None)
     said.outputs[0].token_ids += [7]
-    assert reads.read(said) == ResultDelta([7], [], None)
-    assert reads.read(said) == ResultDelta([], [], None)
+    assert reads.read_delta(said) == ResultDelta([7], [], None)
+    assert reads.read_delta(said) == ResultDelta([], [], None)
     end(said, "length", 8)
-    assert reads.read(said) == ResultDelta([8], [], FinishReason.LENGTH)
+    assert reads.read_delta(said) == ResultDelta([8], [], FinishReason.LENGTH)
     assert news.tokens == [5, 6]
 
 
@@ -48,18 +48,18 @@ def test_a_stop_token_is_the_last_one_wherever_it_was_left() -> None:
     for tokens, stop_reason in [((5, 9), 9), ((5, 9), None), ((5,), 9), ((5,), None)]:
         said = result()
         end(said, "stop", *tokens, stop_reason=stop_reason)
-        assert reader([9]).read(said) == ResultDelta([5, 9], [], FinishReason.STOP)
+        assert reader([9]).read_delta(said) == ResultDelta([5, 9], [], FinishReason.STOP)
     said = result()
     end(said, "stop", 5, stop_reason=8)
-    assert reader([7, 8]).read(said).tokens == [5, 8]
+    assert reader([7, 8]).read_delta(said).tokens == [5, 8]
 
 
 def test_a_stop_token_that_only_we_look_for_cuts_the_rest() -> None:
-    reads, said = reader([7, 9], shaping=LogitsParams(min_tokens=2, stops=(7, 9))), result()
+    reads, said = reader([7, 9], shaping=LogitsParams(min_tokens=2, stop_token_ids=(7, 9))), result()
     said.outputs[0].token_ids += [9, 9, 5]
-    assert reads.read(said) == ResultDelta([9, 9, 5], [], None), "the first two came too early"
+    assert reads.read_delta(said) == ResultDelta([9, 9, 5], [], None), "the first two came too early"
     said.outputs[0].token_ids += [4, 9, 3]
-    assert reads.read(said) == ResultDelta([4, 9], [], FinishReason.STOP)
+    assert reads.read_delta(said) == ResultDelta([4, 9], [], FinishReason.STOP)
     assert not said.finished
 
 
@@ -68,13 +68,13 @@ def test_logprobs_of_each_token() -> None:
     likely = {token: SimpleNamespace(logprob=-float(token)) for token in (3, 1, 2)}
     said.outputs[0].token_ids += [3, 8]
     said.outputs[0].logprobs += [likely, -0.5]
-    assert reads.read(said).logprobs == [Logprobs(-3.0, [1, 2], [-1.0, -2.0]), Logprobs(-0.5, [], [])]
+    assert reads.read_delta(said).logprobs == [Logprobs(-3.0, [1, 2], [-1.0, -2.0]), Logprobs(-0.5, [], [])]
     end(said, "stop")
-    assert reads.read(said) == ResultDelta([9], [Logprobs(0.0, [], [])], FinishReason.STOP)
-    assert reader([9]).read(said).logprobs == []
+    assert reads.read_delta(said) == ResultDelta([9], [Logprobs(0.0, [], [])], FinishReason.STOP)
+    assert reader([9]).read_delta(said).logprobs == []
     said.outputs[0].token_ids[0] = 4
     with pytest.raises(Internal, match="no log-probability"):
-        reader([9], logprobs=0).read(said)
+        reader([9], logprobs=0).read_delta(said)
 
 
 @pytest.mark.parametrize(
@@ -90,11 +90,11 @@ def test_ends_that_are_errors(reason: str | None, error: type[CharoniaError], sa
     said = result()
     end(said, reason, 5)
     with pytest.raises(error, match=says):
-        reader().read(said)
+        reader().read_delta(said)
 
 
 def test_an_error_that_is_not_raised_is_told() -> None:
     said = result()
     said.error, said.finished = "out of blocks", True
     with pytest.raises(Internal, match="TensorRT-LLM: out of blocks"):
-        reader().read(said)
+        reader().read_delta(said)

@@ -17,7 +17,10 @@ MAPPED = {
     "presence_penalty": (LogitsParams(presence_penalty=0.5), {"presence_penalty": 0.5}),
     "frequency_penalty": (LogitsParams(frequency_penalty=-0.5), {"frequency_penalty": -0.5}),
     "bad_words": (LogitsParams(bad_words=((5,), (6, 7))), {"bad_token_ids": [5], "bad": ["6-7"]}),
-    "min_tokens": (LogitsParams(min_tokens=3, stops=(9,)), {"min_tokens": 3, "end_id": 9, "ignore_eos": False}),
+    "min_tokens": (
+        LogitsParams(min_tokens=3, stop_token_ids=(9,)),
+        {"min_tokens": 3, "end_id": 9, "ignore_eos": False},
+    ),
 }
 
 
@@ -66,7 +69,7 @@ def test_every_field_that_shapes_is_passed_on_or_refused() -> None:
 
 
 def test_a_bias_is_a_number_for_every_token(package: TrtllmPackage) -> None:
-    params = sampler(package).params(add(shaping=LogitsParams(bias=((3, 2.0), (11, -1.0)))))
+    params = sampler(package).params(add(shaping=LogitsParams(logit_bias=((3, 2.0), (11, -1.0)))))
     assert params.embedding_bias.tolist() == [0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, -1]
     assert str(params.embedding_bias.dtype) == "torch.float32"
 
@@ -114,11 +117,11 @@ def test_what_a_sampler_would_ignore_is_refused_by_name(package: TrtllmPackage, 
 
 def test_what_there_is_nothing_like_is_refused(package: TrtllmPackage) -> None:
     with pytest.raises(InvalidArgument, match="allowed_token_ids: TensorRT-LLM has nothing like it") as refusal:
-        sampler(package).params(add(shaping=LogitsParams(allowed=(1, 2))))
+        sampler(package).params(add(shaping=LogitsParams(allowed_token_ids=(1, 2))))
     assert refusal.value.field == "allowed_token_ids"
 
 
 def test_what_does_not_go_together_is_refused(package: TrtllmPackage) -> None:
-    shaping = LogitsParams(min_tokens=2, stops=(9,), bad_words=((1, 2),))
+    shaping = LogitsParams(min_tokens=2, stop_token_ids=(9,), bad_words=((1, 2),))
     with pytest.raises(InvalidArgument, match="min_tokens and bad_words"):
         sampler(package).params(add([9], shaping=shaping))

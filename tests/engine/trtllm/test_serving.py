@@ -54,16 +54,16 @@ async def test_a_repository_of_tritons_backend_is_served(
     await hub.lifecycle.load(source)
     try:
         request = GenerateRequest(id="1", prompt="w1", sampling=SamplingParams(max_tokens=2))
-        with hub.open("test"):
+        with hub.open_request("test"):
             async with aclosing(hub.generate("tensorrt_llm", request)) as chunks:
                 assert "".join([chunk.text async for chunk in chunks]) == " w2 w3"
-        config = hub.model("tensorrt_llm").document
+        config = hub.model_config("tensorrt_llm").document
         assert (config["backend"], config["max_batch_size"]) == ("tensorrtllm", 0)
         assert config["output"][0]["name"] == "text_output"
         [llm] = package.made
         assert (llm.max_batch_size, llm.kv_cache_config.free_gpu_memory_fraction) == (3, 0.5)
     finally:
-        await hub.unload()
+        await hub.unload_all()
     assert llm.down
 
 
@@ -82,7 +82,7 @@ def test_a_checkpoint_by_flag(words: Path, tmp_path: Path) -> None:
     assert checkpoint_source(str(words)).backend == "charonia"
     [name] = (
         selection := select_models(str(words), RepositoryOptions(backend="tensorrt-llm"), {"max_num_seqs": "2"})
-    ).names
+    ).startup_models
     source = selection.catalog.read(name)
     assert (source.backend, source.parameters) == ("tensorrtllm", {"max_num_seqs": "2"})
     with pytest.raises(InvalidArgument, match="--backend is for a single checkpoint"):

@@ -125,11 +125,11 @@ def test_a_plan_that_breaks_the_contract_fails(begun: FakeExecutor, broken: Step
 def test_prompts_are_scored_and_what_follows_is_not() -> None:
     executor = fake()
     asked = NewSequence(0, np.array([1, 2, 5, 5], np.int32), 0, SamplerParams(prompt_logprobs=2), prompt=3)
-    [(row, scores)] = run(executor, plan(0, (0, 0, 4), new=(asked,), appended=((0, 0),))).scores
-    assert (row, scores.first, scores.end) == (0, 1, 3)
-    assert [(score.rank, score.logprobs.chosen) for score in scores.read()] == [(1, -1.0), (3, -3.0)]
-    assert [score.logprobs.ids for score in scores.read()] == [[2, 3], [3, 4]]
-    assert not run(executor, plan(1, (0, 4, 1), appended=((0, 1),))).scores
+    [(row, scores)] = run(executor, plan(0, (0, 0, 4), new=(asked,), appended=((0, 0),))).prompt_logprobs
+    assert (row, scores.start, scores.end) == (0, 1, 3)
+    assert [(score.rank, score.logprobs.chosen) for score in scores.to_list()] == [(1, -1.0), (3, -3.0)]
+    assert [score.logprobs.ids for score in scores.to_list()] == [[2, 3], [3, 4]]
+    assert not run(executor, plan(1, (0, 4, 1), appended=((0, 1),))).prompt_logprobs
 
 
 def test_a_closed_row_may_enter_again_with_its_old_blocks(begun: FakeExecutor) -> None:

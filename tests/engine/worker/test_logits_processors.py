@@ -80,7 +80,7 @@ def reference(checkpoint: Callable[..., Path]) -> Callable[..., list[list[int]]]
 
 
 def greedy(**wishes: Any) -> SamplerParams:
-    return SamplerParams(shaping=LogitsParams(**wishes))
+    return SamplerParams(logits=LogitsParams(**wishes))
 
 
 def tokens(outcome: LoopResult) -> list[list[int]]:
@@ -149,9 +149,9 @@ def test_wishes_mix_in_one_batch_whatever_happens(
 def test_output_penalties_survive_what_happens_to_a_row(ahead: int, tight: bool, engine: Engine) -> None:
     asked = [
         greedy(presence_penalty=1.5),
-        SamplerParams(1.0, seed=3, shaping=LogitsParams(frequency_penalty=0.8)),
-        SamplerParams(1.0, seed=3, shaping=LogitsParams(presence_penalty=-1.0, frequency_penalty=0.4)),
-        SamplerParams(0.9, 20, 0.9, 7, min_p=0.05, shaping=LogitsParams(allowed=(4, 9, 200, 301))),
+        SamplerParams(1.0, seed=3, logits=LogitsParams(frequency_penalty=0.8)),
+        SamplerParams(1.0, seed=3, logits=LogitsParams(presence_penalty=-1.0, frequency_penalty=0.4)),
+        SamplerParams(0.9, 20, 0.9, 7, min_p=0.05, logits=LogitsParams(allowed_token_ids=(4, 9, 200, 301))),
     ]
     assert tokens(engine.run(asked, ahead=ahead, tight=tight)) == tokens(engine.run(asked))
 
@@ -160,10 +160,10 @@ def test_output_penalties_survive_what_happens_to_a_row(ahead: int, tight: bool,
     "choice", [(0.0,), (1.0,), (2.0, 2), (2.0, 0, 0.5), (2.0, 0, 1.0, 3, 0, 0.2), (5.0, 300, 0.99)]
 )
 def test_only_what_is_allowed_is_chosen(choice: Any, engine: Engine) -> None:
-    several, one = LogitsParams(allowed=(4, 9, 200)), LogitsParams(allowed=(8,))
+    several, one = LogitsParams(allowed_token_ids=(4, 9, 200)), LogitsParams(allowed_token_ids=(8,))
     asked = [
         SamplerParams(*choice),
-        *(SamplerParams(*choice)._replace(shaping=each) for each in (several, one, several)),
+        *(SamplerParams(*choice)._replace(logits=each) for each in (several, one, several)),
     ]
     alone = [SamplerParams(*choice), *[SamplerParams()] * 3]
     plain, *rest = tokens(engine.run(asked))
@@ -179,7 +179,7 @@ def test_penalties_by_the_book() -> None:
 
     def shaped(**wishes: Any) -> torch.Tensor:
         shapes, changed = LogitsProcessors(torch.device("cpu")), logits.clone().unsqueeze(0)
-        shapes.enter(1, 3, LogitsParams(**wishes))
+        shapes.add_row(1, 3, LogitsParams(**wishes))
         shapes.apply(changed, np.array([1]), np.array([6]), row)
         return changed[0]
 
@@ -205,7 +205,7 @@ def test_logprobs_are_transformers(engine: Engine, checkpoint: Callable[..., Pat
     asked = [
         SamplerParams(logprobs=0),
         SamplerParams(),
-        SamplerParams(1.0, seed=4, logprobs=20, shaping=LogitsParams(repetition_penalty=1.5)),
+        SamplerParams(1.0, seed=4, logprobs=20, logits=LogitsParams(repetition_penalty=1.5)),
         SamplerParams(0.7, 30, 0.9, logprobs=3),
     ]
     outcome = engine.run(asked, ahead=1)

@@ -72,7 +72,7 @@ def runner(model: Stage | Alone, device: torch.device = CPU) -> ModelRunner:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_stage_that_is_not_the_last_sends_a_step_once(device: str) -> None:
     stage = Stage()
-    result = runner(stage, torch.device(device)).step(plan(0, 0, new=True))
+    result = runner(stage, torch.device(device)).run_step(plan(0, 0, new=True))
     assert stage.said == ["computed"]
     assert not len(result.rows)
 
@@ -80,15 +80,15 @@ def test_a_stage_that_is_not_the_last_sends_a_step_once(device: str) -> None:
 def test_steps_begin_before_others_are_finished() -> None:
     model = Alone()
     steps = runner(model)
-    steps.begin(plan(0, 0, new=True))
-    steps.begin(plan(1, 3))
+    steps.begin_step(plan(0, 0, new=True))
+    steps.begin_step(plan(1, 3))
     assert model.said == ["begun", "begun"]
 
 
 def test_nothing_is_moved_while_it_is_read() -> None:
     model = Alone()
     steps = runner(model)
-    steps.begin(plan(0, 0, new=True))
-    steps.begin(plan(1, 3, copies=ints(1, 2).reshape(1, 2)))
-    steps.finish()
+    steps.begin_step(plan(0, 0, new=True))
+    steps.begin_step(plan(1, 3, copies=ints(1, 2).reshape(1, 2)))
+    steps.finish_step()
     assert model.said == ["begun", "finished", "copied", "begun"]

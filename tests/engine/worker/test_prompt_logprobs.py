@@ -188,7 +188,7 @@ def test_heads_are_only_as_long_as_asked_for(checkpoint: Callable[..., Path], mo
     with closing(InlineExecutor(config(checkpoint("llama")))) as executor:
         executor.load(lambda phase, fraction: None)
         decoder, sizes = executor._loaded.runner._model, list[int]()
-        computed, begun = decoder.logits, decoder.begin
+        computed, begun = decoder.compute_logits, decoder.begin_step
 
         def logits(batch: Any, attend: Any, chosen: Any) -> Any:
             sizes.extend(len(places) for places in chosen)

@@ -33,28 +33,28 @@ def test_a_step_is_gathered_from_rows_in_plan_order() -> None:
         new=(new(2, ints(1, 2, 3, 4, 5, 6), 4, seed=2**64 - 1), new(5, ints(7, 8, 9), temperature=0.5, top_k=-1)),
         appended=pairs((2, 10), (5, 11), (2, 12)),
     )
-    rows.update(step)
-    inputs = rows.inputs(step)
+    rows.apply_plan(step)
+    inputs = rows.gather_inputs(step)
     assert inputs.batch.tokens.tolist() == [7, 8, 9, 5, 6]
     assert inputs.batch.positions.tolist() == [0, 1, 2, 4, 5]
     assert inputs.batch.owners.tolist() == [0, 0, 0, 1, 1]
     assert inputs.batch.tables[1].tolist() == [10, 12]
     assert inputs.batch.slots().tolist() == [44, 45, 46, 48, 49]
-    assert inputs.last.tolist() == [2, 4]
-    assert inputs.choices["position"].tolist() == [3, 6]
-    assert inputs.choices["seed"].tolist() == [0, -1]
-    assert inputs.choices["temperature"].tolist() == [0.5, 0]
-    assert inputs.choices["top_k"].tolist() == [0, 0]
+    assert inputs.sample_places.tolist() == [2, 4]
+    assert inputs.sampling["position"].tolist() == [3, 6]
+    assert inputs.sampling["seed"].tolist() == [0, -1]
+    assert inputs.sampling["temperature"].tolist() == [0.5, 0]
+    assert inputs.sampling["top_k"].tolist() == [0, 0]
 
 
 def test_a_sampled_token_is_there_for_the_next_step() -> None:
     rows = RowStates(8, 4, torch.device("cpu"))
     first = plan(ints(0), ints(0), ints(2), new=(new(0, ints(3, 4)),), appended=pairs((0, 1)))
-    rows.update(first)
-    rows.write(rows.inputs(first), torch.tensor([99]))
+    rows.apply_plan(first)
+    rows.store_sampled(rows.gather_inputs(first), torch.tensor([99]))
     second = plan(ints(0), ints(2), ints(1))
-    rows.update(second)
-    assert rows.inputs(second).batch.tokens.tolist() == [99]
+    rows.apply_plan(second)
+    assert rows.gather_inputs(second).batch.tokens.tolist() == [99]
 
 
 def test_tokens_chosen_elsewhere_are_learnt() -> None:
@@ -63,11 +63,11 @@ def test_tokens_chosen_elsewhere_are_learnt() -> None:
     first = plan(
         ints(0, 3), ints(0, 0), ints(2, 1), new=(new(0, ints(3, 4)), new(3, ints(5))), appended=pairs((0, 1), (3, 2))
     )
-    rows.update(first)
-    rows.learn(ints(3, 0), ints(1, 2), ints(77, 99))
+    rows.apply_plan(first)
+    rows.store_remote_tokens(ints(3, 0), ints(1, 2), ints(77, 99))
     second = plan(ints(0, 3), ints(2, 1), ints(1, 1))
-    rows.update(second)
-    assert rows.inputs(second).batch.tokens.tolist() == [99, 77]
+    rows.apply_plan(second)
+    assert rows.gather_inputs(second).batch.tokens.tolist() == [99, 77]
 
 
 def test_only_rows_that_sample_are_asked_to() -> None:
@@ -80,28 +80,28 @@ def test_only_rows_that_sample_are_asked_to() -> None:
         appended=pairs((0, 1), (1, 2)),
         samples=np.array([False, True]),
     )
-    rows.update(step)
-    assert rows.inputs(step).rows.tolist() == [1]
-    assert rows.inputs(step).last.tolist() == [2]
+    rows.apply_plan(step)
+    assert rows.gather_inputs(step).rows.tolist() == [1]
+    assert rows.gather_inputs(step).sample_places.tolist() == [2]
 
 
 def test_a_row_taken_over_begins_a_table_of_its_own() -> None:
     rows = RowStates(8, 2, torch.device("cpu"))
-    rows.update(plan(ints(0), ints(0), ints(3), new=(new(0, ints(1, 2, 3)),), appended=pairs((0, 5), (0, 6))))
+    rows.apply_plan(plan(ints(0), ints(0), ints(3), new=(new(0, ints(1, 2, 3)),), appended=pairs((0, 5), (0, 6))))
     step = plan(ints(0), ints(0), ints(2), closed=ints(0), new=(new(0, ints(8, 9)),), appended=pairs((0, 7)))
-    rows.update(step)
-    inputs = rows.inputs(step)
+    rows.apply_plan(step)
+    inputs = rows.gather_inputs(step)
     assert inputs.batch.tokens.tolist() == [8, 9]
     assert inputs.batch.tables.tolist() == [[7]]
 
 
 def test_rows_grow_and_keep_what_they_hold() -> None:
     rows = RowStates(8, 4, torch.device("cpu"))
-    rows.update(
+    rows.apply_plan(
         plan(ints(0), ints(0), ints(1), new=(new(0, ints(42), seed=7, temperature=0.5),), appended=pairs((0, 3)))
     )
-    rows.update(plan(ints(300), ints(0), ints(1), new=(new(300, ints(43)),), appended=pairs((300, 4))))
-    inputs = rows.inputs(plan(ints(300, 0), ints(0, 0), ints(1, 1)))
+    rows.apply_plan(plan(ints(300), ints(0), ints(1), new=(new(300, ints(43)),), appended=pairs((300, 4))))
+    inputs = rows.gather_inputs(plan(ints(300, 0), ints(0, 0), ints(1, 1)))
     assert inputs.batch.tokens.tolist() == [43, 42]
     assert inputs.batch.tables.tolist() == [[4], [3]]
-    assert inputs.choices["seed"].tolist() == [0, 7]
+    assert inputs.sampling["seed"].tolist() == [0, 7]
