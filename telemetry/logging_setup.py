@@ -100,7 +100,7 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         if type(record) is RequestLogRecord:
-            return f"{self._clock(record)} I {record.name}: {record.words()}"
+            return f"{self._clock(record)} I {record.name}: {record.line()}"
         return super().format(record)
 
 
@@ -131,7 +131,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {"time": self._clock(record), "level": record.levelname, "logger": record.name}
         if type(record) is RequestLogRecord:
-            line |= {"message": record.words(), **record.fields()}
+            line |= {"message": record.line(), **record.fields()}
             return msgspec.json.encode(line).decode()
         line["message"] = record.getMessage()
         line |= {name: value for name, value in vars(record).items() if name not in _STANDARD_ATTRIBUTES}

@@ -94,6 +94,6 @@ def test_an_entry_has_the_fields_of_its_record() -> None:
     exchange = refused("nope")
     entry = RequestLogRecord(exchange)
     assert entry.fields() == request_log_fields(exchange)._asdict()
-    assert entry.words() == entry.getMessage() == str(request_log_fields(exchange))
+    assert entry.line() == entry.getMessage() == str(request_log_fields(exchange))
     with pytest.raises(AttributeError):
         _ = entry.nonsense
