@@ -94,7 +94,7 @@ class EngineSpec:
     def check_request(self, request: GenerateRequest) -> None:
         """Raises `InvalidArgument` for what this engine cannot do; `field` names the parameter."""
         guide = request.guided_decoding.parameter if request.guided_decoding else ""
-        wishes = {"adapter": "lora_name", "guide": guide, "scored": "prompt_logprobs"}
+        wishes = {"adapter": "lora_name", "guided_decoding": guide, "wants_prompt_logprobs": "prompt_logprobs"}
         for wish, parameter in wishes.items():
             if getattr(request, wish) and wish not in self.capabilities:
                 raise InvalidArgument(f"parameter '{parameter}' is not supported by this model", field=parameter)

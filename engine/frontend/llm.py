@@ -74,7 +74,12 @@ def own_engine_spec(config: EngineConfig) -> EngineSpec:
         return EngineClient(config, told, metrics=metrics)
 
     return EngineSpec(
-        "charonia", config.model, connect, frozenset({"scored"}), config.chat_template, tokenizer=config.tokenizer
+        "charonia",
+        config.model,
+        connect,
+        frozenset({"wants_prompt_logprobs"}),
+        config.chat_template,
+        tokenizer=config.tokenizer,
     )
 
 

@@ -39,7 +39,7 @@ def trtllm_engine_spec(
     model: str, options: TrtllmOptions, find: Callable[[], TrtllmPackage] = TrtllmPackage.find
 ) -> EngineSpec:
     """What drives a model; `find`: the package."""
-    grants = {"adapter": options.adapters, "guide": options.guided_decoding_backend}
+    grants = {"adapter": options.adapters, "guided_decoding": options.guided_decoding_backend}
     granted = frozenset(wish for wish, means in grants.items() if means)
     connect, template = partial(_connect, model, options, find), options.chat_template or ""
     return EngineSpec(BACKEND, options.tokenizer or model, connect, granted, template)
