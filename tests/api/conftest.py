@@ -100,7 +100,7 @@ class FakeGateway:
     open_streams: int = 0
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
     exchanges: list[RequestContext] = field(default_factory=list)
-    commons: SharedState = field(default_factory=SharedState)
+    shared_state: SharedState = field(default_factory=SharedState)
     responses: tuple[InferResponse, ...] | None = None
     counted: list[ModelStatistics] = field(default_factory=list)
     chosen: dict[int, float] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class FakeGateway:
     loads: list[tuple[object, ...]] = field(default_factory=list)
     stop_reason: str | int | None = None
 
-    def open(self, door: str, headers: Headers = ()) -> AbstractContextManager[RequestContext]:
+    def open_request(self, door: str, headers: Headers = ()) -> AbstractContextManager[RequestContext]:
         self.exchanges.append(RequestContext(door, headers))
         return request_scope(self.exchanges[-1])
 
@@ -118,24 +118,24 @@ class FakeGateway:
     def exiting(self) -> bool:
         return self.is_exiting
 
-    def models(self) -> list[ModelConfig]:
+    def model_configs(self) -> list[ModelConfig]:
         return [LLM, NUMBERS]
 
-    def model(self, name: str, version: str = "") -> ModelConfig:
-        for config in (*self.models(), *UNLISTED):
+    def model_config(self, name: str, version: str = "") -> ModelConfig:
+        for config in (*self.model_configs(), *UNLISTED):
             if config.name == name:
                 if version in ("", config.version):
                     return config
                 raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
         raise NotFound(f"Request for unknown model: '{name}' is not found")
 
-    def versions(self, name: str) -> tuple[str, ...]:
-        return (self.model(name).version,)
+    def served_versions(self, name: str) -> tuple[str, ...]:
+        return (self.model_config(name).version,)
 
-    def statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
+    def model_statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
         return [each for each in self.counted if name in ("", each.name) and version in ("", each.version)]
 
-    def index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
+    def repository_index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
         return [entry for entry in self.indexed if not ready_only or entry.state is ModelState.READY]
 
     async def load_model(self, name: str, config: str | None = None, files: Mapping[str, bytes] = NO_FILES) -> None:
@@ -146,8 +146,8 @@ class FakeGateway:
     async def unload_model(self, name: str, dependents: bool = False) -> None:
         self.loads.append((name, dependents))
 
-    def model_ready(self, name: str, version: str = "") -> bool:
-        known = {(config.name, number) for config in (*self.models(), *UNLISTED) for number in ("", config.version)}
+    def is_model_ready(self, name: str, version: str = "") -> bool:
+        known = {(config.name, number) for config in (*self.model_configs(), *UNLISTED) for number in ("", config.version)}
         return self.is_ready and (name, version) in known
 
     async def infer(self, name: str, version: str, request: InferRequest) -> AsyncGenerator[InferResponse, None]:

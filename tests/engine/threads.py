@@ -45,10 +45,10 @@ class Threads:
         self.rank, self.size = rank, len(meeting.parts)
         self._meeting = meeting
 
-    def sum(self, partial: Tensor) -> Tensor:
+    def all_reduce(self, partial: Tensor) -> Tensor:
         return torch.stack(self._exchange(partial)).sum(0)
 
-    def gather(self, part: Tensor, total: int) -> Tensor:
+    def all_gather(self, part: Tensor, total: int) -> Tensor:
         whole = torch.cat(self._exchange(part), -1)
         assert whole.shape[-1] == total
         return whole

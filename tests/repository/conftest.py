@@ -166,13 +166,13 @@ class World:
 
     # As a Watcher
 
-    def loading(self, name: str) -> Callable[[str, float, float, str], None]:
+    def on_loading(self, name: str) -> Callable[[str, float, float, str], None]:
         return lambda *phase: None
 
-    def loaded(self, name: str, seconds: float) -> None:
+    def on_loaded(self, name: str, seconds: float) -> None:
         self.loads.append(name)
 
-    def failed(self, name: str, reason: str) -> None:
+    def on_failed(self, name: str, reason: str) -> None:
         self.failures[name] = reason
 
 

@@ -27,13 +27,13 @@ def test_a_refusal_has_a_record_without_times(caplog: pytest.LogCaptureFixture) 
     caplog.set_level(logging.INFO, "charonia.requests")
     log_request(refused("nope"))
     [record] = caplog.records
-    assert (record.outcome, record.reason, record.authenticate, record.endpoint) == (
+    assert (record.outcome, record.reason, record.tenant, record.door) == (
         "rejected",
         "not_found",
         "alice",
         "chat",
     )
-    assert (record.queue_ms, record.ttft_ms, record.prompt_tokens_within, record.choices) == (None, None, None, 0)
+    assert (record.queue_ms, record.ttft_ms, record.prompt_tokens, record.choices) == (None, None, None, 0)
     begin = "door=chat model=nope tenant=alice outcome=rejected reason=not_found choices=0 generated_tokens=0 e2e_ms="
     assert record.getMessage().startswith(begin)
     assert set(RequestLogFields._fields) <= vars(record).keys()

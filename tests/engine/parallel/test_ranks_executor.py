@@ -69,23 +69,23 @@ class Pretended:
     def __init__(self, layout: RankLayout) -> None:
         self.memory = RingMemory.create()
         pairs = [multiprocessing.Pipe() for _ in range(layout.world)]
-        self.lines = [ours for ours, _ in pairs]
+        self.connections = [ours for ours, _ in pairs]
         self.ranks = [Rank(theirs, self.memory) for _, theirs in pairs]
         self.killed = Event()
         self._breaking = Lock()
 
-    def fate(self, rank: int) -> str:
+    def exit_reason(self, rank: int) -> str:
         return "fell over"
 
     def kill(self) -> None:
         self.killed.set()
         self.break_lines()
 
-    def end(self, patience: float) -> None:
+    def wait_for_exit(self, patience: float) -> None:
         self.break_lines()
 
     def close(self) -> None:
-        for line in self.lines:
+        for line in self.connections:
             line.close()
         self.memory.close()
 
