@@ -147,7 +147,9 @@ class FakeGateway:
         self.loads.append((name, dependents))
 
     def is_model_ready(self, name: str, version: str = "") -> bool:
-        known = {(config.name, number) for config in (*self.model_configs(), *UNLISTED) for number in ("", config.version)}
+        known = {
+            (config.name, number) for config in (*self.model_configs(), *UNLISTED) for number in ("", config.version)
+        }
         return self.is_ready and (name, version) in known
 
     async def infer(self, name: str, version: str, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
