@@ -4,7 +4,7 @@ import ast
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -40,6 +40,34 @@ STILL_TO_MEND = {
     ("api", "repository"),
 }
 """Arrows up that stand since folders moved: (floor, the floor it leans on). Nothing is added here."""
+INNER_FLOORS = {
+    "engine": (
+        ".options",
+        "cpu gpu",
+        "checkpoint",
+        "layers",
+        "attention",
+        "models",
+        "worker",
+        "parallel",
+        "core",
+        "frontend",
+        "trtllm",
+        ".build",
+    ),
+    "api": ("http", "triton openai grpc", ".app"),
+    "classic_backends": ("batching", "sequences", ".model .builtin onnx torch isolated", "encoder"),
+}
+"""The parts of a floor from low to high: folders and, with a dot, modules. A module that is not named lies lowest."""
+STILL_TO_MEND_INSIDE = {
+    ("engine", "cpu", "worker"),
+    ("engine", "layers", "attention"),
+    ("engine", "models", "worker"),
+    ("api", ".restricted_apis", "http"),
+    ("classic_backends", ".config_completion", "sequences"),
+    ("classic_backends", "batching", "sequences"),
+}
+"""As `STILL_TO_MEND`, inside a floor: (floor, part, the part it leans on)."""
 NOT_IN_THE_WHEEL = {"bench/proofs", "bench/peers", "bench/fuzz"}
 NOT_PACKAGES = {"tests", "examples", "docs", "deploy", "build"}
 
@@ -91,6 +119,50 @@ def test_no_floor_leans_on_one_above(root: Path) -> None:
         and tuple(said.split(" leans on ")) not in STILL_TO_MEND
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def part_of(floor: str, names: Sequence[str], root: Path) -> str:
+    """The inner folder that the module `names` lies in; a module that lies flat in its floor is its own part."""
+    return names[0] if (root / floor / names[0]).is_dir() else "." + names[0]
+
+
+def inner_complaint(floor: str, here: str, there: str) -> str | None:
+    """Why the part `here` of `floor` may not import `there`; parts of one level may not either, but for the lowest."""
+    levels = {part: number for number, level in enumerate(INNER_FLOORS[floor], 1) for part in level.split()}
+    low, high = levels.get(there, 0), levels.get(here, 0)
+    stands = here == there or low < high or low == high == 0
+    return None if stands or (floor, here, there) in STILL_TO_MEND_INSIDE else f"{floor}: {here} leans on {there}"
+
+
+@pytest.mark.parametrize("floor", ["engine", "api", "classic_backends"])
+def test_no_room_leans_on_one_above(floor: str, root: Path) -> None:
+    wrong = []
+    for path in sorted((root / floor).rglob("*.py")):
+        names = path.relative_to(root / floor).with_suffix("").parts
+        for line, target in imports(path, root):
+            inner = target.removeprefix(f"charonia.{floor}.").split(".")
+            if names[-1] == "__init__" or not target.startswith(f"charonia.{floor}.") or not inner[0]:
+                continue
+            if said := inner_complaint(floor, part_of(floor, names, root), part_of(floor, inner, root)):
+                wrong.append(f"{path.relative_to(root)}:{line}: {said}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_inner_rule_bites() -> None:
+    assert inner_complaint("engine", "layers", "worker") == "engine: layers leans on worker"
+    assert inner_complaint("api", "grpc", "openai") == "api: grpc leans on openai"
+    assert inner_complaint("engine", "worker", "cpu") is None
+    assert inner_complaint("api", "http", ".json_values") is None
+
+
+def test_no_two_shipped_classes_share_a_name(root: Path) -> None:
+    places: dict[str, list[str]] = {}
+    for path in shipped(root):
+        if path.parent.relative_to(root).as_posix() not in NOT_IN_THE_WHEEL:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(f"{path.relative_to(root)}:{node.lineno}")
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
 def test_the_rule_bites() -> None:
