@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,9 +126,16 @@ def first_model(place: ServerAddress) -> str:
 
 
 @contextmanager
-def own_server(*what: str, on_open: Callable[[], None] = lambda: None) -> Iterator[ServerAddress]:
-    """A server over `what` (arguments of `charonia serve`) on free loopback ports; stopped in the end. `on_open` is
-    called when it takes connections, which is before it is ready.
+def own_server(
+    *what: str,
+    on_open: Callable[[], None] = lambda: None,
+    python: str = sys.executable,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[ServerAddress]:
+    """Run a server over `what` (arguments of `charonia serve`) on free loopback ports, and stop it in the end.
+
+    `on_open` is called when it takes connections, which is before it is ready. `python` is the interpreter that has
+    charonia, and `environment` joins ours.
 
     Raises:
         Unavailable: it ended before it was ready; the message holds its last words.
@@ -136,8 +143,8 @@ def own_server(*what: str, on_open: Callable[[], None] = lambda: None) -> Iterat
     ports = free_ports(3)
     flags = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), ports, strict=True)]
     addresses = ("--http-address", LOOPBACK, "--grpc-address", LOOPBACK)
-    command = [sys.executable, "-m", "charonia", "serve", *what, *addresses, *flags]
-    with run_process(command) as (pid, alive):
+    command = [python, "-m", "charonia", "serve", *what, *addresses, *flags]
+    with run_process(command, environment) as (pid, alive):
         place = ServerAddress(LOOPBACK, ports[0], ports[1], pid, ports[2], alive.output)
         until_open(place, alive)
         on_open()
@@ -166,12 +173,15 @@ class LivenessCheck:
 
 
 @contextmanager
-def run_process(command: Sequence[str]) -> Iterator[tuple[int, LivenessCheck]]:
-    """A process of ours, its output kept for when it fails; ended in the end, by its pid."""
+def run_process(
+    command: Sequence[str], environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[int, LivenessCheck]]:
+    """Run a process of ours, its output kept for when it fails, and end it by its pid; `environment` joins ours."""
     with ExitStack() as stack:
         output = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="charonia-bench-"))) / "output"
         file = stack.enter_context(output.open("wb"))
-        running = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        whole = os.environ | (environment or {})
+        running = subprocess.Popen(command, env=whole, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         stack.callback(_end, running)
         yield running.pid, LivenessCheck(running, output)
 

@@ -43,12 +43,17 @@ output {{ name: "OUT" data_type: TYPE_FP32 dims: [ 16 ] }}
 _ENGINE = {"threads": 1, "kv_cache_bytes": 16 << 20}
 
 
-def write_repository(directory: Path, parameters: Mapping[str, object]) -> Path:
-    """Make `directory` a repository with the models `tiny` and `echo`."""
+def write_llm(directory: Path, parameters: Mapping[str, object]) -> None:
+    """Write the language model into the repository `directory`."""
     checkpoint = directory / NAME / "1"
     write_words(checkpoint)
     write_random(checkpoint, _LLAMA)
     write_config(directory / NAME, parameters)
+
+
+def write_repository(directory: Path, parameters: Mapping[str, object]) -> Path:
+    """Make `directory` a repository with the models `tiny` and `echo`."""
+    write_llm(directory, parameters)
     (directory / ECHO / "1").mkdir(parents=True)
     (directory / ECHO / "config.pbtxt").write_text(_IDENTITY)
     return directory

@@ -45,7 +45,7 @@ class OnnxLoader:
         plan = read_session_plan(config.document, place, parameters)
         session = sessions.open_session(_file(directory, config.document), plan)
         self._completed = None
-        check_config_matches(config, sessions.describe(session))
+        check_config_matches(config, sessions.describe_session(session))
         return OnnxRuntime(session, config)
 
     def needs(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
@@ -60,7 +60,7 @@ class OnnxLoader:
         self._completed = None
         plan = read_session_plan(document, read_instance_slots("", document)[0].placement, parameters)
         self._completed = sessions.open_session(_file(directory, document), plan)
-        return complete_config(document, sessions.describe(self._completed), parameters)
+        return complete_config(document, sessions.describe_session(self._completed), parameters)
 
     def uses_gpus(self) -> bool:
         return "CUDAExecutionProvider" in _import_sessions().onnxruntime.get_available_providers()
