@@ -248,7 +248,7 @@ def plain(path: str) -> str:
             {*request_parameters.ResponseOptions.__struct_fields__, *request_parameters._NOT_YET, *MANNERS} - {"n"},
         ),
         (
-            "What else OpenAI's door takes",
+            "What else OpenAI's API takes",
             {*schemas.ChatBody.__struct_fields__, *schemas.CompletionBody.__struct_fields__}
             - {*SamplingParams.__struct_fields__, "n", "max_completion_tokens"}
             | {*LOGPROBS, *json_body.IGNORED_FIELDS, *schemas.CHAT_NO_OP_VALUES, *chat_messages.MESSAGE_NO_OP_VALUES},
