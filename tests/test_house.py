@@ -155,6 +155,18 @@ def test_the_inner_rule_bites() -> None:
     assert inner_complaint("api", "http", ".json_values") is None
 
 
+def test_nothing_in_the_wheel_imports_what_is_left_out(root: Path) -> None:
+    left_out = tuple("charonia." + folder.replace("/", ".") for folder in NOT_IN_THE_WHEEL)
+    wrong = [
+        f"{path.relative_to(root)}:{line}: imports {target}"
+        for path in shipped(root)
+        if path.parent.relative_to(root).as_posix() not in NOT_IN_THE_WHEEL
+        for line, target in imports(path, root)
+        if target.startswith(left_out)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_no_two_shipped_classes_share_a_name(root: Path) -> None:
     places: dict[str, list[str]] = {}
     for path in shipped(root):
