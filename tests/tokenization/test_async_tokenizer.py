@@ -29,7 +29,7 @@ class Place:
         assert self.go.wait(60)
         return threading.current_thread().name
 
-    word_ids = text = decode = prompt_ids
+    word_ids = prompt_text = decode = prompt_ids
 
 
 @pytest.mark.parametrize(
@@ -42,9 +42,9 @@ class Place:
         (lambda tokenizer: tokenizer.word_ids([]), False),
         (lambda tokenizer: tokenizer.word_ids(["dog"] * 64), False),
         (lambda tokenizer: tokenizer.word_ids(["lazy dog"] * 64), True),
-        (lambda tokenizer: tokenizer.text(LONG, IDS), False),
-        (lambda tokenizer: tokenizer.text(tuple(IDS), IDS), True),
-        (lambda tokenizer: tokenizer.text(CHAT, IDS[:2]), False),
+        (lambda tokenizer: tokenizer.prompt_text(LONG, IDS), False),
+        (lambda tokenizer: tokenizer.prompt_text(tuple(IDS), IDS), True),
+        (lambda tokenizer: tokenizer.prompt_text(CHAT, IDS[:2]), False),
         (lambda tokenizer: tokenizer.decode(IDS[:2]), False),
         (lambda tokenizer: tokenizer.decode(IDS), True),
     ],

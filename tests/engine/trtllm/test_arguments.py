@@ -216,7 +216,7 @@ def test_a_checkpoint(tmp_path: Path) -> None:
 
 def test_weights_of_a_hub_id_are_for_tensorrt_llm_to_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, vocab_size=10, max_position_embeddings=20)
-    monkeypatch.setattr("charonia.engine.trtllm.model_info.locate", lambda model: tmp_path)
+    monkeypatch.setattr("charonia.engine.trtllm.model_info.locate_checkpoint", lambda model: tmp_path)
     assert read_model_info("owner/name", None) == TrtllmModelInfo("owner/name", 10, 20)
 
 

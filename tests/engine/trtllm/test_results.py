@@ -55,7 +55,7 @@ def test_a_stop_token_is_the_last_one_wherever_it_was_left() -> None:
 
 
 def test_a_stop_token_that_only_we_look_for_cuts_the_rest() -> None:
-    reads, said = reader([7, 9], shaping=LogitsParams(min_tokens=2, stop_token_ids=(7, 9))), result()
+    reads, said = reader([7, 9], logits=LogitsParams(min_tokens=2, stop_token_ids=(7, 9))), result()
     said.outputs[0].token_ids += [9, 9, 5]
     assert reads.read_delta(said) == ResultDelta([9, 9, 5], [], None), "the first two came too early"
     said.outputs[0].token_ids += [4, 9, 3]

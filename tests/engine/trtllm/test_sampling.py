@@ -54,33 +54,33 @@ def test_greedy_is_the_likeliest_token_in_every_version(package: TrtllmPackage) 
 
 
 @pytest.mark.parametrize("name", MAPPED)
-def test_shaping(package: TrtllmPackage, name: str) -> None:
-    shaping, expected = MAPPED[name]
-    params = sampler(package).params(add([9], shaping=shaping))
+def test_changes_of_logits(package: TrtllmPackage, name: str) -> None:
+    logits, expected = MAPPED[name]
+    params = sampler(package).params(add([9], logits=logits))
     assert given(params, expected) == expected
 
 
 def test_every_field_that_shapes_is_passed_on_or_refused() -> None:
-    elsewhere = {"bias", "stops", "allowed"}  # the next test's, a part of min_tokens, and refused
+    elsewhere = {"logit_bias", "stop_token_ids", "allowed_token_ids"}  # the next test's, a part of min_tokens, and refused
     assert {*LogitsParams._fields} == {*MAPPED} | elsewhere
     assert {*SamplerParams._fields} == {
-        "temperature", "top_k", "top_p", "seed", "choice", "min_p", "shaping", "logprobs", "prompt_logprobs"
+        "temperature", "top_k", "top_p", "seed", "choice", "min_p", "logits", "logprobs", "prompt_logprobs"
     }  # fmt: skip
 
 
 def test_a_bias_is_a_number_for_every_token(package: TrtllmPackage) -> None:
-    params = sampler(package).params(add(shaping=LogitsParams(logit_bias=((3, 2.0), (11, -1.0)))))
+    params = sampler(package).params(add(logits=LogitsParams(logit_bias=((3, 2.0), (11, -1.0)))))
     assert params.embedding_bias.tolist() == [0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, -1]
     assert str(params.embedding_bias.dtype) == "torch.float32"
 
 
 def test_penalties_leave_the_prompt_out_where_they_can(package: TrtllmPackage) -> None:
-    params = sampler(package).params(add(shaping=LogitsParams(presence_penalty=1.0)))
+    params = sampler(package).params(add(logits=LogitsParams(presence_penalty=1.0)))
     if package.world.engine_directories:
         assert not hasattr(params, "prompt_ignore_length")
     else:
         assert params.prompt_ignore_length == 4
-        repeated = sampler(package).params(add(shaping=LogitsParams(repetition_penalty=2.0)))
+        repeated = sampler(package).params(add(logits=LogitsParams(repetition_penalty=2.0)))
         assert repeated.prompt_ignore_length is None
 
 
@@ -104,7 +104,7 @@ def test_guides(package: TrtllmPackage, guide: GuidedDecoding, field: str, value
 
 @pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "min_p"])
 def test_what_a_sampler_would_ignore_is_refused_by_name(package: TrtllmPackage, name: str) -> None:
-    asked = add(min_p=0.5) if name == "min_p" else add(shaping=MAPPED[name][0])
+    asked = add(min_p=0.5) if name == "min_p" else add(logits=MAPPED[name][0])
     choosy = sampler(package, unapplied=True)
     if name not in package.world.unapplied:
         assert not package.world.engine_directories
@@ -117,11 +117,11 @@ def test_what_a_sampler_would_ignore_is_refused_by_name(package: TrtllmPackage, 
 
 def test_what_there_is_nothing_like_is_refused(package: TrtllmPackage) -> None:
     with pytest.raises(InvalidArgument, match="allowed_token_ids: TensorRT-LLM has nothing like it") as refusal:
-        sampler(package).params(add(shaping=LogitsParams(allowed_token_ids=(1, 2))))
+        sampler(package).params(add(logits=LogitsParams(allowed_token_ids=(1, 2))))
     assert refusal.value.field == "allowed_token_ids"
 
 
 def test_what_does_not_go_together_is_refused(package: TrtllmPackage) -> None:
-    shaping = LogitsParams(min_tokens=2, stop_token_ids=(9,), bad_words=((1, 2),))
+    logits = LogitsParams(min_tokens=2, stop_token_ids=(9,), bad_words=((1, 2),))
     with pytest.raises(InvalidArgument, match="min_tokens and bad_words"):
-        sampler(package).params(add([9], shaping=shaping))
+        sampler(package).params(add([9], logits=logits))
