@@ -269,6 +269,6 @@ def join_chunks(chunks: Sequence[GenerateChunk]) -> GenerateChunk:
         text="".join(chunk.text for chunk in chunks),
         token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
         logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
-        prompt=chunks[0].prompt_logprobs,
+        prompt_logprobs=chunks[0].prompt_logprobs,
         prompt_ids=chunks[0].prompt_ids,
     )

@@ -130,7 +130,7 @@ class OpenAIResponseWriter:
         """Each with what the first one to its prompt says of that."""
         for index, answer in enumerate(answers):
             first = answers[index - index % self._reply.best_of]
-            yield answer if answer is first else msgspec.structs.replace(answer, prompt=first.prompt_logprobs)
+            yield answer if answer is first else msgspec.structs.replace(answer, prompt_logprobs=first.prompt_logprobs)
 
     def chunk_event(self, index: int, chunk: GenerateChunk) -> bytes:
         """What to send for one chunk: nothing while a character is incomplete."""
