@@ -61,7 +61,8 @@ def test_changes_of_logits(package: TrtllmPackage, name: str) -> None:
 
 
 def test_every_field_that_shapes_is_passed_on_or_refused() -> None:
-    elsewhere = {"logit_bias", "stop_token_ids", "allowed_token_ids"}  # the next test's, a part of min_tokens, and refused
+    # The next test's, a part of min_tokens, and refused.
+    elsewhere = {"logit_bias", "stop_token_ids", "allowed_token_ids"}
     assert {*LogitsParams._fields} == {*MAPPED} | elsewhere
     assert {*SamplerParams._fields} == {
         "temperature", "top_k", "top_p", "seed", "choice", "min_p", "logits", "logprobs", "prompt_logprobs"
