@@ -1,7 +1,6 @@
-"""What the repository's table of kinds knows of this folder: how to build a model of TensorRT-LLM."""
+"""Builds a model that TensorRT-LLM runs: the entry of the repository's table of backends."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
 from ...core.metrics import LlmMetrics
 from ...core.model import Model
@@ -11,7 +10,6 @@ from ..frontend.llm import LlmModel
 from ..parse_settings import parse_settings
 from .client import TrtllmClient
 from .options import TrtllmOptions
-from .package import TrtllmPackage
 from .runtime import TrtllmRuntimeLoader
 from .triton_config import read_model_source
 
@@ -35,21 +33,12 @@ def tensorrt_llm(
     return LlmModel(name, version, trtllm_engine_spec(model, parse_settings(settings, TrtllmOptions)), on_progress)
 
 
-def trtllm_engine_spec(
-    model: str, options: TrtllmOptions, find: Callable[[], TrtllmPackage] = TrtllmPackage.find
-) -> EngineSpec:
-    """What drives a model; `find`: the package."""
-    grants = {"adapter": options.adapters, "guided_decoding": options.guided_decoding_backend}
-    granted = frozenset(wish for wish, means in grants.items() if means)
-    connect, template = partial(_connect, model, options, find), options.chat_template or ""
-    return EngineSpec(BACKEND, options.tokenizer or model, connect, granted, template)
+def trtllm_engine_spec(model: str, options: TrtllmOptions) -> EngineSpec:
+    """The engine of a model, with the capabilities that its options give it."""
+    means = {"adapter": options.adapters, "guided_decoding": options.guided_decoding_backend}
+    capabilities = frozenset(name for name, given in means.items() if given)
 
+    def connect(on_progress: Callable[[CoreLoading], None], metrics: LlmMetrics) -> TrtllmClient:
+        return TrtllmClient(TrtllmRuntimeLoader(model, options), options, on_progress, metrics)
 
-def _connect(
-    model: str,
-    options: TrtllmOptions,
-    find: Callable[[], TrtllmPackage],
-    on_progress: Callable[[CoreLoading], None],
-    metrics: LlmMetrics,
-) -> TrtllmClient:
-    return TrtllmClient(TrtllmRuntimeLoader(model, options, find), options, on_progress, metrics)
+    return EngineSpec(BACKEND, options.tokenizer or model, connect, capabilities, options.chat_template or "")

@@ -34,19 +34,19 @@ class TrtllmClient:
 
     def __init__(
         self,
-        maker: TrtllmRuntimeLoader,
+        loader: TrtllmRuntimeLoader,
         options: TrtllmOptions,
         on_progress: Callable[[CoreLoading], None],
         metrics: LlmMetrics,
     ) -> None:
-        self._maker = maker
+        self._loader = loader
         self._default_timeout = options.default_request_timeout
         self._on_progress = on_progress
         self._metrics = metrics
         self._admission = AdmissionControl(QueueLimits(options.max_queued_requests, options.max_queued_tokens))
-        self._iterations = IterationStats(metrics)
-        self._rides: dict[int, TrtllmRequest] = {}
-        self._line = AdmissionQueue(1)
+        self._stats = IterationStats(metrics)
+        self._requests: dict[int, TrtllmRequest] = {}
+        self._queue = AdmissionQueue(1)
         self._last_key = 0
         self._runtime: TrtllmRuntime | None = None
         self._why_not = "the engine is not ready"
@@ -58,37 +58,37 @@ class TrtllmClient:
 
     @property
     def kv_tokens(self) -> tuple[int, int]:
-        used, capacity = self._iterations.kv_tokens
+        used, capacity = self._stats.kv_tokens
         # Of the last iteration: none has said since that all was freed.
-        return used if self._line.running else 0, capacity
+        return used if self._queue.running else 0, capacity
 
     def state(self) -> EngineState:
-        waiting = [ride for ride in self._rides.values() if ride.task is None]
+        waiting = [request for request in self._requests.values() if request.task is None]
         used, capacity = self.kv_tokens
         return EngineState(
-            running=self._line.running,
-            waiting=count_by_priority(ride.add.priority for ride in waiting),
-            queue_age=max((ride.channel.stats.seconds_waited for ride in waiting), default=0.0),
+            running=self._queue.running,
+            waiting=count_by_priority(request.add.priority for request in waiting),
+            queue_age=max((request.stream.stats.seconds_waited for request in waiting), default=0.0),
             kv_usage=used / capacity if capacity else 0.0,
-            prefix_queries=self._iterations.prefix_queries,
-            prefix_hits=self._iterations.prefix_hits,
-            preemptions=self._iterations.preemptions,
+            prefix_queries=self._stats.prefix_queries,
+            prefix_hits=self._stats.prefix_hits,
+            preemptions=self._stats.preemptions,
             replicas_ready=int(self.ready),
         )
 
     async def start(self) -> CoreReady:
         began = time.monotonic()
         self._on_progress(CoreLoading("TensorRT-LLM", 0.0, 0.0))
-        runtime = await self._maker.load()
-        self._on_progress(CoreLoading("TensorRT-LLM", 1.0, time.monotonic() - began, runtime.package.version))
-        self._line = AdmissionQueue(runtime.max_sequences)
+        runtime = await self._loader.load()
+        self._on_progress(CoreLoading("TensorRT-LLM", 1.0, time.monotonic() - began, runtime.version))
+        self._queue = AdmissionQueue(runtime.max_sequences)
         self._runtime = runtime
-        self._following = asyncio.create_task(self._iterations.follow(runtime.package, runtime.llm))
+        self._following = asyncio.create_task(self._stats.follow(runtime.llm))
         return runtime.ready
 
     async def close(self) -> None:
         self._end(Unavailable("the engine was stopped"))
-        await self._maker.close()
+        await self._loader.close()
 
     def check_size(self, request: GenerateRequest, tokens: int = 0) -> None:
         self._admission.check_size(request.prompt_count, request.choice_count, tokens)
@@ -105,11 +105,11 @@ class TrtllmClient:
     @contextmanager
     def open_stream(self, add: AddRequest, account: SequenceStats | None = None) -> Iterator[TokenStream]:
         runtime = self._admit(add.tenant, len(add.prompt))
-        ride = self._enter(runtime, add, account or SequenceStats(self._metrics))
+        request = self._enter(runtime, add, account or SequenceStats(self._metrics))
         try:
-            yield ride.channel
+            yield request.stream
         finally:
-            self._leave(ride)
+            self._leave(request)
 
     def _admit(self, tenant: str, prompt: int = 0) -> TrtllmRuntime:
         if self._runtime is None:
@@ -118,62 +118,63 @@ class TrtllmClient:
         return self._runtime
 
     def _enter(self, runtime: TrtllmRuntime, add: AddRequest, account: SequenceStats) -> TrtllmRequest:
-        submission = runtime.translate(add)  # what can never be satisfied does not wait to hear so
+        arguments = runtime.translate(add)  # what can never be satisfied does not wait to hear so
         left = account.time_left(add.timeout or self._default_timeout)
         self._last_key += 1
         add = msgspec.structs.replace(add, key=self._last_key)
         account.record_submission(len(add.prompt))
         place = self._admission.issue_ticket(add.tenant, len(add.prompt))
-        channel = TokenStream(account, place, add.priority)
-        ride = self._rides[add.key] = TrtllmRequest(add, submission, channel, self._line.enqueue(add), runtime.package)
+        stream = TokenStream(account, place, add.priority)
+        request = self._requests[add.key] = TrtllmRequest(add, arguments, stream, self._queue.enqueue(add))
         if left:
-            ride.timer = asyncio.get_running_loop().call_later(left, self._expire, ride)
+            request.timer = asyncio.get_running_loop().call_later(left, self._expire, request)
         self._begin_next()
-        return ride
+        return request
 
     def _begin_next(self) -> None:
         """Hand over whoever has his turn, while there are places."""
-        while self._runtime is not None and (sequence := self._line.pop_next()) is not None:
-            ride = self._rides[sequence.key]
-            self._admission.return_ticket(ride.channel.ticket)
+        while self._runtime is not None and (sequence := self._queue.pop_next()) is not None:
+            request = self._requests[sequence.key]
+            self._admission.return_ticket(request.stream.ticket)
             self._admission.record_start()
-            ride.task = asyncio.create_task(self._carry(ride, self._runtime))
+            request.task = asyncio.create_task(self._carry(request, self._runtime))
 
-    async def _carry(self, ride: TrtllmRequest, runtime: TrtllmRuntime) -> None:
+    async def _carry(self, request: TrtllmRequest, runtime: TrtllmRuntime) -> None:
         """Its tokens to its reader, who may be slow: nothing here waits for him."""
         try:
-            ride.begin(runtime.submit(ride.submission))
-            async for _ in ride.result:
-                self._count(ride, first=not ride.channel.started, tokens=ride.forward_results())
-                if ride.channel.ended:
+            submitted = runtime.submit(request.arguments)
+            request.begin(submitted)
+            async for result in submitted:
+                self._count(request, first=not request.stream.started, tokens=request.forward_results(result))
+                if request.stream.ended:
                     return
-            ride.fail(Internal("TensorRT-LLM ended the request without a word"))
+            request.fail(Internal("TensorRT-LLM ended the request without a word"))
         except Exception as error:
-            if runtime.is_of_the_request(error):
-                ride.fail(error)
+            if runtime.is_request_error(error):
+                request.fail(error)
             else:
                 log.exception("TensorRT-LLM broke")
                 self._end(Unavailable(f"TensorRT-LLM broke: {error}"))
         finally:
-            self._leave(ride)
+            self._leave(request)
 
-    def _count(self, ride: TrtllmRequest, first: bool, tokens: int) -> None:
-        prompt, cached = (len(ride.add.prompt), ride.channel.stats.cached or 0) if first else (0, 0)
-        self._iterations.count_prefix_lookup(prompt, cached)
-        self._line.charge(ride.sequence, prompt - cached, tokens)
+    def _count(self, request: TrtllmRequest, first: bool, tokens: int) -> None:
+        prompt, cached = (len(request.add.prompt), request.stream.stats.cached or 0) if first else (0, 0)
+        self._stats.count_prefix_lookup(prompt, cached)
+        self._queue.charge(request.queued, prompt - cached, tokens)
 
-    def _expire(self, ride: TrtllmRequest) -> None:
-        ride.channel.finish(FinishReason.TIMEOUT)
-        self._leave(ride)
+    def _expire(self, request: TrtllmRequest) -> None:
+        request.stream.finish(FinishReason.TIMEOUT)
+        self._leave(request)
 
-    def _leave(self, ride: TrtllmRequest) -> None:
+    def _leave(self, request: TrtllmRequest) -> None:
         """It has ended, or nobody wants it any more; the second time changes nothing."""
-        if self._rides.pop(ride.add.key, None) is None:
+        if self._requests.pop(request.add.key, None) is None:
             return
-        if ride.task is None:
-            self._admission.return_ticket(ride.channel.ticket)
-        ride.stop()
-        self._line.release(ride.sequence)
+        if request.task is None:
+            self._admission.return_ticket(request.stream.ticket)
+        request.stop()
+        self._queue.release(request.queued)
         self._begin_next()
 
     def _end(self, error: CharoniaError) -> None:
@@ -181,6 +182,6 @@ class TrtllmClient:
         self._runtime, self._why_not = None, error.message
         if self._following is not None:
             self._following.cancel()
-        for ride in list(self._rides.values()):
-            ride.channel.fail(error)
-            self._leave(ride)
+        for request in list(self._requests.values()):
+            request.stream.fail(error)
+            self._leave(request)

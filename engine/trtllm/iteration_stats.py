@@ -1,4 +1,4 @@
-"""TensorRT-LLM's iterations as our metrics. It tells them only when asked, so somebody asks once a second.
+"""TensorRT-LLM's iterations as our metrics. It tells them only when asked: the client asks once a second.
 
 What a version leaves out of its records is not counted, and breaks nothing.
 """
@@ -7,14 +7,16 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...core.metrics import LlmMetrics
-from .package import TrtllmPackage
+
+if TYPE_CHECKING:
+    from tensorrt_llm import LLM
 
 log = logging.getLogger(__name__)
 
-_EVERY = 1.0
+_PERIOD_SECONDS = 1.0
 
 
 class IterationStats:
@@ -32,12 +34,12 @@ class IterationStats:
         self.prefix_queries += prompt
         self.prefix_hits += cached
 
-    async def follow(self, package: TrtllmPackage, llm: Any, every: float = _EVERY) -> None:
-        """Ask for ever, or until it has nothing to say any more."""
+    async def follow(self, llm: "LLM", every: float = _PERIOD_SECONDS) -> None:
+        """Ask every so many seconds, for ever or until there are no statistics any more."""
         try:
             while True:
                 await asyncio.sleep(every)
-                async for record in package.tell(llm, "LLM.get_stats_async", timeout=every):
+                async for record in llm.get_stats_async(timeout=every):
                     self.record_iteration(json.loads(record) if isinstance(record, str | bytes) else record)
         except Exception:
             log.warning("TensorRT-LLM gives no statistics any more", exc_info=True)

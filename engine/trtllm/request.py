@@ -1,86 +1,161 @@
 """One sequence on its way through TensorRT-LLM, from our queue to its last token.
 
-Knows nothing of other sequences.
+Knows nothing of other sequences. TensorRT-LLM says everything of a request in one object, changed in place at every
+step: what is new is copied out, token ids and log-probabilities alone.
 """
 
 import asyncio
 import logging
 import time
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...core.errors import CharoniaError
-from ...scheduler.sequence import Sequence
+from ...core.errors import CharoniaError, Internal, Unavailable
+from ...core.logprobs import Logprobs
+from ...core.request import FinishReason
+from ...scheduler.sequence import Sequence as QueuedSequence
 from ..core.messages import AddRequest
 from ..frontend.token_stream import TokenStream
-from .package import TrtllmPackage
-from .results import ResultReader, to_client_error
+
+if TYPE_CHECKING:
+    from tensorrt_llm import SamplingParams
+    from tensorrt_llm.llmapi import LoRARequest, RequestOutput
 
 log = logging.getLogger(__name__)
 
+_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "timeout": FinishReason.TIMEOUT}
+
 
 class GenerateArguments(NamedTuple):
-    """A sequence in TensorRT-LLM's words: what `generate_async` is called with."""
+    """The arguments of `LLM.generate_async` for one sequence."""
 
-    arguments: dict[str, Any]
+    inputs: list[int]
+    sampling_params: "SamplingParams"
+    lora_request: "LoRARequest | None"
+    cache_salt: str | None
+
+
+class ResultDelta(NamedTuple):
+    """The tokens that came since the last look. `finish_reason` may come before TensorRT-LLM's own end: it then has to
+    be told to abort."""
+
+    tokens: list[int]
+    logprobs: list[Logprobs]
+    finish_reason: FinishReason | None
+
+
+class ResultReader:
+    """Reads the one output of a request's `RequestOutput`."""
+
+    def __init__(self, add: AddRequest) -> None:
+        self._stop_token_ids = frozenset(add.stop_token_ids)
+        self._min_tokens = 0 if add.sampling.logits is None else add.sampling.logits.min_tokens
+        self._top = add.sampling.logprobs
+        self._seen = 0
+
+    def read_delta(self, result: "RequestOutput") -> ResultDelta:
+        """Raises `CharoniaError` if TensorRT-LLM gave the request up, or says something unexpected."""
+        output = result.outputs[0]
+        tokens = list(output.token_ids[self._seen :])
+        if said := getattr(result, "error", None):  # of a request that was refused late, and did not raise
+            raise Internal(f"TensorRT-LLM: {said}")
+        reason = _finish_reason(output.finish_reason, result.finished)
+        earliest = max(0, self._min_tokens - self._seen)
+        stops = (at for at in range(earliest, len(tokens)) if tokens[at] in self._stop_token_ids)
+        if (stop := next(stops, None)) is not None:
+            tokens, reason = tokens[: stop + 1], FinishReason.STOP
+        elif reason is FinishReason.STOP:
+            tokens.append(self._hidden_stop_token(output.stop_reason))
+        logprobs = [] if self._top is None else self._read_logprobs(output.logprobs or (), tokens)
+        self._seen += len(tokens)
+        return ResultDelta(tokens, logprobs, reason)
+
+    def _hidden_stop_token(self, stop_reason: object) -> int:
+        """The token that ended the text and is not among its tokens: an end token is left out of them."""
+        if stop_reason in self._stop_token_ids and isinstance(stop_reason, int):
+            return stop_reason
+        if self._stop_token_ids:
+            return min(self._stop_token_ids)
+        raise Internal("TensorRT-LLM stopped a text that nothing was to stop")
+
+    def _read_logprobs(self, given: Sequence[Mapping[int, Any] | float], tokens: Sequence[int]) -> list[Logprobs]:
+        places = zip(tokens, given[self._seen : self._seen + len(tokens)], strict=False)
+        found = [self._read_logprob(token, each) for token, each in places]
+        # A stop token that was left out has none.
+        return found + [Logprobs(0.0, [], [])] * (len(tokens) - len(found))
+
+    def _read_logprob(self, token: int, given: Mapping[int, Any] | float) -> Logprobs:
+        if not isinstance(given, Mapping):  # the chosen token's alone
+            return Logprobs(float(given), [], [])
+        if token not in given:
+            raise Internal("TensorRT-LLM gave no log-probability for the token that it chose")
+        likeliest = sorted(given.items(), key=lambda item: -item[1].logprob)[: self._top]
+        ids, values = [int(id) for id, _ in likeliest], [float(each.logprob) for _, each in likeliest]
+        return Logprobs(float(given[token].logprob), ids, values)
+
+
+def _finish_reason(said: str | None, finished: bool) -> FinishReason | None:
+    if said is None and not finished:
+        return None
+    if said == "cancelled":
+        raise Unavailable("TensorRT-LLM gave the request up")
+    if said not in _REASONS:
+        raise Internal(f"TensorRT-LLM ended the request with '{said}'")
+    return _REASONS[said]
 
 
 class TrtllmRequest:
-    """Waits while `task` is None. `result`: TensorRT-LLM's, while it works on this. `timer`: ends it in time."""
+    """One request of the client. It waits in our queue while `task` is None; `task` then carries its results to
+    `stream`. `result`: TensorRT-LLM's object, while it works on this. `timer`: ends it at its deadline."""
 
     def __init__(
-        self,
-        add: AddRequest,
-        submission: GenerateArguments,
-        channel: TokenStream,
-        sequence: Sequence,
-        package: TrtllmPackage,
+        self, add: AddRequest, arguments: GenerateArguments, stream: TokenStream, queued: QueuedSequence
     ) -> None:
         self.add = add
-        self.submission = submission
-        self.channel = channel
-        self.sequence = sequence
+        self.arguments = arguments
+        self.stream = stream
+        self.queued = queued
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
-        self.result: Any = None
-        self._package = package
+        self.result: RequestOutput | None = None
         self._reader = ResultReader(add)
         self._began = 0.0
 
-    def begin(self, result: Any) -> None:
+    def begin(self, result: "RequestOutput") -> None:
         """TensorRT-LLM has it."""
         self.result = result
         self._began = time.monotonic()
 
-    def forward_results(self) -> int:
-        """Pass on what is new; how many tokens that are. Raises as `ResultReader.read` does."""
-        news = self._reader.read_delta(self.result)
-        if not self.channel.started:
-            self.channel.start(self.result.cached_tokens or 0, self._began)
-        if news.tokens:
-            self.channel.push(news.tokens, time.monotonic(), news.logprobs)
-        if news.finish_reason is not None:
-            self._forget(self.result.finished)
-            self.channel.finish(news.finish_reason)
-        return len(news.tokens)
+    def forward_results(self, result: "RequestOutput") -> int:
+        """Write what is new into the stream; the number of tokens. Raises as `ResultReader.read_delta` does."""
+        delta = self._reader.read_delta(result)
+        if not self.stream.started:
+            self.stream.start(result.cached_tokens or 0, self._began)
+        if delta.tokens:
+            self.stream.push(delta.tokens, time.monotonic(), delta.logprobs)
+        if delta.finish_reason is not None:
+            self._drop_result(result.finished)
+            self.stream.finish(delta.finish_reason)
+        return len(delta.tokens)
 
     def fail(self, error: Exception) -> None:
-        """It broke; if the trouble is ours, TensorRT-LLM does not know yet."""
-        self._forget(not isinstance(error, CharoniaError))
-        self.channel.fail(to_client_error(error))
+        """End the stream with an error. Of one that is ours, TensorRT-LLM knows nothing yet and is told to abort."""
+        self._drop_result(ended=not isinstance(error, CharoniaError))
+        self.stream.fail(error if isinstance(error, CharoniaError) else Internal(f"TensorRT-LLM: {error}"))
 
     def stop(self) -> None:
-        """Nobody reads what still comes."""
+        """The stream's reader is gone: end whatever still works for it."""
         if self.timer is not None:
             self.timer.cancel()
         if self.task is not None and self.task is not asyncio.current_task():
             self.task.cancel()
-        self._forget(False)
+        self._drop_result(ended=False)
 
-    def _forget(self, ended: bool) -> None:
+    def _drop_result(self, ended: bool) -> None:
         result, self.result = self.result, None
         if result is None or ended:
             return
         try:
-            self._package.tell(result, "RequestOutput.abort")
+            result.abort()
         except Exception as error:  # it may be gone by now, and no client is to suffer for that
             log.warning("TensorRT-LLM could not be told to abort: %s", error)

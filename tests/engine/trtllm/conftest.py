@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from charonia.engine.trtllm.package import TrtllmPackage
-
-OLD, NEW = "1.2.0", "1.3.0"
+VERSION = "1.2.0"
 
 
 @pytest.fixture
@@ -23,25 +21,13 @@ def install(fake: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     # Finding a package sets it, for the process.
     monkeypatch.setenv("TRTLLM_NO_USAGE_STATS", "1")
 
-    def install(version: str = NEW) -> Any:
+    def install(version: str = VERSION) -> Any:
         return fake.FakePackage(version).install(monkeypatch)
 
     return install
 
 
-@pytest.fixture(params=[OLD, NEW])
-def package(request: pytest.FixtureRequest, install: Callable[..., Any]) -> TrtllmPackage:
-    """Each world in turn, as the adapter finds it."""
-    install(request.param)
-    return TrtllmPackage.find()
-
-
 @pytest.fixture
-def found(install: Callable[..., Any]) -> Callable[[str], TrtllmPackage]:
-    """A version of one's choice, as the adapter finds it."""
-
-    def find(version: str) -> TrtllmPackage:
-        install(version)
-        return TrtllmPackage.find()
-
-    return find
+def package(install: Callable[..., Any]) -> Any:
+    """The fake, installed."""
+    return install()

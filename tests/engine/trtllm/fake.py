@@ -1,4 +1,4 @@
-"""A `tensorrt_llm` made of the adapter's contract: exactly its signatures, defaults and attributes, by version.
+"""A `tensorrt_llm` made of the stubs: exactly their classes, signatures and defaults.
 
 Its next token is the last one plus one, as the fake executor's. Results behave as theirs: one object per request,
 changed in place, its text and tokens cumulative; an abort is heard one step late.
@@ -14,30 +14,22 @@ from typing import Any, ClassVar
 
 import pytest
 
-from charonia.engine.trtllm.api_versions import ApiCall, api_version_of
+from charonia.engine.trtllm.package import Stub, read_stubs
 
 VOCABULARY = 100
 BROKEN = 13
 """A prompt that ends with this token breaks its request; with the next one, the engine."""
 
 
-def signature(call: ApiCall, of_method: bool = False) -> inspect.Signature:
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = []
-    for name, argument in sorted(call.arguments.items(), key=lambda item: not item[1].required):
-        default = inspect.Parameter.empty if argument.required else argument.default
-        parameters.append(inspect.Parameter(name, kind, default=default))
-    own = [inspect.Parameter("self", kind)] if of_method else []
-    return inspect.Signature([*own, *parameters])
-
-
 class Fields:
-    """Holds what it was called with, defaults filled in; whatever the contract lacks is a TypeError."""
+    """Holds what it was called with, defaults filled in; whatever the stubs lack is a TypeError. `given`: without the
+    defaults."""
 
-    contract: ClassVar[inspect.Signature]
+    __signature__: ClassVar[inspect.Signature]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        bound = self.contract.bind(*args, **kwargs)
+        bound = self.__signature__.bind(*args, **kwargs)
+        self.given = dict(bound.arguments)
         bound.apply_defaults()
         self.__dict__.update(bound.arguments)
 
@@ -175,25 +167,25 @@ class FakePackage:
     hides_end = False
 
     def __init__(self, version: str) -> None:
-        self.world = api_version_of(version)
         self.modules: dict[str, ModuleType] = {}
         self.made: list[Llm] = []
         self._module("tensorrt_llm").__version__ = version
-        for name, call in self.world.calls.items():
-            if "." not in name:
-                self.place(call.path, self._class(name, call))
-            if call.fields:
-                self.place(call.fields, type("Args", (), {"model_fields": _model_fields(call)}))
+        for path, stub in read_stubs().items():
+            if "__init__" in stub.methods:
+                self.place(path, self._class(stub))
+        self.place("tensorrt_llm.llmapi.TorchLlmArgs", _args(read_stubs()["tensorrt_llm.LLM"]))
+        self.place("tensorrt_llm.llmapi.TrtLlmArgs", _args(read_stubs()["tensorrt_llm._tensorrt_engine.LLM"]))
         self.place("tensorrt_llm.llmapi.RequestOutput", Result)
-        self.place(self.world.request_error, RequestError)
+        self.place("tensorrt_llm.llmapi.CompletionOutput", SimpleNamespace)
+        self.place("tensorrt_llm.llmapi.RequestError", RequestError)
 
-    def _class(self, name: str, call: ApiCall) -> type[Fields]:
-        base = Llm if name in ("LLM", "EngineLLM") else Fields
-        own: dict[str, Any] = {"contract": signature(call), "__signature__": signature(call), "package": self}
-        for method, its in self.world.calls.items():
-            if base is Llm and method.startswith("LLM."):
-                own[method[4:]] = _checked(getattr(Llm, method[4:]), signature(its, of_method=True))
-        return type(name, (base,), own)
+    def _class(self, stub: Stub) -> type[Fields]:
+        base = Llm if stub.name == "LLM" else Fields
+        own: dict[str, Any] = {"__signature__": stub.methods["__init__"], "package": self, "__module__": stub.module}
+        for name, its in stub.methods.items():
+            if name != "__init__":
+                own[name] = _checked(getattr(Llm, name), its)
+        return type(stub.name, (base,), own)
 
     def place(self, path: str, thing: Any) -> None:
         module, _, name = path.rpartition(".")
@@ -215,7 +207,9 @@ class FakePackage:
 
 
 def _checked(function: Any, its: inspect.Signature) -> Any:
-    """Takes what the contract has, and hands all of it on by name."""
+    """Takes what the stub has, and hands all of it on by name."""
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    its = its.replace(parameters=[own, *its.parameters.values()])
 
     def method(*args: Any, **kwargs: Any) -> Any:
         bound = its.bind(*args, **kwargs)
@@ -226,8 +220,12 @@ def _checked(function: Any, its: inspect.Signature) -> Any:
     return method
 
 
-def _model_fields(call: ApiCall) -> dict[str, Any]:
-    return {
-        name: SimpleNamespace(default=each.default, default_factory=None, is_required=lambda each=each: each.required)
-        for name, each in call.arguments.items()
-    }
+def _args(stub: Stub) -> type:
+    """The pydantic model of a class's further keywords."""
+    parameters = stub.methods["__init__"].parameters.values()
+    return type("Args", (), {"model_fields": {each.name: _field(each.default) for each in parameters}})
+
+
+def _field(default: Any) -> SimpleNamespace:
+    required = default is inspect.Parameter.empty
+    return SimpleNamespace(default=default, default_factory=None, is_required=lambda: required)

@@ -76,7 +76,7 @@ async def test_adapters_arrive(
     _warm_up, *calls = package.made[0].calls
     assert len(calls) == 2
     for call in calls:
-        assert vars(call["lora_request"]) == {"lora_name": "y", "lora_int_id": 1, "lora_path": f"{tmp_path}/y"}
+        assert call["lora_request"].given == {"lora_name": "y", "lora_int_id": 1, "lora_path": f"{tmp_path}/y"}
         assert call["sampling_params"].guided_decoding is None
 
 

@@ -8,7 +8,6 @@ import pytest
 from charonia.core.errors import InvalidArgument
 from charonia.core.guided_decoding import GuidedDecoding
 from charonia.engine.core.messages import AddRequest
-from charonia.engine.trtllm.package import TrtllmPackage
 from charonia.engine.trtllm.sampling import SamplingTranslator
 from charonia.scheduler.plan import LogitsParams, SamplerParams
 
@@ -24,9 +23,12 @@ MAPPED = {
 }
 
 
-def sampler(package: TrtllmPackage, unapplied: bool = False) -> SamplingTranslator:
-    gaps = frozenset(package.world.unapplied) if unapplied else frozenset[str]()
-    return SamplingTranslator(package, 12, gaps, lambda ids: "-".join(map(str, ids)))
+pytestmark = pytest.mark.usefixtures("package")
+
+
+def translate(asked: AddRequest, applies_all: bool = True) -> Any:
+    """The fake `SamplingParams` of a request."""
+    return SamplingTranslator("1.2.0", 12, applies_all, lambda ids: "-".join(map(str, ids))).translate(asked)
 
 
 def add(stops: Sequence[int] = (), guide: GuidedDecoding | None = None, **sampling: Any) -> AddRequest:
@@ -40,23 +42,23 @@ def given(params: Any, names: Any) -> dict[str, Any]:
     return {name: getattr(params, name) for name in names}
 
 
-def test_drawing(package: TrtllmPackage) -> None:
+def test_drawing() -> None:
     asked = add([7, 9], temperature=0.5, top_k=4, top_p=0.25, min_p=0.125, seed=2**63 - 1, choice=1)
     expected = {"max_tokens": 7, "temperature": 0.5, "top_k": 4, "top_p": 0.25, "min_p": 0.125, "seed": 0, "n": 1}
     stops = {"stop_token_ids": [7, 9], "ignore_eos": True, "include_stop_str_in_output": True, "end_id": None}
     expected |= stops | {"logprobs": None, "detokenize": False}
-    assert given(sampler(package).params(asked), expected) == expected
+    assert given(translate(asked), expected) == expected
 
 
-def test_greedy_is_the_likeliest_token_in_every_version(package: TrtllmPackage) -> None:
+def test_greedy_is_the_likeliest_token() -> None:
     expected = {"top_k": 1, "temperature": None, "top_p": None, "stop_token_ids": None}
-    assert given(sampler(package).params(add()), expected) == expected
+    assert given(translate(add()), expected) == expected
 
 
 @pytest.mark.parametrize("name", MAPPED)
-def test_changes_of_logits(package: TrtllmPackage, name: str) -> None:
+def test_changes_of_logits(name: str) -> None:
     logits, expected = MAPPED[name]
-    params = sampler(package).params(add([9], logits=logits))
+    params = translate(add([9], logits=logits))
     assert given(params, expected) == expected
 
 
@@ -69,25 +71,15 @@ def test_every_field_that_shapes_is_passed_on_or_refused() -> None:
     }  # fmt: skip
 
 
-def test_a_bias_is_a_number_for_every_token(package: TrtllmPackage) -> None:
-    params = sampler(package).params(add(logits=LogitsParams(logit_bias=((3, 2.0), (11, -1.0)))))
+def test_a_bias_is_a_number_for_every_token() -> None:
+    params = translate(add(logits=LogitsParams(logit_bias=((3, 2.0), (11, -1.0)))))
     assert params.embedding_bias.tolist() == [0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, -1]
     assert str(params.embedding_bias.dtype) == "torch.float32"
 
 
-def test_penalties_leave_the_prompt_out_where_they_can(package: TrtllmPackage) -> None:
-    params = sampler(package).params(add(logits=LogitsParams(presence_penalty=1.0)))
-    if package.world.engine_directories:
-        assert not hasattr(params, "prompt_ignore_length")
-    else:
-        assert params.prompt_ignore_length == 4
-        repeated = sampler(package).params(add(logits=LogitsParams(repetition_penalty=2.0)))
-        assert repeated.prompt_ignore_length is None
-
-
 @pytest.mark.parametrize(("asked", "passed"), [(0, 1), (1, 1), (5, 5)])
-def test_logprobs_are_asked_for_even_of_none_but_the_chosen(package: TrtllmPackage, asked: int, passed: int) -> None:
-    assert sampler(package).params(add(logprobs=asked)).logprobs == passed
+def test_logprobs_are_asked_for_even_of_none_but_the_chosen(asked: int, passed: int) -> None:
+    assert translate(add(logprobs=asked)).logprobs == passed
 
 
 @pytest.mark.parametrize(
@@ -99,30 +91,25 @@ def test_logprobs_are_asked_for_even_of_none_but_the_chosen(package: TrtllmPacka
         (GuidedDecoding("ebnf_grammar", "x"), "grammar", "x"),
     ],
 )
-def test_guides(package: TrtllmPackage, guide: GuidedDecoding, field: str, value: Any) -> None:
-    assert getattr(sampler(package).params(add(guide=guide)).guided_decoding, field) == value
+def test_guides(guide: GuidedDecoding, field: str, value: Any) -> None:
+    assert getattr(translate(add(guide=guide)).guided_decoding, field) == value
 
 
 @pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "min_p"])
-def test_what_a_sampler_would_ignore_is_refused_by_name(package: TrtllmPackage, name: str) -> None:
+def test_what_a_sampler_would_ignore_is_refused_by_name(name: str) -> None:
     asked = add(min_p=0.5) if name == "min_p" else add(logits=MAPPED[name][0])
-    choosy = sampler(package, unapplied=True)
-    if name not in package.world.unapplied:
-        assert not package.world.engine_directories
-        choosy.params(asked)
-        return
     with pytest.raises(InvalidArgument, match=f"{name}: the PyTorch sampler of tensorrt_llm 1.2.0 does") as refusal:
-        choosy.params(asked)
+        translate(asked, applies_all=False)
     assert refusal.value.field == name
 
 
-def test_what_there_is_nothing_like_is_refused(package: TrtllmPackage) -> None:
+def test_what_there_is_nothing_like_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="allowed_token_ids: TensorRT-LLM has nothing like it") as refusal:
-        sampler(package).params(add(logits=LogitsParams(allowed_token_ids=(1, 2))))
+        translate(add(logits=LogitsParams(allowed_token_ids=(1, 2))))
     assert refusal.value.field == "allowed_token_ids"
 
 
-def test_what_does_not_go_together_is_refused(package: TrtllmPackage) -> None:
+def test_what_does_not_go_together_is_refused() -> None:
     logits = LogitsParams(min_tokens=2, stop_token_ids=(9,), bad_words=((1, 2),))
     with pytest.raises(InvalidArgument, match="min_tokens and bad_words"):
-        sampler(package).params(add([9], logits=logits))
+        translate(add([9], logits=logits))

@@ -95,7 +95,7 @@ def test_the_command_checks_the_package_or_a_repository(
     repository: Callable[[str], Path],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    install("1.2.0")
+    install()
     assert check(str(words), tensorrt_llm=True) == 0
     assert "tensorrt_llm 1.2.0, held against what the adapter expects of 1.1 to before" in capsys.readouterr().out
     assert check(str(repository(TRITONS.format(backend="tensorrtllm")))) == 0

@@ -10,7 +10,7 @@ from charonia.core.errors import CharoniaError, Internal, Unavailable
 from charonia.core.logprobs import Logprobs
 from charonia.core.request import FinishReason
 from charonia.engine.core.messages import AddRequest
-from charonia.engine.trtllm.results import ResultDelta, ResultReader
+from charonia.engine.trtllm.request import ResultDelta, ResultReader
 from charonia.scheduler.plan import LogitsParams, SamplerParams
 
 

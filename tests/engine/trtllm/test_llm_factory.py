@@ -1,31 +1,33 @@
-"""From settings to the arguments of `LLM`: a checkpoint or a prebuilt engine, in every version world."""
+"""From settings to an `LLM`: of a checkpoint or a prebuilt engine."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from charonia.core.errors import CharoniaError, InvalidArgument, NotFound, Unsupported
+from charonia.core.errors import CharoniaError, InvalidArgument, NotFound
 from charonia.engine.parse_settings import parse_settings
-from charonia.engine.trtllm.arguments import llm_arguments
-from charonia.engine.trtllm.lora import lora_requirements
+from charonia.engine.trtllm.llm_factory import make_llm
 from charonia.engine.trtllm.model_info import TrtllmModelInfo, read_model_info
 from charonia.engine.trtllm.options import TrtllmOptions
-from charonia.engine.trtllm.package import TrtllmPackage
 
 MODEL = TrtllmModelInfo("/m", 100, 64)
 ENGINE = TrtllmModelInfo("/e", 100, 64, engine=True, max_num_seqs=4)
 
 
-def built(package: TrtllmPackage, checkpoint: TrtllmModelInfo = MODEL, **options: Any) -> dict[str, Any]:
-    return llm_arguments(package, checkpoint, parse_settings(options, TrtllmOptions)).arguments
+pytestmark = pytest.mark.usefixtures("package")
 
 
-def test_what_is_passed_where_nothing_was_asked_for(package: TrtllmPackage) -> None:
-    arguments = built(package)
+def made(model: TrtllmModelInfo = MODEL, **options: Any) -> dict[str, Any]:
+    """What the fake `LLM` was given."""
+    llm: Any = make_llm(model, parse_settings(options, TrtllmOptions))
+    return llm.given  # type: ignore[no-any-return]
+
+
+def test_what_is_passed_where_nothing_was_asked_for() -> None:
+    arguments = made()
     assert arguments.pop("kv_cache_config").enable_block_reuse is True
     assert arguments == {
         "model": "/m",
@@ -40,12 +42,10 @@ def test_what_is_passed_where_nothing_was_asked_for(package: TrtllmPackage) -> N
         "stream_interval": 1,
         "enable_iter_perf_stats": True,
     }
-    assert llm_arguments(package, MODEL, TrtllmOptions()).call == "LLM"
 
 
-def test_every_setting_arrives(package: TrtllmPackage) -> None:
-    arguments = built(
-        package,
+def test_every_setting_arrives() -> None:
+    arguments = made(
         tokenizer="/t",
         trust_remote_code="true",
         dtype="float16",
@@ -64,12 +64,10 @@ def test_every_setting_arrives(package: TrtllmPackage) -> None:
     expected |= {"enable_chunked_prefill": False, "guided_decoding_backend": "xgrammar", "stream_interval": 7}
     assert {name: arguments[name] for name in expected} == expected
     assert arguments["scheduler_config"].capacity_scheduler_policy == "MAX_UTILIZATION"
-    package.make("LLM", **arguments)
 
 
-def test_the_cache(package: TrtllmPackage) -> None:
-    cache = built(
-        package,
+def test_the_cache() -> None:
+    cache = made(
         prefix_caching="false",
         block_size="64",
         kv_cache_dtype="fp8",
@@ -80,7 +78,7 @@ def test_the_cache(package: TrtllmPackage) -> None:
     )["kv_cache_config"]
     expected = {"enable_block_reuse": False, "tokens_per_block": 64, "dtype": "fp8", "free_gpu_memory_fraction": 0.5}
     expected |= {"max_gpu_total_bytes": 1000, "max_tokens": 2000, "host_cache_size": 3000}
-    assert vars(cache) == expected
+    assert cache.given == expected
 
 
 def adapter(directory: Path, name: str, **config: Any) -> None:
@@ -88,16 +86,16 @@ def adapter(directory: Path, name: str, **config: Any) -> None:
     (directory / name / "adapter_config.json").write_text(json.dumps(config))
 
 
-def test_adapters_say_what_they_need(package: TrtllmPackage, tmp_path: Path) -> None:
+def test_adapters_say_what_they_need(tmp_path: Path) -> None:
     adapter(tmp_path, "a", r=8, target_modules=["q_proj", "v_proj"])
     adapter(tmp_path, "b", r=16, target_modules=["model.layers.0.self_attn.q_proj", "down_proj"])
     modules = json.dumps({name: str(tmp_path / name) for name in "ab"})
-    arguments = built(package, lora_modules=modules)
+    arguments = made(lora_modules=modules)
     assert arguments["enable_lora"] is True
     config = arguments["lora_config"]
     assert config.lora_target_modules == ["attn_q", "attn_v", "mlp_4h_to_h"]
     assert (config.max_lora_rank, config.max_loras) == (16, 2)
-    config = built(package, lora_modules=modules, max_lora_rank="64", max_loras="1")["lora_config"]
+    config = made(lora_modules=modules, max_lora_rank="64", max_loras="1")["lora_config"]
     assert (config.max_lora_rank, config.max_loras) == (64, 1)
 
 
@@ -114,16 +112,16 @@ def test_adapters_say_what_they_need(package: TrtllmPackage, tmp_path: Path) -> 
 def test_an_adapter_that_cannot_be_served(tmp_path: Path, config: dict[str, Any], says: str) -> None:
     adapter(tmp_path, "a", **config)
     with pytest.raises(InvalidArgument, match=says) as refusal:
-        lora_requirements({"a": str(tmp_path / "a")})
+        made(lora_modules=json.dumps({"a": str(tmp_path / "a")}))
     assert refusal.value.field == "lora_modules"
 
 
-def test_speculation(package: TrtllmPackage) -> None:
-    config = built(package, speculative_config='{"decoding_type": "NGram", "max_draft_len": 4}')["speculative_config"]
+def test_speculation() -> None:
+    config = made(speculative_config='{"decoding_type": "NGram", "max_draft_len": 4}')["speculative_config"]
     assert (type(config).__name__, config.max_draft_len) == ("NGramDecodingConfig", 4)
-    draft = "speculative_model_dir" if package.world.engine_directories else "speculative_model"
+    draft = "speculative_model_dir"
     asked = {"decoding_type": "Draft_Target", "max_draft_len": 4, draft: "/d"}
-    assert getattr(built(package, speculative_config=json.dumps(asked))["speculative_config"], draft) == "/d"
+    assert getattr(made(speculative_config=json.dumps(asked))["speculative_config"], draft) == "/d"
     for wrong, says in [
         ({}, None),
         ({"decoding_type": "Magic"}, "must be one of NGram, Draft_Target, MTP, .*, got 'Magic'"),
@@ -131,10 +129,10 @@ def test_speculation(package: TrtllmPackage) -> None:
         ({"decoding_type": "NGram", "max_draft": 4}, "NGram has no 'max_draft'; known are max_draft_len"),
     ]:
         if says is None:
-            assert "speculative_config" not in built(package, speculative_config=json.dumps(wrong))
+            assert "speculative_config" not in made(speculative_config=json.dumps(wrong))
             continue
         with pytest.raises(InvalidArgument, match=says) as refusal:
-            built(package, speculative_config=json.dumps(wrong))
+            made(speculative_config=json.dumps(wrong))
         assert refusal.value.field == "speculative_config"
 
 
@@ -155,26 +153,16 @@ def test_settings_that_are_wrong_are_named_before_anything_loads(options: dict[s
     assert refusal.value.field == field
 
 
-def test_the_sampler_can_be_chosen_where_there_are_two(package: TrtllmPackage) -> None:
-    if package.world.engine_directories:
-        assert built(package, sampler_type="TRTLLMSampler")["sampler_type"] == "TRTLLMSampler"
-        return
-    with pytest.raises(InvalidArgument, match="has one sampler") as refusal:
-        built(package, sampler_type="TRTLLMSampler")
-    assert refusal.value.field == "sampler_type"
+def test_the_sampler_can_be_chosen() -> None:
+    assert made(sampler_type="TRTLLMSampler")["sampler_type"] == "TRTLLMSampler"
 
 
-def test_a_prebuilt_engine_where_the_version_has_them(package: TrtllmPackage) -> None:
-    if not package.world.engine_directories:
-        with pytest.raises(Unsupported, match=r"tensorrt_llm 1.3.0 no longer loads: .* install a version up to 1.2"):
-            built(package, ENGINE, tokenizer="/t")
-        return
-    made = llm_arguments(package, ENGINE, TrtllmOptions(tokenizer="/t"))
-    assert (made.call, made.arguments["tokenizer"]) == ("EngineLLM", "/t")
-    assert not {"max_batch_size", "enable_chunked_prefill"} & made.arguments.keys()
-    package.make(made.call, **made.arguments)
-    asked = llm_arguments(package, ENGINE, TrtllmOptions(tokenizer="/t", chunked_prefill=True))
-    assert asked.arguments["enable_chunked_prefill"] is True
+def test_a_prebuilt_engine(package: Any) -> None:
+    given = made(ENGINE, tokenizer="/t")
+    assert package.made[-1].__class__ is package.modules["tensorrt_llm._tensorrt_engine"].LLM
+    assert given["tokenizer"] == "/t"
+    assert not {"max_batch_size", "enable_chunked_prefill"} & given.keys()
+    assert made(ENGINE, tokenizer="/t", chunked_prefill="true")["enable_chunked_prefill"] is True
 
 
 @pytest.mark.parametrize(
@@ -188,12 +176,10 @@ def test_a_prebuilt_engine_where_the_version_has_them(package: TrtllmPackage) ->
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
     ],
 )
-def test_what_a_prebuilt_engine_fixed_cannot_be_set(
-    found: Callable[[str], TrtllmPackage], options: dict[str, Any], field: str
-) -> None:
+def test_what_a_prebuilt_engine_fixed_cannot_be_set(options: dict[str, Any], field: str) -> None:
     asked = replace(TrtllmOptions(tokenizer="/t"), **options) if options else TrtllmOptions()
     with pytest.raises(InvalidArgument, match=field) as refusal:
-        llm_arguments(found("1.2.0"), ENGINE, asked)
+        make_llm(ENGINE, asked)
     assert refusal.value.field == field
 
 
