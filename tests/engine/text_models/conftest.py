@@ -19,7 +19,7 @@ from charonia.engine.trtllm.build import trtllm_engine_spec
 from charonia.engine.trtllm.options import TrtllmOptions
 from charonia.scheduler.config import SchedulerConfig
 
-ENGINES = ("core", "1.2.0", "1.3.0")
+ENGINES = ("core", "1.2.0")
 LENGTH = 64
 Load = Callable[..., Awaitable[LlmModel]]
 
