@@ -1,13 +1,42 @@
-"""The tokens that a step computes, packed: what models and attention are given of it."""
+"""One step's tokens and how its next tokens are chosen: the types that kernels, attention, models and worker share."""
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias, get_type_hints
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
+
+from ..scheduler.plan import IntArray, LongArray, SamplerParams
+
+SAMPLING_COLUMNS: dict[str, type] = {
+    name: {float: np.float32, int: np.int64}[kind]
+    for name, kind in get_type_hints(SamplerParams).items()
+    if kind in (float, int)
+}
+"""The numbers of `SamplerParams` that a sampler reads, in their order: its fields that are a plain float or int."""
+
+SAMPLING_DTYPE = np.dtype([*SAMPLING_COLUMNS.items(), ("position", np.int64)], align=True)
+"""One row's `SamplerParams`, the seed as a signed number, and the position of the token to be chosen. C reads the same
+as `struct choice` of sample.h, which is compared when the library is opened. Aligned, because torch takes no column
+whose stride is not a multiple of its elements."""
+
+SamplingArray: TypeAlias = NDArray[np.void]
+"""How S rows choose their next token: an array [S] of SAMPLING_DTYPE, on the host."""
+
+
+class SampledTokens(NamedTuple):
+    """Tokens that a decoder chooses by itself, from the logits as they are.
+
+    It writes them into `tokens`, int32 [S], chosen as `sampling` [S] says (None: the likeliest ones). `selected` [S],
+    ascending: which of the places with logits they are chosen at, each the last of its row; None is all of them.
+    """
+
+    tokens: IntArray
+    sampling: SamplingArray | None = None
+    selected: LongArray | None = None
 
 
 class StepBatch:

@@ -65,7 +65,7 @@ class NewSequence(NamedTuple):
 class StepPlan(NamedTuple):
     """One step, as the difference from the step before. R rows run, in this order.
 
-    An executor processes plans in the order of `step`, and within one: `closed`, `new`, `copies`, `appended`,
+    An executor processes plans in the order of `step`, and within one: `closed`, `new`, `appended`,
     then the rows. It keeps per row the token ids (sampled ones included, so that a row may be scheduled again
     before the host has seen its last token) and the append-only block table.
     """
@@ -84,8 +84,6 @@ class StepPlan(NamedTuple):
     new: tuple[NewSequence, ...]
     closed: IntArray
     """[C] rows whose sequence has left since the last plan."""
-    copies: IntArray
-    """[K, 2] (from, to) block moves; none so far."""
 
     @property
     def tokens(self) -> int:

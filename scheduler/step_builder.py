@@ -81,7 +81,7 @@ class StepBuilder:
         for row in rows.prefilling.intersection(sampling) if rows.prefilling else ():
             rows.start_decoding(row)
         leavers = np.array(closed, np.int32) if closed else _NOBODY
-        plan = StepPlan(step, chosen.astype(np.int32), starts, counts, samples, appended, new, leavers, _NO_PAIRS)
+        plan = StepPlan(step, chosen.astype(np.int32), starts, counts, samples, appended, new, leavers)
         return plan, InFlightStep(step, chosen, ends, sampling, self.work)
 
     def _newcomers(self) -> tuple[NewSequence, ...]:

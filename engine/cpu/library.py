@@ -11,6 +11,8 @@ from typing import Any
 
 import torch  # before the library is opened: its OpenMP then is torch's, with the same pool of threads
 
+from ..step_batch import SAMPLING_DTYPE
+
 LEVELS = ("portable", "avx2", "avx512", "avx512bf16")
 """Lowest first, as `enum charonia_level` in level.h."""
 
@@ -32,6 +34,7 @@ SIGNATURES = {
     "charonia_attention": "ppppp",
     "charonia_turn": "ppplllli",
     "charonia_largest": "ppllli",
+    "charonia_choice_fields": "",
     "charonia_sample": "pppllli",
     "charonia_uniform": "ppl",
     "charonia_matmul": "ppllpl",
@@ -44,6 +47,7 @@ SIGNATURES = {
 """Every exported function: a letter an argument (p: address, i: int, l: int64, f: float)."""
 
 _RESULT_TYPES: dict[str, Any] = {
+    "charonia_choice_fields": ctypes.c_char_p,
     "charonia_attention_plan": ctypes.c_int64,
     "charonia_crew": ctypes.c_void_p,
     "charonia_start": ctypes.c_int64,
@@ -130,5 +134,17 @@ def _open_library() -> ctypes.CDLL | None:
     if wanted not in LEVELS:
         raise ValueError(f"{LEVEL_VARIABLE} must be none or one of {', '.join(LEVELS)}, got {wanted!r}")
     library = ctypes.CDLL(str(found[0]))
+    _check_sampling_layout(library)
     library.charonia_limit(LEVELS.index(wanted))
     return library
+
+
+def _check_sampling_layout(library: ctypes.CDLL) -> None:
+    """Raises RuntimeError: `struct choice` of sample.h is not SAMPLING_DTYPE."""
+    names = {"float32": "float", "int64": "int64_t"}
+    ours = "".join(f"{names[str(SAMPLING_DTYPE[name])]} {name};" for name in SAMPLING_DTYPE.names or ())
+    function = getattr(library, "charonia_choice_fields", None)
+    if function is not None:
+        function.restype = ctypes.c_char_p
+    if function is None or function().decode() != ours:
+        raise RuntimeError("engine/cpu/_native was built from other sources than these: build it again (make install)")

@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..step_batch import StepBatch
-from ..worker.sampler import SampledTokens
+from ..step_batch import SampledTokens, StepBatch
 from . import library
 from .attention import LayerCaches, StepStruct, fill_step_struct
 from .buffer_planner import TraceIO, buffer_bytes, plan_buffers
@@ -200,7 +199,7 @@ class DecoderProgram:
         if asked.samples is None:
             scene.until = len(self._operations) - 1
             return
-        scene.until, (tokens, choices) = len(self._operations), asked.samples
+        scene.until, (tokens, choices, _) = len(self._operations), asked.samples
         scene.picked, scene.choices = tokens.ctypes.data, None if choices is None else choices.ctypes.data
 
     def _submit(self, desk: _StepWorkspace) -> int:

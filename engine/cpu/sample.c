@@ -145,6 +145,11 @@ EXPORT void charonia_sample(const void *x, const struct choice *choices, int64_t
              }));
 }
 
+#define CHOICE_TEXT(type, name) #type " " #name ";"
+
+/* The fields of `struct choice` as text: Python compares them with its own when it opens the library. */
+EXPORT const char *charonia_choice_fields(void) { return CHOICE_FIELDS(CHOICE_TEXT); }
+
 /* out [rows] = the number between 0 and 1 that each row chooses by. */
 EXPORT void charonia_uniform(const struct choice *choices, double *out, int64_t rows)
 {

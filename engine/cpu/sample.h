@@ -4,12 +4,20 @@
 
 #include <stdint.h>
 
-/* How a row chooses: an element of an array of engine/worker/sampler.py's CHOICE, which says what each number means. */
+/* How a row chooses its next token: an element of an array of engine/step_batch.py's SAMPLING_DTYPE. What the numbers
+   mean is said in scheduler/plan.py's SamplerParams. */
+#define CHOICE_FIELDS(FIELD) \
+    FIELD(float, temperature) \
+    FIELD(int64_t, top_k) \
+    FIELD(float, top_p) \
+    FIELD(int64_t, seed) \
+    FIELD(int64_t, choice) \
+    FIELD(float, min_p) \
+    FIELD(int64_t, position)
+
+#define CHOICE_MEMBER(type, name) type name;
 struct choice {
-    float temperature;
-    int64_t top_k;
-    float top_p, min_p;
-    int64_t seed, choice, position;
+    CHOICE_FIELDS(CHOICE_MEMBER)
 };
 
 /* A token out of n > 0 logits, a function of these and of `choice` alone; between AVX2 and portable code the last bits

@@ -10,8 +10,7 @@ from ..checkpoint.build_context import BuildContext
 from ..checkpoint.model_spec import DecoderShape, ModelSpec
 from ..checkpoint.weights import WeightLoader
 from ..config import ParallelConfig
-from ..step_batch import StepBatch
-from ..worker.sampler import SampledTokens
+from ..step_batch import SampledTokens, StepBatch
 
 LogitsIterator: TypeAlias = Iterator[Tensor]
 """Logits [S, vocabulary] of one selection of places after the other, each computed when it is asked for, and good until

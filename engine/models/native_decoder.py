@@ -15,8 +15,7 @@ from ..cpu.op_trace import ATTENTION, ENTER, PICK, OpStruct, OpTrace, SymbolicIn
 from ..cpu.program import DecoderProgram, HiddenStates, ProgramInputs, StepRun
 from ..layers.embed_and_head import DecoderEnds
 from ..layers.rotary import FusedRotary, Rotary, RotaryAngles
-from ..step_batch import StepBatch
-from ..worker.sampler import SampledTokens
+from ..step_batch import SampledTokens, StepBatch
 
 DecoderLayer: TypeAlias = Callable[[Tensor, Tensor, RotaryAngles, StepAttention], Tensor]
 """The residual stream x [N, hidden], changed in place, and what is still to be added to it; what to add after it."""

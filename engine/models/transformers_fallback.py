@@ -20,8 +20,7 @@ from ..checkpoint.hf_checkpoint import Checkpoint
 from ..checkpoint.model_spec import DTYPES, LAYER_TYPES, CheckpointError, DecoderShape
 from ..checkpoint.weights import CheckpointWeights
 from ..config import ParallelConfig
-from ..step_batch import StepBatch
-from ..worker.sampler import SampledTokens
+from ..step_batch import SampledTokens, StepBatch
 from .interfaces import BuiltDecoder, LogitsIterator
 from .transformers_attention import ATTENTION_NAME, AttentionCall, register_attention
 from .transformers_probe import ProbedLayer, probe_layers, verify_decoder

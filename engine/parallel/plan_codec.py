@@ -17,8 +17,8 @@ from ...scheduler.plan import IntArray, NewSequence, SamplerParams, StepPlan, St
 from .columns import Bytes, ColumnReader, pack_bytes, pack_column, pack_pairs
 
 _HEADER = Struct("<iH")  # step, what is told of it
-_NEW, _ROWS, _STARTS, _COUNTS, _SAMPLES, _APPENDED, _COPIES, _CLOSED, _SAMPLED, _SAMPLED_AT_STARTS = (
-    1 << bit for bit in range(10)
+_NEW, _ROWS, _STARTS, _COUNTS, _SAMPLES, _APPENDED, _CLOSED, _SAMPLED, _SAMPLED_AT_STARTS = (
+    1 << bit for bit in range(9)
 )
 _NONE: IntArray = np.zeros(0, np.int32)
 _NO_PAIRS: IntArray = np.zeros((0, 2), np.int32)
@@ -165,8 +165,6 @@ class PlanEncoder:
 def _add_rare_columns(told: _MessageBuilder, plan: StepPlan) -> None:
     if len(plan.appended):
         told.tell_packed(_APPENDED, pack_pairs(plan.appended))
-    if len(plan.copies):
-        told.tell_packed(_COPIES, pack_pairs(plan.copies))
     if len(plan.closed):
         told.tell(_CLOSED, plan.closed)
 
@@ -201,9 +199,8 @@ class PlanDecoder:
         counts = columns.next() if told & _COUNTS else known.ones
         samples = columns.next() != 0 if told & _SAMPLES else known.all_true
         appended = columns.pairs() if told & _APPENDED else _NO_PAIRS
-        copies = columns.pairs() if told & _COPIES else _NO_PAIRS
         closed = columns.next() if told & _CLOSED else _NONE
-        plan = StepPlan(step, rows, starts, counts, samples, appended, new, closed, copies)
+        plan = StepPlan(step, rows, starts, counts, samples, appended, new, closed)
         landed = self._landed(told, plan, columns)
         known.move(starts, counts)
         return StepBroadcast(plan, landed)

@@ -112,13 +112,11 @@ class ModelRunner:
     def _can_follow(self, before: _RunnerStep, plan: StepPlan) -> bool:
         """Whether `plan` can begin while the step `before` it is computed: whose tokens are chosen when it is done, and
         from under which nothing is moved."""
-        return before.chosen and self._rows.has_room_for(plan) and not len(plan.copies)
+        return before.chosen and self._rows.has_room_for(plan)
 
     def _begin(self, step: _RunnerStep) -> None:
         plan = step.plan
         self._rows.apply_plan(plan)
-        if len(plan.copies):
-            self._attention.copy_blocks(torch.from_numpy(plan.copies.astype(np.int64)).to(self._device))
         if not len(plan.rows):
             return
         step.inputs = inputs = self._rows.gather_inputs(plan)

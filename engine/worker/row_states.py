@@ -13,11 +13,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...scheduler.plan import IntArray, LongArray, NewSequence, StepPlan
-from ..step_batch import StepBatch, gather_entries, to_device
+from ..step_batch import (
+    SAMPLING_COLUMNS,
+    SAMPLING_DTYPE,
+    SampledTokens,
+    SamplingArray,
+    StepBatch,
+    gather_entries,
+    to_device,
+)
 from .counter_random import as_signed64
 from .logits_processors import LogitsProcessors
 from .prompt_logprobs import PromptLogprobRequest, PromptLogprobRequests, StepPromptLogprobs, expand_spans
-from .sampler import SAMPLING_DTYPE, SampledTokens, SamplingArray, is_greedy
+from .sampler import is_greedy
 
 
 class StepInputs(NamedTuple):
@@ -66,7 +74,7 @@ class RowStates:
         self._scored = PromptLogprobRequests()
 
     def apply_plan(self, plan: StepPlan) -> None:
-        """Apply what changed since the last plan; `plan.copies` is the cache's business."""
+        """Apply what changed since the last plan."""
         if len(plan.closed):
             self._blocks[plan.closed] = 0
             self._forget(plan.closed.tolist())
@@ -121,8 +129,8 @@ class RowStates:
         self._forget([row])
         self._tokens[row, : len(sequence.tokens)] = self._to(sequence.tokens.astype(np.int32))
         asked = sequence.sampling
-        top_k, seed = max(asked.top_k, 0), as_signed64(asked.seed)
-        self._sampling[row] = (asked.temperature, top_k, asked.top_p, asked.min_p, seed, asked.choice, 0)
+        numbers = asked._replace(top_k=max(asked.top_k, 0), seed=as_signed64(asked.seed))
+        self._sampling[row] = (*(getattr(numbers, name) for name in SAMPLING_COLUMNS), 0)
         if not is_greedy(asked):
             self._drawing.add(row)
         if asked.logits is not None:

@@ -4,17 +4,18 @@ One uniform number a row, never one a logit: on a CPU those would cost more than
 sequences: a row's number is a function of its seed, choice and position (`random.py`).
 """
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...scheduler.plan import IntArray, SamplerParams
+from ...scheduler.plan import SamplerParams
 from ..cpu import library
 from ..cpu.argmax import argmax
 from ..cpu.sampling import sample_tokens
+from ..step_batch import SamplingArray
 from .counter_random import counter_uniform
 
 GREEDY_BELOW = 1e-5
@@ -22,31 +23,6 @@ GREEDY_BELOW = 1e-5
 
 TOP_CANDIDATES = 256
 """Tokens looked at first for top-k, top-p and min-p; a row that needs more of them is sorted whole."""
-
-
-SamplingArray: TypeAlias = NDArray[np.void]
-"""How S rows choose: an array [S] of CHOICE, on the host."""
-
-SAMPLING_DTYPE = np.dtype(
-    [
-        ("temperature", np.float32),
-        ("top_k", np.int64),
-        ("top_p", np.float32),
-        ("min_p", np.float32),
-        ("seed", np.int64),
-        ("choice", np.int64),
-        ("position", np.int64),
-    ],
-    align=True,  # torch takes no column whose stride is not a multiple of its elements
-)
-"""`position` is that of the token to be chosen; the rest is RowSampling's, the seed as a signed number."""
-
-
-class SampledTokens(NamedTuple):
-    """Tokens that a step chooses by itself: into `tokens`, int32 [S], as `choices` [S] say, or the likeliest."""
-
-    tokens: IntArray
-    sampling: SamplingArray | None = None
 
 
 def is_greedy(asked: SamplerParams) -> bool:

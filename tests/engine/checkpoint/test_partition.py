@@ -212,8 +212,8 @@ def plan(step: int, start: int, count: int) -> StepPlan:
     new = (NewSequence(0, np.arange(1, 9, dtype=np.int32), 0, SamplerParams()),) if step == 0 else ()
     blocks = [[0, 0]] if step == 0 else []
     row, starts, counts = (np.array([value], np.int32) for value in (0, start, count))
-    appended, copies = (np.array(pairs, np.int32).reshape(-1, 2) for pairs in (blocks, []))
-    return StepPlan(step, row, starts, counts, np.array([False]), appended, new, np.zeros(0, np.int32), copies)
+    appended = np.array(blocks, np.int32).reshape(-1, 2)
+    return StepPlan(step, row, starts, counts, np.array([False]), appended, new, np.zeros(0, np.int32))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gemma2"])

@@ -1,6 +1,5 @@
 """Tokens drawn in C at every level: torch's tokens, or those of the definition where torch leaves them open."""
 
-import ctypes
 from typing import Any
 
 import numpy as np
@@ -9,24 +8,11 @@ import torch
 from torch import Tensor
 
 from charonia.engine.cpu import library
+from charonia.engine.step_batch import SAMPLING_DTYPE, SamplingArray
 from charonia.engine.worker import counter_random
-from charonia.engine.worker.sampler import SAMPLING_DTYPE, SamplingArray, sample
+from charonia.engine.worker.sampler import sample
 
 pytestmark = pytest.mark.skipif(library.level() is None, reason="no C extension here")
-
-
-class Choice(ctypes.Structure):
-    """`struct choice` as sample.h has it; ctypes lays it out as C does."""
-
-    _fields_ = [
-        ("temperature", ctypes.c_float),
-        ("top_k", ctypes.c_int64),
-        ("top_p", ctypes.c_float),
-        ("min_p", ctypes.c_float),
-        ("seed", ctypes.c_int64),
-        ("choice", ctypes.c_int64),
-        ("position", ctypes.c_int64),
-    ]
 
 
 def choices(rows: int, **values: Any) -> SamplingArray:
@@ -79,12 +65,13 @@ def distance(logits: Tensor, chosen: SamplingArray) -> float:
     return float((kept.cumsum(-1) / kept.sum() - uniform(chosen[None])).abs().min())
 
 
-def test_choices_are_laid_out_as_c_reads_them() -> None:
-    assert SAMPLING_DTYPE.fields is not None
-    assert {name: field[1] for name, field in SAMPLING_DTYPE.fields.items()} == {
-        name: getattr(Choice, name).offset for name, *_ in Choice._fields_
-    }
-    assert SAMPLING_DTYPE.itemsize == ctypes.sizeof(Choice)
+def test_a_library_with_another_layout_of_choices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = library._open_library()
+    assert opened is not None
+    library._check_sampling_layout(opened)
+    monkeypatch.setattr(library, "SAMPLING_DTYPE", np.dtype([("temperature", np.float32)]))
+    with pytest.raises(RuntimeError, match="build it again"):
+        library._check_sampling_layout(opened)
 
 
 def test_the_numbers_are_those_of_random_py() -> None:

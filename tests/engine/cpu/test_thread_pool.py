@@ -21,8 +21,8 @@ from charonia.engine.cpu import library
 from charonia.engine.models.interfaces import PendingStep
 from charonia.engine.models.native_decoder import NativeDecoder
 from charonia.engine.models.registry import checkpoint_builder
-from charonia.engine.step_batch import StepBatch
-from charonia.engine.worker.sampler import SAMPLING_DTYPE, SampledTokens, SamplingArray, sample
+from charonia.engine.step_batch import SAMPLING_DTYPE, SampledTokens, SamplingArray, StepBatch
+from charonia.engine.worker.sampler import sample
 
 CPU, BLOCK = torch.device("cpu"), 16
 

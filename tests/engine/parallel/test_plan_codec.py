@@ -28,9 +28,7 @@ def ints(*values: int) -> NDArray[np.int32]:
 def decoding(step: int, starts: NDArray[np.int32], appended: NDArray[np.int32] = NO_PAIRS) -> StepPlan:
     """All rows compute one token."""
     ones = np.ones_like(starts)
-    return StepPlan(
-        step, np.arange(len(starts), dtype=np.int32), starts, ones, ones == 1, appended, (), ints(), NO_PAIRS
-    )
+    return StepPlan(step, np.arange(len(starts), dtype=np.int32), starts, ones, ones == 1, appended, (), ints())
 
 
 def assert_same(read: StepBroadcast, written: StepBroadcast) -> None:
@@ -111,11 +109,11 @@ def drawn(random: Random) -> StepBroadcast:
 
     rows = np.array(random.choice([range(20), sorted(random.sample(range(700), random.randint(1, 30)))]), np.int32)
     starts, counts, samples = (column(len(rows)) for _ in range(3))
-    appended, copies = (column(2 * random.randrange(5), 2**31).reshape(-1, 2) for _ in range(2))
+    appended = column(2 * random.randrange(5), 2**31).reshape(-1, 2)
     closed, new = column(random.randrange(4)), tuple(newcomer() for _ in range(random.randrange(3)))
     landed = random.choice([None, SampledBatch(rows, starts, counts), SampledBatch(rows[::-1].copy(), counts, starts)])
     step = random.randrange(2**31)
-    return StepBroadcast(StepPlan(step, rows, starts, counts, samples % 2 > 0, appended, new, closed, copies), landed)
+    return StepBroadcast(StepPlan(step, rows, starts, counts, samples % 2 > 0, appended, new, closed), landed)
 
 
 def going_on(random: Random, before: StepBroadcast) -> StepBroadcast:

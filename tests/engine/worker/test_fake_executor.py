@@ -29,7 +29,6 @@ def plan(
         appended=np.array(appended, np.int32).reshape(-1, 2),
         new=new,
         closed=np.array(closed, np.int32),
-        copies=np.zeros((0, 2), np.int32),
     )
 
 

@@ -45,7 +45,6 @@ def plan(step: int, start: int, count: int, *, new: bool = False, row: int = 0) 
         np.array([[row, 1], [row, 0]], np.int32) if new else NOTHING,
         (NewSequence(row, known, 0, SamplerParams()),) if new else (),
         NOBODY,
-        NOTHING,
     )
 
 

@@ -21,12 +21,12 @@ def ints(*values: int) -> IntArray:
     return np.array(values, np.int32)
 
 
-def plan(step: int, start: int, *, new: bool = False, copies: IntArray = NO_PAIRS) -> StepPlan:
+def plan(step: int, start: int, *, new: bool = False) -> StepPlan:
     """One more token of a sequence of three in row 0."""
     known = (NewSequence(0, ints(1, 2, 3), 0, SamplerParams()),) if new else ()
     appended = ints(0, 1).reshape(1, 2) if new else NO_PAIRS
     counts = ints(3 if new else 1)
-    return StepPlan(step, ints(0), ints(start), counts, np.array([True]), appended, known, ints(), copies)
+    return StepPlan(step, ints(0), ints(start), counts, np.array([True]), appended, known, ints())
 
 
 class Counting:
@@ -35,12 +35,9 @@ class Counting:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def logits(self, batch: StepBatch, attend: StepAttention, chosen: Sequence[Tensor]) -> None:
+    def compute_logits(self, batch: StepBatch, attend: StepAttention, chosen: Sequence[Tensor]) -> None:
         """A stage that is not the last has none."""
         self.said.append("computed")
-
-    def copy(self, moves: Tensor) -> None:
-        self.said.append("copied")
 
     def close(self) -> None: ...
 
@@ -50,13 +47,13 @@ class Counting:
 class Stage(Counting):
     """One that is not the last."""
 
-    def begin(self, *_: object) -> None: ...
+    def begin_step(self, *_: object) -> None: ...
 
 
 class Alone(Counting):
     """Computed beside the caller."""
 
-    def begin(self, batch: StepBatch, *asked: object) -> "Alone":
+    def begin_step(self, batch: StepBatch, *asked: object) -> "Alone":
         if asked:
             self.said.append("begun")
         return self
@@ -83,12 +80,3 @@ def test_steps_begin_before_others_are_finished() -> None:
     steps.begin_step(plan(0, 0, new=True))
     steps.begin_step(plan(1, 3))
     assert model.said == ["begun", "begun"]
-
-
-def test_nothing_is_moved_while_it_is_read() -> None:
-    model = Alone()
-    steps = runner(model)
-    steps.begin_step(plan(0, 0, new=True))
-    steps.begin_step(plan(1, 3, copies=ints(1, 2).reshape(1, 2)))
-    steps.finish_step()
-    assert model.said == ["begun", "finished", "copied", "begun"]

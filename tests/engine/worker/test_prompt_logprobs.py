@@ -190,16 +190,16 @@ def test_heads_are_only_as_long_as_asked_for(checkpoint: Callable[..., Path], mo
         decoder, sizes = executor._loaded.runner._model, list[int]()
         computed, begun = decoder.compute_logits, decoder.begin_step
 
-        def logits(batch: Any, attend: Any, chosen: Any) -> Any:
+        def compute_logits(batch: Any, attend: Any, chosen: Any) -> Any:
             sizes.extend(len(places) for places in chosen)
             return computed(batch, attend, chosen)
 
-        def begin(batch: Any, attend: Any, places: Any, picked: Any) -> Any:
+        def begin_step(batch: Any, attend: Any, places: Any, picked: Any) -> Any:
             sizes.append(len(places))
             return begun(batch, attend, places, picked)
 
-        monkeypatch.setattr(decoder, "logits", logits)
-        monkeypatch.setattr(decoder, "begin", begin)
+        monkeypatch.setattr(decoder, "compute_logits", compute_logits)
+        monkeypatch.setattr(decoder, "begin_step", begin_step)
         executor.allocate(8)
         for wanted, expected in ((None, [1]), (0, [1, 16, 16, 7])):
             cache = KVCacheManager(8, BLOCK)
