@@ -54,7 +54,7 @@ def test_threads_are_torch_s() -> None:
         torch.set_num_threads(before)
 
 
-SHOW = "from charonia.engine.cpu import library; print(library.level(), library.described(), sep='; ')"
+SHOW = "from charonia.engine.cpu import library; print(library.level(), library.describe(), sep='; ')"
 
 
 def test_the_environment_caps_the_level() -> None:
