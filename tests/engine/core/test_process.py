@@ -19,7 +19,7 @@ FRONTEND = """
 import asyncio, signal, sys, tempfile
 from charonia.engine.frontend.client import EngineClient
 from charonia.engine.config import EngineConfig
-from charonia.engine.core.messages import Add
+from charonia.engine.core.messages import AddRequest
 
 async def main():
     client = EngineClient(EngineConfig(model="", executor="fake"))

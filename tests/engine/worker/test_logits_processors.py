@@ -103,14 +103,14 @@ def wishes(reference: Callable[..., list[list[int]]]) -> list[tuple[dict[str, An
         ({"repetition_penalty": 1.7}, {"repetition_penalty": 1.7}),
         ({"repetition_penalty": 0.6}, {"repetition_penalty": 0.6}),
         ({"bad_words": words}, {"bad_words_ids": [list(word) for word in words]}),
-        ({"bias": ((plain[0][0], -3.0), (7, 2.5))}, {"sequence_bias": [[[plain[0][0]], -3.0], [[7], 2.5]]}),
-        ({"min_tokens": 9, "stops": (stop,)}, {"min_new_tokens": 9, "eos_token_id": stop}),
+        ({"logit_bias": ((plain[0][0], -3.0), (7, 2.5))}, {"sequence_bias": [[[plain[0][0]], -3.0], [[7], 2.5]]}),
+        ({"min_tokens": 9, "stop_token_ids": (stop,)}, {"min_new_tokens": 9, "eos_token_id": stop}),
         (
-            {"repetition_penalty": 1.3, "bad_words": words, "bias": ((9, 1.5),)},
+            {"repetition_penalty": 1.3, "bad_words": words, "logit_bias": ((9, 1.5),)},
             {"repetition_penalty": 1.3, "bad_words_ids": [list(w) for w in words], "sequence_bias": [[[9], 1.5]]},
         ),
         (
-            {"repetition_penalty": 1.3, "allowed": (3, 5, 77)},
+            {"repetition_penalty": 1.3, "allowed_token_ids": (3, 5, 77)},
             {"repetition_penalty": 1.3, "prefix_allowed_tokens_fn": lambda batch, ids: [3, 5, 77]},
         ),
     ]
@@ -183,10 +183,10 @@ def test_penalties_by_the_book() -> None:
         shapes.apply(changed, np.array([1]), np.array([6]), row)
         return changed[0]
 
-    allowed = shaped(allowed=(2, 4), bias=((4, 1.0),))
+    allowed = shaped(allowed_token_ids=(2, 4), logit_bias=((4, 1.0),))
     assert torch.equal(allowed[[2, 4]], logits[[2, 4]] + torch.tensor([0.0, 1.0]))
     assert allowed.isinf().sum() == 8
-    none_left = shaped(allowed=(2, 4), bad_words=((2,), (7, 8, 4)))
+    none_left = shaped(allowed_token_ids=(2, 4), bad_words=((2,), (7, 8, 4)))
     assert none_left.isfinite().nonzero().flatten().tolist() == [2, 4] if none_left[4].isinf() else [4]
     seen = torch.zeros(10)
     seen[[5, 6, 7, 8]] = 1
@@ -194,11 +194,11 @@ def test_penalties_by_the_book() -> None:
     often = torch.tensor([0, 0, 0, 0, 0, 0, 0, 2, 1, 0.0])
     assert torch.allclose(shaped(frequency_penalty=0.5), logits - 0.5 * often)
     assert torch.allclose(shaped(presence_penalty=-0.5), logits + 0.5 * (often > 0))
-    assert torch.equal(shaped(bias=((2, 4.0),)), logits + 4 * torch.nn.functional.one_hot(torch.tensor(2), 10))
+    assert torch.equal(shaped(logit_bias=((2, 4.0),)), logits + 4 * torch.nn.functional.one_hot(torch.tensor(2), 10))
     banned = shaped(bad_words=((1,), (7, 8, 3), (8, 4), (6, 8, 0), (6, 6, 7, 7, 8, 9), (5, 5, 6, 6, 7, 7, 8, 2)))
     assert torch.isinf(banned).nonzero().flatten().tolist() == [1, 3, 4, 9]
-    assert torch.isinf(shaped(min_tokens=4, stops=(2, 3))).nonzero().flatten().tolist() == [2, 3]
-    assert torch.equal(shaped(min_tokens=3, stops=(2, 3)), logits)
+    assert torch.isinf(shaped(min_tokens=4, stop_token_ids=(2, 3))).nonzero().flatten().tolist() == [2, 3]
+    assert torch.equal(shaped(min_tokens=3, stop_token_ids=(2, 3)), logits)
 
 
 def test_logprobs_are_transformers(engine: Engine, checkpoint: Callable[..., Path]) -> None:
