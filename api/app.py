@@ -25,13 +25,12 @@ from .api_keys import Keyring
 from .http.auth import AuthMiddleware
 from .http.connection import ClientDisconnected
 from .http.cors import cors_middleware
-from .http.eager import ensure_task
+from .http.direct import response_started
 from .http.error_responses import INTERNAL_SERVER_ERROR, error_response, is_openai_path, json_response
 from .http.request_context import RequestContextMiddleware, record_error
 from .http.request_ids import with_request_id
 from .http.rules import HttpRules
 from .http.server_endpoints import ServerEndpoints
-from .http.uvicorn_cycle import cycle_of
 from .metadata import ServerInfo
 from .openai.embeddings import EncoderRoutes
 from .openai.routes import OpenAIRoutes
@@ -48,9 +47,6 @@ Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
 _KNOWN_PATHS = 256
 _LONGEST_KNOWN = 256
 """Paths whose routes are remembered: how many, and up to what length."""
-
-_PROMPT = "/infer"
-"""What these paths end with needs no task unless it says so."""
 
 _CLIENT_LEFT = 499
 """What nginx logs for it; nobody receives it."""
@@ -107,14 +103,14 @@ class PostRouter:
         self._find = lru_cache(_KNOWN_PATHS)(self._search)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
-        if not path.endswith(_PROMPT):
-            await ensure_task()
         if scope["type"] == "http" and scope["method"] == "POST":
+            path = scope["path"]
             found = self._find(path) if len(path) < _LONGEST_KNOWN else self._search(path)
             if found is not None:
                 endpoint, scope["path_params"] = found
                 return await _answer(endpoint, scope, receive, send)
+        # FastAPI's libraries compare tasks by identity: from here on it is the real one, not an eager start's.
+        await asyncio.sleep(0)
         return await self._app(scope, receive, send)
 
     def _search(self, path: str) -> tuple[Endpoint, dict[str, Any]] | None:
@@ -141,8 +137,8 @@ async def _answer(endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
     except ClientDisconnected:
         await Response(status_code=_CLIENT_LEFT)(scope, receive, send)
     except asyncio.CancelledError as cancelled:
-        cycle, exiting = cycle_of(receive), shutdown_error(cancelled)
-        if exiting is None or (cycle is not None and cycle.response_started):
+        exiting = shutdown_error(cancelled)
+        if exiting is None or response_started(scope):
             raise
         record_error(exiting)
         await error_response(exiting, scope["path"])(scope, receive, send)
@@ -152,11 +148,8 @@ class CatchAllMiddleware:
     """Answers what nobody expected, once, and keeps the connection: the traceback is for the log.
 
     A path that ends with a slash is the one without it, for all that is asked about it: a redirect would lose the body.
-    Those of v2 are not, as Triton has it. What it runs may be begun outside of any task: who needs one waits for it
-    (`ensure_task`).
+    Those of v2 are not, as Triton has it.
     """
-
-    begins_at_once = True
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

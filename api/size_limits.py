@@ -5,6 +5,9 @@ from ..core.errors import InvalidArgument
 MAX_RAW_BYTES = 32 * 1024 * 1024
 """Bytes of a request's raw tensors, over HTTP and gRPC alike, unless a flag says otherwise."""
 
+BODY_TIMEOUT = 60.0
+"""Seconds of silence within a request's body after which it is given up, unless a flag says otherwise."""
+
 _HINT = "Use --http-max-input-size to increase the limit."
 _RAW_HINT = "Use --max-raw-input-size to increase the limit."
 

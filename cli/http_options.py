@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-BODY_TIMEOUT = 60.0
+from ..api.size_limits import BODY_TIMEOUT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

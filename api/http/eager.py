@@ -1,23 +1,21 @@
-"""Awaitables that are begun at once, without the event loop: what needs not wait needs no task, and not to be watched.
+"""Coroutines that start in the caller's turn of the event loop: a request that never waits needs no task of its own.
 
-Knows nothing of what is awaited.
+Python 3.12 has tasks that start eagerly; this is the same for 3.11. Knows nothing of HTTP.
 """
 
 import asyncio
+import contextvars
+from asyncio.tasks import _enter_task, _leave_task
 from collections.abc import Coroutine, Generator
-from types import coroutine
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-
-_TASK = object()
-"""What one waits for who waits for a task."""
 
 
 class EagerAwaitable(Generic[T]):
     """A coroutine, run until it waits for the first time, or to its end. Raises what it raises.
 
-    Unless it is `done` it must be awaited: by the same task, or by a new one if it was begun in none.
+    Unless it is `done` it must be awaited, by one task.
     """
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:
@@ -30,8 +28,6 @@ class EagerAwaitable(Generic[T]):
             self._result, self.done = end.value, True
 
     def __await__(self) -> Generator[Any, Any, T]:
-        if not self.done and self._waits_for is _TASK:
-            self._step(self._work.send, None)
         while not self.done:
             try:
                 sent = yield self._waits_for
@@ -48,13 +44,65 @@ class EagerAwaitable(Generic[T]):
             self._result, self.done = end.value, True
 
 
-async def ensure_task() -> None:
-    """Return in a task, for what needs one: who was begun in none gets it now, from whoever awaits the
-    `EagerAwaitable`."""
-    if asyncio.current_task() is None:
-        await _ask_for_task()
+def start_eagerly(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None] | None":
+    """Run `work` until it waits for the first time; the task that goes on with it, None if it has ended.
+
+    From the beginning `work` has a current task (a stand-in for the one it may get), so timeouts and task groups work
+    in it. Called from within a task it starts as any new task does, later.
+    """
+    loop = asyncio.get_running_loop()
+    if asyncio.current_task(loop) is not None:
+        return loop.create_task(work)
+    stand_in: Any = _StandIn()
+    context = contextvars.copy_context()
+    _enter_task(loop, stand_in)  # asyncio has it for other implementations of tasks
+    try:
+        started = context.run(EagerAwaitable, work)
+    finally:
+        _leave_task(loop, stand_in)
+    if started.done:
+        return None
+    task = loop.create_task(_finish(started), context=context)
+    stand_in.replace(task)
+    return task
 
 
-@coroutine
-def _ask_for_task() -> Generator[object, None, None]:
-    yield _TASK
+async def _finish(started: EagerAwaitable[None]) -> None:
+    await started
+
+
+class _StandIn:
+    """asyncio's current task before there is one. Code that keeps it reaches the real task through it later."""
+
+    __slots__ = ("__weakref__", "_cancellations", "_task")
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[None] | None = None
+        self._cancellations: list[Any] = []
+
+    def replace(self, task: "asyncio.Task[None]") -> None:
+        self._task = task
+        for message in self._cancellations:
+            task.cancel(message)
+
+    def cancel(self, msg: Any = None) -> bool:
+        if self._task is not None:
+            return self._task.cancel(msg)
+        self._cancellations.append(msg)
+        return True
+
+    def uncancel(self) -> int:
+        if self._task is not None:
+            return self._task.uncancel()
+        if self._cancellations:
+            self._cancellations.pop()
+        return len(self._cancellations)
+
+    def cancelling(self) -> int:
+        return len(self._cancellations) if self._task is None else self._task.cancelling()
+
+    def done(self) -> bool:
+        return self._task is not None and self._task.done()
+
+    def get_name(self) -> str:
+        return "eager start" if self._task is None else self._task.get_name()

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ...cli.http_options import BODY_TIMEOUT, HttpOptions
+from ...cli.http_options import HttpOptions
 from ..header_forwarding import HeaderForwarding
 from ..restricted_apis import RequiredHeader, read_restrictions
+from ..size_limits import BODY_TIMEOUT
 from .cors import parse_allowed_origins
 
 

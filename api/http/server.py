@@ -8,16 +8,15 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable
 from typing import Any, Protocol
 
 import uvicorn
 
-from ...cli.http_options import BODY_TIMEOUT
 from ...core.errors import ServerExiting, Unavailable
+from ..size_limits import BODY_TIMEOUT
 from ..tls import KeyPair
-from .uvicorn_protocol import HttpProtocol, HttpServerState
+from .uvicorn_protocol import HttpProtocol, HttpServerState, UvicornServer, check_uvicorn
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PORTS_FAULT = (errno.EADDRINUSE, errno.EACCES)
@@ -107,9 +106,14 @@ class StopSignals:
 
 
 class HttpServer:
-    """One application on one bound socket, encrypted with `tls`, until `stop`. With `access_log`, uvicorn writes a line
-    for each of its requests as long as somebody wants to see it. `body_timeout`: seconds to wait for the next piece of
-    a request's body, after which reading it raises `BodyTimeout`."""
+    """One application on one bound socket, until `stop`.
+
+    `access_log`: uvicorn writes a line for each request while its logger wants it. `tls`: encrypt with this pair.
+    `body_timeout`: seconds to wait for the next piece of a request's body, after which reading it raises `BodyTimeout`.
+
+    Raises:
+        Unsupported: the installed uvicorn is not one that this server can use.
+    """
 
     def __init__(
         self,
@@ -119,9 +123,10 @@ class HttpServer:
         tls: KeyPair | None = None,
         body_timeout: float = BODY_TIMEOUT,
     ) -> None:
+        check_uvicorn()
         config = uvicorn.Config(
             app,
-            http=HttpProtocol if access_log else _WithoutAccessLog,
+            http=HttpProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -132,7 +137,7 @@ class HttpServer:
             ssl_keyfile=None if tls is None else tls.key,
         )
         logging.getLogger("uvicorn.error").addFilter(_QUIET_CANCEL)
-        self._server = _Uvicorn(config, body_timeout)
+        self._server = UvicornServer(config, HttpServerState(body_timeout, access_log))
         self._socket = sock
         self._serving: asyncio.Task[None] | None = None
 
@@ -155,28 +160,6 @@ class HttpServer:
                 task.cancel(ServerExiting())
         self._server.should_exit = True
         await self._serving
-
-
-class _WithoutAccessLog(HttpProtocol):
-    """uvicorn's own setting would silence the access log of every server in the process."""
-
-    tells = False
-
-
-class _Uvicorn(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, body_timeout: float) -> None:
-        super().__init__(config)
-        self.server_state = HttpServerState(body_timeout)
-        self.listening = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Signals are the composition root's."""
-        yield
 
 
 async def wait_for_first(*waits: Awaitable[Any], timeout: float | None = None) -> None:

@@ -58,7 +58,7 @@ def parse_completion(body: JsonBody, name: str) -> ParsedCompletion:
     fields = decode_body(body, CompletionBody, COMPLETION_NO_OP_VALUES)
     max_tokens = 16 if fields.max_tokens is None else fields.max_tokens
     reply = msgspec.structs.replace(
-        _response_spec(f"cmpl-{name}", fields), choices=_best_of(fields), echo=bool(fields.echo)
+        _response_spec(f"cmpl-{name}", fields), best_of=_best_of(fields), echo=bool(fields.echo)
     )
     return _parsed(reply, fields, _prompts(fields.prompt), max_tokens)
 

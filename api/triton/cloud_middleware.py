@@ -25,15 +25,11 @@ class CloudMiddleware:
             await error_response(error, "/v2")(scope, receive, send)
             return
 
-        # What is answered in place of `send`, for speed, is known by its `receive`: here each message has to be seen.
-        async def received() -> Message:
-            return await receive()
-
         async def sent(message: Message) -> None:
             await send(self._told(message))
 
         path = {"method": asked.method, "path": asked.path, "raw_path": asked.path.encode(), "query_string": b""}
-        await self._app({**scope, **path, "headers": self._headers(scope)}, received, sent)
+        await self._app({**scope, **path, "headers": self._headers(scope)}, receive, sent)
 
     def _headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         """The length of the JSON in front of raw tensors stands in the type of the body."""

@@ -25,9 +25,8 @@ from ..header_forwarding import HeaderForwarding
 from ..http import content_encoding
 from ..http.auth import tenant_of
 from ..http.connection import CancelOnDisconnect, SizeCheck, offload_if_large, receive_body, refuse_form
-from ..http.eager import EagerAwaitable, ensure_task
-from ..http.request_ids import request_id_header_line
-from ..http.uvicorn_cycle import cycle_of
+from ..http.direct import send_complete_response, take_complete_body
+from ..http.eager import EagerAwaitable
 from ..metadata import ServerInfo
 from ..single_response import read_up_to_two, supports_single_response, wants_stream
 from .infer_call import HttpInferRequest
@@ -96,8 +95,7 @@ class InferEndpoint:
         return call._replace(request=asked)
 
     async def _body(self, request: Request, headers: HeaderMap, header_length: int | None) -> bytes | bytearray:
-        check, cycle = self._check_of(header_length), cycle_of(request.receive)
-        whole = None if cycle is None else cycle.take_complete_body()
+        check, whole = self._check_of(header_length), take_complete_body(request.scope, request.receive)
         if whole is None:
             return await receive_body(request.receive, headers.get(b"content-length", b""), check)
         check(len(whole))
@@ -111,11 +109,8 @@ class InferEndpoint:
     async def _infer(self, config: ModelConfig, call: HttpInferRequest, receive: Receive) -> InferResponse:
         stream = self._gateway.infer(config.name, config.version, call.request)
         try:
-            if config.decoupled:
-                await ensure_task()
             answering = EagerAwaitable(read_up_to_two(stream))
             if not answering.done:
-                await ensure_task()
                 async with CancelOnDisconnect(receive):
                     await answering
             answers = await answering
@@ -154,8 +149,7 @@ class InferHttpResponse:
         self._head = _head(sum(map(len, parts)), header_length, encoding)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        cycle = cycle_of(receive)
-        if cycle is not None and cycle.send_complete_response(self._head + request_id_header_line(scope), self._parts):
+        if send_complete_response(scope, send, self._head, self._parts):
             return
         headers = [tuple(line.split(b": ", 1)) for line in self._head.split(b"\r\n")[:-1]]
         await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -39,8 +39,8 @@ def understood(*words: str) -> dict[str, Any]:
 def test_a_whole_command_line_is_understood() -> None:
     told = understood(*WHOLE.split())
     triton, server, repository = told["triton"], told["server"], told["repository"]
-    triton.refused.check()
-    assert triton.idle.given == [
+    triton.unsupported.check()
+    assert triton.ignored.given == [
         "--backend-directory",
         "--model-load-thread-count",
         "--http-thread-count",
@@ -55,10 +55,10 @@ def test_a_whole_command_line_is_understood() -> None:
     ]
     assert (server.strict_readiness, server.log_info, server.log_verbose) == ("false", "true", 1)
     assert [str(path) for path in repository.model_repository] == ["/models"]
-    served = triton.former.repository(repository)
+    served = triton.renamed.apply_to_repository(repository)
     assert served.disable_auto_complete_config
     assert served.cache_config == ("local,size=1048576",)
-    traces = parse_trace_config(triton.former.server(server).trace_config)
+    traces = parse_trace_config(triton.renamed.apply_to_server(server).trace_config)
     assert (traces.trace_file, traces.trace_level, traces.trace_rate) == ("/tmp/trace.json", ("TIMESTAMPS",), 50)
 
 
@@ -71,7 +71,7 @@ def test_without_former_names_nothing_changes() -> None:
 @pytest.mark.parametrize("words", ["--model-namespacing=True", "--rate-limit=execution_count"])
 def test_what_is_not_served_is_refused_by_its_flag(words: str) -> None:
     with pytest.raises(CharoniaError, match=f"^{words.partition('=')[0]} .* is not served"):
-        understood(words)["triton"].refused.check()
+        understood(words)["triton"].unsupported.check()
 
 
 @pytest.mark.parametrize("word", ["--log-info=maybe", "--log-verbose=much", "--rate-limit=on"])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from charonia.api.http.chunk_limits import MAX_CHUNKS
+from charonia.api.http.request_head import MAX_CHUNKS
 
 TEXT = b'{"error":"Chunked request body exceeds maximum of 65536 non-empty chunks. Send fewer or larger HTTP chunks."}'
 

@@ -1,10 +1,12 @@
 """A coroutine that was begun goes on like any other."""
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
-from charonia.api.http.eager import EagerAwaitable, ensure_task
+from charonia.api.http.eager import EagerAwaitable, start_eagerly
 
 
 async def test_what_does_not_wait_is_done_at_once() -> None:
@@ -87,25 +89,87 @@ async def test_errors_of_what_it_waits_for_may_be_caught() -> None:
     assert await EagerAwaitable(work()) == "caught"
 
 
-async def test_who_needs_a_task_gets_one() -> None:
-    tasks = []
+async def started(work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+    """As a protocol does it, in no task."""
+    result: asyncio.Future[asyncio.Task[None] | None] = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_soon(lambda: result.set_result(start_eagerly(work)))
+    return await result
 
-    async def work() -> str:
-        await ensure_task()
-        tasks.append(asyncio.current_task())
-        async with asyncio.timeout(60):
-            await asyncio.sleep(0)
-        return "ended"
 
-    async def rest(begun: EagerAwaitable[str]) -> str:
-        return await begun
+async def test_a_start_that_never_waits_makes_no_task() -> None:
+    done = []
 
-    made: asyncio.Future[asyncio.Task[str]] = asyncio.get_running_loop().create_future()
+    async def work() -> None:
+        done.append(asyncio.current_task())
 
-    def outside() -> None:
-        made.set_result(asyncio.create_task(rest(EagerAwaitable(work()))))
+    assert await started(work()) is None
+    assert done[0] is not None
 
-    asyncio.get_running_loop().call_soon(outside)
-    task = await made
-    assert await task == "ended"
-    assert tasks == [task]
+
+@pytest.mark.parametrize("seconds", [0.001, 60])
+async def test_a_timeout_that_begins_before_there_is_a_task_ends_it(seconds: float) -> None:
+    ended = []
+
+    async def work() -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await asyncio.sleep(0.05)
+            ended.append("in time")
+        except TimeoutError:
+            ended.append("late")
+        assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
+
+    task = await started(work())
+    assert task is not None
+    await task
+    assert ended == ["late" if seconds < 1 else "in time"]
+
+
+async def test_a_task_group_that_begins_before_there_is_a_task() -> None:
+    async def fail() -> None:
+        raise ValueError("x")
+
+    caught = []
+
+    async def work() -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(fail())
+                await asyncio.sleep(60)
+        except* ValueError:
+            caught.append(True)
+
+    task = await started(work())
+    assert task is not None
+    await task
+    assert caught
+    assert task.cancelling() == 0
+
+
+async def test_cancelled_before_there_is_a_task() -> None:
+    async def work() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        task.cancel()
+        task.uncancel()
+        assert task.cancelling() == 1
+        await asyncio.sleep(60)
+
+    task = await started(work())
+    assert task is not None
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_within_a_task_it_starts_as_any_task_does() -> None:
+    begun = []
+
+    async def work() -> None:
+        begun.append(1)
+
+    task = start_eagerly(work())
+    assert task is not None
+    assert not begun
+    await task
+    assert begun

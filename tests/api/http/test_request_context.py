@@ -40,7 +40,7 @@ async def keyed(gateway: Any) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def ends(gateway: Any) -> list[tuple[str, str, str, str]]:
-    return [(each.door, each.tenant, each.end.outcome.value, each.end.reason) for each in gateway.exchanges]
+    return [(each.endpoint, each.tenant, each.end.outcome.value, each.end.reason) for each in gateway.exchanges]
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from charonia.api.http.eager import ensure_task
+from charonia.api.http.direct import add_response_header, send_complete_response, take_complete_body
 from charonia.api.http.error_responses import BodyTimeout, error_response
-from charonia.api.http.uvicorn_cycle import cycle_of
-from charonia.api.http.uvicorn_protocol import HttpProtocol, HttpServerState
+from charonia.api.http.uvicorn_protocol import HttpProtocol, HttpServerState, check_uvicorn
+from charonia.core.errors import Unsupported
 
 HEAD = b"x-one: 1\r\ncontent-length: 4\r\n"
 
@@ -52,7 +53,6 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.timers: list[tuple[float, Callable[[], None], asyncio.TimerHandle]] = []
-        self.create_task = asyncio.get_running_loop().create_task
 
     def time(self) -> float:
         return self.now
@@ -74,8 +74,6 @@ class Clock:
 class App:
     """Answers with the body, as soon as it may."""
 
-    begins_at_once = True
-
     def __init__(self) -> None:
         self.scopes: list[Any] = []
         self.tasks: list[Any] = []
@@ -83,17 +81,14 @@ class App:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.scopes.append(scope)
-        self.tasks.append(asyncio.current_task())
-        cycle = cycle_of(receive)
-        assert cycle is not None
-        body = cycle.take_complete_body()
+        body = take_complete_body(scope, receive)
         if body is None:
             body = await body_of(receive)
         if self.gate is not None:
-            await ensure_task()
+            async with asyncio.timeout(60):
+                await self.gate.wait()
             self.tasks.append(asyncio.current_task())
-            await self.gate.wait()
-        if not cycle.send_complete_response(HEAD, (body[:2], memoryview(body)[2:])):
+        if not send_complete_response(scope, send, HEAD, (body[:2], memoryview(body)[2:])):
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
             await send({"type": "http.response.body", "body": body})
 
@@ -144,7 +139,6 @@ async def test_what_does_not_wait_is_answered_in_place() -> None:
     connection = Connection(app)
     await connection.send(request(b"abcd", b"X-Y: z"))
     assert connection.transport.written == b"HTTP/1.1 200 OK\r\n" + HEAD + b"\r\nabcd"
-    assert app.tasks == [None]
     assert not connection.tasks
     [scope] = app.scopes
     assert (scope["method"], scope["path"], scope["raw_path"]) == ("POST", "/a b", b"/a%20b")
@@ -159,9 +153,9 @@ async def test_what_waits_becomes_a_task_that_is_known_and_can_be_cancelled() ->
     await connection.send(request(b"abcd"), request(b"efgh"))
     assert not connection.answers
     [task] = connection.tasks
-    assert app.tasks == [None, task]
     app.gate.set()
     await turns()
+    assert app.tasks[0] is task
     assert connection.answers == [b"abcd", b"efgh"]
     assert not connection.tasks
 
@@ -344,17 +338,67 @@ async def test_a_request_leaves_nothing_for_the_garbage_collector(waits: bool) -
 @pytest.mark.parametrize("end", ["eof_received", "shutdown"])
 async def test_an_answer_that_waits_for_others_leaves_before_the_connection_ends(end: str) -> None:
     connection = Connection(App())
-    connection.protocol.data_received(request(b"abcd"))
-    assert not connection.answers
-    getattr(connection.protocol, end)()
+    asyncio.get_running_loop().call_soon(connection.protocol.data_received, request(b"abcd"))
+    asyncio.get_running_loop().call_soon(getattr(connection.protocol, end))
+    await asyncio.sleep(0)
     assert connection.answers == [b"abcd"]
     assert connection.transport.closed == (end == "shutdown")
 
 
 async def test_no_refusal_overtakes_an_answer() -> None:
     connection = Connection(App())
-    connection.protocol.data_received(request(b"abcd"))
-    connection.protocol.data_received(b"this is no request\r\n\r\n")
+    await connection.send(request(b"abcd"), b"this is no request\r\n\r\n")
     first, _, second = connection.transport.written.rpartition(b"HTTP/1.1 ")
     assert first.endswith(b"abcd")
     assert second.startswith(b"400 ")
+
+
+@pytest.mark.parametrize("wrapped", ["send", "receive"])
+async def test_middleware_that_replaces_a_channel_sees_every_message(wrapped: str) -> None:
+    app, seen = App(), []
+
+    async def middleware(scope: Any, receive: Any, send: Any) -> None:
+        async def watched_send(message: Any) -> None:
+            seen.append(message["type"])
+            await send(message)
+
+        async def watched_receive() -> Any:
+            message = await receive()
+            seen.append(message["type"])
+            return message
+
+        if wrapped == "send":
+            await app(scope, receive, watched_send)
+        else:
+            await app(scope, watched_receive, send)
+
+    connection = Connection(middleware)
+    await connection.send(request(b"abcd"))
+    assert connection.answers == [b"abcd"]
+    expected = {"send": ["http.response.start", "http.response.body"], "receive": ["http.request"]}
+    assert seen == expected[wrapped]
+
+
+@pytest.mark.parametrize("under_another", [False, True])
+async def test_a_header_that_middleware_adds_is_in_a_complete_response_too(under_another: bool) -> None:
+    app = App()
+
+    async def middleware(scope: Any, receive: Any, send: Any) -> None:
+        async def other(message: Any) -> None:
+            await send(message)
+
+        await app(scope, receive, add_response_header(scope, other if under_another else send, b"x-two", b"2"))
+
+    connection = Connection(middleware)
+    await connection.send(request(b"abcd"))
+    assert b"x-two: 2\r\n" in connection.transport.written
+    assert connection.answers == [b"abcd"]
+    assert (b"x-one: 1" in connection.transport.written) != under_another
+
+
+def test_an_unknown_uvicorn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_uvicorn()
+    monkeypatch.delattr(HttpToolsProtocol, "on_response_complete")
+    monkeypatch.setattr(RequestResponseCycle, "__init__", lambda self, scope: None)
+    with pytest.raises(Unsupported, match=r"HttpToolsProtocol.on_response_complete.*the constructor of Request"):
+        check_uvicorn()

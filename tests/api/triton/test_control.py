@@ -224,7 +224,7 @@ async def test_setting_errors(client: httpx.AsyncClient, path: str, body: Any, s
 
 
 async def test_regions_come_and_go(gateway: Any, shared_memory: str) -> None:
-    gateway.commons = SharedState(shared_memory=SharedMemoryRegistry(allowed=True))
+    gateway.shared_state = SharedState(shared_memory=SharedMemoryRegistry(allowed=True))
     region = f"{SYSTEM}/region/r"
     async with door(gateway) as client:
         assert (await client.get(f"{SYSTEM}/status")).json() == []
@@ -293,7 +293,7 @@ MEMORY_ERRORS = [
 
 @pytest.mark.parametrize(("method", "path", "body", "status", "text"), MEMORY_ERRORS)
 async def test_memory_errors(gateway: Any, method: str, path: str, body: Any, status: int, text: str) -> None:
-    gateway.commons = SharedState(shared_memory=SharedMemoryRegistry(allowed=True))
+    gateway.shared_state = SharedState(shared_memory=SharedMemoryRegistry(allowed=True))
     async with door(gateway) as client:
         response = await client.request(method, path, json=body)
     assert (response.status_code, response.json()) == (status, {"error": text})

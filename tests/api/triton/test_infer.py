@@ -244,7 +244,7 @@ async def test_unknown_encoding(client: httpx.AsyncClient) -> None:
 async def test_tensors_in_lent_memory(client: httpx.AsyncClient, answered: Any, shared_memory: str) -> None:
     regions: SharedMemoryRegistry = SharedMemoryRegistry(allowed=True)
     regions.register("r", shared_memory, 0, 4096)
-    object.__setattr__(answered.commons, "regions", regions)
+    object.__setattr__(answered.shared_state, "shared_memory", regions)
     app = build_app(answered, ServerInfo(max_input_size=2000))
     there = {"shared_memory_region": "r", "shared_memory_byte_size": 8}
     request = {

@@ -131,7 +131,7 @@ async def test_what_means_nothing_is_not_read(client: httpx.AsyncClient, path: s
 
 
 async def test_token_ids_are_bounded_by_themselves(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("charonia.api.openai.json_body.MOST_IDS", LONG - 100)
+    monkeypatch.setattr("charonia.api.openai.json_body.MAX_IDS", LONG - 100)
     answer = await client.post(TEXT, json={"model": "llm", "prompt": [1] * LONG})
     assert "prompt: a list or an object in the request has more than 39900 values" in error(answer)
 

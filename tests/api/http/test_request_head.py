@@ -11,7 +11,7 @@ import pytest
 
 from charonia.api.api_keys import Keyring, Tenant
 from charonia.api.app import all_routes, build_app
-from charonia.api.http.protocol_errors import MAX_HEAD_BYTES, MAX_HEADERS
+from charonia.api.http.request_head import MAX_HEAD_BYTES, MAX_HEADERS
 from charonia.api.http.rules import HttpRules, parse_http_rules
 from charonia.api.http.server import HttpServer
 from charonia.api.metadata import ServerInfo

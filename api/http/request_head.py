@@ -1,0 +1,98 @@
+"""The head of an HTTP request: its limits, its target, the offers in it that are not taken up, and refusals of it.
+
+Everything here happens below ASGI and knows neither uvicorn nor applications.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from http import HTTPStatus
+from typing import NamedTuple
+from urllib.parse import unquote
+
+from httptools import parse_url
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Of a request's head, and of the trailers and chunk extensions of its body."""
+MAX_HEADERS = 128
+MAX_CHUNKS = 65536
+"""Chunks of a request's body that are not empty, as many as tritonserver takes."""
+
+_CACHED_TARGETS = 256
+_LONGEST_CACHED_TARGET = 256
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_UPGRADE_TOKENS = {b"upgrade", b"http2-settings"}
+
+
+class HttpProtocolError(Exception):
+    """Raised in callbacks of the parser: the bytes become no request, and are answered with `status`.
+
+    `client_still_sends`: the connection stays open for a while, or the client would lose the answer.
+    """
+
+    def __init__(self, status: HTTPStatus, text: str, client_still_sends: bool = False) -> None:
+        super().__init__(text)
+        self.status, self.text, self.client_still_sends = status, text, client_still_sends
+
+    def answer(self, status_line: bytes) -> bytes:
+        """The whole response: JSON, after which the connection closes."""
+        body = json.dumps({"error": self.text}, separators=(",", ":")).encode()
+        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+        return status_line + head + body
+
+
+def head_too_large() -> HttpProtocolError:
+    text = f"the request's head exceeds the maximum of {MAX_HEAD_BYTES} bytes or {MAX_HEADERS} headers"
+    return HttpProtocolError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text, client_still_sends=True)
+
+
+def too_many_chunks() -> HttpProtocolError:
+    text = f"Chunked request body exceeds maximum of {MAX_CHUNKS} non-empty chunks. Send fewer or larger HTTP chunks."
+    return HttpProtocolError(HTTPStatus.BAD_REQUEST, text, client_still_sends=True)
+
+
+def head_size(url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> int:
+    """Bytes of a request's head, but for its method and version."""
+    return len(url) + sum(len(name) + len(value) + 4 for name, value in headers)
+
+
+class RequestTarget(NamedTuple):
+    """The target of a request line, as ASGI scopes have it."""
+
+    path: str
+    raw_path: bytes
+    query: bytes
+
+
+def parse_target(url: bytes) -> RequestTarget:
+    """Short targets are parsed once: clients ask for the same few.
+
+    Raises:
+        HttpProtocolError: the path has an escaped control character. No path served here has one, and to many a
+            pattern a line break is an end.
+    """
+    return _parse_cached(url) if len(url) < _LONGEST_CACHED_TARGET else _parse(url)
+
+
+def _parse(url: bytes) -> RequestTarget:
+    parsed = parse_url(url)
+    path = parsed.path.decode("ascii")
+    if "%" in path:
+        path = unquote(path)
+        if _CONTROL_CHARACTER.search(path):
+            raise HttpProtocolError(HTTPStatus.BAD_REQUEST, "the path has a control character in it")
+    return RequestTarget(path, parsed.path, parsed.query or b"")
+
+
+_parse_cached = lru_cache(_CACHED_TARGETS)(_parse)
+
+
+def without_upgrade(headers: Sequence[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
+    """The headers of a request without its offer to speak another protocol."""
+    for name, value in headers:
+        if name == b"connection":
+            tokens = [token.strip() for token in value.split(b",")]
+            yield name, b", ".join(token for token in tokens if token.lower() not in _UPGRADE_TOKENS)
+        elif name not in _UPGRADE_TOKENS:
+            yield name, value
