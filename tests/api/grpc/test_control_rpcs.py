@@ -163,7 +163,7 @@ async def test_shared_memory_is_off_by_default(stub: Any) -> None:
 
 
 async def test_shared_memory(stub: Any, gateway: Any, shared_memory: str) -> None:
-    gateway.commons = SharedState(shared_memory=SharedMemoryRegistry(allowed=True))
+    gateway.shared_state = SharedState(shared_memory=SharedMemoryRegistry(allowed=True))
     register = pb.SystemSharedMemoryRegisterRequest(name="a", key=shared_memory, offset=8, byte_size=100)
     await stub.SystemSharedMemoryRegister(register)
     assert await refused(stub.SystemSharedMemoryRegister(register)) == (
@@ -188,7 +188,7 @@ async def test_shared_memory(stub: Any, gateway: Any, shared_memory: str) -> Non
 
 
 async def test_memory_of_gpus(stub: Any, gateway: Any) -> None:
-    gateway.commons = SharedState(shared_memory=SharedMemoryRegistry(allowed=True))
+    gateway.shared_state = SharedState(shared_memory=SharedMemoryRegistry(allowed=True))
     assert await refused(stub.CudaSharedMemoryRegister(pb.CudaSharedMemoryRegisterRequest(name="g"))) == (
         StatusCode.INVALID_ARGUMENT,
         "failed to register CUDA shared memory region: 'g', GPUs not supported",
@@ -210,7 +210,7 @@ def trace_request(model: str = "", **settings: list[str]) -> Any:
 
 
 async def test_trace_settings(stub: Any, gateway: Any) -> None:
-    gateway.commons = SharedState(traces=TraceControl(TraceSettings(trace_file="t.json")))
+    gateway.shared_state = SharedState(traces=TraceControl(TraceSettings(trace_file="t.json")))
     defaults = {
         "trace_level": ["OFF"],
         "trace_rate": ["1000"],
@@ -267,7 +267,7 @@ def logged(said: Any) -> dict[str, Any]:
 
 async def test_log_settings(stub: Any, gateway: Any) -> None:
     made: list[LogSettings] = []
-    gateway.commons = SharedState(logs=LogControl(LogSettings(), made.append))
+    gateway.shared_state = SharedState(logs=LogControl(LogSettings(), made.append))
     defaults = {
         "log_file": "",
         "log_info": True,
@@ -303,4 +303,4 @@ async def test_wrong_log_settings(
     stub: Any, gateway: Any, settings: dict[str, Any], code: StatusCode, text: str
 ) -> None:
     assert await refused(stub.LogSettings(log_request(**settings))) == (code, text)
-    assert gateway.commons.logs.settings == LogSettings()
+    assert gateway.shared_state.logs.settings == LogSettings()

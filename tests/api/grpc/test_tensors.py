@@ -105,9 +105,9 @@ def test_lent_tensors_come_back(shared_memory: str, tensor: Tensor, offset: int)
     described = {"name": "T", "datatype": tensor.datatype, "shape": tensor.shape, "parameters": place}
     wanted = {"name": "T", "parameters": memory(region="out", offset=offset, byte_size=1000)}
     call = read(pb.ModelInferRequest(inputs=[described], outputs=[wanted]), regions)
-    assert same(call.asked.inputs["T"], tensor)
+    assert same(call.request.inputs["T"], tensor)
     regions.unregister()  # what is in use stays
-    answer = write_response(MODEL, "", InferResponse((call.asked.inputs["T"],)), call.wanted)
+    answer = write_response(MODEL, "", InferResponse((call.request.inputs["T"],)), call.requested)
     assert list(answer.raw_output_contents) == [b""]
     regions.register("out", shared_memory, 2000, 2000)
     assert bytes(regions.view(SharedMemorySlice("out", offset, len(raw)))) == raw
@@ -200,14 +200,14 @@ def test_lent_memory_and_raw_contents_side_by_side(shared_memory: str) -> None:
     message = pb.ModelInferRequest(
         inputs=[INPUT, lent, INPUT | {"name": "U"}], raw_input_contents=[b"\1" * 8, b"\2" * 8]
     )
-    inputs = read(message, regions).asked.inputs
+    inputs = read(message, regions).request.inputs
     assert [inputs[name].data.tobytes() for name in "TLU"] == [b"\1" * 8, bytes(8), b"\2" * 8]
     assert not inputs["L"].data.flags.writeable, "what a model reads is the client's"
 
 
 def answered(tensor: Tensor, wanted: dict[str, Any], regions: SharedMemoryRegistry, config: ModelConfig = MODEL) -> Any:
     call = read(pb.ModelInferRequest(outputs=[{"name": "T", "parameters": wanted}]), regions)
-    return write_response(config, "", InferResponse((tensor,)), call.wanted)
+    return write_response(config, "", InferResponse((tensor,)), call.requested)
 
 
 def test_an_output_too_large_for_its_place(shared_memory: str) -> None:

@@ -48,7 +48,7 @@ def _both(message: Any) -> tuple[Any, Any]:
 
 def _all(call: Any) -> Any:
     async def decode() -> Any:
-        return {**call.asked.inputs, **{name: await each() for name, each in call.later.items()}}
+        return {**call.request.inputs, **{name: await each() for name, each in call.deferred.items()}}
 
     return asyncio.run(decode())
 

@@ -68,7 +68,7 @@ def encoders(gateway: Any) -> None:
             raise NotFound(f"Request for unknown model: '{name}' is not found")
         return CONFIGS[name]
 
-    gateway.infer, gateway.model = infer, model
+    gateway.infer, gateway.model_config = infer, model
 
 
 async def embed(client: httpx.AsyncClient, given: Any, **fields: Any) -> httpx.Response:
