@@ -25,7 +25,7 @@ class RequestLogFields(NamedTuple):
     """What is logged of a request: each field is an attribute of the `logging` record too.
 
     Tokens are those of all answers, `choices` of them. Times that never came, and what was never counted, are None.
-    `x_request_id`: what the header of that name says, unless `as_request_id` ends with it.
+    `x_request_id`: what the header of that name says, unless `request_id` ends with it.
     """
 
     request_id: str

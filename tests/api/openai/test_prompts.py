@@ -92,7 +92,7 @@ async def test_the_best_of_several(client: httpx.AsyncClient, gateway: Any) -> N
     gateway.chosen = {0: -3.0, 1: -1.0, 2: -2.0, 3: -1.0}
     asked = PROMPT | {"prompt": ["a", "b"], "best_of": 4, "n": 3, "logprobs": 0}
     body = await answer(client, TEXT, asked)
-    assert [(request.prompt, request.choice, request.choices) for request in gateway.asked] == [
+    assert [(request.prompt, request.choice, request.choice_count) for request in gateway.asked] == [
         (prompt, choice, 4) for prompt in "ab" for choice in range(4)
     ]
     assert [choice["index"] for choice in body["choices"]] == list(range(6))

@@ -32,7 +32,7 @@ async def test_detokenize(client: httpx.AsyncClient) -> None:
 
 
 async def test_no_model_yet(client: httpx.AsyncClient, gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway, "models", list)
+    monkeypatch.setattr(gateway, "model_configs", list)
     assert (await client.post(TOKENIZE, json={"prompt": "hi"})).status_code == 400
     gateway.is_ready = False
     answer = await client.post(TOKENIZE, json={"prompt": "hi"})

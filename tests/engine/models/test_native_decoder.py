@@ -75,6 +75,6 @@ def test_a_program_changes_no_bit(
         torch.set_num_threads(before)
     assert runs == (0 if name in SPARSE else 4)
     assert whole(decoder) == (name not in SPARSE, name not in (*SPARSE, "gemma2"))
-    monkeypatch.setattr(NativeDecoder, "_recorded", lambda *_: None)
+    monkeypatch.setattr(NativeDecoder, "_traced_program", lambda *_: None)
     one_by_one = spoken(decoder, attention)
     assert all(torch.equal(a, b) for a, b in zip(by_program, one_by_one, strict=True))
