@@ -1,4 +1,4 @@
-"""What a decoder is built for: a rank's share of the model, and the device, dtype and lengths it computes with."""
+"""The context that a rank's decoder is built in: its share of the model, its device, dtype and longest sequence."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,25 +8,25 @@ import torch
 from torch import Tensor
 
 from .model_spec import DecoderShape
-from .pipeline_stage import PipelineStage
+from .partition import PipelineStage
 from .tensor_group import SingleRank, TensorGroup, kv_head_slice, rank_slice
 
 
 class PipelineLink(Protocol):
-    """The stages before and after this one: hidden states [N, hidden] of one step after the other, in the model's
-    dtype. All ranks of a stage have the same; what one sends, the one with its place in the next stage receives."""
+    """The link to the stages before and after this one: it carries the hidden states [N, hidden] of one step after the
+    other, in the model's dtype. All ranks of a stage have the same states; each sends to the rank of its own number in
+    the next stage."""
 
     def receive(self, into: Tensor) -> None:
-        """Fill `into` with what the stage before sent for this step. Waits for it."""
+        """Wait for the states that the stage before sends for this step, and fill `into` with them."""
 
     def send(self, x: Tensor) -> None:
-        """Hand `x`, contiguous, to the stage after. It is the pipe's from now on: nobody writes to it any more."""
+        """Hand `x`, contiguous, to the stage after. It belongs to the link then: the caller must not write to it."""
 
 
 class Shard(NamedTuple):
-    """A rank's share of a model: of every layer its slice among `group`, of all layers those of `stage`.
-
-    `pipe` is None where there is one stage. One rank alone is the plain case."""
+    """A rank's share of a model: its slice of every layer among `group`, and the layers of its `stage`. `link` is None
+    where there is one stage. The default is the whole model."""
 
     group: TensorGroup = SingleRank()
     stage: PipelineStage = PipelineStage()
@@ -37,7 +37,7 @@ class Shard(NamedTuple):
         return self.group.size * self.stage.count == 1
 
     def local_shape(self, shape: DecoderShape) -> DecoderShape:
-        """What of a whole model's `shape` this rank's attention has: heads, key/value heads, and layers."""
+        """The `shape` of a whole model cut to this rank: its heads, key/value heads and layers."""
         heads, kv_heads = rank_slice(shape.heads, self.group), kv_head_slice(shape.kv_heads, self.group)
         layers = self.stage.layers(len(shape.attention))
         return replace(
@@ -49,10 +49,10 @@ class Shard(NamedTuple):
 
 
 class BuildContext(NamedTuple):
-    """This rank's device and share, for sequences of at most `positions` tokens.
+    """A rank's device and shard, for sequences of at most `max_positions` tokens.
 
-    `progress` is told the fraction of the rank's bytes read so far. `quantized`: its matrices become int8.
-    `whole_experts`: of a mixture it has some experts whole, instead of a slice of each."""
+    `progress` is called with the fraction of the rank's bytes read so far. `quantized`: matrices become int8 while they
+    are loaded. `whole_experts`: the rank has some experts of a mixture whole, instead of a slice of each."""
 
     dtype: torch.dtype
     device: torch.device

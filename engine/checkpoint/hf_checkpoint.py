@@ -1,6 +1,6 @@
-"""A Hugging Face checkpoint directory as the engine sees it: where it lies and what its config.json says.
+"""A Hugging Face checkpoint: its directory and its config.json.
 
-Imports no torch; `weights.py` reads the tensors, and `tokenization/` what concerns text.
+Imports no torch; `weights.py` reads the tensors, and `tokenization/` the files about text.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,8 @@ from .weight_files import SAFETENSORS_FILES, TORCH_FILES
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An opened checkpoint; `config` is its config.json, or what that says of the `text_config` of more."""
+    """An opened checkpoint. `config`: its config.json, or that of its text part where the model takes images too, which
+    `language_part` tells."""
 
     directory: Path
     config: Mapping[str, Any]
@@ -25,12 +26,12 @@ class Checkpoint:
 
     @property
     def where(self) -> str:
-        """Names config.json in errors."""
+        """The path of config.json, for errors."""
         return str(self.directory / "config.json")
 
     @property
     def spec(self) -> ModelSpec:
-        """The numbers of an architecture that we have a file for.
+        """The model in numbers; its architecture is one of `engine/models`.
 
         Raises:
             CheckpointError: a field is missing or has a value that is not supported.

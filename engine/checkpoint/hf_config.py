@@ -1,4 +1,4 @@
-"""A parsed config.json, as each architecture writes it, read into a ModelSpec. Knows nothing of tensors or files."""
+"""Reads a parsed config.json of any supported architecture into a `ModelSpec`. Knows nothing of tensors or files."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -19,29 +19,29 @@ from .model_spec import (
 
 
 def read_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
-    """The spec in a parsed config.json; `where` names the file in errors.
+    """The spec of a parsed config.json; `where` is its path, for errors.
 
     Reads both the fields transformers 5 writes (`rope_parameters`, `dtype`) and the older ones (`rope_scaling`,
     `rope_theta`, `torch_dtype`).
 
     Raises:
         CheckpointError: a field is missing or has a value that is not supported.
-        UnknownVariant: it asks for something that none of our own files computes.
+        UnsupportedVariant: it asks for something that none of our own files computes.
     """
     architecture = _Fields(config, where).architecture()
-    dialect = _ARCHITECTURES.get(architecture, _LLAMA_DEFAULTS)
-    fields = _Fields({**dialect.absent, **config}, where)
+    defaults = _ARCHITECTURES.get(architecture, _LLAMA_DEFAULTS)
+    fields = _Fields({**defaults.absent, **config}, where)
     try:
         fields.refuse_unsupported()
-        return _spec(architecture, fields, dialect)
+        return _spec(architecture, fields, defaults)
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         raise fields.error(f"a field has a value of the wrong kind: {error}") from error
 
 
-def _spec(architecture: str, fields: "_Fields", dialect: "_ArchitectureDefaults") -> ModelSpec:
+def _spec(architecture: str, fields: "_Fields", defaults: "_ArchitectureDefaults") -> ModelSpec:
     heads, hidden = fields.number("num_attention_heads"), fields.number("hidden_size")
     head_dim = fields.number("head_dim", hidden // heads)
-    rope = fields.rope("full_attention", dialect, head_dim)
+    rope = fields.rope("full_attention", defaults, head_dim)
     return ModelSpec(
         architecture=architecture,
         vocab_size=fields.number("vocab_size"),
@@ -50,10 +50,10 @@ def _spec(architecture: str, fields: "_Fields", dialect: "_ArchitectureDefaults"
         heads=heads,
         kv_heads=fields.number("num_key_value_heads", heads),
         head_dim=head_dim,
-        attention=fields.views(dialect.slides),
+        attention=fields.attention(defaults.slides),
         norm_eps=fields.real("rms_norm_eps") or 1e-6,
         rope=rope,
-        local_rope=fields.rope("sliding_attention", dialect, head_dim),
+        local_rope=fields.rope("sliding_attention", defaults, head_dim),
         max_position=fields.max_position(rope),
         tied_embeddings=fields.flag("tie_word_embeddings"),
         attention_bias=fields.flag("attention_bias"),
@@ -66,7 +66,7 @@ def _spec(architecture: str, fields: "_Fields", dialect: "_ArchitectureDefaults"
 
 
 class _Fields(NamedTuple):
-    """config.json's fields, checked while they are read."""
+    """The fields of config.json, checked while they are read."""
 
     config: Mapping[str, Any]
     where: str
@@ -114,39 +114,39 @@ class _Fields(NamedTuple):
             raise self.unknown(f"hidden_act {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
         return name
 
-    def views(self, slides: "SlidingRule") -> tuple[LayerAttention, ...]:
+    def attention(self, slides: "SlidingRule") -> tuple[LayerAttention, ...]:
         scalar = self.real("query_pre_attn_scalar")
-        far = LayerAttention(None, scalar and scalar**-0.5, self.real("attn_logit_softcapping"))
+        full = LayerAttention(None, scalar and scalar**-0.5, self.real("attn_logit_softcapping"))
         layers, types = range(self.number("num_hidden_layers")), self.config.get("layer_types")
         if types and len(types) != len(layers):
             raise self.error(f"layer_types must have one for each of {len(layers)} layers, got {types}")
         if types and not LAYER_TYPES.issuperset(types):
             raise self.unknown(f"layer_types must say of every layer {' or '.join(sorted(LAYER_TYPES))}, got {types}")
         if self.config.get("sliding_window") is None:
-            return (far,) * len(layers)
-        near = far._replace(window=self.number("sliding_window"))
-        return tuple(near if slides(self.config, layer) else far for layer in layers)
+            return (full,) * len(layers)
+        sliding = full._replace(window=self.number("sliding_window"))
+        return tuple(sliding if slides(self.config, layer) else full for layer in layers)
 
     def max_position(self, rope: RopeSpec) -> int:
-        """Yarn's recipes name the length before scaling, and often leave max_position_embeddings at that."""
+        """The longest sequence. Yarn's recipes often leave max_position_embeddings at the length before scaling."""
         written = self.number("max_position_embeddings", 2048)
         return max(written, int(rope.original_max_position * rope.factor)) if rope.kind == "yarn" else written
 
-    def rope(self, layer_type: str, dialect: "_ArchitectureDefaults", head_dim: int) -> RopeSpec:
-        """The rotation of layers of this type, where types differ."""
+    def rope(self, layer_type: str, defaults: "_ArchitectureDefaults", head_dim: int) -> RopeSpec:
+        """The rotary embedding of layers of this type, where types differ."""
         values = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         theta = self.config.get("rope_theta")
         if "full_attention" in values:
             values = values.get(layer_type) or {}
         elif layer_type == "sliding_attention" and "rope_local_base_freq" in self.config:
             values, theta = {}, self.config["rope_local_base_freq"]
-        return self._rope(values, float(values.get("rope_theta") or theta or 10000.0), dialect, head_dim)
+        return self._rope(values, float(values.get("rope_theta") or theta or 10000.0), defaults, head_dim)
 
     def _rope(
-        self, values: Mapping[str, Any], theta: float, dialect: "_ArchitectureDefaults", head_dim: int
+        self, values: Mapping[str, Any], theta: float, defaults: "_ArchitectureDefaults", head_dim: int
     ) -> RopeSpec:
         kind = str(values.get("rope_type") or values.get("type") or "default")
-        kind = dialect.rope_types.get(kind, kind)
+        kind = defaults.rope_types.get(kind, kind)
         if kind not in ROPE_TYPES:
             raise self.unknown(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
         longest = self.config.get("max_position_embeddings")
@@ -161,7 +161,7 @@ class _Fields(NamedTuple):
             float(values.get("low_freq_factor") or 1.0),
             float(values.get("high_freq_factor") or 4.0),
             original,
-            self._partial_rotary_factor(values, dialect, head_dim),
+            self._partial_rotary_factor(values, defaults, head_dim),
             _attention_factor(kind, values, factor, original),
             float(values.get("beta_fast") or 32.0),
             float(values.get("beta_slow") or 1.0),
@@ -176,12 +176,12 @@ class _Fields(NamedTuple):
         return rope
 
     def _partial_rotary_factor(
-        self, values: Mapping[str, Any], dialect: "_ArchitectureDefaults", head_dim: int
+        self, values: Mapping[str, Any], defaults: "_ArchitectureDefaults", head_dim: int
     ) -> float:
         part = values.get("partial_rotary_factor", self.config.get("partial_rotary_factor"))
         part = 1.0 if part is None else float(part)
-        turned = int(head_dim * part)
-        if part != 1.0 and not (dialect.turns_parts and 0 < turned <= head_dim and turned % 2 == 0):
+        rotated = int(head_dim * part)
+        if part != 1.0 and not (defaults.partial_rotary and 0 < rotated <= head_dim and rotated % 2 == 0):
             raise self.unknown(f"partial_rotary_factor {part} of heads of {head_dim} is not supported here")
         return part
 
@@ -211,7 +211,7 @@ class _Fields(NamedTuple):
 
 
 def _attention_factor(kind: str, values: Mapping[str, Any], factor: float, original: int) -> float:
-    """As the papers have it (arXiv 2309.00071, 2402.13753), where config.json does not say."""
+    """The factor of cosines and sines, by the papers (arXiv 2309.00071, 2402.13753) where config.json leaves it out."""
     given, mscale, all_dim = (values.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
     if kind not in ("yarn", "longrope") or (given is None and factor <= 1):
         return 1.0
@@ -224,21 +224,22 @@ def _attention_factor(kind: str, values: Mapping[str, Any], factor: float, origi
 
 
 SlidingRule: TypeAlias = Callable[[Mapping[str, Any], int], bool]
-"""(config, layer) -> whether the layer looks through the window, if the config has one."""
+"""(config, layer) -> whether the layer has the sliding window, if the config has one."""
 
 
 class _ArchitectureDefaults(NamedTuple):
-    """What an architecture's config.json leaves unsaid: which layers `slides`, and what `absent` fields mean.
-    `turns_parts`: a part of each head may be turned; `rope_types`: what it calls some of them."""
+    """The meaning of whatever an architecture's config.json leaves out. `slides`: the rule for its sliding window.
+    `absent`: values of fields that are not there. `partial_rotary`: only a part of each head may be rotated.
+    `rope_types`: its own names of rope types -> ours."""
 
     slides: SlidingRule = lambda config, layer: False
     absent: Mapping[str, Any] = {}
-    turns_parts: bool = False
+    partial_rotary: bool = False
     rope_types: Mapping[str, str] = {}
 
 
 def _by_layer_types(otherwise: SlidingRule) -> SlidingRule:
-    """What `layer_types` says, where it is there."""
+    """By `layer_types`, where that is there."""
 
     def slides(config: Mapping[str, Any], layer: int) -> bool:
         types = config.get("layer_types")
@@ -271,20 +272,20 @@ _GEMMA = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-_TEXT_ALONE = {"mrope": "default"}
-"""Its three positions of a token are one where there are no images."""
+_TEXT_ONLY = {"mrope": "default"}
+"""The three positions that mrope gives a token are one and the same where there are no images."""
 _ARCHITECTURES: dict[str, _ArchitectureDefaults] = {
     "MistralForCausalLM": _ArchitectureDefaults(_always, {"sliding_window": 4096}),
-    "Qwen2ForCausalLM": _ArchitectureDefaults(_by_layer_types(_qwen), {"sliding_window": 4096}, rope_types=_TEXT_ALONE),
+    "Qwen2ForCausalLM": _ArchitectureDefaults(_by_layer_types(_qwen), {"sliding_window": 4096}, rope_types=_TEXT_ONLY),
     "Qwen3ForCausalLM": _ArchitectureDefaults(
-        _by_layer_types(_qwen), {"sliding_window": 4096, "head_dim": 128}, rope_types=_TEXT_ALONE
+        _by_layer_types(_qwen), {"sliding_window": 4096, "head_dim": 128}, rope_types=_TEXT_ONLY
     ),
     "Qwen3MoeForCausalLM": _ArchitectureDefaults(_if_used, {"sliding_window": 4096, "norm_topk_prob": False}),
     "MixtralForCausalLM": _ArchitectureDefaults(_always, {"rms_norm_eps": 1e-5}),
     "Phi3ForCausalLM": _ArchitectureDefaults(
         _always,
         {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
-        turns_parts=True,
+        partial_rotary=True,
         rope_types={"su": "longrope", "yarn": "longrope"},
     ),
     "Gemma2ForCausalLM": _ArchitectureDefaults(
@@ -296,4 +297,4 @@ _ARCHITECTURES: dict[str, _ArchitectureDefaults] = {
         _GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "max_position_embeddings": 131072},
     ),
 }
-"""Where an architecture is not here, no layer slides and absent fields mean what they mean for Llama."""
+"""Any other architecture has Llama's defaults: no layer has a window."""

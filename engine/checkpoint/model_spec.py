@@ -1,4 +1,4 @@
-"""What a model is, in numbers: frozen values. Knows nothing of tensors or files; `dialects.py` reads them."""
+"""A model in numbers: frozen values, which `hf_config.py` reads from config.json. Knows nothing of tensors or files."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,10 +31,10 @@ class UnsupportedVariant(CheckpointError):
 
 
 class RopeSpec(NamedTuple):
-    """Rotary position embedding; `factor` and what follows belong to the scaled kinds, `beta_fast` to `truncate` to
-    yarn, the two lists of factors to longrope.
+    """Rotary position embedding, with the fields of transformers' `rope_parameters`. `factor` and those after it belong
+    to the scaled kinds, `beta_fast` to `truncate` to yarn, the two lists of factors to longrope.
 
-    The first `partial_rotary_factor` of a head is turned, by cosines and sines multiplied with `attention_factor`.
+    The first `partial_rotary_factor` of each head is rotated, by cosines and sines multiplied with `attention_factor`.
     """
 
     kind: str = "default"
@@ -52,16 +52,16 @@ class RopeSpec(NamedTuple):
     long_factor: tuple[float, ...] = ()
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Numbers of a head that are turned."""
+        """The number of a head's features that are rotated."""
         return int(head_dim * self.partial_rotary_factor)
 
 
 class LayerAttention(NamedTuple):
-    """What a layer says of how it attends; the plain one sees everything before it.
+    """The attention of one layer; the default is causal over everything before.
 
-    A token sees the last `window` tokens, itself included. Scores are multiplied by `scale` (None: head_dim ** -0.5)
-    and softly capped: cap * tanh(score / cap). With `sinks` each query head has a learned score more, of a token that
-    is always seen and whose value is 0.
+    A token attends to the last `window` tokens, itself included. Scores are multiplied by `scale` (None:
+    head_dim ** -0.5) and then capped: softcap * tanh(score / softcap). With `sinks` each query head has one more,
+    learned score: that of a token that every token attends to and whose value is 0.
     """
 
     window: int | None = None
@@ -72,9 +72,8 @@ class LayerAttention(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """A mixture of experts: each token goes to `chosen` of `count`, with weights that may be `normalised` to sum 1.
-
-    `layers` says which layers have one; the others are dense.
+    """A mixture of experts: each token goes to `per_token` of `count` experts, whose weights may be `normalised` to sum
+    1. `sparse_layers` tells of each layer whether it is a mixture; the others are dense.
     """
 
     count: int
@@ -86,7 +85,7 @@ class ExpertsSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """A decoder's outer sizes, all that an executor needs to know; `views` has one entry a layer."""
+    """A decoder's outer sizes, all that an executor needs to know. `attention` has one entry for each layer."""
 
     vocab_size: int
     hidden_size: int
@@ -99,10 +98,8 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec(DecoderShape):
-    """All of a decoder's numbers. `dtype` is what the weights are stored in, one of DTYPES.
-
-    `local_rope` is for layers with a window where those turn at a pace of their own; `logit_cap` bounds the logits
-    as View.cap does the scores.
+    """All numbers of a decoder. `dtype`: that of the stored weights, one of DTYPES. `local_rope`: of the layers with a
+    window, which may have a base of their own. `logit_softcap` caps the logits as `LayerAttention.softcap` the scores.
     """
 
     architecture: str

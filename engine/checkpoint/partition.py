@@ -1,8 +1,38 @@
-"""Whether a model can be split over so many ranks and stages: numbers alone, checked before any weight is read."""
+"""How a model is shared out over ranks: the stages of a pipeline, and whether a split is possible at all.
+
+Numbers alone, checked before any weight is read. Imports no torch.
+"""
+
+from dataclasses import dataclass
 
 from ...core.errors import InvalidArgument
 from .model_spec import ModelSpec
-from .pipeline_stage import PipelineStage
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineStage:
+    """The stage `index` of a pipeline of `count`: a rank's consecutive part of the model's layers. `layer_counts`: the
+    layers of each stage; empty for as even as can be, the last stages the shorter, since they have the head. The
+    default is a pipeline of one stage."""
+
+    index: int = 0
+    count: int = 1
+    layer_counts: tuple[int, ...] = ()
+
+    @property
+    def first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def last(self) -> bool:
+        return self.index == self.count - 1
+
+    def layers(self, total: int) -> range:
+        """The indices of this stage's layers, of a model that has `total`."""
+        if self.layer_counts:
+            start = sum(self.layer_counts[: self.index])
+            return range(start, start + self.layer_counts[self.index])
+        return range(-(-total * self.index // self.count), -(-total * (self.index + 1) // self.count))
 
 
 def check_partition(

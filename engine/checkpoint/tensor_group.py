@@ -1,4 +1,4 @@
-"""The ranks that share one layer's weights, as layers see them. One rank is the plain case."""
+"""The tensor-parallel group: the ranks that share every layer's weights, as layers see them."""
 
 from typing import Protocol
 
@@ -18,11 +18,11 @@ class TensorGroup(Protocol):
         """The sum of every rank's `partial`, on every rank."""
 
     def all_gather(self, part: Tensor, total: int) -> Tensor:
-        """Every rank's `part` of `total` (see `part` below) side by side along the last axis, on every rank."""
+        """Every rank's `part` of `total` features (see `rank_slice`) side by side on the last axis, on every rank."""
 
 
 class SingleRank:
-    """A group of one."""
+    """A group of one rank: nothing to exchange."""
 
     rank = 0
     size = 1
@@ -35,12 +35,12 @@ class SingleRank:
 
 
 def rank_slice(total: int, group: TensorGroup) -> slice:
-    """This rank's share of `total` things: contiguous, and equal up to one."""
+    """This rank's share of `total` features, heads or rows: contiguous, and as long as any other up to one."""
     return all_rank_slices(total, group.size)[group.rank]
 
 
 def all_rank_slices(total: int, size: int) -> list[slice]:
-    """Every rank's share."""
+    """The shares of all ranks, in their order."""
     return [slice(total * rank // size, total * (rank + 1) // size) for rank in range(size)]
 
 
@@ -53,5 +53,5 @@ def kv_head_slice(heads: int, group: TensorGroup) -> slice:
 
 
 def head_features(heads: slice, head_dim: int) -> slice:
-    """The features of a range of heads."""
+    """The range of features that a range of heads has."""
     return slice(heads.start * head_dim, heads.stop * head_dim)

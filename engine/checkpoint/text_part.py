@@ -1,7 +1,7 @@
-"""The language part of a checkpoint that takes images too: a config.json of its own, and what its tensors are called.
+"""The text part of a checkpoint that takes images too: a config.json of its own, and the names of its tensors.
 
-Only of architectures whose language part, given text alone, is one of ours exactly: no token of a prompt sees a later
-one, and what images would have added is nothing.
+Only architectures are here whose text part, given text alone, is exactly one of ours: attention is causal, and images
+would have added nothing.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ _INNER: dict[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", {}),
     "qwen3_vl_text": ("Qwen3ForCausalLM", {}),
 }
-"""A text_config's `model_type` -> our architecture, and what such a config leaves out when it is the usual value."""
+"""The `model_type` of a text_config -> our architecture, and the usual values that such a config leaves out."""
 
 _OUTER = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
@@ -50,21 +50,21 @@ _OUTER = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2",
     "Qwen3VLForConditionalGeneration": "qwen3",
 }
-"""Architecture -> the `model_type` of a text_config that does not say it."""
+"""Architecture -> the `model_type` of a text_config that leaves it out."""
 
 _SHARED = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
-"""Fields that stand outside for all parts."""
+"""Fields that stand outside of text_config, for all parts."""
 
 _PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-"""How tensors of the part begin in newer and older checkpoints, and in a checkpoint of that part alone."""
+"""Beginnings of tensor names in newer and older checkpoints -> in a checkpoint of the text part alone."""
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A config.json for the language part of what `config` describes; None where there is none that we serve."""
+    """The config.json of the text part of the model that `config` describes; None where there is none that we serve."""
     names = config.get("architectures")
     outer = str(names[0]) if isinstance(names, list) and len(names) == 1 else ""
     text = config.get("text_config", config)  # Qwen's older ones have its fields among the others
@@ -79,7 +79,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def text_tensor_name(stored: str) -> str:
-    """What a tensor of the part is called in a checkpoint of that part alone; others keep their names."""
+    """The name of a tensor of the text part in a checkpoint of that part alone; other tensors keep their names."""
     for prefix, own in _PREFIXES.items():
         if stored.startswith(prefix):
             return own + stored.removeprefix(prefix)

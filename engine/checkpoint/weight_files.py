@@ -1,4 +1,4 @@
-"""Which files of a checkpoint hold its weights, or why none does. Knows names and an index; imports no torch."""
+"""Finds the files that hold a checkpoint's weights, by their names and an index. Imports no torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,21 +11,21 @@ SAFETENSORS_FILES = "*.safetensors"
 TORCH_FILES = "pytorch_model*.bin"
 
 _FORMS = ("model.safetensors", "pytorch_model.bin")
-"""A whole model in one file, the first one found; each has an index of shards under its name with .index.json."""
+"""Names of a whole model in one file: the first one found. An index of shards has such a name with .index.json."""
 
 
 class WeightFiles(NamedTuple):
-    """All files, each once; `by_tensor`: which of them an index says holds a tensor, None where there is one file."""
+    """All files, each once. `by_tensor`: the file that holds a tensor, by an index; None where there is one file."""
 
     files: tuple[Path, ...]
     by_tensor: Mapping[str, Path] | None = None
 
 
 def find_weights(directory: Path) -> WeightFiles:
-    """What a checkpoint's weights are read from, whether it is there or not.
+    """The files of a checkpoint's weights, whether they are there or not.
 
     Raises:
-        CheckpointError: nothing in the directory says.
+        CheckpointError: the directory has neither such a file nor an index.
         InvalidArgument: it is an adapter's.
     """
     for name in _FORMS:

@@ -1,4 +1,7 @@
-"""Tensors out of a checkpoint's files, slice by slice. Knows nothing of architectures."""
+"""Reads tensors out of a checkpoint's files, slice by slice, and hands layers their weights.
+
+Knows nothing of architectures.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,18 +24,18 @@ from .tensor_group import TensorGroup
 from .weight_files import find_weights
 
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-"""safetensors' name of a dtype -> torch's; no other is supported."""
+"""The supported dtypes: safetensors' name -> torch's."""
 
 _NAMES = {dtype: name for name, dtype in STORED.items()}
 
 WHOLE = slice(None)
 
 TILE_BYTES = 1 << 24
-"""Of a matrix that is converted on the way, so much at a time: what else it takes is not more than the result."""
+"""Bytes of a matrix that is converted while it is read, at a time: the memory needed beside the result."""
 
 
 class TensorSlice(NamedTuple):
-    """A part of the named tensor, which has `shape` in the checkpoint: these rows and, of a matrix, columns."""
+    """Some rows and, of a matrix, columns of a named tensor, which has `shape` in the checkpoint."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,30 +44,30 @@ class TensorSlice(NamedTuple):
 
     @property
     def row_range(self) -> range:
-        """The tensor's rows that are in it."""
+        """The indices of its rows in the tensor."""
         return range(*self.rows.indices(self.shape[0]))
 
     @property
     def width(self) -> int:
-        """Columns of a matrix that are in it."""
+        """How many columns of a matrix it has."""
         return len(range(*self.columns.indices(self.shape[1])))
 
 
 class RowTile(NamedTuple):
-    """Rows of a matrix as the checkpoint stores them; `first` is the place of the first one in the whole."""
+    """Rows of a matrix as the checkpoint stores them; `first` is the index of the first one in the whole."""
 
     first: int
     rows: Tensor
 
 
 class CheckpointWeights:
-    """The weights of one directory, safetensors or torch's .bin: a single file, or shards under an index.
+    """The weights in one directory, safetensors or torch's .bin: a single file, or shards under an index.
 
-    Files are memory-mapped: what `read` returns are views, and nothing is copied before it is used.
+    Files are memory-mapped: `read` returns views, and nothing is copied before it is used.
     """
 
     def __init__(self, directory: Path, own_name: Callable[[str], str] = str) -> None:
-        """`text_tensor_name`: what a tensor is asked for as, by its name in the file.
+        """`own_name`: from a tensor's name in the file to the name that `read` knows it by.
 
         Raises:
             CheckpointError: no weights, a missing shard, a truncated file.
@@ -81,12 +84,12 @@ class CheckpointWeights:
 
     @property
     def bytes(self) -> int:
-        """Size of all files together."""
+        """The size of all files together."""
         return sum(path.stat().st_size for path in self._open)
 
     @property
     def unread(self) -> list[str]:
-        """Tensors of which nothing was read yet, by name."""
+        """The names of the tensors of which nothing was read yet."""
         return sorted(self._unread)
 
     def read(self, piece: TensorSlice) -> Tensor:
@@ -107,7 +110,7 @@ class CheckpointWeights:
 
 
 def _open(path: Path) -> Any:
-    """What reads its tensors: see `safe_open`, or `TorchWeightFile`, which is like it."""
+    """The reader of a file's tensors: `safe_open`'s, or a `TorchWeightFile`, which has the same methods."""
     try:
         refuse_lfs_pointer(path)
         return TorchWeightFile(path) if path.suffix == ".bin" else safe_open(path, framework="pt")
@@ -138,8 +141,8 @@ def _check(found: Any, piece: TensorSlice, path: Path) -> None:
 
 
 class TorchWeightFile:
-    """A file of `torch.save` by torch's safe loader, which runs no code of it, mapped unless it is of the oldest form;
-    read as `safe_open` reads."""
+    """A file of `torch.save`, with the methods of `safe_open`. Torch's safe loader reads it and runs none of its code;
+    it is mapped unless it is of the oldest form."""
 
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError: it is broken, or holds anything but tensors."""
@@ -162,7 +165,7 @@ class TorchWeightFile:
 
 
 class _TorchSlice:
-    """A tensor as safetensors hands out slices of it."""
+    """A tensor with the methods of safetensors' slices."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -178,7 +181,7 @@ class _TorchSlice:
 
 
 class ReadProgress:
-    """Counts the bytes that a rank reads, `expected` more or less, and tells `progress` the fraction."""
+    """Counts the bytes that a rank reads, and calls `progress` with the fraction of those `expected`."""
 
     def __init__(self, expected: float, progress: Callable[[float], None]) -> None:
         self.bytes = 0
@@ -186,7 +189,7 @@ class ReadProgress:
         self._mapped: set[str] = set()
 
     def count_mapped(self, name: str, view: Tensor) -> None:
-        """A table that is both mapped and packed is one tensor of the file."""
+        """Count a tensor once, though it is both mapped and packed."""
         self.count(name, view)
         self._mapped.add(name)
 
@@ -197,26 +200,26 @@ class ReadProgress:
 
 
 class WeightLoader:
-    """Hands layers their weights: this rank's pieces, in the dtype and on the device the model computes in."""
+    """Hands layers this rank's slices of their weights, in the dtype and on the device of the build context."""
 
-    def __init__(self, weights: CheckpointWeights, place: BuildContext) -> None:
-        self.context = place
-        self.dtype, self.device, self.quantized = place.dtype, place.device, place.quantized
-        self.group = place.shard.group
+    def __init__(self, weights: CheckpointWeights, context: BuildContext) -> None:
+        self.context = context
+        self.dtype, self.device, self.quantized = context.dtype, context.device, context.quantized
+        self.group = context.shard.group
         self.memory = HugePageArena()
-        """For what is packed."""
-        self.reading = ReadProgress(weights.bytes / self.group.size / place.shard.stage.count, place.progress)
+        """The memory of packed matrices."""
+        self.reading = ReadProgress(weights.bytes / self.group.size / context.shard.stage.count, context.progress)
         self._weights = weights
         self._shared: WeakValueDictionary[tuple[str, int, int], Tensor] = WeakValueDictionary()
 
     def for_group(self, group: TensorGroup) -> "WeightLoader":
-        """The same for layers that another group shares."""
+        """This loader for layers that another group shares."""
         other = copy(self)
         other.group = group
         return other
 
     def layers(self, total: int) -> range:
-        """Those this rank has, of the model's `total`."""
+        """The indices of this rank's layers, of the model's `total`."""
         return self.context.shard.stage.layers(total)
 
     def vector(self, name: str, size: int) -> Tensor:
@@ -224,7 +227,7 @@ class WeightLoader:
         return self.concatenate([TensorSlice(name, (size,))])
 
     def mapped(self, piece: TensorSlice) -> Tensor:
-        """One piece; a mapped view of the file where dtype and device allow it, else a copy that all who ask share."""
+        """One slice: a mapped view of the file where dtype and device allow it, else a copy that all callers share."""
         key = (piece.name, piece.rows.start, piece.rows.stop)
         tensor = self._shared.get(key)
         if tensor is None:
@@ -234,7 +237,7 @@ class WeightLoader:
         return tensor
 
     def concatenate(self, pieces: Iterable[TensorSlice]) -> Tensor:
-        """The pieces one below the other, in memory of their own."""
+        """The slices one below the other, in memory of their own."""
         pieces = list(pieces)
         views = [self._weights.read(piece) for piece in pieces]
         shape = (sum(len(view) for view in views), *views[0].shape[1:])
@@ -246,7 +249,7 @@ class WeightLoader:
         return whole
 
     def tiles(self, pieces: Iterable[TensorSlice]) -> Iterator[RowTile]:
-        """The matrices one below the other, a few rows at a time, mapped where the file has them side by side."""
+        """The matrices one below the other, a few rows at a time, as mapped views of the file."""
         first = 0
         for piece in pieces:
             rows, row_bytes = piece.row_range, piece.shape[1] * torch.float32.itemsize

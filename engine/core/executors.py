@@ -6,8 +6,7 @@ from contextlib import suppress
 from ...core.errors import InvalidArgument
 from ..checkpoint.hf_checkpoint import open_checkpoint
 from ..checkpoint.model_spec import CheckpointError
-from ..checkpoint.partition import check_partition
-from ..checkpoint.pipeline_stage import PipelineStage
+from ..checkpoint.partition import PipelineStage, check_partition
 from ..config import EngineConfig
 from ..parallel.local_ranks import LocalRanks
 from ..parallel.ranks_executor import RanksExecutor, StartRanks

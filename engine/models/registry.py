@@ -9,8 +9,7 @@ import torch
 from ..checkpoint.build_context import BuildContext
 from ..checkpoint.hf_checkpoint import Checkpoint
 from ..checkpoint.model_spec import CheckpointError, ModelSpec, UnsupportedVariant
-from ..checkpoint.partition import check_partition
-from ..checkpoint.pipeline_stage import PipelineStage
+from ..checkpoint.partition import PipelineStage, check_partition
 from ..checkpoint.text_part import text_tensor_name
 from ..checkpoint.weights import CheckpointWeights, WeightLoader
 from ..config import ParallelConfig

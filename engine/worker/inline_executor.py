@@ -10,7 +10,7 @@ import torch
 from ...core.errors import CharoniaError
 from ...scheduler.plan import StepPlan, StepResult
 from ..checkpoint.build_context import Shard
-from ..checkpoint.pipeline_stage import PipelineStage
+from ..checkpoint.partition import PipelineStage
 from ..config import EngineConfig
 from .device import assign_device
 from .executor import Capacity, ProgressCallback

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from charonia.engine.checkpoint.build_context import Shard
-from charonia.engine.checkpoint.pipeline_stage import PipelineStage
+from charonia.engine.checkpoint.partition import PipelineStage
 from charonia.engine.config import EngineConfig
 from charonia.engine.worker.executor import Capacity, ProgressCallback
 from charonia.engine.worker.loaded_rank import LoadedRank, load_rank
