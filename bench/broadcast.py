@@ -77,7 +77,7 @@ def sample_broadcasts(kind: StepKind, rows: int, steps: int) -> Iterator[StepBro
         fresh = tuple(_newcomer(row, random) for row in range(kind.new))
         tokens = random.integers(0, _VOCAB, len(running)).astype(np.int32)
         landed = SampledBatch(running, starts, tokens) if kind.landed else None
-        plan = StepPlan(step, running, starts, ones, ones == 1, np.stack([owners, blocks], 1), fresh, _NOTHING)
+        plan = StepPlan(step, running, starts, ones, ones == 1, ones, np.stack([owners, blocks], 1), fresh, _NOTHING)
         yield StepBroadcast(plan, landed)
         ends[running] += 1
 

@@ -15,15 +15,15 @@ from cyclopts import App
 from rich.console import Console
 from rich.table import Table
 
-from ..engine.core.step_loop import TRIAL_PROMPT, TRIAL_TOKENS
+from ..engine.core.step_loop import WARM_UP_NEW_TOKENS, WARM_UP_PROMPT_TOKENS
 from ..engine.worker.executor import Capacity
 from ..engine.worker.fake_executor import FakeExecutor
 from ..kvcache.manager import KVCacheManager
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import StepPlan
+from ..scheduler.prefill_budget import StepWork
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceRequest
-from ..scheduler.step_time import StepWork
 
 BLOCK_SIZE = 16
 
@@ -102,7 +102,7 @@ class Simulation:
 
     def _warm_up(self) -> None:
         """As an engine does, whereby the scheduler learns what steps cost."""
-        self.run([SimulatedRequest(0.0, TRIAL_PROMPT, TRIAL_TOKENS)])
+        self.run([SimulatedRequest(0.0, WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS)])
         self.now, self.steps = 0.0, 0
 
     def run(self, arrivals: Iterable[SimulatedRequest]) -> list[SimulatedResult]:

@@ -1,14 +1,21 @@
-"""Which blocks hold which sequence's attention memory. Knows no tensors, no rows, no steps and no requests."""
+"""The block tables of sequences, and the identity of their blocks: a chain of hashes.
 
+Knows no tensors, no rows, no steps and no requests.
+"""
+
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from hashlib import sha256
 from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 
-from . import block_hashes
 from .pool import BlockPool
+
+HashExtras = tuple[str, ...]
+"""What sets equal tokens apart: adapter, tenant, salt. They enter at the root and so mark the whole chain."""
 
 
 class BlockTable:
@@ -59,17 +66,24 @@ class KVCacheManager:
     def digest(
         self,
         tokens: NDArray[np.int32] | Iterable[int],
-        extras: block_hashes.HashExtras = (),
+        extras: HashExtras = (),
         parent: bytes | None = None,
     ) -> list[bytes]:
-        """Hashes of the full blocks of `tokens`, which follow the block `parent` or begin the sequence.
+        """SHA-256 hashes of the full blocks of `tokens`, each over its parent's and its own tokens. The tokens follow
+        the block hashed `parent`, or begin the sequence.
 
         Costs about 0.1 microseconds a token: call it when a request arrives, never while a step is scheduled.
         Empty without prefix caching.
         """
         if not self.prefix_caching:
             return []
-        return block_hashes.chain_hashes(parent or block_hashes.root_hash(extras), tokens, self.block_size)
+        parent = parent or sha256(repr(extras).encode()).digest()  # repr keeps ("a", "b") apart from ("ab",)
+        packed = tokens.astype(np.int32).tobytes() if isinstance(tokens, np.ndarray) else array("i", tokens).tobytes()
+        width, hashes = 4 * self.block_size, list[bytes]()
+        for start in range(0, len(packed) - width + 1, width):
+            parent = sha256(parent + packed[start : start + width]).digest()
+            hashes.append(parent)
+        return hashes
 
     def open(self, hashes: Sequence[bytes], known: int) -> BlockTable:
         """A table for a sequence of `known` tokens that shares the longest cached prefix; takes nothing more.
@@ -88,15 +102,15 @@ class KVCacheManager:
         return table
 
     def shareable(self, hashes: Sequence[bytes], known: int) -> int:
-        """Tokens of the prefix that are cached, or that somebody computes right now."""
+        """Tokens of the prefix that are cached, or that an open table computes right now."""
         blocks = hashes[: (known - 1) // self.block_size]
         found = (block_hash in self._pool or self.being_computed(block_hash) for block_hash in blocks)
         return sum(takewhile(bool, found)) * self.block_size
 
     def awaits(self, hashes: Sequence[bytes], known: int) -> bytes | None:
-        """The last block of the prefix that somebody computes right now and this sequence could share.
+        """The last block of the prefix that an open table computes right now and this sequence could share.
 
-        None when its next uncached block is nobody's work: nothing is won by waiting.
+        None when no table computes its next uncached block: nothing is won by waiting.
         """
         found = None
         for block_hash in hashes[: (known - 1) // self.block_size]:

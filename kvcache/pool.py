@@ -1,4 +1,4 @@
-"""Blocks, who shares them, and in which order they are given up. Knows nothing of tokens or sequences."""
+"""Blocks, how many tables share each, and the order in which they are given up. Knows no tokens and no sequences."""
 
 from array import array
 from collections.abc import Iterable
@@ -59,7 +59,7 @@ class BlockPool:
             self._hashes[block] = digest
 
     def drop(self, block: int) -> None:
-        """Give up one hold. What can be found again goes to the tail, what nobody can find is taken first."""
+        """Give up one hold. A block that can be found again goes to the tail; one without a hash is taken first."""
         self.references[block] -= 1
         if self.references[block] == 0:
             self._link(block, before=self._next[self._end] if self._hashes[block] is None else self._end)

@@ -10,16 +10,16 @@ from ..core.logprobs import Logprobs, PromptLogprobs
 
 IntArray = NDArray[np.int32]
 LongArray = NDArray[np.int64]
-"""What numpy makes of indices, and torch takes for them."""
+"""The type of numpy's indices, and of torch's."""
 
 
 class LogitsParams(NamedTuple):
-    """How a row's logits are changed before a token is chosen; the defaults change nothing. Few rows have one.
+    """How a row's logits are changed before a token is chosen; the defaults change nothing. Few rows have any.
 
-    `repetition_penalty` counts prompt and output, `presence_penalty` and `frequency_penalty` the output alone. `bias`:
-    (token, added) pairs. `bad_words`: token sequences never to be completed; they may begin in the prompt. `stops`
-    cannot be chosen until there are `min_tokens` new tokens. `allowed`: nothing else can be chosen, unless it is empty;
-    where the others leave none of them, one is chosen all the same.
+    `repetition_penalty` counts prompt and output, `presence_penalty` and `frequency_penalty` the output alone.
+    `logit_bias`: (token, added) pairs. `bad_words`: token sequences never to be completed; they may begin in the
+    prompt. `stop_token_ids` cannot be chosen until there are `min_tokens` new tokens. `allowed_token_ids`: no other
+    token can be chosen, unless it is empty; where the other parameters leave none of them, one is chosen all the same.
     """
 
     repetition_penalty: float = 1.0
@@ -33,7 +33,8 @@ class LogitsParams(NamedTuple):
 
 
 class SamplerParams(NamedTuple):
-    """How one row's tokens are chosen, every default resolved.
+    """How one row's tokens are chosen, every default resolved. Its plain floats and ints are the table that the
+    sampler's array and C structure are made from, see `engine/step_batch.py`.
 
     `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off. The token at absolute position p of choice
     c depends on the logits and on (seed, c, p) alone. `logprobs`: how many of the likeliest tokens to report beside
@@ -79,6 +80,8 @@ class StepPlan(NamedTuple):
     """[R] tokens to compute, at least 1."""
     samples: NDArray[np.bool_]
     """[R] whether the row's last computed token is the newest known one, so that a next token is sampled."""
+    num_logits: IntArray
+    """[R] how many of the row's last computed tokens want logits: 0, 1 to sample, more for prompt log-probabilities."""
     appended: IntArray
     """[A, 2] (row, block id) pairs to append to block tables, in order."""
     new: tuple[NewSequence, ...]
@@ -94,8 +97,8 @@ class StepPlan(NamedTuple):
 class StepResult(NamedTuple):
     """The tokens a step sampled, ragged: `counts[i]` tokens (0 to k) for `rows[i]`, which begin at position
     `offsets[i]` of the sequence; `tokens` is their concatenation. `logprobs` is empty if no row wants any, else one
-    for each token, None where the row does not want it. `scores`: (row, of the prompt's tokens that follow computed
-    ones) for rows that want them, known or not."""
+    for each token, None where the row does not want it. `prompt_logprobs`: (row, those of the prompt's tokens that
+    follow computed ones) for rows that want them, also where they were reported before."""
 
     step: int
     rows: IntArray
@@ -107,11 +110,11 @@ class StepResult(NamedTuple):
 
 
 class StepUpdates(NamedTuple):
-    """What applying a result meant to the outside, by sequence key.
+    """A result by sequence key, for the outside.
 
-    `started`: (key, prompt tokens found in the prefix cache) of sequences first admitted since the last
-    updates. `keys[i]` got `counts[i]` of the concatenated `tokens`. `finished`: (key, finish reason).
-    `logprobs`: as in StepResult. `scores`: (key, of the prompt's next tokens), each token's once.
+    `started`: (key, prompt tokens found in the prefix cache) of sequences first admitted since the last updates.
+    `keys[i]` got `counts[i]` of the concatenated `tokens`. `finished`: (key, finish reason). `logprobs`: as in
+    StepResult. `prompt_logprobs`: (key, those of the prompt's next tokens), each token's once.
     """
 
     keys: list[int]

@@ -1,4 +1,4 @@
-"""What a step's result means for the rows that ran: which tokens count, who ends, how far each row is computed."""
+"""A step's result in the rows that ran: which tokens count, which sequences end, how far each row is computed."""
 
 from collections.abc import Sequence
 from itertools import compress
@@ -7,14 +7,14 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.logprobs import Logprobs, PromptLogprobs
-from .in_flight import InFlightStep
 from .plan import IntArray, StepResult
-from .rows import RowTable
+from .running_set import InFlightStep, RunningSet
 
 
 class ProcessedResult(NamedTuple):
     """`counts[i]` new tokens for `rows[i]`, `tokens` their concatenation; rows without one are left out.
-    `finished`: (row, finish reason). `logprobs`: as in StepResult. `scores`: (row, of the prompt's next tokens)."""
+    `finished`: (row, finish reason). `logprobs`: as in StepResult. `prompt_logprobs`: (row, those of the prompt's next
+    tokens)."""
 
     rows: list[int]
     counts: list[int]
@@ -24,31 +24,7 @@ class ProcessedResult(NamedTuple):
     prompt_logprobs: Sequence[tuple[int, PromptLogprobs]]
 
 
-class _RaggedTokens(NamedTuple):
-    """`counts[i]` tokens for `rows[i]`; and, token by token, the row of each. `logprobs`: as in StepResult."""
-
-    rows: list[int]
-    counts: list[int]
-    owners: list[int]
-    tokens: list[int]
-    logprobs: Sequence[Logprobs | None]
-
-    @classmethod
-    def of(cls, result: StepResult) -> "_RaggedTokens":
-        rows, counts, tokens = result.rows.tolist(), result.counts.tolist(), result.tokens.tolist()
-        one_each = len(tokens) == len(rows) and 0 not in counts
-        owners = rows if one_each else result.rows.repeat(result.counts).tolist()
-        return cls(rows, counts, owners, tokens, result.logprobs)
-
-    def cut(self, kept: list[int]) -> "_RaggedTokens":
-        """Only the first `kept[i]` of each row's; rows without one are left out."""
-        keeps = [at < kept[place] for place, count in enumerate(self.counts) for at in range(count)]
-        rows, counts = list(compress(self.rows, kept)), [count for count in kept if count]
-        owners, tokens = list(compress(self.owners, keeps)), list(compress(self.tokens, keeps))
-        return _RaggedTokens(rows, counts, owners, tokens, list(compress(self.logprobs, keeps)))
-
-
-def process_result(rows: RowTable, flight: InFlightStep, result: StepResult) -> ProcessedResult:
+def process_result(rows: RunningSet, flight: InFlightStep, result: StepResult) -> ProcessedResult:
     """Take the tokens of `flight`'s result into the rows and settle their counters.
 
     Raises:
@@ -56,49 +32,55 @@ def process_result(rows: RowTable, flight: InFlightStep, result: StepResult) -> 
     """
     places, kept = result.rows.astype(np.intp), result.counts
     known = rows.known[places]
-    _check_offsets(rows, flight, result, known)
-    brought, finished = _RaggedTokens.of(result), list[tuple[int, str]]()
-    stopping = _find_stop_tokens(rows, brought)
-    may_end = rows.consume_remaining(max(brought.counts, default=0))
-    if may_end or stopping or rows.releasing or 0 in brought.counts:
-        kept, finished = _truncate_at_ends(rows, result, known, stopping)
-        brought = brought.cut(kept.tolist())
+    # Lists are compared in a third of the time that numpy takes to say that all of two arrays is equal.
+    if result.offsets.tolist() != known.tolist() and (result.offsets != known)[~rows.ended[places]].any():
+        raise RuntimeError(f"step {flight.step}: a row's tokens do not begin where the known ones end")
+    ran, counts, tokens, logprobs = (
+        result.rows.tolist(),
+        result.counts.tolist(),
+        result.tokens.tolist(),
+        result.logprobs,
+    )
+    one_each = len(tokens) == len(ran) and 0 not in counts
+    owners = ran if one_each else result.rows.repeat(result.counts).tolist()  # the row of each token
+    stops = rows.stops
+    stop_tokens = [at for at, (row, token) in enumerate(zip(owners, tokens, strict=True)) if token in stops[row]]
+    finished = list[tuple[int, str]]()
+    rows.min_remaining -= max(counts, default=0)
+    may_end = rows.min_remaining <= 0
+    if may_end or stop_tokens or rows.releasing or 0 in counts:
+        kept, finished = _truncate_at_ends(rows, result, known, stop_tokens)
+        keeps = [at < limit for limit, count in zip(kept.tolist(), counts, strict=True) for at in range(count)]
+        owners, tokens, logprobs = (list(compress(column, keeps)) for column in (owners, tokens, logprobs))
+        ran, counts = list(compress(ran, kept)), [count for count in kept.tolist() if count]
     rows.known[places] = known + kept
     if may_end:
         rows.measure_min_remaining()
     outputs = rows.outputs
-    for row, token in zip(brought.owners, brought.tokens, strict=True):
+    for row, token in zip(owners, tokens, strict=True):
         outputs[row].append(token)
-    if rows.awaiting_results or brought.owners != flight.sampled_rows:
+    if rows.awaiting_results or owners != flight.sampled_rows:
         _reconcile(rows, flight, result, kept)
     else:
         rows.computed[flight.rows] = flight.scheduled_ends
-    scores = _new_prompt_logprobs(rows, result) if result.prompt_logprobs else ()
-    return ProcessedResult(brought.rows, brought.counts, brought.tokens, finished, brought.logprobs, scores)
-
-
-def _check_offsets(rows: RowTable, flight: InFlightStep, result: StepResult, known: IntArray) -> None:
-    """Lists are compared in a third of the time that numpy takes to say that all of two arrays is equal."""
-    if result.offsets.tolist() != known.tolist() and (result.offsets != known)[~rows.ended[result.rows]].any():
-        raise RuntimeError(f"step {flight.step}: a row's tokens do not begin where the known ones end")
-
-
-def _find_stop_tokens(rows: RowTable, brought: _RaggedTokens) -> list[int]:
-    """Which tokens are stop tokens."""
-    stops, ran = rows.stops, enumerate(zip(brought.owners, brought.tokens, strict=True))
-    return [index for index, (row, token) in ran if token in stops[row]]
+    scores = [
+        (row, fresh)
+        for row, scored in result.prompt_logprobs
+        if not rows.ended[row] and (fresh := rows.sequences[row].take_prompt_logprobs(scored))
+    ]
+    return ProcessedResult(ran, counts, tokens, finished, logprobs, scores)
 
 
 def _truncate_at_ends(
-    rows: RowTable, result: StepResult, known: IntArray, stopping: list[int]
+    rows: RunningSet, result: StepResult, known: IntArray, stop_tokens: list[int]
 ) -> tuple[IntArray, list[tuple[int, str]]]:
-    """How many tokens of each result row count; and rows that end with them, and why, stop tokens first. `stopping`:
-    which tokens are some."""
+    """How many tokens of each result row count; and the rows that end with them, with the reason, stopped ones first.
+    `stop_tokens`: which tokens of the result are stop tokens of their rows."""
     room: IntArray = rows.token_limit[result.rows] - known
     room[rows.ended[result.rows]] = 0
     kept, ends = np.minimum(result.counts, room), np.cumsum(result.counts)
     stopped = set[int]()
-    for index in stopping:
+    for index in stop_tokens:
         place = int(np.searchsorted(ends, index, "right"))
         length = index - int(ends[place] - result.counts[place]) + 1
         if length <= kept[place]:
@@ -109,20 +91,10 @@ def _truncate_at_ends(
     return kept, [(int(result.rows[place]), reason) for place, reason in finished]
 
 
-def _new_prompt_logprobs(rows: RowTable, result: StepResult) -> list[tuple[int, PromptLogprobs]]:
-    """What is new of the result's, of rows that still want it."""
-    taken = [
-        (row, rows.sequences[row].take_prompt_logprobs(scores))
-        for row, scores in result.prompt_logprobs
-        if not rows.ended[row]
-    ]
-    return [(row, fresh) for row, fresh in taken if fresh]
-
-
-def _reconcile(rows: RowTable, flight: InFlightStep, result: StepResult, kept: IntArray) -> None:
+def _reconcile(rows: RunningSet, flight: InFlightStep, result: StepResult, kept: IntArray) -> None:
     """Move the counters of all rows that ran, where not all brought what later plans count on.
 
-    Plans made ahead expect one token a sample. A row that got another number is held until all of them are back, and
+    Plans made ahead expect one token a sample. A row that got another number waits until all of them are back, and
     continues from what is computed: less than planned where tokens did not come (a rejected draft, say), and in any
     case without the newest known token, which has to run, again if it brought no successor.
     """

@@ -1,8 +1,8 @@
-"""What runs in the next step: one rule, a token budget closing gaps.
+"""Which tokens run in the next step. One rule: a token budget closes gaps.
 
 A sequence has known tokens and computed tokens. A step computes some of the difference for some sequences; prompt
-chunks, prefix hits, resuming after preemption and speculation are all this one case. Knows nothing of torch,
-ranks, clocks or text: time is counted in steps, and what a step took in seconds it is told.
+chunks, prefix hits, resuming after preemption and speculation are all this one case. Knows nothing of torch, ranks,
+clocks or text: time is counted in steps, and the seconds that a step took are told by the caller.
 """
 
 from collections.abc import Iterable
@@ -14,19 +14,17 @@ from .config import SchedulerConfig
 from .fairness import Fairness
 from .plan import StepPlan, StepResult, StepUpdates
 from .prefill_budget import PrefillBudget
-from .result_processing import ProcessedResult, process_result
-from .rows import RowTable
+from .result_processing import process_result
 from .running_set import RunningSet
 from .sequence import Sequence, SequenceRequest
 from .step_packer import StepPacker
-from .validation import check_can_ever_run
 from .waiting_queue import WaitingQueue
 
 PRIORITY_CLASSES = 1 << 16
 """Priorities are clipped to this many classes."""
 
 _CREDIT_STEPS = 16
-"""A tenant who asks for less than his share may save what so many full steps compute."""
+"""A tenant that asks for less than its share may save as much as so many full steps compute."""
 
 
 class SchedulerTotals(NamedTuple):
@@ -47,67 +45,65 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
         self.config = config
         self._cache = cache
-        self._rows = RowTable(config.max_num_seqs, cache.block_size)
         self._fairness = Fairness(config.ageing_steps, _CREDIT_STEPS * config.max_num_batched_tokens)
-        self._pace = PrefillBudget(None if config.target_step_ms is None else config.target_step_ms / 1e3)
-        self._line = WaitingQueue(self._fairness, self._is_long)
-        self._stays = RunningSet(self._rows, cache, self._line)
-        self._packer = StepPacker(config, self._stays, self._fairness, self._pace)
+        self._prefill = PrefillBudget(None if config.target_step_ms is None else config.target_step_ms / 1e3)
+        self._waiting = WaitingQueue(self._fairness, self._has_long_prompt)
+        self._rows = RunningSet(config.max_num_seqs, cache, self._waiting)
+        self._packer = StepPacker(config, self._rows, self._fairness, self._prefill)
         self._live: dict[int, Sequence] = {}
-        self._flights = self._rows.in_flight
         self._step = 0
         self._arrivals = 0
 
-    def _is_long(self, sequence: Sequence) -> bool:
+    def _has_long_prompt(self, sequence: Sequence) -> bool:
         shared = self._cache.shareable(sequence.hashes, sequence.shareable_tokens)
-        return self._pace.is_long_prompt(sequence.known - shared, shared)
+        return self._prefill.is_long_prompt(sequence.known - shared, shared)
 
     @property
     def totals(self) -> SchedulerTotals:
-        """Counted since the last `forget_totals`."""
-        stays = self._stays
-        return SchedulerTotals(stays.preemptions, stays.prefix_queries, stays.prefix_hits)
+        """Counted since the last `reset_totals`."""
+        rows = self._rows
+        return SchedulerTotals(rows.preemptions, rows.prefix_queries, rows.prefix_hits)
 
     def reset_totals(self) -> None:
-        self._stays.reset_totals()
+        self._rows.preemptions = self._rows.prefix_queries = self._rows.prefix_hits = 0
 
     def reset_step_times(self) -> None:
-        """What steps took so far says nothing of those to come."""
-        self._pace.time_model.reset()
+        """Forget the times of steps so far: they say nothing of those to come."""
+        self._prefill.time_model.reset()
 
     @property
     def running(self) -> int:
-        """Sequences that hold a row, those about to leave it included."""
+        """Sequences that hold a row, releasing ones included."""
         return len(self._rows.sequences)
 
     @property
     def waiting(self) -> int:
-        return len(self._line)
+        return len(self._waiting)
 
     @property
     def in_flight(self) -> int:
         """Plans without a result."""
-        return len(self._flights)
+        return len(self._rows.in_flight)
 
     @property
     def has_work(self) -> bool:
-        """Something runs, waits or is in flight. If nothing is in flight, `schedule()` then returns a plan."""
-        return bool(self.running or self.waiting or self._flights)
+        """Whether a sequence runs or waits, or a plan is in flight. If none is, `schedule()` then returns a plan."""
+        return bool(self.running or self.waiting or self.in_flight)
 
     def add(self, request: SequenceRequest) -> None:
-        """Put a sequence in line.
+        """Put a sequence into the waiting queue.
 
-        Its rank is the step it arrived in, later by `ageing_steps` for each class and by one for each step its
-        prompt may need: equal ranks are in order of arrival, a short prompt overtakes a long one, and
-        nobody is overtaken forever, since ranks stand still while time passes. Between tenants of a class, service
-        comes before rank: see `Fairness`.
+        Its rank is the step it arrived in, later by `ageing_steps` for each class and by one for each step its prompt
+        may need: equal ranks are in order of arrival, a short prompt overtakes a long one, and no sequence is overtaken
+        forever, since ranks stand still while time passes. Between tenants of a class, service comes before rank: see
+        `Fairness`.
 
         Raises:
             InvalidArgument: it can never run; nothing was done.
         """
         if request.key in self._live:
             raise InvalidArgument(f"sequence {request.key} is already being served")
-        check_can_ever_run(request, self.config.max_model_len, self._cache)
+        request.check_fits(self.config.max_model_len, self._cache)
         priority = min(max(request.priority, 0), PRIORITY_CLASSES - 1)
         seniority = self._step + priority * self.config.ageing_steps
         rank = seniority + len(request.prompt) // self.config.rank_step_tokens
@@ -116,7 +112,7 @@ class Scheduler:
         self._fairness.sequence_arrived(slot)
         self._arrivals += 1
         self._live[request.key] = sequence
-        self._line.enqueue(sequence)
+        self._waiting.enqueue(sequence)
 
     def abort(self, keys: Iterable[int]) -> None:
         """Forget these sequences: nothing of them is reported any more. Unknown keys are ignored.
@@ -131,81 +127,75 @@ class Scheduler:
                 self._end(sequence.row)
             else:
                 del self._live[key]
-                self._line.remove(sequence)
+                self._waiting.remove(sequence)
                 self._fairness.sequence_ended(sequence.tenant_slot)
-        self._stays.started = [(key, cached) for key, cached in self._stays.started if key in self._live]
-
-    # One step
+        self._rows.started = [(key, cached) for key, cached in self._rows.started if key in self._live]
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None: nothing can run now, or `ahead` plans are already under way."""
-        if len(self._flights) > self.config.ahead:
+        """Plan the next step. None: nothing can run now, or `ahead` plans are already under way."""
+        if self.in_flight > self.config.ahead:
             return None
-        launched = self._packer.pack(self._step).finish_plan(self._step, self._stays.closed_rows)
+        launched = self._packer.pack(self._step).finish_plan(self._step)
         if launched is None:
             return None
         plan, flight = launched
-        self._flights.push(flight)
-        self._pace.note_launched(flight.work)
-        self._stays.closed_rows.clear()
+        self._rows.in_flight.append(flight)
+        self._prefill.note_launched(flight.work)
         self._step += 1
         return plan
+
+    def apply(self, result: StepResult, seconds: float | None = None) -> StepUpdates:
+        """Take in the result of the oldest plan in flight; `seconds`: how long the step took, if that is known.
+
+        Raises:
+            RuntimeError: it is another plan's, or does not continue the known tokens.
+        """
+        rows = self._rows
+        if not rows.in_flight or rows.in_flight[0].step != result.step:
+            raise RuntimeError(f"the result of step {result.step} came out of turn")
+        flight = rows.in_flight.popleft()
+        if seconds:
+            self._prefill.observe_step(flight.work, seconds)
+        processed = process_result(rows, flight, result)
+        self._fairness.charge_outputs(rows.tenant_slot, processed.rows, processed.counts)
+        self._commit_full_blocks()
+        keys, started = rows.keys, rows.started
+        rows.started = []
+        updates = StepUpdates(
+            [keys[row] for row in processed.rows],
+            processed.counts,
+            processed.tokens,
+            started,
+            [(keys[row], reason) for row, reason in processed.finished],
+            processed.logprobs,
+            [(keys[row], fresh) for row, fresh in processed.prompt_logprobs] if processed.prompt_logprobs else (),
+        )
+        for row, _ in processed.finished:
+            self._end(row)
+        rows.release_settled()
+        return updates
 
     def _end(self, row: int) -> None:
         sequence = self._rows.sequences[row]
         del self._live[sequence.key]
         self._fairness.sequence_ended(sequence.tenant_slot)
         self._rows.ended[row] = True
-        self._stays.remove(row)
+        self._rows.remove(row)
 
-    # Results
-
-    def apply(self, result: StepResult, seconds: float | None = None) -> StepUpdates:
-        """Take in the result of the oldest plan in flight; `seconds`: how long the step took, if somebody knows.
-
-        Raises:
-            RuntimeError: it is another plan's, or does not continue the known tokens.
-        """
-        flight = self._flights.pop_oldest(result.step)
-        if seconds:
-            self._pace.observe_step(flight.work, seconds)
-        gathered = process_result(self._rows, flight, result)
-        self._fairness.charge_outputs(self._rows.tenant_slot, gathered.rows, gathered.counts)
-        self._commit()
-        updates = self._updates(gathered)
-        for row, _ in gathered.finished:
-            self._end(row)
-        self._stays.release_settled()
-        return updates
-
-    def _updates(self, gathered: ProcessedResult) -> StepUpdates:
-        keys = self._rows.keys
-        finished = [(keys[row], reason) for row, reason in gathered.finished]
-        started, self._stays.started = self._stays.started, []
-        owners = [keys[row] for row in gathered.rows]
-        scores = [(keys[row], fresh) for row, fresh in gathered.prompt_logprobs] if gathered.prompt_logprobs else ()
-        return StepUpdates(owners, gathered.counts, gathered.tokens, started, finished, gathered.logprobs, scores)
-
-    def _commit(self) -> None:
+    def _commit_full_blocks(self) -> None:
         """Make blocks that became full findable, hashing generated ones here, outside of `schedule()`."""
         if not self._cache.prefix_caching:
             return
         rows, size = self._rows, self._cache.block_size
         for row in (rows.computed >= rows.next_commit_at).nonzero()[0].tolist():
             sequence, table = rows.sequences[row], rows.tables[row]
-            first, end = table.committed, int(rows.computed[row]) // size
-            self._hash(sequence, end)
-            self._cache.commit(table, sequence.hashes[first:end])
+            hashes, first, end = sequence.hashes, table.committed, int(rows.computed[row]) // size
+            if len(hashes) < end:
+                tokens = sequence.token_window(len(hashes) * size, end * size)
+                hashes.extend(self._cache.digest(tokens, sequence.request.extras, hashes[-1] if hashes else None))
+            self._cache.commit(table, hashes[first:end])
             rows.next_commit_at[row] = (end + 1) * size
-            self._line.wake_waiting_for(sequence.hashes[first:end])
-
-    def _hash(self, sequence: Sequence, blocks: int) -> None:
-        """Let the sequence have the hashes of its first `blocks` blocks."""
-        size, hashes = self._cache.block_size, sequence.hashes
-        if len(hashes) < blocks:
-            tokens = sequence.token_window(len(hashes) * size, blocks * size)
-            parent = hashes[-1] if hashes else None
-            hashes.extend(self._cache.digest(tokens, sequence.request.extras, parent))
+            self._waiting.wake_waiting_for(hashes[first:end])
 
     def check_integrity(self) -> None:
         """Recompute everything, the cache's state included; for tests, and when idle.
@@ -217,13 +207,9 @@ class Scheduler:
         self._cache.check_integrity()
         rows.check_integrity()
         assert self._cache.open_tables == len(rows.tables), "a table without a row"
-        assert all(self._cache.being_computed(block_hash) for block_hash in self._line.awaited_hashes)
+        assert all(self._cache.being_computed(block_hash) for block_hash in self._waiting.awaited_hashes)
         assert self.config.admission == "optimistic" or rows.reserved_blocks() <= self._cache.free_blocks
-        self._check_places()
-
-    def _check_places(self) -> None:
-        """Every live sequence waits or has a row, and not both."""
-        waiting = [sequence.key for sequence in self._line]
-        placed = [sequence.key for row, sequence in self._rows.sequences.items() if not self._rows.ended[row]]
-        assert sorted(waiting + placed) == sorted(self._live)
-        assert len(self._line) == len(waiting)
+        waiting = [sequence.key for sequence in self._waiting]
+        placed = [sequence.key for row, sequence in rows.sequences.items() if not rows.ended[row]]
+        assert sorted(waiting + placed) == sorted(self._live), "a live sequence neither waits nor has a row, or both"
+        assert len(self._waiting) == len(waiting)

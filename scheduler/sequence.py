@@ -1,10 +1,12 @@
-"""What asks to be run, and what the scheduler remembers of it while it waits or runs. No counters: see rows.py."""
+"""A sequence to run, and what the scheduler remembers of it while it waits or runs. No counters: see running_set.py."""
 
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..core.errors import InvalidArgument
 from ..core.logprobs import PromptLogprobs
+from ..kvcache.manager import KVCacheManager
 from .plan import IntArray, SamplerParams
 
 GREEDY = SamplerParams()
@@ -15,9 +17,10 @@ class SequenceRequest:
     """One sequence to run. `key` is unique among the live ones; `hashes` come from `KVCacheManager.digest(prompt)`.
 
     `max_tokens` counts new tokens; 0 wants none, and gets the one that a computed prompt brings anyway.
-    `stop_token_ids` end the sequence, the stop token being its last.
-    `priority` 0 is the most urgent class; `weight` is the share of `tenant` beside others of a class. `extras` are
-    those the hashes were made with: generated blocks need them.
+    `stop_token_ids` end the sequence, the stop token being its last. `priority` 0 is the most urgent class; `weight`
+    is the share of `tenant` beside others of a class. `extras` are those the hashes were made with: generated blocks
+    need them. `max_in_flight`: steps in flight that may have the sequence at once; 0 is no limit of its own, 1 is for
+    a sequence whose next token only the host can choose.
     """
 
     key: int
@@ -30,17 +33,39 @@ class SequenceRequest:
     tenant: str = ""
     weight: float = 1.0
     extras: tuple[str, ...] = ()
+    max_in_flight: int = 0
+
+    def check_fits(self, max_model_len: int, cache: KVCacheManager) -> None:
+        """Refuse a sequence that could never run, whatever else runs.
+
+        Raises:
+            InvalidArgument: the model's length or the cache is too small; `field` is the parameter to change.
+        """
+        prompt, new = len(self.prompt), self.max_tokens
+        if prompt < 1:
+            raise InvalidArgument("the prompt is empty", field="prompt")
+        if new < 0:
+            raise InvalidArgument(f"max_tokens must be at least 0, got {new}", field="max_tokens")
+        if prompt + new > max_model_len:
+            raise InvalidArgument(
+                f"{prompt} prompt tokens and {new} new ones exceed the model's {max_model_len}",
+                field="max_tokens" if prompt < max_model_len else "prompt",
+            )
+        if cache.blocks_for(prompt + max(new, 1) - 1) > cache.blocks:
+            raise InvalidArgument(
+                f"{prompt} prompt tokens and {new} new ones exceed the cache's {cache.blocks * cache.block_size}",
+                field="max_tokens" if cache.blocks_for(prompt) <= cache.blocks else "prompt",
+            )
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A request and what became of it so far; outlives its stays in the running set.
+    """A request and its state so far; outlives its stays in the running set.
 
-    `seniority`: the step it arrived in, later by `ageing_steps` for each class below the most urgent one.
-    `number` counts arrivals and breaks ties. `slot`: its tenant's number. `rank`: its place in the line, see
-    `Scheduler.add`. `row`: where it runs, if it does. `awaited`: the hash of the block it is parked for. `long`: its
-    prompt goes in the lane of long ones, see `Pace`. `scored`: prompt tokens with nothing more to be said of them, the
-    first at least, before which there is nothing.
+    `arrival_number` counts arrivals and breaks ties. `seniority`: the step it arrived in, later by `ageing_steps` for
+    each class below the most urgent one. `rank`: its place in the waiting queue, see `Scheduler.add`. `row`: the one it
+    holds, if any. `awaited_hash`: the block it is parked for. `long_prompt`: see `PrefillBudget`.
+    `prompt_logprobs_done`: tokens of the prompt whose log-probability is known or not wanted; the first has none.
     """
 
     request: SequenceRequest
@@ -57,7 +82,8 @@ class Sequence:
     prompt_logprobs_done: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.prompt_logprobs_done = len(self.request.prompt) if self.request.sampling.prompt_logprobs is None else 1
+        wanted = self.request.sampling.prompt_logprobs is not None
+        self.prompt_logprobs_done = 1 if wanted else len(self.request.prompt)
 
     @property
     def key(self) -> int:
@@ -75,38 +101,33 @@ class Sequence:
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Not all of its prompt that is to be scored is."""
         return self.prompt_logprobs_done < len(self.request.prompt)
 
     @property
     def shareable_tokens(self) -> int:
-        """Of so many tokens it may share the blocks, the last one's apart: what is to be scored has to run."""
+        """Leading tokens whose blocks it may share, the last token's apart: tokens that lack log-probabilities have to
+        run."""
         return self.prompt_logprobs_done if self.lacks_prompt_logprobs else self.known
 
     @property
     def sampling(self) -> SamplerParams:
-        """What it still wants."""
+        """The request's, without prompt log-probabilities when it has them all."""
         asked = self.request.sampling
-        return (
-            asked
-            if asked.prompt_logprobs is None or self.lacks_prompt_logprobs
-            else asked._replace(prompt_logprobs=None)
-        )
+        return asked if self.lacks_prompt_logprobs else asked._replace(prompt_logprobs=None)
 
-    def take_prompt_logprobs(self, scores: PromptLogprobs) -> PromptLogprobs:
-        """Those of them that are new: after a preemption some come again.
+    def take_prompt_logprobs(self, computed: PromptLogprobs) -> PromptLogprobs:
+        """Those of `computed` that are new: after a preemption some come again.
 
         Raises:
             RuntimeError: some before them are missing.
         """
-        if scores.start > self.prompt_logprobs_done:
-            raise RuntimeError(f"scores from position {scores.start} on, where {self.prompt_logprobs_done} is next")
-        fresh = scores.from_position(min(self.prompt_logprobs_done, scores.end))
-        self.prompt_logprobs_done = max(self.prompt_logprobs_done, scores.end)
-        return fresh
+        done = self.prompt_logprobs_done
+        if computed.start > done:
+            raise RuntimeError(f"log-probabilities from position {computed.start} on, where {done} is next")
+        self.prompt_logprobs_done = max(done, computed.end)
+        return computed.from_position(min(done, computed.end))
 
     def known_tokens(self) -> IntArray:
-        """All known tokens."""
         return np.concatenate([self.request.prompt, np.array(self.outputs, np.int32)])
 
     def token_window(self, start: int, end: int) -> list[int]:

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ...kvcache.block_hashes import HashExtras
+from ...kvcache.manager import HashExtras
 
 _STEP = 16
 """Tokens between the first cuts, and the least that something remembered counts."""

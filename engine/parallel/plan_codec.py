@@ -17,8 +17,8 @@ from ...scheduler.plan import IntArray, NewSequence, SamplerParams, StepPlan, St
 from .columns import Bytes, ColumnReader, pack_bytes, pack_column, pack_pairs
 
 _HEADER = Struct("<iH")  # step, what is told of it
-_NEW, _ROWS, _STARTS, _COUNTS, _SAMPLES, _APPENDED, _CLOSED, _SAMPLED, _SAMPLED_AT_STARTS = (
-    1 << bit for bit in range(9)
+_NEW, _ROWS, _STARTS, _COUNTS, _SAMPLES, _LOGITS, _APPENDED, _CLOSED, _SAMPLED, _SAMPLED_AT_STARTS = (
+    1 << bit for bit in range(10)
 )
 _NONE: IntArray = np.zeros(0, np.int32)
 _NO_PAIRS: IntArray = np.zeros((0, 2), np.int32)
@@ -152,6 +152,8 @@ class PlanEncoder:
             told.tell(_COUNTS, plan.counts)
         if not _equal_bytes(plan.samples, known.all_true):
             told.tell(_SAMPLES, plan.samples.astype(np.int32))
+        if not _equal_bytes(plan.num_logits, plan.samples.astype(np.int32)):
+            told.tell(_LOGITS, plan.num_logits)
 
     def _tell_landed(self, told: _MessageBuilder, plan: StepPlan, landed: SampledBatch) -> None:
         """Mostly they are what the rows go on with."""
@@ -198,9 +200,10 @@ class PlanDecoder:
             starts = starts + columns.next()
         counts = columns.next() if told & _COUNTS else known.ones
         samples = columns.next() != 0 if told & _SAMPLES else known.all_true
+        logits = columns.next() if told & _LOGITS else samples.astype(np.int32)
         appended = columns.pairs() if told & _APPENDED else _NO_PAIRS
         closed = columns.next() if told & _CLOSED else _NONE
-        plan = StepPlan(step, rows, starts, counts, samples, appended, new, closed)
+        plan = StepPlan(step, rows, starts, counts, samples, logits, appended, new, closed)
         landed = self._landed(told, plan, columns)
         known.move(starts, counts)
         return StepBroadcast(plan, landed)

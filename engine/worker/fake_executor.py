@@ -129,6 +129,8 @@ class FakeExecutor:
 
     def _run_rows(self, plan: StepPlan) -> StepResult:
         assert len(set(plan.rows.tolist())) == len(plan.rows), "a row twice in one step"
+        assert (plan.samples <= plan.num_logits).all(), "a sample without logits"
+        assert (plan.num_logits <= plan.counts).all(), "logits of tokens that are not computed"
         ran = list(zip(*(array.tolist() for array in (plan.rows, plan.starts, plan.counts, plan.samples)), strict=True))
         for row, start, count, _ in ran:
             self._compute(self._rows[row], start, count)
@@ -139,7 +141,8 @@ class FakeExecutor:
         tokens = [token for tokens in drawn for token in tokens]
         result = StepResult(plan.step, _ints(sampled), _ints(offsets), _ints(counts), _ints(tokens))
         logprobs = self._wanted_logprobs(sampled, counts, tokens)
-        scores = [(row, self._scores(self._rows[row], start, count)) for row, start, count, _ in ran]
+        scored = [each for each, logits in zip(ran, plan.num_logits.tolist(), strict=True) if logits == each[2]]
+        scores = [(row, self._scores(self._rows[row], start, count)) for row, start, count, _ in scored]
         return result._replace(
             logprobs=logprobs if any(logprobs) else (),
             prompt_logprobs=[(row, found) for row, found in scores if found is not None],

@@ -16,8 +16,13 @@ from charonia.bench.scheduler_latency import (
 )
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import StepPlan
-from charonia.scheduler.prefill_budget import IDLE_STEP_SECONDS, MIN_CHUNK_TOKENS, PrefillBudget
-from charonia.scheduler.step_time import StepTimeModel, StepWork
+from charonia.scheduler.prefill_budget import (
+    IDLE_STEP_SECONDS,
+    MIN_CHUNK_TOKENS,
+    PrefillBudget,
+    StepTimeModel,
+    StepWork,
+)
 
 PACED = SchedulerConfig(max_model_len=4096)
 UNBOUNDED = SchedulerConfig(max_model_len=4096, target_step_ms=0)

@@ -161,5 +161,5 @@ def test_a_gap_between_scores_is_refused() -> None:
     result = loop.executor.execute(plan).result()
     none = np.zeros((1, 0), np.int32)
     late = PromptLogprobs.from_arrays(2, np.zeros(1, np.float32), np.ones(1, np.int32), none, none.astype(np.float32))
-    with pytest.raises(RuntimeError, match="scores from position 2 on, where 1 is next"):
+    with pytest.raises(RuntimeError, match="log-probabilities from position 2 on, where 1 is next"):
         loop.scheduler.apply(result._replace(prompt_logprobs=[(int(plan.rows[0]), late)]))

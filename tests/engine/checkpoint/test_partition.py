@@ -212,7 +212,9 @@ def plan(step: int, start: int, count: int) -> StepPlan:
     blocks = [[0, 0]] if step == 0 else []
     row, starts, counts = (np.array([value], np.int32) for value in (0, start, count))
     appended = np.array(blocks, np.int32).reshape(-1, 2)
-    return StepPlan(step, row, starts, counts, np.array([False]), appended, new, np.zeros(0, np.int32))
+    return StepPlan(
+        step, row, starts, counts, np.array([False]), np.zeros(1, np.int32), appended, new, np.zeros(0, np.int32)
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gemma2"])

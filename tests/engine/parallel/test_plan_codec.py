@@ -28,7 +28,7 @@ def ints(*values: int) -> NDArray[np.int32]:
 def decoding(step: int, starts: NDArray[np.int32], appended: NDArray[np.int32] = NO_PAIRS) -> StepPlan:
     """All rows compute one token."""
     ones = np.ones_like(starts)
-    return StepPlan(step, np.arange(len(starts), dtype=np.int32), starts, ones, ones == 1, appended, (), ints())
+    return StepPlan(step, np.arange(len(starts), dtype=np.int32), starts, ones, ones == 1, ones, appended, (), ints())
 
 
 def assert_same(read: StepBroadcast, written: StepBroadcast) -> None:
@@ -113,14 +113,18 @@ def drawn(random: Random) -> StepBroadcast:
     closed, new = column(random.randrange(4)), tuple(newcomer() for _ in range(random.randrange(3)))
     landed = random.choice([None, SampledBatch(rows, starts, counts), SampledBatch(rows[::-1].copy(), counts, starts)])
     step = random.randrange(2**31)
-    return StepBroadcast(StepPlan(step, rows, starts, counts, samples % 2 > 0, appended, new, closed), landed)
+    samples = samples % 2
+    logits = random.choice([samples, samples * counts])
+    return StepBroadcast(StepPlan(step, rows, starts, counts, samples > 0, logits, appended, new, closed), landed)
 
 
 def going_on(random: Random, before: StepBroadcast) -> StepBroadcast:
     """The rows of a step go on with what it sampled; some of what else could happen, happens."""
     plan, other = before.plan, drawn(random)
     starts, ones = plan.starts + plan.counts, np.ones_like(plan.rows)
-    usual = plan._replace(starts=starts, counts=ones, samples=ones == 1, new=(), closed=ints(), appended=NO_PAIRS)
+    usual = plan._replace(
+        starts=starts, counts=ones, samples=ones == 1, num_logits=ones, new=(), closed=ints(), appended=NO_PAIRS
+    )
     changes = {name: getattr(other.plan, name) for name in ("new", "closed", "appended") if random.random() < 0.3}
     tokens = np.array([random.randrange(200_000) for _ in starts], np.int32)
     landed = random.choice([None, SampledBatch(plan.rows, starts, tokens), other.sampled])

@@ -157,7 +157,7 @@ def loaded(staged: Callable[..., Stage]) -> Stage:
 def plan(step: int, *rows: int) -> StepPlan:
     column = np.array(rows, np.int32)
     ones = np.ones_like(column)
-    return StepPlan(step, column, ones * 5, ones, ones == 1, NO_PAIRS, (), NONE)
+    return StepPlan(step, column, ones * 5, ones, ones == 1, ones, NO_PAIRS, (), NONE)
 
 
 def result(step: int, *rows: int) -> EncodedResult:

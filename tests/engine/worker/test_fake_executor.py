@@ -26,6 +26,7 @@ def plan(
         starts=columns[:, 1],
         counts=columns[:, 2],
         samples=np.ones(len(rows), np.bool_),
+        num_logits=np.ones(len(rows), np.int32),
         appended=np.array(appended, np.int32).reshape(-1, 2),
         new=new,
         closed=np.array(closed, np.int32),

@@ -42,6 +42,7 @@ def plan(step: int, start: int, count: int, *, new: bool = False, row: int = 0) 
         np.array([start], np.int32),
         np.array([count], np.int32),
         np.array([start + count >= 8]),
+        np.array([start + count >= 8], np.int32),
         np.array([[row, 1], [row, 0]], np.int32) if new else NOTHING,
         (NewSequence(row, known, 0, SamplerParams()),) if new else (),
         NOBODY,

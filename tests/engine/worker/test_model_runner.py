@@ -26,7 +26,7 @@ def plan(step: int, start: int, *, new: bool = False) -> StepPlan:
     known = (NewSequence(0, ints(1, 2, 3), 0, SamplerParams()),) if new else ()
     appended = ints(0, 1).reshape(1, 2) if new else NO_PAIRS
     counts = ints(3 if new else 1)
-    return StepPlan(step, ints(0), ints(start), counts, np.array([True]), appended, known, ints())
+    return StepPlan(step, ints(0), ints(start), counts, np.array([True]), ints(1), appended, known, ints())
 
 
 class Counting:

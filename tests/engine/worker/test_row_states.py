@@ -17,7 +17,7 @@ def pairs(*values: tuple[int, int]) -> np.ndarray:
 
 def plan(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, **changes: object) -> StepPlan:
     samples = np.ones(len(rows), dtype=np.bool_)
-    return StepPlan(0, rows, starts, counts, samples, pairs(), (), ints())._replace(**changes)
+    return StepPlan(0, rows, starts, counts, samples, samples.astype(np.int32), pairs(), (), ints())._replace(**changes)
 
 
 def new(row: int, tokens: np.ndarray, computed: int = 0, **sampling: object) -> NewSequence:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from charonia.scheduler.step_time import StepTimeModel, StepWork
+from charonia.scheduler.prefill_budget import StepTimeModel, StepWork
 
 DECODING, BESIDE, PROMPT = StepWork(8, 4000), StepWork(8, 4000, 32, 16_000), StepWork(0, 0, 256, 32_768)
 
