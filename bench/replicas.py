@@ -104,7 +104,7 @@ async def _ask_on(client: EngineClient, waiting: Iterator[list[int]], answer: in
     """Ask one question after another; how long each first token took goes into `times`."""
     for prompt in waiting:
         began, finish = time.perf_counter(), None
-        with client.open_stream(AddRequest(client=0, key=0, prompt=prompt, max_tokens=answer)) as channel:
+        with client.open_stream(AddRequest(key=0, prompt=prompt, max_tokens=answer)) as channel:
             finish = (await channel.read()).finish_reason
             times.append(time.perf_counter() - began)
             while finish is None:

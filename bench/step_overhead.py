@@ -137,15 +137,13 @@ class TimedScheduler(Scheduler):
 class ClockedOutbox:
     """Turns the clock, and calls `stop` after the last step that is counted."""
 
-    clients = 1
-
-    def __init__(self, send: Callable[[int, FromCore], None], clock: StepClock, case: StepCase) -> None:
+    def __init__(self, send: Callable[[FromCore], None], clock: StepClock, case: StepCase) -> None:
         self._send, self._clock, self._sequences = send, clock, case.sequences
         self._left = _WARM_UP + case.steps
         self.stop: Callable[[], None] = lambda: None
 
-    def send(self, client: int, message: FromCore) -> None:
-        self._send(client, message)
+    def send(self, message: FromCore) -> None:
+        self._send(message)
         if isinstance(message, RequestUpdates) and len(message.keys) == self._sequences:
             self._left -= 1
         if self._left == 0:
@@ -164,18 +162,18 @@ def measure(case: StepCase, parted: bool) -> dict[str, float]:
     )
     executor = TimedExecutor(case.megabytes, clock) if parted else ColdExecutor(case.megabytes)
     scheduler = TimedScheduler(config, cache, clock) if parted else Scheduler(config, cache)
-    core = EngineCore(scheduler, cache, executor, vocab_size=1 << 20)
+    core = EngineCore(scheduler, cache, executor)
     _add(core, case)
     with _wire() as wire:
         outbox = ClockedOutbox(partial(_timed, clock, wire.send) if parted else wire.send, clock, case)
-        outbox.stop = lambda: core.accept(Shutdown())
+        outbox.stop = lambda: core.inbox.accept(Shutdown())
         core.run(outbox)
     executor.close()
     return clock.medians(case.steps)
 
 
-def _timed(clock: StepClock, send: Callable[[int, FromCore], None], client: int, message: FromCore) -> None:
-    clock.time("send", partial(send, client, message))
+def _timed(clock: StepClock, send: Callable[[FromCore], None], message: FromCore) -> None:
+    clock.time("send", partial(send, message))
 
 
 def _add(core: EngineCore, case: StepCase) -> None:
@@ -184,7 +182,7 @@ def _add(core: EngineCore, case: StepCase) -> None:
     for key in range(case.sequences):
         length = BLOCK_SIZE + key % BLOCK_SIZE
         prompt = random.integers(0, 30_000, length).tolist()
-        core.accept(AddRequest(client=0, key=key, prompt=prompt, max_tokens=case.longest - length))
+        core.inbox.accept(AddRequest(key=key, prompt=prompt, max_tokens=case.longest - length))
 
 
 @contextmanager
@@ -194,7 +192,7 @@ def _wire() -> Iterator[CoreSockets]:
         address = CoreEndpoints.in_directory(directory)
         reader = get_context("spawn").Process(target=_read, args=(address,), daemon=True)
         reader.start()
-        wire = CoreSockets([address])
+        wire = CoreSockets(address)
         try:
             yield wire
         finally:

@@ -1,6 +1,6 @@
-"""What the frontend and an engine core say to each other: msgpack arrays over ZeroMQ.
+"""The messages between the frontend and an engine core: msgpack arrays over ZeroMQ.
 
-The core sends at most one message per step and client, never one per token.
+The core sends at most one message per step, never one per token.
 """
 
 from typing import TypeAlias
@@ -14,14 +14,13 @@ from ...scheduler.sequence import GREEDY
 
 
 class AddRequest(msgspec.Struct, array_like=True, tag="add", kw_only=True, frozen=True):
-    """A new sequence. `key` is the client's own, unique among its live requests and below 2**48.
+    """A new sequence. `key` is unique among the live ones and not negative.
 
-    `stop_token_ids` ends the sequence, model eos included (unless ignored). Prompt and `max_tokens` together must
-    fit the model's length. `weight`: the tenant's share. `timeout`: seconds left to it; 0 is no limit. `guide` and
-    `adapter`: as in `GenerateRequest`. `pooling` and `embeds` are reserved.
+    The frontend has checked that the `prompt`'s token ids are in the vocabulary. `stop_token_ids` end the sequence,
+    the model's eos included (unless ignored). Prompt and `max_tokens` together must fit the model's length. `weight`:
+    the tenant's share. `timeout`: seconds left to it; 0 is no limit. `guide` and `adapter`: as in `GenerateRequest`.
     """
 
-    client: int
     key: int
     prompt: list[int]
     max_tokens: int
@@ -32,16 +31,13 @@ class AddRequest(msgspec.Struct, array_like=True, tag="add", kw_only=True, froze
     salt: str = ""
     adapter: str = ""
     guide: GuidedDecoding | None = None
-    pooling: str = ""
-    embeds: bytes = b""
     weight: float = 1.0
     timeout: float = 0.0
 
 
 class AbortRequests(msgspec.Struct, array_like=True, tag="abort", frozen=True):
-    """The client no longer wants these; unknown keys are ignored."""
+    """End these sequences; unknown keys are ignored."""
 
-    client: int
     keys: list[int]
 
 

@@ -40,12 +40,12 @@ def main(config: EngineConfig, directory: str) -> None:
     ignore_stop_signals()
     set_process_name("charonia-core")
     die_with_parent(lambda: shutil.rmtree(directory, ignore_errors=True))
-    wire = CoreSockets([CoreEndpoints.in_directory(directory)])
+    wire = CoreSockets(CoreEndpoints.in_directory(directory))
     CoreLogForwarder(wire).install()
     try:
         _serve(config, wire)
     except Exception as error:
-        wire.broadcast(_fatal_message(error))
+        wire.send(_fatal_message(error))
         sys.exit(1)
     finally:
         wire.close()
@@ -60,10 +60,10 @@ def _serve(config: EngineConfig, wire: CoreSockets) -> None:
     phases.report("libraries", 1.0)
     try:
         core, ready = start_core(config, executor, phases)
-        threading.excepthook = lambda thread: core.fail(thread.exc_value or RuntimeError("a thread died"))
-        executor.watch(core.fail)
-        wire.listen(core.accept)
-        wire.broadcast(ready)
+        threading.excepthook = lambda thread: core.inbox.fail(thread.exc_value or RuntimeError("a thread died"))
+        executor.watch(core.inbox.fail)
+        wire.listen(core.inbox.accept)
+        wire.send(ready)
         core.run(wire)
     finally:
         executor.close()
@@ -83,7 +83,7 @@ class CoreLogForwarder(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(zmq.ZMQError):  # it is about to end, and closed already
-            self._wire.broadcast(CoreLogRecord(record.name, record.levelno, self.format(record)))
+            self._wire.send(CoreLogRecord(record.name, record.levelno, self.format(record)))
 
 
 class LoadProgress:
@@ -98,7 +98,7 @@ class LoadProgress:
         """`fraction` of `phase` is done; the first report of a phase starts its clock."""
         if phase != self._phase:
             self._phase, self._began = phase, time.perf_counter()
-        self._wire.broadcast(CoreLoading(phase, fraction, time.perf_counter() - self._began, detail))
+        self._wire.send(CoreLoading(phase, fraction, time.perf_counter() - self._began, detail))
 
 
 def start_core(config: EngineConfig, executor: Executor, phases: LoadProgress) -> tuple[EngineCore, CoreReady]:
@@ -114,7 +114,7 @@ def start_core(config: EngineConfig, executor: Executor, phases: LoadProgress) -
     phases.report("cache", 1.0, f"{blocks} blocks of {config.cache.block_size} tokens")
     cache = KVCacheManager(blocks, config.cache.block_size, config.cache.prefix_caching)
     scheduler = Scheduler(scheduler_config(config, length), cache)
-    core = EngineCore(scheduler, cache, executor, capacity.vocab_size)
+    core = EngineCore(scheduler, cache, executor)
     phases.report("warm-up", 0.0)
     core.warm_up()
     gc_tuning.freeze_after_startup()

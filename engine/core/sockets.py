@@ -1,10 +1,10 @@
-"""The core's end of the sockets to its clients. Knows nothing of what the messages mean.
+"""The core's end of the sockets to the frontend. Knows nothing of what the messages mean.
 
-A client binds two ipc sockets in a directory of its own: `to` carries messages to the core, `from` brings them back.
+The frontend binds two ipc sockets in a directory: `to` carries messages to the core, `from` brings them back.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,12 +13,12 @@ import zmq
 
 from .messages import FromCore, ToCore
 
-_LAST_WORDS_MILLISECONDS = 1000
-"""How long a closing socket may take to hand over what was sent."""
+_CLOSE_MILLISECONDS = 1000
+"""How long a closing socket may take to hand over the messages sent."""
 
 
 class CoreEndpoints(NamedTuple):
-    """The endpoints of one client, which binds both."""
+    """The addresses of the two sockets."""
 
     to_core: str
     from_core: str
@@ -29,47 +29,33 @@ class CoreEndpoints(NamedTuple):
 
 
 class CoreSockets:
-    """Sockets to all clients; the index of an address is the client's number.
+    """`send` is for any thread. Messages that arrive are handed to the `listen` callback in a thread of its own."""
 
-    `send` is for any thread. What arrives is handed to the `listen` callback in a thread of its own.
-    """
-
-    def __init__(self, clients: Sequence[CoreEndpoints]) -> None:
+    def __init__(self, endpoints: CoreEndpoints) -> None:
         self._context = zmq.Context()
-        self._inbox = self._context.socket(zmq.PULL)
-        self._outboxes = [self._context.socket(zmq.PUSH) for _ in clients]
+        self._inbox, self._outbox = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
         self._encode = msgspec.msgpack.Encoder().encode
-        self._sending = threading.RLock()  # garbage collected in the midst of it may have something to say
+        self._sending = threading.RLock()  # a log record may be sent by a finaliser in the midst of sending
         self._listener: threading.Thread | None = None
-        for address, outbox in zip(clients, self._outboxes, strict=True):
-            outbox.set_hwm(0)
-            outbox.setsockopt(zmq.LINGER, _LAST_WORDS_MILLISECONDS)
-            outbox.connect(address.from_core)
-            self._inbox.connect(address.to_core)
+        self._outbox.set_hwm(0)
+        self._outbox.setsockopt(zmq.LINGER, _CLOSE_MILLISECONDS)
+        self._outbox.connect(endpoints.from_core)
+        self._inbox.connect(endpoints.to_core)
 
-    @property
-    def clients(self) -> int:
-        return len(self._outboxes)
-
-    def send(self, client: int, message: FromCore) -> None:
+    def send(self, message: FromCore) -> None:
         """Hand over to the sockets' own thread; never waits for the reader."""
         with self._sending:  # a socket may go from thread to thread, but has to be handed over
-            self._outboxes[client].send(self._encode(message))
-
-    def broadcast(self, message: FromCore) -> None:
-        for client in range(self.clients):
-            self.send(client, message)
+            self._outbox.send(self._encode(message))
 
     def listen(self, receive: Callable[[ToCore], None]) -> None:
-        """From now on call `receive` with every message, from a thread of its own."""
+        """Call `receive` with every message from now on, from a thread of its own."""
         self._listener = threading.Thread(target=self._listen, args=(receive,), name="inbox", daemon=True)
         self._listener.start()
 
     def close(self) -> None:
-        """Send what is still to be sent and stop listening."""
+        """Send messages still to be sent, and stop listening."""
         with self._sending:
-            for outbox in self._outboxes:
-                outbox.close()
+            self._outbox.close()
         if self._listener is None:
             self._inbox.close(linger=0)
         self._context.term()  # ends the listener, which closes its socket

@@ -6,7 +6,7 @@ Knows nothing of text, of tensors, or of how messages travel.
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
@@ -19,29 +19,38 @@ from ...scheduler.plan import SamplerParams, StepUpdates
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import GREEDY, SequenceRequest
 from ..worker.executor import Executor, StepFuture
-from .deadlines import Deadlines
-from .inbox import ClientRejection, Inbox, NewRequest
-from .messages import NO_STEP, AbortRequests, CoreTotals, EngineLoad, FromCore, Shutdown, StepStats, ToCore
-from .request_keys import client_key, scheduler_key, split_updates
+from .inbox import Deadlines, Inbox, NewRequest
+from .messages import (
+    NO_STEP,
+    AbortRequests,
+    CoreTotals,
+    EngineLoad,
+    FromCore,
+    RequestRejected,
+    RequestUpdates,
+    Shutdown,
+    StepStats,
+)
 
 _LAST_STEP_WEIGHT = 0.1
 """Weight of the last step in the moving average of step times."""
 
-TRIAL_PROMPT, TRIAL_TOKENS = 32, 3
-"""What a warm-up computes to learn what steps cost."""
+WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS = 32, 3
+"""The sequence that the warm-up computes to learn what steps cost."""
+
+_WARM_UP_KEY = -1
+_NO_UPDATES = StepUpdates([], [], [], [], [])
 
 
 class MessageSink(Protocol):
-    """Where messages leave; clients are numbered from 0. Never waits for a reader."""
+    """Takes the loop's messages to the frontend."""
 
-    @property
-    def clients(self) -> int: ...
-
-    def send(self, client: int, message: FromCore) -> None: ...
+    def send(self, message: FromCore) -> None:
+        """Never waits for the reader."""
 
 
 class LaunchedStep(NamedTuple):
-    """A step on its way, how much it computes, and when it was launched."""
+    """A step on its way, the tokens and sequences it computes, and when it was launched (`time.perf_counter`)."""
 
     future: StepFuture
     tokens: int
@@ -50,9 +59,10 @@ class LaunchedStep(NamedTuple):
 
 
 class EngineCore:
-    """One scheduler and one executor, turned for all clients by one thread; `accept` and `fail` are for any thread.
+    """One scheduler and one executor, turned by one thread.
 
-    `clock`: what timeouts are measured by, in seconds.
+    `inbox` takes messages of the frontend, and errors that end the loop, from any thread. `clock`: seconds, for
+    timeouts.
     """
 
     def __init__(
@@ -60,160 +70,133 @@ class EngineCore:
         scheduler: Scheduler,
         cache: KVCacheManager,
         executor: Executor,
-        vocab_size: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.inbox = Inbox(cache, clock)
         self._scheduler = scheduler
         self._cache = cache
         self._executor = executor
         self._clock = clock
         self._deadlines = Deadlines()
-        self._arrivals = Inbox(vocab_size, cache, clock)
-        self._in_flight: deque[LaunchedStep] = deque()
+        self._launched: deque[LaunchedStep] = deque()
         self._step = -1
         self._step_seconds = 0.0
-        self._landed = 0.0
-        self._checked = True
-        self._running = True
-
-    def accept(self, message: ToCore) -> None:
-        """Take a message; what costs time happens here, in the caller's thread, and not in the step."""
-        self._arrivals.accept(message)
-
-    def fail(self, error: BaseException) -> None:
-        """Let the loop end with this error."""
-        self._arrivals.fail(error)
+        self._landed_at = 0.0
+        self._integrity_checked = True
+        self._stopping = False
 
     def warm_up(self) -> None:
         """Generate one token the way every request does; then some more, to learn what prompts and decoding cost.
 
         Raises:
-            InvalidArgument: what the model computes are no numbers.
+            InvalidArgument: the model's log-probabilities are not finite.
         """
-        _check_finite(self._run_alone(prompt=1, new=1, sampling=SamplerParams(logprobs=0)))
+        if not all(math.isfinite(each.chosen) for each in self._run_alone(1, 1, SamplerParams(logprobs=0))):
+            raise InvalidArgument("the model computes no numbers: its weights are damaged, or overflow in this dtype")
         self._scheduler.reset_step_times()
-        if self._scheduler.config.max_model_len >= TRIAL_PROMPT + TRIAL_TOKENS:
-            self._run_alone(TRIAL_PROMPT, TRIAL_TOKENS)
+        if self._scheduler.config.max_model_len >= WARM_UP_PROMPT_TOKENS + WARM_UP_NEW_TOKENS:
+            self._run_alone(WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS)
         self._scheduler.reset_totals()
 
     def _run_alone(self, prompt: int, new: int, sampling: SamplerParams = GREEDY) -> list[Logprobs]:
         """The logprobs of the new tokens, if `sampling` wants any."""
-        request = SequenceRequest(
-            key=scheduler_key(0, -1), prompt=np.zeros(prompt, np.int32), max_tokens=new, sampling=sampling
-        )
-        with suppress(InvalidArgument):  # a cache so small needs no trial
-            self._scheduler.add(request)
+        tokens = np.zeros(prompt, np.int32)
+        with suppress(InvalidArgument):  # a cache too small for the trial needs none
+            self._scheduler.add(SequenceRequest(key=_WARM_UP_KEY, prompt=tokens, max_tokens=new, sampling=sampling))
         found: list[Logprobs] = []
         while self._scheduler.has_work:
             self._launch()
             found += (each for each in self._land().logprobs if each is not None)
         return found
 
-    def run(self, outbox: MessageSink) -> None:
-        """Turn until a Shutdown comes. What the executor raises ends the loop too."""
-        while self._running:
-            self._receive(outbox)
-            late = self._expire()
+    def run(self, sink: MessageSink) -> None:
+        """Turn until a Shutdown comes. An error of the executor, or told to the inbox, ends the loop too."""
+        while not self._stopping:
+            self._receive(sink)
+            expired = self._expire()
             began = time.perf_counter()
             self._launch()
-            if self._in_flight:
-                landing = self._in_flight[0]
+            if self._launched:
+                landing = self._launched[0]
                 updates = self._land()
-                turn = StepStats(time.perf_counter() - began, landing.tokens, landing.sequences)
-                self._time_step(turn.seconds)
+                stats = StepStats(time.perf_counter() - began, landing.tokens, landing.sequences)
+                last = self._step_seconds or stats.seconds
+                self._step_seconds = last + _LAST_STEP_WEIGHT * (stats.seconds - last)
             else:
-                updates, turn = _NO_UPDATES, NO_STEP
-            self._send(_with_timeouts(updates, late), turn, outbox)
+                updates, stats = _NO_UPDATES, NO_STEP
+            sink.send(self._message(updates, expired, stats))
 
     # Receive
 
-    def _receive(self, outbox: MessageSink) -> None:
-        for arrival in self._arrivals.take_all(self._scheduler.has_work, self._check_once):
-            match arrival:
+    def _receive(self, sink: MessageSink) -> None:
+        for item in self.inbox.take_all(self._scheduler.has_work, self._check_integrity_once):
+            match item:
                 case NewRequest(request, deadline):
-                    self._add(request, deadline, outbox)
-                case AbortRequests(client, keys):
-                    self._abort([scheduler_key(client, key) for key in keys])
-                case ClientRejection(client, message):
-                    outbox.send(client, message)
+                    try:
+                        self._scheduler.add(request)
+                        if deadline is not None:
+                            self._deadlines.set(request.key, deadline)
+                    except InvalidArgument as error:
+                        field = error.field or ""
+                        message = error.message if field in error.message else f"{field}: {error.message}"
+                        sink.send(RequestRejected(request.key, message, field))
+                case AbortRequests(keys):
+                    self._scheduler.abort(keys)
+                    for key in keys:
+                        self._deadlines.discard(key)
                 case Shutdown():
-                    self._running = False
+                    self._stopping = True
                 case BaseException():
-                    raise arrival
+                    raise item
 
-    def _check_once(self) -> None:
-        """Having been busy, and now idle for long enough to afford it: look for leaks."""
-        if not self._checked:
+    def _check_integrity_once(self) -> None:
+        """Look for leaks once after each busy time, when the loop is idle for long enough to afford it."""
+        if not self._integrity_checked:
             self._scheduler.check_integrity()
-            self._checked = True
-
-    def _abort(self, keys: list[int]) -> None:
-        self._scheduler.abort(keys)
-        for key in keys:
-            self._deadlines.discard(key)
+            self._integrity_checked = True
 
     def _expire(self) -> list[int]:
-        """End every sequence whose time is over; their keys."""
-        late = self._deadlines.pop_expired(self._clock()) if self._deadlines else []
-        self._scheduler.abort(late)
-        return late
-
-    def _add(self, request: SequenceRequest, deadline: float | None, outbox: MessageSink) -> None:
-        try:
-            self._scheduler.add(request)
-            if deadline is not None:
-                self._deadlines.set(request.key, deadline)
-        except InvalidArgument as error:
-            client, key = client_key(request.key)
-            outbox.send(client, ClientRejection.of(client, key, error).message)
+        """End every sequence whose deadline has passed; their keys."""
+        expired = self._deadlines.pop_expired(self._clock()) if self._deadlines else []
+        self._scheduler.abort(expired)
+        return expired
 
     # Schedule and execute, apply
 
     def _launch(self) -> None:
-        """Have everything computed that may be scheduled before the next result is known."""
+        """Execute everything that may be scheduled before the next result is known."""
         while (plan := self._scheduler.schedule()) is not None:
-            at = time.perf_counter()
-            self._in_flight.append(LaunchedStep(self._executor.execute(plan), plan.tokens, len(plan.rows), at))
-            self._checked = False
+            launched_at = time.perf_counter()
+            future = self._executor.execute(plan)
+            self._launched.append(LaunchedStep(future, plan.tokens, len(plan.rows), launched_at))
+            self._integrity_checked = False
 
     def _land(self) -> StepUpdates:
         """Wait for the oldest step and apply it."""
-        launched = self._in_flight.popleft()
+        launched = self._launched.popleft()
         result = launched.future.result()
-        began, self._landed = max(launched.launched_at, self._landed), time.perf_counter()
+        began, self._landed_at = max(launched.launched_at, self._landed_at), time.perf_counter()
         self._step = result.step
-        updates = self._scheduler.apply(result, self._landed - began)
+        updates = self._scheduler.apply(result, self._landed_at - began)
         for key, _ in updates.finished:
             self._deadlines.discard(key)
         return updates
 
     # Send
 
-    def _send(self, updates: StepUpdates, turn: StepStats, outbox: MessageSink) -> None:
-        messages = split_updates(updates, self._step, self._load(), outbox.clients, turn, self._totals())
-        for client, message in enumerate(messages):
-            outbox.send(client, message)
-
-    def _load(self) -> EngineLoad:
+    def _message(self, updates: StepUpdates, expired: list[int], stats: StepStats) -> RequestUpdates:
+        """The updates, with the end of sequences whose deadline had passed before the step."""
         scheduler = self._scheduler
-        return EngineLoad(scheduler.running, scheduler.waiting, self._cache.free_blocks, self._step_seconds)
-
-    def _totals(self) -> CoreTotals:
-        return CoreTotals(*self._scheduler.totals)
-
-    def _time_step(self, seconds: float) -> None:
-        last = self._step_seconds or seconds
-        self._step_seconds = last + _LAST_STEP_WEIGHT * (seconds - last)
-
-
-_NO_UPDATES = StepUpdates([], [], [], [], [])
-
-
-def _check_finite(logprobs: Sequence[Logprobs]) -> None:
-    if not all(math.isfinite(each.chosen) for each in logprobs):
-        raise InvalidArgument("the model computes no numbers: its weights are damaged, or overflow in this dtype")
-
-
-def _with_timeouts(updates: StepUpdates, late: list[int]) -> StepUpdates:
-    """The updates, and the end of those whose time was over before the step."""
-    return updates._replace(finished=updates.finished + [(key, "timeout") for key in late]) if late else updates
+        return RequestUpdates(
+            self._step,
+            updates.keys,
+            updates.counts,
+            updates.tokens,
+            updates.started,
+            updates.finished + [(key, "timeout") for key in expired],
+            EngineLoad(scheduler.running, scheduler.waiting, self._cache.free_blocks, self._step_seconds),
+            stats,
+            CoreTotals(*scheduler.totals),
+            list(updates.logprobs),
+            list(updates.prompt_logprobs),
+        )

@@ -12,7 +12,6 @@ from ...scheduler.plan import LogitsParams, SamplerParams
 from ...tokenization.generation_defaults import GenerationDefaults, ResolvedSampling, resolve_sampling
 from ...tokenization.tokenizer import TokenLimit
 from ..core.messages import AddRequest, CoreReady
-from ..core.sequence_request import check_vocabulary
 
 _LEAST_URGENT = 2**16
 _FLAT = 1e6
@@ -43,7 +42,6 @@ def build_add_request(
     stops = [token for token in sampling.stop_token_ids if token < engine.vocab_size]
     shaping = _logits_params(request.sampling, sampling, stops, bad_words, engine)
     return AddRequest(
-        client=0,
         key=0,
         prompt=prompt,
         max_tokens=_max_tokens(request, len(prompt), engine.max_model_len),
@@ -116,6 +114,15 @@ def _allowed(tokens: Sequence[int], vocab_size: int) -> tuple[int, ...]:
         raise InvalidArgument(message, field="allowed_token_ids")
     check_vocabulary(tokens, vocab_size, "allowed_token_ids")
     return tuple(sorted(set(tokens)))
+
+
+def check_vocabulary(tokens: Sequence[int], vocab_size: int, field: str = "prompt") -> None:
+    """Raises InvalidArgument: a token of `field` is not one of the model's."""
+    for token in (min(tokens, default=0), max(tokens, default=0)):
+        if not 0 <= token < vocab_size:
+            raise InvalidArgument(
+                f"{field}: token id {token} is outside the vocabulary of {vocab_size} tokens", field=field
+            )
 
 
 def prompt_tokens_to_keep(asked: SamplingParams, length: int) -> int | None:

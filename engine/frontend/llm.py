@@ -23,8 +23,7 @@ from ...tokenization.generation_defaults import GenerationDefaults, read_generat
 from ...tokenization.tokenizer import Tokenizer, TokenLimit
 from ..config import EngineConfig
 from ..core.messages import CoreLoading
-from ..core.sequence_request import check_vocabulary
-from .add_request import build_add_request, prompt_tokens_to_keep
+from .add_request import build_add_request, check_vocabulary, prompt_tokens_to_keep
 from .chunk_builder import ChunkBuilder
 from .client import EngineClient
 from .engine import Engine, EngineSpec

@@ -131,7 +131,7 @@ class Replica:
         if not channel.started:
             self._admission.return_ticket(channel.ticket)
         if not channel.ended:
-            self._core.send(AbortRequests(add.client, [add.key]))
+            self._core.send(AbortRequests([add.key]))
 
     def _settle(self, channel: TokenStream) -> None:
         """Its prompt is computed, or nobody wants it."""

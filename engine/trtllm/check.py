@@ -104,7 +104,7 @@ async def try_out(model: str) -> list[str]:
 
 
 async def _generate(runtime: TrtllmRuntime, found: CompatReport) -> None:
-    add = AddRequest(client=0, key=1, prompt=[1, 2, 3], max_tokens=_TOKENS, sampling=SamplerParams(logprobs=1))
+    add = AddRequest(key=1, prompt=[1, 2, 3], max_tokens=_TOKENS, sampling=SamplerParams(logprobs=1))
     submitted, reader, tokens, items = runtime.submit(runtime.translate(add)), ResultReader(add), 0, 0
     async for result in submitted:
         items += 1
@@ -122,7 +122,7 @@ async def _generate(runtime: TrtllmRuntime, found: CompatReport) -> None:
 async def _abort(runtime: TrtllmRuntime, found: CompatReport) -> None:
     """An aborted generation must end by itself."""
     longest = runtime.ready.max_model_len - 3
-    submitted = runtime.submit(runtime.translate(AddRequest(client=0, key=2, prompt=[1, 2, 3], max_tokens=longest)))
+    submitted = runtime.submit(runtime.translate(AddRequest(key=2, prompt=[1, 2, 3], max_tokens=longest)))
     async for result in submitted:
         result.abort()
     came = len(submitted.outputs[0].token_ids)

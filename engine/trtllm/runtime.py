@@ -98,7 +98,7 @@ class TrtllmRuntime:
 
     async def warm_up(self) -> None:
         """Return when it generated a token."""
-        add = AddRequest(client=0, key=0, prompt=[0], max_tokens=1)
+        add = AddRequest(key=0, prompt=[0], max_tokens=1)
         reader = ResultReader(add)
         async for result in self.submit(self.translate(add)):
             if reader.read_delta(result).finish_reason is not None:

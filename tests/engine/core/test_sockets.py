@@ -27,7 +27,7 @@ def heard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[CoreEndpoi
 
 def test_what_any_thread_logs_reaches_the_frontend(heard: tuple[CoreEndpoints, zmq.Socket[bytes]]) -> None:
     address, ears = heard
-    wire, logger = CoreSockets([address]), logging.Logger("charonia.x")
+    wire, logger = CoreSockets(address), logging.Logger("charonia.x")
     logger.addHandler(CoreLogForwarder(wire))
     numbers = range(200)
     threads = [threading.Thread(target=lambda: [logger.warning("%d", number) for number in numbers]) for _ in range(4)]

@@ -72,7 +72,7 @@ def left_in(directory: Path) -> list[Path]:
 
 
 def add(prompt: list[int], max_tokens: int = 8, timeout: float = 0.0) -> AddRequest:
-    return AddRequest(client=0, key=0, prompt=prompt, max_tokens=max_tokens, timeout=timeout)
+    return AddRequest(key=0, prompt=prompt, max_tokens=max_tokens, timeout=timeout)
 
 
 async def read_all(
@@ -248,7 +248,7 @@ async def test_a_core_is_deaf_to_the_groups_signals_from_its_birth(sockets: Path
 
 async def test_what_is_said_before_the_core_has_connected_reaches_it(sockets: Path) -> None:
     core = core_process.CoreProcess(config(), lambda message: None)
-    core.send(AbortRequests(0, [1]))
+    core.send(AbortRequests([1]))
     core.send(Shutdown())
     try:
         assert await asyncio.wait_for(asyncio.shield(core.ended), 60) == 0

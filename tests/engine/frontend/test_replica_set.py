@@ -86,7 +86,7 @@ class Fleet:
     def open(self, prompt: list[int], choice: int = 0, tenant: str = "") -> int:
         """Which replica gets it."""
         sampling = SamplerParams(choice=choice)
-        add = AddRequest(client=0, key=next(self._keys), prompt=prompt, max_tokens=9, sampling=sampling, tenant=tenant)
+        add = AddRequest(key=next(self._keys), prompt=prompt, max_tokens=9, sampling=sampling, tenant=tenant)
         replica, cached = self.replicas.choose(add)
         place = self.admission.issue_ticket(tenant, len(prompt))
         channel = TokenStream(SequenceStats(self.metrics), place, owed=len(prompt) - cached)
@@ -218,7 +218,7 @@ def test_an_abort_goes_where_the_request_went() -> None:
     fleet.open([2])
     fleet.leave(2)
     assert [type(message) for message in fleet.core(0).sent] == [AddRequest]
-    assert fleet.core(1).sent[1:] == [AbortRequests(0, [2])]
+    assert fleet.core(1).sent[1:] == [AbortRequests([2])]
 
 
 actions = st.lists(
@@ -324,7 +324,7 @@ def alive(pid: int) -> bool:
 
 async def ask(client: EngineClient, prompt: list[int], max_tokens: int) -> list[int]:
     tokens: list[int] = []
-    with client.open_stream(AddRequest(client=0, key=0, prompt=prompt, max_tokens=max_tokens)) as channel:
+    with client.open_stream(AddRequest(key=0, prompt=prompt, max_tokens=max_tokens)) as channel:
         while (delta := await channel.read()).finish_reason is None:
             tokens += delta.token_ids
         tokens += delta.token_ids

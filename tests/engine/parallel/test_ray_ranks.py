@@ -226,7 +226,7 @@ async def answers(client: EngineClient, split: Any) -> dict[int, list[int]]:
 
 
 async def answer(client: EngineClient, prompt: list[int], count: int) -> list[int]:
-    with client.open_stream(AddRequest(client=0, key=0, prompt=prompt, max_tokens=count)) as channel:
+    with client.open_stream(AddRequest(key=0, prompt=prompt, max_tokens=count)) as channel:
         tokens: list[int] = []
         finished = False
         while not finished:

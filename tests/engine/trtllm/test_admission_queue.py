@@ -19,7 +19,7 @@ class Clock:
 
 
 def add(key: int, **asked: Any) -> AddRequest:
-    return AddRequest(client=0, key=key, prompt=[1], max_tokens=4, **asked)
+    return AddRequest(key=key, prompt=[1], max_tokens=4, **asked)
 
 
 def drain(line: AdmissionQueue) -> list[int]:

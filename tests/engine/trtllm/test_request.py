@@ -21,9 +21,7 @@ def result() -> Any:
 
 def reader(stops: Sequence[int] = (), **sampling: Any) -> ResultReader:
     asked = SamplerParams(**sampling)
-    return ResultReader(
-        AddRequest(client=0, key=1, prompt=[1], max_tokens=9, stop_token_ids=list(stops), sampling=asked)
-    )
+    return ResultReader(AddRequest(key=1, prompt=[1], max_tokens=9, stop_token_ids=list(stops), sampling=asked))
 
 
 def end(of: Any, reason: str | None, *tokens: int, stop_reason: int | None = None) -> None:

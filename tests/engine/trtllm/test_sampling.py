@@ -33,9 +33,7 @@ def translate(asked: AddRequest, applies_all: bool = True) -> Any:
 
 def add(stops: Sequence[int] = (), guide: GuidedDecoding | None = None, **sampling: Any) -> AddRequest:
     asked = SamplerParams(**sampling)
-    return AddRequest(
-        client=0, key=1, prompt=[1, 2, 3, 4], max_tokens=7, stop_token_ids=list(stops), guide=guide, sampling=asked
-    )
+    return AddRequest(key=1, prompt=[1, 2, 3, 4], max_tokens=7, stop_token_ids=list(stops), guide=guide, sampling=asked)
 
 
 def given(params: Any, names: Any) -> dict[str, Any]:

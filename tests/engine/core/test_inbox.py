@@ -1,6 +1,6 @@
 """Deadlines: who is late, said once, and nothing kept of those that ended."""
 
-from charonia.engine.core.deadlines import Deadlines
+from charonia.engine.core.inbox import Deadlines
 
 
 def test_each_is_late_once_and_not_before_its_time() -> None:
@@ -35,4 +35,4 @@ def test_nothing_piles_up() -> None:
     for key in range(1000):
         deadlines.set(key, 1e9)
         deadlines.discard(key)
-    assert len(deadlines._line) < 100
+    assert len(deadlines._heap) < 100
