@@ -26,10 +26,10 @@ _FIELDS: dict[str, dict[str, str]] = {
 class Peer:
     def __init__(self, setup: PeerSetup) -> None:
         self.about = f"charonia {__version__}, torch {torch.__version__}"
-        self._executor = InlineExecutor(_config(setup))
-        self._executor.load(lambda phase, fraction: None)
+        self.executor = InlineExecutor(_config(setup))
+        self.executor.load(lambda phase, fraction: None)
         blocks = setup.sequences * -(-setup.length // BLOCK)
-        self._executor.allocate(blocks)
+        self.executor.allocate(blocks)
         rule = SchedulerConfig(
             max_num_seqs=setup.sequences, max_num_batched_tokens=setup.chunk, max_model_len=setup.length, ahead=1
         )
@@ -40,7 +40,7 @@ class Peer:
             SequenceRequest(key=key, prompt=np.array(prompt, np.int32), max_tokens=new)
             for key, prompt in enumerate(prompts)
         ]
-        made = run_to_end(self._scheduler, self._executor, requests).tokens
+        made = run_to_end(self._scheduler, self.executor, requests).tokens
         return [made[key] for key in range(len(prompts))]
 
 

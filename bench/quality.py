@@ -23,6 +23,7 @@ from ..engine.attention.backend import AttentionBackend, CacheSpec
 from ..engine.attention.selector import create_backend
 from ..engine.checkpoint.build_context import BuildContext
 from ..engine.checkpoint.hf_checkpoint import open_checkpoint
+from ..engine.layers.step_context import StepContext
 from ..engine.models.interfaces import Decoder
 from ..engine.models.registry import checkpoint_builder
 from ..engine.step_batch import StepBatch
@@ -63,7 +64,8 @@ class ScoredModel:
         """[n - 1] in nats, of all tokens int64 [n] but the first."""
         blocks = torch.arange(WINDOW // BLOCK).unsqueeze(0)
         step = StepBatch.from_tokens(window, [0], [len(window)], blocks, BLOCK)
-        logits = self._decoder.compute_logits(step, self._attention.begin_step(step), [step.positions[:-1]])
+        context = StepContext(step, self._attention.begin_step(step))
+        logits = self._decoder.compute_logits(context, [step.positions[:-1]])
         assert logits is not None, "one rank is the last stage too"
         return F.cross_entropy(next(logits).float(), window[1:], reduction="none")
 

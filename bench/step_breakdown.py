@@ -19,7 +19,8 @@ from rich.table import Table
 from ..core.errors import InvalidArgument
 from ..engine.checkpoint.hf_checkpoint import open_checkpoint
 from ..engine.cpu.op_trace import ATTENTION, GATE, NORM, PRODUCT
-from ..engine.cpu.program import ProgramTimings, listen_to_timings
+from ..engine.cpu.program import ProgramTimings
+from ..engine.models.native_decoder import NativeDecoder
 from ..processes.host import usable_cores
 from .charonia_peer import Peer
 from .machine_peaks import PeakMeter
@@ -105,9 +106,11 @@ def main(
 def _decode(peer: Peer, job: OfflineJob, tries: int) -> StepTimes:
     """Raises InvalidArgument: the layers run as no program here, or no step followed another."""
     watch, random = FastestSteps(), np.random.default_rng(0)
-    with listen_to_timings(watch.see):
-        for _ in range(tries):
-            peer.generate(random.integers(1, 60, (job.sequences, job.prompt)).tolist(), job.new)
+    decoder = peer.executor.rank.runner.decoder
+    if isinstance(decoder, NativeDecoder):
+        decoder.timing_listener = watch.see
+    for _ in range(tries):
+        peer.generate(random.integers(1, 60, (job.sequences, job.prompt)).tolist(), job.new)
     for step in watch.steps():
         if step.tokens == job.sequences:
             return step

@@ -1,4 +1,4 @@
-"""The seam in front of the cache: only a backend allocates, writes, reads and copies cache tensors."""
+"""The interface of attention backends: a backend alone allocates, writes and reads cache tensors."""
 
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple, Protocol, TypeAlias
@@ -8,14 +8,16 @@ from torch import Tensor
 
 from ..checkpoint.model_spec import LayerAttention
 from ..layers.rotary import RotaryAngles
+from ..layers.step_context import StepAttention
 from ..step_batch import StepBatch
 
 
 class CacheSpec(NamedTuple):
-    """One rank's cache: what it holds, in blocks of `block_size` tokens. `heads` are the query heads.
+    """One rank's cache: `attention` of each layer, the number of query heads and of key/value heads, in blocks of
+    `block_size` tokens.
 
-    `views` says of each layer how it attends; layers with a window keep everything too. `stored`: "auto" is the dtype
-    computed in, "int8" a byte for each number and a scale for each token and head.
+    Layers with a window keep all tokens, too. `kv_cache_dtype`: "auto" stores the dtype computed in, "int8" a byte for
+    each number and a scale for each token and head.
     """
 
     attention: tuple[LayerAttention, ...]
@@ -33,13 +35,13 @@ class CacheSpec(NamedTuple):
 
     @property
     def distinct_attention(self) -> list[LayerAttention]:
-        """Every view once: a step is prepared for each, not for each layer."""
+        """Every `LayerAttention` once: a step is prepared for each of them, not for each layer."""
         return list(dict.fromkeys(self.attention))
 
     @property
     def attention_index(self) -> list[int]:
-        """By layer, which of the `kinds` it is of."""
-        return [self.distinct_attention.index(view) for view in self.attention]
+        """By layer, the index of its `LayerAttention` in `distinct_attention`."""
+        return [self.distinct_attention.index(each) for each in self.attention]
 
     @property
     def block_bytes(self) -> int:
@@ -47,40 +49,26 @@ class CacheSpec(NamedTuple):
         return 2 * self.layers * self.block_size * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
-class StepAttention(Protocol):
-    """Stores keys and values, then lets every token attend to its sequence's tokens up to itself, as far back as the
-    layer's view goes."""
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Queries [N, heads, head_dim], keys, values [N, kv_heads, head_dim] -> [N, heads * head_dim].
-
-        `sinks` float32 [heads]: of a layer whose view has them, and of no other."""
-
-    def apply_rope_and_attend(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
-        """The same for queries, keys and values side by side [N, heads + 2 kv_heads, head_dim], contiguous; `angles`
-        turn queries and keys first. What comes out is good until the next layer's call."""
-
-
 AttentionFunction: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""Attend's plain call."""
+"""The arguments and result of `StepAttention.__call__`."""
 
 
 class UnfusedStepAttention:
-    """An Attend out of the plain function: what turns is turned by itself."""
+    """A `StepAttention` by a function that expects rotated queries and keys."""
 
     def __init__(self, attend: AttentionFunction, heads: int, kv_heads: int) -> None:
-        self._attend, self._heads, self._turning = attend, heads, heads + kv_heads
+        self._attend, self._heads, self._rotated_heads = attend, heads, heads + kv_heads
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         return self._attend(layer, q, k, v, sinks)
 
     def apply_rope_and_attend(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
-        turned = angles.rotate(packed[:, : self._turning])
-        return self._attend(layer, turned[:, : self._heads], turned[:, self._heads :], packed[:, self._turning :], None)
+        rotated, values = angles.rotate(packed[:, : self._rotated_heads]), packed[:, self._rotated_heads :]
+        return self._attend(layer, rotated[:, : self._heads], rotated[:, self._heads :], values, None)
 
 
 class BackendSupport(NamedTuple):
-    """What a backend can do."""
+    """The configurations that a backend can serve."""
 
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
@@ -89,23 +77,20 @@ class BackendSupport(NamedTuple):
 
 
 class AttentionBackend(Protocol):
-    """One attention backend with its cache."""
+    """A rank's paged cache of keys and values, and attention over it."""
 
     supports: ClassVar[BackendSupport]
 
     @classmethod
     def supports_heads(cls, spec: CacheSpec) -> bool:
-        """Whether it knows heads like these; what `supports` says is assumed, and that it is here at all."""
+        """Whether it can serve heads of these numbers and size, given that all in `supports` fits."""
 
     @property
     def block_bytes(self) -> int:
-        """Bytes one block takes, over all layers."""
+        """Bytes that one block takes, over all layers."""
 
     def allocate(self, blocks: int) -> None:
         """Make a cache of `blocks` blocks; an earlier one is dropped."""
 
-    def copy_blocks(self, moves: Tensor) -> None:
-        """Copy whole blocks; `moves` [K, 2] are (from, to) block ids."""
-
     def begin_step(self, batch: StepBatch) -> StepAttention:
-        """Prepare a step: what is the same in all layers is computed here, once."""
+        """The attention of one step; what is the same in all layers is computed here, once."""

@@ -1,4 +1,4 @@
-"""Attention as the formula says, in plain torch: the oracle for every other backend, on any device."""
+"""Attention by its formula in plain torch, on any device: the oracle of every other backend."""
 
 import math
 from typing import ClassVar
@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.model_spec import LayerAttention
+from ..layers.step_context import StepAttention
 from ..step_batch import StepBatch
-from .backend import BackendSupport, CacheSpec, StepAttention, UnfusedStepAttention
+from .backend import BackendSupport, CacheSpec, UnfusedStepAttention
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class ReferenceAttention:
-    """Cache [layers, 2, slots, kv_heads, head_dim]; scores and sums in float32, one sequence at a time."""
+    """A cache [layers, 2, slots, kv_heads, head_dim]; scores and sums in float32, one sequence at a time."""
 
     supports: ClassVar[BackendSupport] = BackendSupport(("cpu", "cuda"), DTYPES, range(1, 4097))
 
@@ -35,11 +36,6 @@ class ReferenceAttention:
         shape = (spec.layers, 2, blocks * spec.block_size, spec.kv_heads, spec.head_dim)
         self._cache = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
 
-    def copy_blocks(self, moves: Tensor) -> None:
-        spec = self._spec
-        blocks = self._cache.view(spec.layers, 2, -1, spec.block_size, spec.kv_heads, spec.head_dim)
-        blocks[:, :, moves[:, 1]] = blocks[:, :, moves[:, 0]]
-
     def begin_step(self, batch: StepBatch) -> StepAttention:
         slots = batch.slots()
         known = [self._known(batch, row) for row in range(len(batch.starts))]
@@ -49,22 +45,22 @@ class ReferenceAttention:
             keys, values = self._cache[layer]
             keys[slots], values[slots] = k, v
             rows = zip(torch.split(q, counts), known, starts, strict=True)
-            view = self._spec.attention[layer]
+            attention = self._spec.attention[layer]
             return torch.cat(
-                [reference_attention(some, keys[at], values[at], start, view, sinks) for some, at, start in rows]
+                [reference_attention(some, keys[at], values[at], start, attention, sinks) for some, at, start in rows]
             )
 
         return UnfusedStepAttention(attend, self._spec.heads, self._spec.kv_heads)
 
     def _known(self, batch: StepBatch, row: int) -> Tensor:
-        """[T] slots of all tokens of a row, this step's included."""
+        """The slots [T] of all tokens of a row, this step's included."""
         size = self._spec.block_size
         positions = torch.arange(int(batch.starts[row] + batch.counts[row]), device=self._spec.device)
         return batch.tables[row, positions // size] * size + positions % size
 
 
 def reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, start: int, view: LayerAttention, sinks: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, start: int, attention: LayerAttention, sinks: Tensor | None = None
 ) -> Tensor:
     """Causal grouped-query attention of one sequence: q [n, heads, d] at positions from `start`, k [T, kv_heads, d] and
     v [T, kv_heads, e] at positions from 0; [n, heads * e] in q's dtype. (arXiv 1706.03762, 2305.13245; the window
@@ -72,11 +68,11 @@ def reference_attention(
     count, heads, head_dim = q.shape
     group = heads // k.shape[1]
     keys, values = k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
-    scores = torch.einsum("nhd,thd->hnt", q.float(), keys) * (view.scale or head_dim**-0.5)
-    if view.softcap is not None:
-        scores = view.softcap * torch.tanh(scores / view.softcap)
+    scores = torch.einsum("nhd,thd->hnt", q.float(), keys) * (attention.scale or head_dim**-0.5)
+    if attention.softcap is not None:
+        scores = attention.softcap * torch.tanh(scores / attention.softcap)
     back = torch.arange(start, start + count, device=q.device).unsqueeze(-1) - torch.arange(len(k), device=q.device)
-    hidden = back < 0 if view.window is None else (back < 0) | (back >= view.window)
+    hidden = back < 0 if attention.window is None else (back < 0) | (back >= attention.window)
     scores = scores.masked_fill(hidden, -math.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks.view(heads, 1, 1).expand(heads, count, 1)), -1)

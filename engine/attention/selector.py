@@ -1,4 +1,4 @@
-"""The attention backends by name."""
+"""The attention backends by the names of the `attention` setting, and the choice between them."""
 
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,12 +19,12 @@ BACKENDS: dict[str, BackendClass] = {
     "reference": ReferenceAttention,
 }
 
-AUTO_ORDER = {"cpu": ("native", "cpu")}
-"""Device -> what "auto" may mean there, fastest first; "reference" elsewhere."""
+AUTO_ORDER = {"cpu": ("native", "cpu"), "cuda": ("reference",)}
+"""The backends that "auto" may choose, by type of device, fastest first."""
 
 
 class CacheRequirements(NamedTuple):
-    """What is known of a cache before the model is; as CacheSpec has it."""
+    """The facts about a cache that are known before the model is, as in `CacheSpec`."""
 
     device: torch.device
     dtype: torch.dtype
@@ -33,64 +33,56 @@ class CacheRequirements(NamedTuple):
 
 
 def create_backend(name: str, spec: CacheSpec) -> AttentionBackend:
-    """The backend called `name`, or for "auto" the fastest one that can, with a cache like `spec`.
+    """The backend called `name`, or for "auto" the fastest one that can, with an empty cache like `spec`.
 
     Raises:
-        InvalidArgument: as `check_backend`; or it does not know heads like these.
+        InvalidArgument: as `capable_backends`; or none of those can serve heads like these.
     """
-    able = _capable_backends(name, CacheRequirements(spec.device, spec.dtype, spec.block_size, spec.kv_cache_dtype))
-    for each in able:
+    capable = capable_backends(name, CacheRequirements(spec.device, spec.dtype, spec.block_size, spec.kv_cache_dtype))
+    for each in capable:
         if BACKENDS[each].supports_heads(spec):
             return BACKENDS[each](spec)
     heads = f"{spec.heads} heads on {spec.kv_heads} of {spec.head_dim}"
-    raise InvalidArgument(f"attention {able[0]!r} can't do {heads}", field="attention")
+    raise InvalidArgument(f"attention {capable[0]!r} can't do {heads}", field="attention")
 
 
-def check_backend(name: str, wanted: CacheRequirements) -> None:
-    """Whether there is a backend for what is known before the model is.
+def capable_backends(name: str, requirements: CacheRequirements) -> list[str]:
+    """The names of the backends that `name` may mean and that can serve such a cache, fastest first; at least one.
 
     Raises:
-        InvalidArgument: none called `name`, or it can't serve this device, dtype, block size or way to store.
+        InvalidArgument: no backend is called `name`, or it can't serve this device, dtype, block size or cache dtype.
     """
-    _capable_backends(name, wanted)
-
-
-def _capable_backends(name: str, wanted: CacheRequirements) -> list[str]:
-    """Of the backends that `name` may mean those that can serve, fastest first; at least one."""
     if name != "auto" and name not in BACKENDS:
         raise InvalidArgument(
             f"attention must be auto or one of {', '.join(BACKENDS)}, got {name!r}", field="attention"
         )
-    names = AUTO_ORDER.get(wanted.device.type, ("reference",)) if name == "auto" else (name,)
-    complaints = {each: _missing_support(each, wanted) for each in names}
-    able = [each for each, complaint in complaints.items() if complaint is None]
-    if not able and (complaint := complaints[names[0]]):
-        raise complaint
-    return able
+    names = AUTO_ORDER[requirements.device.type] if name == "auto" else (name,)
+    refusals = {each: _missing_support(each, requirements) for each in names}
+    if all(refusals.values()) and (first := refusals[names[0]]) is not None:
+        raise first
+    return [each for each, refusal in refusals.items() if refusal is None]
 
 
-def _missing_support(name: str, wanted: CacheRequirements) -> InvalidArgument | None:
+def _missing_support(name: str, requirements: CacheRequirements) -> InvalidArgument | None:
     supports = BACKENDS[name].supports
     for field, value, legal in (
-        ("device", wanted.device.type, supports.devices),
-        ("dtype", wanted.dtype, supports.dtypes),
-        ("block_size", wanted.block_size, supports.block_sizes),
-        ("kv_cache_dtype", wanted.kv_cache_dtype, supports.kv_cache_dtypes),
+        ("device", requirements.device.type, supports.devices),
+        ("dtype", requirements.dtype, supports.dtypes),
+        ("block_size", requirements.block_size, supports.block_sizes),
+        ("kv_cache_dtype", requirements.kv_cache_dtype, supports.kv_cache_dtypes),
     ):
         if value not in legal:
-            message = f"attention {name!r} can't do {field} {_format_value(value)}; it can do {_format_legal(legal)}"
+            message = f"attention {name!r} can't do {field} {_format(value)}; it can do {_format(legal)}"
             return InvalidArgument(message, field=field)
     if name == "native" and library.level() is None:
         return InvalidArgument("attention 'native' needs the C extension, which is not there", field="attention")
     return None
 
 
-def _format_legal(legal: range | tuple[Any, ...]) -> str:
-    if isinstance(legal, range):
-        return f"{legal[0]} to {legal[-1]}" + (f" in steps of {legal.step}" if legal.step > 1 else "")
-    return ", ".join(map(_format_value, legal))
-
-
-def _format_value(value: Any) -> str:
-    """As the setting that asks for it is written."""
+def _format(value: Any) -> str:
+    """A value as the setting is written, or a range or list of legal values."""
+    if isinstance(value, range):
+        return f"{value[0]} to {value[-1]}" + (f" in steps of {value.step}" if value.step > 1 else "")
+    if isinstance(value, tuple):
+        return ", ".join(map(_format, value))
     return str(value).removeprefix("torch.")

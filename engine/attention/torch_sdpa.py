@@ -1,4 +1,4 @@
-"""A fast CPU path in torch alone: keys and values gathered block by block, then torch's flash attention.
+"""Attention on the CPU by torch alone: keys and values gathered block by block, then torch's flash attention.
 
 Rows that compute one token are batched by length; longer chunks go one sequence at a time. The query heads that
 share a key/value head are always spread over an axis of their own: SDPA's `enable_gqa` expands the keys. Behind a
@@ -19,15 +19,16 @@ from torch import Tensor
 
 from ...scheduler.plan import IntArray
 from ..checkpoint.model_spec import LayerAttention
+from ..layers.step_context import StepAttention
 from ..step_batch import StepBatch
-from .backend import BackendSupport, CacheSpec, StepAttention, UnfusedStepAttention
+from .backend import BackendSupport, CacheSpec, UnfusedStepAttention
 
 MAX_PADDING_RATIO = 1.25
 """How much longer than its shortest row a batch of decoding rows may be padded."""
 
 
 class TorchSdpaAttention:
-    """Per layer keys and values [blocks, block_size * kv_heads * head_dim]: a block is one contiguous copy."""
+    """A cache of keys and values by layer, and attention by `F.scaled_dot_product_attention`."""
 
     supports: ClassVar[BackendSupport] = BackendSupport(
         ("cpu",), (torch.bfloat16, torch.float16, torch.float32), range(1, 4097)
@@ -39,7 +40,7 @@ class TorchSdpaAttention:
 
     def __init__(self, spec: CacheSpec) -> None:
         self._spec = spec
-        self._kinds, self._kind_of = spec.distinct_attention, spec.attention_index
+        self._distinct, self._index = spec.distinct_attention, spec.attention_index
         self._layers: list[_LayerCache] = []
 
     @property
@@ -51,14 +52,9 @@ class TorchSdpaAttention:
             _LayerCache(_zeros(self._spec, blocks), _zeros(self._spec, blocks)) for _ in range(self._spec.layers)
         ]
 
-    def copy_blocks(self, moves: Tensor) -> None:
-        for layer in self._layers:
-            for cache in layer:
-                cache[moves[:, 1]] = cache[moves[:, 0]]
-
     def begin_step(self, batch: StepBatch) -> StepAttention:
         slots = batch.slots()
-        parts = [self._step_parts(batch, view) for view in self._kinds]
+        parts = [self._step_parts(batch, attention) for attention in self._distinct]
         token = (-1, self._spec.kv_heads * self._spec.head_dim)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
@@ -66,60 +62,60 @@ class TorchSdpaAttention:
             cache.keys.view(token).index_copy_(0, slots, k.reshape(token))
             cache.values.view(token).index_copy_(0, slots, v.reshape(token))
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            for part in parts[self._kind_of[layer]]:
+            for part in parts[self._index[layer]]:
                 part(cache, q, sinks, out)
             return out.view(len(q), -1)
 
         return UnfusedStepAttention(attend, self._spec.heads, self._spec.kv_heads)
 
-    def _step_parts(self, batch: StepBatch, view: LayerAttention) -> list["_AttentionPart"]:
-        """What is computed in every layer that attends like this."""
-        return [*self._decode_parts(batch, view), *self._chunk_parts(batch, view)]
+    def _step_parts(self, batch: StepBatch, attention: LayerAttention) -> list["_AttentionPart"]:
+        """The parts of a step in every layer with this `attention`."""
+        return [*self._decode_parts(batch, attention), *self._chunk_parts(batch, attention)]
 
-    def _decode_parts(self, batch: StepBatch, view: LayerAttention) -> Iterator["_AttentionPart"]:
-        """Rows of one token, in groups of nearly equal length."""
+    def _decode_parts(self, batch: StepBatch, attention: LayerAttention) -> Iterator["_AttentionPart"]:
+        """The rows of one token, in groups of nearly equal length."""
         single = np.flatnonzero(batch.counts == 1)
-        skipped = self._skipped_blocks(batch.starts[single], view)
+        skipped = self._skipped_blocks(batch.starts[single], attention)
         lengths = batch.starts[single] + 1 - skipped * self._spec.block_size
         for members in _group_by_length(lengths):
             rows = single[members]
             longest = int(lengths[members].max())
             yield _DecodeRows(
                 self._spec,
-                _attention_function(view, causal=False),
+                _attention_function(attention, causal=False),
                 torch.from_numpy(batch.first_places[rows]),
                 self._block_ids(batch, rows, skipped[members], longest),
                 longest,
-                self._padding_mask(lengths[members], longest, view.window),
+                self._padding_mask(lengths[members], longest, attention.window),
             )
 
-    def _chunk_parts(self, batch: StepBatch, view: LayerAttention) -> Iterator["_AttentionPart"]:
-        """Rows of several tokens, each by itself."""
-        skipped = self._skipped_blocks(batch.starts, view)
+    def _chunk_parts(self, batch: StepBatch, attention: LayerAttention) -> Iterator["_AttentionPart"]:
+        """The rows of several tokens, each by itself."""
+        skipped = self._skipped_blocks(batch.starts, attention)
         for row in np.flatnonzero(batch.counts > 1):
             start, count = int(batch.starts[row] - skipped[row] * self._spec.block_size), int(batch.counts[row])
             blocks = self._block_ids(batch, np.array([row]), skipped[[row]], start + count)
             tokens = slice(int(batch.first_places[row]), int(batch.first_places[row]) + count)
-            mask = _causal_mask(start, count, view, self._spec.dtype)
+            mask = _causal_mask(start, count, attention, self._spec.dtype)
             yield _PrefillChunk(
-                self._spec, _attention_function(view, causal=mask is None), tokens, blocks, start + count, mask
+                self._spec, _attention_function(attention, causal=mask is None), tokens, blocks, start + count, mask
             )
 
-    def _skipped_blocks(self, starts: IntArray, view: LayerAttention) -> NDArray[np.int64]:
-        """Whole blocks that no token from `starts` on sees any more."""
-        if view.window is None:
+    def _skipped_blocks(self, starts: IntArray, attention: LayerAttention) -> NDArray[np.int64]:
+        """The number of whole blocks that no token from `starts` on sees any more."""
+        if attention.window is None:
             return np.zeros_like(starts)
-        return np.maximum(starts + 1 - view.window, 0) // self._spec.block_size
+        return np.maximum(starts + 1 - attention.window, 0) // self._spec.block_size
 
     def _block_ids(self, batch: StepBatch, rows: NDArray[np.int64], skipped: NDArray[np.int64], tokens: int) -> Tensor:
-        """[rows * blocks] ids of the blocks that hold each row's first `tokens` tokens after the skipped blocks."""
+        """The ids [rows * blocks] of the blocks that hold each row's first `tokens` tokens after the skipped blocks."""
         blocks = np.arange(-(-tokens // self._spec.block_size)) + skipped[:, None]
-        # A row shorter than its group may have no block there; what it gets instead is masked.
+        # A row shorter than its group may have no block there; the block that it gets instead is masked.
         places = np.minimum(blocks, batch.tables.shape[1] - 1)
         return batch.tables[torch.from_numpy(rows[:, None]), torch.from_numpy(places)].reshape(-1)
 
     def _padding_mask(self, lengths: NDArray[np.int64], longest: int, window: int | None) -> Tensor | None:
-        """[rows, 1, 1, longest] minus infinity outside of what each row sees; None where all see everything."""
+        """A mask [rows, 1, 1, longest] with minus infinity for tokens that a row does not see; None if all see all."""
         if int(lengths.min()) == longest and (window is None or longest <= window):
             return None
         ends, places = torch.from_numpy(lengths).unsqueeze(-1), torch.arange(longest)
@@ -128,6 +124,8 @@ class TorchSdpaAttention:
 
 
 class _LayerCache(NamedTuple):
+    """Each [blocks, block_size * kv_heads * head_dim]: a block is contiguous."""
+
     keys: Tensor
     values: Tensor
 
@@ -141,7 +139,7 @@ _PartFunction = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
 
 @dataclass(frozen=True, slots=True)
 class _DecodeRows:
-    """R rows of one token over at most `length` known ones; `tokens` [R] are their places in the packed batch."""
+    """R rows that compute one token over at most `length` known ones; `tokens` [R] are its packed places."""
 
     spec: CacheSpec
     mix: _PartFunction
@@ -166,7 +164,7 @@ class _DecodeRows:
 
 @dataclass(frozen=True, slots=True)
 class _PrefillChunk:
-    """Several tokens of one sequence over `length` known ones; without a mask they are the first of it."""
+    """Several tokens of one sequence over `length` known ones; without a mask they are the sequence's first."""
 
     spec: CacheSpec
     mix: _PartFunction
@@ -191,7 +189,8 @@ class _PrefillChunk:
 
 
 def _group_by_length(lengths: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Indices of `lengths`, in groups whose longest is at most WASTE times (and a block or so above) the shortest."""
+    """Indices of `lengths`, in groups whose longest is at most MAX_PADDING_RATIO times (and a block or so above) the
+    shortest."""
     order = np.argsort(lengths, kind="stable")
     ordered = lengths[order]
     begin = 0
@@ -201,24 +200,26 @@ def _group_by_length(lengths: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
         begin = end
 
 
-def _attention_function(view: LayerAttention, causal: bool) -> _PartFunction:
-    """How a layer that attends like this weighs values; `causal`: without a mask, later tokens are hidden."""
-    if not _sdpa_supports(view):
-        return partial(_explicit_attention, view)
-    return lambda q, k, v, mask, _: F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=view.scale)
+def _attention_function(attention: LayerAttention, causal: bool) -> _PartFunction:
+    """The attention of a layer with this `attention`; `causal` hides later tokens where no mask does."""
+    if not _sdpa_supports(attention):
+        return partial(_explicit_attention, attention)
+    return lambda q, k, v, mask, _: F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=causal, scale=attention.scale
+    )
 
 
-def _sdpa_supports(view: LayerAttention) -> bool:
-    """Whether torch's kernels know all of it."""
-    return view.softcap is None and not view.sinks
+def _sdpa_supports(attention: LayerAttention) -> bool:
+    """Whether torch's kernels can compute it."""
+    return attention.softcap is None and not attention.sinks
 
 
 def _explicit_attention(
-    view: LayerAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None
+    attention: LayerAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None
 ) -> Tensor:
-    scores = torch.matmul(q * (view.scale or q.shape[-1] ** -0.5), k.transpose(-2, -1))
-    if view.softcap is not None:
-        scores.div_(view.softcap).tanh_().mul_(view.softcap)
+    scores = torch.matmul(q * (attention.scale or q.shape[-1] ** -0.5), k.transpose(-2, -1))
+    if attention.softcap is not None:
+        scores.div_(attention.softcap).tanh_().mul_(attention.softcap)
     if mask is not None:
         scores = scores + mask
     if sinks is not None:
@@ -226,15 +227,15 @@ def _explicit_attention(
     return torch.matmul(scores.softmax(-1)[..., : k.shape[-2]], v)
 
 
-def _causal_mask(start: int, count: int, view: LayerAttention, dtype: torch.dtype) -> Tensor | None:
-    """[count, start + count] minus infinity where a token would see a later one, or one before its window.
+def _causal_mask(start: int, count: int, attention: LayerAttention, dtype: torch.dtype) -> Tensor | None:
+    """A mask [count, start + count] with minus infinity where a token would see a later one, or one before its window.
 
-    None from the start of a sequence, if the mixer can do without."""
-    whole = start == 0 and (view.window is None or count <= view.window)
-    if whole and _sdpa_supports(view):
+    None from the start of a sequence, if torch's own causal mask does."""
+    whole = start == 0 and (attention.window is None or count <= attention.window)
+    if whole and _sdpa_supports(attention):
         return None
     back = torch.arange(start, start + count).unsqueeze(-1) - torch.arange(start + count)
-    return _additive_mask(back < 0 if view.window is None else (back < 0) | (back >= view.window), dtype)
+    return _additive_mask(back < 0 if attention.window is None else (back < 0) | (back >= attention.window), dtype)
 
 
 def _additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
@@ -244,7 +245,7 @@ def _additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 def _zeros(spec: CacheSpec, blocks: int) -> Tensor:
     """Zeros that take memory only when they are written to (numpy's come from calloc, torch's are written at once).
 
-    Zeros and not just any bytes, because padding is multiplied with a weight of 0, and 0 * NaN is NaN.
+    They must be zeros, because padding is multiplied by a weight of 0, and 0 * NaN is NaN.
     """
     size = blocks * spec.block_size * spec.kv_heads * spec.head_dim
     raw = np.zeros(size * spec.dtype.itemsize, dtype=np.uint8)

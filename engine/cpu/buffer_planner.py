@@ -1,6 +1,6 @@
-"""Where the slots of a tape lie in memory: those that are needed at the same time do not overlap."""
+"""Plans the memory of a trace: tensors that are needed at the same time do not overlap."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from .memory import CACHE_LINE_BYTES
@@ -8,9 +8,9 @@ from .op_trace import OpTrace, SymbolicTensor
 
 
 class TraceIO(NamedTuple):
-    """Where a tape can be entered and left. `stream`: the residual stream, changed in place; `rest`: what is still to
-    be added to it after the first so many operations, `layers`. `embeds`: whether it begins with token ids; else with
-    hidden states. `logits`: those of chosen places, if it goes on so far."""
+    """The tensors of a trace that are read from outside. `residual` is the residual stream, and `delta` what is still
+    to be added to it after the first `layer_ops` operations. The source is token ids if it `embeds_tokens`, else hidden
+    states. `logits` are those of selected places; None if the trace ends before them."""
 
     residual: SymbolicTensor
     delta: SymbolicTensor
@@ -19,51 +19,45 @@ class TraceIO(NamedTuple):
     logits: SymbolicTensor | None = None
 
 
-def plan_buffers(tape: OpTrace, marks: TraceIO) -> dict[SymbolicTensor, int]:
-    """Where each slot begins, in bytes for each token; those of chosen places by themselves, in bytes for each."""
-    spans = _lifetimes(tape, marks)
-    found: dict[SymbolicTensor, int] = {}
-    for slot, span in sorted(spans.items(), key=lambda each: each[1].start):
+def plan_buffers(trace: OpTrace, io: TraceIO) -> dict[SymbolicTensor, int]:
+    """The offset of each tensor in bytes for each token; tensors of selected places have a memory of their own, with
+    offsets in bytes for each place."""
+    lifetimes = _lifetimes(trace, io)
+    offsets: dict[SymbolicTensor, int] = {}
+    for tensor, lifetime in sorted(lifetimes.items(), key=lambda each: each[1].start):
         taken = sorted(
-            (at, at + _tensor_bytes(other))
-            for other, at in found.items()
-            if spans[other].stop > span.start and other.selected == slot.selected
+            (offset, offset + _line_bytes(other))
+            for other, offset in offsets.items()
+            if lifetimes[other].stop > lifetime.start and other.selected == tensor.selected
         )
-        found[slot] = _first_fit(taken, _tensor_bytes(slot))
-    return found
+        offset = 0
+        for begin, end in taken:
+            if begin - offset >= _line_bytes(tensor):
+                break
+            offset = max(offset, end)
+        offsets[tensor] = offset
+    return offsets
 
 
-def buffer_bytes(found: Mapping[SymbolicTensor, int], chosen: bool) -> int:
-    """Bytes that the slots take for each token, or each of the `chosen` places."""
-    return max((at + _tensor_bytes(slot) for slot, at in found.items() if slot.selected == chosen), default=0)
+def buffer_bytes(offsets: Mapping[SymbolicTensor, int], selected: bool) -> int:
+    """Bytes that the tensors take for each token, or those of `selected` places for each place."""
+    ends = (offset + _line_bytes(each) for each, offset in offsets.items() if each.selected == selected)
+    return max(ends, default=0)
 
 
-def _tensor_bytes(slot: SymbolicTensor) -> int:
-    """Of one token, filled up so that every slot begins with a line for any number of tokens."""
-    return -(-slot.width * slot.dtype.itemsize // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
+def _line_bytes(tensor: SymbolicTensor) -> int:
+    """Bytes of one token, rounded up so that every tensor begins at a cache line for any number of tokens."""
+    return -(-tensor.width * tensor.dtype.itemsize // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
 
 
-def _first_fit(taken: list[tuple[int, int]], size: int) -> int:
-    """The first place where `size` fits between the ranges `taken`, sorted."""
-    at = 0
-    for begin, stop in taken:
-        if begin - at >= size:
-            return at
-        at = max(at, stop)
-    return at
-
-
-def _lifetimes(tape: OpTrace, marks: TraceIO) -> dict[SymbolicTensor, range]:
-    """From which operation to which each slot is needed; what is read from outside is kept to the last."""
-    spans: dict[SymbolicTensor, range] = {}
-    for number, slot in _uses(tape):
-        begun = spans[slot].start if slot in spans else number
-        spans[slot] = range(begun, number + 1)
-    for read in (marks.residual, marks.delta, marks.logits):
+def _lifetimes(trace: OpTrace, io: TraceIO) -> dict[SymbolicTensor, range]:
+    """The operations from the first to the last that uses each tensor; one that is read from outside lives to the
+    end."""
+    lifetimes: dict[SymbolicTensor, range] = {}
+    for number, op in enumerate(trace.ops):
+        for tensor in op.tensors:
+            lifetimes[tensor] = range(lifetimes[tensor].start if tensor in lifetimes else number, number + 1)
+    for read in (io.residual, io.delta, io.logits):
         if read is not None:
-            spans[read] = range(spans[read].start, len(tape.ops) + 1)
-    return spans
-
-
-def _uses(tape: OpTrace) -> Iterator[tuple[int, SymbolicTensor]]:
-    return ((number, slot) for number, use in enumerate(tape.ops) for slot in use.tensors)
+            lifetimes[read] = range(lifetimes[read].start, len(trace.ops) + 1)
+    return lifetimes

@@ -1,14 +1,14 @@
-"""Normalisation, gating, rotation and embedding in C: one call where torch needs several, and float32 inside.
+"""RMS norm, gating, rotation and embedding in C: one call where torch needs several, with float32 inside.
 
-References are the torch classes of `layers/`. Inputs are float32 or bfloat16 on the CPU, with neighbours in the last
-axis side by side in memory.
+The references are the torch classes of `layers/`. Inputs are float32 or bfloat16 tensors on the CPU whose last axis is
+contiguous.
 """
 
 import torch
 from torch import Tensor
 
 from . import library
-from .op_trace import EMBED, GATE, NORM, OpStruct, SymbolicTensor, SymbolicTokenIds, TensorOrSymbol
+from .op_trace import EMBED, GATE, NORM, OpStruct, OpTrace, SymbolicTensor, TensorOrSymbol
 
 ACTIVATION_CODES = {
     "silu": 0,
@@ -18,13 +18,11 @@ ACTIVATION_CODES = {
     "gelu_python": 2,
     "quick_gelu": 3,
 }
-"""config.json's name -> `enum activation` in elementwise.c."""
+"""config.json's name -> its number in `enum activation` of elementwise.c."""
 
 
 class FusedNorm:
-    """x [N, n] in `dtype`, contiguous -> x / rms(x) * weight (arXiv 1910.07467).
-
-    `weight` [n] or [heads, n] is float32."""
+    """RMS norm (arXiv 1910.07467): x / rms(x) * weight, x in `dtype`; `weight` [n] or [heads, n] in float32."""
 
     def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype) -> None:
         self._weight, self._eps, self._kind = weight.contiguous(), eps, library.DTYPE_CODES[dtype]
@@ -32,37 +30,39 @@ class FusedNorm:
         self._address, self._norm = self._weight.data_ptr(), library.bind_function("charonia_norm")
 
     def __call__(self, x: TensorOrSymbol) -> TensorOrSymbol:
+        """x [N, n], contiguous -> [N, n]."""
         return self._rows(x, None)
 
     def add_and_norm(self, x: TensorOrSymbol, delta: TensorOrSymbol) -> TensorOrSymbol:
-        """Adds `delta` to x [N, n] in place; the norm of the sum. Both are contiguous."""
+        """Adds `delta` to x [N, n] in place; returns the norm of the sum. Both are contiguous."""
         return self._rows(x, delta)
 
     def norm_heads(self, x: TensorOrSymbol, heads: int) -> None:
-        """The first `heads` of x [N, more, n], contiguous, in place."""
+        """Normalizes the first `heads` of x [N, more heads, n], contiguous, in place."""
         if isinstance(x, SymbolicTensor):
             x.trace.add_in_place(self._operation(heads, x.width), x)
         else:
-            self._into(x, x, 0, heads, x.stride(0))
+            self._normalize(x, x, None, heads, x.stride(0))
 
     def _rows(self, x: TensorOrSymbol, delta: TensorOrSymbol | None) -> TensorOrSymbol:
         if isinstance(x, SymbolicTensor):
             return x.trace.add_op(self._operation(1, self._size), x, self._size, delta=delta)
         out = torch.empty_like(x)
-        self._into(out, x, 0 if delta is None else delta.data_ptr(), 1, self._size)
+        self._normalize(out, x, delta, 1, self._size)
         return out
 
-    def _into(self, out: Tensor, x: Tensor, delta: int, heads: int, stride: int) -> None:
+    def _normalize(self, out: Tensor, x: Tensor, delta: Tensor | None, heads: int, stride: int) -> None:
         sizes = x.shape[0], heads, stride, self._weights, self._size
-        self._norm(x.data_ptr(), delta, self._address, out.data_ptr(), *sizes, self._eps, self._kind)
+        addresses = x.data_ptr(), 0 if delta is None else delta.data_ptr(), self._address, out.data_ptr()
+        self._norm(*addresses, *sizes, self._eps, self._kind)
 
     def _operation(self, heads: int, stride: int) -> OpStruct:
-        numbers = {"heads": heads, "stride": stride, "weights": self._weights, "size": self._size}
-        return OpStruct(kind=NORM, what=self._address, number=self._eps, **numbers)
+        sizes = {"heads": heads, "stride": stride, "weights": self._weights, "size": self._size}
+        return OpStruct(kind=NORM, what=self._address, number=self._eps, **sizes)
 
 
 class FusedGate:
-    """x [N, gate and up, n] as [N, 2n] -> activation(gate) * up [N, n]; x is contiguous (arXiv 2002.05202)."""
+    """Gate and up features side by side, [N, 2n] and contiguous -> activation(gate) * up [N, n] (arXiv 2002.05202)."""
 
     def __init__(self, activation: str) -> None:
         self._activation, self._gate = ACTIVATION_CODES[activation], library.bind_function("charonia_gate")
@@ -77,27 +77,18 @@ class FusedGate:
         return out
 
 
-def apply_rope(x: Tensor, turns: Tensor) -> Tensor:
-    """x [N, heads, head_dim] with its halves turned against each other by `turns` [N, cos and sin, head_dim / 2],
-    float32 (arXiv 2104.09864)."""
+def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """x [N, heads, head_dim] with the halves of each head rotated against each other by `cos_sin`, float32
+    [N, cos and sin, head_dim / 2] (arXiv 2104.09864)."""
     rows, heads, size = x.shape
     out = torch.empty(x.shape, dtype=x.dtype)
-    library.bind_function("charonia_turn")(
-        x.data_ptr(),
-        turns.data_ptr(),
-        out.data_ptr(),
-        rows,
-        heads,
-        x.stride(0),
-        size // 2,
-        library.DTYPE_CODES[x.dtype],
-    )
+    addresses, kind = (x.data_ptr(), cos_sin.data_ptr(), out.data_ptr()), library.DTYPE_CODES[x.dtype]
+    library.bind_function("charonia_turn")(*addresses, rows, heads, x.stride(0), size // 2, kind)
     return out
 
 
-def trace_embedding(ids: SymbolicTokenIds, table: Tensor, factor: float) -> SymbolicTensor:
-    """The rows `ids` of `table` [vocabulary, n], contiguous, multiplied with `factor`."""
-    if table.dtype != ids.trace.dtype or not table.is_contiguous():
-        raise TypeError(f"a tape of {ids.trace.dtype} takes no table of {table.dtype}")
+def trace_embedding(trace: OpTrace, table: Tensor, factor: float) -> SymbolicTensor:
+    """The rows of `table` [vocabulary, n], contiguous and of the trace's dtype, that the step's token ids name,
+    multiplied by `factor`."""
     size = table.shape[1]
-    return ids.trace.add_source(OpStruct(kind=EMBED, what=table.data_ptr(), size=size, number=factor), size)
+    return trace.add_source(OpStruct(kind=EMBED, what=table.data_ptr(), size=size, number=factor), size)

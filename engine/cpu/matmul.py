@@ -81,17 +81,14 @@ class PackedMatmul:
 
     def __call__(self, x: TensorOrSymbol) -> TensorOrSymbol:
         if isinstance(x, SymbolicTensor):
-            return self._recorded(x)
+            operation = OpStruct(kind=PRODUCT, what=self._at, stride=self.form.inputs, size=self.form.outputs)
+            return x.trace.add_op(operation, x, self.form.outputs, dtype=self.form.out)
         if x.stride(1) != 1:
             x = x.contiguous()
         rows = len(x)
         out = torch.empty(rows, self.form.outputs, dtype=self.form.out)
         _check(self._multiply(self._at, x.data_ptr(), x.stride(0), rows, out.data_ptr(), self.form.outputs))
         return out
-
-    def _recorded(self, x: SymbolicTensor) -> SymbolicTensor:
-        operation = OpStruct(kind=PRODUCT, what=self._at, stride=self.form.inputs, size=self.form.outputs)
-        return x.trace.add_op(operation, x, self.form.outputs, dtype=self.form.out)
 
 
 def _address(tensor: Tensor | None) -> int:

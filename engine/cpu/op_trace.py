@@ -1,21 +1,30 @@
-"""Records what a decoder does to a step's tensors, so that `program.py` can do it again by one call into C.
+"""Records the operations of a decoder, which `program.py` then runs again by one call into C.
 
-It is recorded by calling its parts with `SymbolicTensor`s, which stand for tensors and which our kernels alone take:
-whatever else meets one fails, and then there is nothing to run again. Nothing is computed here.
+The decoder's layers are called once with `SymbolicTensor`s in place of tensors. The faces of the C kernels in this
+folder take these too and record themselves; nothing is computed. A part of a decoder that does anything else with a
+tensor says so beforehand (`Traceable`), and is never called with a symbolic one.
 """
 
 import ctypes
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-NORM, GATE, PRODUCT, ATTENTION, EMBED, ENTER, CHOOSE, PICK = range(8)
-"""Kinds of operations, as in tape.h."""
+NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE = range(8)
+"""Kinds of operations, as in program.h."""
+
+
+class Traceable(Protocol):
+    """A part of a decoder that says whether its computation can be recorded."""
+
+    @property
+    def untraceable(self) -> str | None:
+        """Why it can't, as a clause for the log; None: called with symbolic tensors, it records its operations."""
 
 
 class OpStruct(ctypes.Structure):
-    """`OpStruct` of tape.h; its slots are filled in when they have places."""
+    """`Operation` of program.h. Offsets of its tensors are filled in when buffers are planned."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("kind", "x", "delta", "out")),
@@ -23,54 +32,44 @@ class OpStruct(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("heads", "stride", "weights", "size", "layer", "angles")),
         ("next", ctypes.c_void_p),
         ("number", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("dtype", "activation", "chosen")),
+        *((name, ctypes.c_int32) for name in ("dtype", "activation", "selected")),
     ]
 
 
 class SymbolicTensor:
-    """Stands for a tensor [tokens, width], or for heads [tokens, heads, head_dim] side by side; or for one of the
-    `chosen` places alone."""
+    """Stands for a tensor with one line of `width` numbers for each token of a step, or, if `selected`, for each packed
+    place whose logits are wanted."""
 
-    def __init__(self, tape: "OpTrace", width: int, dtype: torch.dtype, chosen: bool = False) -> None:
-        self.trace, self.width, self.dtype, self.selected = tape, width, dtype, chosen
-
-    def __len__(self) -> int:
-        """As if of one token; what is recorded runs for any number of them."""
-        return 1
-
-    def __getitem__(self, places: "SymbolicIndices") -> "SymbolicTensor":
-        """What stands at the places that are chosen."""
-        if not isinstance(places, SymbolicIndices):
-            raise TypeError("a slot has no elements")
-        out = SymbolicTensor(self.trace, self.width, self.dtype, chosen=True)
-        self.trace.ops.append(TracedOp(OpStruct(kind=CHOOSE, size=self.width), self, None, out))
-        return out
+    def __init__(self, trace: "OpTrace", width: int, dtype: torch.dtype, selected: bool = False) -> None:
+        self.trace, self.width, self.dtype, self.selected = trace, width, dtype, selected
 
     def view(self, *_: int) -> "SymbolicTensor":
-        """However it is looked at, it lies the same."""
+        """The tensor itself: another shape of a token's numbers changes nothing in memory."""
         return self
+
+    def select(self) -> "SymbolicTensor":
+        """The lines of the places whose logits are wanted."""
+        out = SymbolicTensor(self.trace, self.width, self.dtype, selected=True)
+        self.trace.ops.append(TracedOp(OpStruct(kind=SELECT, size=self.width), self, None, out))
+        return out
 
 
 TensorOrSymbol = TypeVar("TensorOrSymbol", Tensor, SymbolicTensor)
-"""What our kernels compute from, and as what it comes out."""
+"""An argument of a kernel's face; the result is of the same kind."""
 
 
-class SymbolicTokenIds(NamedTuple):
-    """Stands for the token ids of a step."""
+def as_tensor(symbol: SymbolicTensor) -> Tensor:
+    """`symbol` with the type that layers are declared with."""
+    return cast(Tensor, symbol)
 
-    trace: "OpTrace"
 
-
-class SymbolicIndices(NamedTuple):
-    """Stands for the packed places that are chosen."""
-
-    def __len__(self) -> int:
-        """Never as many as there are tokens."""
-        return 0
+def as_symbol(result: Tensor) -> SymbolicTensor:
+    """The result of a layer that was called with symbolic tensors."""
+    return cast(SymbolicTensor, result)
 
 
 class TracedOp(NamedTuple):
-    """An operation, and the slots that it reads and changes."""
+    """An operation with the tensors that it reads and changes."""
 
     operation: OpStruct
     x: SymbolicTensor | None
@@ -79,20 +78,20 @@ class TracedOp(NamedTuple):
 
     @property
     def tensors(self) -> list[SymbolicTensor]:
-        return [slot for slot in (self.x, self.delta, self.out) if slot is not None]
+        return [tensor for tensor in (self.x, self.delta, self.out) if tensor is not None]
 
 
 class OpTrace:
-    """What was done to slots, in order. Those that it begins with hold `dtype`."""
+    """The operations of a decoder in order, with sources of `dtype`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.ops: list[TracedOp] = []
         self.no_delta = SymbolicTensor(self, 0, dtype)
-        """Stands for what nothing is added by; only a delta may be it."""
+        """The first layer's `delta`: nothing is to be added to the residual stream yet."""
 
     def add_source(self, operation: OpStruct, width: int) -> SymbolicTensor:
-        """What `operation` makes of the step itself."""
+        """Record an operation that reads the step itself; returns its result."""
         out = SymbolicTensor(self, width, self.dtype)
         self.ops.append(TracedOp(operation, None, None, out))
         return out
@@ -106,16 +105,12 @@ class OpTrace:
         delta: SymbolicTensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> SymbolicTensor:
-        """`operation` from `x`, and what it does to `delta`, into a new slot; of x's dtype if of no other."""
+        """Record an operation that reads `x`, and `delta` if it takes one; returns its result, of x's dtype unless
+        `dtype` says otherwise."""
         out = SymbolicTensor(self, width, dtype or x.dtype, x.selected)
-        self.ops.append(TracedOp(operation, self._checked(x), None if delta is self.no_delta else delta, out))
+        self.ops.append(TracedOp(operation, x, None if delta is self.no_delta else delta, out))
         return out
 
     def add_in_place(self, operation: OpStruct, x: SymbolicTensor) -> None:
-        """`operation` on `x` in place."""
-        self.ops.append(TracedOp(operation, self._checked(x), None, x))
-
-    def _checked(self, x: SymbolicTensor) -> SymbolicTensor:
-        if x is self.no_delta:
-            raise TypeError("nothing can be computed from nothing")
-        return x
+        """Record an operation that changes `x`."""
+        self.ops.append(TracedOp(operation, x, None, x))

@@ -68,8 +68,9 @@ static void pick(Team *team, const Operation *o, const Work *w)
 {
     const char *logits = slot(w, o->x, 1);
     const int64_t bytes = o->size * number_bytes(o);
-    FOR_ROWS(team, w->scene->chosen, w->scene->chosen * o->size, {
-        const char *own = logits + row * bytes;
+    const int64_t *of = w->scene->picked_of;
+    FOR_ROWS(team, w->scene->picked_count, w->scene->picked_count * o->size, {
+        const char *own = logits + (of ? of[row] : row) * bytes;
         const struct choice *how = w->scene->choices;
         const int64_t token = how ? sampled(own, o->size, o->dtype, how + row) : largest_of(own, o->size, o->dtype);
         w->scene->picked[row] = w->scene->known[w->picks[row]] = (int32_t)token;

@@ -38,8 +38,10 @@ typedef struct {
     const void *entering;                 /* hidden states, for a program that begins with ENTER */
     const int64_t *places;                /* packed places that are chosen */
     int64_t chosen;
-    int32_t *picked;                      /* for PICK: [chosen], which `known` gets too */
+    int32_t *picked;                      /* for PICK: [picked_count], which `known` gets too */
+    const int64_t *picked_of;             /* for PICK: which of the chosen places, ascending, or null: all */
     const struct choice *choices;         /* for PICK: how, or null: the likeliest */
+    int64_t picked_count;
     int64_t until;                        /* how many of the operations */
     int64_t kinds;                        /* manners of attention */
     const struct manner *const *manners;

@@ -1,15 +1,17 @@
-"""Runs what a tape recorded: a decoder by one call into C, for any number of tokens, begun before the caller has time.
+"""Runs a recorded decoder: one call into C begins a step of any number of tokens, on threads beside the caller's.
 
-The same functions with the same numbers as one by one: not a bit differs. What is saved is Python between them, which
-comes to its code and objects when the weights have just gone through all caches.
+The program calls the same functions with the same numbers as the layers called one by one: not a bit differs. It saves
+the Python between them, whose code and objects have to come from memory again, because the weights have just gone
+through all caches.
 """
 
 import ctypes
+import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -22,49 +24,41 @@ from .attention import LayerCaches, StepStruct, fill_step_struct
 from .buffer_planner import TraceIO, buffer_bytes, plan_buffers
 from .memory import aligned_empty
 from .op_trace import PRODUCT, OpStruct, OpTrace, SymbolicTensor, TracedOp
-from .thread_pool import start_thread_pool
 
-_NONE = -1
+_NO_TENSOR = -1
 
 
 class _ProgramStruct(ctypes.Structure):
-    """`DecoderProgram` of tape.h."""
+    """`Program` of program.h."""
 
     _fields_ = [
         ("operations", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("token_bytes", "place_bytes")),
-        ("turns", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("token_bytes", "selected_bytes")),
+        ("cos_sin", ctypes.c_void_p),
     ]
 
 
 class _StepArguments(ctypes.Structure):
-    """`Scene` of tape.h."""
+    """`StepArguments` of program.h."""
 
     _fields_ = [
         ("step", StepStruct),
-        ("known", ctypes.c_void_p),
-        ("longest", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("entering", "places")),
-        ("chosen", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("picked", "choices")),
-        *((name, ctypes.c_int64) for name in ("until", "kinds")),
-        *((name, ctypes.c_void_p) for name in ("manners", "kind_of", "caches", "seconds", "memory")),
-        ("bytes", ctypes.c_int64),
-        ("desk", ctypes.c_void_p),
-        ("desk_bytes", ctypes.c_int64),
+        ("token_ids", ctypes.c_void_p),
+        ("token_ids_stride", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("hidden_states", "logits_indices")),
+        ("logits_count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("sampled", "sampled_of", "sampling")),
+        *((name, ctypes.c_int64) for name in ("sampled_count", "operation_count", "params_count")),
+        *((name, ctypes.c_void_p) for name in ("params", "params_of_layer", "caches", "seconds", "memory")),
+        ("memory_bytes", ctypes.c_int64),
+        ("workspace", ctypes.c_void_p),
+        ("workspace_bytes", ctypes.c_int64),
     ]
 
 
-class HiddenStates(NamedTuple):
-    """The residual stream and what is still to be added to it, both [N, hidden]."""
-
-    residual: Tensor
-    delta: Tensor
-
-
 class ProgramTimings(NamedTuple):
-    """What one run took, by operation: kinds (tape.py has their numbers), whether of the chosen places alone, and
-    seconds."""
+    """The duration of each operation of a step of `tokens` tokens, in seconds; `kinds` by the numbers of op_trace.py,
+    `selected`: computed only for the places whose logits were wanted."""
 
     tokens: int
     kinds: NDArray[np.int64]
@@ -72,33 +66,29 @@ class ProgramTimings(NamedTuple):
     seconds: NDArray[np.float64]
 
 
-_listeners: list[Callable[[ProgramTimings], None]] = []
-
-
-@contextmanager
-def listen_to_timings(listener: Callable[[ProgramTimings], None]) -> Iterator[None]:
-    """Tell `listener` of every run: for measurements."""
-    _listeners.append(listener)
-    try:
-        yield
-    finally:
-        _listeners.remove(listener)
-
-
 class ProgramInputs(NamedTuple):
-    """What is to be computed of a batch. `layers`: where its attention is; `entering` [N, hidden]: what a program
-    begins with that does not embed. Logits are for the packed `places`, int64 [S]; with `picks` tokens are chosen from
-    them, and go into the batch's `known`, too, behind the last tokens of rows: `places` then are no others, and there
-    is room. Without places the layers are all."""
+    """A step to compute, with its keys and values in `caches`.
 
+    `hidden_states` [N, hidden] are the source of a program that does not embed token ids. Logits are computed for the
+    packed places `logits_indices`, int64 [S], ascending; none: hidden states are the result. Tokens are sampled from
+    logits as `samples` says, each behind the last token of its row, where they are stored in the batch's token ids; the
+    row must have room for it. `listener` is called with the step's times when it is finished.
+    """
+
+    batch: StepBatch
     caches: LayerCaches
     hidden_states: Tensor | None
     logits_indices: Tensor | None = None
     samples: SampledTokens | None = None
+    listener: Callable[[ProgramTimings], None] | None = None
+
+
+Head: TypeAlias = Callable[[Tensor, Tensor, Sequence[Tensor]], Iterator[Tensor] | None]
+"""The output of the traced decoder (`DecoderOutput`), called for places that a program was not asked for."""
 
 
 class _StepWorkspace:
-    """What C reads of one step while it is computed, and memory for what it makes of it."""
+    """The arguments that C reads while it computes one step, and C's own memory for that step."""
 
     def __init__(self) -> None:
         self.arguments = _StepArguments()
@@ -106,132 +96,146 @@ class _StepWorkspace:
 
     def grow(self, size: int) -> None:
         self._memory = aligned_empty(size)
-        self.arguments.desk, self.arguments.desk_bytes = self._memory.data_ptr(), len(self._memory)
+        self.arguments.workspace, self.arguments.workspace_bytes = self._memory.data_ptr(), len(self._memory)
 
 
 class StepRun:
-    """A step on its way; its results are good until the next one begins."""
+    """A `PendingStep` of a program. Its results are good until the next step of the program begins."""
 
-    def __init__(self, program: "DecoderProgram", desk: _StepWorkspace, batch: StepBatch, asked: ProgramInputs) -> None:
-        self._program, self.workspace, self.batch, self.inputs = program, desk, batch, asked
-        self.seconds = np.zeros(desk.arguments.until) if _listeners else None
-        desk.arguments.seconds = None if self.seconds is None else self.seconds.ctypes.data
+    def __init__(self, program: "DecoderProgram", workspace: _StepWorkspace, inputs: ProgramInputs) -> None:
+        self._program, self.workspace, self.inputs = program, workspace, inputs
+        self.seconds = None if inputs.listener is None else np.zeros(workspace.arguments.operation_count)
+        workspace.arguments.seconds = None if self.seconds is None else self.seconds.ctypes.data
         self.number = -1
         self.memory = program.memory
 
     def finish(self) -> None:
-        """Help, until it is computed."""
+        """See `PendingStep.finish`."""
         self._program.finish(self)
 
     @property
     def logits(self) -> Tensor:
-        """[S, vocabulary], of one that is finished."""
-        slot, places = self._program.io.logits, self.inputs.logits_indices
-        if slot is None or places is None:
-            raise RuntimeError("nobody asked for logits")
-        return self._tensor(slot, self.batch.size * self._program.token_bytes, len(places))
+        """See `PendingStep.logits`."""
+        logits, places = self._program.io.logits, self.inputs.logits_indices
+        if logits is None or places is None:
+            raise RuntimeError("the step was begun without logits")
+        return self._tensor(logits, self.inputs.batch.size * self._program.token_bytes, len(places))
 
-    @property
-    def hidden(self) -> HiddenStates:
-        """Of one that is finished."""
-        marks = self._program.io
-        return HiddenStates(*(self._tensor(slot, 0, self.batch.size) for slot in (marks.residual, marks.delta)))
+    def more_logits(self, selections: Sequence[Tensor]) -> Iterator[Tensor] | None:
+        """See `PendingStep.more_logits`."""
+        io, size = self._program.io, self.inputs.batch.size
+        return self._program.head(self._tensor(io.residual, 0, size), self._tensor(io.delta, 0, size), selections)
 
-    def _tensor(self, slot: SymbolicTensor, begin: int, rows: int) -> Tensor:
-        at = begin + self._program.offsets[slot] * rows
-        raw = self.memory[at : at + rows * slot.width * slot.dtype.itemsize]
-        return raw.view(slot.dtype).view(rows, slot.width)
+    def _tensor(self, symbol: SymbolicTensor, begin: int, rows: int) -> Tensor:
+        at = begin + self._program.offsets[symbol] * rows
+        raw = self.memory[at : at + rows * symbol.width * symbol.dtype.itemsize]
+        return raw.view(symbol.dtype).view(rows, symbol.width)
 
 
 class DecoderProgram:
-    """A tape with memory for its slots, and threads that run it beside the caller's: as many as torch has now."""
+    """A trace with planned memory, and a pool of as many threads as torch has now, the caller's included."""
 
-    def __init__(self, tape: OpTrace, marks: TraceIO, turns: Sequence[Tensor]) -> None:
-        """`turns`: by angles, cosines and sines of every position, float32 [positions, 2, rotary_dim / 2]."""
-        self.io, self._turns, self.offsets = marks, turns, plan_buffers(tape, marks)
-        for use in tape.ops:
-            self._set_offsets(use)
-        operations = [use.operation for use in tape.ops]
-        _link_prefetches(operations)
+    def __init__(self, trace: OpTrace, io: TraceIO, cos_sin: Sequence[Tensor], head: Head) -> None:
+        """`cos_sin`: by number of a rotary embedding its table, float32 [positions, 2, rotary_dim / 2]."""
+        self.io, self.head, self._cos_sin, self.offsets = io, head, cos_sin, plan_buffers(trace, io)
+        for op in trace.ops:
+            self._set_offsets(op)
+        operations = [op.operation for op in trace.ops]
+        products = [each for each in operations if each.kind == PRODUCT]
+        for product, following in pairwise(products):
+            product.next = following.what  # its weights are fetched while the product ends
         self._operations = (OpStruct * len(operations))(*operations)
-        self._angles = np.array([each.data_ptr() for each in turns], np.int64)
-        self.token_bytes, place_bytes = (buffer_bytes(self.offsets, chosen) for chosen in (False, True))
-        sizes = self.token_bytes, place_bytes
-        self._program = _ProgramStruct(ctypes.addressof(self._operations), *sizes, self._angles.ctypes.data)
+        self._tables = np.array([each.data_ptr() for each in cos_sin], np.int64)
+        self.token_bytes, selected_bytes = (buffer_bytes(self.offsets, selected) for selected in (False, True))
+        sizes = self.token_bytes, selected_bytes
+        self._program = _ProgramStruct(ctypes.addressof(self._operations), *sizes, self._tables.ctypes.data)
         self._start, self._join = library.bind_function("charonia_start"), library.bind_function("charonia_join")
         self._pool, self.close = start_thread_pool(self)
         self.memory = aligned_empty(0)
         self._pending: deque[StepRun] = deque()
         self._free_workspaces: list[_StepWorkspace] = []
 
-    def begin(self, batch: StepBatch, asked: ProgramInputs) -> StepRun:
-        """Have it computed after those begun before it, beside the caller."""
-        desk = self._free_workspaces.pop() if self._free_workspaces else _StepWorkspace()
-        scene = desk.arguments
-        fill_step_struct(batch, scene.step)
-        scene.known, scene.longest = batch.token_ids.data_ptr(), batch.token_ids.stride(0)
-        scene.kinds, scene.manners, scene.kind_of, scene.caches = asked.caches.c_fields
-        scene.entering = None if asked.hidden_states is None else asked.hidden_states.data_ptr()
-        self._set_extent(scene, asked)
-        run = StepRun(self, desk, batch, asked)
-        while (number := self._submit(desk)) < 0:
+    def begin(self, inputs: ProgramInputs) -> StepRun:
+        """Have a step computed after those begun before it, beside the caller."""
+        workspace = self._free_workspaces.pop() if self._free_workspaces else _StepWorkspace()
+        arguments, token_ids = workspace.arguments, inputs.batch.token_ids
+        fill_step_struct(inputs.batch, arguments.step)
+        arguments.token_ids, arguments.token_ids_stride = token_ids.data_ptr(), token_ids.stride(0)
+        arguments.params_count, arguments.params, arguments.params_of_layer, arguments.caches = inputs.caches.c_fields
+        arguments.hidden_states = None if inputs.hidden_states is None else inputs.hidden_states.data_ptr()
+        self._set_extent(arguments, inputs)
+        run = StepRun(self, workspace, inputs)
+        while (number := self._submit(arguments)) < 0:
             self._grow(run)
         run.number = number
         self._pending.append(run)
         return run
 
     def finish(self, run: StepRun) -> None:
-        """Help with it, and before with those begun before it."""
+        """Help to compute the steps begun up to `run`, and return when they are computed."""
         while run in self._pending:
             first = self._pending[0]
             self._join(self._pool, first.number)
-            self._pending.popleft()  # not before: who is interrupted comes back for it
+            self._pending.popleft()  # not before: a caller that is interrupted comes back for it
             self._free_workspaces.append(first.workspace)
-            if first.seconds is not None:
-                self._report(first.batch.size, first.seconds)
+            if first.seconds is not None and (listener := first.inputs.listener) is not None:
+                done = self._operations[: len(first.seconds)]
+                kinds, selected = (np.array([getattr(each, name) for each in done]) for name in ("kind", "selected"))
+                listener(ProgramTimings(first.inputs.batch.size, kinds, selected.astype(bool), first.seconds))
 
-    def _set_extent(self, scene: _StepArguments, asked: ProgramInputs) -> None:
-        """How far it goes."""
-        if asked.logits_indices is None:
-            scene.until, scene.chosen = self.io.layer_ops, 0
+    def _set_extent(self, arguments: _StepArguments, inputs: ProgramInputs) -> None:
+        """How many of the operations are to be computed: the layers, up to the logits, or with sampling."""
+        places, samples = inputs.logits_indices, inputs.samples
+        arguments.operation_count, arguments.logits_count, arguments.sampled_count = self.io.layer_ops, 0, 0
+        if places is None:
             return
-        scene.chosen, scene.places = len(asked.logits_indices), asked.logits_indices.data_ptr()
-        if asked.samples is None:
-            scene.until = len(self._operations) - 1
+        arguments.operation_count = len(self._operations) - 1
+        arguments.logits_count, arguments.logits_indices = len(places), places.data_ptr()
+        if samples is None:
             return
-        scene.until, (tokens, choices, _) = len(self._operations), asked.samples
-        scene.picked, scene.choices = tokens.ctypes.data, None if choices is None else choices.ctypes.data
+        arguments.operation_count, arguments.sampled_count = len(self._operations), len(samples.tokens)
+        arguments.sampled = samples.tokens.ctypes.data
+        arguments.sampling = None if samples.sampling is None else samples.sampling.ctypes.data
+        arguments.sampled_of = None if samples.selected is None else samples.selected.ctypes.data
 
-    def _submit(self, desk: _StepWorkspace) -> int:
-        scene = desk.arguments
-        scene.memory, scene.bytes = self.memory.data_ptr(), len(self.memory)
-        number: int = self._start(self._pool, ctypes.addressof(self._program), ctypes.addressof(scene))
+    def _submit(self, arguments: _StepArguments) -> int:
+        arguments.memory, arguments.memory_bytes = self.memory.data_ptr(), len(self.memory)
+        number: int = self._start(self._pool, ctypes.addressof(self._program), ctypes.addressof(arguments))
         return number
 
     def _grow(self, run: StepRun) -> None:
-        """Some more than is asked for: what attention takes grows with every few tokens. Others' memory is not taken
-        away while they are computed."""
-        scene = run.workspace.arguments
-        if scene.bytes > len(self.memory):
+        """Allocate somewhat more than the step takes: attention takes more with every few tokens. Memory of steps that
+        are being computed is not taken away."""
+        arguments = run.workspace.arguments
+        if arguments.memory_bytes > len(self.memory):
             if self._pending:
                 self.finish(self._pending[-1])
-            self.memory = run.memory = aligned_empty(scene.bytes * 5 // 4)
-        run.workspace.grow(scene.desk_bytes * 5 // 4)
+            self.memory = run.memory = aligned_empty(arguments.memory_bytes * 5 // 4)
+        run.workspace.grow(arguments.workspace_bytes * 5 // 4)
 
-    def _report(self, tokens: int, seconds: NDArray[np.float64]) -> None:
-        done = self._operations[: len(seconds)]
-        kinds, chosen = (np.array([getattr(each, name) for each in done]) for name in ("kind", "chosen"))
-        for listener in _listeners:
-            listener(ProgramTimings(tokens, kinds, chosen.astype(bool), seconds))
-
-    def _set_offsets(self, use: TracedOp) -> None:
-        to = use.operation
-        to.x, to.delta, to.out = (_NONE if slot is None else self.offsets[slot] for slot in (use.x, use.delta, use.out))
-        to.dtype, to.chosen = library.DTYPE_CODES[(use.x or use.out).dtype], use.out.selected
+    def _set_offsets(self, op: TracedOp) -> None:
+        to, tensors = op.operation, (op.x, op.delta, op.out)
+        to.x, to.delta, to.out = (_NO_TENSOR if each is None else self.offsets[each] for each in tensors)
+        to.dtype, to.selected = library.DTYPE_CODES[(op.x or op.out).dtype], op.out.selected
 
 
-def _link_prefetches(operations: list[OpStruct]) -> None:
-    """Tell each product which matrix is read after its own."""
-    products = [each for each in operations if each.kind == PRODUCT]
-    for product, following in pairwise(products):
-        product.next = following.what
+def start_thread_pool(owner: object) -> tuple[int, Callable[[], object]]:
+    """Start the threads of `thread_pool.c`: with the caller's as many as torch has now.
+
+    Returns the pool's address, and the function that ends its threads when everything begun is computed. That function
+    may be called more than once, and is called when `owner` is collected.
+
+    Raises:
+        MemoryError: the machine gives no more threads.
+    """
+    helpers = library.bind_function("charonia_threads")() - 1
+    address: int | None = library.bind_function("charonia_crew")(helpers)
+    if address is None:
+        raise MemoryError(f"no {helpers} threads to compute with")
+    return address, weakref.finalize(owner, _stop_threads, address, os.getpid())
+
+
+def _stop_threads(address: int, process: int) -> None:
+    """A forked process has the pool's memory but none of its threads, and would wait for them for ever."""
+    if os.getpid() == process:
+        library.bind_function("charonia_dismiss")(address)

@@ -1,22 +1,48 @@
-"""Tokens drawn from logits in C: torch takes five times as long, and up to sixty where it has to sort."""
+"""Tokens chosen from logits in C: the likeliest, or one drawn by temperature, top-k, top-p and min-p.
+
+torch takes several times as long, up to sixty times where it has to sort, and numpy knows no bfloat16.
+"""
+
+from functools import cache
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from ..step_batch import SamplingArray
 from . import library
 
 
-def sample_tokens(logits: Tensor, choices: NDArray[np.void]) -> Tensor:
-    """Token ids int64 [S] for logits [S, vocabulary], which the library serves, as choices [S] of sampling.CHOICE say.
+def argmax(x: Tensor) -> Tensor:
+    """The index int64 [S] of the largest number in each row of x [S, n], the first of equals, on any device.
 
-    Weights are rounded as floats and summed as doubles. What shares the batch does not matter.
+    The C kernel orders -0 below 0, and a NaN above or below all numbers, by its sign.
+    """
+    if x.device.type != "cpu" or x.dtype not in library.DTYPE_CODES or not _has_kernel():
+        return x.argmax(-1)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    rows, n = x.shape
+    out = torch.empty(rows, dtype=torch.int64)
+    sizes = rows, x.stride(0), n, library.DTYPE_CODES[x.dtype]
+    library.bind_function("charonia_largest")(x.data_ptr(), out.data_ptr(), *sizes)
+    return out
+
+
+def sample_tokens(logits: Tensor, sampling: SamplingArray) -> Tensor:
+    """Token ids int64 [S] drawn from logits [S, vocabulary], of a dtype and device that `library.supports`.
+
+    A row's token depends on its logits and its element of `sampling` alone, not on the rows beside it. Weights are
+    rounded as floats and summed as doubles.
     """
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-    choices = np.ascontiguousarray(choices)
+    sampling = np.ascontiguousarray(sampling)
     rows, n = logits.shape
     out = torch.empty(rows, dtype=torch.int64)
-    addresses = logits.data_ptr(), choices.ctypes.data, out.data_ptr()
+    addresses = logits.data_ptr(), sampling.ctypes.data, out.data_ptr()
     library.bind_function("charonia_sample")(*addresses, rows, logits.stride(0), n, library.DTYPE_CODES[logits.dtype])
     return out
+
+
+@cache
+def _has_kernel() -> bool:
+    return library.level() is not None

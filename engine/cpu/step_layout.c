@@ -36,7 +36,7 @@ static void find_places(Work *w, int64_t *firsts)
     for (int64_t r = 0; r < s->step.rows; r++) {
         firsts[r] = first;
         first += s->step.counts[r];
-        if (picked < s->chosen && s->places[picked] == first - 1)
+        if (picked < s->picked_count && s->places[s->picked_of ? s->picked_of[picked] : picked] == first - 1)
             w->picks[picked++] = s->step.lines[r] * s->longest + s->step.starts[r] + s->step.counts[r];
     }
 }
@@ -63,7 +63,7 @@ static void lay_out(Work *w, int threads, Shelf *memory, Shelf *desk)
     for (int64_t r = 0; r < s->step.rows; r++)
         w->tokens += s->step.counts[r];
     int64_t *firsts = take_down(desk, s->step.rows * (int64_t)sizeof(int64_t));
-    w->picks = take_down(desk, s->chosen * (int64_t)sizeof(int64_t));
+    w->picks = take_down(desk, s->picked_count * (int64_t)sizeof(int64_t));
     w->plans = take_down(desk, s->kinds * (int64_t)sizeof(struct plan));
     w->scratches = take_down(desk, s->kinds * (int64_t)sizeof(float *));
     w->step.firsts = firsts;

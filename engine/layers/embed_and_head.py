@@ -1,105 +1,143 @@
-"""Where a stage's hidden states come from and where they go: embedding and head, or the stages beside it.
+"""The two ends of a decoder on one rank: token embedding or the stage before; the LM head or the stage after.
 
-What travels is the residual stream with everything added to it, [N, hidden] in the model's dtype: a stage goes on with
-the very numbers that one rank would have.
+Between pipeline stages travels the residual stream with everything added to it, [N, hidden] in the model's dtype: a
+stage goes on with the very numbers that one rank would have.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..checkpoint.build_context import PipelineLink
 from ..checkpoint.model_spec import ModelSpec
-from ..checkpoint.weights import WeightLoader
-from ..cpu.op_trace import SymbolicTensor, SymbolicTokenIds
-from .embedding import Embedding
-from .linear import LMHead
+from ..checkpoint.tensor_group import rank_slice
+from ..checkpoint.weights import TensorSlice, WeightLoader
+from ..cpu.elementwise import trace_embedding
+from ..cpu.op_trace import OpTrace, SymbolicTensor, Traceable, as_symbol, as_tensor
+from .linear import LMHead, split_reason
 from .norm import NormFactory
 
 EMBEDDING_WEIGHT, HEAD_WEIGHT = "model.embed_tokens.weight", "lm_head.weight"
 
 
-class DecoderInput(Protocol):
+class DecoderInput(Traceable, Protocol):
     """Token ids [N] -> hidden states [N, hidden], in memory of their own."""
 
     def __call__(self, tokens: Tensor) -> Tensor: ...
 
-    def trace(self, ids: SymbolicTokenIds) -> SymbolicTensor:
-        """What a program does instead.
-
-        Raises:
-            TypeError: no program can.
-        """
+    def trace(self, trace: OpTrace) -> SymbolicTensor:
+        """Record the same as operations; only if `untraceable` gives no reason against it."""
 
 
-DecoderOutput: TypeAlias = Callable[[Tensor, Tensor, Sequence[Tensor]], Iterator[Tensor] | None]
-"""Hidden states and what is still to be added to them, both [N, hidden] and not needed any more, and selections of
-packed places, each [S] in order, no place twice in all of them -> the logits [S, vocabulary] of each when it is asked
-for; None from a stage that is not the last."""
+class DecoderOutput(Traceable, Protocol):
+    """The last layer's hidden states -> logits."""
+
+    def __call__(self, x: Tensor, delta: Tensor, selections: Sequence[Tensor]) -> Iterator[Tensor] | None:
+        """The residual stream `x` and what is still to be added to it, both [N, hidden], may be overwritten.
+
+        Each selection is packed places [S], ascending, and no place is in two of them. Its logits [S, vocabulary] are
+        computed when the iterator comes to it. None: this stage is not the last and handed its states on."""
+
+    def trace(self, x: SymbolicTensor, delta: SymbolicTensor) -> SymbolicTensor:
+        """Record logits of selected places as operations; only if `untraceable` gives no reason against it."""
 
 
 class DecoderEnds(NamedTuple):
-    """Both ends of a stage, and the width of the hidden states between them."""
+    """A decoder's input and output, and the width of the hidden states between them."""
 
     input: DecoderInput
     output: DecoderOutput
     hidden_size: int
 
 
-def build_ends(spec: ModelSpec, load: WeightLoader, norm: NormFactory, scale: float = 1.0) -> DecoderEnds:
-    """The embedding, multiplied by `scale` in the model's dtype, or what the stage before sends; the last norm and the
-    head, or the way to the stage after."""
-    return DecoderEnds(_build_input(spec, load, scale), _build_output(spec, load, norm), spec.hidden_size)
+def build_ends(spec: ModelSpec, loader: WeightLoader, norm: NormFactory, scale: float = 1.0) -> DecoderEnds:
+    """The ends of this rank's pipeline stage. `scale` multiplies embeddings, in the model's dtype; `norm` makes the
+    norm before the LM head."""
+    link, stage = loader.context.shard.link, loader.context.shard.stage
+    first: DecoderInput = (
+        Embedding(loader, spec, scale)
+        if link is None or stage.first
+        else _StageReceiver(link, spec.hidden_size, loader.dtype, loader.device)
+    )
+    last: DecoderOutput = _LogitsOutput(spec, loader, norm) if link is None or stage.last else _StageSender(link)
+    return DecoderEnds(first, last, spec.hidden_size)
 
 
-def _build_input(spec: ModelSpec, load: WeightLoader, scale: float) -> DecoderInput:
-    seat = load.context.shard
-    if seat.link is not None and not seat.stage.first:
-        return _StageReceiver(seat.link, spec.hidden_size, load.dtype, load.device)
-    return Embedding(load, EMBEDDING_WEIGHT, spec.vocab_size, spec.hidden_size, scale)
+class Embedding:
+    """Token ids [N] -> rows [N, hidden] of the embedding table, the vocabulary split over the group.
 
+    The table stays in the memory-mapped file where it can: a step reads few rows of it."""
 
-def _build_output(spec: ModelSpec, load: WeightLoader, norm: NormFactory) -> DecoderOutput:
-    seat = load.context.shard
-    if seat.link is not None and not seat.stage.last:
-        return _StageSender(seat.link)
-    return _LogitsOutput(spec, load, norm)
+    def __init__(self, loader: WeightLoader, spec: ModelSpec, scale: float = 1.0) -> None:
+        self._part = rank_slice(spec.vocab_size, loader.group)
+        shape = spec.vocab_size, spec.hidden_size
+        self._table = loader.mapped(TensorSlice(EMBEDDING_WEIGHT, shape, self._part))
+        self._group = loader.group
+        self._scale = None if scale == 1 else torch.tensor(scale, dtype=loader.dtype, device=loader.device)
+        contiguous = None if self._table.is_contiguous() else "its embedding table is not contiguous"
+        self.untraceable = split_reason(loader.group) or contiguous
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        x = F.embedding(tokens, self._table) if self._group.size == 1 else self._embed_split(tokens)
+        return x if self._scale is None else x * self._scale
+
+    def trace(self, trace: OpTrace) -> SymbolicTensor:
+        return trace_embedding(trace, self._table, 1.0 if self._scale is None else float(self._scale))
+
+    def _embed_split(self, tokens: Tensor) -> Tensor:
+        local = tokens - self._part.start
+        elsewhere = (local < 0) | (local >= len(self._table))
+        mine = F.embedding(local.masked_fill(elsewhere, 0), self._table)
+        return self._group.all_reduce(mine.masked_fill_(elsewhere.unsqueeze(-1), 0))
 
 
 class _StageReceiver:
-    def __init__(self, pipe: PipelineLink, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._pipe, self._hidden, self._dtype, self._device = pipe, hidden, dtype, device
+    untraceable: str | None = "its hidden states come from the stage before"
+
+    def __init__(self, link: PipelineLink, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._link, self._hidden, self._dtype, self._device = link, hidden, dtype, device
 
     def __call__(self, tokens: Tensor) -> Tensor:
         x = torch.empty(len(tokens), self._hidden, dtype=self._dtype, device=self._device)
-        self._pipe.receive(x)
+        self._link.receive(x)
         return x
 
-    def trace(self, ids: SymbolicTokenIds) -> SymbolicTensor:
-        raise TypeError("what the stage before sends is no program's to fetch")
+    def trace(self, trace: OpTrace) -> SymbolicTensor:
+        raise NotImplementedError(self.untraceable)
 
 
 class _StageSender:
-    def __init__(self, pipe: PipelineLink) -> None:
-        self._pipe = pipe
+    untraceable: str | None = "its hidden states go to the stage after"
 
-    def __call__(self, x: Tensor, delta: Tensor, chosen: Sequence[Tensor]) -> None:
-        self._pipe.send(x + delta)  # in memory of its own: the layers' is written to again while this is on its way
+    def __init__(self, link: PipelineLink) -> None:
+        self._link = link
+
+    def __call__(self, x: Tensor, delta: Tensor, selections: Sequence[Tensor]) -> None:
+        self._link.send(x + delta)  # in memory of its own: the layers' is written to again while this is on its way
+
+    def trace(self, x: SymbolicTensor, delta: SymbolicTensor) -> SymbolicTensor:
+        raise NotImplementedError(self.untraceable)
 
 
 class _LogitsOutput:
-    """Softly capped where the model wants it: cap * tanh(logit / cap)."""
+    """The last norm and the LM head. Logits are softly capped where the model wants it: cap * tanh(logit / cap)."""
 
-    def __init__(self, spec: ModelSpec, load: WeightLoader, norm: NormFactory) -> None:
-        self._norm = norm(load.vector("model.norm.weight", spec.hidden_size), spec.norm_eps)
+    def __init__(self, spec: ModelSpec, loader: WeightLoader, norm: NormFactory) -> None:
+        self._norm = norm(loader.vector("model.norm.weight", spec.hidden_size), spec.norm_eps)
         name = EMBEDDING_WEIGHT if spec.tied_embeddings else HEAD_WEIGHT
-        self._head = LMHead(load, name, spec.vocab_size, spec.hidden_size)
+        self._head = LMHead(loader, name, spec.vocab_size, spec.hidden_size)
         self._cap = spec.logit_softcap
+        self.untraceable = self._head.untraceable if self._cap is None else "its logits are capped"
 
-    def __call__(self, x: Tensor, delta: Tensor, chosen: Sequence[Tensor]) -> Iterator[Tensor]:
-        return (self._logits(x, delta, places) for places in chosen)
+    def __call__(self, x: Tensor, delta: Tensor, selections: Sequence[Tensor]) -> Iterator[Tensor]:
+        return (self._logits(x, delta, places) for places in selections)
+
+    def trace(self, x: SymbolicTensor, delta: SymbolicTensor) -> SymbolicTensor:
+        normed = self._norm.add_and_norm(as_tensor(x.select()), as_tensor(delta.select()))
+        return as_symbol(self._head(normed))
 
     def _logits(self, x: Tensor, delta: Tensor, places: Tensor) -> Tensor:
         if len(places) < len(x):

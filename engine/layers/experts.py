@@ -13,7 +13,7 @@ from .mlp import GatedMLP, GatedMLPSpec
 
 
 class Routed(NamedTuple):
-    """Where each token goes: experts and their weights, both [N, chosen]."""
+    """The experts of each token and their weights, both [N, per token]."""
 
     experts: Tensor
     weights: Tensor
@@ -22,15 +22,15 @@ class Routed(NamedTuple):
 class Router:
     """x [N, hidden] -> the likeliest experts of each token by a softmax in float32, their weights in x's dtype.
 
-    Every rank has all of it, and so decides the same."""
+    Every rank holds all of the router's weights, so all ranks decide the same."""
 
-    def __init__(self, load: WeightLoader, name: str, hidden: int, experts: ExpertsSpec) -> None:
-        self._scores = build_matmul(load, [TensorSlice(f"{name}.weight", (experts.count, hidden))], use=ROUTER)
+    def __init__(self, loader: WeightLoader, name: str, hidden: int, experts: ExpertsSpec) -> None:
+        self._scores = build_matmul(loader, [TensorSlice(f"{name}.weight", (experts.count, hidden))], use=ROUTER)
         self._experts = experts
 
     def __call__(self, x: Tensor) -> Routed:
-        likely = self._scores(x).softmax(-1, dtype=torch.float32)
-        weights, chosen = likely.topk(self._experts.per_token, -1)
+        probabilities = self._scores(x).softmax(-1, dtype=torch.float32)
+        weights, chosen = probabilities.topk(self._experts.per_token, -1)
         if self._experts.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
         return Routed(chosen, weights.to(x.dtype))
@@ -39,15 +39,17 @@ class Router:
 class MixtureOfExperts:
     """x [N, hidden] -> the weighted sum of its experts' outputs [N, hidden].
 
-    Every rank holds a slice of every expert, or some experts whole: the sum over ranks is the same. Experts go one by
-    one, each over its tokens."""
+    Every rank holds a slice of every expert, or some experts whole: the sum over ranks is the same. Experts are
+    computed one after the other, each for its tokens."""
 
-    def __init__(self, load: WeightLoader, router: Router, experts: list[GatedMLPSpec]) -> None:
-        self._router, self._group = router, load.group
-        whole = load.context.whole_experts
-        self._mine = rank_slice(len(experts), load.group) if whole else slice(0, len(experts))
-        holding = load.for_group(SingleRank()) if whole else load
-        self._experts = [GatedMLP(holding, expert) for expert in experts[self._mine]]
+    untraceable: str | None = "it has a mixture of experts"
+
+    def __init__(self, loader: WeightLoader, router: Router, experts: list[GatedMLPSpec]) -> None:
+        self._router, self._group = router, loader.group
+        self._mine = slice(0, len(experts))
+        if loader.context.whole_experts:
+            self._mine, loader = rank_slice(len(experts), loader.group), loader.for_group(SingleRank())
+        self._experts = [GatedMLP(loader, expert) for expert in experts[self._mine]]
         self._count = len(experts)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Matrix products with weights that never change: packed once for the CPU, quantised on the way if asked for.
+"""Matrix products with constant weights: packed once for the CPU, quantised meanwhile if asked for.
 
-Where the C kernels are, a row's result does not depend on the rows beside it. torch's own products, which serve
-elsewhere, promise that for int8 alone.
+With the C kernels a row's result does not depend on the rows beside it. torch's products, which serve where the kernels
+do not, promise that for int8 alone.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,15 +20,15 @@ Matmul: TypeAlias = Callable[[Tensor], Tensor]
 """x [N, in] -> x W^T + b [N, out]."""
 
 ONEDNN_PACKED_ROWS = 32
-"""Rows oneDNN's packed layout is chosen for; measured to serve every number of rows."""
+"""The number of rows that oneDNN's packed layout is chosen for; measured to serve every number of rows."""
 
 INT8_MAX = 127
-"""Of a quantised number."""
+"""The largest quantised number."""
 
 
 class MatmulUse(NamedTuple):
-    """What a product is for: whether its weights may be quantised, and whether our kernels give its results as the
-    float32 that they sum in; torch's are in x's dtype in any case."""
+    """The purpose of a product decides whether its weights may be quantised, and whether the C kernels return the
+    float32 that they sum in; torch's products return x's dtype in any case."""
 
     quantizable: bool = True
     float32: bool = False
@@ -36,41 +36,37 @@ class MatmulUse(NamedTuple):
 
 LAYER = MatmulUse()
 ROUTER = MatmulUse(quantizable=False, float32=True)
-"""Small, and decides: the last bit of a score may choose another expert."""
+"""A mixture's router is small, and the last bit of a score may choose another expert."""
 LM_HEAD = MatmulUse(float32=True)
 
 
 def build_matmul(
-    load: WeightLoader, pieces: Iterable[TensorSlice], bias: Tensor | None = None, use: MatmulUse = LAYER
+    loader: WeightLoader, slices: Iterable[TensorSlice], bias: Tensor | None = None, use: MatmulUse = LAYER
 ) -> Matmul:
-    """The product with the matrices `pieces`, one below the other, and `bias` [out]."""
-    quantized, pieces = load.quantized and use.quantizable, list(pieces)
-    if library.supports(load.dtype, load.device):
-        return _kernel_matmul(load, pieces, bias, torch.int8 if quantized else load.dtype, use)
+    """The product with the matrices `slices`, one below the other, and `bias` [out]."""
+    quantized, slices = loader.quantized and use.quantizable, list(slices)
+    outputs, inputs = sum(len(each.row_range) for each in slices), slices[0].width
+    if library.supports(loader.dtype, loader.device):
+        kept, result = torch.int8 if quantized else loader.dtype, torch.float32 if use.float32 else loader.dtype
+        packed = PackedMatmul(MatmulFormat(outputs, inputs, kept, loader.dtype, result), bias, loader.memory)
+        for tile in loader.tiles(slices):
+            packed.pack(tile.first, tile.rows)
+        return packed
     if quantized:
-        return _int8_matmul(load, pieces, bias)
+        weight, scales = torch.empty(outputs, inputs, dtype=torch.int8), torch.empty(outputs)
+        for tile in loader.tiles(slices):
+            rows = slice(tile.first, tile.first + len(tile.rows))
+            weight[rows], scales[rows] = quantize_rows(tile.rows)
+        return TorchInt8Matmul(weight.t(), scales, None if bias is None else bias.float())
     if use is LM_HEAD:
-        [table] = pieces
-        return torch_matmul(load.mapped(table), bias)  # it may be the embedding's: mapped, there is one of it
-    return torch_matmul(load.concatenate(pieces), bias)
-
-
-def _kernel_matmul(
-    load: WeightLoader, pieces: list[TensorSlice], bias: Tensor | None, kept: torch.dtype, use: MatmulUse
-) -> PackedMatmul:
-    out = torch.float32 if use.float32 else load.dtype
-    packed = PackedMatmul(MatmulFormat(_total_rows(pieces), pieces[0].width, kept, load.dtype, out), bias, load.memory)
-    for tile in load.tiles(pieces):
-        packed.pack(tile.first, tile.rows)
-    return packed
-
-
-def _total_rows(pieces: list[TensorSlice]) -> int:
-    return sum(len(piece.row_range) for piece in pieces)
+        [table] = slices
+        return torch_matmul(loader.mapped(table), bias)  # it may be the embedding's: mapped, there is one of it
+    return torch_matmul(loader.concatenate(slices), bias)
 
 
 class TorchInt8Matmul:
-    """The reference of the int8 kernels, and what serves without them: x in any dtype, results in it.
+    """The int8 product in torch: the reference of the int8 kernels, and their substitute. x in any dtype, results in
+    it.
 
     Sums are exact integers, so rows do not depend on each other here either."""
 
@@ -92,15 +88,6 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return wide.mul(by.unsqueeze(-1)).round_().to(torch.int8), largest / INT8_MAX
 
 
-def _int8_matmul(load: WeightLoader, pieces: list[TensorSlice], bias: Tensor | None) -> Matmul:
-    weight = torch.empty(_total_rows(pieces), pieces[0].width, dtype=torch.int8)
-    scales = torch.empty(len(weight))
-    for tile in load.tiles(pieces):
-        where = slice(tile.first, tile.first + len(tile.rows))
-        weight[where], scales[where] = quantize_rows(tile.rows)
-    return TorchInt8Matmul(weight.t(), scales, None if bias is None else bias.float())
-
-
 def torch_matmul(weight: Tensor, bias: Tensor | None) -> Matmul:
     """torch's product with `weight` [out, in] and `bias` [out]. Where oneDNN packs it, `weight` is not kept."""
     if weight.device.type == "cpu" and onednn_packing_works(weight.dtype):
@@ -110,21 +97,23 @@ def torch_matmul(weight: Tensor, bias: Tensor | None) -> Matmul:
 
 @cache
 def onednn_packing_works(dtype: torch.dtype) -> bool:
-    """Whether oneDNN's packed product is there and agrees with F.linear: its operators are torch's private ones."""
+    """Whether oneDNN's packed product exists and agrees with F.linear: its operators are torch's private ones."""
+    if not all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise")):
+        return False
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(80, 48, generator=generator).to(dtype)
     bias = torch.randn(80, generator=generator).to(dtype)
+    # A few roundings of the sums' size: 48 products of unit normals are about 7.
+    tolerance = 32 * torch.finfo(dtype).eps
     try:
         product = _onednn_matmul(weight, bias)
-        inputs = [torch.randn(rows, 48, generator=generator).to(dtype) for rows in (1, 3, 64)]
-        return all(_close(product(x), F.linear(x.float(), weight.float(), bias.float())) for x in inputs)
-    except (RuntimeError, AttributeError):
+        for x in (torch.randn(rows, 48, generator=generator).to(dtype) for rows in (1, 3, 64)):
+            expected = F.linear(x.float(), weight.float(), bias.float())
+            if (product(x).float() - expected).abs().max() > tolerance:
+                return False
+    except RuntimeError:
         return False
-
-
-def _close(found: Tensor, expected: Tensor) -> bool:
-    """Within a few roundings of the sums' size (48 products of unit normals: about 7)."""
-    return bool((found.float() - expected).abs().max() <= 32 * torch.finfo(found.dtype).eps)
+    return True
 
 
 def _onednn_matmul(weight: Tensor, bias: Tensor | None) -> Matmul:

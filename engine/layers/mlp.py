@@ -1,4 +1,4 @@
-"""The gated feed-forward layer (arXiv 2002.05202), gate and up projection computed as one."""
+"""The gated feed-forward layer (arXiv 2002.05202), gate and up projection computed as one product."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +15,7 @@ from ..cpu.elementwise import FusedGate
 from .linear import ColumnLinear, OutputShard, RowLinear
 
 Gate: TypeAlias = Callable[[Tensor], Tensor]
-"""x [N, gate and up, n], flat as [N, 2n] -> activation(gate) * up [N, n]."""
+"""Gate and up features side by side, [N, 2n] -> activation(gate) * up [N, n]."""
 
 _tanh_gelu = partial(F.gelu, approximate="tanh")
 
@@ -31,11 +31,12 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_accurate": _tanh_gelu,
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
-"""config.json's name -> the function; spec.ACTIVATIONS are the same names."""
+"""config.json's name -> the function; `model_spec.ACTIVATIONS` are the same names."""
 
 
 class GatedMLPSpec(NamedTuple):
-    """Names, sizes and manner of one gated layer; `fused` is the name of gate and up in one matrix."""
+    """The names of a gated layer's matrices, its sizes and activation; `fused` names the one matrix that holds gate
+    and up, where a checkpoint has them in one."""
 
     name: str
     hidden: int
@@ -47,33 +48,32 @@ class GatedMLPSpec(NamedTuple):
     down: str = "down_proj"
     fused: str | None = None
 
-    def outputs(self, mine: slice) -> list[OutputShard]:
-        """Gate and up, the features `mine` of each."""
+    def gate_and_up(self, features: slice) -> list[OutputShard]:
+        """The matrices of gate and up, of each the output `features` that this rank computes."""
         if self.fused is None:
-            return [OutputShard(f"{self.name}.{one}", self.intermediate, mine) for one in (self.gate, self.up)]
-        matrix = OutputShard(f"{self.name}.{self.fused}", 2 * self.intermediate, mine)
+            return [OutputShard(f"{self.name}.{one}", self.intermediate, features) for one in (self.gate, self.up)]
+        matrix = OutputShard(f"{self.name}.{self.fused}", 2 * self.intermediate, features)
         return [matrix, matrix.shifted(self.intermediate)]
 
 
 class GatedMLP:
     """x [N, hidden] -> down(activation(gate(x)) * up(x)) [N, hidden]."""
 
-    def __init__(self, load: WeightLoader, what: GatedMLPSpec) -> None:
-        mine = rank_slice(what.intermediate, load.group)
-        self._gate_up = ColumnLinear(load, what.outputs(mine), what.hidden, bias=what.bias)
-        down = f"{what.name}.{what.down}"
-        self._down = RowLinear(load, down, what.intermediate, mine, what.hidden, bias=what.bias)
-        self._gate = build_gate(what.activation, load.dtype, load.device)
+    def __init__(self, loader: WeightLoader, spec: GatedMLPSpec) -> None:
+        mine = rank_slice(spec.intermediate, loader.group)
+        self._gate_up = ColumnLinear(loader, spec.gate_and_up(mine), spec.hidden, bias=spec.bias)
+        down = f"{spec.name}.{spec.down}"
+        self._down = RowLinear(loader, down, spec.intermediate, mine, spec.hidden, bias=spec.bias)
+        fused = library.supports(loader.dtype, loader.device)
+        self._gate: Gate = FusedGate(spec.activation) if fused else TorchGate(spec.activation)
+        self.untraceable = self._down.untraceable
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._down(self._activated(x))
+        return self._down(self._gate(self._gate_up(x)))
 
     def partial(self, x: Tensor) -> Tensor:
-        """This rank's share of the sum that the whole output is."""
-        return self._down.partial(self._activated(x))
-
-    def _activated(self, x: Tensor) -> Tensor:
-        return self._gate(self._gate_up(x))
+        """This rank's summand of the output."""
+        return self._down.partial(self._gate(self._gate_up(x)))
 
 
 class TorchGate:
@@ -85,8 +85,3 @@ class TorchGate:
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, -1)
         return self._activation(gate).mul_(up)
-
-
-def build_gate(activation: str, dtype: torch.dtype, device: torch.device) -> Gate:
-    """The fastest one here."""
-    return FusedGate(activation) if library.supports(dtype, device) else TorchGate(activation)

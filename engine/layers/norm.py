@@ -1,4 +1,4 @@
-"""Root mean square normalisation (arXiv 1910.07467)."""
+"""RMS norm (arXiv 1910.07467), by the C kernels where they serve, else by torch."""
 
 from typing import Protocol
 
@@ -15,13 +15,15 @@ class Norm(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def add_and_norm(self, x: Tensor, delta: Tensor) -> Tensor:
-        """Adds `delta` to x [N, n] in place; the norm of the sum."""
+        """Adds `delta` to x [N, n] in place; returns the norm of the sum."""
 
     def norm_heads(self, x: Tensor, heads: int) -> None:
-        """The first `heads` of x [N, more, n] in place."""
+        """Normalizes the first `heads` of x [N, more heads, n] in place."""
 
 
 class NormFactory(Protocol):
+    """Makes a model's kind of norm: `rms_norm` or `offset_rms_norm`."""
+
     def __call__(self, weight: Tensor, eps: float) -> Norm:
         """The norm with `weight` [n], or [heads, n] for x [N, heads, n]."""
 
@@ -33,7 +35,10 @@ class TorchNorm:
         self._weight, self._eps, self._scale = weight, eps, weight.shape[-1] ** -0.5
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._normalized(x).to(self._weight.dtype).mul_(self._weight).to(x.dtype)
+        wide = x.to(torch.float32, copy=True)
+        rms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).mul_(self._scale)
+        wide.mul_(rms.square_().add_(self._eps).rsqrt_())
+        return wide.to(self._weight.dtype).mul_(self._weight).to(x.dtype)
 
     def add_and_norm(self, x: Tensor, delta: Tensor) -> Tensor:
         return self(x.add_(delta))
@@ -42,20 +47,14 @@ class TorchNorm:
         some = x[:, :heads]
         some.copy_(self(some))
 
-    def _normalized(self, x: Tensor) -> Tensor:
-        """x / rms(x) in float32, in memory of its own."""
-        wide = x.to(torch.float32, copy=True)
-        rms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).mul_(self._scale)
-        return wide.mul_(rms.square_().add_(self._eps).rsqrt_())
-
 
 def rms_norm(weight: Tensor, eps: float) -> Norm:
-    """x / rms(x) * weight, by the fastest way there is here."""
+    """x / rms(x) * weight."""
     fused = library.supports(weight.dtype, weight.device)
     return FusedNorm(weight.float(), eps, weight.dtype) if fused else TorchNorm(weight, eps)
 
 
 def offset_rms_norm(weight: Tensor, eps: float) -> Norm:
-    """Gemma's: x / rms(x) * (1 + weight), all of it in float32."""
+    """Gemma's x / rms(x) * (1 + weight), all of it in float32."""
     fused, offset = library.supports(weight.dtype, weight.device), 1.0 + weight.float()
     return FusedNorm(offset, eps, weight.dtype) if fused else TorchNorm(offset, eps)

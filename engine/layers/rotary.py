@@ -1,5 +1,5 @@
-"""Rotary position embedding (arXiv 2104.09864), halves turned against each other, of whole heads or of their beginning;
-linear and Llama 3's scaling, yarn (arXiv 2309.00071) and longrope (arXiv 2402.13753)."""
+"""Rotary position embedding (arXiv 2104.09864) of whole heads or of their first numbers, with the scalings of
+config.json: linear, llama3, yarn (arXiv 2309.00071) and longrope (arXiv 2402.13753)."""
 
 import math
 from typing import NamedTuple, Protocol
@@ -10,23 +10,25 @@ from torch import Tensor
 from ..checkpoint.model_spec import RopeSpec
 from ..cpu import library
 from ..cpu.elementwise import apply_rope
+from ..cpu.op_trace import Traceable
 
 
 class RotaryAngles(Protocol):
-    """How far each token of a step is turned."""
+    """The rotation of each of a step's N tokens."""
 
     def rotate(self, x: Tensor) -> Tensor:
-        """x [N, heads, head_dim], turned by each token's position."""
+        """x [N, heads, head_dim] rotated by each token's position, in x's dtype."""
 
 
-class Rotary(Protocol):
-    """Knows every position the model can have."""
+class Rotary(Traceable, Protocol):
+    """One rotary embedding of a model, for every position it can have; layers share it."""
 
-    def __call__(self, positions: Tensor) -> RotaryAngles: ...
+    def __call__(self, positions: Tensor) -> RotaryAngles:
+        """The rotation of tokens at `positions` [N]."""
 
 
 class TorchAngles(NamedTuple):
-    """cos and sin [N, 1, rotary_dim] of each token's position; sin's first half is negated."""
+    """cos and sin [N, 1, rotary_dim] of each token's position; the first half of sin is negated."""
 
     cos: Tensor
     sin: Tensor
@@ -34,12 +36,14 @@ class TorchAngles(NamedTuple):
     def rotate(self, x: Tensor) -> Tensor:
         size = self.cos.shape[-1]
         part = x[..., :size]
-        turned = torch.mul(part, self.cos).addcmul_(part.roll(size // 2, -1), self.sin)
-        return turned if size == x.shape[-1] else torch.cat((turned, x[..., size:]), -1)
+        rotated = torch.mul(part, self.cos).addcmul_(part.roll(size // 2, -1), self.sin)
+        return rotated if size == x.shape[-1] else torch.cat((rotated, x[..., size:]), -1)
 
 
 class TorchRotary:
-    """cos and sin for every position, in the model's dtype."""
+    """Tables of cos and sin for every position, in the model's dtype."""
+
+    untraceable: str | None = "its heads are rotated by torch"
 
     def __init__(self, rope: RopeSpec, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device) -> None:
         cos, sin = _cos_sin(rope, head_dim, positions)
@@ -51,20 +55,23 @@ class TorchRotary:
 
 
 class FusedAngles(NamedTuple):
-    """`turns`: cos and sin of every position, float32 [positions, 2, rotary_dim / 2]; `positions` [N] of the tokens."""
+    """`cos_sin`: the table of a `FusedRotary`, float32 [positions, 2, rotary_dim / 2]; `positions` [N] of the
+    tokens."""
 
     cos_sin: Tensor
     positions: Tensor
 
     def rotate(self, x: Tensor) -> Tensor:
-        size, turns = 2 * self.cos_sin.shape[-1], self.cos_sin[self.positions]
+        size, cos_sin = 2 * self.cos_sin.shape[-1], self.cos_sin[self.positions]
         if size == x.shape[-1]:
-            return apply_rope(x, turns)
-        return torch.cat((apply_rope(x[..., :size].contiguous(), turns), x[..., size:]), -1)
+            return apply_rope(x, cos_sin)
+        return torch.cat((apply_rope(x[..., :size].contiguous(), cos_sin), x[..., size:]), -1)
 
 
 class FusedRotary:
-    """cos and sin for every position, side by side for the kernels: half as many, in float32."""
+    """A table of cos and sin side by side for the C kernels, in float32."""
+
+    untraceable: str | None = None
 
     def __init__(self, rope: RopeSpec, head_dim: int, positions: int) -> None:
         self.cos_sin = torch.stack(_cos_sin(rope, head_dim, positions), 1)
@@ -75,30 +82,33 @@ class FusedRotary:
 
 
 def build_rotary(rope: RopeSpec, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device) -> Rotary:
-    """The fastest one here."""
+    """The fastest implementation for `dtype` on `device`, for positions from 0 up to `positions`."""
     if library.supports(dtype, device):
         return FusedRotary(rope, head_dim, positions)
     return TorchRotary(rope, head_dim, positions, dtype, device)
 
 
 def _cos_sin(rope: RopeSpec, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [positions, rotary_dim / 2]."""
-    radians = torch.outer(torch.arange(positions, dtype=torch.float32), rope_frequencies(rope, head_dim, positions))
+    """cos and sin, each [positions, rotary_dim / 2]."""
+    radians = torch.outer(torch.arange(positions, dtype=torch.float32), _frequencies(rope, head_dim, positions))
     return radians.cos() * rope.attention_factor, radians.sin() * rope.attention_factor
 
 
-def rope_frequencies(rope: RopeSpec, head_dim: int, positions: int) -> Tensor:
+def _frequencies(rope: RopeSpec, head_dim: int, positions: int) -> Tensor:
     """Radians per position [rotary_dim / 2], scaled as the checkpoint says.
 
-    Longrope has two sets of them. Which one is taken follows from `positions`, the most that a sequence may have, and
-    not from a sequence's own length: then keys that are cached stay what they are while a text grows.
+    Longrope has two sets of them. `positions`, the most that a sequence may have, decides between them, and not the
+    length of a sequence: cached keys stay valid while the sequence grows.
     """
     size = rope.rotary_dim(head_dim)
     plain = 1.0 / rope.theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
     if rope.kind == "linear":
         return plain / rope.factor
     if rope.kind == "llama3":
-        return _scale_llama3(plain, rope)
+        # Waves longer than the original context are slowed by `factor`, short ones kept, those between blended.
+        waves = rope.original_max_position * plain / (2 * math.pi)
+        kept = ((waves - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+        return kept * plain + (1 - kept) * plain / rope.factor
     if rope.kind == "yarn":
         return _scale_yarn(plain, rope, size)
     if rope.kind == "longrope":
@@ -106,24 +116,17 @@ def rope_frequencies(rope: RopeSpec, head_dim: int, positions: int) -> Tensor:
     return plain
 
 
-def _scale_llama3(plain: Tensor, rope: RopeSpec) -> Tensor:
-    """Llama 3.1: waves longer than the original context are slowed by `factor`, short ones kept, between blended."""
-    waves = rope.original_max_position * plain / (2 * math.pi)
-    kept = ((waves - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
-    return kept * plain + (1 - kept) * plain / rope.factor
-
-
 def _scale_yarn(plain: Tensor, rope: RopeSpec, size: int) -> Tensor:
-    """What turns more than `beta_fast` times within the original context is kept, what turns less than `beta_slow`
-    times is slowed by `factor`, between blended pair by pair."""
-    low, high = (_pair_of_turns(turns, rope, size) for turns in (rope.beta_fast, rope.beta_slow))
+    """Frequencies of more than `beta_fast` turns within the original context are kept, those of less than `beta_slow`
+    turns divided by `factor`, those between blended pair by pair."""
+
+    def pair_with(turns: float) -> float:
+        """The number, with a fraction, of the pair that makes so many turns within the original context."""
+        return size * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
     slowed = ((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low or 0.001)).clamp(0, 1)
     return plain / rope.factor * slowed + plain * (1 - slowed)
-
-
-def _pair_of_turns(turns: float, rope: RopeSpec, size: int) -> float:
-    """Number of the pair that turns so often within the original context; not a whole one."""
-    return size * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

@@ -1,58 +1,63 @@
-"""What the executor needs of an architecture."""
+"""The interfaces between architectures and the worker: a decoder, a step that is being computed, and the builder that
+makes a decoder from a checkpoint."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
-from ..attention.backend import StepAttention
 from ..checkpoint.build_context import BuildContext
 from ..checkpoint.model_spec import DecoderShape, ModelSpec
 from ..checkpoint.weights import WeightLoader
 from ..config import ParallelConfig
-from ..step_batch import SampledTokens, StepBatch
+from ..layers.step_context import StepContext
+from ..step_batch import SampledTokens
 
 LogitsIterator: TypeAlias = Iterator[Tensor]
-"""Logits [S, vocabulary] of one selection of places after the other, each computed when it is asked for, and good until
-the next one is."""
+"""The logits [S, vocabulary] of one selection of places after the other, each computed when the iterator comes to it
+and good until it goes on."""
 
 
 class PendingStep(Protocol):
-    """A step that is computed beside the caller."""
+    """A step that other threads may be computing already."""
 
     def finish(self) -> None:
-        """Help, until it is computed: one step after the other."""
+        """Help to compute it, and return when it is computed. Steps are finished in the order they were begun in."""
 
     @property
     def logits(self) -> Tensor:
-        """Of a step that is finished: [S, vocabulary], good until the next one begins."""
+        """Logits [S, vocabulary] of the places that `Decoder.begin_step` was given, of a finished step; good until the
+        next step begins."""
+
+    def more_logits(self, selections: Sequence[Tensor]) -> LogitsIterator | None:
+        """Logits of other packed places of a finished step, in `selections` as of `Decoder.compute_logits`; once, and
+        before the next step begins."""
 
 
 class Decoder(Protocol):
-    """A causal language model over packed sequences, or a rank's share of it."""
+    """A causal language model over the packed tokens of several sequences, or one rank's share of it."""
 
-    def compute_logits(
-        self, batch: StepBatch, attend: StepAttention, chosen: Sequence[Tensor]
-    ) -> LogitsIterator | None:
-        """Compute the tokens of `batch`; keys and values go through `attend`, which counts this rank's layers from 0.
+    def compute_logits(self, context: StepContext, selections: Sequence[Tensor]) -> LogitsIterator | None:
+        """Compute the tokens of `context`, whose attention counts this rank's layers from 0.
 
-        Returns the logits of each selection of packed places [S] in `chosen`, which are in order and no place is twice,
-        in the model's dtype or in float32, the same on every rank of the last stage. All its ranks must ask for equally
-        many, before the next step. The other stages hand on what they computed, return None, and all but the first
-        ignore token ids.
+        Each selection is packed places [S], ascending, and no place is in two of them. Returns the logits of each, in
+        the model's dtype or in float32, the same on every rank of the last pipeline stage; all of these ranks must ask
+        for equally many before the next step. The other stages hand their hidden states on and return None, and all
+        but the first ignore token ids.
         """
 
     def begin_step(
-        self, batch: StepBatch, attend: StepAttention, places: Tensor, picks: SampledTokens | None = None
+        self, context: StepContext, logits_indices: Tensor, samples: SampledTokens | None = None
     ) -> PendingStep | None:
-        """Begin to compute logits of packed `places` [S] beside the caller, when the steps begun before are done.
+        """Begin to compute the tokens of `context` beside the caller, when the steps begun before are computed, and
+        logits of the packed places `logits_indices` [S], ascending, as many of a row as the caller likes.
 
-        With `picks` tokens are chosen too, and the batch's rows know them: then the next step may begin before this one
-        is finished. None: only `logits` can compute this.
+        With `samples` tokens are sampled, too, and stored in the batch's token ids: then the next step may begin before
+        this one is finished. None: only `compute_logits` can compute this step.
         """
 
     def close(self) -> None:
-        """Let go of threads, when everything begun is computed; nothing is computed afterwards."""
+        """End the threads of `begin_step`, when everything begun is computed; no step may follow."""
 
 
 DecoderFactory: TypeAlias = Callable[[ModelSpec, WeightLoader], Decoder]
@@ -60,32 +65,39 @@ DecoderFactory: TypeAlias = Callable[[ModelSpec, WeightLoader], Decoder]
 
 
 class BuiltDecoder(NamedTuple):
+    """A decoder of one rank, and the shape of the whole model."""
+
     decoder: Decoder
     shape: DecoderShape
 
 
 class CheckpointBuilder(Protocol):
-    """A checkpoint that can be served: what is known before its weights are read, and how to build it."""
+    """A checkpoint that can be served: the facts known before its weights are read, and how to build its decoder."""
 
     @property
     def dtype(self) -> str:
-        """What the weights are stored in."""
+        """The name of the dtype that the weights are stored in."""
 
     @property
     def max_position(self) -> int:
-        """Tokens of the longest sequence."""
+        """The length of the longest sequence in tokens."""
 
     @property
     def default_length(self) -> int:
-        """Tokens of the longest sequence where nobody asks for another length."""
+        """The length of the longest sequence where the configuration gives none, at most `max_position`."""
 
-    def build(self, place: BuildContext) -> BuiltDecoder:
-        """Raises CheckpointError: the weights are broken, not what config.json says, or can't be quantised."""
+    def build(self, context: BuildContext) -> BuiltDecoder:
+        """Read the weights.
 
-    def dry_run(self, place: BuildContext, parallel: ParallelConfig) -> str:
-        """Look for what `build` would refuse, without reading any weights; what that can't find, if anything.
+        Raises:
+            CheckpointError: the weights are broken, do not fit config.json, or can't be quantised.
+        """
+
+    def dry_run(self, context: BuildContext, parallel: ParallelConfig) -> str:
+        """Look for everything that `build` would refuse, without reading weights; returns what this can't find, for
+        people, or nothing.
 
         Raises:
             CheckpointError: as `build`.
-            InvalidArgument: it can't be split so.
+            InvalidArgument: the model can't be split as `parallel` says.
         """

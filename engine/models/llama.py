@@ -1,28 +1,33 @@
-"""Llama 1 to 3.x (arXiv 2302.13971, 2407.21783), and the shape of its kin: pre-norm, RoPE, grouped queries, SwiGLU."""
+"""Llama 1 to 3.x (arXiv 2302.13971, 2407.21783) and the shape of its variants: pre-norm, RoPE, grouped queries,
+SwiGLU."""
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..attention.backend import StepAttention
-from ..checkpoint.model_spec import ModelSpec
+from ..checkpoint.model_spec import ModelSpec, RopeSpec
 from ..checkpoint.weights import WeightLoader
+from ..cpu.op_trace import Traceable
 from ..layers.embed_and_head import build_ends
 from ..layers.mlp import GatedMLP, GatedMLPSpec
 from ..layers.norm import rms_norm
-from ..layers.rotary import RotaryAngles, build_rotary
+from ..layers.rotary import Rotary, build_rotary
 from ..layers.self_attention import AttentionProjections, SelfAttention
+from ..layers.step_context import StepContext
 from .interfaces import Decoder
-from .native_decoder import LayerRotaries, NativeDecoder
-
-FeedForward: TypeAlias = Callable[[Tensor], Tensor]
-"""x [N, hidden] -> [N, hidden]."""
+from .native_decoder import NativeDecoder
 
 
-def build_dense_mlp(spec: ModelSpec, load: WeightLoader, index: int) -> FeedForward:
-    """The dense feed-forward part of layer `index`."""
-    return GatedMLP(load, mlp_spec(spec, index))
+class FeedForward(Traceable, Protocol):
+    """The second part of a layer, x [N, hidden] -> [N, hidden]: a gated MLP or a mixture of experts."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+def build_dense_mlp(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedForward:
+    """The gated MLP of layer `index`."""
+    return GatedMLP(loader, mlp_spec(spec, index))
 
 
 def mlp_spec(spec: ModelSpec, index: int) -> GatedMLPSpec:
@@ -31,36 +36,42 @@ def mlp_spec(spec: ModelSpec, index: int) -> GatedMLPSpec:
 
 
 class LlamaVariant(NamedTuple):
-    """What tells Llama's relatives from it."""
+    """The differences between an architecture of Llama's shape and Llama."""
 
-    attention: AttentionProjections = AttentionProjections()
-    feed_forward: Callable[[ModelSpec, WeightLoader, int], FeedForward] = build_dense_mlp
+    projections: AttentionProjections = AttentionProjections()
+    build_feed_forward: Callable[[ModelSpec, WeightLoader, int], FeedForward] = build_dense_mlp
 
 
-def build_llama_variant(spec: ModelSpec, load: WeightLoader, kin: LlamaVariant) -> Decoder:
+def build_llama_variant(spec: ModelSpec, loader: WeightLoader, variant: LlamaVariant) -> Decoder:
     """A decoder of Llama's shape."""
-    turning = build_rotary(spec.rope, spec.head_dim, load.context.max_positions, load.dtype, load.device)
-    layers = [LlamaDecoderLayer(spec, load, index, kin) for index in load.layers(spec.layers)]
-    return NativeDecoder(build_ends(spec, load, rms_norm), layers, LayerRotaries([turning]))
+    rotary = shared_rotary(spec.rope, spec, loader)
+    layers = [LlamaDecoderLayer(spec, loader, index, variant, rotary) for index in loader.layers(spec.layers)]
+    return NativeDecoder(build_ends(spec, loader, rms_norm), layers)
+
+
+def shared_rotary(rope: RopeSpec, spec: ModelSpec, loader: WeightLoader) -> Rotary:
+    """The rotary embedding that all layers with `rope` share."""
+    return build_rotary(rope, spec.head_dim, loader.context.max_positions, loader.dtype, loader.device)
 
 
 class LlamaDecoderLayer:
-    """One decoder layer. The residual stream x is changed in place; what each part adds to it is added by the norm of
-    the next part, and the last `delta` by whoever comes after."""
+    """One decoder layer; see `DecoderLayer` for x and delta."""
 
-    def __init__(self, spec: ModelSpec, load: WeightLoader, index: int, kin: LlamaVariant) -> None:
-        name = f"model.layers.{index}"
-        hidden, eps = spec.hidden_size, spec.norm_eps
-        self._before_attention = rms_norm(load.vector(f"{name}.input_layernorm.weight", hidden), eps)
-        self._attention = SelfAttention(load, spec, index, kin.attention)
-        self._before_mlp = rms_norm(load.vector(f"{name}.post_attention_layernorm.weight", hidden), eps)
-        self._mlp = kin.feed_forward(spec, load, index)
+    def __init__(
+        self, spec: ModelSpec, loader: WeightLoader, index: int, variant: LlamaVariant, rotary: Rotary
+    ) -> None:
+        name, hidden, eps = f"model.layers.{index}", spec.hidden_size, spec.norm_eps
+        self._before_attention = rms_norm(loader.vector(f"{name}.input_layernorm.weight", hidden), eps)
+        self._attention = SelfAttention(loader, spec, index, variant.projections, rotary)
+        self._before_mlp = rms_norm(loader.vector(f"{name}.post_attention_layernorm.weight", hidden), eps)
+        self._mlp = variant.build_feed_forward(spec, loader, index)
+        self.untraceable = self._attention.untraceable or self._mlp.untraceable
 
-    def __call__(self, x: Tensor, delta: Tensor, angles: RotaryAngles, attend: StepAttention) -> Tensor:
-        mixed = self._attention(self._before_attention.add_and_norm(x, delta), angles, attend)
+    def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
+        mixed = self._attention(self._before_attention.add_and_norm(x, delta), context)
         return self._mlp(self._before_mlp.add_and_norm(x, mixed))
 
 
-def build_llama(spec: ModelSpec, load: WeightLoader) -> Decoder:
+def build_llama(spec: ModelSpec, loader: WeightLoader) -> Decoder:
     bias = spec.attention_bias
-    return build_llama_variant(spec, load, LlamaVariant(AttentionProjections(qkv_bias=bias, out_bias=bias)))
+    return build_llama_variant(spec, loader, LlamaVariant(AttentionProjections(qkv_bias=bias, out_bias=bias)))

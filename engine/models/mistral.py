@@ -1,4 +1,4 @@
-"""Mistral 7B and its line (arXiv 2310.06825): Llama's shape, every layer looking through a window if there is one."""
+"""Mistral 7B and its successors (arXiv 2310.06825): Llama's shape; a sliding window, if any, is in every layer."""
 
 from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.weights import WeightLoader
@@ -6,5 +6,5 @@ from .interfaces import Decoder
 from .llama import LlamaVariant, build_llama_variant
 
 
-def build_mistral(spec: ModelSpec, load: WeightLoader) -> Decoder:
-    return build_llama_variant(spec, load, LlamaVariant())
+def build_mistral(spec: ModelSpec, loader: WeightLoader) -> Decoder:
+    return build_llama_variant(spec, loader, LlamaVariant())

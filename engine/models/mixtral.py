@@ -8,11 +8,11 @@ from .interfaces import Decoder
 from .llama import FeedForward, LlamaVariant, build_llama_variant
 
 
-def build_mixtral(spec: ModelSpec, load: WeightLoader) -> Decoder:
-    return build_llama_variant(spec, load, LlamaVariant(feed_forward=_build_experts))
+def build_mixtral(spec: ModelSpec, loader: WeightLoader) -> Decoder:
+    return build_llama_variant(spec, loader, LlamaVariant(build_feed_forward=_build_experts))
 
 
-def _build_experts(spec: ModelSpec, load: WeightLoader, index: int) -> FeedForward:
+def _build_experts(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedForward:
     if spec.experts is None:
         raise CheckpointError("a Mixtral without num_experts_per_tok in its config.json")
     name, hidden, inner = f"model.layers.{index}.block_sparse_moe", spec.hidden_size, spec.experts.intermediate_size
@@ -20,4 +20,4 @@ def _build_experts(spec: ModelSpec, load: WeightLoader, index: int) -> FeedForwa
         GatedMLPSpec(f"{name}.experts.{number}", hidden, inner, gate="w1", up="w3", down="w2")
         for number in range(spec.experts.count)
     ]
-    return MixtureOfExperts(load, Router(load, f"{name}.gate", hidden, spec.experts), experts)
+    return MixtureOfExperts(loader, Router(loader, f"{name}.gate", hidden, spec.experts), experts)

@@ -1,147 +1,137 @@
-"""A decoder's layers one after the other, between its ends; where our kernels are all they need, by one call of a
-recorded program."""
+"""The decoder of our own architectures: layers one after the other between input and output, where the C kernels
+compute all of them as one recorded program that runs beside the caller."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias, cast
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from ..attention.backend import StepAttention
 from ..attention.native import NativeStepAttention
-from ..cpu import library
 from ..cpu.buffer_planner import TraceIO
-from ..cpu.op_trace import ATTENTION, ENTER, PICK, OpStruct, OpTrace, SymbolicIndices, SymbolicTensor, SymbolicTokenIds
-from ..cpu.program import DecoderProgram, HiddenStates, ProgramInputs, StepRun
+from ..cpu.op_trace import ATTENTION, INPUT, SAMPLE, OpStruct, OpTrace, SymbolicTensor, Traceable, as_symbol, as_tensor
+from ..cpu.program import DecoderProgram, ProgramInputs, ProgramTimings, StepRun
 from ..layers.embed_and_head import DecoderEnds
 from ..layers.rotary import FusedRotary, Rotary, RotaryAngles
-from ..step_batch import SampledTokens, StepBatch
+from ..layers.step_context import StepContext
+from ..step_batch import SampledTokens
+from .interfaces import LogitsIterator
 
-DecoderLayer: TypeAlias = Callable[[Tensor, Tensor, RotaryAngles, StepAttention], Tensor]
-"""The residual stream x [N, hidden], changed in place, and what is still to be added to it; what to add after it."""
+log = logging.getLogger(__name__)
 
 
-class LayerRotaries(NamedTuple):
-    """The ways in which layers turn their heads, and which of them each layer has; without that all have the first."""
+class DecoderLayer(Traceable, Protocol):
+    """One layer of a decoder."""
 
-    rotaries: Sequence[Rotary]
-    by_layer: Sequence[int] | None = None
+    def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
+        """Adds `delta` to the residual stream x [N, hidden] in place; returns what is to be added to it next."""
 
 
 class NativeDecoder:
-    """Our own architectures as a Decoder."""
+    """A `Decoder` of our own layers.
 
-    def __init__(self, ends: DecoderEnds, layers: Sequence[DecoderLayer], rotation: LayerRotaries) -> None:
-        self._ends, self._rotaries = ends, rotation.rotaries
-        self._layers = list(zip(layers, rotation.by_layer or [0] * len(layers), strict=True))
+    Its first step records them, if all of them can be (`Traceable`), the attention backend being the C kernels' too.
+    Steps on another device that are recorded another way, as a CUDA graph for instance, belong in `_program_for`.
+    """
+
+    def __init__(self, ends: DecoderEnds, layers: Sequence[DecoderLayer]) -> None:
+        self._ends, self._layers = ends, layers
         self._program: DecoderProgram | None = None
-        self._trace_tried = False
+        self._traced = False
+        self.timing_listener: Callable[[ProgramTimings], None] | None = None
+        """Called with the times of every step that the program computes: for measurements."""
 
-    def compute_logits(
-        self, batch: StepBatch, attend: StepAttention, chosen: Sequence[Tensor]
-    ) -> Iterator[Tensor] | None:
-        """See `Decoder.logits`."""
-        if len(chosen) == 1 and (run := self.begin_step(batch, attend, chosen[0])) is not None:
+    def compute_logits(self, context: StepContext, selections: Sequence[Tensor]) -> LogitsIterator | None:
+        """See `Decoder.compute_logits`."""
+        if len(selections) == 1 and (run := self.begin_step(context, selections[0])) is not None:
             run.finish()
             return iter((run.logits,))
-        return self._ends.output(*self._hidden(batch, attend), chosen)
+        if (program := self._program_for(context)) is None:
+            return self._ends.output(*self._run_layers(context), selections)
+        run = program.begin(self._inputs(program, context))
+        run.finish()
+        return run.more_logits(selections)
 
     def begin_step(
-        self, batch: StepBatch, attend: StepAttention, places: Tensor, picks: SampledTokens | None = None
+        self, context: StepContext, logits_indices: Tensor, samples: SampledTokens | None = None
     ) -> StepRun | None:
-        """See `Decoder.begin`."""
-        if not isinstance(attend, NativeStepAttention) or (program := self._traced_program(attend)) is None:
+        """See `Decoder.begin_step`."""
+        program = self._program_for(context)
+        if program is None or program.io.logits is None:
             return None
-        if program.io.logits is None:
-            return None
-        return program.begin(batch, ProgramInputs(attend.caches, self._input_states(program, batch), places, picks))
+        return program.begin(self._inputs(program, context)._replace(logits_indices=logits_indices, samples=samples))
 
     def close(self) -> None:
         """See `Decoder.close`."""
         if self._program is not None:
             self._program.close()
 
-    def _hidden(self, batch: StepBatch, attend: StepAttention) -> HiddenStates:
-        if not isinstance(attend, NativeStepAttention) or (program := self._traced_program(attend)) is None:
-            return self._run_layers(batch, attend)
-        run = program.begin(batch, ProgramInputs(attend.caches, self._input_states(program, batch)))
-        run.finish()
-        return run.hidden
+    def _inputs(self, program: DecoderProgram, context: StepContext) -> ProgramInputs:
+        attention = cast(NativeStepAttention, context.attention)
+        states = None if program.io.embeds_tokens else self._ends.input(context.batch.tokens)
+        return ProgramInputs(context.batch, attention.caches, states, listener=self.timing_listener)
 
-    def _input_states(self, program: DecoderProgram, batch: StepBatch) -> Tensor | None:
-        return None if program.io.embeds_tokens else self._ends.input(batch.tokens)
-
-    def _run_layers(self, batch: StepBatch, attend: StepAttention) -> HiddenStates:
-        x, angles = self._ends.input(batch.tokens), [rotary(batch.positions) for rotary in self._rotaries]
+    def _run_layers(self, context: StepContext) -> tuple[Tensor, Tensor]:
+        """The residual stream and what is still to be added to it."""
+        x = self._ends.input(context.batch.tokens)
         delta = torch.zeros_like(x)
-        for layer, rope in self._layers:
-            delta = layer(x, delta, angles[rope], attend)
-        return HiddenStates(x, delta)
+        for layer in self._layers:
+            delta = layer(x, delta, context)
+        return x, delta
 
-    def _traced_program(self, attend: NativeStepAttention) -> DecoderProgram | None:
-        if not self._trace_tried:
-            self._trace_tried = True
-            self._program = self._trace(attend)
+    def _program_for(self, context: StepContext) -> DecoderProgram | None:
+        """The layers as a program; None where they are called one by one."""
+        if not isinstance(context.attention, NativeStepAttention):
+            return None
+        if not self._traced:
+            self._traced = True
+            self._program = self._trace(context.attention)
         return self._program
 
-    def _trace(self, attend: NativeStepAttention) -> DecoderProgram | None:
-        """The decoder as a program, found by calling its parts with what stands for tensors (see `OpTrace`)."""
-        turns = [rotary.cos_sin for rotary in self._rotaries if isinstance(rotary, FusedRotary)]
-        if attend.dtype not in library.DTYPE_CODES or not self._layers or len(turns) < len(self._rotaries):
+    def _trace(self, attention: NativeStepAttention) -> DecoderProgram | None:
+        reason = next((each.untraceable for each in self._layers if each.untraceable), None)
+        if reason is not None or not self._layers:
+            log.info("layers are computed one by one, not as one program: %s", reason or "it has none on this rank")
             return None
-        tape = OpTrace(attend.dtype)
-        stream, embeds = self._trace_input(tape)
-        told, rest = cast(StepAttention, _SymbolicAttention(attend.output_size)), tape.no_delta
-        try:
-            for layer, rope in self._layers:
-                turned = _SymbolicAngles(rope, 2 * turns[rope].shape[-1])
-                rest = cast(SymbolicTensor, layer(*_as_tensors(stream, rest), cast(RotaryAngles, turned), told))
-        except (TypeError, AttributeError):
-            return None  # something is computed in between that only torch can
-        layers = len(tape.ops)
-        return DecoderProgram(
-            tape, TraceIO(stream, rest, layers, embeds, self._trace_output(tape, stream, rest)), turns
-        )
-
-    def _trace_input(self, tape: OpTrace) -> tuple[SymbolicTensor, bool]:
-        try:
-            return self._ends.input.trace(SymbolicTokenIds(tape)), True
-        except TypeError:
-            return tape.add_source(OpStruct(kind=ENTER, size=self._ends.hidden_size), self._ends.hidden_size), False
-
-    def _trace_output(self, tape: OpTrace, stream: SymbolicTensor, rest: SymbolicTensor) -> SymbolicTensor | None:
-        """The slot of the logits; None, and nothing recorded, if a program can't compute them."""
-        before = len(tape.ops)
-        try:
-            found = self._ends.output(*_as_tensors(stream, rest), [cast(Tensor, SymbolicIndices())])
-            return None if found is None else _trace_sampling(cast(SymbolicTensor, next(found)))
-        except (TypeError, AttributeError):
-            del tape.ops[before:]
-            return None
+        first, last, width = self._ends
+        for end, kept in ((first.untraceable, "the input"), (last.untraceable, "the logits")):
+            if end is not None:
+                log.info("layers are computed as one program without %s: %s", kept, end)
+        trace = OpTrace(attention.dtype)
+        x = trace.add_source(OpStruct(kind=INPUT, size=width), width) if first.untraceable else first.trace(trace)
+        context = _SymbolicContext(attention.output_size)
+        delta = trace.no_delta
+        for layer in self._layers:
+            delta = as_symbol(layer(as_tensor(x), as_tensor(delta), cast(StepContext, context)))
+        layer_ops, logits = len(trace.ops), None if last.untraceable else last.trace(x, delta)
+        if logits is not None:
+            trace.add_in_place(OpStruct(kind=SAMPLE, size=logits.width), logits)  # skipped where nothing is sampled
+        io = TraceIO(x, delta, layer_ops, first.untraceable is None, logits)
+        return DecoderProgram(trace, io, [rotary.cos_sin for rotary in context.rotaries], last)
 
 
-def _as_tensors(x: SymbolicTensor, delta: SymbolicTensor) -> tuple[Tensor, Tensor]:
-    return cast(Tensor, x), cast(Tensor, delta)
+class _SymbolicAngles:
+    """Stands for the rotation of a step's tokens by the `number`th rotary embedding of a program."""
+
+    def __init__(self, number: int, rotary_dim: int) -> None:
+        self.number, self.rotary_dim = number, rotary_dim
 
 
-def _trace_sampling(logits: SymbolicTensor) -> SymbolicTensor:
-    """Tokens are chosen last, if somebody wants them to be."""
-    logits.trace.add_in_place(OpStruct(kind=PICK, size=logits.width), logits)
-    return logits
+class _SymbolicContext:
+    """Stands for a `StepContext` and its attention, whose result has `width` features."""
 
+    def __init__(self, width: int) -> None:
+        self.attention, self._width = self, width
+        self.rotaries: list[FusedRotary] = []
+        """Those that layers asked for, each once."""
 
-class _SymbolicAngles(NamedTuple):
-    """Stands for angles, which turn so much of a head."""
-
-    number: int
-    size: int
-
-
-class _SymbolicAttention(NamedTuple):
-    """Stands for the attention of a step; what comes out has `width` features."""
-
-    width: int
+    def angles(self, rotary: Rotary) -> RotaryAngles:
+        assert isinstance(rotary, FusedRotary), "a layer that rotates by torch says that it is untraceable"
+        if rotary not in self.rotaries:
+            self.rotaries.append(rotary)
+        return cast(RotaryAngles, _SymbolicAngles(self.rotaries.index(rotary), 2 * rotary.cos_sin.shape[-1]))
 
     def apply_rope_and_attend(self, layer: int, packed: SymbolicTensor, angles: _SymbolicAngles) -> SymbolicTensor:
-        operation = OpStruct(kind=ATTENTION, layer=layer, angles=angles.number, size=angles.size)
-        return packed.trace.add_op(operation, packed, self.width)
+        operation = OpStruct(kind=ATTENTION, layer=layer, angles=angles.number, size=angles.rotary_dim)
+        return packed.trace.add_op(operation, packed, self._width)

@@ -7,5 +7,5 @@ from .interfaces import Decoder
 from .llama import LlamaVariant, build_llama_variant
 
 
-def build_qwen2(spec: ModelSpec, load: WeightLoader) -> Decoder:
-    return build_llama_variant(spec, load, LlamaVariant(AttentionProjections(qkv_bias=True)))
+def build_qwen2(spec: ModelSpec, loader: WeightLoader) -> Decoder:
+    return build_llama_variant(spec, loader, LlamaVariant(AttentionProjections(qkv_bias=True)))

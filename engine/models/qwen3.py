@@ -9,22 +9,22 @@ from .interfaces import Decoder
 from .llama import FeedForward, LlamaVariant, build_dense_mlp, build_llama_variant, mlp_spec
 
 
-def build_qwen3(spec: ModelSpec, load: WeightLoader) -> Decoder:
-    return build_llama_variant(spec, load, LlamaVariant(_projections(spec)))
+def build_qwen3(spec: ModelSpec, loader: WeightLoader) -> Decoder:
+    return build_llama_variant(spec, loader, LlamaVariant(_projections(spec)))
 
 
-def build_qwen3_moe(spec: ModelSpec, load: WeightLoader) -> Decoder:
-    return build_llama_variant(spec, load, LlamaVariant(_projections(spec), _build_experts))
+def build_qwen3_moe(spec: ModelSpec, loader: WeightLoader) -> Decoder:
+    return build_llama_variant(spec, loader, LlamaVariant(_projections(spec), _build_experts))
 
 
 def _projections(spec: ModelSpec) -> AttentionProjections:
     return AttentionProjections(qkv_bias=spec.attention_bias, out_bias=spec.attention_bias, norm=rms_norm)
 
 
-def _build_experts(spec: ModelSpec, load: WeightLoader, index: int) -> FeedForward:
+def _build_experts(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedForward:
     if spec.experts is None or not spec.experts.sparse_layers[index]:
-        return build_dense_mlp(spec, load, index)
+        return build_dense_mlp(spec, loader, index)
     dense = mlp_spec(spec, index)
     expert = dense._replace(intermediate=spec.experts.intermediate_size)
     experts = [expert._replace(name=f"{dense.name}.experts.{number}") for number in range(spec.experts.count)]
-    return MixtureOfExperts(load, Router(load, f"{dense.name}.gate", spec.hidden_size, spec.experts), experts)
+    return MixtureOfExperts(loader, Router(loader, f"{dense.name}.gate", spec.hidden_size, spec.experts), experts)

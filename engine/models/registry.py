@@ -1,4 +1,4 @@
-"""The architectures we serve: those with a file of their own, and the way to all others."""
+"""The architectures with a module of their own here, and the way to all others."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -36,15 +36,16 @@ ARCHITECTURES: dict[str, DecoderFactory] = {
     "Qwen3ForCausalLM": build_qwen3,
     "Qwen3MoeForCausalLM": build_qwen3_moe,
 }
-"""config.json's `architectures` entry -> what builds the model."""
+"""The entry in config.json's `architectures` -> the function that builds the decoder."""
 
 _COMPUTED_TENSORS = "rotary_emb.inv_freq"
-"""Older checkpoints store what is computed here."""
+"""Tensors of older checkpoints that are computed here instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class NativeBuilder:
-    """A checkpoint of an architecture in the table, or its `text_config` alone."""
+    """The builder of a checkpoint whose architecture is in the table; of one with more than text (`language_part`), its
+    language model alone."""
 
     directory: Path
     spec: ModelSpec
@@ -61,26 +62,27 @@ class NativeBuilder:
 
     @property
     def default_length(self) -> int:
-        """Longrope's factors for long texts make short ones worse: a longer length is to be asked for."""
+        """With longrope the original length: its factors for longer texts make short ones worse."""
         rope = self.spec.rope
         return min(rope.original_max_position, self.max_position) if rope.kind == "longrope" else self.max_position
 
-    def build(self, place: BuildContext) -> BuiltDecoder:
-        seat = place.shard
-        check_partition(self.spec, str(self.directory), seat.group.size, seat.stage, place.whole_experts)
+    def build(self, context: BuildContext) -> BuiltDecoder:
+        """See `CheckpointBuilder.build`."""
+        shard = context.shard
+        check_partition(self.spec, str(self.directory), shard.group.size, shard.stage, context.whole_experts)
         weights, spec = CheckpointWeights(self.directory, text_tensor_name if self.language_part else str), self.spec
         if self.language_part:  # the whole's config.json has a default that its language part may not follow
             spec = replace(spec, tied_embeddings=HEAD_WEIGHT not in weights)
-        built = BuiltDecoder(self.builder(spec, WeightLoader(weights, place)), spec)
-        if seat.is_whole:
+        built = BuiltDecoder(self.builder(spec, WeightLoader(weights, context)), spec)
+        if shard.is_whole:
             self._warn_unread(weights)
         return built
 
-    def dry_run(self, place: BuildContext, parallel: ParallelConfig) -> str:
-        """Every tensor is asked for as ever, and none is computed with: torch's meta device holds shapes alone."""
+    def dry_run(self, context: BuildContext, parallel: ParallelConfig) -> str:
+        """Build on torch's meta device, which holds shapes alone: every tensor is looked up and none is read."""
         stage = PipelineStage(0, parallel.pipeline, parallel.layers)
         check_partition(self.spec, str(self.directory), parallel.tensor, stage, parallel.whole_experts)
-        self.build(BuildContext(place.dtype, torch.device("meta"), 1))
+        self.build(BuildContext(context.dtype, torch.device("meta"), 1))
         return ""
 
     def _warn_unread(self, weights: CheckpointWeights) -> None:
@@ -95,8 +97,8 @@ class NativeBuilder:
 
 
 def checkpoint_builder(checkpoint: Checkpoint) -> CheckpointBuilder:
-    """How to build the checkpoint's model: by our own file if there is one that knows all that its config.json asks
-    for, else through transformers.
+    """The builder of the checkpoint's decoder: of our own architecture, if there is one that knows everything that its
+    config.json asks for, else through transformers.
 
     Raises:
         CheckpointError: its config.json is broken, or it can't be served; says why.
@@ -109,16 +111,12 @@ def checkpoint_builder(checkpoint: Checkpoint) -> CheckpointBuilder:
     try:
         spec = checkpoint.spec
     except UnsupportedVariant as variant:
-        return _fall_back(checkpoint, variant)
+        from .transformers_fallback import transformers_builder
+
+        try:
+            found = transformers_builder(checkpoint)
+        except CheckpointError as error:
+            raise CheckpointError(f"{variant.message}; nor does transformers serve it: {error.message}") from error
+        log.warning("%s; so transformers computes it", variant.message)
+        return found
     return NativeBuilder(checkpoint.directory, spec, ARCHITECTURES[spec.architecture], checkpoint.language_part)
-
-
-def _fall_back(checkpoint: Checkpoint, variant: UnsupportedVariant) -> CheckpointBuilder:
-    from .transformers_fallback import transformers_builder
-
-    try:
-        found = transformers_builder(checkpoint)
-    except CheckpointError as error:
-        raise CheckpointError(f"{variant.message}; nor does transformers serve it: {error.message}") from error
-    log.warning("%s; so transformers computes it", variant.message)
-    return found

@@ -1,7 +1,7 @@
-"""Any other decoder: transformers' module on top, our paged attention underneath.
+"""Any other decoder: a transformers model over our paged attention.
 
-For architectures without a file of their own. Slower: the module's Python runs layer by layer as transformers wrote
-it. Imports transformers, so only for such checkpoints.
+It serves architectures without a module of their own here, more slowly: its Python runs layer by layer as transformers
+wrote it. This module imports transformers, so it is imported for such checkpoints alone.
 """
 
 import logging
@@ -14,78 +14,82 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..attention.backend import StepAttention
 from ..checkpoint.build_context import BuildContext
 from ..checkpoint.hf_checkpoint import Checkpoint
 from ..checkpoint.model_spec import DTYPES, LAYER_TYPES, CheckpointError, DecoderShape
 from ..checkpoint.weights import CheckpointWeights
 from ..config import ParallelConfig
-from ..step_batch import SampledTokens, StepBatch
+from ..layers.step_context import StepContext
+from ..step_batch import SampledTokens
 from .interfaces import BuiltDecoder, LogitsIterator
-from .transformers_attention import ATTENTION_NAME, AttentionCall, register_attention
-from .transformers_probe import ProbedLayer, probe_layers, verify_decoder
+from .transformers_probe import (
+    ATTENTION_NAME,
+    AttentionCall,
+    AttentionHandler,
+    ProbedLayer,
+    probe_layers,
+    register_attention,
+    verify_decoder,
+)
 
 log = logging.getLogger(__name__)
 
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-"""Rotations that follow the longest sequence of a batch; ours are packed from many."""
+"""Rope types whose angles follow the longest sequence of a batch; our batches are packed from many sequences."""
 
 
 class TransformersDecoder:
-    """A transformers model as a Decoder: packed tokens are its one sequence, told apart by our attention alone.
+    """A transformers model as a `Decoder`: packed tokens are its one sequence, and our attention tells them apart.
 
-    The cache has `kv_heads` heads of `head_dim` numbers in every layer. Smaller queries, keys and values are filled up
-    with zeros; of fewer heads of keys and values each is there for several."""
+    The cache has `kv_heads` heads of `head_dim` numbers in every layer. Smaller queries, keys and values are padded
+    with zeros, and fewer heads of keys and values are repeated."""
 
     def __init__(self, model: Any, kv_heads: int, head_dim: int) -> None:
         self._model, self._kv_heads, self._head_dim = model, kv_heads, head_dim
 
-    def compute_logits(self, batch: StepBatch, attend: StepAttention, chosen: Sequence[Tensor]) -> LogitsIterator:
-        def by_layer(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            filled = (
-                self._padded_heads(q, q.shape[1]),
-                self._padded_heads(k, self._kv_heads),
-                self._padded_heads(v, self._kv_heads),
-            )
-            mixed = attend(call.module.layer_idx, *filled, call.sinks)
+    def compute_logits(self, context: StepContext, selections: Sequence[Tensor]) -> LogitsIterator:
+        def attend(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            queries, (keys, values) = self._padded(q, q.shape[1]), (self._padded(x, self._kv_heads) for x in (k, v))
+            mixed = context.attention(call.module.layer_idx, queries, keys, values, call.sinks)
             return mixed.view(len(q), -1, self._head_dim)[..., : v.shape[2]].flatten(1)
 
-        said: list[Any] = []
-        tokens = batch.tokens
-        first, *others = chosen or (batch.positions[:0],)
-        with self._model.get_decoder().register_forward_hook(lambda layers, args, out: said.append(out)):
-            out = self._model(
-                input_ids=tokens.unsqueeze(0),
-                position_ids=batch.positions.unsqueeze(0),
-                use_cache=False,
-                logits_to_keep=first,
-                attend=by_layer,
-            )
-        return chain((out.logits[0],), (self._logits_at(tokens, said[0], places) for places in others))
+        batch, layers_output = context.batch, []
+        first, *others = selections or (batch.positions[:0],)
+        with self._model.get_decoder().register_forward_hook(lambda layers, args, out: layers_output.append(out)):
+            logits = self._logits(batch.tokens, batch.positions, attend, first)
+        return chain((logits,), (self._logits_again(context, layers_output[0], places) for places in others))
 
-    def begin_step(
-        self, batch: StepBatch, attend: StepAttention, places: Tensor, picks: SampledTokens | None = None
-    ) -> None:
-        """transformers computes when it is asked to, and not before."""
+    def begin_step(self, context: StepContext, logits_indices: Tensor, samples: SampledTokens | None = None) -> None:
+        """None: transformers computes in the caller's thread alone."""
 
     def close(self) -> None:
-        """It has no threads of its own."""
+        """Does nothing: it has no threads of its own."""
 
-    def _padded_heads(self, x: Tensor, heads: int) -> Tensor:
-        """x [N, its heads, its size] as [N, heads, head_dim]."""
+    def _logits(self, tokens: Tensor, positions: Tensor, attend: AttentionHandler, places: Tensor) -> Tensor:
+        ids, position_ids = tokens.unsqueeze(0), positions.unsqueeze(0)
+        out = self._model(
+            input_ids=ids, position_ids=position_ids, use_cache=False, logits_to_keep=places, attend=attend
+        )
+        logits: Tensor = out.logits[0]
+        return logits
+
+    def _logits_again(self, context: StepContext, layers_output: Any, places: Tensor) -> Tensor:
+        """Logits of other places of a step that was computed. Each class does things of its own between its layers and
+        its logits, so the model is called again, for one token, and a hook puts the step's `layers_output` in place of
+        that token's."""
+
+        def attend_nowhere(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return q.new_zeros(len(q), q.shape[1] * v.shape[2])
+
+        one = slice(0, 1)
+        with self._model.get_decoder().register_forward_hook(lambda layers, args, out: layers_output):
+            return self._logits(context.batch.tokens[one], context.batch.positions[one], attend_nowhere, places)
+
+    def _padded(self, x: Tensor, heads: int) -> Tensor:
+        """x [N, heads of x, size of x] as [N, heads, head_dim]."""
         if x.shape[1] < heads:
             x = x.repeat_interleave(heads // x.shape[1], 1)
         return x if x.shape[2] == self._head_dim else pad(x, (0, self._head_dim - x.shape[2]))
-
-    def _logits_at(self, tokens: Tensor, said: Any, places: Tensor) -> Tensor:
-        """The logits of other places in what the layers `said`: what each class does behind them is its own."""
-        layers = self._model.get_decoder()
-        layers.forward = lambda *_, **__: said
-        try:
-            logits: Tensor = self._model(input_ids=tokens.unsqueeze(0), use_cache=False, logits_to_keep=places).logits
-            return logits[0]
-        finally:
-            del layers.forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,35 +112,35 @@ class TransformersBuilder:
     def default_length(self) -> int:
         return self.max_position
 
-    def build(self, place: BuildContext) -> BuiltDecoder:
-        """Load, listen to the layers, try it out.
+    def build(self, context: BuildContext) -> BuiltDecoder:
+        """Load the model, probe its layers, and verify it over a small cache.
 
         Raises:
             CheckpointError: the weights are broken, or the model does not work over our cache; says why.
         """
         try:
-            _check_context(place)
-            model = _load(self.directory, place)
-            heard = probe_layers(model)
-            decoder = TransformersDecoder(model, heard[0].kv_heads, heard[0].head_dim)
-            verify_decoder(model, decoder, heard, place.dtype)
+            _check_context(context)
+            model = _load(self.directory, context)
+            layers = probe_layers(model)
+            decoder = TransformersDecoder(model, layers[0].kv_heads, layers[0].head_dim)
+            verify_decoder(model, decoder, layers, context.dtype)
         except CheckpointError as error:
             raise _refusal(str(self.directory), self.architecture, error.message) from error
         log.warning("%s has no file of its own: transformers computes it over our cache, slower", self.architecture)
-        return BuiltDecoder(decoder, self._shape(heard))
+        return BuiltDecoder(decoder, self._shape(layers))
 
-    def dry_run(self, place: BuildContext, parallel: ParallelConfig) -> str:
-        """Weights are opened, and no more: which tensors it needs is transformers' business."""
+    def dry_run(self, context: BuildContext, parallel: ParallelConfig) -> str:
+        """Open the weights, and no more: transformers alone knows which tensors the model needs."""
         try:
-            _check_context(place, parallel.world)
+            _check_context(context, parallel.world)
         except CheckpointError as error:
             raise _refusal(str(self.directory), self.architecture, error.message) from error
         CheckpointWeights(self.directory)
         return f"transformers computes {self.architecture}, which is tried out when it loads"
 
-    def _shape(self, heard: list[ProbedLayer]) -> DecoderShape:
-        hidden, any_layer = int(self.config.hidden_size), heard[0]
-        width = getattr(self.config, "intermediate_size", None) or 4 * hidden  # a list says it layer by layer
+    def _shape(self, layers: list[ProbedLayer]) -> DecoderShape:
+        hidden, any_layer = int(self.config.hidden_size), layers[0]
+        width = getattr(self.config, "intermediate_size", None) or 4 * hidden  # a list has one for each layer
         return DecoderShape(
             vocab_size=int(self.config.vocab_size),
             hidden_size=hidden,
@@ -144,26 +148,19 @@ class TransformersBuilder:
             heads=any_layer.heads,
             kv_heads=any_layer.kv_heads,
             head_dim=any_layer.head_dim,
-            attention=tuple(each.attention for each in heard),
+            attention=tuple(each.attention for each in layers),
         )
 
 
-def _check_context(place: BuildContext, ranks: int = 1) -> None:
-    if ranks > 1 or not place.shard.is_whole or place.whole_experts:
-        raise CheckpointError("its layers can't be split over ranks")
-    if place.quantized:
-        raise CheckpointError("transformers computes it, whose weights we can't quantise; use quantization none")
-
-
 def transformers_builder(checkpoint: Checkpoint) -> TransformersBuilder:
-    """A recipe for what transformers calls a causal language model with exchangeable attention.
+    """The builder of a causal language model of transformers with exchangeable attention.
 
     Raises:
         CheckpointError: it is none, or something in its config.json rules it out; says what.
     """
     architecture = str((checkpoint.config.get("architectures") or ["without a name"])[0])
     try:
-        config = _config(checkpoint.directory)
+        config = _read_config(checkpoint.directory)
         _check_class(config, architecture)
         _check_config(config)
     except CheckpointError as error:
@@ -175,7 +172,14 @@ def _refusal(where: str, architecture: str, reason: str) -> CheckpointError:
     return CheckpointError(f"{where}: architecture {architecture} is not supported: {reason}")
 
 
-def _config(directory: Path) -> Any:
+def _check_context(context: BuildContext, ranks: int = 1) -> None:
+    if ranks > 1 or not context.shard.is_whole or context.whole_experts:
+        raise CheckpointError("its layers can't be split over ranks")
+    if context.quantized:
+        raise CheckpointError("transformers computes it, whose weights we can't quantise; use quantization none")
+
+
+def _read_config(directory: Path) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -186,7 +190,8 @@ def _config(directory: Path) -> Any:
 
 
 def _check_class(config: Any, architecture: str) -> None:
-    """The class must be the causal language model of its configuration, a decoder alone, its attention exchangeable."""
+    """Raise unless `architecture` is the causal language model of `config`, a decoder alone, its attention
+    exchangeable."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -216,8 +221,8 @@ def _check_config(config: Any) -> None:
         raise CheckpointError(f"rope type {', '.join(longest)} depends on the other sequences of a batch")
 
 
-def _load(directory: Path, place: BuildContext) -> Any:
-    """The model with our attention in it, every tensor from the checkpoint."""
+def _load(directory: Path, context: BuildContext) -> Any:
+    """The model with our attention, all of its tensors from the checkpoint."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -227,7 +232,7 @@ def _load(directory: Path, place: BuildContext) -> Any:
     try:
         model, found = auto.from_pretrained(
             directory,
-            dtype=place.dtype,
+            dtype=context.dtype,
             attn_implementation=ATTENTION_NAME,
             output_loading_info=True,
             local_files_only=True,
@@ -237,4 +242,4 @@ def _load(directory: Path, place: BuildContext) -> Any:
         raise CheckpointError(f"transformers could not load it: {str(error).splitlines()[0]}") from error
     if found["missing_keys"]:
         raise CheckpointError(f"tensor {min(found['missing_keys'])} is missing from the weights")
-    return model.to(place.device)
+    return model.to(context.device)

@@ -1,12 +1,15 @@
-"""Whether a module of transformers really does over our cache what it does alone: heard and tried, not assumed.
+"""Our attention under transformers' modules, and the check that a module over our cache computes what it computes
+alone.
 
-What a cache of one key and one value per layer and token can't express (state of other kinds, biases in masks,
-attention to what comes later) shows here as a refusal, before anything is served.
+`register_attention` gives transformers a function to call in place of its own attention. It holds no state: the
+function that stores keys and values travels as a keyword argument, `attend`, from the call of the model through its
+layers. Everything that a cache of one key and one value per layer and token can't express (state of other kinds, biases
+in masks, attention to later tokens) is found here and refused before anything is served.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,22 +17,71 @@ from torch import Tensor
 from ..attention.backend import CacheSpec
 from ..attention.reference import ReferenceAttention, reference_attention
 from ..checkpoint.model_spec import CheckpointError, LayerAttention
+from ..layers.step_context import StepContext
 from ..step_batch import StepBatch
 from .interfaces import Decoder
-from .transformers_attention import ATTENTION_NAME, AttentionCall
 
-_BLOCK = 4
-_FIRST, _SECOND = (4, 4), (3,)
-"""Tokens of two sequences in the trial's first step, and of the first of them in the second."""
+ATTENTION_NAME = "charonia"
+"""The name that the function is registered by; transformers makes no masks for a name without a mask function."""
+
+_BLOCK_SIZE = 4
+_FIRST_STEP, _SECOND_STEP = (4, 4), (3,)
+"""Tokens of two sequences in the check's first step, and of the first of them in its second step."""
 _IGNORED_TENSORS = {"position_ids", "position_embeddings", "cache_position", "input_ids"}
-"""Tensors that say nothing about attention, which some modules hand on."""
+"""Tensors that some modules hand on and that say nothing about attention."""
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
-"""Of the logits' spread. Two right ways to round differ less; forgetting something differs more."""
+"""The tolerated error relative to the spread of logits. Correct roundings differ less; forgetting something, more."""
+
+
+class AttentionCall(NamedTuple):
+    """One attention of a module: how it attends, and the other arguments that it gave."""
+
+    module: Any
+    attention: LayerAttention
+    sinks: Tensor | None
+    mask: Tensor | None
+    others: Mapping[str, Any]
+
+
+AttentionHandler: TypeAlias = Callable[[AttentionCall, Tensor, Tensor, Tensor], Tensor]
+"""(call, queries and keys [N, heads or kv_heads, d], values [N, kv_heads, e]) -> [N, heads * e]."""
+
+
+def register_attention() -> None:
+    """Register the function with transformers; to do so again changes nothing."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, _attention)
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    attend: AttentionHandler | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The signature of transformers' AttentionInterface: query and key [1, heads, N, d], value [1, heads, N, e] ->
+    [1, N, heads, e], and no attention weights."""
+    if attend is None:
+        raise CheckpointError("its modules do not hand keyword arguments down to their attention")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    attention = LayerAttention(sliding_window or None, scale, softcap or None, s_aux is not None)
+    call = AttentionCall(module, attention, None if s_aux is None else s_aux.float(), attention_mask, others)
+    mixed = attend(call, *(packed[0].transpose(0, 1) for packed in (query, key, value)))
+    return mixed.view(1, mixed.shape[0], query.shape[1], -1), None
 
 
 class ProbedLayer(NamedTuple):
-    """What a layer said of itself: how it attends, and with which heads; `head_dim` is the size of its keys or of its
-    values, whichever is larger."""
+    """A layer of a transformers model: how it attends and with which heads; `head_dim` is the size of its keys or of
+    its values, whichever is larger."""
 
     attention: LayerAttention
     heads: int
@@ -38,7 +90,8 @@ class ProbedLayer(NamedTuple):
 
 
 class AttentionProbe:
-    """Notes what each layer says, and answers by the formula; one sequence from its start."""
+    """An `AttentionHandler` that notes each layer's call, and attends by the formula; for one sequence from its
+    start."""
 
     def __init__(self) -> None:
         self.layers: dict[int, ProbedLayer] = {}
@@ -47,18 +100,17 @@ class AttentionProbe:
         layer = getattr(call.module, "layer_idx", None)
         if layer is None or layer in self.layers:
             raise CheckpointError(f"it attends more than once in a layer, or not by layer ({layer})")
-        _check_call(call)
+        _check_arguments(call)
         if k.shape[:2] != v.shape[:2]:
             raise CheckpointError(f"layer {layer} has {k.shape[1]} heads of keys and {v.shape[1]} of values")
         self.layers[layer] = ProbedLayer(call.attention, q.shape[1], k.shape[1], max(k.shape[2], v.shape[2]))
         return reference_attention(q, k, v, 0, call.attention, call.sinks)
 
 
-def _check_call(call: AttentionCall) -> None:
-    """What a module may ask of an attention function beside what a View says."""
-    tensors = [
-        name for name, value in call.others.items() if isinstance(value, Tensor) and name not in _IGNORED_TENSORS
-    ]
+def _check_arguments(call: AttentionCall) -> None:
+    """Raise for every argument of an attention function that a `LayerAttention` does not express."""
+    others = call.others.items()
+    tensors = [name for name, value in others if isinstance(value, Tensor) and name not in _IGNORED_TENSORS]
     if tensors:
         raise CheckpointError(f"its attention takes {', '.join(tensors)}, which ours does not know")
     if call.mask is not None:
@@ -70,68 +122,70 @@ def _check_call(call: AttentionCall) -> None:
 
 @torch.inference_mode()
 def probe_layers(model: Any) -> list[ProbedLayer]:
-    """What the layers of a transformers model say of how they attend, all with the heads of a cache that holds each's.
+    """The layers of a transformers model, found by calling it once; all are given the heads of one cache for all.
 
     Raises:
-        CheckpointError: something that our attention does not do; the message is the reason alone.
+        CheckpointError: a layer attends in a way that our attention does not; the message is the reason alone.
     """
-    ear = AttentionProbe()
+    probe = AttentionProbe()
     tokens = torch.arange(1, 4, device=model.device).unsqueeze(0)
     with _failures_refused("another attention"):
-        model(input_ids=tokens, position_ids=tokens - 1, use_cache=False, attend=ear)
-    layers = int(model.config.num_hidden_layers)
-    if sorted(ear.layers) != list(range(layers)):
+        model(input_ids=tokens, position_ids=tokens - 1, use_cache=False, attend=probe)
+    count = int(model.config.num_hidden_layers)
+    if sorted(probe.layers) != list(range(count)):
         raise CheckpointError(
-            f"of its {layers} layers {sorted(ear.layers)} attend; all must, and nothing else is cached"
+            f"of its {count} layers {sorted(probe.layers)} attend; all must, and nothing else is cached"
         )
-    heard = [ear.layers[layer] for layer in range(layers)]
-    kv_heads, head_dim = max(each.kv_heads for each in heard), max(each.head_dim for each in heard)
-    if len({each.heads for each in heard}) > 1 or any(kv_heads % each.kv_heads for each in heard):
+    layers = [probe.layers[number] for number in range(count)]
+    kv_heads, head_dim = max(each.kv_heads for each in layers), max(each.head_dim for each in layers)
+    if len({each.heads for each in layers}) > 1 or any(kv_heads % each.kv_heads for each in layers):
         raise CheckpointError("its layers have heads of different numbers, which one cache can't hold")
-    _check_windows(model.config, [each.attention for each in heard])
-    return [each._replace(kv_heads=kv_heads, head_dim=head_dim) for each in heard]
+    _check_windows(model.config, layers)
+    return [each._replace(kv_heads=kv_heads, head_dim=head_dim) for each in layers]
+
+
+def _check_windows(config: Any, layers: list[ProbedLayer]) -> None:
+    """Compare the windows of config.json and of the layers' calls: the few tokens of a check would fill no window."""
+    if not getattr(config, "sliding_window", None):
+        return
+    types = getattr(config, "layer_types", None)
+    slide = [each.attention.window is not None for each in layers]
+    if slide != [each == "sliding_attention" for each in types] if types else not any(slide):
+        raise CheckpointError("its config.json has a sliding window that its layers do not hand to their attention")
 
 
 @contextmanager
 def _failures_refused(new: str) -> Iterator[None]:
-    """What fails in transformers' modules fails for what is `new` to them."""
+    """Turn an exception of transformers' modules into a CheckpointError that blames `new`, the thing they do not
+    know."""
     try:
         yield
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
         raise CheckpointError(f"its modules fail over {new} ({error})") from error
 
 
-def _check_windows(config: Any, views: list[LayerAttention]) -> None:
-    """A trial of a few tokens fills no window: what config.json and the layers say must be the same."""
-    if not getattr(config, "sliding_window", None):
-        return
-    types = getattr(config, "layer_types", None)
-    slide = [view.window is not None for view in views]
-    if slide != [each == "sliding_attention" for each in types] if types else not any(slide):
-        raise CheckpointError("its config.json has a sliding window that its layers do not hand to their attention")
-
-
 @torch.inference_mode()
-def verify_decoder(model: Any, decoder: Decoder, heard: list[ProbedLayer], dtype: torch.dtype) -> None:
-    """Two sequences, packed and in pieces, their logits in pieces too, against transformers' own attention on each
-    alone.
+def verify_decoder(model: Any, decoder: Decoder, layers: list[ProbedLayer], dtype: torch.dtype) -> None:
+    """Compare two sequences over a paged cache, packed and in two steps, their logits in pieces, with transformers' own
+    attention over each alone.
 
     Raises:
-        CheckpointError: they differ by more than rounding; the message is the reason alone.
+        CheckpointError: logits differ by more than rounding; the message is the reason alone.
     """
     high = min(int(model.config.vocab_size), 1000)
-    first = torch.arange(7, 7 + 11 * (_FIRST[0] + _SECOND[0]), 11, device=model.device) % high
-    second = torch.arange(5, 5 + 17 * _FIRST[1], 17, device=model.device) % high
+    first = torch.arange(7, 7 + 11 * (_FIRST_STEP[0] + _SECOND_STEP[0]), 11, device=model.device) % high
+    second = torch.arange(5, 5 + 17 * _FIRST_STEP[1], 17, device=model.device) % high
     right = _logits_of_transformers(model, first), _logits_of_transformers(model, second)
-    cache = ReferenceAttention(_cache(heard, dtype, model.device))
+    heads, attention = layers[0][1:], tuple(each.attention for each in layers)
+    cache = ReferenceAttention(CacheSpec(attention, *heads, _BLOCK_SIZE, dtype, model.device))
     cache.allocate(4)
-    packed = torch.cat((first[: _FIRST[0]], second))
+    packed = torch.cat((first[: _FIRST_STEP[0]], second))
     with _failures_refused("our cache"):
         parts = [
-            *torch.split(_logits_over_cache(decoder, cache, packed, (0, 0), _FIRST), list(_FIRST)),
-            _logits_over_cache(decoder, cache, first[_FIRST[0] :], (_FIRST[0],), _SECOND),
+            *torch.split(_logits_over_cache(decoder, cache, packed, (0, 0), _FIRST_STEP), list(_FIRST_STEP)),
+            _logits_over_cache(decoder, cache, first[_FIRST_STEP[0] :], (_FIRST_STEP[0],), _SECOND_STEP),
         ]
-        expected = right[0][: _FIRST[0]], right[1], right[0][_FIRST[0] :]
+        expected = right[0][: _FIRST_STEP[0]], right[1], right[0][_FIRST_STEP[0] :]
         worst = max(_relative_error(found, wanted) for found, wanted in zip(parts, expected, strict=True))
     if not worst < _TOLERANCE[dtype]:
         raise CheckpointError(
@@ -154,19 +208,15 @@ def _logits_over_cache(
     """Logits of `tokens`, rows one after the other; row r has blocks 2r and 2r + 1."""
     rows = len(counts)
     tables = torch.arange(2 * rows, device=tokens.device).view(rows, 2)
-    batch = StepBatch.from_tokens(tokens, starts, counts, tables, _BLOCK)
+    batch = StepBatch.from_tokens(tokens, starts, counts, tables, _BLOCK_SIZE)
     pieces = torch.split(torch.arange(len(tokens), device=tokens.device), 2)
-    logits = decoder.compute_logits(batch, cache.begin_step(batch), pieces)
-    assert logits is not None, "what transformers computes is the whole model"
+    logits = decoder.compute_logits(StepContext(batch, cache.begin_step(batch)), pieces)
+    assert logits is not None, "transformers computes the whole model"
     return torch.cat(list(logits))
 
 
 def _relative_error(found: Tensor, right: Tensor) -> float:
-    """Of the middle token, relative to how far logits lie apart: a rounding may send one to another expert."""
-    off = (found.float() - right.float()).pow(2).mean(-1).sqrt()
-    return float((off / right.float().std(-1)).median())
-
-
-def _cache(heard: list[ProbedLayer], dtype: torch.dtype, device: torch.device) -> CacheSpec:
-    layer, views = heard[0], tuple(each.attention for each in heard)
-    return CacheSpec(views, layer.heads, layer.kv_heads, layer.head_dim, _BLOCK, dtype, device)
+    """The median error of a token's logits relative to their spread; not the mean, for a rounding may send one token to
+    another expert."""
+    error = (found.float() - right.float()).pow(2).mean(-1).sqrt()
+    return float((error / right.float().std(-1)).median())

@@ -45,10 +45,10 @@ class InlineExecutor:
         return self._engine.capacity()
 
     def allocate(self, blocks: int) -> None:
-        self._loaded.runner.allocate(blocks)
+        self.rank.runner.allocate(blocks)
 
     def execute(self, plan: StepPlan) -> "_InlineFuture":
-        self._loaded.runner.begin_step(plan)
+        self.rank.runner.begin_step(plan)
         due = _InlineFuture(self._land)
         self._due.append(due)
         return due
@@ -71,12 +71,12 @@ class InlineExecutor:
         """The oldest step's result."""
         due = self._due.popleft()
         try:
-            due.found = self._loaded.runner.finish_step()
+            due.found = self.rank.runner.finish_step()
         except Exception as error:
             due.error = error
 
     @property
-    def _loaded(self) -> LoadedRank:
+    def rank(self) -> LoadedRank:
         if self._engine is None:
             raise RuntimeError("the executor is not loaded")
         return self._engine

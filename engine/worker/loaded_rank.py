@@ -12,7 +12,7 @@ import torch
 from ...core.errors import InvalidArgument
 from ...processes.host import available_memory, own_anonymous_memory, usable_cores
 from ..attention.backend import AttentionBackend, CacheSpec
-from ..attention.selector import CacheRequirements, check_backend, create_backend
+from ..attention.selector import CacheRequirements, capable_backends, create_backend
 from ..checkpoint.build_context import BuildContext, Shard
 from ..checkpoint.hf_checkpoint import open_checkpoint
 from ..checkpoint.model_spec import DTYPES, DecoderShape
@@ -71,7 +71,7 @@ def load_rank(
     """
     found, block_size = checkpoint_builder(open_checkpoint(config.model)), config.cache.block_size
     place = _place(config, found, seat, progress)
-    check_backend(config.attention, CacheRequirements(place.device, place.dtype, block_size, config.cache.dtype))
+    capable_backends(config.attention, CacheRequirements(place.device, place.dtype, block_size, config.cache.dtype))
     decoder, shape = found.build(place)
     progress(1.0)
     attention = create_backend(config.attention, _cache(seat.local_shape(shape), config.cache, place))

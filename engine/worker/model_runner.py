@@ -11,6 +11,7 @@ from torch import Tensor
 from ...core.logprobs import Logprobs
 from ...scheduler.plan import IntArray, StepPlan, StepResult
 from ..attention.backend import AttentionBackend
+from ..layers.step_context import StepContext
 from ..models.interfaces import Decoder, LogitsIterator, PendingStep
 from .logprobs import top_logprobs
 from .row_states import RowStates, StepInputs
@@ -55,8 +56,8 @@ class ModelRunner:
     next one can begin when it is done. Others are computed, or chosen, when the caller wants their results.
     """
 
-    def __init__(self, model: Decoder, attention: AttentionBackend, rows: RowStates, device: torch.device) -> None:
-        self._model, self._attention, self._rows, self._device = model, attention, rows, device
+    def __init__(self, decoder: Decoder, attention: AttentionBackend, rows: RowStates, device: torch.device) -> None:
+        self.decoder, self._attention, self._rows, self._device = decoder, attention, rows, device
         self._steps: deque[_RunnerStep] = deque()
 
     def allocate(self, blocks: int) -> None:
@@ -92,7 +93,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Forget what was begun, when nobody computes it any more."""
-        self._model.close()
+        self.decoder.close()
         self._steps.clear()
 
     @torch.inference_mode()
@@ -124,9 +125,7 @@ class ModelRunner:
             self._compute(step, inputs)  # which is queued on the device
         elif len(inputs.rows) and inputs.prompt_logprobs is None:
             picks = inputs.sampled_tokens()
-            step.running = self._model.begin_step(
-                inputs.batch, self._attention.begin_step(inputs.batch), inputs.sample_places, picks
-            )
+            step.running = self.decoder.begin_step(self._context(inputs), inputs.sample_places, picks)
             step.picked = None if step.running is None or picks is None else picks.tokens
 
     def _finish(self, step: _RunnerStep) -> StepResult:
@@ -173,7 +172,10 @@ class ModelRunner:
         """Those of the rows that are sampled, if any, then piece by piece those that score prompts."""
         sampled = (inputs.sample_places,) if len(inputs.rows) else ()
         scored = () if inputs.prompt_logprobs is None else inputs.prompt_logprobs.place_pieces
-        return self._model.compute_logits(inputs.batch, self._attention.begin_step(inputs.batch), (*sampled, *scored))
+        return self.decoder.compute_logits(self._context(inputs), (*sampled, *scored))
+
+    def _context(self, inputs: StepInputs) -> StepContext:
+        return StepContext(inputs.batch, self._attention.begin_step(inputs.batch))
 
     def _choose(self, inputs: StepInputs, logits: Tensor) -> Tensor:
         """Token ids [S]. Logits that rows want changed are changed in a copy: the others pay nothing for them."""

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ...scheduler.plan import SamplerParams
 from ..cpu import library
-from ..cpu.argmax import argmax
-from ..cpu.sampling import sample_tokens
+from ..cpu.sampling import argmax, sample_tokens
 from ..step_batch import SamplingArray
 from .counter_random import counter_uniform
 

@@ -34,6 +34,6 @@ def test_every_part_of_a_decode_step_is_timed(tiny: Path) -> None:
 
 
 def test_layers_without_a_program_are_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NativeDecoder, "_traced_program", lambda *_: None)
+    monkeypatch.setattr(NativeDecoder, "_program_for", lambda *_: None)
     with pytest.raises(InvalidArgument, match="no decode step was timed"):
         _decode(peer(tiny), OfflineJob(3, 16, 6), 1)

@@ -149,7 +149,12 @@ def test_layers_with_views_of_their_own(name: str, window: int, cap: float | Non
     """A window as long as a block, one that is not, one that is longer than everything."""
     shape = spec_for(
         name,
-        views=(PLAIN, LayerAttention(window, 0.3, cap), LayerAttention(window), LayerAttention(scale=0.1, softcap=cap)),
+        attention=(
+            PLAIN,
+            LayerAttention(window, 0.3, cap),
+            LayerAttention(window),
+            LayerAttention(scale=0.1, softcap=cap),
+        ),
         dtype=dtype,
     )
     story = Story(create_backend(name, shape), shape)
@@ -165,7 +170,7 @@ def test_layers_with_sinks(name: str, dtype: torch.dtype) -> None:
         LayerAttention(6, 0.3, sinks=True),
         LayerAttention(None, 0.3, 1.5, sinks=True),
     )
-    shape = spec_for(name, views=views, dtype=dtype)
+    shape = spec_for(name, attention=views, dtype=dtype)
     if not able(name, shape):
         pytest.skip("the backend does not do this")
     story = Story(create_backend(name, shape), shape)
@@ -179,17 +184,6 @@ def test_block_sizes(name: str, block_size: int) -> None:
         pytest.skip("the backend does not do this")
     story = Story(create_backend(name, shape), shape)
     assert max(story.step(rows) for rows in STEPS) < TOLERANCE[torch.float32]
-
-
-def test_copied_blocks_hold_the_same(name: str) -> None:
-    shape = spec_for(name)
-    attention = create_backend(name, shape)
-    story = Story(attention, shape)
-    story.step({0: 7})
-    old = story.tables[0]
-    story.tables[0] = [story.free.pop() for _ in old]
-    attention.copy_blocks(torch.tensor(list(zip(old, story.tables[0], strict=True))))
-    assert story.step({0: 1}) < TOLERANCE[torch.float32]
 
 
 def test_block_bytes_count_keys_and_values_of_all_layers(name: str) -> None:
@@ -208,7 +202,7 @@ def test_what_a_backend_cannot_do_is_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"block_size 8; it can do 16 to 4096 in steps of 16$"):
         create_backend("native", spec(block_size=8))
     with pytest.raises(InvalidArgument, match="int8") as refusal:
-        create_backend("cpu", spec(stored="int8"))
+        create_backend("cpu", spec(kv_cache_dtype="int8"))
     assert refusal.value.field == "kv_cache_dtype"
 
 

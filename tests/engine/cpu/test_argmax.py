@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from charonia.engine.cpu import library
-from charonia.engine.cpu.argmax import argmax
+from charonia.engine.cpu.sampling import argmax
 
 DTYPES = (torch.float32, torch.bfloat16)
 SIZES = (1, 2, 15, 16, 17, 2047, 2048, 2049, 5000)

@@ -91,7 +91,7 @@ def test_prefill_and_decode_are_right(
     level: str, view: LayerAttention, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     """Across the borders of blocks, tiles and splits."""
-    shape = spec(heads, kv_heads, head_dim, views=(view,), dtype=dtype)
+    shape = spec(heads, kv_heads, head_dim, attention=(view,), dtype=dtype)
     world, sequence = World(shape), Sequence(shape, 290, 3)
     found = torch.cat([world.step([(sequence, *part)])[0] for part in ((0, 37), (37, 280), (280, 289), (289, 290))])
     assert (found.double() - exact(shape, sequence)).abs().max() < TOLERANCE[dtype, "auto"]
@@ -102,7 +102,7 @@ def test_prefill_and_decode_are_right(
 )
 def test_int8_is_as_good_as_eight_bits_are(level: str, block_size: int, view: LayerAttention) -> None:
     """A byte a number is off by 1/254 of the largest in its head, at most; typically a tenth of that remains."""
-    shape = spec(stored="int8", block_size=block_size, views=(view,))
+    shape = spec(kv_cache_dtype="int8", block_size=block_size, attention=(view,))
     world, sequence = World(shape), Sequence(shape, 290, 3)
     found = torch.cat([world.step([(sequence, *part)])[0] for part in ((0, 200), (200, 289), (289, 290))])
     off = (found.double() - exact(shape, sequence)).abs()
@@ -111,7 +111,7 @@ def test_int8_is_as_good_as_eight_bits_are(level: str, block_size: int, view: La
 
 
 def test_int8_takes_half_of_what_bfloat16_does_and_the_scales(level: str) -> None:
-    full, half = (NativeAttention(spec(dtype=torch.bfloat16, stored=stored)) for stored in ("auto", "int8"))
+    full, half = (NativeAttention(spec(dtype=torch.bfloat16, kv_cache_dtype=stored)) for stored in ("auto", "int8"))
     assert half.block_bytes - full.block_bytes // 2 == 2 * 16 * 4 * 2
 
 
@@ -121,7 +121,7 @@ def test_the_same_bits_whatever_shares_the_step(
     level: str, dtype: torch.dtype, stored: str, view: LayerAttention
 ) -> None:
     """Alone and whole; in chunks; token by token at the end; among others; on one thread."""
-    shape = spec(views=(view,), dtype=dtype, stored=stored)
+    shape = spec(attention=(view,), dtype=dtype, kv_cache_dtype=stored)
     sequence, others = Sequence(shape, 600, 5), [Sequence(shape, 300, seed) for seed in range(4)]
     whole = World(shape).step([(sequence, 0, 600)])[0]
 

@@ -159,14 +159,15 @@ def test_memory_is_zeros_at_lines_and_lives_with_its_parts() -> None:
 UNEVEN = """
 import torch
 from charonia.engine.cpu import library
-from charonia.engine.cpu.matmul import Form, Packed
-from charonia.engine.cpu.memory import Memory
+from charonia.engine.cpu.matmul import MatmulFormat, PackedMatmul
+from charonia.engine.cpu.memory import HugePageArena
 
 torch.set_num_threads(1)
-with library.at("{level}"):
+with library.at_level("{level}"):
     for kept, rows in ((torch.float32, 92), (torch.bfloat16, 92), (torch.int8, 142)):
         x = torch.float32 if kept == torch.float32 else torch.bfloat16
-        packed, company = Packed(Form(4400, 1700, kept, x, x), None, Memory()), torch.zeros(rows, 1700, dtype=x)
+        packed = PackedMatmul(MatmulFormat(4400, 1700, kept, x, x), None, HugePageArena())
+        company = torch.zeros(rows, 1700, dtype=x)
         for _ in range(3):
             packed(company)
 """

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from charonia.engine.cpu.buffer_planner import TraceIO, plan_buffers
-from charonia.engine.cpu.op_trace import ENTER, NORM, OpStruct, OpTrace, SymbolicIndices, SymbolicTensor
+from charonia.engine.cpu.op_trace import INPUT, NORM, OpStruct, OpTrace, SymbolicTensor
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
@@ -15,11 +15,11 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 @given(st.data())
 def test_slots_that_are_needed_together_lie_apart(data: st.DataObject) -> None:
     tape = OpTrace(torch.float32)
-    slots = [tape.add_source(OpStruct(kind=ENTER), 24)]
+    slots = [tape.add_source(OpStruct(kind=INPUT), 24)]
     for _ in range(data.draw(st.integers(1, 12))):
         x, delta = (data.draw(st.sampled_from(slots)) for _ in range(2))
         if not x.selected and data.draw(st.booleans()):
-            slots.append(x[SymbolicIndices()])
+            slots.append(x.select())
         else:
             added = None if delta.selected != x.selected else delta
             width, dtype = data.draw(st.integers(1, 80)), data.draw(DTYPES)

@@ -18,6 +18,7 @@ from charonia.engine.attention.native import NativeAttention
 from charonia.engine.checkpoint.build_context import BuildContext
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.cpu import library
+from charonia.engine.layers.step_context import StepContext
 from charonia.engine.models.interfaces import PendingStep
 from charonia.engine.models.native_decoder import NativeDecoder
 from charonia.engine.models.registry import checkpoint_builder
@@ -46,15 +47,16 @@ class World:
     def begin(
         self, starts: list[int], counts: list[int], *, pick: bool = True, choices: SamplingArray | None = None
     ) -> tuple[PendingStep, np.ndarray]:
-        rows = len(starts)
-        batch = StepBatch(range(rows), starts, counts, self.known, self.blocks, BLOCK)
-        picked = np.full(rows, -1, np.int32)
-        places = torch.from_numpy(batch.first_places + batch.counts - 1)
-        running = self.decoder.begin_step(
-            batch, self.attention.begin_step(batch), places, SampledTokens(picked, choices) if pick else None
-        )
+        context = self.context(starts, counts)
+        picked = np.full(len(starts), -1, np.int32)
+        places = torch.from_numpy(context.batch.first_places + context.batch.counts - 1)
+        running = self.decoder.begin_step(context, places, SampledTokens(picked, choices) if pick else None)
         assert running is not None
         return running, picked
+
+    def context(self, starts: list[int], counts: list[int]) -> StepContext:
+        batch = StepBatch(range(len(starts)), starts, counts, self.known, self.blocks, BLOCK)
+        return StepContext(batch, self.attention.begin_step(batch))
 
     def one_by_one(self, steps: int) -> list[list[int]]:
         """Each step finished before the next begins."""
@@ -101,6 +103,34 @@ def test_logits_are_those_that_were_picked_from(checkpoint: Callable[..., Path],
         running.finish()
         assert picked.tolist() == sample(logits, choices).tolist()
         assert world.known[range(3), [5, 3, 4]].tolist() == picked.tolist()
+
+
+def test_some_of_the_places_are_sampled_and_all_have_logits(checkpoint: Callable[..., Path], threads: int) -> None:
+    """Several places of a row have logits, and two of the three rows a token; nothing is written behind the third."""
+    world = World(checkpoint("llama"))
+    context = world.context([0, 0, 0], [5, 3, 4])
+    places = torch.tensor([1, 3, 4, 7, 8, 11])
+    running = world.decoder.begin_step(context, places)
+    assert running is not None
+    running.finish()
+    logits = running.logits.clone()
+    more = running.more_logits([torch.tensor([0, 2]), torch.tensor([9])])
+    assert more is not None
+    rest = [each.clone() for each in more]
+    everywhere = world.decoder.begin_step(world.context([0, 0, 0], [5, 3, 4]), torch.arange(12))
+    assert everywhere is not None
+    everywhere.finish()
+    assert torch.equal(logits, everywhere.logits[places])
+    assert torch.equal(torch.cat(rest), everywhere.logits[[0, 2, 9]])
+    for choices in (None, mixed_choices()[[0, 2]]):
+        world.known[range(3), [5, 3, 4]] = -7
+        tokens, selected = np.full(2, -1, np.int32), np.array([2, 5])
+        running = world.decoder.begin_step(context, places, SampledTokens(tokens, choices, selected))
+        assert running is not None
+        running.finish()
+        assert torch.equal(running.logits, logits)
+        assert tokens.tolist() == sample(logits[selected], choices).tolist()
+        assert world.known[range(3), [5, 3, 4]].tolist() == [tokens[0], -7, tokens[1]]
 
 
 def mixed_choices() -> SamplingArray:
@@ -189,8 +219,8 @@ def stress(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler is None:
         pytest.skip("no compiler here")
     here, kernels = Path(__file__).parent, Path(library.__file__).parent
-    command = [compiler, "-std=gnu11", "-O1", "-g", "-pthread", f"-I{kernels}", str(here / "crew_stress.c")]
-    command += [str(kernels / "crew.c"), "-o", str(to)]
+    command = [compiler, "-std=gnu11", "-O1", "-g", "-pthread", f"-I{kernels}", str(here / "thread_pool_stress.c")]
+    command += [str(kernels / "thread_pool.c"), "-o", str(to)]
     if subprocess.run([*command, "-fsanitize=thread"], capture_output=True, check=False).returncode:
         subprocess.run(command, check=True)
     return to

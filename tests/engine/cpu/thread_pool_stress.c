@@ -1,9 +1,9 @@
-/* Jobs of many steps for a crew: `crew_stress HELPERS JOBS` says what went wrong, or that all is right. */
+/* Jobs of many steps for a crew: `thread_pool_stress HELPERS JOBS` says what went wrong, or that all is right. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
 
-#include "crew.h"
+#include "thread_pool.h"
 
 enum { ROWS = 37, STEPS = 9, AHEAD = 4 };
 

@@ -21,12 +21,12 @@ HIDDEN, INNER, VOCAB, LAYERS = 1024, 4096, 16384, 2
 MEASURE = """
 import sys, torch
 from pathlib import Path
-from charonia.engine.checkpoint import open_checkpoint
-from charonia.engine.models.registry import recipe
-from charonia.engine.checkpoint.build_context import Place, Seat
-from charonia.engine.checkpoint.tensor_group import Alone
+from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
+from charonia.engine.models.registry import checkpoint_builder
+from charonia.engine.checkpoint.build_context import BuildContext, Shard
+from charonia.engine.checkpoint.tensor_group import SingleRank
 
-class Half(Alone):
+class Half(SingleRank):
     size = 2
 
 def anonymous():
@@ -34,13 +34,13 @@ def anonymous():
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 torch.set_num_threads(2)
-found, seen = recipe(open_checkpoint(sys.argv[1])), []
+found, seen = checkpoint_builder(open_checkpoint(sys.argv[1])), []
 # What the first product of a process takes once is no part of it.
 torch.zeros(4, 4).bfloat16().float()
 before = anonymous()
 cpu, quantized = torch.device("cpu"), sys.argv[2] == "int8"
-group = Half() if sys.argv[3] == "2" else Alone()
-built = found.build(Place(torch.bfloat16, cpu, 64, Seat(group), lambda _: seen.append(anonymous()), quantized))
+group = Half() if sys.argv[3] == "2" else SingleRank()
+built = found.build(BuildContext(torch.bfloat16, cpu, 64, Shard(group), lambda _: seen.append(anonymous()), quantized))
 print(before, max(seen), anonymous())
 """
 

@@ -18,6 +18,7 @@ from charonia.engine.attention.selector import create_backend
 from charonia.engine.checkpoint.build_context import BuildContext
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.cpu import library
+from charonia.engine.layers.step_context import StepContext
 from charonia.engine.models.registry import checkpoint_builder
 from charonia.engine.step_batch import StepBatch
 
@@ -64,7 +65,7 @@ def logits(directory: Path, sequences: list[torch.Tensor], dtype: torch.dtype, b
     attention = create_backend(backend, cache)
     attention.allocate(40)
     step = batch(sequences, 16)
-    return next(model.compute_logits(step, attention.begin_step(step), [torch.arange(step.size)])).float()
+    return next(model.compute_logits(StepContext(step, attention.begin_step(step)), [torch.arange(step.size)])).float()
 
 
 @cache

@@ -1,5 +1,6 @@
 """Layers by one recorded call, by however many threads, against layers one by one: the same bits."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from charonia.engine.checkpoint.build_context import BuildContext
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.cpu import library
 from charonia.engine.cpu.program import DecoderProgram
+from charonia.engine.layers.experts import MixtureOfExperts
+from charonia.engine.layers.step_context import StepContext
 from charonia.engine.models.interfaces import Decoder
 from charonia.engine.models.native_decoder import NativeDecoder
 from charonia.engine.models.registry import checkpoint_builder
@@ -20,6 +23,7 @@ from charonia.engine.step_batch import StepBatch
 CPU = torch.device("cpu")
 DENSE = ["llama", "llama-linear-biased", "qwen2", "mistral", "qwen3", "phi3", "phi4-mini", "gemma2", "gemma3"]
 SPARSE = ["qwen3-moe", "mixtral"]
+LOGGER = "charonia.engine.models.native_decoder"
 
 pytestmark = pytest.mark.skipif(library.level() is None, reason="no C extension here")
 
@@ -36,7 +40,7 @@ def spoken(decoder: Decoder, attention: NativeAttention) -> list[torch.Tensor]:
     ids, at, found = torch.arange(3, 128), 0, []
     for count in (40, 17, 1, 1):
         step = chunk(ids[at : at + count], at)
-        logits = decoder.compute_logits(step, attention.begin_step(step), [torch.arange(count)])
+        logits = decoder.compute_logits(StepContext(step, attention.begin_step(step)), [torch.arange(count)])
         assert logits is not None
         found.append(next(logits).clone())
         at += count
@@ -53,8 +57,13 @@ def whole(decoder: Decoder) -> tuple[bool, bool]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", [*DENSE, *SPARSE])
 def test_a_program_changes_no_bit(
-    checkpoint: Callable[..., Path], name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Callable[..., Path],
+    name: str,
+    dtype: torch.dtype,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
     runs = 0
     begin = DecoderProgram.begin
 
@@ -75,6 +84,25 @@ def test_a_program_changes_no_bit(
         torch.set_num_threads(before)
     assert runs == (0 if name in SPARSE else 4)
     assert whole(decoder) == (name not in SPARSE, name not in (*SPARSE, "gemma2"))
-    monkeypatch.setattr(NativeDecoder, "_traced_program", lambda *_: None)
+    reasons = {
+        "gemma2": "without the logits: its logits are capped",
+        **dict.fromkeys(SPARSE, "it has a mixture of experts"),
+    }
+    told = [record.getMessage() for record in caplog.records if record.name == LOGGER]
+    assert len(told) == (name in reasons)
+    assert reasons.get(name, "") in "".join(told)
+    monkeypatch.setattr(NativeDecoder, "_program_for", lambda *_: None)
     one_by_one = spoken(decoder, attention)
     assert all(torch.equal(a, b) for a, b in zip(by_program, one_by_one, strict=True))
+
+
+def test_a_layer_that_wrongly_says_it_can_be_recorded_fails(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MixtureOfExperts, "untraceable", None)
+    decoder, shape = checkpoint_builder(open_checkpoint(checkpoint("mixtral"))).build(
+        BuildContext(torch.float32, CPU, 128)
+    )
+    spec = CacheSpec(shape.attention, shape.heads, shape.kv_heads, shape.head_dim, 16, torch.float32, CPU)
+    with pytest.raises((TypeError, AttributeError)):
+        spoken(decoder, NativeAttention(spec))

@@ -12,15 +12,14 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from charonia.engine.attention.backend import StepAttention
 from charonia.engine.checkpoint.build_context import BuildContext
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.checkpoint.model_spec import CheckpointError, LayerAttention
+from charonia.engine.layers.step_context import StepContext
 from charonia.engine.models.interfaces import BuiltDecoder
 from charonia.engine.models.registry import checkpoint_builder
-from charonia.engine.models.transformers_attention import ATTENTION_NAME, register_attention
 from charonia.engine.models.transformers_fallback import TransformersDecoder
-from charonia.engine.models.transformers_probe import probe_layers
+from charonia.engine.models.transformers_probe import ATTENTION_NAME, probe_layers, register_attention
 from charonia.engine.step_batch import StepBatch
 
 SIZES = {
@@ -135,13 +134,11 @@ def test_a_module_that_computes_something_else_is_found_out(
 ) -> None:
     honest = TransformersDecoder.compute_logits
 
-    def without_positions(
-        self: TransformersDecoder, batch: StepBatch, attend: StepAttention, chosen: torch.Tensor
-    ) -> torch.Tensor:
-        batch.positions.zero_()
-        return honest(self, batch, attend, chosen)
+    def without_positions(self: TransformersDecoder, context: StepContext, selections: Any) -> Any:
+        context.batch.positions.zero_()
+        return honest(self, context, selections)
 
-    monkeypatch.setattr(TransformersDecoder, "logits", without_positions)
+    monkeypatch.setattr(TransformersDecoder, "compute_logits", without_positions)
     refused(checkpoint("granite"), "GraniteForCausalLM", "differ from its own")
 
 
@@ -203,14 +200,14 @@ def test_a_missing_tensor_is_named(making: Any, tmp_path: Path) -> None:
 
 
 def test_the_head_computes_one_piece_at_a_time(checkpoint: Callable[..., Path]) -> None:
-    """And the layers once for all of them."""
+    """And the layers the step's tokens once; for each further piece one token, whose states are not used."""
     from transformers import AutoModelForCausalLM
 
     directory = checkpoint("granite")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     layers: list[int] = []
     heads: list[int] = []
-    model.base_model.layers[0].register_forward_hook(lambda module, args, out: layers.append(1))
+    model.base_model.layers[0].register_forward_hook(lambda module, args, out: layers.append(args[0].shape[1]))
     model.lm_head.register_forward_hook(lambda module, args, out: heads.append(out.shape[1]))
     tokens, pieces = torch.arange(7), [torch.tensor([1]), torch.tensor([0, 2, 3]), torch.tensor([4, 6])]
     with torch.inference_mode():
@@ -218,7 +215,7 @@ def test_the_head_computes_one_piece_at_a_time(checkpoint: Callable[..., Path]) 
         layers.clear()
         heads.clear()
         batch = StepBatch.from_tokens(tokens, [0], [len(tokens)], torch.zeros((1, 1), dtype=torch.int64), 16)
-        found = list(TransformersDecoder(model, 2, 16).compute_logits(batch, lambda *_: torch.empty(0), pieces))
-    assert (layers, heads) == ([1], [1, 3, 2])
+        context = StepContext(batch, lambda *_: torch.empty(0))  # type: ignore[arg-type]
+        found = list(TransformersDecoder(model, 2, 16).compute_logits(context, pieces))
+    assert (layers, heads) == ([7, 1, 1], [1, 3, 2])
     torch.testing.assert_close(torch.cat(found), right[torch.cat(pieces)])
-    assert "forward" not in vars(model.base_model)

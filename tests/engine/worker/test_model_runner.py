@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from charonia.engine.attention.backend import StepAttention
+from charonia.engine.layers.step_context import StepContext
 from charonia.engine.step_batch import StepBatch
 from charonia.engine.worker.model_runner import ModelRunner
 from charonia.engine.worker.row_states import RowStates
@@ -35,7 +35,7 @@ class Counting:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def compute_logits(self, batch: StepBatch, attend: StepAttention, chosen: Sequence[Tensor]) -> None:
+    def compute_logits(self, context: StepContext, selections: Sequence[Tensor]) -> None:
         """A stage that is not the last has none."""
         self.said.append("computed")
 
@@ -53,7 +53,7 @@ class Stage(Counting):
 class Alone(Counting):
     """Computed beside the caller."""
 
-    def begin_step(self, batch: StepBatch, *asked: object) -> "Alone":
+    def begin_step(self, context: StepContext | StepBatch, *asked: object) -> "Alone":
         if asked:
             self.said.append("begun")
         return self

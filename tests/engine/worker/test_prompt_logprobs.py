@@ -187,16 +187,16 @@ def test_heads_are_only_as_long_as_asked_for(checkpoint: Callable[..., Path], mo
     monkeypatch.setattr(prompt_logprobs, "LOGITS_PIECE", 16)
     with closing(InlineExecutor(config(checkpoint("llama")))) as executor:
         executor.load(lambda phase, fraction: None)
-        decoder, sizes = executor._loaded.runner._model, list[int]()
+        decoder, sizes = executor.rank.runner.decoder, list[int]()
         computed, begun = decoder.compute_logits, decoder.begin_step
 
-        def compute_logits(batch: Any, attend: Any, chosen: Any) -> Any:
-            sizes.extend(len(places) for places in chosen)
-            return computed(batch, attend, chosen)
+        def compute_logits(context: Any, selections: Any) -> Any:
+            sizes.extend(len(places) for places in selections)
+            return computed(context, selections)
 
-        def begin_step(batch: Any, attend: Any, places: Any, picked: Any) -> Any:
+        def begin_step(context: Any, places: Any, samples: Any) -> Any:
             sizes.append(len(places))
-            return begun(batch, attend, places, picked)
+            return begun(context, places, samples)
 
         monkeypatch.setattr(decoder, "compute_logits", compute_logits)
         monkeypatch.setattr(decoder, "begin_step", begin_step)

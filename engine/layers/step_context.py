@@ -1,0 +1,43 @@
+"""The context of one step: the worker makes one for each step, the decoder hands it to every layer.
+
+A layer is called with its hidden states and this. Whatever else a step must tell its layers (the adapter of each row,
+for instance) becomes a field here and not one more argument of every layer.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from ..step_batch import StepBatch
+from .rotary import Rotary, RotaryAngles
+
+
+class StepAttention(Protocol):
+    """One step's attention over the paged cache, made by `AttentionBackend.begin_step`.
+
+    A call stores the keys and values of the step's N tokens in the cache of `layer`, counted from this rank's first;
+    then each token attends to its sequence's tokens up to itself, as far back as the layer's window reaches.
+    """
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Queries [N, heads, head_dim], keys and values [N, kv_heads, head_dim] -> [N, heads * head_dim].
+
+        `sinks`, float32 [heads], is given for a layer whose `LayerAttention` has sinks, and for no other."""
+
+    def apply_rope_and_attend(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
+        """The same for queries, keys and values side by side, [N, heads + 2 kv_heads, head_dim] and contiguous, after
+        `angles` rotated queries and keys. The result is good until the next layer's call."""
+
+
+class StepContext:
+    """The tokens of one step and how they attend."""
+
+    def __init__(self, batch: StepBatch, attention: StepAttention) -> None:
+        self.batch, self.attention = batch, attention
+        self._angles: dict[Rotary, RotaryAngles] = {}
+
+    def angles(self, rotary: Rotary) -> RotaryAngles:
+        """The rotation of the step's tokens by `rotary`, computed once for all layers that share it."""
+        if rotary not in self._angles:
+            self._angles[rotary] = rotary(self.batch.positions)
+        return self._angles[rotary]
