@@ -1,4 +1,4 @@
-"""The messages of a chat, checked. Knows nothing of templates."""
+"""The messages of a chat body become a `Conversation`. Knows nothing of chat templates."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -18,10 +18,10 @@ MESSAGE_NO_OP_VALUES: NoOpValues = {
     "function_call": (),
     "reasoning_content": (),
 }
-"""Fields of a message that are not supported."""
+"""By the name of an unsupported field of a message: its values that ask for nothing."""
 
 MAX_MESSAGES = 8192
-"""Of one conversation."""
+"""Messages that a conversation may have."""
 
 _FIELDS = frozenset({"role", "content", "name"})
 _ROLES = ("system", "developer", "user", "assistant")
@@ -33,7 +33,7 @@ class _TextPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class TemplateFields(Protocol):
-    """A body with messages: these, and how they are rendered."""
+    """Fields of a body with messages that say how the chat template renders them."""
 
     @property
     def chat_template(self) -> str | None: ...
@@ -46,20 +46,23 @@ class TemplateFields(Protocol):
 
 
 def parse_messages(messages: list[dict[str, Any]], fields: TemplateFields) -> Conversation:
-    """Where `fields` do not say, the assistant's turn is opened, unless the last message goes on.
+    """Check the messages of a body, and how they are to be rendered.
+
+    The prompt ends with the opening of the assistant's turn, unless `fields` say otherwise or let the last message go
+    on.
 
     Raises:
-        InvalidArgument: `field` names the culprit.
+        InvalidArgument: a message is none, or has what is not supported; `field` is its path.
     """
     if not messages:
         raise InvalidArgument("messages must not be empty", field="messages")
     if len(messages) > MAX_MESSAGES:
         message = f"messages: {len(messages)} are more than the {MAX_MESSAGES} there may be"
         raise InvalidArgument(message, field="messages")
-    turns = (_message(f"messages[{index}]", message) for index, message in enumerate(messages))
-    goes_on, opens = bool(fields.continue_final_message), fields.add_generation_prompt
-    opens = not goes_on if opens is None else opens
-    return Conversation(tuple(turns), fields.chat_template_kwargs or {}, fields.chat_template or "", opens, goes_on)
+    parsed = tuple(_message(f"messages[{index}]", message) for index, message in enumerate(messages))
+    continues, opens = bool(fields.continue_final_message), fields.add_generation_prompt
+    opens = not continues if opens is None else opens
+    return Conversation(parsed, fields.chat_template_kwargs or {}, fields.chat_template or "", opens, continues)
 
 
 def _message(where: str, members: Mapping[str, Any]) -> ChatMessage:
@@ -72,18 +75,16 @@ def _message(where: str, members: Mapping[str, Any]) -> ChatMessage:
         raise InvalidArgument(f"{where}.name must be a string", field=f"{where}.name")
     # Templates know "system"; "developer" is OpenAI's newer word for it.
     role = "system" if role == "developer" else role
-    return ChatMessage(role, _content(f"{where}.content", members.get("content")), name or "")
+    content = members.get("content")
+    if isinstance(content, list):
+        content = "".join(_part_text(f"{where}.content[{index}]", part) for index, part in enumerate(content))
+    if not isinstance(content, str):
+        message = f"{where}.content must be a string or a list of text parts"
+        raise InvalidArgument(message, field=f"{where}.content")
+    return ChatMessage(role, content, name or "")
 
 
-def _content(where: str, content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidArgument(f"{where} must be a string or a list of text parts", field=where)
-    return "".join(_part(f"{where}[{index}]", part) for index, part in enumerate(content))
-
-
-def _part(where: str, part: Any) -> str:
+def _part_text(where: str, part: Any) -> str:
     if isinstance(part, dict) and part.get("type") not in (None, "text"):
         raise InvalidArgument(f"{where}.type must be 'text', got {shortened(part['type'])}", field=f"{where}.type")
     return convert_fields(part, _TextPart, where).text

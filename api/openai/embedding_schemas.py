@@ -1,4 +1,4 @@
-"""Bodies of /v1/embeddings and /v1/rerank: decoded and checked; and vectors as their clients want them."""
+"""Bodies of /v1/embeddings and /v1/rerank, decoded and checked; and vectors in the encoding that a body asks for."""
 
 import base64
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from ...core.errors import InvalidArgument
 from .json_body import JsonBody, decode_body
 
 MAX_INPUTS = 2048
-"""OpenAI's: texts of one request."""
+"""Texts of one request; OpenAI's limit."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"truncate_prompt_tokens": (-1,)}
 _RERANK_NEUTRAL: dict[str, tuple[Any, ...]] = {"rank_fields": (), "max_chunks_per_doc": (), "max_tokens_per_doc": ()}
@@ -34,7 +34,10 @@ class RerankBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmbeddingRequest(NamedTuple):
-    """Either `texts` or `ids`. `dimensions`: of the vectors, where fewer than the model's are wanted."""
+    """A parsed body of /v1/embeddings, with either `texts` or token `ids`.
+
+    `dimensions`: how many of each vector's first dimensions to keep, None for all.
+    """
 
     model: str
     texts: Sequence[str]
@@ -44,7 +47,7 @@ class EmbeddingRequest(NamedTuple):
 
 
 class RerankRequest(NamedTuple):
-    """`top_n`: how many results, None for all."""
+    """A parsed body of /v1/rerank. `top_n`: how many results to return, None for all."""
 
     id: str
     model: str
@@ -55,7 +58,7 @@ class RerankRequest(NamedTuple):
 
 
 def parse_embeddings(body: JsonBody) -> EmbeddingRequest:
-    """Raises `InvalidArgument`, whose `field` names the culprit."""
+    """Parse a body of /v1/embeddings. Raises `InvalidArgument`, whose `field` names what is wrong."""
     fields = decode_body(body, EmbeddingsBody, _NEUTRAL)
     if fields.encoding_format not in (None, "float", "base64"):
         message = f"encoding_format must be float or base64, got {fields.encoding_format!r}"
@@ -66,15 +69,19 @@ def parse_embeddings(body: JsonBody) -> EmbeddingRequest:
     return EmbeddingRequest(fields.model, texts, ids, fields.encoding_format == "base64", fields.dimensions)
 
 
-def parse_rerank(body: JsonBody, name: str) -> RerankRequest:
-    """`name`: what the request's id ends with. Raises `InvalidArgument`, whose `field` names the culprit."""
+def parse_rerank(body: JsonBody, request_id: str) -> RerankRequest:
+    """Parse a body of /v1/rerank; the response's id is `rerank-` and `request_id`.
+
+    Raises:
+        InvalidArgument: `field` names what is wrong.
+    """
     fields = decode_body(body, RerankBody, _RERANK_NEUTRAL)
     if fields.top_n is not None and fields.top_n < 1:
         raise InvalidArgument(f"top_n must be at least 1, got {fields.top_n}", field="top_n")
     _check_count("documents", len(fields.documents))
     documents = [_document(index, each) for index, each in enumerate(fields.documents)]
     wanted = bool(fields.return_documents)
-    return RerankRequest(f"rerank-{name}", fields.model, fields.query, documents, fields.top_n, wanted)
+    return RerankRequest(f"rerank-{request_id}", fields.model, fields.query, documents, fields.top_n, wanted)
 
 
 def _document(index: int, given: str | dict[str, str]) -> str:
@@ -87,7 +94,7 @@ def _document(index: int, given: str | dict[str, str]) -> str:
 
 
 def _inputs(given: Any) -> tuple[list[str], list[list[int]]]:
-    """A text, texts, token ids, or several lists of those."""
+    """The texts, or else the lists of token ids, of the `input`: one text, texts, token ids or lists of those."""
     several = [given] if isinstance(given, str) or _is_ids(given) else given
     if isinstance(several, list) and several:
         _check_count("input", len(several))
@@ -110,10 +117,12 @@ def _check_count(name: str, count: int) -> None:
 
 
 def encode_vectors(values: NDArray[np.float32], asked: EmbeddingRequest) -> Iterator[Any]:
-    """Each row as a list of numbers, or as the base64 of its little-endian floats; cut short ones have length 1 again.
+    """Each row of `values` [texts, dimensions] as a list of numbers, or as the base64 of its little-endian floats.
+
+    Vectors cut to fewer dimensions are scaled to length 1 again.
 
     Raises:
-        InvalidArgument: more dimensions are wanted than there are.
+        InvalidArgument: more dimensions are asked for than there are.
     """
     if asked.dimensions is not None:
         values = _cut(values, asked.dimensions)

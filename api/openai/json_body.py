@@ -1,11 +1,10 @@
-"""The fields of a JSON body in OpenAI's manner: decoded into a struct, what is wrong named by its path.
+"""JSON bodies of OpenAI's and vLLM's endpoints: parsed, checked for unknown fields and decoded into structs.
 
-A field is supported, harmless, neutral at the value given, or refused by name: nothing is silently ignored. Knows no
-endpoint.
+Each field is supported, ignored, accepted at a value that asks for nothing, or refused by its name: nothing is silently
+dropped. Knows no endpoint and none of its fields but which may be long.
 """
 
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -27,42 +26,46 @@ from ..chunked_json import (
 from ..json_values import Buffer
 
 NoOpValues: TypeAlias = Mapping[str, tuple[Any, ...]]
-"""Fields that are known and not supported, and the values besides null that ask for nothing."""
+"""By the name of an unsupported field: its values that ask for nothing, and are accepted. Null always is."""
 
-IGNORED_FIELDS = frozenset({"user", "metadata", "store", "safety_identifier", "service_tier"}) | {
-    *("prompt_cache_key", "prompt_cache_retention")
-}
-"""Fields that change nothing about the answer."""
+JsonBody: TypeAlias = dict[str, Any]
+"""The members of a JSON object."""
 
-JsonBody: TypeAlias = bytes | dict[str, Any]
-"""Of a request: its text, or its members if it is long."""
+IGNORED_FIELDS = frozenset(
+    ("user", "metadata", "store", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention")
+)
+"""Fields that change nothing about the answer, with any value."""
 
-_IDS = frozenset({"prompt", "input", "tokens", "allowed_token_ids"})
-_TEXTS = frozenset({"prompt", "input", "query", "guided_decoding_guide", "chat_template"})
-"""Fields whose texts may be as long as the body."""
+_TOKEN_ID_FIELDS = frozenset({"prompt", "input", "tokens", "allowed_token_ids"})
+_LONG_TEXT_FIELDS = frozenset({"prompt", "input", "query", "guided_decoding_guide", "chat_template"})
 
-_Body = TypeVar("_Body", bound=msgspec.Struct)
-_Any = TypeVar("_Any")
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
-async def load_body(body: bytes | bytearray) -> JsonBody:
-    """A long body's members, of which none has more values than `MAX_VALUES`, or token ids than `MAX_IDS`. A short
-    body as it is: it is parsed at once.
+async def load_body(body: bytes | bytearray) -> dict[str, Any]:
+    """Parse a body into its members; a long one in pieces, between which the event loop runs.
+
+    A long body may have `MAX_VALUES` values in a member, or `MAX_IDS` where the member may be a list of token ids, and
+    long strings only where texts belong.
 
     Raises:
-        InvalidArgument: it is no JSON object, or has more.
+        InvalidArgument: the body is no JSON object, or has more values or characters in a member.
     """
     if len(body) <= PIECE_BYTES:
-        return bytes(body)
+        parsed = _parse(body, 0)
+        if not isinstance(parsed, dict):
+            raise InvalidArgument("the body must be a JSON object")
+        return parsed
     found = await read_long_json(body, _parse)
     if not isinstance(found, UnparsedContainer) or not found.is_object:
         raise InvalidArgument("the body must be a JSON object")
     members = await found.members(ValueBudget())
     for key, value in members.items():
-        if isinstance(value, str) and len(value) > PIECE_BYTES and key not in _TEXTS:
+        if isinstance(value, str) and len(value) > PIECE_BYTES and key not in _LONG_TEXT_FIELDS:
             raise InvalidArgument(f"{key} has {len(value)} characters, more than there may be", field=key)
         try:
-            members[key] = await parse_fully(value, ValueBudget(MAX_IDS if key in _IDS else MAX_VALUES))
+            budget = ValueBudget(MAX_IDS if key in _TOKEN_ID_FIELDS else MAX_VALUES)
+            members[key] = await parse_fully(value, budget)
         except TooManyValues as error:
             raise InvalidArgument(f"{key}: {error.message}", field=key) from None
     return members
@@ -75,58 +78,65 @@ def _parse(text: Buffer, offset: int) -> Any:
         raise InvalidArgument(f"the body is not valid JSON: {error.msg} at {max(0, offset + error.pos)}") from None
 
 
-def decode_body(body: JsonBody, kind: type[_Body], neutral: NoOpValues) -> _Body:
-    """A JSON object with the fields of `kind`, harmless ones, and those of `neutral` at a value that asks for nothing.
+def supported_members(body: Mapping[str, Any], names: Iterable[str], no_ops: NoOpValues) -> dict[str, Any]:
+    """The members of a body that `names` has; integers written as 8.0 are integers, alone or in a list.
 
     Raises:
-        InvalidArgument: it is not; `field` names the culprit.
+        InvalidArgument: a member is unknown, or unsupported and not at a value of `no_ops`; `field` names it.
     """
-    members = body if isinstance(body, dict) else _parse(body, 0)
-    if not isinstance(members, dict):
-        raise InvalidArgument("the body must be a JSON object")
-    names = _names(kind)
-    reject_unsupported(members, names | IGNORED_FIELDS, neutral, "")
-    supported = {key: _whole(value) for key, value in members.items() if key in names}
-    return convert_fields(supported, kind)
+    names = frozenset(names)
+    reject_unsupported(body, names | IGNORED_FIELDS, no_ops, "")
+    return {key: _with_integers(value) for key, value in body.items() if key in names}
 
 
-def _whole(value: Any) -> Any:
-    """A number such as 8.0, alone or in a list, is an integer in JSON. One of more than 64 bits comes likewise."""
+def decode_body(body: Mapping[str, Any], kind: type[_Struct], no_ops: NoOpValues) -> _Struct:
+    """The supported members of a body as the struct `kind`, which has a field for each.
+
+    Raises:
+        InvalidArgument: as `supported_members`, or a member has a value of the wrong type.
+    """
+    return convert_fields(supported_members(body, kind.__struct_fields__, no_ops), kind)
+
+
+def _with_integers(value: Any) -> Any:
+    # To JSON 8.0 is an integer; one of more than 64 bits comes as a float, too.
     if type(value) is float:
         return int(value) if value.is_integer() else value
     if type(value) is list and {float, list} & set(map(type, value)):
-        return [_whole(each) for each in value]
+        return [_with_integers(each) for each in value]
     return value
 
 
-@lru_cache
-def _names(kind: type[msgspec.Struct]) -> frozenset[str]:
-    return frozenset(kind.__struct_fields__)
+def reject_unsupported(members: Mapping[str, Any], known: frozenset[str], no_ops: NoOpValues, where: str) -> None:
+    """Raise `InvalidArgument` for a member that is neither `known` nor at a value of `no_ops`.
 
-
-def reject_unsupported(members: Mapping[str, Any], known: frozenset[str], neutral: NoOpValues, where: str) -> None:
-    """Raises `InvalidArgument` for a member that is neither `known` nor `neutral` at its value; `where` is its path."""
+    `where` stands before the member's name in the message, and in `field`.
+    """
     for key, value in members.items():
         if key in known:
             continue
-        if key not in neutral:
-            alike = did_you_mean(key, (*known, *neutral))
+        if key not in no_ops:
+            alike = did_you_mean(key, (*known, *no_ops))
             raise InvalidArgument(f"unknown field: {where}{key}{alike}", field=f"{where}{key}")
-        if value is not None and value not in neutral[key]:
+        if value is not None and value not in no_ops[key]:
             raise InvalidArgument(f"{where}{key} is not supported yet, got {shortened(value)}", field=f"{where}{key}")
 
 
 def shortened(value: Any) -> str:
-    """As much of it as a message has room for."""
+    """The JSON of a value, for an error message: at most 60 characters."""
     try:
         text = orjson.dumps(value).decode()
     except orjson.JSONEncodeError:
-        return "something nested too deeply to show"  # it reads deeper than it writes
+        return "something nested too deeply to show"  # orjson reads deeper nesting than it writes
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def convert_fields(members: Any, kind: type[_Any], where: str = "") -> _Any:
-    """`members` as a `kind`; raises `InvalidArgument`, whose `field` is the path under `where`."""
+def convert_fields(members: Mapping[str, Any], kind: type[_Struct], where: str = "") -> _Struct:
+    """The struct `kind` made of those of `members` that it has fields for.
+
+    Raises:
+        InvalidArgument: a value has the wrong type; `field` is its path below `where`.
+    """
     try:
         return msgspec.convert(members, kind)
     except msgspec.ValidationError as error:

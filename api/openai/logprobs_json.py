@@ -1,7 +1,4 @@
-"""Logprobs as OpenAI's endpoints and vLLM's `prompt_logprobs` write them, and which answers they make the best.
-
-Knows nothing of bodies.
-"""
+"""Logprobs as JSON: of completions, of chat, and vLLM's of prompts; and the selection of the best choices by them."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -11,14 +8,15 @@ from ...core.logprobs import PromptToken, TokenLogprob
 from ...core.request import GenerateChunk
 
 JsonObject = dict[str, Any]
-"""A JSON object."""
 
 
 def completion_logprobs(
     prompt: Sequence[PromptToken], tokens: Sequence[TokenLogprob], offset: int, most: int
 ) -> JsonObject:
-    """Columns over the tokens of an echoed prompt, if any, and those generated. `offset`: characters that the tokens
-    before wrote; `most`: likeliest tokens beside each."""
+    """The `logprobs` of a completion: columns over the tokens of an echoed prompt, if any, and those generated.
+
+    `offset`: characters that the tokens before wrote; `most`: likeliest tokens beside each.
+    """
     given = [*(each.given for each in prompt), *tokens]
     texts = [*(each.text for each in prompt), *(each.text for each in tokens)]
     return {
@@ -30,19 +28,22 @@ def completion_logprobs(
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprob]) -> JsonObject:
-    """An entry for each token of a message."""
+    """The `logprobs` of a chat message: an entry for each token."""
     content = [_entry(each) | {"top_logprobs": [_entry(other) for other in each.top]} for each in tokens]
     return {"content": content, "refusal": None}
 
 
 def prompt_logprobs(prompt: Sequence[PromptToken], most: int) -> list[JsonObject | None]:
-    """vLLM's: by token id, the prompt's own token first, then the `most` likeliest; null for the first of all."""
+    """vLLM's `prompt_logprobs`: for each token an object by token id, the prompt's own token first, then the `most`
+    likeliest; None for the first token of all."""
     return [None if each.given is None else _by_id(each.given, each.rank, most) for each in prompt]
 
 
 def select_best(answers: Sequence[GenerateChunk], choices: int, kept: int) -> list[GenerateChunk]:
-    """Of each `choices` answers in a row the `kept` with the highest logprob per token, the highest first; all of them,
-    as they are, where all are kept."""
+    """The `kept` answers with the highest mean logprob of each prompt's `choices` answers, the highest first.
+
+    Where all are kept they stay in their order.
+    """
     if kept == choices:
         return list(answers)
     groups = (answers[at : at + choices] for at in range(0, len(answers), choices))
@@ -58,7 +59,7 @@ def _entry(token: TokenLogprob) -> JsonObject:
 
 
 def _by_text(token: TokenLogprob, most: int) -> dict[str, float]:
-    """The likeliest tokens and the chosen one; of several that read the same, the likeliest."""
+    # Of several tokens with the same text, the likeliest is named.
     named: dict[str, float] = {}
     for each in (*token.top[:most], token):
         named.setdefault(each.text, each.logprob)

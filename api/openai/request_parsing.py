@@ -1,6 +1,6 @@
-"""OpenAI's requests: their bodies turned into generate requests. Knows nothing of HTTP."""
+"""Bodies of /v1/completions and /v1/chat/completions become generate requests. Knows nothing of HTTP."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -8,13 +8,14 @@ import msgspec
 from ...core.errors import InvalidArgument
 from ...core.request import GenerateRequest, Prompt, SamplingParams
 from .chat_messages import parse_messages
-from .json_body import JsonBody, decode_body, shortened
+from .json_body import convert_fields, shortened, supported_members
 from .schemas import (
     CHAT_NO_OP_VALUES,
     COMPLETION_NO_OP_VALUES,
     ChatBody,
     CompletionBody,
     GenerationBody,
+    SamplingFields,
     StreamOptions,
     StringOrList,
 )
@@ -23,14 +24,18 @@ _MAX_CHOICES = 128
 _MAX_ANSWERS = 1024
 """Prompts times choices of one body: each costs the frontend 70 microseconds before it can be refused."""
 
+_COMPLETION_MAX_TOKENS = 16
+_COMPLETION_FIELDS = frozenset((*CompletionBody.__struct_fields__, *SamplingFields.__struct_fields__))
+_CHAT_FIELDS = frozenset((*ChatBody.__struct_fields__, *SamplingFields.__struct_fields__))
+
 
 class ResponseSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How to answer: with `choices` for each prompt, of which the best `kept` are shown.
+    """How the response to a body is written.
 
-    `logprobs`: how many of the likeliest tokens stand beside each one of the text, which is the prompt's too with
-    `echo`; `prompt_logprobs`: beside those of the prompt in a list of their own. None shows no logprob. `token_ids`:
-    those of prompt and answer are shown. `include_usage`: a stream ends with it; `running_usage`: its chunks have it,
-    too.
+    `best_of` choices are generated for each prompt, and the best `n` shown. `logprobs`: how many of the likeliest
+    tokens stand beside each one of the text, which with `echo` begins with the prompt; `prompt_logprobs`: beside those
+    of the prompt, in a list of their own; None shows no logprob. `return_token_ids`: those of prompt and answer are
+    shown. `include_usage`: a stream ends with the usage; `continuous_usage`: its chunks have it, too.
     """
 
     id: str
@@ -46,48 +51,59 @@ class ResponseSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParsedCompletion(msgspec.Struct, frozen=True):
-    """One request of the door: what goes to the gateway, and how to answer."""
+    """A parsed body: `requests`, one for each choice of each prompt, and how to respond."""
 
     requests: tuple[GenerateRequest, ...]
     stream: bool
     response: ResponseSpec
 
 
-def parse_completion(body: JsonBody, name: str) -> ParsedCompletion:
-    """`name`: what the request's id ends with. Raises `InvalidArgument`, whose `field` names the culprit."""
-    fields = decode_body(body, CompletionBody, COMPLETION_NO_OP_VALUES)
-    max_tokens = 16 if fields.max_tokens is None else fields.max_tokens
-    reply = msgspec.structs.replace(
-        _response_spec(f"cmpl-{name}", fields), best_of=_best_of(fields), echo=bool(fields.echo)
-    )
-    return _parsed(reply, fields, _prompts(fields.prompt), max_tokens)
+def parse_completion(body: Mapping[str, Any], request_id: str) -> ParsedCompletion:
+    """Parse a body of /v1/completions; the response's id is `cmpl-` and `request_id`.
+
+    Raises:
+        InvalidArgument: a field is unknown, unsupported or wrong; `field` names it.
+    """
+    members = supported_members(body, _COMPLETION_FIELDS, COMPLETION_NO_OP_VALUES)
+    fields = convert_fields(members, CompletionBody)
+    n, best_of = _choices(fields.n), fields.best_of
+    if best_of is not None and not n <= best_of <= _MAX_CHOICES:
+        message = f"best_of must be between n, which is {n}, and {_MAX_CHOICES}, got {best_of}"
+        raise InvalidArgument(message, field="best_of")
+    if fields.stream and best_of is not None and best_of > n:
+        raise InvalidArgument("best_of can't be streamed: the best are known when all have ended", field="best_of")
+    max_tokens = _COMPLETION_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+    spec = _response_spec(f"cmpl-{request_id}", fields, best_of or n, bool(fields.echo))
+    return _parsed(spec, fields, _prompts(fields.prompt), _sampling(members, fields, max_tokens))
 
 
-def parse_chat(body: JsonBody, name: str) -> ParsedCompletion:
-    """`name`: what the request's id ends with. Raises `InvalidArgument`, whose `field` names the culprit."""
-    fields = decode_body(body, ChatBody, CHAT_NO_OP_VALUES)
+def parse_chat(body: Mapping[str, Any], request_id: str) -> ParsedCompletion:
+    """Parse a body of /v1/chat/completions; the response's id is `chatcmpl-` and `request_id`.
+
+    Raises:
+        InvalidArgument: a field is unknown, unsupported or wrong; `field` names it.
+    """
+    members = supported_members(body, _CHAT_FIELDS, CHAT_NO_OP_VALUES)
+    fields = convert_fields(members, ChatBody)
     conversation = parse_messages(fields.messages, fields)
+    spec = _response_spec(f"chatcmpl-{request_id}", fields, _choices(fields.n))
+    limit = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     try:
-        return _parsed(_response_spec(f"chatcmpl-{name}", fields), fields, [conversation], _chat_limit(fields))
+        return _parsed(spec, fields, [conversation], _sampling(members, fields, getattr(fields, limit)))
     except InvalidArgument as error:
-        raise _as_said(error, fields) from None
+        if error.field != "max_tokens":
+            raise
+        raise InvalidArgument(error.message.replace("max_tokens", limit, 1), field=limit) from None
 
 
-def _as_said(error: InvalidArgument, fields: ChatBody) -> InvalidArgument:
-    """By the name that the limit came by."""
-    if error.field != "max_tokens" or fields.max_completion_tokens is None:
-        return error
-    field = "max_completion_tokens"
-    return InvalidArgument(error.message.replace(error.field, field, 1), field=field)
-
-
-def _response_spec(request_id: str, fields: GenerationBody) -> ResponseSpec:
-    options, choices = fields.stream_options or StreamOptions(), _choices(fields.n)
+def _response_spec(response_id: str, fields: GenerationBody, best_of: int, echo: bool = False) -> ResponseSpec:
+    options = fields.stream_options or StreamOptions()
     return ResponseSpec(
-        id=request_id,
+        id=response_id,
         model=fields.model,
-        best_of=choices,
-        n=choices,
+        best_of=best_of,
+        n=_choices(fields.n),
+        echo=echo,
         logprobs=fields.num_logprobs,
         prompt_logprobs=fields.prompt_logprobs,
         return_token_ids=bool(fields.return_token_ids),
@@ -96,142 +112,99 @@ def _response_spec(request_id: str, fields: GenerationBody) -> ResponseSpec:
     )
 
 
-def _prompts(prompt: Any) -> list[Prompt]:
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt, list) and prompt:
-        kinds = set(map(type, prompt))
-        if kinds == {int}:
-            return [_ids(prompt)]
-        _check_count(len(prompt), 1)
-        if kinds == {str}:
-            return prompt
-        if kinds == {list} and all(set(map(type, ids)) <= {int} for ids in prompt):
-            return [_ids(ids) for ids in prompt]
-    message = "prompt must be a string, a list of token ids, or a list of either, and not empty"
-    raise InvalidArgument(message, field="prompt")
-
-
-def _ids(tokens: list[int]) -> tuple[int, ...]:
-    if tokens and (min(tokens) < 0 or max(tokens) >= 2**31):
-        raise InvalidArgument("prompt: token ids must be numbers of at least 0", field="prompt")
-    return tuple(tokens)
-
-
-def _chat_limit(fields: ChatBody) -> int | None:
-    """By OpenAI's newer name, or by the one that it replaces."""
-    return fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
-
-
-def _parsed(
-    reply: ResponseSpec, fields: GenerationBody, prompts: list[Prompt], max_tokens: int | None
-) -> ParsedCompletion:
-    _check_stream(fields)
-    _check_count(len(prompts), reply.best_of)
-    sampling = _sampling(fields, max_tokens)
-    if reply.n < reply.best_of and sampling.logprobs is None:
-        sampling = msgspec.structs.replace(sampling, logprobs=0)  # the best are found by their logprobs
-    one = GenerateRequest(
-        id=reply.id,
-        prompt=prompts[0],
-        sampling=sampling,
-        priority=fields.priority or 0,
-        cache_salt=fields.cache_salt or "",
-        timeout=_timeout(fields.timeout),
-        adapter=fields.lora_name or "",
-        guided_decoding=fields.guide,
-        choice_count=reply.best_of,
-        prompt_count=len(prompts),
-        echo=reply.echo,
-        return_prompt_ids=reply.return_token_ids,
-    )
-    stream = bool(fields.stream)
-    answers = [one, *_further(one, scored=stream)]
-    requests = (msgspec.structs.replace(answer, prompt=prompt) for prompt in prompts for answer in answers)
-    return ParsedCompletion(tuple(requests), stream, reply)
-
-
-def _further(first: GenerateRequest, scored: bool) -> Iterator[GenerateRequest]:
-    """The other answers to the same prompt. Unless they are to be `scored`, too, as in a stream, where none waits for
-    another, the first alone tells of the prompt's tokens."""
-    sampling = first.sampling if scored else msgspec.structs.replace(first.sampling, prompt_logprobs=None)
-    for choice in range(1, first.choice_count):
-        yield msgspec.structs.replace(first, choice=choice, sampling=sampling)
-
-
-def _timeout(timeout: float | None) -> float:
-    if timeout is not None and timeout < 0:
-        raise InvalidArgument(f"timeout must be a number of seconds of at least 0, got {timeout}", field="timeout")
-    return timeout or 0.0
-
-
-def _check_count(prompts: int, choices: int) -> None:
-    if prompts * choices > _MAX_ANSWERS:
-        message = f"{prompts} prompts with {choices} choices ask for more than {_MAX_ANSWERS} answers at once"
-        raise InvalidArgument(message, field="prompt")
-
-
-def _check_stream(fields: GenerationBody) -> None:
-    if fields.stream_options is not None and not fields.stream:
-        raise InvalidArgument("stream_options needs stream to be true", field="stream_options")
-    if fields.stream and fields.prompt_logprobs is not None:
-        raise InvalidArgument("prompt_logprobs can't be streamed", field="prompt_logprobs")
-
-
 def _choices(n: int | None) -> int:
     if n is not None and not 1 <= n <= _MAX_CHOICES:
         raise InvalidArgument(f"n must be between 1 and {_MAX_CHOICES}, got {n}", field="n")
     return n or 1
 
 
-def _best_of(fields: CompletionBody) -> int:
-    kept, best_of = _choices(fields.n), fields.best_of
-    if best_of is None:
-        return kept
-    if not kept <= best_of <= _MAX_CHOICES:
-        message = f"best_of must be between n, which is {kept}, and {_MAX_CHOICES}, got {best_of}"
-        raise InvalidArgument(message, field="best_of")
-    if fields.stream and best_of > kept:
-        raise InvalidArgument("best_of can't be streamed: the best are known when all have ended", field="best_of")
-    return best_of
+def _prompts(prompt: Any) -> list[Prompt]:
+    """One prompt, or several: each a text or a list of token ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        kinds = set(map(type, prompt))
+        if kinds == {int}:
+            return [_token_ids(prompt)]
+        _check_answers(len(prompt), 1)
+        if kinds == {str}:
+            return prompt
+        if kinds == {list} and all(set(map(type, ids)) <= {int} for ids in prompt):
+            return [_token_ids(ids) for ids in prompt]
+    message = "prompt must be a string, a list of token ids, or a list of either, and not empty"
+    raise InvalidArgument(message, field="prompt")
 
 
-def _sampling(fields: GenerationBody, max_tokens: int | None) -> SamplingParams:
+def _token_ids(tokens: list[int]) -> tuple[int, ...]:
+    if tokens and (min(tokens) < 0 or max(tokens) >= 2**31):
+        raise InvalidArgument("prompt: token ids must be numbers of at least 0", field="prompt")
+    return tuple(tokens)
+
+
+def _check_answers(prompts: int, choices: int) -> None:
+    if prompts * choices > _MAX_ANSWERS:
+        message = f"{prompts} prompts with {choices} choices ask for more than {_MAX_ANSWERS} answers at once"
+        raise InvalidArgument(message, field="prompt")
+
+
+def _parsed(
+    spec: ResponseSpec, fields: GenerationBody, prompts: Sequence[Prompt], sampling: SamplingParams
+) -> ParsedCompletion:
+    stream, timeout = bool(fields.stream), fields.timeout or 0.0
+    if fields.stream_options is not None and not stream:
+        raise InvalidArgument("stream_options needs stream to be true", field="stream_options")
+    if stream and fields.prompt_logprobs is not None:
+        raise InvalidArgument("prompt_logprobs can't be streamed", field="prompt_logprobs")
+    if timeout < 0:
+        raise InvalidArgument(f"timeout must be a number of seconds of at least 0, got {timeout}", field="timeout")
+    _check_answers(len(prompts), spec.best_of)
+    # The prompt's logprobs are told by its first choice alone; but in a stream no choice waits for another.
+    further = sampling if stream else msgspec.structs.replace(sampling, prompt_logprobs=None)
+    guided_decoding = fields.guided_decoding
+    requests = tuple(
+        GenerateRequest(
+            id=spec.id,
+            prompt=prompt,
+            sampling=further if choice else sampling,
+            priority=fields.priority or 0,
+            cache_salt=fields.cache_salt or "",
+            timeout=timeout,
+            adapter=fields.lora_name or "",
+            guided_decoding=guided_decoding,
+            choice=choice,
+            choice_count=spec.best_of,
+            prompt_count=len(prompts),
+            echo=spec.echo,
+            return_prompt_ids=spec.return_token_ids,
+        )
+        for prompt in prompts
+        for choice in range(spec.best_of)
+    )
+    return ParsedCompletion(requests, stream, spec)
+
+
+def _sampling(members: Mapping[str, Any], fields: GenerationBody, max_tokens: int | None) -> SamplingParams:
+    named = msgspec.structs.asdict(convert_fields(members, SamplingFields))
+    logprobs, n, best_of = fields.num_logprobs, fields.n or 1, getattr(fields, "best_of", None) or 1
     return SamplingParams(
+        **{name: value for name, value in named.items() if value is not None},
         max_tokens=max_tokens,
-        temperature=fields.temperature,
-        top_k=fields.top_k,
-        top_p=fields.top_p,
-        seed=fields.seed,
-        stop_token_ids=fields.stop_token_ids or (),
-        ignore_eos=bool(fields.ignore_eos),
-        min_p=fields.min_p,
-        repetition_penalty=fields.repetition_penalty,
-        presence_penalty=fields.presence_penalty or 0,
-        frequency_penalty=fields.frequency_penalty or 0,
-        logit_bias=_bias(fields.logit_bias or {}),
-        bad_words=_words(fields.bad_words),
-        min_tokens=fields.min_tokens or 0,
-        stop=_words(fields.stop),
-        include_stop_str_in_output=bool(fields.include_stop_str_in_output),
-        allowed_token_ids=fields.allowed_token_ids,
-        truncate_prompt_tokens=fields.truncate_prompt_tokens,
-        skip_special_tokens=fields.skip_special_tokens is not False,
-        spaces_between_special_tokens=fields.spaces_between_special_tokens is not False,
-        logprobs=fields.num_logprobs,
+        stop=_non_empty(fields.stop),
+        bad_words=_non_empty(fields.bad_words),
+        logit_bias=_logit_bias(fields.logit_bias or {}),
+        logprobs=0 if logprobs is None and best_of > n else logprobs,  # the best are found by their logprobs
         prompt_logprobs=fields.num_prompt_logprobs,
     )
 
 
-def _words(words: StringOrList) -> tuple[str, ...]:
-    """Those that are there: clients send empty strings for none."""
-    return tuple(filter(None, (words,) if isinstance(words, str) else words or ()))
+def _non_empty(strings: StringOrList) -> tuple[str, ...]:
+    # Clients send empty strings for none.
+    return tuple(filter(None, (strings,) if isinstance(strings, str) else strings or ()))
 
 
-def _bias(bias: Mapping[str, float]) -> dict[int, float]:
+def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
     for token in bias:
         if not (token.isascii() and token.isdigit() and len(token) < 10):
-            raise InvalidArgument(
-                f"logit_bias must name tokens by their ids, got {shortened(token)}", field="logit_bias"
-            )
+            text = f"logit_bias must name tokens by their ids, got {shortened(token)}"
+            raise InvalidArgument(text, field="logit_bias")
     return {int(token): value for token, value in bias.items()}

@@ -1,16 +1,22 @@
-"""The bodies of /v1/completions and /v1/chat/completions: which fields there are, and what each may be."""
+"""Fields of the bodies of /v1/completions and /v1/chat/completions: names, JSON types, and how some become another.
 
-from typing import Any, TypeAlias
+The reference is OpenAI's API (https://platform.openai.com/docs/api-reference) with vLLM's extra parameters
+(https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html). Sampling parameters are not listed here: those
+of `SamplingParams` are fields of both bodies.
+"""
+
+from typing import Any, TypeAlias, get_type_hints
 
 import msgspec
+import orjson
 
 from ...core.errors import InvalidArgument
 from ...core.guided_decoding import GuidedDecoding, GuidedDecodingKind
 from ...core.logprobs import MAX_LOGPROBS
+from ...core.request import SamplingParams
 from .json_body import NoOpValues
-from .response_format import ResponseFormat, resolve_guide
 
-NO_OP_VALUES: NoOpValues = {
+_NO_OP_VALUES: NoOpValues = {
     "best_of": (1,),
     "top_logprobs": (0,),
     "length_penalty": (1,),
@@ -37,11 +43,9 @@ NO_OP_VALUES: NoOpValues = {
     "structured_outputs": (),
     "mm_processor_kwargs": ({},),
 }
-"""Fields of OpenAI and vLLM that are not supported, here or by the other endpoint."""
-
-COMPLETION_NO_OP_VALUES: NoOpValues = {**NO_OP_VALUES, "add_special_tokens": (True,)}
-CHAT_NO_OP_VALUES: NoOpValues = {**NO_OP_VALUES, "add_special_tokens": (False,)}
-"""A text gets the tokens that the tokenizer puts around it; a conversation those that its template writes."""
+# A text gets the special tokens that the tokenizer puts around it, a conversation those that its template writes.
+COMPLETION_NO_OP_VALUES: NoOpValues = {**_NO_OP_VALUES, "add_special_tokens": (True,)}
+CHAT_NO_OP_VALUES: NoOpValues = {**_NO_OP_VALUES, "add_special_tokens": (False,)}
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,61 +54,77 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     continuous_usage_stats: bool | None = None
 
 
+class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="text"):
+    """The `response_format` that asks for nothing."""
+
+
+class JsonObjectFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="json_object"):
+    """The `response_format` that asks for a JSON object of any shape."""
+
+
+class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A named schema. `name`, `description` and `strict` change nothing: schemas are always held to."""
+
+    name: str
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="json_schema"):
+    json_schema: JsonSchema
+
+
 StringOrList: TypeAlias = str | tuple[str, ...] | None
-"""One string, or several."""
 
 
 class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What both have."""
+    """Fields that both endpoints have, beside `SamplingFields`."""
 
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: tuple[int, ...] | None = None
     cache_salt: str | None = None
     priority: int | None = None
     timeout: float | None = None
     n: int | None = None
     stop: StringOrList = None
-    include_stop_str_in_output: bool | None = None
     bad_words: StringOrList = None
-    allowed_token_ids: tuple[int, ...] | None = None
-    truncate_prompt_tokens: int | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    min_tokens: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     lora_name: str | None = None
-    response_format: ResponseFormat | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     guided_decoding_guide_type: GuidedDecodingKind | None = None
     guided_decoding_guide: str | None = None
 
     @property
-    def guide(self) -> GuidedDecoding | None:
-        """What the text must be. Raises `InvalidArgument` where that contradicts itself."""
+    def guided_decoding(self) -> GuidedDecoding | None:
+        """The form that the text must have, by `response_format` or by the parameters of guided decoding.
+
+        Raises:
+            InvalidArgument: by both, or the parameters contradict each other.
+        """
         guide = GuidedDecoding.from_parameters(self.guided_decoding_guide_type, self.guided_decoding_guide or "")
-        return resolve_guide(self.response_format, guide)
+        wanted = self.response_format
+        if wanted is None or isinstance(wanted, TextFormat):
+            return guide
+        if guide is not None:
+            message = f"response_format and {guide.parameter} say the same thing twice: give one"
+            raise InvalidArgument(message, field="response_format")
+        if isinstance(wanted, JsonObjectFormat):
+            return GuidedDecoding("json", parameter="response_format")
+        return GuidedDecoding("json_schema", orjson.dumps(wanted.json_schema.schema).decode(), "response_format")
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens to name beside each chosen one; None names none and no logprob at all."""
+        """How many likeliest tokens stand beside each chosen one; None: no logprob is shown at all."""
         raise NotImplementedError
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same of the prompt's tokens."""
+        """How many likeliest tokens are computed for each token of the prompt; None: no logprob at all."""
         return self.prompt_logprobs
 
 
@@ -120,7 +140,6 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """An echo has logprobs as the rest has."""
         echoed = self.logprobs if self.echo else None
         return max((most for most in (echoed, self.prompt_logprobs) if most is not None), default=None)
 
@@ -143,3 +162,11 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         if top and not self.logprobs:
             raise InvalidArgument("top_logprobs needs logprobs to be true", field="top_logprobs")
         return top if self.logprobs else None
+
+
+_OWN_FORM = {*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__}
+SamplingFields = msgspec.defstruct(
+    "SamplingFields",
+    [(name, kind | None, None) for name, kind in get_type_hints(SamplingParams).items() if name not in _OWN_FORM],
+)
+"""The parameters of `SamplingParams` that a body has under the same name and with the same type, or as null."""
