@@ -1,4 +1,4 @@
-"""Who may ask: API keys and the tenants they stand for.
+"""API keys, and the tenants that they stand for.
 
 Knows nothing of HTTP and gRPC but the `authorization` text they carry. Keeps digests only: no key can be logged.
 """
@@ -6,13 +6,10 @@ Knows nothing of HTTP and gRPC but the `authorization` text they carry. Keeps di
 import hmac
 import math
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, NamedTuple
-
-from cyclopts import Parameter
+from typing import NamedTuple
 
 from ..core.errors import InvalidArgument, Unauthenticated
 
@@ -21,29 +18,18 @@ _SCHEME = "bearer "
 
 
 class Tenant(NamedTuple):
-    """Who asks: what cache, metrics and fair share go by. `weight`: his share beside the others."""
+    """The owner of a key: prefix cache, metrics and fair share go by it. `weight`: its share beside the others."""
 
     name: str = ""
     weight: float = 1.0
 
 
 ANONYMOUS = Tenant()
-"""Everybody, where no keys are set."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyOptions:
-    """Who may ask. Without any key everybody may."""
-
-    api_key: Annotated[tuple[str, ...], Parameter(negative=())] = field(default=(), repr=False)
-    """A key clients must show, as `key`, `name:key` or `name:key:weight`; may be given several times. Other users of
-    the machine can see it: prefer --api-key-file, or CHARONIA_API_KEYS with keys apart by commas or spaces."""
-    api_key_file: Path | None = None
-    """File of such keys, one a line."""
+"""The tenant of every request where no keys are set."""
 
 
 class Keyring:
-    """Every key there is; without any, everybody is `ANONYMOUS`."""
+    """Every key there is; without any, every request is of `ANONYMOUS`."""
 
     def __init__(self, keys: Iterable[tuple[str, Tenant]] = ()) -> None:
         self._tenants = tuple((_digest(key), tenant) for key, tenant in keys)
@@ -70,15 +56,20 @@ class Keyring:
         return found
 
 
-def load_keyring(options: KeyOptions) -> Keyring:
-    """The keys of the command line, the file and the environment.
+def load_keyring(given: Sequence[str] = (), file: Path | None = None) -> Keyring:
+    """The keys of the flags --api-key and --api-key-file and of the environment.
 
     Raises:
         InvalidArgument: one is malformed (its place is named, never itself), given twice, or two disagree on a tenant.
     """
+    placed = [(f"--api-key {number}", text) for number, text in enumerate(given, 1)]
+    if file is not None:
+        placed += _lines(file)
+    variable = os.environ.get(ENVIRONMENT, "").replace(",", " ").split()
+    placed += [(f"{ENVIRONMENT} {number}", text) for number, text in enumerate(variable, 1)]
     keys: dict[str, Tenant] = {}
     weights: dict[str, float] = {}
-    for place, text in _texts(options):
+    for place, text in placed:
         key, tenant = _parse(text, place)
         if key in keys:
             raise InvalidArgument(f"{place} repeats another key")
@@ -88,18 +79,8 @@ def load_keyring(options: KeyOptions) -> Keyring:
     return Keyring(keys.items())
 
 
-def _texts(options: KeyOptions) -> Iterator[tuple[str, str]]:
-    """(where it stands, text) of each key."""
-    for number, text in enumerate(options.api_key, 1):
-        yield f"--api-key {number}", text
-    if options.api_key_file is not None:
-        yield from _lines(options.api_key_file)
-    for number, text in enumerate(os.environ.get(ENVIRONMENT, "").replace(",", " ").split(), 1):
-        yield f"{ENVIRONMENT} {number}", text
-
-
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Its lines but empty ones and comments."""
+    """The place and the text of each line but empty ones and comments."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:

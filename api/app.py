@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -22,9 +23,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ..core.errors import CharoniaError, NotFound, shutdown_error
 from ..core.gateway import Gateway
 from .api_keys import Keyring
-from .http.auth import AuthMiddleware
+from .http.auth import AuthMiddleware, RestrictedApiMiddleware
 from .http.connection import ClientDisconnected
-from .http.cors import cors_middleware
 from .http.direct import response_started
 from .http.error_responses import INTERNAL_SERVER_ERROR, error_response, is_openai_path, json_response
 from .http.request_context import RequestContextMiddleware, record_error
@@ -35,7 +35,6 @@ from .metadata import ServerInfo
 from .openai.embeddings import EncoderRoutes
 from .openai.routes import OpenAIRoutes
 from .openai.tokenize_routes import TokenizeRoutes
-from .restricted_apis import RestrictedApiMiddleware
 from .triton.control import ControlEndpoints
 from .triton.endpoints import V2Endpoints
 from .triton.shared_memory import SharedMemoryEndpoints
@@ -47,6 +46,9 @@ Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
 _KNOWN_PATHS = 256
 _LONGEST_KNOWN = 256
 """Paths whose routes are remembered: how many, and up to what length."""
+
+_EXPOSED_HEADERS = ("endpoint-load-metrics", "inference-header-content-length", "retry-after", "x-request-id")
+"""Headers of responses that a web page of another origin could not read otherwise."""
 
 _CLIENT_LEFT = 499
 """What nginx logs for it; nobody receives it."""
@@ -70,7 +72,17 @@ def build_app(
     if rules.required_headers:
         app = RestrictedApiMiddleware(app, rules.required_headers)
     app = CatchAllMiddleware(RequestContextMiddleware(AuthMiddleware(app, keys) if keys else app, gateway))
-    return cors_middleware(app, rules.allowed_origins) if rules.allowed_origins else app
+    if not rules.allowed_origins:
+        return app
+    # Browsers show a response to a page of another origin only where headers allow it, and ask before they send JSON
+    # or a key (https://fetch.spec.whatwg.org/#http-cors-protocol). Other clients do as they like.
+    return CORSMiddleware(
+        app,
+        allow_origins=rules.allowed_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=_EXPOSED_HEADERS,
+    )
 
 
 def all_routes(

@@ -1,6 +1,7 @@
-"""Parts of v2 that only those may use who show a value: `--http-restricted-api` and its like.
+"""The parts of v2 that can be restricted to requests with a certain header, and the flags that do it.
 
-v2's section 1.2 in code: which parts there are, and what their flags mean. Knows no protocol but HTTP's paths.
+The parts and the flags' form are tritonserver's: https://github.com/triton-inference-server/server/blob/main/docs/
+customization_guide/deploy.md. Endpoints of OpenAI and vLLM go with those of v2 that do the same.
 """
 
 import hmac
@@ -8,11 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
-from ..core.errors import InvalidArgument, Unauthenticated
-from .http.error_responses import json_response, v2_error_body
-from .http.request_context import record_error
+from ..core.errors import InvalidArgument
 
 _MODEL = r"/v2/models/[^/]+(/versions/[0-9]+)?"
 _PATHS = {
@@ -29,11 +26,11 @@ _PATHS = {
 _API = re.compile("|".join(f"(?P<{name.replace('-', '_')}>{path})" for name, path in _PATHS.items()), re.DOTALL)
 
 APIS = tuple(_PATHS)
-"""What can be restricted. Endpoints of OpenAI and vLLM go with v2's that do the same."""
+"""Names of the parts, as flags have them."""
 
 
 class RequiredHeader(NamedTuple):
-    """The header that must have this value."""
+    """The header, or gRPC metadata, that a request must have with this value."""
 
     key: str
     value: str
@@ -43,21 +40,21 @@ class RequiredHeader(NamedTuple):
 
 
 def read_restrictions(groups: Sequence[str], flag: str) -> Mapping[str, RequiredHeader]:
-    """What each API that is restricted asks for. `groups`: `<api>[,<api>]:<key>=<value>`.
+    """The header that each restricted API requires. `groups`: `<api>[,<api>]:<key>=<value>`.
 
     Raises:
         InvalidArgument: one is malformed (its value is not told), or restricts what is restricted already.
     """
-    tolls: dict[str, RequiredHeader] = {}
+    required: dict[str, RequiredHeader] = {}
     for group in groups:
         names, colon, rest = group.partition(":")
         key, equals, value = rest.partition("=")
         if not (colon and equals and key and value):
             raise InvalidArgument(f"{flag} must be <api>[,<api>]:<key>=<value>, got one that begins '{names}'")
         for name in names.split(","):
-            _check_api(name, tolls, flag)
-            tolls[name] = RequiredHeader(key, value)
-    return tolls
+            _check_api(name, required, flag)
+            required[name] = RequiredHeader(key, value)
+    return required
 
 
 def _check_api(name: str, known: Iterable[str], flag: str) -> None:
@@ -69,30 +66,7 @@ def _check_api(name: str, known: Iterable[str], flag: str) -> None:
         raise InvalidArgument(f"{flag}: {what} can not be specified in multiple config groups")
 
 
-class RestrictedApiMiddleware:
-    """Answers 403 in place of `app`, before anything of a body is read."""
-
-    def __init__(self, app: ASGIApp, tolls: Mapping[str, RequiredHeader]) -> None:
-        self._app = app
-        self._tolls = tolls
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app, toll = self._app, self._toll(scope)
-        if toll is not None and not toll.matches(_header(scope, toll.key)):
-            error = Unauthenticated(f"This API is restricted, expecting header '{toll.key}'")
-            record_error(error)
-            app = json_response(v2_error_body(error), 403)
-        await app(scope, receive, send)
-
-    def _toll(self, scope: Scope) -> RequiredHeader | None:
-        found = _API.fullmatch(scope["path"]) if scope["type"] == "http" else None
-        return None if found is None else self._tolls.get(_api_of(found))
-
-
-def _api_of(found: re.Match[str]) -> str:
-    return next(name for name in APIS if found[name.replace("-", "_")] is not None)
-
-
-def _header(scope: Scope, key: str) -> str | None:
-    wanted = key.lower().encode()
-    return next((value.decode("latin-1") for name, value in scope["headers"] if name == wanted), None)
+def restricted_api_of(path: str) -> str | None:
+    """The part of v2 that an HTTP path belongs to; None for a path that cannot be restricted."""
+    found = _API.fullmatch(path)
+    return None if found is None else next(name for name in APIS if found[name.replace("-", "_")] is not None)

@@ -11,12 +11,12 @@ from typing import Annotated
 from cyclopts import App, Group, Parameter
 
 from .. import __version__
-from ..api.api_keys import KeyOptions
 from ..core.errors import CharoniaError, InvalidArgument
 from ..engine.options import EngineOptions
 from .cloud_options import CloudOptions
 from .grpc_options import GrpcOptions
 from .http_options import HttpOptions
+from .key_options import KeyOptions
 from .repository_options import CheckOptions, RepositoryOptions
 from .server_options import ServerOptions
 from .triton_flags import TritonFlags
@@ -74,10 +74,10 @@ def serve(
     from ..telemetry.logging_setup import configured_logging
     from ..telemetry.metrics_config import parse_metrics_config
     from ..telemetry.tracing import open_tracer, otlp_endpoint
+    from .endpoint_settings import endpoint_settings
     from .plan import (
         ServePlan,
         check_triton_flags,
-        endpoint_settings,
         selection_from_flags,
         shared_state,
         warn_of_unprotected_control,

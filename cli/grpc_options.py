@@ -1,4 +1,4 @@
-"""Settings of the gRPC door, under tritonserver's names. Free of grpc: the command line reads it."""
+"""The flags of gRPC, under tritonserver's names. Free of grpc: the command line reads it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ _Count: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lte=2**31 -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpcOptions:
-    """Settings of the gRPC door."""
+    """Settings of the gRPC endpoint."""
 
     allow_grpc: BooleanFlag = "true"
     """Serve gRPC."""
@@ -59,9 +59,19 @@ class GrpcOptions:
     """Regular expression; metadata whose name has a part that matches become parameters of requests."""
 
     @property
-    def mutual(self) -> bool:
-        return is_true(self.grpc_use_ssl_mutual)
-
-    @property
-    def encrypted(self) -> bool:
-        return self.mutual or is_true(self.grpc_use_ssl)
+    def channel_options(self) -> tuple[tuple[str, int], ...]:
+        """The flags that grpc has options for, by its names."""
+        ages = (
+            ("grpc.max_connection_age_ms", self.grpc_max_connection_age),
+            ("grpc.max_connection_age_grace_ms", self.grpc_max_connection_age_grace),
+        )
+        return (
+            ("grpc.so_reuseport", int(is_true(self.reuse_grpc_port))),  # grpc's own default is to share
+            ("grpc.keepalive_time_ms", self.grpc_keepalive_time),
+            ("grpc.keepalive_timeout_ms", self.grpc_keepalive_timeout),
+            ("grpc.keepalive_permit_without_calls", int(is_true(self.grpc_keepalive_permit_without_calls))),
+            ("grpc.http2.max_pings_without_data", self.grpc_http2_max_pings_without_data),
+            ("grpc.http2.min_ping_interval_without_data_ms", self.grpc_http2_min_recv_ping_interval_without_data),
+            ("grpc.http2.max_ping_strikes", self.grpc_http2_max_ping_strikes),
+            *(option for option in ages if option[1]),
+        )

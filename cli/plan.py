@@ -1,15 +1,8 @@
-"""What to serve and how: the command line's options as what they stand for. Loads nothing, opens no port."""
+"""The plan of a server, from the options of the command line: models, endpoints, shared state. Opens no port."""
 
 import logging
-import os
 from dataclasses import dataclass
 
-from ..api.api_keys import KeyOptions, Keyring, load_keyring
-from ..api.grpc import call_policy
-from ..api.grpc.tls_files import load_tls_files
-from ..api.http.rules import HttpRules, parse_http_rules
-from ..api.tls import KeyPair, parse_key_pair
-from ..api.triton.clouds import CloudEndpoint, configure_clouds
 from ..core.client_shared_memory import SharedMemoryRegistry
 from ..core.log_settings import LogControl
 from ..core.shared_state import SharedState
@@ -17,9 +10,8 @@ from ..core.trace_settings import TENSORS, TraceControl, parse_trace_config
 from ..engine.options import EngineOptions
 from ..telemetry.metrics_config import MetricsConfig
 from ..telemetry.trace_file import check_trace_file
-from .cloud_options import CloudOptions
+from .endpoint_settings import EndpointSettings
 from .grpc_options import GrpcOptions
-from .http_options import HttpOptions
 from .model_selection import ModelSelection, select_models
 from .repository_options import RepositoryOptions
 from .server_options import ServerOptions, is_true
@@ -32,19 +24,8 @@ _LOADS = "model-repository"
 
 
 @dataclass(frozen=True, slots=True)
-class EndpointSettings:
-    """Who may come in over HTTP (`rules`) or gRPC (`calls`), and how; `clouds`: by other doors."""
-
-    keys: Keyring
-    http: HttpRules
-    grpc: call_policy.GrpcCallPolicy
-    tls: KeyPair | None
-    clouds: tuple[CloudEndpoint, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class ServePlan:
-    """What to serve and how."""
+    """The models to serve, and how."""
 
     endpoints: EndpointSettings
     selection: ModelSelection
@@ -55,7 +36,7 @@ class ServePlan:
 
 
 def check_triton_flags(options: TritonFlags) -> None:
-    """What tritonserver would have done and nobody does here is told, and refused where it would be missed.
+    """Warn of flags of tritonserver that have no effect, and refuse those that would be missed.
 
     Raises:
         Unsupported: that is so; the message names the flag.
@@ -65,36 +46,15 @@ def check_triton_flags(options: TritonFlags) -> None:
         log.warning("flags of tritonserver that have no effect here: %s", ", ".join(options.ignored.given))
 
 
-def endpoint_settings(
-    server: ServerOptions, http: HttpOptions, access: KeyOptions, grpc: GrpcOptions, cloud: CloudOptions
-) -> EndpointSettings:
-    """What the doors are made with, gRPC's files read on trial.
-
-    Raises:
-        InvalidArgument: files of TLS or keys are no good, or a rule means nothing, or a cloud's environment lacks what
-            its door needs.
-    """
-    load_tls_files(grpc)
-    tls = parse_key_pair(server.http_server_cert, server.http_server_key, "--http-server")
-    keys = load_keyring(access)
-    return EndpointSettings(
-        keys,
-        parse_http_rules(http),
-        call_policy.build_call_policy(grpc, keys),
-        tls,
-        configure_clouds(cloud, os.environ),
-    )
-
-
 def warn_of_unprotected_control(
-    repository: RepositoryOptions, server: ServerOptions, grpc: GrpcOptions, entry: EndpointSettings
+    repository: RepositoryOptions, server: ServerOptions, grpc: GrpcOptions, endpoints: EndpointSettings
 ) -> None:
-    """In mode explicit, tell which doors let anybody load a model, and so run what it brings."""
-    if repository.model_control_mode != "explicit" or entry.keys:
+    """In mode explicit, warn of endpoints that let everybody load a model, and so run the code that it brings."""
+    if repository.model_control_mode != "explicit" or endpoints.keys:
         return
     doors = {
-        "HTTP": is_true(server.allow_http) and _LOADS not in entry.http.required_headers,
-        "gRPC": is_true(grpc.allow_grpc) and "RepositoryModelLoad" not in entry.grpc.required_headers,
+        "HTTP": is_true(server.allow_http) and _LOADS not in endpoints.http.required_headers,
+        "gRPC": is_true(grpc.allow_grpc) and "RepositoryModelLoad" not in endpoints.grpc_policy.required_headers,
     }
     if any(doors.values()):
         log.warning(

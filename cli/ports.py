@@ -1,22 +1,23 @@
-"""The ports of a server, reserved before there is anything to serve. Knows their flags; not what will listen there."""
+"""The ports of a server, reserved before there is anything to serve. Knows their flags; not what listens there."""
 
+import errno
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import combinations
 from typing import NamedTuple
 
-from ..api.http.server import bind_port
 from ..api.triton.clouds import CloudEndpoint
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgument, Unavailable
 from .grpc_options import GrpcOptions
 from .server_options import ServerOptions, is_true
 
 _EVERYWHERE = {"0.0.0.0", "::"}
+_PORTS_FAULT = (errno.EADDRINUSE, errno.EACCES)
 
 
 class ReservedPorts(NamedTuple):
-    """Sockets that do not listen yet; there is none for a door that nobody wants."""
+    """Sockets that do not listen yet; None for an endpoint that is not wanted."""
 
     http: socket.socket | None
     grpc: socket.socket | None
@@ -32,7 +33,7 @@ def reserve_ports(
 
     Raises:
         Unavailable: one is taken, or its address is not ours; the message names the flag.
-        InvalidArgument: two of them are one, or nobody wants a door for requests.
+        InvalidArgument: two of them are one, or no endpoint for requests is wanted.
     """
     if not is_true(server.allow_http) and not is_true(grpc.allow_grpc) and not clouds:
         raise InvalidArgument("--allow-http and --allow-grpc are both false: nobody could ask anything")
@@ -69,3 +70,26 @@ def _metrics(server: ServerOptions) -> AbstractContextManager[socket.socket | No
     if not is_true(server.allow_metrics):
         return nullcontext()
     return bind_port(server.metrics_address or server.http_address, server.metrics_port, "--metrics-port")
+
+
+def bind_port(address: str, port: int, flag: str, shared: bool = False) -> socket.socket:
+    """The port, reserved but not listening: clients are turned away until there is something to serve.
+
+    `shared`: other processes may listen on it too, if they say so as well.
+
+    Raises:
+        Unavailable: the port is taken, or the address is not ours; the message names `flag`, or the one that goes
+            with it.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        sock.bind((address, port))
+    except OSError as error:
+        sock.close()
+        wrong = flag if error.errno in _PORTS_FAULT else flag.replace("-port", "-address")
+        raise Unavailable(f"cannot open port {port} on {address}: {error.strerror} ({wrong})") from None
+    return sock

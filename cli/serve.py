@@ -1,16 +1,18 @@
-"""One server's life: models load while doors are made, the doors open, and all ends together.
+"""The life of one server: models load while endpoints are made, endpoints open, and all ends together.
 
-Doors open before models are loaded: whoever looks after the server sees that it lives, and that it is not ready.
+Endpoints open before models are loaded: an orchestrator sees that the server lives, and that it is not ready.
 """
 
 import asyncio
+import importlib
 import logging
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from ..api.http.server import StopSignals, wait_for_first
+from ..api.http.server import wait_for_first
 from ..core.request_context import RequestContext
 from ..core.trace_settings import TraceControl
 from ..processes import gc_tuning
@@ -25,21 +27,50 @@ from ..telemetry.tracing import SamplingTracer
 from .plan import ServePlan
 from .ports import ReservedPorts, reserve_ports
 from .server_options import is_true
-from .serving import serve_until_stopped, shut_down
 
 if TYPE_CHECKING:
     from ..api.prometheus import MetricsSource
     from ..telemetry.otlp import OtlpTracer
-    from .frontend_servers import FrontendServers
+    from .frontend_servers import FrontendServers, ServerGroup
 
 log = logging.getLogger(__name__)
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _TURN_SECONDS = 0.0005
-"""How long another thread that computes may keep the event loop from the interpreter, each time it waits for it."""
+"""Seconds that a thread which computes may keep the event loop's thread from the interpreter at a time."""
+
+
+class StopSignals:
+    """SIGINT and SIGTERM as two events: the first asks to stop, the second to force. A third ends the process.
+
+    The interpreter's handlers and not the event loop's, which may be stuck. From the second signal on, and after the
+    block, there are none: then the system ends the process, whatever it does.
+    """
+
+    def __init__(self) -> None:
+        self.stop_requested = asyncio.Event()
+        self.force_requested = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._next = iter((self.stop_requested, self.force_requested))
+
+    def __enter__(self) -> "StopSignals":
+        for number in _SIGNALS:
+            signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+
+    def _receive(self, *_: object) -> None:
+        event = next(self._next)
+        self._loop.call_soon_threadsafe(event.set)
+        if event is self.force_requested:
+            self.__exit__()
 
 
 async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
-    """Serve until somebody asks to stop; the status to exit with."""
+    """Serve until a signal asks to stop; the status to exit with."""
     raise_open_file_limit()
     swept = remove_abandoned_scratch()
     if swept:
@@ -56,20 +87,20 @@ async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
         hub.lifecycle.load_sequentially()
         loading = asyncio.create_task(_load(plan, keeper, stop))
         try:
-            frontend_servers = await _doors(plan, hub, ports, (hub.measurements, lag.measure))
-            patience = plan.server.exit_timeout_secs
+            frontend_servers = await _make_servers(plan, hub, ports, (hub.measurements, lag.measure))
+            timeout = plan.server.exit_timeout_secs
             async with frontend_servers.metrics():
                 servers = await frontend_servers.start()
                 hub.lifecycle.load_concurrently()
                 await wait_for_first(asyncio.shield(loading), servers.ended())
                 if not await loading:
-                    await shut_down(hub, servers, stop, patience)
+                    await shut_down(hub, servers, stop, timeout)
                     return 0 if stop.stop_requested.is_set() else 1
                 gc_tuning.freeze_after_startup()
                 sys.setswitchinterval(_TURN_SECONDS)
                 frontend_servers.print_addresses()
                 async with plan.selection.polling(keeper):
-                    await serve_until_stopped(hub, servers, stop, patience)
+                    await serve_until_stopped(hub, servers, stop, timeout)
             return 0
         finally:
             loading.cancel()
@@ -85,7 +116,7 @@ def _hub(plan: ServePlan, lag: LoopLag, traces: TraceFileWriter, tracer: "OtlpTr
 def _witnesses(
     traces: TraceControl, file: TraceFileWriter, tracer: "OtlpTracer | None"
 ) -> Sequence[Callable[[RequestContext], None]]:
-    """The tracer first: the record names the trace."""
+    """Called in this order with each request that has ended: the log's record names the trace that the tracer made."""
     if tracer is None:
         return log_request, file
     if traces.settings().spans is not None:
@@ -94,22 +125,35 @@ def _witnesses(
 
 
 async def _load(plan: ServePlan, keeper: RepositoryWatcher, stop: StopSignals) -> bool:
-    """Whether there is something to serve, and still someone who wants it."""
+    """Load the models; whether there is something to serve, and no signal to stop came meanwhile."""
     loading = asyncio.create_task(plan.selection.load_startup_models(keeper, strict=is_true(plan.server.exit_on_error)))
     await wait_for_first(loading, stop.stop_requested.wait())
     return not stop.stop_requested.is_set() and loading.result()
 
 
-async def _doors(
+async def _make_servers(
     plan: ServePlan, hub: InProcessGateway, ports: ReservedPorts, sources: "Sequence[MetricsSource]"
 ) -> "FrontendServers":
-    """Made while models load, which begins first; imports of what doors need go on beside it."""
+    """Made while models load, which begins first; the imports of the endpoints go on beside it."""
     await asyncio.sleep(0)
-    await asyncio.to_thread(_import_doors)
+    await asyncio.to_thread(importlib.import_module, ".frontend_servers", __package__)
     from .frontend_servers import FrontendServers
 
     return FrontendServers(plan, hub, ports, sources)
 
 
-def _import_doors() -> None:
-    from . import frontend_servers  # noqa: F401
+async def serve_until_stopped(hub: InProcessGateway, servers: "ServerGroup", stop: StopSignals, timeout: float) -> None:
+    """Return when somebody asked to stop, or a door ended by itself, and all are closed.
+
+    What is new is refused from then on; what runs has `timeout` seconds to finish, or until someone insists.
+    """
+    await wait_for_first(stop.stop_requested.wait(), servers.ended())
+    await shut_down(hub, servers, stop, timeout)
+
+
+async def shut_down(hub: InProcessGateway, servers: "ServerGroup", stop: StopSignals, timeout: float) -> None:
+    """Refuse new requests, wait for running ones, and close the servers."""
+    hub.begin_exit()
+    log.info("shutting down: up to %g s for running requests; another signal forces", timeout)
+    await wait_for_first(hub.wait_drained(), stop.force_requested.wait(), timeout=timeout)
+    await servers.stop(force=hub.requests_in_flight > 0)

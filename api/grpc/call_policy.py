@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ...cli.grpc_options import GrpcOptions
 from ...core.errors import Unavailable
 from ..api_keys import ANONYMOUS, Keyring, Tenant
 from ..header_forwarding import HeaderForwarding
@@ -70,10 +69,12 @@ class GrpcCallPolicy:
         return ANONYMOUS if rpc in UNAUTHENTICATED_RPCS else self.keys.authenticate(metadata.get("authorization"))
 
 
-def build_call_policy(options: GrpcOptions, keys: Keyring) -> GrpcCallPolicy:
-    """Raises `InvalidArgument` for a flag that means nothing."""
-    tolls = read_restrictions(options.grpc_restricted_protocol, "--grpc-restricted-protocol")
-    by_rpc = {rpc: toll for name, toll in tolls.items() for rpc in _PROTOCOLS[name]}
-    return GrpcCallPolicy(
-        keys, by_rpc, HeaderForwarding(options.grpc_header_forward_pattern, "--grpc-header-forward-pattern")
-    )
+def build_call_policy(restrictions: Sequence[str], forward_pattern: str, keys: Keyring) -> GrpcCallPolicy:
+    """The policy that --grpc-restricted-protocol and --grpc-header-forward-pattern ask for.
+
+    Raises:
+        InvalidArgument: a flag means nothing.
+    """
+    required = read_restrictions(restrictions, "--grpc-restricted-protocol")
+    by_rpc = {rpc: header for name, header in required.items() for rpc in _PROTOCOLS[name]}
+    return GrpcCallPolicy(keys, by_rpc, HeaderForwarding(forward_pattern, "--grpc-header-forward-pattern"))

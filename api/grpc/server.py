@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
@@ -10,16 +10,14 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from google.protobuf.message_factory import GetMessageClass  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2
 
-from ...cli.grpc_options import GrpcOptions
-from ...cli.server_options import is_true
 from ...core.errors import ServerExiting, Unavailable
 from ...core.gateway import Gateway
 from ...processes import gc_tuning
 from ..metadata import ServerInfo
 from .call_policy import GrpcCallPolicy
 from .servicer import HealthServicer, InferenceServicer, RpcHandler
+from .settings import GrpcSettings
 from .status import SHUTTING_DOWN
-from .tls_files import load_tls_files
 from .wire_format import bounded_deserializer, deserialize_infer
 
 _LARGEST_MESSAGE = 2**31 - 1
@@ -38,27 +36,23 @@ _FLUSH_SECONDS = 2
 
 
 class GrpcServer:
-    """The door on the port that `sock` reserves, until `stop`, for those whom `rules` let in.
-
-    Raises:
-        InvalidArgument: the TLS options do not fit together, or a file of theirs is no good.
-    """
+    """The gRPC endpoint on the port that `sock` reserves, until `stop`; `policy` says which calls are answered."""
 
     def __init__(
         self,
         gateway: Gateway,
         info: ServerInfo,
-        options: GrpcOptions,
+        settings: GrpcSettings,
         sock: socket.socket,
-        rules: GrpcCallPolicy,
+        policy: GrpcCallPolicy,
     ) -> None:
         self.port: int = sock.getsockname()[1]
-        self._address = _joined(options.grpc_address, self.port)
-        self._credentials = credentials(options)
-        self._gateway, self._info, self._options = gateway, info, options
+        self._address = f"[{settings.address}]" if ":" in settings.address else settings.address
+        self._address += f":{self.port}"
+        self._gateway, self._info, self._settings = gateway, info, settings
         self._closing = asyncio.Event()
         self._calls: set[asyncio.Task[Any]] = set()
-        self._rules = rules
+        self._policy = policy
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
@@ -67,22 +61,23 @@ class GrpcServer:
         Raises:
             Unavailable: someone else took the port.
         """
-        compression = _COMPRESSION[self._options.grpc_infer_response_compression_level]
-        settings = _channel_options(self._options, self._info.max_raw_size)
-        self._server = server = grpc.aio.server(options=settings, compression=compression)
-        door = InferenceServicer(self._gateway, self._info, self._closing, self._rules, self._calls)
+        options = [
+            ("grpc.max_send_message_length", _LARGEST_MESSAGE),
+            ("grpc.max_receive_message_length", self._info.max_raw_size),
+            *self._settings.channel_options,
+        ]
+        self._server = server = grpc.aio.server(options=options, compression=_COMPRESSION[self._settings.compression])
+        door = InferenceServicer(self._gateway, self._info, self._closing, self._policy, self._calls)
         server.add_generic_rpc_handlers((_service(door.handlers()), HealthServicer(self._gateway).handler()))
         try:
-            self._open(server)
+            if (tls := self._settings.tls) is None:
+                server.add_insecure_port(self._address)
+            else:
+                pairs = [(tls.key, tls.certificate)]
+                server.add_secure_port(self._address, grpc.ssl_server_credentials(pairs, tls.root, tls.mutual))
         except RuntimeError as error:
             raise Unavailable(f"cannot open {self._address}: {error} (--grpc-port)") from None
         await server.start()
-
-    def _open(self, server: grpc.aio.Server) -> None:
-        if self._credentials is None:
-            server.add_insecure_port(self._address)
-        else:
-            server.add_secure_port(self._address, self._credentials)
 
     async def ended(self) -> None:
         """Return when it was told to stop: of itself it never does."""
@@ -140,37 +135,3 @@ def _or_error(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
             return error
 
     return attempt
-
-
-def _joined(address: str, port: int) -> str:
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-
-
-def _channel_options(options: GrpcOptions, largest: int) -> list[tuple[str, Any]]:
-    return [
-        ("grpc.so_reuseport", int(is_true(options.reuse_grpc_port))),  # grpc's own default is to share
-        ("grpc.max_send_message_length", _LARGEST_MESSAGE),
-        ("grpc.max_receive_message_length", largest),
-        ("grpc.keepalive_time_ms", options.grpc_keepalive_time),
-        ("grpc.keepalive_timeout_ms", options.grpc_keepalive_timeout),
-        ("grpc.keepalive_permit_without_calls", int(is_true(options.grpc_keepalive_permit_without_calls))),
-        ("grpc.http2.max_pings_without_data", options.grpc_http2_max_pings_without_data),
-        ("grpc.http2.min_ping_interval_without_data_ms", options.grpc_http2_min_recv_ping_interval_without_data),
-        ("grpc.http2.max_ping_strikes", options.grpc_http2_max_ping_strikes),
-        *_ages(options),
-    ]
-
-
-def _ages(options: GrpcOptions) -> Iterator[tuple[str, int]]:
-    if options.grpc_max_connection_age:
-        yield "grpc.max_connection_age_ms", options.grpc_max_connection_age
-    if options.grpc_max_connection_age_grace:
-        yield "grpc.max_connection_age_grace_ms", options.grpc_max_connection_age_grace
-
-
-def credentials(options: GrpcOptions) -> grpc.ServerCredentials | None:
-    """What TLS needs; None without it. Raises as `load_tls_files` does."""
-    files = load_tls_files(options)
-    if files is None:
-        return None
-    return grpc.ssl_server_credentials([(files.key, files.certificate)], files.root, options.mutual)

@@ -1,19 +1,22 @@
-"""What the flags of HTTP alone come to, once they are understood."""
+"""The rules of the HTTP endpoints, from flags that are understood: access, forwarded headers, origins, patience."""
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...cli.http_options import HttpOptions
+from ...core.errors import InvalidArgument
 from ..header_forwarding import HeaderForwarding
-from ..restricted_apis import RequiredHeader, read_restrictions
+from ..restricted_apis import RequiredHeader
 from ..size_limits import BODY_TIMEOUT
-from .cors import parse_allowed_origins
+
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
 
 
 @dataclass(frozen=True, slots=True)
 class HttpRules:
-    """`forwarding`: which headers models get; `tolls`: what restricted APIs ask for; `origins`: whose pages may ask;
-    `body_timeout`: seconds to wait for the next piece of a body."""
+    """`forwarding`: headers that models get; `required_headers`: of restricted APIs, by API; `allowed_origins`: of web
+    pages that may ask; `body_timeout`: seconds to wait for the next piece of a body."""
 
     forwarding: HeaderForwarding = field(default_factory=HeaderForwarding)
     required_headers: Mapping[str, RequiredHeader] = field(default_factory=dict)
@@ -21,11 +24,21 @@ class HttpRules:
     body_timeout: float = BODY_TIMEOUT
 
 
-def parse_http_rules(options: HttpOptions) -> HttpRules:
-    """Raises `InvalidArgument` for a flag that means nothing."""
-    tolls = read_restrictions(options.http_restricted_api, "--http-restricted-api")
-    forwarding, origins = (
-        HeaderForwarding(options.http_header_forward_pattern),
-        parse_allowed_origins(options.allowed_origins),
-    )
-    return HttpRules(forwarding, tolls, origins, options.http_body_timeout_secs)
+def parse_allowed_origins(given: Sequence[str]) -> tuple[str, ...]:
+    """The origins of `--allowed-origins`: each as it is, or several as a JSON list, as vLLM takes them.
+
+    Raises:
+        InvalidArgument: a text is no origin, and would never be equal to one that a browser sends.
+    """
+    origins: list[str] = []
+    for text in given:
+        try:
+            listed = json.loads(text) if text.startswith("[") else [text]
+        except ValueError:
+            listed = [text]
+        origins += map(str, listed)
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            message = f"--allowed-origins: '{origin}' is no origin; one is *, or as in https://app.example:8443"
+            raise InvalidArgument(message)
+    return tuple(origins)

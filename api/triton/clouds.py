@@ -9,8 +9,6 @@ from typing import NamedTuple, TypeAlias
 
 from starlette.types import Scope
 
-from ...cli.cloud_options import CloudOptions
-from ...cli.server_options import is_true
 from ...core.errors import InvalidArgument, NotFound, Unsupported
 
 ListModels: TypeAlias = Callable[[], list[str]]
@@ -39,28 +37,12 @@ class CloudEndpoint(NamedTuple):
     to_v2: Callable[[Scope, ListModels], V2Target]
 
 
-def configure_clouds(options: CloudOptions, environment: Mapping[str, str]) -> tuple[CloudEndpoint, ...]:
-    """The doors that are wanted.
+def sagemaker_endpoint(port: int, environment: Mapping[str, str]) -> CloudEndpoint:
+    """SageMaker's, of which the environment says which model is asked for what.
 
     Raises:
-        InvalidArgument: the environment does not say what a cloud's has to; the message names the variable.
+        InvalidArgument: it does not; the message names the variable.
     """
-    clouds = []
-    if is_true(options.allow_sagemaker):
-        media = b"application/vnd.sagemaker-triton.binary+json;json-header-size="
-        clouds.append(
-            CloudEndpoint("SageMaker", "--sagemaker-port", options.sagemaker_port, media, _sagemaker(environment))
-        )
-    if is_true(options.allow_vertex_ai):
-        media = b"application/vnd.vertex-ai-triton.binary+json;json-header-size="
-        read = _vertex_ai(environment, options.vertex_ai_default_model)
-        clouds.append(
-            CloudEndpoint("Vertex AI", "--vertex-ai-port", _vertex_ai_port(options, environment), media, read)
-        )
-    return tuple(clouds)
-
-
-def _sagemaker(environment: Mapping[str, str]) -> Callable[[Scope, ListModels], V2Target]:
     model = _said(environment, "SAGEMAKER_TRITON_DEFAULT_MODEL_NAME", "--allow-sagemaker")
     ping = _one_of(environment, "SAGEMAKER_TRITON_PING_MODE", ("ready", "live"))
     kind = _one_of(environment, "SAGEMAKER_TRITON_INFERENCE_TYPE", _KINDS)
@@ -74,10 +56,16 @@ def _sagemaker(environment: Mapping[str, str]) -> Callable[[Scope, ListModels], 
             raise Unsupported("endpoints of several models are not served on SageMaker")
         return _found(asked, scope)
 
-    return read
+    media = b"application/vnd.sagemaker-triton.binary+json;json-header-size="
+    return CloudEndpoint("SageMaker", "--sagemaker-port", port, media, read)
 
 
-def _vertex_ai(environment: Mapping[str, str], model: str) -> Callable[[Scope, ListModels], V2Target]:
+def vertex_ai_endpoint(port: int | None, model: str, environment: Mapping[str, str]) -> CloudEndpoint:
+    """Vertex AI's, of which the environment says the paths, and the port where it is None; `model`: the one asked.
+
+    Raises:
+        InvalidArgument: it does not; the message names the variable.
+    """
     health = _said(environment, "AIP_HEALTH_ROUTE", "--allow-vertex-ai")
     predict = _said(environment, "AIP_PREDICT_ROUTE", "--allow-vertex-ai")
 
@@ -89,7 +77,13 @@ def _vertex_ai(environment: Mapping[str, str], model: str) -> Callable[[Scope, L
             return _redirected(f"/{redirect.lstrip('/')}", scope)
         return _found({predict: V2Target("POST", f"/v2/models/{model or _only(models())}/infer")}, scope)
 
-    return read
+    if port is None:
+        said = environment.get("AIP_HTTP_PORT") or "8080"
+        if not said.isdecimal() or int(said) > 65535:
+            raise InvalidArgument(f"the environment variable AIP_HTTP_PORT must be a port, got '{said}'")
+        port = int(said)
+    media = b"application/vnd.vertex-ai-triton.binary+json;json-header-size="
+    return CloudEndpoint("Vertex AI", "--vertex-ai-port", port, media, read)
 
 
 def _found(asked: Mapping[str, V2Target], scope: Scope) -> V2Target:
@@ -122,12 +116,3 @@ def _one_of(environment: Mapping[str, str], name: str, choices: tuple[str, ...])
     if said not in choices:
         raise InvalidArgument(f"the environment variable {name} must be one of {', '.join(choices)}, got '{said}'")
     return said
-
-
-def _vertex_ai_port(options: CloudOptions, environment: Mapping[str, str]) -> int:
-    if options.vertex_ai_port is not None:
-        return options.vertex_ai_port
-    said = environment.get("AIP_HTTP_PORT") or "8080"
-    if not said.isdecimal() or int(said) > 65535:
-        raise InvalidArgument(f"the environment variable AIP_HTTP_PORT must be a port, got '{said}'")
-    return int(said)

@@ -7,9 +7,10 @@ from typing import Any
 import httpx
 import pytest
 
-from charonia.api.api_keys import ANONYMOUS, ENVIRONMENT, KeyOptions, Keyring, Tenant, load_keyring
+from charonia.api.api_keys import ANONYMOUS, ENVIRONMENT, Keyring, Tenant, load_keyring
 from charonia.api.app import build_app
 from charonia.api.metadata import ServerInfo
+from charonia.cli.key_options import KeyOptions
 from charonia.core.errors import InvalidArgument, Unauthenticated
 
 CHAT = {"model": "llm", "messages": [{"role": "user", "content": "hi"}]}
@@ -28,7 +29,7 @@ def test_three_sources_and_three_forms(tmp_path: Path, monkeypatch: pytest.Monke
     file = tmp_path / "keys"
     file.write_text("# ours\n\nbeta:in-file:2.5  # twice and a half\nbeta:rotated:2.5\n")
     monkeypatch.setenv(ENVIRONMENT, "gamma:in-environment, bare")
-    keys = load_keyring(KeyOptions(api_key=("alpha:on-line",), api_key_file=file))
+    keys = load_keyring(("alpha:on-line",), file)
     assert keys.authenticate("Bearer on-line") == Tenant("alpha", 1.0)
     assert keys.authenticate("bearer  in-file ") == Tenant("beta", 2.5)
     assert keys.authenticate("Bearer rotated") == Tenant("beta", 2.5)
@@ -67,7 +68,7 @@ def test_without_keys_everybody_is_nobody() -> None:
 )
 def test_a_malformed_key_is_named_by_its_place_and_not_shown(keys: tuple[str, ...], complaint: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        load_keyring(KeyOptions(api_key=keys))
+        load_keyring(keys)
     assert complaint in refused.value.message
     assert "secret" not in refused.value.message
 
@@ -75,7 +76,7 @@ def test_a_malformed_key_is_named_by_its_place_and_not_shown(keys: tuple[str, ..
 def test_keys_do_not_show() -> None:
     options = KeyOptions(api_key=("alpha:hidden",))
     assert "hidden" not in repr(options)
-    assert "hidden" not in repr(vars(load_keyring(options)))
+    assert "hidden" not in repr(vars(load_keyring(options.api_key)))
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
-from charonia.api.http.metrics_server import machine_metric_sources
 from charonia.api.prometheus import MetricsApp, build_registry, render_exposition
 from charonia.api.triton.orca import load_header
+from charonia.cli.frontend_servers import machine_metric_sources
 from charonia.cli.server_options import ServerOptions
 from charonia.core.metrics import Histogram, Measurement, Reading
 from charonia.core.model import ModelStats

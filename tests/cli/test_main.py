@@ -23,7 +23,7 @@ main()
 
 STUCK = """
 import uvloop
-from charonia.api.http.server import StopSignals
+from charonia.cli.serve import StopSignals
 
 async def serve():
     with StopSignals():

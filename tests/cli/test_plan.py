@@ -2,11 +2,12 @@
 
 import pytest
 
-from charonia.api.api_keys import KeyOptions
 from charonia.cli.cloud_options import CloudOptions
+from charonia.cli.endpoint_settings import endpoint_settings
 from charonia.cli.grpc_options import GrpcOptions
 from charonia.cli.http_options import HttpOptions
-from charonia.cli.plan import endpoint_settings, warn_of_unprotected_control
+from charonia.cli.key_options import KeyOptions
+from charonia.cli.plan import warn_of_unprotected_control
 from charonia.cli.repository_options import RepositoryOptions
 from charonia.cli.server_options import ServerOptions
 from charonia.core.errors import InvalidArgument

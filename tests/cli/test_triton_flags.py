@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 from cyclopts.exceptions import CycloptsError
 
-from charonia.api.http.server import bind_port
 from charonia.cli.app import app
 from charonia.cli.grpc_options import GrpcOptions
-from charonia.cli.ports import reserve_ports
+from charonia.cli.ports import bind_port, reserve_ports
 from charonia.cli.repository_options import RepositoryOptions
 from charonia.cli.server_options import ServerOptions
 from charonia.cli.triton_flags import IgnoredTritonFlags, TritonFlags

@@ -22,7 +22,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from charonia.cli.announcement import reachable_address
+from charonia.cli.frontend_servers import reachable_address
 
 from .models import FAKE, write_config, write_model
 from .tensors import given

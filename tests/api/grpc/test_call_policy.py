@@ -12,8 +12,9 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from charonia.api.api_keys import Keyring
-from charonia.api.grpc.call_policy import GrpcCallPolicy, build_call_policy
+from charonia.api.grpc.call_policy import GrpcCallPolicy
 from charonia.api.restricted_apis import APIS
+from charonia.cli.endpoint_settings import parse_call_policy
 from charonia.cli.grpc_options import GrpcOptions
 from charonia.core.errors import InvalidArgument
 from charonia.core.metrics import Outcome
@@ -52,7 +53,7 @@ async def test_a_restricted_protocol_wants_its_header(gateway: Any) -> None:
 
 def test_every_rpc_belongs_to_a_protocol() -> None:
     groups = tuple(f"{name}:{name}=v" for name in APIS)
-    rules = build_call_policy(GrpcOptions(grpc_restricted_protocol=groups), Keyring())
+    rules = parse_call_policy(GrpcOptions(grpc_restricted_protocol=groups), Keyring())
     methods = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
     assert {*rules.required_headers} == {*methods}
     assert {toll.key for toll in rules.required_headers.values()} == {*APIS}
@@ -72,7 +73,7 @@ def test_every_rpc_belongs_to_a_protocol() -> None:
 )
 def test_flags_that_mean_nothing(options: Any, text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
-        build_call_policy(GrpcOptions(**options), Keyring())
+        parse_call_policy(GrpcOptions(**options), Keyring())
 
 
 async def test_metadata_becomes_parameters(gateway: Any) -> None:

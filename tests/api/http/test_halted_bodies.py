@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from charonia.api.app import build_app
-from charonia.api.http.rules import parse_http_rules
 from charonia.api.http.server import HttpServer
 from charonia.api.metadata import ServerInfo
 from charonia.api.triton.cloud_middleware import CloudMiddleware
-from charonia.api.triton.clouds import configure_clouds
 from charonia.cli.cloud_options import CloudOptions
+from charonia.cli.endpoint_settings import parse_clouds, parse_http_rules
 from charonia.cli.http_options import HttpOptions
 from charonia.core.metrics import Outcome
 
@@ -27,7 +26,7 @@ RULES = parse_http_rules(HttpOptions(http_body_timeout_secs=0.2))
 async def ports(gateway: Any) -> AsyncIterator[tuple[int, int]]:
     """Of HTTP, and of a cloud's door."""
     app = build_app(gateway, ServerInfo(), rules=RULES)
-    [cloud] = configure_clouds(CloudOptions(allow_sagemaker="true"), {"SAGEMAKER_TRITON_DEFAULT_MODEL_NAME": "numbers"})
+    [cloud] = parse_clouds(CloudOptions(allow_sagemaker="true"), {"SAGEMAKER_TRITON_DEFAULT_MODEL_NAME": "numbers"})
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         doors = CloudMiddleware(app, cloud, lambda: ["numbers"])
         servers = [

@@ -12,10 +12,11 @@ import pytest
 from charonia.api.api_keys import Keyring, Tenant
 from charonia.api.app import all_routes, build_app
 from charonia.api.http.request_head import MAX_HEAD_BYTES, MAX_HEADERS
-from charonia.api.http.rules import HttpRules, parse_http_rules
+from charonia.api.http.rules import HttpRules
 from charonia.api.http.server import HttpServer
 from charonia.api.metadata import ServerInfo
 from charonia.api.restricted_apis import APIS
+from charonia.cli.endpoint_settings import parse_http_rules
 from charonia.cli.http_options import HttpOptions
 
 CONTROL = ("%0a", "%0A/x", "%00", "%c2%85")

@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry, Gauge
 from charonia.api.api_keys import Keyring, Tenant
 from charonia.api.app import build_app
 from charonia.api.http.auth import _OPEN
-from charonia.api.http.rules import parse_http_rules
 from charonia.api.metadata import ServerInfo
 from charonia.api.restricted_apis import _API, APIS
+from charonia.cli.endpoint_settings import parse_http_rules
 from charonia.cli.http_options import HttpOptions
 
 KEY = {"authorization": "Bearer secret"}

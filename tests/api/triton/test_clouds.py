@@ -12,8 +12,8 @@ import pytest
 from charonia.api.app import build_app
 from charonia.api.metadata import ServerInfo
 from charonia.api.triton.cloud_middleware import CloudMiddleware
-from charonia.api.triton.clouds import configure_clouds
 from charonia.cli.cloud_options import CloudOptions
+from charonia.cli.endpoint_settings import parse_clouds
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import InferResponse
 from charonia.core.tensor import Tensor
@@ -29,7 +29,7 @@ OUT = Tensor.from_values("OUT", "FP32", [[[1.5, 2.0]]])
 @asynccontextmanager
 async def door(gateway: Any, options: CloudOptions, environment: dict[str, str]) -> AsyncIterator[httpx.AsyncClient]:
     gateway.responses = (InferResponse((OUT,)),)
-    [cloud] = configure_clouds(options, environment)
+    [cloud] = parse_clouds(options, environment)
     app = build_app(gateway, ServerInfo(name="ferry"))
     transport = httpx.ASGITransport(CloudMiddleware(app, cloud, lambda: ["numbers", "llm"]))
     async with httpx.AsyncClient(transport=transport, base_url="http://cloud") as client:
@@ -156,7 +156,7 @@ async def test_what_is_not_there(gateway: Any, method: str, path: str, status: i
 )
 def test_an_environment_that_does_not_say_enough(options: CloudOptions, told: dict[str, str], says: str) -> None:
     with pytest.raises(InvalidArgument, match=says):
-        configure_clouds(options, told)
+        parse_clouds(options, told)
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ def test_an_environment_that_does_not_say_enough(options: CloudOptions, told: di
     ],
 )
 def test_where_vertex_ai_is_served(options: CloudOptions, told: dict[str, str], port: int) -> None:
-    assert [cloud.port for cloud in configure_clouds(options, ROUTES | told)] == [port]
+    assert [cloud.port for cloud in parse_clouds(options, ROUTES | told)] == [port]
 
 
 def test_nobody_has_such_doors_by_default() -> None:
-    assert configure_clouds(CloudOptions(), {}) == ()
+    assert parse_clouds(CloudOptions(), {}) == ()

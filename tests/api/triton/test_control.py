@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from charonia.api.app import build_app
-from charonia.api.http.rules import parse_http_rules
 from charonia.api.metadata import ServerInfo
 from charonia.api.restricted_apis import APIS
 from charonia.api.triton import control
+from charonia.cli.endpoint_settings import parse_http_rules
 from charonia.cli.http_options import HttpOptions
 from charonia.core.client_shared_memory import SharedMemoryRegistry
 from charonia.core.errors import Internal, InvalidArgument

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from charonia.api.app import build_app
-from charonia.api.http.rules import parse_http_rules
 from charonia.api.metadata import ServerInfo
+from charonia.cli.endpoint_settings import parse_http_rules
 from charonia.cli.http_options import HttpOptions
 from charonia.core.client_shared_memory import SharedMemoryRegistry
 from charonia.core.errors import Internal, Unavailable

@@ -2,7 +2,7 @@
 
 import pytest
 
-from charonia.cli.announcement import base_url
+from charonia.cli.frontend_servers import base_url
 
 
 @pytest.mark.parametrize(
