@@ -1,7 +1,7 @@
-"""A ModelInferRequest becomes what the gateway is asked, and where its outputs are wanted.
+"""A ModelInferRequest becomes an `InferRequest` and the way each of its outputs is returned.
 
-Knows the published protobuf messages and v2's error texts; nothing of calls and streams. Whether a request fits the
-model is the gateway's question.
+Knows the published protobuf messages and Triton's error texts; nothing of calls and streams. Whether a request fits the
+model is checked behind the gateway.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from ...core.request import InferRequest, ParameterValue
 from ...core.tensor import NUMPY_TYPES, Tensor
 from .. import deferred_tensors, raw_tensors
 from ..deferred_tensors import DeferredInputs
+from ..raw_tensors import InputRef, RawBytes
 from ..requested_outputs import RequestedOutput
 from .call_policy import Caller
 from .response_messages import ProtoMessage
@@ -35,9 +36,12 @@ _KINDS = {
     "timeout": ("int64_param",),
     _EMPTY_FINAL: ("bool_param",),
 }
-"""How the parameters that mean something to every server must be typed."""
+"""By the name of a request parameter that the protocol defines: the fields of InferParameter that it may come in."""
 
-_CONTENTS: dict[str, str] = {
+_EXPECTED = {"sequence_id": ("int64_param", "string_param")}
+"""Where Triton's error texts name fewer fields than it takes."""
+
+_CONTENT_DATATYPES: dict[str, str] = {
     "bool_contents": "BOOL",
     "int_contents": "INT32",
     "int64_contents": "INT64",
@@ -48,12 +52,12 @@ _CONTENTS: dict[str, str] = {
     "bytes_contents": "BYTES",
 }
 _NARROW = {"INT8": "INT32", "INT16": "INT32", "UINT8": "UINT32", "UINT16": "UINT32"}
-"""Datatypes that travel in the field of a wider one: their elements are the low bytes, as in Triton."""
+"""Datatypes that come in the typed field of a wider one: their elements are the low bytes, as in Triton."""
 
 
 class GrpcInferCall(NamedTuple):
-    """What is asked, and of the outputs that the request names how they are wanted. `later`: inputs that are empty in
-    the request until somebody decodes them."""
+    """A parsed request. `requested`: by the names of outputs that it names, how to return them. `deferred`: by name,
+    what decodes the long inputs, which are empty in `request` until then."""
 
     request: InferRequest
     requested: Mapping[str, RequestedOutput]
@@ -61,32 +65,26 @@ class GrpcInferCall(NamedTuple):
 
 
 def parse_infer_message(message: ProtoMessage, regions: SharedMemoryRegistry, caller: Caller) -> GrpcInferCall:
-    """Understand a request.
+    """Parse a ModelInferRequest; what `caller` has of forwarded metadata becomes parameters.
 
     Raises:
         CharoniaError: a parameter, an input or an output cannot be what it claims to be.
     """
-    parameters = _parameters(message.parameters) if message.parameters else {}
-    if caller.parameters:
-        parameters = {**caller.parameters, **parameters}
-    wanted = _all_wanted(message, regions) if message.outputs else {}
+    parameters: dict[str, ParameterValue] = dict(caller.parameters)
+    if message.parameters:
+        parameters |= {key: _parameter(key, value) for key, value in message.parameters.items()}
+        parameters.pop(_EMPTY_FINAL, None)
+    requested = _requested_outputs(message, regions) if message.outputs else {}
     tenant, weight = caller.tenant
-    later: DeferredInputs = {}
-    inputs = _inputs(message, regions, later)
-    return GrpcInferCall(
-        InferRequest(message.id, inputs, tuple(wanted) or None, parameters, tenant, weight), wanted, later
-    )
+    deferred: DeferredInputs = {}
+    inputs = _inputs(message, regions, deferred)
+    request = InferRequest(message.id, inputs, tuple(requested) or None, parameters, tenant, weight)
+    return GrpcInferCall(request, requested, deferred)
 
 
 def wants_empty_final(message: ProtoMessage) -> bool:
-    """A stream without a final response is to be ended by an empty one."""
+    """Whether a stream of responses without a final one is to end with an empty response."""
     return _EMPTY_FINAL in message.parameters and bool(message.parameters[_EMPTY_FINAL].bool_param)
-
-
-def _parameters(given: ProtoMessage) -> dict[str, ParameterValue]:
-    parameters = {key: _parameter(key, value) for key, value in given.items()}
-    parameters.pop(_EMPTY_FINAL, None)
-    return parameters
 
 
 def _parameter(key: str, parameter: ProtoMessage) -> ParameterValue:
@@ -106,30 +104,18 @@ def _parameter(key: str, parameter: ProtoMessage) -> ParameterValue:
     return value
 
 
-_EXPECTED = {"sequence_id": ("int64_param", "string_param")}
-"""Where Triton's texts name fewer kinds than it takes."""
-
-
-# Outputs
-
-
-def _all_wanted(message: ProtoMessage, regions: SharedMemoryRegistry) -> dict[str, RequestedOutput]:
-    wanted: dict[str, RequestedOutput] = {}
+def _requested_outputs(message: ProtoMessage, regions: SharedMemoryRegistry) -> dict[str, RequestedOutput]:
+    requested: dict[str, RequestedOutput] = {}
     for output in message.outputs:
-        if output.name in wanted:
-            raise InvalidArgument(
-                f"Duplicate output name '{output.name}' is not allowed in a request", field=output.name
-            )
-        wanted[output.name] = _wanted(output, regions)
-    return wanted
-
-
-def _wanted(output: ProtoMessage, regions: SharedMemoryRegistry) -> RequestedOutput:
-    if not output.parameters:
-        return RequestedOutput(output.name)
-    wanted = RequestedOutput(output.name, _classes(output), _memory(output, regions))
-    wanted.validate()
-    return wanted
+        if output.name in requested:
+            text = f"Duplicate output name '{output.name}' is not allowed in a request"
+            raise InvalidArgument(text, field=output.name)
+        one = RequestedOutput(output.name)
+        if output.parameters:
+            one = RequestedOutput(output.name, _classes(output), _lent_memory(output, regions))
+            one.validate()
+        requested[output.name] = one
+    return requested
 
 
 def _classes(output: ProtoMessage) -> int:
@@ -143,136 +129,117 @@ def _classes(output: ProtoMessage) -> int:
     return int(parameter.int64_param)
 
 
-def _memory(tensor: ProtoMessage, regions: SharedMemoryRegistry) -> memoryview | None:
-    """The shared memory that the tensor is in, or is wanted in."""
+def _lent_memory(tensor: ProtoMessage, regions: SharedMemoryRegistry) -> memoryview | None:
+    """The client's shared memory that an input is in, or an output belongs into; None where it names none."""
     if _REGION not in tensor.parameters:
         return None
-    region = _place(tensor, _REGION, "string_param")
-    offset = _place(tensor, "shared_memory_offset", "int64_param")
-    return regions.view(SharedMemorySlice(region, offset, _place(tensor, "shared_memory_byte_size", "int64_param")))
+
+    def read(key: str, kind: str) -> Any:
+        if key not in tensor.parameters:
+            return 0
+        parameter = tensor.parameters[key]
+        if parameter.WhichOneof("parameter_choice") != kind:
+            text = f"invalid value type for '{key}' parameter for tensor '{tensor.name}', expected {kind}."
+            raise InvalidArgument(text, field=tensor.name)
+        return getattr(parameter, kind)
+
+    region, offset = read(_REGION, "string_param"), read("shared_memory_offset", "int64_param")
+    return regions.view(SharedMemorySlice(region, offset, read("shared_memory_byte_size", "int64_param")))
 
 
-def _place(tensor: ProtoMessage, key: str, kind: str) -> Any:
-    if key not in tensor.parameters:
-        return 0
-    parameter = tensor.parameters[key]
-    if parameter.WhichOneof("parameter_choice") != kind:
-        text = f"invalid value type for '{key}' parameter for tensor '{tensor.name}', expected {kind}."
-        raise InvalidArgument(text, field=tensor.name)
-    return getattr(parameter, kind)
-
-
-# Inputs
-
-
-def _inputs(message: ProtoMessage, regions: SharedMemoryRegistry, later: DeferredInputs) -> dict[str, Tensor]:
+def _inputs(message: ProtoMessage, regions: SharedMemoryRegistry, deferred: DeferredInputs) -> dict[str, Tensor]:
     inputs: dict[str, Tensor] = {}
     blobs = iter(message.raw_input_contents)
     contents = message.contents if isinstance(message, LazyInferRequest) else {}
-    for place, given in enumerate(message.inputs):
-        if given.name in inputs:
-            raise InvalidArgument(f"input '{given.name}' already exists in request", field=given.name)
-        lent = _memory(given, regions) if given.parameters else None
-        typed = place in contents or given.HasField("contents")
-        if lent is None:
-            data = _data(given, message, typed, None if typed else next(blobs, None))
-        elif typed:
-            text = f"unexpected 'content' provided when using shared memory for input tensor '{given.name}' for model"
-            raise InvalidArgument(f"{text} '{message.model_name}'", field=given.name)
-        else:
-            data = lent
-        inputs[given.name] = _input(given, message, contents.get(place), data, later)
+    for index, given in enumerate(message.inputs):
+        name = given.name
+        if name in inputs:
+            raise InvalidArgument(f"input '{name}' already exists in request", field=name)
+        data: RawBytes | None = _lent_memory(given, regions) if given.parameters else None
+        typed = index in contents or given.HasField("contents")
+        if typed and data is not None:
+            text = f"unexpected 'content' provided when using shared memory for input tensor '{name}' for model"
+            raise InvalidArgument(f"{text} '{message.model_name}'", field=name)
+        if typed and message.raw_input_contents:
+            text = f"contents field must not be specified when using raw_input_contents for '{name}' for model"
+            raise InvalidArgument(f"{text} '{message.model_name}'", field=name)
+        if not typed and data is None:
+            data = next(blobs, None)
+            if data is None:
+                text = f"unable to find data for input tensor '{name}' for model '{message.model_name}' in request."
+                raise InvalidArgument(text, field=name)
+        ref = InputRef(message.id, message.model_name, name)
+        inputs[name] = _input(given, ref, contents.get(index), data, deferred)
     return inputs
 
 
 def _input(
     given: ProtoMessage,
-    message: ProtoMessage,
+    ref: InputRef,
     contents: memoryview | None,
-    data: raw_tensors.RawBytes | None,
-    later: DeferredInputs,
+    data: RawBytes | None,
+    deferred: DeferredInputs,
 ) -> Tensor:
-    """Of raw `data`, of long typed `contents`, or of those in the message."""
-    shape, place = tuple(given.shape), _place_of(given, message)
+    """The tensor of an input: of raw `data`, else of long typed `contents`, else of those in the message itself.
+
+    What takes long is left to `deferred`.
+    """
+    shape, datatype = tuple(given.shape), given.datatype
     if contents is not None:
-        tensor = deferred_tensors.placeholder_tensor(given.datatype, shape, place)
-        later[given.name] = partial(asyncio.to_thread, _long_contents, given, contents, place)
-        return tensor
+        deferred[given.name] = partial(asyncio.to_thread, _decode_contents, given, contents, ref)
+        return deferred_tensors.placeholder_tensor(datatype, shape, ref)
     if data is None:
-        return Tensor(given.name, given.datatype, shape, _contents(given, place))
-    if given.datatype == "BYTES" and len(data) > deferred_tensors.LONG_STRING_BYTES:
-        tensor = deferred_tensors.placeholder_tensor(given.datatype, shape, place)
-        later[given.name] = deferred_tensors.deferred_strings(tensor, data, place)
+        count = raw_tensors.element_count(datatype, shape, ref)
+        values = _values(given, given.contents, ref)
+        if datatype == "BYTES":
+            return Tensor(given.name, datatype, shape, raw_tensors.string_array(list(values), count, ref))
+        return Tensor(given.name, datatype, shape, _numbers(values, datatype, count, ref))
+    if datatype == "BYTES" and len(data) > deferred_tensors.LONG_STRING_BYTES:
+        tensor = deferred_tensors.placeholder_tensor(datatype, shape, ref)
+        deferred[given.name] = deferred_tensors.deferred_strings(tensor, data, ref)
         return tensor
-    return raw_tensors.decode(given.datatype, shape, data, place)
+    return raw_tensors.decode(datatype, shape, data, ref)
 
 
-def _data(
-    given: ProtoMessage, message: ProtoMessage, typed: bool, blob: raw_tensors.RawBytes | None
-) -> raw_tensors.RawBytes | None:
-    """What is raw of the input; None of one with `typed` contents."""
-    if typed:
-        if message.raw_input_contents:
-            text = f"contents field must not be specified when using raw_input_contents for '{given.name}' for model"
-            raise InvalidArgument(f"{text} '{message.model_name}'", field=given.name)
-        return None
-    if blob is None:
-        text = f"unable to find data for input tensor '{given.name}' for model '{message.model_name}' in request."
-        raise InvalidArgument(text, field=given.name)
-    return blob
-
-
-def _place_of(given: ProtoMessage, message: ProtoMessage) -> raw_tensors.InputRef:
-    return raw_tensors.InputRef(message.id, message.model_name, given.name)
-
-
-def _contents(given: ProtoMessage, place: raw_tensors.InputRef) -> NDArray[Any]:
-    """The one typed field that is filled, as the input's datatype."""
-    count = raw_tensors.element_count(given.datatype, tuple(given.shape), place)
-    values = _values(given, given.contents, place)
-    if given.datatype == "BYTES":
-        return raw_tensors.string_array(list(values), count, place)
-    return _numbers(values, given.datatype, count, place)
-
-
-def _long_contents(given: ProtoMessage, contents: memoryview, place: raw_tensors.InputRef) -> Tensor:
-    """The same of those that are still bytes, a piece at a time."""
+def _decode_contents(given: ProtoMessage, contents: memoryview, ref: InputRef) -> Tensor:
+    """The tensor of an input whose typed contents are still encoded, decoded a piece at a time."""
     shape, datatype, done = tuple(given.shape), given.datatype, 0
-    count = raw_tensors.element_count(datatype, shape, place)
-    strings, numbers = [], [_numbers((), datatype, 0, place)]
+    count = raw_tensors.element_count(datatype, shape, ref)
+    strings, numbers = [], [_numbers((), datatype, 0, ref)]
     try:
         for piece in iter_contents(contents):
-            values = _values(given, piece, place)
+            values = _values(given, piece, ref)
             done += len(values)
             if datatype == "BYTES":
-                raw_tensors.check_string_count(count, max(count, done), place)
+                raw_tensors.check_string_count(count, max(count, done), ref)
                 strings += values
             else:
-                numbers.append(_numbers(values, datatype, len(values), place))
+                numbers.append(_numbers(values, datatype, len(values), ref))
     except DecodeError as error:
         raise InvalidArgument(str(error), field=given.name) from None
     if datatype == "BYTES":
-        return Tensor(given.name, datatype, shape, raw_tensors.string_array(strings, count, place))
+        return Tensor(given.name, datatype, shape, raw_tensors.string_array(strings, count, ref))
     size = np.dtype(NUMPY_TYPES.get(datatype, np.uint8)).itemsize
-    raw_tensors.check_byte_size(count * size, done * size, place)
+    raw_tensors.check_byte_size(count * size, done * size, ref)
     return Tensor(given.name, datatype, shape, np.concatenate(numbers))
 
 
-def _values(given: ProtoMessage, contents: ProtoMessage, place: raw_tensors.InputRef) -> Any:
-    """Of the one field that is filled; raises `InvalidArgument` if it is another datatype's."""
+def _values(given: ProtoMessage, contents: ProtoMessage, ref: InputRef) -> Any:
+    """The values of the one typed field that is filled; raises `InvalidArgument` if it is another datatype's."""
     values: Any = ()
-    for field, held in ((descriptor.name, value) for descriptor, value in contents.ListFields()):
-        if _CONTENTS[field] != _NARROW.get(given.datatype, given.datatype):
+    for descriptor, held in contents.ListFields():
+        datatype = _CONTENT_DATATYPES[descriptor.name]
+        if datatype != _NARROW.get(given.datatype, given.datatype):
             raise InvalidArgument(
-                f"unexpected explicit tensor data for input tensor '{given.name}' for model '{place.model}' "
-                f"of type '{_CONTENTS[field]}', expected datatype '{given.datatype}'",
+                f"unexpected explicit tensor data for input tensor '{given.name}' for model '{ref.model}' "
+                f"of type '{datatype}', expected datatype '{given.datatype}'",
                 field=given.name,
             )
         values = held
     return values
 
 
-def _numbers(values: Any, datatype: str, count: int, place: raw_tensors.InputRef) -> NDArray[Any]:
+def _numbers(values: Any, datatype: str, count: int, ref: InputRef) -> NDArray[Any]:
     dtype: DTypeLike = NUMPY_TYPES.get(datatype, np.uint8)
-    raw_tensors.check_byte_size(count * np.dtype(dtype).itemsize, len(values) * np.dtype(dtype).itemsize, place)
+    raw_tensors.check_byte_size(count * np.dtype(dtype).itemsize, len(values) * np.dtype(dtype).itemsize, ref)
     return np.array(values, NUMPY_TYPES[_NARROW[datatype]] if datatype in _NARROW else dtype).astype(dtype)

@@ -1,4 +1,4 @@
-"""v2's inference messages: an InferResponse becomes a ModelInferResponse.
+"""An `InferResponse` becomes a ModelInferResponse; versions and parameters as the protobuf messages have them.
 
 Knows the published protobuf messages; nothing of calls, streams and gateways.
 """
@@ -13,7 +13,6 @@ from tritonclient.grpc import service_pb2 as pb
 from ...core.errors import InvalidArgument
 from ...core.model import ModelConfig
 from ...core.request import InferResponse, ParameterValue
-from ...core.tensor import Tensor
 from .. import raw_tensors
 from ..classification import classify
 from ..requested_outputs import RequestedOutput, write_to_shared_memory
@@ -22,18 +21,18 @@ ProtoMessage: TypeAlias = Any
 """A protobuf message: the published modules are generated at import and have no types."""
 
 _LONG = 1 << 14
-"""Elements of an output."""
+"""Outputs of more elements are written in another thread."""
 
 _FINAL = "triton_final_response"
 _LARGEST = 2**31 - 1
-"""Bytes that gRPC, and protobuf, can put into one message."""
+"""Bytes that one message of gRPC, and of protobuf, can have."""
 
 
 def parse_version(version: str) -> str:
-    """A version as the gateway wants it; empty means the latest.
+    """A request's version in the gateway's form; empty means the latest.
 
     Raises:
-        InvalidArgument: it is no number above zero.
+        InvalidArgument: the version is no number above zero.
     """
     if not version:
         return ""
@@ -51,7 +50,7 @@ def parse_version(version: str) -> str:
 async def write_response_off_loop(
     config: ModelConfig, request_id: str, response: InferResponse, wanted: Mapping[str, RequestedOutput]
 ) -> ProtoMessage:
-    """What `write_response` makes; where that takes long, beside the event loop."""
+    """What `write_response` returns, written in another thread where that takes long."""
     if any(tensor.data.size > _LONG for tensor in response.outputs):
         return await asyncio.to_thread(write_response, config, request_id, response, wanted)
     return write_response(config, request_id, response, wanted)
@@ -60,50 +59,41 @@ async def write_response_off_loop(
 def write_response(
     config: ModelConfig, request_id: str, response: InferResponse, wanted: Mapping[str, RequestedOutput]
 ) -> ProtoMessage:
-    """One response of a model; data always raw, or where it is `wanted`.
+    """The message of one response. Tensors are raw contents, but for outputs in `wanted`, which tells their form.
 
     Raises:
-        CharoniaError: an output cannot be had as it is wanted.
+        CharoniaError: an output cannot be returned as it is requested, or the message would be too large.
     """
     message = pb.ModelInferResponse(model_name=config.name, model_version=config.version, id=request_id)
     outputs, contents = message.outputs, message.raw_output_contents
     for tensor in response.outputs:
-        if tensor.name in wanted:
-            tensor, data = _as_wanted(tensor, wanted[tensor.name], config)
+        requested = wanted.get(tensor.name)
+        if requested is not None and requested.classes:
+            tensor = classify(config, tensor, requested.classes)
+        if requested is not None and requested.memory is not None:
+            write_to_shared_memory(tensor, requested.memory)
+            data = b""
         else:
             data = raw_tensors.encode(tensor)
         outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         contents.append(data)
-    _check_size(sum(map(len, contents)))
+    size = sum(map(len, contents))
+    if size > _LARGEST:
+        raise InvalidArgument(f"Response has byte size {size} which exceeds gRPC's byte size limit {_LARGEST}.")
     if response.parameters:
         for key, value in response.parameters.items():
             _set_parameter(message.parameters[key], value)
     return message
 
 
-def _check_size(size: int) -> None:
-    if size > _LARGEST:
-        message = f"Response has byte size {size} which exceeds gRPC's byte size limit {_LARGEST}."
-        raise InvalidArgument(message)
-
-
-def _as_wanted(tensor: Tensor, wanted: RequestedOutput, config: ModelConfig) -> tuple[Tensor, bytes]:
-    """What to say of it, and what to send."""
-    if wanted.memory is not None:
-        write_to_shared_memory(tensor, wanted.memory)
-        return tensor, b""
-    said = classify(config, tensor, wanted.classes) if wanted.classes else tensor
-    return said, raw_tensors.encode(said)
-
-
 def mark_final(message: ProtoMessage, final: bool) -> ProtoMessage:
-    """Say of a stream's response whether it is its request's last one."""
+    """Set the parameter that tells whether a streamed response is its request's last one; returns the message."""
     message.parameters[_FINAL].bool_param = final
     return message
 
 
 def write_stream_error(asked: ProtoMessage, text: str) -> ProtoMessage:
-    """The end of one request of a stream that failed."""
+    """The message that ends one request of a stream with an error."""
     name, version = asked.model_name, asked.model_version
     response = pb.ModelInferResponse(model_name=name, model_version=version, id=asked.id)
     return pb.ModelStreamInferResponse(error_message=text, infer_response=mark_final(response, True))

@@ -1,4 +1,4 @@
-"""How an error looks over gRPC: its status code, its text, its trailing metadata."""
+"""Errors as gRPC statuses: code, details and trailing metadata; and the metadata that a call came with."""
 
 import math
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from ...core.errors import CharoniaError, ErrorCode
 from ..http.error_responses import printable
 
 RpcContext: TypeAlias = Any
-"""A `grpc.aio.ServicerContext`; grpc ships no types."""
+"""A `grpc.aio.ServicerContext`: grpc ships no types."""
 
 SHUTTING_DOWN = "GRPC server is shutting down and has stopped accepting new requests."
-_LONGEST = 2000
-"""Bytes of text that fit a client's default limit on metadata, even when each has to be percent-encoded."""
+_MAX_DETAILS_BYTES = 2000
+"""As much text as fits a client's default limit on metadata, even when each byte has to be percent-encoded."""
 
 _STATUS = {
     ErrorCode.UNKNOWN: grpc.StatusCode.UNKNOWN,
@@ -31,24 +31,24 @@ _STATUS = {
 
 
 def call_metadata(context: RpcContext) -> Sequence[tuple[str, Any]]:
-    """What the client sent along: text, or bytes where the name ends in -bin."""
+    """The metadata that the client sent: values are text, or bytes where the name ends in -bin."""
     return context.invocation_metadata() or ()
 
 
 def client_request_id(context: RpcContext) -> str:
-    """What the client calls its call, if its metadata say so."""
+    """The `x-request-id` of the client's metadata, or ''."""
     return str(dict(call_metadata(context)).get("x-request-id", ""))
 
 
 def status_details(error: CharoniaError) -> str:
-    """The message, cut where it quotes too much of what the client sent."""
-    # A text that cannot be encoded would leave the client without any answer.
+    """The message of an error, shortened where it quotes too much of a request."""
+    # Details that cannot be encoded would leave the client without any answer.
     text = printable(error.message)
     encoded = text.encode()
-    return text if len(encoded) <= _LONGEST else encoded[:_LONGEST].decode(errors="ignore") + " ..."
+    return text if len(encoded) <= _MAX_DETAILS_BYTES else encoded[:_MAX_DETAILS_BYTES].decode(errors="ignore") + " ..."
 
 
 async def abort_call(context: RpcContext, error: CharoniaError) -> None:
-    """End the call with this error; raises what the server's runtime takes for an end."""
+    """End the call with the status of `error`; raises grpc's `AbortError`."""
     wait = (("retry-after", str(math.ceil(error.retry_after))),) if error.retry_after else ()
     await context.abort(_STATUS[error.code], status_details(error), wait)

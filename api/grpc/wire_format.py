@@ -1,6 +1,7 @@
-"""Long messages of gRPC, read without decoding what is large in them: protobuf would do it all at once.
+"""Long protobuf messages, taken apart without decoding their tensors: protobuf would hold the event loop for them.
 
-Knows the wire format, and which fields of an inference request are tensors; not what they mean.
+Knows protobuf's wire format (https://protobuf.dev/programming-guides/encoding/) and which fields of a ModelInferRequest
+are tensors; not what they mean.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,20 +14,20 @@ from tritonclient.grpc import service_pb2 as pb
 from .response_messages import ProtoMessage
 
 LARGE_BYTES = 1 << 16
-"""Bytes; shorter messages, and tensors in them, are decoded at once."""
+"""Messages, and typed contents in them, of at most so many bytes are decoded at once."""
 
 _MOST_FIELDS = 4096
 _MOST_BYTES = 1 << 20
-"""Of a long message but for its tensors."""
+"""Bytes that a long message may have beside its tensors."""
 
 _INPUTS, _RAW, _CONTENTS = 5, 7, 5
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
 _FIXED = {6: 4, 7: 8}
-"""Of typed contents, the fields whose elements have all this size in bytes."""
+"""By the number of a field of InferTensorContents whose elements have a fixed size: that size in bytes."""
 
 
 class _Field(NamedTuple):
-    """A field of a message: where it begins with its tag, and where its value is."""
+    """A field of an encoded message: its tag begins at `begin`, its value is from `value` to `end`."""
 
     number: int
     wire: int
@@ -36,8 +37,11 @@ class _Field(NamedTuple):
 
 
 class LazyInferRequest:
-    """A ModelInferRequest: `raw_input_contents` and the long `contents` of inputs, by their places, are views of what
-    came; all else is the message's."""
+    """A ModelInferRequest whose tensors are not decoded.
+
+    `raw_input_contents`, and by the index of their input the long typed `contents`, are views of the received bytes.
+    All other fields are those of the decoded `message`.
+    """
 
     def __init__(self, message: ProtoMessage, raw: list[memoryview], contents: dict[int, memoryview]) -> None:
         self._message = message
@@ -49,7 +53,11 @@ class LazyInferRequest:
 
 
 def deserialize_infer(data: bytes) -> ProtoMessage:
-    """A ModelInferRequest, or a long one. Raises `DecodeError` for what is none, or has more in it than any request."""
+    """Deserialize a ModelInferRequest, a long one into a `LazyInferRequest`.
+
+    Raises:
+        DecodeError: the bytes are no such message, or have more fields, or more beside tensors, than any request.
+    """
     if len(data) <= LARGE_BYTES:
         return pb.ModelInferRequest.FromString(data)
     view, rest = memoryview(data), bytearray()
@@ -74,7 +82,7 @@ def deserialize_infer(data: bytes) -> ProtoMessage:
 
 
 def bounded_deserializer(read: Callable[[bytes], ProtoMessage], most: int) -> Callable[[bytes], ProtoMessage]:
-    """A reader of messages of at most so many bytes, and not of too many fields."""
+    """The deserializer `read`, which raises `DecodeError` for messages of more than `most` bytes or too many fields."""
 
     def attempt(data: bytes) -> ProtoMessage:
         if len(data) > most:
@@ -88,7 +96,7 @@ def bounded_deserializer(read: Callable[[bytes], ProtoMessage], most: int) -> Ca
 
 
 def iter_contents(view: memoryview) -> Iterator[ProtoMessage]:
-    """InferTensorContents, some elements at a time."""
+    """Decode an InferTensorContents in pieces of about `LARGE_BYTES`, each a message of its own."""
     held = bytearray()
     for field in _fields(view):
         if len(held) + field.end - field.begin > LARGE_BYTES and held:
@@ -103,7 +111,7 @@ def iter_contents(view: memoryview) -> Iterator[ProtoMessage]:
 
 
 def _packed_pieces(values: memoryview, width: int | None) -> Iterator[memoryview]:
-    """Whole elements; without a width they end with the byte that has no high bit."""
+    """Slices of whole elements. Without a fixed `width` elements are varints, whose last byte has no high bit."""
     begin, most = 0, LARGE_BYTES - LARGE_BYTES % (width or 1)
     while begin < len(values):
         end = min(begin + most, len(values))
@@ -117,7 +125,7 @@ def _packed_pieces(values: memoryview, width: int | None) -> Iterator[memoryview
 
 
 def _without_contents(given: memoryview) -> tuple[bytes, memoryview | None]:
-    """An input without its contents, and these, if it has any."""
+    """An encoded input without its typed contents, and these, if it has any."""
     rest, found = bytearray(), []
     for field in _some_fields(given):
         if (field.number, field.wire) == (_CONTENTS, _DELIMITED):
@@ -143,7 +151,7 @@ def _some_fields(view: memoryview) -> Iterator[_Field]:
 
 
 def _fields(view: memoryview) -> Iterator[_Field]:
-    """Raises `DecodeError` for what is no message."""
+    """The fields of an encoded message; raises `DecodeError` where it is none."""
     at = 0
     while at < len(view):
         begin = at
@@ -164,7 +172,7 @@ def _fields(view: memoryview) -> Iterator[_Field]:
 
 
 def _varint(view: memoryview, at: int) -> tuple[int, int]:
-    """The number, and where it ends."""
+    """The number that begins at `at`, and where it ends."""
     number = shift = 0
     while at < len(view) and shift < 70:
         byte = view[at]
@@ -181,13 +189,10 @@ def _broken() -> DecodeError:
 
 
 def _delimited(number: int, value: bytes | memoryview) -> bytes:
-    return _number(number << 3 | _DELIMITED) + _number(len(value)) + bytes(value)
-
-
-def _number(number: int) -> bytes:
     out = bytearray()
-    while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    out.append(number)
-    return bytes(out)
+    for varint in (number << 3 | _DELIMITED, len(value)):
+        while varint > 0x7F:
+            out.append(varint & 0x7F | 0x80)
+            varint >>= 7
+        out.append(varint)
+    return bytes(out) + value
