@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgument, request_id_prefix
 from ..core.tensor import NUMPY_TYPES, Tensor
 
 RawBytes: TypeAlias = bytes | bytearray | memoryview
@@ -39,7 +39,7 @@ class InputRef(NamedTuple):
     input: str
 
     def error(self, text: str) -> InvalidArgument:
-        return InvalidArgument(f"[request id: {self.request_id or '<id_unknown>'}] {text}", field=self.input)
+        return InvalidArgument(f"{request_id_prefix(self.request_id)}{text}", field=self.input)
 
     @property
     def description(self) -> str:

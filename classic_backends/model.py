@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Se
 from functools import partial
 from pathlib import Path
 
-from ..core.errors import CharoniaError, InvalidArgument, RequestTimeout, Unavailable
+from ..core.errors import CharoniaError, InvalidArgument, RequestTimeout, Unavailable, request_id_prefix
 from ..core.metrics import Reading
 from ..core.model import ModelConfig, ModelSamples, ModelStats
 from ..core.request import InferRequest, InferResponse
@@ -18,7 +18,7 @@ from ..core.statistics import VersionStatistics
 from .backend_parameters import read_number
 from .batching.batch_execution import BatchLayout, execute_batch, execute_decoupled, execute_single
 from .batching.batching_config import read_batching_config
-from .batching.dispatcher import Dispatcher, QueuedJob, request_id_prefix
+from .batching.dispatcher import Dispatcher, QueuedJob
 from .batching.dynamic_batcher import CloseReason, DynamicBatcher
 from .batching.inference_job import (
     InferenceJob,

@@ -13,10 +13,11 @@ from prometheus_client import CollectorRegistry
 from .. import __version__
 from ..api.app import build_app
 from ..api.grpc.server import GrpcServer
-from ..api.http.server import HttpServer, wait_for_first
+from ..api.http.server import HttpServer
 from ..api.metadata import ServerInfo
 from ..api.prometheus import MetricsApp, MetricsSource, build_registry
 from ..api.triton.cloud_middleware import CloudMiddleware
+from ..core.cancellation import wait_for_first
 from ..core.gateway import Gateway
 from ..repository.gateway import InProcessGateway
 from ..telemetry.gpus import Gpus

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from ..api.http.server import wait_for_first
+from ..core.cancellation import wait_for_first
 from ..core.request_context import RequestContext
 from ..core.trace_settings import TraceControl
 from ..processes import gc_tuning

@@ -113,6 +113,11 @@ class QueueFull(CharoniaError):
         self.limit = limit
 
 
+def request_id_prefix(request_id: str) -> str:
+    """The beginning of Triton's messages about one v2 request."""
+    return f"[request id: {request_id or '<id_unknown>'}] "
+
+
 _BY_CODE: dict[ErrorCode, type[CharoniaError]] = {
     error.code: error for error in (Internal, InvalidArgument, NotFound, Unavailable, Unsupported)
 }

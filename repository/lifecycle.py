@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from ..core.cancellation import wait_for_first
 from ..core.errors import CharoniaError, ServerExiting
 from ..core.gateway import ModelState
 from ..core.model import ConfigDocument, Model
@@ -286,12 +287,7 @@ class ModelLifecycle:
             version.superseded = None
 
     async def _until_drain_stopped(self, wait: Coroutine[None, None, None]) -> None:
-        waits = [asyncio.ensure_future(each) for each in (wait, self._drain_stopped.wait())]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for each in waits:
-                each.cancel()
+        await wait_for_first(wait, self._drain_stopped.wait())
 
 
 async def _wait_for_one(others: set[asyncio.Future[None]], patience: float | None) -> bool:

@@ -5,7 +5,7 @@ v2's section 4, in its order and its words. Knows nothing of protocols or of how
 
 from collections.abc import Iterable
 
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgument, request_id_prefix
 from ..core.model import ModelConfig
 from ..core.request import InferRequest
 from ..core.tensor import Tensor, TensorSpec
@@ -48,7 +48,7 @@ def _check_batch(config: ModelConfig, request: InferRequest) -> None:
 
 
 def _invalid(request: InferRequest, message: str, field: str) -> InvalidArgument:
-    return InvalidArgument(f"{_id_prefix(request)}{message}", field=field)
+    return InvalidArgument(f"{request_id_prefix(request.id)}{message}", field=field)
 
 
 def _check_outputs(config: ModelConfig, request: InferRequest) -> None:
@@ -72,7 +72,8 @@ def _check_count(config: ModelConfig, request: InferRequest) -> None:
     total, required = len(config.inputs), sum(not spec.optional for spec in config.inputs)
     expected = f"{total} inputs" if total == required else f"number of inputs between {required} and {total}"
     raise InvalidArgument(
-        f"{_id_prefix(request)}expected {expected} but got {len(request.inputs)} inputs for model '{config.name}'. "
+        f"{request_id_prefix(request.id)}expected {expected} but got {len(request.inputs)} inputs "
+        f"for model '{config.name}'. "
         f"Got input(s) [{_quoted_names(request.inputs)}], but missing required input(s) [{_quoted_names(missing)}]. "
         "Please provide all required input(s).",
         field=missing[0],
@@ -100,10 +101,6 @@ def _fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
     if shape == dims:
         return True
     return len(shape) == len(dims) and all(dim in (-1, size) for size, dim in zip(shape, dims, strict=True))
-
-
-def _id_prefix(request: InferRequest) -> str:
-    return f"[request id: {request.id or '<id_unknown>'}] "
 
 
 def _quoted_names(names: Iterable[str]) -> str:

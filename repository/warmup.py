@@ -6,7 +6,7 @@ model-config.md section 7. Makes the requests; who runs them on which instance, 
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgument, request_id_prefix
 from ..core.model import ModelConfig, WarmupRequest
 from ..core.request import InferRequest
 from .config_io import ConfigMessage
@@ -34,7 +34,7 @@ def validate_warmup_requests(config: ModelConfig, samples: Iterable[WarmupReques
         try:
             validate_request(config, sample)
         except InvalidArgument as error:
-            said = f"warm-up sample '{sample.id}': {error.message.removeprefix(f'[request id: {sample.id}] ')}"
+            said = f"warm-up sample '{sample.id}': {error.message.removeprefix(request_id_prefix(sample.id))}"
             raise InvalidArgument(said, field=f"model_warmup.{sample.id}") from None
 
 

@@ -3,11 +3,11 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable
 from typing import Any
 
 import uvicorn
 
+from ...core.cancellation import wait_for_first
 from ...core.errors import ServerExiting
 from ..size_limits import BODY_TIMEOUT
 from ..tls import KeyPair
@@ -72,19 +72,6 @@ class HttpServer:
                 task.cancel(ServerExiting())
         self._server.should_exit = True
         await self._serving
-
-
-async def wait_for_first(*waits: Awaitable[Any], timeout: float | None = None) -> None:
-    """Return when one of them is over, or after `timeout` seconds; the others are cancelled."""
-    tasks = [asyncio.ensure_future(each) for each in waits]
-    try:
-        done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _QuietCancel(logging.Filter):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
-from ...core.errors import NotReady, RequestTimeout, ServerExiting, Unavailable
+from ...core.errors import NotReady, RequestTimeout, ServerExiting, Unavailable, request_id_prefix
 from .batch_execution import BatchLayout, ExecutionResult, execute_batch, execute_decoupled
 from .deadline_timer import DeadlineTimer
 from .dynamic_batcher import BatchDecision, RequestBatch
@@ -237,8 +237,3 @@ def restarting_error(request: QueuedJob) -> NotReady:
         request_id_prefix(request.item.request_id)
         + "the model's instances have ended unexpectedly and are being restarted"
     )
-
-
-def request_id_prefix(request_id: str) -> str:
-    """What Triton puts before what it says of one request."""
-    return f"[request id: {request_id or '<id_unknown>'}] "

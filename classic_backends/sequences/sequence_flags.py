@@ -5,9 +5,8 @@ Knows nothing of which sequences there are.
 
 import numpy as np
 
-from ...core.errors import InvalidArgument
+from ...core.errors import InvalidArgument, request_id_prefix
 from ...core.request import InferRequest
-from ..batching.dispatcher import request_id_prefix
 from .sequence_config import SequenceConfig
 from .sequence_context import SequenceFlags, SequenceId
 from .sequence_tensors import ControlKind, ControlTensor
