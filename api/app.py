@@ -144,7 +144,7 @@ async def _answer(endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
         response = await endpoint(Request(scope, receive))
         await response(scope, receive, send)
     except CharoniaError as error:
-        record_error(error)
+        record_error(scope, error)
         await error_response(error, scope["path"])(scope, receive, send)
     except ClientDisconnected:
         await Response(status_code=_CLIENT_LEFT)(scope, receive, send)
@@ -152,7 +152,7 @@ async def _answer(endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
         exiting = shutdown_error(cancelled)
         if exiting is None or response_started(scope):
             raise
-        record_error(exiting)
+        record_error(scope, exiting)
         await error_response(exiting, scope["path"])(scope, receive, send)
 
 
@@ -181,13 +181,13 @@ class CatchAllMiddleware:
 
 async def _charonia_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, CharoniaError)
-    record_error(error)
+    record_error(request.scope, error)
     return error_response(error, request.url.path)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    record_error(NotFound(error.detail))
+    record_error(request.scope, NotFound(error.detail))
     headers = dict(error.headers or {})  # of a wrong method: those that would be right
     if not is_openai_path(request.url.path):
         return json_response({"error": error.detail}, error.status_code, headers)

@@ -13,7 +13,7 @@ from ..core.errors import CharoniaError, InvalidArgument, RequestTimeout, Unavai
 from ..core.metrics import Reading
 from ..core.model import ModelConfig, ModelSamples, ModelStats
 from ..core.request import InferRequest, InferResponse
-from ..core.request_context import ExecutionTimes, RequestContext, current_request
+from ..core.request_context import ExecutionTimes, RequestContext
 from ..core.statistics import VersionStatistics
 from .backend_parameters import read_number
 from .batching.batch_execution import BatchLayout, execute_batch, execute_decoupled, execute_single
@@ -105,8 +105,8 @@ class ClassicModel:
     def statistics(self) -> VersionStatistics:
         return self._account.statistics()
 
-    def count(self, exchange: RequestContext) -> None:
-        self._account.record_request_end(exchange)
+    def count(self, context: RequestContext) -> None:
+        self._account.record_request_end(context)
 
     def readings(self) -> Iterator[Reading]:
         """Everything measured, for a scrape."""
@@ -139,24 +139,20 @@ class ClassicModel:
         self._dispatcher = self._inline = None
         await self._crew.stop()
 
-    def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:
+    def infer(self, request: InferRequest, context: RequestContext) -> AsyncIterator[InferResponse]:
         """Raises what the runtime raises; `Unavailable` where the queue is full or the model is not loaded, and
         `RequestTimeout` where its time in the queue ran out."""
         if self._inline is not None:
-            return SingleResponseStream(partial(self._infer_inline, self._inline, request))
-        return (
-            self._infer_streamed(request)
-            if self._config.decoupled
-            else SingleResponseStream(partial(self._infer_once, request))
-        )
+            return SingleResponseStream(partial(self._infer_inline, self._inline, request, context))
+        if self._config.decoupled:
+            return self._infer_streamed(request, context)
+        return SingleResponseStream(partial(self._infer_once, request, context))
 
-    async def _infer_inline(self, runtime: Runtime, request: InferRequest) -> InferResponse:
+    async def _infer_inline(self, runtime: Runtime, request: InferRequest, context: RequestContext) -> InferResponse:
         begun = time.monotonic_ns()
         result = execute_single(runtime, self._form, request, self._slots[0].placement.name)
         whole = time.monotonic_ns() - begun
-        exchange = current_request()
-        if exchange is not None:
-            exchange.execution = ExecutionTimes(begun, begun, result.timing)
+        context.execution = ExecutionTimes(begun, begun, result.timing)
         if result.error is not None:
             self._account.record_failure(FailureReason.BACKEND, whole)
             raise result.error
@@ -167,9 +163,9 @@ class ClassicModel:
         self._account.record_success(size, whole, 0, result.timing)
         return result.responses[0]
 
-    async def _infer_once(self, request: InferRequest) -> InferResponse:
+    async def _infer_once(self, request: InferRequest, context: RequestContext) -> InferResponse:
         answer = SingleResponse(asyncio.get_running_loop())
-        waiting = self._waiting(request, answer)
+        waiting = self._waiting(request, answer, context)
         self._submit(waiting)
         timer = self._timer(waiting)
         try:
@@ -182,9 +178,11 @@ class ClassicModel:
             if timer is not None:
                 timer.cancel()
 
-    async def _infer_streamed(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+    async def _infer_streamed(
+        self, request: InferRequest, context: RequestContext
+    ) -> AsyncGenerator[InferResponse, None]:
         channel = ResponseChannel(asyncio.get_running_loop())
-        waiting = self._waiting(request, channel)
+        waiting = self._waiting(request, channel, context)
         waiting.item.unread_slots = channel.unread_slots
         self._submit(waiting)
         timer = self._timer(waiting)
@@ -208,19 +206,18 @@ class ClassicModel:
         if not waiting.item.sink.ended:
             self._give_up(waiting, FailureReason.REJECTED, RequestTimeout())
 
-    def _waiting(self, request: InferRequest, sink: ResponseSink) -> QueuedJob:
+    def _waiting(self, request: InferRequest, sink: ResponseSink, context: RequestContext) -> QueuedJob:
         signature = self._form.signature
-        job, size = self._job(request, sink), signature.batch_size(request)
+        job, size = self._job(request, sink, context), signature.batch_size(request)
         if self._sequences is not None:
             job.sequence_flags = self._sequences.flag_reader.read_flags(request, size)
         kind = signature.batch_key(request) if self._rules.combine_requests else None
         timeout = _number(request, "timeout") * _MICROSECOND
         return QueuedRequest(job, size, kind, _number(request, "priority"), timeout)
 
-    def _job(self, request: InferRequest, sink: ResponseSink) -> InferenceJob:
-        return InferenceJob(
-            self._form.signature.to_arrays(request), request.outputs, sink, request.id, exchange=current_request()
-        )
+    def _job(self, request: InferRequest, sink: ResponseSink, context: RequestContext | None = None) -> InferenceJob:
+        inputs = self._form.signature.to_arrays(request)
+        return InferenceJob(inputs, request.outputs, sink, request.id, context=context)
 
     def _submit(self, waiting: QueuedJob) -> None:
         try:

@@ -1,7 +1,6 @@
-"""The only thing a door knows. Whatever exists once per server lives behind it."""
+"""The seam between endpoints and models: an endpoint knows a `Gateway`, and nothing of how models are served."""
 
 from collections.abc import AsyncIterator, Awaitable, Mapping
-from contextlib import AbstractContextManager
 from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeVar
@@ -18,7 +17,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class ResponseStream(Protocol[T_co]):
-    """What can be iterated and closed (`contextlib.aclosing`): a generator, or what stands for one."""
+    """An async iterator that can be closed (`contextlib.aclosing`), as async generators are."""
 
     def __aiter__(self) -> AsyncIterator[T_co]: ...
 
@@ -28,7 +27,7 @@ class ResponseStream(Protocol[T_co]):
 
 
 class ModelState(StrEnum):
-    """Of a version of a model; Triton's words."""
+    """The state of a model's version, in Triton's words."""
 
     UNKNOWN = "UNKNOWN"
     READY = "READY"
@@ -38,7 +37,7 @@ class ModelState(StrEnum):
 
 
 class RepositoryIndexEntry(NamedTuple):
-    """One version of a known model; of one that was never loaded there is only the name."""
+    """One version of a known model; a model that was never loaded has a name only."""
 
     name: str
     version: str = ""
@@ -46,77 +45,94 @@ class RepositoryIndexEntry(NamedTuple):
     reason: str = ""
 
 
-class Gateway(Protocol):
-    """Lookup, admission and dispatch.
+class ModelHandle(Protocol):
+    """One loaded version of a model, held by one request until that request ends.
 
-    An empty `version` means the latest. Every lookup raises `NotFound` for an unknown model or version and
-    `Unavailable` for one that is not ready; a full queue raises `QueueFull`. All raise before the first item.
-    Doors close every stream.
+    A version that is replaced or unloaded meanwhile goes on serving the requests that hold it. A full queue raises
+    `QueueFull` and an ending server `ServerExiting`, before the first item of a stream. Endpoints close every stream.
+    """
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def stats(self) -> ModelStats: ...
+
+    def validate(self, request: InferRequest) -> None:
+        """Raises `InvalidArgument` if the request does not fit the model's config."""
+
+    def infer(self, request: InferRequest) -> ResponseStream[InferResponse]:
+        """Raises as `validate` does."""
+
+    def generate(self, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
+        """Raises `InvalidArgument` for a model that does not generate text."""
+
+    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+        """Raises as `generate` does."""
+
+    async def detokenize(self, ids: list[int]) -> str:
+        """Raises as `generate` does."""
+
+
+class Gateway(Protocol):
+    """The models of the server, for endpoints: lookup, dispatch, health, the model repository.
+
+    An empty `version` means the latest. Every lookup raises `NotFound` for an unknown model or version, `Unavailable`
+    for one that is not served, and `NotReady` for one that is being loaded.
     """
 
     @property
     def shared_state(self) -> SharedState:
-        """What clients lend and set."""
+        """Client shared memory, and the settings of logs and traces."""
 
-    def open_request(self, door: str, headers: Headers = ()) -> AbstractContextManager[RequestContext]:
-        """The one exchange of a request that came through `door`: the current one of the block, at whose end it is
-        counted and recorded."""
+    def open_request(self, endpoint: str, headers: Headers = ()) -> RequestContext:
+        """The context of a request that came in through `endpoint`: counted and recorded when its block ends."""
+
+    def acquire(self, context: RequestContext, name: str, version: str = "") -> ModelHandle:
+        """Look up the model that a request is for, once for a request: the context has its name and version from then
+        on, also if there is none, and releases the handle when the request ends."""
 
     def ready(self) -> bool:
-        """Every known model is ready, and the server is not shutting down."""
+        """Whether every known model is ready and the server is not exiting."""
 
     def exiting(self) -> bool:
-        """The server shuts down: it finishes what runs and refuses what is new."""
+        """Whether the server exits: requests in flight are finished, new ones are refused."""
 
     def model_configs(self) -> list[ModelConfig]: ...
 
     def model_config(self, name: str, version: str = "") -> ModelConfig: ...
 
     def served_versions(self, name: str) -> tuple[str, ...]:
-        """The versions of a model that are served, lowest first. Raises as `model` does."""
-
-    def model_stats(self, name: str, version: str = "") -> ModelStats: ...
+        """The versions of a model that are served, lowest first. Raises as `model_config` does."""
 
     def model_statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
-        """Of every served version, or of those asked for.
+        """Statistics of every served version, or of those asked for.
 
         Raises:
-            InvalidArgument: what was asked for is not served.
+            InvalidArgument: none that was asked for is served.
         """
 
     def is_model_ready(self, name: str, version: str = "") -> bool:
-        """Whether that version, or the latest, can be asked now; False for what is not known, too. Raises nothing."""
-
-    def infer(self, name: str, version: str, request: InferRequest) -> ResponseStream[InferResponse]: ...
-
-    def generate(self, name: str, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
-        """Raises `InvalidArgument` for a model that does not write text."""
-
-    async def tokenize(self, name: str, request: TokenizeRequest) -> list[int]:
-        """Raises as `generate` does."""
-
-    async def detokenize(self, name: str, ids: list[int]) -> str:
-        """Raises as `generate` does."""
+        """Whether that version, or the latest, can be asked now; False for an unknown one."""
 
     def repository_index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
         """Every version that the repositories hold, or that was loaded."""
 
     async def load_model(self, name: str, config: str | None = None, files: Mapping[str, bytes] = NO_FILES) -> None:
-        """Load a model of the repositories, or load it anew; return when it is served.
+        """Load, or load again, a model of the repositories; return when it is served.
 
-        `config`: its whole config as JSON, in place of the file's, until what is on disk changes or the model is
-        unloaded. `files`: its whole directory, by path within it.
+        `config`: a whole config as JSON in place of the file's, until the model's directory changes or the model is
+        unloaded. `files`: a whole model directory in place of the repository's, by path within it.
 
         Raises:
-            Unavailable: the server was not started for that.
-            Internal: what it would be made from cannot be read; Triton's text, and why.
-            InvalidArgument: `name` or a path is wrong, or the model did not load; what served before serves.
+            Unavailable: the server was not started with explicit model control.
+            Internal: the model's config or files cannot be read; Triton's text, and why.
+            InvalidArgument: `name` or a path is invalid, or the model failed to load; what was served stays.
         """
 
-    async def unload_model(self, name: str, dependents: bool = False) -> None:
-        """Serve a model no more; return when its unloading has begun. `dependents`: with an ensemble its steps.
+    async def unload_model(self, name: str) -> None:
+        """Stop serving a model; return when its unloading has begun.
 
         Raises:
-            Unavailable: the server was not started for that.
-            InvalidArgument: `name` is no name.
+            Unavailable: the server was not started with explicit model control.
+            InvalidArgument: `name` is invalid.
         """

@@ -66,10 +66,11 @@ class ModelSamples(NamedTuple):
 
 
 class Model(Protocol):
-    """Anything that answers requests.
+    """Anything that answers requests: a request goes in, a stream of responses comes out.
 
-    Cancelling is cancelling the task that consumes `infer`'s stream: the iterator's `finally` frees everything.
-    Consumers wrap it in `contextlib.aclosing`.
+    `context` is that of the client's request: the tenant, the time of arrival, and the record of its end. Cancelling is
+    cancelling the task that consumes `infer`'s stream: the iterator's `finally` frees everything. Consumers wrap it in
+    `contextlib.aclosing`.
     """
 
     @property
@@ -81,9 +82,7 @@ class Model(Protocol):
     async def unload(self) -> None:
         """Free everything; called after draining."""
 
-    def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:
-        """If it is not decoupled, the stream may be begun outside of any task: until it waits for the first time it
-        must not need one (as timeouts and task groups do)."""
+    def infer(self, request: InferRequest, context: RequestContext) -> AsyncIterator[InferResponse]: ...
 
     def stats(self) -> ModelStats: ...
 
@@ -94,7 +93,7 @@ class Model(Protocol):
 class TextModel(Model, Protocol):
     """A model that writes text."""
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]: ...
+    def generate(self, request: GenerateRequest, context: RequestContext) -> AsyncIterator[GenerateChunk]: ...
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]: ...
 
@@ -105,7 +104,7 @@ class TextModel(Model, Protocol):
 class MeasuredModel(Model, Protocol):
     """A model that counts its requests, and has something to show at a scrape."""
 
-    def count(self, exchange: RequestContext) -> None:
+    def count(self, context: RequestContext) -> None:
         """One request that was for this model has ended."""
 
     def readings(self) -> Iterator[Reading]: ...

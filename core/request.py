@@ -15,15 +15,12 @@ ParameterValue: TypeAlias = str | int | float | bool
 
 
 class InferRequest(msgspec.Struct, frozen=True):
-    """One v2 inference request. `outputs` names the wanted outputs; None means all of them. `tenant` and `weight` are
-    as in `GenerateRequest`."""
+    """One v2 inference request. `outputs` names the wanted outputs; None means all of them."""
 
     id: str = ""
     inputs: Mapping[str, Tensor] = {}
     outputs: tuple[str, ...] | None = None
     parameters: Mapping[str, ParameterValue] = {}
-    tenant: str = ""
-    weight: float = 1.0
 
 
 class InferResponse(msgspec.Struct, frozen=True):
@@ -179,14 +176,13 @@ Prompt: TypeAlias = str | tuple[int, ...] | Conversation
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One text generation. `priority` 0 is the most urgent class; `tenant` and `cache_salt` part the prefix cache.
+    """One text generation. `priority` 0 is the most urgent class; `cache_salt` and the tenant part the prefix cache.
 
-    `weight`: the tenant's share beside the other tenants of a class. `timeout`: seconds it may take, from its arrival
-    to its last token; 0 leaves it to the model. `choice` numbers several answers to one prompt: with the same seed,
-    each has random numbers of its own. `choices`: how many there are, and `prompts` how many prompts are asked about
-    together, in as many requests as that makes. `adapter`: the LoRA adapter by its name; empty is the model itself.
-    `guide`: what the text must be; not every engine can hold to one, or has adapters. `echo`: the answer begins with
-    the prompt's text. `tell_prompt`: its first chunk has the prompt's token ids.
+    `timeout`: seconds it may take, from its arrival to its last token; 0 leaves it to the model. `choice` numbers the
+    answers to one prompt: with the same seed, each has random numbers of its own. `choice_count`: answers to each
+    prompt, `prompt_count`: prompts, of the API request that was split into requests like this one. `adapter`: the LoRA
+    adapter by its name; empty is the model itself. Not every engine has adapters or `guided_decoding`. `echo`: the
+    answer begins with the prompt's text. `return_prompt_ids`: its first chunk has the prompt's token ids.
 
     Raises:
         InvalidArgument: `priority` is negative, or a first answer asks for nothing at all.
@@ -196,9 +192,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: Prompt
     sampling: SamplingParams = SamplingParams()
     priority: int = 0
-    tenant: str = ""
     cache_salt: str = ""
-    weight: float = 1.0
     timeout: float = 0.0
     choice: int = 0
     choice_count: int = 1

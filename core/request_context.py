@@ -1,31 +1,25 @@
-"""One request, from its arrival at a door to its end, whatever becomes of it.
+"""The context of one request: opened by an endpoint, carried as an argument to the model, recorded when it ends.
 
-Knows nothing of protocols and models. Who serves a request finds its exchange by `current_request()`: a refusal before
-any model was found leaves one as well as an answer does.
+Knows nothing of protocols and models. A request that is refused before any model was found has a context too.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from contextvars import ContextVar, Token
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from .errors import Cancelled, CharoniaError, ErrorCode, QueueFull, RequestTimeout, shutdown_error
 from .metrics import QUEUE_FULL_ENDS, Outcome, RequestEnd
 from .request import FinishReason, SamplingParams
 
-if TYPE_CHECKING:
-    from ..telemetry.request_trace import RequestTrace
-
 Headers: TypeAlias = Sequence[tuple[str | bytes, str | bytes]]
-"""What a client sent along: HTTP headers or gRPC metadata, names in lower case."""
+"""HTTP headers or gRPC metadata of a request, names in lower case."""
 
 CANCELLED = RequestEnd(Outcome.CANCELLED)
 DONE = RequestEnd(Outcome.DONE)
 
 _REFUSALS = (ErrorCode.INVALID_ARGUMENT, ErrorCode.NOT_FOUND, ErrorCode.UNSUPPORTED, ErrorCode.UNAUTHENTICATED)
-"""Codes that blame the request, whenever they come."""
+"""Error codes that blame the request, at whatever point they are raised."""
 
 _WORST_FIRST = (
     Outcome.ERROR,
@@ -36,14 +30,14 @@ _WORST_FIRST = (
     Outcome.STOP,
     Outcome.DONE,
 )
-"""Which outcome a request has whose parts ended differently: the first of these."""
+"""Precedence of outcomes: a request whose sequences ended differently has the first of theirs."""
 
 
 class SequenceRecord(Protocol):
-    """What an exchange needs to know of each sequence made for it. Times are of `time.monotonic`, None until then.
+    """The record of one sequence that was made for a request. Times are of `time.monotonic`, None until they come.
 
-    `opened`: the model got it; `submitted`: the engine did, tokenized; `begun`: its first step began; `first` and
-    `last`: tokens came. `choice` numbers the answers to one prompt.
+    `opened`: the model received it; `submitted`: the engine did, tokenized; `begun`: its first step began; `first` and
+    `last`: its first and latest tokens arrived. `choice` numbers the answers to one prompt.
     """
 
     choice: int
@@ -61,10 +55,8 @@ class SequenceRecord(Protocol):
 
 
 class RequestSummary(NamedTuple):
-    """All parts of an exchange as one: tokens added up, each prompt counted once, and the earliest and latest times.
-
-    What never came is None.
-    """
+    """All sequences of a request as one: tokens added up, each prompt counted once, the earliest and latest times; None
+    for values that no sequence has."""
 
     choices: int
     prompt: int | None
@@ -77,8 +69,8 @@ class RequestSummary(NamedTuple):
 
 
 class ExecutionTimes(NamedTuple):
-    """When a model without parts did what, nanoseconds of `time.monotonic_ns`: the request was `queued`, its execution
-    `begun`. `spent`: how long it took to prepare inputs, to compute, and to take outputs apart."""
+    """Times of a classic model's request, nanoseconds of `time.monotonic_ns`: it was `queued`, its execution `begun`.
+    `spent`: nanoseconds that preparing inputs, computing, and splitting outputs took."""
 
     queued: int
     begun: int
@@ -86,19 +78,26 @@ class ExecutionTimes(NamedTuple):
 
 
 class RequestContext:
-    """Opened by a door, filled in by whoever learns something, closed once. Lives in one event loop.
+    """One request from its arrival at an endpoint to its end; a context manager that closes itself.
 
-    `model` and `version` are as asked for until they are found; `found`: they were. `end` and `ended` are there from
-    `close` on; the end is that of the parts, or for want of parts what `finish` or `fail` said, and `computed` when;
-    `answered`: when its answer was there, 0 if it has parts or there was none. `id` is the protocol's name for it,
-    `client_id` the one in its `X-Request-Id`. `trace`: what it leaves in a file, once it is `sampled`.
+    Lives in one event loop. An exception that leaves its block, or `fail`, makes the request's `end` an error; the ends
+    of its `sequences` or `finish` make it an answer; without any of them the client left. `ended_at` and `end` are set
+    from `close` on.
+
+    `tenant`, `tenant_weight`: the client's, and its fair share beside other tenants. `model`, `version`: as asked for,
+    and as resolved once they are found (`model_found`). `answered_at`: when a model without sequences had answered, 0
+    if none did; `execution`: when that model did what. `id` is the protocol's request id, `client_id` that of the
+    header X-Request-Id. `counted`: the model has counted its end. `trace`: what telemetry keeps for a trace file, once
+    the request is `sampled`.
     """
 
     __slots__ = (
+        "_end_listeners",
         "_summary",
         "answered_at",
         "arrived_at",
         "client_id",
+        "counted",
         "end",
         "ended_at",
         "endpoint",
@@ -110,40 +109,60 @@ class RequestContext:
         "sampled",
         "sequences",
         "tenant",
+        "tenant_weight",
         "trace",
         "trace_id",
         "version",
     )
 
-    def __init__(self, door: str, headers: Headers = ()) -> None:
-        self.endpoint = door
+    def __init__(self, endpoint: str, headers: Headers = ()) -> None:
+        self.endpoint = endpoint
         self.headers = headers
         self.id = self.client_id = self.tenant = self.model = self.version = self.trace_id = ""
-        self.model_found = self.sampled = False
-        self.trace: RequestTrace | None = None
+        self.tenant_weight = 1.0
+        self.model_found = self.counted = self.sampled = False
+        self.trace: object | None = None
         self.arrived_at = self.ended_at = time.monotonic()
         self.answered_at = 0.0
         self.sequences: list[SequenceRecord] = []
         self.end: RequestEnd | None = None
         self.execution: ExecutionTimes | None = None
         self._summary: RequestSummary | None = None
+        self._end_listeners: list[Callable[[RequestContext], None]] = []
+
+    def on_end(self, listener: Callable[["RequestContext"], None]) -> None:
+        """Call `listener` with this context when the request has ended: the last one added is the first one called."""
+        self._end_listeners.append(listener)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        failure = error if isinstance(error, Exception) else shutdown_error(error)
+        if failure is not None:
+            self.fail(failure)
+        self.close()
 
     def finish(self) -> None:
-        """It was answered, with something that has no parts."""
+        """Note that a model without sequences has answered."""
         self.answered_at = time.monotonic()
         self._set_worse_end(DONE)
 
     def fail(self, error: Exception) -> None:
-        """It could not be answered, or not to its end."""
-        self._set_worse_end(end_for_error(error, any(part.submitted is not None for part in self.sequences)))
+        """Note that the request could not be answered, or not completely."""
+        self._set_worse_end(end_for_error(error, any(each.submitted is not None for each in self.sequences)))
 
     def close(self) -> RequestEnd:
-        """Nothing more is sent. Without an end by now, the reader left."""
-        for part in self.sequences:
-            self._set_worse_end(part.end or CANCELLED)
+        """End the request: nothing more is sent. Without an end by now, the client left."""
+        for sequence in self.sequences:
+            self._set_worse_end(sequence.end or CANCELLED)
         self.ended_at = time.monotonic()
-        self.end = self.end or CANCELLED
-        return self.end
+        self.end = end = self.end or CANCELLED
+        while self._end_listeners:
+            self._end_listeners.pop()(self)
+        return end
 
     def _set_worse_end(self, end: RequestEnd) -> None:
         if self.end is None or _WORST_FIRST.index(end.outcome) < _WORST_FIRST.index(self.end.outcome):
@@ -151,44 +170,44 @@ class RequestContext:
 
     @property
     def summary(self) -> RequestSummary:
-        """Of a closed exchange."""
+        """The sequences' records as one, of a closed context."""
         if self._summary is None:
-            self._summary = _summary(self.sequences)
+            self._summary = _summarise(self.sequences)
         return self._summary
 
 
-_NO_PARTS = RequestSummary(0, None, None, 0, None, None, None, None)
+_NO_SEQUENCES = RequestSummary(0, None, None, 0, None, None, None, None)
 
 
-def _summary(parts: list[SequenceRecord]) -> RequestSummary:
-    if not parts:
-        return _NO_PARTS
-    if len(parts) == 1:
-        [one] = parts
+def _summarise(records: list[SequenceRecord]) -> RequestSummary:
+    if not records:
+        return _NO_SEQUENCES
+    if len(records) == 1:
+        [one] = records
         return RequestSummary(1, one.prompt, one.cached, one.generated, one.submitted, one.begun, one.first, one.last)
-    asked = [part for part in parts if part.choice == 0]
+    first_choices = [record for record in records if record.choice == 0]
     return RequestSummary(
-        choices=len(parts),
-        prompt=_folded(sum, [part.prompt for part in asked]),
-        cached=_folded(sum, [part.cached for part in asked]),
-        generated=sum(part.generated for part in parts),
-        submitted=_folded(min, [part.submitted for part in parts]),
-        begun=_folded(min, [part.begun for part in parts]),
-        first=_folded(min, [part.first for part in parts]),
-        last=_folded(max, [part.last for part in parts]),
+        choices=len(records),
+        prompt=_fold_known(sum, [record.prompt for record in first_choices]),
+        cached=_fold_known(sum, [record.cached for record in first_choices]),
+        generated=sum(record.generated for record in records),
+        submitted=_fold_known(min, [record.submitted for record in records]),
+        begun=_fold_known(min, [record.begun for record in records]),
+        first=_fold_known(min, [record.first for record in records]),
+        last=_fold_known(max, [record.last for record in records]),
     )
 
 
 _Number = TypeVar("_Number", int, float)
 
 
-def _folded(fold: Callable[[list[_Number]], _Number], values: list[_Number | None]) -> _Number | None:
+def _fold_known(fold: Callable[[list[_Number]], _Number], values: list[_Number | None]) -> _Number | None:
     known = [value for value in values if value is not None]
     return fold(known) if known else None
 
 
 def end_for_error(error: Exception, submitted: bool) -> RequestEnd:
-    """The end that an error is to a request of which an engine has, or has not, been told."""
+    """The end of a request that raised `error`; `submitted`: an engine has the request."""
     if isinstance(error, QueueFull):
         return QUEUE_FULL_ENDS[error.limit]
     if isinstance(error, RequestTimeout):
@@ -198,45 +217,3 @@ def end_for_error(error: Exception, submitted: bool) -> RequestEnd:
     code = error.code if isinstance(error, CharoniaError) else ErrorCode.INTERNAL
     refused = code in _REFUSALS or (code is ErrorCode.UNAVAILABLE and not submitted)
     return RequestEnd(Outcome.REJECTED if refused else Outcome.ERROR, code.value.lower())
-
-
-_current: ContextVar[RequestContext | None] = ContextVar("exchange", default=None)
-
-
-def current_request() -> RequestContext | None:
-    """The exchange that this task serves: that of the door which started it, if it is one that is counted."""
-    return _current.get()
-
-
-class _RequestScope(AbstractContextManager[RequestContext]):
-    """A block that serves an exchange. No generator: every request passes here."""
-
-    __slots__ = ("_ended", "_exchange", "_token")
-    _token: Token[RequestContext | None]
-
-    def __init__(self, exchange: RequestContext, ended: Callable[[RequestContext], None] | None) -> None:
-        self._exchange = exchange
-        self._ended = ended
-
-    def __enter__(self) -> RequestContext:
-        self._token = _current.set(self._exchange)
-        return self._exchange
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        failure = error if isinstance(error, Exception) else shutdown_error(error)
-        if failure is not None:
-            self._exchange.fail(failure)
-        _current.reset(self._token)
-        self._exchange.close()
-        if self._ended is not None:
-            self._ended(self._exchange)
-
-
-def request_scope(
-    exchange: RequestContext, ended: Callable[[RequestContext], None] | None = None
-) -> AbstractContextManager[RequestContext]:
-    """Makes it the current one of the block, and of the tasks started there; closes it, whatever ends the block, and
-    tells `ended`."""
-    return _RequestScope(exchange, ended)

@@ -70,10 +70,10 @@ class CachedModel:
         await self._model.unload()
         self._cache.remove_owner(self)
 
-    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+    async def infer(self, request: InferRequest, context: RequestContext) -> AsyncGenerator[InferResponse, None]:
         """Raises what the model raises: that is not kept."""
         begun = time.monotonic_ns()
-        question = cache_key(request)
+        question = cache_key(request, context.tenant)
         found = self._cache.get(self, question)
         looked = time.monotonic_ns() - begun
         if found is not None:
@@ -81,7 +81,7 @@ class CachedModel:
             self._last = time.time()
             yield found
             return
-        async with aclosing(cast("ResponseStream[InferResponse]", self._model.infer(request))) as responses:
+        async with aclosing(cast("ResponseStream[InferResponse]", self._model.infer(request, context))) as responses:
             async for response in responses:
                 begun = time.monotonic_ns()
                 self._cache.put(self, question, response)
@@ -104,8 +104,8 @@ class CachedModel:
         queue = StatisticDuration(asked.queue.count + hits.count, asked.queue.ns)
         return asked._replace(success=success, queue=queue, cache_hit=hits, cache_miss=misses)
 
-    def count(self, exchange: RequestContext) -> None:
-        self._model.count(exchange)
+    def count(self, context: RequestContext) -> None:
+        self._model.count(context)
 
     def readings(self) -> Iterator[Reading]:
         """The model's, which counts what it was asked, and what was answered without it."""

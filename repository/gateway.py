@@ -5,25 +5,21 @@ Knows nothing of protocols, and of models only the contract.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 
-from ..core.errors import InvalidArgument, ServerExiting
-from ..core.gateway import NO_FILES, ModelState, RepositoryIndexEntry, ResponseStream
+from ..core.errors import ServerExiting
+from ..core.gateway import NO_FILES, ModelState, RepositoryIndexEntry
 from ..core.metrics import Measurement, RequestEnd, ended_readings
-from ..core.model import Model, ModelConfig, ModelStats, TextModel
-from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
-from ..core.request_context import Headers, RequestContext, current_request, request_scope
+from ..core.model import Model, ModelConfig
+from ..core.request_context import Headers, RequestContext
 from ..core.shared_state import SharedState
 from ..core.statistics import ModelStatistics
 from ..telemetry.request_log import log_request
-from ..telemetry.request_trace import request_trace, trace_tensors
 from .builder import ModelBuilder
-from .in_flight import CountedStream, finish_current_request
+from .in_flight import InFlightCounter
 from .lifecycle import LoadFailure, ModelLifecycle
 from .model_control import ModelControl, NoModelControl
-from .model_entry import LoadedModel
+from .model_handle import LoadedModelHandle
 from .model_registry import ModelRegistry
-from .request_validation import validate_request
 
 
 class InProcessGateway:
@@ -49,9 +45,10 @@ class InProcessGateway:
         self._end_listeners = witnesses
         self._budget = builder.budget
         self._ended_without_model: Counter[RequestEnd] = Counter()
+        self._in_flight = InFlightCounter()
         self._exiting = False
 
-    # What doors ask
+    # For endpoints
 
     def ready(self) -> bool:
         if self._exiting or not self._healthy():
@@ -73,9 +70,6 @@ class InProcessGateway:
         found = None if entry is None else entry.find_version(version)
         return not self._exiting and self._healthy() and found is not None and found.ready
 
-    def model_stats(self, name: str, version: str = "") -> ModelStats:
-        return self.registry.find_loaded(name, version).model.stats()
-
     def served_versions(self, name: str) -> tuple[str, ...]:
         self.registry.find_loaded(name)
         return tuple(version.number for version in self.registry.entries[name].loaded_versions)
@@ -96,45 +90,19 @@ class InProcessGateway:
         self._refuse_when_exiting()
         await self.model_control.load(name, config, files)
 
-    async def unload_model(self, name: str, dependents: bool = False) -> None:
-        # No model has dependents yet: ensembles are not served.
+    async def unload_model(self, name: str) -> None:
         await self.model_control.unload(name)
 
-    def open_request(self, door: str, headers: Headers = ()) -> AbstractContextManager[RequestContext]:
-        return request_scope(RequestContext(door, headers), self._on_request_end)
+    def open_request(self, endpoint: str, headers: Headers = ()) -> RequestContext:
+        context = RequestContext(endpoint, headers)
+        context.on_end(self._on_request_end)
+        return context
 
-    def infer(self, name: str, version: str, request: InferRequest) -> ResponseStream[InferResponse]:
-        if request.id:
-            _set_request_id(request.id)
-        if self._exiting:
-            self._refuse_when_exiting()
-        serves = self.registry.find_loaded(name, version)
-        validate_request(serves.config, request)
-        answers, exchange = serves.model.infer(request), current_request()
-        if exchange is not None:
-            answers = trace_tensors(request_trace(exchange, self.shared_state.traces), request.inputs.values(), answers)
-        return CountedStream(answers, serves.in_flight, accounted=serves.text is not None)
+    def acquire(self, context: RequestContext, name: str, version: str = "") -> LoadedModelHandle:
+        loaded = self.registry.find_loaded(name, version, context)
+        return LoadedModelHandle(loaded, context, self._in_flight, self.exiting, self.shared_state.traces)
 
-    def generate(self, name: str, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
-        _set_request_id(request.id)
-        serves, text = self._find_text_model(name)
-        return CountedStream(text.generate(request), serves.in_flight)
-
-    async def tokenize(self, name: str, request: TokenizeRequest) -> list[int]:
-        serves, text = self._find_text_model(name)
-        with serves.in_flight.counted():
-            tokens = await text.tokenize(request)
-        finish_current_request()
-        return tokens
-
-    async def detokenize(self, name: str, ids: list[int]) -> str:
-        serves, text = self._find_text_model(name)
-        with serves.in_flight.counted():
-            told = await text.detokenize(ids)
-        finish_current_request()
-        return told
-
-    # What the composition root does
+    # For the composition root
 
     async def load_built_model(self, name: str, version: str, build: Callable[[], Model]) -> Exception | None:
         """Serve a model that is made by hand; what goes wrong is this model's trouble alone, and is returned."""
@@ -159,44 +127,33 @@ class InProcessGateway:
     @property
     def requests_in_flight(self) -> int:
         """Requests that are being answered."""
-        return self.registry.in_flight.count
+        return self._in_flight.count
 
     async def wait_drained(self) -> None:
         """Return when no request runs."""
-        await self.registry.in_flight.wait_drained()
+        await self._in_flight.wait_drained()
 
     async def unload_all(self) -> None:
         """Unload every model, whatever one of them says."""
         await self.lifecycle.close()
 
-    # Inside
+    def _on_request_end(self, context: RequestContext) -> None:
+        if not context.counted:
+            self._count_request(context)
+        for listener in self._end_listeners:
+            listener(context)
 
-    def _on_request_end(self, exchange: RequestContext) -> None:
-        self._count_request(exchange)
-        for witness in self._end_listeners:
-            witness(exchange)
-
-    def _count_request(self, exchange: RequestContext) -> None:
-        """With the model that it was for, if that counts; any name a client makes up would be a series forever."""
-        counts = self.registry.find_counting_model(exchange.model, exchange.version) if exchange.model_found else None
-        if counts is not None and counts.measured is not None:
-            counts.measured.count(exchange)
-        elif exchange.end is not None:
-            self._ended_without_model[exchange.end] += 1
-
-    def _find_text_model(self, name: str) -> tuple[LoadedModel, TextModel]:
-        self._refuse_when_exiting()
-        serves = self.registry.find_loaded(name)
-        if serves.text is None:
-            raise InvalidArgument(f"model '{name}' does not generate text", field="model")
-        return serves, serves.text
+    def _count_request(self, context: RequestContext) -> None:
+        """Count a request that held no model: with the version it was for, or the latest, if that counts; any name that
+        a client makes up would be a series forever."""
+        entry = self.registry.entries.get(context.model) if context.model_found else None
+        version = None if entry is None else entry.versions.get(context.version) or entry.latest
+        loaded = None if version is None else version.loaded
+        if loaded is not None and loaded.measured is not None:
+            loaded.measured.count(context)
+        elif context.end is not None:
+            self._ended_without_model[context.end] += 1
 
     def _refuse_when_exiting(self) -> None:
         if self._exiting:
             raise ServerExiting
-
-
-def _set_request_id(request_id: str) -> None:
-    exchange = current_request()
-    if exchange is not None:
-        exchange.id = request_id

@@ -22,7 +22,6 @@ from ..processes.host import usable_cores
 from ..telemetry.gpus import usable_gpus
 from .backend_registry import OnProgress, fills_granted_memory
 from .builder import ModelBuilder, ModelFactory
-from .in_flight import InFlightCounter
 from .memory_budget import InsufficientMemory
 from .model_entry import LoadedModel, ModelEntry, ModelVersion
 from .model_registry import ModelRegistry
@@ -56,11 +55,9 @@ class LoadFailure(Exception):
 
 
 class ModelLifecycle:
-    """Changes what a registry serves. `grace`: seconds for which a version that another replaced still takes requests
-    that ask for it by its number."""
+    """Loads models into a registry, and takes them out of it."""
 
-    def __init__(self, registry: ModelRegistry, builder: ModelBuilder, grace: float = 1.0) -> None:
-        self._grace = grace
+    def __init__(self, registry: ModelRegistry, builder: ModelBuilder) -> None:
         self._registry = registry
         self._builder = builder
         self._max_concurrent = 1 if usable_gpus() else min(_MAX_CONCURRENT_LOADS, usable_cores().logical)
@@ -233,9 +230,8 @@ class ModelLifecycle:
             entry.record_load_failure(str(error), [number])
             log.exception("model '%s' failed to load", entry.name)
             raise LoadFailure(number, error) from error
-        tally = InFlightCounter(self._registry.in_flight)
         took = time.monotonic() - started
-        return LoadedModel(model, made.describe(model.config), tally, took, release=made.release)
+        return LoadedModel(model, made.describe(model.config), load_seconds=took, release=made.release)
 
     async def _build_and_load(self, recipe: ModelFactory, on_progress: OnProgress) -> Model:
         with self._load_in_progress():
@@ -273,18 +269,11 @@ class ModelLifecycle:
         task.add_done_callback(self._unloads.discard)
 
     async def _drain_and_unload(self, version: ModelVersion, serving: LoadedModel) -> None:
-        await self._be_superseded(version)
         await self._until_drain_stopped(serving.in_flight.wait_drained())
         await _unload(serving)
         if version.state == ModelState.UNLOADING:
             version.state = ModelState.UNAVAILABLE
         await self._until_drain_stopped(self.run_blocking(return_freed_memory))  # a load that hangs has the thread
-
-    async def _be_superseded(self, version: ModelVersion) -> None:
-        """A door may have looked it up, and still be reading the request."""
-        if version.superseded is not None:
-            await self._until_drain_stopped(asyncio.sleep(self._grace))
-            version.superseded = None
 
     async def _until_drain_stopped(self, wait: Coroutine[None, None, None]) -> None:
         await wait_for_first(wait, self._drain_stopped.wait())

@@ -21,7 +21,7 @@ class LoadedModel:
 
     model: Model
     config: ModelConfig
-    in_flight: InFlightCounter
+    in_flight: InFlightCounter = field(default_factory=InFlightCounter)
     load_seconds: float = 0.0
     source_mark: Hashable = None
     release: Callable[[], None] = lambda: None
@@ -39,12 +39,11 @@ class LoadedModel:
 
 @dataclass(slots=True)
 class ModelVersion:
-    """A version that was asked for. `serving` is there while it is served; `state` and `reason` say why it is not.
-    `superseded`: what served it a moment ago, for requests that were told so and are still being read."""
+    """A version that is served, or was meant to be. `loaded` is set while it is served; `state` and `reason` say why it
+    is not."""
 
     number: str
     loaded: LoadedModel | None = None
-    superseded: LoadedModel | None = None
     state: ModelState = ModelState.UNAVAILABLE
     reason: str = ""
 
@@ -100,7 +99,6 @@ class ModelEntry:
         for number in {*new, *self.versions}:
             version = self.get_or_add_version(number)
             version.loaded = new.get(number)
-            version.superseded = old.get(number) if new and number not in new else None
             version.state = ModelState.READY if number in new else ModelState.UNAVAILABLE
             version.reason = "" if number in new else UNLOADED
         self.reason = ""

@@ -5,18 +5,16 @@ from collections.abc import Iterator
 from ..core.errors import InvalidArgument, NotFound, NotReady, Unavailable
 from ..core.gateway import RepositoryIndexEntry
 from ..core.metrics import Labels, Measurement
-from ..core.request_context import current_request
+from ..core.request_context import RequestContext
 from ..core.statistics import ModelStatistics
-from .in_flight import InFlightCounter
-from .model_entry import LoadedModel, ModelEntry, ModelVersion
+from .model_entry import LoadedModel, ModelEntry
 
 
 class ModelRegistry:
-    """`tally`: of all requests of all models."""
+    """Every known model by its name."""
 
     def __init__(self) -> None:
         self.entries: dict[str, ModelEntry] = {}
-        self.in_flight = InFlightCounter()
 
     def get_or_add(self, name: str) -> ModelEntry:
         """That model; from now on known."""
@@ -26,48 +24,31 @@ class ModelRegistry:
         """Every model that is wanted is."""
         return all(entry.ready for entry in self.entries.values() if entry.should_serve)
 
-    def find_version(self, name: str, number: str = "") -> ModelVersion | None:
-        """That version, or the latest that is served, if any is; notes in the current request which it is for.
-
-        Raises:
-            NotFound: no such model, or version.
-        """
-        entry, exchange = self.entries.get(name), current_request()
-        if exchange is not None:
-            exchange.model, exchange.version, exchange.model_found = name, number, entry is not None
-        if entry is None:
-            raise NotFound(f"Request for unknown model: '{name}' is not found")
-        version = entry.find_version(number)
-        if version is None and number:
-            raise NotFound(f"Request for unknown model: '{name}' version {number} is not found")
-        if exchange is not None and version is not None:
-            exchange.version = version.number
-        return version
-
-    def find_loaded(self, name: str, number: str = "") -> LoadedModel:
-        """What serves that version, or the latest.
+    def find_loaded(self, name: str, number: str = "", context: RequestContext | None = None) -> LoadedModel:
+        """The loaded model of that version, or of the latest. `context` is told the model and its version.
 
         Raises:
             NotFound: no such model or version, or none of its versions is served.
             Unavailable: that version is not served.
             NotReady: the model is being loaded.
         """
-        version = self.find_version(name, number)
-        if version is not None:
-            serving = version.loaded or version.superseded
-            if serving is not None:
-                return serving
+        entry = self.entries.get(name)
+        if context is not None:
+            context.model, context.version, context.model_found = name, number, entry is not None
+        if entry is None:
+            raise NotFound(f"Request for unknown model: '{name}' is not found")
+        version = entry.find_version(number)
+        if version is None and number:
+            raise NotFound(f"Request for unknown model: '{name}' version {number} is not found")
+        if context is not None and version is not None:
+            context.version = version.number
+        if version is not None and version.loaded is not None:
+            return version.loaded
         if number:
             raise Unavailable(f"Request for unknown model: '{name}' version {number} is not at ready state")
-        if self.entries[name].change_lock.locked():
+        if entry.change_lock.locked():
             raise NotReady(f"Request for unknown model: '{name}' is not at ready state: it is being loaded")
         raise NotFound(f"Request for unknown model: '{name}' has no available versions")
-
-    def find_counting_model(self, name: str, number: str) -> LoadedModel | None:
-        """What counts a request for that version; for one that is not there the latest does."""
-        entry = self.entries.get(name)
-        version = None if entry is None else entry.versions.get(number) or entry.latest
-        return None if version is None else version.loaded
 
     def index(self) -> list[RepositoryIndexEntry]:
         return [shown for entry in self.entries.values() for shown in entry.index()]

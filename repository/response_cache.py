@@ -77,7 +77,7 @@ class ResponseCache:
         assert self.used == sum(kept.size for kept in self._answers.values()) <= self.size
 
 
-def cache_key(request: InferRequest) -> bytes:
+def cache_key(request: InferRequest, tenant: str = "") -> bytes:
     """What a model's answer depends on: inputs with types and shapes, which outputs are wanted, and parameters. Triton
     looks at the inputs' names and bytes alone. The tenant parts it, too: how quickly an answer comes would tell one
     tenant what another asked."""
@@ -86,7 +86,7 @@ def cache_key(request: InferRequest) -> bytes:
     tensors = [request.inputs[name] for name in sorted(request.inputs)]
     outline = [(tensor.name, tensor.datatype, tensor.shape) for tensor in tensors]
     wanted = None if request.outputs is None else sorted(request.outputs)
-    digest.update(msgspec.msgpack.encode((request.tenant, outline, wanted, sorted(told.items()))))
+    digest.update(msgspec.msgpack.encode((tenant, outline, wanted, sorted(told.items()))))
     for tensor in tensors:
         _hash_tensor(tensor, digest)
     return digest.digest()

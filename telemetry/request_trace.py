@@ -66,7 +66,7 @@ def request_trace(exchange: RequestContext, traces: TraceControl) -> RequestTrac
         exchange.sampled = True
         exchange.trace = None if settings is None else RequestTrace(settings)
         traces.open_traces += settings is not None
-    return exchange.trace
+    return cast("RequestTrace | None", exchange.trace)
 
 
 def trace_tensors(

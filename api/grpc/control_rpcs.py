@@ -63,12 +63,11 @@ async def load_model(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
 
 async def unload_model(gateway: Gateway, request: ProtoMessage) -> ProtoMessage:
     _refuse_repository(request)
-    dependents = False
     for key, parameter in request.parameters.items():
         if key != _DEPENDENTS:
             raise InvalidArgument(f"unrecognized unload parameter '{key}'", field=key)
-        dependents = _typed(parameter, "bool_param", f"'{key}' parameter")
-    await gateway.unload_model(request.model_name, dependents)
+        _typed(parameter, "bool_param", f"'{key}' parameter")
+    await gateway.unload_model(request.model_name)
     return pb.RepositoryModelUnloadResponse()
 
 

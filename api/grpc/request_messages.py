@@ -75,10 +75,9 @@ def parse_infer_message(message: ProtoMessage, regions: SharedMemoryRegistry, ca
         parameters |= {key: _parameter(key, value) for key, value in message.parameters.items()}
         parameters.pop(_EMPTY_FINAL, None)
     requested = _requested_outputs(message, regions) if message.outputs else {}
-    tenant, weight = caller.tenant
     deferred: DeferredInputs = {}
     inputs = _inputs(message, regions, deferred)
-    request = InferRequest(message.id, inputs, tuple(requested) or None, parameters, tenant, weight)
+    request = InferRequest(message.id, inputs, tuple(requested) or None, parameters)
     return GrpcInferCall(request, requested, deferred)
 
 

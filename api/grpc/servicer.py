@@ -15,6 +15,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from ...core.errors import CharoniaError, InvalidArgument, ServerExiting, Unsupported, shutdown_error
 from ...core.gateway import Gateway
+from ...core.request_context import RequestContext
 from ..deferred_tensors import decode_deferred
 from ..http.error_responses import INTERNAL_SERVER_ERROR
 from ..metadata import ServerInfo, model_metadata, server_metadata
@@ -129,18 +130,19 @@ class InferenceServicer:
 
     async def _model_infer(self, request: ProtoMessage, context: RpcContext) -> ProtoMessage:
         metadata = call_metadata(context)
-        with self._gateway.open_request("ModelInfer", metadata) as exchange:
+        with self._gateway.open_request("ModelInfer", metadata) as request_context:
             caller = self._rules.identify_caller("ModelInfer", metadata)
-            exchange.tenant = caller.tenant.name
+            request_context.tenant, request_context.tenant_weight = caller.tenant
             _check_message(request)
-            exchange.id, exchange.client_id = request.id, client_request_id(context)
-            return await self._infer(request, caller)
+            request_context.id, request_context.client_id = request.id, client_request_id(context)
+            return await self._infer(request, caller, request_context)
 
-    async def _infer(self, request: ProtoMessage, caller: Caller) -> ProtoMessage:
+    async def _infer(self, request: ProtoMessage, caller: Caller, context: RequestContext) -> ProtoMessage:
         gateway = self._gateway
         if gateway.exiting():
             raise ServerExiting(SHUTTING_DOWN)
-        config = gateway.model_config(request.model_name, parse_version(request.model_version))
+        model = gateway.acquire(context, request.model_name, parse_version(request.model_version))
+        config = model.config
         if not supports_single_response(config):
             raise Unsupported(_DECOUPLED)
         asked, wanted, later = parse_infer_message(request, gateway.shared_state.shared_memory, caller)
@@ -148,7 +150,7 @@ class InferenceServicer:
             asked = await decode_deferred(config, asked, later)
         if config.decoupled and wants_stream(asked):
             raise Unsupported(f"{_DECOUPLED}: set stream to false, or use ModelStreamInfer", field="stream")
-        async with aclosing(gateway.infer(config.name, config.version, asked)) as responses:
+        async with aclosing(model.infer(asked)) as responses:
             answers = await read_up_to_two(responses)
         if len(answers) != 1:
             raise Unsupported(_DECOUPLED)

@@ -16,6 +16,7 @@ from tritonclient.grpc import service_pb2 as pb
 from ...core.errors import CharoniaError, InvalidArgument, ServerExiting
 from ...core.gateway import Gateway
 from ...core.request import InferResponse
+from ...core.request_context import RequestContext
 from ..deferred_tensors import decode_deferred
 from ..http.error_responses import INTERNAL_SERVER_ERROR
 from .call_policy import Caller
@@ -108,10 +109,10 @@ class StreamInferCall:
 
     async def _answer(self, request: ProtoMessage, after: asyncio.Task[None] | None) -> None:
         try:
-            with self._gateway.open_request(RPC_NAME, call_metadata(self._context)) as exchange:
-                exchange.id, exchange.client_id = request.id, client_request_id(self._context)
-                exchange.tenant = self._caller.tenant.name
-                await self._send_all(request, after)
+            with self._gateway.open_request(RPC_NAME, call_metadata(self._context)) as context:
+                context.id, context.client_id = request.id, client_request_id(self._context)
+                context.tenant, context.tenant_weight = self._caller.tenant
+                await self._send_all(request, context, after)
         except CharoniaError as error:
             if self._strict:
                 raise
@@ -120,8 +121,8 @@ class StreamInferCall:
             log.exception("a request of a stream failed")
             await self._send(write_stream_error(request, INTERNAL_SERVER_ERROR.message), after)
 
-    async def _send_all(self, request: ProtoMessage, after: asyncio.Task[None] | None) -> None:
-        async with aclosing(_responses(self._gateway, request, self._caller)) as responses:
+    async def _send_all(self, request: ProtoMessage, context: RequestContext, after: asyncio.Task[None] | None) -> None:
+        async with aclosing(_responses(self._gateway, request, self._caller, context)) as responses:
             async for response in responses:
                 await self._send(pb.ModelStreamInferResponse(infer_response=response), after)
 
@@ -136,15 +137,18 @@ class StreamInferCall:
                 raise asyncio.CancelledError from None
 
 
-async def _responses(gateway: Gateway, request: ProtoMessage, caller: Caller) -> AsyncGenerator[ProtoMessage, None]:
+async def _responses(
+    gateway: Gateway, request: ProtoMessage, caller: Caller, context: RequestContext
+) -> AsyncGenerator[ProtoMessage, None]:
     """The answers to one request, each saying whether it is the last."""
     if gateway.exiting():
         raise ServerExiting(SHUTTING_DOWN)
-    config = gateway.model_config(request.model_name, parse_version(request.model_version))
+    model = gateway.acquire(context, request.model_name, parse_version(request.model_version))
+    config = model.config
     (asked, wanted, later), final = parse_infer_message(request, gateway.shared_state.shared_memory, caller), False
     if later:
         asked = await decode_deferred(config, asked, later)
-    async with aclosing(gateway.infer(config.name, config.version, asked)) as responses:
+    async with aclosing(model.infer(asked)) as responses:
         async for response in responses:
             final = response.final or not config.decoupled
             yield mark_final(await write_response_off_loop(config, asked.id, response, wanted), final)

@@ -3,24 +3,21 @@
 import re
 from collections.abc import Mapping
 
-from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...core.errors import CharoniaError, InvalidArgument, Unauthenticated
-from ...core.request_context import current_request
-from ..api_keys import ANONYMOUS, Keyring, Tenant
+from ..api_keys import Keyring
 from ..restricted_apis import RequiredHeader, restricted_api_of
 from .error_responses import error_response, json_response, v2_error_body
-from .request_context import record_error
+from .request_context import record_error, record_tenant
 
 _OPEN = re.compile(r"/health|/ping|/v2/health/(live|ready)|/v2/models/[^/]+(/versions/[^/]+)?/ready")
-_TENANT = "charonia.tenant"
 
 
 class AuthMiddleware:
     """Answers 401 in place of `app` to requests without a key, before anything of a body is read.
 
-    The tenant of the key is noted in the scope (`tenant_of`). Health needs no key.
+    The key's tenant is noted in the request's context. Health needs no key.
     """
 
     def __init__(self, app: ASGIApp, keys: Keyring) -> None:
@@ -31,10 +28,9 @@ class AuthMiddleware:
         app = self._app
         if scope["type"] == "http" and not _OPEN.fullmatch(scope["path"]):
             try:
-                scope[_TENANT] = tenant = self._keys.authenticate(_authorization(scope))
-                record_tenant(tenant)
+                record_tenant(scope, self._keys.authenticate(_authorization(scope)))
             except CharoniaError as error:
-                record_error(error)
+                record_error(scope, error)
                 app = error_response(error, scope["path"])
         await app(scope, receive, send)
 
@@ -55,7 +51,7 @@ class RestrictedApiMiddleware:
             header = self._required.get(restricted_api_of(scope["path"]) or "")
         if header is not None and not header.matches(_first(scope, header.key.lower().encode())):
             error = Unauthenticated(f"This API is restricted, expecting header '{header.key}'")
-            record_error(error)
+            record_error(scope, error)
             app = json_response(v2_error_body(error), 403)
         await app(scope, receive, send)
 
@@ -70,16 +66,3 @@ def _authorization(scope: Scope) -> str | None:
     if len(shown) > 1:
         raise InvalidArgument(f"{len(shown)} Authorization headers: send one")
     return shown[0].decode("latin-1") if shown else None
-
-
-def record_tenant(tenant: Tenant) -> None:
-    """The current request, if it is one that leaves a record, is this tenant's."""
-    exchange = current_request()
-    if exchange is not None:
-        exchange.tenant = tenant.name
-
-
-def tenant_of(connection: HTTPConnection) -> Tenant:
-    """The tenant whose key the request has."""
-    tenant: Tenant = connection.scope.get(_TENANT, ANONYMOUS)
-    return tenant

@@ -184,13 +184,13 @@ class EventStreamResponse(EventSourceResponse, Generic[T]):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 if begin:
                     await send(_part(begin))
-                await send(_part(await self._send_rest(send), more=False))
+                await send(_part(await self._send_rest(scope, send), more=False))
 
     async def _event(self, item: T) -> bytes:
         body = self._form.encode_item(item)
         return body if isinstance(body, bytes) else await body
 
-    async def _send_rest(self, send: Send) -> bytes:
+    async def _send_rest(self, scope: Scope, send: Send) -> bytes:
         """Send everything but what is returned."""
         try:
             async for item in self._items:
@@ -203,7 +203,7 @@ class EventStreamResponse(EventSourceResponse, Generic[T]):
         except asyncio.CancelledError as cancelled:
             if (exiting := shutdown_error(cancelled)) is None:
                 raise
-            record_error(exiting)
+            record_error(scope, exiting)
             return self._form.encode_error(exiting)
         except Exception:
             log.exception("a stream broke off")

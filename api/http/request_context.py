@@ -1,10 +1,14 @@
-"""Opens the exchange of each request that comes over HTTP. Knows which paths are doors; not what they do."""
+"""The request context of each request over HTTP, from the ASGI scope: opened here, found here.
+
+Knows which paths are endpoints of models; not what these do.
+"""
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...core.errors import CharoniaError
 from ...core.gateway import Gateway
-from ...core.request_context import current_request
+from ...core.request_context import RequestContext
+from ..api_keys import Tenant
 from .request_ids import request_id_of
 
 _DOORS = {
@@ -15,12 +19,13 @@ _DOORS = {
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }
+_CONTEXT = "charonia.context"
 _MODELS = "/v2/models/"
 _MODEL_DOORS = ("infer", "generate", "generate_stream")
 
 
 class RequestContextMiddleware:
-    """Around everything that may refuse a request: whoever does, one record ends it. Health and lookups leave none."""
+    """Opens the context of a request to a model, around everything that may refuse it. Health and lookups have none."""
 
     def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
         self._app = app
@@ -30,16 +35,29 @@ class RequestContextMiddleware:
         door = _door(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else ""
         if not door:
             return await self._app(scope, receive, send)
-        with self._gateway.open_request(door, scope["headers"]) as exchange:
-            exchange.client_id = request_id_of(scope)
+        with self._gateway.open_request(door, scope["headers"]) as context:
+            context.client_id = request_id_of(scope)
+            scope[_CONTEXT] = context
             return await self._app(scope, receive, send)
 
 
-def record_error(error: CharoniaError) -> None:
-    """The current request, if it is one that leaves a record, is answered with this error."""
-    exchange = current_request()
-    if exchange is not None:
-        exchange.fail(error)
+def context_of(scope: Scope) -> RequestContext:
+    """The context of a request to a model."""
+    context: RequestContext = scope[_CONTEXT]
+    return context
+
+
+def record_error(scope: Scope, error: CharoniaError) -> None:
+    """Note in the request's context, if it has one, that the answer is this error."""
+    if _CONTEXT in scope:
+        context_of(scope).fail(error)
+
+
+def record_tenant(scope: Scope, tenant: Tenant) -> None:
+    """Note in the request's context, if it has one, the client's tenant."""
+    if _CONTEXT in scope:
+        context = context_of(scope)
+        context.tenant, context.tenant_weight = tenant
 
 
 def _door(path: str) -> str:

@@ -16,14 +16,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...core.errors import CharoniaError, Internal, InvalidArgument, NotFound
-from ...core.gateway import Gateway
+from ...core.gateway import Gateway, ModelHandle
 from ...core.model import ModelConfig
 from ...core.request import InferRequest
 from ...core.tensor import Tensor
-from ..api_keys import Tenant
-from ..http.auth import tenant_of
 from ..http.connection import CancelOnDisconnect, offload_if_large, read_json_body
 from ..http.error_responses import json_response
+from ..http.request_context import context_of
 from ..http.request_ids import request_id_of
 from .embedding_schemas import EmbeddingRequest, RerankRequest, encode_vectors, parse_embeddings, parse_rerank
 from .json_body import JsonBody, load_body
@@ -56,63 +55,62 @@ class EncoderRoutes:
 
     async def embeddings(self, request: Request) -> Response:
         asked = parse_embeddings(await self._body(request))
-        config = self._model(asked.model, EMBEDDING, "embeddings", (IDS if asked.ids else TEXT,))
+        model = self._acquire(request, asked.model, EMBEDDING, "embeddings", (IDS if asked.ids else TEXT,))
         async with CancelOnDisconnect(request.receive):
-            made = await self._ask(config, _embedding_inputs(asked, config), EMBEDDING, tenant_of(request))
+            made = await _ask(model, _embedding_inputs(asked, model.config), EMBEDDING)
         body = await offload_if_large(made.values.nbytes, _embeddings_json, asked, made)
         return Response(body, media_type="application/json")
 
     async def rerank(self, request: Request) -> Response:
         asked = parse_rerank(await self._body(request), request_id_of(request.scope))
-        config = self._model(asked.model, SCORE, "scores of documents", (TEXT, PAIR))
+        model = self._acquire(request, asked.model, SCORE, "scores of documents", (TEXT, PAIR))
         inputs = [
             {TEXT: _texts(TEXT, [asked.query] * len(part)), PAIR: _texts(PAIR, part)}
-            for part in _parts(asked.documents, config)
+            for part in _parts(asked.documents, model.config)
         ]
         async with CancelOnDisconnect(request.receive):
-            made = await self._ask(config, inputs, SCORE, tenant_of(request))
+            made = await _ask(model, inputs, SCORE)
         if made.values.shape[1] != 1:
             labels = made.values.shape[1]
-            raise InvalidArgument(f"model '{config.name}' gives {labels} scores to a document, not one", field="model")
+            raise InvalidArgument(f"model '{asked.model}' gives {labels} scores to a document, not one", field="model")
         return json_response(_rerank_body(asked, made))
 
     async def _body(self, request: Request) -> JsonBody:
         return await load_body(await read_json_body(request, self._max_input_size))
 
-    def _model(self, name: str, output: str, what: str, inputs: Sequence[str]) -> ModelConfig:
+    def _acquire(self, request: Request, name: str, output: str, what: str, inputs: Sequence[str]) -> ModelHandle:
         try:
-            config = self._gateway.model_config(name)
+            model = self._gateway.acquire(context_of(request.scope), name)
         except NotFound as error:
             raise NotFound(error.message, field="model") from None
+        config = model.config
         given = {spec.name for spec in config.inputs}
         if output not in {spec.name for spec in config.outputs} or not given.issuperset(inputs):
             message = f"model '{name}' makes no {what}: it lacks {', '.join(inputs)} or the output {output}"
             raise InvalidArgument(message, field="model")
-        return config
+        return model
 
-    async def _ask(
-        self, config: ModelConfig, inputs: Sequence[dict[str, Tensor]], output: str, tenant: Tenant
-    ) -> EncoderResult:
-        """All parts at once; the first error ends the others."""
-        wanted = (output, COUNT) if any(spec.name == COUNT for spec in config.outputs) else (output,)
-        requests = [
-            InferRequest(inputs=each, outputs=wanted, tenant=tenant.name, weight=tenant.weight) for each in inputs
-        ]
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._one(config.name, request)) for request in requests]
-        except* CharoniaError as errors:
-            raise _first(errors) from None
-        made = [task.result() for task in tasks]
-        values = np.concatenate([np.atleast_2d(each[output].data.reshape(each[output].shape)) for each in made])
-        return EncoderResult(values, sum(int(each[COUNT].data.sum()) for each in made if COUNT in each))
 
-    async def _one(self, name: str, request: InferRequest) -> dict[str, Tensor]:
-        async with aclosing(self._gateway.infer(name, "", request)) as responses:
-            async for response in responses:
-                if response.outputs:
-                    return {tensor.name: tensor for tensor in response.outputs}
-        raise Internal(f"model '{name}' made nothing")
+async def _ask(model: ModelHandle, inputs: Sequence[dict[str, Tensor]], output: str) -> EncoderResult:
+    """Ask for all parts at once; the first error ends the others."""
+    wanted = (output, COUNT) if any(spec.name == COUNT for spec in model.config.outputs) else (output,)
+    requests = [InferRequest(inputs=each, outputs=wanted) for each in inputs]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_ask_part(model, request)) for request in requests]
+    except* CharoniaError as errors:
+        raise _first(errors) from None
+    made = [task.result() for task in tasks]
+    values = np.concatenate([np.atleast_2d(each[output].data.reshape(each[output].shape)) for each in made])
+    return EncoderResult(values, sum(int(each[COUNT].data.sum()) for each in made if COUNT in each))
+
+
+async def _ask_part(model: ModelHandle, request: InferRequest) -> dict[str, Tensor]:
+    async with aclosing(model.infer(request)) as responses:
+        async for response in responses:
+            if response.outputs:
+                return {tensor.name: tensor for tensor in response.outputs}
+    raise Internal(f"model '{model.config.name}' made nothing")
 
 
 def _first(errors: BaseExceptionGroup[CharoniaError]) -> CharoniaError:

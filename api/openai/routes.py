@@ -3,10 +3,9 @@
 Translates between the protocol and the gateway; decides nothing.
 """
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 
-import msgspec
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,9 +16,9 @@ from ...core.errors import CharoniaError, NotFound
 from ...core.gateway import Gateway
 from ...core.model import ModelConfig
 from ...core.request import GenerateChunk, join_chunks
-from ..http.auth import tenant_of
 from ..http.connection import CancelOnDisconnect, EventStreamResponse, read_json_body, sse_event
 from ..http.error_responses import json_response, openai_error_body
+from ..http.request_context import context_of
 from ..http.request_ids import request_id_of
 from ..metadata import ServerInfo
 from .json_body import JsonBody, load_body
@@ -58,7 +57,8 @@ class OpenAIRoutes:
         return json_response({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
-        return json_response(model_card(self._lookup(request.path_params["model"])))
+        with _model_field():
+            return json_response(model_card(self._gateway.model_config(request.path_params["model"])))
 
     async def completions(self, request: Request) -> ASGIApp:
         return await self._answer(request, parse_completion, CompletionFormat())
@@ -72,14 +72,13 @@ class OpenAIRoutes:
         asked = parse(
             await load_body(await read_json_body(request, self._info.max_input_size)), request_id_of(request.scope)
         )
-        model = asked.response.model
-        writer = OpenAIResponseWriter(shape, asked.response, self._fingerprint(self._lookup(model)))
-        name, weight = tenant_of(request)
-        requests = [msgspec.structs.replace(each, tenant=name, weight=weight) for each in asked.requests]
-        streams = [self._gateway.generate(model, each) for each in requests]
+        with _model_field():
+            model = self._gateway.acquire(context_of(request.scope), asked.response.model)
+        writer = OpenAIResponseWriter(shape, asked.response, self._fingerprint(model.config))
+        streams = [model.generate(each) for each in asked.requests]
         if not asked.stream:
             async with CancelOnDisconnect(request.receive), aclosing(merge_streams(streams)) as chunks:
-                return json_response(await _whole(writer, chunks, len(requests)))
+                return json_response(await _whole(writer, chunks, len(streams)))
         if len(streams) == 1:
             return EventStreamResponse(streams[0], SingleStreamEvents(writer))
         return EventStreamResponse(merge_streams(streams), MergedStreamEvents(writer))
@@ -91,11 +90,14 @@ class OpenAIRoutes:
             known = self._fingerprints[config.name] = config, system_fingerprint(config, self._info.version)
         return known[1]
 
-    def _lookup(self, name: str) -> ModelConfig:
-        try:
-            return self._gateway.model_config(name)
-        except NotFound as error:
-            raise NotFound(error.message, field="model") from None
+
+@contextmanager
+def _model_field() -> Iterator[None]:
+    """Name the field of a lookup that fails, as OpenAI's errors do."""
+    try:
+        yield
+    except NotFound as error:
+        raise NotFound(error.message, field="model") from None
 
 
 async def _whole(

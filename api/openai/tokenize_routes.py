@@ -11,11 +11,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...core.errors import InvalidArgument, NotReady
-from ...core.gateway import Gateway
-from ...core.model import ModelConfig
+from ...core.gateway import Gateway, ModelHandle
 from ...core.request import TokenizeRequest
 from ..http.connection import CancelOnDisconnect, read_json_body
 from ..http.error_responses import json_response
+from ..http.request_context import context_of
 from .chat_messages import parse_messages
 from .json_body import JsonBody, decode_body, load_body
 
@@ -59,10 +59,10 @@ class TokenizeRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         body = decode_body(await self._body(request), TokenizeBody, _NEUTRAL)
-        config = self._model(body.model)
+        model = self._acquire(request, body.model)
         async with CancelOnDisconnect(request.receive):
-            tokens = await self._gateway.tokenize(config.name, _asked(body))
-        length = config.parameters.get("max_model_len")
+            tokens = await model.tokenize(_asked(body))
+        length = model.config.parameters.get("max_model_len")
         return json_response(
             {
                 "count": len(tokens),
@@ -74,24 +74,24 @@ class TokenizeRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         body = decode_body(await self._body(request), DetokenizeBody, {})
-        config = self._model(body.model)
+        model = self._acquire(request, body.model)
         async with CancelOnDisconnect(request.receive):
-            prompt = await self._gateway.detokenize(config.name, body.tokens)
+            prompt = await model.detokenize(body.tokens)
         return json_response({"prompt": prompt})
 
     async def _body(self, request: Request) -> JsonBody:
         return await load_body(await read_json_body(request, self._max_input_size))
 
-    def _model(self, name: str | None) -> ModelConfig:
-        """A request may leave out which, if there is but one."""
-        if name is not None:
-            return self._gateway.model_config(name)
-        models = self._gateway.model_configs()
-        if not models and not self._gateway.ready():
-            raise NotReady("the server is not ready")
-        if len(models) != 1:
-            raise InvalidArgument("model must be given: this server has several, or none", field="model")
-        return models[0]
+    def _acquire(self, request: Request, name: str | None) -> ModelHandle:
+        """The model of a request, which need not name the only one that there is."""
+        if name is None:
+            models = self._gateway.model_configs()
+            if not models and not self._gateway.ready():
+                raise NotReady("the server is not ready")
+            if len(models) != 1:
+                raise InvalidArgument("model must be given: this server has several, or none", field="model")
+            name = models[0].name
+        return self._gateway.acquire(context_of(request.scope), name)
 
 
 def _asked(body: TokenizeBody) -> TokenizeRequest:

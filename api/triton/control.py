@@ -89,12 +89,11 @@ class ControlEndpoints:
 
     async def unload(self, request: Request) -> Response:
         _refuse_repository(request)
-        dependents = False
         for key, value in _parameters(await self._document(request)).items():
             if key != "unload_dependents":
                 raise InvalidArgument(f"unrecognized unload parameter '{key}'", field=key)
-            dependents = as_boolean(key, value)
-        await self._gateway.unload_model(request.path_params["model"], dependents)
+            as_boolean(key, value)  # no model has dependents: ensembles are not served
+        await self._gateway.unload_model(request.path_params["model"])
         return Response()
 
     # Settings

@@ -7,7 +7,6 @@ from asyncio import to_thread
 from collections.abc import Awaitable
 from contextlib import aclosing
 
-import msgspec
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,14 +14,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ...core.errors import CharoniaError, InvalidArgument, ServerExiting, Unsupported
-from ...core.gateway import Gateway, ResponseStream
+from ...core.gateway import Gateway, ModelHandle
 from ...core.model import ModelConfig
 from ...core.request import InferRequest, InferResponse
 from ..header_forwarding import HeaderForwarding
-from ..http.auth import tenant_of
 from ..http.connection import CancelOnDisconnect, EventStreamResponse, read_json_body, sse_event
 from ..http.error_responses import json_response, v2_error_body
-from ..http.request_context import record_error
+from ..http.request_context import context_of, record_error
 from ..metadata import ServerInfo, model_metadata, server_metadata
 from ..single_response import is_empty_final, read_up_to_two
 from . import orca
@@ -82,38 +80,34 @@ class V2Endpoints:
         return json_response({"error": "Model version not ready"}, 400)
 
     async def generate(self, request: Request) -> Response:
-        config, wanted = await self._read(request, stream=False)
-        async with CancelOnDisconnect(request.receive), aclosing(self._infer(config, wanted)) as responses:
+        model, wanted = await self._read(request, stream=False)
+        config = model.config
+        async with CancelOnDisconnect(request.receive), aclosing(model.infer(wanted)) as responses:
             answers = await read_up_to_two(responses)
         if len(answers) != 1:
-            record_error(error := Unsupported(_NOT_ONE))
+            record_error(request.scope, error := Unsupported(_NOT_ONE))
             return json_response(v2_error_body(error))  # with status 200, as Triton's first response has it
         encode = to_thread(encode_generate_response, config, wanted.id, answers[0]) if is_long(answers[0]) else None
         body = await encode if encode else encode_generate_response(config, wanted.id, answers[0])
-        headers = self._load_header(request, config)
+        headers = _load_header(request, model)
         return Response(body, headers=headers, media_type="application/json")
 
     async def generate_stream(self, request: Request) -> ASGIApp:
-        config, wanted = await self._read(request, stream=True)
-        headers = self._load_header(request, config)
-        return EventStreamResponse(self._infer(config, wanted), GenerateEventEncoder(config, wanted.id), headers)
+        model, wanted = await self._read(request, stream=True)
+        headers = _load_header(request, model)
+        return EventStreamResponse(model.infer(wanted), GenerateEventEncoder(model.config, wanted.id), headers)
 
-    async def _read(self, request: Request, stream: bool) -> tuple[ModelConfig, InferRequest]:
-        config = self._gateway.model_config(*_asked_for(request))
+    async def _read(self, request: Request, stream: bool) -> tuple[ModelHandle, InferRequest]:
+        model = self._gateway.acquire(context_of(request.scope), *_asked_for(request))
         if request.headers.get("content-encoding", "identity") not in ("identity", ""):
             raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
-        body = await parse_long_generate_body(await read_json_body(request, self._info.max_input_size), config)
-        name, weight = tenant_of(request)
-        return config, msgspec.structs.replace(
-            generate_body_to_infer_request(body, config, stream), tenant=name, weight=weight
-        )
+        body = await parse_long_generate_body(await read_json_body(request, self._info.max_input_size), model.config)
+        return model, generate_body_to_infer_request(body, model.config, stream)
 
-    def _load_header(self, request: Request, config: ModelConfig) -> dict[str, str]:
-        form = request.headers.get(orca.FORMAT_HEADER)
-        return {} if form is None else orca.load_header(form, self._gateway.model_stats(config.name, config.version))
 
-    def _infer(self, config: ModelConfig, request: InferRequest) -> ResponseStream[InferResponse]:
-        return self._gateway.infer(config.name, config.version, request)
+def _load_header(request: Request, model: ModelHandle) -> dict[str, str]:
+    form = request.headers.get(orca.FORMAT_HEADER)
+    return {} if form is None else orca.load_header(form, model.stats())
 
 
 def _asked_for(request: Request) -> tuple[str, str]:

@@ -15,18 +15,18 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...core.errors import Internal, InvalidArgument, Unsupported
-from ...core.gateway import Gateway
+from ...core.gateway import Gateway, ModelHandle
 from ...core.model import ModelConfig
-from ...core.request import InferResponse
+from ...core.request import InferRequest, InferResponse
 from .. import size_limits
 from ..chunked_json import PIECE_BYTES
 from ..deferred_tensors import decode_deferred
 from ..header_forwarding import HeaderForwarding
 from ..http import content_encoding
-from ..http.auth import tenant_of
 from ..http.connection import CancelOnDisconnect, SizeCheck, offload_if_large, receive_body, refuse_form
 from ..http.direct import send_complete_response, take_complete_body
 from ..http.eager import EagerAwaitable
+from ..http.request_context import context_of
 from ..metadata import ServerInfo
 from ..single_response import read_up_to_two, supports_single_response, wants_stream
 from .infer_call import HttpInferRequest
@@ -54,14 +54,16 @@ class InferEndpoint:
 
     async def answer(self, request: Request) -> ASGIApp:
         scope = request.scope
-        config = self._gateway.model_config(scope["path_params"]["model"], str(scope["path_params"].get("version", "")))
+        asked_for = scope["path_params"]
+        model = self._gateway.acquire(context_of(scope), asked_for["model"], str(asked_for.get("version", "")))
+        config = model.config
         if not supports_single_response(config):
             raise Unsupported(_DECOUPLED)
         headers: HeaderMap = dict(scope["headers"])
         call = await self._read(config, headers, request)
         if config.decoupled and wants_stream(call.request):
             raise Unsupported(f"{_DECOUPLED}: set stream to false, or use generate_stream", field="stream")
-        response = await self._infer(config, call, request.receive)
+        response = await self._infer(model, call.request, request.receive)
         if is_long(call, response):
             answer = await asyncio.to_thread(encode_infer_response, config, call, response)
         else:
@@ -87,12 +89,11 @@ class InferEndpoint:
         call = self._reader.read(config, body, length, document)
         if call.deferred:
             call = call._replace(request=await decode_deferred(config, call.request, call.deferred))
-        forwarded, (name, weight) = self._forwarding.parameters(headers), tenant_of(request)
-        if not forwarded and not name:
+        forwarded = self._forwarding.parameters(headers)
+        if not forwarded:
             return call
         parameters = {**call.request.parameters, **forwarded}
-        asked = msgspec.structs.replace(call.request, parameters=parameters, tenant=name, weight=weight)
-        return call._replace(request=asked)
+        return call._replace(request=msgspec.structs.replace(call.request, parameters=parameters))
 
     async def _body(self, request: Request, headers: HeaderMap, header_length: int | None) -> bytes | bytearray:
         check, whole = self._check_of(header_length), take_complete_body(request.scope, request.receive)
@@ -106,8 +107,8 @@ class InferEndpoint:
             return lambda size: size_limits.check_json_size(size, self._max_size)
         return lambda size: size_limits.check_raw_size(size, self._max_raw_size)
 
-    async def _infer(self, config: ModelConfig, call: HttpInferRequest, receive: Receive) -> InferResponse:
-        stream = self._gateway.infer(config.name, config.version, call.request)
+    async def _infer(self, model: ModelHandle, request: InferRequest, receive: Receive) -> InferResponse:
+        stream = model.infer(request)
         try:
             answering = EagerAwaitable(read_up_to_two(stream))
             if not answering.done:

@@ -34,8 +34,8 @@ class ResponseSink(Protocol):
 class InferenceJob:
     """`inputs`: in the model's shapes; `wanted`: the outputs asked for, None for all. `room`: for responses that nobody
     has read yet; one who makes several takes a place for each. `given_up`: nobody reads what comes; set by the event
-    loop, read by the thread that computes. `exchange`: which it answers, if it is one that is counted. Of a stateful
-    model's, `flags`: what it says of its sequence, and `context`: which that is, once it is known."""
+    loop, read by the thread that computes. `context`: of the request that it answers; None in a warm-up. Of a stateful
+    model's, `sequence_flags`: what it says of its sequence, and `sequence`: which that is, once it is known."""
 
     inputs: Mapping[str, NDArray[Any]]
     requested_outputs: Sequence[str] | None
@@ -43,7 +43,7 @@ class InferenceJob:
     request_id: str = ""
     unread_slots: threading.Semaphore | None = None
     given_up: bool = False
-    exchange: RequestContext | None = None
+    context: RequestContext | None = None
     sequence_flags: SequenceFlags | None = None
     sequence: SequenceContext | None = None
 

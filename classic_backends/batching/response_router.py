@@ -97,5 +97,5 @@ class ResponseRouter:
 
 def _note(request: QueuedJob, begun: int, timing: ExecutionTiming) -> None:
     """For traces: when what happened to it."""
-    if request.item.exchange is not None:
-        request.item.exchange.execution = ExecutionTimes(request.arrived_at, begun, timing)
+    if request.item.context is not None:
+        request.item.context.execution = ExecutionTimes(request.arrived_at, begun, timing)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ...core.errors import InvalidArgument
 from ...core.request import Conversation, GenerateRequest, SamplingParams
+from ...core.request_context import RequestContext
 from ...scheduler.plan import LogitsParams, SamplerParams
 from ...tokenization.generation_defaults import GenerationDefaults, ResolvedSampling, resolve_sampling
 from ...tokenization.tokenizer import TokenLimit
@@ -26,6 +27,7 @@ NO_LOGITS_PARAMS = LogitsParams()
 
 def build_add_request(
     request: GenerateRequest,
+    context: RequestContext,
     prompt: list[int],
     defaults: GenerationDefaults,
     engine: CoreReady,
@@ -48,11 +50,11 @@ def build_add_request(
         sampling=_row_sampling(request, sampling, shaping, engine.vocab_size),
         stop_token_ids=stops,
         priority=min(request.priority, _LEAST_URGENT),
-        tenant=_unicode(request.tenant, "tenant"),
+        tenant=_unicode(context.tenant, "tenant"),
         salt=_unicode(request.cache_salt, "cache_salt"),
         adapter=_unicode(request.adapter, "lora_name"),
         guide=request.guided_decoding,
-        weight=request.weight,
+        weight=context.tenant_weight,
         timeout=request.timeout,
     )
 

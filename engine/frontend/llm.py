@@ -132,8 +132,8 @@ class LlmModel:
         """Everything measured, for a scrape."""
         return self._metrics.readings(self._client.state())
 
-    def count(self, exchange: RequestContext) -> None:
-        self._accounts.record_request(exchange)
+    def count(self, context: RequestContext) -> None:
+        self._accounts.record_request(context)
 
     def reserved_memory(self) -> ReservedMemory:
         """What it holds of the host's memory; nothing is known of somebody else's engine."""
@@ -168,19 +168,19 @@ class LlmModel:
         if language is not None:
             language.async_tokenizer.close()
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+    async def generate(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[GenerateChunk, None]:
         # The whole way of a token in one generator: each more would cost every frame of every stream.
-        with self._accounts.open_sequence(request) as account:
+        with self._accounts.open_sequence(request, context) as account:
             language = self._language
             tokenizer = language.async_tokenizer
             self._driver.check_request(request)
             self._client.check_size(request)
-            with self._client.reserve(request.tenant) as engine:
+            with self._client.reserve(context.tenant) as engine:
                 kept = prompt_tokens_to_keep(request.sampling, engine.max_model_len)
                 prompt = await tokenizer.prompt_ids(request.prompt, limit=TokenLimit(engine.max_model_len), kept=kept)
                 self._client.check_size(request, len(prompt))
                 banned = await tokenizer.word_ids(request.sampling.bad_words)
-                add = build_add_request(request, prompt, language.defaults, engine, banned)
+                add = build_add_request(request, context, prompt, language.defaults, engine, banned)
                 whole = request.prompt if kept is None or len(prompt) < kept else tuple(prompt)
                 echo = await tokenizer.prompt_text(whole, prompt) if request.echo else ""
             told = tuple(prompt) if request.return_prompt_ids else ()
@@ -192,9 +192,9 @@ class LlmModel:
             account.record_finish(chunk.finish_reason)
             yield chunk
 
-    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+    async def infer(self, request: InferRequest, context: RequestContext) -> AsyncGenerator[InferResponse, None]:
         question = parse_infer_request(request, TokenLimit(self._length))
-        streams = [self.generate(each) for each in question.requests]
+        streams = [self.generate(each, context) for each in question.requests]
         if not question.options.stream:
             yield await complete_response(question, streams)
             return

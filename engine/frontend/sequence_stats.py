@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from ...core.errors import RequestTimeout
 from ...core.metrics import LlmMetrics, Outcome, RequestEnd
 from ...core.request import FinishReason, GenerateRequest, SamplingParams
-from ...core.request_context import CANCELLED, RequestContext, current_request, end_for_error
+from ...core.request_context import CANCELLED, RequestContext, end_for_error
 
 _ENDS: dict[FinishReason, RequestEnd] = {
     reason: CANCELLED if reason is FinishReason.ABORT else RequestEnd(Outcome(reason.value)) for reason in FinishReason
@@ -20,7 +20,10 @@ _DEFAULTS = SamplingParams()
 
 
 class SequenceStats:
-    """A `core.exchange.Part`. `arrived`: a door got the request that it is for."""
+    """A `core.request_context.SequenceRecord`. `arrived`: when an endpoint got the request that it is for.
+
+    Without a request and its context it measures a sequence that nobody asked for, as tests and benchmarks do.
+    """
 
     __slots__ = (
         "arrived",
@@ -40,12 +43,15 @@ class SequenceStats:
         "tokens",
     )
 
-    def __init__(self, metrics: LlmMetrics, request: GenerateRequest | None = None) -> None:
+    def __init__(
+        self, metrics: LlmMetrics, request: GenerateRequest | None = None, context: RequestContext | None = None
+    ) -> None:
         self.metrics = metrics
-        self.tokens = metrics.tenant("" if request is None else request.tenant)
+        self.tokens = metrics.tenant("" if context is None else context.tenant)
         self.sampling = _DEFAULTS if request is None else request.sampling
         self.choice = 0 if request is None else request.choice
-        self.arrived = self.opened = time.monotonic()
+        self.opened = time.monotonic()
+        self.arrived = self.opened if context is None else context.arrived_at
         self.submitted: float | None = None
         self.begun: float | None = None
         self.first: float | None = None
@@ -66,11 +72,6 @@ class SequenceStats:
         if limit and left <= 0:
             raise RequestTimeout
         return left if limit else 0.0
-
-    def attach(self, exchange: RequestContext) -> None:
-        """It is for this request."""
-        self.arrived = exchange.arrived_at
-        exchange.sequences.append(self)
 
     def record_submission(self, prompt: int) -> None:
         """The engine has it, with that many prompt tokens."""
@@ -128,13 +129,11 @@ class RequestRecorder:
         self._metrics = metrics
 
     @contextmanager
-    def open_sequence(self, request: GenerateRequest) -> Iterator[SequenceStats]:
-        """One sequence of the current exchange; whatever ends the block ends it: a reader that leaves before the last
+    def open_sequence(self, request: GenerateRequest, context: RequestContext) -> Iterator[SequenceStats]:
+        """The stats of one of a request's sequences, which ends with the block: a reader that leaves before the last
         token has cancelled it."""
-        account = SequenceStats(self._metrics, request)
-        exchange = current_request()
-        if exchange is not None:
-            account.attach(exchange)
+        account = SequenceStats(self._metrics, request, context)
+        context.sequences.append(account)
         try:
             yield account
         except Exception as error:
@@ -143,16 +142,16 @@ class RequestRecorder:
         finally:
             account.record_cancellation()
 
-    def record_request(self, exchange: RequestContext) -> None:
+    def record_request(self, context: RequestContext) -> None:
         """A request that was for the model has ended."""
-        assert exchange.end is not None
-        self._metrics.ended[exchange.end] += 1
-        if exchange.end.outcome.answered:
-            self._measure(exchange)
+        assert context.end is not None
+        self._metrics.ended[context.end] += 1
+        if context.end.outcome.answered:
+            self._measure(context)
 
-    def _measure(self, exchange: RequestContext) -> None:
+    def _measure(self, context: RequestContext) -> None:
         """An answered request: its phases, and Triton's sums of them."""
-        metrics, summary, arrived, ended = self._metrics, exchange.summary, exchange.arrived_at, exchange.ended_at
+        metrics, summary, arrived, ended = self._metrics, context.summary, context.arrived_at, context.ended_at
         submitted = summary.submitted or arrived
         begun = summary.begun or submitted
         last = summary.last or begun

@@ -4,7 +4,7 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
-from contextlib import AbstractContextManager, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 import httpx
@@ -28,7 +28,7 @@ from charonia.core.request import (
     TokenizeRequest,
     Usage,
 )
-from charonia.core.request_context import Headers, RequestContext, request_scope
+from charonia.core.request_context import Headers, RequestContext
 from charonia.core.shared_state import SharedState
 from charonia.core.statistics import ModelStatistics
 from charonia.core.tensor import Tensor, TensorSpec
@@ -99,7 +99,7 @@ class FakeGateway:
     tokenized: list[TokenizeRequest] = field(default_factory=list)
     open_streams: int = 0
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
-    exchanges: list[RequestContext] = field(default_factory=list)
+    contexts: list[RequestContext] = field(default_factory=list)
     shared_state: SharedState = field(default_factory=SharedState)
     responses: tuple[InferResponse, ...] | None = None
     counted: list[ModelStatistics] = field(default_factory=list)
@@ -108,9 +108,12 @@ class FakeGateway:
     loads: list[tuple[object, ...]] = field(default_factory=list)
     stop_reason: str | int | None = None
 
-    def open_request(self, door: str, headers: Headers = ()) -> AbstractContextManager[RequestContext]:
-        self.exchanges.append(RequestContext(door, headers))
-        return request_scope(self.exchanges[-1])
+    def open_request(self, endpoint: str, headers: Headers = ()) -> RequestContext:
+        self.contexts.append(RequestContext(endpoint, headers))
+        return self.contexts[-1]
+
+    def acquire(self, context: RequestContext, name: str, version: str = "") -> "FakeHandle":
+        return FakeHandle(self, self.model_config(name, version))
 
     def ready(self) -> bool:
         return self.is_ready
@@ -143,8 +146,8 @@ class FakeGateway:
             raise self.error
         self.loads.append((name, config, dict(files)))
 
-    async def unload_model(self, name: str, dependents: bool = False) -> None:
-        self.loads.append((name, dependents))
+    async def unload_model(self, name: str) -> None:
+        self.loads.append((name,))
 
     def is_model_ready(self, name: str, version: str = "") -> bool:
         known = {
@@ -152,45 +155,7 @@ class FakeGateway:
         }
         return self.is_ready and (name, version) in known
 
-    async def infer(self, name: str, version: str, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
-        self.asked.append(request)
-        for response in self.responses or ():
-            yield response
-        if self.responses is not None:
-            return
-        async with aclosing(self._answers()) as texts:
-            count = 0
-            async for text in texts:
-                count += 1
-                final = self.final and count == len(self.texts)
-                yield InferResponse((Tensor.from_values("text_output", "BYTES", [text.encode()]),), final=final)
-
-    async def generate(self, name: str, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
-        self.asked.append(request)
-        count = 0
-        async with aclosing(self._answers()) as texts:
-            async for text in texts:
-                count += 1
-                reason = FinishReason.STOP if count == len(self.texts) and not self.error else None
-                yield GenerateChunk(
-                    text=f"hi{text}" if request.echo and count == 1 else text,
-                    token_ids=(count,),
-                    usage=Usage(5, count, 2),
-                    finish_reason=reason,
-                    stop_reason=reason and self.stop_reason,
-                    logprobs=_logprobs(count, text, request.sampling.logprobs, self.chosen.get(request.choice, -1.0)),
-                    prompt_logprobs=_prompt(request.sampling.prompt_logprobs) if count == 1 else (),
-                    prompt_ids=(7, 8) if request.return_prompt_ids and count == 1 else (),
-                )
-
-    async def tokenize(self, name: str, request: TokenizeRequest) -> list[int]:
-        self.tokenized.append(request)
-        return [1, 2, 3]
-
-    async def detokenize(self, name: str, ids: list[int]) -> str:
-        return " ".join(map(str, ids))
-
-    async def _answers(self) -> AsyncGenerator[str, None]:
+    async def answers(self) -> AsyncGenerator[str, None]:
         self.open_streams += 1
         try:
             for text in self.texts:
@@ -202,6 +167,52 @@ class FakeGateway:
                 await asyncio.Event().wait()
         finally:
             self.open_streams -= 1
+
+
+class FakeHandle:
+    """A model of a `FakeGateway`."""
+
+    def __init__(self, gateway: FakeGateway, config: ModelConfig) -> None:
+        self._gateway = gateway
+        self.config = config
+
+    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        self._gateway.asked.append(request)
+        for response in self._gateway.responses or ():
+            yield response
+        if self._gateway.responses is not None:
+            return
+        async with aclosing(self._gateway.answers()) as texts:
+            count = 0
+            async for text in texts:
+                count += 1
+                final = self._gateway.final and count == len(self._gateway.texts)
+                yield InferResponse((Tensor.from_values("text_output", "BYTES", [text.encode()]),), final=final)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+        self._gateway.asked.append(request)
+        count, chosen = 0, self._gateway.chosen.get(request.choice, -1.0)
+        async with aclosing(self._gateway.answers()) as texts:
+            async for text in texts:
+                count += 1
+                reason = FinishReason.STOP if count == len(self._gateway.texts) and not self._gateway.error else None
+                yield GenerateChunk(
+                    text=f"hi{text}" if request.echo and count == 1 else text,
+                    token_ids=(count,),
+                    usage=Usage(5, count, 2),
+                    finish_reason=reason,
+                    stop_reason=reason and self._gateway.stop_reason,
+                    logprobs=_logprobs(count, text, request.sampling.logprobs, chosen),
+                    prompt_logprobs=_prompt(request.sampling.prompt_logprobs) if count == 1 else (),
+                    prompt_ids=(7, 8) if request.return_prompt_ids and count == 1 else (),
+                )
+
+    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+        self._gateway.tokenized.append(request)
+        return [1, 2, 3]
+
+    async def detokenize(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
 
 
 def _logprobs(token: int, text: str, top: int | None, chosen: float = -1.0) -> tuple[TokenLogprob, ...]:

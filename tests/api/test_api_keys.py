@@ -111,5 +111,5 @@ async def test_the_tenant_reaches_the_gateway_by_both_doors(guarded: httpx.Async
     await guarded.post("/v1/chat/completions", json=CHAT, headers=bearer("k-a"))
     await guarded.post("/v2/models/llm/generate", json={"text_input": "hi"}, headers=bearer("k-b"))
     await guarded.post("/v2/models/llm/generate_stream", json={"text_input": "hi"}, headers=bearer("k-b"))
-    asked = [(request.tenant, request.weight) for request in gateway.asked]
+    asked = [(context.tenant, context.tenant_weight) for context in gateway.contexts]
     assert asked == [("alpha", 1.0), ("beta", 3.0), ("beta", 3.0)]

@@ -16,7 +16,7 @@ from charonia.core.errors import (
 )
 from charonia.core.metrics import Outcome, RequestEnd
 from charonia.core.request import FinishReason, SamplingParams
-from charonia.core.request_context import RequestContext, current_request, end_for_error, request_scope
+from charonia.core.request_context import RequestContext, end_for_error
 
 REJECTED = Outcome.REJECTED
 STOP = RequestEnd(Outcome.STOP)
@@ -24,7 +24,7 @@ STOP = RequestEnd(Outcome.STOP)
 
 @dataclass
 class Done:
-    """A part that is over."""
+    """A record of a sequence that is over."""
 
     end: RequestEnd | None = STOP
     choice: int = 0
@@ -41,9 +41,9 @@ class Done:
 
 
 def ended(*parts: Done) -> RequestEnd:
-    exchange = RequestContext("test")
-    exchange.sequences.extend(parts)
-    return exchange.close()
+    context = RequestContext("test")
+    context.sequences.extend(parts)
+    return context.close()
 
 
 @pytest.mark.parametrize(
@@ -78,33 +78,31 @@ def test_the_worst_part_is_the_whole() -> None:
 
 def test_without_parts_it_is_what_was_said_and_leaving_says_nothing() -> None:
     assert ended() == RequestEnd(Outcome.CANCELLED)
-    exchange = RequestContext("test")
-    exchange.finish()
-    assert exchange.close() == RequestEnd(Outcome.DONE)
+    context = RequestContext("test")
+    context.finish()
+    assert context.close() == RequestEnd(Outcome.DONE)
 
 
 def test_a_fault_behind_the_last_token_is_a_fault() -> None:
-    exchange = RequestContext("test")
-    exchange.sequences.append(Done())
-    with pytest.raises(ZeroDivisionError), request_scope(exchange):
+    context = RequestContext("test")
+    context.sequences.append(Done())
+    with pytest.raises(ZeroDivisionError), context:
         raise ZeroDivisionError
-    assert exchange.end == RequestEnd(Outcome.ERROR, "internal")
+    assert context.end == RequestEnd(Outcome.ERROR, "internal")
 
 
 @pytest.mark.parametrize("gone", [asyncio.CancelledError(), GeneratorExit()])
 def test_who_leaves_has_cancelled(gone: BaseException) -> None:
-    exchange = RequestContext("test")
-    with pytest.raises(type(gone)), request_scope(exchange):
+    context = RequestContext("test")
+    with pytest.raises(type(gone)), context:
         raise gone
-    assert exchange.end == RequestEnd(Outcome.CANCELLED)
+    assert context.end == RequestEnd(Outcome.CANCELLED)
 
 
 def test_parts_add_up_and_a_prompt_counts_once() -> None:
-    exchange = RequestContext("test")
-    exchange.sequences.extend(
-        [Done(), Done(choice=1, first=3.5, last=9.0), Done(prompt=1, cached=None, submitted=None)]
-    )
-    summary = exchange.summary
+    context = RequestContext("test")
+    context.sequences.extend([Done(), Done(choice=1, first=3.5, last=9.0), Done(prompt=1, cached=None, submitted=None)])
+    summary = context.summary
     assert (summary.choices, summary.prompt, summary.cached, summary.generated) == (3, 8, 4, 9)
     assert (summary.submitted, summary.begun, summary.first, summary.last) == (2.0, 3.0, 3.5, 9.0)
 
@@ -115,17 +113,12 @@ def test_nothing_that_came_is_none() -> None:
     assert (summary.choices, summary.generated, summary.prompt) == (0, 0, None)
 
 
-async def test_each_task_serves_its_own() -> None:
-    async def serve(exchange: RequestContext) -> list[RequestContext | None]:
-        with request_scope(exchange):
-            await asyncio.sleep(0)
-            inner = await asyncio.create_task(asked())
-            return [current_request(), inner]
-
-    async def asked() -> RequestContext | None:
-        return current_request()
-
-    first, second = RequestContext("a"), RequestContext("b")
-    seen = await asyncio.gather(serve(first), serve(second))
-    assert seen == [[first, first], [second, second]]
-    assert current_request() is None
+def test_listeners_hear_of_the_end_once_the_last_one_first() -> None:
+    heard: list[tuple[str, RequestEnd | None]] = []
+    with RequestContext("test") as context:
+        context.on_end(lambda ended: heard.append(("first", ended.end)))
+        context.on_end(lambda ended: heard.append(("second", ended.end)))
+        context.finish()
+        assert heard == []
+    context.close()
+    assert heard == [("second", RequestEnd(Outcome.DONE)), ("first", RequestEnd(Outcome.DONE))]

@@ -13,6 +13,7 @@ from charonia.core.errors import CharoniaError, InvalidArgument
 from charonia.core.memory_needs import MemoryNeed
 from charonia.core.model import Model, ModelConfig, ModelSamples, ModelStats
 from charonia.core.request import InferRequest, InferResponse
+from charonia.core.request_context import RequestContext
 from charonia.core.statistics import VersionStatistics
 from charonia.core.tensor import Tensor
 from charonia.processes.host import Cores
@@ -84,7 +85,7 @@ class Toy:
     def statistics(self) -> VersionStatistics:
         return VersionStatistics()
 
-    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+    async def infer(self, request: InferRequest, context: RequestContext) -> AsyncGenerator[InferResponse, None]:
         if request.parameters.get("wait"):
             await self.go.wait()
         assert not self.unloaded
@@ -122,8 +123,8 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> list[Toy]:
     Toy.loaded = []
     monkeypatch.setitem(backend_registry.CLASSIC_RUNTIME_LOADERS, "toy", ("toy", "TOYS"))
     monkeypatch.setattr(backend_registry, "classic_runtime_loader", lambda backend: TOYS)
-    monkeypatch.setattr("charonia.repository.builder.loader_of", lambda backend: TOYS)
-    monkeypatch.setattr("charonia.repository.builder.classic", lambda: Toy)
+    monkeypatch.setattr("charonia.repository.builder.classic_runtime_loader", lambda backend: TOYS)
+    monkeypatch.setattr("charonia.repository.builder.classic_model_builder", lambda: Toy)
     return Toy.loaded
 
 
@@ -154,17 +155,18 @@ class World:
 
     async def ask(self, name: str, version: str = "", **parameters: Any) -> int:
         request = InferRequest(inputs={"A": Tensor.from_values("A", "INT32", [1])}, parameters=parameters)
-        stream = self.hub.infer(name, version, request)
-        try:
-            response = await anext(stream)
-        finally:
-            await stream.aclose()
+        with self.hub.open_request("test") as context:
+            stream = self.hub.acquire(context, name, version).infer(request)
+            try:
+                response = await anext(stream)
+            finally:
+                await stream.aclose()
         return int(response.outputs[0].scalar)
 
     def states(self) -> dict[tuple[str, str], str]:
         return {(each.name, each.version): str(each.state) for each in self.hub.repository_index()}
 
-    # As a Watcher
+    # As a LoadListener
 
     def on_loading(self, name: str) -> Callable[[str, float, float, str], None]:
         return lambda *phase: None

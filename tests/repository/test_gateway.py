@@ -1,13 +1,15 @@
 """The hub: lookup, validation, dispatch, readiness and the way out, over models of a few lines."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 
 import numpy as np
 import pytest
 
-from charonia.core.errors import CharoniaError, Internal, InvalidArgument, NotFound, Unavailable
+from charonia.core.errors import CharoniaError, Internal, InvalidArgument, NotFound, ServerExiting, Unavailable
 from charonia.core.gateway import ModelState, RepositoryIndexEntry
 from charonia.core.metrics import Outcome, Reading, RequestEnd
 from charonia.core.model import ModelConfig, ModelStats
@@ -44,7 +46,7 @@ class Echo:
     def statistics(self) -> VersionStatistics:
         return VersionStatistics(inference_count=3)
 
-    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+    async def infer(self, request: InferRequest, context: RequestContext) -> AsyncGenerator[InferResponse, None]:
         self.open += 1
         try:
             yield InferResponse((request.inputs["A"],))
@@ -57,7 +59,7 @@ class Echo:
 
 
 class Writer(Echo):
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+    async def generate(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[GenerateChunk, None]:
         yield GenerateChunk(text=str(request.prompt), token_ids=(1,), usage=Usage(1, 1))
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
@@ -80,8 +82,10 @@ async def hub_of(*models: Echo, strict: bool = True) -> InProcessGateway:
 
 
 async def collect(hub: InProcessGateway, name: str, version: str = "", **request: object) -> list[InferResponse]:
-    async with aclosing(hub.infer(name, version, InferRequest(**{"inputs": {"A": A}} | request))) as responses:
-        return [response async for response in responses]
+    with hub.open_request("test") as context:
+        model = hub.acquire(context, name, version)
+        async with aclosing(model.infer(InferRequest(**{"inputs": {"A": A}} | request))) as responses:
+            return [response async for response in responses]
 
 
 async def test_dispatch() -> None:
@@ -111,10 +115,13 @@ async def test_lookup_errors(name: str, version: str, kind: type[CharoniaError],
 async def test_text_and_no_text() -> None:
     hub = await hub_of(Echo(), Writer("writer"))
     request = GenerateRequest(id="1", prompt="hi")
-    async with aclosing(hub.generate("writer", request)) as chunks:
-        assert [chunk.text async for chunk in chunks] == ["hi"]
-    with pytest.raises(InvalidArgument, match="model 'echo' does not generate text"):
-        await anext(hub.generate("echo", request))
+    with hub.open_request("test") as context:
+        async with aclosing(hub.acquire(context, "writer").generate(request)) as chunks:
+            assert [chunk.text async for chunk in chunks] == ["hi"]
+    with hub.open_request("test") as context:
+        echo = hub.acquire(context, "echo")
+        with pytest.raises(InvalidArgument, match="model 'echo' does not generate text"):
+            echo.generate(request)
 
 
 @pytest.mark.parametrize(
@@ -219,35 +226,56 @@ async def test_what_is_measured_of_models() -> None:
         ("strange", "charonia_model_ready"): 0,
         ("strange", "charonia_model_load_failures_total"): 1,
     }
-    assert hub.model_stats("echo").ready
+    with hub.open_request("test") as context:
+        assert hub.acquire(context, "echo").stats().ready
 
 
 async def test_on_the_way_out() -> None:
     model = Echo()
     hub = await hub_of(model)
-    running = hub.infer("echo", "", InferRequest(inputs={"A": A}))
-    await anext(running)
-    assert hub.requests_in_flight == 1
-    hub.begin_exit()
-    assert (hub.ready(), hub.exiting()) == (False, True)
-    with pytest.raises(Unavailable, match="Server exiting"):
-        await collect(hub, "echo")
-    drained = asyncio.create_task(hub.wait_drained())
-    assert [response.outputs async for response in running] == [(A,)]
+    with hub.open_request("test") as context:
+        running = hub.acquire(context, "echo").infer(InferRequest(inputs={"A": A}))
+        await anext(running)
+        assert hub.requests_in_flight == 1
+        hub.begin_exit()
+        assert (hub.ready(), hub.exiting()) == (False, True)
+        with pytest.raises(Unavailable, match="Server exiting"):
+            await collect(hub, "echo")
+        drained = asyncio.create_task(hub.wait_drained())
+        assert [response.outputs async for response in running] == [(A,)]
+        await asyncio.sleep(0)
+        assert not drained.done()
     await drained
     await hub.unload_all()
     assert model.unloaded
 
 
+async def test_an_exit_does_not_wait_for_a_request_that_is_still_being_read() -> None:
+    hub = await hub_of(Echo())
+    with hub.open_request("test") as context:
+        model = hub.acquire(context, "echo")
+        hub.begin_exit()
+        await asyncio.wait_for(hub.wait_drained(), 1)
+        with pytest.raises(ServerExiting):
+            model.infer(InferRequest(inputs={"A": A}))
+
+
 async def test_who_only_tokenizes_is_waited_for_too() -> None:
     model = Writer("writer")
     hub = await hub_of(model)
-    tokenizing = asyncio.create_task(hub.tokenize("writer", TokenizeRequest(prompt="x")))
+
+    async def tokenize() -> list[int]:
+        with hub.open_request("test") as context:
+            return await hub.acquire(context, "writer").tokenize(TokenizeRequest(prompt="x"))
+
+    tokenizing = asyncio.create_task(tokenize())
     await model.waiting.wait()
     assert hub.requests_in_flight == 1
     await hub.wait_drained()
-    assert tokenizing.done()
-    assert await hub.detokenize("writer", []) == ""
+    assert await tokenizing == []
+    with hub.open_request("test") as context:
+        assert await hub.acquire(context, "writer").detokenize([]) == ""
+    assert context.end == RequestEnd(Outcome.DONE)
     assert hub.requests_in_flight == 0
 
 
@@ -280,8 +308,8 @@ class Counting(Echo):
         super().__init__()
         self.counted: list[RequestEnd | None] = []
 
-    def count(self, exchange: RequestContext) -> None:
-        self.counted.append(exchange.end)
+    def count(self, context: RequestContext) -> None:
+        self.counted.append(context.end)
 
     def readings(self) -> Iterator[Reading]:
         yield from ()
@@ -291,10 +319,9 @@ async def test_an_ended_request_is_counted_once_by_its_model_or_by_nobody() -> N
     model, seen = Counting(), []
     hub = InProcessGateway(witnesses=(lambda exchange: seen.append((exchange.model, exchange.version, exchange.end)),))
     await hub.load_built_model("echo", "2", lambda: model)
-    with hub.open_request("test"):
-        await collect(hub, "echo")
+    await collect(hub, "echo")
     for name, version in (("echo", "7"), ("no", "")):
-        with pytest.raises(NotFound), hub.open_request("test"):
+        with pytest.raises(NotFound):
             await collect(hub, name, version)
     done, refused = RequestEnd(Outcome.DONE), RequestEnd(Outcome.REJECTED, "not_found")
     assert seen == [("echo", "2", done), ("echo", "7", refused), ("no", "", refused)]
@@ -304,12 +331,41 @@ async def test_an_ended_request_is_counted_once_by_its_model_or_by_nobody() -> N
     assert homeless == [(Reading("charonia_requests_total", 1, labels),)]
 
 
+@pytest.mark.parametrize("final", [True, False])
+async def test_a_reader_that_stops_at_the_final_response_was_answered(final: bool) -> None:
+    class Once(Echo):
+        async def infer(self, request: InferRequest, context: RequestContext) -> AsyncGenerator[InferResponse, None]:
+            yield InferResponse((A,), final=final)
+
+    hub = await hub_of(Once())
+    with hub.open_request("test") as context:
+        async with aclosing(hub.acquire(context, "echo").infer(InferRequest(inputs={"A": A}))) as responses:
+            await anext(responses)
+    assert context.end == RequestEnd(Outcome.DONE if final else Outcome.CANCELLED)
+
+
+async def test_a_request_that_is_answered_holds_its_inputs_no_more() -> None:
+    hub = await hub_of(Echo())
+    gc.disable()
+    try:
+        with hub.open_request("test") as context:
+            inputs = {"A": Tensor.from_values("A", "INT32", [1, 2])}
+            data = weakref.ref(inputs["A"].data)
+            async with aclosing(hub.acquire(context, "echo").infer(InferRequest(inputs=inputs))) as responses:
+                async for _ in responses:
+                    pass
+            del inputs, responses, _
+            assert data() is None
+    finally:
+        gc.enable()
+
+
 async def test_a_request_given_up_is_cancelled() -> None:
     seen: list[RequestEnd | None] = []
     hub = InProcessGateway(witnesses=(lambda exchange: seen.append(exchange.end),))
     await hub.load_built_model("echo", "2", Echo)
-    with hub.open_request("test"):
-        async with aclosing(hub.infer("echo", "", InferRequest(inputs={"A": A}))) as responses:
+    with hub.open_request("test") as context:
+        async with aclosing(hub.acquire(context, "echo").infer(InferRequest(inputs={"A": A}))) as responses:
             await anext(responses)
     assert seen == [RequestEnd(Outcome.CANCELLED)]
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import threading
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -148,33 +149,42 @@ async def test_a_reload_swaps_when_it_is_ready_and_lets_the_old_finish(world: Wo
     assert world.states() == {("m", "1"): "READY"}
 
 
-async def test_a_request_that_has_not_begun_keeps_its_model(world: World, toys: list[Toy]) -> None:
+QUESTION = InferRequest(inputs={"A": Tensor.from_values("A", "INT32", [1])})
+
+
+async def test_a_request_that_is_still_being_read_keeps_its_model(world: World, toys: list[Toy]) -> None:
     world.explicit()
     world.write("m", {"1": 10})
     await world.hub.load_model("m")
-    stream = world.hub.infer("m", "", InferRequest(inputs={"A": Tensor.from_values("A", "INT32", [1])}))
-    await world.hub.unload_model("m")
-    await asyncio.sleep(0.05)
-    assert (await anext(stream)).outputs[0].scalar == 10
-    await stream.aclose()
+    with world.hub.open_request("test") as context:
+        model = world.hub.acquire(context, "m")
+        await world.hub.unload_model("m")
+        await asyncio.sleep(0.05)
+        async with aclosing(model.infer(QUESTION)) as stream:
+            assert (await anext(stream)).outputs[0].scalar == 10
+        assert not toys[0].unloaded
     await settled()
     assert toys[0].unloaded
 
 
-async def test_a_request_that_a_door_still_reads_finds_the_version_it_was_told(world: World, toys: list[Toy]) -> None:
+async def test_a_version_that_is_replaced_serves_the_requests_that_hold_it(world: World, toys: list[Toy]) -> None:
     world.explicit()
     world.write("m", {"1": 10})
     await world.hub.load_model("m")
-    told = world.hub.model_config("m").version
-    world.write("m", {"2": 20})
-    await world.hub.load_model("m")
-    assert (await world.ask("m"), await world.ask("m", told)) == (20, 10)
-    assert world.states() == {("m", "1"): "UNLOADING", ("m", "2"): "READY"}
-    world.hub.lifecycle.stop_draining()
+    with world.hub.open_request("test") as context:
+        model = world.hub.acquire(context, "m")
+        world.write("m", {"2": 20})
+        await world.hub.load_model("m")
+        assert await world.ask("m") == 20
+        assert world.states() == {("m", "1"): "UNLOADING", ("m", "2"): "READY"}
+        with pytest.raises(Unavailable, match="version 1 is not at ready state"):
+            await world.ask("m", "1")
+        async with aclosing(model.infer(QUESTION)) as stream:
+            assert (await anext(stream)).outputs[0].scalar == 10
+        assert (context.model, context.version) == ("m", "1")
     await settled()
     assert toys[0].unloaded
-    with pytest.raises(Unavailable, match="version 1 is not at ready state"):
-        await world.ask("m", told)
+    assert world.states() == {("m", "1"): "UNAVAILABLE", ("m", "2"): "READY"}
 
 
 async def test_what_has_not_changed_is_not_loaded_again(world: World, toys: list[Toy]) -> None:
@@ -230,18 +240,6 @@ async def test_unloading(world: World, toys: list[Toy]) -> None:
     await world.hub.unload_model("unknown")
     await world.hub.load_model("m")
     assert await world.ask("m") == 10
-
-
-async def test_unloading_with_dependents_leaves_others_alone(world: World, toys: list[Toy]) -> None:
-    """Only an ensemble has any."""
-    world.explicit()
-    for name in ("m", "other"):
-        world.write(name, {"1": 10})
-        await world.hub.load_model(name)
-    await world.hub.unload_model("m", dependents=True)
-    await settled()
-    assert [toy.unloaded for toy in toys] == [True, False]
-    assert await world.ask("other") == 10
 
 
 async def test_leaving_at_once_at_the_end(world: World, toys: list[Toy]) -> None:

@@ -29,7 +29,7 @@ class Growing:
         self.promised = promised
         self.resident = resident
 
-    def holding(self) -> ReservedMemory:
+    def reserved_memory(self) -> ReservedMemory:
         return ReservedMemory(self.promised, self.resident)
 
 
@@ -240,7 +240,7 @@ class Greedy(Toy):
         super().__init__(ModelConfig(name, version, "greedy"), None, Path(path))
         self.granted = memory
 
-    def holding(self) -> ReservedMemory:
+    def reserved_memory(self) -> ReservedMemory:
         return ReservedMemory(self.granted // 2, 0)
 
 

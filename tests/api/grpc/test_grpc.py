@@ -408,7 +408,7 @@ class Gone:
 
 async def test_who_left_a_stream_has_cancelled_its_requests(gateway: Any, caplog: pytest.LogCaptureFixture) -> None:
     await StreamInferCall(gateway, Gone(), asyncio.Event(), Caller()).run()
-    (exchange,) = gateway.exchanges
+    (exchange,) = gateway.contexts
     assert exchange.end.outcome is Outcome.CANCELLED
     assert not caplog.records
 

@@ -49,4 +49,4 @@ async def test_the_tenant_reaches_the_gateway(stub: Any, gateway: Any) -> None:
     await stub.ModelInfer(ASKED, metadata=RIGHT)
     async for _ in stub.ModelStreamInfer(iter([ASKED]), metadata=RIGHT):
         pass
-    assert [(request.tenant, request.weight) for request in gateway.asked] == [("alpha", 2.0)] * 2
+    assert [(context.tenant, context.tenant_weight) for context in gateway.contexts[-2:]] == [("alpha", 2.0)] * 2

@@ -68,7 +68,7 @@ async def test_every_door_tells_who_stops_half_way(ports: tuple[int, int], gatew
     status = b"HTTP/1.1 408 Request Timeout"
     assert answers == [(status, {"error": TEXT})] * len(v2) + [(status, {"error": OPENAI})] * len(openai)
     assert not gateway.asked
-    assert {exchange.end.outcome for exchange in gateway.exchanges} == {Outcome.REJECTED}
+    assert {exchange.end.outcome for exchange in gateway.contexts} == {Outcome.REJECTED}
 
 
 async def test_a_stream_may_be_silent(ports: tuple[int, int], gateway: Any) -> None:

@@ -40,7 +40,7 @@ async def keyed(gateway: Any) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def ends(gateway: Any) -> list[tuple[str, str, str, str]]:
-    return [(each.endpoint, each.tenant, each.end.outcome.value, each.end.reason) for each in gateway.exchanges]
+    return [(each.endpoint, each.tenant, each.end.outcome.value, each.end.reason) for each in gateway.contexts]
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -91,7 +91,7 @@ async def test_what_is_no_request_leaves_nothing(keyed: httpx.AsyncClient, gatew
     for path in ("/v2/health/live", "/v2", "/v1/models", "/v2/models/llm", "/nowhere", "/v1/completions"):
         await keyed.get(path, headers=KEY)
     await keyed.post("/nowhere", headers=KEY)
-    assert gateway.exchanges == []
+    assert gateway.contexts == []
 
 
 @pytest.fixture
@@ -120,8 +120,8 @@ async def test_a_unary_call_is_one_request(stub: Any, gateway: Any) -> None:
             await asyncio.wait_for(stub.ModelInfer(message(model, "7"), metadata=metadata), 60)
     refused = [(UNARY, "", "rejected", "unauthenticated"), (UNARY, "alice", "rejected", "not_found")]
     assert ends(gateway) == refused
-    assert [each.id for each in gateway.exchanges] == ["", "7"]
-    assert ("authorization", "Bearer k") in gateway.exchanges[1].headers
+    assert [each.id for each in gateway.contexts] == ["", "7"]
+    assert ("authorization", "Bearer k") in gateway.contexts[1].headers
 
 
 async def test_bytes_that_are_no_message_are_a_request_too(served: Served, gateway: Any) -> None:
@@ -135,11 +135,11 @@ async def test_bytes_that_are_no_message_are_a_request_too(served: Served, gatew
 async def test_each_message_of_a_stream_is_a_request_and_an_idle_stream_is_none(stub: Any, gateway: Any) -> None:
     async for _ in stub.ModelStreamInfer(iter([message("nope", "a"), message("nope", "b")]), metadata=METADATA):
         pass
-    assert sorted(each.id for each in gateway.exchanges) == ["a", "b"]
+    assert sorted(each.id for each in gateway.contexts) == ["a", "b"]
     assert ends(gateway) == [(STREAM, "alice", "rejected", "not_found")] * 2
     async for _ in stub.ModelStreamInfer(iter([]), metadata=METADATA):
         pass
-    assert len(gateway.exchanges) == 2
+    assert len(gateway.contexts) == 2
 
 
 async def test_a_stream_that_is_not_let_in_leaves_one(stub: Any, gateway: Any) -> None:

@@ -29,7 +29,7 @@ async def test_a_clients_id_comes_back_and_is_recorded(
 ) -> None:
     answer = await client.post(path, json=body, headers={"X-Request-Id": "mine-1"})
     assert answer.headers.get_list("x-request-id") == ["mine-1"]
-    assert gateway.exchanges[0].client_id == "mine-1"
+    assert gateway.contexts[0].client_id == "mine-1"
 
 
 async def test_openais_clients_get_one_made_up(client: httpx.AsyncClient, gateway: Any) -> None:
@@ -64,4 +64,4 @@ async def test_a_call_over_grpc_records_it(gateway: Any) -> None:
             await served.stub.ModelInfer(message, metadata=metadata, timeout=60)
         async for _ in served.stub.ModelStreamInfer(iter([message]), metadata=metadata, timeout=60):
             pass
-    assert [(each.id, each.client_id) for each in gateway.exchanges] == [("q", "mine-2")] * 2
+    assert [(each.id, each.client_id) for each in gateway.contexts] == [("q", "mine-2")] * 2

@@ -11,7 +11,10 @@ import pytest
 from charonia.core.errors import NotFound, Unavailable
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest, InferResponse
+from charonia.core.request_context import RequestContext
 from charonia.core.tensor import Tensor, TensorSpec
+
+from ..conftest import FakeHandle
 
 TEXT = TensorSpec("text_input", "BYTES", (1,), optional=True)
 COUNT = TensorSpec("num_input_tokens", "INT32", (1,))
@@ -57,18 +60,19 @@ def answer(request: InferRequest, config: ModelConfig) -> tuple[Tensor, ...]:
 
 @pytest.fixture(autouse=True)
 def encoders(gateway: Any) -> None:
-    async def infer(name: str, version: str, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
-        gateway.asked.append(request)
-        if gateway.error is not None:
-            raise gateway.error
-        yield InferResponse(answer(request, CONFIGS[name]), final=True)
+    class Encoder(FakeHandle):
+        async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+            gateway.asked.append(request)
+            if gateway.error is not None:
+                raise gateway.error
+            yield InferResponse(answer(request, self.config), final=True)
 
-    def model(name: str, version: str = "") -> ModelConfig:
+    def acquire(context: RequestContext, name: str, version: str = "") -> Encoder:
         if name not in CONFIGS:
             raise NotFound(f"Request for unknown model: '{name}' is not found")
-        return CONFIGS[name]
+        return Encoder(gateway, CONFIGS[name])
 
-    gateway.infer, gateway.model_config = infer, model
+    gateway.acquire = acquire
 
 
 async def embed(client: httpx.AsyncClient, given: Any, **fields: Any) -> httpx.Response:

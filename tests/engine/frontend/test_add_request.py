@@ -7,6 +7,7 @@ import pytest
 
 from charonia.core.errors import ContextLengthExceeded, InvalidArgument
 from charonia.core.request import ChatMessage, Conversation, GenerateRequest, Prompt, SamplingParams
+from charonia.core.request_context import RequestContext
 from charonia.engine.core.messages import AddRequest, CoreReady
 from charonia.engine.frontend.add_request import build_add_request, prompt_tokens_to_keep
 from charonia.scheduler.plan import LogitsParams
@@ -18,7 +19,7 @@ MODEL = GenerationDefaults((7,))
 
 def add(model: GenerationDefaults = MODEL, bad_words: tuple[tuple[int, ...], ...] = (), **asked: object) -> AddRequest:
     request = GenerateRequest(id="", prompt="", sampling=SamplingParams(**asked), choice=3)
-    return build_add_request(request, [1], model, READY, bad_words)
+    return build_add_request(request, RequestContext("test"), [1], model, READY, bad_words)
 
 
 def test_who_asks_for_nothing_gets_no_shaping() -> None:
@@ -100,11 +101,11 @@ def test_what_is_too_long_is_told_by_its_field(prompt: Prompt, tokens: int, max_
     with pytest.raises(
         ContextLengthExceeded, match=f"maximum context length is 64 tokens: a prompt of {tokens} "
     ) as refusal:
-        build_add_request(asked, [1] * tokens, MODEL, READY)
+        build_add_request(asked, RequestContext("test"), [1] * tokens, MODEL, READY)
     assert refusal.value.field == field
 
 
 @pytest.mark.parametrize(("tokens", "max_tokens", "expected"), [(63, 1, 1), (63, None, 1), (1, None, 63), (64, 0, 0)])
 def test_what_just_fits_is_taken(tokens: int, max_tokens: int | None, expected: int) -> None:
     asked = GenerateRequest(id="", prompt="x", sampling=SamplingParams(max_tokens=max_tokens), echo=True)
-    assert build_add_request(asked, [1] * tokens, MODEL, READY).max_tokens == expected
+    assert build_add_request(asked, RequestContext("test"), [1] * tokens, MODEL, READY).max_tokens == expected

@@ -8,6 +8,7 @@ import pytest
 
 from charonia.core.errors import NotFound, Unavailable
 from charonia.core.request import GenerateRequest, SamplingParams
+from charonia.core.request_context import RequestContext
 from charonia.engine.config import EngineConfig
 from charonia.engine.core.messages import CoreReady
 from charonia.engine.frontend.add_request import build_add_request
@@ -22,7 +23,11 @@ HUGE = SamplingParams(
 def test_numbers_that_no_device_can_hold_are_clipped_to_what_they_mean() -> None:
     request = GenerateRequest(id="", prompt="", priority=2**70, sampling=HUGE)
     asked = build_add_request(
-        request, [1], GenerationDefaults((7,)), CoreReady(vocab_size=100, max_model_len=8, block_size=4, blocks=2)
+        request,
+        RequestContext("test"),
+        [1],
+        GenerationDefaults((7,)),
+        CoreReady(vocab_size=100, max_model_len=8, block_size=4, blocks=2),
     )
     assert (asked.sampling.temperature, asked.sampling.top_k, asked.sampling.top_p) == (1e6, 100, 1e-6)
     assert (asked.stop_token_ids, asked.priority) == ([7], 2**16)
@@ -31,7 +36,10 @@ def test_numbers_that_no_device_can_hold_are_clipped_to_what_they_mean() -> None
 def test_an_unseeded_request_draws_its_own_seed() -> None:
     request = GenerateRequest(id="", prompt="", sampling=SamplingParams(max_tokens=1))
     ready = CoreReady(vocab_size=100, max_model_len=8, block_size=4, blocks=2)
-    seeds = {build_add_request(request, [1], GenerationDefaults(()), ready).sampling.seed for _ in range(9)}
+    seeds = {
+        build_add_request(request, RequestContext("test"), [1], GenerationDefaults(()), ready).sampling.seed
+        for _ in range(9)
+    }
     assert len(seeds) == 9
 
 
@@ -50,7 +58,7 @@ async def test_it_fails_clearly_when_it_cannot_load(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"tokenizer\.json"):
         await model.load()
     with pytest.raises(Unavailable, match="words"):
-        await anext(model.generate(GenerateRequest(id="", prompt="w1")))
+        await anext(model.generate(GenerateRequest(id="", prompt="w1"), RequestContext("test")))
     await model.unload()
 
 

@@ -165,8 +165,3 @@ def test_a_guide_and_its_type_come_together() -> None:
         with pytest.raises(InvalidArgument) as refusal:
             parse_infer_request(InferRequest(inputs=PROMPT, parameters=wrong))
         assert refusal.value.field == field
-
-
-def test_a_question_is_its_tenants() -> None:
-    asked = parse_infer_request(InferRequest(inputs=PROMPT, tenant="a", weight=2.0)).requests[0]
-    assert (asked.tenant, asked.weight) == ("a", 2.0)

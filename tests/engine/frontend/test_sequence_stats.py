@@ -6,10 +6,16 @@ import pytest
 
 from charonia.core.metrics import LlmMetrics, Outcome, RequestEnd
 from charonia.core.request import FinishReason, GenerateRequest
-from charonia.core.request_context import RequestContext, request_scope
+from charonia.core.request_context import RequestContext
 from charonia.engine.core.messages import CoreTotals
 from charonia.engine.frontend.replica import CumulativeTotals
 from charonia.engine.frontend.sequence_stats import RequestRecorder, SequenceStats
+
+
+def of_tenant(name: str) -> RequestContext:
+    context = RequestContext("test")
+    context.tenant = name
+    return context
 
 
 def ended(metrics: LlmMetrics) -> dict[RequestEnd, int]:
@@ -18,7 +24,7 @@ def ended(metrics: LlmMetrics) -> dict[RequestEnd, int]:
 
 def test_phases_and_tokens() -> None:
     metrics = LlmMetrics()
-    account = SequenceStats(metrics, GenerateRequest(id="1", prompt="", tenant="t"))
+    account = SequenceStats(metrics, GenerateRequest(id="1", prompt=""), of_tenant("t"))
     account.record_submission(prompt=40)
     start = account.submitted
     assert start is not None
@@ -38,50 +44,43 @@ def test_a_step_cannot_begin_before_its_request_came() -> None:
     assert account.begun == account.submitted
 
 
-def test_an_account_joins_the_current_exchange_and_ends_with_its_block() -> None:
+def test_a_sequence_is_of_its_request_and_ends_with_its_block() -> None:
     metrics = LlmMetrics()
-    accounts, exchange = RequestRecorder(metrics), RequestContext("test")
+    accounts, context = RequestRecorder(metrics), of_tenant("t")
 
     def request() -> None:
-        with request_scope(exchange):
-            with accounts.open_sequence(GenerateRequest(id="1", prompt="", tenant="t")) as account:
-                assert account.arrived == exchange.arrived_at
+        with context:
+            with accounts.open_sequence(GenerateRequest(id="1", prompt=""), context) as account:
+                assert account.arrived == context.arrived_at
                 account.record_submission(prompt=3)
                 account.record_start(cached=0, at=account.opened)
                 account.record_tokens(2, at=account.opened + 1)
                 account.record_finish(FinishReason.STOP)
-            with accounts.open_sequence(GenerateRequest(id="1", prompt="", choice=1)):
+            with accounts.open_sequence(GenerateRequest(id="1", prompt="", choice=1), context):
                 raise GeneratorExit
 
     with pytest.raises(GeneratorExit):
         request()
-    accounts.record_request(exchange)
-    assert [part.end for part in exchange.sequences] == [RequestEnd(Outcome.STOP), RequestEnd(Outcome.CANCELLED)]
+    accounts.record_request(context)
+    assert [each.end for each in context.sequences] == [RequestEnd(Outcome.STOP), RequestEnd(Outcome.CANCELLED)]
     assert ended(metrics) == {RequestEnd(Outcome.CANCELLED): 1}
 
 
 def test_one_answered_request_is_measured_once_however_many_answers() -> None:
     metrics = LlmMetrics()
-    accounts, exchange = RequestRecorder(metrics), RequestContext("test")
-    with request_scope(exchange):
+    accounts, context = RequestRecorder(metrics), RequestContext("test")
+    with context:
         for choice in range(3):
-            with accounts.open_sequence(GenerateRequest(id="1", prompt="", choice=choice)) as account:
+            with accounts.open_sequence(GenerateRequest(id="1", prompt="", choice=choice), context) as account:
                 account.record_submission(prompt=5)
                 account.record_start(cached=0, at=account.opened)
                 account.record_tokens(2, at=account.opened)
                 account.record_finish(FinishReason.LENGTH)
-    accounts.record_request(exchange)
+    accounts.record_request(context)
     assert ended(metrics) == {RequestEnd(Outcome.LENGTH): 1}
     assert (metrics.prompt_length.sum, metrics.generation_length.sum, sum(metrics.request.counts)) == (5, 6, 1)
     assert metrics.durations.request >= metrics.durations.compute_input
     assert time.time() * 1000 - 60_000 < metrics.durations.last <= time.time() * 1000
-
-
-def test_without_an_exchange_nothing_is_counted() -> None:
-    metrics = LlmMetrics()
-    with RequestRecorder(metrics).open_sequence(GenerateRequest(id="1", prompt="")) as account:
-        account.record_finish(FinishReason.STOP)
-    assert ended(metrics) == {}
 
 
 @pytest.mark.parametrize("reason", FinishReason)

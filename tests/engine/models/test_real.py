@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from charonia.core.request import GenerateRequest, SamplingParams
+from charonia.core.request_context import RequestContext
 from charonia.engine.config import EngineConfig
 from charonia.engine.frontend.llm import LlmModel
 
@@ -29,7 +30,9 @@ async def test_text_is_what_transformers_writes(checkpoint: Callable[..., Path])
     await model.load()
     try:
         sampling = SamplingParams(max_tokens=NEW, temperature=0)
-        async with aclosing(model.generate(GenerateRequest(id="", prompt=PROMPT, sampling=sampling))) as chunks:
+        async with aclosing(
+            model.generate(GenerateRequest(id="", prompt=PROMPT, sampling=sampling), RequestContext("test"))
+        ) as chunks:
             text = "".join([chunk.text async for chunk in chunks])
     finally:
         await model.unload()

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from charonia.core.request_context import RequestContext, request_scope
+from charonia.core.request_context import RequestContext
 from charonia.engine.config import EngineConfig, FakeConfig
 from charonia.engine.frontend.llm import LlmModel
 from charonia.engine.trtllm.build import trtllm_engine_spec
@@ -26,13 +26,11 @@ Load = Callable[..., Awaitable[LlmModel]]
 
 @contextmanager
 def counted(model: LlmModel) -> Iterator[RequestContext]:
-    """A request of the model, counted as the hub would."""
-    exchange = RequestContext("test")
-    try:
-        with request_scope(exchange):
-            yield exchange
-    finally:
-        model.count(exchange)
+    """A request of the model, counted as the gateway would."""
+    context = RequestContext("test")
+    context.on_end(model.count)
+    with context:
+        yield context
 
 
 @pytest.fixture(params=ENGINES)

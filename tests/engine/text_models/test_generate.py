@@ -23,6 +23,7 @@ from charonia.core.request import (
     Usage,
     join_chunks,
 )
+from charonia.core.request_context import RequestContext
 from charonia.engine.frontend.llm import LlmModel
 from charonia.tokenization.tokenizer import Tokenizer
 
@@ -41,8 +42,8 @@ def ask(prompt: Prompt, **sampling: object) -> GenerateRequest:
 
 
 async def generate(model: LlmModel, request: GenerateRequest) -> list[GenerateChunk]:
-    with counted(model):
-        async with aclosing(model.generate(request)) as chunks:
+    with counted(model) as context:
+        async with aclosing(model.generate(request, context)) as chunks:
             return [chunk async for chunk in chunks]
 
 
@@ -98,11 +99,11 @@ async def test_a_prompt_may_be_all_that_is_wanted(load: Load) -> None:
     model = await load()
     for prompt in ("w1 w89", (1, 89)):
         request = GenerateRequest(id="1", prompt=prompt, sampling=SamplingParams(max_tokens=0), echo=True)
-        with counted(model) as exchange:
-            [chunk] = [chunk async for chunk in model.generate(request)]
+        with counted(model) as context:
+            [chunk] = [chunk async for chunk in model.generate(request, context)]
         assert (chunk.text, chunk.token_ids, chunk.finish_reason) == ("w1 w89", (), FinishReason.LENGTH)
         assert (chunk.usage.prompt_tokens, chunk.usage.completion_tokens) == (2, 0)
-        assert (exchange.summary.prompt, exchange.summary.generated) == (2, 0)
+        assert (context.summary.prompt, context.summary.generated) == (2, 0)
 
 
 async def test_a_prompt_is_scored_or_refused(load: Load, engine: str) -> None:
@@ -148,11 +149,11 @@ async def test_a_prompt_may_be_cut_to_its_end(load: Load) -> None:
         [*_, last] = chunks = await generate(model, ask(prompt, max_tokens=4, truncate_prompt_tokens=-1))
         assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (LENGTH - 4, 4)
         assert text(chunks).startswith(" w1 " if isinstance(prompt, Conversation) else f" w{many[-1] + 1} ")
-    with counted(model):
+    with counted(model) as context:
         request = GenerateRequest(
             id="1", prompt="w1 w2 w3", sampling=SamplingParams(max_tokens=1, truncate_prompt_tokens=2), echo=True
         )
-        assert text([chunk async for chunk in model.generate(request)]) == "w2 w3 w4"
+        assert text([chunk async for chunk in model.generate(request, context)]) == "w2 w3 w4"
     with pytest.raises(InvalidArgument, match="at most the model's length of 64 tokens") as refusal:
         await generate(model, ask("w1", truncate_prompt_tokens=LENGTH + 1))
     assert refusal.value.field == "truncate_prompt_tokens"
@@ -170,8 +171,8 @@ async def test_a_stop_string_ends_the_text_and_the_sequence(load: Load) -> None:
 async def test_the_last_chunk_comes_when_the_engine_was_told(load: Load) -> None:
     model = await load(step_seconds=0.01)
     request = ask("w1", max_tokens=60, stop=("w3",))
-    with counted(model):
-        async with aclosing(model.generate(request)) as chunks:
+    with counted(model) as context:
+        async with aclosing(model.generate(request, context)) as chunks:
             while (await anext(chunks)).finish_reason is None:
                 pass
             await idle(model)
@@ -181,8 +182,8 @@ async def test_the_last_chunk_comes_when_the_engine_was_told(load: Load) -> None
 async def test_requests_are_counted_by_how_they_ended(load: Load) -> None:
     model = await load(step_seconds=0.01)
     await generate(model, ask("w1", max_tokens=2))
-    with counted(model):
-        async with aclosing(model.generate(ask("w1", max_tokens=40))) as chunks:
+    with counted(model) as context:
+        async with aclosing(model.generate(ask("w1", max_tokens=40), context)) as chunks:
             await anext(chunks)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(generate(model, ask("w1", max_tokens=40, ignore_eos=True)), timeout=0.1)
@@ -233,8 +234,8 @@ async def test_logprobs_come_with_their_tokens(load: Load) -> None:
 
 async def test_a_reader_that_leaves_frees_everything(load: Load) -> None:
     model = await load(step_seconds=0.01)
-    with counted(model):
-        async with aclosing(model.generate(ask("w1", **ENDLESS))) as chunks:
+    with counted(model) as context:
+        async with aclosing(model.generate(ask("w1", **ENDLESS), context)) as chunks:
             await anext(chunks)
     await idle(model)
     assert model.stats().cancelled == 1
@@ -258,7 +259,7 @@ async def test_time_that_runs_out(load: Load) -> None:
 
 async def test_a_full_queue_refuses_before_any_work(load: Load) -> None:
     model = await load(step_seconds=0.02, max_num_seqs=1, max_queued_requests=1)
-    async with aclosing(model.generate(ask("w1", **ENDLESS))) as running:
+    async with aclosing(model.generate(ask("w1", **ENDLESS), RequestContext("test"))) as running:
         await anext(running)
         second = asyncio.create_task(generate(model, ask("w5", max_tokens=1)))
         await until(lambda: waiting(model) == 1)
@@ -278,7 +279,7 @@ async def test_the_urgent_go_first(load: Load) -> None:
         await generate(model, request)
         ended.append(priority)
 
-    async with aclosing(model.generate(ask("w1", max_tokens=12))) as running:
+    async with aclosing(model.generate(ask("w1", max_tokens=12), RequestContext("test"))) as running:
         await anext(running)
         tasks = [asyncio.create_task(one(priority)) for priority in (4, 2, 0)]
         await until(lambda: waiting(model) == len(tasks))

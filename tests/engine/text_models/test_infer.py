@@ -6,6 +6,7 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import InferRequest, InferResponse
+from charonia.core.request_context import RequestContext
 from charonia.core.tensor import Tensor
 from charonia.engine.frontend.llm import LlmModel
 
@@ -18,8 +19,10 @@ def question(parameters: dict[str, object] | None = None, **inputs: object) -> I
     return InferRequest(id="1", inputs=tensors, parameters=parameters or {})
 
 
-async def infer(model: LlmModel, request: InferRequest) -> list[dict[str, object]]:
-    async with aclosing(model.infer(request)) as responses:
+async def infer(
+    model: LlmModel, request: InferRequest, context: RequestContext | None = None
+) -> list[dict[str, object]]:
+    async with aclosing(model.infer(request, context or RequestContext("test"))) as responses:
         return [plain(response) async for response in responses]
 
 
@@ -41,9 +44,9 @@ async def test_several_answers_to_one_question(load: Load) -> None:
 
 async def test_several_answers_are_one_request(load: Load) -> None:
     model = await load()
-    with counted(model) as exchange:
-        await infer(model, question({"n": 3, "max_tokens": 2}, text_input=[b"w1 w2"]))
-    summary = exchange.summary
+    with counted(model) as context:
+        await infer(model, question({"n": 3, "max_tokens": 2}, text_input=[b"w1 w2"]), context)
+    summary = context.summary
     assert (summary.choices, summary.prompt, summary.generated) == (3, 2, 6)
     assert model.stats().success == 1
 

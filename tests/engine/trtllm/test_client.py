@@ -15,6 +15,7 @@ from charonia.core.errors import CharoniaError, Internal, InvalidArgument, Unava
 from charonia.core.guided_decoding import GuidedDecoding
 from charonia.core.metrics import Histogram, LlmMetrics
 from charonia.core.request import FinishReason, GenerateChunk, GenerateRequest, SamplingParams, join_chunks
+from charonia.core.request_context import RequestContext
 from charonia.engine.frontend.llm import LlmModel
 from charonia.engine.trtllm.build import tensorrt_llm, trtllm_engine_spec
 from charonia.engine.trtllm.iteration_stats import IterationStats
@@ -42,12 +43,18 @@ async def load(words: Path, package: Any) -> AsyncIterator[Load]:
     assert all(llm.down for llm in package.made)
 
 
-def ask(prompt: str, tenant: str = "", **sampling: Any) -> GenerateRequest:
-    return GenerateRequest(id="1", prompt=prompt, tenant=tenant, sampling=SamplingParams(**sampling))
+def ask(prompt: str, **sampling: Any) -> GenerateRequest:
+    return GenerateRequest(id="1", prompt=prompt, sampling=SamplingParams(**sampling))
 
 
-async def generate(model: LlmModel, request: GenerateRequest) -> GenerateChunk:
-    async with aclosing(model.generate(request)) as chunks:
+def of_tenant(name: str = "") -> RequestContext:
+    context = RequestContext("test")
+    context.tenant = name
+    return context
+
+
+async def generate(model: LlmModel, request: GenerateRequest, tenant: str = "") -> GenerateChunk:
+    async with aclosing(model.generate(request, of_tenant(tenant))) as chunks:
         return join_chunks([chunk async for chunk in chunks])
 
 
@@ -61,10 +68,10 @@ def adapters(directory: Path, *names: str) -> str:
 async def test_one_call_for_each_sequence_with_everything_in_it(load: Load, package: Any, tmp_path: Path) -> None:
     model = await load(lora_modules=adapters(tmp_path, "x", "y"), guided_decoding_backend="xgrammar")
     request = GenerateRequest(
-        id="1", prompt="w1 w2", tenant="t", cache_salt="s", adapter="y", guided_decoding=GuidedDecoding("regex", "w.*"),
+        id="1", prompt="w1 w2", cache_salt="s", adapter="y", guided_decoding=GuidedDecoding("regex", "w.*"),
         sampling=SamplingParams(max_tokens=3, seed=5),
     )  # fmt: skip
-    assert (await generate(model, request)).text == " w3 w4 w5"
+    assert (await generate(model, request, "t")).text == " w3 w4 w5"
     [llm] = package.made
     _warm_up, call = llm.calls
     assert (call["inputs"], call["streaming"], call["cache_salt"]) == ([1, 2], True, "1:ts")
@@ -91,7 +98,7 @@ async def test_no_more_are_handed_over_than_it_runs_at_once(load: Load, package:
 
 async def test_an_abort_is_told_once_and_what_comes_late_is_not_read(load: Load, package: Any) -> None:
     model = await load(step_seconds=0.002)
-    async with aclosing(model.generate(ask("w1", **ENDLESS))) as chunks:
+    async with aclosing(model.generate(ask("w1", **ENDLESS), of_tenant())) as chunks:
         await anext(chunks)
     _warm_up, result = package.made[0].results
     await until(lambda: result.finished)
@@ -124,7 +131,7 @@ async def test_a_minimum_holds_back_every_stop_token(load: Load, package: Any, h
 
 async def test_a_slow_reader_holds_nobody_up(load: Load, package: Any) -> None:
     model = await load(max_num_seqs=1)
-    async with aclosing(model.generate(ask("w1", max_tokens=30))) as slow:
+    async with aclosing(model.generate(ask("w1", max_tokens=30), of_tenant())) as slow:
         first = await anext(slow)
         assert (await generate(model, ask("w50", max_tokens=1))).text == " w51"
         rest = [chunk async for chunk in slow]
@@ -142,7 +149,7 @@ async def test_a_banned_word_of_several_tokens_is_given_as_text(load: Load, pack
 
 async def test_an_error_of_one_request_is_its_own(load: Load, fake: Any, caplog: pytest.LogCaptureFixture) -> None:
     model = await load(step_seconds=0.002)
-    async with aclosing(model.generate(ask("w20", **ENDLESS))) as other:
+    async with aclosing(model.generate(ask("w20", **ENDLESS), of_tenant())) as other:
         await anext(other)
         with pytest.raises(Internal, match="TensorRT-LLM: no"):
             await generate(model, ask(f"w{fake.BROKEN}"))
@@ -219,7 +226,7 @@ async def test_what_it_does_not_take_breaks_no_engine(
 
 async def test_what_can_never_be_satisfied_does_not_wait_to_hear_so(load: Load) -> None:
     model = await load(step_seconds=0.002, max_num_seqs=1)
-    async with aclosing(model.generate(ask("w20", **ENDLESS))) as running:
+    async with aclosing(model.generate(ask("w20", **ENDLESS), of_tenant())) as running:
         await anext(running)
         with pytest.raises(InvalidArgument, match="maximum context length is 64"):
             await generate(model, ask("w1", max_tokens=64))
@@ -232,10 +239,8 @@ async def test_tenants_and_salts_share_no_prefix(load: Load, package: Any) -> No
     prompt = "w1 w2 w3 w4"
     cached = []
     for tenant, salt in [("a", ""), ("a", ""), ("b", ""), ("a", "x"), ("ax", ""), ("", "ax"), ("", ""), ("", "")]:
-        request = GenerateRequest(
-            id="", prompt=prompt, tenant=tenant, cache_salt=salt, sampling=SamplingParams(max_tokens=1)
-        )
-        cached.append((await generate(model, request)).usage.cached_tokens)
+        request = GenerateRequest(id="", prompt=prompt, cache_salt=salt, sampling=SamplingParams(max_tokens=1))
+        cached.append((await generate(model, request, tenant)).usage.cached_tokens)
     assert cached == [0, 3, 0, 0, 0, 0, 0, 3]
     state = model.client.state()
     assert (state.prefix_queries, state.prefix_hits) == (32, 6)

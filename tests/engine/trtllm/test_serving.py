@@ -54,8 +54,8 @@ async def test_a_repository_of_tritons_backend_is_served(
     await hub.lifecycle.load(source)
     try:
         request = GenerateRequest(id="1", prompt="w1", sampling=SamplingParams(max_tokens=2))
-        with hub.open_request("test"):
-            async with aclosing(hub.generate("tensorrt_llm", request)) as chunks:
+        with hub.open_request("test") as context:
+            async with aclosing(hub.acquire(context, "tensorrt_llm").generate(request)) as chunks:
                 assert "".join([chunk.text async for chunk in chunks]) == " w2 w3"
         config = hub.model_config("tensorrt_llm").document
         assert (config["backend"], config["max_batch_size"]) == ("tensorrtllm", 0)
