@@ -1,6 +1,7 @@
-"""The classification extension: in place of an output's numbers, the greatest of them with their places and labels.
+"""The classification extension: instead of an output's values, the largest of them with their indices and labels.
 
-v2's section 6 in code. Knows no protocol: how many classes are wanted is told, not read.
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_classification.md. Knows no
+protocol: the number of classes is an argument.
 """
 
 import math
@@ -19,11 +20,13 @@ _NARROW = ("FP16", "BF16")
 
 
 def classify(config: ModelConfig, output: Tensor, classes: int) -> Tensor:
-    """BYTES `value:index` or `value:index:label`, greatest value first: [batch, classes], or [classes] of a model
-    that does not batch; fewer where there are fewer.
+    """The `classes` largest values of an output as BYTES `value:index` or `value:index:label`, the largest first.
+
+    Its shape is [batch, classes], or [classes] for a model that does not batch, with fewer classes where the output has
+    fewer values.
 
     Raises:
-        InvalidArgument: the output has no order, or is too large.
+        InvalidArgument: the output's datatype has no order, or it is too large.
     """
     if output.data.dtype.kind not in _KINDS or output.datatype in _NARROW:
         raise _refuse(output, f"class result not available for output due to unsupported type '{output.datatype}'")
@@ -41,7 +44,7 @@ def classify(config: ModelConfig, output: Tensor, classes: int) -> Tensor:
 
 
 def _greatest(row: NDArray[Any]) -> NDArray[np.intp]:
-    """Places by falling value, equal ones in their order, what is no number last."""
+    # Indices by falling value, equal values in their order, NaN last.
     values = np.where(np.isnan(row), -np.inf, row) if row.dtype.kind == "f" else row
     return len(row) - 1 - np.argsort(values[::-1], kind="stable")[::-1]
 

@@ -1,4 +1,4 @@
-"""What the server and its models say of themselves, in the words of v2's messages: the same over HTTP and gRPC."""
+"""Metadata of the server and of models as KServe's v2 protocol has them, the same over HTTP and gRPC."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ EXTENSIONS = (
     "trace",
     "logging",
 )
-"""Of Triton's extension names, in its order, those served in full. The generate extension has none."""
+"""Names of the extensions that are served in full, in Triton's order. The generate extension has no name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What the server says of itself, and the largest requests that it reads, in bytes: JSON, and raw tensors."""
+    """The server's name and version; and how many bytes of JSON, and of raw tensors, a request may have."""
 
     name: str = "triton"
     version: str = ""

@@ -1,6 +1,6 @@
-"""Statistics in the words and order of v2's messages: the same over HTTP and gRPC.
+"""Statistics of models as the JSON of the statistics extension, the same over HTTP and gRPC.
 
-Knows v2's section 9; not who counted.
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_statistics.md
 """
 
 from collections.abc import Iterable
@@ -10,12 +10,12 @@ from ..core.statistics import BatchStatistics, ModelStatistics, StatisticDuratio
 
 
 def model_stats_json(of: Iterable[ModelStatistics]) -> list[dict[str, Any]]:
-    """The `model_stats`. What v2 has no name for is not among them: `explanations`."""
+    """The `model_stats` of a response. The extension has no field for `explanations`."""
     return [_model(each) for each in of]
 
 
 def explanations(of: ModelStatistics) -> dict[str, int]:
-    """Why requests were executed with fewer others than fit, and how often."""
+    """How often batches were executed with fewer requests than fit, by the reason."""
     return dict(of.statistics.explain)
 
 

@@ -19,20 +19,20 @@ from ..telemetry.metric_families import CHARONIA_FAMILIES, TRITON_FAMILIES, VLLM
 _CONTENT_TYPE = "text/plain; charset=utf-8"
 
 MetricsSource = Callable[[], Iterable[Measurement]]
-"""Who measures; asked at each scrape."""
+"""A function that returns the measurements of a model, or of something else, at each scrape."""
 
 
 def build_registry(
     sources: Iterable[MetricsSource], vllm: bool = False, hidden: Collection[str] = ()
 ) -> CollectorRegistry:
-    """A registry of its own; `vllm`: vLLM's names beside ours. `hidden`: families that are not shown."""
+    """A registry that collects from `sources`; with `vllm` also under vLLM's names, without the `hidden` families."""
     registry = CollectorRegistry()
     registry.register(PrometheusCollector(tuple(sources), vllm, hidden))
     return registry
 
 
 class PrometheusCollector(Collector):
-    """A family is there as long as it has a series, and a series as long as its model is."""
+    """Collects the families of which a source has a reading; a series ends with the model that it is of."""
 
     def __init__(self, sources: tuple[MetricsSource, ...], vllm: bool, hidden: Collection[str]) -> None:
         self._sources = sources
@@ -88,8 +88,10 @@ def _add_summary(metric: Metric, labels: dict[str, str], value: QuantileSummary)
 
 
 def render_exposition(metrics: Iterable[Metric]) -> bytes:
-    """Prometheus text, names exactly as the families have them: Triton's counters lack the `_total` that
-    prometheus_client's own writer puts on each."""
+    """The metrics in Prometheus's text format, each under its own name.
+
+    prometheus_client's writer would add `_total` to the names of counters, which Triton's do not have.
+    """
     lines: list[str] = []
     for metric in metrics:
         lines.append(f"# HELP {metric.name} {_escaped(metric.documentation)}")
@@ -109,19 +111,19 @@ def _escaped(text: str, quoted: bool = False) -> str:
 
 
 def _number(value: float) -> str:
-    """Counts stay whole numbers, however large."""
+    # Counts stay whole numbers, however large.
     if value != value:
         return "NaN"
     return "+Inf" if value == float("inf") else repr(value)
 
 
 def metrics_response(registry: CollectorRegistry) -> Response:
-    """A scrape of all that `registry` collects."""
+    """The response to a scrape of `registry`."""
     return Response(render_exposition(registry.collect()), headers={"content-type": _CONTENT_TYPE})
 
 
 class MetricsApp:
-    """The whole port: `/metrics`; anything else is there and empty, as on Triton's."""
+    """The application of the metrics port: `/metrics`, and as on Triton's an empty response to all other paths."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry

@@ -1,6 +1,8 @@
-"""Tensors as raw bytes: little-endian and row-major, BYTES elements behind their lengths.
+"""Tensors as raw bytes: little-endian and row-major, each BYTES element behind its length in 4 bytes.
 
-Knows section 5 of v2 and its error texts; not which protocol carries the bytes.
+The format of KServe's binary tensor data extension, with Triton's error texts
+(https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md). Knows no protocol
+that carries the bytes.
 """
 
 import math
@@ -14,25 +16,25 @@ from ..core.errors import InvalidArgument, request_id_prefix
 from ..core.tensor import NUMPY_TYPES, Tensor
 
 RawBytes: TypeAlias = bytes | bytearray | memoryview
-"""What a tensor is read from, left where it is: numbers are views of it."""
+"""The bytes of a tensor. They are not copied: a tensor of numbers is a view of them."""
 
 _DTYPES = {datatype: np.dtype(dtype) for datatype, dtype in NUMPY_TYPES.items()}
 _LENGTH = struct.Struct("<I")
 _MOST_ELEMENTS = 2**63 - 1
 _MOST_BYTES = _MOST_ELEMENTS // 8
-"""So many elements of any datatype are no more bytes than that."""
+"""As many elements of any datatype have a size in bytes that 63 bits can hold."""
 
 _PIECE = 1 << 14
-"""Strings that are written at a time."""
+"""Strings that are joined at a time."""
 
 MAX_STRINGS = 1 << 20
-"""Elements of a BYTES tensor in a request: each is an object of its own."""
+"""Elements that a BYTES tensor of a request may have: each becomes an object of its own."""
 _MOST_DIMENSIONS = 64
-"""Of an array of numpy's."""
+"""Dimensions that an array of numpy may have."""
 
 
 class InputRef(NamedTuple):
-    """Which input of which request: what an error says of where it happened."""
+    """The input of a request that an error message is about."""
 
     request_id: str
     model: str
@@ -47,7 +49,7 @@ class InputRef(NamedTuple):
 
 
 def element_count(datatype: str, shape: tuple[int, ...], place: InputRef) -> int:
-    """How many elements a tensor of this shape has.
+    """The number of elements of a tensor of this shape.
 
     Raises:
         InvalidArgument: no tensor can have this shape.
@@ -74,13 +76,14 @@ def element_count(datatype: str, shape: tuple[int, ...], place: InputRef) -> int
 
 
 def _width(datatype: str) -> int:
-    """Bytes of an element; 1 where each has its own, or nobody knows."""
+    # 1 for an unknown datatype, and for BYTES, whose elements have a size of their own.
     return _DTYPES[datatype].itemsize if datatype in NUMPY_TYPES and datatype != "BYTES" else 1
 
 
 def decode(datatype: str, shape: tuple[int, ...], raw: RawBytes, place: InputRef) -> Tensor:
-    """A read-only view of the bytes as a tensor. What a datatype nobody knows holds is left alone: no model has such an
-    input.
+    """The tensor that the bytes hold: a read-only view of them, or new objects for BYTES.
+
+    The data of an unknown datatype are left as bytes: no model has such an input.
 
     Raises:
         InvalidArgument: there are more or fewer bytes than the shape needs.
@@ -96,13 +99,13 @@ def decode(datatype: str, shape: tuple[int, ...], raw: RawBytes, place: InputRef
 
 
 def check_byte_size(expected: int, got: int, place: InputRef) -> None:
-    """Raises `InvalidArgument` if they differ."""
+    """Raise `InvalidArgument` if an input has another size in bytes than its shape needs."""
     if expected != got:
         raise place.error(f"input byte size mismatch for {place.description}. Expected {expected}, got {got}")
 
 
 def check_string_count(expected: int, got: int, place: InputRef) -> None:
-    """Raises `InvalidArgument` if they differ."""
+    """Raise `InvalidArgument` if an input has another number of strings than its shape needs."""
     whose = f"inference {place.description}"
     if got > expected:
         raise place.error(f"unexpected number of string elements {got} for {whose}, expecting {expected}")
@@ -111,44 +114,39 @@ def check_string_count(expected: int, got: int, place: InputRef) -> None:
 
 
 def string_array(elements: list[bytes], count: int, place: InputRef) -> NDArray[Any]:
-    """The data of a BYTES tensor of `count` elements.
-
-    Raises:
-        InvalidArgument: there are more or fewer.
-    """
+    """The data of a BYTES tensor; raises `InvalidArgument` unless it has `count` elements."""
     check_string_count(count, len(elements), place)
     return _objects(elements)
 
 
 def encode(tensor: Tensor) -> bytes:
-    """The tensor's raw bytes."""
+    """The tensor's raw bytes, copied."""
     if tensor.datatype != "BYTES":
         return tensor.data.tobytes()
     flat = tensor.data.ravel()
-    return b"".join([_prefixed(flat[begin : begin + _PIECE]) for begin in range(0, flat.size, _PIECE)])
-
-
-def _prefixed(elements: NDArray[Any]) -> bytes:
-    """Not of too many: joining them is one call that keeps the interpreter's lock."""
-    return b"".join([part for element in elements for part in (_LENGTH.pack(len(element)), element)])
+    # One join keeps the interpreter's lock as long as it takes: hence pieces.
+    pieces = (flat[begin : begin + _PIECE] for begin in range(0, flat.size, _PIECE))
+    return b"".join(
+        [b"".join([part for each in piece for part in (_LENGTH.pack(len(each)), each)]) for piece in pieces]
+    )
 
 
 def encode_view(tensor: Tensor) -> memoryview:
-    """The same, of numbers that lie together without a copy."""
+    """The tensor's raw bytes; without a copy for contiguous numbers."""
     if tensor.datatype == "BYTES":
         return memoryview(encode(tensor))
     return np.ascontiguousarray(tensor.data).reshape(-1).view(np.uint8).data
 
 
 def encoded_size(tensor: Tensor) -> int:
-    """How many those are."""
+    """The number of the tensor's raw bytes."""
     if tensor.datatype == "BYTES":
         return sum([_LENGTH.size + len(element) for element in tensor.data.ravel()])
     return tensor.data.nbytes
 
 
 def write_into(tensor: Tensor, into: memoryview) -> None:
-    """Put the tensor's raw bytes at the beginning of `into`, which has room for them; numbers are copied once."""
+    """Write the tensor's raw bytes to the beginning of `into`, which has room for them."""
     if tensor.datatype == "BYTES":
         raw = encode(tensor)
         into[: len(raw)] = raw

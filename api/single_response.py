@@ -1,4 +1,4 @@
-"""What a door that answers once takes of a model, and of its stream."""
+"""Rules for endpoints that return one response: which models have one, and how it is read from their stream."""
 
 from ..core.gateway import ResponseStream
 from ..core.model import ModelConfig
@@ -9,7 +9,10 @@ _TRUE = (True, "true", "True", "TRUE", "1")
 
 
 async def read_up_to_two(responses: ResponseStream[InferResponse]) -> list[InferResponse]:
-    """Enough of the stream to know whether it holds exactly one; the caller closes it. An empty end is none."""
+    """The first response of a stream, and a second where there is one: enough to tell whether it holds exactly one.
+
+    A final response without outputs does not count. The caller closes the stream.
+    """
     answers: list[InferResponse] = []
     async for response in responses:
         if not is_empty_final(response):
@@ -20,17 +23,17 @@ async def read_up_to_two(responses: ResponseStream[InferResponse]) -> list[Infer
 
 
 def is_empty_final(response: InferResponse) -> bool:
-    """A response that only says that there are no more."""
+    """Whether a response tells nothing but that it is the last."""
     return response.final and not response.outputs
 
 
 def supports_single_response(config: ModelConfig) -> bool:
-    """A decoupled model does if it can be asked to."""
+    """Whether a model returns one response to a request: always, or, decoupled, when its input `stream` is false."""
     return not config.decoupled or any(spec.name == _STREAM and spec.datatype == "BOOL" for spec in config.inputs)
 
 
 def wants_stream(asked: InferRequest) -> bool:
-    """Of a model that can be asked for either."""
+    """Whether a request to a decoupled model asks for a stream, by the input or the parameter `stream`."""
     if _STREAM in asked.inputs:
         return bool(asked.inputs[_STREAM].data.any())
     return asked.parameters.get(_STREAM, asked.parameters.get("streaming", False)) in _TRUE
