@@ -22,8 +22,8 @@ from ..models.interfaces import CheckpointBuilder
 from ..models.registry import checkpoint_builder
 from .device import resolve_device
 from .executor import Capacity
+from .logprobs import LOGITS_PIECE
 from .model_runner import ModelRunner
-from .prompt_logprobs import LOGITS_PIECE
 from .roofline import measure_roofline
 from .row_states import RowStates
 

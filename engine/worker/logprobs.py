@@ -1,52 +1,98 @@
-"""What the model itself gave tokens: those that were chosen, for the rows that want to know.
+"""Log-probabilities of tokens: of sampled ones, and of a prompt's, for the rows that want them.
 
-Of the logits as the model made them: penalties, bans and temperature do not show. Knows nothing of rows.
+They are of the logits as the model made them: penalties, bans and temperature do not show. The logits at a place are
+about the token that follows it, so a step scores the tokens that follow the prompt tokens it computes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.logprobs import Logprobs
+from ...core.logprobs import Logprobs, PromptLogprobs
+from ...scheduler.plan import LongArray
+
+LOGITS_PIECE = 64
+"""Most places of a step whose logits are computed at once, sampled ones apart: with more of them a head is no faster,
+and logits of a whole chunk would take more memory than all else in a step."""
 
 
 class MeasuredLogprobs(NamedTuple):
-    """Logprobs of S tokens, `chosen` [S]; of the likeliest ones in their places, `ids` and `values`, both [S, most], or
-    as many as there are."""
+    """Log-probabilities of S tokens, `chosen` [S], and of the likeliest tokens at their places: `ids` and `values`,
+    both [S, top_n], or as many as there are tokens."""
 
     chosen: Tensor
     ids: Tensor
     values: Tensor
 
 
-def measure_logprobs(logits: Tensor, tokens: Tensor, most: int) -> MeasuredLogprobs:
-    """Of int64 `tokens` [S] by float32 `logits` [S, vocabulary]."""
-    total = _total(logits)
+def measure_logprobs(logits: Tensor, tokens: Tensor, top_n: int) -> MeasuredLogprobs:
+    """Measure int64 `tokens` [S] by float32 `logits` [S, vocabulary]."""
+    # Torch shares the sum of a row that is alone among its threads, and rounds otherwise than in company.
+    alone = len(logits) == 1
+    total = (logits.repeat(2, 1) if alone else logits).logsumexp(-1, keepdim=True)[: len(logits)]
     chosen = logits.gather(-1, tokens.unsqueeze(-1)) - total
-    values, ids = logits.topk(min(most, logits.shape[-1]))
+    values, ids = logits.topk(min(top_n, logits.shape[-1]))
     return MeasuredLogprobs(chosen.squeeze(-1), ids, values - total)
 
 
-def _total(logits: Tensor) -> Tensor:
-    """The logarithm of the sum of each row's exponentials, [S, 1]."""
-    if len(logits) == 1:
-        # Torch shares the sum of a row that is alone among its threads, and rounds otherwise than in company.
-        return logits.repeat(2, 1).logsumexp(-1, keepdim=True)[:1]
-    return logits.logsumexp(-1, keepdim=True)
+def sampled_logprobs(logits: Tensor, tokens: Tensor, wanted: Mapping[int, int], size: int) -> list[Logprobs | None]:
+    """The log-probabilities of a step's `size` samples, None for a sample that is not in `wanted`: sample -> number of
+    likeliest tokens to name. `logits` [W, vocabulary] and `tokens` int64 [W] are those of the wanted samples."""
+    columns = (column.tolist() for column in measure_logprobs(logits.float(), tokens, max(wanted.values())))
+    found: list[Logprobs | None] = [None] * size
+    for (place, top_n), own, ids, values in zip(wanted.items(), *columns, strict=True):
+        found[place] = Logprobs(own, ids[:top_n], values[:top_n])
+    return found
 
 
-def top_logprobs(logits: Tensor, tokens: Tensor, wanted: Mapping[int, int]) -> tuple[Logprobs | None, ...]:
-    """For each of the S chosen `tokens` [S] from `logits` [S, vocabulary], None where the place is not in `wanted`:
-    place -> how many of the likeliest tokens to name. Empty if nobody wants any."""
-    if not wanted:
-        return ()
-    places = torch.from_numpy(np.fromiter(wanted, np.int64)).to(logits.device)
-    measured = measure_logprobs(logits[places].float(), tokens[places], max(wanted.values()))
-    columns = (column.tolist() for column in measured)
-    found: list[Logprobs | None] = [None] * len(tokens)
-    for (place, most), own, top, theirs in zip(wanted.items(), *columns, strict=True):
-        found[place] = Logprobs(own, top[:most], theirs[:most])
-    return tuple(found)
+class PromptSpan(NamedTuple):
+    """`length` tokens of the prompt in `row`, from position `first` on; `top_n` likeliest tokens are named at each."""
+
+    row: int
+    first: int
+    length: int
+    top_n: int
+
+
+class ScoredTokens(NamedTuple):
+    """The prompt tokens that a step scores, span by span: their ids, int64 [T], and the packed `places` [T] before
+    them, ascending. `among` [T]: where those are among the step's logits; None: they are computed in pieces."""
+
+    spans: Sequence[PromptSpan]
+    tokens: Tensor
+    places: Tensor
+    among: LongArray | None
+
+    @property
+    def pieces(self) -> tuple[Tensor, ...]:
+        """The places in pieces, for `read`."""
+        return torch.split(self.places, LOGITS_PIECE)
+
+    def read(self, logits: Iterator[Tensor]) -> list[tuple[int, PromptLogprobs]]:
+        """(row, log-probabilities) of each span, from the logits [S, vocabulary] of each of `pieces`."""
+        top_n = max(span.top_n for span in self.spans)
+        pieces = zip(logits, torch.split(self.tokens, LOGITS_PIECE), strict=True)
+        columns = zip(*(_columns(each, tokens, top_n) for each, tokens in pieces), strict=True)
+        chosen, ranks, ids, values = (torch.cat(column).cpu().numpy() for column in columns)
+        bounds = pairwise(accumulate((span.length for span in self.spans), initial=0))
+        return [
+            (row, PromptLogprobs.from_arrays(first, chosen[a:b], ranks[a:b], ids[a:b, :named], values[a:b, :named]))
+            for (row, first, _, named), (a, b) in zip(self.spans, bounds, strict=True)
+        ]
+
+
+def _columns(logits: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The arrays of `PromptLogprobs.from_arrays`, on the device."""
+    logits = logits.float()
+    chosen, ids, values = measure_logprobs(logits, tokens, top_n)
+    own = logits.gather(-1, tokens.unsqueeze(-1))
+    if logits.device.type == "cpu":  # numpy counts in a tenth of the time of torch
+        likelier = [np.count_nonzero(row > bar) for row, bar in zip(logits.numpy(), own.numpy(), strict=True)]
+        ranks = torch.tensor(likelier, dtype=torch.int32) + 1
+    else:
+        ranks = (logits > own).sum(-1, dtype=torch.int32) + 1
+    return chosen, ranks, ids.to(torch.int32), values

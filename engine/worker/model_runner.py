@@ -1,19 +1,20 @@
-"""One rank's computation of a step: rows, model, attention, sampler. Knows nothing of processes."""
+"""One rank's computation of steps: rows, model, attention, sampler. Knows nothing of processes."""
 
 from collections import deque
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.logprobs import Logprobs
-from ...scheduler.plan import IntArray, StepPlan, StepResult
+from ...core.logprobs import PromptLogprobs
+from ...scheduler.plan import IntArray, LongArray, StepPlan, StepResult
 from ..attention.backend import AttentionBackend
 from ..layers.step_context import StepContext
-from ..models.interfaces import Decoder, LogitsIterator, PendingStep
-from .logprobs import top_logprobs
+from ..models.interfaces import Decoder, PendingStep
+from ..step_batch import SampledTokens
+from .logprobs import LOGITS_PIECE, sampled_logprobs
 from .row_states import RowStates, StepInputs
 from .sampler import sample
 
@@ -21,39 +22,41 @@ _NONE: IntArray = np.zeros(0, np.int32)
 
 
 class _RunnerStep:
-    """A plan, and how far it is: `inputs` once it began; `running` while it is computed beside us, `picked` what it
-    then chooses by itself; once it is `computed` otherwise, `sampled` what was chosen from the first of the `logits`,
-    in which what scores prompts follows. A stage that is not the last has none."""
+    """A plan and its progress.
+
+    `inputs` are gathered as soon as rows may change, `context` is there when the step began. A step that is computed
+    beside the caller is `pending`, and chooses `samples` by itself; others are `computed` on the spot. `tokens` [S] are
+    all that were chosen; a stage that is not the last has none. `sample_logits` [W, vocabulary] are kept for samples
+    that want log-probabilities, and `scored_logits` for the prompt's tokens, until they are `prompt_logprobs`.
+    """
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
-        self.begun = False
         self.inputs: StepInputs | None = None
-        self.running: PendingStep | None = None
-        self.picked: IntArray | None = None
+        self.context: StepContext | None = None
+        self.pending: PendingStep | None = None
+        self.samples: SampledTokens | None = None
         self.computed = False
-        self.logits: LogitsIterator | None = None
-        self.sampled: _SampledStep | None = None
+        self.tokens: Tensor | None = None
+        self.sample_logits: Tensor | None = None
+        self.scored_logits: Iterator[Tensor] | None = None
+        self.prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
         self.error: Exception | None = None
 
     @property
-    def chosen(self) -> bool:
-        """Whether its tokens are there, or will be when the device comes to the next step."""
-        return self.begun and self.error is None and (self.picked is not None or self.logits is not None)
-
-
-class _SampledStep(NamedTuple):
-    """Token ids [S], and the logits [S, vocabulary] that they were chosen from."""
-
-    tokens: Tensor
-    logits: Tensor
+    def tokens_follow(self) -> bool:
+        """Whether its tokens are there, or will be without the host when the next step begins."""
+        if self.error is not None or self.inputs is None:
+            return False
+        return self.tokens is not None or (self.pending is not None and not self.inputs.needs_host)
 
 
 class ModelRunner:
     """Computes plans strictly in order; for one thread.
 
-    A step that our kernels compute, and whose tokens are chosen from the logits as they are, needs nobody's time: the
-    next one can begin when it is done. Others are computed, or chosen, when the caller wants their results.
+    A step that our kernels compute begins as soon as the step before it is computed and its tokens are chosen. Kernels
+    choose those that are sampled from the logits as they are; the host chooses the others, and keeps logits that are to
+    be reported, when the caller asks for the step's result. Everything else of the next step is prepared by then.
     """
 
     def __init__(self, decoder: Decoder, attention: AttentionBackend, rows: RowStates, device: torch.device) -> None:
@@ -67,9 +70,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def store_remote_tokens(self, rows: IntArray, positions: IntArray, tokens: IntArray) -> None:
-        """Keep `tokens` [S] at `positions` [S] of `rows` [S]: so hear stages that choose none of those chosen, before
-        the next plan after they were. Told to a stage that chose them, it changes nothing."""
-        self._rows.store_remote_tokens(rows, positions, tokens)
+        """Keep `tokens` [S], sampled by the last stage, at `positions` [S] of `rows` [S], before the next plan that
+        needs them. On a stage that sampled them itself this changes nothing."""
+        self._rows.store_tokens(rows, positions, torch.from_numpy(np.ascontiguousarray(tokens)))
 
     def run_step(self, plan: StepPlan) -> StepResult:
         """Compute `plan`'s tokens; on the last stage, sample where it says so and keep the samples in their rows. The
@@ -83,118 +86,120 @@ class ModelRunner:
         self._advance()
 
     def finish_step(self) -> StepResult:
-        """The result of the oldest plan that was begun; what computing it raised."""
+        """The result of the oldest plan that was begun; the error that computing it raised."""
         step = self._steps[0]
         try:
-            return self._finish(step)
+            if step.error is not None:
+                raise step.error
+            self._settle(step)
         finally:
             self._steps.popleft()
             self._advance()
+        return self._result(step)
 
     def close(self) -> None:
-        """Forget what was begun, when nobody computes it any more."""
+        """Forget steps that were begun, when none is computed any more."""
         self.decoder.close()
         self._steps.clear()
 
     @torch.inference_mode()
     def _advance(self) -> None:
-        """Begin what can begin: the oldest step, and one that can follow another that is not done."""
+        """Prepare and begin every step that can be: the oldest one, and one after the other while the host need not
+        choose tokens, or move rows, in between."""
         for before, step in pairwise((None, *self._steps)):
-            if step is None or step.begun:
+            if step is None or step.context is not None or step.error is not None:
                 continue
-            if before is not None and not self._can_follow(before, step.plan):
-                return
-            step.begun = True
             try:
-                self._begin(step)
+                if step.inputs is None:
+                    if before is not None and (before.context is None or not self._rows.has_room_for(step.plan)):
+                        return
+                    self._rows.apply_plan(step.plan)
+                    step.inputs = self._rows.gather_inputs(step.plan)
+                if before is not None and not before.tokens_follow:
+                    return
+                self._begin(step, step.inputs)
             except Exception as error:
-                step.error = error  # told when the step's result is asked for
+                step.error = error  # raised when the step's result is asked for
 
-    def _can_follow(self, before: _RunnerStep, plan: StepPlan) -> bool:
-        """Whether `plan` can begin while the step `before` it is computed: whose tokens are chosen when it is done, and
-        from under which nothing is moved."""
-        return before.chosen and self._rows.has_room_for(plan)
-
-    def _begin(self, step: _RunnerStep) -> None:
-        plan = step.plan
-        self._rows.apply_plan(plan)
-        if not len(plan.rows):
-            return
-        step.inputs = inputs = self._rows.gather_inputs(plan)
+    def _begin(self, step: _RunnerStep, inputs: StepInputs) -> None:
+        step.context = StepContext(inputs.batch, self._attention.begin_step(inputs.batch))
         if self._device.type != "cpu":
             self._compute(step, inputs)  # which is queued on the device
-        elif len(inputs.rows) and inputs.prompt_logprobs is None:
-            picks = inputs.sampled_tokens()
-            step.running = self.decoder.begin_step(self._context(inputs), inputs.sample_places, picks)
-            step.picked = None if step.running is None or picks is None else picks.tokens
+        elif len(inputs.logits_indices):
+            samples = inputs.samples()
+            step.pending = self.decoder.begin_step(step.context, inputs.logits_indices, samples)
+            step.samples = None if step.pending is None else samples
 
-    def _finish(self, step: _RunnerStep) -> StepResult:
-        if step.error is not None:
-            raise step.error
-        if step.inputs is None:
-            return _empty_result(step.plan)
-        if step.running is not None:
-            step.running.finish()
-        if step.picked is not None:
-            return _result(step.plan, step.inputs, step.picked)
-        return self._read(step, step.inputs)
+    @torch.inference_mode()
+    def _settle(self, step: _RunnerStep) -> None:
+        """Finish the step, and read everything that the next one will overwrite."""
+        inputs, scored = step.inputs, None if step.inputs is None else step.inputs.scored
+        if step.pending is None or inputs is None:
+            if inputs is not None and not step.computed:
+                self._compute(step, inputs)
+            return
+        step.pending.finish()
+        if not inputs.needs_host:
+            step.tokens = None if step.samples is None else torch.from_numpy(step.samples.tokens)
+            return
+        self._choose(step, inputs, step.pending.logits)
+        if scored is not None and scored.among is None:
+            pieces = step.pending.more_logits(scored.pieces)
+            step.prompt_logprobs = [] if pieces is None else scored.read(pieces)
+            step.scored_logits = None
 
     @torch.inference_mode()
     def _compute(self, step: _RunnerStep, inputs: StepInputs) -> None:
-        """Logits and tokens on the device; nothing of them on the stages before the last."""
+        """Compute the step here and now, and choose its tokens; on a GPU all that is queued."""
+        assert step.context is not None
         step.computed = True
-        step.logits = self._logits(inputs) if step.running is None else iter((step.running.logits,))
-        if step.logits is not None and len(inputs.rows):
-            logits = next(step.logits)
-            tokens = self._choose(inputs, logits)
-            self._rows.store_sampled(inputs, tokens)
-            step.sampled = _SampledStep(tokens, logits)
+        main = (inputs.logits_indices,) if len(inputs.logits_indices) else ()
+        pieces = () if inputs.scored is None or inputs.scored.among is not None else inputs.scored.pieces
+        logits = self.decoder.compute_logits(step.context, (*main, *pieces))
+        if logits is not None:
+            self._choose(step, inputs, next(logits) if main else None)
+            step.scored_logits = logits if pieces else step.scored_logits
+
+    def _choose(self, step: _RunnerStep, inputs: StepInputs, logits: Tensor | None) -> None:
+        """Choose the tokens that `step.samples` has not, from the step's `logits` [L, vocabulary], and keep logits that
+        are to be reported."""
+        if logits is None:
+            step.tokens = torch.zeros(0, dtype=torch.int32, device=self._device)
+            return
+        own = logits if inputs.selected is None else logits[self._to(inputs.selected)]
+        if step.samples is None and step.pending is None:
+            tokens = sample(own, inputs.sampling).to(torch.int32)
+        else:
+            tokens = torch.empty(len(inputs.rows), dtype=torch.int32)
+            if step.samples is not None:
+                tokens[torch.from_numpy(inputs.unprocessed)] = torch.from_numpy(step.samples.tokens)
+        if len(inputs.processed):
+            # Changed in a copy: the rows without processors pay nothing for the others.
+            at, processed = self._to(inputs.processed), inputs.processed
+            changed = own[at].float()
+            self._rows.process_logits(inputs, changed)
+            sampling = None if inputs.sampling is None else inputs.sampling[processed]
+            tokens[at] = sample(changed, sampling).to(torch.int32)
+        self._rows.store_tokens(inputs.rows, inputs.positions, tokens)
+        step.tokens = tokens
+        if inputs.logprobs:
+            step.sample_logits = own[self._to(np.fromiter(inputs.logprobs, np.int64))]
+        if inputs.scored is not None and inputs.scored.among is not None:
+            step.scored_logits = iter(torch.split(logits[self._to(inputs.scored.among)], LOGITS_PIECE))
 
     @torch.inference_mode()
-    def _read(self, step: _RunnerStep, inputs: StepInputs) -> StepResult:
-        """What the host wants to know of it."""
-        if not step.computed:
-            self._compute(step, inputs)
-        result = _empty_result(step.plan)
-        if step.logits is None:
-            return result
-        if step.sampled is not None:
-            tokens, logits = step.sampled
-            logprobs = top_logprobs(logits, tokens, inputs.logprobs)
-            result = _result(step.plan, inputs, tokens.to(torch.int32).cpu().numpy(), logprobs)
-        return (
-            result
-            if inputs.prompt_logprobs is None
-            else result._replace(prompt_logprobs=inputs.prompt_logprobs.read_logits(step.logits))
-        )
+    def _result(self, step: _RunnerStep) -> StepResult:
+        inputs, tokens, scores = step.inputs, step.tokens, step.prompt_logprobs
+        if inputs is None or tokens is None:
+            return StepResult(step.plan.step, _NONE, _NONE, _NONE, _NONE)
+        if inputs.scored is not None and step.scored_logits is not None:
+            scores = inputs.scored.read(step.scored_logits)
+        logprobs = None
+        if step.sample_logits is not None:
+            wanted = tokens[self._to(np.fromiter(inputs.logprobs, np.int64))].long()
+            logprobs = sampled_logprobs(step.sample_logits, wanted, inputs.logprobs, len(tokens))
+        chosen, ones = tokens.cpu().numpy(), np.ones_like(inputs.rows)
+        return StepResult(step.plan.step, inputs.rows, inputs.positions, ones, chosen, logprobs or (), scores)
 
-    def _logits(self, inputs: StepInputs) -> LogitsIterator | None:
-        """Those of the rows that are sampled, if any, then piece by piece those that score prompts."""
-        sampled = (inputs.sample_places,) if len(inputs.rows) else ()
-        scored = () if inputs.prompt_logprobs is None else inputs.prompt_logprobs.place_pieces
-        return self.decoder.compute_logits(self._context(inputs), (*sampled, *scored))
-
-    def _context(self, inputs: StepInputs) -> StepContext:
-        return StepContext(inputs.batch, self._attention.begin_step(inputs.batch))
-
-    def _choose(self, inputs: StepInputs, logits: Tensor) -> Tensor:
-        """Token ids [S]. Logits that rows want changed are changed in a copy: the others pay nothing for them."""
-        if not len(inputs.processed):
-            return sample(logits, inputs.sampling)
-        at = torch.from_numpy(inputs.processed).to(self._device)
-        changed = logits[at].float()
-        self._rows.process_logits(inputs, changed)
-        theirs = sample(changed, None if inputs.sampling is None else inputs.sampling[inputs.processed])
-        if len(inputs.processed) == len(logits):
-            return theirs
-        return sample(logits, inputs.sampling).index_copy(0, at, theirs)
-
-
-def _empty_result(plan: StepPlan) -> StepResult:
-    return StepResult(plan.step, _NONE, _NONE, _NONE, _NONE)
-
-
-def _result(
-    plan: StepPlan, inputs: StepInputs, tokens: IntArray, logprobs: tuple[Logprobs | None, ...] = ()
-) -> StepResult:
-    return StepResult(plan.step, inputs.rows, inputs.positions, np.ones_like(inputs.rows), tokens, logprobs)
+    def _to(self, places: LongArray) -> Tensor:
+        return torch.from_numpy(places).to(self._device)

@@ -1,10 +1,10 @@
-"""What an executor remembers of each row between steps: token ids, block table, what it asked of the sampler.
+"""A worker's memory of each row between steps: token ids, block table, and how its tokens are chosen.
 
 Plans are differences; this is what they are differences to. Token ids and tables live on the device, so that a
 token sampled there can be computed on in the next step before the host has heard of it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...scheduler.plan import IntArray, LongArray, NewSequence, StepPlan
+from ...scheduler.plan import IntArray, LongArray, NewSequence, SamplerParams, StepPlan
 from ..step_batch import (
     SAMPLING_COLUMNS,
     SAMPLING_DTYPE,
@@ -24,37 +24,52 @@ from ..step_batch import (
 )
 from .counter_random import as_signed64
 from .logits_processors import LogitsProcessors
-from .prompt_logprobs import PromptLogprobRequest, PromptLogprobRequests, StepPromptLogprobs, expand_spans
+from .logprobs import LOGITS_PIECE, PromptSpan, ScoredTokens
 from .sampler import is_greedy
 
 
 class StepInputs(NamedTuple):
-    """One step: its tokens, and where samples are taken.
+    """One step: its tokens, where logits are wanted, and how S tokens are chosen.
 
-    `last` [S] are the packed places whose hidden states give the next token, `rows` [S] the rows they belong to,
-    `positions` [S] those of the next tokens. `choices` [S]: None, all are greedy. `shaped`: the places in `rows` whose
-    logits are to be changed; `logprobs`: those that want some, and how many. `scored`: tokens of prompts that want
-    theirs, if there are any.
+    `logits_indices` [L] are packed places, ascending. `rows` [S] are sampled, `positions` [S] are those of the tokens
+    to be chosen, `selected` [S] which of the L places they are chosen at; None is all. `sampling` [S]; None: all are
+    greedy. `processed`: which of the S have their logits changed; `logprobs`: which of them want how many likeliest
+    tokens reported. `scored`: the prompts' tokens whose log-probability is wanted, if any is.
     """
 
     batch: StepBatch
-    sample_places: Tensor
+    logits_indices: Tensor
     rows: IntArray
     positions: IntArray
+    selected: LongArray | None
     sampling: SamplingArray | None
     processed: LongArray
     logprobs: Mapping[int, int]
-    prompt_logprobs: StepPromptLogprobs | None
+    scored: ScoredTokens | None
 
-    def sampled_tokens(self) -> SampledTokens | None:
-        """Where tokens go that are chosen from the logits as they are; None: somebody wants these changed, or told."""
-        if self.prompt_logprobs is not None or len(self.processed) or self.logprobs:
-            return None
-        return SampledTokens(np.empty(len(self.rows), np.int32), self.sampling)
+    @property
+    def needs_host(self) -> bool:
+        """Whether the host has to see logits before the next step: to choose a token, or to report them."""
+        return len(self.processed) > 0 or bool(self.logprobs) or self.scored is not None
+
+    @property
+    def unprocessed(self) -> LongArray:
+        """Which of the S tokens are chosen from the logits as they are."""
+        return np.delete(np.arange(len(self.rows)), self.processed)
+
+    def samples(self) -> SampledTokens | None:
+        """The tokens that a decoder can choose by itself, if there are any."""
+        if not len(self.processed):
+            tokens = np.empty(len(self.rows), np.int32)
+            return SampledTokens(tokens, self.sampling, self.selected) if len(tokens) else None
+        plain = self.unprocessed
+        sampling = None if self.sampling is None else self.sampling[plain]
+        selected = plain if self.selected is None else self.selected[plain]
+        return SampledTokens(np.empty(len(plain), np.int32), sampling, selected) if len(plain) else None
 
 
 class RowStates:
-    """Persistent rows, as many as the scheduler uses."""
+    """As many rows as the scheduler uses, each from its sequence's first plan to its last."""
 
     def __init__(self, max_tokens: int, block_size: int, device: torch.device) -> None:
         """`max_tokens`: the longest sequence; one more fits, sampled at the very end and never computed."""
@@ -68,85 +83,123 @@ class RowStates:
         self._tables = torch.empty((0, self._width[1]), dtype=torch.int64, device=self._device)
         self._blocks: LongArray = np.zeros(0, dtype=np.int64)
         self._sampling: SamplingArray = np.zeros(0, dtype=SAMPLING_DTYPE)
-        self._shapes = LogitsProcessors(self._device)
+        self._processors = LogitsProcessors()
+        # The rows that ask for more than the likeliest token: a step without such rows looks for none.
         self._drawing: set[int] = set()
         self._logprobs: dict[int, int] = {}
-        self._scored = PromptLogprobRequests()
+        self._scoring: dict[int, tuple[int, int]] = {}  # tokens of the prompt, likeliest tokens to name at each
 
     def apply_plan(self, plan: StepPlan) -> None:
         """Apply what changed since the last plan."""
         if len(plan.closed):
             self._blocks[plan.closed] = 0
-            self._forget(plan.closed.tolist())
+            for row in plan.closed.tolist():
+                self._forget(row)
         for sequence in plan.new:
             self._enter(sequence)
         if len(plan.appended):
             self._append(plan.appended.astype(np.int64))
 
     def has_room_for(self, plan: StepPlan) -> bool:
-        """Whether `update` leaves the tables of token and block ids where they are."""
+        """Whether `apply_plan` leaves the tables of token and block ids where they are."""
         return all(sequence.row < len(self._blocks) for sequence in plan.new)
 
     def gather_inputs(self, plan: StepPlan) -> StepInputs:
-        """Gather the step's numbers out of the rows.
+        """Gather a step's numbers out of the rows.
 
         Raises:
             IndexError: a row of the plan was never entered.
         """
-        if (last := max(plan.rows.tolist())) >= len(self._blocks):
+        if (last := max(plan.rows.tolist(), default=-1)) >= len(self._blocks):
             raise IndexError(f"the plan names row {last}, of {len(self._blocks)}")
         batch = StepBatch(plan.rows, plan.starts, plan.counts, self._tokens, self._tables, self._block_size)
         ends = plan.starts + plan.counts
         rows, positions = plan.rows[plan.samples], ends[plan.samples]
-        return StepInputs(
-            batch,
-            to_device((batch.first_places + plan.counts - 1)[plan.samples], self._device),
-            rows,
-            positions,
-            self._choices(rows, positions),
-            self._shapes.processed_places(rows),
-            self._wanted(rows),
-            self._to_score(plan),
+        places, selected, scored = self._logits_places(plan, batch)
+        sampling = None
+        if self._drawing:
+            sampling = self._sampling[rows]
+            sampling["position"] = positions
+        logprobs = {}
+        if self._logprobs:
+            logprobs = {at: self._logprobs[row] for at, row in enumerate(rows.tolist()) if row in self._logprobs}
+        processed = self._processors.processed_places(rows)
+        indices = self._to(places)
+        return StepInputs(batch, indices, rows, positions, selected, sampling, processed, logprobs, scored)
+
+    def _logits_places(
+        self, plan: StepPlan, batch: StepBatch
+    ) -> tuple[LongArray, LongArray | None, ScoredTokens | None]:
+        """The packed places whose logits are computed together, which of them are sampled (None: all), and the scored
+        tokens of prompts."""
+        last: LongArray = batch.first_places + plan.counts - 1
+        spans, scored_places = list[PromptSpan](), list[LongArray]()
+        for row in self._scoring.keys() & set(plan.rows.tolist()) if self._scoring else ():
+            at = int(np.flatnonzero(plan.rows == row)[0])
+            prompt, top_n = self._scoring[row]
+            start, count, first = int(plan.starts[at]), int(plan.counts[at]), int(batch.first_places[at])
+            length = min(count, prompt - 1 - start)
+            if length > 0 and plan.num_logits[at] == count:
+                spans.append(PromptSpan(row, start + 1, length, top_n))
+                scored_places.append(np.arange(first, first + length))
+        if not spans:
+            return last[plan.samples], None, None
+        order = np.argsort([each[0] for each in scored_places])
+        spans, places = [spans[at] for at in order], np.concatenate([scored_places[at] for at in order])
+        rows = np.repeat([span.row for span in spans], [span.length for span in spans])
+        positions = np.concatenate([np.arange(span.first, span.first + span.length) for span in spans])
+        tokens = gather_entries(self._tokens, rows, positions).long()
+        logits = int(plan.num_logits.sum())
+        if logits > LOGITS_PIECE:
+            return last[plan.samples], None, ScoredTokens(spans, tokens, self._to(places), None)
+        together = np.repeat(last + 1 - plan.num_logits.cumsum(), plan.num_logits) + np.arange(logits)
+        among = np.searchsorted(together, places)
+        return (
+            together,
+            np.searchsorted(together, last[plan.samples]),
+            ScoredTokens(spans, tokens, self._to(places), among),
         )
 
     def process_logits(self, inputs: StepInputs, logits: Tensor) -> None:
-        """Change the float32 `logits` of `inputs.shaped` in place, as their rows ask."""
+        """Change the float32 `logits` of `inputs.processed` in place, as their rows ask."""
         rows, positions = (each[inputs.processed].astype(np.int64) for each in (inputs.rows, inputs.positions))
-        self._shapes.apply(logits, rows, positions, self._tokens)
+        self._processors.apply(logits, rows, positions, self._tokens)
 
-    def store_sampled(self, inputs: StepInputs, tokens: Tensor) -> None:
-        """Store the sampled `tokens` [S] behind what their rows know."""
-        self._keep(inputs.rows, inputs.positions, tokens)
-
-    def store_remote_tokens(self, rows: IntArray, positions: IntArray, tokens: IntArray) -> None:
-        """Store `tokens` [S] that were sampled elsewhere, at `positions` [S] of `rows` [S]."""
-        self._keep(rows, positions, to_device(tokens, self._device))
+    def store_tokens(self, rows: IntArray, positions: IntArray, tokens: Tensor) -> None:
+        """Store `tokens` [S], chosen here or by another rank, at `positions` [S] of `rows` [S]."""
+        if self._device.type == "cpu":
+            self._tokens.numpy()[rows, positions] = tokens.numpy()
+        else:
+            at = (self._to(column.astype(np.int64)) for column in (rows, positions))
+            self._tokens[tuple(at)] = tokens.to(self._device, torch.int32)
 
     def _enter(self, sequence: NewSequence) -> None:
-        row = sequence.row
-        self._grow(row + 1)
+        row, asked = sequence.row, sequence.sampling
+        have = len(self._blocks)
+        if row >= have:
+            more = max(row + 1, 2 * have) - have
+            self._blocks = np.concatenate([self._blocks, np.zeros(more, dtype=np.int64)])
+            self._sampling = np.concatenate([self._sampling, np.zeros(more, dtype=SAMPLING_DTYPE)])
+            self._tokens = torch.cat([self._tokens, self._tokens.new_zeros((more, self._width[0]))])
+            self._tables = torch.cat([self._tables, self._tables.new_zeros((more, self._width[1]))])
         self._blocks[row] = 0
-        self._forget([row])
+        self._forget(row)
         self._tokens[row, : len(sequence.tokens)] = self._to(sequence.tokens.astype(np.int32))
-        asked = sequence.sampling
-        numbers = asked._replace(top_k=max(asked.top_k, 0), seed=as_signed64(asked.seed))
-        self._sampling[row] = (*(getattr(numbers, name) for name in SAMPLING_COLUMNS), 0)
+        self._sampling[row] = _sampling_entry(asked)
         if not is_greedy(asked):
             self._drawing.add(row)
         if asked.logits is not None:
-            self._shapes.add_row(row, sequence.prompt, asked.logits)
+            self._processors.add_row(row, sequence.prompt, asked.logits)
         if asked.logprobs is not None:
             self._logprobs[row] = asked.logprobs
         if asked.prompt_logprobs is not None:
-            self._scored.add_row(row, PromptLogprobRequest(sequence.prompt, asked.prompt_logprobs))
+            self._scoring[row] = sequence.prompt, asked.prompt_logprobs
 
-    def _forget(self, rows: Iterable[int]) -> None:
-        """What left asks for nothing more: a step without wishes looks for none."""
-        for row in rows:
-            self._drawing.discard(row)
-            self._logprobs.pop(row, None)
-            self._shapes.remove_row(row)
-            self._scored.remove_row(row)
+    def _forget(self, row: int) -> None:
+        self._drawing.discard(row)
+        self._logprobs.pop(row, None)
+        self._processors.remove_row(row)
+        self._scoring.pop(row, None)
 
     def _append(self, appended: LongArray) -> None:
         rows, blocks = appended[:, 0], appended[:, 1]
@@ -154,49 +207,18 @@ class RowStates:
         self._tables[self._to(rows), self._to(places)] = self._to(blocks)
         np.add.at(self._blocks, rows, 1)
 
-    def _choices(self, rows: IntArray, positions: IntArray) -> SamplingArray | None:
-        if not self._drawing:
-            return None
-        choices = self._sampling[rows]
-        choices["position"] = positions
-        return choices
-
-    def _wanted(self, rows: IntArray) -> Mapping[int, int]:
-        if not self._logprobs:
-            return {}
-        return {place: self._logprobs[row] for place, row in enumerate(rows.tolist()) if row in self._logprobs}
-
-    def _to_score(self, plan: StepPlan) -> StepPromptLogprobs | None:
-        stretches = self._scored.spans_in(plan)
-        if not stretches:
-            return None
-        rows, positions, places = expand_spans(stretches)
-        return StepPromptLogprobs(stretches, self._to(places), gather_entries(self._tokens, rows, positions).long())
-
-    def _grow(self, rows: int) -> None:
-        have = len(self._blocks)
-        if rows <= have:
-            return
-        more = max(rows, 2 * have) - have
-        self._blocks = np.concatenate([self._blocks, np.zeros(more, dtype=np.int64)])
-        self._sampling = np.concatenate([self._sampling, np.zeros(more, dtype=SAMPLING_DTYPE)])
-        self._tokens = torch.cat([self._tokens, self._tokens.new_zeros((more, self._width[0]))])
-        self._tables = torch.cat([self._tables, self._tables.new_zeros((more, self._width[1]))])
-
-    def _keep(self, rows: IntArray, positions: IntArray, tokens: Tensor) -> None:
-        """`tokens` [S] behind what their rows know."""
-        if self._device.type == "cpu":
-            self._tokens.numpy()[rows, positions] = tokens.numpy()
-        else:
-            at = (to_device(column.astype(np.int64), self._device) for column in (rows, positions))
-            self._tokens[tuple(at)] = tokens.to(torch.int32)
-
     def _to(self, column: NDArray[np.signedinteger[Any]]) -> Tensor:
         return to_device(column, self._device)
 
 
+def _sampling_entry(params: SamplerParams) -> tuple[float, ...]:
+    """A row of a SamplingArray, without the position."""
+    params = params._replace(top_k=max(params.top_k, 0), seed=as_signed64(params.seed))
+    return (*(getattr(params, name) for name in SAMPLING_COLUMNS), 0)
+
+
 def _occurrence(rows: LongArray) -> LongArray:
-    """How many equal entries stand before each one."""
+    """[A] the number of equal entries before each one."""
     order = np.argsort(rows, kind="stable")
     ordered = rows[order]
     seen = np.empty_like(rows)

@@ -125,7 +125,8 @@ def test_a_plan_that_breaks_the_contract_fails(begun: FakeExecutor, broken: Step
 def test_prompts_are_scored_and_what_follows_is_not() -> None:
     executor = fake()
     asked = NewSequence(0, np.array([1, 2, 5, 5], np.int32), 0, SamplerParams(prompt_logprobs=2), prompt=3)
-    [(row, scores)] = run(executor, plan(0, (0, 0, 4), new=(asked,), appended=((0, 0),))).prompt_logprobs
+    step = plan(0, (0, 0, 4), new=(asked,), appended=((0, 0),))
+    [(row, scores)] = run(executor, step._replace(num_logits=step.counts)).prompt_logprobs
     assert (row, scores.start, scores.end) == (0, 1, 3)
     assert [(score.rank, score.logprobs.chosen) for score in scores.to_list()] == [(1, -1.0), (3, -3.0)]
     assert [score.logprobs.ids for score in scores.to_list()] == [[2, 3], [3, 4]]

@@ -178,7 +178,7 @@ def test_penalties_by_the_book() -> None:
     logits = torch.linspace(-1, 1, 10)
 
     def shaped(**wishes: Any) -> torch.Tensor:
-        shapes, changed = LogitsProcessors(torch.device("cpu")), logits.clone().unsqueeze(0)
+        shapes, changed = LogitsProcessors(), logits.clone().unsqueeze(0)
         shapes.add_row(1, 3, LogitsParams(**wishes))
         shapes.apply(changed, np.array([1]), np.array([6]), row)
         return changed[0]

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from charonia.engine.layers.step_context import StepContext
-from charonia.engine.step_batch import StepBatch
+from charonia.engine.step_batch import SampledTokens, StepBatch
 from charonia.engine.worker.model_runner import ModelRunner
 from charonia.engine.worker.row_states import RowStates
-from charonia.scheduler.plan import IntArray, NewSequence, SamplerParams, StepPlan
+from charonia.scheduler.plan import IntArray, LogitsParams, NewSequence, SamplerParams, StepPlan
 
 CPU = torch.device("cpu")
+GREEDY = SamplerParams()
+BANNED = SamplerParams(logits=LogitsParams(bad_words=((1,),)))
 NO_PAIRS = np.zeros((0, 2), np.int32)
 
 
@@ -21,9 +23,9 @@ def ints(*values: int) -> IntArray:
     return np.array(values, np.int32)
 
 
-def plan(step: int, start: int, *, new: bool = False) -> StepPlan:
+def plan(step: int, start: int, *, new: bool = False, sampling: SamplerParams = GREEDY) -> StepPlan:
     """One more token of a sequence of three in row 0."""
-    known = (NewSequence(0, ints(1, 2, 3), 0, SamplerParams()),) if new else ()
+    known = (NewSequence(0, ints(1, 2, 3), 0, sampling),) if new else ()
     appended = ints(0, 1).reshape(1, 2) if new else NO_PAIRS
     counts = ints(3 if new else 1)
     return StepPlan(step, ints(0), ints(start), counts, np.array([True]), ints(1), appended, known, ints())
@@ -80,3 +82,60 @@ def test_steps_begin_before_others_are_finished() -> None:
     steps.begin_step(plan(0, 0, new=True))
     steps.begin_step(plan(1, 3))
     assert model.said == ["begun", "begun"]
+
+
+class Kernels(Alone):
+    """Computes beside the caller, and chooses token 1 at each place that it is told to."""
+
+    logits = torch.tensor([[0.0, 1.0, 0.5]])
+
+    def begin_step(self, context: StepContext | StepBatch, *asked: object) -> "Kernels":
+        if asked:
+            samples = asked[1]
+            self.said.append("begun" if samples is None else "begun to sample")
+            if isinstance(samples, SampledTokens):
+                samples.tokens[:] = 1
+        return self
+
+
+@pytest.mark.parametrize(
+    ("sampling", "token", "kernels"),
+    [
+        (SamplerParams(logprobs=1), 1, "begun to sample"),
+        (BANNED, 2, "begun"),
+    ],
+)
+def test_a_step_that_needs_the_host_is_followed_when_its_token_is_there(
+    sampling: SamplerParams, token: int, kernels: str
+) -> None:
+    model, rows = Kernels(), RowStates(32, 4, CPU)
+    steps = ModelRunner(model, model, rows, CPU)  # type: ignore[arg-type]
+    steps.begin_step(plan(0, 0, new=True, sampling=sampling))
+    steps.begin_step(plan(1, 3))
+    assert model.said == [kernels]
+    first = steps.finish_step()
+    assert model.said == [kernels, "finished", kernels]
+    assert first.tokens.tolist() == [token]
+    assert rows.gather_inputs(plan(1, 3)).batch.tokens.tolist() == [token]
+    assert [each and each.ids for each in first.logprobs] == ([[1]] if sampling.logprobs else [])
+
+
+def test_the_other_rows_of_a_step_are_sampled_by_kernels() -> None:
+    rows = RowStates(32, 4, CPU)
+    known = [NewSequence(row, ints(1, 2), 0, SamplerParams(), prompt=2) for row in range(3)]
+    known[1] = known[1]._replace(sampling=SamplerParams(logits=LogitsParams(repetition_penalty=2.0)))
+    known[2] = known[2]._replace(sampling=SamplerParams(0.5, seed=3, prompt_logprobs=0))
+    appended, ones = np.array([[0, 0], [1, 1], [2, 2]], np.int32), ints(1, 1, 1)
+    step = StepPlan(0, ints(0, 1, 2), 0 * ones, 2 * ones, ones == 1, ints(1, 1, 2), appended, tuple(known), ints())
+    rows.apply_plan(step)
+    inputs = rows.gather_inputs(step)
+    assert inputs.logits_indices.tolist() == [1, 3, 4, 5]
+    samples = inputs.samples()
+    assert samples is not None
+    assert samples.selected is not None
+    assert samples.selected.tolist() == [0, 3]
+    assert samples.sampling is not None
+    assert samples.sampling["seed"].tolist() == [0, 3]
+    assert inputs.scored is not None
+    assert inputs.scored.among is not None
+    assert (inputs.scored.among.tolist(), inputs.scored.tokens.tolist()) == ([2], [2])

@@ -16,7 +16,7 @@ from charonia.bench.inline_loop import LoopResult, run_to_end
 from charonia.core.logprobs import RankedLogprobs
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.cpu import library
-from charonia.engine.worker import prompt_logprobs
+from charonia.engine.worker import logprobs, row_states
 from charonia.engine.worker.executor import Executor
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
@@ -154,7 +154,8 @@ def test_pieces_of_any_size_say_the_same(
     executor: Callable[[str], InlineExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, _ = serve(executor("llama"), Setting())
-    monkeypatch.setattr(prompt_logprobs, "LOGITS_PIECE", 7)
+    for module in (logprobs, row_states):
+        monkeypatch.setattr(module, "LOGITS_PIECE", 7)
     cut, _ = serve(executor("llama"), Setting())
     assert (cut.scores, cut.tokens) == (whole.scores, whole.tokens)
 
@@ -183,29 +184,33 @@ def test_ranks_score_as_one(
 
 
 def test_heads_are_only_as_long_as_asked_for(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asks for no scores has logits computed where a token is sampled, and nowhere else; who does, in pieces."""
-    monkeypatch.setattr(prompt_logprobs, "LOGITS_PIECE", 16)
+    """Logits are computed where a token is sampled or scored alone; in pieces where those are many places."""
+    for module in (logprobs, row_states):
+        monkeypatch.setattr(module, "LOGITS_PIECE", 16)
     with closing(InlineExecutor(config(checkpoint("llama")))) as executor:
         executor.load(lambda phase, fraction: None)
         decoder, sizes = executor.rank.runner.decoder, list[int]()
-        computed, begun = decoder.compute_logits, decoder.begin_step
-
-        def compute_logits(context: Any, selections: Any) -> Any:
-            sizes.extend(len(places) for places in selections)
-            return computed(context, selections)
+        begun = decoder.begin_step
 
         def begin_step(context: Any, places: Any, samples: Any) -> Any:
-            sizes.append(len(places))
-            return begun(context, places, samples)
+            step = begun(context, places, samples)
+            more_logits = step.more_logits
 
-        monkeypatch.setattr(decoder, "compute_logits", compute_logits)
+            def more(selections: Any) -> Any:
+                sizes.extend(len(places) for places in selections)
+                return more_logits(selections)
+
+            sizes.append(len(places))
+            monkeypatch.setattr(step, "more_logits", more)
+            return step
+
         monkeypatch.setattr(decoder, "begin_step", begin_step)
         executor.allocate(8)
-        for wanted, expected in ((None, [1]), (0, [1, 16, 16, 7])):
+        for wanted, prompt, expected in ((None, 40, [1]), (0, 40, [1, 16, 16, 7]), (0, 12, [12])):
             cache = KVCacheManager(8, BLOCK)
             asked = SequenceRequest(
                 key=0,
-                prompt=np.arange(1, 41, dtype=np.int32),
+                prompt=np.arange(1, prompt + 1, dtype=np.int32),
                 max_tokens=1,
                 sampling=SamplerParams(prompt_logprobs=wanted),
             )

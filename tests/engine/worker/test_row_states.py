@@ -40,7 +40,7 @@ def test_a_step_is_gathered_from_rows_in_plan_order() -> None:
     assert inputs.batch.owners.tolist() == [0, 0, 0, 1, 1]
     assert inputs.batch.tables[1].tolist() == [10, 12]
     assert inputs.batch.slots().tolist() == [44, 45, 46, 48, 49]
-    assert inputs.sample_places.tolist() == [2, 4]
+    assert inputs.logits_indices.tolist() == [2, 4]
     assert inputs.sampling["position"].tolist() == [3, 6]
     assert inputs.sampling["seed"].tolist() == [0, -1]
     assert inputs.sampling["temperature"].tolist() == [0.5, 0]
@@ -51,7 +51,7 @@ def test_a_sampled_token_is_there_for_the_next_step() -> None:
     rows = RowStates(8, 4, torch.device("cpu"))
     first = plan(ints(0), ints(0), ints(2), new=(new(0, ints(3, 4)),), appended=pairs((0, 1)))
     rows.apply_plan(first)
-    rows.store_sampled(rows.gather_inputs(first), torch.tensor([99]))
+    rows.store_tokens(ints(0), ints(2), torch.tensor([99]))
     second = plan(ints(0), ints(2), ints(1))
     rows.apply_plan(second)
     assert rows.gather_inputs(second).batch.tokens.tolist() == [99]
@@ -64,7 +64,7 @@ def test_tokens_chosen_elsewhere_are_learnt() -> None:
         ints(0, 3), ints(0, 0), ints(2, 1), new=(new(0, ints(3, 4)), new(3, ints(5))), appended=pairs((0, 1), (3, 2))
     )
     rows.apply_plan(first)
-    rows.store_remote_tokens(ints(3, 0), ints(1, 2), ints(77, 99))
+    rows.store_tokens(ints(3, 0), ints(1, 2), torch.tensor([77, 99]))
     second = plan(ints(0, 3), ints(2, 1), ints(1, 1))
     rows.apply_plan(second)
     assert rows.gather_inputs(second).batch.tokens.tolist() == [99, 77]
@@ -82,7 +82,7 @@ def test_only_rows_that_sample_are_asked_to() -> None:
     )
     rows.apply_plan(step)
     assert rows.gather_inputs(step).rows.tolist() == [1]
-    assert rows.gather_inputs(step).sample_places.tolist() == [2]
+    assert rows.gather_inputs(step).logits_indices.tolist() == [2]
 
 
 def test_a_row_taken_over_begins_a_table_of_its_own() -> None:
