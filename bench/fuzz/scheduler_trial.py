@@ -88,6 +88,7 @@ class SchedulerTrial:
         stop: int | None = None,
         tenant: int = 0,
         scored: bool = False,
+        max_in_flight: int = 0,
     ) -> int:
         """A sequence of `prompt` tokens of a family; `stop`: which of its new tokens is a stop token, from 1. `scored`:
         it wants to know of its prompt's tokens what the model gave them."""
@@ -118,6 +119,7 @@ class SchedulerTrial:
                 priority=priority,
                 tenant=f"tenant {tenant}",
                 weight=float(1 << tenant),
+                max_in_flight=max_in_flight,
             )
         )
         self._check()

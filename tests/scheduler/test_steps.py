@@ -212,3 +212,29 @@ def test_a_row_that_got_more_than_expected_waits_for_what_was_planned_on_the_old
     one.apply()
     plan = planned(one)
     assert (plan.starts.tolist(), plan.counts.tolist(), plan.samples.tolist()) == ([5], [2], [True])
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_a_row_that_waits_for_its_results_keeps_no_other_from_running_ahead(ahead: int) -> None:
+    both = trial(ahead=ahead)
+    both.arrive(family=0, prompt=3, new=6, max_in_flight=1)
+    both.arrive(family=1, prompt=3, new=6)
+    ran = [planned(both).rows.tolist() for _ in range(ahead + 1)]
+    assert ran == [[0, 1]] + [[1]] * ahead
+    both.apply()
+    assert planned(both).rows.tolist() == [0, 1]
+    while both.scheduler.has_work:
+        both.apply()
+        both.schedule()
+
+
+def test_a_chunk_whose_tokens_are_scored_wants_logits_at_all_places() -> None:
+    one = trial(budget=8)
+    one.arrive(family=0, prompt=11, new=2, scored=True)
+    one.arrive(family=1, prompt=1, new=3)
+    wanted = []
+    while one.scheduler.has_work:
+        plan = planned(one)
+        wanted.append(dict(zip(plan.rows.tolist(), plan.num_logits.tolist(), strict=True)))
+        one.apply()
+    assert wanted == [{0: 1, 1: 7}, {0: 1, 1: 4}, {0: 1, 1: 1}]
