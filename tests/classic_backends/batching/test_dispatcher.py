@@ -21,12 +21,12 @@ class Worker:
         self.woken += 1
 
 
-class Clerk:
+class Listener:
     def __init__(self) -> None:
-        self.refusals: list[str] = []
+        self.rejections: list[str] = []
 
-    def refused(self, request: QueuedJob, error: Exception) -> None:
-        self.refusals.append(str(error))
+    def on_rejected(self, request: QueuedJob, error: Exception) -> None:
+        self.rejections.append(str(error))
 
 
 class Told(list[Any]):
@@ -43,7 +43,7 @@ class Told(list[Any]):
 
 def dispatching(count: int, **rules: Any) -> tuple[Dispatcher, list[Worker], Told]:
     form = BatchLayout(ModelSignature(ModelConfig("m", "1", "test")))
-    dispatcher = Dispatcher(DynamicBatcher(BatchingConfig(**rules)), form, Clerk(), decoupled=False)  # type: ignore[arg-type]
+    dispatcher = Dispatcher(DynamicBatcher(BatchingConfig(**rules)), form, Listener(), decoupled=False)  # type: ignore[arg-type]
     told = Told()
     dispatcher._tell = told  # type: ignore[method-assign]
     workers = [Worker() for _ in range(count)]
@@ -62,7 +62,7 @@ def sizes(dispatcher: Dispatcher, worker: Any) -> list[int]:
 
 
 async def test_what_comes_until_a_woken_instance_runs_joins_its_batch() -> None:
-    dispatcher, (worker,), _ = dispatching(1, combine=True, max_size=8)
+    dispatcher, (worker,), _ = dispatching(1, combine_requests=True, max_batch_size=8)
     for size in (1, 2, 3):
         dispatcher.submit(request(size=size))
     assert worker.woken == 1
@@ -73,7 +73,7 @@ async def test_what_comes_until_a_woken_instance_runs_joins_its_batch() -> None:
 
 
 async def test_another_is_woken_for_what_the_first_does_not_take() -> None:
-    dispatcher, workers, _ = dispatching(3, combine=True, max_size=4)
+    dispatcher, workers, _ = dispatching(3, combine_requests=True, max_batch_size=4)
     for _ in range(4):
         dispatcher.submit(request())
     assert sum(worker.woken for worker in workers) == 1
@@ -89,7 +89,7 @@ async def test_without_batches_each_request_wakes_one() -> None:
 
 
 async def test_another_is_woken_for_other_shapes() -> None:
-    dispatcher, workers, told = dispatching(2, combine=True, max_size=8)
+    dispatcher, workers, told = dispatching(2, combine_requests=True, max_batch_size=8)
     for kind in (1, 2):
         dispatcher.submit(request(kind))
     [first] = [worker for worker in workers if worker.woken]
@@ -101,7 +101,7 @@ async def test_another_is_woken_for_other_shapes() -> None:
 
 
 async def test_a_batch_that_waits_wakes_nobody_and_is_looked_at_again() -> None:
-    dispatcher, (worker,), told = dispatching(1, combine=True, max_size=8, max_delay=10**12)
+    dispatcher, (worker,), told = dispatching(1, combine_requests=True, max_batch_size=8, max_delay_ns=10**12)
     dispatcher.submit(request())
     assert worker.woken == 0
     assert dispatcher._alarm.due_at is not None
@@ -114,7 +114,7 @@ async def test_a_batch_that_waits_wakes_nobody_and_is_looked_at_again() -> None:
 
 
 async def test_one_who_was_woken_for_nothing_is_free_again() -> None:
-    dispatcher, (worker,), _ = dispatching(1, combine=True, max_size=8)
+    dispatcher, (worker,), _ = dispatching(1, combine_requests=True, max_batch_size=8)
     gone = request()
     dispatcher.submit(gone)
     gone.item.give_up()

@@ -16,7 +16,7 @@ Request = QueuedRequest[str]
 
 
 def batching(max_size: int = 8, **fields: Any) -> BatchingConfig:
-    fields["preferred"] = tuple(sorted(fields.get("preferred", (max_size,))))
+    fields["preferred_sizes"] = tuple(sorted(fields.get("preferred_sizes", (max_size,))))
     return BatchingConfig(combine_requests=True, max_batch_size=max_size, **fields)
 
 
@@ -36,12 +36,12 @@ def names(turn: BatchDecision[str]) -> list[str]:
 
 
 def test_without_batching_each_request_leaves_alone_in_order() -> None:
-    batcher = queued(BatchingConfig(), one("a"), one("b", size=3))
+    batcher = queued(BatchingConfig(), one("a"), one("b", batch_size=3))
     assert [names(batcher.take_batch(0)) for _ in range(3)] == [["a"], ["b"], []]
 
 
 def test_what_queued_up_leaves_together() -> None:
-    batcher = queued(batching(), one("a"), one("b", size=3), one("c"))
+    batcher = queued(batching(), one("a"), one("b", batch_size=3), one("c"))
     turn = batcher.take_batch(0)
     assert names(turn) == ["a", "b", "c"]
     assert turn.batch is not None
@@ -50,7 +50,7 @@ def test_what_queued_up_leaves_together() -> None:
 
 
 def test_a_batch_is_never_too_large() -> None:
-    batcher = queued(batching(), one("a", size=5), one("b", size=4), one("c"))
+    batcher = queued(batching(), one("a", batch_size=5), one("b", batch_size=4), one("c"))
     turn = batcher.take_batch(0)
     assert names(turn) == ["a"]
     assert turn.batch is not None
@@ -58,7 +58,7 @@ def test_a_batch_is_never_too_large() -> None:
 
 
 def test_another_shape_ends_a_batch_at_once() -> None:
-    batcher = queued(batching(max_delay=100), one("a", kind=1), one("b", kind=2), one("c", kind=2))
+    batcher = queued(batching(max_delay_ns=100), one("a", batch_key=1), one("b", batch_key=2), one("c", batch_key=2))
     turn = batcher.take_batch(0)
     assert names(turn) == ["a"]
     assert turn.batch is not None
@@ -67,7 +67,7 @@ def test_another_shape_ends_a_batch_at_once() -> None:
 
 
 def test_the_oldest_waits_for_the_delay_and_no_longer() -> None:
-    batcher = queued(batching(max_delay=100), one("a"))
+    batcher = queued(batching(max_delay_ns=100), one("a"))
     assert batcher.take_batch(10) == (None, [], 100)
     assert batcher.add(one("b"), 60)
     assert batcher.take_batch(99) == (None, [], 100)
@@ -78,24 +78,24 @@ def test_the_oldest_waits_for_the_delay_and_no_longer() -> None:
 
 
 def test_a_preferred_size_leaves_at_once_and_the_rest_stays() -> None:
-    batcher = queued(batching(preferred=(2, 4), max_delay=100), one("a"), one("b"), one("c"))
+    batcher = queued(batching(preferred_sizes=(2, 4), max_delay_ns=100), one("a"), one("b"), one("c"))
     assert names(batcher.take_batch(0)) == ["a", "b"]
     assert batcher.take_batch(0) == (None, [], 100)
 
 
 def test_the_largest_preferred_size_is_not_passed() -> None:
-    batcher = queued(batching(preferred=(4,), max_delay=100), one("a", size=3), one("b", size=2))
+    batcher = queued(batching(preferred_sizes=(4,), max_delay_ns=100), one("a", batch_size=3), one("b", batch_size=2))
     assert names(batcher.take_batch(0)) == ["a"]
 
 
 def test_priorities_come_first_and_share_a_batch() -> None:
-    rules = batching(levels=3, default_level=2)
+    rules = batching(priority_levels=3, default_level=2)
     low, middle, high = one("low", priority=3), one("middle", priority=9), one("high", priority=1)
     assert names(queued(rules, low, middle, high).take_batch(0)) == ["high", "middle", "low"]
 
 
 def test_time_runs_out_in_the_queue() -> None:
-    batcher = queued(batching(policy=QueuePolicy(timeout_ns=50), max_delay=100), one("a"))
+    batcher = queued(batching(policy=QueuePolicy(timeout_ns=50), max_delay_ns=100), one("a"))
     assert batcher.take_batch(10).ask_again_at == 50
     turn = batcher.take_batch(50)
     assert turn.batch is None
@@ -105,7 +105,7 @@ def test_time_runs_out_in_the_queue() -> None:
 
 def test_a_request_may_only_shorten_its_time() -> None:
     policy = QueuePolicy(timeout_ns=50, allow_override=True)
-    batcher = queued(batching(policy=policy), one("short", timeout=20), one("long", timeout=90))
+    batcher = queued(batching(policy=policy), one("short", timeout_ns=20), one("long", timeout_ns=90))
     assert [request.item for request in batcher.expire_requests(20).expired] == ["short"]
     assert [request.item for request in batcher.expire_requests(50).expired] == ["long"]
     assert QueuePolicy(timeout_ns=0, allow_override=True).queue_deadline(0, 20) is None
@@ -122,7 +122,11 @@ def test_postponed_requests_come_after_those_in_time() -> None:
 
 def test_a_request_set_aside_leaves_a_preferred_size_that_goes_at_once() -> None:
     policy = QueuePolicy(timeout_ns=50, postpone=True, allow_override=True)
-    batcher = queued(batching(preferred=(2, 6), max_delay=100, policy=policy), one("a", timeout=20), one("b", size=2))
+    batcher = queued(
+        batching(preferred_sizes=(2, 6), max_delay_ns=100, policy=policy),
+        one("a", timeout_ns=20),
+        one("b", batch_size=2),
+    )
     assert batcher.take_batch(0) == (None, [], 20)
     assert names(batcher.take_batch(20)) == ["b"]
     assert names(batcher.take_batch(20)) == []
@@ -130,14 +134,18 @@ def test_a_request_set_aside_leaves_a_preferred_size_that_goes_at_once() -> None
 
 
 def test_a_request_of_a_higher_level_makes_a_preferred_size_that_goes_at_once() -> None:
-    batcher = queued(batching(preferred=(2, 6), max_delay=100, levels=2, default_level=2), one("a"), one("b", size=2))
+    batcher = queued(
+        batching(preferred_sizes=(2, 6), max_delay_ns=100, priority_levels=2, default_level=2),
+        one("a"),
+        one("b", batch_size=2),
+    )
     assert batcher.take_batch(0) == (None, [], 100)
     assert batcher.add(one("c", priority=1), 10)
     assert names(batcher.take_batch(10)) == ["c", "a"]
 
 
 def test_a_full_level_takes_nobody_else() -> None:
-    rules = batching(levels=2, default_level=1, policies={2: QueuePolicy(max_size=1)})
+    rules = batching(priority_levels=2, default_level=1, policies={2: QueuePolicy(max_size=1)})
     batcher = queued(rules, one(priority=2))
     assert not batcher.add(one(priority=2), 0)
     assert batcher.add(one(priority=1), 0)
@@ -208,9 +216,9 @@ class Plain:
 
 POLICIES = st.builds(
     QueuePolicy,
-    timeout=st.sampled_from([0, 0, 5, 20]),
+    timeout_ns=st.sampled_from([0, 0, 5, 20]),
     postpone=st.booleans(),
-    override=st.booleans(),
+    allow_override=st.booleans(),
     max_size=st.sampled_from([0, 0, 3]),
 )
 
@@ -281,13 +289,13 @@ def test_it_does_what_the_rules_say(rules: BatchingConfig, steps: list[tuple[Any
 
 OVERTAKING = st.builds(
     BatchingConfig,
-    combine=st.just(True),
-    max_size=st.just(8),
-    preferred=st.frozensets(st.integers(2, 8), min_size=1, max_size=2).map(sorted),
-    max_delay=st.just(15),
-    levels=st.integers(1, 2),
+    combine_requests=st.just(True),
+    max_batch_size=st.just(8),
+    preferred_sizes=st.frozensets(st.integers(2, 8), min_size=1, max_size=2).map(sorted),
+    max_delay_ns=st.just(15),
+    priority_levels=st.integers(1, 2),
     policy=st.builds(
-        QueuePolicy, timeout=st.just(9), postpone=st.booleans(), override=st.just(True), max_size=st.just(0)
+        QueuePolicy, timeout_ns=st.just(9), postpone=st.booleans(), allow_override=st.just(True), max_size=st.just(0)
     ),
 )
 
@@ -302,7 +310,7 @@ def test_an_instance_woken_when_it_must_misses_nothing(
     plain, until = Plain(rules), 0
     for now in range(1, 40):
         for size, priority, timeout in arrivals[now - 1 : now]:
-            request = one(str(now), size=size, priority=priority, timeout=timeout)
+            request = one(str(now), batch_size=size, priority=priority, timeout_ns=timeout)
             batcher.add(request, now)
             plain.waiting.append(request)
             until = now

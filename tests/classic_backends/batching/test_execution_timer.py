@@ -25,7 +25,7 @@ def test_an_execution_is_overdue_after_half_a_minute() -> None:
     clock.wait(1)
     assert watch.overdue
     watch.stop()
-    assert (watch.seconds, watch.overdue) == (0, False)
+    assert (watch.running_seconds, watch.overdue) == (0, False)
 
 
 def test_an_instance_that_is_always_slow_is_given_twenty_times_its_median() -> None:

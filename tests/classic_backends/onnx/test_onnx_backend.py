@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from charonia import classic_backends
+from charonia.classic_backends import onnx as onnx_package
 from charonia.classic_backends.isolated.isolated_runtime import ONNX as ISOLATED
 from charonia.classic_backends.onnx import onnx_session
 from charonia.classic_backends.onnx.onnx_backend import ONNX
@@ -416,8 +416,8 @@ def test_without_onnxruntime_the_model_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     for module in ("onnx_session", "onnx_values"):
-        monkeypatch.delitem(sys.modules, f"charonia.classic_backends.{module}", raising=False)
-        monkeypatch.delattr(classic_backends, module, raising=False)
+        monkeypatch.delitem(sys.modules, f"charonia.classic_backends.onnx.{module}", raising=False)
+        monkeypatch.delattr(onnx_package, module, raising=False)
     with pytest.raises(CharoniaError, match=r"pip install 'charonia\[onnx\]'"):
         load(version, described(MLP))
 

@@ -50,10 +50,10 @@ class Hand:
 
     def step(self) -> None:
         if self.work is not None:
-            self.source.execute(self, self.work)
+            self.source.execute_batch(self, self.work)
             self.work = None
         elif self.source is not None:
-            self.work = self.source.next(self)
+            self.work = self.source.next_batch(self)
             if self.work is None:
                 self.source = None
             else:
@@ -126,7 +126,7 @@ class Table:
             return
         asked.left = True
         asked.request.item.give_up()
-        context, roll = asked.request.item.context, self.desk._roll
+        context, roll = asked.request.item.sequence, self.desk._roll
         sequence = roll._open.get(asked.client + 1)
         if sequence is not None and sequence.context is context:
             del self.sums[asked.client]
@@ -233,7 +233,7 @@ async def test_nothing_of_a_cancelled_sequence_begins_while_it_is_withdrawn(monk
         hand.step()
         return withdrawn
 
-    monkeypatch.setattr(host, "leave", meanwhile)
+    monkeypatch.setattr(host, "cancel_request", meanwhile)
     table.leave(leaves)
     await table.settle()
     table.check()
@@ -295,7 +295,7 @@ async def test_closing_refuses_everybody_who_waits_or_comes() -> None:
 async def test_time_ends_the_wait_for_a_seat() -> None:
     table = Table(*KINDS["direct"], instances=1)
     held = [table.ask(client) for client in (0, 1)]
-    late = [table.ask(2, timeout=1), table.ask(2)]
+    late = [table.ask(2, timeout_ns=1), table.ask(2)]
     async with asyncio.timeout(30):
         while not all(each.ends for each in late):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
