@@ -1,6 +1,7 @@
-"""A classic model as the contract wants it: tensors go in, tensors come out; it queues, batches and counts.
+"""A classic model: tensors go in, tensors come out. It queues and batches requests, executes them on its instances, and
+counts.
 
-Knows nothing of protocols, of where its config came from, and of what its runtimes do.
+Knows nothing of protocols, of the source of its config, and of how its runtimes compute.
 """
 
 import asyncio
@@ -17,44 +18,34 @@ from ..core.request_context import ExecutionTimes, RequestContext
 from ..core.statistics import VersionStatistics
 from .backend_parameters import read_number
 from .batching.batch_execution import BatchLayout, execute_batch, execute_decoupled, execute_single
-from .batching.batching_config import read_batching_config
-from .batching.dispatcher import Dispatcher, QueuedJob
+from .batching.batching_config import NS_PER_US, read_batching_config
+from .batching.dispatcher import Dispatcher
 from .batching.dynamic_batcher import CloseReason, DynamicBatcher
-from .batching.inference_job import (
-    InferenceJob,
-    NullSink,
-    ResponseChannel,
-    ResponseSink,
-    SingleResponse,
-    SingleResponseStream,
-)
+from .batching.inference_job import InferenceJob
 from .batching.instance_pool import EXECUTION_TIMEOUT, InstancePool
-from .batching.latency_metrics import LatencyMetrics, first_response_bounds
-from .batching.model_metrics import FailureReason, ModelMetrics
+from .batching.model_metrics import FailureReason, LatencyMetrics, ModelMetrics, first_response_bounds
 from .batching.ragged_batches import read_ragged_config
 from .batching.request_queue import QueuedRequest
-from .batching.response_order import ResponseOrderer
 from .batching.response_router import ResponseRouter
+from .batching.response_sinks import ResponseChannel, ResponseOrderer, SingleResponseStream
 from .instance_groups import InstanceSlot, read_instance_slots
 from .runtime import Runtime, RuntimeLoader
 from .sequences.sequence_scheduler import SequenceScheduler
 from .sequences.sequence_support import read_sequence_support
 from .signature import ModelSignature, check_ragged_support
 
-_MICROSECOND = 1000
-_NOBODY = NullSink()
 _NO_SAMPLES = ModelSamples()
 
 
 class ClassicModel:
     """One version of a model, on as many instances as its config asks for.
 
-    `directory`: of the version. `parameters`: the backend's own; the model's are added to them. `samples`: what goes
-    wrong with warm-up fails the load. `quantiles`: of the summaries of its latencies, none for no summaries.
+    `directory`: of the version. `parameters`: the backend's; those of the model's config override them. `samples`: a
+    failing warm-up request fails the load. `quantiles`: of the latency summaries, empty for no summaries.
 
     Raises:
-        InvalidArgument: the config contradicts itself; `field` names the culprit.
-        Unsupported: it wants what is not served.
+        InvalidArgument: values of the config contradict each other; `field` names one of them.
+        Unsupported: the config asks for what is not built.
     """
 
     def __init__(
@@ -70,212 +61,204 @@ class ClassicModel:
         self._loader = loader
         self._directory = directory
         self._parameters = {**(parameters or {}), **config.parameters}
-        limit = read_number(self._parameters, EXECUTION_TIMEOUT, 0.0)
+        execution_timeout = read_number(self._parameters, EXECUTION_TIMEOUT, 0.0)
         self._parameters.pop(EXECUTION_TIMEOUT, None)
-        self._warm_up = samples.warmup_requests
+        self._warmup_requests = samples.warmup_requests
         self._sequences = sequences = read_sequence_support(config, samples.initial_states)
-        rules = read_batching_config(config.document, config.max_batch_size, config.decoupled)
-        self._rules = rules if sequences is None else sequences.rules.batching
-        stateful = None if sequences is None else sequences.layout
-        self._form = BatchLayout(ModelSignature(config), read_ragged_config(config.document), stateful)
+        batching = read_batching_config(config.document, config.max_batch_size, config.decoupled)
+        self._batching = batching if sequences is None else sequences.config.batching
+        self._signature = ModelSignature(config)
+        ragged, sequence_layout = read_ragged_config(config.document), None if sequences is None else sequences.layout
+        self._layout = BatchLayout(self._signature, ragged, sequence_layout)
         self._slots = read_instance_slots(config.name, config.document)
-        self._account = ModelMetrics(
-            LatencyMetrics(quantiles, first_response_bounds(config.document), config.decoupled)
-        )
-        self._delivery = ResponseRouter(self._account, self._form.signature.batched)
-        self._line = ResponseOrderer()
-        self._crew = InstancePool(self._load, limit)
+        latencies = LatencyMetrics(quantiles, first_response_bounds(config.document), config.decoupled)
+        self._metrics = ModelMetrics(latencies)
+        self._orderer = ResponseOrderer()
+        self._pool = InstancePool(self._load_runtime, execution_timeout)
         self._dispatcher: Dispatcher | SequenceScheduler | None = None
-        self._inline: Runtime | None = None
+        self._inline_runtime: Runtime | None = None
 
     @property
     def config(self) -> ModelConfig:
         return self._config
 
     def stats(self) -> ModelStats:
-        account = self._account
-        cancelled = account.failures[FailureReason.CANCELED]
+        metrics = self._metrics
+        cancelled = metrics.failures[FailureReason.CANCELED]
         return ModelStats(
-            self._inline is not None or (self._dispatcher is not None and self._crew.ready),
-            success=account.success.count,
-            failure=account.failures.total() - cancelled,
+            self._inline_runtime is not None or (self._dispatcher is not None and self._pool.ready),
+            success=metrics.success.count,
+            failure=metrics.failures.total() - cancelled,
             cancelled=cancelled,
         )
 
     def statistics(self) -> VersionStatistics:
-        return self._account.statistics()
+        return self._metrics.statistics()
 
     def count(self, context: RequestContext) -> None:
-        self._account.record_request_end(context)
+        self._metrics.record_request_end(context)
 
     def readings(self) -> Iterator[Reading]:
-        """Everything measured, for a scrape."""
-        yield from self._account.readings(0 if self._dispatcher is None else len(self._dispatcher))
-        yield Reading("charonia_instance_restarts_total", self._crew.restarts)
+        yield from self._metrics.readings(0 if self._dispatcher is None else len(self._dispatcher))
+        yield Reading("charonia_instance_restarts_total", self._pool.restarts)
         if isinstance(self._dispatcher, SequenceScheduler):
             yield from self._dispatcher.readings()
 
     async def load(self) -> None:
-        """Return when every instance is loaded and warm. Raises what loading one raises; then nothing is left."""
+        """Return when every instance is loaded and warm. After an error of one of them, none is left."""
         first, *others = self._slots
+        decoupled = self._config.decoupled
         try:
-            await self._crew.load_instances([first])
-            traits = self._crew.first.traits
-            check_ragged_support(self._form.signature, traits.ragged, self._config.backend)
-            waits = self._config.decoupled or self._rules.max_delay_ns or self._sequences is not None
-            if traits.inline and not waits:
-                # No queue, no thread.
-                self._inline = self._crew.first
+            await self._pool.load_instances([first])
+            runtime = self._pool.first
+            check_ragged_support(self._signature, runtime.traits.ragged, self._config.backend)
+            waits = decoupled or self._batching.max_delay_ns or self._sequences is not None
+            if runtime.traits.inline and not waits:
+                self._inline_runtime = runtime  # without a queue and threads
             else:
-                await self._crew.load_instances(others)
+                await self._pool.load_instances(others)
         except BaseException:
             await self.unload()
             raise
-        self._open()
+        router = ResponseRouter(self._metrics, self._signature.batched)
+        if self._sequences is None:
+            self._dispatcher = Dispatcher(DynamicBatcher(self._batching), self._layout, router, decoupled)
+        else:
+            self._dispatcher = SequenceScheduler(self._sequences.config, self._layout, router, decoupled)
+        if self._inline_runtime is None:
+            self._pool.start_serving(self._dispatcher)
 
     async def unload(self) -> None:
         if self._dispatcher is not None:
             self._dispatcher.close()
-        self._dispatcher = self._inline = None
-        await self._crew.stop()
+        self._dispatcher = self._inline_runtime = None
+        await self._pool.stop()
 
     def infer(self, request: InferRequest, context: RequestContext) -> AsyncIterator[InferResponse]:
-        """Raises what the runtime raises; `Unavailable` where the queue is full or the model is not loaded, and
-        `RequestTimeout` where its time in the queue ran out."""
-        if self._inline is not None:
-            return SingleResponseStream(partial(self._infer_inline, self._inline, request, context))
+        """Raises the runtime's error; `Unavailable` if the queue is full or the model is not loaded, and
+        `RequestTimeout` if the request waited too long."""
+        if self._inline_runtime is not None:
+            return SingleResponseStream(partial(self._infer_inline, self._inline_runtime, request, context))
         if self._config.decoupled:
-            return self._infer_streamed(request, context)
-        return SingleResponseStream(partial(self._infer_once, request, context))
+            return self._infer_decoupled(request, context)
+        return SingleResponseStream(partial(self._infer_queued, request, context))
 
     async def _infer_inline(self, runtime: Runtime, request: InferRequest, context: RequestContext) -> InferResponse:
-        begun = time.monotonic_ns()
-        result = execute_single(runtime, self._form, request, self._slots[0].placement.name)
-        whole = time.monotonic_ns() - begun
-        context.execution = ExecutionTimes(begun, begun, result.timing)
+        started_at = time.monotonic_ns()
+        result = execute_single(runtime, self._layout, request, self._slots[0].placement.name)
+        latency = time.monotonic_ns() - started_at
+        context.execution = ExecutionTimes(started_at, started_at, result.timing)
         if result.error is not None:
-            self._account.record_failure(FailureReason.BACKEND, whole)
+            self._metrics.record_failure(FailureReason.BACKEND, latency)
             raise result.error
-        size = self._form.signature.batch_size(request)
-        self._account.record_execution(
-            size, result.timing, CloseReason.IDLE if self._rules.combine_requests else CloseReason.ALONE, 1
-        )
-        self._account.record_success(size, whole, 0, result.timing)
+        size = self._signature.batch_size(request)
+        reason = CloseReason.IDLE if self._batching.combine_requests else CloseReason.ALONE
+        self._metrics.record_execution(size, result.timing, reason, 1)
+        self._metrics.record_success(size, latency, 0, result.timing)
         return result.responses[0]
 
-    async def _infer_once(self, request: InferRequest, context: RequestContext) -> InferResponse:
-        answer = SingleResponse(asyncio.get_running_loop())
-        waiting = self._waiting(request, answer, context)
-        self._submit(waiting)
-        timer = self._timer(waiting)
+    async def _infer_queued(self, request: InferRequest, context: RequestContext) -> InferResponse:
+        channel = ResponseChannel(decoupled=False)
+        queued, timer = self._submit(request, channel, context)
         try:
-            return await answer.future
-        except asyncio.CancelledError:
-            if answer.future.cancelled():
-                self._give_up(waiting, FailureReason.CANCELED)
-            raise
+            response = await channel.next_response()
         finally:
-            if timer is not None:
-                timer.cancel()
+            self._finish(queued, channel, timer)
+        assert response is not None
+        return response
 
-    async def _infer_streamed(
+    async def _infer_decoupled(
         self, request: InferRequest, context: RequestContext
     ) -> AsyncGenerator[InferResponse, None]:
-        channel = ResponseChannel(asyncio.get_running_loop())
-        waiting = self._waiting(request, channel, context)
-        waiting.item.unread_slots = channel.unread_slots
-        self._submit(waiting)
-        timer = self._timer(waiting)
+        channel = ResponseChannel(decoupled=True)
+        queued, timer = self._submit(request, channel, context)
         try:
             while (response := await channel.next_response()) is not None:
                 yield response
         finally:
-            if timer is not None:
-                timer.cancel()
-            if not channel.ended:
-                self._give_up(waiting, FailureReason.CANCELED)
+            self._finish(queued, channel, timer)
 
-    def _timer(self, waiting: QueuedJob) -> asyncio.TimerHandle | None:
-        """Of a request whose own time may run out while it is executed."""
-        if waiting.answer_deadline is None:
-            return None
-        left = max(0, waiting.answer_deadline - time.monotonic_ns()) / 1e9
-        return asyncio.get_running_loop().call_later(left, self._time_out, waiting)
-
-    def _time_out(self, waiting: QueuedJob) -> None:
-        if not waiting.item.sink.ended:
-            self._give_up(waiting, FailureReason.REJECTED, RequestTimeout())
-
-    def _waiting(self, request: InferRequest, sink: ResponseSink, context: RequestContext) -> QueuedJob:
-        signature = self._form.signature
-        job, size = self._job(request, sink, context), signature.batch_size(request)
+    def _submit(
+        self, request: InferRequest, channel: ResponseChannel, context: RequestContext
+    ) -> tuple[QueuedRequest, asyncio.TimerHandle | None]:
+        """Queue a request. The timer is for a request whose own timeout may run out while it is executed."""
+        size = self._signature.batch_size(request)
+        job = InferenceJob(self._signature.to_arrays(request), request.outputs)
         if self._sequences is not None:
-            job.sequence_flags = self._sequences.flag_reader.read_flags(request, size)
-        kind = signature.batch_key(request) if self._rules.combine_requests else None
-        timeout = _number(request, "timeout") * _MICROSECOND
-        return QueuedRequest(job, size, kind, _number(request, "priority"), timeout)
-
-    def _job(self, request: InferRequest, sink: ResponseSink, context: RequestContext | None = None) -> InferenceJob:
-        inputs = self._form.signature.to_arrays(request)
-        return InferenceJob(inputs, request.outputs, sink, request.id, context=context)
-
-    def _submit(self, waiting: QueuedJob) -> None:
+            job.sequence_flags = self._sequences.read_flags(request, size)
+        queued = QueuedRequest(
+            job,
+            channel,
+            context,
+            request.id,
+            size,
+            self._signature.batch_key(request) if self._batching.combine_requests else None,
+            timeout_ns=_read_count(request, "timeout") * NS_PER_US,
+            priority=_read_count(request, "priority"),
+            unread_slots=channel.unread_slots,
+        )
         try:
             if self._dispatcher is None:
                 raise Unavailable(f"model '{self._config.name}' is not loaded")
-            if self._rules.preserve_ordering:
-                waiting.item.sink = self._line.add_request(waiting.item.sink)
-            self._dispatcher.submit(waiting)
+            if self._batching.preserve_ordering:
+                queued.sink = self._orderer.add_request(channel)
+            self._dispatcher.submit(queued)
         except CharoniaError:
-            self._account.record_failure(FailureReason.REJECTED, 0)
-            waiting.item.sink.end()
+            self._metrics.record_failure(FailureReason.REJECTED, 0)
+            queued.sink.end()
             raise
+        if queued.answer_deadline is None:
+            return queued, None
+        seconds = max(0, queued.answer_deadline - time.monotonic_ns()) / 1e9
+        return queued, asyncio.get_running_loop().call_later(seconds, self._time_out, queued)
 
-    def _give_up(self, waiting: QueuedJob, reason: FailureReason, error: Exception | None = None) -> None:
-        """Its reader left, or is told that `error`. What is made of it is dropped."""
-        self._account.record_failure(reason, time.monotonic_ns() - waiting.arrived_at)
-        waiting.item.give_up()
+    def _time_out(self, queued: QueuedRequest) -> None:
+        if not queued.sink.ended:
+            self._give_up(queued, FailureReason.REJECTED, RequestTimeout())
+
+    def _finish(self, queued: QueuedRequest, channel: ResponseChannel, timer: asyncio.TimerHandle | None) -> None:
+        """Called when the reader has all responses, or left."""
+        if timer is not None:
+            timer.cancel()
+        if not channel.ended:
+            self._give_up(queued, FailureReason.CANCELED)
+
+    def _give_up(self, queued: QueuedRequest, reason: FailureReason, error: Exception | None = None) -> None:
+        """Drop a request whose reader left or is to be told `error`."""
+        self._metrics.record_failure(reason, time.monotonic_ns() - queued.arrived_at)
+        queued.give_up()
         if self._dispatcher is not None:
-            self._dispatcher.cancel_request(waiting)
-        waiting.item.sink.end(error)
+            self._dispatcher.cancel_request(queued)
+        queued.sink.end(error)
 
-    def _load(self, slot: InstanceSlot) -> Runtime:
-        """In the thread of the instance."""
-        config = self._config if self._sequences is None else self._sequences.config
+    def _load_runtime(self, slot: InstanceSlot) -> Runtime:
+        """Called in the thread of the instance."""
+        config = self._config if self._sequences is None else self._sequences.runtime_config
         runtime = self._loader.load(self._directory, config, slot.placement, self._parameters)
         try:
-            for sample in self._warm_up:
+            for sample in self._warmup_requests:
                 for _ in range(sample.times):
-                    self._warm(runtime, sample.request, slot.placement.name)
+                    self._warm_up(runtime, sample.request, slot.placement.name)
         except BaseException:
             runtime.close()
             raise
         return runtime
 
-    def _warm(self, runtime: Runtime, request: InferRequest, name: str) -> None:
-        job = self._job(request, _NOBODY)
+    def _warm_up(self, runtime: Runtime, request: InferRequest, instance: str) -> None:
+        job = InferenceJob(self._signature.to_arrays(request), request.outputs)
         if self._sequences is not None:
             self._sequences.mark_warm_up(job)
         if self._config.decoupled:
-            results = list(execute_decoupled(runtime, self._form, job, name))
+            results = list(execute_decoupled(runtime, self._layout, job, instance))
         else:
-            results = [execute_batch(runtime, self._form, [job], name)]
+            results = [execute_batch(runtime, self._layout, [job], instance)]
         for result in results:
             if result.error is not None:
-                raise InvalidArgument(f"failed to run warmup sample on '{name}': {result.error}")
-
-    def _open(self) -> None:
-        form, clerk, decoupled = self._form, self._delivery, self._config.decoupled
-        if self._sequences is None:
-            self._dispatcher = Dispatcher(DynamicBatcher(self._rules), form, clerk, decoupled)
-        else:
-            self._dispatcher = SequenceScheduler(self._sequences.rules, form, clerk, decoupled)
-        if self._inline is None:
-            self._crew.start_serving(self._dispatcher)
+                raise InvalidArgument(f"failed to run warmup sample on '{instance}': {result.error}")
 
 
-def _number(request: InferRequest, name: str) -> int:
-    """The parameter of that name, 0 without it."""
+def _read_count(request: InferRequest, name: str) -> int:
+    """An integer parameter of a request, 0 without it."""
     value = request.parameters.get(name, 0)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         message = f"parameter '{name}' must be an integer of at least 0, got {value!r}"

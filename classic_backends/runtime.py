@@ -1,4 +1,4 @@
-"""The seam between a classic model's scheduling and what computes: one loaded copy of a model, and who loads it.
+"""The interface of a classic backend: one loaded copy of a model, and the loader that makes it.
 
 Knows nothing of requests, batching and threads.
 """
@@ -14,14 +14,14 @@ from ..core.memory_needs import MemoryNeed
 from ..core.model import ConfigDocument, ModelConfig
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
-"""Tensors by name. With the model's batch dimension first, if it has one; BYTES are object arrays of `bytes`; BF16, for
+"""Tensors by name, with the model's batch dimension first, if it has one. BYTES are object arrays of `bytes`; BF16, for
 which numpy has no type, are uint16 arrays of its bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstancePlacement:
-    """Where one instance of a model computes. `kind`: KIND_CPU, KIND_GPU or KIND_MODEL; `device`: the GPU, 0 without
-    one; `name`: of the instance, as Triton numbers them: `<model>_<group>_<index>`."""
+    """The device of one instance. `kind`: KIND_CPU, KIND_GPU or KIND_MODEL; `device`: the GPU, 0 without one; `number`:
+    in its group; `name`: the instance's, as Triton makes it: `<model>_<group>_<number>`."""
 
     kind: str = "KIND_CPU"
     device: int = 0
@@ -30,13 +30,13 @@ class InstancePlacement:
 
     @property
     def gpu(self) -> int | None:
-        """Whose memory its weights take; None: the host's, or what the model itself chooses."""
+        """The GPU that holds its weights; None for the host, and for a model that chooses itself."""
         return self.device if self.kind == "KIND_GPU" else None
 
 
 class RuntimeProcess(Protocol):
-    """Of a runtime that may end by itself, as a process does. `lost`: an execution found that it has. `sentinel`: a
-    descriptor that can be read as soon as it has."""
+    """The process of a runtime that has one of its own. `lost`: an execution found that it has ended; `sentinel`: a
+    file descriptor that is readable once it has."""
 
     lost: bool
 
@@ -45,12 +45,12 @@ class RuntimeProcess(Protocol):
 
 
 class RuntimeTraits(NamedTuple):
-    """What its scheduler must know of a runtime.
+    """The abilities of a runtime that its scheduler must know.
 
-    `inline`: an execution takes microseconds, so it may run in the event loop's thread. `ragged`: inputs that allow it
-    come with the elements of a whole batch in one flat tensor. `life`: it may end by itself, and is replaced then.
-    `end`: from any thread, has what it executes now fail, for the reason given, though the runtime may be lost with it;
-    None where nothing could.
+    `inline`: an execution takes microseconds, so it may run in the event loop's thread. `ragged`: it takes ragged
+    inputs, as one flat tensor. `process`: its own; an instance that loses it is replaced. `interrupt`: makes the
+    current execution fail for the reason given, from any thread, though the runtime may be lost with it; None where
+    that is impossible.
     """
 
     inline: bool = False
@@ -60,48 +60,48 @@ class RuntimeTraits(NamedTuple):
 
 
 class Runtime(Protocol):
-    """One instance of a model. Blocking; called by one thread at a time, the one that loaded it unless `inline`.
+    """One instance of a model. Blocking; called by the thread that loaded it or, if `inline`, by the event loop's.
 
-    What it raises besides `CharoniaError` is the model's own failure; the instance is used again.
+    An exception that is no `CharoniaError` is the model's own failure; the instance is used again.
     """
 
     @property
     def traits(self) -> RuntimeTraits: ...
 
-    def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
-        """Outputs for a batch of inputs; of a decoupled model any number of times, else exactly once.
+    def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
+        """The outputs for a batch of inputs: exactly once or, of a decoupled model, any number of times.
 
-        `inputs` are read-only, last until the next execution, and lack what is optional and was not given. `wanted`
-        names the outputs that are read; more do no harm. Closing the iterator early abandons what is left to compute.
+        `inputs` are read-only, valid until the next execution, and lack optional inputs that were not given. Outputs
+        beyond `output_names` are ignored. Closing the iterator early abandons the rest of the computation.
         """
 
     def close(self) -> None:
-        """Free everything. Called once; nothing is called afterwards."""
+        """Free everything; the last call."""
 
 
 class RuntimeLoader(Protocol):
-    """One backend: makes the instances of its models. Imports what it needs when it is asked."""
+    """One backend: makes the instances of its models. Imports its libraries when it is called."""
 
     def load(
-        self, directory: Path, config: ModelConfig, place: InstancePlacement, parameters: Mapping[str, str]
+        self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]
     ) -> Runtime:
         """One instance, ready to execute. `directory`: of the model's version; `parameters`: the backend's, from
-        `--backend-config`, and over them the model's own.
+        `--backend-config`, overridden by the model's own.
 
         Raises:
-            CharoniaError: the model cannot be loaded; the message says why, and `field` names a wrong parameter.
+            CharoniaError: the model cannot be loaded; `field` names a wrong parameter.
         """
 
     def uses_gpus(self) -> bool:
-        """Whether what it computes with was built for them."""
+        """Whether its libraries were built for GPUs."""
 
     def needs(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
-        """What all instances take at least of each memory, by the size of what they load. `document`: the config as it
-        was written, but for its `instance_group`, which is normalised. One memory may be there several times."""
+        """The least memory of all instances, by the sizes of the model's files; one memory may occur several times.
+        `document`: the config with a normalised `instance_group`."""
 
     def complete(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> ConfigDocument:
-        """`document` with what it lacks and the model's file tells: `input`, `output` and `max_batch_size`.
+        """`document` with the `input`, `output` and `max_batch_size` that it lacks, from the model's file.
 
         Raises:
-            CharoniaError: what it says contradicts the model.
+            CharoniaError: it contradicts the model.
         """

@@ -1,6 +1,6 @@
-"""What a model takes and gives, as its runtime sees it: reshapes, ragged inputs, and which requests fit together.
+"""The inputs and outputs of a model: between the tensors of requests and the arrays of its runtime.
 
-Requests have passed the gateway's checks; here their tensors become the runtime's arrays, and its arrays tensors.
+Knows reshapes, ragged inputs, and which requests fit in one batch. Requests have passed the gateway's validation.
 """
 
 from collections.abc import Hashable, Sequence
@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 class TensorBinding(NamedTuple):
     """One input or output. `reshape`: its dims as the model has them, where they differ; `ragged`: requests with
-    different shapes share a batch, whose elements the model gets in one flat tensor."""
+    different shapes share a batch, as one flat tensor."""
 
     name: str
     datatype: str
@@ -31,106 +31,94 @@ class TensorBinding(NamedTuple):
 
 
 class ModelSignature:
-    """`batched`: requests have a batch dimension in front. `outputs`: all names, in order."""
+    """`batched`: tensors have a batch dimension in front. `outputs`: all names, in order."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.batched = config.max_batch_size > 0
         self.model_name = config.name
-        self.inputs = _sides(config.inputs, config.document.get("input", ()))
-        self._reshaped_inputs = {side.name: side for side in self.inputs if side.reshape is not None}
-        self._made = {side.name: side for side in _sides(config.outputs, config.document.get("output", ()))}
-        self.outputs = tuple(self._made)
-        self._optional = any(side.optional for side in self.inputs)
-        self._alike = tuple(side.name for side in self.inputs if -1 in side.dims and not side.ragged)
-        self._types = {name: _numpy_type(side.datatype) for name, side in self._made.items()}
+        self.inputs = _bindings(config.inputs, config.document.get("input", ()))
+        self._reshaped_inputs = {binding.name: binding for binding in self.inputs if binding.reshape is not None}
+        self._outputs = {each.name: each for each in _bindings(config.outputs, config.document.get("output", ()))}
+        self.outputs = tuple(self._outputs)
+        self._has_optional = any(binding.optional for binding in self.inputs)
+        self._same_shape = tuple(each.name for each in self.inputs if -1 in each.dims and not each.ragged)
+        # BF16 arrays are uint16: its bits.
+        self._dtypes = {
+            name: np.dtype(NUMPY_TYPES.get(binding.datatype, np.uint16)) for name, binding in self._outputs.items()
+        }
 
     def to_arrays(self, request: InferRequest) -> dict[str, NDArray[Any]]:
-        """The request's inputs in the model's shapes; ragged ones as they came."""
+        """The request's inputs in the model's shapes; ragged ones are not flattened."""
         arrays = {}
         for name, tensor in request.inputs.items():
             shape = tensor.shape
             if name in self._reshaped_inputs:
-                side = self._reshaped_inputs[name]
-                shape = self._reshaped(shape, side.dims, side.reshape or ())
+                binding = self._reshaped_inputs[name]
+                shape = self._reshaped(shape, binding.dims, binding.reshape or ())
             arrays[name] = tensor.data if tensor.data.shape == shape else tensor.data.reshape(shape)
         return arrays
 
     def batch_size(self, request: InferRequest) -> int:
-        """How many items of a batch it is, at least 1."""
+        """The request's items in a batch, at least 1."""
         if not self.batched or not request.inputs:
             return 1
         return max(1, next(iter(request.inputs.values())).shape[0])
 
     def batch_key(self, request: InferRequest) -> Hashable:
-        """Equal for requests that fit in one batch: the shapes that must agree, and which optional inputs there are."""
+        """Equal for requests that fit in one batch: the shapes that must agree, and the optional inputs given."""
         given = request.inputs
-        shapes = tuple([(name, given[name].shape[1:]) for name in self._alike if name in given])
-        return (shapes, frozenset(given)) if self._optional else shapes
+        shapes = tuple([(name, given[name].shape[1:]) for name in self._same_shape if name in given])
+        return (shapes, frozenset(given)) if self._has_optional else shapes
 
-    def to_tensors(self, made: Arrays, wanted: Sequence[str] | None) -> tuple[Tensor, ...]:
-        """What one request gets: the model's outputs in its order, those `wanted` or all; their shapes as clients know
-        them.
+    def to_tensors(self, outputs: Arrays, requested: Sequence[str] | None) -> tuple[Tensor, ...]:
+        """The `requested` outputs (None: all) of one request, in the model's order and in the shapes of clients.
 
         Raises:
-            Internal: the model made something other than its config says.
+            Internal: an output is not as the config declares it.
         """
-        sides = self._made
+        bindings = self._outputs
         return tuple(
             [
-                self._tensor(sides[name], array)
-                for name, array in made.items()
-                if name in sides and (wanted is None or name in wanted)
+                self._to_tensor(bindings[name], array)
+                for name, array in outputs.items()
+                if name in bindings and (requested is None or name in requested)
             ]
         )
 
-    def _tensor(self, side: TensorBinding, array: NDArray[Any]) -> Tensor:
-        if array.dtype != self._types[side.name]:
-            message = f"model '{self.model_name}' made output '{side.name}' of type {array.dtype}, not {side.datatype}"
-            raise Internal(message)
-        if side.reshape is None:
-            return Tensor(side.name, side.datatype, array.shape, array)
-        shape = self._reshaped(array.shape, side.reshape, side.dims)
+    def _to_tensor(self, binding: TensorBinding, array: NDArray[Any]) -> Tensor:
+        name, datatype = binding.name, binding.datatype
+        if array.dtype != self._dtypes[name]:
+            raise Internal(f"model '{self.model_name}' made output '{name}' of type {array.dtype}, not {datatype}")
+        if binding.reshape is None:
+            return Tensor(name, datatype, array.shape, array)
+        shape = self._reshaped(array.shape, binding.reshape, binding.dims)
         try:
-            return Tensor(side.name, side.datatype, shape, array.reshape(shape))
+            return Tensor(name, datatype, shape, array.reshape(shape))
         except ValueError:
-            message = (
-                f"model '{self.model_name}' made output '{side.name}' of shape {list(array.shape)}, not {list(shape)}"
-            )
-            raise Internal(message) from None
+            made = f"made output '{name}' of shape {list(array.shape)}, not {list(shape)}"
+            raise Internal(f"model '{self.model_name}' {made}") from None
 
-    def _reshaped(self, shape: Shape, here: Shape, there: Shape) -> Shape:
-        """`shape` has dims `here` and gets those of `there`: the free ones take the free ones' sizes, in order."""
-        front = int(self.batched)
-        free = (size for size, dim in zip(shape[front:], here, strict=False) if dim == -1)
-        return (*shape[:front], *(next(free, 1) if dim == -1 else dim for dim in there))
+    def _reshaped(self, shape: Shape, dims: Shape, to_dims: Shape) -> Shape:
+        """`shape` has `dims`; the same elements with `to_dims`: its free ones take the free ones' sizes, in order."""
+        batch = int(self.batched)
+        free = (size for size, dim in zip(shape[batch:], dims, strict=False) if dim == -1)
+        return (*shape[:batch], *(next(free, 1) if dim == -1 else dim for dim in to_dims))
 
 
-def _sides(specs: Sequence[TensorSpec], documents: Sequence[ConfigDocument]) -> tuple[TensorBinding, ...]:
-    by_name = {document["name"]: document for document in documents}
-    return tuple(_side(spec, by_name.get(spec.name, {})) for spec in specs)
+def _bindings(specs: Sequence[TensorSpec], documents: Sequence[ConfigDocument]) -> tuple[TensorBinding, ...]:
+    by_name, bindings = {document["name"]: document for document in documents}, []
+    for spec in specs:
+        document = by_name.get(spec.name, {})
+        reshape = tuple(map(int, document["reshape"].get("shape", ()))) if "reshape" in document else None
+        ragged = bool(document.get("allow_ragged_batch", False))
+        bindings.append(TensorBinding(spec.name, spec.datatype, spec.dims, reshape, ragged, spec.optional))
+    return tuple(bindings)
 
 
-def _side(spec: TensorSpec, document: ConfigDocument) -> TensorBinding:
-    reshape = tuple(map(int, document["reshape"].get("shape", ()))) if "reshape" in document else None
-    ragged = bool(document.get("allow_ragged_batch", False))
-    return TensorBinding(spec.name, spec.datatype, spec.dims, reshape, ragged, spec.optional)
-
-
-def _numpy_type(datatype: str) -> np.dtype[Any]:
-    """BF16 travels as the bits of uint16."""
-    return np.dtype(NUMPY_TYPES.get(datatype, np.uint16))
-
-
-def check_ragged_support(signature: ModelSignature, able: bool, backend: str) -> None:
-    """Raises `InvalidArgument` where a config wants of its backend what that is not `able` to."""
-    ragged = [side.name for side in signature.inputs if side.ragged]
-    if ragged and not able:
-        message = (
-            f"input '{ragged[0]}' of model '{signature.model_name}' allows ragged batches, which '{backend}' cannot do"
-        )
-        raise InvalidArgument(message, field="input.allow_ragged_batch")
-    if ragged and not signature.batched:
-        message = (
-            f"input '{ragged[0]}' of model '{signature.model_name}' allows ragged batches, but max_batch_size is 0"
-        )
+def check_ragged_support(signature: ModelSignature, supported: bool, backend: str) -> None:
+    """Raises `InvalidArgument` for ragged inputs that the backend does not support, or without batches."""
+    ragged = [binding.name for binding in signature.inputs if binding.ragged]
+    if ragged and not (supported and signature.batched):
+        reason = "but max_batch_size is 0" if supported else f"which '{backend}' cannot do"
+        message = f"input '{ragged[0]}' of model '{signature.model_name}' allows ragged batches, {reason}"
         raise InvalidArgument(message, field="input.allow_ragged_batch")

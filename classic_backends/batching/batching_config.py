@@ -1,6 +1,7 @@
-"""The rules of a model's queue, as its config writes them: model-config.md sections 4.1 to 4.3.
+"""The configuration of a model's request queue: `dynamic_batching` of a model's config, parsed.
 
-Knows nothing of requests. Times are nanoseconds here, microseconds in the config.
+Source: https://github.com/triton-inference-server/server/blob/main/docs/user_guide/batcher.md. Times are nanoseconds
+here, microseconds in the config. Knows nothing of requests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,14 +11,15 @@ from typing import NamedTuple
 from ...core.errors import InvalidArgument
 from ...core.model import ConfigDocument
 
-_MICROSECOND = 1000
+NS_PER_US = 1000
 
 
 class QueuePolicy(NamedTuple):
-    """What becomes of requests that wait, in one priority level.
+    """The limits of one priority level.
 
-    `timeout`: how long they may, 0 without end; then they are refused, or with `postpone` come after all others of
-    their level. With `override` a request may shorten it. `max_size`: how many may wait, 0 any number.
+    A request may wait for `timeout_ns` (0: for ever); then it is rejected or, with `postpone`, served after all others
+    of its level. With `allow_override` a request may ask for a shorter timeout. `max_size`: requests that may wait, 0
+    for any number.
     """
 
     timeout_ns: int = 0
@@ -25,29 +27,31 @@ class QueuePolicy(NamedTuple):
     allow_override: bool = False
     max_size: int = 0
 
-    def queue_deadline(self, arrived: int, asked: int) -> int | None:
-        """When a request that asked for a timeout of `asked` (0: for none) has waited too long."""
-        timeout = asked if self._shortened(asked) else self.timeout_ns
-        return arrived + timeout if timeout else None
+    def queue_deadline(self, arrived_at: int, asked_ns: int) -> int | None:
+        """The time until which a request may wait that asked for a timeout of `asked_ns` (0: for none)."""
+        timeout = asked_ns if self._shortens(asked_ns) else self.timeout_ns
+        return arrived_at + timeout if timeout else None
 
-    def answer_deadline(self, arrived: int, asked: int) -> int | None:
-        """When it must be answered, though it is executed by then: what a config alone says is for the queue."""
-        return arrived + asked if self._shortened(asked) and not self.postpone else None
+    def answer_deadline(self, arrived_at: int, asked_ns: int) -> int | None:
+        """The time until which a request must be answered. Only a request's own timeout sets one: the config's is for
+        the time in the queue."""
+        return arrived_at + asked_ns if self._shortens(asked_ns) and not self.postpone else None
 
-    def _shortened(self, asked: int) -> bool:
-        return self.allow_override and 0 < asked < self.timeout_ns
+    def _shortens(self, asked_ns: int) -> bool:
+        return self.allow_override and 0 < asked_ns < self.timeout_ns
 
 
 NO_POLICY = QueuePolicy()
-"""Wait without end, in any number."""
+"""Any number of requests, each for any time."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchingConfig:
-    """How requests become batches of at most `max_size`; where `combine` is false, each is a batch of its own.
+    """How requests become batches of at most `max_batch_size`; without `combine_requests`, each is a batch of its own.
 
-    `preferred` sizes, in ascending order, leave at once; others wait until the oldest request has waited `max_delay`.
-    `levels`: how many priority levels, 1 the highest. `ordered`: responses leave in the order in which requests came.
+    Batches of `preferred_sizes` (ascending) leave at once, others when the oldest request has waited `max_delay_ns`.
+    Priority levels run from 1, the highest, to `priority_levels`. With `preserve_ordering` responses leave in the order
+    of their requests.
     """
 
     combine_requests: bool = False
@@ -62,21 +66,16 @@ class BatchingConfig:
 
     @property
     def target_size(self) -> int:
-        """No batch waits for more than this."""
+        """The size at which a batch waits no longer."""
         return self.preferred_sizes[-1] if self.preferred_sizes else self.max_batch_size
 
     @property
     def can_reorder(self) -> bool:
-        """A request that comes may be served before one that is there already."""
+        """Whether a request may be served before one that came earlier."""
         return self.priority_levels > 1 or self.policy_of(1).postpone
 
-    @property
-    def work_per_instance(self) -> int:
-        """How much of a backlog keeps one instance busy."""
-        return self.target_size if self.combine_requests else 1
-
     def level_of(self, priority: int) -> int:
-        """The level of a request that asked for `priority`; 0, or one that there is not, means the default."""
+        """The level of a request that asked for `priority`; 0 and unknown levels mean the default."""
         return priority if 1 <= priority <= self.priority_levels else self.default_level
 
     def policy_of(self, level: int) -> QueuePolicy:
@@ -84,33 +83,36 @@ class BatchingConfig:
 
 
 def read_batching_config(document: ConfigDocument, max_batch_size: int, decoupled: bool) -> BatchingConfig:
-    """The rules of the model with this config; without `dynamic_batching`, Triton's default scheduler.
+    """Parse `dynamic_batching` of a model's config; without it, requests are not combined (Triton's default scheduler).
 
     Raises:
-        InvalidArgument: they contradict each other; `field` names the culprit.
+        InvalidArgument: the values contradict each other; `field` names one of them.
     """
     if "dynamic_batching" not in document:
         return BatchingConfig()
     asked: ConfigDocument = document["dynamic_batching"]
     levels = int(asked.get("priority_levels", 0))
-    policies = {int(level): _policy(policy) for level, policy in asked.get("priority_queue_policy", {}).items()}
-    rules = BatchingConfig(
+    config = BatchingConfig(
         combine_requests=max_batch_size > 0 and not decoupled,
         max_batch_size=max(max_batch_size, 1),
-        preferred_sizes=preferred_sizes(asked, max_batch_size, "dynamic_batching"),
-        max_delay_ns=int(asked.get("max_queue_delay_microseconds", 0)) * _MICROSECOND,
+        preferred_sizes=read_preferred_sizes(asked, max_batch_size, "dynamic_batching"),
+        max_delay_ns=int(asked.get("max_queue_delay_microseconds", 0)) * NS_PER_US,
         preserve_ordering=bool(asked.get("preserve_ordering", False)),
         priority_levels=max(levels, 1),
         default_level=int(asked.get("default_priority_level", 0)) if levels else 1,
-        policy=_policy(asked.get("default_queue_policy", {})),
-        policies=policies,
+        policy=_read_policy(asked.get("default_queue_policy", {})),
+        policies={int(level): _read_policy(each) for level, each in asked.get("priority_queue_policy", {}).items()},
     )
-    _check(rules)
-    return rules
+    _check_levels(config)
+    return config
 
 
-def preferred_sizes(asked: ConfigDocument, max_batch_size: int, field: str) -> tuple[int, ...]:
-    """Of the batcher in the `field` of a config, ascending. Raises `InvalidArgument` for one that no batch has."""
+def read_preferred_sizes(asked: ConfigDocument, max_batch_size: int, field: str) -> tuple[int, ...]:
+    """`preferred_batch_size` in ascending order; `field` is the path of `asked` in the config.
+
+    Raises:
+        InvalidArgument: no batch can have one of the sizes.
+    """
     sizes = tuple(sorted({int(size) for size in asked.get("preferred_batch_size", ())}))
     for size in sizes:
         if size < 1 or size > max(max_batch_size, 1):
@@ -120,24 +122,25 @@ def preferred_sizes(asked: ConfigDocument, max_batch_size: int, field: str) -> t
     return sizes
 
 
-def _policy(asked: ConfigDocument) -> QueuePolicy:
+def _read_policy(asked: ConfigDocument) -> QueuePolicy:
     return QueuePolicy(
-        timeout_ns=int(asked.get("default_timeout_microseconds", 0)) * _MICROSECOND,
+        timeout_ns=int(asked.get("default_timeout_microseconds", 0)) * NS_PER_US,
         postpone=asked.get("timeout_action", "REJECT") == "DELAY",
         allow_override=bool(asked.get("allow_timeout_override", False)),
         max_size=int(asked.get("max_queue_size", 0)),
     )
 
 
-def _check(rules: BatchingConfig) -> None:
-    if not 1 <= rules.default_level <= rules.priority_levels:
-        message = f"default priority level must be in range [1, {rules.priority_levels}], got {rules.default_level}"
-        raise InvalidArgument(message, field="dynamic_batching.default_priority_level")
-    for level in rules.policies:
-        if not 1 <= level <= rules.priority_levels:
-            there = f"there are {rules.priority_levels} priority levels"
-            message = f"priority queue policy is given for level {level}, but {there}"
-            raise InvalidArgument(message, field="dynamic_batching.priority_queue_policy")
-    if rules.preserve_ordering and rules.can_reorder:
+def _check_levels(config: BatchingConfig) -> None:
+    levels, field = config.priority_levels, ""
+    if not 1 <= config.default_level <= levels:
+        field = "default_priority_level"
+        message = f"default priority level must be in range [1, {levels}], got {config.default_level}"
+    elif unknown := [level for level in config.policies if not 1 <= level <= levels]:
+        field = "priority_queue_policy"
+        message = f"priority queue policy is given for level {unknown[0]}, but there are {levels} priority levels"
+    elif config.preserve_ordering and config.can_reorder:
+        field = "preserve_ordering"
         message = "preserve_ordering allows only one priority level and no timeout_action DELAY"
-        raise InvalidArgument(message, field="dynamic_batching.preserve_ordering")
+    if field:
+        raise InvalidArgument(message, field=f"dynamic_batching.{field}")

@@ -1,239 +1,262 @@
 """Between the event loop and the instances of one model: requests queue up, free instances take batches of them.
 
-The queue is under one lock. An instance takes its batches by itself, when it has ended one or was woken up: what comes
-until it runs joins the batch. The event loop wakes those that are free, and watches the times. What becomes of requests
-is told to a `DispatchListener` in the loop's thread.
+One lock guards the queue. An instance takes its next batch itself, when it has finished one or was woken: requests that
+come until then join the batch. The event loop wakes free instances and keeps the deadlines.
 """
 
 import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 from ...core.errors import NotReady, RequestTimeout, ServerExiting, Unavailable, request_id_prefix
 from .batch_execution import BatchLayout, ExecutionResult, execute_batch, execute_decoupled
-from .deadline_timer import DeadlineTimer
 from .dynamic_batcher import BatchDecision, RequestBatch
-from .inference_job import InferenceJob
 from .instance import Instance
 from .request_queue import QueuedRequest
 
-QueuedJob: TypeAlias = QueuedRequest[InferenceJob]
-JobBatch: TypeAlias = RequestBatch[InferenceJob]
-JobInstance: TypeAlias = Instance[JobBatch]
-
 
 class BatchResult(NamedTuple):
-    """An execution, or of a decoupled model the part of it up to one response. `begun`: as `QueuedRequest.arrived`."""
+    """One execution, or of a decoupled model the part of it up to one response; `started_at` in nanoseconds of
+    `time.monotonic_ns`."""
 
-    batch: JobBatch
+    batch: RequestBatch
     started_at: int
     result: ExecutionResult
 
 
 class DispatchListener(Protocol):
-    """Hears what becomes of requests, in the event loop's thread."""
+    """Is told the fate of requests, in the event loop's thread."""
 
     def on_batch_done(self, done: BatchResult) -> None:
-        """The responses of a whole batch."""
+        """The whole batch has its responses, or its error."""
 
     def on_stream_response(self, done: BatchResult) -> None:
-        """One response of a decoupled model, or the error that ends it."""
+        """A decoupled model made one response, or failed."""
 
-    def on_stream_end(self, work: JobBatch, begun: int) -> None:
+    def on_stream_end(self, batch: RequestBatch, started_at: int) -> None:
         """A decoupled model has made its last response."""
 
-    def on_rejected(self, request: QueuedJob, error: Exception) -> None:
-        """It left the queue without being executed."""
+    def on_rejected(self, request: QueuedRequest, error: Exception) -> None:
+        """The request left the queue without being executed."""
 
 
 class BatchQueue(Protocol):
-    """Who waits, and which of them leave together; see `DynamicBatcher`. One caller at a time."""
+    """The requests that wait, and which of them leave together; see `DynamicBatcher`. One caller at a time."""
 
-    @property
-    def work_per_instance(self) -> int: ...
+    work_per_instance: int
 
     @property
     def backlog(self) -> int: ...
 
     def __len__(self) -> int: ...
 
-    def add(self, request: QueuedJob, now: int) -> bool: ...
+    def add(self, request: QueuedRequest, now: int) -> bool: ...
 
-    def remove(self, request: QueuedJob) -> bool: ...
+    def remove(self, request: QueuedRequest) -> bool: ...
 
-    def expire_requests(self, now: int) -> BatchDecision[InferenceJob]: ...
+    def expire_requests(self, now: int) -> BatchDecision: ...
 
-    def peek_batch(self, now: int) -> BatchDecision[InferenceJob]: ...
+    def peek_batch(self, now: int) -> BatchDecision: ...
 
-    def take_batch(self, now: int) -> BatchDecision[InferenceJob]: ...
+    def take_batch(self, now: int) -> BatchDecision: ...
 
-    def drain(self) -> Sequence[QueuedJob]: ...
+    def drain(self) -> Sequence[QueuedRequest]: ...
+
+
+class DeadlineTimer:
+    """One timer of the event loop, set to the earliest of several times. `due_at`: nanoseconds of `time.monotonic_ns`,
+    None while it is not set."""
+
+    def __init__(self, on_due: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_due = on_due
+        self._timer: asyncio.TimerHandle | None = None
+        self._stopped = False
+        self.due_at: int | None = None
+
+    def set_no_later_than(self, time_ns: int) -> None:
+        if self._stopped or (self.due_at is not None and self.due_at <= time_ns):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self.due_at = time_ns
+        self._timer = self._loop.call_later(max(0, time_ns - time.monotonic_ns()) / 1e9, self._run)
+
+    def stop(self) -> None:
+        """Never call `on_due` again."""
+        self._stopped, self.due_at = True, None
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _run(self) -> None:
+        self._timer = self.due_at = None
+        self._on_due()
 
 
 class Dispatcher:
-    """Owns `queue`. `decoupled`: its instances make any number of responses."""
+    """The queue and the instances of one model; the `WorkSource` of these.
 
-    def __init__(self, queue: BatchQueue, form: BatchLayout, clerk: DispatchListener, decoupled: bool) -> None:
+    `decoupled`: the model makes any number of responses to a request.
+    """
+
+    def __init__(self, queue: BatchQueue, layout: BatchLayout, listener: DispatchListener, decoupled: bool) -> None:
         self._loop = asyncio.get_running_loop()
-        self._form = form
-        self._clerk = clerk
+        self._layout = layout
+        self._listener = listener
         self._decoupled = decoupled
         self._lock = threading.Lock()
         self._queue = queue
-        self._portion = queue.work_per_instance
-        self._alarm = DeadlineTimer(self._look)
-        self._workers: set[JobInstance] = set()
-        self._free: list[JobInstance] = []
-        self._waking: set[JobInstance] = set()
+        self._timer = DeadlineTimer(self._wake_instances)
+        self._instances: set[Instance] = set()
+        self._free: list[Instance] = []
+        self._waking: set[Instance] = set()
         self._closed = False
 
     def __len__(self) -> int:
         """Requests that wait."""
         return len(self._queue)
 
-    # The event loop's side
+    # In the event loop's thread
 
-    def add_instance(self, worker: JobInstance) -> None:
+    def add_instance(self, instance: Instance) -> None:
         with self._lock:
-            self._free.append(worker)
-        self._workers.add(worker)
-        self._look()
+            self._free.append(instance)
+        self._instances.add(instance)
+        self._wake_instances()
 
-    def remove_instance(self, worker: JobInstance) -> None:
-        """It is lost. Without another one nobody waits: when there will be one is uncertain."""
-        self._workers.discard(worker)
+    def remove_instance(self, instance: Instance) -> None:
+        """Forget a lost instance. Without another one all requests are rejected: it is uncertain when there will be
+        one."""
+        self._instances.discard(instance)
         with self._lock:
-            if worker in self._free:
-                self._free.remove(worker)
-            waiting = [] if self._workers else self._queue.drain()
+            if instance in self._free:
+                self._free.remove(instance)
+            waiting = [] if self._instances else self._queue.drain()
         for request in waiting:
-            self._clerk.on_rejected(request, restarting_error(request))
+            self._listener.on_rejected(request, restarting_error(request))
 
-    def submit(self, request: QueuedJob) -> None:
-        """Raises `Unavailable` where the queue is full, or closed, or nobody is there to serve it."""
+    def submit(self, request: QueuedRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            Unavailable: the queue is full or closed, or no instance is there.
+        """
         if self._closed:
             raise stopping_error(request)
-        if not self._workers:
+        if not self._instances:
             raise restarting_error(request)
         now = time.monotonic_ns()
         with self._lock:
             if not self._queue.add(request, now):
-                raise Unavailable(f"{request_id_prefix(request.item.request_id)}Exceeds maximum queue size")
+                raise Unavailable(f"{request_id_prefix(request.request_id)}Exceeds maximum queue size")
             free = bool(self._free)
         if free:
-            self._look()
+            self._wake_instances()
         elif request.queue_deadline is not None:
-            self._alarm.set_no_later_than(request.queue_deadline)
+            self._timer.set_no_later_than(request.queue_deadline)
 
-    def cancel_request(self, request: QueuedJob) -> bool:
-        """It was given up: out of the queue at once; what runs is abandoned, and False."""
+    def cancel_request(self, request: QueuedRequest) -> bool:
+        """Take a request out of the queue. False: it had left already; its responses are dropped by `given_up`."""
         with self._lock:
             waited = self._queue.remove(request)
             free = bool(self._free)
         if waited and free:
-            self._look()
+            self._wake_instances()
         return waited
 
     def close(self) -> None:
-        """Refuse whoever waits or comes."""
+        """Reject the requests that wait, and those that come."""
         self._closed = True
-        self._alarm.stop()
+        self._timer.stop()
         with self._lock:
             waiting = self._queue.drain()
         for request in waiting:
-            self._clerk.on_rejected(request, stopping_error(request))
+            self._listener.on_rejected(request, stopping_error(request))
 
-    def _look(self) -> None:
-        """Wake as many free instances as have something to do; see to what time does."""
+    def _wake_instances(self) -> None:
+        """Wake as many free instances as there is work for, and set the timer for the next decision."""
         while True:
-            worker = None
+            instance = None
             with self._lock:
-                wanted = self._wants_another()
-                turn = (
-                    self._queue.peek_batch(time.monotonic_ns())
-                    if wanted
-                    else self._queue.expire_requests(time.monotonic_ns())
-                )
-                if turn.batch is not None:
-                    worker = self._free.pop()
-                    self._waking.add(worker)
-            self._settle(turn)
-            if worker is None:
+                decide = self._queue.peek_batch if self._needs_another() else self._queue.expire_requests
+                decision = decide(time.monotonic_ns())
+                if decision.batch is not None:
+                    instance = self._free.pop()
+                    self._waking.add(instance)
+            self._apply(decision)
+            if instance is None:
                 return
-            worker.wake(self)
+            instance.wake(self)
 
-    def _wants_another(self) -> bool:
-        """Somebody is free, and those who were woken will not take all that waits. Under the lock."""
-        return bool(self._free) and self._queue.backlog > len(self._waking) * self._portion
+    def _needs_another(self) -> bool:
+        """Whether an instance is free, and those being woken will not take the whole backlog. Needs the lock."""
+        return bool(self._free) and self._queue.backlog > len(self._waking) * self._queue.work_per_instance
 
-    def _settle(self, turn: BatchDecision[InferenceJob]) -> None:
-        for request in turn.expired:
-            self._clerk.on_rejected(request, RequestTimeout())
-        if turn.ask_again_at is not None:
-            self._alarm.set_no_later_than(turn.ask_again_at)
+    def _apply(self, decision: BatchDecision) -> None:
+        for request in decision.expired:
+            self._listener.on_rejected(request, RequestTimeout())
+        if decision.ask_again_at is not None:
+            self._timer.set_no_later_than(decision.ask_again_at)
 
-    # The instances' side
+    # In the instances' threads
 
-    def execute_batch(self, instance: JobInstance, work: JobBatch) -> None:
-        begun = time.monotonic_ns()
-        jobs = [request.item for request in work.requests]
+    def execute_batch(self, instance: Instance, batch: RequestBatch) -> None:
+        started_at = time.monotonic_ns()
         if self._decoupled:
-            self._stream(instance, work, begun)
-        else:
-            result = execute_batch(instance.runtime, self._form, jobs, instance.name)
-            self._tell(self._clerk.on_batch_done, BatchResult(work, begun, result))
+            self._stream_responses(instance, batch, started_at)
+            return
+        jobs = [request.job for request in batch.requests]
+        result = execute_batch(instance.runtime, self._layout, jobs, instance.name)
+        self._call_in_loop(self._listener.on_batch_done, BatchResult(batch, started_at, result))
 
-    def _stream(self, instance: JobInstance, work: JobBatch, begun: int) -> None:
-        [request] = work.requests
-        job = request.item
-        results = execute_decoupled(instance.runtime, self._form, job, instance.name)
+    def _stream_responses(self, instance: Instance, batch: RequestBatch, started_at: int) -> None:
+        [request] = batch.requests
+        results = execute_decoupled(instance.runtime, self._layout, request.job, instance.name)
         try:
             for result in results:
                 instance.execution_timer.stop()
-                if job.unread_slots is not None:
-                    job.unread_slots.acquire()
-                if job.given_up:
+                if request.unread_slots is not None:
+                    request.unread_slots.acquire()
+                if request.given_up:
                     break
-                self._tell(self._clerk.on_stream_response, BatchResult(work, begun, result))
+                self._call_in_loop(self._listener.on_stream_response, BatchResult(batch, started_at, result))
                 instance.execution_timer.start()
         finally:
             results.close()
-        self._tell(self._clerk.on_stream_end, work, begun)
+        self._call_in_loop(self._listener.on_stream_end, batch, started_at)
 
-    def next_batch(self, instance: JobInstance) -> JobBatch | None:
+    def next_batch(self, instance: Instance) -> RequestBatch | None:
         if instance.lost:
             with self._lock:
                 self._waking.discard(instance)
-            self._tell(self._look)
+            self._call_in_loop(self._wake_instances)
             return None
         with self._lock:
             self._waking.discard(instance)
-            turn = self._queue.take_batch(time.monotonic_ns())
-            if turn.batch is None:
+            decision = self._queue.take_batch(time.monotonic_ns())
+            if decision.batch is None:
                 self._free.append(instance)
-            more = turn.batch is not None and self._wants_another()
-        if turn.expired or turn.ask_again_at is not None:
-            self._tell(self._settle, turn)
-        if more:
-            self._tell(self._look)
-        return turn.batch
+            needs_another = decision.batch is not None and self._needs_another()
+        if decision.expired or decision.ask_again_at is not None:
+            self._call_in_loop(self._apply, decision)
+        if needs_another:
+            self._call_in_loop(self._wake_instances)
+        return decision.batch
 
-    def _tell(self, call: Callable[..., None], *arguments: object) -> None:
+    def _call_in_loop(self, call: Callable[..., None], *arguments: object) -> None:
         try:
             self._loop.call_soon_threadsafe(call, *arguments)
         except RuntimeError:
-            return  # the event loop is gone, and all who would hear
+            return  # the event loop is closed, and every reader with it
 
 
-def stopping_error(request: QueuedJob) -> ServerExiting:
+def stopping_error(request: QueuedRequest) -> ServerExiting:
     message = "Server is stopping, scheduler for model has stopped accepting new inference requests"
-    return ServerExiting(f"{request_id_prefix(request.item.request_id)}{message}")
+    return ServerExiting(f"{request_id_prefix(request.request_id)}{message}")
 
 
-def restarting_error(request: QueuedJob) -> NotReady:
-    return NotReady(
-        request_id_prefix(request.item.request_id)
-        + "the model's instances have ended unexpectedly and are being restarted"
-    )
+def restarting_error(request: QueuedRequest) -> NotReady:
+    message = "the model's instances have ended unexpectedly and are being restarted"
+    return NotReady(f"{request_id_prefix(request.request_id)}{message}")

@@ -1,41 +1,97 @@
-"""The instances of a model: each a thread that loads its runtime, executes what it is given, and closes it.
+"""One instance of a model: a thread that loads a runtime, executes batches with it, and closes it.
 
-Knows nothing of queues: takes one batch after another until there is none, and sleeps until it is woken.
+Knows nothing of queues: it takes batches from a `WorkSource` until there is none, then sleeps until it is woken.
 """
 
 import asyncio
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
-from typing import Generic, Protocol, TypeVar
+from statistics import median
+from time import monotonic_ns
+from typing import Protocol
 
 from ..runtime import Runtime, RuntimeProcess
-from .execution_timer import ExecutionTimer
+from .dynamic_batcher import RequestBatch
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _CLOSE_SECONDS = 30.0
-"""How long an instance may take for what it executes before that is ended."""
+"""The time that an unloaded instance has for its current batch before that is interrupted."""
 
-_END_SECONDS = 5.0
-"""How long it may take then before its thread is left to itself."""
+_INTERRUPT_SECONDS = 5.0
+"""The time that an interrupted instance has before its thread is left to itself."""
+
+_NS_PER_SECOND = 1_000_000_000
+_OVERDUE_AFTER_NS = 30 * _NS_PER_SECOND
+_OVERDUE_MEDIANS = 20
+_MEDIAN_OF = 64
 
 
-class WorkSource(Protocol[T]):
-    """Who has work for instances. Called by their threads."""
+class ExecutionTimer:
+    """How long the executions of an instance take; its thread starts and stops it, the event loop reads it.
 
-    def execute_batch(self, instance: "Instance[T]", work: T) -> None:
+    An execution is overdue after 30 s and 20 times the median of the last 64; each response of a decoupled model counts
+    as an execution. `clock`: nanoseconds.
+    """
+
+    def __init__(self, clock: Callable[[], int] = monotonic_ns) -> None:
+        self._clock = clock
+        self._started_at: int | None = None
+        self._durations: deque[int] = deque(maxlen=_MEDIAN_OF)
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        self._started_at = self._clock()
+
+    def stop(self) -> None:
+        """End the current execution, if there is one."""
+        with self._lock:
+            if self._started_at is not None:
+                self._durations.append(self._clock() - self._started_at)
+                self._started_at = None
+
+    @property
+    def running_seconds(self) -> float:
+        """The age of the current execution; 0 without one."""
+        return self._running_ns() / _NS_PER_SECOND
+
+    @property
+    def overdue(self) -> bool:
+        running = self._running_ns()
+        if running <= _OVERDUE_AFTER_NS:
+            return False
+        return running > _OVERDUE_MEDIANS * (median(self._durations) if self._durations else 0)
+
+    def call_if_longer_than(self, seconds: float, call: Callable[[], None]) -> bool:
+        """Call if the current execution is older, which cannot end meanwhile. Whether it is."""
+        with self._lock:
+            longer = self._running_ns() > seconds * _NS_PER_SECOND
+            if longer:
+                call()
+        return longer
+
+    def _running_ns(self) -> int:
+        started_at = self._started_at
+        return 0 if started_at is None else self._clock() - started_at
+
+
+class WorkSource(Protocol):
+    """Gives batches to instances, in their threads."""
+
+    def execute_batch(self, instance: "Instance", batch: RequestBatch) -> None:
         """Never raises."""
 
-    def next_batch(self, instance: "Instance[T]") -> T | None:
-        """None: from now on `instance` is free, and will be woken."""
+    def next_batch(self, instance: "Instance") -> RequestBatch | None:
+        """The next batch of this instance; None: it is free from now on, and will be woken."""
 
 
-class Instance(Generic[T]):
-    """One runtime and its thread. `name`: for messages and the thread."""
+class Instance:
+    """`name` is the thread's and stands in messages. `process`: the runtime's, if it has one of its own.
+    `current_batch` is read by the event loop."""
 
     def __init__(self, name: str, load: Callable[[], Runtime]) -> None:
         self.name = name
@@ -43,95 +99,89 @@ class Instance(Generic[T]):
         self._loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[Runtime] = self._loop.create_future()
         self._ended = asyncio.Event()
-        self._inbox: SimpleQueue[WorkSource[T] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._live, name=name, daemon=True)
+        self._inbox: SimpleQueue[WorkSource | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._interrupt: Callable[[str], None] | None = None
         self.runtime: Runtime
         self.process: RuntimeProcess | None = None
-        self._end: Callable[[str], None] | None = None
         self.execution_timer = ExecutionTimer()
-        self.current_batch: T | None = None
-        """What it executes, read by the event loop."""
+        self.current_batch: RequestBatch | None = None
 
     async def start(self) -> None:
-        """Return when it is loaded; raises what loading raises."""
+        """Return when the runtime is loaded; raises the error of its load."""
         self._thread.start()
         self.runtime = await asyncio.shield(self._loaded)
-        self.process, self._end = self.runtime.traits.process, self.runtime.traits.interrupt
+        self.process, self._interrupt = self.runtime.traits.process, self.runtime.traits.interrupt
 
-    def wake(self, source: WorkSource[T]) -> None:
-        """Let it take work from there. Only for an instance that is free."""
+    def wake(self, source: WorkSource) -> None:
+        """Let a free instance take batches from `source`."""
         self._inbox.put(source)
 
     @property
     def lost(self) -> bool:
-        """Its runtime has ended by itself: it takes no more work."""
+        """Whether its runtime's process has ended by itself: it takes no more batches."""
         return self.process is not None and self.process.lost
 
     async def stop(self, abandoned: bool = False) -> None:
-        """Return when its runtime is closed; what it executes it finishes first, unless that takes too long, or it is
-        `abandoned`: nobody waits for it."""
+        """Return when the runtime is closed. The current batch is finished first, unless that takes too long or it is
+        `abandoned`: no reader waits for it."""
         self._inbox.put(None)
         if not abandoned:
             if await self._ends_within(_CLOSE_SECONDS):
                 return
             log.error("instance '%s' still executes after %g s", self.name, _CLOSE_SECONDS)
         self.interrupt("the model was unloaded")
-        if not await self._ends_within(_END_SECONDS):
+        if not await self._ends_within(_INTERRUPT_SECONDS):
             log.error("instance '%s' cannot be ended: its thread is left to itself", self.name)
 
     async def _ends_within(self, seconds: float) -> bool:
-        try:
+        with suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), seconds)
-        except TimeoutError:
-            return False
-        return True
+        return self._ended.is_set()
 
     def interrupt(self, reason: str) -> bool:
-        """Have what it executes fail, for that reason; from any thread. False: nothing could end it."""
-        if self._end is not None:
-            self._end(reason)
-        return self._end is not None
+        """Make the current execution fail for that reason; from any thread. False: the runtime cannot be
+        interrupted."""
+        if self._interrupt is not None:
+            self._interrupt(reason)
+        return self._interrupt is not None
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         try:
             runtime = self._load()
         except BaseException as error:
-            self._say(_fail, self._loaded, error)
+            self._call_in_loop(self._set_load_error, error)
         else:
-            self._say(_resolve, self._loaded, runtime)
-            self._work()
-            self._close(runtime)
-        self._say(self._ended.set)
+            self._call_in_loop(self._set_loaded, runtime)
+            self._execute_batches()
+            try:
+                runtime.close()
+            except BaseException:
+                log.exception("instance '%s' did not close", self.name)
+        self._call_in_loop(self._ended.set)
 
-    def _work(self) -> None:
+    def _execute_batches(self) -> None:
         while (source := self._inbox.get()) is not None:
-            while (work := source.next_batch(self)) is not None:
-                self.current_batch = work
+            while (batch := source.next_batch(self)) is not None:
+                self.current_batch = batch
                 self.execution_timer.start()
-                source.execute_batch(self, work)
+                source.execute_batch(self, batch)
                 self.execution_timer.stop()
-                work = self.current_batch = None  # nothing of a batch outlives it here
+                batch = self.current_batch = None  # frees the batch before the instance waits
 
-    def _close(self, runtime: Runtime) -> None:
-        try:
-            runtime.close()
-        except BaseException:
-            log.exception("instance '%s' did not close", self.name)
-
-    def _say(self, call: Callable[..., None], *arguments: object) -> None:
+    def _call_in_loop(self, call: Callable[..., None], *arguments: object) -> None:
         try:
             self._loop.call_soon_threadsafe(call, *arguments)
         except RuntimeError:
             log.debug("instance '%s' outlived its event loop", self.name)
 
+    def _set_loaded(self, runtime: Runtime) -> None:
+        if not self._loaded.done():
+            self._loaded.set_result(runtime)
 
-def _resolve(future: "asyncio.Future[Runtime]", runtime: Runtime) -> None:
-    if not future.done():
-        future.set_result(runtime)
-
-
-def _fail(future: "asyncio.Future[Runtime]", error: BaseException) -> None:
-    # A future refuses StopIteration, and a loop what means to end the process.
-    cause = error if isinstance(error, Exception) and not isinstance(error, StopIteration) else None
-    if not future.done():
-        future.set_exception(cause or RuntimeError(f"{type(error).__name__}: {error}"))
+    def _set_load_error(self, error: BaseException) -> None:
+        # A future refuses StopIteration, and an event loop ends at BaseExceptions.
+        if not isinstance(error, Exception) or isinstance(error, StopIteration):
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        if not self._loaded.done():
+            self._loaded.set_exception(error)

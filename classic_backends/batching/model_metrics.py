@@ -1,16 +1,29 @@
-"""What a classic model counts and times: v2's statistics, Triton's metrics, and why requests did not share a batch.
+"""The statistics and metrics of one classic model: v2 statistics, Triton's metrics, and why requests did not share a
+batch.
 
-Plain numbers of one event loop. Times are nanoseconds; metrics are whole microseconds, each increment cut as Triton
-does.
+Sources: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_statistics.md and
+https://github.com/triton-inference-server/server/blob/main/docs/user_guide/metrics.md. Used by the event loop alone.
+Times are nanoseconds; metrics are whole microseconds, each increment truncated as Triton does.
 """
 
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 
-from ...core.metrics import Outcome, Reading, RequestDurations, RequestEnd, ended_readings
+from ...core.errors import InvalidArgument
+from ...core.metrics import (
+    FIRST_RESPONSE_BOUNDS,
+    Histogram,
+    Outcome,
+    Reading,
+    RequestDurations,
+    RequestEnd,
+    ended_readings,
+)
+from ...core.model import ConfigDocument
 from ...core.request_context import RequestContext
 from ...core.statistics import (
     BatchStatistics,
@@ -19,16 +32,19 @@ from ...core.statistics import (
     StatisticDuration,
     VersionStatistics,
 )
+from ...core.summary import QuantileSummary
 from .batch_execution import ExecutionTiming
 from .dynamic_batcher import CloseReason
-from .latency_metrics import LatencyMetrics
 
-_PLACES = 1024
-"""Places of a stream that are booked apart: a stream has no end, memory has."""
+_MAX_RESPONSE_INDEX = 1023
+"""The last place of a decoupled model's streams with statistics of its own; later responses share it."""
+
+_FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
+_SUMMARIES = ("request", "queue", "compute_input", "compute_infer", "compute_output")
 
 
 class FailureReason(StrEnum):
-    """Triton's reasons: refused for want of room or time; cancelled; the model's own; any other."""
+    """Triton's `reason` of nv_inference_request_failure: no room or time; cancelled; the model's error; any other."""
 
     REJECTED = "REJECTED"
     CANCELED = "CANCELED"
@@ -38,8 +54,6 @@ class FailureReason(StrEnum):
 
 @dataclass(slots=True)
 class DurationSum:
-    """How often, and how long in all."""
-
     count: int = 0
     ns: int = 0
 
@@ -47,13 +61,13 @@ class DurationSum:
         self.count += 1
         self.ns += ns
 
-    def as_duration(self) -> StatisticDuration:
+    def total(self) -> StatisticDuration:
         return StatisticDuration(self.count, self.ns)
 
 
 @dataclass(slots=True)
 class ComputeSums:
-    """The three parts of executions: how many there were, and nanoseconds of each part."""
+    """The number of executions and the nanoseconds of their three parts."""
 
     count: int = 0
     input: int = 0
@@ -66,17 +80,13 @@ class ComputeSums:
         self.infer += timing.infer
         self.output += timing.output
 
-    def as_durations(self) -> tuple[StatisticDuration, StatisticDuration, StatisticDuration]:
-        return (
-            StatisticDuration(self.count, self.input),
-            StatisticDuration(self.count, self.infer),
-            StatisticDuration(self.count, self.output),
-        )
+    def totals(self) -> list[StatisticDuration]:
+        return [StatisticDuration(self.count, ns) for ns in (self.input, self.infer, self.output)]
 
 
 @dataclass(slots=True)
 class ResponseSums:
-    """The responses in one place of a decoupled model's streams."""
+    """The responses at one index of a decoupled model's streams."""
 
     infer: DurationSum = field(default_factory=DurationSum)
     output: DurationSum = field(default_factory=DurationSum)
@@ -85,22 +95,69 @@ class ResponseSums:
     empty: DurationSum = field(default_factory=DurationSum)
     cancel: DurationSum = field(default_factory=DurationSum)
 
-    def as_statistics(self) -> ResponseStatistics:
+    def totals(self) -> ResponseStatistics:
         sums = (self.infer, self.output, self.success, self.fail, self.empty, self.cancel)
-        return ResponseStatistics(*(each.as_duration() for each in sums))
+        return ResponseStatistics(*(each.total() for each in sums))
+
+
+class LatencyMetrics:
+    """Triton's summaries of latencies, and the histogram of the time to a request's first response.
+
+    `quantiles`: of the summaries, empty for none; `bounds`: of the histogram, in milliseconds. Only a `decoupled` model
+    reports first responses; for others the answer is the first response.
+    """
+
+    def __init__(
+        self, quantiles: Sequence[float] = (), bounds: Sequence[float] = FIRST_RESPONSE_BOUNDS, decoupled: bool = False
+    ) -> None:
+        self._summaries = [QuantileSummary(quantiles) for _ in _SUMMARIES] if quantiles else []
+        self._first_response = Histogram(bounds)
+        self._decoupled = decoupled
+
+    def record_success(self, latency: int, queued: int, timing: ExecutionTiming) -> None:
+        if self._summaries:
+            for summary, ns in zip(self._summaries, (latency, queued, *timing), strict=True):
+                summary.observe(ns // 1000)
+        if not self._decoupled:
+            self._first_response.observe(latency / 1e6)
+
+    def record_first_response(self, latency: int) -> None:
+        """Called for decoupled models."""
+        self._first_response.observe(latency / 1e6)
+
+    def readings(self) -> Iterator[Reading]:
+        for part, summary in zip(_SUMMARIES, self._summaries, strict=False):
+            yield Reading(f"nv_inference_{part}_summary_us", summary)
+        yield Reading(_FIRST_RESPONSE, self._first_response)
+
+
+def first_response_bounds(document: ConfigDocument) -> tuple[float, ...]:
+    """The histogram's bounds in milliseconds: of the config's `model_metrics`, or Triton's.
+
+    Raises:
+        InvalidArgument: they do not rise.
+    """
+    for control in document.get("model_metrics", {}).get("metric_control", ()):
+        if control.get("metric_identifier", {}).get("family") == _FIRST_RESPONSE:
+            bounds = tuple(map(float, control.get("histogram_options", {}).get("buckets", ())))
+            if bounds and all(low < high for low, high in pairwise(bounds)):
+                return bounds
+            message = f"the buckets of {_FIRST_RESPONSE} must be numbers that rise, got {list(bounds)}"
+            raise InvalidArgument(message, field="model_metrics.metric_control.histogram_options.buckets")
+    return FIRST_RESPONSE_BOUNDS
 
 
 @dataclass(slots=True)
 class ModelMetrics:
-    """Of one model, from its load to its unload. `queued`: nanoseconds; `last`: seconds since the epoch."""
+    """The counters of one model, from its load to its unload. `last_inference_at`: seconds since the epoch."""
 
     latencies: LatencyMetrics = field(default_factory=LatencyMetrics)
     success: DurationSum = field(default_factory=DurationSum)
     fail: DurationSum = field(default_factory=DurationSum)
     queued_ns: int = 0
     compute: ComputeSums = field(default_factory=ComputeSums)
-    compute_by_batch_size: dict[int, ComputeSums] = field(default_factory=dict)
-    responses_by_index: dict[int, ResponseSums] = field(default_factory=dict)
+    compute_by_batch_size: dict[int, ComputeSums] = field(default_factory=lambda: defaultdict(ComputeSums))
+    responses_by_index: dict[int, ResponseSums] = field(default_factory=lambda: defaultdict(ResponseSums))
     failures: Counter[FailureReason] = field(default_factory=Counter)
     single_request_batches: Counter[CloseReason] = field(default_factory=Counter)
     ended_requests: Counter[RequestEnd] = field(default_factory=Counter)
@@ -109,82 +166,70 @@ class ModelMetrics:
     executions: int = 0
     last_inference_at: float = 0.0
 
-    def record_execution(self, size: int, timing: ExecutionTiming, cause: CloseReason, requests: int) -> None:
-        """A batch of that many items and requests was executed."""
+    def record_execution(self, size: int, timing: ExecutionTiming, reason: CloseReason, requests: int) -> None:
+        """A batch of `size` items of that many requests was executed; `reason`: why it took no more."""
         self.executions += 1
-        if size not in self.compute_by_batch_size:
-            self.compute_by_batch_size[size] = ComputeSums()
         self.compute_by_batch_size[size].add(timing)
         if requests == 1:
-            self.single_request_batches[cause] += 1
+            self.single_request_batches[reason] += 1
 
-    def record_success(self, size: int, whole: int, queued: int, timing: ExecutionTiming) -> None:
-        """A request of that many items was answered, `whole` after it came."""
+    def record_success(self, size: int, latency: int, queued: int, timing: ExecutionTiming) -> None:
+        """A request of `size` items was answered after `latency`, of which it was `queued` for a part."""
         self.inferences += size
         self.success.count += 1
-        self.success.ns += whole
+        self.success.ns += latency
         self.queued_ns += queued
         self.compute.add(timing)
         self.last_inference_at = time.time()
-        spent = self.duration_totals
-        spent.request += whole // 1000
-        spent.queue += queued // 1000
-        spent.compute_input += timing.input // 1000
-        spent.compute_infer += timing.infer // 1000
-        spent.compute_output += timing.output // 1000
-        self.latencies.record_success(whole, queued, timing)
+        totals = self.duration_totals
+        totals.request += latency // 1000
+        totals.queue += queued // 1000
+        totals.compute_input += timing.input // 1000
+        totals.compute_infer += timing.infer // 1000
+        totals.compute_output += timing.output // 1000
+        self.latencies.record_success(latency, queued, timing)
 
-    def record_failure(self, reason: FailureReason, whole: int) -> None:
-        """A request was not answered."""
+    def record_failure(self, reason: FailureReason, latency: int) -> None:
         self.failures[reason] += 1
-        self.fail.add(whole)
+        self.fail.add(latency)
 
-    def response_sums(self, place: int) -> ResponseSums:
-        """Of the responses in that place of a stream; those far out share the last."""
-        place = min(place, _PLACES - 1)
-        if place not in self.responses_by_index:
-            self.responses_by_index[place] = ResponseSums()
-        return self.responses_by_index[place]
+    def response_sums(self, index: int) -> ResponseSums:
+        """The sums for the response at that index of a stream."""
+        return self.responses_by_index[min(index, _MAX_RESPONSE_INDEX)]
 
-    def record_request_end(self, exchange: RequestContext) -> None:
-        """A request of a door has ended that was for this model."""
-        assert exchange.end is not None
-        self.ended_requests[exchange.end] += 1
+    def record_request_end(self, context: RequestContext) -> None:
+        """A request of a frontend that named this model has ended."""
+        assert context.end is not None
+        self.ended_requests[context.end] += 1
 
     def statistics(self) -> VersionStatistics:
+        success, fail = self.success.total(), self.fail.total()
+        queue = StatisticDuration(self.success.count, self.queued_ns)
         return VersionStatistics(
             last_inference=int(self.last_inference_at * 1000),
             inference_count=self.inferences,
             execution_count=self.executions,
-            inference=self._inference(),
+            inference=InferenceStatistics(success, fail, queue, *self.compute.totals()),
             batches=tuple(
-                BatchStatistics(size, *parts.as_durations())
-                for size, parts in sorted(self.compute_by_batch_size.items())
+                BatchStatistics(size, *sums.totals()) for size, sums in sorted(self.compute_by_batch_size.items())
             ),
-            responses={str(place): each.as_statistics() for place, each in sorted(self.responses_by_index.items())},
+            responses={str(index): sums.totals() for index, sums in sorted(self.responses_by_index.items())},
             explain={
-                cause.value: self.single_request_batches[cause]
-                for cause in CloseReason
-                if self.single_request_batches[cause]
+                reason.value: self.single_request_batches[reason]
+                for reason in CloseReason
+                if self.single_request_batches[reason]
             },
         )
 
-    def _inference(self) -> InferenceStatistics:
-        queue = StatisticDuration(self.success.count, self.queued_ns)
-        return InferenceStatistics(
-            self.success.as_duration(), self.fail.as_duration(), queue, *self.compute.as_durations()
-        )
-
     def readings(self, pending: int) -> Iterator[Reading]:
-        """`pending`: requests that wait."""
+        """Everything for a scrape. `pending`: requests that wait."""
         yield from ended_readings({RequestEnd(Outcome.DONE): 0} | self.ended_requests)
-        for cause in CloseReason:
-            yield Reading(
-                "charonia_unbatched_requests_total", self.single_request_batches[cause], {"reason": cause.value}
-            )
+        for reason in CloseReason:
+            alone = self.single_request_batches[reason]
+            yield Reading("charonia_unbatched_requests_total", alone, {"reason": reason.value})
         yield Reading("nv_inference_request_success", self.success.count)
-        for reason in FailureReason:
-            yield Reading("nv_inference_request_failure", self.failures[reason], {"reason": reason.value})
+        for failure in FailureReason:
+            yield Reading("nv_inference_request_failure", self.failures[failure], {"reason": failure.value})
         yield Reading("nv_inference_count", self.inferences)
         yield Reading("nv_inference_exec_count", self.executions)
         yield from self.duration_totals.readings()

@@ -1,12 +1,12 @@
-"""The `encoder` backend: sentence-transformers and cross-encoder directories as published, texts to vectors or scores.
+"""The `encoder` backend: published sentence-transformers and cross-encoder directories, texts to vectors or scores.
 
-Requests are batched by their count, as any model's; inside an execution, texts of similar length are computed together,
-a budget of tokens at a time. torch and transformers are imported when the first encoder is loaded, and stay.
+Requests are batched by their number, as any model's; within an execution, texts of similar length are computed
+together, a budget of tokens at a time. torch and transformers are imported when the first encoder is loaded, and stay.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,43 +22,48 @@ from ..config_completion import FoundModel, FoundTensor, check_config_matches, c
 from ..instance_groups import bytes_on_disk, memory_per_instance, threads_per_instance
 from ..runtime import Arrays, InstancePlacement, Runtime, RuntimeTraits
 from .encoder_files import CrossEncoderFiles, EmbedderFiles, read_encoder
-from .token_batches import batch_by_length
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from .encoder_modules import Encoder
 
 TEXT, PAIR, IDS = "text_input", "text_pair", "input_ids"
 EMBEDDING, SCORE, COUNT = "embedding", "score", "num_input_tokens"
 MAX_BATCH_SIZE = 256
-"""Texts of one execution, where the config does not say."""
+"""Texts of one execution, if the config does not say."""
 
-_KNOWN = {"max_batch_tokens", "intra_op_thread_count", "default-max-batch-size"}
+_KNOWN_PARAMETERS = {"max_batch_tokens", "intra_op_thread_count", "default-max-batch-size"}
 _MAX_BATCH_TOKENS = 8192
+
+_MIN_FILLED = 0.75
+"""The least share of a batch's tokens that is no padding, unless the batch is small."""
+
+_SMALL_BATCH = 256
+"""Tokens of a batch, padding included, up to which a longer row costs less than another pass."""
 
 
 class EncoderLoader:
     """Loads the version's directory itself: modules.json beside a transformer, or a transformer's config.json.
 
-    Parameters: `max_batch_tokens`, how many are computed together, padding included; `intra_op_thread_count`.
+    Parameters: `max_batch_tokens` computed together, padding included; `intra_op_thread_count`.
     """
 
     def load(
-        self, directory: Path, config: ModelConfig, place: InstancePlacement, parameters: Mapping[str, str]
+        self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]
     ) -> Runtime:
         from ..torch.torch_process import set_torch_threads
+        from .encoder_modules import CrossEncoder, Embedder
 
-        warn_unknown_parameters(config.name, parameters, _KNOWN)
-        budget = read_integer(parameters, "max_batch_tokens", _MAX_BATCH_TOKENS, least=1)
-        set_torch_threads(
-            read_thread_count(parameters, "intra_op_thread_count") or threads_per_instance(config.document)
-        )
+        warn_unknown_parameters(config.name, parameters, _KNOWN_PARAMETERS)
+        max_batch_tokens = read_integer(parameters, "max_batch_tokens", _MAX_BATCH_TOKENS, least=1)
+        threads = read_thread_count(parameters, "intra_op_thread_count") or threads_per_instance(config.document)
+        set_torch_threads(threads)
         files = read_encoder(directory)
         check_config_matches(config, encoder_tensors(files))
-        device = f"cuda:{place.device}" if place.kind == "KIND_GPU" else "cpu"
+        device = f"cuda:{placement.device}" if placement.kind == "KIND_GPU" else "cpu"
         tokenizer = EncoderTokenizer.load(files.directory, files.tokenization.max_tokens, files.tokenization.lowercase)
-        return EncoderRuntime(_encoder(files, device), EncoderInputReader(files, tokenizer), budget, device)
+        reader = EncoderInputReader(files, tokenizer)
+        encoder = CrossEncoder(files, device) if isinstance(files, CrossEncoderFiles) else Embedder(files, device)
+        return EncoderRuntime(encoder, reader, max_batch_tokens)
 
     def uses_gpus(self) -> bool:
         return torch_has_cuda()
@@ -74,7 +79,7 @@ class EncoderLoader:
 
 
 def encoder_tensors(files: EmbedderFiles | CrossEncoderFiles) -> FoundModel:
-    """What goes in and comes out of an encoder: texts, or in place of them ids; in rows that -1 fills up."""
+    """The tensors of an encoder. Its texts may come as ids instead, in rows that -1 fills up."""
     text, count = FoundTensor(TEXT, "BYTES", (-1, 1)), FoundTensor(COUNT, "INT32", (-1, 1))
     if isinstance(files, CrossEncoderFiles):
         score = FoundTensor(SCORE, "FP32", (-1, files.labels))
@@ -83,20 +88,14 @@ def encoder_tensors(files: EmbedderFiles | CrossEncoderFiles) -> FoundModel:
     return FoundModel(inputs, (FoundTensor(EMBEDDING, "FP32", (-1, files.size)), count))
 
 
-def _encoder(files: EmbedderFiles | CrossEncoderFiles, device: str) -> "Encoder":
-    from .encoder_modules import CrossEncoder, Embedder
-
-    return CrossEncoder(files, device) if isinstance(files, CrossEncoderFiles) else Embedder(files, device)
-
-
 class EncoderInputReader:
-    """Reads the inputs of requests: tokens, however they are given."""
+    """Reads the inputs of requests: texts, pairs of texts, or ids. `output`: the name of the encoder's output."""
 
     def __init__(self, files: EmbedderFiles | CrossEncoderFiles, tokenizer: EncoderTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._length = files.tokenization.max_tokens
+        self._max_tokens = files.tokenization.max_tokens
         self._prompt = files.tokenization.prompt
-        self._vocabulary = int(read_json(files.directory / "config.json").get("vocab_size", 0))
+        self._vocabulary_size = int(read_json(files.directory / "config.json").get("vocab_size", 0))
         self.output = SCORE if isinstance(files, CrossEncoderFiles) else EMBEDDING
 
     def read_tokens(self, inputs: Arrays) -> list[EncodedText]:
@@ -104,52 +103,40 @@ class EncoderInputReader:
         if (TEXT in inputs) == (IDS in inputs):
             raise InvalidArgument(f"give either {TEXT} or {IDS}", field=TEXT)
         if IDS in inputs:
-            return [self._given(row) for row in inputs[IDS].tolist()]
-        texts = [self._prompt + text for text in _texts(inputs[TEXT])]
-        return self._tokenizer.encode(texts, _texts(inputs[PAIR]) if PAIR in inputs else None)
+            return [self._check_ids(row) for row in inputs[IDS].tolist()]
+        texts = [self._prompt + text for text in _decoded(inputs[TEXT])]
+        return self._tokenizer.encode(texts, _decoded(inputs[PAIR]) if PAIR in inputs else None)
 
-    def _given(self, row: list[int]) -> EncodedText:
+    def _check_ids(self, row: list[int]) -> EncodedText:
         ids = row[: row.index(-1)] if -1 in row else row
-        if not 0 < len(ids) <= self._length:
-            message = f"{IDS} must be 1 to {self._length} tokens for this model, got {len(ids)}"
+        if not 0 < len(ids) <= self._max_tokens:
+            message = f"{IDS} must be 1 to {self._max_tokens} tokens for this model, got {len(ids)}"
             raise InvalidArgument(message, field=IDS)
-        wrong = [each for each in (*ids, *row[len(ids) :]) if not -1 <= each < self._vocabulary]
+        wrong = [each for each in (*ids, *row[len(ids) :]) if not -1 <= each < self._vocabulary_size]
         if wrong or any(each != -1 for each in row[len(ids) :]):
-            message = f"{IDS} must be between 0 and {self._vocabulary - 1}, filled up with -1"
+            message = f"{IDS} must be between 0 and {self._vocabulary_size - 1}, filled up with -1"
             raise InvalidArgument(f"{message}, got {(wrong or row)[0]}", field=IDS)
         return EncodedText(ids, [0] * len(ids))
 
 
-def _texts(array: NDArray[Any]) -> list[str]:
-    """What is not UTF-8 reads as U+FFFD: other requests share the batch."""
+def _decoded(array: NDArray[Any]) -> list[str]:
+    """U+FFFD stands for bytes that are not UTF-8, rather than an error: other requests share the batch."""
     return [text.decode(errors="replace") for text in array.ravel()]
 
 
-class PaddedBatch(NamedTuple):
-    """See `encoder_modules.Padded`."""
-
-    ids: "Tensor"
-    mask: "Tensor"
-    segments: "Tensor"
-
-
 class EncoderRuntime:
-    """One instance with weights of its own."""
+    """One instance, with weights of its own."""
 
-    def __init__(self, encoder: "Encoder", reader: EncoderInputReader, budget: int, device: str) -> None:
+    def __init__(self, encoder: "Encoder", reader: EncoderInputReader, max_batch_tokens: int) -> None:
         self._encoder: Encoder | None = encoder
         self._reader = reader
-        self._budget = budget
-        self._device = device
+        self._max_batch_tokens = max_batch_tokens
+        self.traits = RuntimeTraits()
 
-    @property
-    def traits(self) -> RuntimeTraits:
-        return RuntimeTraits()
-
-    def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
-        sequences = self._reader.read_tokens(inputs)
-        counts = np.array([[len(sequence.ids)] for sequence in sequences], np.int32)
-        yield {self._reader.output: self._compute(sequences), COUNT: counts}
+    def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
+        texts = self._reader.read_tokens(inputs)
+        counts = np.array([[len(text.ids)] for text in texts], np.int32)
+        yield {self._reader.output: self._encode(texts), COUNT: counts}
 
     def close(self) -> None:
         from ..torch.torch_process import release_torch_memory
@@ -157,27 +144,35 @@ class EncoderRuntime:
         self._encoder = None
         release_torch_memory()
 
-    def _compute(self, sequences: Sequence[EncodedText]) -> NDArray[np.float32]:
-        import torch
-
+    def _encode(self, texts: Sequence[EncodedText]) -> NDArray[np.float32]:
+        """[texts, size]"""
         assert self._encoder is not None
-        made: dict[int, NDArray[np.float32]] = {}
-        with torch.inference_mode():
-            for indices in batch_by_length([len(each.ids) for each in sequences], self._budget):
-                batch = self._padded([sequences[index] for index in indices], self._encoder.pad_id)
-                made.update(zip(indices, self._encoder(batch).cpu().numpy(), strict=True))
-        return np.stack([made[index] for index in range(len(sequences))])
+        vectors: dict[int, NDArray[np.float32]] = {}
+        for indices in batch_by_length([len(each.ids) for each in texts], self._max_batch_tokens):
+            encoded = self._encoder.encode([texts[index] for index in indices])
+            vectors.update(zip(indices, encoded, strict=True))
+        return np.stack([vectors[index] for index in range(len(texts))])
 
-    def _padded(self, sequences: Sequence[EncodedText], pad: int) -> PaddedBatch:
-        """Rows of equal length; what fills them up stands at the end."""
-        import torch
 
-        rows = len(sequences), max(len(each.ids) for each in sequences)
-        ids, mask, segments = np.full(rows, pad), np.zeros(rows, np.int64), np.zeros(rows, np.int64)
-        for row, each in enumerate(sequences):
-            length = len(each.ids)
-            ids[row, :length], mask[row, :length], segments[row, :length] = each.ids, 1, each.segments
-        return PaddedBatch(*(torch.from_numpy(array).to(self._device) for array in (ids, mask, segments)))
+def batch_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Batches of indices of `lengths`, each index in exactly one; the longest come first.
+
+    No batch has more than `max_tokens`, padding included, unless it is a single sequence; and little is padding.
+    """
+    batch: list[int] = []
+    longest = tokens = 0
+    for index in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
+        padded, filled = longest * (len(batch) + 1), tokens + lengths[index]
+        fits = padded <= max_tokens and (padded <= _SMALL_BATCH or filled >= _MIN_FILLED * padded)
+        if batch and not fits:
+            yield batch
+            batch, tokens = [], 0
+        if not batch:
+            longest = lengths[index]
+        batch.append(index)
+        tokens += lengths[index]
+    if batch:
+        yield batch
 
 
 ENCODER = EncoderLoader()

@@ -1,7 +1,8 @@
-"""Encoders as they are published: what the files of a sentence-transformers or cross-encoder directory say.
+"""The description of an encoder, read from the files of a published sentence-transformers or cross-encoder directory.
 
-Reads small JSON files, loads no weights, imports no torch. What it does not know it refuses by name: an embedding made
-without one of its steps looks like any other.
+Reads small JSON files, loads no weights, imports no torch. An unknown step is an error that names it: an embedding made
+without one of its steps looks like any other. Source:
+https://sbert.net/docs/sentence_transformer/usage/custom_models.html.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ import orjson
 from ...core.errors import InvalidArgument, NotFound, Unsupported
 from ...tokenization.checkpoint_files import read_json
 
-_MODES = {
+_POOLING_MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_max_tokens": "max",
@@ -26,7 +27,7 @@ _MODES = {
 
 
 class Pooling(StrEnum):
-    """How the vectors of a text's tokens become one; sentence-transformers' names."""
+    """How the vectors of a text's tokens become one, by sentence-transformers' names."""
 
     MEAN = "mean"
     CLS = "cls"
@@ -35,7 +36,7 @@ class Pooling(StrEnum):
 
 
 class Activation(StrEnum):
-    """What becomes of a linear layer's results; the last part of a torch class's name."""
+    """The activation after a linear layer, by the name of its class in torch."""
 
     IDENTITY = "Identity"
     SIGMOID = "Sigmoid"
@@ -55,7 +56,7 @@ class DenseFiles:
 
 @dataclass(frozen=True, slots=True)
 class TokenizationRules:
-    """How texts are tokenized. `length`: the most tokens; `prompt`: what is put before each text."""
+    """`prompt` is put before each text."""
 
     max_tokens: int
     lowercase: bool = False
@@ -64,7 +65,7 @@ class TokenizationRules:
 
 @dataclass(frozen=True, slots=True)
 class EmbedderFiles:
-    """Texts to vectors of `size`. `directory`: of the transformer."""
+    """An encoder of texts into vectors of `size`. `directory`: of the transformer."""
 
     directory: Path
     tokenization: TokenizationRules
@@ -76,7 +77,7 @@ class EmbedderFiles:
 
 @dataclass(frozen=True, slots=True)
 class CrossEncoderFiles:
-    """Pairs of texts to `labels` scores."""
+    """An encoder of pairs of texts into `labels` scores."""
 
     directory: Path
     tokenization: TokenizationRules
@@ -85,41 +86,44 @@ class CrossEncoderFiles:
 
 
 def read_encoder(directory: Path) -> EmbedderFiles | CrossEncoderFiles:
-    """What kind of encoder is in a directory, and how it is put together.
+    """The encoder in a directory.
 
     Raises:
         NotFound: there is none.
         InvalidArgument: a file cannot be read.
-        Unsupported: it has a step that is not known here.
+        Unsupported: it has an unknown step.
     """
     if (directory / "modules.json").is_file():
-        return _embedder(directory)
+        return _read_embedder(directory)
     config = read_json(directory / "config.json")
     if not config:
         raise NotFound(f"{directory} has neither modules.json nor config.json: no encoder")
     if any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()):
-        return _cross_encoder(directory, config)
-    # As sentence-transformers takes a bare transformer.
-    return EmbedderFiles(directory, _tokens(directory, directory), Pooling.MEAN, (), False, _hidden(config, directory))
+        return _read_cross_encoder(directory, config)
+    # sentence-transformers gives a bare transformer mean pooling.
+    tokenization, size = _read_tokenization(directory, directory), _read_hidden_size(config, directory)
+    return EmbedderFiles(directory, tokenization, Pooling.MEAN, (), False, size)
 
 
-def _embedder(directory: Path) -> EmbedderFiles:
-    steps = [(str(each["type"]).rpartition(".")[2], directory / each["path"]) for each in _modules(directory)]
+def _read_embedder(directory: Path) -> EmbedderFiles:
+    steps = [(str(each["type"]).rpartition(".")[2], directory / each["path"]) for each in _read_modules(directory)]
     kinds = [kind for kind, _ in steps]
-    dense = tuple(_dense(path) for kind, path in steps if kind == "Dense")
+    dense = tuple(_read_dense(path) for kind, path in steps if kind == "Dense")
     if kinds not in (["Transformer", "Pooling", *["Dense"] * len(dense), *tail] for tail in ([], ["Normalize"])):
         message = "it must be Transformer, Pooling, maybe Dense, maybe Normalize"
         raise Unsupported(f"{directory / 'modules.json'} has the modules {', '.join(kinds)}; {message}")
     transformer, pooling = steps[0][1], read_json(steps[1][1] / "config.json")
-    hidden = _hidden(read_json(transformer / "config.json"), transformer)
-    tokens = _tokens(directory, transformer)
-    if tokens.prompt and not pooling.get("include_prompt", True):
+    hidden = _read_hidden_size(read_json(transformer / "config.json"), transformer)
+    tokenization = _read_tokenization(directory, transformer)
+    if tokenization.prompt and not pooling.get("include_prompt", True):
         raise Unsupported(f"{steps[1][1] / 'config.json'}: include_prompt false, with a default prompt")
     size = dense[-1].outputs if dense else hidden
-    return EmbedderFiles(transformer, tokens, _pooling(pooling, steps[1][1]), dense, "Normalize" in kinds, size)
+    return EmbedderFiles(
+        transformer, tokenization, _read_pooling(pooling, steps[1][1]), dense, "Normalize" in kinds, size
+    )
 
 
-def _modules(directory: Path) -> list[dict[str, Any]]:
+def _read_modules(directory: Path) -> list[dict[str, Any]]:
     file = directory / "modules.json"
     try:
         modules = orjson.loads(file.read_bytes())
@@ -128,8 +132,8 @@ def _modules(directory: Path) -> list[dict[str, Any]]:
         raise InvalidArgument(f"{file} is no list of modules: {error}") from error
 
 
-def _pooling(config: Mapping[str, Any], directory: Path) -> Pooling:
-    modes = [name for key, name in _MODES.items() if config.get(key)]
+def _read_pooling(config: Mapping[str, Any], directory: Path) -> Pooling:
+    modes = [name for key, name in _POOLING_MODES.items() if config.get(key)]
     named = config.get("pooling_mode")
     modes = modes or ([named] if isinstance(named, str) else list(named or ()))
     if len(modes) != 1 or modes[0] not in set(Pooling):
@@ -139,7 +143,7 @@ def _pooling(config: Mapping[str, Any], directory: Path) -> Pooling:
     return Pooling(modes[0])
 
 
-def _dense(directory: Path) -> DenseFiles:
+def _read_dense(directory: Path) -> DenseFiles:
     config = read_json(directory / "config.json")
     try:
         sizes = int(config["in_features"]), int(config["out_features"])
@@ -149,13 +153,13 @@ def _dense(directory: Path) -> DenseFiles:
     return DenseFiles(directory, *sizes, bool(config.get("bias", True)), activation)
 
 
-def _cross_encoder(directory: Path, config: Mapping[str, Any]) -> CrossEncoderFiles:
+def _read_cross_encoder(directory: Path, config: Mapping[str, Any]) -> CrossEncoderFiles:
     labels = len(config.get("id2label") or {}) or int(config.get("num_labels", 1))
     own: Mapping[str, Any] = config.get("sentence_transformers") or {}
     named = own.get("activation_fn") or config.get("sbert_ce_default_activation_function")
     default = Activation.SIGMOID if labels == 1 else Activation.IDENTITY
     activation = default if named is None else _activation(str(named), directory)
-    return CrossEncoderFiles(directory, _tokens(directory, directory), labels, activation)
+    return CrossEncoderFiles(directory, _read_tokenization(directory, directory), labels, activation)
 
 
 def _activation(name: str, directory: Path) -> Activation:
@@ -167,24 +171,21 @@ def _activation(name: str, directory: Path) -> Activation:
     return Activation(last)
 
 
-def _tokens(directory: Path, transformer: Path) -> TokenizationRules:
+def _read_tokenization(directory: Path, transformer: Path) -> TokenizationRules:
     own = read_json(transformer / "sentence_bert_config.json")
     prompts = read_json(directory / "config_sentence_transformers.json")
     default = prompts.get("default_prompt_name")
     prompt = (prompts.get("prompts") or {}).get(default, "") if default else ""
-    return TokenizationRules(_length(transformer, own), bool(own.get("do_lower_case", False)), str(prompt))
+    max_tokens = own.get("max_seq_length")
+    if not max_tokens:
+        # As sentence-transformers: the lesser of the model's length and its tokenizer's.
+        config, tokenizer = (read_json(transformer / name) for name in ("config.json", "tokenizer_config.json"))
+        lengths = (config.get("max_position_embeddings"), tokenizer.get("model_max_length"))
+        max_tokens = min((int(length) for length in lengths if length), default=512)
+    return TokenizationRules(int(max_tokens), bool(own.get("do_lower_case", False)), str(prompt))
 
 
-def _length(transformer: Path, own: Mapping[str, Any]) -> int:
-    """sentence-transformers': its own figure, or the lesser of what the model and its tokenizer say."""
-    if own.get("max_seq_length"):
-        return int(own["max_seq_length"])
-    config, tokenizer = (read_json(transformer / name) for name in ("config.json", "tokenizer_config.json"))
-    said = (config.get("max_position_embeddings"), tokenizer.get("model_max_length"))
-    return min((int(length) for length in said if length), default=512)
-
-
-def _hidden(config: Mapping[str, Any], directory: Path) -> int:
+def _read_hidden_size(config: Mapping[str, Any], directory: Path) -> int:
     size = config.get("hidden_size") or config.get("dim")
     if not isinstance(size, int):
         raise InvalidArgument(f"{directory / 'config.json'} does not tell hidden_size")

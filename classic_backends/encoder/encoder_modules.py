@@ -1,17 +1,21 @@
-"""The parts of an encoder in torch: a transformer as published, pooling, linear layers. Padded batches in, vectors out.
+"""Encoders in torch: a transformer as published, pooling, linear layers.
 
 Imported only where an encoder is loaded.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ...core.errors import InvalidArgument
 from ...processes.host import map_large_blocks_separately
+from ...tokenization.encoder_tokenizer import EncodedText
 from .encoder_files import Activation, CrossEncoderFiles, DenseFiles, EmbedderFiles, Pooling
 
 _ACTIVATIONS: dict[Activation, nn.Module] = {
@@ -21,39 +25,48 @@ _ACTIVATIONS: dict[Activation, nn.Module] = {
 }
 
 
-class PaddedTexts(Protocol):
-    """A batch: `ids`, `mask` and `segments` are int64 [texts, tokens]; where `mask` is 0 is padding, at the end."""
+class PaddedBatch(NamedTuple):
+    """int64 [texts, tokens]; where `mask` is 0 is padding, at the end of a row."""
 
-    @property
-    def ids(self) -> Tensor: ...
-
-    @property
-    def mask(self) -> Tensor: ...
-
-    @property
-    def segments(self) -> Tensor: ...
+    ids: Tensor
+    mask: Tensor
+    segments: Tensor
 
 
 class Encoder(Protocol):
-    """[texts, size] of a batch, FP32."""
-
-    pad_id: int
-
-    def __call__(self, batch: PaddedTexts) -> Tensor: ...
+    def encode(self, texts: Sequence[EncodedText]) -> NDArray[np.float32]:
+        """[texts, size]"""
 
 
 class Transformer:
-    """transformers' module; it gets segments where its model knows them. `pad`: the id that fills up rows."""
+    """A module of transformers; it gets segments if its model knows them."""
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        config = module.config
-        self._segmented = (getattr(config, "type_vocab_size", 0) or 0) > 1
-        self.pad_id = int(config.pad_token_id or 0)
+    def __init__(self, auto_class: Any, directory: Path, device: str) -> None:
+        from transformers.utils import logging
 
-    def __call__(self, batch: PaddedTexts) -> Any:
+        map_large_blocks_separately()
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        options = {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False}
+        try:
+            module = auto_class.from_pretrained(directory, **options)
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            raise InvalidArgument(f"transformers cannot load {directory}: {error}") from error
+        self._module = module.to(device).eval()
+        self._device = device
+        self._has_segments = (getattr(module.config, "type_vocab_size", 0) or 0) > 1
+        self._pad_id = int(module.config.pad_token_id or 0)
+
+    def pad(self, texts: Sequence[EncodedText]) -> PaddedBatch:
+        rows = len(texts), max(len(each.ids) for each in texts)
+        ids, mask, segments = np.full(rows, self._pad_id), np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+        for row, each in enumerate(texts):
+            length = len(each.ids)
+            ids[row, :length], mask[row, :length], segments[row, :length] = each.ids, 1, each.segments
+        return PaddedBatch(*(torch.from_numpy(array).to(self._device) for array in (ids, mask, segments)))
+
+    def __call__(self, batch: PaddedBatch) -> Any:
         given = {"input_ids": batch.ids, "attention_mask": batch.mask}
-        if self._segmented:
+        if self._has_segments:
             given["token_type_ids"] = batch.segments
         return self._module(**given)
 
@@ -64,17 +77,20 @@ class Embedder:
     def __init__(self, files: EmbedderFiles, device: str) -> None:
         from transformers import AutoModel
 
-        self._transformer = Transformer(_load(AutoModel, files.directory, device))
+        self._transformer = Transformer(AutoModel, files.directory, device)
         self._pooling = files.pooling
-        self._dense = nn.Sequential(*(_dense(each) for each in files.dense)).to(device)
+        self._dense = nn.Sequential(*(_load_dense(each) for each in files.dense)).to(device)
         self._normalize = files.normalize
-        self.pad_id = self._transformer.pad_id
 
-    def __call__(self, batch: PaddedTexts) -> Tensor:
-        tokens = self._transformer(batch).last_hidden_state
-        pooled = pool_tokens(tokens.float(), batch.mask, self._pooling)
-        vectors: Tensor = self._dense(pooled)
-        return nn.functional.normalize(vectors, dim=-1) if self._normalize else vectors
+    @torch.inference_mode()
+    def encode(self, texts: Sequence[EncodedText]) -> NDArray[np.float32]:
+        batch = self._transformer.pad(texts)
+        hidden = self._transformer(batch).last_hidden_state
+        vectors: Tensor = self._dense(pool_tokens(hidden.float(), batch.mask, self._pooling))
+        made: NDArray[np.float32] = (
+            (nn.functional.normalize(vectors, dim=-1) if self._normalize else vectors).cpu().numpy()
+        )
+        return made
 
 
 class CrossEncoder:
@@ -83,55 +99,39 @@ class CrossEncoder:
     def __init__(self, files: CrossEncoderFiles, device: str) -> None:
         from transformers import AutoModelForSequenceClassification
 
-        self._transformer = Transformer(_load(AutoModelForSequenceClassification, files.directory, device))
+        self._transformer = Transformer(AutoModelForSequenceClassification, files.directory, device)
         self._activation = _ACTIVATIONS[files.activation]
-        self.pad_id = self._transformer.pad_id
 
-    def __call__(self, batch: PaddedTexts) -> Tensor:
-        scores: Tensor = self._activation(self._transformer(batch).logits.float())
+    @torch.inference_mode()
+    def encode(self, texts: Sequence[EncodedText]) -> NDArray[np.float32]:
+        logits = self._transformer(self._transformer.pad(texts)).logits
+        scores: NDArray[np.float32] = self._activation(logits.float()).cpu().numpy()
         return scores
 
 
-def pool_tokens(tokens: Tensor, mask: Tensor, how: Pooling) -> Tensor:
-    """[texts, size] of [texts, tokens, size]; padding has no part in it."""
-    if how is Pooling.CLS:
+def pool_tokens(tokens: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
+    """[texts, tokens, size] -> [texts, size]; padding has no part in it."""
+    if pooling is Pooling.CLS:
         return tokens[:, 0]
-    if how is Pooling.LAST:
+    if pooling is Pooling.LAST:
         last = mask.sum(1) - 1
         return tokens[torch.arange(len(tokens), device=tokens.device), last]
-    there = mask[:, :, None].bool()
-    if how is Pooling.MAX:
-        return tokens.masked_fill(~there, -torch.inf).amax(1)
-    return tokens.masked_fill(~there, 0).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
+    kept = mask[:, :, None].bool()
+    if pooling is Pooling.MAX:
+        return tokens.masked_fill(~kept, -torch.inf).amax(1)
+    return tokens.masked_fill(~kept, 0).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
-def _load(kind: Any, directory: Path, device: str) -> Any:
-    from transformers.utils import logging
-
-    map_large_blocks_separately()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        module = kind.from_pretrained(directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise InvalidArgument(f"transformers cannot load {directory}: {error}") from error
-    return module.to(device).eval()
-
-
-def _dense(files: DenseFiles) -> nn.Module:
-    layer = nn.Linear(files.inputs, files.outputs, files.bias)
-    weights = {name.removeprefix("linear."): tensor for name, tensor in _weights(files.directory).items()}
-    try:
-        layer.load_state_dict(weights)
-    except RuntimeError as error:
-        raise InvalidArgument(f"{files.directory} does not hold the weights of its config: {error}") from error
-    return nn.Sequential(layer, _ACTIVATIONS[files.activation])
-
-
-def _weights(directory: Path) -> dict[str, Tensor]:
+def _load_dense(files: DenseFiles) -> nn.Module:
+    layer, directory = nn.Linear(files.inputs, files.outputs, files.bias), files.directory
     if (directory / "model.safetensors").is_file():
-        return load_file(directory / "model.safetensors")
-    file = directory / "pytorch_model.bin"
-    if not file.is_file():
+        weights = load_file(directory / "model.safetensors")
+    elif (directory / "pytorch_model.bin").is_file():
+        weights = torch.load(directory / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    else:
         raise InvalidArgument(f"{directory} has neither model.safetensors nor pytorch_model.bin")
-    weights: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
-    return weights
+    try:
+        layer.load_state_dict({name.removeprefix("linear."): tensor for name, tensor in weights.items()})
+    except RuntimeError as error:
+        raise InvalidArgument(f"{directory} does not hold the weights of its config: {error}") from error
+    return nn.Sequential(layer, _ACTIVATIONS[files.activation])

@@ -1,13 +1,14 @@
-"""The `onnxruntime` backend: ONNX models as Triton runs them, on the CPU or what else onnxruntime was built for.
+"""The `onnxruntime` backend: ONNX models on the CPU, or on what else onnxruntime was built for.
 
-onnxruntime is an extra (`charonia[onnx]`), imported when the first such model is loaded.
+onnxruntime is an extra (`charonia[onnx]`), imported when the first such model is loaded. Source:
+https://github.com/triton-inference-server/onnxruntime_backend.
 """
 
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...core.errors import CharoniaError, Internal, InvalidArgument, Unsupported
 from ...core.memory_needs import MemoryNeed
@@ -23,70 +24,73 @@ if TYPE_CHECKING:
     from .onnx_session import Session
     from .onnx_values import RunSession
 
-_FILE = "model.onnx"
-_COMPLAINT = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
+_ERROR = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
 
 
 class OnnxLoader:
-    """Loads `model.onnx`, or what `default_model_filename` names; either may be a directory with that file in it.
+    """Loads `model.onnx`, or the `default_model_filename`; either may be a directory with a file of that name in it.
 
-    What was opened to complete a config is kept for the load that follows, or until the next config: a file is read
-    once.
+    The session that completed a config is kept until the load that follows, or the next config: a file is read once.
     """
 
     def __init__(self) -> None:
         self._completed: Session | None = None
 
     def load(
-        self, directory: Path, config: ModelConfig, place: InstancePlacement, parameters: Mapping[str, str]
+        self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]
     ) -> Runtime:
-        sessions = _import_sessions()
+        _require_onnxruntime()
+        from .onnx_session import describe_session, open_session
+
         warn_unknown_parameters(config.name, parameters, KNOWN_PARAMETERS)
-        plan = read_session_plan(config.document, place, parameters)
-        session = sessions.open_session(_file(directory, config.document), plan)
+        plan = read_session_plan(config.document, placement, parameters)
+        session = open_session(_model_file(directory, config.document), plan)
         self._completed = None
-        check_config_matches(config, sessions.describe_session(session))
+        check_config_matches(config, describe_session(session))
         return OnnxRuntime(session, config)
 
     def needs(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
-        """The instances on a device share the weights."""
-        file = _file(directory, document)
+        file = _model_file(directory, document)
         return memory_shared_by_instances(document, bytes_on_disk(file if file.parent == directory else file.parent))
 
     def complete(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> ConfigDocument:
         if declares_tensors(document):
             return document
-        sessions = _import_sessions()
+        _require_onnxruntime()
+        from .onnx_session import describe_session, open_session
+
         self._completed = None
         plan = read_session_plan(document, read_instance_slots("", document)[0].placement, parameters)
-        self._completed = sessions.open_session(_file(directory, document), plan)
-        return complete_config(document, sessions.describe_session(self._completed), parameters)
+        self._completed = open_session(_model_file(directory, document), plan)
+        return complete_config(document, describe_session(self._completed), parameters)
 
     def uses_gpus(self) -> bool:
-        return "CUDAExecutionProvider" in _import_sessions().onnxruntime.get_available_providers()
+        _require_onnxruntime()
+        import onnxruntime
+
+        return "CUDAExecutionProvider" in onnxruntime.get_available_providers()
 
 
-def _import_sessions() -> Any:
-    # Its wheels report to their maker otherwise, from the import on.
+def _require_onnxruntime() -> None:
+    # Its wheels send telemetry otherwise, from the import on.
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
-        from . import onnx_session
+        import onnxruntime  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != "onnxruntime":
             raise
         message = "ONNX models need the package onnxruntime, which is not installed: pip install 'charonia[onnx]'"
         raise Unsupported(message, field="backend") from None
-    return onnx_session
 
 
-def _file(directory: Path, document: ConfigDocument) -> Path:
-    """A directory of that name holds the file and its weights."""
-    name = document.get("default_model_filename") or _FILE
+def _model_file(directory: Path, document: ConfigDocument) -> Path:
+    """The model's file; in a directory of that name it lies beside its weights."""
+    name = document.get("default_model_filename") or "model.onnx"
     return directory / name / name if (directory / name).is_dir() else directory / name
 
 
 class OnnxRuntime:
-    """One instance: a session that it shares with the others, held until it is closed."""
+    """One instance: a session that it shares with the others until it is closed."""
 
     def __init__(self, session: "Session", config: ModelConfig) -> None:
         from .onnx_values import session_runner
@@ -94,39 +98,38 @@ class OnnxRuntime:
         self._session: Session | None = session
         self._options = session.run_options()
         self._run: RunSession | None = session_runner(session.session, self._options, config.inputs, config.outputs)
-        self._ended = ""
+        self._interrupted = ""
 
     @property
     def traits(self) -> RuntimeTraits:
-        return RuntimeTraits(ragged=True, interrupt=self._end)
+        return RuntimeTraits(ragged=True, interrupt=self._interrupt)
 
-    def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
+    def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
         assert self._run is not None
-        if self._ended:
-            self._ended, self._options.terminate = "", False
+        if self._interrupted:
+            self._interrupted, self._options.terminate = "", False
         try:
-            made = self._run(inputs, wanted)
+            outputs = self._run(inputs, output_names)
         except CharoniaError:
             raise
         except Exception as error:
-            raise Internal(self._ended) if self._ended else _refusal(error) from error
-        yield dict(zip(wanted, made, strict=True))
+            raise Internal(self._interrupted) if self._interrupted else _in_tritons_words(error) from error
+        yield dict(zip(output_names, outputs, strict=True))
 
-    def _end(self, reason: str) -> None:
-        self._ended, self._options.terminate = f"onnx runtime error: the run was ended: {reason}", True
+    def _interrupt(self, reason: str) -> None:
+        self._interrupted, self._options.terminate = f"onnx runtime error: the run was ended: {reason}", True
 
     def close(self) -> None:
         self._session = self._run = None
         release_free_memory()
 
 
-def _refusal(error: Exception) -> CharoniaError:
-    """onnxruntime's complaint in Triton's words."""
-    if isinstance(error, UnicodeDecodeError):  # onnxruntime gives strings as text alone
+def _in_tritons_words(error: Exception) -> CharoniaError:
+    if isinstance(error, UnicodeDecodeError):  # onnxruntime returns strings as text alone
         return Internal(f"onnx runtime error: an output of the model is not UTF-8: {error}")
-    if isinstance(error, ValueError):  # an input that only its config calls optional
+    if isinstance(error, ValueError):  # an input that is optional in the config alone
         return InvalidArgument(str(error))
-    found = _COMPLAINT.match(str(error))
+    found = _ERROR.match(str(error))
     return Internal(f"onnx runtime error {found[1]}: {found[2]}" if found else f"onnx runtime error: {error}")
 
 

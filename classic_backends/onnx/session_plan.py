@@ -1,7 +1,8 @@
-"""How an ONNX model is to be run: Triton's parameters and `optimization`, read from a config. Imports no onnxruntime.
+"""The options of an ONNX model's session, read from Triton's parameters and `optimization` of its config.
 
-model-config.md section 8. Our own defaults where Triton's suit a process that shares its cores with a server: as many
-threads as the host has cores for us, and none of them spins while it waits.
+Source: https://github.com/triton-inference-server/onnxruntime_backend#readme. Defaults differ where Triton's do not
+suit a process that shares its cores with a server: as many threads as the host has cores for us, and none spins while
+it waits. Imports no onnxruntime.
 """
 
 from collections.abc import Mapping
@@ -14,21 +15,19 @@ from ..backend_parameters import read_choice, read_flag, read_thread_count
 from ..runtime import InstancePlacement
 
 Provider: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
-"""An execution provider of onnxruntime and its options."""
+"""An execution provider of onnxruntime and its sorted options."""
 
 _LEVELS = {-1: "ORT_ENABLE_BASIC", 0: "ORT_ENABLE_ALL", 1: "ORT_ENABLE_EXTENDED", 2: "ORT_DISABLE_ALL"}
 _MODES = {"0": "ORT_SEQUENTIAL", "1": "ORT_PARALLEL"}
-_CUDA = (
-    "cudnn_conv_algo_search",
-    "gpu_mem_limit",
-    "arena_extend_strategy",
-    "do_copy_in_default_stream",
-    "enable_cuda_graph",
-)
-"""Parameters that the CUDA provider takes as they are."""
+_CUDA_PARAMETERS: Mapping[str, Mapping[str, str]] = {
+    "cudnn_conv_algo_search": {"0": "EXHAUSTIVE", "1": "HEURISTIC", "2": "DEFAULT"},
+    "gpu_mem_limit": {},
+    "arena_extend_strategy": {"0": "kNextPowerOfTwo", "1": "kSameAsRequested"},
+    "do_copy_in_default_stream": {},
+    "enable_cuda_graph": {},
+}
+"""Parameters that are options of the CUDA provider -> its names for Triton's values, where they differ."""
 
-_ALGORITHMS = {"0": "EXHAUSTIVE", "1": "HEURISTIC", "2": "DEFAULT"}
-_STRATEGIES = {"0": "kNextPowerOfTwo", "1": "kSameAsRequested"}
 _TENSORRT = {"max_workspace_size_bytes": "trt_max_workspace_size", "minimum_segment_size": "trt_min_subgraph_size"}
 
 KNOWN_PARAMETERS = {
@@ -42,16 +41,15 @@ KNOWN_PARAMETERS = {
     "session_thread_pool_allow_spinning",
     "enable-global-threadpool",
     "default-max-batch-size",
-    *_CUDA,
+    *_CUDA_PARAMETERS,
 }
 
 
 class SessionPlan(NamedTuple):
-    """What a session is made with; equal plans for one file make equal sessions.
+    """Equal plans for one file make equal sessions.
 
-    `threads`, `branches`: how many compute one operator, and how many operators at once. `common_pool`: threads are
-    shared with every model that wants that. `entries`: onnxruntime's session config entries. `shrink`: arenas to give
-    back memory after each run, empty for none.
+    `global_thread_pool`: threads are shared with every model that wants that. `config_entries`: onnxruntime's session
+    config entries. `shrink_arenas`: the arenas that give back memory after each run, such as "cpu:0"; empty for none.
     """
 
     providers: tuple[Provider, ...]
@@ -66,17 +64,24 @@ class SessionPlan(NamedTuple):
     shrink_arenas: str = ""
 
 
-def read_session_plan(document: ConfigDocument, place: InstancePlacement, parameters: Mapping[str, str]) -> SessionPlan:
-    """Raises `InvalidArgument` for a parameter that is wrong; `field` names it."""
+def read_session_plan(
+    document: ConfigDocument, placement: InstancePlacement, parameters: Mapping[str, str]
+) -> SessionPlan:
+    """Raises `InvalidArgument` for a wrong parameter or optimization; `field` names it."""
     spins = read_flag(parameters, "session_thread_pool_allow_spinning", False)
     entries = {"session.intra_op.allow_spinning": spins, "session.inter_op.allow_spinning": spins}
     if read_flag(parameters, "session.use_device_allocator_for_initializers", False):
         entries["session.use_device_allocator_for_initializers"] = True
+    optimization: ConfigDocument = document.get("optimization", {})
+    level = int(optimization.get("graph", {}).get("level", 0))
+    if level not in _LEVELS:
+        message = f"optimization.graph.level must be one of {sorted(_LEVELS)}, got {level}"
+        raise InvalidArgument(message, field="optimization.graph.level")
     return SessionPlan(
-        providers=_providers(document, place, parameters),
+        providers=_read_providers(optimization.get("execution_accelerators", {}), placement, parameters),
         intra_op_threads=read_thread_count(parameters, "intra_op_thread_count") or usable_cores().threads,
         inter_op_threads=read_thread_count(parameters, "inter_op_thread_count") or usable_cores().threads,
-        optimization_level=_level(document),
+        optimization_level=_LEVELS[level],
         execution_mode=_MODES[read_choice(parameters, "execution_mode", _MODES, "0")],
         memory_arena=read_flag(parameters, "enable_mem_arena", True),
         memory_pattern=read_flag(parameters, "enable_mem_pattern", True),
@@ -86,53 +91,41 @@ def read_session_plan(document: ConfigDocument, place: InstancePlacement, parame
     )
 
 
-def _level(document: ConfigDocument) -> str:
-    graph: ConfigDocument = document.get("optimization", {}).get("graph", {})
-    level = int(graph.get("level", 0))
-    if level not in _LEVELS:
-        message = f"optimization.graph.level must be one of {sorted(_LEVELS)}, got {level}"
-        raise InvalidArgument(message, field="optimization.graph.level")
-    return _LEVELS[level]
-
-
-def _providers(
-    document: ConfigDocument, place: InstancePlacement, parameters: Mapping[str, str]
+def _read_providers(
+    accelerators: ConfigDocument, placement: InstancePlacement, parameters: Mapping[str, str]
 ) -> tuple[Provider, ...]:
-    """The first that can run an operator does; the CPU runs all."""
-    accelerators: ConfigDocument = document.get("optimization", {}).get("execution_accelerators", {})
-    side = "gpu_execution_accelerator" if place.kind == "KIND_GPU" else "cpu_execution_accelerator"
-    wanted = [_accelerator(side, each, place) for each in accelerators.get(side, ())]
-    if place.kind == "KIND_GPU" and all(name != "CUDAExecutionProvider" for name, _ in wanted):
-        wanted.append(("CUDAExecutionProvider", _cuda(place, parameters)))
-    return (*wanted, ("CPUExecutionProvider", ()))
+    """The providers by precedence: an operator runs on the first that has it, and the CPU has all."""
+    on_gpu, device = placement.kind == "KIND_GPU", {"device_id": str(placement.device)}
+    side = "gpu_execution_accelerator" if on_gpu else "cpu_execution_accelerator"
+    providers: list[tuple[str, dict[str, str]]] = []
+    for asked in accelerators.get(side, ()):
+        options = dict(asked.get("parameters", {}))
+        match on_gpu, asked.get("name", ""):
+            case False, "openvino":
+                providers.append(("OpenVINOExecutionProvider", options))
+            case True, "cuda":
+                providers.append(("CUDAExecutionProvider", _cuda_options(options) | device))
+            case True, "tensorrt":
+                providers.append(("TensorrtExecutionProvider", _tensorrt_options(options) | device))
+            case _, name:
+                message = f"unknown {side} '{name}'; known are tensorrt and cuda on GPU, openvino on CPU"
+                raise InvalidArgument(message, field=f"optimization.execution_accelerators.{side}")
+    if on_gpu and all(name != "CUDAExecutionProvider" for name, _ in providers):
+        providers.append(("CUDAExecutionProvider", _cuda_options(parameters) | device))
+    providers.append(("CPUExecutionProvider", {}))
+    return tuple((name, tuple(sorted(options.items()))) for name, options in providers)
 
 
-def _accelerator(side: str, asked: ConfigDocument, place: InstancePlacement) -> Provider:
-    name, options = asked.get("name", ""), dict(asked.get("parameters", {}))
-    if side == "cpu_execution_accelerator" and name == "openvino":
-        return "OpenVINOExecutionProvider", _options(options)
-    if side == "gpu_execution_accelerator" and name == "cuda":
-        return "CUDAExecutionProvider", _cuda(place, options)
-    if side == "gpu_execution_accelerator" and name == "tensorrt":
-        return "TensorrtExecutionProvider", _options(_tensorrt(options) | {"device_id": str(place.device)})
-    field = f"optimization.execution_accelerators.{side}"
-    raise InvalidArgument(f"unknown {side} '{name}'; known are tensorrt and cuda on GPU, openvino on CPU", field=field)
-
-
-def _tensorrt(options: Mapping[str, str]) -> dict[str, str]:
-    """Triton's old names in onnxruntime's words; new names pass as they are."""
+def _tensorrt_options(options: Mapping[str, str]) -> dict[str, str]:
+    """Triton's names in onnxruntime's words; onnxruntime's own pass as they are."""
     precision = options.get("precision_mode", "FP32")
     named = {_TENSORRT.get(name, name): value for name, value in options.items() if name != "precision_mode"}
     return named | ({f"trt_{precision.lower()}_enable": "1"} if precision in ("FP16", "INT8") else {})
 
 
-def _cuda(place: InstancePlacement, parameters: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    options = {name: parameters[name] for name in _CUDA if name in parameters}
-    for name, words in (("cudnn_conv_algo_search", _ALGORITHMS), ("arena_extend_strategy", _STRATEGIES)):
-        if name in options:
-            options[name] = words.get(options[name], options[name])
-    return _options(options | {"device_id": str(place.device)})
-
-
-def _options(options: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted(options.items()))
+def _cuda_options(parameters: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: values.get(parameters[name], parameters[name])
+        for name, values in _CUDA_PARAMETERS.items()
+        if name in parameters
+    }

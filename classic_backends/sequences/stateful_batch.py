@@ -1,6 +1,6 @@
-"""A batch of a stateful model: rows that wait for their sequence, control tensors, and state from request to request.
+"""The batches of a stateful model: idle rows, control tensors, and state from request to request.
 
-Runs in the thread of an instance. Knows nothing of which sequences there are, and when they end.
+Runs in the thread of an instance. Knows nothing of which sequences are open.
 """
 
 from collections.abc import Sequence
@@ -11,17 +11,14 @@ from numpy.typing import NDArray
 
 from ...core.errors import Internal
 from ...core.tensor import NUMPY_TYPES, zero_array
-from ..batching.inference_job import InferenceJob, NullSink
+from ..batching.inference_job import InferenceJob, SequenceFlags
 from ..runtime import Arrays
-from .sequence_context import SequenceFlags
 from .sequence_tensors import ControlKind, ControlTensor, StateTensor
-
-_NOBODY = NullSink()
 
 
 class StatefulLayout(NamedTuple):
-    """How requests of sequences become a batch, beside what is so for all. `batched`: tensors have a batch dimension in
-    front; `pinned`: each sequence has its own row."""
+    """A `batch_execution.SequenceLayout`. `batched`: tensors have a batch dimension; `fixed_rows`: each sequence has
+    its own row."""
 
     batched: bool
     fixed_rows: bool = False
@@ -30,50 +27,50 @@ class StatefulLayout(NamedTuple):
 
     @property
     def state_outputs(self) -> tuple[str, ...]:
-        """Outputs that are read though nobody asks for them."""
         return tuple(state.output for state in self.states)
 
     def arrange_rows(self, jobs: Sequence[InferenceJob]) -> Sequence[InferenceJob]:
-        """The rows of a batch: where sequences are pinned, all up to the last that has a request; idle ones are jobs
-        without a context, like the first in shape."""
+        """The rows of a batch. With fixed rows, all up to the last that has a request; an idle one is a job without a
+        sequence, with zeros of the first job's shapes."""
         if not self.fixed_rows:
             return jobs
         by_row = {job.sequence.row: job for job in jobs if job.sequence is not None}
         count = max(by_row) + 1
         if count == len(jobs):
             return [by_row[row] for row in range(count)]
-        idle = InferenceJob({name: _emptied(array) for name, array in jobs[0].inputs.items()}, (), _NOBODY)
+        zeros = {name: zero_array(array.shape, array.dtype) for name, array in jobs[0].inputs.items()}
+        idle = InferenceJob(zeros, ())
         return [by_row.get(row, idle) for row in range(count)]
 
     def sequence_inputs(self, jobs: Sequence[InferenceJob]) -> dict[str, NDArray[Any]]:
-        """What the model gets beside the requests' own tensors."""
-        told = {control.name: self._told(control, jobs) for control in self.controls}
-        return told | {state.input: _fed(state, jobs) for state in self.states}
+        """The controls and states of a batch."""
+        controls = {control.name: self._control_input(control, jobs) for control in self.controls}
+        return controls | {state.input: _state_input(state, jobs) for state in self.states}
 
-    def _told(self, control: ControlTensor, jobs: Sequence[InferenceJob]) -> NDArray[Any]:
+    def _control_input(self, control: ControlTensor, jobs: Sequence[InferenceJob]) -> NDArray[Any]:
         dtype = NUMPY_TYPES[control.datatype]
         flags = [job.sequence_flags for job in jobs for _ in range(job.batch_size)]
         if control.kind is ControlKind.ID:
-            array = np.array([_id(control, each) for each in flags], dtype)
+            array = np.array([_control_id(control, each) for each in flags], dtype)
         else:
             array = np.array(control.values, dtype)[[_holds(control.kind, each) for each in flags]]
         return array[:, np.newaxis] if self.batched else array
 
-    def store_states(self, jobs: Sequence[InferenceJob], parts: Sequence[Arrays]) -> None:
-        """Each sequence takes the state that its part of the outputs leaves it, all of them or none.
+    def store_states(self, jobs: Sequence[InferenceJob], outputs: Sequence[Arrays]) -> None:
+        """Keep the states that each job's outputs leave its sequence: all of them or, after an error, none.
 
         Raises:
-            Internal: a state is of another type or shape than its config says.
+            Internal: a state has another type or shape than its config says.
         """
-        alone = len(jobs) == 1
-        left = [{state.input: self._state(state, part, alone) for state in self.states} for part in parts]
-        for job, states in zip(jobs, left, strict=True):
+        copy = len(jobs) > 1
+        states = [{state.input: self._checked(state, part[state.output]) for state in self.states} for part in outputs]
+        for job, arrays in zip(jobs, states, strict=True):
             if job.sequence is not None and job.sequence_flags is not None:
-                job.sequence.states = {} if job.sequence_flags.end else states
+                # A view would keep the whole batch in memory.
+                kept = {name: array.copy() if copy else array for name, array in arrays.items()}
+                job.sequence.states = {} if job.sequence_flags.end else kept
 
-    def _state(self, state: StateTensor, part: Arrays, alone: bool) -> NDArray[Any]:
-        """A copy of what is a part of something larger, which would be kept with it."""
-        array = part[state.output]
+    def _checked(self, state: StateTensor, array: NDArray[Any]) -> NDArray[Any]:
         shape = array.shape[1:] if self.batched else array.shape
         fits = len(shape) == len(state.dims) and all(
             dim in (-1, size) for dim, size in zip(state.dims, shape, strict=True)
@@ -81,41 +78,38 @@ class StatefulLayout(NamedTuple):
         if array.dtype != np.dtype(NUMPY_TYPES[state.datatype]) or not fits:
             made = f"{array.dtype} of shape {list(array.shape)}"
             raise Internal(f"state '{state.output}' came as {made}, not {state.datatype} of dims {list(state.dims)}")
-        return array if alone else array.copy()
+        return array
 
 
-def _id(control: ControlTensor, flags: SequenceFlags | None) -> int | bytes:
+def _control_id(control: ControlTensor, flags: SequenceFlags | None) -> int | bytes:
     if flags is None:
         return b"" if control.datatype == "BYTES" else 0
     return flags.id.encode() if isinstance(flags.id, str) else flags.id
 
 
 def _holds(kind: ControlKind, flags: SequenceFlags | None) -> int:
-    """0 or 1."""
+    """0 or 1; 0 for an idle row."""
     if flags is None:
         return 0
     return int(kind is ControlKind.READY or (flags.start if kind is ControlKind.START else flags.end))
 
 
-def _fed(state: StateTensor, jobs: Sequence[InferenceJob]) -> NDArray[Any]:
-    real = next(job for job in jobs if job.sequence is not None)
-    shape = _kept(state, real)
-    arrays = [_emptied(shape) if job.sequence is None else _kept(state, job) for job in jobs]
+def _state_input(state: StateTensor, jobs: Sequence[InferenceJob]) -> NDArray[Any]:
+    kept = [None if job.sequence is None else _kept_state(state, job) for job in jobs]
+    first = next(array for array in kept if array is not None)
+    arrays = [zero_array(first.shape, first.dtype) if array is None else array for array in kept]
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _kept(state: StateTensor, job: InferenceJob) -> NDArray[Any]:
-    """What the sequence's last request left; the first one gets what the config says."""
-    kept = {} if job.sequence is None or job.sequence_flags is None or job.sequence_flags.start else job.sequence.states
+def _kept_state(state: StateTensor, job: InferenceJob) -> NDArray[Any]:
+    """The state that the sequence's last request left; for its first one, the initial state."""
+    started = job.sequence is None or job.sequence_flags is None or job.sequence_flags.start
+    kept = {} if started or job.sequence is None else job.sequence.states
     if state.input in kept:
         return kept[state.input]
     return state.initial if job.batch_size == 1 else np.repeat(state.initial, job.batch_size, axis=0)
 
 
 def state_shapes(states: Sequence[StateTensor], job: InferenceJob) -> tuple[tuple[int, ...], ...]:
-    """Of what the job's request would be fed."""
-    return tuple(_kept(state, job).shape for state in states)
-
-
-def _emptied(array: NDArray[Any]) -> NDArray[Any]:
-    return zero_array(array.shape, array.dtype)
+    """The shapes of the states that the job's request will get."""
+    return tuple(_kept_state(state, job).shape for state in states)

@@ -1,14 +1,15 @@
-"""Opens what PyTorch saves of a model: TorchScript (`.pt`), exported programs and AOTInductor packages (`.pt2`).
+"""Opens the files that PyTorch saves of models: TorchScript (`.pt`), exported programs and AOTInductor packages
+(`.pt2`).
 
-Says what its parts are called, as far as the file tells. Imported only where such a model is loaded.
+Imported only where such a model is loaded.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile, ZipFile
+from zipfile import ZipFile
 
 import torch
 
@@ -16,7 +17,7 @@ from ...core.errors import InvalidArgument, NotFound, Unsupported
 from ...processes.host import map_large_blocks_separately
 from ..config_completion import FoundModel, FoundTensor
 
-DATATYPES: Mapping[torch.dtype, str] = {
+_DATATYPES: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.uint8: "UINT8",
     torch.uint16: "UINT16",
@@ -35,8 +36,8 @@ DATATYPES: Mapping[torch.dtype, str] = {
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A model and how it wants to be called. `inputs`: names of its arguments in order, those of them that are
-    `keywords` by name; empty where the file does not tell. `found`: its tensors, where the file tells."""
+    """A model and the names of its arguments in order, empty if the file does not declare them; `keyword_names` are
+    those to be passed by name. `tensors`: None if the file does not declare them."""
 
     module: Callable[..., Any]
     argument_names: tuple[str, ...] = ()
@@ -45,32 +46,30 @@ class OpenedModel:
 
 
 def open_model_file(file: Path, device: str | None) -> OpenedModel:
-    """`device`: where its weights go; None leaves them where they were when it was saved.
+    """Load a model. `device`: of its weights; None leaves them where they were when it was saved.
 
     Raises:
         NotFound: there is no such file.
         InvalidArgument: PyTorch cannot load it.
-        Unsupported: its arguments are no plain tensors.
+        Unsupported: an argument is no tensor.
     """
     if not file.is_file():
         raise NotFound(f"unable to find '{file}' for model '{file.parent.parent.name}'")
     map_large_blocks_separately()
-    if file.suffix != ".pt2":
-        return _loaded(file, lambda: _open_script(file, device))
-    if _is_compiled(file):
-        return _loaded(file, lambda: OpenedModel(torch._inductor.aoti_load_package(str(file))))
-    return _loaded(file, lambda: _open_exported(file, device))
-
-
-def _loaded(file: Path, load: Callable[[], OpenedModel]) -> OpenedModel:
     try:
         with warnings.catch_warnings():
-            # TorchScript is deprecated, as whoever saved the model knows.
+            # TorchScript is deprecated, which the model's owner knows.
             warnings.simplefilter("ignore", DeprecationWarning)
-            return load()
+            if file.suffix != ".pt2":
+                return _open_script(file, device)
+            with ZipFile(file) as package:
+                compiled = any("/aotinductor/" in name for name in package.namelist())
+            if compiled:
+                return OpenedModel(torch._inductor.aoti_load_package(str(file)))
+            return _open_exported(file, device)
     except Unsupported:
         raise
-    except Exception as error:  # of any class
+    except Exception as error:  # PyTorch raises many classes
         raise InvalidArgument(f"PyTorch cannot load {file}: {error}") from error
 
 
@@ -79,14 +78,6 @@ def _open_script(file: Path, device: str | None) -> OpenedModel:
     module.eval()
     names = tuple(argument.name for argument in module.forward.schema.arguments[1:])
     return OpenedModel(module, names)
-
-
-def _is_compiled(file: Path) -> bool:
-    try:
-        with ZipFile(file) as package:
-            return any("/aotinductor/" in name for name in package.namelist())
-    except BadZipFile as error:
-        raise InvalidArgument(f"PyTorch cannot load {file}: {error}") from None
 
 
 def _open_exported(file: Path, device: str | None) -> OpenedModel:
@@ -112,12 +103,4 @@ def _open_exported(file: Path, device: str | None) -> OpenedModel:
 def _found(name: str, node: Any) -> FoundTensor:
     value = node.meta["val"]
     shape = tuple(size if isinstance(size, int) else -1 for size in value.shape)
-    return FoundTensor(name, DATATYPES.get(value.dtype, ""), shape)
-
-
-def with_config_names(found: FoundModel, inputs: Sequence[str], outputs: Sequence[str]) -> FoundModel:
-    """`found` with the names that a config gives its tensors."""
-    return FoundModel(
-        tuple(each._replace(name=name) for each, name in zip(found.inputs, inputs, strict=True)),
-        tuple(each._replace(name=name) for each, name in zip(found.outputs, outputs, strict=True)),
-    )
+    return FoundTensor(name, _DATATYPES.get(value.dtype, ""), shape)

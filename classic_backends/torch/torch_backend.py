@@ -1,9 +1,10 @@
 """The `pytorch` backend: TorchScript, exported programs and AOTInductor packages, on the CPU or a GPU.
 
-torch is imported when the first such model is loaded, and stays: about 190 MB of the server's process. Its threads are
-those of the host; they compute for one instance as for several.
+torch is imported when the first such model is loaded, and stays: about 190 MB of the process. Its threads are the
+host's; they compute for one instance as for several. Source: https://github.com/triton-inference-server/pytorch_backend.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,17 +18,15 @@ from ...core.memory_needs import MemoryNeed
 from ...core.model import ConfigDocument, ModelConfig
 from ...processes.torch_build import torch_has_cuda
 from ..backend_parameters import read_flag, read_thread_count, warn_unknown_parameters
-from ..config_completion import check_config_matches, complete_config, declares_tensors
+from ..config_completion import FoundModel, FoundTensor, check_config_matches, complete_config, declares_tensors
 from ..instance_groups import bytes_on_disk, memory_per_instance, threads_per_instance
 from ..runtime import Arrays, InstancePlacement, Runtime, RuntimeTraits
-from .argument_positions import argument_positions, result_positions
 
 if TYPE_CHECKING:
     import torch
 
     from .model_files import OpenedModel
 
-_FILE = "model.pt"
 KNOWN_PARAMETERS = {
     "INFERENCE_MODE",
     "DISABLE_OPTIMIZED_EXECUTION",
@@ -37,10 +36,11 @@ KNOWN_PARAMETERS = {
     "INTER_OP_THREAD_COUNT",
     "default-max-batch-size",
 }
+_INDEXED_NAME = re.compile(r".+__(\d+)")
 
 
 class InferenceModes(NamedTuple):
-    """How a model is run: without what only training needs, and with or without optimisation, cuDNN, kept memory."""
+    """The settings of torch during an execution. `clean_cache`: give cached GPU memory back after each."""
 
     inference_mode: bool = True
     optimized_execution: bool = True
@@ -48,39 +48,48 @@ class InferenceModes(NamedTuple):
     clean_cache: bool = False
 
 
+class ForwardCall(NamedTuple):
+    """How `forward` is called: the positions of the config's inputs among its arguments and of the config's outputs
+    among its results, the device, and the modes."""
+
+    argument_positions: tuple[int, ...]
+    result_positions: tuple[int, ...]
+    device: str
+    modes: InferenceModes
+
+
 class TorchLoader:
-    """Loads `model.pt` or `model.pt2`, or what `default_model_filename` names."""
+    """Loads `model.pt` or `model.pt2`, or the `default_model_filename`."""
 
     def load(
-        self, directory: Path, config: ModelConfig, place: InstancePlacement, parameters: Mapping[str, str]
+        self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Mapping[str, str]
     ) -> Runtime:
-        from .model_files import open_model_file, with_config_names
+        from .model_files import open_model_file
         from .torch_process import set_torch_threads
 
         warn_unknown_parameters(config.name, parameters, KNOWN_PARAMETERS)
         modes = read_inference_modes(parameters)
-        _check_config(config)
+        _check_tensors(config)
         threads = read_thread_count(parameters, "INTRA_OP_THREAD_COUNT") or threads_per_instance(config.document)
         set_torch_threads(threads, read_thread_count(parameters, "INTER_OP_THREAD_COUNT"))
-        device = _device(place)
-        opened = open_model_file(_file(directory, config.document), device)
+        device = {"KIND_MODEL": None, "KIND_GPU": f"cuda:{placement.device}"}.get(placement.kind, "cpu")
+        opened = open_model_file(_model_file(directory, config.document), device)
         arguments = argument_positions(config.name, [spec.name for spec in config.inputs], opened.argument_names)
         results = result_positions(config.name, [spec.name for spec in config.outputs])
+        call = ForwardCall(arguments, results, device or "cpu", modes)
         if opened.tensors is not None:
-            names = _by_place(config, arguments, len(opened.tensors.inputs))
-            made = _names(results, [spec.name for spec in config.outputs], len(opened.tensors.outputs))
-            check_config_matches(config, with_config_names(opened.tensors, names, made))
-        return TorchRuntime(opened, config, ForwardCall(arguments, results, device or "cpu", modes))
+            check_config_matches(config, _with_config_names(opened.tensors, config, call))
+        return TorchRuntime(opened, config, call)
 
     def uses_gpus(self) -> bool:
         return torch_has_cuda()
 
     def needs(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
-        return memory_per_instance(document, bytes_on_disk(_file(directory, document)))
+        return memory_per_instance(document, bytes_on_disk(_model_file(directory, document)))
 
     def complete(self, directory: Path, document: ConfigDocument, parameters: Mapping[str, str]) -> ConfigDocument:
-        """TorchScript does not tell its tensors' types and shapes, nor does an AOTInductor package."""
-        file = _file(directory, document)
+        """Only exported programs declare the types and shapes of their tensors."""
+        file = _model_file(directory, document)
         if declares_tensors(document) or file.suffix != ".pt2":
             return document
         from .model_files import open_model_file
@@ -90,7 +99,7 @@ class TorchLoader:
 
 
 def read_inference_modes(parameters: Mapping[str, str]) -> InferenceModes:
-    """Raises `InvalidArgument` for a parameter that is wrong; `field` names it."""
+    """Raises `InvalidArgument` for a wrong parameter; `field` names it."""
     return InferenceModes(
         inference_mode=read_flag(parameters, "INFERENCE_MODE", True),
         optimized_execution=not read_flag(parameters, "DISABLE_OPTIMIZED_EXECUTION", False),
@@ -99,73 +108,94 @@ def read_inference_modes(parameters: Mapping[str, str]) -> InferenceModes:
     )
 
 
-def _check_config(config: ModelConfig) -> None:
+def _check_tensors(config: ModelConfig) -> None:
     for side, specs in (("input", config.inputs), ("output", config.outputs)):
         if not specs:
             message = f"model '{config.name}' must have its {side}s in its config: the file does not tell them"
             raise InvalidArgument(message, field=side)
-        for spec in specs:
-            if spec.datatype == "BYTES":
-                message = (
-                    f"{side} '{spec.name}' of model '{config.name}' is TYPE_STRING, which PyTorch has no tensors of"
-                )
-                raise Unsupported(message, field=f"{side}.{spec.name}")
+        text = next((spec.name for spec in specs if spec.datatype == "BYTES"), None)
+        if text is not None:
+            message = f"{side} '{text}' of model '{config.name}' is TYPE_STRING, which PyTorch has no tensors of"
+            raise Unsupported(message, field=f"{side}.{text}")
 
 
-def _device(place: InstancePlacement) -> str | None:
-    if place.kind == "KIND_MODEL":
-        return None
-    return f"cuda:{place.device}" if place.kind == "KIND_GPU" else "cpu"
-
-
-def _file(directory: Path, document: ConfigDocument) -> Path:
+def _model_file(directory: Path, document: ConfigDocument) -> Path:
     named = document.get("default_model_filename")
     if named:
         return directory / str(named)
-    found = [name for name in (_FILE, "model.pt2") if (directory / name).exists()]
-    return directory / (found or [_FILE])[0]
+    exported = (directory / "model.pt2").exists() and not (directory / "model.pt").exists()
+    return directory / ("model.pt2" if exported else "model.pt")
 
 
-def _by_place(config: ModelConfig, places: Sequence[int], count: int) -> list[str]:
-    if len(places) != count:
-        message = f"configuration expects {len(places)} inputs, model provides {count}"
+def argument_positions(model: str, names: Sequence[str], arguments: Sequence[str]) -> tuple[int, ...]:
+    """The position of the argument of each input. `arguments`: the names of forward's, empty if unknown.
+
+    By Triton's naming conventions: the inputs have the arguments' names, or names as INPUT__0 with the position, or
+    they are in the config in the arguments' order.
+
+    Raises:
+        InvalidArgument: two inputs have the same argument, or one has none.
+    """
+    if arguments and set(names) <= set(arguments):
+        return tuple(arguments.index(name) for name in names)
+    positions = _indexed_positions(model, "input", names)
+    in_order = sorted(positions) == list(range(len(positions)))
+    if not in_order or (arguments and len(positions) > len(arguments)):
+        count = f", which has {len(arguments)}" if arguments else ""
+        message = f"model '{model}': inputs {', '.join(names)} are not the arguments of the model{count}"
+        raise InvalidArgument(message, field="input")
+    return positions
+
+
+def result_positions(model: str, names: Sequence[str]) -> tuple[int, ...]:
+    """The position of the result of each output, by the same conventions; an output may lack a result until it is
+    computed."""
+    return _indexed_positions(model, "output", names)
+
+
+def _indexed_positions(model: str, side: str, names: Sequence[str]) -> tuple[int, ...]:
+    found = [_INDEXED_NAME.fullmatch(name) for name in names]
+    positions = tuple(int(each[1]) for each in found if each) if all(found) else tuple(range(len(names)))
+    if len(set(positions)) != len(positions):
+        raise InvalidArgument(f"model '{model}': two {side}s have the same index: {', '.join(names)}", field=side)
+    return positions
+
+
+def _with_config_names(found: FoundModel, config: ModelConfig, call: ForwardCall) -> FoundModel:
+    """The tensors of a model's file under the names that the config gives them."""
+    if len(config.inputs) != len(found.inputs):
+        message = f"configuration expects {len(config.inputs)} inputs, model provides {len(found.inputs)}"
         raise InvalidArgument(f"unable to load model '{config.name}': {message}", field="input")
-    return _names(places, [spec.name for spec in config.inputs], count)
+    inputs = [spec.name for spec in config.inputs]
+    outputs = [spec.name for spec in config.outputs]
+    return FoundModel(
+        _renamed(found.inputs, inputs, call.argument_positions), _renamed(found.outputs, outputs, call.result_positions)
+    )
 
 
-def _names(places: Sequence[int], names: Sequence[str], count: int) -> list[str]:
-    """The names in the order of the model's own; where a config has none, one that it cannot have."""
-    named = dict(zip(places, names, strict=True))
-    return [named.get(place, f"#{place}") for place in range(count)]
-
-
-class ForwardCall(NamedTuple):
-    """Where inputs go and outputs come from, by their order in the config; on which device, and how."""
-
-    argument_positions: tuple[int, ...]
-    result_positions: tuple[int, ...]
-    device: str
-    modes: InferenceModes
+def _renamed(found: Sequence[FoundTensor], names: Sequence[str], positions: Sequence[int]) -> tuple[FoundTensor, ...]:
+    """A tensor that the config does not have gets a name that no config can have."""
+    named = dict(zip(positions, names, strict=True))
+    return tuple(each._replace(name=named.get(position, f"#{position}")) for position, each in enumerate(found))
 
 
 class TorchRuntime:
-    """One instance with weights of its own."""
+    """One instance, with weights of its own."""
 
     def __init__(self, opened: "OpenedModel", config: ModelConfig, call: ForwardCall) -> None:
         self._opened: OpenedModel | None = opened
         self._call = call
         order = sorted(zip(call.argument_positions, config.inputs, strict=True), key=lambda each: each[0])
         self._inputs = tuple(spec for _, spec in order)
-        self._places = {spec.name: place for place, spec in zip(call.result_positions, config.outputs, strict=True)}
+        self._result_positions = {
+            spec.name: position for position, spec in zip(call.result_positions, config.outputs, strict=True)
+        }
+        self.traits = RuntimeTraits()
 
-    @property
-    def traits(self) -> RuntimeTraits:
-        return RuntimeTraits()
-
-    def execute(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
-        with _entered(self._call.modes):
-            made = self._run(inputs)
-        yield {name: _array(_result(made, name, self._places[name])) for name in wanted}
+    def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
+        with _enter_modes(self._call.modes):
+            results = self._forward(inputs)
+        yield {name: _to_array(_result(results, name, self._result_positions[name])) for name in output_names}
         if self._call.modes.clean_cache:
             import torch
 
@@ -177,18 +207,19 @@ class TorchRuntime:
         self._opened = None
         release_torch_memory()
 
-    def _run(self, inputs: Arrays) -> Any:
+    def _forward(self, inputs: Arrays) -> Any:
         assert self._opened is not None
         missing = [spec.name for spec in self._inputs if spec.name not in inputs]
         if missing:
             raise InvalidArgument(f"input '{missing[0]}' of a PyTorch model cannot be left out", field=missing[0])
-        given = [_tensor(inputs[spec.name], spec.datatype).to(self._call.device) for spec in self._inputs]
+        given = [_to_tensor(inputs[spec.name], spec.datatype).to(self._call.device) for spec in self._inputs]
         names = self._opened.argument_names or [""] * len(given)
-        named = {name: value for name, value in zip(names, given, strict=False) if name in self._opened.keyword_names}
+        keywords = self._opened.keyword_names
+        named = {name: value for name, value in zip(names, given, strict=False) if name in keywords}
         return self._opened.module(*given[: len(given) - len(named)], **named)
 
 
-def _entered(modes: InferenceModes) -> ExitStack:
+def _enter_modes(modes: InferenceModes) -> ExitStack:
     import torch
 
     with ExitStack() as stack:
@@ -200,34 +231,34 @@ def _entered(modes: InferenceModes) -> ExitStack:
         return stack.pop_all()
 
 
-def _tensor(array: NDArray[Any], datatype: str) -> "torch.Tensor":
-    """A copy of what may be a client's memory: a model may write to its arguments."""
+def _to_tensor(array: NDArray[Any], datatype: str) -> "torch.Tensor":
+    """A copy of an array that may be a client's memory: a model may write to its arguments."""
     import torch
 
     tensor = torch.from_numpy(np.require(array, requirements=["C", "W", "O"]))
     return tensor.view(torch.bfloat16) if datatype == "BF16" else tensor
 
 
-def _result(made: Any, name: str, place: int) -> Any:
-    if isinstance(made, Mapping):
-        results: Mapping[str, Any] = made
-        if name not in results:
-            raise Internal(f"the model made no output '{name}', but {', '.join(map(str, results))}")
-        return results[name]
-    several = made if isinstance(made, (tuple, list)) else (made,)
-    if place >= len(several):
-        raise Internal(f"the model made {len(several)} outputs, and none in the place {place} of '{name}'")
-    return several[place]
+def _result(results: Any, name: str, position: int) -> Any:
+    if isinstance(results, Mapping):
+        by_name: Mapping[str, Any] = results
+        if name not in by_name:
+            raise Internal(f"the model made no output '{name}', but {', '.join(map(str, by_name))}")
+        return by_name[name]
+    several = results if isinstance(results, (tuple, list)) else (results,)
+    if position >= len(several):
+        raise Internal(f"the model made {len(several)} outputs, and none in the place {position} of '{name}'")
+    return several[position]
 
 
-def _array(value: Any) -> NDArray[Any]:
+def _to_array(value: Any) -> NDArray[Any]:
     import torch
 
     if not isinstance(value, torch.Tensor):
         raise Internal(f"the model made a {type(value).__name__} where a tensor was expected")
     here = value.detach().cpu()
-    made: NDArray[Any] = (here.view(torch.uint16) if here.dtype == torch.bfloat16 else here).numpy()
-    return made
+    array: NDArray[Any] = (here.view(torch.uint16) if here.dtype == torch.bfloat16 else here).numpy()
+    return array
 
 
 PYTORCH = TorchLoader()

@@ -1,4 +1,4 @@
-"""What torch takes of the process that it computes in: threads, and of GPUs the memory that it keeps."""
+"""torch's process-wide resources: its threads, and the GPU memory that it caches."""
 
 from contextlib import suppress
 
@@ -7,16 +7,16 @@ import torch
 from ...processes.host import release_free_memory
 
 
-def set_torch_threads(inside: int, between: int = 0) -> None:
-    """Compute an operator with so many, from the thread that calls this. `between`: of operators at once, for the whole
-    process and before any is computed; 0 is torch's own number."""
-    torch.set_num_threads(inside)
-    if between and between != torch.get_num_interop_threads():
-        with suppress(RuntimeError):  # they are there already
-            torch.set_num_interop_threads(between)
+def set_torch_threads(intra_op: int, inter_op: int = 0) -> None:
+    """Set the threads of one operator, for the calling thread, and of operators that run at once, for the whole process
+    and only before the first runs; 0 keeps torch's own number."""
+    torch.set_num_threads(intra_op)
+    if inter_op and inter_op != torch.get_num_interop_threads():
+        with suppress(RuntimeError):  # the threads are running already
+            torch.set_num_interop_threads(inter_op)
 
 
 def release_torch_memory() -> None:
-    """Return what was freed to the system and to GPUs, for others to have."""
+    """Return freed memory to the system and to GPUs."""
     release_free_memory()
     torch.cuda.empty_cache()

@@ -5,9 +5,12 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from charonia.classic_backends.batching.inference_job import InferenceJob
+from charonia.classic_backends.batching.request_queue import QueuedRequest
 from charonia.classic_backends.model import ClassicModel
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest, InferResponse
+from charonia.core.request_context import RequestContext
 
 HERE = Path()
 
@@ -24,9 +27,27 @@ async def serving(
         await model.unload()
 
 
-async def answers(model: ClassicModel, request: InferRequest) -> list[InferResponse]:
-    async with aclosing(model.infer(request)) as responses:
+async def answers(
+    model: ClassicModel, request: InferRequest, context: RequestContext | None = None
+) -> list[InferResponse]:
+    async with aclosing(model.infer(request, context or RequestContext("test"))) as responses:
         return [response async for response in responses]
+
+
+class NullSink:
+    """The sink of a request whose responses nobody reads."""
+
+    ended = False
+
+    def put(self, response: InferResponse) -> None:
+        pass
+
+    def end(self, error: Exception | None = None) -> None:
+        pass
+
+
+def queued_request(name: str = "", job: InferenceJob | None = None, **fields: Any) -> QueuedRequest:
+    return QueuedRequest(job or InferenceJob({}), NullSink(), RequestContext("test"), name, **fields)
 
 
 def waiting(model: ClassicModel) -> int:

@@ -13,6 +13,7 @@ from charonia.classic_backends.runtime import Arrays, InstancePlacement, Runtime
 from charonia.core.errors import CharoniaError, InvalidArgument
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest
+from charonia.core.request_context import RequestContext
 from charonia.core.tensor import NUMPY_TYPES, Tensor, TensorSpec
 
 from ..waiting import until
@@ -155,7 +156,7 @@ async def test_square_answers_as_often_as_it_is_told() -> None:
 async def test_a_reader_who_leaves_ends_what_never_would() -> None:
     config = described(SQUARE, "square")
     async with serving(SQUARE, config) as model:
-        stream = model.infer(ask(config, IN=[2**31 - 1]))
+        stream = model.infer(ask(config, IN=[2**31 - 1]), RequestContext("test"))
         await anext(stream)
         await stream.aclose()
         assert len(await answers(model, ask(config, IN=[2]))) == 2
@@ -182,7 +183,7 @@ async def test_a_reader_who_is_slow_holds_the_instance_and_no_memory() -> None:
 
     config = described(SQUARE, "square")
     async with serving(Loader(), config) as model:
-        stream = model.infer(ask(config, IN=[1]))
+        stream = model.infer(ask(config, IN=[1]), RequestContext("test"))
         await anext(stream)
         await until(lambda: made > 250)
         await asyncio.sleep(0.05)

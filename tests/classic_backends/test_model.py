@@ -20,7 +20,6 @@ from charonia.core.errors import CharoniaError, ErrorCode, InvalidArgument
 from charonia.core.model import ModelConfig, ModelSamples, WarmupRequest
 from charonia.core.request import InferRequest
 from charonia.core.request_context import ExecutionTimes, RequestContext
-from charonia.core.request_context import request_scope as exchanging
 from charonia.core.tensor import Tensor, TensorSpec
 
 from ..waiting import until
@@ -267,7 +266,7 @@ async def test_a_model_whose_execution_does_not_end_is_not_ready(
     monkeypatch.setattr(instance_pool, "RESTART_POLICY", instance_pool.RestartPolicy(check_interval=0.01))
     runtime, now = Gated(), [0]
     async with serving(runtime, config({}, parameters={"execution_timeout_secs": "40"})) as model:
-        [member] = model._crew._members
+        [member] = model._pool._members
         member.instance.execution_timer._clock = lambda: now[0]
         [hanging] = await held_up(model, runtime)
         now[0] += 30 * 10**9
@@ -422,7 +421,7 @@ async def test_a_stream_whose_reader_leaves_after_the_unload_holds_nothing_up() 
 
     runtime = Endless()
     async with serving(runtime, config(decoupled=True)) as model:
-        stream = model.infer(ask(1))
+        stream = model.infer(ask(1), RequestContext("test"))
         await anext(stream)
         unloading = asyncio.create_task(model.unload())
         await asyncio.sleep(0.01)
@@ -576,10 +575,9 @@ async def test_identity_gives_back_what_it_gets() -> None:
 
 async def times(model: ClassicModel, request: InferRequest) -> ExecutionTimes:
     """What a trace would say of one request."""
-    with exchanging(RequestContext("infer")) as exchange:
-        before = time.monotonic_ns()
-        await answers(model, request)
-        made = exchange.execution
+    context, before = RequestContext("infer"), time.monotonic_ns()
+    await answers(model, request, context)
+    made = context.execution
     assert made is not None
     assert before <= made.queued <= made.begun
     assert made.begun + sum(made.spent) <= time.monotonic_ns()
@@ -600,9 +598,10 @@ async def test_traces_are_told_when_what_happened_to_a_request() -> None:
 
 async def test_traces_are_told_of_a_request_that_failed() -> None:
     async with serving(Gated(), config({})) as model:
-        with exchanging(RequestContext("infer")) as exchange, pytest.raises(CharoniaError):
-            await answer(model, -1)
-        assert exchange.execution is not None
+        context = RequestContext("infer")
+        with pytest.raises(CharoniaError):
+            await answers(model, ask(-1), context)
+        assert context.execution is not None
 
 
 FLOATS = (TensorSpec("X", "FP32", (-1,)),)

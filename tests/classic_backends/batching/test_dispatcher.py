@@ -4,12 +4,13 @@ from typing import Any
 
 from charonia.classic_backends.batching.batch_execution import BatchLayout
 from charonia.classic_backends.batching.batching_config import BatchingConfig
-from charonia.classic_backends.batching.dispatcher import Dispatcher, QueuedJob
+from charonia.classic_backends.batching.dispatcher import Dispatcher
 from charonia.classic_backends.batching.dynamic_batcher import DynamicBatcher
-from charonia.classic_backends.batching.inference_job import InferenceJob, NullSink
 from charonia.classic_backends.batching.request_queue import QueuedRequest
 from charonia.classic_backends.signature import ModelSignature
 from charonia.core.model import ModelConfig
+
+from ..asking import queued_request
 
 
 class Worker:
@@ -25,7 +26,7 @@ class Listener:
     def __init__(self) -> None:
         self.rejections: list[str] = []
 
-    def on_rejected(self, request: QueuedJob, error: Exception) -> None:
+    def on_rejected(self, request: QueuedRequest, error: Exception) -> None:
         self.rejections.append(str(error))
 
 
@@ -45,15 +46,15 @@ def dispatching(count: int, **rules: Any) -> tuple[Dispatcher, list[Worker], Tol
     form = BatchLayout(ModelSignature(ModelConfig("m", "1", "test")))
     dispatcher = Dispatcher(DynamicBatcher(BatchingConfig(**rules)), form, Listener(), decoupled=False)  # type: ignore[arg-type]
     told = Told()
-    dispatcher._tell = told  # type: ignore[method-assign]
+    dispatcher._call_in_loop = told  # type: ignore[method-assign]
     workers = [Worker() for _ in range(count)]
     for worker in workers:
         dispatcher.add_instance(worker)  # type: ignore[arg-type]
     return dispatcher, workers, told
 
 
-def request(kind: int = 0, size: int = 1) -> QueuedJob:
-    return QueuedRequest(InferenceJob({}, None, NullSink()), size, kind)
+def request(kind: int = 0, size: int = 1) -> QueuedRequest:
+    return queued_request(batch_size=size, batch_key=kind)
 
 
 def sizes(dispatcher: Dispatcher, worker: Any) -> list[int]:
@@ -104,7 +105,7 @@ async def test_a_batch_that_waits_wakes_nobody_and_is_looked_at_again() -> None:
     dispatcher, (worker,), told = dispatching(1, combine_requests=True, max_batch_size=8, max_delay_ns=10**12)
     dispatcher.submit(request())
     assert worker.woken == 0
-    assert dispatcher._alarm.due_at is not None
+    assert dispatcher._timer.due_at is not None
     for _ in range(7):
         dispatcher.submit(request())
     assert worker.woken == 1
@@ -117,7 +118,7 @@ async def test_one_who_was_woken_for_nothing_is_free_again() -> None:
     dispatcher, (worker,), _ = dispatching(1, combine_requests=True, max_batch_size=8)
     gone = request()
     dispatcher.submit(gone)
-    gone.item.give_up()
+    gone.give_up()
     dispatcher.cancel_request(gone)
     assert sizes(dispatcher, worker) == []
     dispatcher.submit(request())

@@ -12,7 +12,7 @@ from charonia.classic_backends.batching.dynamic_batcher import BatchDecision, Cl
 from charonia.classic_backends.batching.request_queue import QueuedRequest, RequestQueue
 from charonia.core.errors import InvalidArgument
 
-Request = QueuedRequest[str]
+from ..asking import queued_request as one
 
 
 def batching(max_size: int = 8, **fields: Any) -> BatchingConfig:
@@ -20,19 +20,15 @@ def batching(max_size: int = 8, **fields: Any) -> BatchingConfig:
     return BatchingConfig(combine_requests=True, max_batch_size=max_size, **fields)
 
 
-def queued(rules: BatchingConfig, *requests: Request, now: int = 0) -> DynamicBatcher[str]:
-    batcher: DynamicBatcher[str] = DynamicBatcher(rules)
+def queued(rules: BatchingConfig, *requests: QueuedRequest, now: int = 0) -> DynamicBatcher:
+    batcher: DynamicBatcher = DynamicBatcher(rules)
     for request in requests:
         assert batcher.add(request, now)
     return batcher
 
 
-def one(name: str = "", **fields: Any) -> Request:
-    return QueuedRequest(name, **fields)
-
-
-def names(turn: BatchDecision[str]) -> list[str]:
-    return [] if turn.batch is None else [request.item for request in turn.batch.requests]
+def names(turn: BatchDecision) -> list[str]:
+    return [] if turn.batch is None else [request.request_id for request in turn.batch.requests]
 
 
 def test_without_batching_each_request_leaves_alone_in_order() -> None:
@@ -58,7 +54,12 @@ def test_a_batch_is_never_too_large() -> None:
 
 
 def test_another_shape_ends_a_batch_at_once() -> None:
-    batcher = queued(batching(max_delay_ns=100), one("a", batch_key=1), one("b", batch_key=2), one("c", batch_key=2))
+    batcher = queued(
+        batching(max_delay_ns=100),
+        one("a", batch_key=1),
+        one("b", batch_key=2),
+        one("c", batch_key=2),
+    )
     turn = batcher.take_batch(0)
     assert names(turn) == ["a"]
     assert turn.batch is not None
@@ -78,19 +79,32 @@ def test_the_oldest_waits_for_the_delay_and_no_longer() -> None:
 
 
 def test_a_preferred_size_leaves_at_once_and_the_rest_stays() -> None:
-    batcher = queued(batching(preferred_sizes=(2, 4), max_delay_ns=100), one("a"), one("b"), one("c"))
+    batcher = queued(
+        batching(preferred_sizes=(2, 4), max_delay_ns=100),
+        one("a"),
+        one("b"),
+        one("c"),
+    )
     assert names(batcher.take_batch(0)) == ["a", "b"]
     assert batcher.take_batch(0) == (None, [], 100)
 
 
 def test_the_largest_preferred_size_is_not_passed() -> None:
-    batcher = queued(batching(preferred_sizes=(4,), max_delay_ns=100), one("a", batch_size=3), one("b", batch_size=2))
+    batcher = queued(
+        batching(preferred_sizes=(4,), max_delay_ns=100),
+        one("a", batch_size=3),
+        one("b", batch_size=2),
+    )
     assert names(batcher.take_batch(0)) == ["a"]
 
 
 def test_priorities_come_first_and_share_a_batch() -> None:
     rules = batching(priority_levels=3, default_level=2)
-    low, middle, high = one("low", priority=3), one("middle", priority=9), one("high", priority=1)
+    low, middle, high = (
+        one("low", priority=3),
+        one("middle", priority=9),
+        one("high", priority=1),
+    )
     assert names(queued(rules, low, middle, high).take_batch(0)) == ["high", "middle", "low"]
 
 
@@ -99,15 +113,15 @@ def test_time_runs_out_in_the_queue() -> None:
     assert batcher.take_batch(10).ask_again_at == 50
     turn = batcher.take_batch(50)
     assert turn.batch is None
-    assert [request.item for request in turn.expired] == ["a"]
+    assert [request.request_id for request in turn.expired] == ["a"]
     assert batcher.take_batch(50).ask_again_at is None
 
 
 def test_a_request_may_only_shorten_its_time() -> None:
     policy = QueuePolicy(timeout_ns=50, allow_override=True)
     batcher = queued(batching(policy=policy), one("short", timeout_ns=20), one("long", timeout_ns=90))
-    assert [request.item for request in batcher.expire_requests(20).expired] == ["short"]
-    assert [request.item for request in batcher.expire_requests(50).expired] == ["long"]
+    assert [request.request_id for request in batcher.expire_requests(20).expired] == ["short"]
+    assert [request.request_id for request in batcher.expire_requests(50).expired] == ["long"]
     assert QueuePolicy(timeout_ns=0, allow_override=True).queue_deadline(0, 20) is None
     assert QueuePolicy(timeout_ns=50).queue_deadline(7, 20) == 57
 
@@ -153,7 +167,7 @@ def test_a_full_level_takes_nobody_else() -> None:
 
 
 def test_deadlines_of_those_who_left_are_not_kept() -> None:
-    queue: RequestQueue[str] = RequestQueue(batching(policy=QueuePolicy(timeout_ns=10**12)))
+    queue: RequestQueue = RequestQueue(batching(policy=QueuePolicy(timeout_ns=10**12)))
     for _ in range(1000):
         request = one()
         queue.add(request, 0)
@@ -166,8 +180,8 @@ class Plain:
     """Triton's rules over lists, looked through from the start each time."""
 
     rules: BatchingConfig
-    waiting: list[Request] = field(default_factory=list)
-    late: list[Request] = field(default_factory=list)
+    waiting: list[QueuedRequest] = field(default_factory=list)
+    late: list[QueuedRequest] = field(default_factory=list)
 
     def expire(self, now: int) -> set[str]:
         due = [each for each in self.waiting if each.queue_deadline is not None and each.queue_deadline <= now]
@@ -178,10 +192,10 @@ class Plain:
             if self.rules.policy_of(request.level).postpone:
                 self.late.append(request)
             else:
-                refused.add(request.item)
+                refused.add(request.request_id)
         return refused
 
-    def order(self) -> list[Request]:
+    def order(self) -> list[QueuedRequest]:
         waiting = [each for part in (self.waiting, self.late) for each in part]
         return sorted(waiting, key=lambda each: each.level)
 
@@ -208,10 +222,10 @@ class Plain:
         full = sum(each.batch_size for each in chosen) >= self.rules.target_size
         return self._leave(chosen if send_now or full or exceeded or not self.rules.max_delay_ns else [])
 
-    def _leave(self, requests: list[Request]) -> list[str]:
+    def _leave(self, requests: list[QueuedRequest]) -> list[str]:
         for request in requests:
             (self.late if request in self.late else self.waiting).remove(request)
-        return [request.item for request in requests]
+        return [request.request_id for request in requests]
 
 
 POLICIES = st.builds(
@@ -253,12 +267,13 @@ STEPS = st.lists(
 @settings(deadline=None, max_examples=400)
 @given(all_rules(), STEPS)
 def test_it_does_what_the_rules_say(rules: BatchingConfig, steps: list[tuple[Any, ...]]) -> None:
-    batcher: DynamicBatcher[str] = DynamicBatcher(rules)
-    plain, now, everybody = Plain(rules), 0, list[Request]()
+    batcher: DynamicBatcher = DynamicBatcher(rules)
+    plain, now, everybody = Plain(rules), 0, list[QueuedRequest]()
     for number, (verb, *arguments) in enumerate(steps):
         if verb == "add":
             size, kind, priority, timeout = arguments
-            request = QueuedRequest(str(number), min(size, rules.max_batch_size), kind, priority, timeout)
+            size = min(size, rules.max_batch_size)
+            request = one(str(number), batch_size=size, batch_key=kind, priority=priority, timeout_ns=timeout)
             if batcher.add(request, now):
                 plain.waiting.append(request)
                 everybody.append(request)
@@ -275,7 +290,7 @@ def test_it_does_what_the_rules_say(rules: BatchingConfig, steps: list[tuple[Any
                 plain._leave([request])
         elif verb in ("take", "expire"):
             seen = batcher.peek_batch(now) if verb == "take" else batcher.expire_requests(now)
-            assert {request.item for request in seen.expired} == plain.expire(now)
+            assert {request.request_id for request in seen.expired} == plain.expire(now)
             assert len(batcher) == len(plain.order())
             turn = batcher.take_batch(now) if verb == "take" else seen
             if verb == "take":
@@ -306,7 +321,7 @@ def test_an_instance_woken_when_it_must_misses_nothing(
     rules: BatchingConfig, arrivals: list[tuple[int, int, int]]
 ) -> None:
     """It looks when a request comes and when it was told to; another looks all the time, and finds no more."""
-    batcher: DynamicBatcher[str] = DynamicBatcher(rules)
+    batcher: DynamicBatcher = DynamicBatcher(rules)
     plain, until = Plain(rules), 0
     for now in range(1, 40):
         for size, priority, timeout in arrivals[now - 1 : now]:
@@ -314,20 +329,20 @@ def test_an_instance_woken_when_it_must_misses_nothing(
             batcher.add(request, now)
             plain.waiting.append(request)
             until = now
-        turn = batcher.take_batch(now) if until <= now else BatchDecision[str](None, (), until)
-        assert {request.item for request in turn.expired} == plain.expire(now)
+        turn = batcher.take_batch(now) if until <= now else BatchDecision(None, (), until)
+        assert {request.request_id for request in turn.expired} == plain.expire(now)
         assert names(turn) == plain.take(now)
         until = now if turn.batch is not None else turn.ask_again_at or 40
 
 
 def test_a_pause_ends_when_those_it_was_for_ran_out_of_time() -> None:
     policy = QueuePolicy(timeout_ns=5)
-    batcher: DynamicBatcher[str] = DynamicBatcher(
+    batcher: DynamicBatcher = DynamicBatcher(
         BatchingConfig(combine_requests=True, max_batch_size=2, max_delay_ns=10, policies={1: policy})
     )
-    batcher.add(QueuedRequest("late", 1), 0)
+    batcher.add(one("late"), 0)
     assert batcher.take_batch(0).batch is None
-    assert [request.item for request in batcher.expire_requests(6).expired] == ["late"]
+    assert [request.request_id for request in batcher.expire_requests(6).expired] == ["late"]
     batcher.check_integrity()
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from charonia.classic_backends.batching.batch_execution import ExecutionTiming
-from charonia.classic_backends.batching.latency_metrics import LatencyMetrics, first_response_bounds
+from charonia.classic_backends.batching.model_metrics import LatencyMetrics, first_response_bounds
 from charonia.core.errors import InvalidArgument
 from charonia.core.metrics import Histogram
 from charonia.core.summary import QuantileSummary

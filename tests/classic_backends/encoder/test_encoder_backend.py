@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
-from charonia.classic_backends.encoder.encoder_backend import ENCODER
+from charonia.classic_backends.encoder.encoder_backend import ENCODER, batch_by_length
 from charonia.classic_backends.encoder.encoder_files import Activation, CrossEncoderFiles, read_encoder
-from charonia.classic_backends.encoder.token_batches import batch_by_length
 from charonia.classic_backends.runtime import InstancePlacement, Runtime
 from charonia.core.errors import InvalidArgument, NotFound, Unsupported
 from charonia.core.model import ModelConfig

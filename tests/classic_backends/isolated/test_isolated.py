@@ -31,6 +31,7 @@ from charonia.classic_backends.runtime import InstancePlacement
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, Unavailable
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest, InferResponse
+from charonia.core.request_context import RequestContext
 from charonia.core.tensor import Tensor, TensorSpec
 
 from ...waiting import until
@@ -399,7 +400,7 @@ async def test_unloading_ends_the_wait_for_another_try(tmp_path: Path, monkeypat
 async def test_unloading_does_not_wait_for_another_one_that_hangs_as_it_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(instance, "_END_SECONDS", 0.05)
+    monkeypatch.setattr(instance, "_INTERRUPT_SECONDS", 0.05)
     held: list[int] = []
 
     def reached() -> bool:
@@ -423,7 +424,7 @@ async def test_an_execution_that_takes_too_long_is_ended_with_its_process(
     monkeypatch.setattr(instance_pool, "RESTART_POLICY", instance_pool.RestartPolicy(check_interval=0.01))
     model, now = ClassicModel(document(parameters={EXECUTION_TIMEOUT: "60"}), LOADER, tmp_path), [0]
     await model.load()
-    [member] = model._crew._members
+    [member] = model._pool._members
     member.instance.execution_timer._clock = lambda: now[0]
     hanging = asyncio.create_task(asked(model, "hang"))
     await until((tmp_path / "hangs").exists)
@@ -463,7 +464,7 @@ async def test_who_leaves_a_stream_ends_it_there(tmp_path: Path) -> None:
         "X": Tensor("X", "INT64", (1,), np.array([1 << 60])),
         "DO": Tensor("DO", "BYTES", (1,), order("count")[0]),
     }
-    async with aclosing(model.infer(InferRequest(inputs=inputs))) as stream:
+    async with aclosing(model.infer(InferRequest(inputs=inputs), RequestContext("test"))) as stream:
         assert (await anext(stream)).outputs[0].data.tolist() == [0]
     await until((tmp_path / "counted").exists)
     assert (await asked(model)).outputs[0].data[0, 0] == processes(tmp_path)[0]

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from charonia.classic_backends.batching.batching_config import BatchingConfig
-from charonia.classic_backends.batching.inference_job import InferenceJob, NullSink
-from charonia.classic_backends.sequences.sequence_context import SequenceFlags
+from charonia.classic_backends.batching.inference_job import InferenceJob, SequenceFlags
+from charonia.classic_backends.config_completion import sequence_tensor_names
 from charonia.classic_backends.sequences.sequence_support import SequenceSupport, read_sequence_support
-from charonia.classic_backends.sequences.sequence_tensors import sequence_tensor_names
 from charonia.core.errors import CharoniaError, InvalidArgument, Unsupported
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest
@@ -31,20 +30,20 @@ def test_without_sequence_batching_there_are_none() -> None:
 
 
 def test_direct_is_what_a_config_means_that_names_no_strategy() -> None:
-    rules = read(config()).rules
-    assert rules == read(config(direct={})).rules
+    rules = read(config()).config
+    assert rules == read(config(direct={})).config
     assert (rules.slots.slots_per_instance, rules.slots.fixed_rows, rules.slots.max_idle_ns) == (4, True, 10**9)
     assert rules.batching == BatchingConfig(combine_requests=True, max_batch_size=4)
-    assert read(config(max_batch_size=0)).rules.slots.slots_per_instance == 1
-    assert read(config(max_sequence_idle_microseconds=7)).rules.slots.max_idle_ns == 7000
+    assert read(config(max_batch_size=0)).config.slots.slots_per_instance == 1
+    assert read(config(max_sequence_idle_microseconds=7)).config.slots.max_idle_ns == 7000
 
 
 def test_a_delay_is_heeded_together_with_a_least_utilization_alone() -> None:
     delay = {"max_queue_delay_microseconds": 9}
-    assert read(config(direct=delay)).rules.batching.max_delay_ns == 0
-    rules = read(config(max_batch_size=10, direct=delay | {"minimum_slot_utilization": 0.7})).rules.batching
+    assert read(config(direct=delay)).config.batching.max_delay_ns == 0
+    rules = read(config(max_batch_size=10, direct=delay | {"minimum_slot_utilization": 0.7})).config.batching
     assert (rules.max_delay_ns, rules.preferred_sizes) == (9000, range(7, 11))
-    rules = read(config(max_batch_size=2**31 - 1, direct=delay | {"minimum_slot_utilization": 0.5})).rules.batching
+    rules = read(config(max_batch_size=2**31 - 1, direct=delay | {"minimum_slot_utilization": 0.5})).config.batching
     assert rules.target_size == 2**31 - 1
 
 
@@ -56,14 +55,14 @@ def test_a_state_that_a_few_digits_make_too_large_is_refused(dims: list[int]) ->
 
 def test_oldest_has_the_rules_of_a_dynamic_batcher() -> None:
     asked = {"preferred_batch_size": [2], "max_queue_delay_microseconds": 5, "preserve_ordering": True}
-    rules = read(config(oldest=OLDEST | asked)).rules
+    rules = read(config(oldest=OLDEST | asked)).config
     assert (rules.slots.slots_per_instance, rules.slots.fixed_rows) == (6, False)
     assert rules.batching == BatchingConfig(True, 4, (2,), 5000, preserve_ordering=True)
 
 
 def test_a_runtime_sees_controls_and_states_and_a_client_does_not() -> None:
     settings = config(state=[state([-1, 2])])
-    whole = read(settings).config
+    whole = read(settings).runtime_config
     assert [(spec.name, spec.datatype, spec.dims) for spec in whole.inputs[1:]] == [
         ("START", "INT32", (1,)),
         ("READY", "FP32", (1,)),
@@ -77,17 +76,17 @@ def test_a_runtime_sees_controls_and_states_and_a_client_does_not() -> None:
 
 def test_an_output_that_is_a_state_too_is_there_once() -> None:
     both = [state([1]) | {"output_name": "SUM"}]
-    assert [spec.name for spec in read(config(state=both)).config.outputs] == ["SUM"]
+    assert [spec.name for spec in read(config(state=both)).runtime_config.outputs] == ["SUM"]
 
 
 def test_a_state_begins_with_zeros_or_what_is_given() -> None:
-    [of] = read(config(state=[state([-1, 2])])).rules.states
+    [of] = read(config(state=[state([-1, 2])])).config.states
     assert of.initial.tolist() == [[[0, 0]]]
     given = Tensor.from_values("S", "INT32", [[1, 2], [3, 4]])
-    [of] = read(config(max_batch_size=0, state=[state([-1, 2])]), S=given).rules.states
+    [of] = read(config(max_batch_size=0, state=[state([-1, 2])]), S=given).config.states
     assert of.initial.tolist() == [[1, 2], [3, 4]]
     texts = state([2]) | {"data_type": "TYPE_STRING"}
-    [of] = read(config(state=[texts])).rules.states
+    [of] = read(config(state=[texts])).config.states
     assert of.initial.tolist() == [[b"", b""]]
 
 
@@ -151,19 +150,19 @@ def ids(datatype: str) -> SequenceSupport:
 
 
 def test_flags_of_a_request() -> None:
-    reader = ids("TYPE_UINT64").flag_reader
+    reader = ids("TYPE_UINT64")
     assert reader.read_flags(InferRequest(parameters={"sequence_id": 2**64 - 1}), 1) == SequenceFlags(2**64 - 1)
     asked = InferRequest(parameters={"sequence_id": 5, "sequence_start": True, "sequence_end": True})
     assert reader.read_flags(asked, 1) == SequenceFlags(5, start=True, end=True)
-    assert ids("TYPE_STRING").flag_reader.read_flags(InferRequest(parameters={"sequence_id": "a"}), 1) == SequenceFlags(
-        "a"
-    )
-    untold = read(config(control_input=[])).flag_reader
+    assert ids("TYPE_STRING").read_flags(InferRequest(parameters={"sequence_id": "a"}), 1) == SequenceFlags("a")
+    untold = read(config(control_input=[]))
     assert [untold.read_flags(InferRequest(parameters={"sequence_id": each}), 1).id for each in ("a", -7)] == ["a", -7]
-    assert [each.warm_up_flags() for each in (reader, ids("TYPE_STRING").flag_reader)] == [
-        SequenceFlags(1, start=True, end=True),
-        SequenceFlags("warmup", start=True, end=True),
-    ]
+    for found, sequence_id in ((reader, 1), (ids("TYPE_STRING"), "warmup")):
+        job = InferenceJob({})
+        found.mark_warm_up(job)
+        assert job.sequence_flags == SequenceFlags(sequence_id, start=True, end=True)
+        assert job.sequence is not None
+        assert job.sequence.id == sequence_id
 
 
 @pytest.mark.parametrize(
@@ -185,13 +184,13 @@ def test_flags_of_a_request() -> None:
 )
 def test_a_request_of_no_sequence_is_refused(parameters: dict[str, Any], rows: int, says: str) -> None:
     with pytest.raises(CharoniaError) as refused:
-        ids("TYPE_INT32").flag_reader.read_flags(InferRequest(id="7", parameters=parameters), rows)
+        ids("TYPE_INT32").read_flags(InferRequest(id="7", parameters=parameters), rows)
     assert says in refused.value.message
 
 
 def test_controls_have_the_types_that_their_values_have() -> None:
     sequences = read(config(max_batch_size=0))
-    job = InferenceJob({"X": np.zeros(1, np.int32)}, None, NullSink())
+    job = InferenceJob({"X": np.zeros(1, np.int32)})
     sequences.mark_warm_up(job)
     told = sequences.layout.sequence_inputs([job])
     assert {name: (array.dtype.name, array.tolist()) for name, array in told.items()} == {

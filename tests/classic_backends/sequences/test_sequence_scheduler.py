@@ -11,21 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from charonia.classic_backends.batching.batch_execution import BatchLayout
-from charonia.classic_backends.batching.dispatcher import JobBatch, QueuedJob
-from charonia.classic_backends.batching.dynamic_batcher import CloseReason
-from charonia.classic_backends.batching.inference_job import InferenceJob
+from charonia.classic_backends.batching.dynamic_batcher import CloseReason, RequestBatch
+from charonia.classic_backends.batching.inference_job import InferenceJob, SequenceContext, SequenceFlags
 from charonia.classic_backends.batching.model_metrics import ModelMetrics
 from charonia.classic_backends.batching.request_queue import QueuedRequest
 from charonia.classic_backends.batching.response_router import ResponseRouter
 from charonia.classic_backends.sequences.sequence_batcher import SequenceBatcher
-from charonia.classic_backends.sequences.sequence_context import SequenceContext, SequenceFlags
 from charonia.classic_backends.sequences.sequence_scheduler import SequenceScheduler
 from charonia.classic_backends.sequences.sequence_support import SequenceSupport, read_sequence_support
 from charonia.classic_backends.signature import ModelSignature
 from charonia.core.errors import Cancelled, CharoniaError
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferResponse
+from charonia.core.request_context import RequestContext
 
+from ..asking import queued_request
 from .sequence_subjects import Carried, Histories, Rows, config, state
 
 FAR = 10**9
@@ -42,7 +42,7 @@ class Hand:
         self.lost = False
         self.runtime = runtime
         self.source: Any = None
-        self.work: JobBatch | None = None
+        self.work: RequestBatch | None = None
 
     def wake(self, source: Any) -> None:
         assert self.source is None
@@ -57,7 +57,7 @@ class Hand:
             if self.work is None:
                 self.source = None
             else:
-                contexts = [request.item.sequence for request in self.work.requests]
+                contexts = [request.job.sequence for request in self.work.requests]
                 assert len(set(contexts)) == len(contexts)
 
 
@@ -94,10 +94,10 @@ class Table:
 
     def __init__(self, settings: ModelConfig, make: Callable[[], Any], instances: int = 2) -> None:
         sequences = sequences_of(settings)
-        form = BatchLayout(ModelSignature(settings), stateful=sequences.layout)
+        form = BatchLayout(ModelSignature(settings), sequences=sequences.layout)
         self.account = ModelMetrics()
         self.desk = SequenceScheduler(
-            sequences.rules, form, ResponseRouter(self.account, batched=True), decoupled=False
+            sequences.config, form, ResponseRouter(self.account, batched=True), decoupled=False
         )
         self.hands = [Hand(make()) for _ in range(instances)]
         for hand in self.hands:
@@ -111,8 +111,8 @@ class Table:
         value = len(self.asked) + 1
         asked = Asked(client, self.sums.get(client, 0) + value)
         flags = SequenceFlags(client + 1, start, end)
-        job = InferenceJob({"X": np.array([[value]], np.int32)}, None, asked, sequence_flags=flags)
-        asked.request = QueuedRequest(job, **fields)
+        job = InferenceJob({"X": np.array([[value]], np.int32)}, sequence_flags=flags)
+        asked.request = QueuedRequest(job, asked, RequestContext("test"), **fields)
         self.sums[client] = asked.expected
         if end:
             del self.sums[client]
@@ -125,9 +125,9 @@ class Table:
         if asked.ends or asked.left:
             return
         asked.left = True
-        asked.request.item.give_up()
-        context, roll = asked.request.item.sequence, self.desk._roll
-        sequence = roll._open.get(asked.client + 1)
+        asked.request.give_up()
+        context, table = asked.request.job.sequence, self.desk._table
+        sequence = table._open.get(asked.client + 1)
         if sequence is not None and sequence.context is context:
             del self.sums[asked.client]
         self.desk.cancel_request(asked.request)
@@ -146,7 +146,7 @@ class Table:
                 assert asked.ends == 1
                 assert asked.got == [asked.expected] or isinstance(asked.error, Cancelled)
         assert len(self.desk) == 0
-        self.desk._roll.check_integrity()
+        self.desk._table.check_integrity()
 
 
 KINDS: dict[str, tuple[ModelConfig, Callable[[], Any]]] = {
@@ -177,8 +177,8 @@ async def play(kind: str, actions: Iterable[tuple[str, int, int]]) -> Table:
             table.leave(table.asked[-which])
         elif action == "hear":
             await asyncio.sleep(0)
-        table.desk._roll.check_integrity()
-        for host in table.desk._hosts.values():
+        table.desk._table.check_integrity()
+        for host in table.desk._dispatchers.values():
             host._queue.check_integrity()  # type: ignore[attr-defined]
     await table.settle()
     for client in list(table.sums):
@@ -225,10 +225,10 @@ async def test_who_leaves_takes_his_sequence_along() -> None:
 async def test_nothing_of_a_cancelled_sequence_begins_while_it_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     table = Table(*KINDS["direct"], instances=1)
     leaves, behind = table.ask(0), table.ask(0)
-    [host], [hand] = table.desk._hosts.values(), table.hands
+    [host], [hand] = table.desk._dispatchers.values(), table.hands
     withdraw = host.cancel_request
 
-    def meanwhile(request: QueuedJob) -> bool:
+    def meanwhile(request: QueuedRequest) -> bool:
         withdrawn = withdraw(request)
         hand.step()
         return withdrawn
@@ -288,8 +288,8 @@ async def test_closing_refuses_everybody_who_waits_or_comes() -> None:
         table.ask(0)
     await table.settle()
     assert [each.got for each in asked[:2]] == [[1], [2]]
-    assert len(table.desk._roll) == 0
-    table.desk._roll.check_integrity()
+    assert len(table.desk._table) == 0
+    table.desk._table.check_integrity()
 
 
 async def test_time_ends_the_wait_for_a_seat() -> None:
@@ -336,16 +336,14 @@ async def test_who_is_idle_gives_up_his_seat() -> None:
         table.ask(0)
 
 
-def behind(client: int) -> QueuedJob:
-    job = InferenceJob(
-        {"X": np.array([[1]], np.int32)}, None, Asked(client, 0), sequence=SequenceContext(client, row=client)
-    )
-    return QueuedRequest(job)
+def behind(client: int) -> QueuedRequest:
+    job = InferenceJob({"X": np.array([[1]], np.int32)}, sequence=SequenceContext(client, row=client))
+    return queued_request(job=job)
 
 
 def test_a_direct_batch_waits_until_enough_rows_have_work() -> None:
     half = {"minimum_slot_utilization": 0.5, "max_queue_delay_microseconds": FAR}
-    batcher = SequenceBatcher(sequences_of(config(direct=half)).rules)
+    batcher = SequenceBatcher(sequences_of(config(direct=half)).config)
     first = behind(3)
     batcher.add(first, 1)
     assert batcher.peek_batch(2).ask_again_at == 1 + FAR * 1000
@@ -353,7 +351,7 @@ def test_a_direct_batch_waits_until_enough_rows_have_work() -> None:
     batcher.add(behind(0), 3)
     batch = batcher.take_batch(3).batch
     assert batch is not None
-    assert [request.item.sequence.row for request in batch.requests if request.item.sequence] == [0, 3]
+    assert [request.job.sequence.row for request in batch.requests if request.job.sequence] == [0, 3]
     assert batch.close_reason is CloseReason.PREFERRED
     batcher.add(behind(1), 4)
     late = batcher.take_batch(4 + FAR * 1000).batch

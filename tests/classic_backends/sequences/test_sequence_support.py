@@ -174,7 +174,7 @@ async def test_clients_that_leave_at_any_time_disturb_nobody(strategy: Mapping[s
         for client, made, length in zip(clients, sums, lengths, strict=True):
             assert made == np.cumsum(range(length)).tolist() or client in leaving
         assert isinstance(model._dispatcher, SequenceScheduler)
-        model._dispatcher._roll.check_integrity()
+        model._dispatcher._table.check_integrity()
         assert waiting(model) == 0
 
 

@@ -4,49 +4,48 @@ from typing import Any
 
 import pytest
 
-from charonia.classic_backends.batching.dispatcher import QueuedJob
-from charonia.classic_backends.batching.inference_job import InferenceJob, NullSink
+from charonia.classic_backends.batching.inference_job import InferenceJob, SequenceFlags, SequenceId
 from charonia.classic_backends.batching.request_queue import QueuedRequest
 from charonia.classic_backends.sequences.sequence_config import SlotRules
-from charonia.classic_backends.sequences.sequence_context import SequenceFlags, SequenceId
 from charonia.classic_backends.sequences.sequence_table import SequenceTable
 from charonia.core.errors import InvalidArgument
+
+from ..asking import queued_request
 
 IDLE = 100
 
 
 class Asked:
-    """A roll with `seats` on each of these hosts, and what is asked of it."""
+    """A table with `seats` on each of these hosts, and what is asked of it."""
 
     def __init__(self, hosts: str = "a", seats: int = 1) -> None:
-        self.roll: SequenceTable[str] = SequenceTable("m", SlotRules(seats, IDLE))
+        self.table: SequenceTable = SequenceTable("m", SlotRules(seats, IDLE))
         for host in hosts:
-            self.roll.add_instance(host)
+            self.table.add_instance(host)  # type: ignore[arg-type]
 
-    def ask(self, name: SequenceId, now: int = 0, timeout: int = 0, **flags: Any) -> QueuedJob:
-        request: QueuedJob = QueuedRequest(
-            InferenceJob({}, None, NullSink(), sequence_flags=SequenceFlags(name, **flags)), timeout_ns=timeout
-        )
-        self.roll.add_request(request, now)
-        self.roll.assign_slots()
-        self.roll.check_integrity()
+    def ask(self, name: SequenceId, now: int = 0, timeout: int = 0, **flags: Any) -> QueuedRequest:
+        job = InferenceJob({}, sequence_flags=SequenceFlags(name, **flags))
+        request = queued_request(job=job, timeout_ns=timeout)
+        self.table.add_request(request, now)
+        self.table.assign_slots()
+        self.table.check_integrity()
         return request
 
-    def start(self, name: SequenceId, now: int = 0, **fields: Any) -> QueuedJob:
+    def start(self, name: SequenceId, now: int = 0, **fields: Any) -> QueuedRequest:
         return self.ask(name, now, start=True, **fields)
 
-    def answer(self, request: QueuedJob, now: int = 0) -> None:
-        self.roll.finish_request(request, now)
-        self.roll.assign_slots()
-        self.roll.check_integrity()
+    def answer(self, request: QueuedRequest, now: int = 0) -> None:
+        self.table.finish_request(request, now)
+        self.table.assign_slots()
+        self.table.check_integrity()
 
     def expire(self, now: int) -> list[SequenceId]:
-        late = [sequence.context.id for sequence in self.roll.expire_sequences(now)]
-        self.roll.assign_slots()
+        late = [sequence.context.id for sequence in self.table.expire_sequences(now)]
+        self.table.assign_slots()
         return late
 
-    def seat(self, request: QueuedJob) -> tuple[str, int] | None:
-        sequence = self.roll.sequence_of(request)
+    def seat(self, request: QueuedRequest) -> tuple[Any, int] | None:
+        sequence = self.table.sequence_of(request)
         assert sequence is not None
         return None if sequence.slot is None else (sequence.slot.instance, sequence.slot.row)
 
@@ -62,7 +61,7 @@ def test_the_first_request_must_start_the_sequence() -> None:
     asked.answer(asked.start(42, end=True))
     with pytest.raises(InvalidArgument, match="sequence 42"):
         asked.ask(42)
-    assert len(asked.roll) == 0
+    assert len(asked.table) == 0
 
 
 def test_instances_share_sequences_and_the_first_rows_go_first() -> None:
@@ -81,7 +80,7 @@ def test_seats_cost_nothing_until_they_are_taken() -> None:
     assert [asked.seat(each) for each in requests] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
     asked.answer(asked.ask(0, end=True))
     asked.answer(requests[0])
-    assert (asked.roll.used_slots, asked.roll.total_slots) == (3, 2**32 - 2)
+    assert (asked.table.used_slots, asked.table.total_slots) == (3, 2**32 - 2)
     assert asked.seat(asked.start(9)) == ("a", 0)
 
 
@@ -89,11 +88,11 @@ def test_requests_without_a_seat_wait_together_and_in_order() -> None:
     asked = Asked()
     held = asked.start(1)
     first, second, other = asked.start(2), asked.ask(2), asked.start(3)
-    assert asked.roll.waiting_requests == 3
+    assert asked.table.waiting_requests == 3
     asked.answer(held)
     asked.answer(asked.ask(1, end=True))
     assert (asked.seat(first), asked.seat(other)) == (("a", 0), None)
-    sequence = asked.roll.sequence_of(first)
+    sequence = asked.table.sequence_of(first)
     assert sequence is not None
     assert list(sequence.pending) == [first, second]
 
@@ -102,19 +101,19 @@ def test_who_is_idle_for_too_long_is_closed_and_who_waits_is_not() -> None:
     asked = Asked(seats=2)
     asked.answer(asked.start(1), now=10)
     computed = asked.start(2)
-    assert (asked.roll.next_expiry, len(asked.roll)) == (10 + IDLE, 2)
+    assert (asked.table.next_expiry, len(asked.table)) == (10 + IDLE, 2)
     asked.expire(9 + IDLE)
     asked.answer(asked.ask(1), now=50)
     asked.expire(10 + IDLE)
     asked.start(3)
-    assert (asked.roll.waiting_requests, asked.roll.next_expiry) == (1, 50 + IDLE)
+    assert (asked.table.waiting_requests, asked.table.next_expiry) == (1, 50 + IDLE)
     asked.expire(50 + IDLE)
-    assert (asked.roll.waiting_requests, asked.roll.next_expiry) == (0, None)
+    assert (asked.table.waiting_requests, asked.table.next_expiry) == (0, None)
     with pytest.raises(InvalidArgument, match="START"):
         asked.ask(1)
     asked.answer(computed, now=1000)
-    asked.roll.check_integrity()
-    assert asked.roll.next_expiry == 1000 + IDLE
+    asked.table.check_integrity()
+    assert asked.table.next_expiry == 1000 + IDLE
 
 
 def test_the_shortest_time_ends_the_wait_of_a_whole_sequence_for_a_seat() -> None:
@@ -122,11 +121,11 @@ def test_the_shortest_time_ends_the_wait_of_a_whole_sequence_for_a_seat() -> Non
     held = asked.start(1, timeout=1)
     late = [asked.start(2, timeout=30), asked.ask(2, timeout=20)]
     asked.start(3)
-    assert asked.roll.next_expiry == 20
+    assert asked.table.next_expiry == 20
     assert (asked.expire(19), asked.expire(20)) == ([], [2])
     for each in late:
         asked.answer(each)
-    assert (asked.roll.waiting_requests, asked.roll.next_expiry, asked.seat(held)) == (1, None, ("a", 0))
+    assert (asked.table.waiting_requests, asked.table.next_expiry, asked.seat(held)) == (1, None, ("a", 0))
     asked.start(2)
 
 
@@ -134,38 +133,38 @@ def test_who_got_a_seat_in_time_may_be_computed_for_ever() -> None:
     asked = Asked()
     held, other = asked.start(1, end=True), asked.start(2, timeout=5)
     asked.answer(held, now=4)
-    assert (asked.expire(10**9), asked.seat(other), asked.roll.next_expiry) == ([], ("a", 0), None)
+    assert (asked.expire(10**9), asked.seat(other), asked.table.next_expiry) == ([], ("a", 0), None)
 
 
 def test_an_id_may_be_used_again_as_soon_as_its_end_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     asked = Asked(seats=2)
     old, new = asked.start(1, end=True), asked.start(1)
     assert (asked.seat(old), asked.seat(new)) == (("a", 0), ("a", 1))
-    assert asked.roll.sequence_of(old) is not asked.roll.sequence_of(new)
+    assert asked.table.sequence_of(old) is not asked.table.sequence_of(new)
     assert not caplog.records
     asked.start(1)
     assert "sequence 1 starts anew, though it had not ended" in caplog.text
-    assert len(asked.roll) == 1
+    assert len(asked.table) == 1
 
 
 def test_a_lost_instance_takes_its_sequences_along() -> None:
     asked = Asked("ab")
     lost, other, waits = asked.start(1), asked.start(2), asked.start(3)
-    asked.roll.remove_instance("a")
+    asked.table.remove_instance("a")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="sequence 1"):
         asked.ask(1)
     asked.answer(lost)
     assert (asked.seat(other), asked.seat(waits)) == (("b", 0), None)
-    asked.roll.add_instance("c")
-    asked.roll.assign_slots()
+    asked.table.add_instance("c")  # type: ignore[arg-type]
+    asked.table.assign_slots()
     assert asked.seat(waits) == ("c", 0)
-    asked.roll.check_integrity()
+    asked.table.check_integrity()
 
 
 def test_nothing_is_left_of_what_was_cleared() -> None:
     asked = Asked()
     held, waits = asked.start(1), asked.start(2)
-    assert [each.context.id for each in asked.roll.close_all()] == [2]
+    assert [each.context.id for each in asked.table.close_all()] == [2]
     for each in (held, waits):
         asked.answer(each)
-    assert (len(asked.roll), asked.roll.next_expiry, asked.roll.waiting_requests) == (0, None, 0)
+    assert (len(asked.table), asked.table.next_expiry, asked.table.waiting_requests) == (0, None, 0)

@@ -11,8 +11,13 @@ import pytest
 import torch
 
 from charonia.classic_backends.runtime import Arrays, InstancePlacement, Runtime
-from charonia.classic_backends.torch.argument_positions import argument_positions, result_positions
-from charonia.classic_backends.torch.torch_backend import PYTORCH, InferenceModes, read_inference_modes
+from charonia.classic_backends.torch.torch_backend import (
+    PYTORCH,
+    InferenceModes,
+    argument_positions,
+    read_inference_modes,
+    result_positions,
+)
 from charonia.core.errors import Internal, InvalidArgument, NotFound, Unsupported
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest
