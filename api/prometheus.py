@@ -1,7 +1,4 @@
-"""The metrics door: what models measured, as Prometheus text, on a port of its own and beside the other endpoints.
-
-Knows families and readings; not what is measured, and not how a scrape is stored.
-"""
+"""Metrics in Prometheus's text format: a collector of what models measured, and the responses to scrapes."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 

@@ -4,13 +4,15 @@ Each field is supported, ignored, accepted at a value that asks for nothing, or 
 dropped. Knows no endpoint and none of its fields but which may be long.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import orjson
+from starlette.requests import Request
 
-from ...core.errors import InvalidArgument
+from ...core.errors import InvalidArgument, NotFound
 from ...core.suggestion import did_you_mean
 from ...core.validation_errors import describe_validation_error
 from ..chunked_json import (
@@ -23,6 +25,7 @@ from ..chunked_json import (
     parse_fully,
     read_long_json,
 )
+from ..http.connection import read_json_body
 from ..json_values import Buffer
 
 NoOpValues: TypeAlias = Mapping[str, tuple[Any, ...]]
@@ -42,15 +45,17 @@ _LONG_TEXT_FIELDS = frozenset({"prompt", "input", "query", "guided_decoding_guid
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
-async def load_body(body: bytes | bytearray) -> dict[str, Any]:
-    """Parse a body into its members; a long one in pieces, between which the event loop runs.
+async def read_members(request: Request, limit: int) -> JsonBody:
+    """Read a request's body of at most `limit` bytes; a long one is parsed in pieces between which the event loop runs.
 
     A long body may have `MAX_VALUES` values in a member, or `MAX_IDS` where the member may be a list of token ids, and
     long strings only where texts belong.
 
     Raises:
-        InvalidArgument: the body is no JSON object, or has more values or characters in a member.
+        InvalidArgument: as `read_json_body`; or the body is no JSON object, or has more in a member.
+        ClientDisconnected: the client left while it sent the body.
     """
+    body = await read_json_body(request, limit)
     if len(body) <= PIECE_BYTES:
         parsed = _parse(body, 0)
         if not isinstance(parsed, dict):
@@ -143,3 +148,12 @@ def convert_fields(members: Mapping[str, Any], kind: type[_Struct], where: str =
         found = describe_validation_error(error)
         field = ".".join(name for name in (where, found.path) if name)
         raise InvalidArgument(f"{field or 'the body'} {found}", field=field or None) from None
+
+
+@contextmanager
+def model_field() -> Iterator[None]:
+    """Let errors of a model that is not found name the field `model` of the body."""
+    try:
+        yield
+    except NotFound as error:
+        raise NotFound(error.message, field="model") from None

@@ -1,10 +1,10 @@
-"""OpenAI's door: /v1/models, /v1/completions, /v1/chat/completions.
+"""/v1/models, /v1/completions and /v1/chat/completions of OpenAI's API.
 
 Translates between the protocol and the gateway; decides nothing.
 """
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable
+from contextlib import aclosing
 
 import orjson
 from starlette.requests import Request
@@ -12,16 +12,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from ...core.errors import CharoniaError, NotFound
+from ...core.errors import CharoniaError
 from ...core.gateway import Gateway
 from ...core.model import ModelConfig
 from ...core.request import GenerateChunk, join_chunks
-from ..http.connection import CancelOnDisconnect, EventStreamResponse, read_json_body, sse_event
+from ..http.connection import CancelOnDisconnect, EventStreamResponse, sse_event
 from ..http.error_responses import json_response, openai_error_body
 from ..http.request_context import context_of
 from ..http.request_ids import request_id_of
 from ..metadata import ServerInfo
-from .json_body import JsonBody, load_body
+from .json_body import JsonBody, model_field, read_members
 from .merged_streams import merge_streams
 from .request_parsing import ParsedCompletion, parse_chat, parse_completion
 from .response_writer import (
@@ -37,7 +37,7 @@ _DONE = sse_event(b"[DONE]")
 
 
 class OpenAIRoutes:
-    """The door's handlers."""
+    """The endpoints and their handlers."""
 
     def __init__(self, gateway: Gateway, info: ServerInfo) -> None:
         self._gateway = gateway
@@ -57,60 +57,43 @@ class OpenAIRoutes:
         return json_response({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
-        with _model_field():
+        with model_field():
             return json_response(model_card(self._gateway.model_config(request.path_params["model"])))
 
     async def completions(self, request: Request) -> ASGIApp:
-        return await self._answer(request, parse_completion, CompletionFormat())
+        return await self._respond(request, parse_completion, CompletionFormat())
 
     async def chat(self, request: Request) -> ASGIApp:
-        return await self._answer(request, parse_chat, ChatFormat())
+        return await self._respond(request, parse_chat, ChatFormat())
 
-    async def _answer(
-        self, request: Request, parse: Callable[[JsonBody, str], ParsedCompletion], shape: ApiFormat
+    async def _respond(
+        self, request: Request, parse: Callable[[JsonBody, str], ParsedCompletion], api_format: ApiFormat
     ) -> ASGIApp:
-        asked = parse(
-            await load_body(await read_json_body(request, self._info.max_input_size)), request_id_of(request.scope)
-        )
-        with _model_field():
-            model = self._gateway.acquire(context_of(request.scope), asked.response.model)
-        writer = OpenAIResponseWriter(shape, asked.response, self._fingerprint(model.config))
-        streams = [model.generate(each) for each in asked.requests]
-        if not asked.stream:
-            async with CancelOnDisconnect(request.receive), aclosing(merge_streams(streams)) as chunks:
-                return json_response(await _whole(writer, chunks, len(streams)))
-        if len(streams) == 1:
+        parsed = parse(await read_members(request, self._info.max_input_size), request_id_of(request.scope))
+        with model_field():
+            model = self._gateway.acquire(context_of(request.scope), parsed.response.model)
+        writer = OpenAIResponseWriter(api_format, parsed.response, self._fingerprint(model.config))
+        streams = [model.generate(each) for each in parsed.requests]
+        if parsed.stream and len(streams) == 1:
             return EventStreamResponse(streams[0], SingleStreamEvents(writer))
-        return EventStreamResponse(merge_streams(streams), MergedStreamEvents(writer))
+        if parsed.stream:
+            return EventStreamResponse(merge_streams(streams), MergedStreamEvents(writer))
+        chunks: list[list[GenerateChunk]] = [[] for _ in streams]
+        async with CancelOnDisconnect(request.receive), aclosing(merge_streams(streams)) as merged:
+            async for index, chunk in merged:
+                chunks[index].append(chunk)
+        return json_response(writer.full_response([join_chunks(each) for each in chunks]))
 
     def _fingerprint(self, config: ModelConfig) -> str:
-        """Made once for each load of a model."""
+        # Hashing is done once for each load of a model.
         known = self._fingerprints.get(config.name)
         if known is None or known[0] is not config:
             known = self._fingerprints[config.name] = config, system_fingerprint(config, self._info.version)
         return known[1]
 
 
-@contextmanager
-def _model_field() -> Iterator[None]:
-    """Name the field of a lookup that fails, as OpenAI's errors do."""
-    try:
-        yield
-    except NotFound as error:
-        raise NotFound(error.message, field="model") from None
-
-
-async def _whole(
-    writer: OpenAIResponseWriter, chunks: AsyncIterator[tuple[int, GenerateChunk]], count: int
-) -> dict[str, object]:
-    said: list[list[GenerateChunk]] = [[] for _ in range(count)]
-    async for index, chunk in chunks:
-        said[index].append(chunk)
-    return writer.full_response([join_chunks(each) for each in said])
-
-
 class CompletionEvents:
-    """How a stream of answers ends, well or not."""
+    """The end of a stream of events, with an error or without."""
 
     def __init__(self, writer: OpenAIResponseWriter) -> None:
         self._writer = writer

@@ -1,6 +1,6 @@
-"""/tokenize and /detokenize, in vLLM's shapes.
+"""/tokenize and /detokenize of vLLM's API.
 
-Translates between them and the gateway; decides nothing.
+Translates between the protocol and the gateway; decides nothing.
 """
 
 from typing import Any
@@ -13,13 +13,13 @@ from starlette.routing import Route
 from ...core.errors import InvalidArgument, NotReady
 from ...core.gateway import Gateway, ModelHandle
 from ...core.request import TokenizeRequest
-from ..http.connection import CancelOnDisconnect, read_json_body
+from ..http.connection import CancelOnDisconnect
 from ..http.error_responses import json_response
 from ..http.request_context import context_of
 from .chat_messages import parse_messages
-from .json_body import JsonBody, decode_body, load_body
+from .json_body import NoOpValues, decode_body, read_members
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_NO_OP_VALUES: NoOpValues = {
     "return_token_strs": (False,),
     "tools": ([],),
     "mm_processor_kwargs": ({},),
@@ -27,7 +27,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Either a prompt or messages."""
+    """The body of /tokenize, with either a prompt or messages."""
 
     model: str | None = None
     prompt: str | None = None
@@ -45,7 +45,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenizeRoutes:
-    """The door's handlers."""
+    """The endpoints and their handlers."""
 
     def __init__(self, gateway: Gateway, max_input_size: int) -> None:
         self._gateway = gateway
@@ -58,10 +58,10 @@ class TokenizeRoutes:
         ]
 
     async def tokenize(self, request: Request) -> Response:
-        body = decode_body(await self._body(request), TokenizeBody, _NEUTRAL)
+        body = decode_body(await read_members(request, self._max_input_size), TokenizeBody, _NO_OP_VALUES)
         model = self._acquire(request, body.model)
         async with CancelOnDisconnect(request.receive):
-            tokens = await model.tokenize(_asked(body))
+            tokens = await model.tokenize(_tokenize_request(body))
         length = model.config.parameters.get("max_model_len")
         return json_response(
             {
@@ -73,14 +73,11 @@ class TokenizeRoutes:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        body = decode_body(await self._body(request), DetokenizeBody, {})
+        body = decode_body(await read_members(request, self._max_input_size), DetokenizeBody, {})
         model = self._acquire(request, body.model)
         async with CancelOnDisconnect(request.receive):
             prompt = await model.detokenize(body.tokens)
         return json_response({"prompt": prompt})
-
-    async def _body(self, request: Request) -> JsonBody:
-        return await load_body(await read_json_body(request, self._max_input_size))
 
     def _acquire(self, request: Request, name: str | None) -> ModelHandle:
         """The model of a request, which need not name the only one that there is."""
@@ -94,7 +91,7 @@ class TokenizeRoutes:
         return self._gateway.acquire(context_of(request.scope), name)
 
 
-def _asked(body: TokenizeBody) -> TokenizeRequest:
+def _tokenize_request(body: TokenizeBody) -> TokenizeRequest:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidArgument("give either prompt or messages", field="prompt")
     if body.messages is None:

@@ -256,7 +256,7 @@ def plain(path: str) -> str:
         (
             "HTTP: tokens",
             {*tokenize_routes.TokenizeBody.__struct_fields__, *tokenize_routes.DetokenizeBody.__struct_fields__}
-            | {*tokenize_routes._NEUTRAL},
+            | {*tokenize_routes._NO_OP_VALUES},
         ),
         ("gRPC", {spec.name for spec in infer.INPUTS}),
     ],
