@@ -1,6 +1,6 @@
-"""Inputs that take long to decode: held against the model first, decoded in pieces or beside the event loop.
+"""Inputs that take long to decode: validated against the model first, then decoded in pieces or in another thread.
 
-Knows how tensors look as JSON and as raw strings; not what protocol brings them.
+Knows how tensors look as JSON and as raw strings; not which protocol brings them.
 """
 
 import asyncio
@@ -20,19 +20,19 @@ from .chunked_json import PIECE_BYTES, UnparsedContainer
 from .json_values import wrong_json_type
 
 DecodeTensor: TypeAlias = Callable[[], Awaitable[Tensor]]
-"""Makes the tensor that an empty one of its name, datatype and shape stands for until then."""
+"""Decodes the tensor for which an empty one of its name, datatype and shape stands until then."""
 
 DeferredInputs: TypeAlias = dict[str, DecodeTensor]
-"""By input."""
+"""By the name of the input."""
 
 LONG_STRING_BYTES = PIECE_BYTES
-"""Bytes of strings that are decoded beside the loop."""
+"""Bytes of strings above which they are decoded in another thread."""
 
 _NOTHING = np.empty(0, np.uint8)
 
 
 def placeholder_tensor(datatype: str, shape: tuple[int, ...], place: raw_tensors.InputRef) -> Tensor:
-    """What stands for the tensor; raises `InvalidArgument` as `raw.element_count` does."""
+    """The empty tensor that stands for it; raises `InvalidArgument` as `raw_tensors.element_count` does."""
     raw_tensors.element_count(datatype, shape, place)
     return Tensor(place.input, datatype, shape, _NOTHING)
 
@@ -49,12 +49,12 @@ async def decode_deferred(config: ModelConfig, request: InferRequest, later: Def
 
 
 def deferred_strings(tensor: Tensor, source: raw_tensors.RawBytes, place: raw_tensors.InputRef) -> DecodeTensor:
-    """Of raw bytes."""
+    """Decodes raw bytes."""
     return partial(asyncio.to_thread, raw_tensors.decode, tensor.datatype, tensor.shape, source, place)
 
 
 def deferred_json(tensor: Tensor, source: UnparsedContainer, place: raw_tensors.InputRef) -> DecodeTensor:
-    """Of an array. Raises `InvalidArgument` for what is none."""
+    """Decodes an array of JSON. Raises `InvalidArgument` for an object."""
     if source.is_object:
         raise wrong_json_type("data", "non-array as array")
     return partial(_from_json, tensor, source, place)

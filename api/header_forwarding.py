@@ -1,6 +1,8 @@
-"""Which headers of a client his model gets as parameters: `--http-header-forward-pattern` and its like.
+"""The headers of a client that its model gets as parameters: `--http-header-forward-pattern` and gRPC's flag like it.
 
-v2's section 3.8 in code; knows headers by name and text, not which protocol brought them.
+As tritonserver has it:
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_parameters.md. Knows headers by name
+and text, not which protocol brought them.
 """
 
 import re
@@ -20,7 +22,7 @@ class HeaderForwarding:
     """The headers of which `pattern` matches a part of the name; case does not matter unless it begins with `(?-i)`.
 
     Raises:
-        InvalidArgument: it is no pattern; `flag` is told to be wrong.
+        InvalidArgument: it is no regular expression; the message names `flag`.
     """
 
     def __init__(self, pattern: str = "", flag: str = "--http-header-forward-pattern") -> None:
@@ -36,13 +38,13 @@ class HeaderForwarding:
         return self._matches is not None
 
     def parameters(self, headers: Mapping[bytes, bytes]) -> Mapping[str, str]:
-        """Those of an HTTP request, names in lower case."""
+        """The parameters from the headers of an HTTP request, whose names are in lower case."""
         if self._matches is None:
             return _NOTHING
         return self.select((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers.items())
 
     def select(self, headers: Iterable[tuple[str, str]]) -> Mapping[str, str]:
-        """Raises `InvalidArgument` where one matches whose name means something else as a parameter."""
+        """Raises `InvalidArgument` for a header that matches and whose name means something else as a parameter."""
         if self._matches is None:
             return _NOTHING
         found = {name: value for name, value in headers if self._matches(name)}

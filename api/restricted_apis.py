@@ -1,7 +1,8 @@
 """The parts of v2 that can be restricted to requests with a certain header, and the flags that do it.
 
-The parts and the flags' form are tritonserver's: https://github.com/triton-inference-server/server/blob/main/docs/
-customization_guide/deploy.md. Endpoints of OpenAI and vLLM go with those of v2 that do the same.
+The parts and the flags' form are tritonserver's:
+https://github.com/triton-inference-server/server/blob/main/docs/customization_guide/inference_protocols.md.
+Endpoints of OpenAI and vLLM go with those of v2 that do the same.
 """
 
 import hmac

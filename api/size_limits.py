@@ -1,4 +1,4 @@
-"""What is too large, in v2's words (section 3.6)."""
+"""The limits of requests, and the errors of what exceeds them, in tritonserver's words."""
 
 from ..core.errors import InvalidArgument
 
@@ -13,7 +13,7 @@ _RAW_HINT = "Use --max-raw-input-size to increase the limit."
 
 
 class BodyTooLarge(InvalidArgument):
-    """A body of more bytes than there may be."""
+    """A body of more bytes than its limit."""
 
 
 def check_json_size(size: int, limit: int) -> None:

@@ -16,7 +16,7 @@ from ..api.grpc.server import GrpcServer
 from ..api.http.server import HttpServer
 from ..api.metadata import ServerInfo
 from ..api.prometheus import MetricsApp, MetricsSource, build_registry
-from ..api.triton.cloud_middleware import CloudMiddleware
+from ..api.triton.clouds import CloudMiddleware
 from ..core.cancellation import wait_for_first
 from ..core.gateway import Gateway
 from ..repository.gateway import InProcessGateway

@@ -1,34 +1,43 @@
-"""What SageMaker and Vertex AI ask of a container, in v2's words: v2-protocol.md section 15.
+"""The endpoints that Amazon SageMaker and Google Vertex AI ask of a container, on top of v2's.
 
-Knows their paths and their environment; of requests nothing but method, path and headers.
+Their paths and environment variables are tritonserver's, described at
+https://docs.aws.amazon.com/sagemaker/latest/dg/deploy-models-frameworks-triton.html and
+https://cloud.google.com/vertex-ai/docs/predictions/using-nvidia-triton. Knows of requests nothing but method, path and
+headers.
 """
 
 import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias
 
-from starlette.types import Scope
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...core.errors import InvalidArgument, NotFound, Unsupported
+from ...core.errors import CharoniaError, InvalidArgument, NotFound, Unsupported
+from ..http.error_responses import error_response
 
 ListModels: TypeAlias = Callable[[], list[str]]
-"""Names of those that are served now."""
+"""Names of the models that are served now."""
 
 _KINDS = ("infer", "generate", "generate_stream")
 _POSTED = re.compile(r"/(infer|generate|generate_stream|index|load|unload|register|unregister)$")
+_LENGTH = b"inference-header-content-length"
+_TYPE = b"content-type"
 _REDIRECT = b"x-vertex-ai-triton-redirect"
 
 
 class V2Target(NamedTuple):
-    """A request of v2's."""
+    """The method and path of a request to v2."""
 
     method: str
     path: str
 
 
 class CloudEndpoint(NamedTuple):
-    """A door. `read`: what is asked of v2, or raises `CharoniaError`; `media`: the type of a body that is not JSON
-    alone, after which the length of the JSON in front stands."""
+    """A cloud's endpoint on its port, which `flag` sets.
+
+    `binary_media_type`: of a body that is not JSON alone; the length of the JSON in front follows it. `to_v2`: the
+    request to v2 that a request stands for; raises `CharoniaError`.
+    """
 
     name: str
     flag: str
@@ -46,7 +55,7 @@ def sagemaker_endpoint(port: int, environment: Mapping[str, str]) -> CloudEndpoi
     model = _said(environment, "SAGEMAKER_TRITON_DEFAULT_MODEL_NAME", "--allow-sagemaker")
     ping = _one_of(environment, "SAGEMAKER_TRITON_PING_MODE", ("ready", "live"))
     kind = _one_of(environment, "SAGEMAKER_TRITON_INFERENCE_TYPE", _KINDS)
-    asked = {
+    targets = {
         "/ping": V2Target("GET", f"/v2/health/{ping}"),
         "/invocations": V2Target("POST", f"/v2/models/{model}/{kind}"),
     }
@@ -54,7 +63,7 @@ def sagemaker_endpoint(port: int, environment: Mapping[str, str]) -> CloudEndpoi
     def read(scope: Scope, models: ListModels) -> V2Target:
         if re.match(r"/models(/|$)", scope["path"]):
             raise Unsupported("endpoints of several models are not served on SageMaker")
-        return _found(asked, scope)
+        return _found(targets, scope)
 
     media = b"application/vnd.sagemaker-triton.binary+json;json-header-size="
     return CloudEndpoint("SageMaker", "--sagemaker-port", port, media, read)
@@ -86,15 +95,15 @@ def vertex_ai_endpoint(port: int | None, model: str, environment: Mapping[str, s
     return CloudEndpoint("Vertex AI", "--vertex-ai-port", port, media, read)
 
 
-def _found(asked: Mapping[str, V2Target], scope: Scope) -> V2Target:
-    found = asked.get(scope["path"])
+def _found(targets: Mapping[str, V2Target], scope: Scope) -> V2Target:
+    found = targets.get(scope["path"])
     if found is None or scope["method"] != found.method:
         raise NotFound("Not Found")
     return found
 
 
 def _redirected(path: str, scope: Scope) -> V2Target:
-    """Vertex AI posts everything: what has no body, and is no action, is a question."""
+    """Vertex AI posts everything: a request without a body that is no action of v2 is a GET."""
     empty = dict(scope["headers"]).get(b"content-length", b"0") == b"0"
     return V2Target("GET" if empty and not _POSTED.search(path) else scope["method"], path)
 
@@ -116,3 +125,41 @@ def _one_of(environment: Mapping[str, str], name: str, choices: tuple[str, ...])
     if said not in choices:
         raise InvalidArgument(f"the environment variable {name} must be one of {', '.join(choices)}, got '{said}'")
     return said
+
+
+class CloudMiddleware:
+    """The HTTP application `app` in the words of a cloud: its requests become v2's, and the responses the cloud's."""
+
+    def __init__(self, app: ASGIApp, cloud: CloudEndpoint, models: ListModels) -> None:
+        self._app = app
+        self._cloud = cloud
+        self._models = models
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            target = self._cloud.to_v2(scope, self._models)
+        except CharoniaError as error:
+            await error_response(error, "/v2")(scope, receive, send)
+            return
+
+        async def send_translated(message: Message) -> None:
+            await send(self._response(message))
+
+        path = {"method": target.method, "path": target.path, "raw_path": target.path.encode(), "query_string": b""}
+        await self._app({**scope, **path, "headers": self._headers(scope)}, receive, send_translated)
+
+    def _headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
+        """The request's, with the length of the JSON in front of raw tensors, which clouds have in the media type."""
+        headers: list[tuple[bytes, bytes]] = list(scope["headers"])
+        media = dict(headers).get(_TYPE, b"").replace(b" ", b"")
+        if media.startswith(self._cloud.binary_media_type):
+            headers.append((_LENGTH, media.removeprefix(self._cloud.binary_media_type)))
+        return headers
+
+    def _response(self, message: Message) -> Message:
+        """The message, with that length of the response in its media type."""
+        headers = dict(message.get("headers", ()))
+        if message["type"] != "http.response.start" or _LENGTH not in headers:
+            return message
+        headers[_TYPE] = self._cloud.binary_media_type + headers.pop(_LENGTH)
+        return {**message, "headers": list(headers.items())}

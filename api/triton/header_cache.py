@@ -1,10 +1,9 @@
-"""Binary requests that look alike: clients send the same JSON in front of other numbers, time and again.
+"""The parsed JSON headers of binary requests: clients send the same one in front of other numbers, time and again.
 
-Knows what a header said when it was read; not how to read one.
+Knows what a header meant when it was parsed; not how to parse one.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -12,18 +11,17 @@ import numpy as np
 from ...core.request import InferRequest
 from ...core.tensor import NUMPY_TYPES, Tensor
 from ..json_values import JsonObject
-from .infer_call import HttpInferRequest
+from ..requested_outputs import HttpInferRequest
 
-_KNOWN = 256
-_LONGEST = 4096
-"""Headers that are remembered: how many, and up to how many bytes."""
+_MAX_HEADERS = 256
+_LONGEST_HEADER = 4096
 
 _DTYPES = {name: np.dtype(dtype) for name, dtype in NUMPY_TYPES.items() if name not in ("BYTES", "BOOL")}
-"""Of tensors that are as long as their shapes say, and views of the body."""
+"""The datatypes whose tensors are as long as their shapes say, and views of the body."""
 
 
-class _Slot(NamedTuple):
-    """Where a tensor lies: elements, and bytes behind the header."""
+class _TensorPlace(NamedTuple):
+    """A tensor of the body: its elements, and the bytes between the header and it."""
 
     name: str
     datatype: str
@@ -34,67 +32,60 @@ class _Slot(NamedTuple):
 
 
 class CachedHeader(NamedTuple):
-    """All of a request but its numbers: `size` bytes of them."""
+    """A request without its tensors, which are `size` bytes behind the header."""
 
-    slots: tuple[_Slot, ...]
+    tensors: tuple[_TensorPlace, ...]
     size: int
     call: HttpInferRequest
 
-    @classmethod
-    def from_request(cls, call: HttpInferRequest, size: int) -> Self:
-        return cls(tuple(_slots(call.request.inputs)), size, call._replace(request=_without_inputs(call.request)))
-
     def fill(self, body: bytes, begin: int) -> HttpInferRequest:
-        """With the numbers of this body, whose header ends at `begin`."""
-        asked, inputs = self.call.request, {}
-        for name, datatype, shape, dtype, elements, offset in self.slots:
+        """The request with the tensors of this body, whose header ends at `begin`."""
+        request, inputs = self.call.request, {}
+        for name, datatype, shape, dtype, elements, offset in self.tensors:
             inputs[name] = Tensor(name, datatype, shape, np.frombuffer(body, dtype, elements, begin + offset))
-        request = InferRequest(asked.id, inputs, asked.outputs, asked.parameters)
-        return HttpInferRequest(request, self.call.outputs, self.call.default_output)
-
-
-def _slots(inputs: Mapping[str, Tensor]) -> Iterator[_Slot]:
-    offset = 0
-    for tensor in inputs.values():
-        dtype = _DTYPES[tensor.datatype]
-        yield _Slot(tensor.name, tensor.datatype, tensor.shape, dtype, tensor.data.size, offset)
-        offset += tensor.data.nbytes
-
-
-def _without_inputs(request: InferRequest) -> InferRequest:
-    return msgspec.structs.replace(request, inputs={})
+        filled = InferRequest(request.id, inputs, request.outputs, request.parameters)
+        return HttpInferRequest(filled, self.call.outputs, self.call.default_output)
 
 
 class HeaderCache:
-    """Of the headers that came lately, by model and header."""
+    """The latest headers, by model and text."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, bytes], CachedHeader] = {}
+        self._headers: dict[tuple[str, bytes], CachedHeader] = {}
+
+    def __len__(self) -> int:
+        return len(self._headers)
 
     def find(self, model: str, body: bytes | bytearray, length: int) -> HttpInferRequest | None:
-        """What this body asks, if such a one was understood before; its header has that length."""
-        if length > _LONGEST or type(body) is not bytes:
+        """The request that this body is, if one with the same header, `length` bytes long, was remembered."""
+        if length > _LONGEST_HEADER or type(body) is not bytes:
             return None
-        outline = self._known.get((model, body[:length]))
-        if outline is None or len(body) - length != outline.size:
+        header = self._headers.get((model, body[:length]))
+        if header is None or len(body) - length != header.size:
             return None
-        return outline.fill(body, length)
+        return header.fill(body, length)
 
     def remember(
         self, model: str, body: bytes | bytearray, length: int, document: JsonObject, call: HttpInferRequest
     ) -> None:
-        """This body was read: what its header said, and what came of it."""
-        if length > _LONGEST or not _lasting(document, call):
+        """Keep the header of a body that was parsed: `document` is its JSON, `call` the request."""
+        if length > _LONGEST_HEADER or not _is_reusable(document, call):
             return
-        if len(self._known) >= _KNOWN:
-            del self._known[next(iter(self._known))]
-        self._known[model, bytes(body[:length])] = CachedHeader.from_request(call, len(body) - length)
+        if len(self._headers) >= _MAX_HEADERS:
+            del self._headers[next(iter(self._headers))]
+        tensors, offset = [], 0
+        for tensor in call.request.inputs.values():
+            dtype, elements = _DTYPES[tensor.datatype], tensor.data.size
+            tensors.append(_TensorPlace(tensor.name, tensor.datatype, tensor.shape, dtype, elements, offset))
+            offset += tensor.data.nbytes
+        bare = call._replace(request=msgspec.structs.replace(call.request, inputs={}))
+        self._headers[model, bytes(body[:length])] = CachedHeader(tuple(tensors), len(body) - length, bare)
 
 
-def _lasting(document: JsonObject, call: HttpInferRequest) -> bool:
-    """The header says all but numbers that lie behind it, and names nothing that comes and goes."""
-    if call.request.id or any(wanted.memory is not None for wanted in call.outputs.values()):
+def _is_reusable(document: JsonObject, call: HttpInferRequest) -> bool:
+    """Whether the header says all but numbers that lie behind it, and names no id and no shared memory."""
+    if call.request.id or any(output.memory is not None for output in call.outputs.values()):
         return False
-    inputs = call.request.inputs
     raw = all("binary_data_size" in each.get("parameters", ()) for each in document["inputs"])
+    inputs = call.request.inputs
     return raw and all(tensor.datatype in _DTYPES and tensor.data.size for tensor in inputs.values())

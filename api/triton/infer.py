@@ -28,8 +28,8 @@ from ..http.direct import send_complete_response, take_complete_body
 from ..http.eager import EagerAwaitable
 from ..http.request_context import context_of
 from ..metadata import ServerInfo
+from ..requested_outputs import HttpInferRequest
 from ..single_response import read_up_to_two, supports_single_response, wants_stream
-from .infer_call import HttpInferRequest
 from .infer_request import InferRequestReader, parse_long_document
 from .infer_response import EncodedInferResponse, encode_infer_response, is_long
 

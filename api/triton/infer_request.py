@@ -1,17 +1,21 @@
-"""A v2 inference request over HTTP: JSON, or JSON with raw tensors behind it, or one raw tensor alone.
+"""The body of a v2 inference request over HTTP: JSON, or JSON with raw tensors behind it, or one raw tensor alone.
 
-Knows v2's sections 3.1 to 3.4 and nothing of HTTP beyond its body. Tensors are views of it: nothing is copied but what
-JSON, BYTES and BOOL hold.
+Tensors are views of the body: nothing is copied but the elements of JSON, BYTES and BOOL. The form is described at
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md. Knows nothing of
+HTTP beyond the body.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from ...core.client_shared_memory import SharedMemoryRegistry, SharedMemorySlice
 from ...core.errors import InvalidArgument
 from ...core.model import ModelConfig
 from ...core.request import InferRequest, ParameterValue
-from ...core.tensor import Tensor
+from ...core.tensor import Tensor, TensorSpec
 from .. import deferred_tensors, json_tensors, raw_tensors, size_limits
 from ..chunked_json import PIECE_BYTES, UnparsedContainer, ValueBudget, parse_fully, read_json_object
 from ..json_values import (
@@ -28,11 +32,11 @@ from ..json_values import (
     parse_json_object,
     required_member,
 )
+from ..requested_outputs import HttpInferRequest, RequestedOutput
 from .header_cache import HeaderCache
-from .infer_call import HttpInferRequest, OutputRequest
-from .raw_binary_request import read_raw_binary_request
 
 _SOURCES = ("'data'", "'binary_data_size' in 'parameters'", "'shared_memory_region' in 'parameters'")
+_RAW_OUTPUT = RequestedOutput("", binary=True)
 _ONE_SOURCE = f"Input must set only one of the following fields: {', '.join(_SOURCES)}."
 _FLAGS = ("sequence_start", "sequence_end")
 _NUMBERS = ("priority", "timeout")
@@ -40,12 +44,12 @@ _NUMBERS = ("priority", "timeout")
 
 @dataclass(frozen=True, slots=True)
 class InferRequestReader:
-    """Reads requests. `max_size`: the most bytes of JSON, and of a tensor in it; `max_raw_size`: of raw tensors."""
+    """Reads request bodies. `max_size`: bytes of JSON, and of a tensor in it; `max_raw_size`: bytes of raw tensors."""
 
     regions: SharedMemoryRegistry = field(default_factory=SharedMemoryRegistry)
     max_size: int = 64 * 1024 * 1024
     max_raw_size: int = size_limits.MAX_RAW_BYTES
-    _outlines: HeaderCache = field(default_factory=HeaderCache, init=False)
+    headers: HeaderCache = field(default_factory=HeaderCache, init=False)
 
     def read(
         self,
@@ -54,37 +58,42 @@ class InferRequestReader:
         header_length: int | None,
         document: JsonObject | None = None,
     ) -> HttpInferRequest:
-        """`header_length`: of the JSON in front of raw tensors; None: all is JSON; 0: nothing is. `document`: that
+        """The request that `body` is.
+
+        `header_length`: bytes of the JSON in front of raw tensors; None: all is JSON; 0: nothing is. `document`: that
         JSON, if `parse_long_document` has read it already.
 
         Raises:
-            CharoniaError: it is no such request.
+            CharoniaError: the body is no such request.
         """
         if header_length:
-            known = self._outlines.find(config.name, body, header_length)
+            known = self.headers.find(config.name, body, header_length)
             return known or self._mixed(config, body, header_length, document)
         view = memoryview(body).toreadonly()
         if header_length == 0:
             size_limits.check_raw_size(len(body), self.max_raw_size)
-            return HttpInferRequest(read_raw_binary_request(config, view), {}, OutputRequest(binary=True))
+            return HttpInferRequest(read_raw_binary_request(config, view), {}, _RAW_OUTPUT)
         size_limits.check_json_size(len(body), self.max_size)
         return _Reading(config, None, self).call(parse_json_object(view) if document is None else document)
 
     def _mixed(
         self, config: ModelConfig, body: bytes | bytearray, header_length: int, document: JsonObject | None
     ) -> HttpInferRequest:
-        """JSON, and raw tensors behind it."""
         size_limits.check_json_size(header_length, self.max_size)
         view = memoryview(body).toreadonly()
         if document is None:
             document = parse_json_object(view[:header_length])
         call = _Reading(config, view[header_length:], self).call(document)
-        self._outlines.remember(config.name, body, header_length, document, call)
+        self.headers.remember(config.name, body, header_length, document, call)
         return call
 
 
 async def parse_long_document(text: Buffer) -> JsonObject:
-    """The JSON of a long request, but the data of inputs that is long itself; raises `InvalidArgument`."""
+    """The JSON of a long request, parsed but for the data of inputs that is long itself.
+
+    Raises:
+        InvalidArgument: it is no JSON object.
+    """
     if len(text) <= PIECE_BYTES:
         return parse_json_object(text)
     document, values = await read_json_object(text), ValueBudget()
@@ -100,22 +109,22 @@ async def parse_long_document(text: Buffer) -> JsonObject:
 
 
 class _Reading:
-    """One request being read; `blob` is what is left of the raw tensors, None where there can be none."""
+    """The reading of one request. `blob`: the raw tensors that are not read yet, None where there can be none."""
 
     def __init__(self, config: ModelConfig, blob: memoryview | None, reader: InferRequestReader) -> None:
         self._config = config
         self._blob = blob
         self._reader = reader
-        self._later: deferred_tensors.DeferredInputs = {}
+        self._deferred: deferred_tensors.DeferredInputs = {}
         self._id = ""
 
     def call(self, document: JsonObject) -> HttpInferRequest:
         self._id = as_request_id(document["id"]) if "id" in document else ""
         binary, parameters = _parameters(document)
         inputs = self._inputs(as_array("inputs", required_member(document, "inputs")))
-        wanted = self._outputs(as_array("outputs", document["outputs"])) if "outputs" in document else {}
-        request = InferRequest(self._id, inputs, tuple(wanted) or None, parameters)
-        return HttpInferRequest(request, wanted, OutputRequest(binary), self._later)
+        outputs = self._outputs(as_array("outputs", document["outputs"])) if "outputs" in document else {}
+        request = InferRequest(self._id, inputs, tuple(outputs) or None, parameters)
+        return HttpInferRequest(request, outputs, RequestedOutput("", binary=binary), self._deferred)
 
     def _inputs(self, given: list[Any]) -> dict[str, Tensor]:
         inputs: dict[str, Tensor] = {}
@@ -131,19 +140,22 @@ class _Reading:
     def _input(self, given: JsonObject) -> tuple[str, Tensor]:
         name = as_string("name", required_member(given, "name"))
         datatype = as_string("datatype", required_member(given, "datatype"))
-        shape = _shape(as_array("shape", required_member(given, "shape")))
+        shape = tuple(as_array("shape", required_member(given, "shape")))
+        for dim in shape:
+            if type(dim) is not int:
+                as_signed("shape", dim)
         parameters = as_object("parameters", given["parameters"]) if "parameters" in given else {}
         _check_one_source(name, given, parameters)
         place = raw_tensors.InputRef(self._id, self._config.name, name)
         if "data" in given:
             return name, self._from_json(datatype, shape, given["data"], place)
         if "binary_data_size" in parameters:
-            data = self._next(name, as_unsigned("binary_data_size", parameters["binary_data_size"]))
+            data = self._next_raw(name, as_unsigned("binary_data_size", parameters["binary_data_size"]))
         else:
-            data = self._lent(parameters)
+            data = self._shared_memory(parameters)
         if datatype == "BYTES" and len(data) > deferred_tensors.LONG_STRING_BYTES:
             tensor = deferred_tensors.placeholder_tensor(datatype, shape, place)
-            self._later[name] = deferred_tensors.deferred_strings(tensor, data, place)
+            self._deferred[name] = deferred_tensors.deferred_strings(tensor, data, place)
             return name, tensor
         return name, raw_tensors.decode(datatype, shape, data, place)
 
@@ -153,7 +165,7 @@ class _Reading:
         size_limits.check_json_tensor_size(place.input, json_tensors.byte_size(datatype, count), self._reader.max_size)
         if type(data) is UnparsedContainer:
             tensor = deferred_tensors.placeholder_tensor(datatype, shape, place)
-            self._later[place.input] = deferred_tensors.deferred_json(tensor, data, place)
+            self._deferred[place.input] = deferred_tensors.deferred_json(tensor, data, place)
             return tensor
         values = json_tensors.flatten(as_array("data", data))
         if datatype not in json_tensors.JSON_DATATYPES:  # no model has such an input, which is said later
@@ -161,8 +173,8 @@ class _Reading:
         json_tensors.check_element_count(datatype, count, len(values))
         return Tensor(place.input, datatype, shape, json_tensors.to_array(datatype, values, "data").reshape(shape))
 
-    def _next(self, name: str, size: int) -> memoryview:
-        """The next raw tensor."""
+    def _next_raw(self, name: str, size: int) -> memoryview:
+        """The bytes of the next raw tensor."""
         if self._blob is None:
             raise InvalidArgument(
                 "must specify valid 'Infer-Header-Content-Length' in request header and 'binary_data_size' when "
@@ -176,42 +188,35 @@ class _Reading:
             raise InvalidArgument(f"{text} '{self._config.name}'", field=name)
         return data
 
-    def _outputs(self, given: list[Any]) -> dict[str, OutputRequest]:
-        wanted: dict[str, OutputRequest] = {}
+    def _outputs(self, given: list[Any]) -> dict[str, RequestedOutput]:
+        outputs: dict[str, RequestedOutput] = {}
         for each in given:
             output = as_object("outputs", each)
             name = as_string("name", required_member(output, "name"))
-            if name in wanted:
+            if name in outputs:
                 raise InvalidArgument(f"Duplicate output name '{name}' is not allowed in a request", field=name)
             parameters = as_object("parameters", output["parameters"]) if "parameters" in output else {}
-            wanted[name] = self._wanted(parameters) if parameters else OutputRequest()
-        return wanted
+            outputs[name] = self._output(name, parameters) if parameters else RequestedOutput(name)
+        return outputs
 
-    def _wanted(self, parameters: JsonObject) -> OutputRequest:
+    def _output(self, name: str, parameters: JsonObject) -> RequestedOutput:
         binary = as_boolean("binary_data", parameters["binary_data"]) if "binary_data" in parameters else False
         classes = as_unsigned("classification", parameters["classification"]) if "classification" in parameters else 0
         if "classification" in parameters and not classes:
             raise InvalidArgument("Unable to parse 'classification': it must be above 0", field="classification")
         if "shared_memory_region" not in parameters:
-            return OutputRequest(binary, classes)
+            return RequestedOutput(name, classes, binary=binary)
         for other, there in (("classification", classes), ("binary_data", binary)):
             if there:
                 raise InvalidArgument(f"Output can't set both 'shared_memory_region' and '{other}'", field=other)
-        return OutputRequest(memory=self._lent(parameters))
+        return RequestedOutput(name, memory=self._shared_memory(parameters))
 
-    def _lent(self, parameters: JsonObject) -> memoryview:
-        """The shared memory that a tensor is in, or is wanted in."""
+    def _shared_memory(self, parameters: JsonObject) -> memoryview:
+        """The memory that an input is in, or an output is to be written to."""
         region = as_string("shared_memory_region", parameters["shared_memory_region"])
         offset = as_unsigned("shared_memory_offset", parameters.get("shared_memory_offset", 0))
         size = as_unsigned("shared_memory_byte_size", required_member(parameters, "shared_memory_byte_size"))
         return self._reader.regions.view(SharedMemorySlice(region, offset, size))
-
-
-def _shape(dims: list[Any]) -> tuple[int, ...]:
-    for dim in dims:
-        if type(dim) is not int:
-            as_signed("shape", dim)
-    return tuple(dims)
 
 
 def _check_one_source(name: str, given: JsonObject, parameters: JsonObject) -> None:
@@ -224,7 +229,7 @@ def _check_one_source(name: str, given: JsonObject, parameters: JsonObject) -> N
 
 
 def _parameters(document: JsonObject) -> tuple[bool, dict[str, ParameterValue]]:
-    """Whether outputs that nobody names are binary, and what the model is told."""
+    """Whether outputs that the request does not name are binary, and the parameters of the model."""
     if "parameters" not in document:
         return False, {}
     given = as_object("parameters", document["parameters"])
@@ -245,3 +250,36 @@ def _parameter(key: str, value: Any) -> ParameterValue:
     if key == "sequence_id":
         return value if type(value) is int and 0 <= value < 2**64 else as_string(key, value)
     return as_parameter(as_string("parameters", key), value)
+
+
+def read_raw_binary_request(config: ModelConfig, body: memoryview) -> InferRequest:
+    """A request that is nothing but the one input of its model, a view of the body.
+
+    Raises:
+        InvalidArgument: the model has several inputs, or not this one.
+    """
+    if len(config.inputs) != 1:
+        text = f"to be deduced but got {len(config.inputs)} inputs in '{config.name}' model configuration"
+        raise raw_tensors.InputRef("", config.name, "").error(f"Raw request must only have 1 input (found 1) {text}")
+    [spec] = config.inputs
+    place = raw_tensors.InputRef("", config.name, spec.name)
+    tensor = _raw_input(spec, body, place)
+    if config.max_batch_size > 0:
+        tensor = msgspec.structs.replace(tensor, shape=(1, *tensor.shape))
+    return InferRequest(inputs={spec.name: tensor})
+
+
+def _raw_input(spec: TensorSpec, body: memoryview, place: raw_tensors.InputRef) -> Tensor:
+    """The body as the tensor of `spec`: the number of bytes says its one free dimension; text is one element."""
+    free = spec.dims.count(-1)
+    if free > 1:
+        text = f"The shape of the raw input '{spec.name}' can not be deduced because there are more than one"
+        raise place.error(f"{text} variable-sized dimension")
+    count = math.prod(dim for dim in spec.dims if dim >= 0)
+    if spec.datatype == "BYTES":
+        if free or count != 1:
+            raise place.error(f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1]")
+        return Tensor(spec.name, "BYTES", spec.dims, raw_tensors.string_array([bytes(body)], 1, place))
+    row = json_tensors.byte_size(spec.datatype, count)
+    shape = tuple((len(body) // row if row else 0) if dim < 0 else dim for dim in spec.dims)
+    return raw_tensors.decode(spec.datatype, shape, body, place)

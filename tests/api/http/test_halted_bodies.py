@@ -11,7 +11,7 @@ import pytest
 from charonia.api.app import build_app
 from charonia.api.http.server import HttpServer
 from charonia.api.metadata import ServerInfo
-from charonia.api.triton.cloud_middleware import CloudMiddleware
+from charonia.api.triton.clouds import CloudMiddleware
 from charonia.cli.cloud_options import CloudOptions
 from charonia.cli.endpoint_settings import parse_clouds, parse_http_rules
 from charonia.cli.http_options import HttpOptions

@@ -23,7 +23,7 @@ def head(*inputs: Any, **more: Any) -> bytes:
 
 
 def known(reader: InferRequestReader) -> int:
-    return len(reader._outlines._known)
+    return len(reader.headers)
 
 
 PAIR = head(
