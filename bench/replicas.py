@@ -22,7 +22,7 @@ from rich.table import Table
 from ..engine.config import CacheConfig, EngineConfig, FakeConfig
 from ..engine.core.messages import AddRequest
 from ..engine.frontend.client import EngineClient
-from ..engine.frontend.prefix_index import PrefixIndex, prompt_prefixes
+from ..engine.frontend.routing import PrefixIndex, prompt_prefixes
 from ..scheduler.config import SchedulerConfig
 
 BLOCK_SIZE = 16
@@ -89,7 +89,7 @@ async def measure(workload: Workload, replicas: int, affinity: bool) -> ReplicaF
 async def _drive(client: EngineClient, workload: Workload) -> ReplicaFigures:
     waiting, times, began = iter(workload.prompts()), list[float](), time.perf_counter()
     await asyncio.gather(*(_ask_on(client, waiting, workload.answer, times) for _ in range(workload.clients)))
-    whole, totals = time.perf_counter() - began, client.replicas.totals
+    whole, totals = time.perf_counter() - began, client.state()
     parts = Counter({at: replica.totals.prefix_queries for at, replica in enumerate(client.replicas)})
     return ReplicaFigures(
         totals.prefix_hits / totals.prefix_queries,

@@ -1,7 +1,4 @@
-"""What a checkpoint says of how to generate from it: where to stop, and how to sample when nobody says.
-
-Does not know how many tokens the model has: `within` is told.
-"""
+"""A checkpoint's own generation parameters: where a text ends, and how to sample where a request leaves it open."""
 
 import logging
 from pathlib import Path
@@ -16,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class GenerationDefaults(NamedTuple):
-    """The model's own choices: `eos` ends a text; the others stand in for sampling parameters that are None."""
+    """The model's own choices: `eos` tokens end a text; the others stand in for sampling parameters that are None."""
 
     eos: tuple[int, ...]
     temperature: float = 1.0
@@ -26,30 +23,24 @@ class GenerationDefaults(NamedTuple):
     repetition_penalty: float = 1.0
 
     def limited_to(self, vocab_size: int) -> "GenerationDefaults":
-        """Without tokens that a model of so many can't write; who serves it is warned of them."""
+        """These defaults without `eos` tokens beyond the model's vocabulary, of which the log warns."""
         eos = tuple(token for token in self.eos if 0 <= token < vocab_size)
         strange = ", ".join(str(token) for token in self.eos if token not in eos)
         if strange:
             log.warning("eos_token_id %s is outside the vocabulary of %d tokens and ends no text", strange, vocab_size)
         return self._replace(eos=eos)
 
-
-class ResolvedSampling(NamedTuple):
-    """Sampling parameters with every default resolved."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    stop_token_ids: list[int]
-    min_p: float
-    repetition_penalty: float
+    def resolve(self, asked: SamplingParams, name: str) -> Any:
+        """The sampling parameter `name` of a request, or the model's own where that is None."""
+        value = getattr(asked, name)
+        return getattr(self, name) if value is None else value
 
 
 def read_generation_defaults(directory: Path, tokenizer: Tokenizer) -> GenerationDefaults:
     """Read generation_config.json; eos is looked for there, then in config.json, then with the tokenizer.
 
     Raises:
-        InvalidArgument: what stands there is no number, or one that no request might have either.
+        InvalidArgument: a field is no number, or one that no request could have.
     """
     file = directory / "generation_config.json"
     generation = read_json(file)
@@ -68,18 +59,14 @@ def read_generation_defaults(directory: Path, tokenizer: Tokenizer) -> Generatio
 
 
 def _defaults(eos: tuple[int, ...], generation: dict[str, Any]) -> GenerationDefaults:
-    return GenerationDefaults(
-        eos=eos,
-        temperature=_temperature(generation),
-        top_k=int(_or(generation.get("top_k"), 0)),
-        top_p=float(_or(generation.get("top_p"), 1.0)),
-        min_p=float(_or(generation.get("min_p"), 0.0)),
-        repetition_penalty=float(_or(generation.get("repetition_penalty"), 1.0)),
-    )
+    greedy = {"temperature": 0.0} if generation.get("do_sample") is False else {}
+    numbers = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float}
+    given = {name: kind(value) for name, kind in numbers.items() if (value := generation.get(name)) is not None}
+    return GenerationDefaults(eos, **(given | greedy))
 
 
 def _check(defaults: GenerationDefaults, file: Path) -> None:
-    """What stands in for a request's parameters has their ranges."""
+    """Raises `InvalidArgument` for a default that is not in the range of the request's parameter."""
     _, *sampling = defaults._fields
     try:
         SamplingParams(**{name: getattr(defaults, name) for name in sampling})
@@ -87,30 +74,7 @@ def _check(defaults: GenerationDefaults, file: Path) -> None:
         raise InvalidArgument(f"{file}: {error.message}") from None
 
 
-def resolve_sampling(asked: SamplingParams, defaults: GenerationDefaults) -> ResolvedSampling:
-    """Fill what the request leaves open."""
-    stops = asked.stop_token_ids if asked.ignore_eos else (*asked.stop_token_ids, *defaults.eos)
-    return ResolvedSampling(
-        temperature=_or(asked.temperature, defaults.temperature),
-        top_k=max(0, _or(asked.top_k, defaults.top_k)),
-        top_p=_or(asked.top_p, defaults.top_p),
-        stop_token_ids=sorted(set(stops)),
-        min_p=_or(asked.min_p, defaults.min_p),
-        repetition_penalty=_or(asked.repetition_penalty, defaults.repetition_penalty),
-    )
-
-
-def _temperature(generation: dict[str, Any]) -> float:
-    if generation.get("do_sample") is False:
-        return 0.0
-    return float(_or(generation.get("temperature"), 1.0))
-
-
 def _ids(eos: int | list[int] | None) -> tuple[int, ...]:
     if eos is None:
         return ()
     return (eos,) if isinstance(eos, int) else tuple(map(int, eos))
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value

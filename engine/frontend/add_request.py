@@ -1,4 +1,4 @@
-"""What an engine is asked for a request: every default resolved, every number one that it can hold.
+"""Builds the request to an engine: every default resolved, every number one that the engine can hold.
 
 Knows nothing of sockets and text.
 """
@@ -10,7 +10,7 @@ from ...core.errors import InvalidArgument
 from ...core.request import Conversation, GenerateRequest, SamplingParams
 from ...core.request_context import RequestContext
 from ...scheduler.plan import LogitsParams, SamplerParams
-from ...tokenization.generation_defaults import GenerationDefaults, ResolvedSampling, resolve_sampling
+from ...tokenization.generation_defaults import GenerationDefaults
 from ...tokenization.tokenizer import TokenLimit
 from ..core.messages import AddRequest, CoreReady
 
@@ -20,7 +20,7 @@ _FLAT = 1e6
 _ONE_TOKEN = 1e-6
 """A top_p that leaves the likeliest token alone; less may vanish in single precision."""
 _PENALTIES = (1e-4, 1e4)
-"""Repetition penalties beyond which nothing changes any more, save overflows."""
+"""Least and greatest repetition penalty that still changes something; beyond are overflows."""
 
 NO_LOGITS_PARAMS = LogitsParams()
 
@@ -33,22 +33,33 @@ def build_add_request(
     engine: CoreReady,
     bad_words: Sequence[tuple[int, ...]] = (),
 ) -> AddRequest:
-    """`bad_words` are the request's, as token ids.
+    """The engine's request for one sequence; its number is the engine's to give. `bad_words`: the request's, as token
+    ids.
 
     Raises:
-        InvalidArgument: it asks for what this engine never has.
-        TooLong: for more tokens than the model's length.
+        InvalidArgument: it asks for something that this engine never has.
+        TooLong: it asks for more tokens than the model's length.
     """
     check_vocabulary(prompt, engine.vocab_size)
-    sampling = resolve_sampling(request.sampling, defaults)
-    stops = [token for token in sampling.stop_token_ids if token < engine.vocab_size]
-    shaping = _logits_params(request.sampling, sampling, stops, bad_words, engine)
+    asked = request.sampling
+    stops = asked.stop_token_ids if asked.ignore_eos else (*asked.stop_token_ids, *defaults.eos)
+    stops = tuple(token for token in sorted(set(stops)) if token < engine.vocab_size)
     return AddRequest(
         key=0,
         prompt=prompt,
         max_tokens=_max_tokens(request, len(prompt), engine.max_model_len),
-        sampling=_row_sampling(request, sampling, shaping, engine.vocab_size),
-        stop_token_ids=stops,
+        sampling=SamplerParams(
+            temperature=min(defaults.resolve(asked, "temperature"), _FLAT),
+            top_k=min(max(0, defaults.resolve(asked, "top_k")), engine.vocab_size),
+            top_p=max(defaults.resolve(asked, "top_p"), _ONE_TOKEN),
+            seed=secrets.randbits(63) if asked.seed is None else asked.seed,
+            choice=request.choice,
+            min_p=defaults.resolve(asked, "min_p"),
+            logits=_logits_params(asked, defaults, stops, bad_words, engine),
+            logprobs=asked.logprobs,
+            prompt_logprobs=asked.prompt_logprobs,
+        ),
+        stop_token_ids=list(stops),
         priority=min(request.priority, _LEAST_URGENT),
         tenant=_unicode(context.tenant, "tenant"),
         salt=_unicode(request.cache_salt, "cache_salt"),
@@ -59,55 +70,35 @@ def build_add_request(
     )
 
 
-def _row_sampling(
-    request: GenerateRequest, sampling: ResolvedSampling, shaping: LogitsParams | None, vocab_size: int
-) -> SamplerParams:
-    seed = request.sampling.seed
-    return SamplerParams(
-        temperature=min(sampling.temperature, _FLAT),
-        top_k=min(sampling.top_k, vocab_size),
-        top_p=max(sampling.top_p, _ONE_TOKEN),
-        seed=secrets.randbits(63) if seed is None else seed,
-        choice=request.choice,
-        min_p=sampling.min_p,
-        logits=shaping,
-        logprobs=request.sampling.logprobs,
-        prompt_logprobs=request.sampling.prompt_logprobs,
-    )
-
-
 def _logits_params(
     asked: SamplingParams,
-    sampling: ResolvedSampling,
-    stops: Sequence[int],
+    defaults: GenerationDefaults,
+    stops: tuple[int, ...],
     bad_words: Sequence[tuple[int, ...]],
     engine: CoreReady,
 ) -> LogitsParams | None:
+    """None where nothing changes the logits."""
     least, most = _PENALTIES
-    shaping = LogitsParams(
-        repetition_penalty=min(max(sampling.repetition_penalty, least), most),
+    params = LogitsParams(
+        repetition_penalty=min(max(defaults.resolve(asked, "repetition_penalty"), least), most),
         presence_penalty=asked.presence_penalty,
         frequency_penalty=asked.frequency_penalty,
-        logit_bias=_bias(asked.logit_bias, engine.vocab_size),
+        logit_bias=tuple(asked.logit_bias.items()),
         # A word with a token that the model does not have is never written anyway.
         bad_words=tuple(word for word in bad_words if max(word) < engine.vocab_size),
         min_tokens=min(asked.min_tokens, engine.max_model_len) if stops else 0,
-        stop_token_ids=tuple(stops) if asked.min_tokens else (),
+        stop_token_ids=stops if asked.min_tokens else (),
         allowed_token_ids=_allowed(asked.allowed_token_ids or (), engine.vocab_size),
     )
-    forbidden = {*shaping.stop_token_ids, *(word[0] for word in shaping.bad_words if len(word) == 1)}
-    if shaping.allowed_token_ids and forbidden.issuperset(shaping.allowed_token_ids):
+    for token, _ in params.logit_bias:
+        if token >= engine.vocab_size:
+            message = f"logit_bias: token id {token} is outside the vocabulary of {engine.vocab_size} tokens"
+            raise InvalidArgument(message, field="logit_bias")
+    forbidden = {*params.stop_token_ids, *(word[0] for word in params.bad_words if len(word) == 1)}
+    if params.allowed_token_ids and forbidden.issuperset(params.allowed_token_ids):
         message = "allowed_token_ids: bad_words, or tokens that end the text before min_tokens, leave none of them"
         raise InvalidArgument(message, field="allowed_token_ids")
-    return None if shaping == NO_LOGITS_PARAMS else shaping
-
-
-def _bias(bias: dict[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    for token in bias:
-        if token >= vocab_size:
-            message = f"logit_bias: token id {token} is outside the vocabulary of {vocab_size} tokens"
-            raise InvalidArgument(message, field="logit_bias")
-    return tuple(bias.items())
+    return None if params == NO_LOGITS_PARAMS else params
 
 
 def _allowed(tokens: Sequence[int], vocab_size: int) -> tuple[int, ...]:
@@ -128,7 +119,7 @@ def check_vocabulary(tokens: Sequence[int], vocab_size: int, field: str = "promp
 
 
 def prompt_tokens_to_keep(asked: SamplingParams, length: int) -> int | None:
-    """How many of a prompt's last tokens a model of this `length` is given; None: all there are.
+    """How many of a prompt's last tokens a model of this `length` gets; None for all.
 
     Raises:
         InvalidArgument: more are asked for than the model's length.
@@ -146,14 +137,10 @@ def _max_tokens(request: GenerateRequest, prompt: int, length: int) -> int:
     asked = request.sampling.max_tokens
     new = max(1, length - prompt) if asked is None else asked
     if prompt + new > length:
-        field = "max_tokens" if prompt < length else _field(request)
+        prompt_field = "messages" if isinstance(request.prompt, Conversation) else "prompt"
+        field = "max_tokens" if prompt < length else prompt_field
         raise TokenLimit(length).error(f"a prompt of {prompt} with max_tokens {new} exceeds it", field)
     return new
-
-
-def _field(request: GenerateRequest) -> str:
-    """Where its prompt stands."""
-    return "messages" if isinstance(request.prompt, Conversation) else "prompt"
 
 
 def _unicode(text: str, field: str) -> str:

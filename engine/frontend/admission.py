@@ -1,10 +1,14 @@
-"""Who may stand in line: requests and prompt tokens that wait, counted, and their limits. Knows nothing of engines."""
+"""Admission control: counts the requests and prompt tokens that wait, and refuses more than their limits.
+
+Knows nothing of engines.
+"""
 
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from types import TracebackType
+from typing import Literal, NamedTuple, Self
 
 from ...core.errors import InvalidArgument, QueueFull
 
@@ -19,16 +23,9 @@ class QueueLimits(NamedTuple):
     tokens: int
 
 
-class QueueTicket(NamedTuple):
-    """One place in line, to be given back when the request begins or is given up."""
-
-    tenant: str
-    tokens: int
-
-
 @dataclass(slots=True)
 class QueueDepth:
-    """What was let in and has not begun."""
+    """The requests that were admitted and have not started, and their prompt tokens."""
 
     requests: int = 0
     tokens: int = 0
@@ -39,9 +36,9 @@ class QueueDepth:
 
 
 class AdmissionControl:
-    """Counts what waits, of all tenants and of each; every verb is O(1).
+    """Counts the requests that wait, of all tenants and of each; every method is O(1).
 
-    The limits are for all tenants together. A full queue still lets in a tenant who has less in it than his even share,
+    The limits are for all tenants together. A full queue still admits a tenant who has less in it than an even share,
     or a flood would keep everybody out: with that, never twice the limits wait.
     """
 
@@ -60,58 +57,91 @@ class AdmissionControl:
     def tokens(self) -> int:
         return self._all.tokens
 
-    def check_size(self, prompts: int, choices: int, tokens: int = 0) -> None:
-        """Whether so many answers, to prompts of so many tokens each, could wait together if nobody else did.
+    def admit(self, tenant: str = "", prompts: int = 1, choices: int = 1) -> "QueueTicket":
+        """A ticket for one sequence of a request that has so many `prompts`, and `choices` answers to each.
 
         Raises:
-            InvalidArgument: no, so that another try is vain; the message says which limit.
+            InvalidArgument: the request's sequences could never wait together, so that another try is vain.
+            QueueFull: too many requests wait; the message names the limit.
         """
-        requests, limit = self._limits
-        field = "n" if choices > 1 else "prompt"
-        if prompts * choices > requests:
+        limit = self._limits.requests
+        if prompts * choices > limit:
+            field = "n" if choices > 1 else "prompt"
             asked = f"{field}: {prompts} prompts with n {choices} ask for {prompts * choices} answers at once"
-            raise InvalidArgument(f"{asked}, more than may wait: {requests} (max_queued_requests)", field=field)
-        if choices > 1 and choices * tokens > limit:
-            asked = f"{choices} answers to a prompt of {tokens} tokens"
-            raise InvalidArgument(f"n: {asked} are more than may wait: {limit} (max_queued_tokens)", field="n")
+            raise InvalidArgument(f"{asked}, more than may wait: {limit} (max_queued_requests)", field=field)
+        own = self._tenants.get(tenant, QueueDepth())
+        tenants = len(self._tenants) + (tenant not in self._tenants)
+        if self._all.requests >= limit and own.requests >= max(1, limit // tenants):
+            raise self._full("requests", f"{self._all.requests} requests are waiting already (max_queued_requests)")
+        self._add(tenant, 1, 0)
+        return QueueTicket(self, tenant, choices)
 
-    def check_capacity(self, tenant: str = "", tokens: int = 0) -> None:
-        """Whether one more may wait, with so many prompt tokens. A prompt longer than the limit may wait alone.
+    def add_prompt(self, ticket: "QueueTicket", tokens: int) -> None:
+        """Count the prompt of an admitted sequence. One that is longer than the limit may wait alone.
 
         Raises:
-            QueueFull: no; the message says which limit.
+            InvalidArgument: the prompts of all its choices could never wait together.
+            QueueFull: too many tokens wait; the message names the limit.
         """
-        own, everybody, (requests, limit) = self._tenants.get(tenant, QueueDepth()), self._all, self._limits
-        tenants = len(self._tenants) + (tenant not in self._tenants)
-        if everybody.requests >= requests and own.requests >= max(1, requests // tenants):
-            raise self._full("requests", f"{everybody.requests} requests are waiting already (max_queued_requests)")
-        if own.tokens and everybody.tokens + tokens > limit and own.tokens + tokens > limit // tenants:
-            waiting = f"{everybody.tokens} prompt tokens are waiting already and this prompt has {tokens}"
+        limit, own = self._limits.tokens, self._tenants[ticket.tenant]
+        if ticket.choices > 1 and ticket.choices * tokens > limit:
+            asked = f"{ticket.choices} answers to a prompt of {tokens} tokens"
+            raise InvalidArgument(f"n: {asked} are more than may wait: {limit} (max_queued_tokens)", field="n")
+        if own.tokens and self._all.tokens + tokens > limit and own.tokens + tokens > limit // len(self._tenants):
+            waiting = f"{self._all.tokens} prompt tokens are waiting already and this prompt has {tokens}"
             raise self._full("tokens", f"{waiting}: more than {limit} (max_queued_tokens)")
+        self._add(ticket.tenant, 0, tokens)
+        ticket.tokens += tokens
 
-    def issue_ticket(self, tenant: str = "", tokens: int = 0) -> QueueTicket:
-        self._all.add(1, tokens)
-        self._tenants.setdefault(tenant, QueueDepth()).add(1, tokens)
-        return QueueTicket(tenant, tokens)
+    def release(self, ticket: "QueueTicket", started: bool = False) -> None:
+        """Take a sequence out of the counts. Those that `started` tell the pace that `retry_after` builds on."""
+        self._add(ticket.tenant, -1, -ticket.tokens)
+        if not self._tenants[ticket.tenant].requests:
+            del self._tenants[ticket.tenant]
+        if started:
+            self._starts.append(self._clock())
 
-    def return_ticket(self, place: QueueTicket) -> None:
-        self._all.add(-1, -place.tokens)
-        own = self._tenants[place.tenant]
-        own.add(-1, -place.tokens)
-        if not own.requests:
-            del self._tenants[place.tenant]
-
-    def record_start(self) -> None:
-        """One that waited has begun now: the pace that `retry_after` builds on."""
-        self._starts.append(self._clock())
+    def _add(self, tenant: str, requests: int, tokens: int) -> None:
+        self._all.add(requests, tokens)
+        self._tenants.setdefault(tenant, QueueDepth()).add(requests, tokens)
 
     def _full(self, limit: Literal["requests", "tokens"], message: str) -> QueueFull:
         return QueueFull(message, retry_after=self.retry_after(), limit=limit)
 
     def retry_after(self) -> float:
-        """Seconds after which, at the recent pace, everything that waits now has started."""
+        """Seconds after which, at the recent pace, every request that waits now has started."""
         shortest, longest = _RETRY_SECONDS
         if len(self._starts) < 2:
             return shortest
         pace = (self._clock() - self._starts[0]) / len(self._starts)
         return min(longest, max(shortest, self.requests * pace))
+
+
+class QueueTicket:
+    """The place of one sequence among those that wait, held from before it is tokenized until the engine starts it or
+    it is given up. As a context manager it is released at the end, at the latest."""
+
+    __slots__ = ("_admission", "_held", "choices", "tenant", "tokens")
+
+    def __init__(self, admission: AdmissionControl, tenant: str, choices: int) -> None:
+        self.tenant = tenant
+        self.choices = choices
+        self.tokens = 0
+        self._admission = admission
+        self._held = True
+
+    def add_prompt(self, tokens: int) -> None:
+        """Raises as `AdmissionControl.add_prompt` does."""
+        self._admission.add_prompt(self, tokens)
+
+    def release(self, started: bool = False) -> None:
+        """May be called again."""
+        if self._held:
+            self._held = False
+            self._admission.release(self, started)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.release()

@@ -1,8 +1,9 @@
-"""The frontend's side of a model's engine: carries requests to its cores and tokens back to their readers.
+"""The engine of one model as the frontend sees it: carries requests to its cores and tokens back to their readers.
 
 Knows nothing of text: token ids in, token ids out. Lives in one event loop.
 """
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -12,29 +13,45 @@ from ...core.errors import NotReady
 from ...core.memory_needs import ReservedMemory, resident_memory_of
 from ...core.metrics import EngineState, LlmMetrics
 from ...core.request import GenerateRequest
+from ...processes.host import available_memory, usable_cores
 from ..config import EngineConfig
 from ..core.messages import AddRequest, CoreLoading, CoreReady, EngineLoad
-from .admission import AdmissionControl, QueueLimits
+from .admission import AdmissionControl, QueueLimits, QueueTicket
 from .core_supervisor import DEFAULT_TIMEOUTS, CoreTimeouts
 from .engine import count_by_priority
-from .replica_set import ReplicaSet
+from .replica import Replica, sum_totals
+from .routing import PromptPrefix, ReplicaCandidate, choose_replica, prompt_prefixes
 from .sequence_stats import SequenceStats
 from .token_stream import TokenStream
 
-_CLIENT = 0
-"""This client's number; a core has no other yet."""
+
+def split_config(config: EngineConfig, threads: int, memory: int) -> list[EngineConfig]:
+    """The configuration of each replica's core, on a host with so many `threads` to compute with and `memory` bytes
+    free.
+
+    An even share to each: so their caches are alike whichever loads first, and when one restarts beside the others.
+    """
+    count = config.data_parallel_size
+    if count == 1:
+        return [config]
+    shared = msgspec.structs.replace(
+        config, threads=config.threads or max(1, threads // count), host_memory=memory // count
+    )
+    return [msgspec.structs.replace(shared, replica=number) for number in range(count)]
 
 
 class EngineClient:
-    """Requests to the engine cores of one model, which are spawned by `start()`, restarted when they die, and gone
-    after `shut_down()`. `affinity`: see `ReplicaSet`.
+    """An `Engine` over our own cores: one or several replicas, alike in everything, each with its own cache.
+
+    `start()` spawns them, they are restarted when they die, and are gone after `close()`. `affinity`: a request goes to
+    the replica that has the beginning of its prompt cached, if that is not too busy.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         on_progress: Callable[[CoreLoading], None] = lambda loading: None,
-        patience: CoreTimeouts = DEFAULT_TIMEOUTS,
+        timeouts: CoreTimeouts = DEFAULT_TIMEOUTS,
         metrics: LlmMetrics | None = None,
         affinity: bool = True,
     ) -> None:
@@ -42,147 +59,129 @@ class EngineClient:
         self._admission = AdmissionControl(QueueLimits(config.max_queued_requests, config.max_queued_tokens))
         self._default_timeout = config.default_request_timeout
         self._on_progress = on_progress
-        self.replicas = ReplicaSet(config, self._admission, self._metrics, self._report, patience, affinity)
+        memory = available_memory() if config.host_memory is None else config.host_memory
+        configs = split_config(config, usable_cores().threads, memory)
+        self.replicas = [Replica(each, self._metrics, self._report, timeouts) for each in configs]
+        self._affinity = affinity and config.cache.prefix_caching and len(configs) > 1
         self._last_key = 0
-        self._promised = 0
+        self._expected_memory = 0
 
     @property
     def info(self) -> CoreReady | None:
-        """What the engine is; None while no core serves."""
-        return self.replicas.info
+        """The sizes of the engine; None while no core serves."""
+        return next((replica.core.info for replica in self.replicas if replica.core.info is not None), None)
 
     @property
     def load(self) -> EngineLoad:
-        """The engine's state after its last turn."""
-        return self.replicas.load
+        """The load of all replicas together after their last steps; the step time is that of the slowest."""
+        loads = [replica.core.load for replica in self.replicas]
+        return EngineLoad(
+            sum(load.running for load in loads),
+            sum(load.waiting for load in loads),
+            sum(load.free_blocks for load in loads),
+            max(load.step_seconds for load in loads),
+        )
 
     @property
     def ready(self) -> bool:
-        """Some core's warm-up generated a token, and its step loop turned not long ago."""
-        return self.replicas.ready
+        """Whether a core is: requests of a dead one are lost, new ones go to the others."""
+        return any(replica.core.ready for replica in self.replicas)
 
     @property
     def pids(self) -> list[int]:
-        """The core processes that there are."""
-        return [replica.pid for replica in self.replicas if replica.pid is not None]
+        """The core processes that exist."""
+        return [replica.core.pid for replica in self.replicas if replica.core.pid is not None]
 
     @property
     def queued(self) -> int:
-        """Requests that no engine has begun yet, those being prepared included."""
+        """The requests that no engine has started yet, those being prepared included."""
         return self._admission.requests
 
     @property
     def kv_tokens(self) -> tuple[int, int]:
-        """Tokens that the cache blocks in use hold, and that all of them would."""
-        return self.replicas.kv_tokens
+        used, capacity = zip(*(replica.kv_tokens for replica in self.replicas), strict=True)
+        return sum(used), sum(capacity)
 
     def state(self) -> EngineState:
-        """The engine at this moment, as a scrape sees it."""
-        totals, running = self.replicas.totals, self.replicas.load.running
+        totals = sum_totals(replica.totals for replica in self.replicas)
         used, capacity = self.kv_tokens
-        channels = [channel for replica in self.replicas for channel in replica.channels]
-        waiting = [channel for channel in channels if not channel.started]
+        waiting = [stream for replica in self.replicas for stream in replica.streams if not stream.started]
         return EngineState(
-            running=running,
-            waiting=count_by_priority(channel.priority for channel in waiting),
-            queue_age=max((channel.stats.seconds_waited for channel in waiting), default=0.0),
+            running=self.load.running,
+            waiting=count_by_priority(stream.priority for stream in waiting),
+            queue_age=max((stream.stats.seconds_waited for stream in waiting), default=0.0),
             kv_usage=used / capacity if capacity else 0.0,
             prefix_queries=totals.prefix_queries,
             prefix_hits=totals.prefix_hits,
             preemptions=totals.preemptions,
             core_restarts=sum(replica.losses for replica in self.replicas),
-            replicas_ready=sum(replica.ready for replica in self.replicas),
+            replicas_ready=sum(replica.core.ready for replica in self.replicas),
         )
 
     async def start(self) -> CoreReady:
-        """Return when every core serves.
-
-        Raises:
-            CharoniaError: one cannot; the message says why.
-        """
-        info = await self.replicas.start()
-        self._promised = resident_memory_of(self.pids) + info.cache_bytes * len(self.replicas)
+        info, *_ = await asyncio.gather(*(replica.core.start() for replica in self.replicas))
+        self._expected_memory = resident_memory_of(self.pids) + info.cache_bytes * len(self.replicas)
         return info
 
     def reserved_memory(self) -> ReservedMemory:
-        """What its cores and their ranks hold of the host's memory, and will."""
-        return ReservedMemory(self._promised, resident_memory_of(self.pids))
+        """The host memory that the cores and their ranks hold, and will hold."""
+        return ReservedMemory(self._expected_memory, resident_memory_of(self.pids))
 
     async def close(self) -> None:
-        """Stop the cores; streams still open end with `Unavailable`. May be called again."""
-        await self.replicas.close()
+        await asyncio.gather(*(replica.close() for replica in self.replicas))
 
-    def admit(self, tenant: str = "", prompt: int = 0) -> CoreReady:
-        """What the engine is, if it takes another request of this tenant now, with so many prompt tokens.
+    def admit(self, request: GenerateRequest, tenant: str = "") -> QueueTicket:
+        if self.info is None:
+            raise NotReady("the engine is not ready")
+        return self._admission.admit(tenant, request.prompt_count, request.choice_count)
+
+    @contextmanager
+    def open_stream(
+        self, add: AddRequest, stats: SequenceStats | None = None, ticket: QueueTicket | None = None
+    ) -> Iterator[TokenStream]:
+        """See `Engine.open_stream`. A sequence that has no `ticket` yet is admitted here."""
+        stats = stats or SequenceStats(self._metrics)
+        with ticket or self._admission.admit(add.tenant) as ticket:
+            ticket.add_prompt(len(add.prompt))
+            timeout = stats.time_left(add.timeout or self._default_timeout)
+            self._last_key += 1
+            add = msgspec.structs.replace(add, key=self._last_key, timeout=timeout)
+            replica, cached = self.choose_replica(add)
+            stats.record_submission(len(add.prompt))
+            stream = TokenStream(stats, ticket, add.priority, len(add.prompt) - cached)
+            try:
+                replica.submit(add, stream)
+                yield stream
+            finally:
+                replica.release(add.key)
+
+    def choose_replica(self, add: AddRequest) -> tuple[Replica, int]:
+        """The replica that takes this request, and how many tokens of its prompt it likely has cached.
 
         Raises:
             Unavailable: no core serves.
-            QueueFull: too many requests, or prompt tokens, wait already.
         """
-        info = self.info
-        if info is None:
+        serving = [replica for replica in self.replicas if replica.core.info is not None]
+        if not serving:
             raise NotReady("the engine is not ready")
-        self._admission.check_capacity(tenant, prompt)
-        return info
-
-    def check_size(self, request: GenerateRequest, tokens: int = 0) -> None:
-        """Refuse what no queue is long enough for; `tokens`: of its prompt, once they are counted.
-
-        Raises:
-            InvalidArgument: see `AdmissionControl.check_size`.
-        """
-        self._admission.check_size(request.prompt_count, request.choice_count, tokens)
-
-    @contextmanager
-    def reserve(self, tenant: str = "") -> Iterator[CoreReady]:
-        """A place in line while a request is prepared: what is refused has cost nothing, however long that takes.
-
-        Raises:
-            QueueFull, Unavailable: see `admit`.
-        """
-        engine = self.admit(tenant)
-        place = self._admission.issue_ticket(tenant)
-        try:
-            yield engine
-        finally:
-            self._admission.return_ticket(place)
-
-    @contextmanager
-    def open_stream(self, add: AddRequest, account: SequenceStats | None = None) -> Iterator[TokenStream]:
-        """Where the tokens of one request come out, until the block is left. `client` and `key` of `add` are filled in
-        here, what happens is written into `account`.
-
-        Raises:
-            QueueFull, Unavailable: see `admit`.
-            RequestTimeout: its time is over already.
-
-        `TokenStream.read` raises InvalidArgument if the engine can never satisfy this request (`field` names the
-        culprit),
-        Unavailable if its core dies on the way, and RequestTimeout if its time was over before the first token.
-        """
-        self.admit(add.tenant, len(add.prompt))
-        account = account or SequenceStats(self._metrics)
-        add = self._numbered(add, account)
-        replica, cached = self.replicas.choose(add)
-        channel = self._enter(add, account, cached)
-        try:
-            replica.submit(add, channel)
-            yield channel
-        finally:
-            replica.release(add)
-
-    def _numbered(self, add: AddRequest, account: SequenceStats) -> AddRequest:
-        timeout = account.time_left(add.timeout or self._default_timeout)
-        self._last_key += 1
-        return msgspec.structs.replace(add, client=_CLIENT, key=self._last_key, timeout=timeout)
-
-    def _enter(self, add: AddRequest, account: SequenceStats, cached: int) -> TokenStream:
-        account.record_submission(len(add.prompt))
-        place = self._admission.issue_ticket(add.tenant, len(add.prompt))
-        return TokenStream(account, place, add.priority, len(add.prompt) - cached)
+        # Where none is ready, those that serve are only slow to step.
+        serving = [replica for replica in serving if replica.core.ready] or serving
+        if not self._affinity:
+            return min(serving, key=lambda replica: replica.pending_work), 0
+        prefixes = prompt_prefixes(add.prompt, (add.adapter, add.tenant, add.salt))
+        candidates = [_candidate(replica, prefixes, add) for replica in serving]
+        at = choose_replica(candidates, len(add.prompt))
+        serving[at].prefix_index.insert(prefixes, serving[at].kv_tokens[1])
+        return serving[at], candidates[at].cached_tokens
 
     def _report(self, replica: int, loading: CoreLoading) -> None:
-        """Progress of one of several says whose it is."""
+        """Progress of one of several names the replica."""
         if len(self.replicas) > 1:
             loading = msgspec.structs.replace(loading, phase=f"replica {replica}: {loading.phase}")
         self._on_progress(loading)
+
+
+def _candidate(replica: Replica, prefixes: list[PromptPrefix], add: AddRequest) -> ReplicaCandidate:
+    cached = replica.prefix_index.longest_match(prefixes)
+    has_sibling = add.sampling.choice > 0 and cached == len(add.prompt)
+    return ReplicaCandidate(replica.pending_work, cached, replica.prefix_index.tokens, has_sibling)

@@ -1,4 +1,4 @@
-"""What a language model asks of whatever computes for it: our own core behind its client, or somebody else's engine.
+"""The protocol of an engine, which computes for a language model: our own cores behind their client, or TensorRT-LLM.
 
 Token ids in, token ids out. Knows no engine.
 """
@@ -13,31 +13,32 @@ from ...core.errors import InvalidArgument
 from ...core.metrics import EngineState, LlmMetrics
 from ...core.request import GenerateRequest
 from ..core.messages import AddRequest, CoreLoading, CoreReady
+from .admission import QueueTicket
 from .sequence_stats import SequenceStats
 from .token_stream import TokenStream
 
 _LOWEST_CLASS = 9
-"""Classes below are shown as this one: requests name their class, and every name would be a series forever."""
+"""Classes of less urgency count as this one: requests name their class, and every name would be a series forever."""
 
 
 def count_by_priority(priorities: Iterable[int]) -> Counter[str]:
-    """How many there are of each class, as `EngineState.waiting` has them."""
+    """The number of requests of each class, as `EngineState.waiting` has them."""
     return Counter(str(min(priority, _LOWEST_CLASS)) for priority in priorities)
 
 
 class Engine(Protocol):
-    """Lives in one event loop, from `start` to `close`."""
+    """An engine. It lives in one event loop, from `start` to `close`."""
 
     @property
     def ready(self) -> bool:
-        """It generated a token, and is well."""
+        """Whether it generated a token and goes on stepping."""
 
     @property
     def kv_tokens(self) -> tuple[int, int]:
         """Tokens that the cache blocks in use hold, and that all of them would."""
 
     def state(self) -> EngineState:
-        """The engine at this moment, as a scrape sees it."""
+        """The gauges of the engine at this moment, for a scrape."""
 
     async def start(self) -> CoreReady:
         """Return when it serves.
@@ -49,40 +50,41 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Streams still open end with `Unavailable`. May be called again."""
 
-    def check_size(self, request: GenerateRequest, tokens: int = 0) -> None:
-        """Refuse what no queue is long enough for; `tokens`: of its prompt, once they are counted.
+    def admit(self, request: GenerateRequest, tenant: str = "") -> QueueTicket:
+        """Count one sequence of a request among those that wait, before any work is done for it.
 
         Raises:
-            InvalidArgument: see `AdmissionControl.check_size`.
-        """
-
-    def reserve(self, tenant: str = "") -> AbstractContextManager[CoreReady]:
-        """A place in line while a request is prepared.
-
-        Raises:
+            InvalidArgument: no queue is long enough for all the request's sequences.
             QueueFull: too many wait already.
-            Unavailable: it does not serve.
+            Unavailable: the engine does not serve.
         """
 
-    def open_stream(self, add: AddRequest, account: SequenceStats | None = None) -> AbstractContextManager[TokenStream]:
-        """Where the tokens of one request come out, until the block is left; leaving it before the end aborts.
+    def open_stream(
+        self, add: AddRequest, stats: SequenceStats | None = None, ticket: QueueTicket | None = None
+    ) -> AbstractContextManager[TokenStream]:
+        """The stream of one sequence's tokens, open until the block is left: leaving it before the end aborts. The
+        engine numbers `add`, writes what happens into `stats`, and releases `ticket` when the sequence starts.
 
         Raises:
-            QueueFull, Unavailable: see `place`.
+            InvalidArgument, QueueFull: see `AdmissionControl.add_prompt`.
+            Unavailable: the engine does not serve.
             RequestTimeout: its time is over already.
+
+        `TokenStream.read` raises InvalidArgument if the engine can never satisfy the request, Unavailable if the engine
+        breaks on the way, and RequestTimeout if its time was over before the first token.
         """
 
 
 EngineFactory: TypeAlias = Callable[[Callable[[CoreLoading], None], LlmMetrics], Engine]
-"""Makes an engine that tells of its start, and counts its steps."""
+"""Makes an engine from a callback for its progress while it starts, and the metrics that count its steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What computes for a model. `backend`: its name in a model's config. `language`: the checkpoint directory or hub
-    id that tokenizer and generation defaults are read from. `grants`: fields of `GenerateRequest` that it can satisfy
-    and not every engine can. `chat_template`: a file or a template to take in place of the checkpoint's. `tokenizer`:
-    another directory or hub id to read the tokenizer from."""
+    """How to make the engine of a model. `backend`: its name in a model's config. `checkpoint`: the directory or hub id
+    that tokenizer and generation defaults are read from. `capabilities`: the fields of `GenerateRequest` that it can
+    satisfy and not every engine can. `chat_template`: a file or a template to take in place of the checkpoint's.
+    `tokenizer`: another directory or hub id to read the tokenizer from."""
 
     backend: str
     checkpoint: str
@@ -92,9 +94,9 @@ class EngineSpec:
     tokenizer: str = ""
 
     def check_request(self, request: GenerateRequest) -> None:
-        """Raises `InvalidArgument` for what this engine cannot do; `field` names the parameter."""
+        """Raises `InvalidArgument` for a parameter that this engine cannot satisfy; `field` names it."""
         guide = request.guided_decoding.parameter if request.guided_decoding else ""
-        wishes = {"adapter": "lora_name", "guided_decoding": guide, "wants_prompt_logprobs": "prompt_logprobs"}
-        for wish, parameter in wishes.items():
-            if getattr(request, wish) and wish not in self.capabilities:
+        parameters = {"adapter": "lora_name", "guided_decoding": guide, "wants_prompt_logprobs": "prompt_logprobs"}
+        for name, parameter in parameters.items():
+            if getattr(request, name) and name not in self.capabilities:
                 raise InvalidArgument(f"parameter '{parameter}' is not supported by this model", field=parameter)

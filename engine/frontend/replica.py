@@ -1,10 +1,10 @@
-"""One engine core with the requests that it has: sends them, hands back what becomes of them, counts the work left.
+"""One engine core with its requests: sends them, hands back what becomes of them, counts the work that is left.
 
 Knows nothing of other replicas. Lives in the frontend's event loop.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from ...core.errors import CharoniaError, InvalidArgument
@@ -16,186 +16,134 @@ from ..core.messages import (
     AbortRequests,
     AddRequest,
     CoreLoading,
-    CoreReady,
     CoreTotals,
-    EngineLoad,
     RequestRejected,
     RequestUpdates,
-    StepStats,
 )
-from .admission import AdmissionControl
 from .core_supervisor import CoreSupervisor, CoreTimeouts
-from .prefix_index import PrefixIndex
-from .routing import TOKENS_PER_REQUEST
+from .routing import TOKENS_PER_REQUEST, PrefixIndex
 from .token_stream import TokenStream
 
 
 class ReplicaProgress(Protocol):
-    """Told how far a replica's core is with loading."""
+    """Called with how far a replica's core is with loading."""
 
     def __call__(self, replica: int, loading: CoreLoading) -> None: ...
 
 
 class Replica:
-    """A `supervisor.Listener`. The core is spawned by `start()`, restarted when it dies, and gone after
-    `shut_down()`."""
+    """The listener of one core's supervisor, `core`. `prefix_index`: the prompts that its prefix cache likely holds.
+    `losses`: cores that died."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        admission: AdmissionControl,
-        metrics: LlmMetrics,
-        on_progress: ReplicaProgress,
-        patience: CoreTimeouts,
+        self, config: EngineConfig, metrics: LlmMetrics, on_progress: ReplicaProgress, timeouts: CoreTimeouts
     ) -> None:
+        self.core = CoreSupervisor(config, self, timeouts)
+        self.prefix_index = PrefixIndex()
+        self.losses = 0
+        self._totals = CumulativeTotals()
         self._number = config.replica
-        self._admission = admission
         self._metrics = metrics
         self._on_progress = on_progress
-        self._core = CoreSupervisor(config, self, patience)
-        self._channels: dict[int, TokenStream] = {}
-        self._owed = 0
-        self._totals = CumulativeTotals()
+        self._streams: dict[int, TokenStream] = {}
+        self._uncomputed_tokens = 0
         self._closing = False
-        self.prefix_index = PrefixIndex()
-        """What its prefix cache likely holds."""
-        self.losses = 0
-        """Cores that died."""
 
     @property
-    def info(self) -> CoreReady | None:
-        """What the engine is; None while no core serves."""
-        return self._core.info
-
-    @property
-    def load(self) -> EngineLoad:
-        """The engine's state after its last turn."""
-        return self._core.load
-
-    @property
-    def ready(self) -> bool:
-        """Warm-up generated a token, and the step loop turned not long ago."""
-        return self._core.ready
-
-    @property
-    def pid(self) -> int | None:
-        """The core process, while there is one."""
-        return self._core.pid
-
-    @property
-    def channels(self) -> Iterable[TokenStream]:
-        """Of the requests that it has."""
-        return self._channels.values()
+    def streams(self) -> Collection[TokenStream]:
+        """The streams of its requests."""
+        return self._streams.values()
 
     @property
     def pending_work(self) -> int:
-        """What is ahead of it, as `routing.Prospect` counts."""
-        return len(self._channels) * TOKENS_PER_REQUEST + self._owed
+        """The work ahead of it, in tokens as `routing.ReplicaCandidate` counts."""
+        return len(self._streams) * TOKENS_PER_REQUEST + self._uncomputed_tokens
 
     @property
     def totals(self) -> CoreTotals:
-        """What its cores have counted, the lost ones included."""
+        """The counters of all its cores, the lost ones included."""
         return self._totals.sums
 
     @property
     def kv_tokens(self) -> tuple[int, int]:
         """Tokens that the cache blocks in use hold, and that all of them would."""
-        info = self._core.info
+        info = self.core.info
         if info is None:
             return 0, 0
-        return (info.blocks - self.load.free_blocks) * info.block_size, info.blocks * info.block_size
-
-    async def start(self) -> CoreReady:
-        """Return when the core serves.
-
-        Raises:
-            CharoniaError: it cannot; the message says why.
-        """
-        return await self._core.start()
+        return (info.blocks - self.core.load.free_blocks) * info.block_size, info.blocks * info.block_size
 
     async def close(self) -> None:
         """Stop the core; streams still open end with `Unavailable`. May be called again."""
         self._closing = True
-        await self._core.close()
+        await self.core.close()
 
-    def submit(self, add: AddRequest, channel: TokenStream) -> None:
-        """A new request, whose tokens go into `channel` until it is dropped."""
-        self._channels[add.key] = channel
-        self._owed += channel.uncomputed_tokens
-        self._core.send(add)
+    def submit(self, add: AddRequest, stream: TokenStream) -> None:
+        """Send a new request, whose tokens go into `stream` until it is released."""
+        self._streams[add.key] = stream
+        self._uncomputed_tokens += stream.uncomputed_tokens
+        self.core.send(add)
 
-    def release(self, add: AddRequest) -> None:
-        """Nobody reads the channel of this request any more."""
-        channel = self._channels.pop(add.key)
-        self._settle(channel)
-        if not channel.started:
-            self._admission.return_ticket(channel.ticket)
-        if not channel.ended:
-            self._core.send(AbortRequests([add.key]))
+    def release(self, key: int) -> None:
+        """The reader of this request is gone: abort it, unless it ended."""
+        stream = self._streams.pop(key)
+        self._settle(stream)
+        if not stream.ended:
+            self.core.send(AbortRequests([key]))
 
-    def _settle(self, channel: TokenStream) -> None:
-        """Its prompt is computed, or nobody wants it."""
-        self._owed -= channel.uncomputed_tokens
-        channel.uncomputed_tokens = 0
-
-    # What the core says
+    def _settle(self, stream: TokenStream) -> None:
+        """The prompt is computed, or does not need to be."""
+        self._uncomputed_tokens -= stream.uncomputed_tokens
+        stream.uncomputed_tokens = 0
 
     def on_progress(self, loading: CoreLoading) -> None:
         self._on_progress(self._number, loading)
 
     def on_updates(self, updates: RequestUpdates) -> None:
-        channels, now = self._channels, time.monotonic()
-        self._measure(updates.stats)
+        streams, stats, now = self._streams, updates.stats, time.monotonic()
+        if stats.tokens:
+            self._metrics.step.observe(stats.seconds)
+            self._metrics.step_tokens.observe(stats.tokens)
+            self._metrics.step_sequences.observe(stats.sequences)
         self._totals.update(updates.totals)
-        self._start(updates, now)
+        for key, cached in updates.started:
+            if key in streams:
+                streams[key].ticket.release(started=True)
+                streams[key].start(cached, now - stats.seconds)
         for key, scores in updates.prompt_logprobs:
-            if key in channels:
-                channels[key].push_prompt_scores(scores)
+            if key in streams:
+                streams[key].push_prompt_scores(scores)
         tokens, logprobs, at = updates.tokens, updates.logprobs, 0
         for key, count in zip(updates.keys, updates.counts, strict=True):
-            channel, end = channels.get(key), at + count
-            if channel is not None:
-                if channel.uncomputed_tokens:
-                    self._settle(channel)
-                channel.push(tokens[at:end], now, logprobs[at:end])
+            stream, end = streams.get(key), at + count
+            if stream is not None:
+                if stream.uncomputed_tokens:
+                    self._settle(stream)
+                stream.push(tokens[at:end], now, logprobs[at:end])
             at = end
         for key, reason in updates.finished:
-            if key in channels:
-                channels[key].finish(FinishReason(reason))
-
-    def _start(self, updates: RequestUpdates, now: float) -> None:
-        for key, cached in updates.started:
-            self._admission.record_start()
-            if key in self._channels:
-                self._admission.return_ticket(self._channels[key].ticket)
-                self._channels[key].start(cached, now - updates.stats.seconds)
+            if key in streams:
+                streams[key].finish(FinishReason(reason))
 
     def on_refused(self, refused: RequestRejected) -> None:
-        if refused.key in self._channels:
-            self._channels[refused.key].fail(InvalidArgument(refused.message, field=refused.field or None))
+        if refused.key in self._streams:
+            self._streams[refused.key].fail(InvalidArgument(refused.message, field=refused.field or None))
 
     def on_loss(self, error: CharoniaError) -> None:
         self.losses += not self._closing
         self._totals.start_over()
         self.prefix_index.clear()
-        for channel in self._channels.values():
-            channel.fail(error)
-
-    def _measure(self, turn: StepStats) -> None:
-        if turn.tokens:
-            self._metrics.step.observe(turn.seconds)
-            self._metrics.step_tokens.observe(turn.tokens)
-            self._metrics.step_sequences.observe(turn.sequences)
+        for stream in self._streams.values():
+            stream.fail(error)
 
 
 class CumulativeTotals:
-    """Totals of a core and all cores before it."""
+    """The counters of a core and all cores before it."""
 
     def __init__(self) -> None:
         self._before = self._seen = NO_TOTALS
 
     def update(self, totals: CoreTotals) -> None:
-        """What the core of now has counted so far."""
+        """`totals`: what the present core has counted so far."""
         self._seen = totals
 
     def start_over(self) -> None:
@@ -208,6 +156,5 @@ class CumulativeTotals:
 
 
 def sum_totals(totals: Iterable[CoreTotals]) -> CoreTotals:
-    """The sums of all."""
     columns = zip(*((each.preemptions, each.prefix_queries, each.prefix_hits) for each in totals), strict=True)
     return CoreTotals(*map(sum, columns))

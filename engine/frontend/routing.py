@@ -1,32 +1,38 @@
-"""Which of several replicas a request goes to: a pure rule. Knows nothing of how loads and caches are known.
+"""Which of several replicas a request goes to: a pure rule, and an index of what their prefix caches likely hold.
 
-The cost of a replica is what it has to do before and for the request, in prompt tokens, as in the KV router of NVIDIA
-Dynamo: prompts it has not computed yet, and a share for every request it is at, less what it saves on this prompt. One
-process sends all requests and so counts exactly: no draw between two is needed against old news.
+The cost of a replica is the work that it has to do before and for the request, in prompt tokens, as in the KV router of
+NVIDIA Dynamo: prompts that it has not computed yet, and a share for every request it has, less what it saves on this
+prompt. One process sends all requests and so counts exactly: no draw between two is needed against old news.
 """
 
-from collections.abc import Sequence
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ...kvcache.manager import HashExtras
+
 TOKENS_PER_REQUEST = 256
-"""What a request that a replica is at counts, in prompt tokens, for the tokens that it will generate."""
+"""The prompt tokens that a request counts for the tokens it will generate."""
 
 MAX_EXTRA_WORK = 16 * TOKENS_PER_REQUEST
-"""How much busier than the least busy a replica may be, in prompt tokens, and still be chosen for what it has."""
+"""How much busier than the least busy a replica may be, in prompt tokens, and still be chosen for its cache."""
 
 _SAVED = 2
-"""What a cached token of the prompt saves: itself, and as much to those who come after this request.
+"""The tokens that a cached one of the prompt saves: itself, and as much for later requests with the same beginning.
 `python -m charonia.bench.replicas` shows what less or more of it does to hits and latency."""
 
 _PART = 4
-"""Less than one in so many tokens of a prompt is no reason: every chat begins with the same few, and all would go to
-one replica while the caches of the others stay empty (SGLang's router has such a threshold)."""
+"""A cached part below one in so many tokens of a prompt does not count: every chat begins with the same few, and all
+would go to one replica while the caches of the others stay empty (SGLang's router has such a threshold)."""
+
+_STEP = 16
+"""Tokens between the first cuts, and the least that an entry counts."""
 
 
 class ReplicaCandidate(NamedTuple):
-    """A replica that could take a request, in tokens: the `work` ahead of it, how much of the prompt is `cached`
-    there, and how much of all prompts is `kept` there. `sibling`: it has the whole prompt, for another of its answers.
-    """
+    """A replica that could take a request, in tokens: the `work` ahead of it, how many of the prompt are cached there,
+    and how many its index keeps of all prompts. `has_sibling`: it has the whole prompt, for another of its answers."""
 
     work: int
     cached_tokens: int = 0
@@ -49,7 +55,77 @@ def choose_replica(prospects: Sequence[ReplicaCandidate], prompt: int) -> int:
 
 
 def _worth(prospect: ReplicaCandidate, prompt: int) -> int:
-    """Work that a replica may be ahead by for what it has of the prompt."""
+    """The work by which a replica may be ahead of the others for what it has of the prompt."""
     if prospect.has_sibling:
         return MAX_EXTRA_WORK
     return min(prospect.cached_tokens * _SAVED, MAX_EXTRA_WORK) if prospect.cached_tokens * _PART >= prompt else 0
+
+
+class PromptPrefix(NamedTuple):
+    """The first `tokens` of a prompt; equal ones, under equal extras, have equal digests. Python's own hash is enough,
+    and ten times as fast as a cryptographic one: the worst that two equal ones do is a request in the wrong place."""
+
+    digest: int
+    tokens: int
+
+
+def prompt_prefixes(prompt: Sequence[int], extras: HashExtras) -> list[PromptPrefix]:
+    """Beginnings of a prompt of int32 token ids, the shortest first and the whole of it last, a few to each doubling
+    of length: two prompts have those up to the last cut in common that they share, which is more than four fifths of
+    what they share beyond 64 tokens."""
+    packed, digest, begin, found = array("i", prompt).tobytes(), hash(extras), 0, []
+    for end in _cuts(len(prompt)):
+        digest = hash((digest, packed[4 * begin : 4 * end]))
+        found.append(PromptPrefix(digest, end))
+        begin = end
+    return found
+
+
+def _cuts(length: int) -> Iterator[int]:
+    """16, 32, ... 128, 160, ... 256, 320, ...: four to an octave from 64 on."""
+    cut, step = _STEP, _STEP
+    while cut < length:
+        yield cut
+        if cut == 8 * step:
+            step *= 2
+        cut += step
+    if length:
+        yield length
+
+
+class PrefixIndex:
+    """What a replica's prefix cache likely holds, as far as the requests sent to it tell.
+
+    A model of the cache: it knows prompts, not the texts generated after them, and hears of no eviction, but keeps to
+    the cache's size and order. The least recently used prefix goes first, of one prompt the longest before the shorter,
+    as blocks are evicted. Looking up and inserting cost no more than the number of cuts."""
+
+    def __init__(self) -> None:
+        self._spans: OrderedDict[int, int] = OrderedDict()
+        self.tokens = 0
+        """How many tokens it holds."""
+
+    def longest_match(self, beginnings: Sequence[PromptPrefix]) -> int:
+        """The tokens of the longest prefix that is held."""
+        return next((each.tokens for each in reversed(beginnings) if each.digest in self._spans), 0)
+
+    def insert(self, beginnings: Sequence[PromptPrefix], capacity: int) -> None:
+        """The replica computes this prompt and then holds it, in a cache of `capacity` tokens."""
+        for at in range(len(beginnings) - 1, -1, -1):
+            digest, tokens = beginnings[at]
+            if digest in self._spans:
+                self._spans.move_to_end(digest)
+                continue
+            span = max(_STEP, tokens - (beginnings[at - 1].tokens if at else 0))
+            self._spans[digest] = span
+            self.tokens += span
+        while self.tokens > capacity:
+            self.tokens -= self._spans.popitem(last=False)[1]
+
+    def clear(self) -> None:
+        """The replica lost its cache."""
+        self._spans.clear()
+        self.tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._spans)

@@ -1,4 +1,4 @@
-"""The account of one sequence: when what happened to it and how much it used; and what a model measures of requests.
+"""Measures one sequence, the times of its phases and the tokens it used, and a model's requests.
 
 Knows nothing of protocols. Written by the event loop that serves the request; a chunk costs less than a microsecond.
 """
@@ -11,6 +11,7 @@ from ...core.errors import RequestTimeout
 from ...core.metrics import LlmMetrics, Outcome, RequestEnd
 from ...core.request import FinishReason, GenerateRequest, SamplingParams
 from ...core.request_context import CANCELLED, RequestContext, end_for_error
+from ...core.statistics import BatchStatistics, InferenceStatistics, StatisticDuration, VersionStatistics
 
 _ENDS: dict[FinishReason, RequestEnd] = {
     reason: CANCELLED if reason is FinishReason.ABORT else RequestEnd(Outcome(reason.value)) for reason in FinishReason
@@ -63,7 +64,7 @@ class SequenceStats:
         self.end: RequestEnd | None = None
 
     def time_left(self, limit: float) -> float:
-        """Of `limit` seconds since it arrived; 0 is no limit.
+        """What is left of `limit` seconds since it arrived; 0 is no limit.
 
         Raises:
             RequestTimeout: they are over.
@@ -74,13 +75,13 @@ class SequenceStats:
         return left if limit else 0.0
 
     def record_submission(self, prompt: int) -> None:
-        """The engine has it, with that many prompt tokens."""
+        """The engine got it, with that many prompt tokens."""
         self.prompt = prompt
         self.submitted = time.monotonic()
 
     @property
     def seconds_waited(self) -> float:
-        """Seconds since the engine has it."""
+        """Seconds since the engine got it."""
         return time.monotonic() - (self.submitted or self.opened)
 
     def record_start(self, cached: int, at: float) -> None:
@@ -92,7 +93,7 @@ class SequenceStats:
         self.metrics.queue.observe(self.begun - submitted)
 
     def record_tokens(self, count: int, at: float) -> None:
-        """That many tokens came."""
+        """`count` tokens came."""
         self.generated += count
         self.tokens.generated += count
         if self.last is None:
@@ -109,12 +110,12 @@ class SequenceStats:
             self.metrics.prefill.observe(at - self.begun)
 
     def record_finish(self, reason: FinishReason) -> None:
-        """The last token is on its way to the client."""
+        """The last token goes to the client now."""
         self.finish_reason = reason
         self.end = _ENDS[reason]
 
     def record_cancellation(self) -> None:
-        """The reader left; after the last token that changes nothing."""
+        """The reader left; changes nothing after the last token."""
         if self.end is None:
             self.end = CANCELLED
 
@@ -123,7 +124,7 @@ class SequenceStats:
 
 
 class RequestRecorder:
-    """Opens the accounts of one model's sequences, and counts its requests when they ended."""
+    """Opens the stats of one model's sequences, and counts its requests when they ended."""
 
     def __init__(self, metrics: LlmMetrics) -> None:
         self._metrics = metrics
@@ -132,25 +133,25 @@ class RequestRecorder:
     def open_sequence(self, request: GenerateRequest, context: RequestContext) -> Iterator[SequenceStats]:
         """The stats of one of a request's sequences, which ends with the block: a reader that leaves before the last
         token has cancelled it."""
-        account = SequenceStats(self._metrics, request, context)
-        context.sequences.append(account)
+        stats = SequenceStats(self._metrics, request, context)
+        context.sequences.append(stats)
         try:
-            yield account
+            yield stats
         except Exception as error:
-            account.record_failure(error)
+            stats.record_failure(error)
             raise
         finally:
-            account.record_cancellation()
+            stats.record_cancellation()
 
     def record_request(self, context: RequestContext) -> None:
-        """A request that was for the model has ended."""
+        """Count a request to the model that has ended."""
         assert context.end is not None
         self._metrics.ended[context.end] += 1
         if context.end.outcome.answered:
             self._measure(context)
 
     def _measure(self, context: RequestContext) -> None:
-        """An answered request: its phases, and Triton's sums of them."""
+        """Measure an answered request: its phases, and Triton's sums of them."""
         metrics, summary, arrived, ended = self._metrics, context.summary, context.arrived_at, context.ended_at
         submitted = summary.submitted or arrived
         begun = summary.begun or submitted
@@ -170,3 +171,24 @@ class RequestRecorder:
 
 def _microseconds(seconds: float) -> int:
     return int(max(seconds, 0.0) * 1e6)
+
+
+def v2_statistics(metrics: LlmMetrics) -> VersionStatistics:
+    """A language model's counters as v2's statistics, by the same rules as its `nv_inference_` metrics.
+
+    One request is one execution of batch size 1, as in Triton's own decoupled back ends. The time of failed requests is
+    not measured."""
+    answered, spent = metrics.answered, metrics.durations
+
+    def took(microseconds: int) -> StatisticDuration:
+        return StatisticDuration(answered, microseconds * 1000)
+
+    computed = took(spent.compute_input), took(spent.compute_infer), took(spent.compute_output)
+    failed = metrics.total(Outcome.ERROR, Outcome.REJECTED, Outcome.TIMEOUT, Outcome.CANCELLED)
+    return VersionStatistics(
+        last_inference=spent.last,
+        inference_count=answered,
+        execution_count=answered,
+        inference=InferenceStatistics(took(spent.request), StatisticDuration(failed), took(spent.queue), *computed),
+        batches=(BatchStatistics(1, *computed),) if answered else (),
+    )

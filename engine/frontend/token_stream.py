@@ -1,4 +1,4 @@
-"""What the engine has said of one request and its reader has not read yet.
+"""The stream of one request's tokens between the engine that writes it and the reader.
 
 Knows nothing of sockets or text. The writer never waits: unread tokens merge into one item.
 """
@@ -15,8 +15,8 @@ from .sequence_stats import SequenceStats
 
 
 class TokenDelta(NamedTuple):
-    """Tokens since the last one; `cached_tokens` of the prompt came out of the prefix cache. `logprobs`: one for each
-    token if the request wants them; `scores`: of the prompt's tokens, in the first one."""
+    """The tokens since the last read. `cached_tokens` of the prompt came out of the prefix cache. `logprobs`: one for
+    each token if the request wants them. `scores`: the log-probabilities of the prompt's tokens, in the first delta."""
 
     token_ids: tuple[int, ...]
     cached_tokens: int
@@ -26,34 +26,36 @@ class TokenDelta(NamedTuple):
 
 
 class TokenStream:
-    """One writer, one reader, both in the same event loop. Ends with a finish reason or an error.
+    """One writer, one reader, both in the same event loop. It ends with a finish reason or an error.
 
-    `account` learns of everything when it is written, however late it is read. `place`: what it has in line, in the
-    class `priority`, until it starts. `owed`: prompt tokens still to be computed, as its replica counts.
+    `stats` records everything when it is written, however late it is read. `ticket`: its place among the requests that
+    wait, in the class `priority`, until it starts. `uncomputed_tokens`: of its prompt, as its replica counts.
 
-    Where no new tokens are wanted, the one that a computed prompt brings anyway goes no further.
+    Where no new tokens are wanted, the one that a computed prompt brings anyway is dropped.
     """
 
-    def __init__(self, account: SequenceStats, place: QueueTicket, priority: int = 0, owed: int = 0) -> None:
-        self.stats = account
-        self.ticket = place
+    def __init__(
+        self, stats: SequenceStats, ticket: QueueTicket, priority: int = 0, uncomputed_tokens: int = 0
+    ) -> None:
+        self.stats = stats
+        self.ticket = ticket
         self.priority = priority
-        self.uncomputed_tokens = owed
+        self.uncomputed_tokens = uncomputed_tokens
         self._written = False
-        self._prompt_only = account.sampling.max_tokens == 0
+        self._prompt_only = stats.sampling.max_tokens == 0
         self._tokens: list[int] = []
         self._logprobs: list[Logprobs] = []
         self._scores: list[PromptLogprobs] = []
         self._cached = 0
         self._finish: FinishReason | None = None
         self._error: CharoniaError | None = None
-        self._news = False
+        self._unread = False
         self._reader: asyncio.Future[None] | None = None
         self.started = False
 
     @property
     def ended(self) -> bool:
-        """The engine has nothing more to say."""
+        """Whether the engine will write nothing more."""
         return self._finish is not None or self._error is not None
 
     def start(self, cached: int, at: float) -> None:
@@ -62,7 +64,7 @@ class TokenStream:
         self.stats.record_start(cached, at)
 
     def push_prompt_scores(self, scores: PromptLogprobs) -> None:
-        """Some of the prompt. No news: the last of it come with the first token."""
+        """Add some of the prompt's. The reader is not woken: the last of them come with the first token."""
         self._scores.append(scores)
 
     def push(self, tokens: list[int], at: float, logprobs: Sequence[Logprobs | None] = ()) -> None:
@@ -73,32 +75,32 @@ class TokenStream:
         if logprobs:
             self._logprobs += [each for each in logprobs if each is not None]
         self.stats.record_tokens(len(tokens), at)
-        self._tell()
+        self._wake_reader()
 
     def finish(self, reason: FinishReason) -> None:
-        """There will be no more; time that ran out before the first token is an error."""
+        """End the stream; a timeout before the first token is an error."""
         if reason is FinishReason.TIMEOUT and not self._written:
             self._error = RequestTimeout()
         elif self._prompt_only:
             self._finish = FinishReason.LENGTH
         else:
             self._finish = reason
-        self._tell()
+        self._wake_reader()
 
     def fail(self, error: CharoniaError) -> None:
         self._error = error
-        self._tell()
+        self._wake_reader()
 
     async def read(self) -> TokenDelta:
-        """Wait for news and take all of it.
+        """Wait for new tokens and take all of them.
 
         Raises:
             CharoniaError: the stream broke; tokens unread by then are lost.
         """
-        if not self._news:
+        if not self._unread:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
-        self._news = False
+        self._unread = False
         if self._error is not None:
             raise self._error
         tokens, self._tokens = tuple(self._tokens), []
@@ -108,8 +110,8 @@ class TokenStream:
         scores, self._scores = tuple(self._scores), []
         return TokenDelta(tokens, self._cached, self._finish, logprobs, scores)
 
-    def _tell(self) -> None:
-        self._news = True
+    def _wake_reader(self) -> None:
+        self._unread = True
         # A reader that was cancelled may not know it yet.
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)

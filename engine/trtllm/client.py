@@ -15,7 +15,7 @@ from ...core.errors import CharoniaError, Internal, Unavailable
 from ...core.metrics import EngineState, LlmMetrics
 from ...core.request import FinishReason, GenerateRequest
 from ..core.messages import AddRequest, CoreLoading, CoreReady
-from ..frontend.admission import AdmissionControl, QueueLimits
+from ..frontend.admission import AdmissionControl, QueueLimits, QueueTicket
 from ..frontend.engine import count_by_priority
 from ..frontend.sequence_stats import SequenceStats
 from ..frontend.token_stream import TokenStream
@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 
 class TrtllmClient:
-    """Requests to one `LLM`, which `start()` makes and `shut_down()` ends. If it breaks it is not made again: it is not
-    ready any more, and whoever runs the server loads the model anew."""
+    """Requests to one `LLM`, which `start()` makes and `close()` ends. If it breaks it is not ready any more and is not
+    made again: the operator loads the model anew."""
 
     def __init__(
         self,
@@ -90,57 +90,44 @@ class TrtllmClient:
         self._end(Unavailable("the engine was stopped"))
         await self._loader.close()
 
-    def check_size(self, request: GenerateRequest, tokens: int = 0) -> None:
-        self._admission.check_size(request.prompt_count, request.choice_count, tokens)
-
-    @contextmanager
-    def reserve(self, tenant: str = "") -> Iterator[CoreReady]:
-        runtime = self._admit(tenant)
-        place = self._admission.issue_ticket(tenant)
-        try:
-            yield runtime.ready
-        finally:
-            self._admission.return_ticket(place)
-
-    @contextmanager
-    def open_stream(self, add: AddRequest, account: SequenceStats | None = None) -> Iterator[TokenStream]:
-        runtime = self._admit(add.tenant, len(add.prompt))
-        request = self._enter(runtime, add, account or SequenceStats(self._metrics))
-        try:
-            yield request.stream
-        finally:
-            self._leave(request)
-
-    def _admit(self, tenant: str, prompt: int = 0) -> TrtllmRuntime:
+    def admit(self, request: GenerateRequest, tenant: str = "") -> QueueTicket:
         if self._runtime is None:
             raise Unavailable(self._why_not)
-        self._admission.check_capacity(tenant, prompt)
-        return self._runtime
+        return self._admission.admit(tenant, request.prompt_count, request.choice_count)
 
-    def _enter(self, runtime: TrtllmRuntime, add: AddRequest, account: SequenceStats) -> TrtllmRequest:
-        arguments = runtime.translate(add)  # what can never be satisfied does not wait to hear so
-        left = account.time_left(add.timeout or self._default_timeout)
-        self._last_key += 1
-        add = msgspec.structs.replace(add, key=self._last_key)
-        account.record_submission(len(add.prompt))
-        place = self._admission.issue_ticket(add.tenant, len(add.prompt))
-        stream = TokenStream(account, place, add.priority)
-        request = self._requests[add.key] = TrtllmRequest(add, arguments, stream, self._queue.enqueue(add))
-        if left:
-            request.timer = asyncio.get_running_loop().call_later(left, self._expire, request)
-        self._begin_next()
-        return request
+    @contextmanager
+    def open_stream(
+        self, add: AddRequest, stats: SequenceStats | None = None, ticket: QueueTicket | None = None
+    ) -> Iterator[TokenStream]:
+        if self._runtime is None:
+            raise Unavailable(self._why_not)
+        stats = stats or SequenceStats(self._metrics)
+        with ticket or self._admission.admit(add.tenant) as ticket:
+            ticket.add_prompt(len(add.prompt))
+            arguments = self._runtime.translate(add)  # a request that can never be satisfied does not wait to hear so
+            left = stats.time_left(add.timeout or self._default_timeout)
+            self._last_key += 1
+            add = msgspec.structs.replace(add, key=self._last_key)
+            stats.record_submission(len(add.prompt))
+            stream = TokenStream(stats, ticket, add.priority)
+            request = self._requests[add.key] = TrtllmRequest(add, arguments, stream, self._queue.enqueue(add))
+            if left:
+                request.timer = asyncio.get_running_loop().call_later(left, self._expire, request)
+            self._begin_next()
+            try:
+                yield stream
+            finally:
+                self._leave(request)
 
     def _begin_next(self) -> None:
-        """Hand over whoever has his turn, while there are places."""
+        """Hand over the requests whose turn it is, while there is room."""
         while self._runtime is not None and (sequence := self._queue.pop_next()) is not None:
             request = self._requests[sequence.key]
-            self._admission.return_ticket(request.stream.ticket)
-            self._admission.record_start()
+            request.stream.ticket.release(started=True)
             request.task = asyncio.create_task(self._carry(request, self._runtime))
 
     async def _carry(self, request: TrtllmRequest, runtime: TrtllmRuntime) -> None:
-        """Its tokens to its reader, who may be slow: nothing here waits for him."""
+        """Write its tokens into its stream, however slow the reader is."""
         try:
             submitted = runtime.submit(request.arguments)
             request.begin(submitted)
@@ -168,17 +155,16 @@ class TrtllmClient:
         self._leave(request)
 
     def _leave(self, request: TrtllmRequest) -> None:
-        """It has ended, or nobody wants it any more; the second time changes nothing."""
+        """The request has ended, or its reader left; may be called again."""
         if self._requests.pop(request.add.key, None) is None:
             return
-        if request.task is None:
-            self._admission.return_ticket(request.stream.ticket)
+        request.stream.ticket.release()
         request.stop()
         self._queue.release(request.queued)
         self._begin_next()
 
     def _end(self, error: CharoniaError) -> None:
-        """It serves no more, and whoever is on the way is told."""
+        """Serve no more, and end every stream with `error`."""
         self._runtime, self._why_not = None, error.message
         if self._following is not None:
             self._following.cancel()

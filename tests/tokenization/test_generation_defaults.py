@@ -5,7 +5,7 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import SamplingParams
-from charonia.tokenization.generation_defaults import GenerationDefaults, read_generation_defaults, resolve_sampling
+from charonia.tokenization.generation_defaults import GenerationDefaults, read_generation_defaults
 from charonia.tokenization.tokenizer import Tokenizer
 
 
@@ -66,12 +66,7 @@ def test_an_end_that_the_model_cannot_write_is_told(caplog: pytest.LogCaptureFix
 
 def test_the_request_wins() -> None:
     model = GenerationDefaults((1,), 0.6, 20, 0.9, 0.1, 1.1)
-    assert resolve_sampling(SamplingParams(), model) == (0.6, 20, 0.9, [1], 0.1, 1.1)
-    assert resolve_sampling(SamplingParams(min_p=0.0, repetition_penalty=1.0), model)[4:] == (0.0, 1.0)
-    assert resolve_sampling(SamplingParams(temperature=0.0, top_k=-1, top_p=1.0), model)[:3] == (0.0, 0, 1.0)
-
-
-def test_stop_tokens_join_eos_unless_it_is_ignored() -> None:
-    model = GenerationDefaults((1, 2))
-    assert resolve_sampling(SamplingParams(stop_token_ids=(9, 2)), model).stop_token_ids == [1, 2, 9]
-    assert resolve_sampling(SamplingParams(stop_token_ids=(9,), ignore_eos=True), model).stop_token_ids == [9]
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    assert [model.resolve(SamplingParams(), name) for name in names] == [0.6, 20, 0.9, 0.1, 1.1]
+    asked = SamplingParams(temperature=0.0, top_k=-1, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+    assert [model.resolve(asked, name) for name in names] == [0.0, -1, 1.0, 0.0, 1.0]

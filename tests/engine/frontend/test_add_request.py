@@ -109,3 +109,9 @@ def test_what_is_too_long_is_told_by_its_field(prompt: Prompt, tokens: int, max_
 def test_what_just_fits_is_taken(tokens: int, max_tokens: int | None, expected: int) -> None:
     asked = GenerateRequest(id="", prompt="x", sampling=SamplingParams(max_tokens=max_tokens), echo=True)
     assert build_add_request(asked, RequestContext("test"), [1] * tokens, MODEL, READY).max_tokens == expected
+
+
+def test_stop_tokens_join_eos_unless_it_is_ignored() -> None:
+    model = GenerationDefaults((1, 2))
+    assert add(model, stop_token_ids=(9, 2, 100)).stop_token_ids == [1, 2, 9]
+    assert add(model, stop_token_ids=(9,), ignore_eos=True).stop_token_ids == [9]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from charonia.core.errors import InvalidArgument, QueueFull, RequestTimeout, Unavailable
-from charonia.core.request import FinishReason
+from charonia.core.request import FinishReason, GenerateRequest
 from charonia.engine.config import CacheConfig, EngineConfig, FakeConfig
 from charonia.engine.core.messages import AbortRequests, AddRequest, CoreLoading, Shutdown
 from charonia.engine.frontend import core_process
@@ -50,8 +50,8 @@ async def start(sockets: Path) -> AsyncIterator[Start]:
     """Starts engines; at the end nothing of them may be left."""
     clients: list[EngineClient] = []
 
-    async def start(patience: CoreTimeouts = DEFAULT_TIMEOUTS, **changes: object) -> EngineClient:
-        clients.append(EngineClient(config(**changes), patience=patience))
+    async def start(timeouts: CoreTimeouts = DEFAULT_TIMEOUTS, **changes: object) -> EngineClient:
+        clients.append(EngineClient(config(**changes), timeouts=timeouts))
         await clients[-1].start()
         return clients[-1]
 
@@ -111,7 +111,7 @@ async def test_a_repeated_prompt_is_found_in_the_cache(start: Start) -> None:
 async def test_the_impossible_is_refused_alone(start: Start) -> None:
     client = await start(step_seconds=0.005)
     running = asyncio.create_task(read_all(client, [1], max_tokens=50))
-    for prompt, max_tokens, field in [([], 1, "prompt"), ([1000], 1, "prompt"), ([1] * 500, 20, "max_tokens")]:
+    for prompt, max_tokens, field in [([], 1, "prompt"), ([1] * 500, 20, "max_tokens")]:
         with pytest.raises(InvalidArgument, match=field) as refusal:
             await read_all(client, prompt, max_tokens)
         assert refusal.value.field == field
@@ -169,10 +169,9 @@ async def test_a_queue_full_of_tokens_refuses_too(start: Start) -> None:
 
 async def test_a_request_that_is_being_prepared_has_its_place(start: Start) -> None:
     client = await start(max_queued_requests=1)
-    with client.reserve() as engine:
-        assert engine.vocab_size == 1000
-        with pytest.raises(QueueFull), client.reserve():
-            pass
+    request = GenerateRequest(id="1", prompt="")
+    with client.admit(request), pytest.raises(QueueFull):
+        client.admit(request)
     assert tokens(await read_all(client, [4], max_tokens=1)) == [5]
     assert client.queued == 0
 
@@ -277,7 +276,7 @@ async def test_a_core_that_says_why_it_cannot_start_fails_the_load(sockets: Path
 
 async def test_cores_that_die_without_a_word_fail_the_load(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_process, "main", os.getpid)  # takes no arguments: the process dies of it
-    client = EngineClient(config(), patience=CoreTimeouts(first_retry=0.01))
+    client = EngineClient(config(), timeouts=CoreTimeouts(first_retry=0.01))
     with pytest.raises(Unavailable, match="died 3 times"):
         await client.start()
     await client.close()

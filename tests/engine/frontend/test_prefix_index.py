@@ -5,7 +5,7 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from charonia.engine.frontend.prefix_index import PrefixIndex, PromptPrefix, prompt_prefixes
+from charonia.engine.frontend.routing import PrefixIndex, PromptPrefix, prompt_prefixes
 
 EXTRAS = ("", "", "")
 prompts = st.integers(0, 2000).map(lambda length: list(range(7, 7 + length)))

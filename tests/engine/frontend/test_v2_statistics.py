@@ -2,7 +2,7 @@
 
 from charonia.core.metrics import LlmMetrics, Outcome, RequestEnd
 from charonia.core.statistics import BatchStatistics, InferenceStatistics, StatisticDuration, VersionStatistics
-from charonia.engine.frontend.v2_statistics import v2_statistics
+from charonia.engine.frontend.sequence_stats import v2_statistics
 
 
 def test_nothing_happened_yet() -> None:

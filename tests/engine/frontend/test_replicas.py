@@ -5,7 +5,7 @@ import os
 import signal
 import tempfile
 from collections.abc import AsyncIterator
-from itertools import count
+from contextlib import AbstractContextManager
 from pathlib import Path
 from random import Random
 
@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from charonia.core.errors import CharoniaError, InvalidArgument, Unavailable
-from charonia.core.metrics import LlmMetrics
 from charonia.engine.config import CacheConfig, EngineConfig, FakeConfig
 from charonia.engine.core.messages import (
     AbortRequests,
@@ -26,13 +25,9 @@ from charonia.engine.core.messages import (
     RequestUpdates,
 )
 from charonia.engine.frontend import replica as replica_module
-from charonia.engine.frontend.admission import AdmissionControl, QueueLimits
-from charonia.engine.frontend.client import EngineClient
-from charonia.engine.frontend.core_supervisor import DEFAULT_TIMEOUTS
+from charonia.engine.frontend.client import EngineClient, split_config
 from charonia.engine.frontend.replica import Replica
-from charonia.engine.frontend.replica_set import ReplicaSet, split_config
 from charonia.engine.frontend.routing import TOKENS_PER_REQUEST
-from charonia.engine.frontend.sequence_stats import SequenceStats
 from charonia.engine.frontend.token_stream import TokenStream
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import SamplerParams
@@ -47,7 +42,7 @@ OTHER = list(range(500, 900))
 class FakeCore:
     """A supervisor whose core only listens."""
 
-    def __init__(self, config: EngineConfig, listener: Replica, patience: object) -> None:
+    def __init__(self, config: EngineConfig, listener: Replica, timeouts: object) -> None:
         self.info: CoreReady | None = READY
         self.load, self.ready, self.pid = EngineLoad(free_blocks=READY.blocks), True, config.replica
         self.sent: list[object] = []
@@ -68,42 +63,38 @@ class FakeCore:
 
 
 class Fleet:
-    """Replicas over fake cores, and a client's hand on them."""
+    """A client over fake cores, and the requests that it has."""
 
     def __init__(self, size: int = 2, caching: bool = True, affinity: bool = True) -> None:
-        self.metrics, self.admission = LlmMetrics(), AdmissionControl(QueueLimits(1000, 10**9))
-        config = EngineConfig(model="", data_parallel_size=size, cache=CacheConfig(prefix_caching=caching))
-        self.replicas = ReplicaSet(config, self.admission, self.metrics, self._report, DEFAULT_TIMEOUTS, affinity)
-        self.all = list(self.replicas)
-        self.taken: dict[int, tuple[Replica, AddRequest, TokenStream]] = {}
-        self._keys = count(1)
+        cache = CacheConfig(prefix_caching=caching)
+        config = EngineConfig(model="", data_parallel_size=size, cache=cache, max_queued_tokens=10**9)
+        self.client = EngineClient(config, affinity=affinity)
+        self.all = self.client.replicas
+        self.taken: dict[int, tuple[Replica, TokenStream, AbstractContextManager[TokenStream]]] = {}
 
     def core(self, at: int) -> FakeCore:
-        core = self.all[at]._core
+        core = self.all[at].core
         assert isinstance(core, FakeCore)
         return core
 
     def open(self, prompt: list[int], choice: int = 0, tenant: str = "") -> int:
         """Which replica gets it."""
         sampling = SamplerParams(choice=choice)
-        add = AddRequest(key=next(self._keys), prompt=prompt, max_tokens=9, sampling=sampling, tenant=tenant)
-        replica, cached = self.replicas.choose(add)
-        place = self.admission.issue_ticket(tenant, len(prompt))
-        channel = TokenStream(SequenceStats(self.metrics), place, owed=len(prompt) - cached)
-        replica.submit(add, channel)
-        self.taken[add.key] = replica, add, channel
+        add = AddRequest(key=0, prompt=prompt, max_tokens=9, sampling=sampling, tenant=tenant)
+        opened = self.client.open_stream(add)
+        stream = opened.__enter__()
+        [replica] = [each for each in self.all if stream in each.streams]
+        self.taken[self.client._last_key] = replica, stream, opened
         return self.all.index(replica)
 
     def leave(self, key: int) -> None:
-        replica, add, _ = self.taken.pop(key)
-        replica.release(add)
+        _, _, opened = self.taken.pop(key)
+        opened.__exit__(None, None, None)
 
     def say(self, at: int, **what: object) -> None:
         """What replica `at` reports of a step."""
         empty = {"step": 1, "keys": [], "counts": [], "tokens": [], "started": [], "finished": [], "load": EngineLoad()}
         self.all[at].on_updates(RequestUpdates(**(empty | what)))
-
-    def _report(self, replica: int, loading: CoreLoading) -> None: ...
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +145,7 @@ def test_answers_to_one_prompt_stay_together() -> None:
 def test_without_affinity_only_the_load_counts(caching: bool, affinity: bool) -> None:
     fleet = Fleet(caching=caching, affinity=affinity)
     assert [fleet.open(DOCUMENT) for _ in range(4)] == [0, 1, 0, 1]
-    assert all(len(replica.prefix_index) == 0 for replica in fleet.replicas)
+    assert all(len(replica.prefix_index) == 0 for replica in fleet.all)
 
 
 def test_one_alone_gets_everything_and_nothing_is_hashed() -> None:
@@ -179,9 +170,9 @@ def test_nothing_new_goes_to_the_dead_or_stuck() -> None:
     assert [fleet.open([*DOCUMENT, n]) for n in range(2)] == [1, 1]
     fleet.core(1).die(Unavailable("dead"))
     assert fleet.open([*DOCUMENT, 5]) == 2
-    assert fleet.replicas.ready
+    assert fleet.client.ready
     fleet.core(2).die(Unavailable("dead"))
-    assert not fleet.replicas.ready
+    assert not fleet.client.ready
     assert fleet.open([*DOCUMENT, 6]) == 0  # slow to turn, and the only one that may answer yet
     fleet.core(0).die(Unavailable("dead"))
     with pytest.raises(Unavailable, match="not ready"):
@@ -206,10 +197,10 @@ async def test_a_loss_ends_the_streams_of_one() -> None:
     assert [fleet.open([1]), fleet.open([2])] == [0, 1]
     fleet.core(0).die(Unavailable("it died"))
     with pytest.raises(Unavailable, match="it died"):
-        await fleet.taken[1][2].read()
+        await fleet.taken[1][1].read()
     fleet.say(1, keys=[2], counts=[1], tokens=[3])
-    assert (await fleet.taken[2][2].read()).token_ids == (3,)
-    assert [replica.losses for replica in fleet.replicas] == [1, 0]
+    assert (await fleet.taken[2][1].read()).token_ids == (3,)
+    assert [replica.losses for replica in fleet.all] == [1, 0]
 
 
 def test_an_abort_goes_where_the_request_went() -> None:
@@ -235,15 +226,15 @@ def test_work_is_counted_to_the_token_whatever_happens(moves: list[tuple[str, in
         fleet = Fleet(3)
     for what, number in moves:
         _move(fleet, what, number)
-        for replica in fleet.replicas:
+        for replica in fleet.all:
             assert replica.pending_work == sum(
-                TOKENS_PER_REQUEST + channel.uncomputed_tokens for channel in replica.channels
+                TOKENS_PER_REQUEST + stream.uncomputed_tokens for stream in replica.streams
             )
             assert replica.prefix_index.tokens <= 16_000
     for key in list(fleet.taken):
         fleet.leave(key)
-    assert [replica.pending_work for replica in fleet.replicas] == [0] * 3
-    assert fleet.admission.requests == fleet.admission.tokens == 0
+    assert [replica.pending_work for replica in fleet.all] == [0] * 3
+    assert fleet.client.queued == 0
 
 
 def _move(fleet: Fleet, what: str, number: int) -> None:
@@ -258,7 +249,7 @@ def _move(fleet: Fleet, what: str, number: int) -> None:
 
 
 def _tell(fleet: Fleet, what: str, key: int) -> None:
-    replica, _, channel = fleet.taken[key]
+    replica, channel, _ = fleet.taken[key]
     at = fleet.all.index(replica)
     if what == "leave":
         fleet.leave(key)
@@ -333,7 +324,7 @@ async def ask(client: EngineClient, prompt: list[int], max_tokens: int) -> list[
 
 async def test_two_cores_serve_and_one_outlives_the_other(client: EngineClient) -> None:
     readers = [asyncio.create_task(ask(client, [first], 120)) for first in (10, 20, 30, 40)]
-    await until(lambda: [replica.load.running for replica in client.replicas] == [2, 2])
+    await until(lambda: [replica.core.load.running for replica in client.replicas] == [2, 2])
     state = client.state()
     assert (state.running, state.replicas_ready, state.core_restarts) == (4, 2, 0)
     assert client.kv_tokens[1] == 2 * 64 * 16
