@@ -60,8 +60,6 @@ INNER_FLOORS = {
 """The parts of a floor from low to high: folders and, with a dot, modules. A module that is not named lies lowest."""
 STILL_TO_MEND_INSIDE = {
     ("engine", "layers", "attention"),
-    ("classic_backends", ".config_completion", "sequences"),
-    ("classic_backends", "batching", "sequences"),
 }
 """As `STILL_TO_MEND`, inside a floor: (floor, part, the part it leans on)."""
 NOT_IN_THE_WHEEL = {"bench/proofs", "bench/peers", "bench/fuzz"}
