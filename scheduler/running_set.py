@@ -48,9 +48,10 @@ class RunningSet:
 
     `prefilling`: running rows that were not sampled in this stay; all other running rows decode. `awaiting_results`: a
     result was not what later plans built on; these rows are not scheduled until those plans are back. `releasing`: the
-    sequence ended or was preempted; plans in flight still have it. Each set is empty in most steps, which then touch
-    none of it. Nor do they look for rows whose last token came while at least `min_remaining` tokens are still to come
-    to every running row.
+    sequence ended or was preempted; plans in flight still have it. `capped`: rows with a `max_in_flight`. `scoring`:
+    rows that want log-probabilities of their prompts. Each set is empty in most steps, which then touch none of it. Nor
+    do they look for rows whose last token came while at least `min_remaining` tokens are still to come to every
+    running row.
 
     `closed_rows`: rows freed since the last plan. `started`: (key, prompt tokens found in the prefix cache) of
     sequences first admitted since the last updates. `preemptions`, `prefix_queries` and `prefix_hits`: sequences
@@ -58,9 +59,7 @@ class RunningSet:
     """
 
     def __init__(self, size: int, cache: KVCacheManager, waiting: WaitingQueue) -> None:
-        self.size = size
-        self.cache = cache
-        self.waiting = waiting
+        self.size, self.cache, self.waiting = size, cache, waiting
         self.known = _counter(size)
         self.expected = _counter(size)  # known, and tokens that plans in flight are to bring
         self.scheduled = _counter(size)
@@ -84,11 +83,8 @@ class RunningSet:
         self.sequences: dict[int, Sequence] = {}
         self.tables: dict[int, BlockTable] = {}
         self.in_flight: deque[InFlightStep] = deque()
-        self.prefilling: set[int] = set()
-        self.awaiting_results: set[int] = set()
-        self.releasing: set[int] = set()
-        self.capped: set[int] = set()  # rows with a `max_in_flight`
-        self.scoring: set[int] = set()  # rows that want log-probabilities of their prompts
+        self.prefilling, self.awaiting_results, self.releasing = (set[int]() for _ in range(3))
+        self.capped, self.scoring = set[int](), set[int]()
         self.min_remaining = _UNLIMITED
         self._free = list(range(size))  # a heap
         self.closed_rows: list[int] = []

@@ -11,14 +11,13 @@ from typing import NamedTuple
 from ..core.errors import InvalidArgument
 from ..kvcache.manager import KVCacheManager
 from .config import SchedulerConfig
-from .fairness import Fairness
 from .plan import StepPlan, StepResult, StepUpdates
 from .prefill_budget import PrefillBudget
 from .result_processing import process_result
 from .running_set import RunningSet
 from .sequence import Sequence, SequenceRequest
 from .step_packer import StepPacker
-from .waiting_queue import WaitingQueue
+from .waiting_queue import Fairness, WaitingQueue
 
 PRIORITY_CLASSES = 1 << 16
 """Priorities are clipped to this many classes."""

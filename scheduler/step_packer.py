@@ -11,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 from .config import SchedulerConfig
-from .fairness import Fairness
 from .plan import IntArray, LongArray, NewSequence, StepPlan
 from .prefill_budget import PrefillBudget, PrefillLane, StepWork
 from .running_set import BoolArray, InFlightStep, RunningSet
 from .sequence import Sequence
+from .waiting_queue import Fairness
 
 MIN_PIPELINE_GROUP = 8
 """Decoding rows that share a step of a pipeline in any case: the cost of a step itself would be paid twice."""

@@ -9,9 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ...scheduler.fairness import OUTPUT_WEIGHT, Fairness
 from ...scheduler.sequence import Sequence, SequenceRequest
-from ...scheduler.waiting_queue import WaitingQueue
+from ...scheduler.waiting_queue import OUTPUT_WEIGHT, Fairness, WaitingQueue
 from ..core.messages import AddRequest
 
 TICKS_PER_SECOND = 50

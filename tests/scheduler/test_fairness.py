@@ -11,10 +11,9 @@ from charonia.bench.fuzz.scheduler_world import SchedulerWorld
 from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.fairness import OUTPUT_WEIGHT, Fairness
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
-from charonia.scheduler.waiting_queue import RANK_ONLY_INTERVAL
+from charonia.scheduler.waiting_queue import OUTPUT_WEIGHT, RANK_ONLY_INTERVAL, Fairness
 
 
 def trial(*, rows: int = 1, budget: int = 8, ageing: int = 100) -> SchedulerTrial:
