@@ -54,7 +54,7 @@ class SchedulerTrial:
         self.executor = FakeExecutor(
             Capacity(VOCABULARY, world.scheduler.max_model_len, 1, world.blocks),
             block_size=world.block_size,
-            manner=FakeBehaviour(burst=world.burst, seed=seed),
+            behaviour=FakeBehaviour(burst=world.burst, seed=seed),
             threaded=False,
         )
         self.executor.allocate(world.blocks)

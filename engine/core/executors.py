@@ -1,6 +1,5 @@
-"""Which executors there are. Each is imported when it is asked for: some of them load torch."""
+"""The executor of a configuration. Each is imported when it is asked for: some of them load torch."""
 
-from collections.abc import Callable
 from contextlib import suppress
 
 from ...core.errors import InvalidArgument
@@ -12,40 +11,37 @@ from ..parallel.local_ranks import LocalRanks
 from ..parallel.ranks_executor import RanksExecutor, StartRanks
 from ..worker.executor import Capacity, Executor
 
+_EXECUTORS = ("auto", "inline", "ranks", "fake")
+
 
 def build_executor(config: EngineConfig) -> Executor:
-    """The executor that `config.executor` names.
+    """The executor that `config.executor` names; "auto" computes in this process if there is one rank.
 
     Raises:
         CharoniaError: there is none of that name, it has no ranks, or there is no checkpoint that they can share.
     """
-    if config.executor in ("inline", "fake") and config.parallel.world > 1:
-        raise InvalidArgument(
-            f"executor {config.executor!r} is one rank, and {config.parallel.world} are wanted", field="executor"
-        )
-    if config.executor in ("inline", "fake") and config.parallel.backend != "mp":
-        message = f"executor {config.executor!r} has no ranks for {config.parallel.backend!r} to place"
-        raise InvalidArgument(message, field="distributed_executor_backend")
-    if config.executor not in _BUILDERS:
-        message = f"unknown executor {config.executor!r}; there are {', '.join(_BUILDERS)}"
+    name, parallel = config.executor, config.parallel
+    if name in ("inline", "fake") and parallel.world > 1:
+        message = f"executor {name!r} is one rank, and {parallel.world} are wanted"
         raise InvalidArgument(message, field="executor")
-    return _BUILDERS[config.executor](config)
+    if name in ("inline", "fake") and parallel.backend != "mp":
+        message = f"executor {name!r} has no ranks for {parallel.backend!r} to place"
+        raise InvalidArgument(message, field="distributed_executor_backend")
+    if name not in _EXECUTORS:
+        message = f"unknown executor {name!r}; there are {', '.join(_EXECUTORS)}"
+        raise InvalidArgument(message, field="executor")
+    if name == "fake":
+        return _fake(config)
+    if name == "inline" or (name == "auto" and parallel.world == 1 and parallel.backend == "mp"):
+        from ..worker.inline_executor import InlineExecutor
 
-
-def _auto(config: EngineConfig) -> Executor:
-    parallel = config.parallel
-    return _inline(config) if parallel.world == 1 and parallel.backend == "mp" else _ranks(config)
-
-
-def _inline(config: EngineConfig) -> Executor:
-    from ..worker.inline_executor import InlineExecutor
-
-    return InlineExecutor(config)
-
-
-def _ranks(config: EngineConfig) -> Executor:
-    _check_split(config)
-    return RanksExecutor(config, _rank_launcher(config.parallel.backend))
+        return InlineExecutor(config)
+    # Ranks would refuse a split only when all of them have loaded torch; what only they can tell is left to them.
+    checkpoint = open_checkpoint(config.model)
+    with suppress(CheckpointError):
+        spec, stage = checkpoint.spec, PipelineStage(0, parallel.pipeline, parallel.layers)
+        check_partition(spec, str(checkpoint.directory), parallel.tensor, stage, parallel.whole_experts)
+    return RanksExecutor(config, _rank_launcher(parallel.backend))
 
 
 def _rank_launcher(backend: str) -> StartRanks:
@@ -62,14 +58,6 @@ def _rank_launcher(backend: str) -> StartRanks:
     return RayRanks
 
 
-def _check_split(config: EngineConfig) -> None:
-    """Refuse now what ranks would refuse when all of them have torch; what only they can tell is left to them."""
-    checkpoint, parallel = open_checkpoint(config.model), config.parallel
-    with suppress(CheckpointError):
-        spec, stage = checkpoint.spec, PipelineStage(0, parallel.pipeline, parallel.layers)
-        check_partition(spec, str(checkpoint.directory), parallel.tensor, stage, parallel.whole_experts)
-
-
 def _fake(config: EngineConfig) -> Executor:
     from ..worker.fake_executor import FakeBehaviour, FakeExecutor
 
@@ -77,14 +65,6 @@ def _fake(config: EngineConfig) -> Executor:
     return FakeExecutor(
         Capacity(fake.vocab_size, fake.max_model_len, block_bytes=1 << 16, free_bytes=1 << 30),
         block_size=config.cache.block_size,
-        manner=FakeBehaviour(fake.step_seconds, fake.token_seconds),
+        behaviour=FakeBehaviour(fake.step_seconds, fake.token_seconds),
         check_contents=False,
     )
-
-
-_BUILDERS: dict[str, Callable[[EngineConfig], Executor]] = {
-    "auto": _auto,
-    "inline": _inline,
-    "ranks": _ranks,
-    "fake": _fake,
-}

@@ -107,7 +107,7 @@ class _Rank:
         place = rank_shard(post.rank, post.layout, config.parallel.layers)
         engine = load_rank(config, place, lambda fraction: self.report(WeightsProgress(fraction)))
         wait_for_all_ranks()  # what is free is known when all have taken what they need
-        sharing = 1 if engine.place.device.type == "cuda" else post.local_ranks
+        sharing = 1 if engine.context.device.type == "cuda" else post.local_ranks
         self.report(RankLoaded.from_capacity(engine.capacity(sharing)))
         return engine
 

@@ -7,8 +7,8 @@ from ..config import EngineConfig
 
 
 def assign_device(config: EngineConfig, local: int = 0, here: int = 1) -> str:
-    """The GPU that rank `local` has for itself, of `here` that each replica has on this machine; or the processor that
-    all share. What is unknown or not there is left to `resolve_device`.
+    """The device of rank `local`, of `here` ranks that each replica has on this machine: a GPU of its own, or the
+    processor that all share. Names that are unknown or not here are left to `resolve_device`.
 
     Raises:
         InvalidArgument: there are fewer GPUs than ranks, or one is named for all.

@@ -1,4 +1,4 @@
-"""The seam between the step loop and whatever computes a step."""
+"""The interface between the step loop and the executors, which compute steps."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -11,7 +11,7 @@ ProgressCallback = Callable[[str, float], None]
 
 
 class Capacity(NamedTuple):
-    """What an executor found when it had loaded its model."""
+    """An executor's findings when it has loaded its model."""
 
     vocab_size: int
     max_model_len: int
@@ -20,17 +20,17 @@ class Capacity(NamedTuple):
     free_bytes: int
     """Memory left for the cache on the tightest device."""
     machine: str = ""
-    """What is computed on, and what that allows, for people."""
+    """The processor, and the speed it allows, for people."""
 
 
 class StepFuture(Protocol):
-    """The result of a step, sooner or later: a `concurrent.futures.Future` of one, or less."""
+    """The result of a step to come; `concurrent.futures.Future[StepResult]` is one."""
 
     def result(self, timeout: float | None = None) -> StepResult:
-        """Wait for it, so many seconds at most.
+        """Wait for the result, `timeout` seconds at most.
 
         Raises:
-            BaseException: what the step raised; CancelledError if the executor was closed before.
+            BaseException: the step's own error; CancelledError if the executor was closed before.
             TimeoutError: it takes longer.
         """
 
@@ -47,8 +47,8 @@ class Executor(Protocol):
     def execute(self, plan: StepPlan) -> StepFuture: ...
 
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:
-        """Let `tell` know, from any thread, when it is lost between steps, at once if it is already; what computes in
-        this process never is."""
+        """Call `tell`, from any thread, when the executor is lost between steps; at once if it is already. An executor
+        that computes in this process is never lost."""
 
     def close(self) -> None:
         """Stop and free everything; pending futures are cancelled."""

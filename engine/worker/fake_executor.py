@@ -26,8 +26,8 @@ SMALL_CAPACITY = Capacity(vocab_size=32_000, max_model_len=2048, block_bytes=1 <
 class FakeBehaviour:
     """How the fake behaves. A step takes `step_seconds` and `token_seconds` for each of its tokens.
 
-    `burst` (least, most): tokens a sampling row yields, drawn from `seed`; above 1 it is a speculation that always
-    knows better, 0 is one that sampled in vain.
+    `burst` (least, most): tokens that a sampled row gets, drawn from `seed`; more than 1 is like a draft that was
+    right, 0 like a step that sampled in vain.
     """
 
     step_seconds: float = 0.0
@@ -38,8 +38,8 @@ class FakeBehaviour:
 
 @dataclass(slots=True)
 class FakeRow:
-    """What an executor keeps for a row: token ids, of which `prompt` are its prompt, what is asked of them, its block
-    table, and how far it is computed."""
+    """An executor's state of a row: token ids, the first `prompt` of them its prompt, how many are computed, its
+    sampling, and its block table."""
 
     tokens: list[int]
     computed: int
@@ -64,14 +64,14 @@ class FakeExecutor:
         capacity: Capacity = SMALL_CAPACITY,
         *,
         block_size: int = 16,
-        manner: FakeBehaviour = FakeBehaviour(),
+        behaviour: FakeBehaviour = FakeBehaviour(),
         threaded: bool = True,
         check_contents: bool = True,
     ) -> None:
         self._capacity = capacity
         self._block_size = block_size
-        self._manner = manner
-        self._random = Random(manner.seed)
+        self._behaviour = behaviour
+        self._random = Random(behaviour.seed)
         self._check_contents = check_contents
         self._worker = ThreadPoolExecutor(1, "fake-executor") if threaded else None
         self._rows: dict[int, FakeRow] = {}
@@ -98,7 +98,7 @@ class FakeExecutor:
         return done
 
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:
-        """It cannot be lost by itself."""
+        """See `Executor.watch`: there is nothing to watch."""
 
     def close(self) -> None:
         if self._worker is not None:
@@ -109,7 +109,7 @@ class FakeExecutor:
         self._next_step = plan.step + 1
         self._change_rows(plan)
         result = self._run_rows(plan)
-        pause = self._manner.step_seconds + self._manner.token_seconds * plan.tokens
+        pause = self._behaviour.step_seconds + self._behaviour.token_seconds * plan.tokens
         if pause:
             time.sleep(pause)
         return result
@@ -174,7 +174,7 @@ class FakeExecutor:
         return end == len(self._rows[row].tokens)
 
     def _sample(self, row: FakeRow) -> list[int]:
-        tokens = list(self._successors(row.tokens[-1], self._random.randint(*self._manner.burst)))
+        tokens = list(self._successors(row.tokens[-1], self._random.randint(*self._behaviour.burst)))
         row.tokens.extend(tokens)
         return tokens
 

@@ -1,4 +1,4 @@
-"""Computes in this process, on the caller's thread and those that help it."""
+"""An executor of one rank in this process."""
 
 from collections import deque
 from collections.abc import Callable
@@ -18,16 +18,16 @@ from .loaded_rank import LoadedRank, load_rank
 
 
 class InlineExecutor:
-    """One rank in this process, for one thread of it.
+    """One rank, for one thread of this process.
 
-    What can be computed without the caller begins when it is executed; the caller helps, and does the rest, when it
-    asks for a result. What a step raises is raised by its future.
+    A step that our kernels compute begins when it is executed, on their threads; the caller helps, and computes
+    everything else, when it asks for the result. The step's future raises the step's error.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._engine: LoadedRank | None = None
-        self._due: deque[_InlineFuture] = deque()
+        self._rank: LoadedRank | None = None
+        self._futures: deque[_InlineFuture] = deque()
         self._threads_before: int | None = None
 
     def load(self, progress: ProgressCallback) -> Capacity:
@@ -40,60 +40,59 @@ class InlineExecutor:
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(self._config.threads_each())
         config = msgspec.structs.replace(self._config, device=assign_device(self._config))
-        seat = Shard(stage=PipelineStage(layer_counts=config.parallel.layers))
-        self._engine = load_rank(config, seat, lambda fraction: progress("weights", fraction))
-        return self._engine.capacity()
+        shard = Shard(stage=PipelineStage(layer_counts=config.parallel.layers))
+        self._rank = load_rank(config, shard, lambda fraction: progress("weights", fraction))
+        return self._rank.capacity()
 
     def allocate(self, blocks: int) -> None:
         self.rank.runner.allocate(blocks)
 
     def execute(self, plan: StepPlan) -> "_InlineFuture":
         self.rank.runner.begin_step(plan)
-        due = _InlineFuture(self._land)
-        self._due.append(due)
-        return due
+        future = _InlineFuture(self._finish_oldest)
+        self._futures.append(future)
+        return future
 
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:
-        """It cannot be lost by itself."""
+        """See `Executor.watch`: there is nothing to watch."""
 
     def close(self) -> None:
-        for due in self._due:
-            due.error = CancelledError()
-        self._due.clear()
-        if self._engine is not None:
-            self._engine.runner.close()
-            self._engine = None
+        for future in self._futures:
+            future.error = CancelledError()
+        self._futures.clear()
+        if self._rank is not None:
+            self._rank.runner.close()
+            self._rank = None
         if self._threads_before is not None:  # a setting of the caller's thread, also where loading failed
             torch.set_num_threads(self._threads_before)
             self._threads_before = None
 
-    def _land(self) -> None:
-        """The oldest step's result."""
-        due = self._due.popleft()
+    def _finish_oldest(self) -> None:
+        future = self._futures.popleft()
         try:
-            due.found = self.rank.runner.finish_step()
+            future.found = self.rank.runner.finish_step()
         except Exception as error:
-            due.error = error
+            future.error = error
 
     @property
     def rank(self) -> LoadedRank:
-        if self._engine is None:
+        if self._rank is None:
             raise RuntimeError("the executor is not loaded")
-        return self._engine
+        return self._rank
 
 
 class _InlineFuture:
-    """A step's result, computed at the latest when somebody wants it."""
+    """A step's result, computed at the latest when it is asked for."""
 
-    def __init__(self, land: Callable[[], None]) -> None:
-        self._land = land
+    def __init__(self, finish_oldest: Callable[[], None]) -> None:
+        self._finish_oldest = finish_oldest
         self.found: StepResult | None = None
         self.error: BaseException | None = None
 
     def result(self, timeout: float | None = None) -> StepResult:
-        """See `StepFuture.result`; whoever waits computes, however long it takes."""
+        """See `StepFuture.result`; the caller computes, however long it takes."""
         while self.error is None and self.found is None:
-            self._land()
+            self._finish_oldest()
         if self.error is not None:
             raise self.error
         assert self.found is not None

@@ -1,4 +1,4 @@
-"""One rank's engine out of a configuration: model, attention, rows and runner, and what is left for the cache.
+"""A rank built from a configuration: model, attention, rows and runner, and the memory left for its cache.
 
 Every executor builds its ranks here. Knows nothing of threads, processes, or how ranks reach each other.
 """
@@ -32,33 +32,33 @@ WHOLE_MODEL = Shard()
 
 @dataclass(frozen=True, slots=True)
 class LoadedRank:
-    """A loaded rank; `shape` is the whole model's."""
+    """A rank that is ready to compute; `shape` is the whole model's."""
 
     config: EngineConfig
-    place: BuildContext
+    context: BuildContext
     shape: DecoderShape
     attention: AttentionBackend
     runner: ModelRunner
 
     def capacity(self, neighbours: int = 1) -> Capacity:
-        """What there is for this rank's cache, when all `neighbours` that share its memory have loaded."""
-        left = _free_memory(self.place.device, neighbours, self.config)
+        """Sizes of this rank, and the memory left for its cache when all `neighbours` that share it have loaded."""
+        left = _free_memory(self.context.device, neighbours, self.config)
         free = left - _working_memory(self.shape, self.config)
-        machine = self._machine() if self.place.device.type == "cpu" else ""
-        sizes = self.shape.vocab_size, self.place.max_positions, self.attention.block_bytes
+        machine = self._machine() if self.context.device.type == "cpu" else ""
+        sizes = self.shape.vocab_size, self.context.max_positions, self.attention.block_bytes
         return Capacity(*sizes, max(free, 0), machine)
 
     def _machine(self) -> str:
         """Cores, threads, and the bound that memory sets a rank that is alone, for people."""
         threads = torch.get_num_threads()
         said = f"{usable_cores()}; {threads} thread{'s' if threads > 1 else ''}; {library.describe()}"
-        kept = torch.int8 if self.place.quantized else self.place.dtype
-        bound = measure_roofline(self.shape, kept) if self.place.shard.is_whole else None
+        kept = torch.int8 if self.context.quantized else self.context.dtype
+        bound = measure_roofline(self.shape, kept) if self.context.shard.is_whole else None
         return said if bound is None else f"{said}; {bound}"
 
 
 def load_rank(
-    config: EngineConfig, seat: Shard = WHOLE_MODEL, progress: Callable[[float], None] = lambda _: None
+    config: EngineConfig, shard: Shard = WHOLE_MODEL, progress: Callable[[float], None] = lambda _: None
 ) -> LoadedRank:
     """Load this rank's share of the model. `progress` is told the fraction of its bytes read so far.
 
@@ -70,40 +70,40 @@ def load_rank(
         InvalidArgument: the configuration does not fit it, its split or the machine.
     """
     found, block_size = checkpoint_builder(open_checkpoint(config.model)), config.cache.block_size
-    place = _place(config, found, seat, progress)
-    capable_backends(config.attention, CacheRequirements(place.device, place.dtype, block_size, config.cache.dtype))
-    decoder, shape = found.build(place)
+    context = _build_context(config, found, shard, progress)
+    capable_backends(config.attention, CacheRequirements(context.device, context.dtype, block_size, config.cache.dtype))
+    decoder, shape = found.build(context)
     progress(1.0)
-    attention = create_backend(config.attention, _cache(seat.local_shape(shape), config.cache, place))
-    rows = RowStates(place.max_positions, block_size, place.device)
-    return LoadedRank(config, place, shape, attention, ModelRunner(decoder, attention, rows, place.device))
+    attention = create_backend(config.attention, _cache(shard.local_shape(shape), config.cache, context))
+    rows = RowStates(context.max_positions, block_size, context.device)
+    return LoadedRank(config, context, shape, attention, ModelRunner(decoder, attention, rows, context.device))
 
 
 def check_rank_config(config: EngineConfig) -> str:
-    """What `assemble` would refuse, short of reading weights; what only they can show, if anything. Which devices there
-    are is not looked at: it may be served elsewhere.
+    """Refuse everything that `load_rank` would, short of reading weights; returns what only the weights can show, if
+    anything. The devices of this machine are not looked at: the model may be served elsewhere.
 
     Raises:
-        CheckpointError: as `assemble`.
+        CheckpointError: as `load_rank`.
         InvalidArgument: the configuration does not fit the checkpoint.
     """
     found = checkpoint_builder(open_checkpoint(config.model))
-    place = _place(msgspec.structs.replace(config, device="cpu"), found, WHOLE_MODEL, lambda _: None)
-    return found.dry_run(place, config.parallel)
+    context = _build_context(msgspec.structs.replace(config, device="cpu"), found, WHOLE_MODEL, lambda _: None)
+    return found.dry_run(context, config.parallel)
 
 
-def _place(
-    config: EngineConfig, found: CheckpointBuilder, seat: Shard, progress: Callable[[float], None]
+def _build_context(
+    config: EngineConfig, found: CheckpointBuilder, shard: Shard, progress: Callable[[float], None]
 ) -> BuildContext:
     device, dtype = resolve_device(config.device), _dtype(config.dtype, found.dtype)
     max_tokens = _max_tokens(config.max_model_len, found)
     quantized, whole_experts = _quantized(config.quantization, device), config.parallel.whole_experts
-    return BuildContext(dtype, device, max_tokens, seat, progress, quantized, whole_experts)
+    return BuildContext(dtype, device, max_tokens, shard, progress, quantized, whole_experts)
 
 
-def _cache(shape: DecoderShape, cache: CacheConfig, place: BuildContext) -> CacheSpec:
+def _cache(shape: DecoderShape, cache: CacheConfig, context: BuildContext) -> CacheSpec:
     heads = shape.heads, shape.kv_heads, shape.head_dim
-    return CacheSpec(shape.attention, *heads, cache.block_size, place.dtype, place.device, cache.dtype)
+    return CacheSpec(shape.attention, *heads, cache.block_size, context.dtype, context.device, cache.dtype)
 
 
 def _dtype(name: str, stored: str) -> torch.dtype:
@@ -132,8 +132,8 @@ def _max_tokens(wanted: int | None, found: CheckpointBuilder) -> int:
 
 
 def _free_memory(device: torch.device, neighbours: int, config: EngineConfig) -> int:
-    """Bytes left to each of `neighbours`. Other replicas may be loading still, and take theirs later, and other models
-    have what they were promised: no more than what was granted is for these, what they have taken already included."""
+    """Bytes left to each of `neighbours`. Other replicas may be loading still, and other models have been promised
+    memory: this engine has no more than was granted to it, what its ranks have taken already included."""
     if device.type == "cuda":
         free, granted = torch.cuda.mem_get_info(device)[0], config.gpu_memory
         taken = torch.cuda.memory_reserved(device) if granted is not None else 0

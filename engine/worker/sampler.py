@@ -1,7 +1,7 @@
 """Choosing tokens from logits: greedy, temperature, then top-k, top-p and min-p, every row by its own numbers.
 
 One uniform number a row, never one a logit: on a CPU those would cost more than the model. Knows nothing of
-sequences: a row's number is a function of its seed, choice and position (`random.py`).
+sequences: a row's number is a function of its seed, choice and position (`counter_random.py`).
 """
 
 from typing import Any
@@ -24,54 +24,54 @@ TOP_CANDIDATES = 256
 """Tokens looked at first for top-k, top-p and min-p; a row that needs more of them is sorted whole."""
 
 
-def is_greedy(asked: SamplerParams) -> bool:
-    """Whether it takes the likeliest token, whatever its random numbers are."""
-    return asked.temperature < GREEDY_BELOW or asked.top_k == 1
+def is_greedy(params: SamplerParams) -> bool:
+    """Whether a row takes the likeliest token, whatever its random numbers are."""
+    return params.temperature < GREEDY_BELOW or params.top_k == 1
 
 
-def sample(logits: Tensor, choices: SamplingArray | None) -> Tensor:
-    """Token ids int64 [S] for logits [S, vocabulary]; the likeliest of each row without `choices`."""
-    if choices is None:
+def sample(logits: Tensor, sampling: SamplingArray | None) -> Tensor:
+    """Token ids int64 [S] for logits [S, vocabulary]; the likeliest of each row without `sampling`."""
+    if sampling is None:
         return argmax(logits)
     if library.supports(logits.dtype, logits.device):
-        return sample_tokens(logits, choices)
-    greedy = (choices["temperature"] < GREEDY_BELOW) | (choices["top_k"] == 1)
+        return sample_tokens(logits, sampling)
+    greedy = (sampling["temperature"] < GREEDY_BELOW) | (sampling["top_k"] == 1)
     if greedy.all():
         return argmax(logits)
-    filtered = ~greedy & ((choices["top_k"] > 0) | (choices["top_p"] < 1) | (choices["min_p"] > 0))
+    filtered = ~greedy & ((sampling["top_k"] > 0) | (sampling["top_p"] < 1) | (sampling["min_p"] > 0))
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     for kind, choose in ((greedy, _greedy), (~greedy & ~filtered, _temperature_only), (filtered, _filtered)):
         rows = np.flatnonzero(kind)
         if len(rows):
             at = _to(rows, logits.device)
-            tokens[at] = choose(logits[at].float(), choices[rows])
+            tokens[at] = choose(logits[at].float(), sampling[rows])
     return tokens
 
 
-def _greedy(logits: Tensor, choices: SamplingArray) -> Tensor:
+def _greedy(logits: Tensor, sampling: SamplingArray) -> Tensor:
     return argmax(logits)
 
 
-def _temperature_only(logits: Tensor, choices: SamplingArray) -> Tensor:
+def _temperature_only(logits: Tensor, sampling: SamplingArray) -> Tensor:
     """Temperature alone: the inverse of the cumulative distribution."""
-    probabilities = _scale(logits, choices).softmax(-1)
-    return _invert_cumulative(probabilities, _uniform(choices, logits.device))
+    probabilities = _scale(logits, sampling).softmax(-1)
+    return _invert_cumulative(probabilities, _uniform(sampling, logits.device))
 
 
-def _filtered(logits: Tensor, choices: SamplingArray) -> Tensor:
-    """Top-k, then top-p of what is left, then min-p: among CANDIDATES where they suffice, else among all."""
-    scaled = _scale(logits, choices)
-    tokens, enough = _sample_among(scaled, choices, min(TOP_CANDIDATES, logits.shape[-1]))
+def _filtered(logits: Tensor, sampling: SamplingArray) -> Tensor:
+    """Top-k, then top-p of what is left, then min-p: among TOP_CANDIDATES where they suffice, else among all."""
+    scaled = _scale(logits, sampling)
+    tokens, enough = _sample_among(scaled, sampling, min(TOP_CANDIDATES, logits.shape[-1]))
     missed = (~enough).nonzero().squeeze(-1)  # the one wait for the device, and only in steps that filter
     if len(missed):
-        rest = choices[missed.cpu().numpy()]
+        rest = sampling[missed.cpu().numpy()]
         tokens[missed] = _sample_among(scaled[missed], rest, logits.shape[-1])[0]
     return tokens
 
 
-def _sample_among(scaled: Tensor, choices: SamplingArray, candidates: int) -> tuple[Tensor, Tensor]:
+def _sample_among(scaled: Tensor, sampling: SamplingArray, candidates: int) -> tuple[Tensor, Tensor]:
     """A token for each row out of its most likely `candidates`, and whether those were enough to be exact."""
-    top_k, top_p, min_p = (_to(choices[name], scaled.device).unsqueeze(-1) for name in ("top_k", "top_p", "min_p"))
+    top_k, top_p, min_p = (_to(sampling[name], scaled.device).unsqueeze(-1) for name in ("top_k", "top_p", "min_p"))
     values, ids = scaled.topk(candidates)
     probabilities = (values - scaled.logsumexp(-1, keepdim=True)).exp()
     beyond = torch.arange(candidates, device=scaled.device) >= torch.where(top_k > 0, top_k, scaled.shape[-1])
@@ -85,13 +85,13 @@ def _sample_among(scaled: Tensor, choices: SamplingArray, candidates: int) -> tu
     chosen = probabilities.masked_fill(left_out, 0)
     enough = torch.where(top_k > 0, top_k <= candidates, cumulative[:, -1:] >= top_p)
     enough |= (probabilities[:, -1:] < least) & ((top_k == 0) | (top_p >= 1))
-    index = _invert_cumulative(chosen, _uniform(choices, scaled.device))
+    index = _invert_cumulative(chosen, _uniform(sampling, scaled.device))
     return ids.gather(-1, index.unsqueeze(-1)).squeeze(-1), enough.squeeze(-1)
 
 
-def _scale(logits: Tensor, choices: SamplingArray) -> Tensor:
+def _scale(logits: Tensor, sampling: SamplingArray) -> Tensor:
     """Logits over temperature, the largest moved to 0 first so that a small temperature cannot overflow."""
-    temperature = _to(choices["temperature"], logits.device).unsqueeze(-1)
+    temperature = _to(sampling["temperature"], logits.device).unsqueeze(-1)
     return (logits - logits.amax(-1, keepdim=True)) / temperature
 
 
@@ -107,9 +107,9 @@ def _invert_cumulative(weights: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, share).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
 
 
-def _uniform(choices: SamplingArray, device: torch.device) -> Tensor:
+def _uniform(sampling: SamplingArray, device: torch.device) -> Tensor:
     """float64 [S] between 0 and 1"""
-    return counter_uniform(*(_to(choices[name], device) for name in ("seed", "choice", "position")))
+    return counter_uniform(*(_to(sampling[name], device) for name in ("seed", "choice", "position")))
 
 
 def _to(column: NDArray[Any], device: torch.device) -> Tensor:

@@ -140,7 +140,7 @@ class ThreadedExecutor:
             yield self._chosen.get()
 
     def _step(self, engine: LoadedRank, plan: StepPlan, told: list[StepResult]) -> StepResult:
-        if not engine.place.shard.stage.last:
+        if not engine.context.shard.stage.last:
             for result in told:
                 engine.runner.store_remote_tokens(*chosen(result))
         return engine.runner.run_step(plan)

@@ -41,7 +41,7 @@ PLAIN = FakeBehaviour()
 
 
 def fake(manner: FakeBehaviour = PLAIN, *, threaded: bool = False) -> FakeExecutor:
-    executor = FakeExecutor(Capacity(10, 64, 1, 8), block_size=4, manner=manner, threaded=threaded)
+    executor = FakeExecutor(Capacity(10, 64, 1, 8), block_size=4, behaviour=manner, threaded=threaded)
     executor.load(lambda phase, fraction: None)
     executor.allocate(8)
     return executor
