@@ -1,4 +1,4 @@
-"""Who may call which RPC, and what of his metadata models get: the flags of the gRPC door, once they are understood."""
+"""The rules for calls over gRPC: keys, RPCs that require a header, and metadata that is forwarded to models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from ..header_forwarding import HeaderForwarding
 from ..restricted_apis import RequiredHeader, read_restrictions
 
 UNAUTHENTICATED_RPCS = ("ServerLive", "ServerReady", "ModelReady")
-"""What needs no key."""
+"""RPCs that need no API key."""
 
 _PREFIX = "triton-grpc-protocol-"
 _PROTOCOLS = {
@@ -32,40 +32,45 @@ _PROTOCOLS = {
 
 
 class Caller(NamedTuple):
-    """Who calls, and what of his metadata models get."""
+    """The client of an inference call: its tenant, and its metadata that becomes parameters of requests."""
 
     tenant: Tenant = ANONYMOUS
     parameters: Mapping[str, str] = MappingProxyType({})
 
 
-_ANYBODY = Caller()
+_ANONYMOUS_CALLER = Caller()
 
 
 @dataclass(frozen=True, slots=True)
 class GrpcCallPolicy:
-    """`tolls`: by RPC; `forwarding`: which metadata models get."""
+    """`required_headers` by the name of the RPC; `forwarding` selects the metadata that models get."""
 
     keys: Keyring = field(default_factory=Keyring)
     required_headers: Mapping[str, RequiredHeader] = field(default_factory=dict)
     forwarding: HeaderForwarding = field(default_factory=HeaderForwarding)
 
     def identify_caller(self, rpc: str, metadata: Sequence[tuple[str, Any]]) -> Caller:
-        """Who wants an inference. Raises as `admit` does, and `InvalidArgument` for what cannot be forwarded."""
+        """The client of an inference call.
+
+        Raises:
+            InvalidArgument: metadata cannot be forwarded.
+            Unavailable, Unauthenticated: as `authorize`.
+        """
         if not (self.keys or self.required_headers or self.forwarding):
-            return _ANYBODY
+            return _ANONYMOUS_CALLER
         texts = {name: value for name, value in metadata if isinstance(value, str)}
         return Caller(self.authorize(rpc, texts), self.forwarding.select(texts.items()))
 
     def authorize(self, rpc: str, metadata: Mapping[str, str]) -> Tenant:
-        """Who calls.
+        """The tenant of a call.
 
         Raises:
-            Unavailable: the RPC is restricted, and he does not show what it asks for.
-            Unauthenticated: his key is missing or wrong.
+            Unavailable: the RPC requires a header that the metadata lack.
+            Unauthenticated: the API key is missing or wrong.
         """
-        toll = self.required_headers.get(rpc)
-        if toll is not None and not toll.matches(metadata.get(_PREFIX + toll.key.lower())):
-            raise Unavailable(f"This protocol is restricted, expecting header '{_PREFIX}{toll.key}'")
+        required = self.required_headers.get(rpc)
+        if required is not None and not required.matches(metadata.get(_PREFIX + required.key.lower())):
+            raise Unavailable(f"This protocol is restricted, expecting header '{_PREFIX}{required.key}'")
         return ANONYMOUS if rpc in UNAUTHENTICATED_RPCS else self.keys.authenticate(metadata.get("authorization"))
 
 

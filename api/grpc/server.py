@@ -1,4 +1,4 @@
-"""Runs the gRPC door on a port: bind early, serve, stop. Knows its options; not what the door answers."""
+"""Runs the gRPC services on a port that was reserved before: start, serve, stop. Knows no request."""
 
 import asyncio
 import socket
@@ -21,8 +21,8 @@ from .status import SHUTTING_DOWN
 from .wire_format import bounded_deserializer, deserialize_infer
 
 _LARGEST_MESSAGE = 2**31 - 1
-_LARGEST_QUESTION = 1 << 20
-"""Bytes of what is no inference, and no load with files."""
+_MAX_CONTROL_BYTES = 1 << 20
+"""Bytes of a request that is neither an inference nor a load with files."""
 
 _INFERENCE, _LOAD = ("ModelInfer", "ModelStreamInfer"), "RepositoryModelLoad"
 _COMPRESSION = {
@@ -32,7 +32,7 @@ _COMPRESSION = {
     "high": grpc.Compression.Gzip,
 }
 _FLUSH_SECONDS = 2
-"""How long responses that are written may take to reach their clients at the very end."""
+"""How long responses that are written may take to reach their clients when the server stops."""
 
 
 class GrpcServer:
@@ -59,7 +59,7 @@ class GrpcServer:
         """Return when it listens.
 
         Raises:
-            Unavailable: someone else took the port.
+            Unavailable: another process took the port.
         """
         options = [
             ("grpc.max_send_message_length", _LARGEST_MESSAGE),
@@ -67,8 +67,8 @@ class GrpcServer:
             *self._settings.channel_options,
         ]
         self._server = server = grpc.aio.server(options=options, compression=_COMPRESSION[self._settings.compression])
-        door = InferenceServicer(self._gateway, self._info, self._closing, self._policy, self._calls)
-        server.add_generic_rpc_handlers((_service(door.handlers()), HealthServicer(self._gateway).handler()))
+        servicer = InferenceServicer(self._gateway, self._info, self._closing, self._policy, self._calls)
+        server.add_generic_rpc_handlers((_service(servicer.handlers()), HealthServicer(self._gateway).handler()))
         try:
             if (tls := self._settings.tls) is None:
                 server.add_insecure_port(self._address)
@@ -80,11 +80,11 @@ class GrpcServer:
         await server.start()
 
     async def ended(self) -> None:
-        """Return when it was told to stop: of itself it never does."""
+        """Return after `stop` was called: the server never ends by itself."""
         await self._closing.wait()
 
     async def stop(self, force: bool = False) -> None:
-        """Refuse new calls and end idle streams; with `force`, what still runs is answered with that, or cancelled."""
+        """Refuse new calls, end idle streams and wait for the others; with `force`, these end with `ServerExiting`."""
         self._closing.set()
         if force:
             for call in self._calls:
@@ -101,37 +101,31 @@ def _service(handlers: Mapping[str, RpcHandler]) -> grpc.GenericRpcHandler:
 
 
 def _method(method: Any, handler: RpcHandler) -> grpc.RpcMethodHandler:
-    """The handler of a single request gets the `DecodeError` in place of one that is no message of its kind.
-
-    grpc itself would log a traceback and say that the fault is ours. Streams read for themselves.
-    """
     read, write = GetMessageClass(method.input_type).FromString, GetMessageClass(method.output_type).SerializeToString
     if method.name in _INFERENCE:
         read = deserialize_infer
     else:
-        read = bounded_deserializer(read, _LARGEST_MESSAGE if method.name == _LOAD else _LARGEST_QUESTION)
-    read = _noted(read)
+        read = bounded_deserializer(read, _LARGEST_MESSAGE if method.name == _LOAD else _MAX_CONTROL_BYTES)
     if method.client_streaming:
-        return grpc.stream_stream_rpc_method_handler(handler, read, write)
-    return grpc.unary_unary_rpc_method_handler(handler, _or_error(read), write)
+        return grpc.stream_stream_rpc_method_handler(handler, _deserializer(read, False), write)
+    return grpc.unary_unary_rpc_method_handler(handler, _deserializer(read, True), write)
 
 
-def _noted(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Memory is given back after a large message, whatever becomes of it."""
+def _deserializer(read: Callable[[bytes], Any], unary: bool) -> Callable[[bytes], Any]:
+    """`read`, after which memory is given back if the message was large.
 
-    def attempt(data: bytes) -> Any:
+    The handler of a `unary` call gets the `DecodeError` in place of a message that is none: grpc would log a traceback
+    and say that the fault is the server's. Streams are read by their handlers, to which it is raised.
+    """
+
+    def deserialize(data: bytes) -> Any:
         if len(data) > gc_tuning.LARGE_REQUEST_BYTES:
             gc_tuning.release_memory_soon()
-        return read(data)
-
-    return attempt
-
-
-def _or_error(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    def attempt(data: bytes) -> Any:
         try:
             return read(data)
         except DecodeError as error:
-            return error
+            if unary:
+                return error
+            raise
 
-    return attempt
+    return deserialize

@@ -1,4 +1,4 @@
-"""Triton's v2 door over gRPC: the handlers of GRPCInferenceService and of the health service.
+"""GRPCInferenceService of KServe's v2 protocol, with Triton's extensions, and grpc.health.v1.Health.
 
 Translates between the protocol and the gateway; decides nothing.
 """
@@ -15,12 +15,11 @@ from tritonclient.grpc import service_pb2 as pb
 
 from ...core.errors import CharoniaError, InvalidArgument, ServerExiting, Unsupported, shutdown_error
 from ...core.gateway import Gateway
-from ...core.request_context import RequestContext
 from ..deferred_tensors import decode_deferred
 from ..http.error_responses import INTERNAL_SERVER_ERROR
 from ..metadata import ServerInfo, model_metadata, server_metadata
 from ..single_response import read_up_to_two, supports_single_response, wants_stream
-from .call_policy import Caller, GrpcCallPolicy
+from .call_policy import GrpcCallPolicy
 from .control_rpcs import CONTROL_RPCS, ControlRpc
 from .request_messages import parse_infer_message
 from .response_messages import ProtoMessage, parse_version, write_response_off_loop
@@ -34,7 +33,7 @@ RpcHandler = Callable[[ProtoMessage, RpcContext], Awaitable[Any]]
 
 
 def _answering(handler: RpcHandler, name: str, calls: set[asyncio.Task[Any]]) -> RpcHandler:
-    """A handler whose errors become the call's status; its task is one of `calls` meanwhile."""
+    """The handler with its errors turned into the call's status; while it runs, its task is one of `calls`."""
 
     async def answer(request: ProtoMessage, context: RpcContext) -> Any:
         task = asyncio.current_task()
@@ -43,7 +42,7 @@ def _answering(handler: RpcHandler, name: str, calls: set[asyncio.Task[Any]]) ->
         try:
             return await handler(request, context)
         except CharoniaError as error:
-            # Its frames hold the request, and memory that a client lends: grpc keeps what ends a call for a while.
+            # The frames hold the request, and memory that a client lends: grpc keeps what ends a call for a while.
             refusal = error.with_traceback(None)
         except grpc.aio.BaseError:  # the client is gone
             raise
@@ -63,46 +62,46 @@ def _answering(handler: RpcHandler, name: str, calls: set[asyncio.Task[Any]]) ->
 
 
 def _check_message(request: ProtoMessage | DecodeError) -> None:
-    """Raises `InvalidArgument` for what stands in place of a request that could not be read."""
+    """Raise `InvalidArgument` for the error that stands in place of a request that could not be deserialized."""
     if isinstance(request, DecodeError):
         raise InvalidArgument(str(request))
 
 
 class InferenceServicer:
-    """The service's methods. `closing` ends the reading of streams; `calls`: the tasks that answer now."""
+    """The methods of GRPCInferenceService. `closing` ends the reading of streams; `calls`: the tasks of open calls."""
 
     def __init__(
         self,
         gateway: Gateway,
         info: ServerInfo,
         closing: asyncio.Event,
-        rules: GrpcCallPolicy,
+        policy: GrpcCallPolicy,
         calls: set[asyncio.Task[Any]],
     ) -> None:
         self._gateway = gateway
         self._info = info
         self._closing = closing
-        self._rules = rules
+        self._policy = policy
         self._calls = calls
 
     def handlers(self) -> dict[str, RpcHandler]:
-        """By their names on the wire."""
-        asked = {
+        """The handlers of all RPCs, by the names of these."""
+        queries = {
             "ServerLive": self._server_live,
             "ServerReady": self._server_ready,
             "ModelReady": self._model_ready,
             "ServerMetadata": self._server_metadata,
             "ModelMetadata": self._model_metadata,
         }
-        controls = {name: self._plain(name, control) for name, control in (asked | CONTROL_RPCS).items()}
-        counted = {"ModelInfer": self._model_infer, "ModelStreamInfer": self._model_stream_infer}
-        return {name: _answering(handler, name, self._calls) for name, handler in (controls | counted).items()}
+        controls = {name: self._uncounted(name, control) for name, control in (queries | CONTROL_RPCS).items()}
+        inference = {"ModelInfer": self._model_infer, "ModelStreamInfer": self._model_stream_infer}
+        return {name: _answering(handler, name, self._calls) for name, handler in (controls | inference).items()}
 
-    def _plain(self, name: str, control: ControlRpc) -> RpcHandler:
-        """A handler for whoever may call it."""
+    def _uncounted(self, name: str, control: ControlRpc) -> RpcHandler:
+        """The handler of an RPC that leaves no record of a request."""
 
         async def answer(request: ProtoMessage, context: RpcContext) -> ProtoMessage:
-            self._rules.authorize(name, dict(call_metadata(context)))
+            self._policy.authorize(name, dict(call_metadata(context)))
             _check_message(request)
             return await control(self._gateway, request)
 
@@ -128,44 +127,40 @@ class InferenceServicer:
         versions = (version,) if version else gateway.served_versions(request.name)
         return pb.ModelMetadataResponse(**model_metadata(config, versions))
 
-    async def _model_infer(self, request: ProtoMessage, context: RpcContext) -> ProtoMessage:
-        metadata = call_metadata(context)
-        with self._gateway.open_request("ModelInfer", metadata) as request_context:
-            caller = self._rules.identify_caller("ModelInfer", metadata)
-            request_context.tenant, request_context.tenant_weight = caller.tenant
-            _check_message(request)
-            request_context.id, request_context.client_id = request.id, client_request_id(context)
-            return await self._infer(request, caller, request_context)
-
-    async def _infer(self, request: ProtoMessage, caller: Caller, context: RequestContext) -> ProtoMessage:
-        gateway = self._gateway
-        if gateway.exiting():
-            raise ServerExiting(SHUTTING_DOWN)
-        model = gateway.acquire(context, request.model_name, parse_version(request.model_version))
-        config = model.config
-        if not supports_single_response(config):
-            raise Unsupported(_DECOUPLED)
-        asked, wanted, later = parse_infer_message(request, gateway.shared_state.shared_memory, caller)
-        if later:
-            asked = await decode_deferred(config, asked, later)
-        if config.decoupled and wants_stream(asked):
-            raise Unsupported(f"{_DECOUPLED}: set stream to false, or use ModelStreamInfer", field="stream")
-        async with aclosing(model.infer(asked)) as responses:
-            answers = await read_up_to_two(responses)
-        if len(answers) != 1:
-            raise Unsupported(_DECOUPLED)
-        return await write_response_off_loop(config, asked.id, answers[0], wanted)
+    async def _model_infer(self, message: ProtoMessage, rpc: RpcContext) -> ProtoMessage:
+        gateway, metadata = self._gateway, call_metadata(rpc)
+        with gateway.open_request("ModelInfer", metadata) as context:
+            caller = self._policy.identify_caller("ModelInfer", metadata)
+            context.tenant, context.tenant_weight = caller.tenant
+            _check_message(message)
+            context.id, context.client_id = message.id, client_request_id(rpc)
+            if gateway.exiting():
+                raise ServerExiting(SHUTTING_DOWN)
+            model = gateway.acquire(context, message.model_name, parse_version(message.model_version))
+            config = model.config
+            if not supports_single_response(config):
+                raise Unsupported(_DECOUPLED)
+            request, requested, deferred = parse_infer_message(message, gateway.shared_state.shared_memory, caller)
+            if deferred:
+                request = await decode_deferred(config, request, deferred)
+            if config.decoupled and wants_stream(request):
+                raise Unsupported(f"{_DECOUPLED}: set stream to false, or use ModelStreamInfer", field="stream")
+            async with aclosing(model.infer(request)) as stream:
+                responses = await read_up_to_two(stream)
+            if len(responses) != 1:
+                raise Unsupported(_DECOUPLED)
+            return await write_response_off_loop(config, request.id, responses[0], requested)
 
     async def _model_stream_infer(self, requests: object, context: RpcContext) -> None:
         with recorded_refusals(self._gateway, context):
-            caller = self._rules.identify_caller("ModelStreamInfer", call_metadata(context))
+            caller = self._policy.identify_caller("ModelStreamInfer", call_metadata(context))
         await StreamInferCall(self._gateway, context, self._closing, caller).run()
 
 
 class HealthServicer:
-    """grpc.health.v1.Health/Check, which tells only whether the server is ready.
+    """grpc.health.v1.Health/Check, which tells whether the server is ready at the time of the call.
 
-    Its two messages are two bytes: written here, they save a dependency.
+    A response is two bytes: an enum in field 1.
     """
 
     _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"

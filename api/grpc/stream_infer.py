@@ -1,13 +1,13 @@
-"""One ModelStreamInfer call: many requests, answered side by side over one stream.
+"""One ModelStreamInfer call: many requests over one stream, answered side by side.
 
-Nothing is queued here. A reader that does not read holds up the stream's own writers, whose unread tokens the
-engine's channel merges, and at last the reading of its requests.
+Nothing is queued here. A client that does not read holds up the writers of its own stream, whose unread tokens the
+engine merges, and at last the reading of its requests.
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 
 import grpc
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
@@ -26,16 +26,15 @@ from .status import SHUTTING_DOWN, RpcContext, call_metadata, client_request_id,
 
 log = logging.getLogger(__name__)
 
-_AT_ONCE = 1024
+_MAX_CONCURRENT = 1024
 """Requests of one stream that are answered at a time; the next one is read when one of them is done."""
-
 
 RPC_NAME = "ModelStreamInfer"
 
 
 @contextmanager
 def recorded_refusals(gateway: Gateway, context: RpcContext) -> Iterator[None]:
-    """A request that is refused in this block, before it could be read, leaves its record all the same."""
+    """Leave a record of a request that the block refuses before it was read."""
     try:
         yield
     except CharoniaError:
@@ -44,9 +43,10 @@ def recorded_refusals(gateway: Gateway, context: RpcContext) -> Iterator[None]:
 
 
 class StreamInferCall:
-    """Reads requests until the client has no more or `closing` is set, and answers all that it read.
+    """Reads requests until the client has no more or `closing` is set, and answers all that were read.
 
-    With the call's metadata `triton_grpc_error: true` the first error of a request ends the whole stream.
+    Responses of models that are not decoupled come in the order of their requests. With the metadata
+    `triton_grpc_error: true` the first error of a request ends the whole stream.
     """
 
     def __init__(self, gateway: Gateway, context: RpcContext, closing: asyncio.Event, caller: Caller) -> None:
@@ -55,20 +55,20 @@ class StreamInferCall:
         self._closing = closing
         self._caller = caller
         self._strict = ("triton_grpc_error", "true") in call_metadata(context)
-        self._places = asyncio.Semaphore(_AT_ONCE)
+        self._free_slots = asyncio.Semaphore(_MAX_CONCURRENT)
         self._writing = asyncio.Lock()
-        self._last_plain: asyncio.Task[None] | None = None
+        self._last_in_order: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Return when everything is answered; cancelling it cancels every request.
+        """Return when everything is answered; cancelling this cancels every request.
 
         Raises:
-            CharoniaError: the call is to end with it.
+            CharoniaError: the status that the call ends with.
         """
         try:
             async with asyncio.TaskGroup() as answering, aclosing(self._requests()) as requests:
                 async for request in requests:
-                    await self._places.acquire()
+                    await self._free_slots.acquire()
                     self._start(request, answering)
         except ExceptionGroup as errors:
             raise _first(errors) from None
@@ -76,18 +76,14 @@ class StreamInferCall:
             raise ServerExiting(SHUTTING_DOWN)
 
     def _start(self, request: ProtoMessage, answering: asyncio.TaskGroup) -> None:
-        plain = self._is_plain(request)
-        task = answering.create_task(self._answer(request, self._last_plain if plain else None))
-        task.add_done_callback(lambda _: self._places.release())
-        if plain:
-            self._last_plain = task
-
-    def _is_plain(self, request: ProtoMessage) -> bool:
-        """Whether its answer keeps the order of such requests."""
-        try:
-            return not self._gateway.model_config(request.model_name, parse_version(request.model_version)).decoupled
-        except CharoniaError:
-            return False
+        in_order = False
+        with suppress(CharoniaError):  # the task finds out by itself, and answers with the error
+            config = self._gateway.model_config(request.model_name, parse_version(request.model_version))
+            in_order = not config.decoupled
+        task = answering.create_task(self._answer(request, self._last_in_order if in_order else None))
+        task.add_done_callback(lambda _: self._free_slots.release())
+        if in_order:
+            self._last_in_order = task
 
     async def _requests(self) -> AsyncGenerator[ProtoMessage, None]:
         closed = asyncio.create_task(self._closing.wait())
@@ -112,7 +108,9 @@ class StreamInferCall:
             with self._gateway.open_request(RPC_NAME, call_metadata(self._context)) as context:
                 context.id, context.client_id = request.id, client_request_id(self._context)
                 context.tenant, context.tenant_weight = self._caller.tenant
-                await self._send_all(request, context, after)
+                async with aclosing(_responses(self._gateway, request, self._caller, context)) as responses:
+                    async for response in responses:
+                        await self._send(pb.ModelStreamInferResponse(infer_response=response), after)
         except CharoniaError as error:
             if self._strict:
                 raise
@@ -121,11 +119,6 @@ class StreamInferCall:
             log.exception("a request of a stream failed")
             await self._send(write_stream_error(request, INTERNAL_SERVER_ERROR.message), after)
 
-    async def _send_all(self, request: ProtoMessage, context: RequestContext, after: asyncio.Task[None] | None) -> None:
-        async with aclosing(_responses(self._gateway, request, self._caller, context)) as responses:
-            async for response in responses:
-                await self._send(pb.ModelStreamInferResponse(infer_response=response), after)
-
     async def _send(self, message: ProtoMessage, after: asyncio.Task[None] | None) -> None:
         if after is not None:
             await asyncio.wait((after,))
@@ -133,29 +126,30 @@ class StreamInferCall:
             try:
                 await self._context.write(message)
             except grpc.aio.BaseError:
-                # The client left, and the cancellation of this call is on its way: no fault of anybody's.
+                # The client left, and the cancellation of this call is on its way.
                 raise asyncio.CancelledError from None
 
 
 async def _responses(
-    gateway: Gateway, request: ProtoMessage, caller: Caller, context: RequestContext
+    gateway: Gateway, message: ProtoMessage, caller: Caller, context: RequestContext
 ) -> AsyncGenerator[ProtoMessage, None]:
-    """The answers to one request, each saying whether it is the last."""
+    """The responses to one request, each marked whether it is the last."""
     if gateway.exiting():
         raise ServerExiting(SHUTTING_DOWN)
-    model = gateway.acquire(context, request.model_name, parse_version(request.model_version))
+    model = gateway.acquire(context, message.model_name, parse_version(message.model_version))
     config = model.config
-    (asked, wanted, later), final = parse_infer_message(request, gateway.shared_state.shared_memory, caller), False
-    if later:
-        asked = await decode_deferred(config, asked, later)
-    async with aclosing(model.infer(asked)) as responses:
+    request, requested, deferred = parse_infer_message(message, gateway.shared_state.shared_memory, caller)
+    if deferred:
+        request = await decode_deferred(config, request, deferred)
+    final = False
+    async with aclosing(model.infer(request)) as responses:
         async for response in responses:
             final = response.final or not config.decoupled
-            yield mark_final(await write_response_off_loop(config, asked.id, response, wanted), final)
-    if not final and wants_empty_final(request):
-        yield mark_final(await write_response_off_loop(config, asked.id, InferResponse(()), wanted), True)
+            yield mark_final(await write_response_off_loop(config, request.id, response, requested), final)
+    if not final and wants_empty_final(message):
+        yield mark_final(await write_response_off_loop(config, request.id, InferResponse(()), requested), True)
 
 
 def _first(error: Exception) -> Exception:
-    """The error that ended a group; those of the tasks that it cancelled came after."""
+    """The error that ended a task group: errors of the tasks that it cancelled come after."""
     return _first(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error
