@@ -17,8 +17,10 @@ from cyclopts import App
 from rich.console import Console
 from rich.table import Table
 
-from ..engine.parallel.broadcast_ring import BroadcastRing, RingMemory, RingReader
+from ..engine.parallel.broadcast_ring import RING_BYTES, BroadcastRing, RingReader
 from ..engine.parallel.plan_codec import PlanDecoder, PlanEncoder, SampledBatch, StepBroadcast
+from ..processes.child_process import python_child
+from ..processes.shared_arena import SharedArena
 from ..scheduler.plan import IntArray, NewSequence, SamplerParams, StepPlan
 
 BLOCK = 16
@@ -121,23 +123,21 @@ def _lap(laps: list[float], begun: float) -> float:
 @contextmanager
 def readers(count: int) -> Iterator[tuple[BroadcastRing, Sequence[Connection]]]:
     """A board before so many processes, and their lines."""
-    context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
-        memory = stack.enter_context(closing(RingMemory.create()))
+        memory = stack.enter_context(closing(SharedArena(RING_BYTES)))
         lines = []
         for _ in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_read, args=(theirs, memory), daemon=True)
-            process.start()
-            theirs.close()
-            stack.callback(process.join)
+            ours, theirs = multiprocessing.Pipe()
+            with theirs:
+                child = python_child("bench-reader", _read, theirs, memory)
+            stack.callback(child.close, 60.0)
             lines.append(stack.enter_context(ours))
         for line in lines:
             line.recv_bytes()
         yield BroadcastRing(lines, memory), lines
 
 
-def _read(line: Connection, memory: RingMemory) -> None:
+def _read(line: Connection, memory: SharedArena) -> None:
     desk, reader = RingReader(line, memory), PlanDecoder()
     line.send_bytes(b"!")
     try:
@@ -171,4 +171,6 @@ def main(rows: int = 256, ranks: int = 2, steps: int = 1000) -> None:
 
 
 if __name__ == "__main__":
-    app()
+    from . import broadcast  # children import the readers by this name
+
+    broadcast.app()

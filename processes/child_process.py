@@ -1,83 +1,101 @@
-"""Starts processes of ours, and says what they owe who started them: not to outlive it, to leave the signals to it, to
-end when they broke."""
+"""Child processes: started from an argument vector, waited for, killed and closed; and what a child of ours does first.
+
+Engine cores, ranks and isolated instances are started here. `ChildProcess` runs any program; `python_child` runs a
+function of ours in this interpreter. A child of ours leaves SIGINT and SIGTERM to its parent and ends when that ends.
+"""
 
 import atexit
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing import connection, get_context, parent_process, resource_tracker
-from multiprocessing.popen_spawn_posix import Popen
+from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from .shared_arena import SharedArena, anonymous_file
 from .stderr import write_stderr
 
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
-"""Ctrl-C and service managers signal the whole group: the frontend decides what that means to everybody else."""
+"""Ctrl-C and service managers signal the whole process group: the server decides what that means to its children."""
 
 _KILL_RETRY_SECONDS = 1.0
 """How long a process that was killed may take before it is killed again."""
 _UNKNOWN_EXIT_CODE = 255
-"""The exit code of a process that was reaped by someone else; asyncio's word for it."""
+"""The exit code of a process that something else has reaped; asyncio reports the same."""
 _STDERR_SECONDS = 1.0
-"""How long a pipe may take what somebody reads from it."""
+"""How long `print_traceback` waits for a pipe that takes nothing."""
+_PARENT_CHECK_SECONDS = 1.0
+"""How often a child looks for its parent where the system has no descriptors of processes."""
+
+_PROGRAM = (
+    "import pickle, sys; file = open(int(sys.argv[3]), 'rb'); sys.path[:] = pickle.load(file); "
+    f"from {__name__} import run_target; run_target(sys.argv[1], int(sys.argv[2]), file)"
+)
 
 
 class ChildProcess:
-    """A process of its own, `name`, that runs `target(*arguments)`: started, waited for, killed and closed here alone.
+    """A process started from an argument vector: waited for, killed and closed by this object alone, from any thread.
 
-    For any thread, and nothing here raises for what became of the process. It is not in multiprocessing's own list of
-    children: each `ProcessStats.start()`, in whatever thread and of whatever library, reaps all that are in there, and
-    those
-    that wait for them meanwhile are told that there are none. It is started deaf to what stops servers: signals may
-    reach the whole group before it has left them to its parent. What still runs at the interpreter's end is killed.
+    It inherits `descriptors` and no others. SIGINT and SIGTERM are blocked when it starts, for they may reach it before
+    it ignores them. It is in no list of `multiprocessing` or `subprocess`: those reap, from any thread and for any
+    library, every child that they know of. It is killed when this interpreter exits.
 
-    `sentinel`: a descriptor that can be read as soon as the process has ended.
+    `sentinel`: a descriptor that becomes readable when the process has ended.
 
     Raises:
-        OSError: there can be no process.
+        OSError: the process cannot be started.
     """
 
-    def __init__(self, name: str, target: Callable[..., None], *arguments: Any) -> None:
-        process = get_context("spawn").Process(target=target, args=arguments, name=name)
-        resource_tracker.ensure_running()  # it is started with the first process, and would make this one hear again
+    def __init__(self, arguments: Sequence[str], descriptors: Sequence[int] = ()) -> None:
+        # Where the system has no descriptors of processes, the end of the child closes this pipe.
+        self.sentinel, held_by_child = os.pipe()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            self._launched = Popen(process)
+            inherited = (*descriptors, held_by_child)
+            self._popen = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, pass_fds=inherited)
+        except BaseException:
+            os.close(self.sentinel)
+            raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self.pid: int = self._launched.pid
-        self.sentinel = _sentinel(self._launched)
+            os.close(held_by_child)
+        self.pid = self._popen.pid
+        with suppress(AttributeError, OSError):
+            process = os.pidfd_open(self.pid)
+            os.close(self.sentinel)
+            self.sentinel = process
         self._exit_code: int | None = None
         self._lock = threading.Lock()
         atexit.register(self.kill)
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Its exit code, minus the number of a signal that ended it; None if it still runs after so many seconds."""
+        """The exit code, or minus the signal that ended the process; None if it still runs after so many seconds."""
         if self._reap() is None:
             connection.wait([self.sentinel], seconds)
         return self._reap()
 
     def kill(self) -> None:
-        """End it as kill -9 would; does not wait for it."""
+        """End the process with SIGKILL; does not wait for its end."""
         with self._lock:
             if self._exit_code is None:
                 with suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGKILL)
 
     def close(self, patience: float = 0.0) -> int:
-        """Its exit code when it has ended, killed after `patience` seconds. Nobody waits for it any more."""
+        """Wait for the end, kill the process after `patience` seconds, free its descriptors; returns the exit code."""
         exit_code = self.wait(patience)
         while exit_code is None:
             self.kill()
             exit_code = self.wait(_KILL_RETRY_SECONDS)
         atexit.unregister(self.kill)
-        if self.sentinel != self._launched.sentinel:
-            os.close(self.sentinel)
-        self._launched.close()
+        os.close(self.sentinel)
         return exit_code
 
     def _reap(self) -> int | None:
@@ -89,44 +107,93 @@ class ChildProcess:
                     self._exit_code = _UNKNOWN_EXIT_CODE
                 else:
                     self._exit_code = os.waitstatus_to_exitcode(status) if reaped else None
+                self._popen.returncode = self._exit_code
             return self._exit_code
 
 
-def _sentinel(launched: Popen) -> int:
-    """multiprocessing's own closes with the process's descriptors, before it can be reaped; and what the process leaves
-    behind may hold it."""
+def python_child(name: str, target: Callable[..., None], *arguments: Any) -> ChildProcess:
+    """Run `target(*arguments)` in a new interpreter, whose process `ps` shows as `name` (15 characters at most).
+
+    Target and arguments are pickled; among the arguments may be `Connection`s and `SharedArena`s, which the child gets
+    descriptors of. The child ignores SIGINT and SIGTERM and ends as soon as this process does.
+
+    Raises:
+        OSError: the process cannot be started.
+    """
+    with open(anonymous_file("charonia-arguments"), "w+b") as file:
+        pickle.dump(sys.path, file)
+        pickler = _ArgumentPickler(file)
+        pickler.dump((target, arguments))
+        file.flush()
+        file.seek(0)
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        program = [sys.executable, *flags, "-P", "-c", _PROGRAM, name, str(os.getpid()), str(file.fileno())]
+        return ChildProcess(program, (file.fileno(), *pickler.descriptors))
+
+
+class _ArgumentPickler(pickle.Pickler):
+    """Pickles what a child inherits by the number of its descriptor; `descriptors`: those that were met."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self.descriptors: list[int] = []
+
+    def reducer_override(self, item: object) -> Any:
+        match item:
+            case connection.Connection():
+                self.descriptors.append(item.fileno())
+                return connection.Connection, (item.fileno(), item.readable, item.writable)
+            case SharedArena():
+                self.descriptors.append(item.descriptor)
+                return type(item), (0, item.descriptor)
+        return NotImplemented
+
+
+def run_target(name: str, parent: int, file: IO[bytes]) -> None:
+    """In the child: run what `python_child` of the process `parent` wrote into `file`."""
+    ignore_stop_signals()
+    set_process_name(name)
+    threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
+    with file:
+        target, arguments = pickle.load(file)
+    target(*arguments)
+
+
+_cleanups: list[Callable[[], None]] = []
+
+
+def on_parent_death(cleanup: Callable[[], None]) -> None:
+    """In a child: call `cleanup` before this process ends because its parent did."""
+    _cleanups.append(cleanup)
+
+
+def _end_with(parent: int) -> None:
     try:
-        return os.pidfd_open(launched.pid)
-    except (AttributeError, OSError):  # no Linux, an old one, or no descriptors left
-        return launched.sentinel
+        process = os.pidfd_open(parent)
+    except (AttributeError, OSError):
+        while os.getppid() == parent:
+            time.sleep(_PARENT_CHECK_SECONDS)
+    else:
+        if os.getppid() == parent:
+            connection.wait([process])
+    for cleanup in _cleanups:
+        cleanup()
+    os._exit(1)
 
 
 def ignore_stop_signals() -> None:
-    """Be deaf to them, however this process was started."""
+    """Leave SIGINT and SIGTERM to the parent, also where they were blocked when this process started."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def set_process_name(name: str) -> None:
-    """Be `name`, of at most 15 characters, to ps, top and pkill."""
+    """Set the name, of at most 15 characters, by which ps, top and pkill know this process."""
     with suppress(OSError):  # Linux alone has it
         Path("/proc/self/comm").write_text(name)
 
 
-def die_with_parent(bury: Callable[[], None] = lambda: None) -> None:
-    """However the parent ends, kill -9 included, this process ends too, after `bury`."""
-    parent = parent_process()
-    if parent is not None:
-        threading.Thread(target=_exit_after, args=(parent.sentinel, bury), name="parent", daemon=True).start()
-
-
-def _exit_after(parent: int, bury: Callable[[], None]) -> None:
-    connection.wait([parent])
-    bury()
-    os._exit(1)
-
-
 def print_traceback(error: BaseException) -> None:
-    """Its traceback on stderr, unless that is a pipe that nobody reads: who waits there never ends."""
+    """Write the error's traceback to stderr, without waiting for ever where that is a pipe that nothing reads."""
     write_stderr("".join(traceback.format_exception(error))).join(_STDERR_SECONDS)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from ...core.cancellation import wait_for_first
+from ...processes.restart_backoff import RestartBackoff
 from ..instance_groups import InstanceSlot
 from ..runtime import Runtime
 from .instance import Instance
@@ -49,11 +50,12 @@ class InstanceListener(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _PooledInstance:
-    """`started_at`: of `time.monotonic`; `overdue_logged`: the log has that its execution is overdue; `timed_out`: its
+    """`backoff`: of its slot; `started_at`: of `time.monotonic`; `overdue_logged`: the log has that its execution is overdue; `timed_out`: its
     execution was interrupted, or cannot be."""
 
     slot: InstanceSlot
     instance: Instance
+    backoff: RestartBackoff
     started_at: float = field(default_factory=time.monotonic)
     overdue_logged: bool = False
     timed_out: bool = False
@@ -86,7 +88,9 @@ class InstancePool:
 
     async def load_instances(self, slots: Sequence[InstanceSlot]) -> None:
         """Return when all of them are loaded; raises the error of one that is not."""
-        members = [_PooledInstance(slot, self._make_instance(slot)) for slot in slots]
+        members = [
+            _PooledInstance(slot, self._make_instance(slot), RestartBackoff(*self._policy[:3])) for slot in slots
+        ]
         results = await asyncio.gather(*(each.instance.start() for each in members), return_exceptions=True)
         self._members += [member for member, result in zip(members, results, strict=True) if result is None]
         for result in results:
@@ -97,7 +101,7 @@ class InstancePool:
         """Give the instances to `listener`, and all that replace them."""
         self._listener = listener
         for member in self._members:
-            self._enlist(member, self._policy.first_retry)
+            self._enlist(member)
         self._check_executions()
 
     async def stop(self) -> None:
@@ -138,21 +142,19 @@ class InstancePool:
     def _make_instance(self, slot: InstanceSlot) -> Instance:
         return Instance(slot.placement.name, partial(self._load, slot))
 
-    def _enlist(self, member: _PooledInstance, retry_after: float) -> None:
-        """`retry_after`: seconds before it is replaced, should it be lost soon."""
+    def _enlist(self, member: _PooledInstance) -> None:
         if member.instance.process is not None:
             sentinel = member.instance.process.sentinel
-            asyncio.get_running_loop().add_reader(sentinel, self._on_lost, member, retry_after)
+            asyncio.get_running_loop().add_reader(sentinel, self._on_lost, member)
         if self._listener is not None and not member.slot.passive:
             self._listener.add_instance(member.instance)
 
-    def _on_lost(self, member: _PooledInstance, retry_after: float) -> None:
+    def _on_lost(self, member: _PooledInstance) -> None:
         _stop_watching(member.instance)
         self._members.remove(member)
         if self._listener is not None:
             self._listener.remove_instance(member.instance)
-        if time.monotonic() - member.started_at >= self._policy.stable_after:
-            retry_after = self._policy.first_retry
+        retry_after = member.backoff.next_delay(time.monotonic() - member.started_at)
         task = asyncio.create_task(self._replace(member, retry_after), name=f"replace {member.instance.name}")
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
@@ -163,12 +165,12 @@ class InstancePool:
         log.error("instance '%s' has ended unexpectedly; another one starts in %g s", name, retry_after)
         await lost.instance.stop()
         while not await self._stops_within(retry_after):
-            retry_after = min(2 * retry_after, self._policy.last_retry)
-            member = _PooledInstance(lost.slot, self._make_instance(lost.slot))
+            member = _PooledInstance(lost.slot, self._make_instance(lost.slot), lost.backoff)
             try:
                 await wait_for_first(member.instance.start(), self._stopping.wait())
             except Exception as error:
                 log.error("instance '%s' did not start again: %s", name, error)
+                retry_after = lost.backoff.next_delay()
                 continue
             if self._stopping.is_set():
                 await member.instance.stop(abandoned=True)  # it may still load
@@ -176,7 +178,7 @@ class InstancePool:
             self.restarts += 1
             self._members.append(member)
             log.warning("instance '%s' works again", name)
-            self._enlist(member, retry_after)
+            self._enlist(member)
             return
 
     async def _stops_within(self, seconds: float) -> bool:

@@ -1,32 +1,30 @@
-"""The process of one isolated instance: loads its runtime, executes what it is told, and ends with the server.
+"""The process of one isolated instance: loads its runtime, executes the batches that the server sends, one at a time.
 
-Knows nothing of queues and requests.
+It ends when the server closes the connection, or ends itself. Knows nothing of queues and requests.
 """
 
 import json
 import logging
 import os
-import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import msgspec
 
 from ...core.errors import Internal
 from ...core.model import ConfigDocument, ModelConfig
-from ...processes.child_process import die_with_parent, ignore_stop_signals, set_process_name
-from ..runtime import Arrays, InstancePlacement, Runtime, RuntimeLoader
+from ...processes.log_forwarding import LogForwarder, MessageWriter
+from ..runtime import InstancePlacement, Runtime, RuntimeLoader
 from .instance_messages import (
     AbandonOutputs,
     ConfigCompleted,
     ExecuteBatch,
     FromInstance,
     InstanceLoaded,
-    InstanceLogRecord,
     OutputsEnded,
     OutputsMade,
     ToInstance,
@@ -43,7 +41,7 @@ NICENESS = 5
 
 
 class LoaderRef(NamedTuple):
-    """Where a backend's `RuntimeLoader` is found, by names: of its module, and in it."""
+    """A backend's `RuntimeLoader` by the name of its module and its name in it, so that a child can import it."""
 
     module: str
     name: str
@@ -53,7 +51,7 @@ class LoaderRef(NamedTuple):
 
 
 class InstanceTask(NamedTuple):
-    """What to load, as `RuntimeLoader.load` has it."""
+    """The model that an instance loads: the loader, and the arguments of `RuntimeLoader.load`."""
 
     loader: LoaderRef
     directory: Path
@@ -63,144 +61,85 @@ class InstanceTask(NamedTuple):
 
 
 class InstanceArenas(NamedTuple):
-    """Memory for inputs, which the server fills, and for outputs."""
+    """Shared memory of one instance: the server writes `inputs`, the instance `outputs`."""
 
     inputs: TensorArena
     outputs: TensorArena
 
 
-class MessageWriter:
-    """Says things to the server, from any thread."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._lock = threading.Lock()
-
-    def send(self, message: FromInstance) -> None:
-        with self._lock:
-            self._connection.send_bytes(self._encode(message))
-
-
-class _InstanceLogHandler(logging.Handler):
-    """The server keeps the log."""
-
-    def __init__(self, voice: MessageWriter) -> None:
-        super().__init__()
-        self._voice = voice
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError):
-            self._voice.send(InstanceLogRecord(record.levelno, record.name, self.format(record)))
-
-
-def instance_main(ours: Connection, regions: InstanceArenas, task: InstanceTask) -> None:
-    """Load, and execute until the server says no more."""
-    voice = _set_up_process(ours)
+def instance_main(connection: Connection, arenas: InstanceArenas, task: InstanceTask) -> None:
+    """Load a runtime, and execute until the server closes the connection."""
+    writer = _set_up_process(connection)
     try:
         runtime = task.loader.load_reference().load(task.directory, task.config, task.placement, task.parameters)
     except BaseException as error:
-        return voice.send(failure_message(error))
-    voice.send(InstanceLoaded(runtime.traits.ragged))
+        return writer.send(failure_message(error))
+    writer.send(InstanceLoaded(runtime.traits.ragged))
+    decode = msgspec.msgpack.Decoder[ToInstance](ToInstance).decode
     with suppress(EOFError, OSError):
-        _InstanceLoop(runtime, regions, ours, voice, task.config.decoupled).serve()
+        while True:
+            batch = decode(connection.recv_bytes())
+            assert isinstance(batch, ExecuteBatch), batch
+            messages = _execute(runtime, arenas, batch, task.config.decoupled)
+            for message in messages:
+                writer.send(message)
+                more = isinstance(message, OutputsMade) and not message.last
+                if more and isinstance(decode(connection.recv_bytes()), AbandonOutputs):
+                    messages.close()
+                    writer.send(OutputsEnded())
     return runtime.close()
 
 
 def completion_main(
-    ours: Connection, origin: LoaderRef, directory: Path, document: ConfigDocument, parameters: dict[str, str]
+    connection: Connection, loader: LoaderRef, directory: Path, config: ConfigDocument, parameters: dict[str, str]
 ) -> None:
-    """Complete a config."""
-    voice = _set_up_process(ours)
+    """Complete a model's config, send it, and end."""
+    writer = _set_up_process(connection)
     try:
-        whole = origin.load_reference().complete(directory, document, parameters)
+        completed = loader.load_reference().complete(directory, config, parameters)
     except BaseException as error:
-        return voice.send(failure_message(error))
-    return voice.send(ConfigCompleted(json.dumps(whole).encode()))
+        return writer.send(failure_message(error))
+    return writer.send(ConfigCompleted(json.dumps(completed).encode()))
 
 
-class _InstanceLoop:
-    """`decoupled`: its runtime makes any number of outputs for a batch."""
-
-    def __init__(
-        self, runtime: Runtime, regions: InstanceArenas, ours: Connection, voice: MessageWriter, decoupled: bool
-    ) -> None:
-        self._runtime = runtime
-        self._regions = regions
-        self._connection = ours
-        self._voice = voice
-        self._decoupled = decoupled
-        self._decode: Callable[[bytes], ToInstance] = msgspec.msgpack.Decoder(ToInstance).decode
-
-    def serve(self) -> None:
-        """Raises `EOFError` when the server says no more."""
-        while True:
-            order = self._hear()
-            assert isinstance(order, ExecuteBatch), order
-            self._obey(order)
-
-    def _hear(self) -> ToInstance:
-        return self._decode(self._connection.recv_bytes())
-
-    def _obey(self, order: ExecuteBatch) -> None:
-        answers = self._answers(order)
-        for answer in answers:
-            self._voice.send(answer)
-            if isinstance(answer, OutputsMade) and not answer.last and isinstance(self._hear(), AbandonOutputs):
-                answers.close()
-                self._voice.send(OutputsEnded())
-
-    def _answers(self, order: ExecuteBatch) -> Generator[FromInstance, None, None]:
+def _execute(
+    runtime: Runtime, arenas: InstanceArenas, batch: ExecuteBatch, decoupled: bool
+) -> Generator[FromInstance, None, None]:
+    """The messages that answer a batch. A `decoupled` runtime makes any number of outputs, any other exactly one.
+    Closing the generator closes the runtime's own."""
+    try:
+        outputs = runtime.execute(arenas.inputs.unpack(batch.inputs, copy=False), batch.wanted)
+        if not decoupled:
+            responses = list(outputs)
+            if len(responses) != 1:
+                raise Internal(f"expected a single response, got {len(responses)}")
+            yield OutputsMade(arenas.outputs.pack(responses[0]), last=True)
+            return
         try:
-            inputs = self._regions.inputs.unpack(order.inputs, copy=False)
-            made = self._runtime.execute(inputs, order.wanted)
-            yield from self._streamed(made) if self._decoupled else [self._made(_single(list(made)), True)]
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            # Whatever a model does, even to exit, the instance is used again.
-            yield failure_message(error)
-
-    def _streamed(self, made: Iterator[Arrays]) -> Iterator[FromInstance]:
-        try:
-            for outputs in made:
-                yield self._made(outputs, False)
+            for each in outputs:
+                yield OutputsMade(arenas.outputs.pack(each), last=False)
             yield OutputsEnded()
         finally:
-            _close_quietly(made)
-
-    def _made(self, outputs: Arrays, last: bool) -> OutputsMade:
-        return OutputsMade(self._regions.outputs.pack(outputs), last)
-
-
-def _single(made: list[Arrays]) -> Arrays:
-    if len(made) != 1:
-        raise Internal(f"expected a single response, got {len(made)}")
-    return made[0]
+            if hasattr(outputs, "close"):
+                with suppress(Exception):  # what is abandoned has nothing more to say
+                    outputs.close()
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        # Whatever a model does, even to exit, the instance is used again.
+        yield failure_message(error)
 
 
-def _close_quietly(made: Any) -> None:
-    """What is abandoned may say nothing any more."""
-    if hasattr(made, "close"):
-        with suppress(Exception):
-            made.close()
+def _set_up_process(connection: Connection) -> MessageWriter[FromInstance]:
+    """Yield cores to others, and let the server keep the log. Called before the model's libraries are imported.
 
-
-def _yield_cores() -> None:
-    """Threads of OpenMP that wait spin, by its own choice, for milliseconds: on cores that other models need, where two
-    at the same time would each take several times as long as alone. And the threads of a language model stand still
-    together when one of them has no core."""
+    Threads of OpenMP that wait spin, by its own choice, for milliseconds: on cores that other models need, where two at
+    the same time would each take several times as long as alone. And the threads of a language model stand still
+    together when one of them has no core.
+    """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = str(OPENMP_SPINS)
     os.nice(NICENESS)
-
-
-def _set_up_process(ours: Connection) -> MessageWriter:
-    """Be the server's, and nobody else's; before the model's libraries are imported."""
-    _yield_cores()
-    ignore_stop_signals()
-    set_process_name("charonia-model")
-    die_with_parent()
-    voice = MessageWriter(ours)
-    logging.basicConfig(level=logging.INFO, handlers=[_InstanceLogHandler(voice)], format="%(message)s")
-    return voice
+    writer = MessageWriter[FromInstance](connection)
+    LogForwarder(writer.send).install(logging.INFO)
+    return writer

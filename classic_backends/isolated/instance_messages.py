@@ -1,6 +1,6 @@
-"""What an isolated instance and the server say to each other: one small message each way for a batch.
+"""Messages between the server and an isolated instance: one small message each way for a batch, as msgpack.
 
-Tensors do not travel here; messages say where they lie.
+Tensors do not travel in them: messages say where in a `TensorArena` they lie.
 """
 
 import traceback
@@ -9,11 +9,12 @@ from typing import TypeAlias
 import msgspec
 
 from ...core.errors import CharoniaError, ErrorCode
+from ...processes.log_forwarding import LogRecordMessage
 from .tensor_arena import PackedTensor
 
 
 class ExecuteBatch(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A batch of inputs; `wanted` names the outputs that are read."""
+    """Execute a batch of inputs; `wanted` names the outputs that are read."""
 
     inputs: tuple[PackedTensor, ...]
     wanted: tuple[str, ...]
@@ -24,34 +25,35 @@ class ResumeOutputs(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class AbandonOutputs(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Nobody reads what would come."""
+    """No further outputs of the batch are read: end it."""
 
 
 class InstanceLoaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Ready to execute; see `RuntimeTraits`."""
+    """The instance can execute; `ragged` as in `RuntimeTraits`."""
 
     ragged: bool
 
 
 class OutputsMade(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Outputs; unless they are the `last` ones, the instance waits to be resumed."""
+    """Outputs of a batch; unless they are the `last` ones, the instance waits for a `ResumeOutputs`."""
 
     outputs: tuple[PackedTensor, ...]
     last: bool
 
 
 class OutputsEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """There are no more outputs."""
+    """The batch has no more outputs."""
 
 
 class ConfigCompleted(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A whole config, as JSON."""
+    """A model's whole config, as JSON."""
 
     document: bytes
 
 
 class InstanceFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Of what was asked nothing came. `report`: for the log, where the failure is the model's own."""
+    """A load, a batch or a completion failed. `report`: the traceback, for the log, where the model's own code failed;
+    empty for an error that is meant for clients."""
 
     message: str
     code: str
@@ -59,24 +61,14 @@ class InstanceFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     report: str = ""
 
 
-class InstanceLogRecord(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A log record."""
-
-    level: int
-    logger: str
-    text: str
-
-
 ToInstance: TypeAlias = ExecuteBatch | ResumeOutputs | AbandonOutputs
 FromInstance: TypeAlias = (
-    InstanceLoaded | OutputsMade | OutputsEnded | ConfigCompleted | InstanceFailed | InstanceLogRecord
+    InstanceLoaded | OutputsMade | OutputsEnded | ConfigCompleted | InstanceFailed | LogRecordMessage
 )
 
 
 def failure_message(error: BaseException) -> InstanceFailed:
-    """What to say of an error."""
     if isinstance(error, CharoniaError):
         return InstanceFailed(error.message, error.code.value, error.field)
-    return InstanceFailed(
-        f"{type(error).__name__}: {error}", ErrorCode.UNKNOWN.value, None, "".join(traceback.format_exception(error))
-    )
+    message, report = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+    return InstanceFailed(message, ErrorCode.UNKNOWN.value, None, report)

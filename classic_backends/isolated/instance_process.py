@@ -1,9 +1,8 @@
-"""An instance's process, seen from the thread that uses it: spawned, told, heard, and buried.
+"""The server's end of an isolated instance's process: starts it, sends and receives its messages, notices its end.
 
-Knows nothing of models. Used once: a process that is lost is lost, and another one is another link.
+Used by the instance's thread. Knows nothing of models. A process that is lost is replaced by a new `InstanceProcess`.
 """
 
-import logging
 import select
 import signal
 from collections.abc import Callable
@@ -12,13 +11,12 @@ from typing import Any
 
 import msgspec
 
-from ...processes.child_process import ChildProcess
-from .instance_messages import FromInstance, InstanceLogRecord, ToInstance
-
-log = logging.getLogger(__name__)
+from ...processes.child_process import python_child
+from ...processes.log_forwarding import LogRecordMessage
+from .instance_messages import FromInstance, ToInstance
 
 _LEAVE_SECONDS = 5.0
-"""What a process gets to close its model, before it is killed."""
+"""How long a process may take to close its model, before it is killed."""
 
 
 class ProcessLost(Exception):
@@ -26,37 +24,31 @@ class ProcessLost(Exception):
 
 
 class InstanceProcess:
-    """Runs `target(connection, *arguments)` in a process of its own. `send` and `receive` belong to one thread.
+    """Runs `target(connection, *arguments)` in a child process. `send` and `receive` belong to one thread.
+
+    `pid`; `sentinel`: a descriptor that becomes readable when the process has ended; `lost`: its end was noticed.
 
     Raises:
-        OSError: there can be no process.
+        OSError: the process cannot be started.
     """
 
     def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode: Callable[[bytes], FromInstance] = msgspec.msgpack.Decoder(FromInstance).decode
+        self._decode = msgspec.msgpack.Decoder[FromInstance](FromInstance).decode
         self._connection, theirs = Pipe()
         self.lost = False
-        self._reason = ""
+        self._kill_reason = ""
         try:
-            self._process = ChildProcess("charonia-model", target, theirs, *arguments)
+            self._process = python_child("charonia-model", target, theirs, *arguments)
         except BaseException:
             self._connection.close()
             raise
         finally:
             theirs.close()
-        self._waits = select.poll()
-        for descriptor in (self._connection.fileno(), self._process.sentinel):
-            self._waits.register(descriptor, select.POLLIN)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def sentinel(self) -> int:
-        """A descriptor that can be read when the process has ended."""
-        return self._process.sentinel
+        self.pid, self.sentinel = self._process.pid, self._process.sentinel
+        self._poll = select.poll()
+        for descriptor in (self._connection.fileno(), self.sentinel):
+            self._poll.register(descriptor, select.POLLIN)
 
     def send(self, message: ToInstance) -> None:
         """Raises `ProcessLost`."""
@@ -66,43 +58,41 @@ class InstanceProcess:
             raise self._loss() from None
 
     def receive(self) -> FromInstance:
-        """The next message; what it wants in the log goes there. Raises `ProcessLost`."""
-        while isinstance(message := self._receive(), InstanceLogRecord):
-            logging.getLogger(message.logger).log(message.level, "%s", message.text)
-        return message
+        """The next message; records of the process's log go to ours. Raises `ProcessLost`."""
+        while True:
+            # Processes that the model started may hold the connection open: its end alone would not be noticed.
+            ready = {descriptor for descriptor, _ in self._poll.poll()}
+            if self._connection.fileno() not in ready:
+                raise self._loss()
+            try:
+                message: FromInstance = self._decode(self._connection.recv_bytes())
+            except (EOFError, OSError):
+                raise self._loss() from None
+            if not isinstance(message, LogRecordMessage):
+                return message
+            message.log_here()
 
     def kill(self, reason: str) -> None:
-        """From any thread; `ProcessLost` says why."""
-        self._reason = reason
+        """Kill the process, from any thread; `ProcessLost` tells the reason."""
+        self._kill_reason = reason
         self._process.kill()
 
     def close(self) -> None:
-        """Let it end by itself, or else kill it; it is gone afterwards."""
+        """Let the process end by itself, or else kill it; it is gone afterwards."""
         self._connection.close()
         self._process.close(_LEAVE_SECONDS)
 
-    def _receive(self) -> FromInstance:
-        # Processes that the model started may hold the connection open.
-        ready = {descriptor for descriptor, _ in self._waits.poll()}
-        if self._connection.fileno() not in ready:
-            raise self._loss()
-        try:
-            return self._decode(self._connection.recv_bytes())
-        except (EOFError, OSError):
-            raise self._loss() from None
-
     def _loss(self) -> ProcessLost:
         self.lost = True
-        how = _exit_reason(self._process.wait(_LEAVE_SECONDS))
-        return ProcessLost(f"was ended: {self._reason}" if self._reason else f"ended unexpectedly: {how}")
-
-
-def _exit_reason(exit_code: int | None) -> str:
-    if exit_code is None:
-        return "it hung up"
-    if exit_code >= 0:
-        return f"it exited with {exit_code}"
-    try:
-        return f"it was ended by {signal.Signals(-exit_code).name}"
-    except ValueError:
-        return f"it was ended by signal {-exit_code}"
+        exit_code = self._process.wait(_LEAVE_SECONDS)
+        if self._kill_reason:
+            return ProcessLost(f"was ended: {self._kill_reason}")
+        if exit_code is None:
+            return ProcessLost("ended unexpectedly: it hung up")
+        if exit_code >= 0:
+            return ProcessLost(f"ended unexpectedly: it exited with {exit_code}")
+        try:
+            name = signal.Signals(-exit_code).name
+        except ValueError:
+            name = f"signal {-exit_code}"
+        return ProcessLost(f"ended unexpectedly: it was ended by {name}")

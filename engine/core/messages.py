@@ -9,6 +9,7 @@ import msgspec
 
 from ...core.guided_decoding import GuidedDecoding
 from ...core.logprobs import Logprobs, PromptLogprobs
+from ...processes.log_forwarding import LogRecordMessage
 from ...scheduler.plan import SamplerParams
 from ...scheduler.sequence import GREEDY
 
@@ -132,12 +133,4 @@ class CoreFailed(msgspec.Struct, array_like=True, tag="failed", frozen=True):
     field: str = ""
 
 
-class CoreLogRecord(msgspec.Struct, array_like=True, tag="said", frozen=True):
-    """A record of the core's log, which the frontend keeps."""
-
-    logger: str
-    level: int
-    text: str
-
-
-FromCore: TypeAlias = CoreLoading | CoreReady | RequestUpdates | RequestRejected | CoreFailed | CoreLogRecord
+FromCore: TypeAlias = CoreLoading | CoreReady | RequestUpdates | RequestRejected | CoreFailed | LogRecordMessage

@@ -9,7 +9,6 @@ import shutil
 import sys
 import threading
 import time
-from contextlib import suppress
 
 import msgspec
 import zmq
@@ -17,13 +16,14 @@ import zmq
 from ...core.errors import CharoniaError, ErrorCode, InvalidArgument
 from ...kvcache.manager import KVCacheManager
 from ...processes import gc_tuning
-from ...processes.child_process import die_with_parent, ignore_stop_signals, print_traceback, set_process_name
+from ...processes.child_process import on_parent_death, print_traceback
+from ...processes.log_forwarding import LogForwarder
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.scheduler import Scheduler
 from ..config import CacheConfig, EngineConfig
 from ..worker.executor import Capacity, Executor
 from .executors import build_executor
-from .messages import CoreFailed, CoreLoading, CoreLogRecord, CoreReady
+from .messages import CoreFailed, CoreLoading, CoreReady
 from .sockets import CoreEndpoints, CoreSockets
 from .step_loop import EngineCore
 
@@ -37,11 +37,9 @@ _USEFUL_TIMES = 4
 
 def main(config: EngineConfig, directory: str) -> None:
     """Serve the client whose sockets lie in `directory` until it says so, or dies."""
-    ignore_stop_signals()
-    set_process_name("charonia-core")
-    die_with_parent(lambda: shutil.rmtree(directory, ignore_errors=True))
+    on_parent_death(lambda: shutil.rmtree(directory, ignore_errors=True))
     wire = CoreSockets(CoreEndpoints.in_directory(directory))
-    CoreLogForwarder(wire).install()
+    LogForwarder(wire.send, zmq.ZMQError).install(logging.WARNING)
     try:
         _serve(config, wire)
     except Exception as error:
@@ -67,23 +65,6 @@ def _serve(config: EngineConfig, wire: CoreSockets) -> None:
         core.run(wire)
     finally:
         executor.close()
-
-
-class CoreLogForwarder(logging.Handler):
-    """The frontend keeps the log: this process's stderr may be a pipe that nobody reads."""
-
-    def __init__(self, wire: CoreSockets) -> None:
-        super().__init__()
-        self._wire = wire
-
-    def install(self) -> None:
-        """Report every record of this process, and every warning."""
-        logging.basicConfig(level=logging.WARNING, handlers=[self], format="%(message)s")
-        logging.captureWarnings(True)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with suppress(zmq.ZMQError):  # it is about to end, and closed already
-            self._wire.send(CoreLogRecord(record.name, record.levelno, self.format(record)))
 
 
 class LoadProgress:

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import msgspec
 import zmq
 
-from ...processes.child_process import ChildProcess
+from ...processes.child_process import python_child
 from ...processes.scratch import ScratchDirectory
 from ..config import EngineConfig
 from ..core.messages import FromCore, Shutdown, ToCore
@@ -52,7 +52,7 @@ class CoreProcess:
             self._inbox = belongings.enter_context(
                 self._bound(zmq.PULL, CoreEndpoints.in_directory(directory).from_core)
             )
-            self._process = ChildProcess("charonia-core", main, config, directory)
+            self._process = python_child("charonia-core", main, config, directory)
             self._belongings = belongings.pop_all()
         atexit.register(self._belongings.close)
         self._listen()

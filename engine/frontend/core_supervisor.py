@@ -11,11 +11,12 @@ from typing import NamedTuple, Protocol
 import zmq
 
 from ...core.errors import CharoniaError, NotReady, Unavailable, error_from_code
+from ...processes.log_forwarding import LogRecordMessage
+from ...processes.restart_backoff import RestartBackoff
 from ..config import EngineConfig
 from ..core.messages import (
     CoreFailed,
     CoreLoading,
-    CoreLogRecord,
     CoreReady,
     EngineLoad,
     FromCore,
@@ -82,6 +83,7 @@ class CoreSupervisor:
         self._task: asyncio.Task[None] | None = None
         self._first: asyncio.Future[CoreReady] | None = None
         self._failure: CharoniaError | None = None
+        self._backoff = RestartBackoff(patience.first_retry, patience.last_retry, patience.stable)
         self._deaths = 0
         self._born = 0.0
         self._last_turn = 0.0
@@ -128,14 +130,14 @@ class CoreSupervisor:
         while True:
             self._failure = None
             try:
-                self._mourn(await self._live())
+                delay = self._mourn(await self._live())
             except (OSError, zmq.ZMQError) as error:
                 self._failure = Unavailable(f"{self._name} cannot be spawned: {error}")
-                self._mourn(-1)
+                delay = self._mourn(-1)
             if not first.done() and (hopeless := self._hopeless()):
                 first.set_exception(hopeless)
                 return
-            await asyncio.sleep(self._backoff())
+            await asyncio.sleep(delay)
 
     async def _live(self) -> int:
         """Spawn a core and see it to its end; its exit code."""
@@ -149,13 +151,15 @@ class CoreSupervisor:
                 link.kill()
         return link.ended.result()
 
-    def _mourn(self, exit_code: int) -> None:
+    def _mourn(self, exit_code: int) -> float:
+        """Tell that the core has ended; seconds until the next one is to start."""
         why = self._failure.message if self._failure else f"{self._name} died (exit code {exit_code})"
         if self._failure is None or self._first is None or self._first.done():  # else who waits for the start says it
             log.error("%s", why)
-        stable = self.info is not None and time.monotonic() - self._born > self._patience.stable
-        self._deaths = 1 if stable else self._deaths + 1
+        served = 0.0 if self.info is None else time.monotonic() - self._born
+        self._deaths += 1
         self._lose(NotReady(f"{why}; it is being restarted"))
+        return self._backoff.next_delay(served)
 
     def _lose(self, error: CharoniaError) -> None:
         self._link = None
@@ -170,9 +174,6 @@ class CoreSupervisor:
         if self._deaths >= _SILENT_DEATHS:
             return Unavailable(f"{self._name} died {self._deaths} times while it was loading")
         return None
-
-    def _backoff(self) -> float:
-        return min(self._patience.last_retry, self._patience.first_retry * 2.0 ** (self._deaths - 1))
 
     def _silence(self) -> float:
         return time.monotonic() - self._last_turn
@@ -193,8 +194,8 @@ class CoreSupervisor:
                 self._listener.on_refused(message)
             case CoreLoading():
                 self._listener.on_progress(message)
-            case CoreLogRecord(logger, level, text):
-                logging.getLogger(logger).log(level, "%s: %s", self._name, text)
+            case LogRecordMessage():
+                message.log_here(self._name)
             case CoreReady():
                 self._serve(message)
             case CoreFailed():

@@ -5,15 +5,14 @@ told where. What is short or does not fit, and everything where no memory is sha
 Knows nothing of what messages mean.
 """
 
-import mmap
 import os
-import tempfile
 from collections import deque
 from collections.abc import Sequence
-from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from struct import Struct
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
+
+from ...processes.shared_arena import SharedArena
 
 RING_BYTES = 1 << 20
 """Bytes of shared memory: some hundred long prompts, or tens of thousands of steps."""
@@ -27,45 +26,6 @@ _OFFSET = Struct("<I")
 _READ_BYTES = 1 << 16
 
 
-class RingMemory:
-    """`size` bytes that its processes share. It goes to a spawned process as an argument, and is gone with the last."""
-
-    def __init__(self, descriptor: int, size: int) -> None:
-        self._descriptor, self.size = descriptor, size
-        self.view = mmap.mmap(descriptor, size)
-
-    @classmethod
-    def create(cls, size: int = RING_BYTES) -> "RingMemory":
-        """Raises OSError: there is none."""
-        descriptor = _anonymous_file()
-        os.ftruncate(descriptor, size)
-        return cls(descriptor, size)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _from_descriptor, (reduction.DupFd(self._descriptor), self.size)
-
-    def close(self) -> None:
-        self.view.close()
-        os.close(self._descriptor)
-
-
-class _DuplicatedDescriptor(Protocol):
-    """A descriptor on its way to another process."""
-
-    def detach(self) -> int: ...
-
-
-def _from_descriptor(descriptor: _DuplicatedDescriptor, size: int) -> RingMemory:
-    return RingMemory(descriptor.detach(), size)
-
-
-def _anonymous_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("charonia-board")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
 class RingSpan(NamedTuple):
     begin: int
     end: int
@@ -75,9 +35,9 @@ class BroadcastRing:
     """Belongs to the writer. What `post` wrote stays until `forget` has been called once for it, in the same order;
     the two may be called by two threads."""
 
-    def __init__(self, lines: Sequence[Connection], memory: RingMemory | None = None) -> None:
+    def __init__(self, lines: Sequence[Connection], memory: SharedArena | None = None) -> None:
         self._lines, self._memory = lines, memory
-        self._size = 0 if memory is None else memory.size
+        self._size = 0 if memory is None else len(memory.memory)
         self._posted: deque[RingSpan] = deque()
         self._end = 0
 
@@ -92,7 +52,7 @@ class BroadcastRing:
         if self._memory is None or span.begin == span.end:
             self.publish_inline(message)
             return
-        self._memory.view[span.begin : span.end] = message
+        self._memory.memory[span.begin : span.end] = message
         self._end = span.end
         self._write(_FRAME.pack(_IN_RING, len(message)) + _OFFSET.pack(span.begin))
 
@@ -129,7 +89,7 @@ class BroadcastRing:
 class RingReader:
     """Belongs to one reader."""
 
-    def __init__(self, line: Connection, memory: RingMemory | None = None) -> None:
+    def __init__(self, line: Connection, memory: SharedArena | None = None) -> None:
         self._line, self._memory = line, memory
         self._unread = b""
 
@@ -144,7 +104,7 @@ class RingReader:
             return self._take(size)
         assert self._memory is not None
         (begin,) = _OFFSET.unpack(self._take(_OFFSET.size))
-        return self._memory.view[begin : begin + size]
+        return self._memory.memory[begin : begin + size]
 
     def _take(self, size: int) -> bytes:
         """The next bytes of the line."""

@@ -10,9 +10,10 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Protocol
 
-from ...processes.child_process import ChildProcess, die_with_parent, ignore_stop_signals, set_process_name
+from ...processes.child_process import ChildProcess, python_child
+from ...processes.shared_arena import SharedArena
 from ..config import EngineConfig
-from .broadcast_ring import RingMemory
+from .broadcast_ring import RING_BYTES
 from .layout import RankLayout
 
 _DEATH_SECONDS = 5.0
@@ -27,7 +28,7 @@ class LaunchedRanks(Protocol):
         """One to each rank. It breaks when the rank ends, however that comes."""
 
     @property
-    def memory(self) -> RingMemory | None:
+    def memory(self) -> SharedArena | None:
         """What all of them share with the core, if they can."""
 
     def exit_reason(self, rank: int) -> str:
@@ -51,7 +52,7 @@ class LocalRanks:
     """
 
     def __init__(self, config: EngineConfig, layout: RankLayout) -> None:
-        self.memory = RingMemory.create()
+        self.memory = SharedArena(RING_BYTES)
         self.connections: list[Connection] = []
         self._processes: list[ChildProcess] = []
         try:
@@ -66,9 +67,7 @@ class LocalRanks:
         ours, theirs = Pipe()
         self.connections.append(ours)
         with theirs:  # theirs alone: it breaks when the rank ends
-            self._processes.append(
-                ChildProcess(layout.rank_name(rank), _rank_main, config, layout, rank, theirs, self.memory)
-            )
+            self._processes.append(python_child("charonia-rank", _rank_main, config, layout, rank, theirs, self.memory))
 
     @property
     def pids(self) -> list[int]:
@@ -98,10 +97,7 @@ class LocalRanks:
         self.memory.close()
 
 
-def _rank_main(config: EngineConfig, layout: RankLayout, rank: int, line: Connection, memory: RingMemory) -> None:
-    ignore_stop_signals()
-    set_process_name("charonia-rank")
-    die_with_parent()
+def _rank_main(config: EngineConfig, layout: RankLayout, rank: int, line: Connection, memory: SharedArena) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or a lost rank is told of in pages of C++
     from .rank import RankArgs, run_rank  # imports torch
 

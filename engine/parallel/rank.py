@@ -3,6 +3,7 @@
 Knows nothing of requests or scheduling, and of the core no more than its line to it.
 """
 
+import logging
 import sys
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -13,10 +14,12 @@ import torch
 
 from ...core.errors import CharoniaError, ErrorCode
 from ...processes.child_process import print_traceback
+from ...processes.log_forwarding import LogForwarder, MessageWriter
+from ...processes.shared_arena import SharedArena
 from ..config import EngineConfig
 from ..worker.device import assign_device
 from ..worker.loaded_rank import LoadedRank, load_rank
-from .broadcast_ring import RingMemory, RingReader
+from .broadcast_ring import RingReader
 from .layout import RankLayout
 from .plan_codec import PlanDecoder
 from .rank_messages import (
@@ -46,7 +49,7 @@ class RankArgs(NamedTuple):
     rank: int
     layout: RankLayout
     connection: Connection
-    memory: RingMemory | None = None
+    memory: SharedArena | None = None
     host: str = "127.0.0.1"
     local_rank: int = 0
     local_ranks: int = 1
@@ -74,13 +77,11 @@ class _Rank:
         self._config, self._post = config, post
         self._desk = RingReader(post.connection, post.memory)
         self._plans = PlanDecoder()
-        self._encode = msgspec.msgpack.Encoder().encode
+        self.report = MessageWriter[RankReport](post.connection).send
         self._decode = msgspec.msgpack.Decoder[RankCommand](RankCommand).decode
 
-    def report(self, report: RankReport) -> None:
-        self._post.connection.send_bytes(self._encode(report))
-
     def run(self) -> None:
+        LogForwarder(self.report).install(logging.WARNING)
         torch.set_num_threads(self._config.threads_each(self._post.local_ranks))
         device = assign_device(self._config, self._post.local_rank, self._post.local_ranks)
         self._join(device)

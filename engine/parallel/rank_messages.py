@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 
 from ...core.logprobs import Logprobs, PromptLogprobs
+from ...processes.log_forwarding import LogRecordMessage
 from ...scheduler.plan import IntArray, StepResult
 from ..worker.executor import Capacity
 
@@ -108,5 +109,12 @@ class RankFailed(msgspec.Struct, array_like=True, tag="broken", frozen=True):
 
 
 RankReport: TypeAlias = (
-    RankStarted | RankJoined | WeightsProgress | RankLoaded | CacheAllocated | EncodedResult | RankFailed
+    RankStarted
+    | RankJoined
+    | WeightsProgress
+    | RankLoaded
+    | CacheAllocated
+    | EncodedResult
+    | RankFailed
+    | LogRecordMessage
 )

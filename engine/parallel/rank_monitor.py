@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from ...core.errors import CharoniaError, ErrorCode, Unavailable, error_from_code
+from ...processes.log_forwarding import LogRecordMessage
 from .layout import RankLayout
 from .local_ranks import LaunchedRanks
 from .rank_messages import EncodedResult, RankFailed, RankReport
@@ -78,6 +79,8 @@ class RankMonitor:
             while not isinstance(report := self._decode(line.recv_bytes()), RankFailed):
                 if isinstance(report, EncodedResult):
                     self._on_result(report)
+                elif isinstance(report, LogRecordMessage):
+                    report.log_here(self._layout.rank_name(rank))
                 else:
                     self._said.put(ReceivedReport(rank, report))
         except (EOFError, OSError):

@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 
@@ -20,14 +20,15 @@ from charonia.engine.config import EngineConfig, ParallelConfig
 from charonia.engine.frontend.core_process import CoreProcess
 from charonia.engine.parallel.layout import RankLayout
 from charonia.engine.parallel.local_ranks import LocalRanks
-from charonia.processes.child_process import ChildProcess
+from charonia.processes.child_process import ChildProcess, python_child
+from charonia.processes.shared_arena import SharedArena
 
 BROKEN = """
-from charonia.processes.child_process import show
+from charonia.processes.child_process import print_traceback
 try:
     raise ValueError("why")
 except ValueError as error:
-    show(error)
+    print_traceback(error)
 print("ended")
 """
 
@@ -58,25 +59,101 @@ def test_who_broke_ends_though_nobody_reads_why() -> None:
 
 
 def test_a_child_ends_once_and_everybody_may_ask_how(monkeypatch: pytest.MonkeyPatch) -> None:
-    resource_tracker.ensure_running()
     descriptors = len(os.listdir("/proc/self/fd"))
-    child = ChildProcess("t", os._exit, 7)
+    child = python_child("t", os._exit, 7)
     assert (child.wait(), child.wait(), child.close()) == (7, 7, 7)
     monkeypatch.setattr(os, "kill", None)  # its number may be another process's by now
     child.kill()
     monkeypatch.undo()
     assert child.wait() == 7
-    child = ChildProcess("t", time.sleep, 600)
+    child = python_child("t", time.sleep, 600)
     assert child.wait(0.0) is None
     assert child.close() == -signal.SIGKILL
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_a_child_that_somebody_else_has_reaped_has_ended() -> None:
-    child = ChildProcess("t", os._exit, 7)
+    child = python_child("t", os._exit, 7)
     os.waitpid(child.pid, 0)
     child.kill()
     assert child.close() == 255
+
+
+def test_a_child_may_be_any_program_and_inherits_what_it_is_given() -> None:
+    read, written = os.pipe()
+    child = ChildProcess(["/bin/sh", "-c", f"echo said >&{written}; kill -TERM $$; exit 3"], [written])
+    os.close(written)
+    with open(read) as pipe:
+        assert pipe.read() == "said\n"
+    assert child.close(60.0) == 3, "it begins deaf to what stops servers"
+    with pytest.raises(FileNotFoundError):
+        ChildProcess(["/nowhere/python"])
+
+
+def test_a_function_gets_its_arguments_connections_and_memory() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    arena = SharedArena(4096)
+    before = len(os.listdir("/proc/self/fd"))
+    child = python_child("a long name of a child", answer, theirs, arena, {"x": 1})
+    theirs.close()
+    arena.memory[:4] = b"here"
+    ours.send_bytes(b"go")
+    name, path, said, stops = ours.recv()
+    assert (name, said, bytes(arena.memory[8:13])) == ("a long name of ", {"x": 1}, b"there")
+    assert (path, stops) == (sys.path, [True, True])
+    ours.close()
+    assert child.close(60.0) == 0
+    arena.close()
+    assert len(os.listdir("/proc/self/fd")) == before - 3
+
+
+def answer(connection: Connection, arena: SharedArena, argument: object) -> None:
+    connection.recv_bytes()
+    assert arena.memory[:4] == b"here"
+    arena.memory[8:13] = b"there"
+    ignored = [signal.getsignal(each) is signal.SIG_IGN for each in (signal.SIGINT, signal.SIGTERM)]
+    connection.send((Path("/proc/self/comm").read_text().rstrip("\n"), sys.path, argument, ignored))
+
+
+def test_a_child_ends_with_its_parent_and_cleans_up(tmp_path: Path) -> None:
+    left, pid = tmp_path / "left", tmp_path / "pid"
+    program = f"""
+import sys, time
+from pathlib import Path
+from charonia.processes import child_process
+
+def live():
+    child_process.on_parent_death(Path({str(left)!r}).unlink)
+    Path({str(left)!r}).touch()
+    time.sleep(600)
+
+if __name__ == "__main__":
+    import orphans
+    child = child_process.python_child("orphan", orphans.live)
+    Path({str(pid)!r}).write_text(str(child.pid))
+    time.sleep(600)
+"""
+    (tmp_path / "orphans.py").write_text(program)
+    with subprocess.Popen([sys.executable, str(tmp_path / "orphans.py")]) as parent:
+        wait_until(left.exists)
+        parent.kill()
+    wait_until(lambda: not left.exists())
+    wait_until(lambda: gone(int(pid.read_text())))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    """Dead; an orphan may stay a zombie where nobody reaps."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
 
 
 def end_instance() -> None:

@@ -10,8 +10,8 @@ import pytest
 import zmq
 
 from charonia.engine.core.messages import FromCore
-from charonia.engine.core.process import CoreLogForwarder
 from charonia.engine.core.sockets import CoreEndpoints, CoreSockets
+from charonia.processes.log_forwarding import LogForwarder
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def heard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[CoreEndpoi
 def test_what_any_thread_logs_reaches_the_frontend(heard: tuple[CoreEndpoints, zmq.Socket[bytes]]) -> None:
     address, ears = heard
     wire, logger = CoreSockets(address), logging.Logger("charonia.x")
-    logger.addHandler(CoreLogForwarder(wire))
+    logger.addHandler(LogForwarder(wire.send, zmq.ZMQError))
     numbers = range(200)
     threads = [threading.Thread(target=lambda: [logger.warning("%d", number) for number in numbers]) for _ in range(4)]
     for thread in threads:

@@ -7,9 +7,10 @@ import pytest
 
 from charonia.core.errors import CharoniaError
 from charonia.engine.config import EngineConfig
-from charonia.engine.core.messages import CoreLoading, CoreLogRecord, CoreReady, RequestRejected, RequestUpdates
+from charonia.engine.core.messages import CoreLoading, CoreReady, RequestRejected, RequestUpdates
 from charonia.engine.frontend import core_supervisor
 from charonia.engine.frontend.core_supervisor import DEFAULT_TIMEOUTS, CoreSupervisor
+from charonia.processes.log_forwarding import LogRecordMessage
 
 
 class Deaf:
@@ -35,8 +36,7 @@ def waits(monkeypatch: pytest.MonkeyPatch, served: list[float]) -> list[float]:
     for seconds in served:
         core._serve(READY)
         now[0] += seconds
-        core._mourn(-9)
-        found.append(core._backoff())
+        found.append(core._mourn(-9))
     return found
 
 
@@ -52,7 +52,7 @@ def test_what_a_core_logs_is_logged_here(caplog: pytest.LogCaptureFixture) -> No
     core = CoreSupervisor(
         EngineConfig(model="", executor="fake", data_parallel_size=2, replica=1), Deaf(), DEFAULT_TIMEOUTS
     )
-    core._on_message(CoreLogRecord("charonia.engine.models.registry", logging.WARNING, "5 % of it"))
+    core._on_message(LogRecordMessage("charonia.engine.models.registry", logging.WARNING, "5 % of it"))
     [record] = caplog.records
     assert (record.name, record.levelname) == ("charonia.engine.models.registry", "WARNING")
     assert record.getMessage() == "the engine core of replica 1: 5 % of it"

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from charonia.engine.parallel.broadcast_ring import BroadcastRing, RingMemory, RingReader
+from charonia.engine.parallel.broadcast_ring import BroadcastRing, RingReader
+from charonia.processes.shared_arena import SharedArena
 
 SIZE = 4096
 
@@ -20,7 +21,7 @@ SIZE = 4096
 class Readers:
     """Two desks beside the board, in this process."""
 
-    def __init__(self, memory: RingMemory | None) -> None:
+    def __init__(self, memory: SharedArena | None) -> None:
         pairs = [multiprocessing.Pipe() for _ in range(2)]
         self.ours: list[Connection] = [ours for ours, _ in pairs]
         self.theirs: list[Connection] = [theirs for _, theirs in pairs]
@@ -35,7 +36,7 @@ class Readers:
 @pytest.fixture(params=[True, False], ids=["memory", "lines alone"])
 def readers(request: pytest.FixtureRequest) -> Iterator[Readers]:
     with ExitStack() as stack:
-        memory = stack.enter_context(closing(RingMemory.create(SIZE))) if request.param else None
+        memory = stack.enter_context(closing(SharedArena(SIZE))) if request.param else None
         yield stack.enter_context(closing(Readers(memory)))
 
 
@@ -65,7 +66,7 @@ def test_commands_and_plans_stay_in_order(readers: Readers) -> None:
 @given(st.lists(st.tuples(st.integers(0, SIZE + 100), st.integers(1, 4)), max_size=60))
 def test_nothing_is_overwritten_before_it_is_forgotten(steps: list[tuple[int, int]]) -> None:
     """Sizes, and how many may be on their way: readers read late, and then find what was meant for them."""
-    with closing(RingMemory.create(SIZE)) as memory, closing(Readers(memory)) as readers:
+    with closing(SharedArena(SIZE)) as memory, closing(Readers(memory)) as readers:
         posted: deque[bytes] = deque()
         for number, (size, most) in enumerate(steps):
             message = bytes([number % 256]) * size
@@ -93,6 +94,6 @@ def test_a_writer_that_is_gone_is_the_end(readers: Readers) -> None:
 def test_memory_has_no_name_and_goes_with_its_holders() -> None:
     before = set(os.listdir("/proc/self/fd"))
     shown = set(os.listdir("/dev/shm"))
-    with closing(RingMemory.create(SIZE)):
+    with closing(SharedArena(SIZE)):
         assert set(os.listdir("/dev/shm")) == shown
     assert set(os.listdir("/proc/self/fd")) == before

@@ -16,7 +16,7 @@ import pytest
 from charonia.core.errors import CharoniaError, ErrorCode, Internal, InvalidArgument, Unavailable
 from charonia.engine.config import EngineConfig, ParallelConfig
 from charonia.engine.core.executors import build_executor
-from charonia.engine.parallel.broadcast_ring import RingMemory, RingReader
+from charonia.engine.parallel.broadcast_ring import RingReader
 from charonia.engine.parallel.layout import RankLayout
 from charonia.engine.parallel.plan_codec import PlanDecoder
 from charonia.engine.parallel.rank_messages import (
@@ -36,6 +36,7 @@ from charonia.engine.parallel.rank_messages import (
 )
 from charonia.engine.parallel.ranks_executor import RanksExecutor
 from charonia.engine.worker.executor import Capacity
+from charonia.processes.shared_arena import SharedArena
 from charonia.scheduler.plan import StepPlan, StepResult
 
 NONE = np.zeros(0, np.int32)
@@ -45,7 +46,7 @@ NO_PAIRS = np.zeros((0, 2), np.int32)
 class Rank:
     """The other end of a line, in this process."""
 
-    def __init__(self, line: Connection, memory: RingMemory) -> None:
+    def __init__(self, line: Connection, memory: SharedArena) -> None:
         self.line, self._desk, self._reader = line, RingReader(line, memory), PlanDecoder()
 
     def say(self, *reports: RankReport) -> None:
@@ -67,7 +68,7 @@ class Pretended:
     """A crew of whom the test says what they say."""
 
     def __init__(self, layout: RankLayout) -> None:
-        self.memory = RingMemory.create()
+        self.memory = SharedArena()
         pairs = [multiprocessing.Pipe() for _ in range(layout.world)]
         self.connections = [ours for ours, _ in pairs]
         self.ranks = [Rank(theirs, self.memory) for _, theirs in pairs]
@@ -322,7 +323,7 @@ def test_closing_asks_ranks_to_leave_and_cancels_what_is_pending(loaded: Stage) 
     listeners = [Thread(target=listen, args=(rank,)) for rank in loaded.ranks]
     for listener in listeners:
         listener.start()
-    loaded.crew.end = lambda patience: [listener.join() for listener in listeners] and loaded.crew.break_lines()
+    loaded.crew.wait_for_exit = lambda patience: [listener.join() for listener in listeners] and loaded.crew.break_lines()
     loaded.executor.close()
     loaded.executor.close()
     assert heard == [LeaveRanks()] * 2
