@@ -7,11 +7,11 @@ import pytest
 
 PROGRAM = """
 import logging, resource, sys
-from charonia.processes.open_files import allow_files
+from charonia.processes.open_files import raise_open_file_limit
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
 resource.setrlimit(resource.RLIMIT_NOFILE, (SOFT, HARD))
-print(allow_files(), resource.getrlimit(resource.RLIMIT_NOFILE))
-print(allow_files(100))
+print(raise_open_file_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))
+print(raise_open_file_limit(100))
 """
 
 

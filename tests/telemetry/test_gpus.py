@@ -1,77 +1,86 @@
-"""What GPUs say by the driver's calls: from a library that stands in for it, built here."""
+"""What GPUs say by NVML: from a module that stands in for its bindings."""
 
-import shutil
-import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from charonia.telemetry.gpus import Gpus, usable_gpus
 
-DRIVER = r"""
-#include <string.h>
-typedef struct { unsigned gpu, memory; } utilization;
-typedef struct { unsigned long long total, free, used; } memory;
-static int cards[2], part;
-static unsigned long long energy = 5000;
-int nvmlInit_v2(void) { return 0; }
-int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return 0; }
-int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **card) { *card = &cards[index]; return 0; }
-int nvmlDeviceGetHandleByUUID(const char *uuid, void **card) { *card = &part; return strcmp(uuid, "MIG-part") != 0; }
-int nvmlDeviceGetUUID(void *card, char *uuid, unsigned size) {
-    if (size < 12) return 7;
-    strcpy(uuid, card == &cards[0] ? "GPU-first" : "GPU-second");
-    return 0;
-}
-int nvmlDeviceGetName(void *card, char *name, unsigned size) {
-    if (size < 12) return 7;
-    strcpy(name, card == &cards[0] ? "Charon 1" : SECOND);
-    return 0;
-}
-int nvmlDeviceGetUtilizationRates(void *card, utilization *rates) {
-    if (card != &cards[0]) return 3;
-    rates->gpu = 37; rates->memory = 1;
-    return 0;
-}
-int nvmlDeviceGetMemoryInfo(void *card, memory *info) {
-    info->total = 80ull << 30; info->used = 20ull << 30;
-    info->free = (card == &cards[0] ? 60ull : card == &cards[1] ? 10ull : 5ull) << 30;
-    return 0;
-}
-int nvmlDeviceGetPowerUsage(void *card, unsigned *milliwatts) { *milliwatts = 120500; return 0; }
-int nvmlDeviceGetTotalEnergyConsumption(void *card, unsigned long long *millijoules) {
-    if (card != &cards[0]) return 3;
-    *millijoules = energy; energy += 2500;
-    return 0;
-}
-"""
+
+class NVMLError(Exception):
+    pass
 
 
-def build(tmp_path: Path, second: str = "Charon 1") -> str:
-    """The second GPU's kind is `second`."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    (tmp_path / "driver.c").write_text(DRIVER)
-    made = tmp_path / "libnvidia-ml.so.1"
-    define = f'-DSECOND="{second}"'
-    subprocess.run([compiler, "-shared", "-fPIC", define, "-o", str(made), str(tmp_path / "driver.c")], check=True)
-    return str(made)
+class Driver(ModuleType):
+    """Stands in for pynvml: two GPUs; the driver knows no limit of power, and the second one no load and no energy."""
+
+    NVMLError = NVMLError
+
+    def __init__(self, second: str = "Charon 1") -> None:
+        super().__init__("pynvml")
+        self._names = {"GPU-first": "Charon 1", "GPU-second": second}
+        self._energy = 5000
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
+        return list(self._names)[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if uuid != "MIG-part":
+            raise NVMLError
+        return uuid
+
+    def nvmlDeviceGetUUID(self, handle: str) -> str:
+        return handle
+
+    def nvmlDeviceGetName(self, handle: str) -> str:
+        return self._names[handle]
+
+    def nvmlDeviceGetUtilizationRates(self, handle: str) -> SimpleNamespace:
+        if handle != "GPU-first":
+            raise NVMLError
+        return SimpleNamespace(gpu=37, memory=1)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:
+        free = {"GPU-first": 60, "GPU-second": 10, "MIG-part": 5}[handle]
+        return SimpleNamespace(total=80 << 30, used=20 << 30, free=free << 30)
+
+    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
+        return 120500
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: str) -> int:
+        raise NVMLError
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+        if handle != "GPU-first":
+            raise NVMLError
+        self._energy += 2500
+        return self._energy - 2500
 
 
-@pytest.fixture
-def library(tmp_path: Path) -> str:
-    return build(tmp_path)
+@pytest.fixture(autouse=True)
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver()
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    return driver
 
 
 def readings(gpus: Gpus) -> dict[str, dict[str, object]]:
     return {each.labels["gpu_uuid"]: {read.family: read.value for read in each.readings} for each in gpus.measure()}
 
 
-def test_each_gpu_says_what_it_can(library: str) -> None:
+def test_each_gpu_says_what_it_can() -> None:
     memory = {"nv_gpu_memory_total_bytes": 80 << 30, "nv_gpu_memory_used_bytes": 20 << 30}
     # This driver knows no limit of power, and the second GPU neither its load nor its energy.
-    assert readings(Gpus(library)) == {
+    assert readings(Gpus()) == {
         "GPU-first": {
             "nv_gpu_utilization": 0.37,
             **memory,
@@ -82,13 +91,30 @@ def test_each_gpu_says_what_it_can(library: str) -> None:
     }
 
 
-def test_energy_counts_from_the_start(library: str) -> None:
-    gpus = Gpus(library)
+def test_energy_counts_from_the_start() -> None:
+    gpus = Gpus()
     assert [readings(gpus)["GPU-first"]["nv_energy_consumption"] for _ in range(3)] == [2.5, 5.0, 7.5]
 
 
-def test_without_a_driver_there_are_none(tmp_path: Path) -> None:
-    assert readings(Gpus(str(tmp_path / "libnvidia-ml.so.1"))) == {}
+def test_without_a_driver_there_are_none_and_nothing_limits(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise NVMLError("NVML Shared Library Not Found")
+
+    monkeypatch.setattr(driver, "nvmlInit", missing)
+    assert (readings(Gpus()), Gpus().free(0)) == ({}, 1 << 60)
+
+
+def test_without_the_bindings_there_are_none_and_nothing_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert (readings(Gpus()), Gpus().free(0)) == ({}, 1 << 60)
+
+
+@pytest.mark.skipif(find_spec("pynvml") is None, reason="no nvidia-ml-py")
+def test_the_bindings_have_what_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    pynvml = import_module("pynvml")
+    for name in (name for name in vars(Driver) if name.startswith(("nvml", "NVML"))):
+        assert callable(getattr(pynvml, name))
 
 
 @pytest.mark.parametrize(
@@ -104,24 +130,20 @@ def test_without_a_driver_there_are_none(tmp_path: Path) -> None:
         ("", [1 << 30]),
     ],
 )
-def test_what_is_free_on_each_as_cuda_numbers_them(library: str, visible: str | None, free: list[int]) -> None:
+def test_what_is_free_on_each_as_cuda_numbers_them(visible: str | None, free: list[int]) -> None:
     """What nobody knows is without limit."""
-    gpus = Gpus(library, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    gpus = Gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     assert [gpus.free(number) >> 30 for number in range(len(free))] == free
 
 
-def test_cuda_may_count_unequal_gpus_otherwise(tmp_path: Path) -> None:
-    unequal = build(tmp_path, "Charon 2")
+def test_cuda_may_count_unequal_gpus_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Driver("Charon 2"))
 
     def free(**environment: str) -> int:
-        return Gpus(unequal, environment).free(0) >> 30
+        return Gpus(environment).free(0) >> 30
 
     assert (free(), free(CUDA_VISIBLE_DEVICES="1")) == (1 << 30, 1 << 30)
     assert (free(CUDA_DEVICE_ORDER="PCI_BUS_ID"), free(CUDA_VISIBLE_DEVICES="GPU-second")) == (60, 10)
-
-
-def test_without_a_driver_nothing_limits(tmp_path: Path) -> None:
-    assert Gpus(str(tmp_path / "libnvidia-ml.so.1")).free(0) == 1 << 60
 
 
 @pytest.mark.parametrize(("visible", "usable"), [(None, 3), ("2,0", 2), ("1,-1,0", 1), ("", 0), ("0,1,2,3,4", 3)])

@@ -323,7 +323,9 @@ def test_closing_asks_ranks_to_leave_and_cancels_what_is_pending(loaded: Stage) 
     listeners = [Thread(target=listen, args=(rank,)) for rank in loaded.ranks]
     for listener in listeners:
         listener.start()
-    loaded.crew.wait_for_exit = lambda patience: [listener.join() for listener in listeners] and loaded.crew.break_lines()
+    loaded.crew.wait_for_exit = lambda patience: (
+        [listener.join() for listener in listeners] and loaded.crew.break_lines()
+    )
     loaded.executor.close()
     loaded.executor.close()
     assert heard == [LeaveRanks()] * 2
