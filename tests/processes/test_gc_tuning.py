@@ -11,7 +11,7 @@ from charonia.processes import gc_tuning
 
 CASE = """
 import gc, weakref
-from charonia.core import garbage
+from charonia.processes import gc_tuning
 
 class Node:
     pass
@@ -22,13 +22,13 @@ def cycle():
     return weakref.ref(node), node
 
 seen, kept = cycle()
-garbage.settle()
+gc_tuning.freeze_after_startup()
 assert gc.get_freeze_count() > 0 and gc.get_threshold()[0] > 700
 assert not any(each is kept for each in gc.get_objects()), "it is still looked at"
 del kept
 gc.collect()
 assert seen() is not None
-garbage.collect()
+gc_tuning.collect_and_freeze()
 assert seen() is None, "a cycle from before was not freed"
 """
 
