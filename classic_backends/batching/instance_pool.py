@@ -50,8 +50,8 @@ class InstanceListener(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _PooledInstance:
-    """`backoff`: of its slot; `started_at`: of `time.monotonic`; `overdue_logged`: the log has that its execution is overdue; `timed_out`: its
-    execution was interrupted, or cannot be."""
+    """`backoff`: of its slot; `started_at`: of `time.monotonic`; `overdue_logged`: the log has that its execution is
+    overdue; `timed_out`: its execution was interrupted, or cannot be."""
 
     slot: InstanceSlot
     instance: Instance
